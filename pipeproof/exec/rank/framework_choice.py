@@ -71,23 +71,17 @@ def start_ping_clock(run: RunSpec, arrays: Arrays) -> PingClock:
     return HostPingClock(arrays.synchronize)
 
 
-def start_progress(run: RunSpec, num_ops: int) -> DeviceProgress | None:
-    """Return the progress of this process's GPU if its host runs ahead of it (PyTorch on a GPU, already started).
-
-    ``num_ops`` is the number of operations of the graph.
-    """
+def start_progress(run: RunSpec) -> DeviceProgress | None:
+    """Return the progress of this process's GPU if its host runs ahead of it (PyTorch on a GPU, already started)."""
     if run.device == "cpu" or run.backend != "torch":
         return None
     from pipeproof.exec.rank.torch.cuda_graph import TorchProgress
 
-    return TorchProgress(num_ops)
+    return TorchProgress()
 
 
-def start_replays(num_ops: int) -> Replays:
-    """Return the capture and replay of steps on this process's GPU, on which PyTorch has been started.
-
-    ``num_ops`` is the number of operations of the graph.
-    """
+def start_replays() -> Replays:
+    """Return the capture and replay of steps on this process's GPU, on which PyTorch has been started."""
     from pipeproof.exec.rank.torch.cuda_graph import TorchReplays
 
-    return TorchReplays(num_ops)
+    return TorchReplays()

@@ -87,7 +87,7 @@ def run_rank(job: Job, rank: int, emit: Emit, framework: Framework | None = None
     replayed: ReplayedSteps | None = None
     # Neither a profile nor a replay nor a rehearsal may spend time on progress.
     without = options.profile or options.rehearses or run.replay
-    progress = None if without else start_progress(run, plan.graph.num_ops)
+    progress = None if without else start_progress(run)
 
     watch = LayerWatch() if job.layers else None
     timed_world, clock = timed(run, world) if options.profile else (world, HostClock())
@@ -108,7 +108,7 @@ def run_rank(job: Job, rank: int, emit: Emit, framework: Framework | None = None
     emit("ready", threads=framework.num_threads())
     first = job.checkpoint.first_step
     if num_logged_steps(run, layers=job.layers, first_step=first) < run.steps - first:
-        replays = start_replays(plan.graph.num_ops)
+        replays = start_replays()
         replayed = ReplayedSteps(adapter, program.run, replays, report_operation)
     for step in range(first, run.steps):
         if replayed is not None:

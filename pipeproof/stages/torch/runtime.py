@@ -35,7 +35,16 @@ def start_torch(device: str, local_rank: int = 0, *, computes: bool = True) -> t
     chosen = torch.device("cuda", local_rank)
     if computes:
         require_kernels(chosen)
+        start_backward_thread(chosen)
     return chosen
+
+
+def start_backward_thread(device: torch.device) -> None:
+    """Have autograd's thread for a GPU launch a kernel, so that it has a CUDA context before its first product.
+
+    Otherwise cuBLAS finds none there, makes one late, and warns.
+    """
+    torch.ones(1, device=device, requires_grad=True).mul(1.0).backward()
 
 
 def require_kernels(device: torch.device) -> None:

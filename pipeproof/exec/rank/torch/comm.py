@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from pipeproof.exec.rank.framework_protocol import Channels
 from pipeproof.exec.rank.group_channels import GroupChannels, connected_groups
+from pipeproof.exec.rank.torch.batched_messages import BatchedMessages
 from pipeproof.exec.store.torch_store import CONNECT_TIMEOUT, process_store
 from pipeproof.schedule.op_table import Channel, Group
 
@@ -148,11 +149,12 @@ def connect_groups(
 ) -> TorchWorld:
     """Make every group of a joined world, in one order on all ranks, and use each once."""
     token = torch.ones(1, device=device)
-    by_channel, by_group = connected_groups(dist, _group, rank, token, channels, groups, progress)
+    messages = BatchedMessages(device) if device.type == "cuda" else dist
+    by_channel, by_group = connected_groups(messages, _group, rank, token, channels, groups, progress)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     collectives = {index: GroupCollectives(rank, groups[index].ranks, group) for index, group in by_group.items()}
-    return TorchWorld(rank, device, GroupChannels(dist, rank, by_channel), collectives)
+    return TorchWorld(rank, device, GroupChannels(messages, rank, by_channel), collectives)
 
 
 def _group(ranks: Sequence[int]) -> dist.ProcessGroup:

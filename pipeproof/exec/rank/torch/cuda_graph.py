@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from pipeproof.exec.rank.torch.stream_word import StreamWord
+
 
 def captured(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """Return a function that replays everything that ``work`` launches on the GPU; nothing is computed now.
@@ -26,51 +28,43 @@ def captured(work: Callable[[], None], device: torch.device) -> Callable[[], Non
 
 
 class TorchReplays:
-    """Capture on the current GPU, and its progress; an ``exec.rank.step_replay.Replays``.
+    """Capture on the current GPU, and its progress; an ``exec.rank.step_replay.Replays``."""
 
-    The GPU writes the number of each operation that it reaches to the host's memory.
-    """
-
-    def __init__(self, num_ops: int) -> None:
+    def __init__(self) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._numbers = torch.arange(num_ops, device=self._device)
-        self._word = torch.full([1], -1, dtype=torch.int64, pin_memory=True)
-        self._seen = self._word.numpy()
+        self._word = StreamWord()
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:
         """Return the replay of ``work``, see ``captured``."""
         return captured(work, self._device)
 
     def write(self, op_id: int) -> None:
-        """Launch a copy of eight bytes, which is captured like other work."""
-        self._word.copy_(self._numbers[op_id : op_id + 1], non_blocking=True)
+        """Launch the write, which is captured like other work."""
+        self._word.write(op_id)
 
     def read(self) -> int:
         """Return the last number; the GPU may already be further."""
-        return int(self._seen[0])
+        return self._word.read()
 
 
 class TorchProgress:
-    """Progress of the current GPU among ``num_ops`` operations; an ``exec.rank.step_replay.DeviceProgress``.
+    """Progress of the current GPU; an ``exec.rank.step_replay.DeviceProgress``. Its word is the pair of two halves."""
 
-    The compute stream copies the pair (step, operation), sixteen bytes, to pinned memory of the host.
-    """
-
-    def __init__(self, num_ops: int) -> None:
-        device = torch.device("cuda", torch.cuda.current_device())
-        self._pairs = torch.full([num_ops, 2], -1, dtype=torch.int64, device=device)
-        self._pairs[:, 1] = torch.arange(num_ops, device=device)
-        self._word = torch.full([2], -1, dtype=torch.int64, pin_memory=True)
-        self._seen = self._word.numpy()
+    def __init__(self) -> None:
+        self._word, self._step = StreamWord(), 0
 
     def begin(self, step: int) -> None:
-        """Set the step, after the writes of the previous step."""
-        self._pairs[:, 0].fill_(step)
+        """Set the step of the following writes."""
+        self._step = step
 
     def write(self, op_id: int) -> None:
-        """Launch the copy; the host does not wait."""
-        self._word.copy_(self._pairs[op_id], non_blocking=True)
+        """Launch the write; the host does not wait."""
+        self._word.write(self._step << _HALF_BITS | op_id)
 
     def read(self) -> tuple[int, int]:
         """Return the last pair; the GPU may already be further."""
-        return int(self._seen[0]), int(self._seen[1])
+        word = self._word.read()
+        return (-1, -1) if word < 0 else divmod(word, 1 << _HALF_BITS)
+
+
+_HALF_BITS = 32

@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 
 from pipeproof.exec.rank.group_channels import PostedTransfer
+from pipeproof.exec.rank.torch.batched_messages import post_recv, post_send
 from pipeproof.exec.train.torch.gloo_connections import Connection, connections_of
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.schedule.op_table import Channel, Group, OpGraph
+from pipeproof.stages.torch.runtime import start_backward_thread
 
 _TAG: Final = 0
 AFTER_WATCH_S: Final = 60.0
@@ -33,19 +35,28 @@ gloo takes the one that it was made with for messages; ``set_timeout`` changes t
 class StageChannels:
     """Ends of the channels of one rank, by the graph's ranks; a ``Channels``."""
 
-    def __init__(self, index: int, backends: dict[Channel, Any]) -> None:
+    def __init__(self, index: int, backends: dict[Channel, Any], device: torch.device) -> None:
         self._index, self._backends = index, backends
+        self._send, self._recv = (post_send, post_recv) if device.type == "cuda" else (_send, _recv)
 
     def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[PostedTransfer] = ()) -> PostedTransfer:
         """Start moving a contiguous buffer over this rank's end; ``after`` is on the same channel, a FIFO."""
         posted_ns = time.monotonic_ns()
         backend = self._backends[channel]
         if self._index != channel.src:  # a group of two: the source is member 0
-            return PostedTransfer(buffer, backend.recv([buffer], 0, _TAG), posted_ns)
-        return PostedTransfer(buffer, backend.send([buffer], 1, _TAG), posted_ns)
+            return PostedTransfer(buffer, self._recv(backend, buffer, 0), posted_ns)
+        return PostedTransfer(buffer, self._send(backend, buffer, 1), posted_ns)
 
     def close(self) -> None:
         """Do nothing: the groups end with the world."""
+
+
+def _send(backend: Any, buffer: torch.Tensor, member: int) -> Any:
+    return backend.send([buffer], member, _TAG)
+
+
+def _recv(backend: Any, buffer: torch.Tensor, member: int) -> Any:
+    return backend.recv([buffer], member, _TAG)
 
 
 class OrderedSums:
@@ -119,6 +130,7 @@ def connect_stages(
     backends: list[Any] = []
     connections: list[Connection] = []
     by_channel: dict[Channel, Any] = {}
+    channels = StageChannels(index, by_channel, device)
     token = torch.ones(1, device=device)
 
     def connected(name: str, members: Sequence[int]) -> Any:
@@ -131,16 +143,16 @@ def connect_stages(
     try:
         for channel in graph.channels:
             if index in (channel.src, channel.dst):
-                backend = by_channel[channel] = connected(str(channel), (channel.src, channel.dst))
-                work = backend.send([token], 1, _TAG) if index == channel.src else backend.recv([token], 0, _TAG)
-                work.wait()
+                by_channel[channel] = connected(str(channel), (channel.src, channel.dst))
+                channels.post(channel, token).wait()
         sums = {number: _sums(group, number, index, graph, connected) for number, group in enumerate(graph.groups)}
         if device.type == "cuda":
+            start_backward_thread(device)
             torch.cuda.synchronize(device)
     except RuntimeError as error:
         raise PipelineError(f"the pipeline's ranks cannot connect: {error}") from None
     collectives = {number: each for number, each in sums.items() if each is not None}
-    return StageWorld(index, StageChannels(index, by_channel), collectives, tuple(backends), group, tuple(connections))
+    return StageWorld(index, channels, collectives, tuple(backends), group, tuple(connections))
 
 
 def _sums(group: Group, number: int, index: int, graph: OpGraph, connected: Any) -> OrderedSums | None:

@@ -260,7 +260,7 @@ class Pipeline:
         self._failures = PipelineFailures(agreement, self._world.abort)
         share_start(self._world, lowered, self._modules, self.rank)
         self._framework = TorchModules(TorchArrays(self._device), self._modules)
-        self._progress = TorchProgress(lowered.graph.num_ops) if self._device.type == "cuda" else None
+        self._progress = TorchProgress() if self._device.type == "cuda" else None
         self._train = self._rank_of(lowered)
         self._eval: TrainRank | None = None
         self._current = self._train
