@@ -65,22 +65,23 @@ def preload():
 def profile_of(root, targets, tests, kept):
     """Profile of the tests: the lines of the targets that they run, recorded in a separate process.
 
-    It is kept in the file ``kept``, and used again as long as no Python file below ``root`` has changed.
+    It is kept in the file ``kept``, and used again for the same or fewer targets as long as no Python file below
+    ``root`` has changed.
 
     Raises:
         RuntimeError: the tests do not pass as they are.
     """
     files = [path for path in root.rglob("*.py") if not path.relative_to(root).parts[0].startswith((".", "build"))]
-    digest = hashlib.sha256(repr((targets, tests)).encode())
+    digest = hashlib.sha256(repr(tests).encode())
     for path in sorted(files):
         digest.update(path.read_bytes())
     with contextlib.suppress(OSError, ValueError):
-        key, profile = pickle.loads(kept.read_bytes())
-        if key == digest.hexdigest():
+        key, recorded, profile = pickle.loads(kept.read_bytes())
+        if key == digest.hexdigest() and recorded.issuperset(targets):
             return profile
     profile = _recorded(root, targets, tests)
     kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_bytes(pickle.dumps((digest.hexdigest(), profile)))
+    kept.write_bytes(pickle.dumps((digest.hexdigest(), set(targets), profile)))
     return profile
 
 
