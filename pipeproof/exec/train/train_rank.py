@@ -89,7 +89,7 @@ def require_supported(spec: PlanSpec) -> None:
             "buffers.free_output",
             "a module's backward may read its output",
         ),
-        (spec.run.replay, "run.replay", "capture the step yourself"),
+        (spec.run.replay, "run.replay", "PyTorch's Pipeline has replay=True"),
         (spec.transport.queue not in (None, "directed_edge"), "transport.queue", "each channel has its own group"),
     )
     for given, key, fix in refused:

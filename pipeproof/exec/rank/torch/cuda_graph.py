@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from pipeproof.exec.rank.torch.stream_word import StreamWord
+from pipeproof.exec.rank.torch.stream_word import NO_VALUE, StreamWord
 
 
 def captured(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
@@ -48,23 +48,20 @@ class TorchReplays:
 
 
 class TorchProgress:
-    """Progress of the current GPU; an ``exec.rank.step_replay.DeviceProgress``. Its word is the pair of two halves."""
+    """Progress of the current GPU, which may replay a step; an ``exec.rank.step_replay.DeviceProgress``."""
 
     def __init__(self) -> None:
-        self._word, self._step = StreamWord(), 0
+        self._step, self._op = StreamWord(), StreamWord()
 
     def begin(self, step: int) -> None:
-        """Set the step of the following writes."""
-        self._step = step
+        """Launch the writes of a step that has reached no operation; a captured step must not contain them."""
+        self._op.write(NO_VALUE)
+        self._step.write(step)
 
     def write(self, op_id: int) -> None:
         """Launch the write; the host does not wait."""
-        self._word.write(self._step << _HALF_BITS | op_id)
+        self._op.write(op_id)
 
     def read(self) -> tuple[int, int]:
-        """Return the last pair; the GPU may already be further."""
-        word = self._word.read()
-        return (-1, -1) if word < 0 else divmod(word, 1 << _HALF_BITS)
-
-
-_HALF_BITS = 32
+        """Return the last step and operation; the GPU may already be further."""
+        return self._step.read(), self._op.read()

@@ -11,7 +11,7 @@ import torch
 
 _NO_BARRIER = 1
 """``CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER``: the word says where the stream is, and guards no data."""
-_NO_VALUE = -1
+NO_VALUE = -1
 
 
 class StreamWord:
@@ -21,12 +21,12 @@ class StreamWord:
     """
 
     def __init__(self) -> None:
-        self._word = torch.full([1], _NO_VALUE, dtype=torch.int64, pin_memory=True)
+        self._word = torch.full([1], NO_VALUE, dtype=torch.int64, pin_memory=True)
         self._seen = self._word.numpy()
         self._address, self._write = ctypes.c_uint64(self._word.data_ptr()), _stream_write()
 
     def write(self, value: int) -> None:
-        """Launch the write on the current stream, by the driver or as a copy of eight bytes.
+        """Launch the write on the current stream.
 
         Raises:
             RuntimeError: the driver refused it.

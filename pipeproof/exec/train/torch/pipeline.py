@@ -18,7 +18,7 @@ from torch import nn
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.op_log import Clock, LogEntry
 from pipeproof.exec.rank.torch.arrays import TorchArrays
-from pipeproof.exec.rank.torch.cuda_graph import TorchProgress
+from pipeproof.exec.rank.torch.cuda_graph import TorchProgress, captured
 from pipeproof.exec.store.torch_store import TorchStore
 from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.module_plan import (
@@ -63,6 +63,7 @@ from pipeproof.exec.train.torch.pipeline_start import (
     share_start,
     tied_layouts,
 )
+from pipeproof.exec.train.torch.replayed_step import ReplayedStep, require_replayable
 from pipeproof.exec.train.torch.split_linear import require_splittable
 from pipeproof.exec.train.torch.stage_facts import StageDescriber
 from pipeproof.exec.train.torch.stage_values import joined_outputs, micro_batches
@@ -117,6 +118,8 @@ class Pipeline:
         same_kwargs: names of keyword arguments that each micro-batch gets whole.
         scale_grads: whether loss and gradients are means over the micro-batches; else they are sums.
         check_finite: whether each output is tested for NaN and infinity, for which the host waits.
+        replay: whether steps are replayed as one CUDA graph from the third on, which leaves the host no work. Shapes
+            and values other than tensors must stay as they are, and no module may read a value on the host.
         timeout_s: time without progress after which a report is printed and all ranks end.
         unsafe: train by a plan that is not proved.
 
@@ -144,6 +147,7 @@ class Pipeline:
         same_kwargs: Sequence[str] = (),
         scale_grads: bool = True,
         check_finite: bool = False,
+        replay: bool = False,
         timeout_s: float = 600.0,
         unsafe: bool = False,
     ) -> None:
@@ -166,9 +170,13 @@ class Pipeline:
                 raise PipelineError(f"`stages` has the keys {numbers}: they are numbers of stages, from 0")
             if not modules or not all(isinstance(module, nn.Module) for module in modules):
                 raise PipelineError("give this rank at least one stage: stages={number: module}")
-            sizes = {Replicas(number, module, shards).size for number, module in stages.items()}
+            replicas = [Replicas(number, module, shards) for number, module in stages.items()]
+            sizes = {each.size for each in replicas}
             if len(sizes) > 1:
                 raise PipelineError(f"stages of one rank have {sorted(sizes)} replicas: all need the same number")
+            device = device_of(modules, allow_meta=True)
+            if replay:
+                require_replayable(device, is_sharded=any(each.is_sharded for each in replicas), reads=check_finite)
             return {
                 "request": asdict(
                     Request(
@@ -176,7 +184,7 @@ class Pipeline:
                         schedule_section(schedule),
                         num_micro_batches,
                         "torch",
-                        "gpu" if device_of(modules, allow_meta=True).type == "cuda" else "cpu",
+                        "gpu" if device.type == "cuda" else "cpu",
                         common_dtype(weight for module in modules for weight in module.parameters()) or "float32",
                         self.num_ranks,
                         sizes.pop(),
@@ -187,6 +195,7 @@ class Pipeline:
                     "profile": profile,
                     "same_kwargs": sorted(same_kwargs),
                     "scale_grads": scale_grads,
+                    "replay": replay,
                     "unsafe": unsafe,
                 },
                 "whole": len(stages) if isinstance(stages, ModelStages) else None,
@@ -261,7 +270,10 @@ class Pipeline:
         share_start(self._world, lowered, self._modules, self.rank)
         self._framework = TorchModules(TorchArrays(self._device), self._modules)
         self._progress = TorchProgress() if self._device.type == "cuda" else None
-        self._train = self._rank_of(lowered)
+        self._train = self._replayed = self._rank_of(lowered)
+        self._replay: ReplayedStep | None = None
+        if replay:
+            self._replay = ReplayedStep(self._trained_by_name, partial(captured, device=self._device))
         self._eval: TrainRank | None = None
         self._current = self._train
         self._watch = StallWatch(
@@ -394,6 +406,7 @@ class Pipeline:
         )
 
     def _enter(self, step: int, op_id: int) -> None:
+        self._entered = op_id
         progress = self._progress if self._current is self._train else None
         self._watch.enter(step, op_id, on_device=progress is not None)
         if progress is not None:
@@ -403,18 +416,36 @@ class Pipeline:
         self, rank: TrainRank, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any],
         scaler: torch.amp.GradScaler | None,
     ) -> StepData:  # fmt: skip
-        """Run one step of a plan, and turn what goes wrong on any rank into one error on every rank."""
+        """Run the next step of a plan, or replay it."""
         step, self._step, self._current = self._step, self._step + 1, rank
-        is_training = rank is self._train
+        if rank is self._train and self._progress is not None:
+            self._progress.begin(step)
+
+        def execute(values: tuple[Sequence[Any], Any, Mapping[str, Any]]) -> StepData:
+            return self._execute(rank, step, *values, scaler)
+
+        values = (args, target, kwargs)
+        if self._replay is None or rank is not self._replayed:
+            return execute(values)
+        if scaler is not None and scaler.is_enabled():
+            raise PipelineError("replay=True: a GradScaler changes between steps: use bfloat16, or replay=False")
+        data = self._replay.run(values, execute)
+        if self._replay.is_captured:
+            self._watch.enter(step, self._entered, on_device=True)
+        return data
+
+    def _execute(
+        self, rank: TrainRank, step: int, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any],
+        scaler: torch.amp.GradScaler | None,
+    ) -> StepData:  # fmt: skip
+        """Execute one step, operation by operation."""
         try:
-            data = self._step_data(args, target, kwargs, scaler, is_training=is_training)
+            data = self._step_data(args, target, kwargs, scaler, is_training=rank is self._train)
             versions = self._versions()
             for stage in self._modules.values():
                 stage.begin(data)
             for replicas in self._replicas.values():
                 replicas.begin()
-            if is_training and self._progress is not None:
-                self._progress.begin(step)
             rank.run(step)
             self._require_unchanged(versions)
         finally:
@@ -467,6 +498,9 @@ class Pipeline:
                     f"argument {position} of the step has {value.shape[0]} rows, and the plan has "
                     f"{self.num_micro_batches} micro-batches of {self.micro_batch_size}: pass {expected} rows"
                 )
+
+    def _trained_by_name(self) -> dict[str, nn.Parameter]:
+        return {f"{n}.{name}": w for n, stage in self._modules.items() for name, w in trained(stage.module).items()}
 
     def _versions(self) -> list[int]:
         """Numbers of writes of all parameters, which an optimizer inside of a step would raise."""

@@ -1,0 +1,152 @@
+"""Training steps of a script's modules as one CUDA graph: the third step is captured, and replayed from then on.
+
+The first two load kernels, compile, and show which parameters receive a gradient. A graph reads the memory of the
+captured step's arguments and adds to the memory of its gradients. So each step copies its arguments there, and those
+tensors are the gradients of the script's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from pipeproof.exec.train.torch.module_stage import StepData
+from pipeproof.exec.train.train_errors import PipelineError
+
+_NUM_WARM_UPS = 2
+
+
+class ReplayedStep:
+    """The steps of one rank; ``trained`` returns the trained parameters, by their names for messages.
+
+    ``capture`` returns a function that replays what its argument launches.
+    """
+
+    def __init__(
+        self,
+        trained: Callable[[], Mapping[str, nn.Parameter]],
+        capture: Callable[[Callable[[], None]], Callable[[], None]],
+    ) -> None:
+        self._trained, self._parameters, self._capture = trained, trained(), capture
+        self._num_run = 0
+        self._received: set[str] = set()
+        """Names of the parameters with a gradient after the first steps."""
+        self._inputs: list[Any] = []
+        self._form: TreeSpec | None = None
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._addresses: dict[str, int] = {}
+        self._result = StepData()
+        self._replay: Callable[[], None] | None = None
+
+    @property
+    def is_captured(self) -> bool:
+        """True once steps are replayed."""
+        return self._replay is not None
+
+    def run(self, values: Any, execute: Callable[[Any], StepData]) -> StepData:
+        """Run a step on ``values``, the argument of ``execute``: by it, or by a replay of it. Returns its losses.
+
+        Raises:
+            PipelineError: the step cannot be captured, or differs from the captured one in what a graph keeps.
+        """
+        if self._num_run < _NUM_WARM_UPS:
+            self._num_run += 1
+            result = execute(values)
+            self._received |= {name for name, weight in self._parameters.items() if weight.grad is not None}
+            return result
+        leaves, form = tree_flatten(values)
+        if self._replay is None:
+            self._replay = self._captured(leaves, form, execute)
+        self._require_same(leaves, form)
+        self._attach_gradients()
+        for memory, leaf in zip(self._inputs, leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                memory.copy_(leaf, non_blocking=True)
+        self._replay()
+        losses = self._result.losses
+        if not losses:
+            return StepData()
+        own = torch.stack([*losses.values()]).unbind()  # the next replay writes to the captured ones
+        return StepData(losses=dict(zip(losses, own, strict=True)))
+
+    def _captured(
+        self, leaves: Sequence[Any], form: TreeSpec, execute: Callable[[Any], StepData]
+    ) -> Callable[[], None]:
+        for name, weight in self._parameters.items():
+            if name in self._received:
+                self._gradients[name] = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        self._attach_gradients()
+        self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._form = form
+        self._addresses = {name: weight.data_ptr() for name, weight in self._parameters.items()}
+
+        def work() -> None:
+            self._result = execute(tree_unflatten(self._inputs, form))
+
+        try:
+            replay = self._capture(work)
+        except RuntimeError as error:
+            raise PipelineError(
+                f"replay=True: the step cannot be captured as a CUDA graph, use replay=False: {error}; a module may "
+                "read a value on the host"
+            ) from error
+        for name, weight in self._parameters.items():
+            if weight.grad is not self._gradients.get(name):
+                raise PipelineError(
+                    f"replay=True: the gradient of {name} is not added up in place, or is there in some steps alone: "
+                    "use replay=False"
+                )
+        return replay
+
+    def _attach_gradients(self) -> None:
+        """Make the captured tensors the gradients of the parameters, with the values that these have now."""
+        unset = []
+        for name, memory in self._gradients.items():
+            weight = self._parameters[name]
+            if weight.grad is None:
+                unset.append(memory)
+            elif weight.grad is not memory:
+                memory.copy_(weight.grad)
+            weight.grad = memory
+        if unset:
+            torch._foreach_zero_(unset)
+
+    def _require_same(self, leaves: Sequence[Any], form: TreeSpec) -> None:
+        fix = "a replayed step has the shapes and values of the captured one: use replay=False, or another Pipeline"
+        if form != self._form:
+            raise PipelineError(f"replay=True: the arguments of this step have another structure; {fix}")
+        for position, (memory, leaf) in enumerate(zip(self._inputs, leaves, strict=True)):
+            here, there = _about(leaf), _about(memory)
+            if here != there:
+                raise PipelineError(f"replay=True: argument {position} of this step is {here}, not {there}; {fix}")
+        for name, weight in self._trained().items():
+            is_known = weight is self._parameters.get(name)
+            if not is_known or weight.data_ptr() != self._addresses[name]:
+                raise PipelineError(
+                    f"replay=True: parameter {name} is not the one of the captured step, or has other memory: load "
+                    "values with copy_, or make the Pipeline afterwards"
+                )
+
+
+def require_replayable(device: torch.device, *, is_sharded: bool, reads: bool) -> None:
+    """Refuse a pipeline whose steps cannot be captured; ``reads`` if each output is tested on the host.
+
+    Raises:
+        PipelineError: names the reason.
+    """
+    for given, reason in (
+        (device.type != "cuda", f"a step is captured on a GPU, and the modules are on {device.type}"),
+        (is_sharded, "fully_shard allocates gathered weights in each step"),
+        (reads, "check_finite=True reads every output on the host"),
+    ):
+        if given:
+            raise PipelineError(f"replay=True: {reason}; use replay=False")
+
+
+def _about(leaf: Any) -> str:
+    """Type and shape of a tensor; any other value as text."""
+    return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)

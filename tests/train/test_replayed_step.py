@@ -1,0 +1,170 @@
+"""Arguments, gradients and losses of replayed steps; a capture that runs its work again replaces the CUDA graph."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from pipeproof.exec.train.torch.module_stage import StepData  # noqa: E402
+from pipeproof.exec.train.torch.replayed_step import ReplayedStep, require_replayable  # noqa: E402
+from pipeproof.exec.train.train_errors import PipelineError  # noqa: E402
+
+pytestmark = pytest.mark.needs_torch
+
+
+class Trained:
+    """A module with its steps, replayed or not; ``unused`` never receives a gradient."""
+
+    def __init__(self, *, is_replayed):
+        torch.manual_seed(0)
+        self.module = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
+        self.replay = ReplayedStep(self.parameters, self.capture) if is_replayed else None
+        self.num_captured = 0
+
+    def parameters(self):
+        return dict(self.module.named_parameters())
+
+    def capture(self, work):
+        self.num_captured += 1
+        return work
+
+    def execute(self, values):
+        ((x, factor),) = values
+        losses = {}
+        for index, part in enumerate(x.split(2)):
+            loss = (factor * self.module["used"](part)).pow(2).sum()
+            loss.backward()
+            losses[index] = loss.detach()
+        return StepData(losses=losses)
+
+    def step(self, x, factor=2.0):
+        values = ((x, factor),)
+        return self.execute(values) if self.replay is None else self.replay.run(values, self.execute)
+
+
+def batches(num, rows=4):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(rows, 3, generator=generator) for _ in range(num)]
+
+
+@pytest.mark.parametrize("reset", ["to_none", "to_zero", "never", "replaced"])
+def test_replayed_steps_give_the_losses_and_gradients_of_plain_ones(reset):
+    plain, replayed = Trained(is_replayed=False), Trained(is_replayed=True)
+    optimizers = [torch.optim.AdamW(each.module.parameters(), 0.1, weight_decay=0.5) for each in (plain, replayed)]
+    kept = []
+    for number, x in enumerate(batches(6)):
+        first, second = plain.step(x), replayed.step(x)
+        kept.append((first.losses, second.losses))
+        for a, b in zip(plain.module.parameters(), replayed.module.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None)
+            assert a.grad is None or torch.equal(a.grad, b.grad)
+        for trained, optimizer in zip((plain, replayed), optimizers, strict=True):
+            optimizer.step()
+            if reset == "replaced" and number == 3:
+                for weight in trained.module["used"].parameters():
+                    weight.grad = torch.ones_like(weight)
+            elif reset != "never":
+                optimizer.zero_grad(set_to_none=reset != "to_zero")
+        for a, b in zip(plain.module.parameters(), replayed.module.parameters(), strict=True):
+            assert torch.equal(a, b)
+    assert replayed.num_captured == 1
+    for first, second in kept:  # of all steps: a later replay does not write to losses that the script holds
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[index], second[index]) for index in first)
+
+
+def captured():
+    trained = Trained(is_replayed=True)
+    for x in batches(3):
+        trained.step(x)
+    assert trained.replay.is_captured
+    return trained
+
+
+def test_the_arguments_of_the_script_are_not_written():
+    trained, (x, _) = captured(), batches(2)
+    before = x.clone()
+    trained.step(x)
+    trained.step(2 * x)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (((torch.zeros(6, 3), 2.0),), r"argument 0 of this step is torch.float32\[6, 3\], not torch.float32\[4, 3\]"),
+        (((torch.zeros(4, 3, dtype=torch.float64), 2.0),), r"argument 0 of this step is torch.float64"),
+        (((torch.zeros(4, 3), 3.0),), "argument 1 of this step is 3.0, not 2.0"),
+        (((torch.zeros(4, 3), 2.0, 1),), "another structure"),
+    ],
+)
+def test_a_step_that_a_graph_cannot_repeat_is_refused(values, text):
+    trained = captured()
+    with pytest.raises(PipelineError, match=text):
+        trained.replay.run(values, trained.execute)
+
+
+@pytest.mark.parametrize("change", ["data", "assign"])
+def test_another_parameter_and_one_with_other_memory_are_refused(change):
+    trained = captured()
+    if change == "data":
+        trained.module["used"].weight.data = trained.module["used"].weight.data.clone()
+    else:
+        trained.module.load_state_dict(copy.deepcopy(trained.module.state_dict()), assign=True)
+    with pytest.raises(PipelineError, match=r"parameter used\.weight is not the one of the captured step"):
+        trained.step(batches(1)[0])
+
+
+def test_a_step_that_cannot_be_captured_is_an_error_with_its_reason():
+    trained = Trained(is_replayed=True)
+
+    def capture(work):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    trained.replay = ReplayedStep(trained.parameters, capture)
+    first, second, third = batches(3)
+    trained.step(first)
+    trained.step(second)
+    with pytest.raises(PipelineError, match=r"cannot be captured.*not permitted when stream is capturing"):
+        trained.step(third)
+
+
+def test_a_gradient_that_comes_late_is_refused():
+    trained = Trained(is_replayed=True)
+    plain = trained.execute
+
+    def capture(work):
+        work()
+        return work
+
+    trained.replay = ReplayedStep(trained.parameters, capture)
+
+    def other(values):
+        trained.module["unused"](values[0][0]).sum().backward()
+        return plain(values)
+
+    first, second, third = batches(3)
+    trained.step(first)
+    trained.step(second)
+    trained.execute = other
+    with pytest.raises(PipelineError, match=r"the gradient of unused\.weight is not added up in place"):
+        trained.step(third)
+
+
+@pytest.mark.parametrize(
+    ("device", "is_sharded", "reads", "text"),
+    [
+        ("cpu", False, False, "the modules are on cpu"),
+        ("cuda", True, False, "fully_shard"),
+        ("cuda", False, True, "check_finite=True"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_at_the_start(device, is_sharded, reads, text):
+    with pytest.raises(PipelineError, match=f"replay=True: .*{text}.*use replay=False"):
+        require_replayable(torch.device(device), is_sharded=is_sharded, reads=reads)
+
+
+def test_a_replicated_pipeline_on_gpus_can_be_replayed():
+    require_replayable(torch.device("cuda"), is_sharded=False, reads=False)
