@@ -499,6 +499,15 @@ class Pipeline:
                     f"{self.num_micro_batches} micro-batches of {self.micro_batch_size}: pass {expected} rows"
                 )
 
+    @contextlib.contextmanager
+    def _without_replay(self) -> Iterator[None]:
+        """Run steps operation by operation: a replay would write to the gradients that are put aside."""
+        replay, self._replay = self._replay, None
+        try:
+            yield
+        finally:
+            self._replay = replay
+
     def _trained_by_name(self) -> dict[str, nn.Parameter]:
         return {f"{n}.{name}": w for n, stage in self._modules.items() for name, w in trained(stage.module).items()}
 
@@ -577,7 +586,7 @@ class Pipeline:
         name of a stage's parameter, where it is neither the same name nor ``stage.name``. Gradients that were there
         before are put back. Dropout draws other numbers in the reference: compare without.
         """
-        with gradients_aside(self.stages.values()):
+        with gradients_aside(self.stages.values()), self._without_replay():
             loss = self.step(*args, target=target, **kwargs)
             own = {
                 "loss": None if loss is None else float(loss),
