@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.exec.launch.failures import event_of
 from pipeproof.exec.launch.host_clock import HostClock
 from pipeproof.exec.launch.host_watch import HostWatch
@@ -146,7 +146,7 @@ def execute_launched(
         make_directory(directory, meeting.local)
     except OSError as error:
         fact = f"rank {launched.rank} cannot use its directory of temporary files: {error}"
-        raise PipeproofError(Finding(NOT_TOGETHER.code, Severity.ERROR, fact)) from error
+        raise PipeproofError(NOT_TOGETHER.finding(fact)) from error
     state, name = JobState(report.subject), Job(directory, {}, report.conclusion).name
 
     def on_end() -> None:
@@ -193,9 +193,7 @@ def _meeting(launched: LaunchedRank, report: Report, options: RunOptions, on_wai
         place_content = None if place is None else place.to_json()
         return meet(launched, store, _facts(report, options), place_content, patience_s, on_wait)
     except (ConnectionError, RuntimeError) as error:
-        finding = Finding(
-            NOT_TOGETHER.code,
-            Severity.ERROR,
+        finding = NOT_TOGETHER.finding(
             f"rank {launched.rank} of {launched.world_size} cannot meet the others at the store {host}:{port}: {error}",
             help="is the launcher's process of rank 0 alive, and is its port free and reachable from this host?",
         )
@@ -292,7 +290,7 @@ def _require_one_state(meeting: Meeting, options: CheckpointOptions) -> None:
         fact = f"the state begins at step {options.first_step}, and at step {first_step} on {meeting.hosts[0]}"
     if fact is not None:
         message, fix = f"on {meeting.host} {fact}", "states need a directory that all hosts share"
-        raise PipeproofError(Finding(NOT_TOGETHER.code, Severity.ERROR, message, help=fix))
+        raise PipeproofError(NOT_TOGETHER.finding(message, help=fix))
     store.add("state seen", 1)
 
 
@@ -375,4 +373,4 @@ def _require_fit(launched: LaunchedRank, report: Report) -> None:
     else:
         return
     fix = f"start it with {row.command.format(ranks=needed)}"
-    raise PipeproofError(Finding(WORLD_SIZE.code, Severity.ERROR, fact, location=location, help=fix))
+    raise PipeproofError(WORLD_SIZE.finding(fact, location=location, help=fix))

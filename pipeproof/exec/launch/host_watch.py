@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.exec.launch.hosts import Host
 from pipeproof.exec.launch.meeting import Meeting
 from pipeproof.exec.launch.process_state import is_stopped
@@ -375,18 +375,14 @@ def _silent(silent: Sequence[Host], state: JobState, positions: Mapping[int, Map
 
 def _launcher_ended(hosts: Sequence[Host]) -> Finding:
     names = ", ".join(map(str, hosts))
-    return Finding(
-        DIED.code,
-        Severity.ERROR,
+    return DIED.finding(
         f"the launcher on {names} has ended before its ranks",
         help="look at why it ended: a signal, the job's limit of time or memory",
     )
 
 
 def _unanswered(what: str, more: str = "") -> Finding:
-    return Finding(
-        DIED.code,
-        Severity.ERROR,
+    return DIED.finding(
         f"{what} does not answer: its processes have ended, or it is not reachable{more}",
         help="look at the launcher's output on that host",
     )

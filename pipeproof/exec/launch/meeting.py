@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pipeproof import __version__
-from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.exec.launch.hosts import Host, Identity, host_of, hosts_content, hosts_from, hosts_of, ranks_text
 from pipeproof.exec.launch.launched_rank import LaunchedRank
 from pipeproof.exec.launch.verdict import VERDICT, JobEndedError, Verdict
@@ -118,10 +118,9 @@ def meet(
         local = {other: Identity.of(get_json(store, f"{other}/identity", _LATE_S)["identity"]) for other in of_host}
     except TimeoutError:
         fact = f"rank 0 did not answer within {patience_s + _LATE_S:g} s"
-        finding = Finding(NOT_TOGETHER.code, Severity.ERROR, fact)
-        raise JobEndedError(finding, status=ExitStatus.WORKER_FAILED) from None
+        raise JobEndedError(NOT_TOGETHER.finding(fact), status=ExitStatus.WORKER_FAILED) from None
     except (ValueError, KeyError) as error:
-        raise PipeproofError(Finding(NOT_TOGETHER.code, Severity.ERROR, f"{error}")) from None
+        raise PipeproofError(NOT_TOGETHER.finding(f"{error}")) from None
     return Meeting(store.part(f"{token}/"), rank, hosts, local, token, places)
 
 
@@ -223,9 +222,7 @@ def _short(value: Any) -> str:
 
 def _claimed_twice(launched: LaunchedRank) -> Finding:
     host, port = launched.master
-    return Finding(
-        NOT_TOGETHER.code,
-        Severity.ERROR,
+    return NOT_TOGETHER.finding(
         f"another process came as rank {launched.rank} of run `{launched.run_id or 'run'}`, attempt "
         f"{launched.attempt}, to the store at {host}:{port}: two runs use one address, or one launcher started twice",
         help="give each run its own MASTER_PORT (torchrun: --rdzv-endpoint and --rdzv-id)",
@@ -233,9 +230,7 @@ def _claimed_twice(launched: LaunchedRank) -> Finding:
 
 
 def _missing(launched: LaunchedRank, absent: list[int], patience_s: float) -> Finding:
-    return Finding(
-        NOT_TOGETHER.code,
-        Severity.ERROR,
+    return NOT_TOGETHER.finding(
         f"{len(absent)} of {launched.world_size} ranks did not come to the store within {patience_s:g} s: "
         f"{ranks_text(absent)}",
         help="look at the hosts of these ranks: did the launcher start there, and does it reach "
@@ -244,9 +239,7 @@ def _missing(launched: LaunchedRank, absent: list[int], patience_s: float) -> Fi
 
 
 def _other_start(rank: int, host: str, first_host: str, difference: str) -> Finding:
-    return Finding(
-        NOT_TOGETHER.code,
-        Severity.ERROR,
+    return NOT_TOGETHER.finding(
         f"rank {rank} on {host} was started differently from rank 0 on {first_host}: {difference}",
         help="give every host the same plan file, the same options and the same pipeproof",
     )
