@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeproof.exec.launch.process_state import ProcessId
+from pipeproof.exec.launch.process_state import ProcessId, boot_id
 
 _LONGEST_NAME = 255
 """Characters of a host's name, as in DNS."""
@@ -39,7 +39,7 @@ class Identity:
         temporary = Path(tempfile.gettempdir()).stat()
         numbers = Path("/proc/self/ns/pid")
         evidence = (
-            _text("/proc/sys/kernel/random/boot_id"),
+            boot_id(),
             str(numbers.stat().st_ino) if numbers.exists() else "",
             f"{temporary.st_dev}.{temporary.st_ino}",
         )
@@ -139,13 +139,6 @@ def _printable(name: Any) -> str:
     if not text.isprintable() or len(text) > _LONGEST_NAME + len(".10000"):
         raise ValueError("the store has a host's name that is not printable, or too long")
     return text
-
-
-def _text(file: str) -> str:
-    try:
-        return Path(file).read_text().strip()
-    except OSError:
-        return os.uname().nodename
 
 
 _DIRECTORY = re.compile(r"pipeproof-[0-9a-f]{32}\.\d+")
