@@ -174,3 +174,17 @@ def test_sigint_is_heard_though_a_shell_had_it_ignored():
 def test_sighup_stays_ignored_under_nohup():
     with handled_by(signal.SIGHUP, signal.SIG_IGN):
         receive(signal.SIGHUP)
+
+
+def test_a_process_whose_output_nobody_reads_ends_with_its_status_and_message():
+    code = "from pipeproof.exec.launch.job_files import end_process; print('lost'); end_process(7, 'the message')"
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, check=False,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},  # the output fails at the end
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (7, "the message")

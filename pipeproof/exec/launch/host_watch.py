@@ -22,15 +22,15 @@ import json
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.exec.launch.hosts import Host
+from pipeproof.exec.launch.job_files import end_process
 from pipeproof.exec.launch.meeting import Meeting
 from pipeproof.exec.launch.process_state import is_stopped
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S
@@ -276,19 +276,13 @@ class HostWatch:
         self._concluded.set()
         self._asked.wait(_ANSWER_S)
         with self._lock:  # held to the end: a main thread that comes now waits for it
-            if not self._asked.is_set():
-                self._end_process(verdict)
-
-    def _end_process(self, verdict: Verdict) -> NoReturn:
-        if self._prints:
-            for finding in verdict.findings:
+            if self._asked.is_set():
+                return
+            for finding in verdict.findings if self._prints else ():
                 with contextlib.suppress(Exception):
                     self._on_finding(finding)
-        self._leave()
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(verdict.status)
+            self._leave()
+            end_process(verdict.status)
 
     def _leave(self) -> None:
         """Leave a failed job: the first rank left on a host ends what is left on the host and removes its files."""

@@ -8,6 +8,7 @@ worker ends.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -183,10 +184,16 @@ def load_json(path: Path, form: type[_Value]) -> _Value:
     return TypeAdapter(form).validate_json(path.read_bytes())
 
 
-def end_process(status: int) -> NoReturn:
-    """End this process: a framework's threads would block a normal exit when a peer is gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+def end_process(status: int, message: str = "") -> NoReturn:
+    """End this process, after its output and a message on standard error, as far as these can be written.
+
+    A framework's threads would block a normal exit when a peer is gone.
+    """
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    with contextlib.suppress(Exception):
+        sys.stderr.write(message)
+        sys.stderr.flush()
     os._exit(status)
 
 

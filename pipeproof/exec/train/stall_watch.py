@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeproof.exec.launch.job_files import end_process
 from pipeproof.exec.train.agreement import STORE_LOST, Agreement
 from pipeproof.exit_status import ExitStatus
 
@@ -181,12 +182,8 @@ class StallWatch:
         begin = time.monotonic()
         while not self._ended.wait(0.1):
             if time.monotonic() - begin > (ANSWER_S if self._is_busy() else OUTSIDE_S):
-                with contextlib.suppress(Exception):
-                    sys.stdout.flush()
                 text = f"pipeproof: rank {self._agreement.rank} ends while it {self.state()}: {self._failure}"
-                sys.stderr.write(f"{text}\n")
-                sys.stderr.flush()
-                os._exit(ExitStatus.WORKER_FAILED)
+                end_process(ExitStatus.WORKER_FAILED, f"{text}\n")
 
 
 _LIBRARIES = tuple(
