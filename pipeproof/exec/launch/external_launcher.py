@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from pipeproof.diagnostics.finding import Finding, PipeproofError
@@ -141,19 +142,18 @@ def execute_launched(
     _require_fit(launched, report)
     framework = _started(report.subject.plan.spec.run, options)
     meeting = _meeting(launched, report, options, on_wait)
-    directory = meeting.directory
     try:
-        make_directory(directory, meeting.local)
+        make_directory(meeting.directory, meeting.local)
     except OSError as error:
         fact = f"rank {launched.rank} cannot use its directory of temporary files: {error}"
         raise PipeproofError(NOT_TOGETHER.finding(fact)) from error
-    state, name = JobState(report.subject), Job(directory, {}, report.conclusion).name
+    state = JobState(report.subject)
 
     def on_end() -> None:
         if launched.rank == 0:
-            if options.checkpoint.root is not None:
-                (options.checkpoint.root / f".{meeting.token}").unlink(missing_ok=True)
-            remove_unfinished(options.checkpoint, name)
+            if (mark := _mark(meeting, options.checkpoint)) is not None:
+                mark.unlink(missing_ok=True)
+            remove_unfinished(options.checkpoint, meeting.name)
 
     # A shell that started the ranks by hand, with torchrun's variables, may end before them.
     has_launcher = launched.launcher is not TORCHRUN or launched.run_id != ""
@@ -273,7 +273,7 @@ def _require_one_state(meeting: Meeting, options: CheckpointOptions) -> None:
     """
     if options.root is None and options.resume is None:
         return
-    store, mark = meeting.store, None if options.root is None else options.root / f".{meeting.token}"
+    store, mark = meeting.store, _mark(meeting, options)
     if meeting.rank == 0:
         if mark is not None:
             mark.touch()
@@ -292,6 +292,11 @@ def _require_one_state(meeting: Meeting, options: CheckpointOptions) -> None:
         message, fix = f"on {meeting.host} {fact}", "states need a directory that all hosts share"
         raise PipeproofError(NOT_TOGETHER.finding(message, help=fix))
     store.add("state seen", 1)
+
+
+def _mark(meeting: Meeting, options: CheckpointOptions) -> Path | None:
+    """File of rank 0's host by which the others see that they share the directory of states."""
+    return None if options.root is None else options.root / f".{meeting.token}"
 
 
 def _concluded(

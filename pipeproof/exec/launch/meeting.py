@@ -70,9 +70,14 @@ class Meeting:
         return self.rank == self.host.leader
 
     @property
+    def name(self) -> str:
+        """Name of the job, one on all hosts."""
+        return f"pipeproof-{self.token}"
+
+    @property
     def directory(self) -> Path:
         """Directory of this host's files of the job."""
-        return Path(tempfile.gettempdir()) / f"pipeproof-{self.token}.{self.host.leader}"
+        return Path(tempfile.gettempdir()) / f"{self.name}.{self.host.leader}"
 
 
 def key_prefix(launched: LaunchedRank) -> str:
