@@ -28,6 +28,7 @@ from pipeproof.exec.launch.job_files import CheckpointOptions, Job, RunOptions, 
 from pipeproof.exec.launch.launched_rank import LaunchedRank, launched_rank
 from pipeproof.exec.launch.launcher_table import OF_BACKEND, TORCHRUN
 from pipeproof.exec.launch.meeting import Meeting, key_prefix, longest_pause_s, meet
+from pipeproof.exec.launch.polling import wait_until
 from pipeproof.exec.launch.rendezvous import QUIET, await_store, framework_variables, interface_towards
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S
 from pipeproof.exec.launch.verdict import JobEndedError, Verdict
@@ -46,7 +47,6 @@ from pipeproof.signals import TerminatedError
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.verify.check_plan import Report
 
-_POLL_S = 0.01
 _LAST_S = 10.0
 """Time for the other ranks to read the end of a job before rank 0, which may serve the store, ends."""
 _LOCAL = {"torch": ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), "paddle": ("PADDLE_LOCAL_RANK", "PADDLE_LOCAL_SIZE")}
@@ -261,7 +261,7 @@ def _job_of_host(
         ready.touch()
         return job
     with watch.waiting():
-        _await(ready.exists)
+        wait_until(ready.exists)
     return Job.load(meeting.directory)
 
 
@@ -278,7 +278,7 @@ def _require_one_state(meeting: Meeting, options: CheckpointOptions) -> None:
         if mark is not None:
             mark.touch()
         put_json(store, "state", options.first_step)
-        _await(lambda: store.add("state seen") == len(meeting.hosts) - 1)
+        wait_until(lambda: store.add("state seen") == len(meeting.hosts) - 1)
         if mark is not None:
             mark.unlink()
         return
@@ -311,18 +311,18 @@ def _concluded(
     store = meeting.store
     if meeting.leads:
         with watch.waiting():
-            _await(lambda: all(job.rank_file(rank, "log").exists() for rank in meeting.host.ranks))
+            wait_until(lambda: all(job.rank_file(rank, "log").exists() for rank in meeting.host.ranks))
         own = conclusion.of_host(job, meeting, watch.emit, state.threads, clock.finish)
         _keep(job, meeting)
         if meeting.rank > 0:
             put_json(store, f"part/{meeting.index}", own)
     with watch.waiting():
         if meeting.rank > 0:
-            _await(lambda: has_json(store, "status"), longest_pause_s(meeting.num_ranks))
+            wait_until(lambda: has_json(store, "status"), longest_pause_s=longest_pause_s(meeting.num_ranks))
             return ExitStatus(get_json(store, "status", _LAST_S))
         parts = [own]
         for index in range(1, len(meeting.hosts)):
-            _await(functools.partial(has_json, store, f"part/{index}"))
+            wait_until(functools.partial(has_json, store, f"part/{index}"))
             parts.append(get_json(store, f"part/{index}", _LAST_S))
     clock.close()
     result = conclusion.of_all(job, meeting, parts)
@@ -340,14 +340,6 @@ def _keep(job: Job, meeting: Meeting) -> None:
         shutil.copy(file, folder)
 
 
-def _await(condition: Callable[[], bool], longest_s: float = 0.1) -> None:
-    """Wait without a limit: the watch ends this process if the ranks that it waits for fail."""
-    pause = _POLL_S
-    while not condition():
-        time.sleep(pause)
-        pause = min(1.5 * pause, longest_s)
-
-
 def _leave_together(meeting: Meeting) -> None:
     """Leave after the end of the watch; the leader removes the host's files when no rank of the host is watching.
 
@@ -357,12 +349,11 @@ def _leave_together(meeting: Meeting) -> None:
     ends = time.monotonic() + _LAST_S
     if meeting.leads:
         files = [meeting.directory / f"rank{rank}.left" for rank in meeting.host.ranks]
-        while not all(file.exists() for file in files) and time.monotonic() < ends:
-            time.sleep(_POLL_S)
+        wait_until(lambda: all(file.exists() for file in files), _LAST_S)
         shutil.rmtree(meeting.directory, ignore_errors=True)
     meeting.store.add("done", 1)
-    while meeting.rank == 0 and meeting.store.add("done") < meeting.num_ranks and time.monotonic() < ends:
-        time.sleep(_POLL_S)
+    if meeting.rank == 0:
+        wait_until(lambda: meeting.store.add("done") >= meeting.num_ranks, ends - time.monotonic())
 
 
 def _require_fit(launched: LaunchedRank, report: Report) -> None:

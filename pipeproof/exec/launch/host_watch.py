@@ -18,6 +18,7 @@ If the store is gone, each host ends with what it knows: the host of the store h
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ from pipeproof.diagnostics.finding import Finding
 from pipeproof.exec.launch.hosts import Host
 from pipeproof.exec.launch.job_files import end_process
 from pipeproof.exec.launch.meeting import Meeting
+from pipeproof.exec.launch.polling import wait_until
 from pipeproof.exec.launch.process_state import is_stopped
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S
 from pipeproof.exec.launch.verdict import VERDICT, JobEndedError, Verdict
@@ -204,11 +206,8 @@ class HostWatch:
             verdict = self._composed()
             put_json(self._store, VERDICT, verdict.content())
             return verdict
-        ends = time.monotonic() + _VERDICT_S
-        while not has_json(self._store, VERDICT):
-            if time.monotonic() > ends:
-                return Verdict((_unanswered("the rank that was to name the cause"),))
-            time.sleep(_POLL_S)
+        if not wait_until(lambda: has_json(self._store, VERDICT), _VERDICT_S):
+            return Verdict((_unanswered("the rank that was to name the cause"),))
         return Verdict.of(get_json(self._store, VERDICT, _HOSTS_S))
 
     def _write_position(self, reason: str) -> None:
@@ -251,9 +250,7 @@ class HostWatch:
         """Verdict by the positions of all hosts."""
         ends, silent, positions = time.monotonic() + _HOSTS_S, [], dict[int, Mapping[str, Any]]()
         for index, host in enumerate(self._meeting.hosts):
-            while not has_json(self._store, f"position/{index}") and time.monotonic() < ends:
-                time.sleep(_POLL_S)
-            if has_json(self._store, f"position/{index}"):
+            if wait_until(functools.partial(has_json, self._store, f"position/{index}"), ends - time.monotonic()):
                 of_host = get_json(self._store, f"position/{index}", _HOSTS_S)
                 positions |= {int(rank): position for rank, position in of_host.items()}
             else:
@@ -295,10 +292,8 @@ class HostWatch:
             self._let_others_read()
 
     def _end_others(self) -> None:
-        ends = time.monotonic() + _ENDING_S
         others = [each.process for rank, each in self._meeting.local.items() if rank != self._meeting.rank]
-        while any(other.is_alive and not is_stopped(other.pid) for other in others) and time.monotonic() < ends:
-            time.sleep(_POLL_S)
+        wait_until(lambda: not any(other.is_alive and not is_stopped(other.pid) for other in others), _ENDING_S)
         for other in others:
             if other.is_alive:
                 with contextlib.suppress(OSError):
@@ -308,11 +303,8 @@ class HostWatch:
         """Rank 0 may serve the store: it stays until every host that answers has left."""
         if self._prints:
             self._store.add(_LEFT, 1)
-        ends = time.monotonic() + _HOSTS_S
-        while self._meeting.rank == 0 and self._store.add(_LEFT) < len(self._meeting.hosts):
-            if time.monotonic() > ends:
-                return
-            time.sleep(_POLL_S)
+        if self._meeting.rank == 0:
+            wait_until(lambda: self._store.add(_LEFT) >= len(self._meeting.hosts), _HOSTS_S)
 
     def _file(self, name: str, rank: int | None = None) -> Path:
         return self._path(f"rank{self._meeting.rank if rank is None else rank}.{name}")

@@ -8,6 +8,7 @@ and nobody makes more.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import secrets
@@ -22,6 +23,7 @@ from pipeproof import __version__
 from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.exec.launch.hosts import Host, Identity, host_of, hosts_content, hosts_from, hosts_of, ranks_text
 from pipeproof.exec.launch.launched_rank import LaunchedRank
+from pipeproof.exec.launch.polling import LONGEST_PAUSE_S, wait_until
 from pipeproof.exec.launch.verdict import VERDICT, JobEndedError, Verdict
 from pipeproof.exec.run_codes import NOT_TOGETHER
 from pipeproof.exec.store.store import Store, get_json, has_json, put_json
@@ -30,7 +32,6 @@ from pipeproof.exit_status import ExitStatus
 _REFUSED = "refused"
 """Counter of the ranks that have read the verdict of the meeting."""
 _TOKEN = re.compile(r"[0-9a-f]{32}")
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
 _READS_PER_S = 20_000
 """Most questions of all waiting ranks together; a store answers several times as many."""
 _LATE_S = 10.0
@@ -144,18 +145,14 @@ def _all_identities(
     identities, places = list[Identity](), list[Any]()
     ends, shown_at = time.monotonic() + patience_s, time.monotonic() + 5.0
     for rank in range(launched.world_size):
-        pause = _FIRST_PAUSE_S
-        while not has_json(store, f"{rank}/identity"):
-            now = time.monotonic()
-            if now > ends:
-                absent = _absent(store, launched.world_size)
+        has_come = functools.partial(has_json, store, f"{rank}/identity")
+        while not wait_until(has_come, min(ends, shown_at) - time.monotonic()):
+            absent = _absent(store, launched.world_size)
+            if time.monotonic() > ends:
                 num_others = launched.world_size - len(absent) - 1
                 _refuse(store, _missing(launched, absent, patience_s), num_others, ExitStatus.WORKER_FAILED)
-            if now > shown_at:
-                shown_at = now + 10.0
-                on_wait(f"waiting for {ranks_text(_absent(store, launched.world_size))}")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            shown_at = time.monotonic() + 10.0
+            on_wait(f"waiting for {ranks_text(absent)}")
         content = get_json(store, f"{rank}/identity", _LATE_S)
         identities.append(Identity.of(content["identity"]))
         places.append(content["place"])
@@ -167,7 +164,7 @@ def _all_identities(
 
 def longest_pause_s(num_ranks: int) -> float:
     """Longest time between two questions of one rank, so that all ranks together leave the store time to answer."""
-    return max(_LONGEST_PAUSE_S, num_ranks / _READS_PER_S)
+    return max(LONGEST_PAUSE_S, num_ranks / _READS_PER_S)
 
 
 def _await(store: Store, key: str, patience_s: float, longest_s: float) -> Any:
@@ -177,16 +174,12 @@ def _await(store: Store, key: str, patience_s: float, longest_s: float) -> Any:
         PipeproofError: the verdict.
         TimeoutError: neither came in time.
     """
-    ends, pause = time.monotonic() + patience_s, _FIRST_PAUSE_S
-    while not has_json(store, key):
-        if has_json(store, VERDICT):
-            verdict = Verdict.of(get_json(store, VERDICT, _LATE_S))
-            store.add(_REFUSED, 1)
-            raise JobEndedError(*verdict.findings, status=verdict.status)
-        if time.monotonic() > ends:
-            raise TimeoutError(key)
-        time.sleep(pause)
-        pause = min(2 * pause, longest_s)
+    if not wait_until(lambda: has_json(store, key) or has_json(store, VERDICT), patience_s, longest_s):
+        raise TimeoutError(key)
+    if not has_json(store, key):
+        verdict = Verdict.of(get_json(store, VERDICT, _LATE_S))
+        store.add(_REFUSED, 1)
+        raise JobEndedError(*verdict.findings, status=verdict.status)
     return get_json(store, key, _LATE_S)
 
 
@@ -205,9 +198,7 @@ def _refuse(store: Store, finding: Finding, num_others: int, status: ExitStatus 
     """End all ranks that came; rank 0, which may serve the store, waits until the others have read why."""
     verdict = Verdict((finding,), status)
     put_json(store, VERDICT, verdict.content())
-    ends = time.monotonic() + 2 * _LATE_S
-    while store.add(_REFUSED) < num_others and time.monotonic() < ends:
-        time.sleep(_FIRST_PAUSE_S)
+    wait_until(lambda: store.add(_REFUSED) >= num_others, 2 * _LATE_S)
     raise JobEndedError(finding, status=verdict.status)
 
 
