@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeproof.atomic_write import atomic_write
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.exec.launch.hosts import Host
 from pipeproof.exec.launch.job_files import end_process
@@ -216,9 +217,8 @@ class HostWatch:
         self._write("position", {"reason": reason, "state": state, "refused": refused})
 
     def _write(self, name: str, content: Any) -> None:
-        part = self._file(f"{name}.part")
-        part.write_text(json.dumps(content))
-        part.rename(self._file(name))
+        with atomic_write(self._file(name)) as new:
+            new.write_text(json.dumps(content))
 
     def _positions_of_host(self) -> dict[str, Any]:
         """Positions of this host's ranks; of ended and stopped ones the last that they noted."""

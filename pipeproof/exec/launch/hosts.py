@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeproof.atomic_write import atomic_write
 from pipeproof.exec.launch.process_state import ProcessId, boot_id
 
 _LONGEST_NAME = 255
@@ -158,9 +159,8 @@ def make_directory(directory: Path, local: Mapping[int, Identity]) -> None:
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise PermissionError(f"{directory} is not a directory of this user alone")
-    part = directory / f"{_PROCESSES}.{os.getpid()}"
-    part.write_text(json.dumps([identity.content() for identity in local.values()]))
-    part.rename(directory / _PROCESSES)
+    with atomic_write(directory / _PROCESSES) as new:
+        new.write_text(json.dumps([identity.content() for identity in local.values()]))
 
 
 def _remove_if_left(directory: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 import numpy as np
 from pydantic import TypeAdapter
 
+from pipeproof.atomic_write import atomic_write
 from pipeproof.comm.lower import absolute_build, from_here, schedule_path
 from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
@@ -259,10 +260,8 @@ class StepOutcome:
 
 def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     """Write arrays by name; the file appears whole or not at all."""
-    part = path.with_suffix(".part")
-    with part.open("wb") as stream:
+    with atomic_write(path) as new, new.open("wb") as stream:
         np.savez(stream, **arrays)
-    part.rename(path)
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
