@@ -176,8 +176,12 @@ class Job:
 
 
 def save_json(path: Path, value: object, form: Any) -> None:
-    """Write a dataclass, or a list or mapping of such, for ``load_json`` with the same type."""
-    path.write_bytes(TypeAdapter(form).dump_json(value))
+    """Write a dataclass, or a list or mapping of such, for ``load_json`` with the same type.
+
+    The file appears whole or not at all: the first rank of a host reads the logs of the others once they exist.
+    """
+    with atomic_write(path) as new:
+        new.write_bytes(TypeAdapter(form).dump_json(value))
 
 
 def load_json(path: Path, form: type[_Value]) -> _Value:
