@@ -114,10 +114,8 @@ class HostWatch:
 
         ``reason`` is ``raised``, of which an event has the error, ``terminated``, or ``refused`` with a verdict.
         """
-        for signum in (
-            signal.SIGTERM,
-            signal.SIGINT,
-        ):  # a launcher's: this process ends within seconds, with the verdict
+        # A launcher's signals: this process ends within seconds, with the verdict.
+        for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
         with self._lock:
             self._reason, self._refused = self._reason or reason, refused
