@@ -93,7 +93,7 @@ FINE = ("on_meta_elsewhere", "plan_declared", "hook_with_messages", "after_all_f
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """What each case gave on each rank."""
+    """Outcome of each case on each rank."""
     done = run("pipeline_errors.py", 2, timeout=500)
     found = {}
     for text in re.findall(r'\{"case":.*?\}(?=\{|\n|$)', done.stdout):
