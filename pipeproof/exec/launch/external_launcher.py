@@ -24,7 +24,7 @@ from pipeproof.exec.launch.failures import event_of
 from pipeproof.exec.launch.host_clock import HostClock
 from pipeproof.exec.launch.host_watch import HostWatch
 from pipeproof.exec.launch.hosts import make_directory
-from pipeproof.exec.launch.job_files import CheckpointOptions, Job, RunOptions, dump_plan
+from pipeproof.exec.launch.job_files import CheckpointOptions, Job, RunOptions, dump_plan, end_process
 from pipeproof.exec.launch.launched_rank import LaunchedRank, launched_rank
 from pipeproof.exec.launch.launcher_table import OF_BACKEND, TORCHRUN
 from pipeproof.exec.launch.meeting import Meeting, key_prefix, longest_pause_s, meet
@@ -128,8 +128,8 @@ def execute_launched(
     conclusion: Conclusion[_Result],
     on_finding: Callable[[Finding], None],
     on_wait: Callable[[str], None],
-) -> _Result | ExitStatus:
-    """Run one rank of a job; rank 0 returns the result of all ranks, the others the exit status of the job.
+) -> _Result:
+    """Run one rank of a job; rank 0 returns the result of all ranks, the others end with the exit status of the job.
 
     ``on_finding`` prints a verdict or a note; ``on_wait`` prints a line about ranks that have not come.
 
@@ -180,7 +180,7 @@ def execute_launched(
         raise watch.fail("raised") from error
     watch.close()
     _leave_together(meeting)
-    return result
+    return end_process(result) if isinstance(result, ExitStatus) else result
 
 
 def _meeting(launched: LaunchedRank, report: Report, options: RunOptions, on_wait: Callable[[str], None]) -> Meeting:
