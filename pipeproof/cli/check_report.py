@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import click
 
 from pipeproof import __version__
+from pipeproof.atomic_write import atomic_write
 from pipeproof.diagnostics.finding import BadPlanError, Finding, PipeproofError, Severity
 from pipeproof.exit_status import ExitStatus
 
@@ -111,12 +111,8 @@ def write_baseline(
         entry_files(result.files, path): result.report.findings for result in results if result.report is not None
     }
     entries = updated_entries(findings, old, selection.picks, reason)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")  # if the process is killed here, the old file is intact
-    try:
-        temporary.write_text(baseline_text(entries), encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomic_write(path) as new:
+        new.write_text(baseline_text(entries), encoding="utf-8")
     before, after = ({(entry.files, entry.fingerprint) for entry in file_entries} for file_entries in (old, entries))
     click.echo(f"{path}: {len(after)} entries, {len(after - before)} new, {len(before - after)} removed", err=True)
     return load_baseline(path)

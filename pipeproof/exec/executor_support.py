@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from pipeproof.comm.step_end_rows import GRADIENTS_QUEUE
-from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.diagnostics.problems import KeyPath
 from pipeproof.exec.rank.boundary_members import unsupported_boundaries
 from pipeproof.exec.run_codes import NOT_EXECUTED
@@ -61,9 +61,7 @@ def _refuse(subject: Subject, refusals: Iterable[Refusal]) -> None:
     """Raise the first refusal."""
     for path, fact in refusals:
         raise PipeproofError(
-            Finding(
-                NOT_EXECUTED.code,
-                Severity.ERROR,
+            NOT_EXECUTED.finding(
                 f"{fact}, which is checked and simulated but not run yet",
                 location=subject.locate(*path),
                 help="`pipeproof check` and `pipeproof simulate` take the plan as it is",

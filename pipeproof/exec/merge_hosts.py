@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from pipeproof.diagnostics.finding import BadPlanError, Finding, Severity
+from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.exec.host_part import PART_FILE, HostPart, joined_records, merged_report, read_records
 from pipeproof.exec.launch.job_files import Job
 from pipeproof.exec.run_codes import PARTS_DO_NOT_FIT
@@ -108,4 +108,4 @@ def _refuse(facts: Sequence[str] | Iterator[str]) -> None:
 
 
 def _error(*facts: str) -> BadPlanError:
-    return BadPlanError(*(Finding(PARTS_DO_NOT_FIT.code, Severity.ERROR, fact) for fact in facts))
+    return BadPlanError(*(PARTS_DO_NOT_FIT.finding(fact) for fact in facts))

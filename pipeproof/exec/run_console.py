@@ -54,15 +54,11 @@ def run_command(
     """
     report = replace(report, subject=report.subject.unfolded())  # every process runs one rank
 
-    launched: LaunchedRank | None = None
+    run_spec = report.subject.plan.spec.run
 
-    def execute() -> RunReport | ExitStatus:
-        nonlocal launched
-        launched = join_launcher(report.subject.plan.spec.run)
-        if launched is None:
-            return _run(report, options, console)
-        result = _run_launched(launched, report, options, console)
-        return end_process(result) if isinstance(result, ExitStatus) else result
+    def execute() -> RunReport:
+        launched = join_launcher(run_spec)
+        return _run(report, options, console) if launched is None else _run_launched(launched, report, options, console)
 
     refusal = "not run: the plan does not pass check (`--unsafe` runs it without a certificate)"
     result = result_or_status(execute, report, console, refusal)
@@ -74,7 +70,7 @@ def run_command(
     for line in checkpoint_lines(checkpoint, [step.step for step in result.steps]):
         console.print(line, soft_wrap=True)
     status = show_run(result, console, report_file, profile_file, write_timeline, options.record)
-    return status if launched is None else end_process(status)
+    return status if join_launcher(run_spec) is None else end_process(status)
 
 
 def show_run(
@@ -168,9 +164,7 @@ def _bound(report: Report) -> float | None:
     return parallel_bound(plan.spec) if is_checked_by_bound(plan) else None
 
 
-def _run_launched(
-    launched: LaunchedRank, report: Report, options: RunOptions, console: Console
-) -> RunReport | ExitStatus:
+def _run_launched(launched: LaunchedRank, report: Report, options: RunOptions, console: Console) -> RunReport:
     return execute_launched(
         launched,
         report,

@@ -166,9 +166,7 @@ def _require_backend(run: RunSpec) -> None:
     by = INSTALLED_BY[run.backend]
     if importlib.util.find_spec(run.backend) is None:
         raise BackendMissingError(
-            Finding(
-                BACKEND_MISSING.code,
-                Severity.ERROR,
+            BACKEND_MISSING.finding(
                 f"the plan runs on {by.name}, which is not installed in this Python",
                 help=f"pip install 'pipeproof[{by.extra}]'  (or {by.requirement})",
             )
@@ -180,9 +178,7 @@ def _require_times(subject: Subject, options: RunOptions) -> None:
     run = subject.plan.spec.run
     if options.profile and (run.backend, run.device) == ("paddle", "gpu"):
         raise PipeproofError(
-            Finding(
-                NOT_EXECUTED.code,
-                Severity.ERROR,
+            NOT_EXECUTED.finding(
                 "--profile needs the GPU's clock, which only the PyTorch backend reads",
                 location=subject.locate("run", "device"),
                 help="run without --profile, or with `backend: torch`",
@@ -190,9 +186,7 @@ def _require_times(subject: Subject, options: RunOptions) -> None:
         )
     if options.profile and subject.plan.spec.run.replay:
         raise PipeproofError(
-            Finding(
-                NOT_EXECUTED.code,
-                Severity.ERROR,
+            NOT_EXECUTED.finding(
                 "--profile times single operations, and run.replay executes whole steps",
                 location=subject.locate("run", "replay"),
                 help="measure with `replay: false`: the operations are the same",

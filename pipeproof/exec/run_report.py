@@ -129,7 +129,7 @@ class RunReport:
         """Findings about the run."""
         findings = [*self.log_findings, *self.host_findings]
         if not self.verified:
-            findings.append(Finding(UNVERIFIED.code, Severity.WARNING, "the plan does not pass check; it ran unsafe"))
+            findings.append(UNVERIFIED.finding("the plan does not pass check; it ran unsafe"))
         findings += [self._mismatch(step) for step in self.steps if not self._matches_reference(step)]
         if self.never_received:
             names = ", ".join(f"`{name}`" for name in self.never_received)
@@ -163,7 +163,7 @@ class RunReport:
                 if step.is_compared
                 else "no host has the weights of all ranks, so there is no reference"
             )
-            return Finding(MISMATCH.code, Severity.ERROR, f"step {step.step}: {loss}{replicas}")
+            return MISMATCH.finding(f"step {step.step}: {loss}{replicas}")
         wrong = [g for g in step.gradients if not g.bitwise]
         loss = "the loss has the reference's bits" if step.loss_is_bitwise else "the loss differs"
         by_stage = ", ".join(
@@ -177,9 +177,7 @@ class RunReport:
             shard = "" if first.md5 is not None else f" on rank {first.differing[0].rank}"
             source = first if first.md5 is not None else first.differing[0]
             example = f" (first: {first.name}{shard}, md5 {source.md5}, reference {source.reference_md5})"
-        return Finding(
-            MISMATCH.code,
-            Severity.ERROR,
+        return MISMATCH.finding(
             f"step {step.step}: {loss}; gradients that differ: {by_stage}{example}"
             + ("" if step.routers is None else step.routers.mismatch()),
         )

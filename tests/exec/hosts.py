@@ -99,7 +99,7 @@ class Hosts:
         return process
 
     def output(self, host):
-        """What the programs of a host have printed so far."""
+        """Output of the programs of a host so far."""
         return (self.home(host) / "output").read_text(errors="replace")
 
     def await_output(self, host, text, timeout_s=120.0):

@@ -1,16 +1,18 @@
 """Checks and clean-up of the launcher, without starting a worker."""
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from pipeproof.exec.launch import supervisor as launch
-from pipeproof.exec.launch.job_files import Job, dump_plan
+from pipeproof.exec.launch.job_files import Job, dump_plan, save_json
 from pipeproof.exec.launch.supervisor import Launcher, WorkerFailedError, job_directory
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.signals import TerminatedError, terminate_raises
@@ -174,3 +176,28 @@ def test_sigint_is_heard_though_a_shell_had_it_ignored():
 def test_sighup_stays_ignored_under_nohup():
     with handled_by(signal.SIGHUP, signal.SIG_IGN):
         receive(signal.SIGHUP)
+
+
+def test_a_process_whose_output_nobody_reads_ends_with_its_status_and_message():
+    code = "from pipeproof.exec.launch.job_files import end_process; print('lost'); end_process(7, 'the message')"
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, check=False,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},  # the output fails at the end
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (7, "the message")
+
+
+def test_a_file_that_another_rank_waits_for_appears_whole(tmp_path, monkeypatch):
+    def fill_the_disk(path, content):
+        path.write_text(content[:1].decode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", fill_the_disk)
+    with pytest.raises(OSError, match="space"):
+        save_json(tmp_path / "rank0.log.json", [1, 2], list[int])
+    assert not (tmp_path / "rank0.log.json").exists()

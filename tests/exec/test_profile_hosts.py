@@ -15,7 +15,7 @@ from tests.plans import subject
 from tests.profiles import COST, DIGEST, bare_of, logs_of
 
 SKEW_NS = 40_000
-"""What rank 1's clock shows more than rank 0's."""
+"""Lead of rank 1's clock over rank 0's."""
 LATER_NS = 10**9
 """Shift of all clocks, so that no time is 0."""
 EARLY_NS = 60_000

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from pipeproof.exec.launch.rendezvous import reserved_ports
+from pipeproof.exec.launch.rendezvous import address_towards, interface_towards, reserved_ports
 
 IP_LOCAL_PORT_RANGE = 51
 """Linux's option, from 6.3 on, by which a socket says which ports it would take for "any"."""
@@ -51,3 +51,8 @@ def test_where_a_store_could_not_listen_the_ports_are_only_free(monkeypatch):
         for port in ports:
             with socket.socket() as mine:
                 mine.bind(("127.0.0.1", port))
+
+
+def test_the_way_to_this_host_is_its_loopback_interface():
+    assert address_towards("127.0.0.1", 1) == "127.0.0.1"
+    assert interface_towards("127.0.0.1") == "lo"

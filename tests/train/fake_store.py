@@ -76,7 +76,7 @@ def wait_until(condition, limit_s=20.0):
 
 
 def on_ranks(num_ranks, work):
-    """What ``work(rank)`` returns or raises on each rank, each in a thread of its own."""
+    """Result or error of ``work(rank)`` on each rank, each in a thread of its own."""
     results = [None] * num_ranks
 
     def run(rank):

@@ -14,7 +14,7 @@ FINDING = Finding("PP123", Severity.ERROR, "wrong order", Location("plan.yaml", 
 
 
 def gathered(num_ranks, work, timeout_s=20.0):
-    """What each rank gets of one phase; ``work`` has the rank."""
+    """Result of one phase on each rank; ``work`` has the rank."""
     store = FakeStore()
     return on_ranks(
         num_ranks, lambda rank: Agreement(store, rank, num_ranks, timeout_s).gather("phase", lambda: work(rank))

@@ -44,7 +44,7 @@ def trained(tmp_path_factory):
 
 
 def merged(said, key):
-    """What all ranks said together; of a tied weight all said the same."""
+    """Digests of the tensors on all ranks together; those of a tied weight are equal."""
     whole = {}
     for of_rank in said:
         for name, digest in of_rank.get(key, {}).items():

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.needs_paddle
 
 
 def found_by(tmp_path, program, num_ranks, *args):
-    """What each rank of a program has written."""
+    """Content of the file of each rank of a program."""
     output = tmp_path / "found"
     statuses, outputs = run_ranks(program, num_ranks, output, *args)
     assert statuses == [0] * num_ranks, "\n".join(outputs)

@@ -1,5 +1,6 @@
 """Bad input and failures of ``Pipeline`` in real processes: every rank gets the error, in time, or ends."""
 
+import contextlib
 import json
 import os
 import re
@@ -93,7 +94,7 @@ FINE = ("on_meta_elsewhere", "plan_declared", "hook_with_messages", "after_all_f
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """What each case gave on each rank."""
+    """Outcome of each case on each rank."""
     done = run("pipeline_errors.py", 2, timeout=500)
     found = {}
     for text in re.findall(r'\{"case":.*?\}(?=\{|\n|$)', done.stdout):
@@ -212,15 +213,20 @@ class Ended:
             process.send_signal(number)
 
     def statuses(self, limit_s=200):
-        """Exit statuses of all ranks; those that do not end are killed, and fail the test."""
+        """Exit statuses of all ranks; those that do not end are killed, and the outputs of all fail the test."""
+        statuses = None
         try:
-            return [process.wait(limit_s) for process in self.processes]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                statuses = [process.wait(limit_s) for process in self.processes]
         finally:
             for process in self.processes:
                 process.kill()
             for reader in self._readers:
                 reader.join()
             self._ports.__exit__(None, None, None)
+        outputs = "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(self.outputs))
+        assert statuses is not None, f"not all ranks have ended within {limit_s} s\n{outputs}"
+        return statuses
 
 
 ENDED = {1, 3}

@@ -1,4 +1,4 @@
-"""What stages take and return, tied weights on one rank, uneven stages, the script's own schedules, varied lengths."""
+"""Arguments and results of stages, tied weights on one rank, uneven stages, schedules of scripts, varied lengths."""
 
 import pytest
 

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
-
-
-def md5_of_bytes(array: np.ndarray) -> str:
-    """MD5 (hex) of an array's bytes in C order."""
-    return hashlib.md5(array.tobytes(), usedforsecurity=False).hexdigest()
 
 
 def have_same_bits(a: np.ndarray, b: np.ndarray) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness, Severity, WitnessOp
+from pipeproof.diagnostics.finding import Finding, OpsWitness, WitnessOp
 from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, Traffic, collective_dtype, moves_rows
 from pipeproof.exec.run_codes import LOG_DIFFERS
 from pipeproof.schedule.op_table import NONE, OpGraph
@@ -69,9 +69,7 @@ def compare_log(
             difference = _first_difference(expected.get(queue, []), logged.get(queue, []))
             if difference is not None:
                 position, planned, executed = difference
-                yield Finding(
-                    LOG_DIFFERS.code,
-                    Severity.ERROR,
+                yield LOG_DIFFERS.finding(
                     f"rank {rank}, step {step}, queue {queue}, position {position}: the graph has "
                     f"{_fact_text(planned)}, the log has {_fact_text(executed)}",
                     witness=OpsWitness(tuple(WitnessOp(rank, fact[0]) for fact in (planned, executed) if fact)),
@@ -144,9 +142,7 @@ def _traffic_text(traffic: Traffic) -> str:
 
 
 def _exchange_finding(rank: int, entry: LogEntry, fact: str) -> Finding:
-    return Finding(
-        LOG_DIFFERS.code,
-        Severity.ERROR,
+    return LOG_DIFFERS.finding(
         f"rank {rank}, step {entry.step}, {entry.op}: {fact}",
         witness=OpsWitness((WitnessOp(rank, entry.op),)),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness, Severity, WitnessOp
+from pipeproof.diagnostics.finding import Finding, OpsWitness, WitnessOp
 from pipeproof.exec.rank.op_log import LogEntry, Timing, accuracy_between_ns, op_ids_of
 from pipeproof.exec.run_codes import LOG_DIFFERS
 from pipeproof.schedule.op_table import EdgeKind, OpGraph
@@ -34,9 +34,7 @@ def compare_times(
         error_ns = accuracy_between_ns(timings[source], timings[destination])
         if early_ns > error_ns:
             sent, received = str(graph.ops[send]), str(graph.ops[receive])
-            yield Finding(
-                LOG_DIFFERS.code,
-                Severity.ERROR,
+            yield LOG_DIFFERS.finding(
                 f"rank {destination}, step {step}: {received} ended {early_ns / 1000:g} us before rank {source} posted "
                 f"{sent}, and the clocks of their hosts are compared with an error of at most {error_ns / 1000:g} us",
                 help="the log has a message of another step, or a clock was slewed or stepped during the run",

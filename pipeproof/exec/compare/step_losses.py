@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness, PipeproofError, Severity, WitnessOp
+from pipeproof.diagnostics.finding import OpsWitness, PipeproofError, WitnessOp
 from pipeproof.exec.launch.failures import received_before
 from pipeproof.exec.launch.job_files import Loss, StepOutcome
 from pipeproof.exec.run_codes import NOT_FINITE
@@ -126,9 +126,7 @@ def require_finite(
     else:
         clauses.append("this step has no reference")
         fix = "try a smaller run.learning_rate, run.clip_norm or a wider run.dtype"
-    raise NotFiniteError(
-        Finding(NOT_FINITE.code, Severity.ERROR, f"step {step}: {'; '.join(clauses)}", help=fix, witness=witness)
-    )
+    raise NotFiniteError(NOT_FINITE.finding(f"step {step}: {'; '.join(clauses)}", help=fix, witness=witness))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -18,9 +18,10 @@ from typing import TypeAlias
 
 import numpy as np
 
+from pipeproof.analysis.align.array_digests import md5_of
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.comm.weight_ranges import index_of, stage_weights
-from pipeproof.exec.compare.array_differences import have_same_bits, largest, largest_difference, md5_of_bytes
+from pipeproof.exec.compare.array_differences import have_same_bits, largest, largest_difference
 from pipeproof.exec.compare.compare_routers import RouterPart, router_part
 from pipeproof.exec.compare.exact_values import ExactArray, ExactFloat
 from pipeproof.exec.compare.step_losses import FiniteFacts, finite_facts, is_finite
@@ -196,7 +197,7 @@ class _Models:
         if region is not None and region.shape == whole.shape:
             region = None
         if (name, region) not in self._md5s:
-            self._md5s[name, region] = md5_of_bytes(whole if region is None else region.of(whole))
+            self._md5s[name, region] = md5_of(whole if region is None else region.of(whole))
         return self._md5s[name, region]
 
     def facts(self, plan: LoweredPlan, *, has_all_ranks: bool) -> ReferenceFacts:
@@ -234,9 +235,9 @@ class _Models:
         for model in (self.ordered,) if self.are_same else (self.ordered, self.unpartitioned):
             values = {"loss": np.asarray(model.loss), **model.routers}
             for name, value in sorted(values.items()):
-                sha.update(f"{name} {md5_of_bytes(np.asarray(value))}\n".encode())
+                sha.update(f"{name} {md5_of(np.asarray(value))}\n".encode())
             for name in names:
-                md5 = self.md5(name) if model is self.ordered else md5_of_bytes(model.gradients[name])
+                md5 = self.md5(name) if model is self.ordered else md5_of(model.gradients[name])
                 sha.update(f"{name} {md5}\n".encode())
         return sha.hexdigest()
 
@@ -277,7 +278,7 @@ class _GradientComparison:
 
     def _facts(self, region: Region, shard: np.ndarray) -> ShardFacts:
         if self._models is None:
-            return ShardFacts(md5_of_bytes(shard))
+            return ShardFacts(md5_of(shard))
         ordered, unpartitioned = (
             region.of(model.gradients[self._name]) for model in (self._models.ordered, self._models.unpartitioned)
         )
@@ -285,7 +286,7 @@ class _GradientComparison:
         if have_same_bits(shard, ordered):
             md5, differing, difference = reference_md5, None, 0.0 if is_finite(shard) else np.nan
         else:
-            md5, differing, difference = md5_of_bytes(shard), reference_md5, largest_difference(shard, ordered)
+            md5, differing, difference = md5_of(shard), reference_md5, largest_difference(shard, ordered)
         to_unpartitioned = difference if self._models.are_same else largest_difference(shard, unpartitioned)
         return ShardFacts(md5, differing, float(difference), float(to_unpartitioned))
 
@@ -299,7 +300,7 @@ class _GradientComparison:
                 if reference_md5 is not None and all(facts[rank].reference_md5 is None for rank in group):
                     joined |= dict.fromkeys(group, (reference_md5, None))
                 else:
-                    md5 = md5_of_bytes(np.concatenate([self._shards[rank] for rank in group]))
+                    md5 = md5_of(np.concatenate([self._shards[rank] for rank in group]))
                     joined |= dict.fromkeys(group, (md5, reference_md5))
         return {rank: replace(own, joined=joined.get(rank)) for rank, own in facts.items()}
 
@@ -316,4 +317,4 @@ class _GradientComparison:
         for index, shards in by_index.items():
             block = Region(index)
             block.of(gathered)[...] = np.concatenate(shards).reshape(block.shape)
-        return md5_of_bytes(gathered)
+        return md5_of(gathered)

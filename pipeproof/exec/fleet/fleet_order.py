@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from typing import Any
 
-from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.exec.run_codes import NOT_AS_PLANNED
 from pipeproof.schedule.ops import COMPUTE_KINDS, SEND_KINDS, Op, OpKind, parse_op
 from pipeproof.verify.subject import Subject
@@ -177,7 +177,7 @@ def _compare_ends(
         for position, (send, receive) in enumerate(ends):
             if send != receive:
                 message = f"step {step}: message {position} from rank {pair[0]} to {pair[1]}"
-                yield _finding(f"{message} is sent as {send} and received as {receive}")
+                yield NOT_AS_PLANNED.finding(f"{message} is sent as {send} and received as {receive}")
                 break
 
 
@@ -212,7 +212,9 @@ def _compare_inputs(
             inputs = _once([labels[position] for position in computation.receives])
             if inputs != expected:
                 ours, theirs = (", ".join(names) or "nothing" for names in (expected, inputs))
-                yield _finding(f"step {step}, rank {rank}: {op} was given the tensors of {theirs} in place of {ours}")
+                yield NOT_AS_PLANNED.finding(
+                    f"step {step}, rank {rank}: {op} was given the tensors of {theirs} in place of {ours}"
+                )
                 break
 
 
@@ -246,9 +248,7 @@ def _once(labels: Sequence[str]) -> list[str]:
 def _first_difference(where: str, verb: str, executed: Sequence[str], planned: Sequence[str]) -> Iterator[Finding]:
     for position, (theirs, ours) in enumerate(zip_longest(executed, planned, fillvalue="nothing")):
         if theirs != ours:
-            yield _finding(f"{where}: Fleet {verb} {theirs} where the plan has {ours}, at position {position}")
+            yield NOT_AS_PLANNED.finding(
+                f"{where}: Fleet {verb} {theirs} where the plan has {ours}, at position {position}"
+            )
             return
-
-
-def _finding(message: str) -> Finding:
-    return Finding(NOT_AS_PLANNED.code, Severity.ERROR, message)

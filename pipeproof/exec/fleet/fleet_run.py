@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.exec.compare.compare_gradients import StepResult
 from pipeproof.exec.fleet.fleet_order import FleetLog, RankEvents, count_messages, order_findings
@@ -137,7 +137,7 @@ class FleetReport:
                 f"{len(different)} of {len(step.gradients)} gradients differ from the reference, most of all "
                 f"{worst.name} by {worst.max_rel_diff:.2g}; {text}"
             )
-        return Finding(NOT_AS_TRAINED.code, Severity.ERROR, f"step {step.step} of Fleet: {text}")
+        return NOT_AS_TRAINED.finding(f"step {step.step} of Fleet: {text}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the form that ``--report`` writes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.diagnostics.problems import KeyPath
 from pipeproof.exec.run_codes import NOT_FOR_FLEET
 from pipeproof.verify.subject import Subject
@@ -21,7 +21,7 @@ def require_fleet_support(subject: Subject) -> None:
     """
     for path, fact, fix in _refusals(subject):
         location = subject.locate(*path)
-        raise PipeproofError(Finding(NOT_FOR_FLEET.code, Severity.ERROR, fact, location=location, help=fix))
+        raise PipeproofError(NOT_FOR_FLEET.finding(fact, location=location, help=fix))
 
 
 def _refusals(subject: Subject) -> Iterator[Refusal]:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeproof.atomic_write import atomic_write
 from pipeproof.comm.lower import blaming_plan
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
 from pipeproof.exec.launch.job_files import Job, end_process
@@ -130,9 +131,8 @@ def main(arguments: list[str]) -> int:
     except BadPlanAtError as error:
         finding = error.findings[0]
         result = {"code": finding.code, "message": finding.message, "help": finding.help, "path": error.path}
-    part = job.custom_layers_file.with_suffix(".part")
-    part.write_text(json.dumps(result))
-    part.rename(job.custom_layers_file)
+    with atomic_write(job.custom_layers_file) as new:
+        new.write_text(json.dumps(result))
     return 0
 
 

@@ -16,17 +16,19 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.exec.launch.failures import event_of
 from pipeproof.exec.launch.host_clock import HostClock
 from pipeproof.exec.launch.host_watch import HostWatch
 from pipeproof.exec.launch.hosts import make_directory
-from pipeproof.exec.launch.job_files import CheckpointOptions, Job, RunOptions, dump_plan
+from pipeproof.exec.launch.job_files import CheckpointOptions, Job, RunOptions, dump_plan, end_process
 from pipeproof.exec.launch.launched_rank import LaunchedRank, launched_rank
 from pipeproof.exec.launch.launcher_table import OF_BACKEND, TORCHRUN
 from pipeproof.exec.launch.meeting import Meeting, key_prefix, longest_pause_s, meet
+from pipeproof.exec.launch.polling import wait_until
 from pipeproof.exec.launch.rendezvous import QUIET, await_store, framework_variables, interface_towards
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S
 from pipeproof.exec.launch.verdict import JobEndedError, Verdict
@@ -45,7 +47,6 @@ from pipeproof.signals import TerminatedError
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.verify.check_plan import Report
 
-_POLL_S = 0.01
 _LAST_S = 10.0
 """Time for the other ranks to read the end of a job before rank 0, which may serve the store, ends."""
 _LOCAL = {"torch": ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), "paddle": ("PADDLE_LOCAL_RANK", "PADDLE_LOCAL_SIZE")}
@@ -127,8 +128,8 @@ def execute_launched(
     conclusion: Conclusion[_Result],
     on_finding: Callable[[Finding], None],
     on_wait: Callable[[str], None],
-) -> _Result | ExitStatus:
-    """Run one rank of a job; rank 0 returns the result of all ranks, the others the exit status of the job.
+) -> _Result:
+    """Run one rank of a job; rank 0 returns the result of all ranks, the others end with the exit status of the job.
 
     ``on_finding`` prints a verdict or a note; ``on_wait`` prints a line about ranks that have not come.
 
@@ -141,19 +142,18 @@ def execute_launched(
     _require_fit(launched, report)
     framework = _started(report.subject.plan.spec.run, options)
     meeting = _meeting(launched, report, options, on_wait)
-    directory = meeting.directory
     try:
-        make_directory(directory, meeting.local)
+        make_directory(meeting.directory, meeting.local)
     except OSError as error:
         fact = f"rank {launched.rank} cannot use its directory of temporary files: {error}"
-        raise PipeproofError(Finding(NOT_TOGETHER.code, Severity.ERROR, fact)) from error
-    state, name = JobState(report.subject), Job(directory, {}, report.conclusion).name
+        raise PipeproofError(NOT_TOGETHER.finding(fact)) from error
+    state = JobState(report.subject)
 
     def on_end() -> None:
         if launched.rank == 0:
-            if options.checkpoint.root is not None:
-                (options.checkpoint.root / f".{meeting.token}").unlink(missing_ok=True)
-            remove_unfinished(options.checkpoint, name)
+            if (mark := _mark(meeting, options.checkpoint)) is not None:
+                mark.unlink(missing_ok=True)
+            remove_unfinished(options.checkpoint, meeting.name)
 
     # A shell that started the ranks by hand, with torchrun's variables, may end before them.
     has_launcher = launched.launcher is not TORCHRUN or launched.run_id != ""
@@ -180,7 +180,7 @@ def execute_launched(
         raise watch.fail("raised") from error
     watch.close()
     _leave_together(meeting)
-    return result
+    return end_process(result) if isinstance(result, ExitStatus) else result
 
 
 def _meeting(launched: LaunchedRank, report: Report, options: RunOptions, on_wait: Callable[[str], None]) -> Meeting:
@@ -193,9 +193,7 @@ def _meeting(launched: LaunchedRank, report: Report, options: RunOptions, on_wai
         place_content = None if place is None else place.to_json()
         return meet(launched, store, _facts(report, options), place_content, patience_s, on_wait)
     except (ConnectionError, RuntimeError) as error:
-        finding = Finding(
-            NOT_TOGETHER.code,
-            Severity.ERROR,
+        finding = NOT_TOGETHER.finding(
             f"rank {launched.rank} of {launched.world_size} cannot meet the others at the store {host}:{port}: {error}",
             help="is the launcher's process of rank 0 alive, and is its port free and reachable from this host?",
         )
@@ -263,7 +261,7 @@ def _job_of_host(
         ready.touch()
         return job
     with watch.waiting():
-        _await(ready.exists)
+        wait_until(ready.exists)
     return Job.load(meeting.directory)
 
 
@@ -275,12 +273,12 @@ def _require_one_state(meeting: Meeting, options: CheckpointOptions) -> None:
     """
     if options.root is None and options.resume is None:
         return
-    store, mark = meeting.store, None if options.root is None else options.root / f".{meeting.token}"
+    store, mark = meeting.store, _mark(meeting, options)
     if meeting.rank == 0:
         if mark is not None:
             mark.touch()
         put_json(store, "state", options.first_step)
-        _await(lambda: store.add("state seen") == len(meeting.hosts) - 1)
+        wait_until(lambda: store.add("state seen") == len(meeting.hosts) - 1)
         if mark is not None:
             mark.unlink()
         return
@@ -292,8 +290,13 @@ def _require_one_state(meeting: Meeting, options: CheckpointOptions) -> None:
         fact = f"the state begins at step {options.first_step}, and at step {first_step} on {meeting.hosts[0]}"
     if fact is not None:
         message, fix = f"on {meeting.host} {fact}", "states need a directory that all hosts share"
-        raise PipeproofError(Finding(NOT_TOGETHER.code, Severity.ERROR, message, help=fix))
+        raise PipeproofError(NOT_TOGETHER.finding(message, help=fix))
     store.add("state seen", 1)
+
+
+def _mark(meeting: Meeting, options: CheckpointOptions) -> Path | None:
+    """File of rank 0's host by which the others see that they share the directory of states."""
+    return None if options.root is None else options.root / f".{meeting.token}"
 
 
 def _concluded(
@@ -308,18 +311,18 @@ def _concluded(
     store = meeting.store
     if meeting.leads:
         with watch.waiting():
-            _await(lambda: all(job.rank_file(rank, "log").exists() for rank in meeting.host.ranks))
+            wait_until(lambda: all(job.rank_file(rank, "log").exists() for rank in meeting.host.ranks))
         own = conclusion.of_host(job, meeting, watch.emit, state.threads, clock.finish)
         _keep(job, meeting)
         if meeting.rank > 0:
             put_json(store, f"part/{meeting.index}", own)
     with watch.waiting():
         if meeting.rank > 0:
-            _await(lambda: has_json(store, "status"), longest_pause_s(meeting.num_ranks))
+            wait_until(lambda: has_json(store, "status"), longest_pause_s=longest_pause_s(meeting.num_ranks))
             return ExitStatus(get_json(store, "status", _LAST_S))
         parts = [own]
         for index in range(1, len(meeting.hosts)):
-            _await(functools.partial(has_json, store, f"part/{index}"))
+            wait_until(functools.partial(has_json, store, f"part/{index}"))
             parts.append(get_json(store, f"part/{index}", _LAST_S))
     clock.close()
     result = conclusion.of_all(job, meeting, parts)
@@ -337,14 +340,6 @@ def _keep(job: Job, meeting: Meeting) -> None:
         shutil.copy(file, folder)
 
 
-def _await(condition: Callable[[], bool], longest_s: float = 0.1) -> None:
-    """Wait without a limit: the watch ends this process if the ranks that it waits for fail."""
-    pause = _POLL_S
-    while not condition():
-        time.sleep(pause)
-        pause = min(1.5 * pause, longest_s)
-
-
 def _leave_together(meeting: Meeting) -> None:
     """Leave after the end of the watch; the leader removes the host's files when no rank of the host is watching.
 
@@ -354,12 +349,11 @@ def _leave_together(meeting: Meeting) -> None:
     ends = time.monotonic() + _LAST_S
     if meeting.leads:
         files = [meeting.directory / f"rank{rank}.left" for rank in meeting.host.ranks]
-        while not all(file.exists() for file in files) and time.monotonic() < ends:
-            time.sleep(_POLL_S)
+        wait_until(lambda: all(file.exists() for file in files), _LAST_S)
         shutil.rmtree(meeting.directory, ignore_errors=True)
     meeting.store.add("done", 1)
-    while meeting.rank == 0 and meeting.store.add("done") < meeting.num_ranks and time.monotonic() < ends:
-        time.sleep(_POLL_S)
+    if meeting.rank == 0:
+        wait_until(lambda: meeting.store.add("done") >= meeting.num_ranks, ends - time.monotonic())
 
 
 def _require_fit(launched: LaunchedRank, report: Report) -> None:
@@ -375,4 +369,4 @@ def _require_fit(launched: LaunchedRank, report: Report) -> None:
     else:
         return
     fix = f"start it with {row.command.format(ranks=needed)}"
-    raise PipeproofError(Finding(WORLD_SIZE.code, Severity.ERROR, fact, location=location, help=fix))
+    raise PipeproofError(WORLD_SIZE.finding(fact, location=location, help=fix))

@@ -78,9 +78,7 @@ def missing_gpus(subject: Subject, *, share_gpus: bool) -> Finding | None:
     name = _NAMES[run.backend]
     machine = f"a machine with as many GPUs as ranks and a build of {name} for them"
     share = ", or --share-gpus: several ranks on one GPU, correct but slow" if count else ""
-    return Finding(
-        DEVICE_MISSING.code,
-        Severity.ERROR,
+    return DEVICE_MISSING.finding(
         f"run.device is gpu, and {name} sees {count} GPU{'' if count == 1 else 's'} here for {needed} ranks",
         location=subject.locate("run", "device"),
         help=f"use `device: cpu`, or {machine}{share}",

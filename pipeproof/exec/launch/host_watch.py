@@ -18,20 +18,23 @@ If the store is gone, each host ends with what it knows: the host of the store h
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.atomic_write import atomic_write
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.exec.launch.hosts import Host
+from pipeproof.exec.launch.job_files import end_process
 from pipeproof.exec.launch.meeting import Meeting
+from pipeproof.exec.launch.polling import wait_until
 from pipeproof.exec.launch.process_state import is_stopped
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S
 from pipeproof.exec.launch.verdict import VERDICT, JobEndedError, Verdict
@@ -111,10 +114,8 @@ class HostWatch:
 
         ``reason`` is ``raised``, of which an event has the error, ``terminated``, or ``refused`` with a verdict.
         """
-        for signum in (
-            signal.SIGTERM,
-            signal.SIGINT,
-        ):  # a launcher's: this process ends within seconds, with the verdict
+        # A launcher's signals: this process ends within seconds, with the verdict.
+        for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
         with self._lock:
             self._reason, self._refused = self._reason or reason, refused
@@ -204,11 +205,8 @@ class HostWatch:
             verdict = self._composed()
             put_json(self._store, VERDICT, verdict.content())
             return verdict
-        ends = time.monotonic() + _VERDICT_S
-        while not has_json(self._store, VERDICT):
-            if time.monotonic() > ends:
-                return Verdict((_unanswered("the rank that was to name the cause"),))
-            time.sleep(_POLL_S)
+        if not wait_until(lambda: has_json(self._store, VERDICT), _VERDICT_S):
+            return Verdict((_unanswered("the rank that was to name the cause"),))
         return Verdict.of(get_json(self._store, VERDICT, _HOSTS_S))
 
     def _write_position(self, reason: str) -> None:
@@ -217,9 +215,8 @@ class HostWatch:
         self._write("position", {"reason": reason, "state": state, "refused": refused})
 
     def _write(self, name: str, content: Any) -> None:
-        part = self._file(f"{name}.part")
-        part.write_text(json.dumps(content))
-        part.rename(self._file(name))
+        with atomic_write(self._file(name)) as new:
+            new.write_text(json.dumps(content))
 
     def _positions_of_host(self) -> dict[str, Any]:
         """Positions of this host's ranks; of ended and stopped ones the last that they noted."""
@@ -251,9 +248,7 @@ class HostWatch:
         """Verdict by the positions of all hosts."""
         ends, silent, positions = time.monotonic() + _HOSTS_S, [], dict[int, Mapping[str, Any]]()
         for index, host in enumerate(self._meeting.hosts):
-            while not has_json(self._store, f"position/{index}") and time.monotonic() < ends:
-                time.sleep(_POLL_S)
-            if has_json(self._store, f"position/{index}"):
+            if wait_until(functools.partial(has_json, self._store, f"position/{index}"), ends - time.monotonic()):
                 of_host = get_json(self._store, f"position/{index}", _HOSTS_S)
                 positions |= {int(rank): position for rank, position in of_host.items()}
             else:
@@ -276,19 +271,13 @@ class HostWatch:
         self._concluded.set()
         self._asked.wait(_ANSWER_S)
         with self._lock:  # held to the end: a main thread that comes now waits for it
-            if not self._asked.is_set():
-                self._end_process(verdict)
-
-    def _end_process(self, verdict: Verdict) -> NoReturn:
-        if self._prints:
-            for finding in verdict.findings:
+            if self._asked.is_set():
+                return
+            for finding in verdict.findings if self._prints else ():
                 with contextlib.suppress(Exception):
                     self._on_finding(finding)
-        self._leave()
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(verdict.status)
+            self._leave()
+            end_process(verdict.status)
 
     def _leave(self) -> None:
         """Leave a failed job: the first rank left on a host ends what is left on the host and removes its files."""
@@ -301,10 +290,8 @@ class HostWatch:
             self._let_others_read()
 
     def _end_others(self) -> None:
-        ends = time.monotonic() + _ENDING_S
         others = [each.process for rank, each in self._meeting.local.items() if rank != self._meeting.rank]
-        while any(other.is_alive and not is_stopped(other.pid) for other in others) and time.monotonic() < ends:
-            time.sleep(_POLL_S)
+        wait_until(lambda: not any(other.is_alive and not is_stopped(other.pid) for other in others), _ENDING_S)
         for other in others:
             if other.is_alive:
                 with contextlib.suppress(OSError):
@@ -314,11 +301,8 @@ class HostWatch:
         """Rank 0 may serve the store: it stays until every host that answers has left."""
         if self._prints:
             self._store.add(_LEFT, 1)
-        ends = time.monotonic() + _HOSTS_S
-        while self._meeting.rank == 0 and self._store.add(_LEFT) < len(self._meeting.hosts):
-            if time.monotonic() > ends:
-                return
-            time.sleep(_POLL_S)
+        if self._meeting.rank == 0:
+            wait_until(lambda: self._store.add(_LEFT) >= len(self._meeting.hosts), _HOSTS_S)
 
     def _file(self, name: str, rank: int | None = None) -> Path:
         return self._path(f"rank{self._meeting.rank if rank is None else rank}.{name}")
@@ -375,18 +359,14 @@ def _silent(silent: Sequence[Host], state: JobState, positions: Mapping[int, Map
 
 def _launcher_ended(hosts: Sequence[Host]) -> Finding:
     names = ", ".join(map(str, hosts))
-    return Finding(
-        DIED.code,
-        Severity.ERROR,
+    return DIED.finding(
         f"the launcher on {names} has ended before its ranks",
         help="look at why it ended: a signal, the job's limit of time or memory",
     )
 
 
 def _unanswered(what: str, more: str = "") -> Finding:
-    return Finding(
-        DIED.code,
-        Severity.ERROR,
+    return DIED.finding(
         f"{what} does not answer: its processes have ended, or it is not reachable{more}",
         help="look at the launcher's output on that host",
     )

@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeproof.exec.launch.process_state import ProcessId
+from pipeproof.atomic_write import atomic_write
+from pipeproof.exec.launch.process_state import ProcessId, boot_id
 
 _LONGEST_NAME = 255
 """Characters of a host's name, as in DNS."""
@@ -39,7 +40,7 @@ class Identity:
         temporary = Path(tempfile.gettempdir()).stat()
         numbers = Path("/proc/self/ns/pid")
         evidence = (
-            _text("/proc/sys/kernel/random/boot_id"),
+            boot_id(),
             str(numbers.stat().st_ino) if numbers.exists() else "",
             f"{temporary.st_dev}.{temporary.st_ino}",
         )
@@ -141,13 +142,6 @@ def _printable(name: Any) -> str:
     return text
 
 
-def _text(file: str) -> str:
-    try:
-        return Path(file).read_text().strip()
-    except OSError:
-        return os.uname().nodename
-
-
 _DIRECTORY = re.compile(r"pipeproof-[0-9a-f]{32}\.\d+")
 _PROCESSES = "processes.json"
 
@@ -165,9 +159,8 @@ def make_directory(directory: Path, local: Mapping[int, Identity]) -> None:
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise PermissionError(f"{directory} is not a directory of this user alone")
-    part = directory / f"{_PROCESSES}.{os.getpid()}"
-    part.write_text(json.dumps([identity.content() for identity in local.values()]))
-    part.rename(directory / _PROCESSES)
+    with atomic_write(directory / _PROCESSES) as new:
+        new.write_text(json.dumps([identity.content() for identity in local.values()]))
 
 
 def _remove_if_left(directory: Path) -> None:

@@ -8,6 +8,7 @@ worker ends.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 import numpy as np
 from pydantic import TypeAdapter
 
+from pipeproof.atomic_write import atomic_write
 from pipeproof.comm.lower import absolute_build, from_here, schedule_path
 from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
@@ -174,8 +176,12 @@ class Job:
 
 
 def save_json(path: Path, value: object, form: Any) -> None:
-    """Write a dataclass, or a list or mapping of such, for ``load_json`` with the same type."""
-    path.write_bytes(TypeAdapter(form).dump_json(value))
+    """Write a dataclass, or a list or mapping of such, for ``load_json`` with the same type.
+
+    The file appears whole or not at all: the first rank of a host reads the logs of the others once they exist.
+    """
+    with atomic_write(path) as new:
+        new.write_bytes(TypeAdapter(form).dump_json(value))
 
 
 def load_json(path: Path, form: type[_Value]) -> _Value:
@@ -183,10 +189,16 @@ def load_json(path: Path, form: type[_Value]) -> _Value:
     return TypeAdapter(form).validate_json(path.read_bytes())
 
 
-def end_process(status: int) -> NoReturn:
-    """End this process: a framework's threads would block a normal exit when a peer is gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+def end_process(status: int, message: str = "") -> NoReturn:
+    """End this process, after its output and a message on standard error, as far as these can be written.
+
+    A framework's threads would block a normal exit when a peer is gone.
+    """
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    with contextlib.suppress(Exception):
+        sys.stderr.write(message)
+        sys.stderr.flush()
     os._exit(status)
 
 
@@ -252,10 +264,8 @@ class StepOutcome:
 
 def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     """Write arrays by name; the file appears whole or not at all."""
-    part = path.with_suffix(".part")
-    with part.open("wb") as stream:
+    with atomic_write(path) as new, new.open("wb") as stream:
         np.savez(stream, **arrays)
-    part.rename(path)
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:

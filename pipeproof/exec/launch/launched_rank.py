@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.launch.launcher_table import LAUNCHERS, SLURM, LauncherRow, Source, value_of
 from pipeproof.exec.run_codes import WORLD_SIZE
 
@@ -110,4 +110,4 @@ def _refusal(row: LauncherRow, fact: str) -> PipeproofError:
         f"start it with `{row.command.format(ranks='RANKS')} ...`, which sets these variables; or without a launcher, "
         f"on this host: `env {variables} pipeproof ...`"
     )
-    return PipeproofError(Finding(WORLD_SIZE.code, Severity.ERROR, fact, help=fix))
+    return PipeproofError(WORLD_SIZE.finding(fact, help=fix))

@@ -8,6 +8,7 @@ and nobody makes more.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import secrets
@@ -19,9 +20,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pipeproof import __version__
-from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.exec.launch.hosts import Host, Identity, host_of, hosts_content, hosts_from, hosts_of, ranks_text
 from pipeproof.exec.launch.launched_rank import LaunchedRank
+from pipeproof.exec.launch.polling import LONGEST_PAUSE_S, wait_until
 from pipeproof.exec.launch.verdict import VERDICT, JobEndedError, Verdict
 from pipeproof.exec.run_codes import NOT_TOGETHER
 from pipeproof.exec.store.store import Store, get_json, has_json, put_json
@@ -30,7 +32,6 @@ from pipeproof.exit_status import ExitStatus
 _REFUSED = "refused"
 """Counter of the ranks that have read the verdict of the meeting."""
 _TOKEN = re.compile(r"[0-9a-f]{32}")
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
 _READS_PER_S = 20_000
 """Most questions of all waiting ranks together; a store answers several times as many."""
 _LATE_S = 10.0
@@ -70,9 +71,14 @@ class Meeting:
         return self.rank == self.host.leader
 
     @property
+    def name(self) -> str:
+        """Name of the job, one on all hosts."""
+        return f"pipeproof-{self.token}"
+
+    @property
     def directory(self) -> Path:
         """Directory of this host's files of the job."""
-        return Path(tempfile.gettempdir()) / f"pipeproof-{self.token}.{self.host.leader}"
+        return Path(tempfile.gettempdir()) / f"{self.name}.{self.host.leader}"
 
 
 def key_prefix(launched: LaunchedRank) -> str:
@@ -118,10 +124,9 @@ def meet(
         local = {other: Identity.of(get_json(store, f"{other}/identity", _LATE_S)["identity"]) for other in of_host}
     except TimeoutError:
         fact = f"rank 0 did not answer within {patience_s + _LATE_S:g} s"
-        finding = Finding(NOT_TOGETHER.code, Severity.ERROR, fact)
-        raise JobEndedError(finding, status=ExitStatus.WORKER_FAILED) from None
+        raise JobEndedError(NOT_TOGETHER.finding(fact), status=ExitStatus.WORKER_FAILED) from None
     except (ValueError, KeyError) as error:
-        raise PipeproofError(Finding(NOT_TOGETHER.code, Severity.ERROR, f"{error}")) from None
+        raise PipeproofError(NOT_TOGETHER.finding(f"{error}")) from None
     return Meeting(store.part(f"{token}/"), rank, hosts, local, token, places)
 
 
@@ -140,18 +145,14 @@ def _all_identities(
     identities, places = list[Identity](), list[Any]()
     ends, shown_at = time.monotonic() + patience_s, time.monotonic() + 5.0
     for rank in range(launched.world_size):
-        pause = _FIRST_PAUSE_S
-        while not has_json(store, f"{rank}/identity"):
-            now = time.monotonic()
-            if now > ends:
-                absent = _absent(store, launched.world_size)
+        has_come = functools.partial(has_json, store, f"{rank}/identity")
+        while not wait_until(has_come, min(ends, shown_at) - time.monotonic()):
+            absent = _absent(store, launched.world_size)
+            if time.monotonic() > ends:
                 num_others = launched.world_size - len(absent) - 1
                 _refuse(store, _missing(launched, absent, patience_s), num_others, ExitStatus.WORKER_FAILED)
-            if now > shown_at:
-                shown_at = now + 10.0
-                on_wait(f"waiting for {ranks_text(_absent(store, launched.world_size))}")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            shown_at = time.monotonic() + 10.0
+            on_wait(f"waiting for {ranks_text(absent)}")
         content = get_json(store, f"{rank}/identity", _LATE_S)
         identities.append(Identity.of(content["identity"]))
         places.append(content["place"])
@@ -163,7 +164,7 @@ def _all_identities(
 
 def longest_pause_s(num_ranks: int) -> float:
     """Longest time between two questions of one rank, so that all ranks together leave the store time to answer."""
-    return max(_LONGEST_PAUSE_S, num_ranks / _READS_PER_S)
+    return max(LONGEST_PAUSE_S, num_ranks / _READS_PER_S)
 
 
 def _await(store: Store, key: str, patience_s: float, longest_s: float) -> Any:
@@ -173,16 +174,12 @@ def _await(store: Store, key: str, patience_s: float, longest_s: float) -> Any:
         PipeproofError: the verdict.
         TimeoutError: neither came in time.
     """
-    ends, pause = time.monotonic() + patience_s, _FIRST_PAUSE_S
-    while not has_json(store, key):
-        if has_json(store, VERDICT):
-            verdict = Verdict.of(get_json(store, VERDICT, _LATE_S))
-            store.add(_REFUSED, 1)
-            raise JobEndedError(*verdict.findings, status=verdict.status)
-        if time.monotonic() > ends:
-            raise TimeoutError(key)
-        time.sleep(pause)
-        pause = min(2 * pause, longest_s)
+    if not wait_until(lambda: has_json(store, key) or has_json(store, VERDICT), patience_s, longest_s):
+        raise TimeoutError(key)
+    if not has_json(store, key):
+        verdict = Verdict.of(get_json(store, VERDICT, _LATE_S))
+        store.add(_REFUSED, 1)
+        raise JobEndedError(*verdict.findings, status=verdict.status)
     return get_json(store, key, _LATE_S)
 
 
@@ -201,9 +198,7 @@ def _refuse(store: Store, finding: Finding, num_others: int, status: ExitStatus 
     """End all ranks that came; rank 0, which may serve the store, waits until the others have read why."""
     verdict = Verdict((finding,), status)
     put_json(store, VERDICT, verdict.content())
-    ends = time.monotonic() + 2 * _LATE_S
-    while store.add(_REFUSED) < num_others and time.monotonic() < ends:
-        time.sleep(_FIRST_PAUSE_S)
+    wait_until(lambda: store.add(_REFUSED) >= num_others, 2 * _LATE_S)
     raise JobEndedError(finding, status=verdict.status)
 
 
@@ -223,9 +218,7 @@ def _short(value: Any) -> str:
 
 def _claimed_twice(launched: LaunchedRank) -> Finding:
     host, port = launched.master
-    return Finding(
-        NOT_TOGETHER.code,
-        Severity.ERROR,
+    return NOT_TOGETHER.finding(
         f"another process came as rank {launched.rank} of run `{launched.run_id or 'run'}`, attempt "
         f"{launched.attempt}, to the store at {host}:{port}: two runs use one address, or one launcher started twice",
         help="give each run its own MASTER_PORT (torchrun: --rdzv-endpoint and --rdzv-id)",
@@ -233,9 +226,7 @@ def _claimed_twice(launched: LaunchedRank) -> Finding:
 
 
 def _missing(launched: LaunchedRank, absent: list[int], patience_s: float) -> Finding:
-    return Finding(
-        NOT_TOGETHER.code,
-        Severity.ERROR,
+    return NOT_TOGETHER.finding(
         f"{len(absent)} of {launched.world_size} ranks did not come to the store within {patience_s:g} s: "
         f"{ranks_text(absent)}",
         help="look at the hosts of these ranks: did the launcher start there, and does it reach "
@@ -244,9 +235,7 @@ def _missing(launched: LaunchedRank, absent: list[int], patience_s: float) -> Fi
 
 
 def _other_start(rank: int, host: str, first_host: str, difference: str) -> Finding:
-    return Finding(
-        NOT_TOGETHER.code,
-        Severity.ERROR,
+    return NOT_TOGETHER.finding(
         f"rank {rank} on {host} was started differently from rank 0 on {first_host}: {difference}",
         help="give every host the same plan file, the same options and the same pipeproof",
     )

@@ -1,4 +1,4 @@
-"""State of other processes of this machine, from Linux's ``/proc``."""
+"""Kernel of this machine and state of its processes, from Linux's ``/proc``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PF_EXITING = 0x4
 """From Linux's include/linux/sched.h."""
 
@@ -27,6 +28,14 @@ class ProcessId:
         """True until the process has ended."""
         fields = _fields(self.pid)
         return fields[0] not in ("", "Z", "X") and fields[19] == self.started
+
+
+def boot_id() -> str:
+    """Return the kernel's identity since its start, which containers of one host share; empty if it is unknown."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
 
 
 def is_stopped(pid: int) -> bool:

@@ -109,18 +109,27 @@ def await_store(address: str, timeout_s: float = 60.0) -> None:
     raise RuntimeError(f"no store at {address} within {timeout_s:.0f} s: did rank 0 start?")
 
 
+def address_towards(host: str, port: int, family: socket.AddressFamily = socket.AF_UNSPEC) -> str:
+    """Address of this host on its route to another, which reaches it there. Nothing is sent.
+
+    Raises:
+        OSError: the other host's name is unknown, or there is no route to it.
+    """
+    family, *_, address = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
 def interface_towards(host: str) -> str | None:
     """Network interface of this host on its route to another; None if it is unknown. Nothing is sent."""
-    with contextlib.suppress(OSError):
-        family, *_, address = socket.getaddrinfo(host, 1, socket.AF_INET, socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            own = socket.inet_aton(probe.getsockname()[0])
-            for _, name in socket.if_nameindex():
-                with contextlib.suppress(OSError):  # an interface without an address
-                    request = struct.pack("256s", name.encode()[:15])
-                    if fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24] == own:
-                        return name
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        own = socket.inet_aton(address_towards(host, 1, socket.AF_INET))
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                request = struct.pack("256s", name.encode()[:15])
+                if fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24] == own:
+                    return name
     return None
 
 

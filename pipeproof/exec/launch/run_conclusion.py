@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.compare.compare_gradients import StepResult
 from pipeproof.exec.compare.reference_process import run_reference
 from pipeproof.exec.host_part import HostPart, host_part, merged_report, read_records
@@ -35,9 +35,7 @@ class RunConclusion:
         """
         if num_hosts > 1 and job.options.record is not None:
             raise PipeproofError(
-                Finding(
-                    NOT_EXECUTED.code,
-                    Severity.ERROR,
+                NOT_EXECUTED.finding(
                     f"--record writes whole tensors, and the ranks are on {num_hosts} hosts: no tensor crosses hosts",
                     help="record a run on one host, where the values are the same bits",
                 )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.exec.launch.job_files import Job
 from pipeproof.exec.launch.process_state import is_ending, is_stopped
 from pipeproof.exec.launch.rendezvous import process_environment, rank_environment, reserved_ports
@@ -206,9 +206,7 @@ class Launcher:
         status = worker.process.returncode
         end = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         if worker.rank is None:
-            return Finding(
-                DIED.code,
-                Severity.ERROR,
+            return DIED.finding(
                 f"the reference process {end}: {_last_line(worker.output)}",
                 help="`--logs DIR` keeps the output of each process",
             )
@@ -217,9 +215,7 @@ class Launcher:
     def _hang(self, patience_s: float) -> Finding:
         stopped = [w.rank for w in self._workers if w.rank is not None and is_stopped(w.process.pid)]
         if self._has_reference and self._state.all_finished:
-            return Finding(
-                HUNG.code,
-                Severity.ERROR,
+            return HUNG.finding(
                 f"the reference process has finished no step for {patience_s:g} s",
                 help="a larger `--timeout` gives it more time",
             )

@@ -139,9 +139,7 @@ class JobState:
         ``stopped`` is a rank whose process is stopped (SIGSTOP), if there is one.
         """
         rank = self._root_of_hang() if stopped is None else stopped
-        return Finding(
-            HUNG.code,
-            Severity.ERROR,
+        return HUNG.finding(
             f"{self.subject.coords_text(rank)} hangs: no rank has made progress for {timeout_s:g} s; it is "
             f"{self.position_text(rank).removeprefix('while ')}; {self._others_text(rank)}",
             help="all ranks were stopped; `--timeout` sets the watchdog's time, `--logs DIR` keeps the output",

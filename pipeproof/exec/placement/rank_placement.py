@@ -9,13 +9,13 @@ import json
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from pipeproof.exec.launch.launched_rank import LaunchedRank
 from pipeproof.exec.launch.launcher_table import PADDLE, TORCHRUN, value_of
+from pipeproof.exec.launch.process_state import boot_id
 from pipeproof.exec.measure.nvidia_smi import gpu_identities, gpu_links
 
 _Environment = Mapping[str, str]
@@ -26,7 +26,6 @@ MOST_BYTES = 16_384
 NODE, RACK, ZONE = "PIPEPROOF_NODE", "PIPEPROOF_RACK", "PIPEPROOF_ZONE"
 """Labels that a job file may set. Kubernetes knows the node's name in a pod; labels of nodes come from elsewhere."""
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NO_CLUSTER = "00000000-0000-0000-0000-000000000000"
 """Cluster of a GPU whose fabric does not leave its host."""
 
@@ -116,7 +115,7 @@ def own_placement(
     names = (node, environment.get("SLURMD_NODENAME", ""), socket.gethostname())
     place = RankPlacement(
         host=next(filter(_fits, names), "unknown"),
-        boot_id="" if _fits(node) else _boot_id(),
+        boot_id="" if _fits(node) else boot_id(),
         local_rank=local_rank,
         launcher="" if launched is None else launched.launcher.name,
         switches=switches_of(environment),
@@ -152,14 +151,6 @@ def _local_rank(environment: _Environment) -> int | None:
 
 def _fits(label: str) -> bool:
     return 0 < len(label) <= 256 and label.isascii() and label.isprintable() and " " not in label
-
-
-def _boot_id() -> str:
-    try:
-        text = _BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
-    return text if _fits(text) else ""
 
 
 def _gpu(environment: _Environment, local_rank: int) -> GpuPlace | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from pipeproof.comm.lowered_plan import LoweredPlan
-from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.exec.launch.job_files import CheckpointOptions, Job
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.framework_protocol import Arrays, Tensor, World
@@ -72,7 +72,7 @@ def _require_one_of_each(subject: Subject) -> None:
     if buffer is not None:
         message, fix = duplicated_buffer_text(buffer, subject.plan.spec.schedule.kind)
         location = subject.locate("schedule", "kind")
-        raise PipeproofError(Finding(NOT_EXECUTED.code, Severity.ERROR, message, location=location, help=fix))
+        raise PipeproofError(NOT_EXECUTED.finding(message, location=location, help=fix))
 
 
 def _require_paddle(options: CheckpointOptions, subject: Subject) -> None:
@@ -81,9 +81,7 @@ def _require_paddle(options: CheckpointOptions, subject: Subject) -> None:
         from pipeproof.state.flex.flex_codes import FLEX_UNSUPPORTED
 
         raise PipeproofError(
-            Finding(
-                FLEX_UNSUPPORTED.code,
-                Severity.ERROR,
+            FLEX_UNSUPPORTED.finding(
                 f"the plan runs on {backend}, and only Paddle can write a Paddle checkpoint",
                 location=subject.locate("run", "backend"),
                 help="save without `--save-format flex`: the state's files are safetensors either way",

@@ -35,15 +35,13 @@ def rehearse_command(
     """Rehearse a checked plan, print the findings, write the requested files; return the exit status."""
     report = replace(report, subject=report.subject.unfolded())  # every process runs one rank
 
-    launched: LaunchedRank | None = None
+    run_spec = report.subject.plan.spec.run
 
-    def execute() -> Rehearsal | ExitStatus:
-        nonlocal launched
-        launched = join_launcher(report.subject.plan.spec.run)
+    def execute() -> Rehearsal:
+        launched = join_launcher(run_spec)
         if launched is None:
             return _rehearse(report, options, console)
-        result = _run_launched(launched, report, options, console)
-        return end_process(result) if isinstance(result, ExitStatus) else result
+        return _run_launched(launched, report, options, console)
 
     refusal = "not rehearsed: the plan does not pass check (`--unsafe` rehearses it without a certificate)"
     result = result_or_status(execute, report, console, refusal)
@@ -58,7 +56,7 @@ def rehearse_command(
         profile_file.write_text(json.dumps(result.profile(), indent=2) + "\n")
         console.print(f"profile of {len(result.edges)} edges written to {profile_file}", soft_wrap=True)
     status = ExitStatus.OK if result.passed else ExitStatus.FAILED
-    return status if launched is None else end_process(status)
+    return status if join_launcher(run_spec) is None else end_process(status)
 
 
 def _rehearse(report: Report, options: RunOptions, console: Console) -> Rehearsal:
@@ -76,9 +74,7 @@ def _rehearse(report: Report, options: RunOptions, console: Console) -> Rehearsa
         return rehearse(report, options, status.update)
 
 
-def _run_launched(
-    launched: LaunchedRank, report: Report, options: RunOptions, console: Console
-) -> Rehearsal | ExitStatus:
+def _run_launched(launched: LaunchedRank, report: Report, options: RunOptions, console: Console) -> Rehearsal:
     source = report.subject.source
     return execute_launched(
         launched,

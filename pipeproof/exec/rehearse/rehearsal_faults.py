@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pipeproof.diagnostics.finding import ElementRange, Finding, OpsWitness, RangesWitness, Severity, WitnessOp
+from pipeproof.diagnostics.finding import ElementRange, Finding, OpsWitness, RangesWitness, WitnessOp
 from pipeproof.exec.run_codes import NOT_AS_PROMISED, NOT_AS_SENT
 
 MOST_KEPT = 200
@@ -71,9 +71,7 @@ def findings_of(faults: Sequence[ArrivalFault]) -> tuple[Finding, ...]:
 def _arrival_finding(faults: Sequence[ArrivalFault]) -> Finding:
     first = faults[0]
     more = f"; {len(faults) - 1} more faults on it" if len(faults) > 1 else ""
-    return Finding(
-        NOT_AS_SENT.code,
-        Severity.ERROR,
+    return NOT_AS_SENT.finding(
         f"rank {first.rank}, step {first.step}, {first.op} over {first.where}: {first.fact}{more}",
         help="the plan is proved, so look at its execution: the order of ranks, the launcher's environment, the "
         "backend (`pipeproof doctor`), the link",
@@ -88,9 +86,7 @@ def _layout_finding(faults: Sequence[ArrivalFault]) -> Finding:
     num_lost = sum(lost.stop - lost.start for fault in first for lost in fault.lost)
     steps, batches = ({item[index] for item in work_items} for index in (0, 1))
     number = f"each of {len(batches)} micro-batches" if len(batches) > 1 else f"micro-batch {min(batches)}"
-    return Finding(
-        NOT_AS_PROMISED.code,
-        Severity.ERROR,
+    return NOT_AS_PROMISED.finding(
         f"{first[0].where}: {num_lost} of {sum(fault.num_elements for fault in first)} elements are wrong in "
         f"{number} of {len(steps)} steps",
         help="the messages are as sent: `pipeproof check` suggests fixes of the plan",

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.exec.compare.compare_log import compare_log
 from pipeproof.exec.launch.job_files import Job, load_json
@@ -50,7 +50,7 @@ class Rehearsal:
         """Findings about the rehearsal."""
         findings = findings_of([fault for checked in self.checked.values() for fault in checked.faults])
         if not self.verified:
-            unsafe = Finding(UNVERIFIED.code, Severity.WARNING, "the plan does not pass check; it was rehearsed unsafe")
+            unsafe = UNVERIFIED.finding("the plan does not pass check; it was rehearsed unsafe")
             findings = (unsafe, *findings)
         return (*self.log_findings, *findings)
 

@@ -7,7 +7,7 @@ from copy import deepcopy
 from fractions import Fraction
 from typing import Any
 
-from pipeproof.diagnostics.finding import BadPlanError, Finding, Severity
+from pipeproof.diagnostics.finding import BadPlanError, Finding
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.exec.launch.job_files import dump_plan
 from pipeproof.exec.run_codes import NO_SUCH_SCALE
@@ -70,19 +70,17 @@ def _shares(scale: Fraction) -> Iterator[tuple[Fraction, Fraction]]:
 
 
 def _refusal(loaded: LoadedPlan, data: dict[str, Any], scale: Fraction) -> Finding:
-    def finding(message: str, fix: str) -> Finding:
-        return Finding(NO_SUCH_SCALE.code, Severity.ERROR, message, help=fix)
-
     if loaded.spec.is_custom:
-        return finding(f"--scale {scale}: custom layers declare their shapes", "rehearse the plan without `--scale`")
+        fact = f"--scale {scale}: custom layers declare their shapes"
+        return NO_SUCH_SCALE.finding(fact, help="rehearse the plan without `--scale`")
     model = data["model"]
     nearest: list[str] = []
     scales = [Fraction(1, n) for n in range(2, _MOST_TRIED + 2)]
     for candidate in sorted(scales, key=lambda s: (max(s / scale, scale / s), s)):
         if len(nearest) < 2 and _smaller(data, candidate) is not None:
             nearest.append(str(candidate))
-    return finding(
+    return NO_SUCH_SCALE.finding(
         f"--scale {scale}: no smaller sequence length and hidden size, from {model['seq_length']} and "
         f"{model['hidden_size']}, give a valid plan",
-        f"nearest are {' and '.join(nearest)}" if nearest else "rehearse the plan without `--scale`",
+        help=f"nearest are {' and '.join(nearest)}" if nearest else "rehearse the plan without `--scale`",
     )

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeproof.exec.launch.job_files import end_process
+from pipeproof.exec.launch.polling import wait_until
 from pipeproof.exec.train.agreement import STORE_LOST, Agreement
 from pipeproof.exit_status import ExitStatus
 
@@ -157,10 +159,10 @@ class StallWatch:
     def _states(self) -> str:
         self._agreement.publish("stalled", self._agreement.rank)
         self._agreement.publish(f"state/{self._agreement.rank}", self.state())
-        ends = time.monotonic() + min(ANSWER_S, self._timeout_s) + 2
         ranks = range(self._agreement.num_ranks)
-        while time.monotonic() < ends and not all(self._agreement.has(f"state/{rank}") for rank in ranks):
-            time.sleep(0.1)
+        wait_until(
+            lambda: all(self._agreement.has(f"state/{rank}") for rank in ranks), min(ANSWER_S, self._timeout_s) + 2
+        )
         return "\n".join(
             f"  rank {rank} {self._agreement.read(f'state/{rank}', 'no state')}"
             if self._agreement.has(f"state/{rank}")
@@ -181,12 +183,8 @@ class StallWatch:
         begin = time.monotonic()
         while not self._ended.wait(0.1):
             if time.monotonic() - begin > (ANSWER_S if self._is_busy() else OUTSIDE_S):
-                with contextlib.suppress(Exception):
-                    sys.stdout.flush()
                 text = f"pipeproof: rank {self._agreement.rank} ends while it {self.state()}: {self._failure}"
-                sys.stderr.write(f"{text}\n")
-                sys.stderr.flush()
-                os._exit(ExitStatus.WORKER_FAILED)
+                end_process(ExitStatus.WORKER_FAILED, f"{text}\n")
 
 
 _LIBRARIES = tuple(

@@ -77,7 +77,7 @@ def test_switches(environment, switches):
 
 
 def test_the_node_of_a_pod_is_its_host(monkeypatch):
-    monkeypatch.setattr(rank_placement, "_boot_id", lambda: "boot-1")
+    monkeypatch.setattr(rank_placement, "boot_id", lambda: "boot-1")
     assert own_placement({"PIPEPROOF_NODE": "gke-7"}).host_key == "name gke-7"
     assert own_placement({"SLURMD_NODENAME": "n1"}).host_key == "boot boot-1"
     assert own_placement({"PIPEPROOF_NODE": "not printable \x07"}).host != "not printable \x07"

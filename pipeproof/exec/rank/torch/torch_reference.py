@@ -8,7 +8,6 @@ weights, or from the saved state itself if the run resumes, and not from the wei
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,13 +15,12 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.compare.reference_kind import assembled_weights, holds_all_weights, is_checked_by_bound
 from pipeproof.exec.compare.reference_start import reference_start
 from pipeproof.exec.launch.job_files import Job, StepOutcome, load_arrays, save_arrays
+from pipeproof.exec.launch.polling import wait_until
 from pipeproof.exec.rank.framework_protocol import Array
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.reference.reference_state import StepResult
 from pipeproof.stages.reference.torch_unpartitioned import run_unpartitioned, unpartitioned_step
 from pipeproof.stages.torch.runtime import start_torch
-
-_POLL_S = 0.01
 
 
 def run_torch_reference(
@@ -63,8 +61,7 @@ def _results(job: Job, plan: LoweredPlan, ranks: Sequence[int], watch: LayerWatc
 
 def _await_arrays(file: Path) -> dict[str, Array]:
     """Wait for a file, read its arrays and remove it."""
-    while not file.exists():  # if it never appears, the launcher ends this process
-        time.sleep(_POLL_S)
+    wait_until(file.exists)  # if it never appears, the launcher ends this process
     arrays = load_arrays(file)
     file.unlink()
     return arrays

@@ -14,10 +14,10 @@ import paddle
 from paddle.distributed import collective
 from paddle.distributed.communication.group import Group as PaddleGroup
 
-from pipeproof.exec.launch.rendezvous import reserved_ports
+from pipeproof.exec.launch.rendezvous import address_towards, reserved_ports
 from pipeproof.exec.store.paddle_store import send_at_once
 from pipeproof.exec.train.agreement import Agreement
-from pipeproof.exec.train.paddle.store import address_near
+from pipeproof.exec.train.paddle.store import store_address
 from pipeproof.stages.paddle.runtime import quiet_native
 
 
@@ -32,7 +32,7 @@ def gloo_pairs(wanted: Sequence[tuple[int, ...]], first_id: int, agreement: Agre
     groups: dict[int, PaddleGroup] = {}
 
     def serve() -> dict[str, tuple[str, int]]:
-        own, addresses = address_near(), dict[str, tuple[str, int]]()
+        own, addresses = address_towards(*store_address()), dict[str, tuple[str, int]]()
         for position, (first, _) in enumerate(wanted):
             if first == index:
                 with reserved_ports(1) as (port,):

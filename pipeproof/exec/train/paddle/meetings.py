@@ -11,9 +11,10 @@ import contextlib
 import socket
 from collections.abc import Mapping, Sequence
 
+from pipeproof.exec.launch.rendezvous import address_towards
 from pipeproof.exec.rank.task_queue import TransfersEnded
 from pipeproof.exec.train.agreement import Agreement
-from pipeproof.exec.train.paddle.store import address_near
+from pipeproof.exec.train.paddle.store import store_address
 from pipeproof.exec.train.train_errors import PipelineError
 
 _READY = b"1"
@@ -58,7 +59,7 @@ def connect_meetings(pairs: Sequence[tuple[int, ...]], agreement: Agreement) -> 
     listeners: dict[int, socket.socket] = {}
 
     def listen() -> dict[str, tuple[str, int]]:
-        own = address_near()
+        own = address_towards(*store_address())
         for position, (_, second) in enumerate(pairs):
             if second == index:
                 listeners[position] = socket.create_server((own, 0), backlog=1)

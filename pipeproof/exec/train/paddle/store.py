@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -49,12 +48,3 @@ def store_address() -> tuple[str, int]:
     if host is None or port is None:
         raise PipelineError("there is no PADDLE_MASTER: start the script with `python -m paddle.distributed.launch`")
     return host, port
-
-
-def address_near() -> str:
-    """This host's address on its route to the store, where other ranks reach it. Nothing is sent."""
-    near = store_address()
-    family = socket.getaddrinfo(*near, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(near)
-        return str(probe.getsockname()[0])
