@@ -46,11 +46,12 @@ def main():
     _print(f"{len(profile.seconds)} tests in {sum(profile.seconds.values()):.0f} s")
     files = [_File(root, target, arguments) for target in targets]
     by_file = {file.target: (file.source, file.left) for file in files}
-    run_in_place(root, arguments.tests, by_file, profile, arguments.processes, _report_to(files))
+    most_s = arguments.seconds
+    run_in_place(root, arguments.tests, by_file, profile, arguments.processes, _report_to(files), most_s)
     for file in files:
         file.journal.read()
         at_import = file.left
-        run_mutants(at_import, profile, partial(killer_of, root), arguments.processes, file.journal.report)
+        run_mutants(at_import, profile, partial(killer_of, root), arguments.processes, file.journal.report, most_s)
         verdicts = file.verdicts
         if verdicts:
             num_killed = sum(verdict.is_killed for verdict in verdicts)
@@ -67,6 +68,9 @@ class _File:
         self._mutants = _sample(mutants_of(target, self.source), arguments.sample)
         self.journal = _Journal(root / JOURNAL, target, self.source, is_fresh=arguments.fresh)
         self.journal.read()
+        if arguments.again:
+            for name in [name for name, outcome in self.journal.known.items() if outcome in _SURVIVING]:
+                del self.journal.known[name]
 
     @property
     def left(self):
@@ -78,6 +82,9 @@ class _File:
         """The verdicts, in the order of the mutants."""
         known = self.journal.known
         return [Verdict(mutant, known[mutant.name]) for mutant in self._mutants if mutant.name in known]
+
+
+_SURVIVING = {"survives", "unreached"}
 
 
 def _report_to(files):
@@ -115,6 +122,8 @@ def _arguments():
     parser.add_argument("--tests", nargs="+", default=TESTS, help="tests that should notice")
     parser.add_argument("--sample", type=int, help="at most so many mutants of each file, always the same ones")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="mutants that are run at once")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time of the tests that look for one mutant")
+    parser.add_argument("--again", action="store_true", help="run the survivors of the journal again")
     parser.add_argument("--fresh", action="store_true", help="run mutants again whose verdicts are in the journal")
     parser.add_argument("--resume", action="store_true", help="leave out files of which the results have all mutants")
     parser.add_argument("--write", action="store_true", help=f"keep the results in {RESULTS}")

@@ -98,16 +98,10 @@ def _recorded(root, targets, tests):
     return profile
 
 
-MOST_SECONDS = 60.0
-"""Time of the tests that look for one mutant, by the profile: the quickest ones that run its line.
-
-A line of a function that everything calls is run by thousands of tests. A mutant that the first of them do not notice
-counts as a survivor, so the score is a lower bound.
-"""
 _MOST_KILLERS = 20
 
 
-def run_in_place(root, tests, by_file, profile, num_processes, report):
+def run_in_place(root, tests, by_file, profile, num_processes, report, most_seconds):
     """Run the mutants of code that is loaded; the others are left out.
 
     ``by_file`` has the text of each file and its mutants. ``report`` gets each verdict as it is known. All happens in
@@ -129,6 +123,7 @@ def run_in_place(root, tests, by_file, profile, num_processes, report):
                 lambda mutant, chosen, replaced=replaced: collected.killer_of(replaced[mutant.name], chosen),
                 num_processes,
                 report,
+                most_seconds,
             )
 
     _, status = os.waitpid(_fork(lambda: session.with_collected(root, tests, run_files), is_mutant=False), 0)
@@ -136,11 +131,12 @@ def run_in_place(root, tests, by_file, profile, num_processes, report):
         raise RuntimeError("the mutants of loaded code could not be run")
 
 
-def run_mutants(mutants, profile, killer_of, num_processes=2, report=lambda verdict: None):
+def run_mutants(mutants, profile, killer_of, num_processes, report, most_seconds):
     """Run every mutant of one file; verdicts in the order of the mutants. ``report`` gets each as it is known.
 
     ``killer_of(mutant, tests)`` runs in a forked process, and returns the test that fails, or nothing. Tests that
-    killed most mutants so far go first.
+    killed most mutants so far go first, then the quickest, all together ``most_seconds`` by the profile: a line of a
+    function that everything calls is run by thousands of tests. So the score is a lower bound.
 
     Raises:
         RuntimeError: a mutant's process failed otherwise than by its tests.
@@ -157,7 +153,7 @@ def run_mutants(mutants, profile, killer_of, num_processes=2, report=lambda verd
     while waiting or running:
         while waiting and len(running) < num_processes:
             mutant = waiting.pop()
-            tests = _chosen(profile.tests_of(mutant), profile, killers)
+            tests = _chosen(profile.tests_of(mutant), profile, killers, most_seconds)
             if not tests:
                 settle(mutant, "unreached")
                 continue
@@ -181,10 +177,9 @@ def run_mutants(mutants, profile, killer_of, num_processes=2, report=lambda verd
     return [verdicts[mutant.name] for mutant in mutants]
 
 
-def _chosen(tests, profile, killers):
-    """Tests that look for one mutant: those that killed most others first, then the quickest."""
+def _chosen(tests, profile, killers, most_seconds):
     first = [test for test, _ in killers.most_common(_MOST_KILLERS) if test in tests]
-    left, chosen = MOST_SECONDS, []
+    left, chosen = most_seconds, []
     for test in dict.fromkeys((*first, *tests)):
         left -= profile.seconds[test]
         if left < 0 and chosen:

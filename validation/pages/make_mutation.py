@@ -20,28 +20,34 @@ SURVIVORS = ROOT / "tests" / "mutation" / "survivors.yaml"
 
 def scores_part() -> str:
     """Table with a row for each file and their sum."""
+    explained = {(entry["file"], name) for entry in _explanations() for name in entry["names"]}
     rows = []
-    all_mutants = all_killed = 0
+    total = [0, 0, 0]
     for file, result in _results().items():
-        num_mutants = result["num_mutants"]
-        num_killed = num_mutants - len(result["survivors"])
-        all_mutants, all_killed = all_mutants + num_mutants, all_killed + num_killed
-        rows.append(_row(f"`{file}`", num_mutants, num_killed))
-    rows.append(_row("total", all_mutants, all_killed))
-    return table(("file", "mutants", "killed", "score"), rows)
+        unread = [name for name in result["survivors"] if (file, name) not in explained]
+        counts = result["num_mutants"], result["num_mutants"] - len(result["survivors"]), len(unread)
+        total = [sum(pair) for pair in zip(total, counts, strict=True)]
+        rows.append(_row(f"`{file}`", *counts))
+    rows.append(_row("total", *total))
+    return table(("file", "mutants", "killed", "score", "not explained"), rows)
 
 
-def _row(name: str, num_mutants: int, num_killed: int) -> tuple[str, ...]:
-    return name, str(num_mutants), str(num_killed), f"{num_killed / num_mutants:.1%}"
+def _row(name: str, num_mutants: int, num_killed: int, num_unread: int) -> tuple[str, ...]:
+    return name, str(num_mutants), str(num_killed), f"{num_killed / num_mutants:.1%}", str(num_unread or "")
 
 
 def survivors_part() -> str:
     """List of the survivors by file, with the reasons."""
     parts = []
-    for entry in yaml.safe_load(SURVIVORS.read_text(encoding="utf-8")):
+    for entry in _explanations():
         listed = "".join(f"- ``{name}``\n" for name in entry["names"])
         parts.append(f"`{entry['file']}`: {' '.join(entry['why'].split())}\n\n{listed}")
     return "\n".join(parts)
+
+
+def _explanations() -> list[dict[str, Any]]:
+    explanations: list[dict[str, Any]] = yaml.safe_load(SURVIVORS.read_text(encoding="utf-8"))
+    return explanations
 
 
 def _results() -> dict[str, Any]:
