@@ -93,7 +93,7 @@ def _row(limits: StepLimits, replicas: Sequence[StageLimits], scale: float) -> l
         share(lambda each: each.launch_bound_us),
         share(lambda each: each.update_us),
         "-" if rate is None else f"{scale * rate:.3g}",
-        "-" if of_peak is None else f"{100 * of_peak:.1f} %",
+        "-" if of_peak is None else f"{100 * of_peak:.2g} %",
     ]
 
 
