@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from pipeproof.exec.measure.limits_report import LimitsReport
 from pipeproof.exec.measure.product_peak import product_peak
 from pipeproof.exec.measure.profile_from_logs import measured_profile
-from pipeproof.exec.measure.step_limits import divided_step
+from pipeproof.exec.measure.step_limits import divided_step, planned_flops
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Timing, op_ids_of
 from pipeproof.specs.profile_file import Profile
 from tests.docs.test_schemas import require_fit
 from tests.exec.processes import Run
+from tests.features import FEATURES
 from tests.plans import plan_dict, subject
 from tests.profiles import COST, DIGEST, bare_of, logs_of
 
@@ -202,6 +203,19 @@ def test_split_backwards_and_tensor_parallel_ranks_have_the_same_flops_in_all():
     assert [each.flops for each in split] == [2 * each.flops for each in whole]
     halves = profile_with(tensor_parallel(), logs_of(tensor_parallel(), num_steps=1)).limits.stages
     assert [each.flops for each in halves] == [whole[each.stage].flops / 2 for each in halves]
+
+
+@pytest.mark.parametrize("name", [name for name, sections in FEATURES.items() if "model" in sections])
+def test_every_model_has_flops_on_every_stage(name):
+    flops = planned_flops(subject(**FEATURES[name]))
+    assert set(flops) == {(0, 0), (1, 1)}
+    assert min(flops.values()) > 0
+
+
+def test_micro_batches_of_other_lengths_have_other_flops():
+    longest = planned_flops(subject())
+    mixed, shorter = (planned_flops(subject(schedule={"seq_lengths": sizes})) for sizes in ([8, 4, 8, 4], [4, 4, 4, 4]))
+    assert {key: 2 * number for key, number in mixed.items()} == {key: longest[key] + shorter[key] for key in mixed}
 
 
 def peaks_of(*peaks):
