@@ -11,9 +11,7 @@ from rich.text import Text
 from pipeproof.specs.profile_file import LargestLoss, LossCause, MeasuredPlan, Profile, StageLimits, StepLimits
 from pipeproof.views.tables import table_lines
 
-_HEADINGS = (
-    ">pp", ">stage", ">computation", ">bubble", ">exposed communication", ">launch-bound", ">update",
-)  # fmt: skip
+_HEADINGS = (">pp", ">stage", ">computation", ">bubble", ">exposed communication", ">launch-bound", ">update")
 
 _CAUSES: dict[LossCause, str] = {
     "bubble": "bubble: it waits for other ranks",
@@ -50,9 +48,8 @@ class LimitsReport:
         """The title, the table, one row for each pipeline rank and stage, and the largest loss."""
         limits, plan = self.limits, self.profile.plan
         rates = [each.tflops for each in limits.stages if each.tflops is not None]
-        unit, scale = ("TFLOP/s", 1.0) if max((*rates, *(p.tflops for p in limits.peaks)), default=1) >= 1 else (
-            "GFLOP/s", 1000.0,
-        )  # fmt: skip
+        is_large = max((*rates, *(peak.tflops for peak in limits.peaks)), default=1.0) >= 1
+        unit, scale = ("TFLOP/s", 1.0) if is_large else ("GFLOP/s", 1000.0)
         rows: dict[tuple[int, int], list[StageLimits]] = defaultdict(list)
         for each in limits.stages:
             rows[each.pp, each.stage].append(each)
