@@ -25,6 +25,7 @@ from pipeproof.exec.launch.job_files import RecordOptions, RunOptions, end_proce
 from pipeproof.exec.launch.launched_rank import LaunchedRank
 from pipeproof.exec.launch.run_conclusion import RunConclusion
 from pipeproof.exec.launch.verdict import JobEndedError
+from pipeproof.exec.measure.limits_report import LimitsReport
 from pipeproof.exec.rank.checkpointing import checkpoint_lines
 from pipeproof.exec.run_plan import NotVerifiedError, Progress, run, status_of
 from pipeproof.exec.run_report import LogClock, RunReport
@@ -35,7 +36,7 @@ from pipeproof.sim.timeline import Timeline
 from pipeproof.specs.profile_file import Profile
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.verify.check_plan import Report
-from pipeproof.views.tables import print_table
+from pipeproof.views.tables import print_lines, print_table
 
 _Result = TypeVar("_Result")
 
@@ -87,6 +88,7 @@ def show_run(
         report_file.write_text(json.dumps(result.to_json(), indent=2) + "\n")
     if profile_file is not None and result.profile is not None:
         profile_file.write_text(json.dumps(result.profile.to_json(), indent=2) + "\n")
+        print_lines(LimitsReport(result.profile).lines(), console)
         console.print(_profile_line(result.profile, profile_file), soft_wrap=True)
     elif profile_file is not None:
         reason = "logs of ranks are missing" if result.ranks_without_log else "the executed log differs from the graph"

@@ -216,6 +216,7 @@ class RunReport:
             "findings": [finding_to_json(finding) for finding in self.findings],
             **({"hosts": {host: list(ranks) for host, ranks in self.hosts.items()}} if self.hosts else {}),
             **({"ranks_without_log": list(self.ranks_without_log)} if self.ranks_without_log else {}),
+            **({} if self.profile is None else {"limits": self.profile.to_json()["limits"]}),
             **({"clock_error_us": self.clock_error_ns / 1000} if self.clock_error_ns else {}),
             "timeline": [
                 {

@@ -81,6 +81,11 @@ def test_findings_have_one_form():
         assert SCHEMAS["check"]["$defs"][part] == SCHEMAS["run"]["$defs"][part]
 
 
+def test_limits_have_one_form():
+    for part in ("StepLimits", "StageLimits", "ProductPeak", "LargestLoss"):
+        assert SCHEMAS["profile"]["$defs"][part] == SCHEMAS["run"]["$defs"][part]
+
+
 # --- check ---
 
 

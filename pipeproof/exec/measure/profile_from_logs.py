@@ -21,9 +21,17 @@ from typing import TypeVar, get_args
 from pipeproof.cost.measured_profile import measured_sections
 from pipeproof.exec.installed_backends import installed_version
 from pipeproof.exec.measure.idle_messages import IdleMessageEnd
+from pipeproof.exec.measure.step_limits import (
+    DividedStep,
+    collective_calls,
+    divided_step,
+    is_child,
+    planned_flops,
+    step_limits,
+)
 from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, Timing, accuracy_between_ns, op_ids_of
 from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
-from pipeproof.schedule.ops import CHILD_KINDS, GATHER_KINDS, OpKind
+from pipeproof.schedule.ops import GATHER_KINDS, OpKind
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.profile_file import (
     ClockOfTimes,
@@ -53,12 +61,14 @@ def measured_profile(
     idle_messages: Mapping[int, Sequence[IdleMessageEnd]],
     threads: int,
     timings: Mapping[int, Timing] = MappingProxyType({}),
+    flops: Mapping[tuple[int, int], int] | None = None,
 ) -> Profile:
     """Return the profile of a run from the ranks' logs; the first step is left out if there are others.
 
     ``logs`` are by rank and match the graph; ``idle_messages`` has each rank's ends of the idle messages; ``threads``
     is the number per process; ``timings`` has each rank's clock, which is that of one host by default. Logs and idle
-    messages of several hosts are corrected to one clock.
+    messages of several hosts are corrected to one clock. ``flops`` are counted ones of a step by rank and stage; by
+    default they are those of the plan's model.
     """
     plan, graph = subject.plan, subject.graph
     all_steps = sorted({entry.step for entries in logs.values() for entry in entries})
@@ -86,6 +96,12 @@ def measured_profile(
             DeviceMemory(rank=rank, allocated_bytes=timing.allocated_bytes, reserved_bytes=timing.reserved_bytes)
             for rank, timing in sorted(timings.items())
             if timing.device
+        ),
+        limits=step_limits(
+            subject,
+            [step.divided() for step in steps],
+            timings,
+            planned_flops(subject) if flops is None else flops,
         ),
     )
 
@@ -129,7 +145,7 @@ class _MeasuredStep:
         for op_ids in self._hosts:
             inside: dict[str, list[LogEntry]] = defaultdict(list)
             for op_id in op_ids:
-                if self._is_child(op_id):
+                if is_child(self._graph.ops[op_id]):
                     inside[str(self._graph.ops[op_id].target)].append(self._entries[op_id])
             for op_id in op_ids:
                 op = self._graph.ops[op_id]
@@ -147,12 +163,7 @@ class _MeasuredStep:
 
     def collectives(self) -> Iterator[tuple[tuple[str, int, int], int | None]]:
         """Yield ((kind, members, bytes per member), nanoseconds from the last arrival to the end) of each member."""
-        calls: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for op_id in self._entries:
-            group = int(self._graph.group[op_id])
-            if group != NONE:
-                calls[group, int(self._graph.position[op_id])].append(op_id)
-        for (group, _), members in calls.items():
+        for (group, _), members in collective_calls(self._graph, self._entries).items():
             kind = self._graph.ops[members[0]].kind
             name = str(OpKind.ALL_GATHER if kind in GATHER_KINDS else kind)
             entries = [self._entries[op_id] for op_id in members]
@@ -167,7 +178,7 @@ class _MeasuredStep:
     def gaps(self) -> Iterator[int]:
         """Yield the nanoseconds between consecutive operations of a host."""
         for op_ids in self._hosts:
-            walk = [self._entries[op_id] for op_id in op_ids if not self._is_child(op_id)]
+            walk = [self._entries[op_id] for op_id in op_ids if not is_child(self._graph.ops[op_id])]
             yield from (after.start_ns - before.end_ns for before, after in pairwise(walk))
 
     def delays(self) -> Iterator[int]:
@@ -179,9 +190,9 @@ class _MeasuredStep:
                 if target != NONE and wait.start_ns < self._entries[target].end_ns:
                     yield max(0, wait.end_ns - self._entries[target].end_ns)  # two streams of a GPU see one end
 
-    def _is_child(self, op_id: int) -> bool:
-        op = self._graph.ops[op_id]
-        return op.kind in CHILD_KINDS and op.target is not None
+    def divided(self) -> DividedStep:
+        """Divide the time of the ranks by what it is spent on."""
+        return divided_step(self._graph, self._entries, self._hosts)
 
 
 def _error_between_hosts_ns(timings: Mapping[int, Timing], first: int, second: int) -> int:

@@ -131,7 +131,8 @@ class Timing:
 
     ``device`` is the GPU's name; ``allocated_bytes`` and ``reserved_bytes`` are the allocator's peaks in the last step.
     On a CPU they are empty and 0. ``offset_error_ns`` is the largest error of the offset that corrected the times to
-    the clock of rank 0's host; ranks with the same index ``host`` share it.
+    the clock of rank 0's host; ranks with the same index ``host`` share it. ``peak_flops`` is the measured FLOP/s of
+    products of ``peak_dtype``; 0 and empty if they were not measured.
     """
 
     clock: ClockName = "host"
@@ -141,6 +142,8 @@ class Timing:
     reserved_bytes: int = 0
     host: int = 0
     offset_error_ns: int = 0
+    peak_flops: float = 0.0
+    peak_dtype: str = ""
 
 
 def accuracy_between_ns(first: Timing, second: Timing) -> int:

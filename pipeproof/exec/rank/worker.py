@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from pipeproof.exec.compare.reference_kind import is_checked_by_bound
@@ -26,6 +27,7 @@ from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.checkpointing import restore_state, save_state
 from pipeproof.exec.rank.framework_choice import (
     paddle_writer,
+    peak_of_products,
     start_framework,
     start_progress,
     start_replays,
@@ -98,7 +100,10 @@ def run_rank(job: Job, rank: int, emit: Emit, framework: Framework | None = None
         if plan.spec.is_custom:
             require_same_start(job, adapter.weights())
     program = RankProgram(plan.graph, rank, adapter, is_proved=job.certificate.verdict is Verdict.PROVED)
+    peak_flops = 0.0
     if options.profile:
+        emit("setup", what="timing products")
+        peak_flops = peak_of_products(run, framework.arrays)
         emit("setup", what="timing idle messages")
         times = time_idle_messages(world, framework.arrays, plan.graph, on_device=run.device == "gpu")
         save_json(job.rank_file(rank, "bare"), times, list[IdleMessageEnd])
@@ -136,7 +141,8 @@ def run_rank(job: Job, rank: int, emit: Emit, framework: Framework | None = None
         rehearsal.finish(job, world, emit)
     timed_world.channels.close()
     if options.profile:
-        save_json(job.rank_file(rank, "timing"), timing_of(run, clock), Timing)
+        timing = replace(timing_of(run, clock), peak_flops=peak_flops, peak_dtype=run.dtype)
+        save_json(job.rank_file(rank, "timing"), timing, Timing)
     save_json(job.rank_file(rank, "log"), adapter.log, list[LogEntry])
     emit("finished")
 

@@ -12,7 +12,8 @@ them, and stores scores and probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
@@ -20,6 +21,7 @@ from fractions import Fraction
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.dropout import MASK_BYTES, DropoutSite, dropout_sites
+from pipeproof.stages.describe.layer import layer_kind
 from pipeproof.stages.describe.layers import operations as ops
 from pipeproof.stages.describe.layers.layer_operations import layer_operations
 from pipeproof.stages.describe.rank_sizes import RankSizes
@@ -72,6 +74,18 @@ def layer_work(
     """
     rank = _RankWork(plan, RankSizes(plan, layer, size), item_bytes, flash=flash)
     return tuple(work for operation in layer_operations(plan.gpt, layer) for work in rank.works(operation))
+
+
+def product_flops(plan: PlanSpec, layers: Sequence[str], size: MicroBatchSize) -> Mapping[Phase, Fraction]:
+    """FLOPs of the products and of flash attention of a stage's ``layers``, for one work item, by phase."""
+    names = {layer_kind(plan.gpt, name): name for name in layers}
+    flops = dict.fromkeys(Phase, Fraction(0))
+    counts = Counter(layer_kind(plan.gpt, name) for name in layers)
+    for kind, number in counts.items():
+        for work in layer_work(plan, names[kind], size, item_bytes=1):
+            if work.unit is not ComputeUnit.VECTOR:
+                flops[work.phase] += number * work.flops
+    return flops
 
 
 class _RankWork:

@@ -62,7 +62,9 @@ with Pipeline(parts, schedule="1f1b", num_micro_batches=4, loss_fn=F.mse_loss, e
 
 with pipe.record(folder / "record"):
     pipe.step(inputs, target=target)
-pipe.profile(folder / "profile.json", inputs, target=target, num_steps=2)
+limits = pipe.profile(folder / "profile.json", inputs, target=target, num_steps=2)
+if rank == 0:
+    sys.stdout.write(f"{limits}\n")
 for weight, gradient in zip((w for s in pipe.stages.values() for w in s.parameters()), before, strict=True):
     torch.testing.assert_close(weight.grad, gradient * 2)  # the recorded step's came on top, the others' went
 if rank == 0:

@@ -73,6 +73,7 @@ from pipeproof.exec.train.train_rank import TrainRank, checked_plan, require_fit
 from pipeproof.schedule.ops import OpKind
 
 if TYPE_CHECKING:
+    from pipeproof.exec.measure.limits_report import LimitsReport
     from pipeproof.exec.rank.framework_protocol import Framework, World
     from pipeproof.exec.train.torch.record_steps import StepRecord
 
@@ -648,32 +649,48 @@ class Pipeline:
             self._train, self._record = usual, None
             recorder.close(error)
 
-    def profile(self, file: str | Path, *args: Any, target: Any = None, num_steps: int = 5, **kwargs: Any) -> None:
+    def profile(
+        self, file: str | Path, *args: Any, target: Any = None, num_steps: int = 5, **kwargs: Any
+    ) -> LimitsReport:
         """Run some steps with timed operations and messages; write them for ``cost: {profile: FILE}`` of the plan.
 
-        ``pipeproof simulate`` then predicts with measured times. Weights and gradients are left as they are.
+        ``pipeproof simulate`` then predicts with measured times. Weights and gradients are left as they are. One more
+        step counts the FLOPs.
+
+        Returns the limits of a step on all ranks; ``print`` shows them as a table.
         """
+        from pipeproof.exec.measure.limits_report import LimitsReport
         from pipeproof.exec.rank.torch.op_timing import timed_channels
+        from pipeproof.exec.train.torch.count_products import ProductCounter
         from pipeproof.exec.train.torch.profile_steps import profile_steps
 
         channels, clock = timed_channels(self._world.channels, self._device)
-        usual, self._train = self._train, self._rank_of(self.plan.lowered, channels, clock)
+        usual, timed = self._train, self._rank_of(self.plan.lowered, channels, clock)
+        counter = ProductCounter()
+
+        def count() -> list[LogEntry]:
+            self._train = self._rank_of(self.plan.lowered, clock=counter)
+            with counter.counting():
+                self.step(*args, target=target, **kwargs)
+            return self._train.adapter.log
 
         def run() -> list[LogEntry]:
+            self._train = timed
             self.step(*args, target=target, **kwargs)
-            return list(clock.timed_entries(self._train.adapter.log))
+            return list(clock.timed_entries(timed.adapter.log))
 
         try:
             with gradients_aside(self.stages.values()):
                 found = profile_steps(
-                    self._train, clock, self._world, self._device, self.plan, self._agreement, run,
+                    timed, clock, self._world, self._device, self.plan, self._agreement, counter, count, run,
                     f"profile {self._step}", num_steps,
                 )  # fmt: skip
         finally:
             self._train = usual
             channels.close()
-        if found is not None:
+        if self.rank == 0:
             Path(file).write_text(json.dumps(found.to_json(), indent=2) + "\n")
+        return LimitsReport(found)
 
     def _tensors(self, what: Literal["weights", "gradients"], *, planned: bool = False) -> dict[tuple[int, str], Any]:
         """Whole copies on the CPU of this rank's weights or their gradients, by stage and name (the plan's name)."""

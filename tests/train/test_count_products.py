@@ -1,0 +1,81 @@
+"""FLOPs of modules: products, attention, compiled modules and tensors that wrap others."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+
+from pipeproof.exec.train.torch.count_products import ProductCounter  # noqa: E402
+
+pytestmark = pytest.mark.needs_torch
+
+ROWS, WIDTH, INNER = 6, 16, 32
+
+
+def counted(work):
+    counter = ProductCounter()
+    with counter.counting():
+        work()
+    return counter
+
+
+def test_forward_and_backward_of_two_matrices():
+    module = nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH))
+    counter = ProductCounter()
+    product = 2 * ROWS * WIDTH * INNER
+    with counter.counting():
+        output = module(torch.randn(ROWS, WIDTH))
+        assert counter.now() == 2 * product
+        output.sum().backward()
+    assert counter.now() == 2 * product + 3 * product  # the input has no gradient
+    assert counter.main_dtype == "float32"
+    assert counted(lambda: torch.ones(2) + 1).main_dtype is None
+
+
+def test_the_type_is_that_of_the_products_under_autocast():
+    module = nn.Linear(WIDTH, INNER)
+
+    def work():
+        with torch.autocast("cpu", torch.bfloat16):
+            module(torch.randn(ROWS, WIDTH)).sum().backward()
+
+    assert counted(work).main_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("num_heads", [4, 2], ids=["all heads", "grouped heads"])
+@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=["explicit", "flash"])
+def test_attention_counts_all_pairs(backend, num_heads):
+    query = torch.randn(2, 4, 8, WIDTH, requires_grad=True)
+    key = torch.randn(2, num_heads, 8, WIDTH, requires_grad=True)
+    counter = ProductCounter()
+    product = 2 * 2 * 4 * 8 * 8 * WIDTH
+    with sdpa_kernel(backend), counter.counting():
+        output = F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=num_heads < 4)
+        assert counter.now() == 2 * product
+        output.sum().backward()
+    assert counter.now() == (2 + (4 if backend is SDPBackend.MATH else 5)) * product  # flash computes scores again
+
+
+def test_a_compiled_module_counts_as_it_is():
+    module = nn.Linear(WIDTH, INNER)
+    calls = []
+
+    def backend(graph, _):
+        calls.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(module, backend=backend)
+    inputs = torch.randn(ROWS, WIDTH)
+    compiled(inputs)
+    assert len(calls) == 1
+    assert counted(lambda: compiled(inputs)).now() == 2 * ROWS * WIDTH * INNER
+
+
+def test_a_wrapped_tensor_counts_once():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    pair = TwoTensor(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
+    assert counted(lambda: pair @ torch.randn(WIDTH, INNER)).now() == 2 * (2 * ROWS * WIDTH * INNER)
