@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from pipeproof.comm.channel_models import QUEUES, ChannelModel, awaited_receives
-from pipeproof.verify.deadlock.deadlock_verdict import blamed, cycle_of, cyclic_part, deadlocks, shortest_cycle
+from pipeproof.verify.deadlock.deadlock_verdict import (
+    DeadlockChecker,
+    Verdict,
+    blamed,
+    cycle_of,
+    cyclic_part,
+    deadlocks,
+    shortest_cycle,
+)
 from pipeproof.verify.deadlock.events import done, events_of, stuck_events
 from pipeproof.verify.deadlock.wait_columns import WaitGraph, rows_of
 from tests.verify.programs import errors, group, program, tensor
@@ -277,6 +285,8 @@ def waits_of(*cycles):
         ([(1, 2, 3, 4, 5), (5, 6, 7, 8), (9, 10, 11, 12, 13)], 4),
         ([(1, 2, 3), (4, 5)], 2),
         ([(1, 2), (3,)], 1),
+        ([(1, 2, 3), (4,)], 1),
+        ([(0, 1, 2)], 3),  # no two nodes wait for each other, whatever their numbers
     ],
 )
 def test_the_shortest_cycle_is_found_wherever_it_is(cycles, fewest):
@@ -287,10 +297,62 @@ def test_the_shortest_cycle_is_found_wherever_it_is(cycles, fewest):
     assert all(waits.source[found[i - 1]] == waits.target[place] for i, place in enumerate(found))
 
 
+@pytest.mark.parametrize("cycle", [(), (2, 3, 4)])
+def test_what_leads_to_a_cycle_or_away_from_it_is_no_part_of_it(cycle):
+    """Nodes 0 and 1 wait for nothing of the cycle, 5 and 6 for all of it; without the cycle there is nothing."""
+    path = [(0, 1), (0, 2), (1, 2), (4, 5), (5, 6)]
+    pairs = path + [(cycle[i - 1], node) for i, node in enumerate(cycle)]
+    source, target = np.array(pairs, dtype=np.int64).T
+    part = cyclic_part(WaitGraph([(source, target, source, target)]))
+    assert np.flatnonzero(part).tolist() == list(range(len(path), len(pairs)))
+
+
 def test_the_search_in_a_large_knot_ends_with_what_was_met(monkeypatch):
     waits = waits_of((1, 2, 3, 4), (5, 6, 7))
     monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._MOST_STEPS", 0)
     assert len(shortest_cycle(waits, cyclic_part(waits))) == 4
+
+
+def test_a_cycle_far_behind_is_found_where_a_rank_has_no_program(monkeypatch):
+    monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._SEARCHED_WHOLE", 100)
+    computes = " ".join(f"0F{k}" for k in range(400))
+    graph = program(
+        f"{computes} 0RECV_B0{{peer=1}} WAIT(0RECV_B0) 0SEND_F0{{peer=1}}",
+        f"{computes} 1RECV_F0{{peer=0}} WAIT(1RECV_F0) 1SEND_B0{{peer=0}}",
+        "",
+    ).graph
+    assert {int(graph.rank[op_id]) for op_id in cycle_of(graph, ChannelModel("directed_edge"))} == {0, 1}
+
+
+def test_a_large_graph_whose_first_rows_have_no_waits_is_safe(monkeypatch):
+    monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._SEARCHED_WHOLE", 10)
+    computes = " ".join(f"0F{k}" for k in range(40))
+    graph = program(f"{computes} 0SEND_F0{{peer=1}}", f"{computes} 1RECV_F0{{peer=0}}").graph
+    assert not deadlocks(graph, ChannelModel("directed_edge"))
+
+
+RECEIVE_FIRST = (
+    "0RECV_B0{peer=1} WAIT(0RECV_B0) 0SEND_F0{peer=1}",
+    "1RECV_F0{peer=0} WAIT(1RECV_F0) 1SEND_B0{peer=0}",
+)
+
+
+@pytest.mark.parametrize("searched_whole", [1, 100])
+@pytest.mark.parametrize(
+    "declared", [ChannelModel("directed_edge"), ChannelModel("directed_edge", "eager", eager_bytes=2**20)]
+)
+def test_what_deadlocks_under_every_model_deadlocks_as_declared(monkeypatch, declared, searched_whole):
+    """In a large graph as in a small one; no buffer helps two ranks that both receive first."""
+    monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._SEARCHED_WHOLE", searched_whole)
+    monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._PART", 1)
+    assert DeadlockChecker(program(*RECEIVE_FIRST).graph).verdict(declared) == Verdict(declared=True, failing=())
+
+
+def test_a_model_that_no_other_one_covers_is_checked_itself():
+    """Connections that are opened at first use hold more than any model of the table, but not here."""
+    graph = program("0SEND_F0{peer=1}", "1RECV_F0{peer=0}").graph
+    lazy = ChannelModel("directed_edge", connections="lazy")
+    assert DeadlockChecker(graph).verdict(lazy) == Verdict(declared=False, failing=())
 
 
 def test_of_a_large_graph_the_beginning_is_shown_and_not_a_shorter_cycle_far_behind_it(monkeypatch):

@@ -48,6 +48,67 @@ def test_a_change_is_looked_for_up_to_a_size_and_at_that_size(monkeypatch):
     assert suggest_fix(one, EDGE) is None
 
 
+def test_the_search_ends_after_its_share_of_work(monkeypatch):
+    """Each try costs as much as the graph has operations; two deadlocks take more than one try."""
+    two = program(*crossing(0, 1), *crossing(2, 3))
+
+    def fix_with(work):
+        monkeypatch.setattr("pipeproof.verify.deadlock.suggested_fix._MOST_WORK", work)
+        return suggest_fix(two, EDGE)
+
+    assert fix_with(two.graph.num_ops - 1) is None
+    assert fix_with(two.graph.num_ops) is None
+    assert fix_with(100 * two.graph.num_ops) is not None
+
+
+ONE_QUEUE = ChannelModel("rank")
+SEND_FIRST = (
+    "0SEND_F1{peer=1 reads=a} 0RECV_B0{peer=1 writes=b} WAIT(0RECV_B0) WAIT(0SEND_F1)",
+    "1SEND_B0{peer=0} 1RECV_F1{peer=0} WAIT(1SEND_B0) WAIT(1RECV_F1)",
+)
+
+FIXES = {
+    "the same change at two places": (
+        EDGE,
+        (*crossing(0, 1), *crossing(2, 3)),
+        "on rank 1, move WAIT(1SEND_B0) behind 1RECV_F1; on rank 3, move WAIT(3SEND_B0) behind 3RECV_F1",
+    ),
+    "a rank that sends to itself": (
+        EDGE,
+        ("0SEND_F0{peer=0} WAIT(0SEND_F0) 0RECV_F0{peer=0}",),
+        "on rank 0, move WAIT(0SEND_F0) behind 0RECV_F0",
+    ),
+    "a batch where transfers cross": (ONE_QUEUE, SEND_FIRST, "on rank 0, issue 0SEND_F1 and 0RECV_B0 as one batch"),
+    "no batch of transfers that share a buffer": (
+        ONE_QUEUE,
+        (SEND_FIRST[0].replace("writes=b", "writes=a"), SEND_FIRST[1]),
+        "on rank 1, issue 1SEND_B0 and 1RECV_F1 as one batch",
+    ),
+    "a batch apart from one that is there already": (
+        ONE_QUEUE,
+        (
+            "0SEND_F5{peer=1 batch=0} 0RECV_B5{peer=1 batch=0} WAIT(0RECV_B5) 0F5 " + SEND_FIRST[0],
+            "1SEND_B5{peer=0 batch=0} 1RECV_F5{peer=0 batch=0} WAIT(1RECV_F5) " + SEND_FIRST[1],
+        ),
+        "on rank 0, issue 0SEND_F1 and 0RECV_B0 as one batch",
+    ),
+    "no second batch of a transfer that is in one": (
+        ONE_QUEUE,
+        (
+            "0SEND_F1{peer=1 batch=0} 0SEND_F2{peer=1 batch=0} 0RECV_B0{peer=1}",
+            "1SEND_B0{peer=0} 1RECV_F1{peer=0} 1RECV_F2{peer=0}",
+        ),
+        "on rank 0, issue 0RECV_B0 before 0SEND_F1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_which_change_is_suggested(name):
+    model, ranks, text = FIXES[name]
+    assert suggest_fix(program(*ranks), model) == text
+
+
 NEIGHBOURS = {
     "two sends of a channel": ("0SEND_F0{peer=1} 0SEND_F1{peer=1}", False),
     "two receives of a channel": ("0RECV_F0{peer=1} 0RECV_F1{peer=1}", False),
