@@ -14,7 +14,7 @@ from pipeproof.verify.deadlock.deadlock_verdict import (
     shortest_cycle,
 )
 from pipeproof.verify.deadlock.events import done, events_of, stuck_events
-from pipeproof.verify.deadlock.wait_columns import WaitGraph, rows_of
+from pipeproof.verify.deadlock.wait_columns import WaitGraph, early_transfers, rows_of
 from tests.verify.programs import errors, group, program, tensor
 
 ALL = frozenset(QUEUES)
@@ -236,6 +236,31 @@ def test_a_promise_is_blamed_only_where_the_deadlock_goes_without_it(ranks, queu
     model = ChannelModel(queue, connections=connections)
     assert deadlocks(graph, model)
     assert blamed(graph, model) == (ChannelModel(shown[0], connections=shown[1]), fault)
+
+
+def test_collectives_of_an_unknown_group_do_not_meet():
+    graph = program(
+        "0ALL_REDUCE0:tp 0SEND_F0{peer=1} WAIT(0SEND_F0)", "1RECV_F0{peer=0} WAIT(1RECV_F0) 1ALL_REDUCE0:tp"
+    ).graph
+    assert not deadlocks(graph, ChannelModel("device"))
+
+
+def test_receives_without_a_send_do_not_wait_for_each_other():
+    """The wait never ends, which is no cycle; another rule reports it."""
+    graph = program("0RECV_B0{peer=1} WAIT(0RECV_B0) 0RECV_B1{peer=1}", "").graph
+    assert not deadlocks(graph, ChannelModel("directed_edge"))
+
+
+def test_a_transfer_is_early_only_on_its_own_channel():
+    """Between the members of the call, rank 0 sends to rank 4 on a channel of its own, or a second time to rank 3."""
+    for peer, expected in ((4, []), (3, [3])):
+        graph = program(
+            f"0SEND_F0{{peer=1}} 0SEND_F1{{peer=2}} 0SEND_F2{{peer=3 batch=0}} 0SEND_F3{{peer={peer}}} "
+            "0SEND_F4{peer=5 batch=0}",
+            *("" for _ in range(5)),
+        ).graph
+        early, _ = early_transfers(rows_of(graph))
+        assert early.tolist() == expected
 
 
 # --- the beginning of a large graph ---

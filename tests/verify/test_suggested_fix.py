@@ -86,6 +86,14 @@ FIXES = {
         ),
         "on rank 0, move WAIT(0RECV_B0) behind 0SEND_F1",
     ),
+    "the other rank if the first one computes what it sends from what it receives": (
+        EDGE,
+        (
+            "0RECV_B0{peer=1 writes=g} WAIT(0RECV_B0) 0F0{reads=g writes=a} 0SEND_F0{peer=1 reads=a} WAIT(0SEND_F0)",
+            "1RECV_F0{peer=0} WAIT(1RECV_F0) 1SEND_B0{peer=0} WAIT(1SEND_B0)",
+        ),
+        "on rank 1, move WAIT(1RECV_F0) behind 1SEND_B0",
+    ),
     "a batch where transfers cross": (ONE_QUEUE, SEND_FIRST, "on rank 0, issue 0SEND_F1 and 0RECV_B0 as one batch"),
     "two batches": (
         ONE_QUEUE,
