@@ -43,6 +43,29 @@ SECOND_CHANNEL_IN_A_BATCH = (
 )
 
 CASES = {
+    "two sends on a queue of one name, next to transfers without a queue": (
+        (THREE_RANKS[0].replace("}", " queue=a}"), *THREE_RANKS[1:]),
+        {},
+        ALL,
+    ),
+    "a message on a named queue is held, and with it the next one of its channel": (
+        (
+            "0SEND_F5{peer=2 queue=a} 0SEND_F0{peer=1 queue=a} 0SEND_F1{peer=1}",
+            "1RECV_F0{peer=0 queue=b} 1RECV_F1{peer=0} WAIT(1RECV_F1) 1SEND_F2{peer=2}",
+            "2RECV_F2{peer=1} WAIT(2RECV_F2) 2RECV_F5{peer=0}",
+        ),
+        {},
+        ALL,
+    ),
+    "the same where every transfer is on a named queue": (
+        (
+            "0SEND_F5{peer=2 queue=a} 0SEND_F0{peer=1 queue=a} 0SEND_F1{peer=1 queue=c}",
+            "1RECV_F0{peer=0 queue=b} 1RECV_F1{peer=0 queue=c} WAIT(1RECV_F1){queue=host} 1SEND_F2{peer=2 queue=c}",
+            "2RECV_F2{peer=1 queue=c} WAIT(2RECV_F2){queue=host} 2RECV_F5{peer=0 queue=a}",
+        ),
+        {},
+        ALL,
+    ),
     "each host waits before it issues the send that the other waits for": (
         (
             "0RECV_F0{peer=1} WAIT(0RECV_F0){queue=host} 0SEND_B0{peer=1 queue=side}",
@@ -249,15 +272,23 @@ def test_receives_without_a_send_do_not_wait_for_each_other():
     """The wait never ends, which is no cycle; another rule reports it."""
     graph = program("0RECV_B0{peer=1} WAIT(0RECV_B0) 0RECV_B1{peer=1}", "").graph
     assert not deadlocks(graph, ChannelModel("directed_edge"))
+    assert done(0) in stuck_events(events_of(graph, ChannelModel("directed_edge")))
+
+
+def test_a_buffered_send_without_a_receive_waits_for_nothing():
+    graph = program("0SEND_F0{peer=1}", "").graph
+    eager = ChannelModel("directed_edge", "eager")
+    assert not deadlocks(graph, eager)
+    assert stuck_events(events_of(graph, eager)) == []
 
 
 def test_a_transfer_is_early_only_on_its_own_channel():
-    """Between the members of the call, rank 0 sends to rank 4 on a channel of its own, or a second time to rank 3."""
-    for peer, expected in ((4, []), (3, [3])):
+    """Between the members of the call, rank 0 sends to rank 6 on a channel of its own, or a second time to rank 5."""
+    for peer, expected in ((6, []), (5, [4])):
         graph = program(
-            f"0SEND_F0{{peer=1}} 0SEND_F1{{peer=2}} 0SEND_F2{{peer=3 batch=0}} 0SEND_F3{{peer={peer}}} "
-            "0SEND_F4{peer=5 batch=0}",
-            *("" for _ in range(5)),
+            "0SEND_F0{peer=1} 0SEND_F1{peer=2} 0SEND_F2{peer=3} 0SEND_F3{peer=5 batch=0} "
+            f"0SEND_F4{{peer={peer}}} 0SEND_F5{{peer=4 batch=0}}",
+            *("" for _ in range(6)),
         ).graph
         early, _ = early_transfers(rows_of(graph))
         assert early.tolist() == expected
@@ -330,6 +361,16 @@ def test_what_leads_to_a_cycle_or_away_from_it_is_no_part_of_it(cycle):
     source, target = np.array(pairs, dtype=np.int64).T
     part = cyclic_part(WaitGraph([(source, target, source, target)]))
     assert np.flatnonzero(part).tolist() == list(range(len(path), len(pairs)))
+
+
+def test_a_batch_is_named_by_its_member_on_the_cycle():
+    graph = program(
+        "0SEND_F1{peer=1 batch=0} 0SEND_F5{peer=2 batch=0} WAIT(0SEND_F1) 0RECV_B0{peer=1}",
+        "1SEND_B0{peer=0} WAIT(1SEND_B0) 1RECV_F1{peer=0}",
+        "2RECV_F5{peer=0}",
+    ).graph
+    names = {str(graph.ops[op_id]) for op_id in cycle_of(graph, ChannelModel("directed_edge"))}
+    assert names == {"0SEND_F1", "WAIT(0SEND_F1)", "0RECV_B0", "1SEND_B0", "WAIT(1SEND_B0)", "1RECV_F1"}
 
 
 def test_the_search_in_a_large_knot_ends_with_what_was_met(monkeypatch):
