@@ -58,6 +58,12 @@ def test_numbers_too_high_for_the_table_are_refused():
         compute_table(graph)
 
 
+@pytest.mark.parametrize("high", [f"{2**32}F0", f"0F{2**32}"])
+def test_one_number_may_be_high(high):
+    table = compute_table(program(high, "0F0").graph)
+    assert [table.ops(entry) for entry in range(len(table))] == [[0], [1]]
+
+
 # --- once, in order, by the owner ---
 
 
@@ -72,6 +78,7 @@ def test_numbers_too_high_for_the_table_are_refused():
         ("0F0 0F1 0B0", {"PP121"}),
         ("0F0 0I0 0F1 0I1 0W1", {"PP121"}),
         ("0F0 0W0 0F1 0I1 0W1", {"PP121"}),
+        ("0F0 0W0 0F1", {"PP121"}),  # a single weight gradient makes it training
         ("0F0 0F0 0B0", {"PP122"}),
         ("0F0 0B0 0I0 0W0", {"PP122"}),
         ("0F0 0I0 0W0 0W0", {"PP122"}),
@@ -85,6 +92,7 @@ def test_numbers_too_high_for_the_table_are_refused():
         ("0B0 0F0", {"PP123"}),
         ("0I0 0F0 0W0", {"PP123"}),
         ("0F0 0W0 0I0", {"PP123"}),
+        ("0F0.s0 0B0.s1 0B0.s0", {"PP121"}),  # a split without a forward is missing, not out of order
         ("0F0 0F1{batch=0} 0B0{batch=0} 0B1", set()),  # a pair that is overlapped rightly
     ],
 )
@@ -105,10 +113,11 @@ def test_splits_out_of_order_name_what_should_have_come_first():
     assert found.help == "move 0F0.s1 before 0F0.s2"
 
 
-@pytest.mark.parametrize("stranger", ["0F7", "9F0", "9F7"])
+@pytest.mark.parametrize("stranger", ["0F2", "2F0", "0F7", "9F0", "9F7"])
 def test_work_that_no_copy_has_is_foreign(stranger):
     """Beyond the last stage, the last micro-batch, or both: with copies, who has what is looked up in a table."""
     base = subject(topology={"pp": 2}, schedule={"kind": "chimera", "num_micro_batches": 2})
+    assert codes(base) == set()
     mutant = mutated(base, lambda all_rows: all_rows[1].append(Row(parse_op(stranger))))
     assert "PP124" in codes(mutant)
 
@@ -158,6 +167,36 @@ def test_a_stage_of_another_rank_is_named_next_to_all_that_the_rank_owns():
     mutant = mutated(base, lambda all_rows: all_rows[1].append(Row(parse_op("2F0"))))
     assert codes(mutant) == {"PP124"}
     assert "owns stages 1, 3 and micro-batches 0..3, but runs 2F0" in messages(mutant)[0]
+
+
+def test_a_stage_that_nobody_has_is_foreign_by_any_number():
+    """With four stages in the table, 4F0 of rank 0 has the key of 1F0 of rank 1, unless the table grows with it."""
+    mutant = mutated(subject(), lambda all_rows: all_rows[0].append(Row(parse_op("4F0"))))
+    assert "rank 0 (pp 0) owns stage 0 and micro-batches 0..3, but runs 4F0" in messages(mutant)
+
+
+def test_a_stage_of_another_rank_is_foreign_if_nobody_runs_the_higher_stages():
+    def first_stage_everywhere(all_rows):
+        for mine in all_rows:
+            mine[:] = rows("0F0")
+
+    assert [f.message for f in errors(mutated(chunked(), first_stage_everywhere)) if f.code == "PP124"] == [
+        "rank 1 (pp 1) owns stages 1, 3 and micro-batches 0..3, but runs 0F0"
+    ]
+
+
+def test_what_is_late_by_an_exchange_does_not_hide_what_is_late_otherwise():
+    """Exchanged back, 0F0 and 0B0 are in order; 0W1 and 0I1 are not."""
+    one = program(
+        "0B0 0SEND_F0{peer=1} WAIT(0SEND_F0) 0F1 0SEND_F1{peer=1} WAIT(0SEND_F1) 0RECV_B0{peer=1} WAIT(0RECV_B0) "
+        "0F0 0RECV_B1{peer=1} WAIT(0RECV_B1) 0W1 0I1",
+        "1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1RECV_F1{peer=0} WAIT(1RECV_F1) 1F1 "
+        "1B0 1SEND_B0{peer=0} WAIT(1SEND_B0) 1B1 1SEND_B1{peer=0} WAIT(1SEND_B1)",
+    )
+    reported = [finding.message for finding in errors(one) if finding.code == "PP123"]
+    assert len(reported) == 2
+    assert reported[0].startswith("rank 0 runs 0B0 in the place of 0F0")
+    assert reported[1] == "rank 0 runs 0W1 before 0I1"
 
 
 def test_a_rank_that_never_runs():

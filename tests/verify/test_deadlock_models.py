@@ -141,7 +141,7 @@ def test_a_cycle_is_reported_whole_up_to_six_operations_or_ranks():
 
 
 def test_a_witness_shows_one_operation_on_either_side_and_gaps_of_up_to_two():
-    one = program(" ".join(f"0F{k}" for k in range(12)), " ".join(f"1F{k}" for k in range(8)))
+    one = program(" ".join(f"0F{k}" for k in range(10)), " ".join(f"1F{k}" for k in range(8)))
     first, second = one.graph.rank_ops(0), one.graph.rank_ops(1)
     witness = cycle_witness(one, [second[6], first[2], first[7], second[0]])
     assert [(op.rank, op.op) for op in witness.ops] == [(1, "1F6"), (0, "0F2"), (0, "0F7"), (1, "1F0")]

@@ -4,9 +4,17 @@ import numpy as np
 import pytest
 
 from pipeproof.comm.channel_models import QUEUES, ChannelModel, awaited_receives
-from pipeproof.verify.deadlock.deadlock_verdict import blamed, cycle_of, cyclic_part, deadlocks, shortest_cycle
+from pipeproof.verify.deadlock.deadlock_verdict import (
+    DeadlockChecker,
+    Verdict,
+    blamed,
+    cycle_of,
+    cyclic_part,
+    deadlocks,
+    shortest_cycle,
+)
 from pipeproof.verify.deadlock.events import done, events_of, stuck_events
-from pipeproof.verify.deadlock.wait_columns import WaitGraph, rows_of
+from pipeproof.verify.deadlock.wait_columns import WaitGraph, early_transfers, rows_of
 from tests.verify.programs import errors, group, program, tensor
 
 ALL = frozenset(QUEUES)
@@ -35,6 +43,29 @@ SECOND_CHANNEL_IN_A_BATCH = (
 )
 
 CASES = {
+    "two sends on a queue of one name, next to transfers without a queue": (
+        (THREE_RANKS[0].replace("}", " queue=a}"), *THREE_RANKS[1:]),
+        {},
+        ALL,
+    ),
+    "a message on a named queue is held, and with it the next one of its channel": (
+        (
+            "0SEND_F5{peer=2 queue=a} 0SEND_F0{peer=1 queue=a} 0SEND_F1{peer=1}",
+            "1RECV_F0{peer=0 queue=b} 1RECV_F1{peer=0} WAIT(1RECV_F1) 1SEND_F2{peer=2}",
+            "2RECV_F2{peer=1} WAIT(2RECV_F2) 2RECV_F5{peer=0}",
+        ),
+        {},
+        ALL,
+    ),
+    "the same where every transfer is on a named queue": (
+        (
+            "0SEND_F5{peer=2 queue=a} 0SEND_F0{peer=1 queue=a} 0SEND_F1{peer=1 queue=c}",
+            "1RECV_F0{peer=0 queue=b} 1RECV_F1{peer=0 queue=c} WAIT(1RECV_F1){queue=host} 1SEND_F2{peer=2 queue=c}",
+            "2RECV_F2{peer=1 queue=c} WAIT(2RECV_F2){queue=host} 2RECV_F5{peer=0 queue=a}",
+        ),
+        {},
+        ALL,
+    ),
     "each host waits before it issues the send that the other waits for": (
         (
             "0RECV_F0{peer=1} WAIT(0RECV_F0){queue=host} 0SEND_B0{peer=1 queue=side}",
@@ -230,6 +261,39 @@ def test_a_promise_is_blamed_only_where_the_deadlock_goes_without_it(ranks, queu
     assert blamed(graph, model) == (ChannelModel(shown[0], connections=shown[1]), fault)
 
 
+def test_collectives_of_an_unknown_group_do_not_meet():
+    graph = program(
+        "0ALL_REDUCE0:tp 0SEND_F0{peer=1} WAIT(0SEND_F0)", "1RECV_F0{peer=0} WAIT(1RECV_F0) 1ALL_REDUCE0:tp"
+    ).graph
+    assert not deadlocks(graph, ChannelModel("device"))
+
+
+def test_receives_without_a_send_do_not_wait_for_each_other():
+    """The wait never ends, which is no cycle; another rule reports it."""
+    graph = program("0RECV_B0{peer=1} WAIT(0RECV_B0) 0RECV_B1{peer=1}", "").graph
+    assert not deadlocks(graph, ChannelModel("directed_edge"))
+    assert done(0) in stuck_events(events_of(graph, ChannelModel("directed_edge")))
+
+
+def test_a_buffered_send_without_a_receive_waits_for_nothing():
+    graph = program("0SEND_F0{peer=1}", "").graph
+    eager = ChannelModel("directed_edge", "eager")
+    assert not deadlocks(graph, eager)
+    assert stuck_events(events_of(graph, eager)) == []
+
+
+def test_a_transfer_is_early_only_on_its_own_channel():
+    """Between the members of the call, rank 0 sends to rank 6 on a channel of its own, or a second time to rank 5."""
+    for peer, expected in ((6, []), (5, [4])):
+        graph = program(
+            "0SEND_F0{peer=1} 0SEND_F1{peer=2} 0SEND_F2{peer=3} 0SEND_F3{peer=5 batch=0} "
+            f"0SEND_F4{{peer={peer}}} 0SEND_F5{{peer=4 batch=0}}",
+            *("" for _ in range(6)),
+        ).graph
+        early, _ = early_transfers(rows_of(graph))
+        assert early.tolist() == expected
+
+
 # --- the beginning of a large graph ---
 
 
@@ -277,6 +341,8 @@ def waits_of(*cycles):
         ([(1, 2, 3, 4, 5), (5, 6, 7, 8), (9, 10, 11, 12, 13)], 4),
         ([(1, 2, 3), (4, 5)], 2),
         ([(1, 2), (3,)], 1),
+        ([(1, 2, 3), (4,)], 1),
+        ([(0, 1, 2)], 3),  # no two nodes wait for each other, whatever their numbers
     ],
 )
 def test_the_shortest_cycle_is_found_wherever_it_is(cycles, fewest):
@@ -287,10 +353,72 @@ def test_the_shortest_cycle_is_found_wherever_it_is(cycles, fewest):
     assert all(waits.source[found[i - 1]] == waits.target[place] for i, place in enumerate(found))
 
 
+@pytest.mark.parametrize("cycle", [(), (2, 3, 4)])
+def test_what_leads_to_a_cycle_or_away_from_it_is_no_part_of_it(cycle):
+    """Nodes 0 and 1 wait for nothing of the cycle, 5 and 6 for all of it; without the cycle there is nothing."""
+    path = [(0, 1), (0, 2), (1, 2), (4, 5), (5, 6)]
+    pairs = path + [(cycle[i - 1], node) for i, node in enumerate(cycle)]
+    source, target = np.array(pairs, dtype=np.int64).T
+    part = cyclic_part(WaitGraph([(source, target, source, target)]))
+    assert np.flatnonzero(part).tolist() == list(range(len(path), len(pairs)))
+
+
+def test_a_batch_is_named_by_its_member_on_the_cycle():
+    graph = program(
+        "0SEND_F1{peer=1 batch=0} 0SEND_F5{peer=2 batch=0} WAIT(0SEND_F1) 0RECV_B0{peer=1}",
+        "1SEND_B0{peer=0} WAIT(1SEND_B0) 1RECV_F1{peer=0}",
+        "2RECV_F5{peer=0}",
+    ).graph
+    names = {str(graph.ops[op_id]) for op_id in cycle_of(graph, ChannelModel("directed_edge"))}
+    assert names == {"0SEND_F1", "WAIT(0SEND_F1)", "0RECV_B0", "1SEND_B0", "WAIT(1SEND_B0)", "1RECV_F1"}
+
+
 def test_the_search_in_a_large_knot_ends_with_what_was_met(monkeypatch):
     waits = waits_of((1, 2, 3, 4), (5, 6, 7))
     monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._MOST_STEPS", 0)
     assert len(shortest_cycle(waits, cyclic_part(waits))) == 4
+
+
+def test_a_cycle_far_behind_is_found_where_a_rank_has_no_program(monkeypatch):
+    monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._SEARCHED_WHOLE", 100)
+    computes = " ".join(f"0F{k}" for k in range(400))
+    graph = program(
+        f"{computes} 0RECV_B0{{peer=1}} WAIT(0RECV_B0) 0SEND_F0{{peer=1}}",
+        f"{computes} 1RECV_F0{{peer=0}} WAIT(1RECV_F0) 1SEND_B0{{peer=0}}",
+        "",
+    ).graph
+    assert {int(graph.rank[op_id]) for op_id in cycle_of(graph, ChannelModel("directed_edge"))} == {0, 1}
+
+
+def test_a_large_graph_whose_first_rows_have_no_waits_is_safe(monkeypatch):
+    monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._SEARCHED_WHOLE", 10)
+    computes = " ".join(f"0F{k}" for k in range(40))
+    graph = program(f"{computes} 0SEND_F0{{peer=1}}", f"{computes} 1RECV_F0{{peer=0}}").graph
+    assert not deadlocks(graph, ChannelModel("directed_edge"))
+
+
+RECEIVE_FIRST = (
+    "0RECV_B0{peer=1} WAIT(0RECV_B0) 0SEND_F0{peer=1}",
+    "1RECV_F0{peer=0} WAIT(1RECV_F0) 1SEND_B0{peer=0}",
+)
+
+
+@pytest.mark.parametrize("searched_whole", [1, 100])
+@pytest.mark.parametrize(
+    "declared", [ChannelModel("directed_edge"), ChannelModel("directed_edge", "eager", eager_bytes=2**20)]
+)
+def test_what_deadlocks_under_every_model_deadlocks_as_declared(monkeypatch, declared, searched_whole):
+    """In a large graph as in a small one; no buffer helps two ranks that both receive first."""
+    monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._SEARCHED_WHOLE", searched_whole)
+    monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._PART", 1)
+    assert DeadlockChecker(program(*RECEIVE_FIRST).graph).verdict(declared) == Verdict(declared=True, failing=())
+
+
+def test_a_model_that_no_other_one_covers_is_checked_itself():
+    """Connections that are opened at first use hold more than any model of the table, but not here."""
+    graph = program("0SEND_F0{peer=1}", "1RECV_F0{peer=0}").graph
+    lazy = ChannelModel("directed_edge", connections="lazy")
+    assert DeadlockChecker(graph).verdict(lazy) == Verdict(declared=False, failing=())
 
 
 def test_of_a_large_graph_the_beginning_is_shown_and_not_a_shorter_cycle_far_behind_it(monkeypatch):

@@ -16,6 +16,7 @@ from pipeproof.diagnostics.text_output import render_text
 from pipeproof.schedule.op_table import TensorSpec, build_graph
 from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.deadlock import RULES
+from pipeproof.verify.deadlock.deadlock_verdict import conditions
 from pipeproof.verify.subject import graph_subject
 from tests.plans import subject
 from tests.verify.programs import errors, group, mutated, place, program, rows
@@ -233,6 +234,26 @@ def test_two_communicators_in_opposite_orders_hang_where_the_device_keeps_the_or
     assert found(same) == found(with_backend(same, queue="device")) == set()
     serial = program(*(text.replace("queue=a", "queue=b") for text in OPPOSITE), groups=GROUPS)
     assert ("PP401", "error") in found(serial)
+
+
+def test_a_device_that_keeps_the_order_of_issue_may_hang_at_rendezvous_alone():
+    """With a slot, the send ends and the collective is joined."""
+    one = program(
+        "0SEND_F0{peer=1} 0ALL_REDUCE0:tp{group=0 queue=side}",
+        "0ALL_REDUCE0:tp{group=0 queue=side} 1RECV_F0{peer=0}",
+        groups=[group("tp", 0, 1)],
+    )
+    assert [str(model) for model in conditions(one)] == ["one FIFO per device at rendezvous"]
+    assert ("PP412", "warning") in found(one)
+
+
+def test_a_collective_of_an_unknown_group_is_no_call_of_another_group():
+    one = program(
+        "0ALL_REDUCE0:tp{group=0 range=0..8} 0ALL_REDUCE0:tp",
+        "0ALL_REDUCE0:tp{group=0 range=0..8}",
+        groups=[group("tp", 0, 1)],
+    )
+    assert found(one) == set()
 
 
 def test_an_edge_between_streams_serialises_them():

@@ -3,6 +3,10 @@
 Micro-batch 0 is right and comes first; micro-batch 1 is equal except for the change of the test.
 """
 
+from dataclasses import replace
+
+import pytest
+
 from pipeproof.schedule.op_table import Group, Row, TensorSpec, build_graph
 from pipeproof.schedule.ops import parse_op
 from pipeproof.verify.boundary_transport import RULES
@@ -13,10 +17,10 @@ ROWS_CUT = TensorSpec("rows", (4, 4), "float32", "sharded(0)", "sh")
 COLUMNS_CUT = TensorSpec("columns", (8, 2), "float32", "sharded(1)", "sh")
 
 
-def message(rows, micro_batch, sender, receiver, *, sent=0, wanted=0, part=(0, 16)):
-    """One message from stage 0 to stage 1, of a range of the sender's tensor into the same of the receiver's."""
+def message(rows, micro_batch, sender, receiver, *, sent=0, wanted=0, part=(0, 16), into=None):
+    """One message from stage 0 to stage 1: a range of the sender's tensor into the same range or another one."""
     rows[sender].append(Row(parse_op(f"0SEND_F{micro_batch}"), receiver, sent, *part))
-    rows[receiver].append(Row(parse_op(f"1RECV_F{micro_batch}"), sender, wanted, *part))
+    rows[receiver].append(Row(parse_op(f"1RECV_F{micro_batch}"), sender, wanted, *(into or part)))
 
 
 def graph_of(rows, *groups, tensors=(ROWS_CUT, COLUMNS_CUT)):
@@ -76,29 +80,105 @@ def test_a_slice_from_another_group():
 
 def test_another_replica():
     """With data parallelism both stages have two replicas; in micro-batch 1 they send each other's tensors."""
-    base = subject(topology={"pp": 2, "dp": 2}, schedule={"num_micro_batches": 2})
-    rows = base.graph.rows()
-    peers = {}
-    for rank, mine in enumerate(rows):
-        for place, row in enumerate(mine):
-            if str(row.op) in ("0SEND_F1", "1RECV_F1"):
-                peers[rank] = place, row.peer
-    swapped = {0: 1, 1: 0, 2: 3, 3: 2}
-    assert sorted(peers) == sorted(swapped)
-    for rank, (place, peer) in peers.items():
-        old = rows[rank][place]
-        rows[rank][place] = Row(old.op, swapped[peer], old.tensor, old.start, old.stop)
-    one = base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups))
+    one = exchanged({0: 1, 1: 0, 2: 3, 3: 2}, topology={"pp": 2, "dp": 2})
     assert damaged(one) == ({2, 3}, "in micro-batch 1")
     assert [finding.help for finding in RULES[0].check(one)] == [None]  # it is not the transport
 
 
+def exchanged(swapped, **sections):
+    """A plan with two micro-batches; ``swapped`` has the new peers of the messages of micro-batch 1 by the old ones."""
+    base = subject(schedule={"num_micro_batches": 2}, **sections)
+    rows = [
+        [
+            replace(row, peer=swapped.get(row.peer, row.peer)) if str(row.op) in {"0SEND_F1", "1RECV_F1"} else row
+            for row in mine
+        ]
+        for mine in base.graph.rows()
+    ]
+    return base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups))
+
+
+def test_another_part_of_the_sequence():
+    """Ranks 0 and 1 have two parts of the sequence of one replica, as do 2 and 3, and so on."""
+    parts = exchanged({rank: rank ^ 1 for rank in range(8)}, topology={"pp": 2, "cp": 2, "dp": 2})
+    assert damaged(parts) == ({4, 5, 6, 7}, "in micro-batch 1")
+
+
+def test_a_slice_from_another_replica():
+    """The second slices (ranks 1 and 3) are exchanged: all gather one slice of the other replica."""
+    slices = exchanged({1: 3, 3: 1, 5: 7, 7: 5}, topology={"pp": 2, "tp": 2, "dp": 2}, transport="partial")
+    assert damaged(slices) == ({4, 5, 6, 7}, "in micro-batch 1")
+
+
 def test_a_rank_of_a_group_represents_several():
     """Each of the ranks stands for two of a group of four, so the second has places 2 and 3 in it."""
-    for swap, found in ((False, []), (True, [{2, 3}])):
+    of_swapped = [
+        (2, 0, "s 0 h 0 .. s 3 h 3"),
+        (2, 0, "s 4 h 0 .. s 7 h 3"),
+        (3, 1, "s 8 h 0 .. s 11 h 3"),
+        (3, 1, "s 12 h 0 .. s 15 h 3"),
+    ]
+    for swap, found in ((False, []), (True, of_swapped)):
         rows = [[] for _ in range(4)]
         for k in range(2):
             message(rows, 0, k, 3 - k if swap else 2 + k)
         graph = build_graph(rows, [ROWS_CUT], [Group("tp", (0, 1), 2), Group("tp", (2, 3), 2)])
         findings = RULES[0].check(graph_subject(graph))
-        assert [{item.rank for item in finding.witness.lost} for finding in findings] == found
+        lost = [item for finding in findings for item in finding.witness.lost]
+        assert [(item.rank, item.source_rank, item.covers) for item in lost] == found
+
+
+@pytest.mark.parametrize("second", [16, 0])
+def test_shards_that_come_together_on_a_rank_without_a_group(second):
+    """Two ranks send half of the rows each, in either order; the whole tensor is right in one of them."""
+    rows = [[] for _ in range(3)]
+    for sender, start in ((0, 16 - second), (1, second)):
+        message(rows, 0, sender, 2, wanted=1, into=(start, start + 16))
+    whole = TensorSpec("whole", (8, 4), "float32", "sharded(0)", "sh")
+    findings = RULES[0].check(graph_subject(graph_of(rows, (0, 1), tensors=(ROWS_CUT, whole))))
+    assert [finding.message for finding in findings] == (
+        [] if second else ["boundary 0->1, forward: the messages deliver 32 of 32 elements wrongly in micro-batch 0"]
+    )
+
+
+def test_what_is_before_and_behind_the_part_that_came_is_lost():
+    rows = [[], []]
+    message(rows, 0, 0, 1, part=(4, 8))
+    tensor = TensorSpec("hidden", (16,), "float32", "invariant", "h")
+    (finding,) = RULES[0].check(graph_subject(graph_of(rows, tensors=[tensor])))
+    assert "12 of 16 elements" in finding.message
+    assert [(item.start, item.stop, item.covers) for item in finding.witness.lost] == [
+        (0, 4, "h 0 .. h 3"),
+        (8, 16, "h 8 .. h 15"),
+    ]
+
+
+SLICED_SHARDS = [(2, 0, 8, 16, "h 8 .. h 15"), (3, 1, 0, 8, "h 0 .. h 7")]
+
+
+@pytest.mark.parametrize(("placement", "expected"), [("invariant", []), ("sharded(0)", SLICED_SHARDS)])
+def test_slices_of_a_tensor_that_its_receiver_has_in_another_shape(placement, expected):
+    """Slices of equal copies make the same tensor; of shards, each receiver lacks the half that the other one got."""
+    rows = [[] for _ in range(4)]
+    for k in range(2):
+        part = 8 * k, 8 * k + 8
+        message(rows, 0, k, 2 + k, wanted=1, part=part)
+        rows[2 + k].append(Row(parse_op("1GATHER_F0"), tensor=1, start=part[0], stop=part[1], group=1))
+    tensors = [
+        TensorSpec("flat", (16,), "float32", placement, "h"),
+        TensorSpec("rows", (4, 4), "float32", placement, "sh"),
+    ]
+    findings = RULES[0].check(graph_subject(graph_of(rows, (0, 1), (2, 3), tensors=tensors)))
+    lost = [item for finding in findings for item in finding.witness.lost]
+    assert [(item.rank, item.source_rank, item.start, item.stop, item.covers) for item in lost] == expected
+
+
+def test_elements_that_no_sender_has_are_named_by_the_message_that_came_instead():
+    """Equal copies are no values of each rank's own."""
+    tensors = [TensorSpec(name, (16,), "float32", name, "h") for name in ("invariant", "varying")]
+    rows = [[] for _ in range(4)]
+    for k in range(2):
+        message(rows, 0, k, 2 + k, wanted=1)
+    (finding,) = RULES[0].check(graph_subject(graph_of(rows, (0, 1), (2, 3), tensors=tensors)))
+    lost = [(item.rank, item.source_rank, item.start, item.stop) for item in finding.witness.lost]
+    assert lost == [(2, 0, 0, 16), (3, 1, 0, 16)]

@@ -315,6 +315,21 @@ def test_a_collective_on_a_stranger_s_group():
     assert [finding.message for finding in errors(mutant)] == [reported]
     again = program(text, text, f"{text} 0ALL_REDUCE0:tp{{group=0}}", groups=(group("tp", 0, 1),))
     assert f"{reported}, and 1 more" in [finding.message for finding in errors(again)]
+    assert codes(program("0F0 0ALL_REDUCE0:tp")) == set()  # a graph alone may leave the group out
+
+
+def test_each_stranger_is_reported_for_each_group():
+    text = "0F0 0ALL_REDUCE0:tp{group=0 range=0..8}"
+    both = f"{text} 0ALL_REDUCE0:tp{{group=1 range=0..8}}"
+    mutant = program(text, both, text, both, groups=(group("tp", 0, 1), group("tp", 1, 3)))
+    assert [finding.message for finding in errors(mutant) if finding.code == "PP308"] == [
+        "rank 2 issues 0ALL_REDUCE0:tp on the tp group [0, 1], which lacks it",
+        "rank 3 issues 0ALL_REDUCE0:tp on the tp group [0, 1], which lacks it",
+    ]
+    of_two = program(text, text, both, "0F0", groups=(group("tp", 0, 1), group("tp", 0, 3)))
+    assert [finding.message for finding in errors(of_two) if finding.code == "PP308"] == [
+        f"rank 2 issues 0ALL_REDUCE0:tp on the tp group {members}, which lacks it" for members in ([0, 1], [0, 3])
+    ]
 
 
 def test_a_plan_s_collective_needs_a_group():
@@ -322,7 +337,9 @@ def test_a_plan_s_collective_needs_a_group():
         for rank in (0, 1):
             replace_row(rows[rank], "0F0/1.ALL_REDUCE:tp", group=NONE)
 
-    assert codes(mutated(tp_plan(), forget)) == {"PP308"}
+    mutant = mutated(tp_plan(), forget)
+    assert codes(mutant) == {"PP308"}
+    assert all(" issues 0F0/1.ALL_REDUCE:tp on no group" in finding.message for finding in errors(mutant))
 
 
 def test_only_the_first_difference_of_each_member_is_reported():
