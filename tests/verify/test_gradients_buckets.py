@@ -10,7 +10,7 @@ from pipeproof.stages.describe.gradient_facts import Loss, ParameterGradient
 from pipeproof.verify.gradients.diagnose import diagnose
 from pipeproof.verify.subject import program_subject
 from tests.plans import subject
-from tests.verify.gradient_models import SUM, TWO_WAY_TEXT, facts, model, two_way
+from tests.verify.gradient_models import SUM, TIED_FACTS, TIED_TEXT, TWO_WAY_TEXT, facts, model, tied, two_way
 from tests.verify.gradient_mutants import drop, only, own
 from tests.verify.programs import mutated
 
@@ -130,9 +130,11 @@ LACKS, TWICE, STRAY, ELEMENTS = "PP601", "PP602", "PP613", "PP614"
         ({"a": None, "b": None, "c": None}, ["0 @dp writes=grad[b]", "2 @dp"], {(LACKS, "c")}),
         # With sizes it sums the parameter of its size, padded or not.
         ({"a": 10, "b": 5}, ["0 @dp range=0..6", "1 @dp range=0..10"], set()),
+        ({"a": 10, "b": 5, "c": 7}, ["0 @dp range=0..8", "1 @dp range=0..6", "2 @dp range=0..10"], set()),
         ({"a": 9, "b": 10}, ["0 range=0..10", "1 range=0..9"], set()),
         # One range that does not begin at 0, or several of which one at most does, are places in the flat buffer.
         ({"a": 10, "b": 6}, ["0 @dp range=8..16", "1 @dp range=0..8"], set()),
+        ({"a": 10, "b": 6}, ["0 @dp range=0..4", "1 @dp range=4..10", "2 @dp range=10..16"], set()),
         ({"a": 10, "b": 6}, ["0 @dp range=0..10", "1 @dp range=8..16"], {(TWICE, "a")}),
         ({"a": 10, "b": 6}, ["0 @dp range=0..8", "1 @dp range=8..16", "2 @dp range=16..24"], {(STRAY, "")}),
         ({"a": 10, "b": 6}, ["0 @dp range=4..16"], {(ELEMENTS, "a")}),
@@ -233,6 +235,13 @@ def test_parts_of_a_gradient_without_facts(parts, expected):
     assert own(program_subject("\n".join(["group dp: 0 1", *lines]))) == expected
 
 
+@pytest.mark.parametrize(("second", "expected"), [("{group=0}", set()), ("{group=0 range=8..16}", {ELEMENTS})])
+def test_elements_of_a_gradient_without_facts_are_known_if_those_of_all_its_parts_are(second, expected):
+    parts = "0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp{group=0 range=0..8} 0REDUCE_GRAD:dp/1.REDUCE_SCATTER:dp" + second
+    lines = [f"rank {i}: 0F0 0B0 0REDUCE_GRAD:dp {parts} 0STEP{{range={8 * i}..{8 * i + 8}}}" for i in range(2)]
+    assert own(program_subject("\n".join(["group dp: 0 1", *lines]))) == expected
+
+
 def test_the_first_part_of_a_gradient_without_facts_ends_its_additions():
     part = "0REDUCE_GRAD:dp/%d.ALL_REDUCE:dp{group=0}"
     lines = [f"rank {rank}: 0F0 0F1 0B0 0REDUCE_GRAD:dp {part % 0} 0B1 {part % 1} 0STEP" for rank in range(2)]
@@ -253,6 +262,13 @@ def test_the_first_part_of_a_gradient_without_facts_ends_its_additions():
             ("0..8", "0..8"),
             {(ELEMENTS, n) for n in "abc"},
         ),
+        # Behind a parameter of unknown size the places in the flat buffer are not known.
+        (
+            sized(a=4, b=None, c=4),
+            [f"{i} @dp range=0..4 writes=grad[{name}]" for i, name in enumerate("abc")],
+            ("0..2", "2..4"),
+            set(),
+        ),
         # In the second of two padded buckets the first element has no known place.
         (sized(a=2, b=2, c=4), ["0 @dp range=0..4", "1 @dp range=0..6"], ("0..8", "0..8"), set()),
     ],
@@ -270,3 +286,22 @@ def test_gathered_elements_of_a_sum_are_no_sum():
         sized(a=8, b=8), *calls, kind="REDUCE_SCATTER", step="0REDUCE_GRAD:dp/2.ALL_GATHER:dp{@dp range=0..8} 0STEP"
     )
     assert wrong(one) == set()
+
+
+def test_a_sum_over_copies_that_names_no_weight_is_of_those_with_copies():
+    def call(stage):
+        return f"{stage}REDUCE_GRAD:pp {stage}REDUCE_GRAD:pp/0.ALL_REDUCE:pp{{@pp}}"
+
+    given = dataclasses.replace(TIED_FACTS, parameters=TIED_FACTS.parameters[::-1])
+    text = TIED_TEXT
+    for stage in "01":
+        text = text.replace(f"{stage}REDUCE_GRAD:pp{{@pp writes=grad[embedding]}}", call(stage))
+    assert own(tied(text, given)) == set()
+
+
+def test_a_call_below_no_row_is_none_of_another_row_s_calls():
+    """The last rank's sum over tp has no REDUCE_GRAD of its own; it is not one more sum over dp."""
+    norm = ParameterGradient("norm", (0,), partial_over=("tp",))
+    calls = "0REDUCE_GRAD:tp/0.ALL_REDUCE:tp{@tp} 0REDUCE_GRAD:dp "
+    calls += "0REDUCE_GRAD:dp/0.ALL_REDUCE:dp{@dp writes=grad[norm]}"
+    assert own(model(f"0F0 0B0 {calls} 0STEP", facts(norm), dp=2, tp=2)) == set()
