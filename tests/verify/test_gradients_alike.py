@@ -107,9 +107,10 @@ def test_stages_that_do_the_same_are_each_named_for_their_own_rows():
     assert [(one.cause.value, one.stage) for one in found] == [("PP613", 0), ("PP613", 1)]
 
 
-def test_a_sum_over_pp_of_a_weight_without_copies_is_of_one_gradient():
-    average = "0REDUCE_GRAD:pp{reduction=avg writes=grad[bias]} 0REDUCE_GRAD:dp{@dp}"
-    assert own(model(f"0F0 0B0 {average} 0STEP", facts(BIAS), dp=2, pp=1)) == set()
+def test_an_average_over_pp_of_a_weight_without_copies_changes_nothing():
+    given = facts(ParameterGradient("first", (0,)), ParameterGradient("last", (1,)), losses=(Loss("main", 1, SUM),))
+    average = "0REDUCE_GRAD:pp{reduction=avg writes=grad[first]}"
+    assert own(model(f"0F0 0B0 {average} 0STEP\n1F0 1B0 1STEP", given, pp=2)) == set()
 
 
 def test_stages_that_do_the_same_may_wait_differently():

@@ -4,12 +4,13 @@ import dataclasses
 
 import pytest
 
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gradient_facts import Loss, LossPath, ParameterGradient
 from pipeproof.verify.gradients.diagnose import diagnose
-from pipeproof.verify.subject import program_subject
+from pipeproof.verify.subject import make_subject, program_subject
 from tests.verify.gradient_models import BIAS, DENSE, SUM, facts, model
-from tests.verify.gradient_mutants import only, own
-from tests.verify.programs import errors
+from tests.verify.gradient_mutants import changed, only, own
+from tests.verify.programs import errors, mutated
 
 OWN_PLACES = """
     0F0 0F1 0B0 0B1 0REDUCE_GRAD:dp{@dp} 0SCALE_GRAD{scale=1/2} 0SCALE_GRAD{scale=2} 0STEP
@@ -173,3 +174,22 @@ def test_the_first_micro_batch_with_a_wrong_scale_is_shown_with_its_rank():
     wrong = [first.replace("0F1", "0F1{scale=3/global_tokens}"), second.replace("0F0", "0F0{scale=3/global_tokens}")]
     found = only(model("\n".join(wrong), facts(BIAS), dp=2), "PP606")
     assert "each token of micro-batch 1 on dp 0 counts 3/global_tokens" in found.message
+
+
+def test_the_loss_of_custom_layers_is_behind_the_last_of_them():
+    layers = [
+        {"name": "stem", "out": [{"shape": ["b", 4]}], "parameters": [{"name": "weight", "shape": [3, 4]}]},
+        {"name": "head", "parameters": [{"name": "weight", "shape": [4, 4]}]},
+    ]
+    plan = {
+        "pipeproof": 1,
+        "model": {"kind": "layers", "build": "nowhere.py:build", "layers": layers},
+        "topology": {"pp": 2, "dp": 2},
+        "schedule": {"kind": "1f1b", "num_micro_batches": 2, "micro_batch_size": 2},
+        "loss": {"normalization": "mean_of_micro_batches"},
+    }
+    one = make_subject(plan_from_dict(plan))
+    assert own(one) == set()
+    found = diagnose(mutated(one, changed("1F", scale="1/micro_batch_tokens")))
+    assert {(problem.cause.value, problem.count.stage) for problem in found} == {("PP606", 1)}
+    assert {problem.parameter for problem in found} == {"stem.weight", "head.weight"}
