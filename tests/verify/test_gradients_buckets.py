@@ -304,4 +304,6 @@ def test_a_call_below_no_row_is_none_of_another_row_s_calls():
     norm = ParameterGradient("norm", (0,), partial_over=("tp",))
     calls = "0REDUCE_GRAD:tp/0.ALL_REDUCE:tp{@tp} 0REDUCE_GRAD:dp "
     calls += "0REDUCE_GRAD:dp/0.ALL_REDUCE:dp{@dp writes=grad[norm]}"
-    assert own(model(f"0F0 0B0 {calls} 0STEP", facts(norm), dp=2, tp=2)) == set()
+    text = f"0F0 0B0 {calls} 0STEP"
+    ranks = [text, text, text, text.replace("0STEP", "0SCALE_GRAD{scale=1} 0STEP")]  # so that each is read for itself
+    assert own(model("\n".join(ranks), facts(norm), dp=2, tp=2)) == set()

@@ -160,12 +160,13 @@ def test_parts_between_unlike_layouts_are_left_to_the_rules_on_transports():
 def test_an_end_with_holes_and_an_end_without_a_tensor():
     holed = dataclasses.replace(BASE, strides=(16, 4, 1))
     assert codes(one_message(BASE, holed)) == codes(one_message(holed, BASE)) == {"PP312"}
-    unnamed = program(
-        "0F0 0SEND_F0{peer=1 tensor=0 range=0..8} WAIT(0SEND_F0)",
-        "1RECV_F0{peer=0 range=0..8} WAIT(1RECV_F0) 1F0",
-        tensors=(tensor(strides=(1,)), tensor(strides=(2,))),
-    )
-    assert codes(unnamed) == set()
+    for sent, expected in ((0, set()), (1, {"PP312"})):
+        unnamed = program(
+            f"0F0 0SEND_F0{{peer=1 tensor={sent} range=0..8}} WAIT(0SEND_F0)",
+            "1RECV_F0{peer=0 range=0..8} WAIT(1RECV_F0) 1F0",
+            tensors=(tensor(strides=(1,)), tensor(strides=(2,))),
+        )
+        assert codes(unnamed) == expected
 
 
 def test_a_shape_that_meets_a_tensor_is_not_compared_with_it():
