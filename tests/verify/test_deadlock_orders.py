@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from pipeproof.comm.channel_models import QUEUES, ChannelModel, awaited_receives
+from pipeproof.comm.entry_order import calls_of
+from pipeproof.schedule.op_table import NONE
 from pipeproof.verify.deadlock.deadlock_verdict import (
     DeadlockChecker,
     Verdict,
@@ -435,3 +437,16 @@ def test_of_a_large_graph_the_beginning_is_shown_and_not_a_shorter_cycle_far_beh
     assert {int(graph.rank[op_id]) for op_id in cycle_of(graph, model)} == {0, 1}
     monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._SEARCHED_WHOLE", 100)
     assert {int(graph.rank[op_id]) for op_id in cycle_of(graph, model)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("0F0{batch=0} 0F1{batch=0}", [NONE, NONE]),
+        ("0F0{batch=0} 0F1{batch=0} 0F2", [NONE, NONE, NONE]),
+        ("0SEND_F0{peer=1 batch=0} 0SEND_F1{peer=1 batch=0} 0F0", [0, 0, NONE]),
+        ("0F0{batch=0} 0SEND_F0{peer=1 batch=0} 0F1{batch=1} 0F2{batch=1}", [0, 0, NONE, NONE]),
+    ],
+)
+def test_a_batch_of_computations_alone_is_no_call(text, calls):
+    assert calls_of(program(text, "1F0").graph).tolist() == [*calls, NONE]

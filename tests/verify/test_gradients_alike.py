@@ -1,14 +1,19 @@
 """Ranks and stages that do the same are checked once, and only those."""
 
+import dataclasses
+
 import pytest
 
+from pipeproof.comm.mesh import Mesh
+from pipeproof.schedule.op_table import Group
 from pipeproof.stages.describe.gradient_facts import Loss, ParameterGradient
+from pipeproof.verify.declared_facts import Facts
 from pipeproof.verify.gradients import diagnose as module
 from pipeproof.verify.gradients.diagnose import diagnose
 from tests.plans import subject
-from tests.verify.gradient_models import BIAS, SUM, facts, model
+from tests.verify.gradient_models import BIAS, SUM, TIED_FACTS, facts, model, regrouped
 from tests.verify.gradient_mutants import changed, drop, own, plan
-from tests.verify.programs import mutated
+from tests.verify.programs import mutated, program
 
 
 @pytest.fixture
@@ -84,3 +89,64 @@ def test_a_rank_that_adds_otherwise_is_checked_for_itself():
     for place, ranks in enumerate(((wrong, right), (right, wrong))):
         found = [one for one in diagnose(model("\n".join(ranks), facts(BIAS), dp=2)) if one.cause.value == "PP605"]
         assert [(one.rank, one.alike) for one in found] == [(place, ())]
+
+
+def test_stages_that_do_the_same_are_each_named_for_their_own_rows():
+    """Equal stages are run once where they are right; a scale that cannot be read and a stray call are of one each."""
+    given = facts(ParameterGradient("first", (0,), numel=8), ParameterGradient("last", (1,), numel=8))
+    given = dataclasses.replace(given, losses=(Loss("main", 1, SUM),))
+
+    def text(row):
+        rows = "{s}F0 {s}B0 {s}REDUCE_GRAD:dp {s}REDUCE_GRAD:dp/0.ALL_REDUCE:dp{{@dp range=0..8}} "
+        return "\n".join(f"{rows}{row} {{s}}STEP".format(s=s) for s in (0, 1))
+
+    assert own(model(text(""), given, dp=2, pp=2)) == set()
+    found = diagnose(model(text("{s}SCALE_GRAD{{scale=1/dpp}}"), given, dp=2, pp=2))
+    assert [(one.cause.value, one.stage) for one in found] == [("PP610", 0), ("PP610", 1)]
+    found = diagnose(model(text("{s}REDUCE_GRAD:dp/1.ALL_REDUCE:dp{{@dp range=0..7}}"), given, dp=2, pp=2))
+    assert [(one.cause.value, one.stage) for one in found] == [("PP613", 0), ("PP613", 1)]
+
+
+def test_an_average_over_pp_of_a_weight_without_copies_changes_nothing():
+    given = facts(ParameterGradient("first", (0,)), ParameterGradient("last", (1,)), losses=(Loss("main", 1, SUM),))
+    average = "0REDUCE_GRAD:pp{reduction=avg writes=grad[first]}"
+    assert own(model(f"0F0 0B0 {average} 0STEP\n1F0 1B0 1STEP", given, pp=2)) == set()
+
+
+def test_stages_that_do_the_same_may_wait_differently():
+    waits = "{s}F0 {s}B0 {s}REDUCE_GRAD:pp{{writes=grad[{p}]}} WAIT({s}REDUCE_GRAD:pp){{queue=side}} "
+    waits += "{s}REDUCE_GRAD:dp{{@dp queue=side}} WAIT({s}REDUCE_GRAD:dp) {s}STEP"
+    right, other = (waits.format(s=s, p="p") for s in (0, 1))
+    given = facts(ParameterGradient("p", (0,)), ParameterGradient("p", (1,)), losses=(Loss("main", 1, SUM),))
+    assert own(model(f"{right}\n{other}", given, dp=2, pp=2)) == set()
+    without = other.replace("WAIT(1REDUCE_GRAD:pp){queue=side} ", "")
+    assert own(model(f"{right}\n{without}", given, dp=2, pp=2)) == {"PP608"}
+
+
+def test_a_group_with_a_rank_of_another_stage_sums_what_is_not_the_gradient():
+    given = facts(ParameterGradient("first", (0,)), ParameterGradient("last", (1,)), losses=(Loss("main", 1, SUM),))
+    text = "0F0 0B0 0REDUCE_GRAD:dp{@dp} 0STEP\n1F0 1B0 1REDUCE_GRAD:dp{@dp} 1STEP"
+    one = model(text, given, dp=2, pp=2)
+    assert own(one) == set()
+    assert {p.parameter for p in diagnose(regrouped(one, "dp", (0, 1, 2), (3,)))} >= {"first"}
+
+
+def test_an_evaluation_s_finding_is_of_the_rank_with_the_scale():
+    given = facts(BIAS, losses=(Loss("main", 1, SUM),))
+    (found,) = diagnose(model("0F0\n1F0{scale=1}", given, pp=2))
+    assert (found.cause.value, found.rank) == ("PP609", 1)
+
+
+def test_a_shared_weight_of_a_folded_program():
+    sums = "{s}F0 {s}B0 {s}REDUCE_GRAD:pp{{group=1 writes=grad[embedding]}} {s}REDUCE_GRAD:dp{{group={g}}} {s}STEP"
+    known = Facts(
+        gradients=dataclasses.replace(TIED_FACTS, losses=(Loss("main", 1, SUM),)), mesh=Mesh(("dp", "pp"), (2, 2))
+    )
+    groups = [Group("dp", (0,), 2), Group("pp", (0, 1)), Group("dp", (1,), 2)]
+    texts = [sums.format(s=s, g=2 * s) for s in (0, 1)]
+    one = program(*texts, groups=groups, facts=known)
+    object.__setattr__(one.graph, "global_rank", (0, 2))
+    assert own(one) == set()
+    one = program(texts[0], texts[1].replace("{group=2}", "{group=2 reduction=avg}"), groups=groups, facts=known)
+    object.__setattr__(one.graph, "global_rank", (0, 2))
+    assert own(one) == {"PP606"}

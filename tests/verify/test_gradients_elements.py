@@ -96,6 +96,13 @@ def test_stated_updates_of_other_elements_than_are_kept():
     assert errors(flat((None, []), (None, []), updates=right, parameters=(A, B))) == []
 
 
+def test_updates_that_are_stated_for_another_rank_than_the_first():
+    """Nothing states what the first rank updates."""
+    for own_range, expected in (((8, 16), set()), ((0, 8), {"PP614"})):
+        updates = [UpdatedElements(1, 0, (own_range,))]
+        assert own(flat((None, []), (None, []), updates=updates, parameters=(A, B))) == expected
+
+
 def test_what_is_updated_and_not_summed_is_named_before_what_is_only_summed():
     found = compare([(0, 8)], [(4, 12)])
     assert (found.first, found.local, found.length) == (NOWHERE, 8, 4)

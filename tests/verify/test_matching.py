@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.diagnostics.finding import OpsWitness
+from pipeproof.diagnostics.finding import OpsWitness, by_cause
 from pipeproof.schedule.op_table import NONE, EdgeKind, Group, Row, build_graph
 from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS, Op, OpKind, parse_op
 from pipeproof.verify import collectives
@@ -151,9 +151,32 @@ def test_parts_between_unlike_layouts_are_left_to_the_rules_on_transports():
         part = one_message(share, wanted, count=BASE.numel // 2)
         assert not codes(part) & {"PP303", "PP305"}
     assert codes(one_message(share, turned)) == {"PP305"}
+    assert not codes(one_message(share, wide, count=BASE.numel)) & {"PP303", "PP305"}  # whole at one end
     alike = dataclasses.replace(share, shape=(4, 4, 4))
     assert "PP303" in codes(one_message(share, alike, count=BASE.numel // 2))
     assert codes(one_message(share, dataclasses.replace(share, placement="invariant"))) == {"PP305"}
+
+
+def test_an_end_with_holes_and_an_end_without_a_tensor():
+    holed = dataclasses.replace(BASE, strides=(16, 4, 1))
+    assert codes(one_message(BASE, holed)) == codes(one_message(holed, BASE)) == {"PP312"}
+    for sent, expected in ((0, set()), (1, {"PP312"})):
+        unnamed = program(
+            f"0F0 0SEND_F0{{peer=1 tensor={sent} range=0..8}} WAIT(0SEND_F0)",
+            "1RECV_F0{peer=0 range=0..8} WAIT(1RECV_F0) 1F0",
+            tensors=(tensor(strides=(1,)), tensor(strides=(2,))),
+        )
+        assert codes(unnamed) == expected
+
+
+def test_a_shape_that_meets_a_tensor_is_not_compared_with_it():
+    one = program(
+        "0SEND_META_F0{peer=1 tensor=0 communicator=world} 0F0 WAIT(0SEND_META_F0)",
+        "1RECV_F0{peer=0 tensor=1 range=0..8 communicator=world} WAIT(1RECV_F0) 1F0",
+        tensors=(tensor(dtype="bfloat16"), tensor()),
+    )
+    assert "PP302" in codes(one)
+    assert "PP304" not in codes(one)
 
 
 def test_both_ends_may_lie_in_memory_in_the_same_other_order():
@@ -188,6 +211,30 @@ def test_dense_strides_have_no_holes_and_those_of_a_slice_do(order, shape):
 def test_a_missing_counterpart_is_to_be_added_where_it_belongs(rank, missing, fix):
     one = mutated(subject(), lambda rows: remove(rows[rank], missing, f"WAIT({missing})"))
     assert finding_of(one, "PP301").help == fix
+
+
+def test_a_surplus_send_is_shown_once_where_none_has_a_counterpart():
+    """Two sends and one receive that means neither: one of the sends is too many."""
+    one = program(
+        "0F0 0F1 0SEND_F0{peer=1} 0SEND_F1{peer=1} WAIT(0SEND_F0) WAIT(0SEND_F1)",
+        "1RECV_F7{peer=0} WAIT(1RECV_F7) 1F7",
+    )
+    found = finding_of(one, "PP301")
+    assert [str(op.op) for op in found.witness.ops] == ["0SEND_F0", "1RECV_F0"]
+
+
+def test_two_exchanges_on_one_channel_are_two_findings():
+    sends = [f"0SEND_F{i}" for i in range(5)]
+    receives = [f"1RECV_F{i}" for i in (1, 0, 2, 4, 3)]
+    one = program(
+        " ".join(f"0F{i}" for i in range(5))
+        + " "
+        + " ".join(f"{text}{{peer=1 tensor=0 range=0..8}}" for text in sends),
+        " ".join(f"{text}{{peer=0 tensor=0 range=0..8}}" for text in receives),
+        tensors=(tensor(),),
+    )
+    causes = [cause for cause, _ in by_cause(errors(one)) if cause.code == "PP302"]
+    assert [cause.witness.ops[0].op for cause in causes] == ["0SEND_F0", "0SEND_F3"]
 
 
 # --- announced shapes ---
