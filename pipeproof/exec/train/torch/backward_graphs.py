@@ -82,6 +82,7 @@ def split_backward(backward: fx.GraphModule, weights: AbstractSet[int], *, in_pr
         for term in (_terms(value, rest) if in_product else [_Term((value,), is_transposed=False)])
     ]
     results = list(dict.fromkeys(value for _, term in terms for value in term.values))
+    bases = [base_of(value) for _, term in terms for value in term.values]
     order = {node: index for index, node in enumerate(backward.graph.nodes)}
     kept = sorted(_smallest_cut(results, rest, order), key=order.__getitem__)
     direct = [node for node in kept if node.op == "placeholder"]
@@ -93,7 +94,7 @@ def split_backward(backward: fx.GraphModule, weights: AbstractSet[int], *, in_pr
         tuple(of_inputs),
         tuple(map(places.index, direct)),
         tuple(
-            Addend(n, tuple(map(results.index, t.values)), t.is_transposed, _is_fresh(t.values[0], results, kept))
+            Addend(n, tuple(map(results.index, t.values)), t.is_transposed, _is_fresh(t.values[0], bases, kept))
             for n, t in terms
         ),
     )
@@ -120,9 +121,9 @@ def _is_view(node: fx.Node) -> bool:
     )  # fmt: skip
 
 
-def _is_fresh(value: fx.Node, results: Sequence[fx.Node], kept: Sequence[fx.Node]) -> bool:
+def _is_fresh(value: fx.Node, bases: Sequence[fx.Node], kept: Sequence[fx.Node]) -> bool:
     base = base_of(value)
-    return base.op == "call_function" and base not in kept and [base_of(x) for x in results].count(base) == 1
+    return base.op == "call_function" and base not in kept and bases.count(base) == 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,7 +299,7 @@ class _MeasuredError(Exception):
 
 def _eager_bytes(graph: fx.GraphModule, example: Sequence[Any]) -> int:
     """Bytes that the forward keeps in eager mode."""
-    capture = _Capture(example, lambda _: None, lambda *_: _marked(tuple), in_product=False, most=-1)
+    capture = _Capture(example, lambda _: None, _boxed, in_product=False, most=-1)
     try:
         _eager_autograd(graph, example, capture)
     except _KeepsMoreError:

@@ -158,6 +158,7 @@ class Pipeline:
         self._store = store
         self._agreement = agreement = Agreement(TorchStore(store), self.rank, self.num_ranks, timeout_s)
         self._same_kwargs, self._scale_grads, self._loss_fn = frozenset(same_kwargs), scale_grads, loss_fn
+        self._compiler = compiler
         shards = None if data_group is None else process_group(data_group)
 
         def request() -> dict[str, Any]:
@@ -569,6 +570,7 @@ class Pipeline:
             loss = self.step(*args, target=target, **kwargs)
             own = {
                 "loss": None if loss is None else float(loss),
+                "compiled": self._compiler == "inductor" and "graph" in self.splits.values(),
                 "weights": self._tensors("weights"),
                 "gradients": self._tensors("gradients"),
                 "received": [
@@ -590,6 +592,7 @@ class Pipeline:
             found = compare_with_reference(
                 reference, self.plan.lowered, shards, args, target, kwargs, self._loss_fn,
                 name_of or default_names(reference), is_mean=self._scale_grads,
+                is_compiled=any(shard["compiled"] for shard in shards),
             )  # fmt: skip
             return asdict(found)
 
