@@ -243,6 +243,13 @@ def test_tied_frozen_recomputed_and_full_weights(make):
     check_graph(make())
 
 
+@pytest.mark.parametrize("make", [lambda: random_module(0), Whole])
+def test_one_gradient_of_several_weights_is_added_to_each_with_split_linear(make):
+    stage = Stage(make(), inputs()[0], compiler=None)
+    assert stage.stage.split == "linear"
+    same_bits(stage.step(inputs()), stage.expected(inputs()))
+
+
 def test_keyword_arguments_and_a_loss():
     check_graph(Masked(), kwargs={"mask": torch.randn(ROWS, WIDTH), "shift": 2}, loss_fn=F.mse_loss)
 

@@ -182,8 +182,9 @@ class _Runs:
         """
         if self._exact is None:
             with torch.autocast(gradient.device.type, enabled=False):
-                values = map(_exact, (self._args, self._targets, self._kwargs))
-                runs = _Runs(copy.deepcopy(self._module).double(), *values, self._loss_fn, self._num_losses)
+                module = copy.deepcopy(self._module).double()
+                args, targets, kwargs = map(_exact, (self._args, self._targets, self._kwargs))
+                runs = _Runs(module, args, targets, kwargs, self._loss_fn, self._num_losses)
                 self._exact = runs.summed([tuple(range(len(self._args)))])
         exact = self._exact[name]
         unit = torch.finfo(gradient.dtype).eps

@@ -249,9 +249,11 @@ def _marked(call: Callable[[list[Any]], Sequence[Any]]) -> Compiled:
 
 def _boxed(graph: fx.GraphModule, example: Sequence[Any]) -> Compiled:
     """A graph that runs as Python."""
-    from torch.fx.graph import _BoxedCodeGen
-
-    graph.graph.set_codegen(_BoxedCodeGen())
+    boxed = getattr(fx.graph, "_BoxedCodeGen", None)
+    if boxed is None:  # an older PyTorch: inputs stay until the graph ends
+        unboxed = fx.GraphModule(graph, graph.graph).forward
+        return _marked(lambda inputs: unboxed(*inputs))
+    graph.graph.set_codegen(boxed())
     run: Compiled = fx.GraphModule(graph, graph.graph).forward
     return run
 
