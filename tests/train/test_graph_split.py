@@ -408,9 +408,7 @@ def test_inductor_is_deterministic_equal_when_split_and_near_eager_mode(make):
     torch.manual_seed(0)
     values = inputs(dims=3 if make is Attention else 2)
     stage = Stage(make(), values[0], compiler="inductor")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = stage.step(values)
+    found = stage.step(values)
     assert stage.stage.split == "graph"
     same_bits(stage.step(values), found)
     same_bits(stage.step(values, in_two=False), found)
