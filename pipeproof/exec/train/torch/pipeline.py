@@ -308,7 +308,7 @@ class Pipeline:
 
     @property
     def splits(self) -> dict[int, str]:
-        """How each stage of this rank runs: ``whole``, ``linear`` or ``graph``.
+        """The split of each stage of this rank: ``whole``, ``linear`` or ``graph``.
 
         A reason follows where a stage cannot run as graphs: ``linear: it communicates ..``. Stages are captured in the
         first step.
