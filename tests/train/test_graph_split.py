@@ -7,7 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402 - after the check that it is there
+import torch.distributed as dist  # noqa: E402 - after the check that it is there
+from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -343,6 +344,43 @@ def test_what_cannot_be_captured_runs_as_modules_with_the_reason(make, split, wo
     same_bits(found, stage.expected(inputs()))
     assert stage.stage.split.startswith(f"{split}: ")
     assert words in stage.stage.split
+
+
+class Reduced(nn.Module):
+    """A sum over a process group."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.layer(x)
+        total = x.detach().clone()
+        dist.all_reduce(total)
+        return x + total
+
+
+def test_a_stage_that_communicates_runs_as_modules():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.warns(UserWarning, match="it communicates with other ranks"):  # noqa: PT031 - the stage and its step
+            stage = Stage(Reduced(), inputs()[0])
+            found = stage.step(inputs())
+        same_bits(found, stage.expected(inputs()))
+        assert stage.stage.split.startswith("linear: it communicates")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_sharded_stage_has_a_whole_backward():
+    boundaries = Boundaries(Form("tensor"), Form("tensor"), (LeafSpec((ROWS, WIDTH), "float32", has_gradient=True),))
+    with pytest.warns(UserWarning, match="stage 1 does not run as graphs, but as split=whole"):
+        stage = ModuleStage(
+            1, Block(), boundaries, None, {name: name for name in trained(Block())}, num_losses=1,
+            splits=True, check_finite=False, compiler="eager",
+            is_sharded=True,
+        )  # fmt: skip
+    assert stage.split == "whole: it is sharded by fully_shard"
 
 
 def test_a_hook_that_is_added_after_the_capture_is_called():

@@ -102,7 +102,7 @@ class ModuleStage:
         self._splits, self._is_sharded = splits, is_sharded
         self._split: LinearSplit | GraphSplit | None = None
         self.split = "whole"
-        """The split that this stage runs with: ``whole``, ``linear`` or ``graph``, with the reason where it is not what was asked."""
+        """The split that this stage runs with; a reason follows where it is not ``graph``, as was asked."""
         self._errors = StageErrors(number, "module", nn.Module, module.named_modules, "/torch/")
         if compiler is None:
             self._split_linear("")
