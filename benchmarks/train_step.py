@@ -46,7 +46,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--schedules", nargs="+", choices=[*SCHEDULES], default=["1f1b", "interleaved", "zb_v"])
-    parser.add_argument("--split", choices=["whole", "linear"], default="linear", help="for schedules with I and W")
+    parser.add_argument("--split", choices=["whole", "linear", "graph"], default="linear",
+                        help="for schedules with I and W; graph for all")  # fmt: skip
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=128)
@@ -94,7 +95,7 @@ def _compare(kind: str, options: argparse.Namespace, device: Any) -> None:
     before = time.perf_counter()
     pipe: Any = Pipeline(
         modules, schedule=kind, num_micro_batches=num, loss_fn=causal_lm_loss, example=(tokens[:1],),
-        split=options.split if kind == "zb_v" else "whole",
+        split=options.split if kind == "zb_v" or options.split == "graph" else "whole",
     )  # fmt: skip
     constructed_s = time.perf_counter() - before
     weights = [weight for module in modules.values() for weight in module.parameters()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ from torch import nn
 
 from pipeproof.exec.train.stage_boundaries import Boundaries
 from pipeproof.exec.train.stage_errors import StageErrors
-from pipeproof.exec.train.torch.split_linear import LinearSplit
+from pipeproof.exec.train.torch.graph_errors import GraphOperationError
+from pipeproof.exec.train.torch.graph_split import Compiler, GraphSplit, KeptBytes, NotCapturedError
+from pipeproof.exec.train.torch.split_linear import LinearSplit, require_splittable
 from pipeproof.exec.train.torch.stage_values import Leaves, plain_leaves_of
 from pipeproof.exec.train.train_errors import PipelineError
 
@@ -43,22 +46,39 @@ class StepData:
 class DeferredWeights:
     """The rest of a backward; a ``WeightGradients``."""
 
-    def __init__(self, work: Callable[[], None] | None = None, device: str = "cpu") -> None:
-        self._work, self._device = work, device
+    def __init__(self, work: Callable[[], None] | None, device: str, where: str) -> None:
+        self._work, self._device, self._where = work, device, where
 
     def accumulate(self) -> None:
-        """Add the weight gradients that were left."""
+        """Add the weight gradients that were left.
+
+        Raises:
+            PipelineError: an operation of a graph raised.
+        """
         if self._work is not None:
-            with without_autocast(self._device):
-                self._work()
+            try:
+                with without_autocast(self._device):
+                    self._work()
+            except GraphOperationError as error:
+                raise PipelineError(f"{self._where}: {error}") from error
             self._work = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """A forward whose backward has not begun: its micro-batch and inputs, and what runs its backward."""
+
+    index: int
+    inputs: Leaves
+    split: LinearSplit | GraphSplit | None
 
 
 class ModuleStage:
     """A stage that is a script's module; a ``RankStage``. Gradients are accumulated in ``.grad`` of its parameters.
 
     ``loss_fn`` is for the last stage; None if its module returns the loss. The loss is divided by ``num_losses``
-    before its backward. ``names`` are the plan's names of the module's trained parameters.
+    before its backward. ``names`` are the plan's names of the module's trained parameters. With ``compiler`` the stage
+    runs as graphs; where it cannot, and without, weight gradients of ``nn.Linear`` are left to W if ``splits``.
     """
 
     def __init__(
@@ -72,16 +92,56 @@ class ModuleStage:
         num_losses: int,
         splits: bool,
         check_finite: bool,
+        compiler: Compiler | None = None,
+        is_sharded: bool = False,
     ) -> None:
         self.module, self._boundaries = module, boundaries
         self._loss_fn, self._num_losses, self._check_finite = loss_fn, num_losses, check_finite
         self.parameters = {names[name]: weight for name, weight in trained(module).items()}
         self._is_last = not boundaries.outputs
-        self._split = LinearSplit(module) if splits else None
+        self._splits, self._is_sharded = splits, is_sharded
+        self._split: LinearSplit | GraphSplit | None = None
+        self.split = "whole"
+        """The split that this stage runs with; a reason follows where it is not ``graph``, as was asked."""
         self._errors = StageErrors(number, "module", nn.Module, module.named_modules, "/torch/")
-        self._inputs: dict[int, tuple[int, Leaves]] = {}
-        """Micro-batch and inputs of each forward whose backward has not begun."""
+        if compiler is None:
+            self._split_linear("")
+        elif is_sharded:
+            self._leave_graphs("it is sharded by fully_shard")
+        else:
+            in_graph = loss_fn if self._is_last else None
+            self._split, self.split = GraphSplit(module, in_graph, compiler), "graph"
+            self._begin_graphs()
+        self._forwards: dict[int, _Forward] = {}
+        """Forwards whose backward has not begun."""
         self.data = StepData()
+
+    @property
+    def kept(self) -> list[KeptBytes]:
+        """Memory that a forward keeps, of each graph that was captured."""
+        return self._split.kept if isinstance(self._split, GraphSplit) else []
+
+    def _begin_graphs(self) -> None:
+        if isinstance(self._split, GraphSplit):
+            try:
+                self._split.begin()
+            except NotCapturedError as error:
+                self._leave_graphs(str(error))
+
+    def _leave_graphs(self, reason: str) -> None:
+        """Run as modules from now on."""
+        self._split_linear(f": {reason}")
+        warnings.warn(f"stage {self._errors.number} does not run as graphs, but as split={self.split}", stacklevel=2)
+
+    def _split_linear(self, reason: str) -> None:
+        """Leave the weight gradients of ``nn.Linear`` to W, where the schedule has one."""
+        self._split, self.split = None, f"whole{reason}"
+        if self._splits:
+            try:
+                require_splittable(self._errors.number, self.module, is_sharded=self._is_sharded)
+            except PipelineError:
+                return  # a whole backward has what a hook or a sharded stage needs
+            self._split, self.split = LinearSplit(self.module), f"linear{reason}"
 
     def forward(self, inputs: Leaves, *, step: int, index: int, split: int, watch: object) -> Leaves:
         """Run one micro-batch; the last stage returns its loss, divided, or a placeholder where there is no target.
@@ -94,27 +154,42 @@ class ModuleStage:
         if self.data.kwargs:
             kwargs = {**self.data.kwargs[index], **kwargs}
         try:
-            value = (self.module if self._split is None else self._split.forward)(*args, **kwargs)
+            value = self._value(args, kwargs, index)
             if self._is_last:
                 value = self._loss(value, index)
         except PipelineError:
             raise
+        except GraphOperationError as error:
+            raise PipelineError(f"{self._errors.where(index)}: {error}") from error
         except Exception as error:
             raise self._errors.raised(error, index) from error
         outputs = (value,) if self._is_last else (*self._checked(value, index),)  # a new tuple: its id is a key
         if self._check_finite and not all(bool(x.isfinite().all()) for x in outputs if x.is_floating_point()):
             raise PipelineError(self._not_finite(args, kwargs, index))
         if torch.is_grad_enabled():
-            self._inputs[id(outputs)] = index, inputs
+            self._forwards[id(outputs)] = _Forward(index, inputs, self._split)
         return outputs
 
-    def _loss(self, output: Any, index: int) -> torch.Tensor:
+    def _value(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int) -> Any:
+        """The output of the module; of the last stage the loss, if there is a target or a loss is needed."""
+        data = self.data
+        target = None if data.targets is None else data.targets[index]
+        if isinstance(self._split, GraphSplit) and torch.is_grad_enabled():
+            try:
+                return self._split.forward(args, kwargs, target)
+            except NotCapturedError as error:
+                self._leave_graphs(str(error))
+        output = (self._split.forward if isinstance(self._split, LinearSplit) else self.module)(*args, **kwargs)
+        if not self._is_last or self._loss_fn is None or (target is None and not torch.is_grad_enabled()):
+            return output
+        return self._loss_fn(output, target)
+
+    def _loss(self, loss: Any, index: int) -> torch.Tensor:
+        """The loss as its backward begins with it."""
         data = self.data
         if data.targets is None and not torch.is_grad_enabled():
-            data.outputs[index] = output
+            data.outputs[index] = loss
             return torch.zeros(())
-        target = None if data.targets is None else data.targets[index]
-        loss = output if self._loss_fn is None else self._loss_fn(output, target)
         if not isinstance(loss, torch.Tensor) or loss.dim():
             kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise PipelineError(f"{self._errors.where(index)}: the loss is {kind}: return a scalar tensor")
@@ -135,8 +210,8 @@ class ModuleStage:
         Raises:
             PipelineError: the module's backward raised.
         """
-        index, received = self._inputs.pop(id(outputs))
-        inputs = [leaf for leaf in received if leaf.requires_grad]
+        forward = self._forwards.pop(id(outputs))
+        index, inputs = forward.index, [leaf for leaf in forward.inputs if leaf.requires_grad]
         pairs = [
             (leaf, gradient)
             for leaf, gradient in zip(outputs, gradients, strict=True)
@@ -147,16 +222,18 @@ class ModuleStage:
             roots, of_roots = [leaf for leaf, _ in pairs], [gradient for _, gradient in pairs]
             try:
                 with without_autocast(roots[0].device.type):
-                    if self._split is not None:
-                        rest = self._split.backward(roots, of_roots, inputs)
+                    if forward.split is not None:
+                        rest = forward.split.backward(roots, of_roots, inputs)
                     else:
                         torch.autograd.backward(roots, of_roots)
+            except GraphOperationError as error:
+                raise PipelineError(f"{self._errors.where(index)}: {error}") from error
             except Exception as error:
                 raise self._errors.raised(error, index, "the backward") from error
         for leaf in inputs:
             if leaf.grad is None:
                 leaf.grad = torch.zeros_like(leaf)
-        return DeferredWeights(rest, outputs[0].device.type)
+        return DeferredWeights(rest, outputs[0].device.type, self._errors.where(index))
 
     def return_gradients(self) -> None:
         """Do nothing: stages of one rank that share a weight hold the same Parameter."""
@@ -169,9 +246,10 @@ class ModuleStage:
         return any(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
 
     def begin(self, data: StepData) -> None:
-        """Begin a step."""
-        self._inputs.clear()
+        """Begin a step, or end one without data."""
+        self._forwards.clear()
         self.data = data
+        self._begin_graphs()
 
     def _not_finite(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int) -> str:
         """Run the micro-batch again, and name the first module with an output that is not finite."""

@@ -46,6 +46,7 @@ from pipeproof.exec.train.torch.data_parallel import (
     groups_of,
     local_part,
 )
+from pipeproof.exec.train.torch.graph_split import Compiler, KeptBytes
 from pipeproof.exec.train.torch.model_stages import ModelStages
 from pipeproof.exec.train.torch.module_framework import TorchModules
 from pipeproof.exec.train.torch.module_stage import (
@@ -77,7 +78,7 @@ if TYPE_CHECKING:
     from pipeproof.exec.rank.framework_protocol import Framework, World
     from pipeproof.exec.train.torch.record_steps import StepRecord
 
-Split = Literal["whole", "linear"]
+Split = Literal["whole", "linear", "graph"]
 _Start = TypeVar("_Start", bound=Callable[..., None])
 
 
@@ -112,7 +113,9 @@ class Pipeline:
         data_group: the ranks that hold the same stages with other data; gradients are averaged over them. With
             ``fully_shard`` or DDP leave it out.
         split: ``whole``: a backward is one call, and W does nothing. ``linear``: W computes the weight gradients of
-            ``nn.Linear``.
+            ``nn.Linear``. ``graph``: F, I and W are three graphs of the stage, also where the schedule has B; a stage
+            that cannot be captured uses ``linear``, with a warning (``splits``).
+        compiler: what runs the graphs: ``inductor``, or ``eager``, which has the bits of ``whole``.
         profile: measure each stage's forward and backward on the example, as the times of the plan (``cost``).
         tied: weights that stages share, each as {stage: name in that stage}. All of them start with the values of the
             first stage.
@@ -143,6 +146,7 @@ class Pipeline:
         group: dist.ProcessGroup | dist.DeviceMesh | None = None,
         data_group: dist.ProcessGroup | dist.DeviceMesh | None = None,
         split: Split = "whole",
+        compiler: Compiler = "inductor",
         profile: bool = False,
         tied: Sequence[Tie] = (),
         same_kwargs: Sequence[str] = (),
@@ -159,11 +163,14 @@ class Pipeline:
         self._store = store
         self._agreement = agreement = Agreement(TorchStore(store), self.rank, self.num_ranks, timeout_s)
         self._same_kwargs, self._scale_grads, self._loss_fn = frozenset(same_kwargs), scale_grads, loss_fn
+        self._compiler = compiler
         shards = None if data_group is None else process_group(data_group)
 
         def request() -> dict[str, Any]:
-            if split not in ("whole", "linear"):
-                raise PipelineError(f"split is {split!r}: use 'whole' or 'linear'")
+            if split not in ("whole", "linear", "graph"):
+                raise PipelineError(f"split is {split!r}: use 'whole', 'linear' or 'graph'")
+            if compiler not in ("inductor", "eager"):
+                raise PipelineError(f"compiler is {compiler!r}: use 'inductor' or 'eager'")
             if timeout_s <= 0:
                 raise PipelineError(f"timeout_s is {timeout_s}: give a number of seconds")
             numbers, modules = list(stages), list(stages.values())
@@ -193,6 +200,7 @@ class Pipeline:
                 ),
                 "settings": {
                     "split": split,
+                    "compiler": compiler,
                     "profile": profile,
                     "same_kwargs": sorted(same_kwargs),
                     "scale_grads": scale_grads,
@@ -232,7 +240,7 @@ class Pipeline:
         agreement.gather("split", lambda: self._require_splittable(split))
 
         describer = StageDescriber(
-            agreement, self.rank, self.num_stages, self._replicas, self._device, split == "linear", profile
+            agreement, self.rank, self.num_stages, self._replicas, self._device, split != "whole", profile
         )
         facts, boundaries, num_rows, seq_lengths = describer.describe(example, example_kwargs or {}, placed, skeleton)
         content = complete_plan(skeleton, facts, tied, num_rows, seq_lengths)
@@ -243,7 +251,7 @@ class Pipeline:
         require_supported(lowered.spec)
         splitting = (
             {op.stage for op in lowered.programs[self.rank] if op.kind is OpKind.BACKWARD_WEIGHT}
-            if split == "linear"
+            if split != "whole"
             else set()
         )
 
@@ -254,6 +262,7 @@ class Pipeline:
                     names_in_plan(number, trained(self._replicas[number].call()), tied),
                     num_losses=self.num_micro_batches if scale_grads else 1,
                     splits=number in splitting, check_finite=check_finite,
+                    compiler=compiler if split == "graph" else None, is_sharded=self._replicas[number].is_sharded,
                 )
                 for number in own
             }  # fmt: skip
@@ -309,6 +318,20 @@ class Pipeline:
     def is_last(self) -> bool:
         """True if this rank has the last stage, which gets the target and returns the loss."""
         return self.num_stages - 1 in self.stages
+
+    @property
+    def splits(self) -> dict[int, str]:
+        """The split of each stage of this rank: ``whole``, ``linear`` or ``graph``.
+
+        A reason follows where a stage cannot run as graphs: ``linear: it communicates ..``. Stages are captured in the
+        first step.
+        """
+        return {number: stage.split for number, stage in self._modules.items()}
+
+    @property
+    def kept_bytes(self) -> dict[int, list[KeptBytes]]:
+        """Memory that one forward keeps, of the stages of this rank that run as graphs: of each graph, after a step."""
+        return {number: list(stage.kept) for number, stage in self._modules.items() if stage.split == "graph"}
 
     def step(
         self,
@@ -591,6 +614,7 @@ class Pipeline:
             loss = self.step(*args, target=target, **kwargs)
             own = {
                 "loss": None if loss is None else float(loss),
+                "compiled": self._compiler == "inductor" and "graph" in self.splits.values(),
                 "weights": self._tensors("weights"),
                 "gradients": self._tensors("gradients"),
                 "received": [
@@ -612,6 +636,7 @@ class Pipeline:
             found = compare_with_reference(
                 reference, self.plan.lowered, shards, args, target, kwargs, self._loss_fn,
                 name_of or default_names(reference), is_mean=self._scale_grads,
+                is_compiled=any(shard["compiled"] for shard in shards),
             )  # fmt: skip
             return asdict(found)
 

@@ -100,7 +100,11 @@ def _is_own_forward(forward: Any) -> bool:
 
 
 def _accumulate(deferred: Deferred, aside: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Add the gradients of one micro-batch; a weight that is used several times is added up first."""
+    """Add the gradients of one micro-batch; a weight that is used several times is added up first.
+
+    Autograd may return one tensor as the gradient of several weights, or of an input; that of a product is its own.
+    """
+    owned = {id(module.weight) for _, _, module in deferred}
     total = {id(weight): (weight, gradient) for weight, gradient in aside}
     for edge, gradient, module in deferred:
         weights = [weight for weight in (module.weight, module.bias) if weight is not None and weight.requires_grad]
@@ -109,7 +113,10 @@ def _accumulate(deferred: Deferred, aside: Sequence[tuple[torch.Tensor, torch.Te
             total[id(weight)] = weight, part if known is None else known[1] + part
     deferred.clear()
     for weight, gradient in total.values():
-        weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+        if weight.grad is not None:
+            weight.grad.add_(gradient)
+        else:
+            weight.grad = gradient if id(weight) in owned else gradient.clone()
 
 
 class _Product(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be

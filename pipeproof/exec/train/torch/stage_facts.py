@@ -30,7 +30,7 @@ from pipeproof.exec.train.train_errors import PipelineError
 class StageDescriber:
     """Describes the stages of one rank, ``replicas`` by their numbers, and collects the descriptions of all ranks.
 
-    ``splits`` is True with ``split="linear"``. With ``profile`` each stage is timed, too.
+    ``splits`` is True if backwards may run in parts. With ``profile`` each stage is timed, too.
     """
 
     agreement: Agreement
