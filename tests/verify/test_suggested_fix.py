@@ -198,3 +198,15 @@ def test_a_change_everywhere_carries_each_operation_of_a_kind_next_to_the_neares
     draft = _Draft((tuple(range(8)), ()), {})
     assert _Move(graph, rows, 3, 1).past(draft, everywhere=True).programs[0] == (0, 3, 1, 2, 6, 4, 5, 7)
     assert _Move(graph, rows, 3, 1).past(draft, everywhere=False).programs[0] == (0, 3, 1, 2, 4, 5, 6, 7)
+
+
+@pytest.mark.parametrize(("forward", "is_fixed"), [("0F1{reads=g writes=a}", False), ("0F1{reads=x writes=a}", True)])
+def test_a_wait_is_not_moved_past_a_reader_of_what_it_waits_for(forward, is_fixed):
+    text = suggest_fix(
+        program(
+            f"0RECV_B0{{peer=1 writes=g}} WAIT(0RECV_B0) {forward} 0SEND_F1{{peer=1 reads=a}}",
+            "1RECV_F1{peer=0 writes=y} WAIT(1RECV_F1) 1SEND_B0{peer=0 reads=y}",
+        ),
+        EDGE,
+    )
+    assert (text is not None) == is_fixed, text

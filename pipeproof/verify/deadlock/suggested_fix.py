@@ -230,7 +230,7 @@ class _Move:
             return False
         if {OpKind.STEP, *UPDATE_KINDS} & {selected.op.kind, theirs.op.kind}:
             return False
-        if self._same_fifo(op_id, other) or _buffers(selected) & _buffers(theirs):
+        if self._same_fifo(op_id, other) or self._buffers(op_id) & self._buffers(other):
             return False
         communicates = {selected.op.kind, theirs.op.kind} <= TRANSFER_KINDS | {OpKind.WAIT}
         same_work = (selected.op.stage, selected.op.micro_batch) == (theirs.op.stage, theirs.op.micro_batch)
@@ -242,6 +242,11 @@ class _Move:
         ends = graph.channel[op_id] != NONE and graph.channel[op_id] == graph.channel[other]
         same_side = (self.rows[op_id].op.kind in SEND_KINDS) == (self.rows[other].op.kind in SEND_KINDS)
         return bool((ends and same_side) or (graph.group[op_id] != NONE and graph.group[op_id] == graph.group[other]))
+
+    def _buffers(self, op_id: int) -> set[str]:
+        """The buffers of an operation; those of a wait are the ones of the transfer that it ends."""
+        ended = int(self.graph.waits_for[op_id])
+        return _buffers(self.rows[op_id if ended == NONE else ended])
 
 
 def _buffers(row: Row) -> set[str]:
