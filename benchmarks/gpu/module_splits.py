@@ -154,6 +154,7 @@ def main() -> int:
             notes[name] = str(pipe.splits)
         facts = {}
         for name, step in ways.items():
+            sys.stderr.write(f"warming up: {name}\n")
             for _ in range(NUM_WARM_UPS):
                 step()
             facts[name] = peak_gib(step), gradients_of(modules[name], step)

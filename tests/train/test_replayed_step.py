@@ -15,20 +15,23 @@ pytestmark = pytest.mark.needs_torch
 
 
 class Trained:
-    """A module with its steps, replayed or not; ``unused`` never receives a gradient."""
+    """A module with its steps, replayed or not, and the stream that captures; ``unused`` never receives a gradient."""
 
     def __init__(self, *, is_replayed):
         torch.manual_seed(0)
         self.module = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
-        self.replay = ReplayedStep(self.parameters, self.capture) if is_replayed else None
+        self.replay = ReplayedStep(self.parameters, self) if is_replayed else None
         self.num_captured = 0
 
     def parameters(self):
         return dict(self.module.named_parameters())
 
-    def capture(self, work):
+    def captured(self, work):
         self.num_captured += 1
         return work
+
+    def run(self, work):
+        return work()
 
     def execute(self, values):
         ((x, factor),) = values
@@ -120,10 +123,13 @@ def test_another_parameter_and_one_with_other_memory_are_refused(change):
 def test_a_step_that_cannot_be_captured_is_an_error_with_its_reason():
     trained = Trained(is_replayed=True)
 
-    def capture(work):
-        raise RuntimeError("operation not permitted when stream is capturing")
+    def captured(work):
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
-    trained.replay = ReplayedStep(trained.parameters, capture)
+    trained.captured = captured
     first, second, third = batches(3)
     trained.step(first)
     trained.step(second)
@@ -135,11 +141,11 @@ def test_a_gradient_that_comes_late_is_refused():
     trained = Trained(is_replayed=True)
     plain = trained.execute
 
-    def capture(work):
+    def captured(work):
         work()
         return work
 
-    trained.replay = ReplayedStep(trained.parameters, capture)
+    trained.captured = captured
 
     def other(values):
         trained.module["unused"](values[0][0]).sum().backward()

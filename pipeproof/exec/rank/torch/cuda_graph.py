@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from pipeproof.exec.rank.torch.stream_word import NO_VALUE, StreamWord
 
+Result = TypeVar("Result")
 
-def captured(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+
+def captured(
+    work: Callable[[], None], device: torch.device, stream: torch.cuda.Stream | None = None
+) -> Callable[[], None]:
     """Return a function that replays everything that ``work`` launches on the GPU; nothing is computed now.
+
+    It is captured on ``stream``, by default a new one.
 
     All ranks capture the same step at the same time. ``work`` has run before, so that kernels are loaded and
     connections are open; its shapes and memory do not change, it reads no values, and it waits for all its transfers.
@@ -21,10 +28,34 @@ def captured(work: Callable[[], None], device: torch.device) -> Callable[[], Non
     """
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=stream or torch.cuda.Stream(device), capture_error_mode="thread_local"):
         work()
     replay: Callable[[], None] = graph.replay
     return replay
+
+
+class CaptureStream:
+    """A stream on which steps run before one of them is captured on it.
+
+    Autograd adds to a weight's gradient on the stream on which the weight was first used, if a graph of that time is
+    still alive: on the default stream, that would end a capture.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        """Run work after all that was launched before; what is launched later waits for it."""
+        before = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(before)
+        with torch.cuda.stream(self._stream):
+            result = work()
+        before.wait_stream(self._stream)
+        return result
+
+    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Return the replay of ``work``, see ``captured``."""
+        return captured(work, self._device, self._stream)
 
 
 class TorchReplays:

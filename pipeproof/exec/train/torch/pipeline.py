@@ -18,7 +18,7 @@ from torch import nn
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.op_log import Clock, LogEntry
 from pipeproof.exec.rank.torch.arrays import TorchArrays
-from pipeproof.exec.rank.torch.cuda_graph import TorchProgress, captured
+from pipeproof.exec.rank.torch.cuda_graph import CaptureStream, TorchProgress
 from pipeproof.exec.store.torch_store import TorchStore
 from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.module_plan import (
@@ -283,7 +283,7 @@ class Pipeline:
         self._train = self._replayed = self._rank_of(lowered)
         self._replay: ReplayedStep | None = None
         if replay:
-            self._replay = ReplayedStep(self._trained_by_name, partial(captured, device=self._device))
+            self._replay = ReplayedStep(self._trained_by_name, CaptureStream(self._device))
         self._eval: TrainRank | None = None
         self._current = self._train
         self._watch = StallWatch(

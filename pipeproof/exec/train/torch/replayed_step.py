@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from pipeproof.exec.rank.torch.cuda_graph import CaptureStream
 from pipeproof.exec.train.torch.module_stage import StepData
 from pipeproof.exec.train.train_errors import PipelineError
 
@@ -21,17 +22,10 @@ _NUM_WARM_UPS = 2
 
 
 class ReplayedStep:
-    """The steps of one rank; ``trained`` returns the trained parameters, by their names for messages.
+    """The steps of one rank; ``trained`` returns the trained parameters, by their names for messages."""
 
-    ``capture`` returns a function that replays what its argument launches.
-    """
-
-    def __init__(
-        self,
-        trained: Callable[[], Mapping[str, nn.Parameter]],
-        capture: Callable[[Callable[[], None]], Callable[[], None]],
-    ) -> None:
-        self._trained, self._parameters, self._capture = trained, trained(), capture
+    def __init__(self, trained: Callable[[], Mapping[str, nn.Parameter]], stream: CaptureStream) -> None:
+        self._trained, self._parameters, self._stream = trained, trained(), stream
         self._num_run = 0
         self._received: set[str] = set()
         """Names of the parameters with a gradient after the first steps."""
@@ -55,7 +49,7 @@ class ReplayedStep:
         """
         if self._num_run < _NUM_WARM_UPS:
             self._num_run += 1
-            result = execute(values)
+            result = self._stream.run(lambda: execute(values))
             self._received |= {name for name, weight in self._parameters.items() if weight.grad is not None}
             return result
         leaves, form = tree_flatten(values)
@@ -88,10 +82,13 @@ class ReplayedStep:
             self._result = execute(tree_unflatten(self._inputs, form))
 
         try:
-            replay = self._capture(work)
+            replay = self._stream.captured(work)
         except RuntimeError as error:
+            first: BaseException = error
+            while first.__context__ is not None:  # the end of a capture hides the error that ended it
+                first = first.__context__
             raise PipelineError(
-                f"replay=True: the step cannot be captured as a CUDA graph, use replay=False: {error}; a module may "
+                f"replay=True: the step cannot be captured as a CUDA graph, use replay=False: {first}; a module may "
                 "read a value on the host"
             ) from error
         for name, weight in self._parameters.items():
