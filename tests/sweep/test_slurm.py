@@ -18,6 +18,7 @@ from pipeproof.analysis.sweep.evaluate_point import Status, evaluate
 from pipeproof.analysis.sweep.run_sweep import run_sweep
 from pipeproof.analysis.sweep.slurm_arrays import ArrayExecutor, SlurmOptions, open_slurm
 from tests.cli.commands import REPOSITORY, invoke
+from tests.default_signals import default_signals
 from tests.sweep.fake_slurm import install
 from tests.sweep.files import dies_at_four, raises_at_four, sleeps, sweep_of, write_sweep
 
@@ -117,7 +118,7 @@ def test_an_interrupt_cancels_the_jobs(tmp_path, slurm):
 def test_ctrl_c_of_the_command_cancels_the_jobs_and_keeps_results(tmp_path, slurm):
     sweep = write_sweep(tmp_path, {"grid": {"schedule.num_micro_batches": list(range(3, 33))}})
     command = [sys.executable, "-m", "pipeproof", "sweep", str(sweep), "--executor", "slurm:chunk=1"]
-    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default_signals)
     results = sweep.with_suffix(".results.jsonl")
     while not (results.exists() and len(results.read_bytes().splitlines()) > 1):
         assert started.poll() is None, started.stderr.read()
@@ -147,8 +148,12 @@ def test_a_slurm_without_accounting(tmp_path, slurm):
 @pytest.fixture
 def local(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # under nohup jobs would inherit that it is ignored
     with ArrayExecutor(submitit.LocalExecutor(tmp_path / "jobs"), look_s=0.05, grace_s=0.5) as executor:
         yield executor
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.slow
@@ -180,7 +185,6 @@ def test_a_cancelled_call_ends_its_process(tmp_path, local):
     future = local.submit(writes_pid_and_sleeps, mark)
     while not mark.exists():
         time.sleep(0.1)
-    time.sleep(2.0)  # submitit's controller may not have noted the process that it started, and then does not end it
     local.shutdown(cancel_futures=True)
     assert future.cancelled()
     deadline = time.monotonic() + 30

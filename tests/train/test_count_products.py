@@ -1,14 +1,12 @@
 """FLOPs of modules: products, attention, compiled modules and tensors that wrap others."""
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-
-from pipeproof.exec.train.torch.count_products import ProductCounter  # noqa: E402
+from pipeproof.exec.train.torch.count_products import ProductCounter
 
 pytestmark = pytest.mark.needs_torch
 

@@ -4,18 +4,16 @@ import random
 import warnings
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch")
-
-import torch.distributed as dist  # noqa: E402 - after the check that it is there
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec  # noqa: E402
-from pipeproof.exec.train.torch.backward_graphs import split_backward  # noqa: E402
-from pipeproof.exec.train.torch.module_stage import ModuleStage, StepData, trained  # noqa: E402
-from pipeproof.torch import PipelineError  # noqa: E402
+from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec
+from pipeproof.exec.train.torch.backward_graphs import split_backward
+from pipeproof.exec.train.torch.module_stage import ModuleStage, StepData, trained
+from pipeproof.torch import PipelineError
 
 pytestmark = pytest.mark.needs_torch
 

@@ -3,13 +3,12 @@
 import copy
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-
-from pipeproof.exec.train.torch.module_stage import StepData  # noqa: E402
-from pipeproof.exec.train.torch.replayed_step import ReplayedStep, require_replayable  # noqa: E402
-from pipeproof.exec.train.train_errors import PipelineError  # noqa: E402
+from pipeproof.exec.train.torch.module_stage import StepData
+from pipeproof.exec.train.torch.replayed_step import ReplayedStep, require_replayable
+from pipeproof.exec.train.train_errors import PipelineError
 
 pytestmark = pytest.mark.needs_torch
 
