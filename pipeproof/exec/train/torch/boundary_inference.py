@@ -116,7 +116,7 @@ def _run_with_gradients(
         storage = tensor.untyped_storage()
         if storage._cdata not in own and id(tensor) not in weights:  # noqa: SLF001
             storages[storage._cdata] = storage.nbytes()  # noqa: SLF001
-        return tensor
+        return tensor.detach()  # an output that its own node holds would keep the graph for ever
 
     has_values = _is_small(module, args, device)
     mode = None if has_values else FakeTensorMode(allow_non_fake_inputs=True)
