@@ -1,6 +1,7 @@
 """A script's module on one GPU: each way of splitting its backward, next to PyTorch's own autograd and `torch.compile`.
 
-    torchrun --nproc-per-node 1 benchmarks/gpu/module_splits.py 4096,4096,4,8 1536,2048,6,10
+    torchrun --nproc-per-node 1 benchmarks/gpu/module_splits.py 4096,4096,4,8 1536,2048,6,10 1024,1024,4,16
+    torchrun --nproc-per-node 1 benchmarks/gpu/module_splits.py --replay 1024,1024,4,16    # also replayed steps
 
 Each size is hidden, sequence, blocks, micro-batches. A step is the forward and backward of all micro-batches in
 bfloat16, one row of tokens each, gradients added up; it has no messages. ``products`` are the matrix products with
@@ -123,7 +124,7 @@ def main() -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    for text in sys.argv[1:]:
+    for text in (text for text in sys.argv[1:] if text != "--replay"):
         size = Size.read(text)
         torch.manual_seed(1)
         shape = (1, size.seq_length, size.hidden)
@@ -145,6 +146,8 @@ def main() -> int:
             ("Pipeline, B, whole, replayed", "1f1b", "whole", True),
             ("Pipeline, I and W, graph, replayed", "zb_h1", "graph", True),
         ):
+            if replay and "--replay" not in sys.argv:
+                continue
             modules[name] = blocks_of(size, device, compiled="compiled" in name)
             pipe = Pipeline(
                 {0: modules[name]}, schedule=schedule, num_micro_batches=size.num_micro_batches, loss_fn=loss_of,
