@@ -150,6 +150,9 @@ class _Journal:
     def __init__(self, path, target, source, *, is_fresh):
         self._path = path
         self._key = {"file": target, "source_sha256": hashlib.sha256(source.encode()).hexdigest()}
+        if path.exists() and not path.read_bytes().endswith(b"\n"):
+            with path.open("a", encoding="utf-8") as stream:
+                stream.write("\n")  # after a line that was cut when the run was stopped
         self._num_old = len(self._lines()) if is_fresh else 0
         self.known = {}
 
@@ -159,7 +162,7 @@ class _Journal:
     def read(self):
         """Read the verdicts that are in the file, the latest of each mutant; those of earlier runs if not fresh."""
         for line in self._lines()[self._num_old :]:
-            with contextlib.suppress(json.JSONDecodeError):  # a line that was cut when the run was stopped
+            with contextlib.suppress(json.JSONDecodeError):  # a cut line
                 entry = json.loads(line)
                 if self._key.items() <= entry.items():
                     self.known[entry["name"]] = entry["outcome"]
