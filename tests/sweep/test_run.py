@@ -2,12 +2,14 @@
 
 import json
 import re
+import signal
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from fractions import Fraction
 
 import pytest
 
 from pipeproof import __version__
+from pipeproof.analysis.sweep import run_sweep as run_module
 from pipeproof.analysis.sweep.cluster import ClusterError, TaskError, WorkerDiedError
 from pipeproof.analysis.sweep.evaluate_point import PointResult, Status, evaluate
 from pipeproof.analysis.sweep.run_sweep import run_sweep
@@ -173,6 +175,50 @@ class Chunks(Here):
         future = Future()
         future.set_exception(self.error)
         return future
+
+
+@pytest.fixture
+def handler():
+    """The handler of Ctrl-C that Python installs, whatever started the tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+def test_ctrl_c_leaves_locks_and_results_whole(tmp_path, monkeypatch, handler):
+    """The signal comes inside of a wait, with the locks of the futures acquired, and while a result is processed."""
+    waits = []
+
+    def wait(calls, **options):
+        signal.raise_signal(signal.SIGINT)
+        waits.append(run_module_wait(calls, **options))
+        return waits[-1]
+
+    def keep(result):
+        signal.raise_signal(signal.SIGINT)
+        kept.append(result)
+
+    sweep = sweep_of(tmp_path, grid={"schedule.num_micro_batches": [2, 3, 4]})
+    run_module_wait, kept = run_module.wait, []
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(sweep, Here(), num_in_flight=2, on_result=keep)
+    assert [result.id for result in kept] == [point.id for point in sweep.points[:2]]  # both were ready
+    monkeypatch.setattr(run_module, "wait", wait)
+    kept.clear()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
+        run_sweep(sweep, pool, num_in_flight=1, on_result=kept.append)
+    assert waits  # each returned
+    assert len(kept) == len([found for found in waits if found.done])
+
+
+def test_an_ignored_ctrl_c_stays_ignored(tmp_path, handler):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        sweep = sweep_of(tmp_path, grid={"schedule.num_micro_batches": [2, 3]})
+        assert len(run_sweep(sweep, Here(), on_result=lambda result: signal.raise_signal(signal.SIGINT))) == 2
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_points_of_a_chunk_share_a_call_and_not_their_failures(tmp_path):

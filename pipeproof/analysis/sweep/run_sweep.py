@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from types import FrameType
@@ -66,30 +66,34 @@ def run_sweep(
     waiting = deque(point for point in sweep.points if point.id not in results)
     num_workers = min(num_workers or os.cpu_count() or 1, max(1, len(waiting)))
     most = num_in_flight or (64 if executor is not None else 2 * num_workers)
-    run = _Run(sweep.plan_file, evaluate_point, chunk_size)
 
     def keep(result: PointResult) -> None:
         results[result.id] = result
         if on_result is not None:
             on_result(result)
 
-    if executor is not None:
-        for result in run.results(executor, waiting, most):
-            keep(result)
-        if run.lost or waiting:
-            raise BrokenExecutor("the executor broke, and takes no more points")
-    while executor is None and (waiting or run.lost):
-        # Any of several points may have ended the process: run alone, the next one that dies is it.
-        points, workers, at_once = (run.lost, 1, 1) if run.lost else (waiting, num_workers, most)
-        with _own_processes(workers) as pool:
-            for result in run.results(pool, points, at_once):
+    with _interrupted_later() as raise_if_interrupted:
+        run = _Run(sweep.plan_file, evaluate_point, chunk_size, raise_if_interrupted)
+        if executor is not None:
+            for result in run.results(executor, waiting, most):
                 keep(result)
+            if run.lost or waiting:
+                raise BrokenExecutor("the executor broke, and takes no more points")
+        while executor is None and (waiting or run.lost):
+            # Any of several points may have ended the process: run alone, the next one that dies is it.
+            points, workers, at_once = (run.lost, 1, 1) if run.lost else (waiting, num_workers, most)
+            with _own_processes(workers) as pool:
+                for result in run.results(pool, points, at_once):
+                    keep(result)
     return tuple(results[point.id] for point in sweep.points)
 
 
 class _Run:
-    def __init__(self, plan_file: str, evaluate_point: Evaluate, chunk_size: int) -> None:
+    def __init__(
+        self, plan_file: str, evaluate_point: Evaluate, chunk_size: int, raise_if_interrupted: Callable[[], None]
+    ) -> None:
         self._plan_file, self._evaluate, self._chunk_size = plan_file, evaluate_point, chunk_size
+        self._raise_if_interrupted = raise_if_interrupted
         self._tried: set[str] = set()
         """Points that raised, or that were under way when a pool broke."""
         self.lost: deque[Point] = deque()
@@ -109,7 +113,7 @@ class _Run:
                     waiting.extendleft(reversed(chunk))
                 else:
                     flying[future] = chunk
-            landed = wait(flying, return_when=FIRST_COMPLETED).done
+            landed = self._landed(flying)
             for future in [future for future in flying if future in landed]:  # in the order of the sweep
                 chunk = flying.pop(future)
                 if future.cancelled():  # as by a cluster that has gone
@@ -126,6 +130,18 @@ class _Run:
                     else:
                         self._tried.add(point.id)
                         (self.lost if broken else waiting).append(point)
+
+    def _landed(self, flying: Collection[_Call]) -> set[_Call]:
+        """Wait for calls that have ended; none without calls.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C came.
+        """
+        landed: set[_Call] = set()
+        while flying and not landed:
+            self._raise_if_interrupted()
+            landed = wait(flying, timeout=_INTERRUPT_POLL_S, return_when=FIRST_COMPLETED).done
+        return landed
 
     def _next_chunk(self, waiting: deque[Point]) -> list[Point]:
         """Take the points of the next call; a point that is tried again is alone, because its worker may have died."""
@@ -182,21 +198,28 @@ class _Processes(ProcessPoolExecutor):
         """Submit a call; a process started for it inherits the blocked signal."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            with _interrupted_later():
-                return super().submit(function, *args, **kwargs)
+            return super().submit(function, *args, **kwargs)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@contextmanager
-def _interrupted_later() -> Iterator[None]:
-    """Put a Ctrl-C off to the end, so that no process is left half started.
+_INTERRUPT_POLL_S = 0.1
+"""Longest time from a Ctrl-C until it takes effect, unless a result is being processed."""
 
-    To block it is not enough: the system hands it to a thread that does not (those of numerical libraries do not), and
-    Python then interrupts the main thread all the same.
+
+@contextmanager
+def _interrupted_later() -> Iterator[Callable[[], None]]:
+    """Postpone a Ctrl-C until the yielded function is called, or to the end.
+
+    Futures and pools share locks with their threads. An exception between the acquisition of such a lock and the block
+    that releases it, as KeyboardInterrupt can be, leaves the lock acquired, and the pool then never ends. A process
+    would be left half started, too. To block the signal is not enough: the system gives it to a thread that does not
+    block it (those of numerical libraries do not), and Python then interrupts the main thread all the same.
     """
-    if threading.current_thread() is not threading.main_thread():  # only that one is ever interrupted
-        yield
+    handler = signal.getsignal(signal.SIGINT)
+    in_main_thread = threading.current_thread() is threading.main_thread()  # only that one is ever interrupted
+    if not in_main_thread or handler in (signal.SIG_IGN, None):
+        yield lambda: None
         return
     came = False
 
@@ -204,9 +227,19 @@ def _interrupted_later() -> Iterator[None]:
         nonlocal came
         came = True
 
-    handler = signal.signal(signal.SIGINT, note)
+    def raise_if_interrupted() -> None:
+        nonlocal came
+        if came:
+            came = False
+            signal.signal(signal.SIGINT, handler)
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                signal.signal(signal.SIGINT, note)
+
+    signal.signal(signal.SIGINT, note)
     try:
-        yield
+        yield raise_if_interrupted
     finally:
         signal.signal(signal.SIGINT, handler)
         if came:
