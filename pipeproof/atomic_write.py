@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -13,7 +17,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Yield the path of a hidden file to write, which replaces ``path`` at the end of the block.
 
     After an error the hidden file is removed. If the process is killed in the block, ``path`` is unchanged and
-    ``.NAME.PID`` remains. Nothing is synchronized: a power loss may leave an empty file.
+    ``.NAME.PID`` remains. Nothing is synchronized: a power loss may leave an empty file. `output_file` synchronizes.
 
     Raises:
         OSError: the file cannot take its place.
@@ -24,3 +28,59 @@ def atomic_write(path: Path) -> Iterator[Path]:
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def output_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write: the file that the user names appears whole and on disk, or what exists survives.
+
+    The new file keeps the permissions of the old one, and a symbolic link keeps its target. What is no regular file,
+    such as a pipe or ``/dev/stdout``, is written in place.
+
+    Raises:
+        OSError: the file cannot be written; it names ``path``.
+    """
+    if path.absolute().is_relative_to("/dev") or (path.exists() and not path.is_file()):
+        yield path
+        return
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    try:
+        with atomic_write(target) as new:
+            yield new
+            if target.exists():
+                shutil.copymode(target, new)
+            _synchronize(new)
+        _synchronize(target.parent)
+    except OSError as error:
+        if error.filename is None or Path(error.filename) == new:
+            error.filename = str(path)
+        raise
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a text file that the user names, in UTF-8, with its line ends as they are.
+
+    Raises:
+        OSError: the file cannot be written; what exists survives.
+    """
+    with output_file(path) as new:
+        new.write_text(text, encoding="utf-8", newline="\n")
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file that the user names.
+
+    Raises:
+        OSError: the file cannot be written; what exists survives.
+    """
+    write_output(path, json.dumps(content, indent=2) + "\n")
+
+
+def _synchronize(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

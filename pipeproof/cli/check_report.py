@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import click
 
 from pipeproof import __version__
-from pipeproof.atomic_write import atomic_write
+from pipeproof.atomic_write import write_output
 from pipeproof.diagnostics.finding import BadPlanError, Finding, PipeproofError, Severity
 from pipeproof.exit_status import ExitStatus
 
@@ -111,8 +111,7 @@ def write_baseline(
         entry_files(result.files, path): result.report.findings for result in results if result.report is not None
     }
     entries = updated_entries(findings, old, selection.picks, reason)
-    with atomic_write(path) as new:
-        new.write_text(baseline_text(entries), encoding="utf-8")
+    write_output(path, baseline_text(entries))
     before, after = ({(entry.files, entry.fingerprint) for entry in file_entries} for file_entries in (old, entries))
     click.echo(f"{path}: {len(after)} entries, {len(after - before)} new, {len(before - after)} removed", err=True)
     return load_baseline(path)

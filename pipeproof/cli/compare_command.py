@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, writable
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def compare(a: Path, b: Path, step: int | None, worst: int, form: Literal["text"
         with refusing_bad_plans("text", a):
             from pipeproof.analysis.compare.compare_page import comparison_html
 
-            output.write_text(comparison_html(first, second, step), encoding="utf-8", newline="\n")
+            write_output(output, comparison_html(first, second, step))
     if form == "json":
         click.echo(json.dumps(comparison_to_json(comparison, worst=worst), indent=2))
     else:

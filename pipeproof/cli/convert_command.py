@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import refusing_bad_plans, writable
 
 FORMATS = ("text", "csv", "csv-comms", "fleet")
@@ -31,7 +32,7 @@ def convert(file: Path, target: str, source: str, output: Path | None, *, only_c
     with refusing_bad_plans("text", file):
         text = _converted(file, source, target, only_computations=only_computations)
         if output is not None:
-            output.write_text(text, encoding="utf-8")
+            write_output(output, text)
     if output is None:
         click.echo(text, nl=False)
 

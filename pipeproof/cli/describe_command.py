@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeproof.atomic_write import write_output
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import refusing_bad_plans
 
@@ -46,7 +47,7 @@ def describe(plan: Path, write: bool) -> None:
             raise click.UsageError(
                 f"{plan} has no section `model:` with a line for each key; without --write, the layers are printed"
             )
-        plan.write_text(changed, encoding="utf-8")
+        write_output(plan, changed)
     click.echo(f"{len(declared)} layers declared in {plan}")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from pipeproof.atomic_write import write_output
 from pipeproof.cli.completion import complete_importer
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
 
@@ -114,7 +115,7 @@ def import_plan(
         load_imported(imported)
         text = plan_text(imported, kind)
         if output is not None:
-            output.write_text(text, encoding="utf-8")
+            write_output(output, text)
     render_text(import_findings(imported), imported.source, console=console_for(stderr=True))
     if output is None:
         click.echo(text, nl=False)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from pipeproof.atomic_write import write_output
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import refusing_bad_plans, writable
 
@@ -61,6 +62,6 @@ def job_file(
         click.echo(written.text, nl=False)
     else:
         with refusing_bad_plans("text", plan):
-            output.write_text(written.text, encoding="utf-8")
+            write_output(output, written.text)
     for placeholder in written.placeholders:
         click.echo(f"fill in {placeholder}: {placeholder.meaning}", err=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import click
 
@@ -36,6 +38,7 @@ from pipeproof.cli.show_command import show
 from pipeproof.cli.simulate_command import simulate
 from pipeproof.cli.state_command import state
 from pipeproof.cli.sweep_command import sweep
+from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exit_status import ExitStatus
 
 
@@ -54,11 +57,48 @@ class _Commands(SectionedGroup):
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             sys.exit(ExitStatus.INTERRUPTED)
+        except (click.exceptions.Exit, click.Abort, click.ClickException):
+            raise
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever escapes is reported, without a traceback
+            _unexpected(error)
         finally:
             # CPython ends `python -m` by SIGINT, with any status, if an interrupt was ever raised in code that was
             # executed from a string (dataclasses are made so), caught or not; executing another one resets that
             # (pythonrun.c, run_eval_code_obj).
             exec("")  # noqa: S102 - nothing
+
+
+def _unexpected(error: Exception) -> NoReturn:
+    """Report an error that no command foresaw, in three lines; ``PIPEPROOF_DEBUG=1`` shows its traceback.
+
+    Findings that escaped are printed as such.
+    """
+    if os.environ.get("PIPEPROOF_DEBUG") == "1":
+        raise error
+    if isinstance(error, PipeproofError):
+        click.echo(f"error: {error}", err=True)
+        sys.exit(ExitStatus.BAD_INPUT)
+    if isinstance(error, MemoryError):
+        click.echo(
+            "error: out of memory\n  = help: use smaller sizes or files, or a machine with more memory", err=True
+        )
+        sys.exit(ExitStatus.BAD_INPUT)
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    line = "" if place is None else f" at {Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}"
+    text = " ".join(str(error).split())[:_MOST_ERROR_TEXT]
+    click.echo(
+        f"error: {type(error).__name__}: {text or 'without a text'}\n"
+        f"  = help: pipeproof {__version__} did not expect this{line}: please report it with the command and files\n"
+        "  = help: PIPEPROOF_DEBUG=1 shows the traceback",
+        err=True,
+    )
+    sys.exit(ExitStatus.BAD_INPUT)
+
+
+_MOST_ERROR_TEXT = 300
+"""Characters of the text of an unexpected error that are shown."""
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

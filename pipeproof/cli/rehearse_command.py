@@ -5,6 +5,7 @@ It imports what it needs when it runs.
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -21,11 +22,17 @@ if TYPE_CHECKING:
     from pipeproof.exec.launch.job_files import RunOptions
 
 
+_SCALE = re.compile(r"[+-]?[0-9]{0,9}(/[0-9]{1,9}|(\.[0-9]{0,9})?([eE][+-]?[0-9]{1,2})?)")
+"""A fraction or a decimal number; an exponent of eight digits would be a number of a hundred million digits."""
+
+
 def _scale(context: click.Context, parameter: click.Parameter, value: str) -> Fraction:
     try:
-        scale = Fraction(value)
+        scale = Fraction(value) if _SCALE.fullmatch(value) else None
     except (ValueError, ZeroDivisionError):
-        raise click.BadParameter(f"{value!r} is not a number such as 1/8") from None
+        scale = None
+    if scale is None:
+        raise click.BadParameter(f"{value[:40]!r} is not a number such as 1/8")
     if not 0 < scale <= 1 or scale.denominator > 2**16:
         raise click.BadParameter(f"{value!r} is not between 0 and 1, with a denominator up to 65536")
     return scale

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for
 from pipeproof.diagnostics.finding import Finding, Severity
 
@@ -111,7 +112,7 @@ def draw(file: Path, source: ShardLayout, state_map: StateMap, target: ShardLayo
 
     require_drawable(source, target)
     sides = (LayoutLabel(side.name, None if side.plan is None else side.plan.mesh) for side in (source, target))
-    file.write_text(flows_svg(flows_between(source, state_map, target), *sides), encoding="utf-8")
+    write_output(file, flows_svg(flows_between(source, state_map, target), *sides))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for
 from pipeproof.comm.generated_schedule import UNFIT_SCHEDULE, plan_schedule, stage_costs
 from pipeproof.comm.lower import blaming_plan, own_schedule, with_measured_times
@@ -44,7 +45,7 @@ def solve_plan(plan: Path, output: Path, time_limit_s: float, memory_limit: int 
         own = _own_schedule(loaded)
         with _showing_progress() as on_progress:
             solution, unfit = _solve(own, spec, memory_limit, time_limit_s, on_progress)
-    output.write_text(write_schedule(solution.schedule, "csv"), encoding="utf-8")
+    write_output(output, write_schedule(solution.schedule, "csv"))
     console = console_for()
     for line in _verdict(solution):
         console.print(line, soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.text import Text
 
+from pipeproof.atomic_write import write_json
 from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.diagnostics.text_output import render_text
 from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult
@@ -85,9 +85,9 @@ def show_run(
     """Print the report of a run, write the requested files; return the exit status."""
     render_run(result, console)
     if report_file is not None:
-        report_file.write_text(json.dumps(result.to_json(), indent=2) + "\n")
+        write_json(report_file, result.to_json())
     if profile_file is not None and result.profile is not None:
-        profile_file.write_text(json.dumps(result.profile.to_json(), indent=2) + "\n")
+        write_json(profile_file, result.profile.to_json())
         print_lines(LimitsReport(result.profile).lines(), console)
         console.print(_profile_line(result.profile, profile_file), soft_wrap=True)
     elif profile_file is not None:

@@ -21,6 +21,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from pipeproof.atomic_write import write_output
 from pipeproof.schedule.ops import SEND_KINDS
 from pipeproof.sim.timeline import Timeline
 from pipeproof.views.memory_curves import Curve, all_curves
@@ -57,7 +58,7 @@ def write_trace(timeline: Timeline, path: Path, curves: Sequence[Curve] = ()) ->
     Raises:
         OSError: the file cannot be written.
     """
-    path.write_text(trace_json(timeline, curves), encoding="utf-8", newline="\n")
+    write_output(path, trace_json(timeline, curves))
 
 
 _Key = tuple[int, int, int, int, int, int, int]

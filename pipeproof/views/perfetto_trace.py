@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from pipeproof.atomic_write import output_file
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import SEND_KINDS
 from pipeproof.sim.timeline import Span, Timeline
@@ -49,7 +50,7 @@ def write_perfetto(timeline: Timeline, path: Path, graph: OpGraph | None = None,
         OSError: the file cannot be written.
         ModuleNotFoundError: the ``perfetto`` package is not installed.
     """
-    with path.open("wb") as stream:
+    with output_file(path) as new, new.open("wb") as stream:
         _Writer(Slices(timeline, graph), all_curves(timeline, curves), stream).write()
 
 

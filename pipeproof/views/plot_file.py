@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pipeproof.atomic_write import output_file
+
 SUFFIXES = (".png", ".svg", ".pdf")
 
 _UNDATED: Mapping[str, Mapping[str, None]] = MappingProxyType(
@@ -45,4 +47,5 @@ def write_figure(figure: Any, path: Path, title: str) -> None:
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise ValueError(f"{str(path)!r}: pictures end with {', '.join(SUFFIXES)}")
-    figure.savefig(path, format=suffix.removeprefix("."), dpi=200, metadata={"Title": title, **_UNDATED[suffix]})
+    with output_file(path) as new:
+        figure.savefig(new, format=suffix.removeprefix("."), dpi=200, metadata={"Title": title, **_UNDATED[suffix]})

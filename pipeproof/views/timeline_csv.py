@@ -8,6 +8,7 @@ from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
+from pipeproof.atomic_write import output_file
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.sim.timeline import Timeline
 from pipeproof.views.trace_slices import Slices
@@ -36,7 +37,7 @@ def write_csv(timeline: Timeline, path: Path, graph: OpGraph | None = None) -> i
         OSError: the file cannot be written.
     """
     rounded = 0
-    with path.open("w", encoding="utf-8", newline="") as stream:
+    with output_file(path) as new, new.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(COLUMNS)
         for row, exact in _rows(timeline, graph):

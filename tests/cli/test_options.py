@@ -107,3 +107,11 @@ def test_a_refused_plan_is_refused_before_the_backend_is_looked_for(refused, mon
     assert "error[PP201]" in result.output
     assert "--unsafe" in result.output
     assert invoke("run", refused, "--unsafe").exit_code == 2
+
+
+@pytest.mark.parametrize("value", ["1e-99999999", "1/" + 5000 * "9", "nan", "1/0", ".", ""])
+def test_a_scale_that_is_no_small_number_is_refused_at_once(value, good, started):
+    result = invoke("rehearse", good, "--scale", value)
+    assert result.exit_code == 2
+    assert "is not a number such as 1/8" in " ".join(result.stderr.split())
+    assert started == []

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
+from pipeproof.atomic_write import write_json
 from pipeproof.diagnostics.text_output import render_text
 from pipeproof.exec.fleet.fleet_run import FleetReport, run_fleet
 from pipeproof.exec.fleet.fleet_support import require_fleet_support
@@ -37,7 +37,7 @@ def fleet_command(report: Report, options: FleetOptions, console: Console) -> in
         return result
     _render(result, console)
     if options.report_file is not None:
-        options.report_file.write_text(json.dumps(result.to_json(), indent=2) + "\n")
+        write_json(options.report_file, result.to_json())
     if options.record_directory is not None:
         console.print(
             f"recorded; to check: pipeproof check --log {options.record_directory} --plan PLAN", soft_wrap=True

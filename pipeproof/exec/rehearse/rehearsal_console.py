@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
+from pipeproof.atomic_write import write_json
 from pipeproof.diagnostics.text_output import render_text
 from pipeproof.exec.launch.external_launcher import execute_launched, join_launcher
 from pipeproof.exec.launch.gpu_assignment import shared_gpus_text
@@ -51,9 +51,9 @@ def rehearse_command(
         console.print(f"[bold yellow]{shared_gpus_text(report.subject)}[/]", soft_wrap=True)
     _render(result, console, timed=not options.share_gpus)
     if report_file is not None:
-        report_file.write_text(json.dumps(result.to_json(), indent=2) + "\n")
+        write_json(report_file, result.to_json())
     if profile_file is not None:
-        profile_file.write_text(json.dumps(result.profile(), indent=2) + "\n")
+        write_json(profile_file, result.profile())
         console.print(f"profile of {len(result.edges)} edges written to {profile_file}", soft_wrap=True)
     status = ExitStatus.OK if result.passed else ExitStatus.FAILED
     return status if join_launcher(run_spec) is None else end_process(status)

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from pipeproof.atomic_write import write_output
 from pipeproof.comm.generated_schedule import plan_schedule
 from pipeproof.comm.lower import blaming_plan, own_schedule
 from pipeproof.comm.lowered_plan import LoweredPlan
@@ -247,4 +248,4 @@ class TrainedPlan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as YAML, for `pipeproof check`, `simulate` and `advise`."""
-        Path(path).write_text(yaml.safe_dump(self.content, sort_keys=False, default_flow_style=None, width=120))
+        write_output(Path(path), yaml.safe_dump(self.content, sort_keys=False, default_flow_style=None, width=120))

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from pipeproof.atomic_write import write_output
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.sim.timeline import Timeline
 from pipeproof.views.html.payload import CATEGORIES, payload
@@ -50,4 +51,4 @@ def write_html(timelines: Sequence[Titled], path: Path) -> None:
         OSError: the file cannot be written.
         ValueError: there is no timeline, or one has operations that its graph does not have.
     """
-    path.write_text(timeline_html(timelines), encoding="utf-8", newline="\n")
+    write_output(path, timeline_html(timelines))

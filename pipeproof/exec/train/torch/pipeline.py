@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipeproof.atomic_write import write_json
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.op_log import Clock, LogEntry
 from pipeproof.exec.rank.torch.arrays import TorchArrays
@@ -714,7 +714,7 @@ class Pipeline:
             self._train = usual
             channels.close()
         if self.rank == 0:
-            Path(file).write_text(json.dumps(found.to_json(), indent=2) + "\n")
+            write_json(Path(file), found.to_json())
         return LimitsReport(found)
 
     def _tensors(self, what: Literal["weights", "gradients"], *, planned: bool = False) -> dict[tuple[int, str], Any]:

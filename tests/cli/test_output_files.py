@@ -1,0 +1,105 @@
+"""Outputs appear whole, or what exists survives; on a full disk, too."""
+
+import errno
+import os
+import resource
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeproof.atomic_write import output_file, write_output
+from pipeproof.cli import main as cli
+from tests.cli.commands import EXAMPLES, REPOSITORY, invoke
+
+PLAN = EXAMPLES / "gpt_pp4.yaml"
+COMMANDS = {
+    "out.html": ("simulate", PLAN),
+    "out.json": ("simulate", PLAN),
+    "out.csv": ("simulate", PLAN),
+    "out.yaml": ("import", "megatron", EXAMPLES / "importing" / "megatron.sh"),
+    "text": ("convert", "--to", "text", EXAMPLES / "schedules" / "zbv_pp2.csv"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_full_disk_leaves_the_file_that_exists_and_names_it(name, tmp_path):
+    """The limit of a file's size is a disk that is full after 200 bytes."""
+    output = tmp_path / name
+    output.write_text("old")
+    result = subprocess.run(
+        [sys.executable, "-B", "-m", "pipeproof", *map(str, COMMANDS[name]), "-o", str(output)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200)),
+    )
+    assert result.returncode == 2, result.stderr
+    assert str(output) in result.stderr
+    assert os.strerror(errno.EFBIG) in result.stderr
+    assert "Traceback" not in result.stderr
+    assert output.read_text() == "old"
+    assert [*tmp_path.iterdir()] == [output]
+
+
+def test_a_new_file_keeps_permissions_and_links(tmp_path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    write_output(link, "new\n")
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new\n"
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+
+
+def test_a_pipe_and_a_device_are_written_in_place(tmp_path):
+    read, write = os.pipe()
+    write_output(Path(f"/dev/fd/{write}"), "text")
+    os.close(write)
+    with os.fdopen(read) as stream:
+        assert stream.read() == "text"
+
+
+def test_links_that_lead_to_themselves_are_an_error_with_their_name(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.symlink_to(second)
+    second.symlink_to(first)
+    with pytest.raises(OSError, match=str(first)) as raised, output_file(first):
+        pass
+    assert raised.value.errno == errno.ELOOP
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RecursionError("maximum recursion depth exceeded"), "RecursionError: maximum recursion depth exceeded"),
+        (UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed"), "UnicodeEncodeError: "),
+        (ValueError("a\nb" + 5000 * "c"), "ValueError: a b" + 290 * "c"),
+        (MemoryError(), "out of memory"),
+    ],
+)
+def test_an_error_that_no_command_foresees_is_three_lines(error, words, monkeypatch):
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(cli.simulate, "callback", fail)
+    result = invoke("simulate", PLAN)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) <= 3
+    assert ("please report it" in result.stderr) != isinstance(error, MemoryError)
+
+
+def test_the_traceback_of_an_unforeseen_error_is_shown_on_request(monkeypatch):
+    def fail(*arguments, **options):
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(cli.simulate, "callback", fail)
+    monkeypatch.setenv("PIPEPROOF_DEBUG", "1")
+    with pytest.raises(AssertionError, match="too deep"):
+        invoke("simulate", PLAN)
