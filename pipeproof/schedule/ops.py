@@ -128,7 +128,7 @@ TARGET_KINDS = frozenset({OpKind.WAIT, OpKind.FREE})
 
 AXES = ("pp", "dp", "tp", "cp", "ep")
 
-TRACE_PREFIX = "pipeproof "
+TRACE_PREFIX = "pipeproof:"
 """Begin of the name of an operation's range in the trace of a profiler; the text of the operation follows."""
 
 

@@ -25,6 +25,7 @@ OTHERS = {
     "job-files.md": {},
     "memory.md": {},
     "pictures.md": {},
+    "profiles-from-traces.md": {},
     "schedules-from-files.md": {},
     "simulating.md": {},
     "testing-your-plans.md": {"plan.yaml": "gpt_pp4.yaml"},

@@ -93,7 +93,7 @@ class _JsonStream:
                     raise self.error("not a JSON value") from error
                 continue
             if end == len(self._text) and self._fill():
-                continue  # a number may go on in the next part
+                continue  # a number may continue in the next part
             self._at = end
             return found
 
@@ -116,7 +116,7 @@ class _JsonStream:
 
 
 class _Collected:
-    """What is kept of the events."""
+    """Kept parts of the events."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Times of a plan's operations, from whichever source: what a profile is made of."""
+"""Times of a plan's operations, in one form for all sources: the content of a profile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RankTimes:
 
     @property
     def unattributed_ns(self) -> int:
-        """What is left of the total."""
+        """The rest of the total, which belongs to no operation."""
         return max(0, self.total_ns - self.computation_ns - self.communication_ns - self.update_ns)
 
 

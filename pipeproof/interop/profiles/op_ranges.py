@@ -2,7 +2,7 @@
 
 Names that are understood, each with a micro-batch and, but for the last, a stage:
 
-- ``pipeproof 1F0``: the text form of an operation, as our runtime names them, and as any program may;
+- ``pipeproof:1F0``: the text form of an operation, as our runtime names them, and as any program may;
 - ``PP:1F0``: an action of PyTorch's pipeline runtime (schedules with several stages on a rank); an overlapped pair is
   ``PP:(1F0;1B0)OVERLAP_F_B``;
 - ``Forward 0``, ``Backward 0``: PyTorch's GPipe, with one stage on each rank;
@@ -29,7 +29,7 @@ _OPTIMIZER = "Optimizer.step"
 _TORCH_ACTION = "PP:"
 _TORCH_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _TORCH_GPIPE = re.compile(r"(Forward|Backward) (\d+)", re.ASCII)
-_KNOWN = "Known are `pipeproof 0F1`, `PP:0F1` and `Forward 1`"
+_KNOWN = "names of operations are `pipeproof:0F1`, `PP:0F1` and, with one stage on a rank, `Forward 1`"
 
 
 class OpRange(NamedTuple):
@@ -61,7 +61,7 @@ class RankSteps:
     num_left_out: int
     ranges: Sequence[OpRange]
     by_order: bool
-    """Whether the ranges are from the order of launches, not from names."""
+    """True if the ranges are from the order of launches, not from names."""
 
 
 def steps_of_trace(trace: RankTrace, program: Sequence[Op]) -> RankSteps:
@@ -166,7 +166,7 @@ def _step_starts(trace: RankTrace, ops: Sequence[Op], program: Sequence[Op]) -> 
 
 
 _ORDER_HELP = (
-    "name the operations by ranges such as `pipeproof 0F1` (record_function or NVTX), or use the timers of the program"
+    "name the operations by ranges such as `pipeproof:0F1` (record_function or NVTX), or use the timers of the program"
 )
 
 

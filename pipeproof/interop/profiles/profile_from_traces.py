@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import get_args
 
 from pipeproof.cost.measured_profile import measured_sections
@@ -17,7 +18,7 @@ from pipeproof.interop.profiles.profile_codes import not_assigned, unreadable
 from pipeproof.interop.profiles.rank_trace import RankTrace
 from pipeproof.interop.profiles.timer_logs import log_format, measure_logs
 from pipeproof.interop.profiles.trace_measurements import measure_traces
-from pipeproof.schedule.ops import SEND_KINDS, OpKind
+from pipeproof.schedule.ops import COMPUTE_KINDS, SEND_KINDS, OpKind
 from pipeproof.specs.cost import CostSpec
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.specs.measured_spreads import by_size, spread_of
@@ -118,10 +119,16 @@ def read_traces(kind: TraceFormat, paths: Sequence[Path]) -> Iterator[RankTrace]
             yield from read_nsys(path)
 
 
-def profile_of_files(paths: Sequence[Path], loaded: LoadedPlan, message_us: Fraction | None) -> Profile:
+def profile_of_files(
+    paths: Sequence[Path],
+    loaded: LoadedPlan,
+    message_us: Fraction | None = None,
+    scales: Mapping[int, Fraction] = MappingProxyType({}),
+) -> Profile:
     """Return the profile of a plan from the files of a run of it.
 
-    ``message_us`` is the time of a message, for files that do not show it; it replaces measured ones.
+    ``message_us`` is the time of a message, for files that do not show it; it replaces measured ones. ``scales`` are
+    factors of the computations by stage, for a stage that will be faster or slower.
 
     Raises:
         BadPlanError: PP163, a file cannot be read; PP164, its events cannot be assigned to operations of the plan.
@@ -133,7 +140,20 @@ def profile_of_files(paths: Sequence[Path], loaded: LoadedPlan, message_us: Frac
         found = measure_traces(kind, list(read_traces(kind, paths)), subject)
     else:
         found = measure_logs(kind, paths, subject)
+    _scale(found, scales, len(subject.plan.stages))
     return _profile(found, subject, message_us)
+
+
+def _scale(found: Measurements, scales: Mapping[int, Fraction], num_stages: int) -> None:
+    for stage, factor in scales.items():
+        if not 0 <= stage < num_stages:
+            raise not_assigned(
+                ", ".join(found.files), f"stage {stage} to scale, and the plan has {num_stages} stages",
+                "stages count from 0",
+            )  # fmt: skip
+        for kind in COMPUTE_KINDS:
+            found.ops[stage, kind] = [round(time * factor) for time in found.ops.get((stage, kind), [])]
+        found.notes.append(f"computations of stage {stage} take {float(factor):g} of the measured time")
 
 
 def _profile(found: Measurements, subject: Subject, message_us: Fraction | None) -> Profile:

@@ -1,4 +1,4 @@
-"""The trace of one rank, whatever profiler recorded it: named ranges on the host, and work with the time of its launch.
+"""The trace of one rank, in one form for all profilers: named ranges on the host, and work with the time of its launch.
 
 All times are integers of nanoseconds. Work is a kernel or a copy of a GPU; in a trace without a GPU it is an operator
 that the host executes.

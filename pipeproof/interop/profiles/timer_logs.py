@@ -67,6 +67,8 @@ _KINDS: Mapping[str, OpKind] = MappingProxyType(
 """Kind of operation of a timer."""
 _PADDLE_PAIR = "forward_backward_step"
 _WHOLE = "forward-backward"
+_AFTER_WHOLE = ("optimizer", "optimizer-step", "all-reduce")
+"""Timers that run after that of the whole; Megatron's sum of gradients is in it."""
 _WAITS = re.compile(r"(^|[-_])(send|recv)([-_]|$)|allreduce_shared_weight_gradients|broadcast_final_loss")
 """Timers of messages, which include the waits for them."""
 
@@ -301,10 +303,9 @@ class _Samples:
             elif _WAITS.search(name):
                 shares.communication_ns += time_ns
                 inside += time_ns
+        after = sum(round(timers.get(name, 0) * 1e6) for name in _AFTER_WHOLE)
         sync = round(timers.get("all-grads-sync", 0) * 1e6)
-        updates = sum(round(ms * 1e6) for name, ms in timers.items() if _KINDS.get(name) is OpKind.STEP)
-        whole = round(timers.get(_WHOLE, 0) * 1e6)  # Megatron's includes the sum of gradients
-        shares.total_ns += max(whole, inside + sync) + updates
+        shares.total_ns += max(round(timers.get(_WHOLE, 0) * 1e6), inside + sync) + after
 
     def _computations(self, log: _Log, block: _Block, rank: int, name: str, time_ns: int) -> None:
         """Divide the time of a timer by the operations of its kind on the rank."""

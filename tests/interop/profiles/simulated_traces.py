@@ -28,7 +28,7 @@ class Event:
     kernels: list
 
 
-def events_of(subject, *, num_steps=3, prefix="pipeproof ", optimizer_us=0):
+def events_of(subject, *, num_steps=3, prefix="pipeproof:", optimizer_us=0):
     """By rank, the events of the steps of a plan's simulation, in the order in which the host launches them.
 
     The host runs ahead of the GPU: an operation has a microsecond of the host. A computation is two kernels with a gap
@@ -135,9 +135,9 @@ def write_nsys(path, events, *, named=True, ranges=True):
     )
     if ranges:
         connection.execute(
-            "CREATE TABLE NVTX_EVENTS (start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER,"
-            " category INTEGER, color INTEGER, text TEXT, globalTid INTEGER, endGlobalTid INTEGER, textId INTEGER,"
-            " domainId INTEGER)"
+            "CREATE TABLE NVTX_EVENTS (start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL,"
+            " rangeId INTEGER, category INTEGER, color INTEGER, text TEXT, globalTid INTEGER,"
+            " endGlobalTid INTEGER, textId INTEGER, domainId INTEGER)"
         )
     names = defaultdict(lambda: len(names) + 1)
     for rank, of_rank in events.items():

@@ -1,4 +1,4 @@
-"""Traces of profilers become the times that they were made from, or are refused."""
+"""Traces of profilers become the times that they were made from, or are refused (PP163, PP164)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def timed_plans(draw):
 
 @pytest.mark.many_examples
 @settings(deadline=None)
-@given(sections=timed_plans(), form=st.sampled_from(["pipeproof ", "PP:", "nsys"]), step_us=st.integers(1, 900))
+@given(sections=timed_plans(), form=st.sampled_from(["pipeproof:", "PP:", "nsys"]), step_us=st.integers(1, 900))
 def test_a_simulated_timeline_gives_back_its_durations(sections, form, step_us):
     of = subject(**sections)
     cost = sections["cost"]
@@ -112,6 +112,22 @@ def test_the_profile_of_a_simulation_simulates_the_same(tmp_path):
     assert json.loads(simulated.output)["makespan"] == expected
     slower = plan_dict(cost={"profile": str(tmp_path / "profile.out")}, schedule={"kind": "gpipe"})
     assert simulate(subject(**slower).plan).makespan > 0
+
+
+def test_a_stage_can_be_scaled(tmp_path):
+    files = write_kineto(tmp_path, events_of(subject(cost=COST)))
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(plan_dict()))
+    arguments = ["profile", *map(str, files), "--plan", str(plan), "-o", str(tmp_path / "profile.out"), "--scale"]
+    result = CliRunner().invoke(main, [*arguments, "1=0.9"])
+    assert result.exit_code == 0, result.output
+    found = medians(read_profile(tmp_path / "profile.out"))
+    assert (found[0, "F"], found[1, "F"], found[1, "B"]) == (120, 81, 279)
+    assert "stage 1 take 0.9" in result.output
+    for wrong, words in (("2=0.9", "2 stages"), ("x=1", "STAGE=FACTOR"), ("1=fast", "factor")):
+        result = CliRunner().invoke(main, [*arguments, wrong])
+        assert result.exit_code == 2
+        assert words in result.output
 
 
 def test_launch_order_stands_in_for_names(tmp_path):
@@ -202,9 +218,9 @@ def test_messages_without_a_time_need_one(tmp_path):
         (lambda trace: trace["distributedInfo"].update(rank=7), "rank 7"),
         (lambda trace: trace["distributedInfo"].update(rank=1), "another file"),
         (lambda trace: trace["traceEvents"].append(
-            {"ph": "X", "cat": "user_annotation", "name": "pipeproof 0Q1", "ts": 1, "dur": 1}), "names no operation"),
+            {"ph": "X", "cat": "user_annotation", "name": "pipeproof:0Q1", "ts": 1, "dur": 1}), "names no operation"),
         (lambda trace: trace["traceEvents"].append(
-            {"ph": "X", "cat": "user_annotation", "name": "pipeproof 0F9", "ts": 1, "dur": 9000}), "overlap"),
+            {"ph": "X", "cat": "user_annotation", "name": "pipeproof:0F9", "ts": 1, "dur": 9000}), "overlap"),
         (lambda trace: trace.update(traceEvents=[e for e in trace["traceEvents"] if e.get("cat") != "kernel"
                                                  or e["name"] != "gemm"]), "no work was launched"),
         (lambda trace: trace.update(traceEvents=[e for e in trace["traceEvents"] if e.get("cat") != "user_annotation"]),
@@ -316,8 +332,8 @@ def test_the_content_of_a_trace_is_shown(tmp_path):
     assert result.exit_code == 0, result.output
     assert "rank 0, NVIDIA H100" in result.output
     assert "0.0 % is in no range" in result.output
-    row = next(line for line in result.output.splitlines() if line.startswith("pipeproof 0F0"))
-    assert row.split()[2:] == ["2", "0.160", "0.000"]
+    row = next(line for line in result.output.splitlines() if line.startswith("pipeproof:0F0"))
+    assert row.split()[1:] == ["2", "0.160", "0.000"]
 
 
 def test_a_plan_is_needed_for_a_profile(tmp_path):
