@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -32,6 +34,8 @@ MAX_KEPT = 20_000_000
 _MAX_VALUE = 2**24
 """Largest single event or other value, in characters."""
 _CHUNK = 2**20
+_MAX_NS = 2**63
+"""Limit of a time, which is that of the profiler's integers."""
 
 _WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
@@ -48,7 +52,7 @@ def read_kineto(path: Path) -> RankTrace:
     try:
         with _open(path) as stream:
             return _Collected(path).read(_JsonStream(str(path), stream))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise unreadable(str(path), f"the trace cannot be read: {error}", _AGAIN) from error
 
 
@@ -88,7 +92,7 @@ class _JsonStream:
         while True:
             try:
                 found, end = self._decoder.raw_decode(self._text, self._at)
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a ValueError
                 if len(self._text) - self._at > _MAX_VALUE or not self._fill():
                     raise self.error("not a JSON value") from error
                 continue
@@ -170,15 +174,18 @@ class _Collected:
             thread = self._thread(event)
             if name.startswith(_BACKWARD):
                 self._backward_threads.add(thread)
-            if not self._kernels and not self._header.get("deviceProperties"):
-                self._operators.append(Work(start, start, end, name, thread))
+            if not self._kernels:
+                self._operators.append(Work(start, start, end, sys.intern(name), thread))
         else:
             arguments = event.get("args")
             correlation = arguments.get("correlation") if isinstance(arguments, dict) else None
+            if not isinstance(correlation, int | str):
+                correlation = None
             if kind in _LAUNCHES:
                 self._launches[correlation] = start, self._thread(event)
             else:
-                self._kernels.append((start, end, name, correlation))
+                self._kernels.append((start, end, sys.intern(name), correlation))
+                self._operators.clear()
         if len(self._ranges) + len(self._operators) + len(self._kernels) + len(self._launches) > MAX_KEPT:
             raise unreadable(str(self._path), f"the trace has more than {MAX_KEPT} events", "profile fewer steps")
 
@@ -230,20 +237,21 @@ def nanoseconds(us: object) -> int:
     """Return the nanoseconds of microseconds that are an integer, or the text of a decimal number.
 
     Raises:
-        ValueError: the text is not a number, or it is negative.
+        ValueError: the text is not a number, or it is negative or too large.
         TypeError: it is neither.
     """
     if isinstance(us, bool) or not isinstance(us, int | str):
         raise TypeError(us)
     whole, _, part = str(us).partition(".")
-    if not whole.isascii() or not whole.isdigit() or (part and not (part.isascii() and part.isdigit())):
+    digits = whole + part
+    if not (digits.isascii() and digits.isdigit() and whole and len(whole) < len(str(_MAX_NS)) - 3):
         return _rounded(str(us))
     return int(whole) * 1000 + int((part + "000")[:3]) + (part[3:4] >= "5")
 
 
 def _rounded(text: str) -> int:
     """Return the nanoseconds of a number in another notation, such as 1e6."""
-    time = round(float(text) * 1000)
-    if time < 0:
+    time = float(text) * 1000
+    if not 0 <= time < _MAX_NS:
         raise ValueError(text)
-    return time
+    return round(time)

@@ -32,12 +32,14 @@ SQLITE_MAGIC = b"SQLite format 3\0"
 
 _COLUMNS = {
     "StringIds": ("id", "value"),
-    "NVTX_EVENTS": ("start", "end", "eventType", "text", "textId", "globalTid"),
+    "NVTX_EVENTS": ("start", "end", "eventType", "globalTid", "text", "textId"),
     "CUPTI_ACTIVITY_KIND_RUNTIME": ("start", "globalTid", "correlationId"),
     "CUPTI_ACTIVITY_KIND_KERNEL": ("start", "end", "deviceId", "correlationId", "globalPid", "demangledName"),
     "CUPTI_ACTIVITY_KIND_MEMCPY": ("start", "end", "deviceId", "correlationId", "globalPid"),
     "CUPTI_ACTIVITY_KIND_MEMSET": ("start", "end", "deviceId", "correlationId", "globalPid"),
 }
+_TEXTS = frozenset({"value", "text", "textId"})
+"""Columns that are not integers, or may be empty."""
 _REQUIRED = ("StringIds", "CUPTI_ACTIVITY_KIND_RUNTIME", "CUPTI_ACTIVITY_KIND_KERNEL")
 _COPIES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
 _RANGES = (59, 60)
@@ -74,14 +76,14 @@ class _Export:
             columns = {row[1] for row in connection.execute(f'PRAGMA table_info("{table}")')}
             if lacking := [name for name in _COLUMNS[table] if name not in columns]:
                 raise unreadable(str(path), f"table {table} has no column {lacking[0]}", _AGAIN)
-        self._names: dict[int, str] = dict(self._rows("StringIds"))
+        self._names = {number: str(value) for number, value in self._rows("StringIds")}
 
     def traces(self) -> list[RankTrace]:
         ranges: dict[int, list[NamedRange]] = defaultdict(list)
-        for start, end, kind, text, text_id, thread in self._rows("NVTX_EVENTS"):
+        for start, end, kind, thread, text, text_id in self._rows("NVTX_EVENTS"):
             name = text if text is not None else self._names.get(text_id)
-            if kind in _RANGES and name and end is not None:
-                ranges[_process(thread)].append(NamedRange(name, start, end))
+            if kind in _RANGES and name:
+                ranges[_process(thread)].append(NamedRange(str(name), start, end))
         launches = {
             (_process(thread), correlation): (start, thread & 0xFFFFFF)
             for start, thread, correlation in self._rows("CUPTI_ACTIVITY_KIND_RUNTIME")
@@ -107,10 +109,21 @@ class _Export:
         ]
 
     def _rows(self, table: str) -> Iterator[Any]:
+        """Yield the rows of a table, if it is there, without those that lack an integer: unfinished ranges.
+
+        Raises:
+            BadPlanError: PP163, a value is not an integer.
+        """
         if table not in self._tables:
-            return iter(())
+            return
         columns = ", ".join(f'"{name}"' for name in _COLUMNS[table])
-        return self._connection.execute(f'SELECT {columns} FROM "{table}"')  # noqa: S608 - constant names
+        integers = [place for place, name in enumerate(_COLUMNS[table]) if name not in _TEXTS]
+        for row in self._connection.execute(f'SELECT {columns} FROM "{table}"'):  # noqa: S608 - constant names
+            values = [row[place] for place in integers]
+            if not all(isinstance(value, int | None) for value in values):
+                raise unreadable(str(self._path), f"table {table} has a value that is not an integer", _AGAIN)
+            if None not in values:
+                yield row
 
     def _device_work(self) -> Iterator[tuple[int, int, int, int, int, str]]:
         for *values, name in self._rows("CUPTI_ACTIVITY_KIND_KERNEL"):

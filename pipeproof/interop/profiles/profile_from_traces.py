@@ -10,6 +10,8 @@ from statistics import median
 from types import MappingProxyType
 from typing import get_args
 
+from pydantic import ValidationError
+
 from pipeproof.cost.measured_profile import measured_sections
 from pipeproof.interop.profiles.kineto_trace import read_kineto
 from pipeproof.interop.profiles.measurements import Measurements
@@ -43,6 +45,7 @@ from pipeproof.verify.subject import Subject, make_subject
 FORMATS = "traces of PyTorch's profiler, SQLite exports of Nsight Systems, and timer logs of Megatron-LM and Paddle"
 _SUFFIXES = (".json", ".json.gz", ".sqlite", ".log", ".txt")
 """Files of a directory that are read; workerlog.3, too."""
+_WHOLE = "give whole files of one run"
 _GZIP = b"\x1f\x8b"
 
 
@@ -141,7 +144,12 @@ def profile_of_files(
     else:
         found = measure_logs(kind, paths, subject)
     _scale(found, scales, len(subject.plan.stages))
-    return _profile(found, subject, message_us)
+    try:
+        return _profile(found, subject, message_us)
+    except ValidationError as error:  # a time beyond the limits of a profile
+        raise unreadable(
+            ", ".join(found.files), f"a time is out of range: {error.errors()[0]['msg']}", _WHOLE
+        ) from error
 
 
 def _scale(found: Measurements, scales: Mapping[int, Fraction], num_stages: int) -> None:

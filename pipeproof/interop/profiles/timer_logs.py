@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -121,7 +122,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 if len(line) > MAX_LINE:
                     raise unreadable(str(path), f"a line has more than {MAX_LINE} characters", "give a log", number)
                 yield number, line.rstrip()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise unreadable(str(path), f"the log cannot be read: {error}", "give a readable file") from error
     except UnicodeDecodeError as error:
         raise unreadable(str(path), "the file is not UTF-8 text", "give a log as text") from error

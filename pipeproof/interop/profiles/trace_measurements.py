@@ -65,6 +65,11 @@ def measure_traces(kind: TraceFormat, traces: Sequence[RankTrace], subject: Subj
     for trace, place in zip(traces, places, strict=True):
         ids = list(graph.rank_ops(place.index))
         program = [graph.ops[i] for i in ids if graph.ops[i].kind in COMPUTE_KINDS]
+        if not trace.device and subject.plan.spec.run.device == "gpu":
+            raise not_assigned(
+                trace.file, "the plan runs on GPUs, and the trace has no kernels",
+                "record the GPU's activities, too: ProfilerActivity.CUDA",
+            )  # fmt: skip
         steps = steps_of_trace(trace, program)
         reader = _TraceReader(trace, steps, sharded=sharded)
         counted = steps.steps[1:] or steps.steps

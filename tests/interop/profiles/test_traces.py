@@ -243,6 +243,9 @@ def test_traces_that_do_not_fit_are_refused(tmp_path, change, words):
         ('{"traceEvents": [{"ph": "X", "cat": "kernel"', "at character"),
         ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}', "no time"),
         ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": -4}]}', "no time"),
+        ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1e400}]}', "no time"),
+        ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1' + 5000 * "0" + "}]}", "not a JSON value"),
+        ('{"traceEvents": ' + 5000 * "[", "not a JSON value"),
         ('{"other": 1}', "without `traceEvents`"),
         ("PK\x03\x04", "kind of the file is not known"),
         ("", "kind of the file is not known"),
@@ -306,6 +309,44 @@ def test_databases_without_what_is_needed_are_refused(tmp_path, statement, words
     connection.commit()
     connection.close()
     assert words in refused([path], "PP163")
+
+
+def test_values_of_another_type_are_refused_and_unfinished_ranges_left_out(tmp_path):
+    path = write_nsys(tmp_path / "all.sqlite", events_of(subject(cost=COST)))
+    connection = sqlite3.connect(path)
+    connection.execute("INSERT INTO NVTX_EVENTS (start, eventType, text, globalTid) VALUES (5, 59, 'open', 1)")
+    connection.commit()
+    assert medians(profile_of([path]))[0, "F"] == 120
+    connection.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'early' WHERE correlationId = 3")
+    connection.commit()
+    connection.close()
+    assert "not an integer" in refused([path], "PP163")
+
+
+def test_a_damaged_archive_is_refused(tmp_path):
+    files = write_kineto(tmp_path, events_of(subject(cost=COST)), compress=True)
+    content = bytearray(files[0].read_bytes())
+    content[len(content) // 2] ^= 255
+    files[0].write_bytes(content)
+    assert "cannot be read" in refused(files, "PP163")
+    files[0].write_bytes(content[:500])
+    assert "cannot be read" in refused(files, "PP163")
+
+
+def test_host_times_of_a_gpu_are_refused(tmp_path):
+    events = events_of(subject(cost=COST))
+    for of_rank in events.values():
+        for event in of_rank:
+            event.kernels = []
+    run = {"backend": "torch", "device": "gpu"}
+    assert "no kernels" in refused(write_kineto(tmp_path, events), run=run)
+
+
+def test_times_beyond_all_limits_are_refused(tmp_path):
+    events = events_of(subject(cost=COST), num_steps=1)
+    for event in events[0]:
+        event.kernels = [(name, start, end + 10**18 if "gemm" in name else end) for name, start, end in event.kernels]
+    assert "out of range" in refused(write_kineto(tmp_path, events), "PP163")
 
 
 def test_processes_on_one_gpu_have_no_rank(tmp_path):

@@ -9,10 +9,12 @@ from torch.profiler import record_function
 
 from pipeproof.schedule.ops import TRACE_PREFIX
 
+_NO_RANGE: AbstractContextManager[object] = nullcontext()
+
 
 def op_range(text: str) -> AbstractContextManager[object]:
     """Return the range of one operation while a profiler runs, else a context that does nothing."""
     if torch.autograd._profiler_enabled():  # noqa: SLF001 - a name is not worth recording for nobody
         named: AbstractContextManager[object] = record_function(f"{TRACE_PREFIX}{text}")
         return named
-    return nullcontext()
+    return _NO_RANGE
