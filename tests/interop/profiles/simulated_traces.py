@@ -14,6 +14,7 @@ from pipeproof.sim.simulate import simulate
 MAIN, AUTOGRAD, COMPUTE_STREAM, MESSAGE_STREAM = 100, 200, 7, 20
 BASE_NS = 1_700_000_000_000_000_000
 STEP_NS = 50_000_000
+POSTS_NS = 100
 _MESSAGE = "ncclDevKernel_SendRecv(ncclDevComm*)"
 
 
@@ -166,3 +167,47 @@ def write_nsys(path, events, *, named=True, ranges=True):
     connection.commit()
     connection.close()
     return path
+
+
+def host_traces(subject, *, num_steps=2, prefix="pipeproof:"):
+    """By rank, the trace of a run on processors, where gloo moves messages and a host waits for them.
+
+    With another prefix, the wait for the message is in the range of the computation, as PyTorch's runtime has it. A
+    post takes a nanosecond, and a computation begins ``POSTS_NS`` later than simulated.
+    """
+    timeline = simulate(subject.plan).timeline
+    length = int(1000 * timeline.makespan_us) + 1000
+    traces = {}
+    for rank in range(subject.graph.num_ranks):
+        by_op = {span.op: span for span in timeline.spans if span.rank == rank}
+        order = [subject.graph.ops[i] for i in subject.graph.rank_ops(rank)]
+        events = []
+        for offset in range(0, num_steps * length, length):
+            now = posted = offset
+            for op in order:
+                span = by_op.get(str(op))
+                if span is None:
+                    continue
+                start, end = (offset + int(1000 * timeline.us(time)) for time in (span.start, span.end))
+                if op.kind in SEND_KINDS | RECV_KINDS:
+                    posted = max(now, posted) + 2
+                    events.append(_complete("user_annotation", f"{prefix}{op}", 1, MAIN, posted, posted + 1, {}))
+                    name = "gloo:send" if op.kind in SEND_KINDS else "gloo:recv"
+                    events.append(_complete("user_annotation", name, 1, MAIN, posted, max(posted, end), {}))
+                elif op.kind in COMPUTE_KINDS:
+                    start += POSTS_NS
+                    begin = start if prefix == "pipeproof:" else max(now, posted + 1)
+                    events.append(_complete("user_annotation", f"{prefix}{op}", 1, MAIN, begin, end, {}))
+                    events.append(_complete("cpu_op", "aten::mm", 1, MAIN, start, end, {}))
+                    now = end
+                elif op.kind == "WAIT" and prefix == "pipeproof:":
+                    begin = max(now, posted + 1)
+                    now = max(begin + 1, end)
+                    events.append(_complete("user_annotation", f"{prefix}{op}", 1, MAIN, begin, now, {}))
+        traces[rank] = {
+            "deviceProperties": [],
+            "distributedInfo": {"backend": "gloo", "rank": rank},
+            "host_name": "node",
+            "traceEvents": events,
+        }
+    return traces

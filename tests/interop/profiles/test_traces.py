@@ -19,7 +19,13 @@ from pipeproof.interop.profiles.profile_from_traces import measured_files, profi
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.specs.profile_file import read_profile
-from tests.interop.profiles.simulated_traces import events_of, kineto_of, write_kineto, write_nsys
+from tests.interop.profiles.simulated_traces import (
+    events_of,
+    host_traces,
+    kineto_of,
+    write_kineto,
+    write_nsys,
+)
 from tests.plans import plan_dict, subject
 
 COST = {"forward_us": [120, 90], "backward_us": [200, 310], "p2p_latency_us": 7, "p2p": "rendezvous"}
@@ -128,6 +134,41 @@ def test_a_stage_can_be_scaled(tmp_path):
         result = CliRunner().invoke(main, [*arguments, wrong])
         assert result.exit_code == 2
         assert words in result.output
+
+
+@pytest.mark.parametrize("prefix", ["pipeproof:", "PP:"])
+def test_ranges_of_processors_leave_waits_out(tmp_path, prefix):
+    of = subject(cost=COST)
+    files = [tmp_path / f"rank{rank}.json" for rank in (0, 1)]
+    traces = host_traces(of, prefix=prefix)
+    for rank, trace in traces.items():
+        files[rank].write_text(json.dumps(trace))
+    profile = profile_of(files)
+    expected = {(0, "F"): 119.9, (1, "F"): 89.9, (0, "B"): 199.9, (1, "B"): 309.9}  # less what posts take
+    assert {key: time for key, time in medians(profile).items() if key[1] != "STEP"} == expected
+    assert [point.median_us for point in profile.messages] == pytest.approx([7], abs=0.1)
+    assert profile.source.ranks[1].communication_us > 100
+    assert profile.source.ranks[0].computation_us == pytest.approx(4 * (119.9 + 199.9))
+    assert profile.source.step_us == pytest.approx(float(simulate(of.plan).makespan) - 0.1)
+    traces[1]["host_name"] = "another"  # whose clock may show another time
+    files[1].write_text(json.dumps(traces[1]))
+    assert "no message" in refused(files)
+
+
+def test_names_of_gpipe_have_the_stage_of_their_rank(tmp_path):
+    sections = {"schedule": {"kind": "gpipe"}, "cost": COST}
+    events = events_of(subject(**sections))
+    for of_rank in events.values():
+        for event in of_rank:
+            name, number = event.name.removeprefix("pipeproof:"), event.name[-1]
+            if name[1:2] in "FB" and event.op is not None:
+                event.name = f"{'Forward' if name[1] == 'F' else 'Backward'} {number}"
+    files = write_kineto(
+        tmp_path, {rank: [e for e in of_rank if e.name[0] in "FBO"] for rank, of_rank in events.items()}
+    )
+    assert medians(profile_of(files, 7, **sections))[1, "B"] == 310
+    chunks = {"schedule": {"kind": "interleaved", "num_chunks": 2}}
+    assert "names no stage" in refused(files, message_us=7, **chunks)
 
 
 def test_launch_order_stands_in_for_names(tmp_path):
