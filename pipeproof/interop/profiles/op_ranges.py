@@ -84,8 +84,8 @@ def steps_of_trace(trace: RankTrace, program: Sequence[Op]) -> RankSteps:
         before = computed[start - 1][0] if start else -1
         after = next((place for place, _ in computed[start + len(program) :]), len(ranges))
         # Receives of a step may be posted before its first computation; all else there belongs to the step before.
-        early = [each for each in ranges[before + 1 : places[0]] if each.ops[0].kind in RECV_KINDS]
-        late = [each for each in ranges[places[-1] + 1 : after] if each.ops[0].kind not in RECV_KINDS]
+        early = [each for each in ranges[before + 1 : places[0]] if _receives(each.ops[0])]
+        late = [each for each in ranges[places[-1] + 1 : after] if not _receives(each.ops[0])]
         between = ranges[places[0] : places[-1] + 1]
         inside = [each for each in between if not COMPUTE_KINDS & {op.kind for op in each.ops}]
         begin, end = ranges[places[0]].start_ns, ranges[after].start_ns if after < len(ranges) else None
@@ -97,6 +97,11 @@ def steps_of_trace(trace: RankTrace, program: Sequence[Op]) -> RankSteps:
             )
         )
     return RankSteps(steps, num_left_out, ranges, by_order)
+
+
+def _receives(op: Op) -> bool:
+    """Return True for a receive and for a wait for one."""
+    return (op.target or op).kind in RECV_KINDS
 
 
 def _named(trace: RankTrace, program: Sequence[Op]) -> Iterator[OpRange]:

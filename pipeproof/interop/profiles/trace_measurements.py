@@ -280,8 +280,8 @@ def _messages(
         num_bytes = int(graph.stop[op_id] - graph.start[op_id]) * dtype_bytes(dtype)
         if receive.waited_ns is None:
             yield num_bytes, min(send.end_ns - send.start_ns, receive.end_ns - receive.start_ns)
-        elif send.clock and send.clock == receive.clock and receive.start_ns <= receive.waited_ns <= send.start_ns:
-            yield num_bytes, max(0, receive.end_ns - send.start_ns)
+        elif send.clock and send.clock == receive.clock and receive.waited_ns <= send.start_ns <= receive.end_ns:
+            yield num_bytes, receive.end_ns - send.start_ns
 
 
 def _step_ns(lengths: Sequence[Sequence[tuple[int, int, str]]]) -> int | None:
