@@ -128,6 +128,9 @@ TARGET_KINDS = frozenset({OpKind.WAIT, OpKind.FREE})
 
 AXES = ("pp", "dp", "tp", "cp", "ep")
 
+TRACE_PREFIX = "pipeproof:"
+"""Begin of the name of an operation's range in the trace of a profiler; the text of the operation follows."""
+
 
 class Op(NamedTuple):
     """One operation of one rank's program.

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, quantiles
 from types import MappingProxyType
 from typing import TypeVar, get_args
 
@@ -33,6 +32,7 @@ from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, Timing, accuracy_be
 from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
 from pipeproof.schedule.ops import GATHER_KINDS, OpKind
 from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.measured_spreads import by_size, spread_of
 from pipeproof.specs.profile_file import (
     ClockOfTimes,
     CollectivePoint,
@@ -41,7 +41,6 @@ from pipeproof.specs.profile_file import (
     Machine,
     MeasuredPlan,
     Profile,
-    SizedSpread,
     Spread,
     StageOp,
     StageTimes,
@@ -50,7 +49,6 @@ from pipeproof.specs.profile_file import (
 )
 from pipeproof.verify.subject import Subject
 
-_Spread = TypeVar("_Spread", bound=Spread)
 _TIMED = frozenset(OpKind(kind) for kind in get_args(TimedKind))
 
 
@@ -88,8 +86,8 @@ def measured_profile(
         bare_messages=by_size(_decided(bare_messages)),
         collectives=tuple(_collectives(_decided(collectives))),
         host=Host(
-            between_ops=_spread(Spread, [gap for step in steps for gap in step.gaps()]),
-            after_wait=_spread(Spread, [delay for step in steps for delay in step.delays()]),
+            between_ops=spread_of(Spread, [gap for step in steps for gap in step.gaps()]),
+            after_wait=spread_of(Spread, [delay for step in steps for delay in step.delays()]),
         ),
         clock=_clock(timings, num_undecided),
         memory=tuple(
@@ -254,8 +252,8 @@ def _stages(num_stages: int, steps: Sequence[_MeasuredStep]) -> Iterator[StageTi
         ops = []
         for kind in get_args(TimedKind):
             measured = times.get((stage, OpKind(kind)), [])
-            whole = _spread(Spread, [timed_op.whole_ns for timed_op in measured])
-            own = _spread(Spread, [timed_op.own_ns for timed_op in measured])
+            whole = spread_of(Spread, [timed_op.whole_ns for timed_op in measured])
+            own = spread_of(Spread, [timed_op.own_ns for timed_op in measured])
             if whole is not None and own is not None:
                 ops.append(StageOp(kind=kind, whole=whole, own=own))
         yield StageTimes(stage=stage, ops=tuple(ops))
@@ -266,18 +264,9 @@ def _collectives(measured: Iterable[tuple[tuple[str, int, int], int]]) -> Iterat
     for key, time_ns in measured:
         times[key].append(time_ns)
     for (kind, axis_size, num_bytes), samples in sorted(times.items()):
-        point = _spread(CollectivePoint, samples, kind=kind, axis_size=axis_size, bytes=num_bytes)
+        point = spread_of(CollectivePoint, samples, kind=kind, axis_size=axis_size, bytes=num_bytes)
         assert point is not None
         yield point
-
-
-def by_size(samples: Iterable[tuple[int, int]]) -> tuple[SizedSpread, ...]:
-    """Return the spread of each size in samples of (bytes, nanoseconds)."""
-    by_size: dict[int, list[int]] = defaultdict(list)
-    for num_bytes, time_ns in samples:
-        by_size[num_bytes].append(time_ns)
-    spreads = (_spread(SizedSpread, times, bytes=size) for size, times in sorted(by_size.items()))
-    return tuple(spread for spread in spreads if spread is not None)
 
 
 def _idle_messages(
@@ -295,16 +284,6 @@ def _idle_messages(
             if receive.posted_ns <= send.posted_ns + error:
                 times = send.posted_ns, receive.posted_ns, receive.end_ns
                 yield send.num_bytes, _time_of_message(*times, error)
-
-
-def _spread(form: type[_Spread], times_ns: Sequence[int], /, **others: object) -> _Spread | None:
-    """Quartiles and mean in microseconds, to the nanosecond; None without samples."""
-    if not times_ns:
-        return None
-    quartiles = quantiles(times_ns, n=4, method="inclusive") if len(times_ns) > 1 else [times_ns[0]] * 3
-    q1, median, q3 = (round(time) / 1000 for time in quartiles)
-    figures = {"q1_us": q1, "median_us": median, "q3_us": q3, "mean_us": round(fmean(times_ns)) / 1000}
-    return form.model_validate({**others, "count": len(times_ns), **figures})
 
 
 def _clock(timings: Mapping[int, Timing], num_undecided: int) -> ClockOfTimes:

@@ -7,6 +7,7 @@ Nothing here reads a value of a tensor during a step: losses, gradients and rout
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -30,7 +31,8 @@ class RankAdapter:
     ``enter`` is called with the step and id of each host operation and each child collective before it is executed.
     ``watch`` gets the tensors at the borders between layers. ``clock`` times the operations; the default is the host's.
     ``make_step_end`` makes the end of a step from the plan, the coordinates, the stages, and the two issuers.
-    ``frees_sends`` is as of ``RankTransfers``.
+    ``frees_sends`` is as of ``RankTransfers``. ``annotate`` makes the context in which an operation is executed, from
+    its text: a range in the trace of a profiler.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class RankAdapter:
         make_step_end: Callable[..., StepEnd] = StepEnd,
         *,
         frees_sends: bool = False,
+        annotate: Callable[[str], AbstractContextManager[object]] | None = None,
     ) -> None:
         self.rank = rank
+        self._annotate = annotate
         self._clock = HostClock() if clock is None else clock
         self._log_start = self._split_ns = 0
         self._plan, self._arrays, self._enter, self._watch = plan, framework.arrays, enter, watch
@@ -146,6 +150,19 @@ class RankAdapter:
 
     def execute(self, instruction: Instruction) -> None:
         """Execute one instruction; a transfer is only posted, all others are finished on return."""
+        if self._annotate is None:
+            self._execute(instruction)
+            return
+        with self._annotate(self._text(instruction)):
+            self._execute(instruction)
+
+    def _text(self, instruction: Instruction) -> str:
+        text = self._texts.get(instruction.op_id)
+        if text is None:
+            text = self._texts[instruction.op_id] = str(instruction.row.op)
+        return text
+
+    def _execute(self, instruction: Instruction) -> None:
         op_id, op = instruction.op_id, instruction.row.op
         kind = op.kind
         if kind in TRANSFER_KINDS:
@@ -175,9 +192,7 @@ class RankAdapter:
             ranks, numel, dtype = self._sum_norms(instruction)
         else:
             raise ValueError(f"the adapter cannot execute {op}")
-        text = self._texts.get(op_id)
-        if text is None:
-            text = self._texts[op_id] = str(op)
+        text = self._text(instruction)
         entry = LogEntry(self._step, HOST_QUEUE, text, start, self.now(), ranks, numel, dtype, split_ns=self._split_ns)
         self.log.insert(position, entry)  # before the children that ran inside it
 

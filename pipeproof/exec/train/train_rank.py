@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -162,11 +163,12 @@ class TrainRank(RankProgram):
         clock: Clock | None = None,
         *,
         is_proved: bool,
+        annotate: Callable[[str], AbstractContextManager[object]] | None = None,
     ) -> None:
         self.plan, self.index = plan, index
         adapter = RankAdapter(
             plan, plan.graph.global_rank[index], framework, world, enter, clock=clock, make_step_end=make_step_end,
-            frees_sends=True,
+            frees_sends=True, annotate=annotate,
         )  # fmt: skip
         super().__init__(plan.graph, index, adapter, is_proved=is_proved)
 

@@ -19,6 +19,7 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.op_log import Clock, LogEntry
 from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.cuda_graph import CaptureStream, TorchProgress
+from pipeproof.exec.rank.torch.op_ranges import op_range
 from pipeproof.exec.store.torch_store import TorchStore
 from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.module_plan import (
@@ -426,8 +427,9 @@ class Pipeline:
         step_end = partial(ReplicatedStepEnd, self._replicas)
         framework, world = cast("Framework", self._framework), cast("World", own)  # without optimizers
         return TrainRank(
-            lowered, self.rank, framework, world, self._enter, step_end, clock, is_proved=not self.plan.findings
-        )
+            lowered, self.rank, framework, world, self._enter, step_end, clock, is_proved=not self.plan.findings,
+            annotate=op_range,
+        )  # fmt: skip
 
     def _enter(self, step: int, op_id: int) -> None:
         self._entered = op_id

@@ -1,0 +1,1 @@
+"""Profiles from traces and timer logs of programs that pipeproof did not run."""

@@ -1,0 +1,47 @@
+"""The codes of ``pipeproof profile``."""
+
+from __future__ import annotations
+
+from pipeproof.diagnostics.finding import BadPlanError, Location
+from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+
+UNREADABLE_TRACE = RuleDoc(
+    code="PP163",
+    title="a trace or log cannot be read",
+    explanation=(
+        "`pipeproof profile` reads traces of PyTorch's profiler (JSON, also compressed by gzip), SQLite exports of "
+        "Nsight Systems, and logs with the timers of Megatron-LM or Paddle. It recognises them by their content. "
+        "Refused are other files, files that are cut off, lack a table or are larger than the limits, and files of "
+        "different kinds in one command."
+    ),
+    wrong="pipeproof profile report.nsys-rep --plan plan.yaml",
+    right="nsys export --type sqlite report.nsys-rep\npipeproof profile report.sqlite --plan plan.yaml",
+    kind=ExampleKind.COMMAND,
+)
+NOT_ASSIGNED = RuleDoc(
+    code="PP164",
+    title="measured events cannot be assigned to the operations of the plan",
+    explanation=(
+        "A time counts for an operation by evidence only: the name of a range, a timer, or the order of launches "
+        "between messages. Here the events and the plan do not agree: another order, another number of operations, a "
+        "rank that the plan does not have, or a stage without a time. Where several assignments are possible, none "
+        "is chosen."
+    ),
+    wrong="pipeproof profile traces/ --plan gpipe.yaml   # the run was 1F1B",
+    right="pipeproof profile traces/ --plan 1f1b.yaml",
+    kind=ExampleKind.COMMAND,
+)
+
+TRACE_PROFILE_CODES: tuple[RuleDoc, ...] = (UNREADABLE_TRACE, NOT_ASSIGNED)
+
+
+def unreadable(file: str, message: str, remedy: str, line: int | None = None) -> BadPlanError:
+    """Return the error of a file that cannot be read (PP163)."""
+    location = None if line is None else Location(file, line)
+    return BadPlanError(UNREADABLE_TRACE.finding(f"`{file}`: {message}", location, remedy))
+
+
+def not_assigned(file: str, message: str, remedy: str, line: int | None = None) -> BadPlanError:
+    """Return the error of events that cannot be assigned (PP164)."""
+    location = None if line is None else Location(file, line)
+    return BadPlanError(NOT_ASSIGNED.finding(f"`{file}`: {message}", location, remedy))
