@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from pipeproof.atomic_write import write_json
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
 
@@ -77,7 +77,7 @@ def profile(
             return
         found = profile_of_files(paths, load_plan(plan), message_us, scales)
         if output is not None:
-            output.write_text(json.dumps(found.to_json(), indent=2) + "\n")
+            write_json(output, found.to_json())
     _show(found, output, console_for())
 
 
