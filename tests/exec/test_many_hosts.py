@@ -284,6 +284,25 @@ def test_the_loss_of_the_stores_host_ends_the_other(hosts, running):
     assert list((hosts.home(1) / "tmp").glob("pipeproof*")) == []
 
 
+def test_a_stopped_process_that_serves_the_store_ends_both_hosts(hosts, running):
+    """The store neither answers nor closes its connections."""
+    processes, ranks = running
+    os.kill(ranks[0], signal.SIGSTOP)
+    assert ended(hosts, processes) == [137, 3]
+    assert "error[PP903]: rank 0 (pp 0) hangs: no rank has made progress for 10 s" in hosts.output(0)
+    assert "error[PP902]: the store, which" in hosts.output(1)
+
+
+def test_a_network_that_is_cut_ends_both_hosts(hosts, running):
+    if not hosts.separate:
+        pytest.skip("the hosts have no networks of their own")
+    processes, _ = running
+    hosts.cut(0)
+    assert ended(hosts, processes) == [3, 3]
+    assert "(ranks 2 to 3) does not answer" in hosts.output(0)
+    assert "error[PP902]: the store, which" in hosts.output(1)
+
+
 def test_a_second_run_at_the_address_is_refused_and_the_first_continues(hosts, running):
     processes, _ = running
     second = started(hosts, 1, "run", hosts.directory / "plan.json", "--timeout", "10")

@@ -41,6 +41,7 @@ from pipeproof.exec.rank.framework_protocol import Framework
 from pipeproof.exec.rank.worker import Emit, run_rank
 from pipeproof.exec.run_codes import NOT_TOGETHER, WORLD_SIZE
 from pipeproof.exec.run_plan import prepare_job, require_runnable, status_of
+from pipeproof.exec.store.answering_store import AnsweringStore
 from pipeproof.exec.store.store import Store, get_json, has_json, put_json
 from pipeproof.exit_status import ExitStatus
 from pipeproof.signals import TerminatedError
@@ -204,13 +205,17 @@ def _store(launched: LaunchedRank, backend: str, patience_s: float) -> Store:
     host, port = launched.master
     if launched.rank > 0:
         await_store(f"{host}:{port}", patience_s)
+    store: Store
     if backend == "torch":
         from pipeproof.exec.store import torch_store
 
-        return torch_store.process_store().part(key_prefix(launched))
-    from pipeproof.exec.store import paddle_store
+        store = torch_store.process_store().part(key_prefix(launched))
+    else:
+        from pipeproof.exec.store import paddle_store
 
-    return paddle_store.process_store(host, port, launched.world_size, key_prefix(launched), is_first=not launched.rank)
+        is_first = launched.rank == 0
+        store = paddle_store.process_store(host, port, launched.world_size, key_prefix(launched), is_first=is_first)
+    return AnsweringStore(store, patience_s)
 
 
 def _started(run: RunSpec, options: RunOptions) -> Callable[[], Framework]:
