@@ -183,10 +183,12 @@ def test_states_need_a_directory_that_the_hosts_share(hosts):
 
 
 SCRIPT = """
+import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from pipeproof.torch import Pipeline, stages_of_sequential
+from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.torch import Pipeline, save_dcp, stages_of_sequential
 
 torch.manual_seed(0)
 dist.init_process_group("gloo")
@@ -202,24 +204,34 @@ for step in range(3):
 found = pipe.compare(model, x, target=y)
 if dist.get_rank() == 0:
     print("differences", len(found.differences), "loss", found.loss == found.reference_loss, flush=True)
+try:
+    save_dcp("checkpoint", pipe.stages, optimizer)
+except PipeproofError as error:
+    print(f"rank {dist.get_rank()} has: {error}", flush=True)
+save_dcp(sys.argv[1], pipe.stages, optimizer)
 dist.destroy_process_group()
 """
 
 
-def test_a_users_script_trains_and_compares_on_two_hosts(hosts):
+def test_a_users_script_trains_compares_and_saves_on_two_hosts(hosts):
     script = hosts.directory / "train.py"
     script.write_text(SCRIPT)
     interfaces = [f"host{host + 1}" if hosts.separate else "lo" for host in range(2)]
     processes = [
         hosts.start(
             host, "-m", "torch.distributed.run", "--nnodes", 2, "--node-rank", host, "--nproc-per-node", 2,
-            "--master-addr", hosts.address(0), "--master-port", hosts.port, script,
+            "--master-addr", hosts.address(0), "--master-port", hosts.port, script, hosts.directory / "shared",
             GLOO_SOCKET_IFNAME=interfaces[host],
         )
         for host in range(2)
     ]  # fmt: skip
     assert ended(hosts, processes) == [0, 0], hosts.output(0) + hosts.output(1)
     assert "differences 0 loss True" in hosts.output(0)
+    for rank in range(4):
+        assert f"rank {rank} has: PP936: rank {max(rank, 2)} on" in hosts.output(rank // 2)
+    assert "sees another directory" in hosts.output(0)
+    assert not [path for host in range(2) for path in hosts.home(host).glob("*checkpoint*")]
+    assert (hosts.directory / "shared" / ".metadata").exists()
 
 
 # --- failures ---

@@ -7,6 +7,7 @@ tensor crosses hosts to be compared: leaders send what they found through the st
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -29,7 +30,14 @@ from pipeproof.exec.launch.launched_rank import LaunchedRank, launched_rank
 from pipeproof.exec.launch.launcher_table import OF_BACKEND, TORCHRUN
 from pipeproof.exec.launch.meeting import Meeting, key_prefix, longest_pause_s, meet
 from pipeproof.exec.launch.polling import wait_until
-from pipeproof.exec.launch.rendezvous import QUIET, await_store, framework_variables, interface_towards
+from pipeproof.exec.launch.rendezvous import (
+    ANOTHER_HOST,
+    QUIET,
+    await_store,
+    framework_variables,
+    interface_towards,
+    is_loopback_name,
+)
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S
 from pipeproof.exec.launch.verdict import JobEndedError, Verdict
 from pipeproof.exec.launch.watchdog import JobState
@@ -116,7 +124,8 @@ def join_launcher(run: RunSpec) -> LaunchedRank | None:
         os.environ.update(variables)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    interface = None if _GLOO_INTERFACE in os.environ else interface_towards(launched.master[0])
+    peer = ANOTHER_HOST if launched.is_on_several_hosts and is_loopback_name(launched.master[0]) else launched.master[0]
+    interface = None if _GLOO_INTERFACE in os.environ else interface_towards(peer)
     if interface is not None:  # gloo would take the address of the host's name, which other hosts need not reach
         os.environ[_GLOO_INTERFACE] = interface
     return launched
@@ -356,9 +365,10 @@ def _leave_together(meeting: Meeting) -> None:
         files = [meeting.directory / f"rank{rank}.left" for rank in meeting.host.ranks]
         wait_until(lambda: all(file.exists() for file in files), _LAST_S)
         shutil.rmtree(meeting.directory, ignore_errors=True)
-    meeting.store.add("done", 1)
-    if meeting.rank == 0:
-        wait_until(lambda: meeting.store.add("done") >= meeting.num_ranks, ends - time.monotonic())
+    with contextlib.suppress(ConnectionError):  # the end is known: that rank 0 has left first changes nothing
+        meeting.store.add("done", 1)
+        if meeting.rank == 0:
+            wait_until(lambda: meeting.store.add("done") >= meeting.num_ranks, ends - time.monotonic())
 
 
 def _require_fit(launched: LaunchedRank, report: Report) -> None:

@@ -157,8 +157,8 @@ def _store_errors() -> Iterator[None]:
 
 
 STORE_LOST = (
-    "the store of the process group does not answer: the process that holds it has ended (the launcher's, or that of "
-    "rank 0)"
+    "the store of the process group does not answer: the process that holds it (the launcher's, or that of rank 0) has "
+    "ended or is stopped, or is not reachable"
 )
 
 
