@@ -118,14 +118,18 @@ class Hosts:
     def left(self):
         """Files of pipeproof in the hosts' temporary directories, and processes with such a directory."""
         files = [path for host in range(self.num) for path in (self.home(host) / "tmp").glob("pipeproof*")]
+        return files, self.processes("pipeproof")
+
+    def processes(self, text):
+        """Commands of the hosts' processes that have a text in them."""
         marks = [f"TMPDIR={self.home(host) / 'tmp'}".encode() for host in range(self.num)]
         processes = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 variables, command = (folder / "environ").read_bytes(), (folder / "cmdline").read_bytes()
-                if any(mark in variables for mark in marks) and b"pipeproof" in command:
+                if any(mark in variables for mark in marks) and text.encode() in command:
                     processes.append(command.replace(b"\0", b" ").decode())
-        return files, processes
+        return processes
 
 
 def variables(launcher, host, num_hosts, per_host, local, address, port):

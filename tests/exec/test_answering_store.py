@@ -1,6 +1,8 @@
 """Calls of a store that does not answer, and the thread that makes them."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 
@@ -70,3 +72,19 @@ def test_the_thread_ends_with_the_store():
     del store
     gc.collect()
     wait_until(lambda: not thread.is_alive())
+
+
+def test_a_process_does_not_end_while_another_thread_is_in_a_call():
+    program = (
+        "import sys, threading, time\n"
+        "from pipeproof.exec.store.answering_store import AnsweringStore\n"
+        "class Slow:\n"
+        "    def has(self, key):\n"
+        "        time.sleep(1.0)\n"
+        "        print('answered', flush=True)\n"
+        "store = AnsweringStore(Slow(), 20.0)\n"
+        "threading.Thread(target=store.has, args=('key',), daemon=True).start()\n"
+        "time.sleep(0.2)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert ended.stdout == "answered\n"

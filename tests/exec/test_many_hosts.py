@@ -234,6 +234,31 @@ def test_a_users_script_trains_compares_and_saves_on_two_hosts(hosts):
     assert (hosts.directory / "shared" / ".metadata").exists()
 
 
+def test_the_ranks_of_a_users_script_end_with_an_agent_that_is_killed(hosts):
+    script = hosts.directory / "train.py"
+    script.write_text(SCRIPT.replace("range(3)", "range(100_000)").replace(
+        "    optimizer.zero_grad()\n", "    optimizer.zero_grad()\n    if step == 3: print('trains', flush=True)\n"
+    ))  # fmt: skip
+    agents = [
+        hosts.start(
+            host, "-m", "torch.distributed.run", "--nnodes", 2, "--node-rank", host, "--nproc-per-node", 2,
+            "--master-addr", hosts.address(0), "--master-port", hosts.port, script, "none",
+            GLOO_SOCKET_IFNAME=f"host{host + 1}" if hosts.separate else "lo",
+        )
+        for host in range(2)
+    ]  # fmt: skip
+    for host in range(2):
+        hosts.await_output(host, "trains\ntrains", PATIENCE_S)
+    agents[1].kill()
+    assert [agent.wait(PATIENCE_S) for agent in agents] == [1, -9]
+    ends = time.monotonic() + 60.0
+    while (left := hosts.processes("train.py")) and time.monotonic() < ends:
+        time.sleep(0.2)
+    assert left == []
+    for host in range(2):
+        assert "has ended before it" in hosts.output(host)
+
+
 # --- failures ---
 
 

@@ -17,6 +17,8 @@ from pipeproof.exec.store.store import Store
 
 _Result = TypeVar("_Result")
 _Call = tuple[Callable[[], Any], "Future[Any]"]
+_END_S = 10.0
+"""Longest wait for a call that another thread has begun."""
 
 
 class AnsweringStore:
@@ -69,13 +71,14 @@ class AnsweringStore:
 
 
 class _Caller:
-    """A thread that makes calls, until nobody has this object any more."""
+    """A thread that makes calls, until nobody has this object any more, or the process ends."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._is_lost = False
-        threading.Thread(target=_make_calls, args=(self._calls,), name="store", daemon=True).start()
-        weakref.finalize(self, self._calls.put, None)
+        self._lost = threading.Event()
+        thread = threading.Thread(target=_make_calls, args=(self._calls,), name="store", daemon=True)
+        thread.start()
+        weakref.finalize(self, _end_calls, self._calls, self._lost, thread)
 
     def call(self, work: Callable[[], _Result], limit_s: float) -> _Result:
         """Return the result of a call, or raise its error.
@@ -84,10 +87,11 @@ class _Caller:
             ConnectionError: it, or a call before it, did not end within its limit.
         """
         future: Future[_Result] = Future()
-        if not self._is_lost:
+        if not self._lost.is_set():
             self._calls.put((work, future))
-            self._is_lost = not wait([future], limit_s).done
-        if self._is_lost:
+            if not wait([future], limit_s).done:
+                self._lost.set()
+        if self._lost.is_set():
             raise ConnectionError(f"no answer within {limit_s:g} s")
         return future.result()
 
@@ -100,3 +104,10 @@ def _make_calls(calls: SimpleQueue[_Call | None]) -> None:
         except Exception as error:  # noqa: BLE001 - of the caller, who raises it
             future.set_exception(error)
         del call, work, future  # they keep the store alive
+
+
+def _end_calls(calls: SimpleQueue[_Call | None], lost: threading.Event, thread: threading.Thread) -> None:
+    """End the thread: one that is in C++ when the interpreter ends would abort the process."""
+    calls.put(None)
+    if not lost.is_set() and thread is not threading.current_thread():
+        thread.join(_END_S)

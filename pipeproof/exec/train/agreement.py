@@ -19,14 +19,14 @@ from pipeproof.exec.store.store import Store, get_json, has_json, put_json
 from pipeproof.exec.train.train_errors import PipelineError, PlanRefused
 
 _Result = TypeVar("_Result")
-_FAILED = "failed"
+_FAILED, _FAILURES = "failed", "failures"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 _FAILURE_EVERY_S = 0.25
 """Time between two looks for a failure while waiting for a value."""
 _WORK_S = 60.0
 """The shortest time limit once all ranks have come: they are there, and may work on a phase."""
 _LATE_S = 5.0
-"""Time in which other ranks may still report an error of the same phase."""
+"""Time in which other ranks may still report an error: of the same phase, or the first one of the pipeline."""
 _GET_S = 60.0
 """Time limit for reading a value that is there, and for each answer of the store."""
 
@@ -115,7 +115,8 @@ class Agreement:
 
     def fail(self, text: str) -> None:
         """Report to all ranks why the pipeline ends; the first report counts."""
-        if not self.has(_FAILED):
+        is_first = self._store.add(_FAILURES, 1) == 1
+        if is_first or not self.is_published(_FAILED, _LATE_S):  # the first one may have ended before it reported
             self.publish(_FAILED, text)
 
     def failure(self) -> str | None:
