@@ -34,7 +34,18 @@ def test_a_value_that_nobody_writes_is_not_awaited_for_ever():
 
 
 @pytest.mark.parametrize(
-    "first", ["", "no number\n{}", "0\n{}", "-1\n{}", "1025\n{}", "1{}", "1\n{", f"1\n{'x' * (MOST_BYTES + 6)}"]
+    "first",
+    [
+        "",
+        "no number\n{}",
+        "0\n{}",
+        "-1\n{}",
+        "1025\n{}",
+        "1{}",
+        "1\n{",
+        f"1\n{'x' * (MOST_BYTES + 6)}",
+        f"1\n{'[' * MOST_BYTES}",
+    ],
 )
 def test_foreign_content_is_refused_and_never_evaluated(first):
     store = FakeStore()
