@@ -81,9 +81,15 @@ class Hosts:
         (home / "tmp").mkdir(parents=True, exist_ok=True)
         return home
 
+    def cut(self, host):
+        """Let no packet of a host with a network of its own come or go; connections are not closed."""
+        subprocess.run([*self._enter(host), "ip", "link", "set", f"host{host + 1}", "down"], check=True)
+
+    def _enter(self, host):
+        return ["nsenter", "--target", str(self.namespaces[host]), "--user", "--preserve-credentials", "--net"]
+
     def start(self, host, *command, **variables):
         """Start a Python program on a host, as the leader of a session; its output goes to ``output`` in its home."""
-        enter = ["nsenter", "--target", str(self.namespaces[host]), "--user", "--preserve-credentials", "--net"]
         home = self.home(host)
         environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(home / "tmp"),
@@ -91,7 +97,7 @@ class Hosts:
         }  # fmt: skip
         with (home / "output").open("ab") as output:
             process = subprocess.Popen(
-                [*(enter if self.separate else []), sys.executable, *map(str, command)],
+                [*(self._enter(host) if self.separate else []), sys.executable, *map(str, command)],
                 cwd=home, env=environment, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )  # fmt: skip
@@ -112,14 +118,18 @@ class Hosts:
     def left(self):
         """Files of pipeproof in the hosts' temporary directories, and processes with such a directory."""
         files = [path for host in range(self.num) for path in (self.home(host) / "tmp").glob("pipeproof*")]
+        return files, self.processes("pipeproof")
+
+    def processes(self, text):
+        """Commands of the hosts' processes that have a text in them."""
         marks = [f"TMPDIR={self.home(host) / 'tmp'}".encode() for host in range(self.num)]
         processes = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 variables, command = (folder / "environ").read_bytes(), (folder / "cmdline").read_bytes()
-                if any(mark in variables for mark in marks) and b"pipeproof" in command:
+                if any(mark in variables for mark in marks) and text.encode() in command:
                     processes.append(command.replace(b"\0", b" ").decode())
-        return files, processes
+        return processes
 
 
 def variables(launcher, host, num_hosts, per_host, local, address, port):

@@ -183,10 +183,12 @@ def test_states_need_a_directory_that_the_hosts_share(hosts):
 
 
 SCRIPT = """
+import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from pipeproof.torch import Pipeline, stages_of_sequential
+from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.torch import Pipeline, save_dcp, stages_of_sequential
 
 torch.manual_seed(0)
 dist.init_process_group("gloo")
@@ -202,24 +204,59 @@ for step in range(3):
 found = pipe.compare(model, x, target=y)
 if dist.get_rank() == 0:
     print("differences", len(found.differences), "loss", found.loss == found.reference_loss, flush=True)
+try:
+    save_dcp("checkpoint", pipe.stages, optimizer)
+except PipeproofError as error:
+    print(f"rank {dist.get_rank()} has: {error}", flush=True)
+save_dcp(sys.argv[1], pipe.stages, optimizer)
 dist.destroy_process_group()
 """
 
 
-def test_a_users_script_trains_and_compares_on_two_hosts(hosts):
+def test_a_users_script_trains_compares_and_saves_on_two_hosts(hosts):
     script = hosts.directory / "train.py"
     script.write_text(SCRIPT)
     interfaces = [f"host{host + 1}" if hosts.separate else "lo" for host in range(2)]
     processes = [
         hosts.start(
             host, "-m", "torch.distributed.run", "--nnodes", 2, "--node-rank", host, "--nproc-per-node", 2,
-            "--master-addr", hosts.address(0), "--master-port", hosts.port, script,
+            "--master-addr", hosts.address(0), "--master-port", hosts.port, script, hosts.directory / "shared",
             GLOO_SOCKET_IFNAME=interfaces[host],
         )
         for host in range(2)
     ]  # fmt: skip
     assert ended(hosts, processes) == [0, 0], hosts.output(0) + hosts.output(1)
     assert "differences 0 loss True" in hosts.output(0)
+    for rank in range(4):
+        assert f"rank {rank} has: PP936: rank {max(rank, 2)} on" in hosts.output(rank // 2)
+    assert "sees another directory" in hosts.output(0)
+    assert not [path for host in range(2) for path in hosts.home(host).glob("*checkpoint*")]
+    assert (hosts.directory / "shared" / ".metadata").exists()
+
+
+def test_the_ranks_of_a_users_script_end_with_an_agent_that_is_killed(hosts):
+    script = hosts.directory / "train.py"
+    script.write_text(SCRIPT.replace("range(3)", "range(100_000)").replace(
+        "    optimizer.zero_grad()\n", "    optimizer.zero_grad()\n    if step == 3: print('trains', flush=True)\n"
+    ))  # fmt: skip
+    agents = [
+        hosts.start(
+            host, "-m", "torch.distributed.run", "--nnodes", 2, "--node-rank", host, "--nproc-per-node", 2,
+            "--master-addr", hosts.address(0), "--master-port", hosts.port, script, "none",
+            GLOO_SOCKET_IFNAME=f"host{host + 1}" if hosts.separate else "lo",
+        )
+        for host in range(2)
+    ]  # fmt: skip
+    for host in range(2):
+        hosts.await_output(host, "trains\ntrains", PATIENCE_S)
+    agents[1].kill()
+    assert [agent.wait(PATIENCE_S) for agent in agents] == [1, -9]
+    ends = time.monotonic() + 60.0
+    while (left := hosts.processes("train.py")) and time.monotonic() < ends:
+        time.sleep(0.2)
+    assert left == []
+    for host in range(2):
+        assert "has ended before it" in hosts.output(host)
 
 
 # --- failures ---
@@ -282,6 +319,25 @@ def test_the_loss_of_the_stores_host_ends_the_other(hosts, running):
     assert [process.wait(PATIENCE_S) for process in processes] == [-9, 3]
     assert "error[PP902]: the store, which" in hosts.output(1)
     assert list((hosts.home(1) / "tmp").glob("pipeproof*")) == []
+
+
+def test_a_stopped_process_that_serves_the_store_ends_both_hosts(hosts, running):
+    """The store neither answers nor closes its connections."""
+    processes, ranks = running
+    os.kill(ranks[0], signal.SIGSTOP)
+    assert ended(hosts, processes) == [137, 3]
+    assert "error[PP903]: rank 0 (pp 0) hangs: no rank has made progress for 10 s" in hosts.output(0)
+    assert "error[PP902]: the store, which" in hosts.output(1)
+
+
+def test_a_network_that_is_cut_ends_both_hosts(hosts, running):
+    if not hosts.separate:
+        pytest.skip("the hosts have no networks of their own")
+    processes, _ = running
+    hosts.cut(0)
+    assert ended(hosts, processes) == [3, 3]
+    assert "(ranks 2 to 3) does not answer" in hosts.output(0)
+    assert "error[PP902]: the store, which" in hosts.output(1)
 
 
 def test_a_second_run_at_the_address_is_refused_and_the_first_continues(hosts, running):

@@ -129,8 +129,10 @@ def test_what_an_ended_job_left_is_removed_and_what_a_running_one_has_is_not(tmp
     (tmp_path / "pipeproof-of-a-user").mkdir()
     begun = directory_of(tmp_path, 7)
     begun.mkdir()  # has no list of processes yet
+    elsewhere = directory_of(tmp_path, 8)  # a directory of temporary files that machines share
+    make_directory(elsewhere, {0: Identity("node-2", "another machine", ProcessId(2**22 + 1, "1"))})
     make_directory(made, {0: own})
-    assert sorted(tmp_path.iterdir()) == sorted([running, made, begun, tmp_path / "pipeproof-of-a-user"])
+    assert sorted(tmp_path.iterdir()) == sorted([running, made, begun, elsewhere, tmp_path / "pipeproof-of-a-user"])
     assert made.stat().st_mode & 0o777 == 0o700
     make_directory(made, {0: own})
 

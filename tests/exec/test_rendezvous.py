@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from pipeproof.exec.launch.rendezvous import address_towards, interface_towards, reserved_ports
+from pipeproof.exec.launch.rendezvous import address_towards, interface_towards, is_loopback_name, reserved_ports
 
 IP_LOCAL_PORT_RANGE = 51
 """Linux's option, from 6.3 on, by which a socket says which ports it would take for "any"."""
@@ -56,3 +56,24 @@ def test_where_a_store_could_not_listen_the_ports_are_only_free(monkeypatch):
 def test_the_way_to_this_host_is_its_loopback_interface():
     assert address_towards("127.0.0.1", 1) == "127.0.0.1"
     assert interface_towards("127.0.0.1") == "lo"
+
+
+@pytest.mark.parametrize(
+    ("host", "addresses", "expected"),
+    [
+        ("node-1", ["127.0.1.1"], True),
+        ("node-1", ["127.0.1.1", "::1"], True),
+        ("node-1", ["127.0.1.1", "10.0.0.1"], False),
+        ("node-1", ["10.0.0.1"], False),
+        ("localhost", ["127.0.0.1", "::1"], False),
+        ("127.0.0.1", ["127.0.0.1"], False),
+    ],
+)
+def test_a_hosts_own_name_at_its_loopback_interface_is_known(host, addresses, expected, monkeypatch):
+    found = [(0, 0, 0, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+    assert is_loopback_name(host) is expected
+
+
+def test_a_name_that_nobody_knows_is_no_loopback_name():
+    assert not is_loopback_name("no-such-host.invalid")

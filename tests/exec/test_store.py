@@ -34,7 +34,18 @@ def test_a_value_that_nobody_writes_is_not_awaited_for_ever():
 
 
 @pytest.mark.parametrize(
-    "first", ["", "no number\n{}", "0\n{}", "-1\n{}", "1025\n{}", "1{}", "1\n{", f"1\n{'x' * (MOST_BYTES + 6)}"]
+    "first",
+    [
+        "",
+        "no number\n{}",
+        "0\n{}",
+        "-1\n{}",
+        "1025\n{}",
+        "1{}",
+        "1\n{",
+        f"1\n{'x' * (MOST_BYTES + 6)}",
+        f"1\n{'[' * MOST_BYTES}",
+    ],
 )
 def test_foreign_content_is_refused_and_never_evaluated(first):
     store = FakeStore()
@@ -68,6 +79,22 @@ def test_rank_0_listens_at_the_named_address_alone(monkeypatch):
     assert not store.has("a")
     with pytest.raises(ConnectionError, match="Address already in use"):
         torch_store.process_store.__wrapped__()
+
+
+@pytest.mark.needs_torch
+@pytest.mark.parametrize(
+    ("host", "has_other_hosts", "address"),
+    [("node-1", True, "00000000"), ("node-1", False, "0100007F"), ("127.0.0.1", True, "0100007F")],
+)
+def test_a_host_whose_name_is_a_loopback_address_listens_for_other_hosts(host, has_other_hosts, address, monkeypatch):
+    from pipeproof.exec.store import torch_store
+
+    known = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda _, *rest, **options: known("127.0.0.1", *rest, **options))
+    with torch_store._listening(host, 0, has_other_hosts=has_other_hosts) as end:
+        port = end.getsockname()[1]
+        listening = [line.split()[1] for line in _sockets() if line.split()[3] == "0A"]
+    assert [each for each in listening if each.endswith(f":{port:04X}")] == [f"{address}:{port:04X}"]
 
 
 def _sockets():

@@ -233,3 +233,21 @@ def test_another_error_is_not_called_a_communication(monkeypatch):
     monkeypatch.setattr("pipeproof.exec.train.pipeline_failures._REPORT_S", 0.05)
     failures = PipelineFailures(Agreement(FakeStore(), 0, 1, 1.0), lambda: None)
     assert failures.elsewhere(RuntimeError("odd"), "is in F") == "rank 0: RuntimeError while it is in F: odd"
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "PADDLE_LOCAL_SIZE"])
+def test_the_end_of_a_launcher_is_the_failure_of_all_its_ranks(name, ranks, monkeypatch):
+    monkeypatch.setenv(name, "1")
+    one = ranks(2, timeout_s=60.0)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    wait_until(lambda: all(watch.failure for watch in one.watches))
+    assert one.watches[0].failure == one.watches[1].failure
+    assert one.watches[0].failure.endswith("has ended before it")
+    wait_until(lambda: one.exits == [3, 3])
+
+
+def test_a_shell_that_started_a_rank_may_end_before_it(ranks, monkeypatch):
+    one = ranks(1, timeout_s=0.3)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    time.sleep(0.5)
+    assert one.watches[0].failure is None

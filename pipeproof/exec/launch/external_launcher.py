@@ -7,6 +7,7 @@ tensor crosses hosts to be compared: leaders send what they found through the st
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -29,7 +30,14 @@ from pipeproof.exec.launch.launched_rank import LaunchedRank, launched_rank
 from pipeproof.exec.launch.launcher_table import OF_BACKEND, TORCHRUN
 from pipeproof.exec.launch.meeting import Meeting, key_prefix, longest_pause_s, meet
 from pipeproof.exec.launch.polling import wait_until
-from pipeproof.exec.launch.rendezvous import QUIET, await_store, framework_variables, interface_towards
+from pipeproof.exec.launch.rendezvous import (
+    ANOTHER_HOST,
+    QUIET,
+    await_store,
+    framework_variables,
+    interface_towards,
+    is_loopback_name,
+)
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S
 from pipeproof.exec.launch.verdict import JobEndedError, Verdict
 from pipeproof.exec.launch.watchdog import JobState
@@ -41,6 +49,7 @@ from pipeproof.exec.rank.framework_protocol import Framework
 from pipeproof.exec.rank.worker import Emit, run_rank
 from pipeproof.exec.run_codes import NOT_TOGETHER, WORLD_SIZE
 from pipeproof.exec.run_plan import prepare_job, require_runnable, status_of
+from pipeproof.exec.store.answering_store import AnsweringStore
 from pipeproof.exec.store.store import Store, get_json, has_json, put_json
 from pipeproof.exit_status import ExitStatus
 from pipeproof.signals import TerminatedError
@@ -115,7 +124,8 @@ def join_launcher(run: RunSpec) -> LaunchedRank | None:
         os.environ.update(variables)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    interface = None if _GLOO_INTERFACE in os.environ else interface_towards(launched.master[0])
+    peer = ANOTHER_HOST if launched.is_on_several_hosts and is_loopback_name(launched.master[0]) else launched.master[0]
+    interface = None if _GLOO_INTERFACE in os.environ else interface_towards(peer)
     if interface is not None:  # gloo would take the address of the host's name, which other hosts need not reach
         os.environ[_GLOO_INTERFACE] = interface
     return launched
@@ -204,13 +214,17 @@ def _store(launched: LaunchedRank, backend: str, patience_s: float) -> Store:
     host, port = launched.master
     if launched.rank > 0:
         await_store(f"{host}:{port}", patience_s)
+    store: Store
     if backend == "torch":
         from pipeproof.exec.store import torch_store
 
-        return torch_store.process_store().part(key_prefix(launched))
-    from pipeproof.exec.store import paddle_store
+        store = torch_store.process_store().part(key_prefix(launched))
+    else:
+        from pipeproof.exec.store import paddle_store
 
-    return paddle_store.process_store(host, port, launched.world_size, key_prefix(launched), is_first=not launched.rank)
+        is_first = launched.rank == 0
+        store = paddle_store.process_store(host, port, launched.world_size, key_prefix(launched), is_first=is_first)
+    return AnsweringStore(store, patience_s)
 
 
 def _started(run: RunSpec, options: RunOptions) -> Callable[[], Framework]:
@@ -351,9 +365,10 @@ def _leave_together(meeting: Meeting) -> None:
         files = [meeting.directory / f"rank{rank}.left" for rank in meeting.host.ranks]
         wait_until(lambda: all(file.exists() for file in files), _LAST_S)
         shutil.rmtree(meeting.directory, ignore_errors=True)
-    meeting.store.add("done", 1)
-    if meeting.rank == 0:
-        wait_until(lambda: meeting.store.add("done") >= meeting.num_ranks, ends - time.monotonic())
+    with contextlib.suppress(ConnectionError):  # the end is known: that rank 0 has left first changes nothing
+        meeting.store.add("done", 1)
+        if meeting.rank == 0:
+            wait_until(lambda: meeting.store.add("done") >= meeting.num_ranks, ends - time.monotonic())
 
 
 def _require_fit(launched: LaunchedRank, report: Report) -> None:

@@ -12,7 +12,8 @@ to the store. The composer joins the positions of all hosts that answer: so a pe
 the cause, and a hang is traced to the rank for which the others wait. All ranks end with one exit status, after the
 first rank of each host has printed the verdict. Processes of this host that do not end are killed.
 
-If the store is gone, each host ends with what it knows: the host of the store has ended.
+If the store is gone, or does not answer, each host ends with what it knows: the host of the store has ended, or the
+process with which the store has gone.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S
 from pipeproof.exec.launch.verdict import VERDICT, JobEndedError, Verdict
 from pipeproof.exec.launch.watchdog import JobState, RankState
 from pipeproof.exec.run_codes import DIED
-from pipeproof.exec.store.store import Store, get_json, has_json, put_json
+from pipeproof.exec.store.answering_store import AnsweringStore
+from pipeproof.exec.store.store import get_json, has_json, put_json
 
 _POLL_S, _STORE_POLL_S = 0.05, 0.5
 _NOTE_S = 1.0
@@ -48,8 +50,10 @@ _NOTE_S = 1.0
 _LOCAL_S = 1.5
 """Longest wait for the positions of a host's living ranks."""
 _HOSTS_S = 5.0
-"""Longest wait for the positions of other hosts, and at the end for them to read the verdict."""
+"""Longest wait for the positions of other hosts, at the end for them to read the verdict, and for the store then."""
 _VERDICT_S = 10.0
+_STORE_S = 10.0
+"""Shortest time without an answer after which the store counts as gone; the job's time limit is mostly longer."""
 _ENDING_S = 5.0
 """Time in which a host's other processes end by themselves."""
 _ANSWER_S = 2.0
@@ -57,6 +61,8 @@ _ANSWER_S = 2.0
 
 _STOP, _CLAIMS, _LEFT = "stop", "stop claims", "left"
 _FINISHED = "finished"
+_LOCAL_CAUSES = frozenset({"ended", "stopped", "launcher"})
+"""Reasons by which a host's own processes explain that the store does not answer."""
 
 
 class HostWatch:
@@ -78,7 +84,7 @@ class HostWatch:
     ) -> None:
         self._meeting, self._state, self._timeout_s = meeting, state, timeout_s
         self._on_finding, self._on_end = on_finding, on_end
-        self._store: Store = meeting.store.of_thread()
+        self._store = AnsweringStore(meeting.store.of_thread(), max(timeout_s, _STORE_S))
         self._launcher = os.getppid() if watches_launcher else None
         self._last = time.monotonic()
         self._looked = self._noted = 0.0
@@ -134,6 +140,7 @@ class HostWatch:
 
     def _watch(self) -> None:
         while not self._closed.wait(_POLL_S):
+            reason = None
             try:
                 self._note_position()
                 reason = self._reason or self._own_reason() or self._reason_of_host()
@@ -141,7 +148,7 @@ class HostWatch:
                     continue
                 verdict = self._conclude(reason)
             except (ConnectionError, TimeoutError, ValueError, OSError) as error:
-                verdict = self._without_store(error)
+                verdict = self._without_store(error, reason or _STOP)
             self._end(verdict)
             return
 
@@ -193,6 +200,8 @@ class HostWatch:
 
     def _conclude(self, reason: str) -> Verdict:
         """Stop all ranks; return the verdict."""
+        # Else a store that does not answer would keep this rank longer than the watchdog waits for it.
+        self._store = self._store.limited(_HOSTS_S)
         composes = reason != _STOP and self._store.add(_CLAIMS, 1) == 1
         if reason != _STOP:
             self._store.set(_STOP, "1")
@@ -258,11 +267,18 @@ class HostWatch:
             return Verdict.of(refused[0])
         return Verdict((cause_of(self._state, positions, silent, self._meeting.hosts, self._timeout_s),))
 
-    def _without_store(self, error: Exception) -> Verdict:
-        """Verdict where the store does not answer: this host's ranks end by themselves."""
+    def _without_store(self, error: Exception, reason: str) -> Verdict:
+        """Verdict where the store does not answer: this host's ranks end by themselves.
+
+        If the store has gone with a process of this host, its end is the cause.
+        """
         self._prints = self._is_watchdog()
         with contextlib.suppress(OSError):
+            self._write_position(reason)
             self._path(_STOP).touch()
+            positions = {int(rank): position for rank, position in self._positions_of_host().items()}
+            if not _LOCAL_CAUSES.isdisjoint(position["reason"] for position in positions.values()):
+                return Verdict((cause_of(self._state, positions, (), self._meeting.hosts, self._timeout_s),))
         return Verdict((_unanswered(f"the store, which {self._meeting.hosts[0]} holds,", f" ({error})"[:300]),))
 
     def _end(self, verdict: Verdict) -> None:
@@ -367,6 +383,6 @@ def _launcher_ended(hosts: Sequence[Host]) -> Finding:
 
 def _unanswered(what: str, more: str = "") -> Finding:
     return DIED.finding(
-        f"{what} does not answer: its processes have ended, or it is not reachable{more}",
+        f"{what} does not answer: its processes have ended or are stopped, or it is not reachable{more}",
         help="look at the launcher's output on that host",
     )

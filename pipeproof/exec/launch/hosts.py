@@ -168,5 +168,6 @@ def _remove_if_left(directory: Path) -> None:
         if directory.lstat().st_uid != os.getuid():
             return
         identities = [Identity.of(content) for content in json.loads((directory / _PROCESSES).read_text())]
-        if not any(identity.process.is_alive for identity in identities):
+        own = Identity.own().machine  # of another machine's processes, which may write here, nobody knows the end here
+        if all(identity.machine == own and not identity.process.is_alive for identity in identities):
             shutil.rmtree(directory, ignore_errors=True)

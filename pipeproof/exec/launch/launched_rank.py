@@ -29,6 +29,11 @@ class LaunchedRank:
     run_id: str
     attempt: int
 
+    @property
+    def is_on_several_hosts(self) -> bool:
+        """True if the launcher states that other hosts have ranks."""
+        return self.local_world_size not in (None, self.world_size)
+
 
 def launcher_of(environment: _Environment, backend: str) -> LauncherRow | None:
     """Innermost launcher that started this process as one of several, or None.

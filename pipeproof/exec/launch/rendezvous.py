@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import os
 import socket
 import struct
@@ -133,5 +134,19 @@ def interface_towards(host: str) -> str | None:
     return None
 
 
+def is_loopback_name(host: str) -> bool:
+    """Return True if a name other than ``localhost`` has loopback addresses alone, as Debian gives a host its own name.
+
+    Other hosts do not reach this one there.
+    """
+    with contextlib.suppress(OSError):
+        addresses = {str(address[0]) for *_, address in socket.getaddrinfo(host, None)}
+        are_loopback = all(ipaddress.ip_address(address).is_loopback for address in addresses)
+        return are_loopback and host not in {"localhost", *addresses}
+    return False
+
+
+ANOTHER_HOST = "192.0.2.1"
+"""An address of no host (RFC 5737): the route to it is that to any other host."""
 _SIOCGIFADDR = 0x8915
 """From Linux's bits/ioctls.h: the address of an interface."""

@@ -78,7 +78,10 @@ def get_json(store: Store, key: str, timeout_s: float) -> Any:
     if not newline or not count.isdecimal() or not 0 < int(count) <= _MOST_PARTS:
         raise ValueError(f"{key} in the store does not begin with its number of parts")
     rest = [_bounded(store.get(f"{key}/{number}", timeout_s), key) for number in range(1, int(count))]
-    return json.loads("".join([first, *rest]))
+    try:
+        return json.loads("".join([first, *rest]))
+    except RecursionError:
+        raise ValueError(f"{key} in the store is nested too deeply") from None
 
 
 def has_json(store: Store, key: str) -> bool:

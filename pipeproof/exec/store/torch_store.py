@@ -13,6 +13,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from pipeproof.exec.launch.rendezvous import is_loopback_name
+
 CONNECT_TIMEOUT = timedelta(minutes=30)
 """Timeout of the backend. A watchdog's is shorter and knows the operation."""
 _MEET_TIMEOUT = timedelta(minutes=2)
@@ -93,8 +95,9 @@ def _network_errors() -> Iterator[None]:
 def process_store() -> TorchStore:
     """The store of this process's job, by ``MASTER_ADDR``, ``MASTER_PORT`` and ``RANK``; made once.
 
-    Rank 0 serves it unless torchrun's agent does. It listens at the named address alone; where that address belongs to
-    no interface of this host (behind translated addresses), it listens at all.
+    Rank 0 serves it unless torchrun's agent does. It listens at the named address alone. It listens at all addresses
+    where the named one belongs to no interface of this host (behind translated addresses), and where it is the name of
+    this host at its loopback interface, while other hosts have ranks.
 
     Raises:
         ConnectionError: nobody serves the store in time, or the port is taken.
@@ -103,8 +106,9 @@ def process_store() -> TorchStore:
     serves = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # a descriptor for each connection of the store and of gloo
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the soft limit is often 1,024
+    has_other_hosts = os.environ.get("LOCAL_WORLD_SIZE") not in (None, os.environ.get("WORLD_SIZE"))
     with _network_errors():
-        end = _listening(host, port).detach() if serves else None
+        end = _listening(host, port, has_other_hosts=has_other_hosts).detach() if serves else None
         made = dist.TCPStore(
             host, port, is_master=serves, timeout=_MEET_TIMEOUT, wait_for_workers=False, master_listen_fd=end
         )
@@ -112,14 +116,15 @@ def process_store() -> TorchStore:
     return TorchStore(made)
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _listening(host: str, port: int, *, has_other_hosts: bool) -> socket.socket:
     """A socket that listens at the address; PyTorch alone would listen at all addresses of the host.
 
     Raises:
         ConnectionError: the port is taken.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = [(family, address) for family, _, _, _, address in found]
+    is_unreachable = has_other_hosts and is_loopback_name(host)
+    addresses = [] if is_unreachable else [(family, address) for family, _, _, _, address in found]
     for family, address in [*addresses, (socket.AF_INET, ("", port))]:
         end = socket.socket(family, socket.SOCK_STREAM)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -13,21 +13,22 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.exec.store.answering_store import AnsweringStore
 from pipeproof.exec.store.finding_content import finding_content, finding_of
-from pipeproof.exec.store.store import Store
+from pipeproof.exec.store.store import Store, get_json, has_json, put_json
 from pipeproof.exec.train.train_errors import PipelineError, PlanRefused
 
 _Result = TypeVar("_Result")
-_FAILED = "failed"
+_FAILED, _FAILURES = "failed", "failures"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 _FAILURE_EVERY_S = 0.25
 """Time between two looks for a failure while waiting for a value."""
 _WORK_S = 60.0
 """The shortest time limit once all ranks have come: they are there, and may work on a phase."""
 _LATE_S = 5.0
-"""Time in which other ranks may still report an error of the same phase."""
+"""Time in which other ranks may still report an error: of the same phase, or the first one of the pipeline."""
 _GET_S = 60.0
-"""Time limit for reading a value that is there."""
+"""Time limit for reading a value that is there, and for each answer of the store."""
 
 
 class Agreement:
@@ -38,7 +39,7 @@ class Agreement:
 
     def __init__(self, store: Store, rank: int, num_ranks: int, timeout_s: float) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        self._store, self._timeout_s = store, timeout_s
+        self._store, self._timeout_s = AnsweringStore(store, _GET_S), timeout_s
 
     def gather(self, phase: str, work: Callable[[], Any]) -> list[Any]:
         """Return the JSON results of ``work`` on every rank, in order; every rank calls it once for each phase.
@@ -83,7 +84,7 @@ class Agreement:
     def publish(self, key: str, content: Any) -> None:
         """Write one JSON value for ``read``."""
         with _store_errors():
-            self._store.set(key, json.dumps(content))
+            put_json(self._store, key, content)
 
     def read(self, key: str, missing: str) -> Any:
         """Return the JSON value of ``publish`` on another rank; ``missing`` begins the error if it does not come.
@@ -97,7 +98,7 @@ class Agreement:
                 if text is not None and key != _FAILED:
                     raise PipelineError.reported(text)
                 raise PipelineError(f"{missing} within {self._timeout_s:g} s")
-            return json.loads(self._store.get(key, _GET_S))
+            return get_json(self._store, key, _GET_S)
 
     def of_thread(self) -> Agreement:
         """The same exchange for another thread."""
@@ -106,7 +107,7 @@ class Agreement:
 
     def has(self, key: str) -> bool:
         """Return True if ``publish`` was called for the key on any rank."""
-        return self._store.has(key)
+        return has_json(self._store, key)
 
     def is_published(self, key: str, within_s: float) -> bool:
         """Return True if ``publish`` was called for the key, or is within a time."""
@@ -114,24 +115,25 @@ class Agreement:
 
     def fail(self, text: str) -> None:
         """Report to all ranks why the pipeline ends; the first report counts."""
-        if not self.has(_FAILED):
+        is_first = self._store.add(_FAILURES, 1) == 1
+        if is_first or not self.is_published(_FAILED, _LATE_S):  # the first one may have ended before it reported
             self.publish(_FAILED, text)
 
     def failure(self) -> str | None:
         """The report of the first rank that failed; None while there is none."""
-        return str(json.loads(self._store.get(_FAILED, _GET_S))) if self.has(_FAILED) else None
+        return str(get_json(self._store, _FAILED, _GET_S)) if self.has(_FAILED) else None
 
     def _comes(self, key: str, within_s: float, *, heeds_failure: bool) -> bool:
         """Wait until a key has a value; False if it has none in time, or if a rank fails meanwhile."""
         now = time.monotonic()
         ends, look, pause = now + within_s, now + _FAILURE_EVERY_S, _FIRST_PAUSE_S
-        while not self._store.has(key):
+        while not self.has(key):
             now = time.monotonic()
             if now > ends:
                 return False
             if heeds_failure and now > look:
-                if self._store.has(_FAILED):
-                    return self._store.has(key)
+                if self.has(_FAILED):
+                    return self.has(key)
                 look = now + _FAILURE_EVERY_S
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -156,8 +158,8 @@ def _store_errors() -> Iterator[None]:
 
 
 STORE_LOST = (
-    "the store of the process group does not answer: the process that holds it has ended (the launcher's, or that of "
-    "rank 0)"
+    "the store of the process group does not answer: the process that holds it (the launcher's, or that of rank 0) has "
+    "ended or is stopped, or is not reachable"
 )
 
 

@@ -1,10 +1,14 @@
-"""Thread of each rank that sees a step without progress or the failure of a rank, reports it, and ends its rank."""
+"""Thread of each rank that reports a step without progress or the end of its launcher, and ends its rank.
+
+It also ends its rank after the failure of another.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
+import socket
 import sys
 import sysconfig
 import threading
@@ -26,6 +30,8 @@ _LONGEST_POLL_S = 1.0
 _DEVICE_POLL_S = 0.01
 _ABORT_S = 2.0
 """Time for ending the transfers: NCCL's call may itself wait for what the device waits for."""
+_OF_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "PADDLE_LOCAL_SIZE")
+"""Variables of torchrun and of Paddle's launcher, which are alive as long as their ranks. A shell may end before."""
 
 
 class StallWatch:
@@ -44,6 +50,7 @@ class StallWatch:
     ) -> None:
         self._agreement, self._timeout_s, self._describe, self._abort = agreement, timeout_s, describe, abort
         self._read_device, self._main = read_device, threading.get_ident()
+        self._launcher = os.getppid() if any(os.environ.get(name) for name in _OF_LAUNCHERS) else None
         self._at: tuple[int, int] | None = None
         self._on_device: tuple[int, int] | None = None
         """The last operation whose beginning the device will report, until the host begins one that it will not."""
@@ -109,10 +116,15 @@ class StallWatch:
                         answered = True
             except Exception:  # noqa: BLE001 - the job may be ending well: only a step without progress is reported
                 has_store = False
-            if self._is_stalled():
+            if self._launcher not in (None, os.getppid()):
+                text = f"rank {self._agreement.rank}: its launcher on {socket.gethostname()} has ended before it"
+                self._fail(text, text)
+            elif self._is_stalled():
                 self._report(has_store=has_store)
-                self._end_soon()
-                return
+            else:
+                continue
+            self._end_soon()
+            return
 
     def _is_stalled(self) -> bool:
         if self._read_device is not None:
@@ -148,10 +160,17 @@ class StallWatch:
     def _report(self, *, has_store: bool) -> None:
         """Collect what every rank is doing, and report it to all."""
         headline = f"the pipeline made no progress for {self._timeout_s:g} s"
-        own = f"{headline}\n  rank {self._agreement.rank} {self.state()}\n  {STORE_LOST}"
+        text = own = f"{headline}\n  rank {self._agreement.rank} {self.state()}\n  {STORE_LOST}"
+        if has_store:
+            with contextlib.suppress(Exception):  # the store has gone
+                text = f"{headline}\n{self._states()}"
+        self._fail(text, own)
+
+    def _fail(self, text: str, own: str) -> None:
+        """Report a failure to all, or keep ``own`` if the store has gone."""
+        self._failure = text
         try:
-            self._failure = f"{headline}\n{self._states()}" if has_store else own
-            self._agreement.fail(self._failure)
+            self._agreement.fail(text)
             self._failure = self._agreement.failure()  # another rank's report may have been first
         except Exception:  # noqa: BLE001 - the store has gone
             self._failure = own

@@ -6,7 +6,9 @@ import ctypes
 import errno
 import io
 import os
+import secrets
 import shutil
+import socket
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -70,6 +72,8 @@ def write_checkpoint(ranks: Ranks, path: Path, content: Mapping[str, Any]) -> No
     def on_rank_0(work: Callable[[], object]) -> None:
         ranks.together(lambda: work() if ranks.rank == 0 else None)
 
+    mark = ranks.gather(secrets.token_hex(16))[0]
+
     def prepare() -> None:
         with _writing(path):
             if path.exists() and not is_dcp(path) and (not path.is_dir() or any(path.iterdir())):
@@ -77,6 +81,15 @@ def write_checkpoint(ranks: Ranks, path: Path, content: Mapping[str, Any]) -> No
             if part.exists():
                 shutil.rmtree(part)
             part.mkdir(parents=True)
+            (part / mark).touch()
+
+    def require_shared() -> None:
+        if not (part / mark).exists():
+            facts = f"rank {ranks.rank} on {socket.gethostname()} sees another directory {part} than rank 0"
+            raise DcpError(facts, "save to a directory that all hosts share")
+
+    def discard() -> None:
+        shutil.rmtree(part, ignore_errors=True)
 
     def finish() -> None:
         require_files(part, read_metadata(part))
@@ -85,6 +98,12 @@ def write_checkpoint(ranks: Ranks, path: Path, content: Mapping[str, Any]) -> No
             replace_directory(part, path)
 
     on_rank_0(prepare)
+    try:
+        ranks.together(require_shared)
+    except PipeproofError:
+        on_rank_0(discard)
+        raise
+    on_rank_0((part / mark).unlink)
     with _quiet():
         try:
             writer = dcp.FileSystemWriter(part, sync_files=True)
