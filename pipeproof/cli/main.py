@@ -60,7 +60,7 @@ class _Commands(SectionedGroup):
             sys.exit(ExitStatus.INTERRUPTED)
         except (click.exceptions.Exit, click.Abort, click.ClickException):
             raise
-        except Exception as error:  # noqa: BLE001 - the boundary: whatever escapes is reported, without a traceback
+        except Exception as error:  # noqa: BLE001 - the boundary: an error that escapes is reported without a traceback
             _unexpected(error)
         finally:
             # CPython ends `python -m` by SIGINT, with any status, if an interrupt was ever raised in code that was
