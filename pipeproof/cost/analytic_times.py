@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain
@@ -22,21 +22,34 @@ from operator import add, attrgetter
 
 from pipeproof.cost.analytic_links import Links
 from pipeproof.cost.devices import DEVICES, Device
-from pipeproof.cost.network_times import Network, exact
+from pipeproof.cost.device_tables import DEVICE_TABLES
+from pipeproof.cost.measured_curves import attention_share, exact, product_us
+from pipeproof.cost.network_times import Network
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
 from pipeproof.schedule.stage_placement import ends_share_ranks
 from pipeproof.specs.cost import AnalyticSpec, CostSpec
+from pipeproof.specs.cost_table import CostTable, ProductCurve
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.exact_times import GRID_US, MAX_TIME_US, rounded_up
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize, work_item_sizes
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.layer import Layer, is_block, layer_kind, weight_calls
+from pipeproof.stages.describe.layer import Collective, Layer, is_block, layer_kind, weight_calls
 from pipeproof.stages.describe.model_family import stage_layers
 from pipeproof.stages.describe.op_work import ATTENTION_CORE, ComputeUnit, Phase, Work, layer_work
 from pipeproof.stages.describe.training_state import moved_by_update, state_of_weights
 
 _ZERO = Fraction(0)
+
+_MATMUL, _ATTENTION, _MEMORY = 0.7, 0.5, 0.8
+"""Shares of peak and of memory bandwidth for devices and types without measured curves."""
+
+_CAST_BYTES = 4
+"""Bytes for each element that is cast to fewer bits: two are read, one is written as it is and one transposed."""
+
+_LINK_PROCESSORS = Fraction(16, 132)
+"""Share of a chip's processors that a collective takes from products: 16 of the 132 of an H100 (TransformerEngine's
+default for pipelined collectives)."""
 
 _OVERLAPPING = ("dualpipe", "dualpipe_v", "file", "custom")
 """Schedules in which a forward and a backward may run side by side."""
@@ -47,7 +60,8 @@ class PhaseTime:
     """One phase of a stage or layer, for one micro-batch: its work, and where its time goes, in microseconds.
 
     ``compute_us`` is of the operations that their FLOPs bound, ``memory_us``
-    of those that their bytes bound, ``links_us`` of collectives.
+    of those that their bytes bound, ``links_us`` of collectives. ``host_us``
+    is what the host takes to start them, meanwhile.
     """
 
     flops: Fraction = _ZERO
@@ -56,11 +70,17 @@ class PhaseTime:
     compute_us: Fraction = _ZERO
     memory_us: Fraction = _ZERO
     links_us: Fraction = _ZERO
+    host_us: Fraction = _ZERO
+
+    @property
+    def device_us(self) -> Fraction:
+        """The time of the device alone."""
+        return self.compute_us + self.memory_us + self.links_us
 
     @property
     def us(self) -> Fraction:
-        """The whole time."""
-        return self.compute_us + self.memory_us + self.links_us
+        """The whole time: the device never waits for the host, or always."""
+        return max(self.device_us, self.host_us)
 
     def __add__(self, other: PhaseTime) -> PhaseTime:
         return PhaseTime(*map(add, _PARTS(self), _PARTS(other)))
@@ -83,10 +103,13 @@ class AnalyticCosts:
     def __init__(self, plan: PlanSpec, analytic: AnalyticSpec) -> None:
         self.analytic = analytic
         self.device: Device = DEVICES[analytic.device]
+        self.table: CostTable | None = table_of(analytic)
+        self._operation_us = _host_us(analytic, self.table)
         self.dtype: str = analytic.dtype or plan.run.dtype
         run = plan.run.model_copy(update={"dtype": self.dtype})
         self._plan = plan.model_copy(update={"run": run})
-        network = Network.of_device(analytic, self.device, plan.cost.network)
+        curves = () if self.table is None else self.table.collectives
+        network = Network.of_device(analytic, self.device, plan.cost.network, curves)
         self.links = Links(self._plan, network.routed(plan.model.moe))
         self.size: MicroBatchSize = max(work_item_sizes(plan)[0], key=lambda size: (size.num_tokens, size.seq_length))
         """The work item that counts: a micro-batch or a split of one."""
@@ -119,15 +142,30 @@ class AnalyticCosts:
         times = {}
         for phase in Phase:
             time = sum((self.work(work) for work in works if work.phase is phase), PhaseTime())
-            for collective in collectives.get(phase, ()):
-                link_bytes = self.links.collective_bytes(collective, item_bytes)
-                links_us = rounded_up(self.links.collective_us(collective, item_bytes))  # as it is simulated
-                time += PhaseTime(link_bytes=link_bytes, links_us=links_us)
+            time += self._collectives(collectives.get(phase, ()), item_bytes, time.compute_us)
             times[phase] = time.times(self.num_splits)
         if is_block(layer.name):
             times[Phase.INPUT] += self._recomputed(works, times[Phase.FORWARD])
         times[Phase.WEIGHT] += self._regathered(layer, item_bytes)
         return times
+
+    def _collectives(self, calls: Iterable[Collective], item_bytes: int, products_us: Fraction) -> PhaseTime:
+        """Time of a layer's collectives, those over tp pipelined with its products if the plan says so.
+
+        A pipelined collective is cut into one part for each tp rank. Its first part has nothing to hide behind, nor has
+        what the products do not cover (arXiv:2205.05198, section 4.2.2; Wang et al., Overlap communication with
+        dependent computation via decomposition, ASPLOS 2023).
+        """
+        total, over_tp = PhaseTime(), _ZERO
+        for call in calls:
+            us = rounded_up(self.links.collective_us(call, item_bytes))  # as it is simulated
+            total += PhaseTime(link_bytes=self.links.collective_bytes(call, item_bytes), links_us=us,
+                               host_us=self._operation_us)  # fmt: skip
+            over_tp += us if call.axis == "tp" and call.per_token else 0
+        if not self.analytic.overlap_tp:
+            return total
+        hidden = min(over_tp * (1 - Fraction(1, self._plan.topology.tp)), products_us)
+        return replace(total, links_us=total.links_us - hidden * (1 - _LINK_PROCESSORS))
 
     def _recomputed(self, works: Iterable[Work], forward: PhaseTime) -> PhaseTime:
         """Time of the recomputation before a block's backward: attention's core, or all of the forward."""
@@ -152,7 +190,6 @@ class AnalyticCosts:
         """By global stage, the microseconds of the optimizer's step, not rounded: its bytes, and nothing else."""
         layers = {layer.name: layer for layer in describe_gpt(self._plan)}
         lends = ends_share_ranks(self._plan)  # to a tied head: then it has no copy
-        bytes_per_us = self.device.memory * 1000 * exact(self.analytic.memory_efficiency)
         states = []
         stages = stage_layers(self._plan)
         for number, names in enumerate(stages):
@@ -160,15 +197,35 @@ class AnalyticCosts:
             is_lent = lends and number == len(stages) - 1
             held = [layer.parameters if is_lent else (*layer.parameters, *layer.borrowed) for layer in described]
             states.append(state_of_weights(self._plan, dict.fromkeys(chain.from_iterable(held))))
-        return tuple(moved_by_update(self._plan, state) / bytes_per_us for state in states)
+        return tuple(self._moved_us(moved_by_update(self._plan, state)) for state in states)
 
     def work(self, work: Work) -> PhaseTime:
-        """One operation: bound by its FLOPs or by its bytes."""
-        compute = work.flops / self._flops_per_us(work.unit, narrow=work.narrow)
-        memory = work.num_bytes / (self.device.memory * 1000 * exact(self.analytic.memory_efficiency))
-        if compute >= memory:
-            return PhaseTime(work.flops, work.num_bytes, compute_us=compute)
-        return PhaseTime(work.flops, work.num_bytes, memory_us=memory)
+        """One operation: bound by its FLOPs or by its bytes, with the casts for it and the end of a weight gradient.
+
+        A product adds to a weight gradient tile by tile when it is done with the tile, which nothing hides.
+        """
+        curve, host = self._curve(work), self._host_us_of(work)
+        if curve is None or work.shape is None:
+            compute, added = work.flops / self._flops_per_us(work), _ZERO
+        else:
+            compute, added = product_us(curve, work.shape, self._peak(work)), work.accumulated
+        cast = _CAST_BYTES * work.cast if work.narrow and self.analytic.matmul_dtype is not None else _ZERO
+        if self.analytic.matmul_efficiency is not None:
+            cast = _ZERO  # the share of the plan includes all of that
+        memory, extra = self._moved_us(work.num_bytes - added), self._moved_us(added + cast)
+        parts = {"compute_us": compute, "memory_us": extra} if compute >= memory else {"memory_us": memory + extra}
+        return PhaseTime(work.flops, work.num_bytes + cast, host_us=host, **parts)
+
+    def _moved_us(self, num_bytes: Fraction) -> Fraction:
+        share = self.analytic.memory_efficiency
+        if share is None:
+            share = _MEMORY if self.table is None else self.table.memory_efficiency
+        return num_bytes / (self.device.memory * 1000 * exact(share))
+
+    def _host_us_of(self, work: Work) -> Fraction:
+        """Time of the host for one operation; a compiler fuses elementwise ones into others."""
+        is_fused = self.analytic.execution == "compiled" and work.unit is ComputeUnit.VECTOR
+        return _ZERO if is_fused else self._operation_us
 
     @cached_property
     def messages(self) -> tuple[Fraction, ...]:
@@ -231,20 +288,33 @@ class AnalyticCosts:
             }
         )
 
-    def _flops_per_us(self, unit: ComputeUnit, *, narrow: bool = False) -> Fraction:
-        """FLOPs per microsecond: products at the peak of their type, all else at that of float32."""
-        tera = 10**6  # in a microsecond
-        if unit is ComputeUnit.VECTOR:
-            return exact(self.device.float32) * tera
-        spec = self.analytic
-        peak = self.device.bfloat16 if self.dtype == "bfloat16" else self.device.float32
-        if narrow and spec.matmul_dtype is not None:
-            peak = self.device.peak(spec.matmul_dtype)
-        return (
-            exact(peak)
-            * tera
-            * exact(spec.matmul_efficiency if unit is ComputeUnit.MATMUL else spec.attention_efficiency)
-        )
+    def _curve(self, work: Work) -> ProductCurve | None:
+        """The measured curve of a product; None if the plan has a share, or where there is no curve of the type."""
+        if self.table is None or work.unit is not ComputeUnit.MATMUL or self.analytic.matmul_efficiency is not None:
+            return None
+        narrow = self.analytic.matmul_dtype if work.narrow else None
+        return next((curve for curve in self.table.products if curve.dtype == (narrow or self.dtype)), None)
+
+    def _peak(self, work: Work) -> float:
+        """TFLOP/s: products at the peak of their type, all else at that of float32."""
+        if work.unit is ComputeUnit.VECTOR:
+            return self.device.float32
+        if work.narrow and self.analytic.matmul_dtype is not None:
+            return self.device.peak(self.analytic.matmul_dtype)
+        return self.device.bfloat16 if self.dtype == "bfloat16" else self.device.float32
+
+    def _flops_per_us(self, work: Work) -> Fraction:
+        """FLOPs per microsecond without a curve of products."""
+        peak, spec = exact(self._peak(work)) * 10**6, self.analytic
+        if work.unit is ComputeUnit.VECTOR:
+            return peak
+        if work.unit is ComputeUnit.MATMUL:
+            return peak * exact(_MATMUL if spec.matmul_efficiency is None else spec.matmul_efficiency)
+        if spec.attention_efficiency is not None or self.table is None or self.dtype != "bfloat16":
+            return peak * exact(_ATTENTION if spec.attention_efficiency is None else spec.attention_efficiency)
+        assert work.shape is not None
+        is_forward = work.phase is Phase.FORWARD
+        return peak * attention_share(self.table.attention, work.shape.columns, is_forward=is_forward)
 
     def _few_blocks(self) -> PlanSpec:
         """The plan with one block of each kind at least: those of a kind are alike."""
@@ -253,6 +323,20 @@ class AnalyticCosts:
             return self._plan
         num_layers = 1 if model.moe is None else model.moe.dense_layers + 1
         return self._plan.model_copy(update={"model": model.model_copy(update={"num_layers": num_layers})})
+
+
+def table_of(analytic: AnalyticSpec) -> CostTable | None:
+    """The measured curves of the plan's device: its own, or those that are known; None without any."""
+    return analytic.table or DEVICE_TABLES.get(analytic.device)
+
+
+def _host_us(analytic: AnalyticSpec, table: CostTable | None) -> Fraction:
+    """Time of the host for each operation; a replayed graph needs none."""
+    if analytic.execution == "graph":
+        return _ZERO
+    if analytic.host_us is not None:
+        return exact(analytic.host_us)
+    return _ZERO if table is None else exact(table.host_us)
 
 
 def _rounded(times: Iterable[Fraction]) -> list[Fraction]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -16,17 +18,30 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from pipeproof.diagnostics.problems import Problem, listed
+from pipeproof.specs.cost_table import CostTable
 from pipeproof.specs.exact_times import PositiveTimeByStage, Slowdown, StageTimes, Time, TimeByStage
 from pipeproof.specs.section import Section, refuse, shorthand_schema
 
-DeviceName = Literal["a100", "h100", "h200", "h800", "b200", "mi300x"]
+DeviceName = Literal["a100", "h100", "h200", "h800", "b200", "gb200", "b300", "gb300", "mi300x"]
 """An accelerator; ``pipeproof.cost.devices`` has the figures of its data sheet."""
 
-MatmulDtype = Literal["float8"]
-"""A type narrower than that of weights and activations, for matrix products only."""
+MatmulDtype = Literal["float8", "float8_block", "float4"]
+"""A type narrower than that of weights and activations, for matrix products only.
 
-NO_FLOAT8: frozenset[DeviceName] = frozenset({"a100"})
-"""Devices without matrix products in eight-bit floating point."""
+``float8`` has a scale for each tensor; ``float8_block`` one for each block, as DeepSeek-V3 and MXFP8; ``float4`` one
+for each block of 16, as NVFP4."""
+
+NO_MATMUL: Mapping[MatmulDtype, frozenset[DeviceName]] = MappingProxyType(
+    {
+        "float8": frozenset({"a100"}),
+        "float8_block": frozenset({"a100"}),
+        "float4": frozenset({"a100", "h100", "h200", "h800", "mi300x"}),
+    }
+)
+"""Devices without matrix products of a type."""
+
+Execution = Literal["eager", "compiled", "graph"]
+"""How the host starts kernels: each operation for itself, fused by a compiler, or all by one replayed graph."""
 
 Algorithm = Literal["ring", "tree", "auto"]
 """Algorithm of all-reduces; every other collective has one algorithm."""
@@ -40,8 +55,8 @@ _DEFAULT_BACKWARD_US = Fraction(200)
 class AnalyticSpec(Section):
     """Times computed from the data sheet of a device. A plain string such as ``h200`` is the device's name.
 
-    Efficiencies are the reached share of a data sheet's figure. They are
-    assumptions: measure yours.
+    Efficiencies are the reached share of a data sheet's figure, for all sizes
+    alike. Without them the measured curves of the device count.
     """
 
     device: DeviceName = Field(description="The accelerator of every rank.")
@@ -67,10 +82,54 @@ class AnalyticSpec(Section):
         description="Number of consecutive global ranks that fast links connect; without it, that of the device's "
         "usual node.",
     )
-    matmul_efficiency: float = Field(default=0.7, gt=0, le=1, description="Share of peak of matrix products.")
-    attention_efficiency: float = Field(default=0.5, gt=0, le=1, description="Share of peak of attention.")
-    memory_efficiency: float = Field(default=0.8, gt=0, le=1, description="Share of memory bandwidth.")
-    link_efficiency: float = Field(default=0.75, gt=0, le=1, description="Share of the bandwidth of links and network.")
+    matmul_efficiency: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of peak of all matrix products. Without it, the device's measured curves; 0.7 for a device "
+        "or a type without them.",
+    )
+    attention_efficiency: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of peak of attention. Without it, that of the device's table; 0.5 for a device without one.",
+    )
+    memory_efficiency: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of memory bandwidth. Without it, that of the device's table; 0.8 for a device without one.",
+    )
+    link_efficiency: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of the bandwidth of links and network. Without it, the device's measured curves for "
+        "collectives inside a node, and 0.75 elsewhere.",
+    )
+    table: CostTable | None = Field(
+        default=None,
+        description="Measured curves of your device in place of those that are known of `device`; `pipeproof doctor "
+        "--write-costs FILE` writes them.",
+    )
+    execution: Execution = Field(
+        default="eager",
+        description="How the host starts operations: eager, one by one; compiled, elementwise operations fused into "
+        "others; graph, all by one replay. A phase takes the time of the host or that of the device, the longer one.",
+    )
+    host_us: float | None = Field(
+        default=None,
+        ge=0,
+        le=10**6,
+        description="Time that the host takes to start one operation. Without it, that of the device's table; 0 for a "
+        "device without one.",
+    )
+    overlap_tp: bool = Field(
+        default=False,
+        description="Whether collectives over tp are pipelined with the products next to them, as with "
+        "`--tp-comm-overlap` of Megatron-LM.",
+    )
     launch_us: float = Field(
         default=20, ge=0, le=10**6, description="Time of a message or a collective before its first byte moves."
     )
