@@ -31,7 +31,15 @@ def import_megatron(files: Sequence[Path], flags: Flags) -> Imported:
     if len(files) != 1:
         message = f"a training of Megatron-LM is one file, found {len(files)}"
         raise PlanFileError(UNREADABLE.finding(message, help="give the script that starts it"))
-    arguments = read_arguments(files[0])
+    return import_arguments(read_arguments(files[0]), flags)
+
+
+def import_arguments(arguments: Arguments, flags: Flags) -> Imported:
+    """Import the arguments of a training.
+
+    Raises:
+        PlanFileError: PP170 if a value cannot be read, PP171 if Megatron-LM refuses the settings.
+    """
     draft = Draft("megatron", flags)
     reader = FlagReader(arguments, draft)
     _refuse_misspelt(reader)

@@ -1,0 +1,147 @@
+"""Iteration times and memory peaks that Megatron-LM's functional tests store as golden values.
+
+The file has a row for each case and machine. The arguments of the case are
+those of Megatron-LM's own test configurations (``megatron_cases.json``), which
+the importer of Megatron-LM's arguments turns into a plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.interop.board.measurement import (
+    EXPERTS_OVER_TP,
+    GIB,
+    Measurement,
+    MeasurementFileError,
+    NoPlanError,
+    Quantity,
+    known_device,
+)
+from pipeproof.interop.importers.imported import Flags
+from pipeproof.interop.importers.megatron.flag_values import Arguments, arguments_of_text
+from pipeproof.interop.importers.megatron.megatron_importer import import_arguments
+
+CASES = Path(__file__).parent / "measurements" / "megatron_cases.json"
+KEYS = frozenset({"kind", "case", "machine", "it", "mem"})
+_DEGREES = (
+    "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size",
+    "--expert-model-parallel-size", "--expert-tensor-parallel-size",
+)  # fmt: skip
+_NOT_DESCRIBED = {
+    "--perform-rl-step": "reinforcement learning has no key in a plan",
+    "--hybrid-layer-pattern": "blocks with a state space (Mamba) have no key in a plan",
+    "--experimental-attention-variant": "sparse attention has no key in a plan",
+    "--fine-grained-activation-offloading": "offloaded activations of a part of a block have no key in a plan",
+}
+_APPROXIMATE = {
+    "--squared-relu": "the squared ReLU is counted as GELU",
+    "--recompute-modules": "recomputed parts of a block are counted as kept",
+}
+
+
+def read_goldens(path: Path, rows: list[Any]) -> Iterator[Measurement]:
+    """Yield the iteration time and the memory peak of each row.
+
+    Raises:
+        MeasurementFileError: a row lacks a key, or a value is no number.
+    """
+    for number, row in enumerate(rows):
+        missing = sorted(KEYS - set(row)) if isinstance(row, Mapping) else sorted(KEYS)
+        if missing:
+            raise MeasurementFileError(f"{path}: row {number} has no `{missing[0]}`; add it")
+        kind, case, machine = row["kind"], row["case"], row["machine"]
+        name = f"{case}, {machine}"
+        device = _device_in(machine)
+        group = f"Megatron-LM, {'MoE' if kind in ('moe', 'mixtral') else 'dense'}, {device}"
+        plan, notes, reason = _plan_or_reason(kind, case, device)
+        for quantity, value, unit, label in (
+            (Quantity.STEP, row["it"], 1.0, "step"),
+            (Quantity.ALLOCATED, row["mem"], float(GIB), "memory"),
+        ):
+            measured = _measured(path, number, value)
+            if measured is None:
+                measured, plan, reason = 0.0, None, "the row has no measured value"
+            yield Measurement(f"{group}, {label}", name, quantity, measured / unit, plan, reason, notes)
+
+
+def _measured(path: Path, number: int, value: object) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise MeasurementFileError(f"{path}: row {number}: {value!r} is no positive number; write one, or null")
+    return float(value)
+
+
+def _device_in(machine: str) -> str:
+    """Return the device in the name of a machine; Megatron-LM's ``lts`` without a device is the A100 cluster."""
+    try:
+        return known_device(machine)
+    except NoPlanError:
+        known = [name for name in ("gb200", "gb300", "b200", "h100", "a100") if name in machine]
+        return known[0] if known else "a100"
+
+
+@cache
+def _cases() -> Mapping[str, Mapping[str, str]]:
+    cases: Mapping[str, Mapping[str, str]] = json.loads(CASES.read_text(encoding="utf-8"))["cases"]
+    return cases
+
+
+@cache
+def _plan_or_reason(kind: str, case_name: str, device: str) -> tuple[Mapping[str, Any] | None, tuple[str, ...], str]:
+    """Return the plan of a case on a machine and what it approximates; or None and the reason."""
+    try:
+        return *_plan(kind, case_name, device), ""
+    except NoPlanError as error:
+        return None, (), str(error)
+
+
+def _plan(kind: str, case_name: str, device: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return the plan of a case, and what it approximates.
+
+    Raises:
+        NoPlanError: no plan describes the case.
+    """
+    known_device(device)
+    case = _cases().get(case_name)
+    if kind == "bert":
+        raise NoPlanError("attention in both directions and Bert's heads have no key in a plan")
+    if "inference" in case_name:
+        raise NoPlanError("inference is no training step")
+    if case is None:
+        raise NoPlanError("the arguments of this case are not known to the board")
+    arguments = case["arguments"]
+    words = set(arguments.split())
+    for flag, reason in _NOT_DESCRIBED.items():
+        if flag in words:
+            raise NoPlanError(reason)
+    if case["test"] == "release":
+        raise NoPlanError("the number of ranks of this case is not published")
+    num_ranks = 4 if case_name.endswith("_1node") and device.startswith("gb") else 8
+    settings: dict[tuple[str | int, ...], object] = {("cost", "analytic", "device"): device}
+    if "--fp8-format" in words:
+        settings["cost", "analytic", "matmul_dtype"] = "float8"
+    notes = [note for flag, note in _APPROXIMATE.items() if flag in words]
+    try:
+        known = arguments_of_text(arguments, case_name)
+        tp, pp, cp, ep, expert_tp = (_degree(known, flag) for flag in _DEGREES)
+        replicas = num_ranks // (tp * pp * cp)
+        if replicas % ep and ep % tp == 0 and expert_tp == 1:
+            settings["topology", "ep"] = ep // tp
+            notes.append(EXPERTS_OVER_TP.format(ep=ep, tp=tp, rest=ep // tp))
+        imported = import_arguments(known, Flags(settings, world_size=num_ranks))
+    except PipeproofError as error:
+        raise NoPlanError(error.findings[0].message) from error
+    notes += [f"{'.'.join(map(str, assumed.key))}: {assumed.why}" for assumed in imported.assumptions]
+    return imported.plan, tuple(notes)
+
+
+def _degree(arguments: Arguments, flag: str) -> int:
+    setting = arguments.flags.get(flag)
+    return int(setting.value) if setting is not None and setting.value is not None else 1
