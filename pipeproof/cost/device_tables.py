@@ -22,6 +22,7 @@ _PRODUCTS: Mapping[str, tuple[tuple[str, float, float, float, float, float], ...
         ("float8", 0.798, 0, 396, 0.09, 11.7),
         ("float8_block", 0.702, 6.33e5, 680, 0.11, 3.3),
     ),
+    "a100": (("bfloat16", 0.847, 2.73e5, 172, 0, 2.8),),
     "h200": (
         ("bfloat16", 0.849, 1.92e5, 149, 0.16, 2.9),
         ("float8", 0.792, 1.30e5, 332, 0.07, 11.7),
@@ -77,18 +78,18 @@ _HOPPER = AttentionCurve(forward=0.6, backward=0.49, spare_keys=256)
 profile (deepseek-ai/profile-data): 0.56 and 0.43."""
 
 
-def _table(source: str, like: str, link: float = 1, *, attention: AttentionCurve, memory: float, host: float,
-           num_ranks: int = 8, dtypes: int | None = None) -> CostTable:  # fmt: skip
+def _table(source: str, like: str, linked: str, link: float = 1, *, attention: AttentionCurve, memory: float, host: float,
+           num_ranks: int = 8) -> CostTable:  # fmt: skip
     """The curves of the device ``like``, with its links ``link`` times as fast, up to ``num_ranks`` ranks."""
     products = tuple(
         ProductCurve(dtype=dtype, efficiency=efficiency, spare_elements=elements, spare_inner=inner, slowdown=slow,
                      start_us=start)
-        for dtype, efficiency, elements, inner, slow, start in _PRODUCTS[like][:dtypes]
+        for dtype, efficiency, elements, inner, slow, start in _PRODUCTS[like]
     )  # fmt: skip
     collectives = tuple(
         CollectiveCurve(kind=kind, num_ranks=ranks, latency_us=latency, ramp_us=ramp, ramp_bytes=size,
                         bandwidth=bandwidth * link)
-        for kind, ranks, latency, ramp, size, bandwidth in _COLLECTIVES[like]
+        for kind, ranks, latency, ramp, size, bandwidth in _COLLECTIVES[linked]
         if kind != "ALL_REDUCE" or ranks <= num_ranks
     )  # fmt: skip
     return CostTable(source=source, products=products, attention=attention, memory_efficiency=memory, host_us=host,
@@ -98,16 +99,15 @@ def _table(source: str, like: str, link: float = 1, *, attention: AttentionCurve
 DEVICE_TABLES: Mapping[DeviceName, CostTable] = MappingProxyType(
     {
         "a100": _table(f"products: shares of peak of an H100 in {_TABLES}; collectives: those of an H100 by the ratio of links, "
-                       "without sums in switches", "h100", 300 / 450, attention=_HOPPER, memory=0.7, host=0, num_ranks=4,
-                       dtypes=1),
-        "h100": _table(_TABLES, "h100", attention=_HOPPER, memory=0.6, host=0),
-        "h200": _table(_TABLES, "h200", attention=_HOPPER, memory=0.55, host=0),
-        "h800": _table(f"as H100 in {_TABLES}; collectives by the ratio of links", "h100", 200 / 450, attention=_HOPPER,
+                       "without sums in switches", "a100", "h100", 300 / 450, attention=_HOPPER, memory=0.7, host=0, num_ranks=4),
+        "h100": _table(_TABLES, "h100", "h100", attention=_HOPPER, memory=0.6, host=0),
+        "h200": _table(_TABLES, "h200", "h200", attention=_HOPPER, memory=0.55, host=0),
+        "h800": _table(f"as H100 in {_TABLES}; collectives by the ratio of links", "h100", "h100", 200 / 450, attention=_HOPPER,
                        memory=0.6, host=0),
-        "b200": _table(_TABLES, "b200", attention=_HOPPER, memory=0.5, host=0),
-        "gb200": _table(f"as B200 in {_TABLES}", "b200", attention=_HOPPER, memory=0.5, host=0),
-        "b300": _table(f"as B200 in {_TABLES}", "b200", attention=_HOPPER, memory=0.5, host=0),
-        "gb300": _table(f"as B200 in {_TABLES}", "b200", attention=_HOPPER, memory=0.5, host=0),
+        "b200": _table(_TABLES, "b200", "b200", attention=_HOPPER, memory=0.5, host=0),
+        "gb200": _table(f"as B200 in {_TABLES}", "b200", "b200", attention=_HOPPER, memory=0.5, host=0),
+        "b300": _table(f"as B200 in {_TABLES}", "b200", "b200", attention=_HOPPER, memory=0.5, host=0),
+        "gb300": _table(f"as B200 in {_TABLES}", "b200", "b200", attention=_HOPPER, memory=0.5, host=0),
     }
 )  # fmt: skip
 """Tables by device; one without a table has the flat shares of ``docs/costs.md``."""
