@@ -51,6 +51,12 @@ _LINK_PROCESSORS = Fraction(16, 132)
 """Share of a chip's processors that a collective takes from products: 16 of the 132 of an H100 (TransformerEngine's
 default for pipelined collectives)."""
 
+_PAIR_PROCESSORS = Fraction(20, 132)
+"""Share of a chip's processors that the collectives of an overlapped pair hold."""
+
+_PASSES = 4
+"""Reads and writes of memory for each byte that a collective of an overlapped pair moves."""
+
 _OVERLAPPING = ("dualpipe", "dualpipe_v", "file", "custom")
 """Schedules in which a forward and a backward may run side by side."""
 
@@ -237,8 +243,8 @@ class AnalyticCosts:
         """By stage of the forward, a forward and a backward side by side, not rounded; None where none are.
 
         They share the chip and the links, and each one's collectives hide
-        behind the other's computation, perfectly. The backward is that of the
-        stage opposite, as in DualPipe; in an order of one's own, of any stage.
+        behind the other's computation. The backward is that of the stage
+        opposite, as in DualPipe; in an order of one's own, of any stage.
         """
         kind, num_stages = self._plan.schedule.kind, len(self.stages)
         if kind not in _OVERLAPPING:
@@ -253,10 +259,20 @@ class AnalyticCosts:
         )
 
     def _overlapped_us(self, forward: int, backward: int) -> Fraction:
+        """The pair takes the time of its collectives or of its computations, whichever is longer.
+
+        While collectives run, their kernels hold processors that products then lack: 20 of the 132 of an H800
+        (arXiv:2412.19437, section 3.2.2). Their bytes pass through memory, with a read and a write on each side.
+        """
         first, second = self.stages[forward][Phase.FORWARD], self.stages[backward][Phase.INPUT]
         second += self.stages[backward][Phase.WEIGHT]
-        links = first.links_us + second.links_us
-        return max(first.us + second.us - links, links, first.us, second.us)
+        both = first + second
+        computing = both.compute_us + both.memory_us
+        if self.table is not None:
+            lacking = _PAIR_PROCESSORS * min(both.links_us, both.compute_us / (1 - _PAIR_PROCESSORS))
+            computing += lacking + self._moved_us(_PASSES * both.link_bytes)
+        together = max(computing, both.links_us, first.us, second.us)
+        return max(both.host_us, min(together, first.us + second.us))
 
     def resolved(self, p2p: str) -> CostSpec:
         """The same as given times; every edge has the latency of the slowest.
