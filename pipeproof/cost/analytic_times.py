@@ -116,7 +116,7 @@ class AnalyticCosts:
         self._plan = plan.model_copy(update={"run": run})
         curves = () if self.table is None else self.table.collectives
         network = Network.of_device(analytic, self.device, plan.cost.network, curves)
-        self.links = Links(self._plan, network.routed(plan.model.moe))
+        self.links = Links(self._plan, network.routed(plan.model.moe, by_node=analytic.exchange == "by_node"))
         self.size: MicroBatchSize = max(work_item_sizes(plan)[0], key=lambda size: (size.num_tokens, size.seq_length))
         """The work item that counts: a micro-batch or a split of one."""
         self.num_splits = plan.schedule.num_sequence_splits
@@ -148,29 +148,30 @@ class AnalyticCosts:
         times = {}
         for phase in Phase:
             time = sum((self.work(work) for work in works if work.phase is phase), PhaseTime())
-            time += self._collectives(collectives.get(phase, ()), item_bytes, time.compute_us)
+            time = self._with_collectives(time, collectives.get(phase, ()), item_bytes)
             times[phase] = time.times(self.num_splits)
         if is_block(layer.name):
             times[Phase.INPUT] += self._recomputed(works, times[Phase.FORWARD])
         times[Phase.WEIGHT] += self._regathered(layer, item_bytes)
         return times
 
-    def _collectives(self, calls: Iterable[Collective], item_bytes: int, products_us: Fraction) -> PhaseTime:
-        """Time of a layer's collectives, those over tp pipelined with its products if the plan says so.
+    def _with_collectives(self, time: PhaseTime, calls: Iterable[Collective], item_bytes: int) -> PhaseTime:
+        """Add a layer's collectives to the time of its operations, without what ``overlap`` hides.
 
-        A pipelined collective is cut into one part for each tp rank. Its first part has nothing to hide behind, nor has
-        what the products do not cover (arXiv:2205.05198, section 4.2.2; Wang et al., Overlap communication with
-        dependent computation via decomposition, ASPLOS 2023).
+        A collective over tp is cut into one part for each tp rank. Its first part has nothing to hide behind, nor has
+        what the products do not cover (Wang et al., Overlap communication with dependent computation via decomposition,
+        ASPLOS 2023). Exchanges over ep hide behind the operations of another micro-batch, for which those of this one
+        stand here.
         """
-        total, over_tp = PhaseTime(), _ZERO
+        total, over = time, dict.fromkeys(("tp", "ep"), _ZERO)
         for call in calls:
             us = rounded_up(self.links.collective_us(call, item_bytes))  # as it is simulated
             total += PhaseTime(link_bytes=self.links.collective_bytes(call, item_bytes), links_us=us,
                                host_us=self._operation_us)  # fmt: skip
-            over_tp += us if call.axis == "tp" and call.per_token else 0
-        if not self.analytic.overlap_tp:
-            return total
-        hidden = min(over_tp * (1 - Fraction(1, self._plan.topology.tp)), products_us)
+            if call.axis in self.analytic.overlap and call.per_token:
+                over[call.axis] += us
+        hidden = min(over["tp"] * (1 - Fraction(1, self._plan.topology.tp)), time.compute_us)
+        hidden += min(over["ep"], time.compute_us + time.memory_us - hidden)
         return replace(total, links_us=total.links_us - hidden * (1 - _LINK_PROCESSORS))
 
     def _recomputed(self, works: Iterable[Work], forward: PhaseTime) -> PhaseTime:

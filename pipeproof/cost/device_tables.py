@@ -34,6 +34,12 @@ _PRODUCTS: Mapping[str, tuple[tuple[str, float, float, float, float, float], ...
         ("float8_block", 0.842, 1.16e6, 717, 0.64, 5.5),
         ("float4", 0.631, 3.34e6, 1024, 0.52, 5.7),
     ),
+    "gb300": (
+        ("bfloat16", 0.80, 3.98e5, 117, 0, 2.4),
+        ("float8", 0.80, 6.34e5, 329, 0, 15.1),
+        ("float8_block", 0.842, 1.16e6, 717, 0, 5.5),
+        ("float4", 0.631, 3.34e6, 1024, 0, 5.7),
+    ),
 }  # fmt: skip
 """(type, efficiency, spare elements, spare inner, slowdown, start in us), as in ``ProductCurve``."""
 
@@ -106,8 +112,8 @@ DEVICE_TABLES: Mapping[DeviceName, CostTable] = MappingProxyType(
                        memory=0.6, host=0),
         "b200": _table(_TABLES, "b200", "b200", attention=_HOPPER, memory=0.5, host=0),
         "gb200": _table(f"as B200 in {_TABLES}", "b200", "b200", attention=_HOPPER, memory=0.5, host=0),
-        "b300": _table(f"as B200 in {_TABLES}", "b200", "b200", attention=_HOPPER, memory=0.5, host=0),
-        "gb300": _table(f"as B200 in {_TABLES}", "b200", "b200", attention=_HOPPER, memory=0.5, host=0),
+        "b300": _table(f"as B200 in {_TABLES}", "gb300", "b200", attention=_HOPPER, memory=0.5, host=0),
+        "gb300": _table(f"as B200 in {_TABLES}", "gb300", "b200", attention=_HOPPER, memory=0.5, host=0),
     }
 )  # fmt: skip
 """Tables by device; one without a table has the flat shares of ``docs/costs.md``."""

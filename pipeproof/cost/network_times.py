@@ -148,10 +148,24 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Each token has ``top_k`` experts, on at most ``nodes_per_token`` nodes, and goes once to each of these."""
+    """Each token has ``top_k`` experts, on at most ``nodes_per_token`` nodes, and goes once to each of these.
+
+    Without a limit the experts are on any ranks alike, and a token also goes once to each rank (``by_node``).
+    """
 
     top_k: int
-    nodes_per_token: int
+    nodes_per_token: int | None
+
+    def reached(self, places: int) -> Fraction:
+        """The mean number of distinct places, of ``places``, that the experts of a token are in."""
+        return places * (1 - Fraction(places - 1, places) ** self.top_k)
+
+    def nodes(self, shape: Shape) -> Fraction:
+        """The number of nodes to which a token goes."""
+        nodes = len(shape.on_nodes)
+        if self.nodes_per_token is None:
+            return self.reached(nodes)
+        return Fraction(min(self.nodes_per_token, self.top_k, nodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +256,9 @@ class Network:
             uses_all_cards=not spec.contention,
         )
 
-    def routed(self, moe: MoeSpec | None) -> Self:
+    def routed(self, moe: MoeSpec | None, *, by_node: bool = False) -> Self:
         """The same links where tokens go to these experts."""
-        if moe is None or moe.nodes_per_token is None:
+        if moe is None or (moe.nodes_per_token is None and not by_node):
             return self
         return replace(self, routing=Routing(moe.top_k, moe.nodes_per_token))
 
@@ -282,7 +296,10 @@ class Network:
 
     def _measured_us(self, curve: CollectiveCurve, kind: OpKind, num_ranks: int, num_bytes: Fraction) -> Fraction:
         if kind is OpKind.ALL_TO_ALL:
-            return moved_us(curve, num_bytes * (num_ranks - 1) / num_ranks)
+            share = Fraction(1)
+            if self.routing is not None and self.routing.nodes_per_token is None:
+                share = self.routing.reached(num_ranks) / self.routing.top_k
+            return moved_us(curve, share * num_bytes * (num_ranks - 1) / num_ranks)
         ring = _RING[OpKind.ALL_GATHER if kind in GATHER_KINDS else kind]
         (steps, share), measured_steps = ring(num_ranks), ring(curve.num_ranks)[0]
         return moved_us(curve, share * num_bytes) + (steps - measured_steps) * self.node.latency_us
@@ -331,7 +348,7 @@ class Network:
         piece = num_bytes / shape.num_ranks
         if self.routing is None or not shape.crosses:
             return Way(self.node.latency_us, piece), Way(self.between.latency_us, piece)
-        nodes = min(self.routing.nodes_per_token, self.routing.top_k, len(shape.on_nodes))
+        nodes = self.routing.nodes(shape)
         latency = self.between.latency_us + (self.node.latency_us if shape.has_neighbours else 0)
         return Way(latency, num_bytes / on_node), Way(latency, piece * nodes / self.routing.top_k)
 

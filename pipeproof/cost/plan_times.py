@@ -79,7 +79,8 @@ def link_times(plan: PlanSpec) -> LinkTimes | None:
     table = table_of(cost.analytic)
     curves = () if table is None else table.collectives
     network = Network.of_device(cost.analytic, DEVICES[cost.analytic.device], cost.network, curves)
-    return NetworkTimes(network.routed(plan.model.moe), cost.analytic.dtype or run.dtype, gradients)
+    network = network.routed(plan.model.moe, by_node=cost.analytic.exchange == "by_node")
+    return NetworkTimes(network, cost.analytic.dtype or run.dtype, gradients)
 
 
 def reduced_dtype(plan: PlanSpec) -> str:

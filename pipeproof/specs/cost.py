@@ -20,7 +20,7 @@ from pydantic_core import CoreSchema
 from pipeproof.diagnostics.problems import Problem, listed
 from pipeproof.specs.cost_table import CostTable
 from pipeproof.specs.exact_times import PositiveTimeByStage, Slowdown, StageTimes, Time, TimeByStage
-from pipeproof.specs.section import Section, refuse, shorthand_schema
+from pipeproof.specs.section import FROM_LIST, Section, refuse, shorthand_schema
 
 DeviceName = Literal["a100", "h100", "h200", "h800", "b200", "gb200", "b300", "gb300", "mi300x"]
 """An accelerator; ``pipeproof.cost.devices`` has the figures of its data sheet."""
@@ -125,10 +125,17 @@ class AnalyticSpec(Section):
         description="Time that the host takes to start one operation. Without it, that of the device's table; 0 for a "
         "device without one.",
     )
-    overlap_tp: bool = Field(
-        default=False,
-        description="Whether collectives over tp are pipelined with the products next to them, as with "
-        "`--tp-comm-overlap` of Megatron-LM.",
+    overlap: Annotated[tuple[Literal["tp", "ep"], ...], FROM_LIST] = Field(
+        default=(),
+        description="Axes whose collectives run during computations: tp, pipelined with the products next to them "
+        "(`--tp-comm-overlap` of Megatron-LM); ep, during the computations of another micro-batch "
+        "(`--overlap-moe-expert-parallel-comm`).",
+        json_schema_extra={"default": []},
+    )
+    exchange: Literal["direct", "by_node"] = Field(
+        default="direct",
+        description="All-to-alls of experts: direct, a token goes once to each of its experts; by_node, once to each "
+        "rank and over the network once to each node that has some of them, as in DeepEP.",
     )
     launch_us: float = Field(
         default=20, ge=0, le=10**6, description="Time of a message or a collective before its first byte moves."
