@@ -232,7 +232,7 @@ class AnalyticCosts:
     def _host_us_of(self, work: Work) -> Fraction:
         """Time of the host for one operation; a compiler fuses elementwise ones into others."""
         is_fused = self.analytic.execution == "compiled" and work.unit is ComputeUnit.VECTOR
-        return _ZERO if is_fused else self._operation_us
+        return _ZERO if is_fused else work.launches * self._operation_us
 
     @cached_property
     def messages(self) -> tuple[Fraction, ...]:
@@ -285,7 +285,7 @@ class AnalyticCosts:
         forward = [max(time, GRID_US) for time in phases[Phase.FORWARD]]  # what is there takes some time
         (latency,) = _rounded([max(self.messages, default=_ZERO)])
         overlapped = None if self.overlapped is None else _rounded(self.overlapped)
-        updates = _rounded(self.updates)
+        updates = _rounded(update + exact(self.analytic.step_us) for update in self.updates)
         if (
             max([*forward, *phases[Phase.INPUT], *phases[Phase.WEIGHT], *(overlapped or ()), *updates, latency])
             > MAX_TIME_US

@@ -105,15 +105,15 @@ def _table(source: str, like: str, linked: str, link: float = 1, *, attention: A
 DEVICE_TABLES: Mapping[DeviceName, CostTable] = MappingProxyType(
     {
         "a100": _table(f"products: shares of peak of an H100 in {_TABLES}; collectives: those of an H100 by the ratio of links, "
-                       "without sums in switches", "a100", "h100", 300 / 450, attention=_HOPPER, memory=0.7, host=0, num_ranks=4),
-        "h100": _table(_TABLES, "h100", "h100", attention=_HOPPER, memory=0.6, host=0),
-        "h200": _table(_TABLES, "h200", "h200", attention=_HOPPER, memory=0.55, host=0),
+                       "without sums in switches", "a100", "h100", 300 / 450, attention=_HOPPER, memory=0.7, host=52, num_ranks=4),
+        "h100": _table(_TABLES, "h100", "h100", attention=_HOPPER, memory=0.6, host=105),
+        "h200": _table(_TABLES, "h200", "h200", attention=_HOPPER, memory=0.55, host=105),
         "h800": _table(f"as H100 in {_TABLES}; collectives by the ratio of links", "h100", "h100", 200 / 450, attention=_HOPPER,
-                       memory=0.6, host=0),
-        "b200": _table(_TABLES, "b200", "b200", attention=_HOPPER, memory=0.5, host=0),
-        "gb200": _table(f"as B200 in {_TABLES}", "b200", "b200", attention=_HOPPER, memory=0.5, host=0),
-        "b300": _table(f"as B200 in {_TABLES}", "gb300", "b200", attention=_HOPPER, memory=0.5, host=0),
-        "gb300": _table(f"as B200 in {_TABLES}", "gb300", "b200", attention=_HOPPER, memory=0.5, host=0),
+                       memory=0.6, host=105),
+        "b200": _table(_TABLES, "b200", "b200", attention=_HOPPER, memory=0.5, host=120),
+        "gb200": _table(f"as B200 in {_TABLES}", "b200", "b200", attention=_HOPPER, memory=0.5, host=120),
+        "b300": _table(f"as B200 in {_TABLES}", "gb300", "b200", attention=_HOPPER, memory=0.5, host=120),
+        "gb300": _table(f"as B200 in {_TABLES}", "gb300", "b200", attention=_HOPPER, memory=0.5, host=120),
     }
 )  # fmt: skip
 """Tables by device; one without a table has the flat shares of ``docs/costs.md``."""

@@ -125,6 +125,12 @@ class AnalyticSpec(Section):
         description="Time that the host takes to start one operation. Without it, that of the device's table; 0 for a "
         "device without one.",
     )
+    step_us: float = Field(
+        default=0,
+        ge=0,
+        le=10**9,
+        description="Time of a step outside of its pipeline, added to the optimizer's: data, logging, norms of gradients.",
+    )
     overlap: Annotated[tuple[Literal["tp", "ep"], ...], FROM_LIST] = Field(
         default=(),
         description="Axes whose collectives run during computations: tp, pipelined with the products next to them "

@@ -83,5 +83,5 @@ def _plan(device: str, num_ranks: int) -> dict[str, Any]:
         "topology": {"pp": num_stages, "ep": num_ranks},
         "schedule": {"kind": "dualpipe", "num_micro_batches": 2 * num_stages, "micro_batch_size": 1},
         "stages": [["embed"], *stages, ["norm", "head"]],
-        "cost": {"analytic": {"device": device, "dtype": "bfloat16", "matmul_dtype": "float8"}},
+        "cost": {"analytic": {"device": device, "dtype": "bfloat16", "matmul_dtype": "float8_block"}},
     }  # fmt: skip

@@ -25,7 +25,7 @@ COLUMNS = frozenset(
         "Tokens / sec / GPU", "release", "section", "model", "FSDP",
     }
 )  # fmt: skip
-_PRECISIONS = {"BF16": None, "FP8": "float8", "MXFP8": "float8"}
+_PRECISIONS = {"BF16": None, "FP8": "float8", "MXFP8": "float8", "NVFP4": "float4"}
 
 
 def read_megatron_bridge(path: Path) -> Iterator[Measurement]:
@@ -79,7 +79,9 @@ def _plan(cells: Cells, model: PublicModel) -> tuple[dict[str, Any], tuple[str, 
     schedule: dict[str, Any] = {"kind": "1f1b"}
     if num_chunks > 1:
         schedule = {"kind": "interleaved", "variant": "megatron", "num_chunks": num_chunks}
-    analytic: dict[str, Any] = {"device": device, "dtype": "bfloat16"}
+    analytic: dict[str, Any] = {"device": device, "dtype": "bfloat16", "exchange": "by_node"}
+    if tp > 1:
+        analytic["overlap"] = ["tp"]
     if _PRECISIONS[precision]:
         analytic["matmul_dtype"] = _PRECISIONS[precision]
     mtp = model.keys.get("mtp", {})

@@ -61,12 +61,12 @@ def _plan(cells: Cells, mesh: tuple[int, int, int], num_micro_batches: int) -> d
             "kind": "gpt", "num_layers": cells.count("# layers"), "hidden_size": hidden,
             "num_heads": cells.count("attention heads"), "ffn_size": 4 * hidden, "vocab_size": _VOCABULARY,
             "seq_length": cells.count("sequence length"), "norm": "layer", "positions": "learned",
-            "mlp": "gelu_tanh", "biases": "all", "tied_embedding": True,
+            "mlp": "gelu_tanh", "biases": "all", "tied_embedding": True, "dropout": 0.1,
         },
         "topology": {"tp": tp, "dp": dp, "pp": pp},
         "schedule": {
             "kind": "1f1b", "num_micro_batches": num_micro_batches, "micro_batch_size": cells.count("micro batch"),
         },
-        "cost": {"analytic": {"device": "a100", "dtype": "bfloat16"}},
+        "cost": {"analytic": {"device": "a100", "dtype": "bfloat16", "attention": "unfused"}},
         "memory": {"recompute": "full"},
     }  # fmt: skip

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from typing import NamedTuple
@@ -29,6 +29,9 @@ from pipeproof.stages.describe.rank_sizes import RankSizes
 
 WEIGHT_GRADIENT_BYTES = 4
 """Bytes of an element of a weight gradient."""
+
+ROUTING_LAUNCHES = 5
+"""Operations that a framework starts for one of a router's: a softmax, the choice of experts, a mask, a sort, a copy."""
 
 ATTENTION_CORE = frozenset({"attn.core", "attn.scores", "attn.softmax", "attn.core_dropout", "attn.mix"})
 """The operations of the core of attention, from q, k and v to the mixed values."""
@@ -71,6 +74,7 @@ class Work:
     ``narrow`` marks products that mixed-precision training computes in eight bits: those with weights of blocks, except
     routers (arXiv:2412.19437, section 3.3.1). ``cast`` are the elements of activations or of their gradients that are
     cast for it. ``accumulated`` are the bytes of a weight gradient that the product reads and writes at its end.
+    ``launches`` are the operations that a framework starts for it, one by one.
     """
 
     name: str
@@ -82,6 +86,7 @@ class Work:
     shape: ProductShape | None = None
     cast: Fraction = Fraction(0)
     accumulated: Fraction = Fraction(0)
+    launches: int = 1
 
 
 def layer_work(
@@ -105,6 +110,11 @@ def product_flops(plan: PlanSpec, layers: Sequence[str], size: MicroBatchSize) -
             if work.unit is not ComputeUnit.VECTOR:
                 flops[work.phase] += number * work.flops
     return flops
+
+
+def _routes(operation: ops.Elementwise) -> bool:
+    """True for the scores of a router, and for moving tokens into the order of experts and back."""
+    return operation.is_float32 or (operation.rows == ops.VISITS and operation.whole > 0)
 
 
 class _RankWork:
@@ -137,7 +147,8 @@ class _RankWork:
                 yield from self._elementwise(name, numel, operation.forward, operation.backward, operation.weight)
             case ops.Elementwise():
                 numel = sizes.rows(operation.rows) * sizes.elements(operation)
-                yield from self._elementwise(name, numel, operation.forward, operation.backward, operation.weight)
+                works = self._elementwise(name, numel, operation.forward, operation.backward, operation.weight)
+                yield from (replace(work, launches=ROUTING_LAUNCHES) for work in works) if _routes(operation) else works
             case ops.Loss():  # read for the maximum, and for the sum
                 yield from self._elementwise(name, sizes.tokens * sizes.elements(operation), ops.SOFTMAX, (2, 2))
             case ops.Dropout():
