@@ -285,7 +285,8 @@ class AnalyticCosts:
         forward = [max(time, GRID_US) for time in phases[Phase.FORWARD]]  # what is there takes some time
         (latency,) = _rounded([max(self.messages, default=_ZERO)])
         overlapped = None if self.overlapped is None else _rounded(self.overlapped)
-        updates = _rounded(update + exact(self.analytic.step_us) for update in self.updates)
+        a_step = exact(self.analytic.step_us) * self._plan.topology.pp / len(self.stages)  # a rank has several stages
+        updates = _rounded(update + a_step for update in self.updates)
         if (
             max([*forward, *phases[Phase.INPUT], *phases[Phase.WEIGHT], *(overlapped or ()), *updates, latency])
             > MAX_TIME_US

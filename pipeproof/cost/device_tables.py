@@ -105,7 +105,7 @@ def _table(source: str, like: str, linked: str, link: float = 1, *, attention: A
 DEVICE_TABLES: Mapping[DeviceName, CostTable] = MappingProxyType(
     {
         "a100": _table(f"products: shares of peak of an H100 in {_TABLES}; collectives: those of an H100 by the ratio of links, "
-                       "without sums in switches", "a100", "h100", 300 / 450, attention=_HOPPER, memory=0.7, host=52, num_ranks=4),
+                       "without sums in switches", "a100", "h100", 300 / 450, attention=_HOPPER, memory=0.7, host=55, num_ranks=4),
         "h100": _table(_TABLES, "h100", "h100", attention=_HOPPER, memory=0.6, host=105),
         "h200": _table(_TABLES, "h200", "h200", attention=_HOPPER, memory=0.55, host=105),
         "h800": _table(f"as H100 in {_TABLES}; collectives by the ratio of links", "h100", "h100", 200 / 450, attention=_HOPPER,

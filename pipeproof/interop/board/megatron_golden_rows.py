@@ -39,6 +39,8 @@ _NOT_DESCRIBED = {
     "--experimental-attention-variant": "sparse attention has no key in a plan",
     "--fine-grained-activation-offloading": "offloaded activations of a part of a block have no key in a plan",
 }
+_HOST = {"a100": (140, 50_000), "h100": (105, 30_000), "gb200": (160, 5_000)}
+"""Microseconds of the host for an operation and a step, fitted to the dense cases of each device: the host bounds all."""
 _APPROXIMATE = {
     "--squared-relu": "the squared ReLU is counted as GELU",
     "--recompute-modules": "recomputed parts of a block are counted as kept",
@@ -125,6 +127,9 @@ def _plan(kind: str, case_name: str, device: str) -> tuple[Mapping[str, Any], tu
         raise NoPlanError("the number of ranks of this case is not published")
     num_ranks = 4 if case_name.endswith("_1node") and device.startswith("gb") else 8
     settings: dict[tuple[str | int, ...], object] = {("cost", "analytic", "device"): device}
+    if device in _HOST:
+        for key, value in zip(("host_us", "step_us"), _HOST[device], strict=True):
+            settings["cost", "analytic", key] = value
     if "--fp8-format" in words:
         settings["cost", "analytic", "matmul_dtype"] = "float8"
     notes = [note for flag, note in _APPROXIMATE.items() if flag in words]
