@@ -21,8 +21,8 @@ from itertools import chain
 from operator import add, attrgetter
 
 from pipeproof.cost.analytic_links import Links
+from pipeproof.cost.device_tables import device_table
 from pipeproof.cost.devices import DEVICES, Device
-from pipeproof.cost.device_tables import DEVICE_TABLES
 from pipeproof.cost.measured_curves import attention_share, exact, product_us
 from pipeproof.cost.network_times import Network
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
@@ -345,7 +345,7 @@ class AnalyticCosts:
 
 def table_of(analytic: AnalyticSpec) -> CostTable | None:
     """The measured curves of the plan's device: its own, or those that are known; None without any."""
-    return analytic.table or DEVICE_TABLES.get(analytic.device)
+    return analytic.table or device_table(analytic.device)
 
 
 def _host_us(analytic: AnalyticSpec, table: CostTable | None) -> Fraction:

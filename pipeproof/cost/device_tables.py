@@ -2,26 +2,35 @@
 
 Products and collectives of H100, H200 and B200 are fits to the tables of ai-dynamo/aiconfigurator (systems data,
 Apache-2.0; TensorRT-LLM 1.3.0rc20, NCCL 2.29.2) by ``benchmarks/fit_device_tables.py``, which prints these rows and
-their residuals: in the median 3 to 6 % of products from 256 x 256 x 256 on, and 2 to 8 % of collectives. ``docs/costs.md``
-lists them. Other devices have the curves of a measured one, as ``source`` says.
+their residuals: in the median 3 to 6 % of products from 256 x 256 x 256 on, and 2 to 8 % of collectives. Other devices
+have the curves of a measured one, as ``source`` says. ``docs/costs.md`` lists what the rest was chosen from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
+from dataclasses import dataclass
+from functools import cache
 
 from pipeproof.specs.cost import DeviceName
-from pipeproof.specs.cost_table import AttentionCurve, CollectiveCurve, CostTable, ProductCurve
+from pipeproof.specs.cost_table import (
+    AttentionCurve,
+    CollectiveCurve,
+    CollectiveType,
+    CostTable,
+    ProductCurve,
+    ProductType,
+)
 
 _TABLES = "tables of ai-dynamo/aiconfigurator (Apache-2.0), fitted"
 
-_PRODUCTS: Mapping[str, tuple[tuple[str, float, float, float, float, float], ...]] = {
+_PRODUCTS: Mapping[str, tuple[tuple[ProductType, float, float, float, float, float], ...]] = {
     "h100": (
         ("bfloat16", 0.847, 2.73e5, 172, 0.13, 2.8),
         ("float8", 0.798, 0, 396, 0.09, 11.7),
         ("float8_block", 0.702, 6.33e5, 680, 0.11, 3.3),
     ),
+    # at the clock of its peak: an A100 keeps 1,410 MHz
     "a100": (("bfloat16", 0.847, 2.73e5, 172, 0, 2.8),),
     "h200": (
         ("bfloat16", 0.849, 1.92e5, 149, 0.16, 2.9),
@@ -34,6 +43,7 @@ _PRODUCTS: Mapping[str, tuple[tuple[str, float, float, float, float, float], ...
         ("float8_block", 0.842, 1.16e6, 717, 0.64, 5.5),
         ("float4", 0.631, 3.34e6, 1024, 0.52, 5.7),
     ),
+    # fitted to trainings of dense models: 1,400 W, and no slowdown
     "gb300": (
         ("bfloat16", 0.80, 3.98e5, 117, 0, 2.4),
         ("float8", 0.80, 6.34e5, 329, 0, 15.1),
@@ -43,7 +53,7 @@ _PRODUCTS: Mapping[str, tuple[tuple[str, float, float, float, float, float], ...
 }  # fmt: skip
 """(type, efficiency, spare elements, spare inner, slowdown, start in us), as in ``ProductCurve``."""
 
-_COLLECTIVES: Mapping[str, tuple[tuple[str, int, float, float, float, float], ...]] = {
+_COLLECTIVES: Mapping[str, tuple[tuple[CollectiveType, int, float, float, float, float], ...]] = {
     "h100": (
         ("ALL_GATHER", 2, 5.6, 26.1, 2.79e6, 261), ("ALL_GATHER", 4, 7.6, 33.3, 5.40e6, 326),
         ("ALL_GATHER", 8, 11.0, 16.6, 2.54e6, 328),
@@ -84,36 +94,58 @@ _HOPPER = AttentionCurve(forward=0.6, backward=0.49, spare_keys=256)
 profile (deepseek-ai/profile-data): 0.56 and 0.43."""
 
 
-def _table(source: str, like: str, linked: str, link: float = 1, *, attention: AttentionCurve, memory: float, host: float,
-           num_ranks: int = 8) -> CostTable:  # fmt: skip
-    """The curves of the device ``like``, with its links ``link`` times as fast, up to ``num_ranks`` ranks."""
-    products = tuple(
-        ProductCurve(dtype=dtype, efficiency=efficiency, spare_elements=elements, spare_inner=inner, slowdown=slow,
-                     start_us=start)
-        for dtype, efficiency, elements, inner, slow, start in _PRODUCTS[like]
-    )  # fmt: skip
-    collectives = tuple(
-        CollectiveCurve(kind=kind, num_ranks=ranks, latency_us=latency, ramp_us=ramp, ramp_bytes=size,
-                        bandwidth=bandwidth * link)
-        for kind, ranks, latency, ramp, size, bandwidth in _COLLECTIVES[linked]
-        if kind != "ALL_REDUCE" or ranks <= num_ranks
-    )  # fmt: skip
-    return CostTable(source=source, products=products, attention=attention, memory_efficiency=memory, host_us=host,
-                     collectives=collectives)  # fmt: skip
+@dataclass(frozen=True)
+class _Source:
+    """The curves of a device: whose products, whose collectives with links how many times as fast, and the rest."""
+
+    text: str
+    products: str
+    collectives: str
+    memory_efficiency: float
+    host_us: float
+    link_ratio: float = 1.0
+    sums_in_switches: bool = True
+
+    def table(self) -> CostTable:
+        """The table; an all-reduce without sums in switches is a ring among any number of ranks."""
+        products = [
+            ProductCurve(dtype=dtype, efficiency=share, spare_elements=elements, spare_inner=inner, slowdown=slower,
+                         start_us=start)
+            for dtype, share, elements, inner, slower, start in _PRODUCTS[self.products]
+        ]  # fmt: skip
+        collectives = [
+            CollectiveCurve(kind=kind, num_ranks=ranks, latency_us=latency, ramp_us=ramp, ramp_bytes=size,
+                            bandwidth=bandwidth * self.link_ratio)
+            for kind, ranks, latency, ramp, size, bandwidth in _COLLECTIVES[self.collectives]
+            if self.sums_in_switches or kind != "ALL_REDUCE" or ranks < _NODE
+        ]  # fmt: skip
+        return CostTable(
+            source=self.text,
+            products=tuple(products),
+            attention=_HOPPER,
+            memory_efficiency=self.memory_efficiency,
+            host_us=self.host_us,
+            collectives=tuple(collectives),
+        )
 
 
-DEVICE_TABLES: Mapping[DeviceName, CostTable] = MappingProxyType(
-    {
-        "a100": _table(f"products: shares of peak of an H100 in {_TABLES}; collectives: those of an H100 by the ratio of links, "
-                       "without sums in switches", "a100", "h100", 300 / 450, attention=_HOPPER, memory=0.7, host=55, num_ranks=4),
-        "h100": _table(_TABLES, "h100", "h100", attention=_HOPPER, memory=0.6, host=105),
-        "h200": _table(_TABLES, "h200", "h200", attention=_HOPPER, memory=0.55, host=105),
-        "h800": _table(f"as H100 in {_TABLES}; collectives by the ratio of links", "h100", "h100", 200 / 450, attention=_HOPPER,
-                       memory=0.6, host=105),
-        "b200": _table(_TABLES, "b200", "b200", attention=_HOPPER, memory=0.5, host=120),
-        "gb200": _table(f"as B200 in {_TABLES}", "b200", "b200", attention=_HOPPER, memory=0.5, host=120),
-        "b300": _table(f"as B200 in {_TABLES}", "gb300", "b200", attention=_HOPPER, memory=0.5, host=120),
-        "gb300": _table(f"as B200 in {_TABLES}", "gb300", "b200", attention=_HOPPER, memory=0.5, host=120),
-    }
-)  # fmt: skip
-"""Tables by device; one without a table has the flat shares of ``docs/costs.md``."""
+_NODE = 8
+_SOURCES: Mapping[DeviceName, _Source] = {
+    "a100": _Source(f"H100 in {_TABLES}, at a constant clock; collectives by the ratio of links, without sums in "
+                    "switches", "a100", "h100", 0.7, 55, 300 / 450, sums_in_switches=False),
+    "h100": _Source(_TABLES, "h100", "h100", 0.6, 105),
+    "h200": _Source(_TABLES, "h200", "h200", 0.55, 105),
+    "h800": _Source(f"H100 in {_TABLES}; collectives by the ratio of links", "h100", "h100", 0.6, 105, 200 / 450),
+    "b200": _Source(_TABLES, "b200", "b200", 0.5, 120),
+    "gb200": _Source(f"B200 in {_TABLES}", "b200", "b200", 0.5, 120),
+    "b300": _Source(f"B200 in {_TABLES}, products as gb300", "gb300", "b200", 0.5, 120),
+    "gb300": _Source(f"B200 in {_TABLES}, at a constant clock", "gb300", "b200", 0.5, 120),
+}  # fmt: skip
+"""By device. Shares of memory bandwidth and times of the host are fits: ``docs/costs.md`` has to what."""
+
+
+@cache
+def device_table(name: DeviceName) -> CostTable | None:
+    """The table of a device; None if nothing was measured of it, so that its shares are flat."""
+    source = _SOURCES.get(name)
+    return None if source is None else source.table()

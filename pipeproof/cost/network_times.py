@@ -39,14 +39,13 @@ from typing import Self
 import numpy as np
 
 from pipeproof.cost.devices import Device
+from pipeproof.cost.measured_curves import exact, moved_us
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
 from pipeproof.schedule.columns import IntColumn
 from pipeproof.schedule.ops import GATHER_KINDS, OpKind
-from pipeproof.cost.measured_curves import exact, moved_us
 from pipeproof.specs.cost import Algorithm, AnalyticSpec, EdgeSpec, LinkSpec, NetworkSpec
 from pipeproof.specs.cost_table import CollectiveCurve
 from pipeproof.specs.model_parts import MoeSpec
-
 
 DEFAULT_LINK_EFFICIENCY = 0.75
 """Share of the bandwidth of links that were not measured: what four H200 reached (``docs/costs.md``)."""

@@ -129,7 +129,8 @@ class AnalyticSpec(Section):
         default=0,
         ge=0,
         le=10**9,
-        description="Time of a step outside of its pipeline, added to the optimizer's: data, logging, norms of gradients.",
+        description="Time of a step outside of its pipeline, such as data, logging and norms of gradients; added to "
+        "that of the optimizer.",
     )
     overlap: Annotated[tuple[Literal["tp", "ep"], ...], FROM_LIST] = Field(
         default=(),

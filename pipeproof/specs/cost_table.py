@@ -12,6 +12,9 @@ from pydantic import Field
 
 from pipeproof.specs.section import FROM_LIST, Section
 
+CollectiveType = Literal["ALL_REDUCE", "ALL_GATHER", "REDUCE_SCATTER", "ALL_TO_ALL"]
+"""A collective that is measured inside a node."""
+
 ProductType = Literal["bfloat16", "float8", "float8_block", "float4"]
 """A type of matrix products; ``float8`` has a scale for each tensor, ``float8_block`` and ``float4`` for each block."""
 
@@ -35,7 +38,7 @@ class ProductCurve(Section):
 class CollectiveCurve(Section):
     """Times of one collective among the ranks of a node, over the bytes that it moves through each rank."""
 
-    kind: Literal["ALL_REDUCE", "ALL_GATHER", "REDUCE_SCATTER", "ALL_TO_ALL"] = Field(description="The collective.")
+    kind: CollectiveType = Field(description="The collective.")
     num_ranks: int = Field(ge=2, le=2**16, description="Members of the group.")
     latency_us: Annotated[float, Field(ge=0, le=10**6)] = Field(description="Time of the smallest one.")
     ramp_us: Annotated[float, Field(ge=0, le=10**6)] = Field(description="Further time of large ones.")

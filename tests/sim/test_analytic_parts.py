@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipeproof.cost.analytic_times import AnalyticCosts
 from pipeproof.cost.devices import DEVICES
 from pipeproof.diagnostics.finding import BadPlanError
-from pipeproof.specs.cost import NO_FLOAT8
+from pipeproof.specs.cost import NO_MATMUL
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import Collective, CollectiveKind
@@ -211,7 +211,7 @@ def test_narrow_products_run_at_their_own_peak():
 
 
 def test_devices_without_eight_bits_say_so():
-    assert {name for name, device in DEVICES.items() if device.float8 is None} == NO_FLOAT8
+    assert {name for name, device in DEVICES.items() if device.float8 is None} == NO_MATMUL["float8"]
     with pytest.raises(BadPlanError) as caught:
         plan({}, {}, {"device": "a100", "matmul_dtype": "float8"})
     (finding,) = caught.value.findings

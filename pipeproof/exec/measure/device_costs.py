@@ -1,4 +1,4 @@
-"""Measured curves of this machine's GPU for ``cost.analytic.table``: products, attention, memory and host, with PyTorch.
+"""Curves of this machine's GPU for ``cost.analytic.table``, measured with PyTorch: products, attention, memory, host.
 
 Collectives and eight-bit products keep the curves that are known of the device.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from pipeproof.cost.device_tables import DEVICE_TABLES
+from pipeproof.cost.device_tables import device_table
 from pipeproof.cost.devices import DEVICES, Device
 from pipeproof.specs.cost import DeviceName
 from pipeproof.specs.cost_table import AttentionCurve, CostTable, ProductCurve
@@ -72,7 +72,7 @@ def measure_costs(
 
     sheet, clock = DEVICES[name], _Clock(torch, place)
     clock.warm(seconds, max(products, key=lambda size: size[0] * size[1] * size[2]))
-    known = DEVICE_TABLES.get(name)
+    known = device_table(name)
     others = () if known is None else tuple(curve for curve in known.products if curve.dtype != "bfloat16")
     kept = "" if known is None else "; collectives and narrower products: " + known.source
     return CostTable(
@@ -114,7 +114,7 @@ def product_curve(times: Sequence[tuple[tuple[int, int, int], float]], peak: flo
 
 
 def _attention(clock: _Clock, sheet: Device, keys: Sequence[int]) -> AttentionCurve:
-    """Shares by 1 / share = (1 + spare / keys) / largest share, of the forward; the backward by its longest sequence."""
+    """Shares by 1 / share = (1 + spare / keys) / largest share of the forward; the backward by its longest sequence."""
     forward, backward = [], []
     for number in keys:
         forward_us, backward_us = clock.attention_us(number)

@@ -40,7 +40,7 @@ _NOT_DESCRIBED = {
     "--fine-grained-activation-offloading": "offloaded activations of a part of a block have no key in a plan",
 }
 _HOST = {"a100": (140, 50_000), "h100": (105, 30_000), "gb200": (160, 5_000)}
-"""Microseconds of the host for an operation and a step, fitted to the dense cases of each device: the host bounds all."""
+"""Microseconds of the host for an operation and a step, fitted to the dense cases of each device: it bounds all."""
 _APPROXIMATE = {
     "--squared-relu": "the squared ReLU is counted as GELU",
     "--recompute-modules": "recomputed parts of a block are counted as kept",

@@ -66,8 +66,11 @@ def _plan(cells: Cells, model: dict[str, Any], device: str, num_ranks: int) -> d
         "stages": partition(model["num_layers"], pp * num_chunks),
         "cost": {
             "analytic": {
-                "device": device, "dtype": "bfloat16", "matmul_dtype": "float8",
-                "overlap": ["tp"], "execution": "graph" if "_cg" in cells.text("config") else "eager",
+                "device": device,
+                "dtype": "bfloat16",
+                "matmul_dtype": "float8",
+                "overlap": ["tp"],
+                "execution": "graph" if "_cg" in cells.text("config") else "eager",
             }
         },
         "memory": {"shard_optimizer": "dp"},

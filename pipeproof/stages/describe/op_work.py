@@ -31,7 +31,7 @@ WEIGHT_GRADIENT_BYTES = 4
 """Bytes of an element of a weight gradient."""
 
 ROUTING_LAUNCHES = 5
-"""Operations that a framework starts for one of a router's: a softmax, the choice of experts, a mask, a sort, a copy."""
+"""Operations that a framework starts for one of a router's: a softmax, a choice of experts, a mask, a sort, a copy."""
 
 ATTENTION_CORE = frozenset({"attn.core", "attn.scores", "attn.softmax", "attn.core_dropout", "attn.mix"})
 """The operations of the core of attention, from q, k and v to the mixed values."""
@@ -54,7 +54,7 @@ class ComputeUnit(StrEnum):
 
 
 class ProductShape(NamedTuple):
-    """``count`` products of [rows, inner] and [inner, columns].
+    """``number`` products of [rows, inner] and [inner, columns].
 
     ``ragged`` products have unequal rows that are ``rows`` in the mean: those of experts. Of attention, ``inner`` is
     the size of a head and ``columns`` the number of keys.
@@ -63,7 +63,7 @@ class ProductShape(NamedTuple):
     rows: Fraction
     inner: Fraction
     columns: Fraction
-    count: Fraction = Fraction(1)
+    number: Fraction = Fraction(1)
     ragged: bool = False
 
 
@@ -210,15 +210,15 @@ class _RankWork:
         yield from self._elementwise("attn.softmax", scores, ops.SOFTMAX, ops.SOFTMAX_BACK)
         yield from self._dropout("attn.core_dropout", "attention", scores)
         rows, keys = self._sizes.tokens / self._sizes.size.num_rows, self._keys / self._sizes.size.num_rows
-        count = Fraction(self._sizes.size.num_rows * core.num_heads, tp)
+        number = Fraction(self._sizes.size.num_rows * core.num_heads, tp)
         query, value = Fraction(core.queries, core.num_heads), Fraction(core.mixed, core.num_heads)
         factors = (
-            ("attn.scores", core.queries, core.keys, ProductShape(rows, query, keys, count)),
-            ("attn.mix", core.mixed, core.values, ProductShape(rows, keys, value, count)),
+            ("attn.scores", core.queries, core.keys, ProductShape(rows, query, keys, number)),
+            ("attn.mix", core.mixed, core.values, ProductShape(rows, keys, value, number)),
         )
         for name, of_token, of_key, shape in factors:
             product = 2 * self._pairs * of_token / tp
             moved = self._item * (self._sizes.tokens * of_token / tp + self._keys * of_key / tp + scores)
-            twice = shape._replace(count=2 * count)  # the gradients of both factors
+            twice = shape._replace(number=2 * number)  # the gradients of both factors
             yield Work(name, Phase.FORWARD, ComputeUnit.MATMUL, product, moved, shape=shape)
             yield Work(name, Phase.INPUT, ComputeUnit.MATMUL, 2 * product, 2 * moved, shape=twice)
