@@ -19,12 +19,13 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import chain
 from operator import add, attrgetter
+from typing import NamedTuple
 
 from pipeproof.cost.analytic_links import Links
 from pipeproof.cost.device_tables import device_table
 from pipeproof.cost.devices import DEVICES, Device
 from pipeproof.cost.measured_curves import attention_share, exact, product_us
-from pipeproof.cost.network_times import Network
+from pipeproof.cost.network_times import DEFAULT_LINK_EFFICIENCY, Network
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
 from pipeproof.schedule.stage_placement import ends_share_ranks
 from pipeproof.specs.cost import AnalyticSpec, CostSpec
@@ -97,6 +98,15 @@ class PhaseTime:
 
 
 _PARTS = attrgetter(*(field.name for field in fields(PhaseTime)))
+
+
+class FlatShares(NamedTuple):
+    """Shares of peak and bandwidth for all sizes; None where measured curves count."""
+
+    products: float | None
+    attention: float | None
+    memory: float
+    links: float | None
 
 
 class AnalyticCosts:
@@ -223,11 +233,22 @@ class AnalyticCosts:
         parts = {"compute_us": compute, "memory_us": extra} if compute >= memory else {"memory_us": memory + extra}
         return PhaseTime(work.flops, work.num_bytes + cast, host_us=host, **parts)
 
+    @cached_property
+    def shares(self) -> FlatShares:
+        """The shares of the data sheet that count for all sizes alike."""
+        spec, table = self.analytic, self.table
+        dtypes = () if table is None else [curve.dtype for curve in table.products]
+        measured = (spec.matmul_dtype or self.dtype) in dtypes
+        memory = _MEMORY if table is None else table.memory_efficiency
+        return FlatShares(
+            spec.matmul_efficiency or (None if measured else _MATMUL),
+            spec.attention_efficiency or (None if table is not None and self.dtype == "bfloat16" else _ATTENTION),
+            spec.memory_efficiency or memory,
+            spec.link_efficiency or (None if self.links.network.curves else DEFAULT_LINK_EFFICIENCY),
+        )
+
     def _moved_us(self, num_bytes: Fraction) -> Fraction:
-        share = self.analytic.memory_efficiency
-        if share is None:
-            share = _MEMORY if self.table is None else self.table.memory_efficiency
-        return num_bytes / (self.device.memory * 1000 * exact(share))
+        return num_bytes / (self.device.memory * 1000 * exact(self.shares.memory))
 
     def _host_us_of(self, work: Work) -> Fraction:
         """Time of the host for one operation; a compiler fuses elementwise ones into others."""
@@ -269,7 +290,7 @@ class AnalyticCosts:
         second += self.stages[backward][Phase.WEIGHT]
         both = first + second
         computing = both.compute_us + both.memory_us
-        if self.table is not None:
+        if self.table is not None and self.analytic.matmul_efficiency is None:
             lacking = _PAIR_PROCESSORS * min(both.links_us, both.compute_us / (1 - _PAIR_PROCESSORS))
             computing += lacking + self._moved_us(_PASSES * both.link_bytes)
         together = max(computing, both.links_us, first.us, second.us)
@@ -328,8 +349,9 @@ class AnalyticCosts:
             return peak
         if work.unit is ComputeUnit.MATMUL:
             return peak * exact(_MATMUL if spec.matmul_efficiency is None else spec.matmul_efficiency)
-        if spec.attention_efficiency is not None or self.table is None or self.dtype != "bfloat16":
-            return peak * exact(_ATTENTION if spec.attention_efficiency is None else spec.attention_efficiency)
+        if self.shares.attention is not None:
+            return peak * exact(self.shares.attention)
+        assert self.table is not None
         assert work.shape is not None
         is_forward = work.phase is Phase.FORWARD
         return peak * attention_share(self.table.attention, work.shape.columns, is_forward=is_forward)

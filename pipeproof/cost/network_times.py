@@ -223,7 +223,8 @@ class Network:
     ) -> Self:
         """The links of a data sheet, as far as the plan assumes they are reached; ``spec`` has what that lacks.
 
-        Measured ``curves`` do not apply if the plan gives ``link_efficiency``, or if transfers share links.
+        If the plan gives ``link_efficiency``, or if transfers share links, measured ``curves`` do not apply, and all
+        collectives are rings of single links.
 
         Raises:
             BadPlanAtError: PP106, a network card would be of two nodes.
@@ -236,6 +237,7 @@ class Network:
             finding = Finding("PP106", Severity.ERROR, message, help=fix)
             raise BadPlanAtError(finding, ("cost", "network", "ranks_per_nic"))
 
+        is_measured = analytic.link_efficiency is None and not spec.contention
         share = exact(DEFAULT_LINK_EFFICIENCY if analytic.link_efficiency is None else analytic.link_efficiency)
 
         def link(bandwidth: float, latency: float) -> Link:
@@ -251,8 +253,8 @@ class Network:
             spec.algorithm,
             spec.contention,
             edges=_edges_of(spec),
-            curves=curves if analytic.link_efficiency is None and not spec.contention else (),
-            uses_all_cards=not spec.contention,
+            curves=curves if is_measured else (),
+            uses_all_cards=is_measured,
         )
 
     def routed(self, moe: MoeSpec | None, *, by_node: bool = False) -> Self:
