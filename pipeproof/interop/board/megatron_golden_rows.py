@@ -8,6 +8,7 @@ the importer of Megatron-LM's arguments turns into a plan.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,7 @@ from pipeproof.interop.importers.megatron.megatron_importer import import_argume
 
 CASES = Path(__file__).parent / "measurements" / "megatron_cases.json"
 KEYS = frozenset({"kind", "case", "machine", "it", "mem"})
+_DEVICE = re.compile(r"(?:gb|mi|[abh])\d{3}x?", re.ASCII)
 _DEGREES = (
     "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size",
     "--expert-model-parallel-size", "--expert-tensor-parallel-size",
@@ -79,12 +81,9 @@ def _measured(path: Path, number: int, value: object) -> float | None:
 
 
 def _device_in(machine: str) -> str:
-    """Return the device in the name of a machine; Megatron-LM's ``lts`` without a device is the A100 cluster."""
-    try:
-        return known_device(machine)
-    except NoPlanError:
-        known = [name for name in ("gb200", "gb300", "b200", "h100", "a100") if name in machine]
-        return known[0] if known else "a100"
+    """Return the device in the name of a machine; ``lts``, without one, is Megatron-LM's A100 cluster."""
+    match = _DEVICE.search(machine)
+    return match.group() if match else "a100" if machine == "lts" else machine
 
 
 @cache
