@@ -24,7 +24,7 @@ from pipeproof.interop.board.measurement import (
     Quantity,
     known_device,
 )
-from pipeproof.interop.importers.imported import Flags
+from pipeproof.interop.importers.imported import Flags, with_device
 from pipeproof.interop.importers.megatron.flag_values import Arguments, arguments_of_text
 from pipeproof.interop.importers.megatron.megatron_importer import import_arguments
 
@@ -41,6 +41,10 @@ _NOT_DESCRIBED = {
     "--experimental-attention-variant": "sparse attention has no key in a plan",
     "--fine-grained-activation-offloading": "offloaded activations of a part of a block have no key in a plan",
 }
+_BERT = (
+    "Bert's attention in both directions is counted as unfused attention, which computes all pairs; its pooler and "
+    "second head, and the transformation before its head, are left out"
+)
 _APPROXIMATE = {
     "--squared-relu": "the squared ReLU is counted as GELU",
     "--recompute-modules": "recomputed parts of a block are counted as kept",
@@ -107,10 +111,8 @@ def _plan(kind: str, case_name: str, device: str) -> tuple[Mapping[str, Any], tu
     Raises:
         NoPlanError: no plan describes the case.
     """
-    known_device(device)
+    device_name = known_device(device)
     case = _cases().get(case_name)
-    if kind == "bert":
-        raise NoPlanError("attention in both directions and Bert's heads have no key in a plan")
     if "inference" in case_name:
         raise NoPlanError("inference is no training step")
     if case is None:
@@ -123,10 +125,12 @@ def _plan(kind: str, case_name: str, device: str) -> tuple[Mapping[str, Any], tu
     if case["test"] == "release":
         raise NoPlanError("the number of ranks of this case is not published")
     num_ranks = 4 if case_name.endswith("_1node") and device.startswith("gb") else 8
-    settings: dict[tuple[str | int, ...], object] = {("cost", "analytic", "device"): device}
+    settings: dict[tuple[str | int, ...], object] = {}
     if "--fp8-format" in words:
         settings["cost", "analytic", "matmul_dtype"] = "float8"
     notes = [note for flag, note in _APPROXIMATE.items() if flag in words]
+    if kind == "bert":
+        notes.append(_BERT)
     try:
         known = arguments_of_text(arguments, case_name)
         tp, pp, cp, ep, expert_tp = (_degree(known, flag) for flag in _DEGREES)
@@ -138,7 +142,27 @@ def _plan(kind: str, case_name: str, device: str) -> tuple[Mapping[str, Any], tu
     except PipeproofError as error:
         raise NoPlanError(error.findings[0].message) from error
     notes += [f"{'.'.join(map(str, assumed.key))}: {assumed.why}" for assumed in imported.assumptions]
-    return imported.plan, tuple(notes)
+    plan = with_device(imported, device_name).plan
+    model, memory = plan["model"], {**plan["memory"], "overhead_gib": _workspaces_mib(device, case) / 1024}
+    if "moe" in model and "--swiglu" not in words:
+        notes.append("experts with GELU are counted as SwiGLU of two thirds of their inner size: equal weights")
+        inner = model["moe"]["ffn_size"] * 2 // (3 * tp) * tp
+        model = {**model, "moe": {**model["moe"], "ffn_size": inner}}
+    return {**plan, "model": model, "memory": memory}, tuple(notes)
+
+
+def _workspaces_mib(device: str, case: Mapping[str, str]) -> float:
+    """Return the MiB of workspaces of products, which the allocator counts.
+
+    PyTorch allocates one for each thread that multiplies (forward and backward have a thread each): 32 MiB on devices
+    from H100 on and where the environment asks for it with ``:4096:8``, else 8.125 MiB. Transformer Engine has one of
+    its own: 32 MiB from H100 on, else 4 MiB.
+    """
+    is_large = device != "a100"
+    of_thread = 32 if is_large or case.get("cublas_workspace") == ":4096:8" else 8.125
+    is_local = "--transformer-impl local" in case["arguments"] or "--spec local" in case["arguments"]
+    engine = 0 if is_local else 32 if is_large else 4
+    return 2 * of_thread + engine
 
 
 def _degree(arguments: Arguments, flag: str) -> int:

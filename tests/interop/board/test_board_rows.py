@@ -135,10 +135,32 @@ def test_golden_case_has_the_plan_of_its_arguments(tmp_path):
     assert spec.cost.analytic.device == "h100"
 
 
+def test_memory_of_a_golden_case_is_that_of_megatron_and_its_libraries(tmp_path):
+    """By hand for a case with attention that keeps probabilities, on H100 and on A100."""
+    case = "gpt3_mcore_te_tp1_pp4_vp1_calculate_per_token_loss"
+    (h100, _), (a100, _) = (
+        rows_of(goldens(tmp_path, GOLDEN | {"case": case, "machine": machine})) for machine in ("dev_h100", "dev_a100")
+    )
+    expected = {"attention": "unfused", "cross_entropy": "in_place"}
+    assert {key: h100.plan["memory"][key] for key in expected} == expected
+    assert h100.plan["cost"]["analytic"]["attention"] == "unfused"
+    assert h100.plan["memory"]["overhead_gib"] == (2 * 32 + 32) / 1024
+    assert a100.plan["memory"]["overhead_gib"] == (2 * 32 + 4) / 1024  # by the environment of the case
+    bert = rows_of(goldens(tmp_path, GOLDEN | {"kind": "bert", "case": "bert_mcore_tp2_pp2_local_spec"}))[0]
+    assert bert.plan["memory"]["overhead_gib"] == 2 * 32 / 1024
+    assert bert.plan["model"]["vocab_size"] == 30720
+    assert bert.notes[0].startswith("Bert's attention in both directions")
+
+
+def test_experts_with_gelu_have_two_thirds_of_their_inner_size(tmp_path):
+    case = "gpt3_mcore_cp2_pp2_ep2_te_4experts2parallel_nondeterministic_dp_last"
+    step, _ = rows_of(goldens(tmp_path, GOLDEN | {"kind": "moe", "case": case}))
+    assert step.plan["model"]["moe"]["ffn_size"] == 4 * 512 * 2 // 3
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"kind": "bert", "case": "bert_mcore_tp1_pp2"}, "attention in both directions"),
         ({"case": "gpt_dynamic_inference_tp2"}, "inference is no training step"),
         ({"case": "new_case"}, "the arguments of this case are not known"),
         ({"kind": "mixtral", "case": "mixtral_8x22b_tp2pp8ep8vpp1_release"}, "the number of ranks of this case"),
