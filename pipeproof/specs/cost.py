@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
@@ -49,7 +49,11 @@ Algorithm = Literal["ring", "tree", "auto"]
 ProfilePath = Annotated[str, Field(min_length=1)]
 """A file that `pipeproof run PLAN --profile FILE` wrote, relative to the plan file."""
 
+_DEFAULT_FORWARD_US = Fraction(100)
 _DEFAULT_BACKWARD_US = Fraction(200)
+
+CostSource = Literal["placeholder", "given", "profile", "analytic"]
+"""Origin of the times of computations: defaults, keys of the plan, a measured profile, or a device's data sheet."""
 
 
 class AnalyticSpec(Section):
@@ -239,7 +243,7 @@ class CostSpec(Section):
     """
 
     forward_us: PositiveTimeByStage = Field(
-        default=Fraction(100), description="Time of a forward.", json_schema_extra={"default": 100}
+        default=_DEFAULT_FORWARD_US, description="Time of a forward.", json_schema_extra={"default": 100}
     )
     backward_us: TimeByStage | None = Field(
         default=None, description="Time of a backward; 200 if no backward time is given."
@@ -304,6 +308,20 @@ class CostSpec(Section):
             dumped.pop("p2p_latency_us", None)
         return {key: value for key, value in dumped.items() if is_given or not key.endswith("_us")}
 
+    @property
+    def source(self) -> CostSource:
+        """Origin of the times of computations."""
+        return cost_source(self._given)
+
+    @property
+    def placeholder_note(self) -> str:
+        """A sentence for outputs about times that the plan leaves out; empty if there are none."""
+        return placeholder_note(self._given)
+
+    @property
+    def _given(self) -> frozenset[str]:
+        return frozenset(name for name in self.model_fields_set if getattr(self, name) is not None)
+
     def forward_of(self, stage: int) -> Fraction:
         """Return the microseconds of one forward of global stage ``stage``."""
         return _at(self.forward_us, stage)
@@ -335,6 +353,33 @@ class CostSpec(Section):
         if self.backward_input_us is not None and self.backward_weight_us is not None:
             return _at(self.backward_input_us, stage) + _at(self.backward_weight_us, stage)
         return _DEFAULT_BACKWARD_US
+
+
+def _placeholders(given: Collection[str]) -> list[str]:
+    """Times of computations that a plan leaves out, for the keys of its section ``cost``."""
+    if "analytic" in given or "profile" in given:
+        return []
+    forward = [] if "forward_us" in given else [f"{_DEFAULT_FORWARD_US} us forward"]
+    is_backward_given = any(key.startswith("backward_") for key in given)
+    return forward + ([] if is_backward_given else [f"{_DEFAULT_BACKWARD_US} us backward"])
+
+
+def cost_source(given: Collection[str]) -> CostSource:
+    """Return the origin of the times of computations for the keys of a section ``cost``.
+
+    It is ``placeholder`` if a forward or a backward time is left out.
+    """
+    if "analytic" in given:
+        return "analytic"
+    if "profile" in given:
+        return "profile"
+    return "placeholder" if _placeholders(given) else "given"
+
+
+def placeholder_note(given: Collection[str] = ()) -> str:
+    """Return a sentence about the times that the keys of a section ``cost`` leave out; empty if there are none."""
+    times = _placeholders(given)
+    return f"times are placeholders ({', '.join(times)} per stage): proportions only" if times else ""
 
 
 def _at(times: StageTimes, stage: int) -> Fraction:

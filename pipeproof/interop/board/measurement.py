@@ -122,14 +122,15 @@ class Cells:
         return int(value)
 
 
-def known_device(name: str) -> str:
+def known_device(name: str) -> DeviceName:
     """Return the name of a device in plans for a name such as ``DGX-H100`` or ``dev_dgx_a100_2nd``.
 
     Raises:
         NoPlanError: pipeproof has no data sheet of it.
     """
     parts = name.lower().replace("-", "_").replace("dgxa", "dgx_a").replace("dgxh", "dgx_h").split("_")
-    known = [part for part in parts if part in get_args(DeviceName)]
+    devices: tuple[DeviceName, ...] = get_args(DeviceName)
+    known = [device for device in devices if device in parts]
     if not known:
         raise NoPlanError(f"pipeproof has no data sheet of {name}")
     return known[0]

@@ -8,6 +8,7 @@ the importer of Megatron-LM's arguments turns into a plan.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -23,12 +24,13 @@ from pipeproof.interop.board.measurement import (
     Quantity,
     known_device,
 )
-from pipeproof.interop.importers.imported import Flags
+from pipeproof.interop.importers.imported import Flags, with_device
 from pipeproof.interop.importers.megatron.flag_values import Arguments, arguments_of_text
 from pipeproof.interop.importers.megatron.megatron_importer import import_arguments
 
 CASES = Path(__file__).parent / "measurements" / "megatron_cases.json"
 KEYS = frozenset({"kind", "case", "machine", "it", "mem"})
+_DEVICE = re.compile(r"(?:gb|mi|[abh])\d{3}x?", re.ASCII)
 _DEGREES = (
     "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size",
     "--expert-model-parallel-size", "--expert-tensor-parallel-size",
@@ -41,6 +43,10 @@ _NOT_DESCRIBED = {
 }
 _HOST = {"a100": (140, 50_000), "h100": (105, 30_000), "gb200": (160, 5_000)}
 """Microseconds of the host for an operation and a step, fitted to the dense cases of each device: it bounds all."""
+_BERT = (
+    "Bert's attention in both directions is counted as unfused attention, which computes all pairs; its pooler and "
+    "second head, and the transformation before its head, are left out"
+)
 _APPROXIMATE = {
     "--squared-relu": "the squared ReLU is counted as GELU",
     "--recompute-modules": "recomputed parts of a block are counted as kept",
@@ -81,12 +87,9 @@ def _measured(path: Path, number: int, value: object) -> float | None:
 
 
 def _device_in(machine: str) -> str:
-    """Return the device in the name of a machine; Megatron-LM's ``lts`` without a device is the A100 cluster."""
-    try:
-        return known_device(machine)
-    except NoPlanError:
-        known = [name for name in ("gb200", "gb300", "b200", "h100", "a100") if name in machine]
-        return known[0] if known else "a100"
+    """Return the device in the name of a machine; ``lts``, without one, is Megatron-LM's A100 cluster."""
+    match = _DEVICE.search(machine)
+    return match.group() if match else "a100" if machine == "lts" else machine
 
 
 @cache
@@ -110,10 +113,8 @@ def _plan(kind: str, case_name: str, device: str) -> tuple[Mapping[str, Any], tu
     Raises:
         NoPlanError: no plan describes the case.
     """
-    known_device(device)
+    device_name = known_device(device)
     case = _cases().get(case_name)
-    if kind == "bert":
-        raise NoPlanError("attention in both directions and Bert's heads have no key in a plan")
     if "inference" in case_name:
         raise NoPlanError("inference is no training step")
     if case is None:
@@ -126,13 +127,15 @@ def _plan(kind: str, case_name: str, device: str) -> tuple[Mapping[str, Any], tu
     if case["test"] == "release":
         raise NoPlanError("the number of ranks of this case is not published")
     num_ranks = 4 if case_name.endswith("_1node") and device.startswith("gb") else 8
-    settings: dict[tuple[str | int, ...], object] = {("cost", "analytic", "device"): device}
+    settings: dict[tuple[str | int, ...], object] = {}
     if device in _HOST:
         for key, value in zip(("host_us", "step_us"), _HOST[device], strict=True):
             settings["cost", "analytic", key] = value
     if "--fp8-format" in words:
         settings["cost", "analytic", "matmul_dtype"] = "float8"
     notes = [note for flag, note in _APPROXIMATE.items() if flag in words]
+    if kind == "bert":
+        notes.append(_BERT)
     try:
         known = arguments_of_text(arguments, case_name)
         tp, pp, cp, ep, expert_tp = (_degree(known, flag) for flag in _DEGREES)
@@ -144,7 +147,27 @@ def _plan(kind: str, case_name: str, device: str) -> tuple[Mapping[str, Any], tu
     except PipeproofError as error:
         raise NoPlanError(error.findings[0].message) from error
     notes += [f"{'.'.join(map(str, assumed.key))}: {assumed.why}" for assumed in imported.assumptions]
-    return imported.plan, tuple(notes)
+    plan = with_device(imported, device_name).plan
+    model, memory = plan["model"], {**plan["memory"], "overhead_gib": _workspaces_mib(device, case) / 1024}
+    if "moe" in model and "--swiglu" not in words:
+        notes.append("experts with GELU are counted as SwiGLU of two thirds of their inner size: equal weights")
+        inner = model["moe"]["ffn_size"] * 2 // (3 * tp) * tp
+        model = {**model, "moe": {**model["moe"], "ffn_size": inner}}
+    return {**plan, "model": model, "memory": memory}, tuple(notes)
+
+
+def _workspaces_mib(device: str, case: Mapping[str, str]) -> float:
+    """Return the MiB of workspaces of products, which the allocator counts.
+
+    PyTorch allocates one for each thread that multiplies (forward and backward have a thread each): 32 MiB on devices
+    from H100 on and where the environment asks for it with ``:4096:8``, else 8.125 MiB. Transformer Engine has one of
+    its own: 32 MiB from H100 on, else 4 MiB.
+    """
+    is_large = device != "a100"
+    of_thread = 32 if is_large or case.get("cublas_workspace") == ":4096:8" else 8.125
+    is_local = "--transformer-impl local" in case["arguments"] or "--spec local" in case["arguments"]
+    engine = 0 if is_local else 32 if is_large else 4
+    return 2 * of_thread + engine
 
 
 def _degree(arguments: Arguments, flag: str) -> int:

@@ -16,6 +16,8 @@ from pipeproof.interop.board.measurement import (
 )
 
 _HEAD_SIZE = 128
+_WORKSPACES_GIB = 2 * 32 / 1024
+"""PyTorch's workspaces of products on a device from H100 on: 32 MiB for each thread, forward and backward."""
 _VOCABULARY = 4096
 _ONE_CHUNK = frozenset({"gpipe", "1f1b"})
 
@@ -65,6 +67,6 @@ def _plan(device: str, num_ranks: int, size: Mapping[str, Any], case: Mapping[st
             "kind": kind, **chunks, "num_micro_batches": case["num_micro_batches"], "micro_batch_size": 1,
         },
         "cost": {"analytic": {"device": device, "dtype": "bfloat16"}, "p2p": "backend"},
-        "memory": {"optimizer_bytes": 0, "gradient_dtype": "bfloat16"},
+        "memory": {"optimizer_bytes": 0, "gradient_dtype": "bfloat16", "overhead_gib": _WORKSPACES_GIB},
         "run": {"backend": "torch", "device": "gpu", "dtype": "bfloat16"},
     }  # fmt: skip
