@@ -23,8 +23,8 @@ from tests.plans import FLAT, plan_dict
 TABLES = {name: table for name in DEVICES if (table := device_table(name)) is not None}
 CURVES = [(name, curve) for name, table in TABLES.items() for curve in table.products]
 
-# Times in microseconds of ai-dynamo/aiconfigurator (systems data, Apache-2.0) by device, type, m, n and k. Those in eight
-# and four bits include the cast of [m, k], 8 bytes an element in the mean.
+# Times in microseconds of ai-dynamo/aiconfigurator (systems data, Apache-2.0) by device, type, m, n and k. Those in
+# eight and four bits include the cast of [m, k], 8 bytes an element in the mean.
 PRODUCTS = [
     ("h100", "bfloat16", 4096, 4096, 4096, 174), ("h100", "bfloat16", 8192, 8192, 8192, 1405),
     ("h100", "bfloat16", 4096, 512, 16384, 90), ("h100", "bfloat16", 8192, 16384, 512, 218),

@@ -128,9 +128,6 @@ def _plan(kind: str, case_name: str, device: str) -> tuple[Mapping[str, Any], tu
         raise NoPlanError("the number of ranks of this case is not published")
     num_ranks = 4 if case_name.endswith("_1node") and device.startswith("gb") else 8
     settings: dict[tuple[str | int, ...], object] = {}
-    if device in _HOST:
-        for key, value in zip(("host_us", "step_us"), _HOST[device], strict=True):
-            settings["cost", "analytic", key] = value
     if "--fp8-format" in words:
         settings["cost", "analytic", "matmul_dtype"] = "float8"
     notes = [note for flag, note in _APPROXIMATE.items() if flag in words]
@@ -153,7 +150,9 @@ def _plan(kind: str, case_name: str, device: str) -> tuple[Mapping[str, Any], tu
         notes.append("experts with GELU are counted as SwiGLU of two thirds of their inner size: equal weights")
         inner = model["moe"]["ffn_size"] * 2 // (3 * tp) * tp
         model = {**model, "moe": {**model["moe"], "ffn_size": inner}}
-    return {**plan, "model": model, "memory": memory}, tuple(notes)
+    host = dict(zip(("host_us", "step_us"), _HOST.get(device_name, ()), strict=False))
+    cost = {**plan["cost"], "analytic": {**plan["cost"]["analytic"], **host}}
+    return {**plan, "model": model, "memory": memory, "cost": cost}, tuple(notes)
 
 
 def _workspaces_mib(device: str, case: Mapping[str, str]) -> float:
