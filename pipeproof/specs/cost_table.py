@@ -19,7 +19,8 @@ ProductType = Literal["bfloat16", "float8", "float8_block", "float4"]
 """A type of matrix products; ``float8`` has a scale for each tensor, ``float8_block`` and ``float4`` for each block."""
 
 _Share = Annotated[float, Field(gt=0, le=1)]
-_Size = Annotated[float, Field(ge=0, le=10**12)]
+MAX_SIZE = 10**12
+_Size = Annotated[float, Field(ge=0, le=MAX_SIZE)]
 
 
 class ProductCurve(Section):
@@ -32,7 +33,7 @@ class ProductCurve(Section):
     slowdown: Annotated[float, Field(ge=0, le=4)] = Field(
         description="Share by which very long products are slower: power limits the clock."
     )
-    start_us: Annotated[float, Field(ge=0, le=10**4)] = Field(description="Time of the smallest product.")
+    start_us: Annotated[float, Field(ge=0, le=10**6)] = Field(description="Time of the smallest product.")
 
 
 class CollectiveCurve(Section):

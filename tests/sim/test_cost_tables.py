@@ -232,3 +232,13 @@ def test_measured_times_come_back_from_the_fit_of_ones_own_gpu():
     noise = np.random.default_rng(0).uniform(0.5, 2, len(exact))
     loose = product_curve([(size, time * factor) for (size, time), factor in zip(exact, noise, strict=True)], 989.4)
     assert 0 < loose.efficiency <= 1
+
+
+@settings(deadline=None, max_examples=200)
+@given(times=st.lists(st.floats(1, 1e6), min_size=4, max_size=4))
+def test_any_measured_times_make_a_curve(times):
+    from pipeproof.exec.measure.device_costs import product_curve
+
+    timed = ((64, 64, 64), (128, 128, 128), (128, 64, 256), (256, 256, 256))
+    curve = product_curve(list(zip(timed, times, strict=True)), 989.4)
+    assert 0 < curve.efficiency <= 1

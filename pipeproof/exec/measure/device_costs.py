@@ -15,7 +15,7 @@ import numpy as np
 from pipeproof.cost.device_tables import device_table
 from pipeproof.cost.devices import DEVICES, Device
 from pipeproof.specs.cost import DeviceName
-from pipeproof.specs.cost_table import AttentionCurve, CostTable, ProductCurve
+from pipeproof.specs.cost_table import MAX_SIZE, AttentionCurve, CostTable, ProductCurve
 
 if TYPE_CHECKING:
     import torch
@@ -88,8 +88,8 @@ def measure_costs(
 def product_curve(times: Sequence[tuple[tuple[int, int, int], float]], peak: float) -> ProductCurve:
     """Fit the curve of ``measured_curves`` to times in microseconds, on a device that is warm, by least squares.
 
-    The time c (m n + spare) (k + inner) + start is linear in c, c inner, c spare and the rest. Terms that come out
-    negative are left out, the most negative first.
+    The time c (m n + spare) (k + inner) + start is linear in c, c inner, c spare and the rest. Negative terms are left
+    out, the most negative first; c is kept.
     """
     sizes = np.array([size for size, _ in times], dtype=float)
     measured = np.array([us for _, us in times])
@@ -98,16 +98,19 @@ def product_curve(times: Sequence[tuple[tuple[int, int, int], float]], peak: flo
     kept = [0, 1, 2, 3]
     while True:
         values = np.linalg.lstsq(columns[:, kept], np.ones_like(measured), rcond=None)[0]
-        lowest = min(range(1, len(kept)), key=lambda i: float(values[i]), default=0)
-        if lowest == 0 or values[lowest] >= 0:
+        parts = columns[:, kept].mean(axis=0) * values  # of the time
+        if parts.min() >= 0 and parts[0] > 0:
             break
-        del kept[lowest]
+        if parts[0] > 0:
+            del kept[int(np.argmin(parts))]
+        else:  # another term has taken the place of the work itself
+            del kept[1 + int(np.argmax(parts[1:]))]
     c, inner, spare, rest = (dict(zip(kept, values.tolist(), strict=True)).get(i, 0.0) for i in range(4))
     return ProductCurve(
         dtype="bfloat16",
         efficiency=min(1.0, 2 / (c * peak * 1e6)),
-        spare_elements=spare / c,
-        spare_inner=inner / c,
+        spare_elements=min(spare / c, MAX_SIZE),
+        spare_inner=min(inner / c, MAX_SIZE),
         slowdown=0.0,
         start_us=max(0.0, rest - inner * spare / c),
     )
