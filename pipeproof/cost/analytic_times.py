@@ -170,8 +170,8 @@ class AnalyticCosts:
 
         A collective over tp is cut into one part for each tp rank. Its first part has nothing to hide behind, nor has
         what the products do not cover (Wang et al., Overlap communication with dependent computation via decomposition,
-        ASPLOS 2023). Exchanges over ep hide behind the operations of another micro-batch, for which those of this one
-        stand here.
+        ASPLOS 2023). Exchanges over ep hide behind the operations of another micro-batch, which take
+        the time of those of this one.
         """
         total, over = time, dict.fromkeys(("tp", "ep"), _ZERO)
         for call in calls:

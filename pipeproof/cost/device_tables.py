@@ -3,7 +3,7 @@
 Products and collectives of H100, H200 and B200 are fits to the tables of ai-dynamo/aiconfigurator (systems data,
 Apache-2.0; TensorRT-LLM 1.3.0rc20, NCCL 2.29.2) by ``benchmarks/fit_device_tables.py``, which prints these rows and
 their residuals: in the median 3 to 6 % of products from 256 x 256 x 256 on, and 2 to 8 % of collectives. Other devices
-have the curves of a measured one, as ``source`` says. ``docs/costs.md`` lists what the rest was chosen from.
+have the curves of a measured one, which ``source`` names. ``docs/costs.md`` lists what the rest was chosen from.
 """
 
 from __future__ import annotations

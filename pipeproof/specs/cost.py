@@ -41,7 +41,7 @@ NO_MATMUL: Mapping[MatmulDtype, frozenset[DeviceName]] = MappingProxyType(
 """Devices without matrix products of a type."""
 
 Execution = Literal["eager", "compiled", "graph"]
-"""How the host starts kernels: each operation for itself, fused by a compiler, or all by one replayed graph."""
+"""Start of kernels by the host: each operation by itself, fused by a compiler, or all by one replayed graph."""
 
 Algorithm = Literal["ring", "tree", "auto"]
 """Algorithm of all-reduces; every other collective has one algorithm."""

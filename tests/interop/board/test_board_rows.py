@@ -81,7 +81,7 @@ def test_vtrain_row(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"Precision": "NVFP4"}, "products in NVFP4 have no key in a plan"),
+        ({"Precision": "INT8"}, "products in INT8 have no key in a plan"),
         ({"FSDP": "64"}, "sharded weights (FSDP) have no key in a plan"),
         ({"section": "LoRA Performance"}, "frozen weights with adapters (LoRA) have no key in a plan"),
         ({"model": "Nemotron_3_Nano"}, "blocks with a state space (Mamba) have no key in a plan"),
