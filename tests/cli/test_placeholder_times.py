@@ -83,6 +83,13 @@ def test_a_sweep_says_how_many_points_have_placeholders(plan, sweep_of, tmp_path
     assert json.loads(invoke("sweep", path, "-o", out, "--format", "json"))["cost_source"] == "mixed"
 
 
+def test_a_sweep_over_stages_says_that_their_work_differs(plan, sweep_of, tmp_path):
+    path = sweep_of(plan(), schedule=[{"kind": "1f1b"}, {"kind": "interleaved", "num_chunks": 2}])
+    path.write_text(path.read_text().replace('"schedule.kind": ["1f1b", "gpipe"], ', ""))
+    text = invoke("sweep", path, "-o", tmp_path / "results.jsonl", "--workers", "1")
+    assert "proportions only; points with more stages have more work, unless `cost` gives" in text
+
+
 MODEL = plan_dict()["model"] | {"num_layers": 8}
 
 

@@ -69,9 +69,9 @@ def render_table(
         headings = [f">{FIGURES[key].title}" if key in FIGURES else _short(key, sweep.keys) for key in columns]
         rows = [[_cell(result, column) for column in columns] for result in ranked[:top]]
         console.print(f"best by {sort}: {min(top, len(ranked))} of {len(results)} points", soft_wrap=True)
+        print_table(headings, rows, console)
         if sweep.placeholder_note:
             console.print(sweep.placeholder_note, soft_wrap=True)
-        print_table(headings, rows, console)
     warned = Counter(code for result in ranked for code in result.warnings)
     for code, number in sorted(warned.items()):
         console.print(f"warning {code}: {number} of {len(ranked)}; `pipeproof explain {code}`", soft_wrap=True)

@@ -54,11 +54,19 @@ class Sweep:
 
     @property
     def placeholder_note(self) -> str:
-        """A sentence about times that points leave out, with the number of points if others have times."""
-        notes = [note for keys in self._cost_keys if (note := placeholder_note(keys))]
-        if not notes:
+        """A sentence about times that points leave out, with the number of points if others have times.
+
+        A placeholder is the time of a stage, so points with other numbers of stages have other work.
+        """
+        noted = [(note, point) for point, keys in zip(self.points, self._cost_keys, strict=True)
+                 if (note := placeholder_note(keys))]  # fmt: skip
+        if not noted:
             return ""
-        return notes[0] if len(notes) == len(self.points) else f"{len(notes)} of {len(self.points)} points: {notes[0]}"
+        note = noted[0][0]
+        text = note if len(noted) == len(self.points) else f"{len(noted)} of {len(self.points)} points: {note}"
+        if len({_num_stages(point) for _, point in noted}) == 1:
+            return text
+        return f"{text}; points with more stages have more work, unless `cost` gives the times of their stages"
 
     @property
     def _cost_keys(self) -> list[frozenset[str]]:
@@ -126,6 +134,13 @@ def _digest(points: Sequence[Point], folder: Path) -> str:
     named = sorted({str(path) for point in points for path in _named_files(point)})
     files = {path: _file_digest(folder / path) for path in named}
     return digest_of([__version__, [point.id for point in points], files])
+
+
+def _num_stages(point: Point) -> tuple[object, object]:
+    """The pipeline ranks and the chunks of a point, as they are written."""
+    topology, schedule = (point.plan.get(name) for name in ("topology", "schedule"))
+    ranks = topology.get("pp", 1) if isinstance(topology, Mapping) else None
+    return ranks, schedule.get("num_chunks", 1) if isinstance(schedule, Mapping) else None
 
 
 def _named_files(point: Point) -> Iterator[object]:

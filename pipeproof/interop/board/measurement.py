@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -11,6 +12,8 @@ from typing import Any, get_args
 from pipeproof.specs.cost import DeviceName
 
 GIB = 2**30
+_IGNORED = re.compile(r",(?=\d{3}\b)|\[\^[^\]]*\]", re.ASCII)
+"""Thousands separators, and footnotes such as ``[^note]``."""
 EXPERTS_OVER_TP = (
     "experts over {ep} ranks, {tp} of them tensor-parallel, are experts over {rest} ranks, sharded over tp"
 )
@@ -92,14 +95,14 @@ class Cells:
         return self.by_column[column]
 
     def number(self, column: str) -> float:
-        """Return a cell as a positive number.
+        """Return a cell as a positive number; thousands separators and footnotes of Markdown are ignored.
 
         Raises:
             MeasurementFileError: it is none.
         """
         text = self.by_column[column]
         try:
-            value = float(text)
+            value = float(_IGNORED.sub("", text))
         except ValueError:
             value = 0.0
         if not 0 < value < float("inf"):

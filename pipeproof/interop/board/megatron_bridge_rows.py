@@ -68,7 +68,7 @@ def _plan(cells: Cells, model: PublicModel) -> tuple[dict[str, Any], tuple[str, 
         raise NoPlanError(f"products in {precision} have no key in a plan")
     device = known_device(cells.text("System"))
     notes = list(model.notes)
-    tp, pp, cp = (cells.count(name) for name in ("TP", "PP", "CP"))
+    tp, pp, cp = (cells.count(name, 1) for name in ("TP", "PP", "CP"))
     num_chunks, ep = cells.count("VP", 1), cells.count("EP", 1)
     replicas = divided(cells.count("#-GPUs"), tp * pp * cp, "ranks over tp, pp and cp")
     if replicas % ep and ep % tp == 0:

@@ -79,7 +79,7 @@ def read_goldens(path: Path, rows: list[Any]) -> Iterator[Measurement]:
 
 
 def _measured(path: Path, number: int, value: object) -> float | None:
-    if value is None:
+    if value is None or value == 0:
         return None
     if not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise MeasurementFileError(f"{path}: row {number}: {value!r} is no positive number; write one, or null")

@@ -20,6 +20,7 @@ from pipeproof.interop.board.measurement import (
 from pipeproof.interop.board.public_models import MODELS
 
 COLUMNS = frozenset({"system", "run", "gbs", "seq", "median_s", "tp", "pp", "vpp", "cp", "mbs", "nodes", "config"})
+_BENCHMARK = "llama31_405b"
 _SYSTEM = re.compile(r"config_(?:DGX)?([A-Z]+\d+)_(\d+)x(\d+)x", re.ASCII)
 
 
@@ -47,7 +48,9 @@ def read_mlperf(path: Path) -> Iterator[Measurement]:
 
 
 def _plan(cells: Cells, model: dict[str, Any], device: str, num_ranks: int) -> dict[str, Any]:
-    tp, pp, cp, num_chunks = (cells.count(name) for name in ("tp", "pp", "cp", "vpp"))
+    if cells.by_column.get("bench", _BENCHMARK) != _BENCHMARK:
+        raise NoPlanError(f"the board has no plan of the benchmark {cells.text('bench')}")
+    tp, pp, cp, num_chunks = (cells.count(name, 1) for name in ("tp", "pp", "cp", "vpp"))
     dp = divided(num_ranks, tp * pp * cp, "ranks over tp, pp and cp")
     size = cells.count("mbs")
     schedule: dict[str, Any] = {"kind": "1f1b"}

@@ -138,6 +138,11 @@ def test_a_file_that_is_no_measurement_is_named(tmp_path):
     assert invoke(tmp_path, "--set", "vtrain").exit_code == 2
 
 
+def test_the_option_has_every_set():
+    option = next(option for option in main.commands["board"].params if option.name == "sets")
+    assert tuple(option.type.choices) == SETS
+
+
 def test_a_picture_is_svg(tmp_path):
     done = CliRunner().invoke(main, ["board", "--plot", str(tmp_path / "board.png")])
     assert done.exit_code == 2

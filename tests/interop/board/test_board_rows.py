@@ -61,11 +61,12 @@ def test_partition_of_megatron():
 
 
 def test_a_batch_that_does_not_divide_and_a_device_without_data_sheet_are_reasons(tmp_path):
-    path = table(tmp_path, MLPERF, {}, {"gbs": "1537"}, {"config": "config_TPU9_64x8x9.sh"})
-    good, batch, device = rows_of(path)
+    changes = {"gbs": "1537"}, {"config": "config_TPU9_64x8x9.sh"}, {"bench": "gpt3"}
+    good, batch, device, other = rows_of(table(tmp_path, MLPERF, {}, *changes))
     assert good.plan is not None
     assert batch.reason == "the batch over micro-batches: 1537 does not divide by 64"
     assert device.reason == "pipeproof has no data sheet of TPU9"
+    assert other.reason == "the board has no plan of the benchmark gpt3"
     assert Predictor().predict(device).predicted is None
 
 
@@ -102,6 +103,14 @@ def test_experts_over_tensor_parallel_ranks_are_a_note(tmp_path):
         "experts over 32 ranks, 2 of them tensor-parallel, are experts over 16 ranks, sharded over tp",
     )
     assert "matmul_dtype" not in row.plan["cost"]["analytic"]
+
+
+def test_thousands_separators_footnotes_and_missing_degrees_are_read(tmp_path):
+    change = {"System": "DGX-H100", "model": "LLAMA3_8B", "#-GPUs": "8", "TP": "n/a", "PP": "1", "VP": "n/a"}
+    tokens = {"Tokens / sec / GPU": "13,456[^note]", "GBS": "128", "EP": "", "Precision": "BF16"}
+    (row,) = rows_of(table(tmp_path, BRIDGE, change | tokens))
+    assert row.measured == 13456
+    assert row.plan["topology"]["dp"] == 8
 
 
 def test_sizes_of_public_models():
@@ -166,6 +175,7 @@ def test_experts_with_gelu_have_two_thirds_of_their_inner_size(tmp_path):
         ({"kind": "mixtral", "case": "mixtral_8x22b_tp2pp8ep8vpp1_release"}, "the number of ranks of this case"),
         ({"machine": "dev_dgx_gb900"}, "pipeproof has no data sheet"),
         ({"it": None}, "the row has no measured value"),
+        ({"it": 0}, "the row has no measured value"),
     ],
 )
 def test_golden_cases_without_a_plan(tmp_path, change, reason):
