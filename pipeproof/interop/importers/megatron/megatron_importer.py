@@ -205,7 +205,7 @@ def _import_buffers(reader: FlagReader) -> None:
     """Set the activations that attention keeps and the buffers of the loss.
 
     Without a backend of its choice, Transformer Engine has a flash or a fused attention, which keep no probabilities;
-    Megatron-LM's own layers keep them.
+    the implementation `local` keeps them.
     """
     backend = reader.text("--attention-backend")
     if backend in ("unfused", "local"):
