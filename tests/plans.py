@@ -7,6 +7,15 @@ import copy
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.subject import make_subject
 
+FLAT = {
+    "matmul_efficiency": 0.7,
+    "attention_efficiency": 0.5,
+    "memory_efficiency": 0.8,
+    "link_efficiency": 0.75,
+    "host_us": 0,
+}
+"""Keys of ``cost.analytic`` without measured curves."""
+
 BASE = {
     "pipeproof": 1,
     "model": {

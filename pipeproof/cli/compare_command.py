@@ -41,6 +41,10 @@ def compare(a: Path, b: Path, step: int | None, worst: int, form: Literal["text"
     `run --report`. The exit status is 0 for any differences.
     """
     first, second = _read("A", a), _read("B", b)
+    with refusing_bad_plans("text", b):
+        from pipeproof.analysis.compare.common_layers import with_common_layers
+
+        second, note = with_common_layers(first, second)
     from pipeproof.analysis.compare.compare_text import comparison_to_json, render_comparison
     from pipeproof.analysis.compare.compare_timelines import compare_timelines
 
@@ -54,9 +58,9 @@ def compare(a: Path, b: Path, step: int | None, worst: int, form: Literal["text"
 
             write_output(output, comparison_html(first, second, step))
     if form == "json":
-        click.echo(json.dumps(comparison_to_json(comparison, worst=worst), indent=2))
+        click.echo(json.dumps(comparison_to_json(comparison, worst=worst, note=note), indent=2))
     else:
-        render_comparison(comparison, console_for(), worst=worst)
+        render_comparison(comparison, console_for(), worst=worst, note=note)
         if output is not None:
             console_for().print(f"timelines written to {output}; open it in a browser", soft_wrap=True)
 

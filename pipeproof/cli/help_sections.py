@@ -10,7 +10,7 @@ import click
 SECTIONS: Final = (
     ("Prove a plan", ("check", "explain", "show", "schema")),
     ("Start from existing files", ("import", "convert", "describe")),
-    ("Predict", ("profile", "simulate", "schedule", "advise", "sweep", "jitter")),
+    ("Predict", ("profile", "simulate", "schedule", "advise", "sweep", "jitter", "board")),
     ("Execute", ("doctor", "rehearse", "run", "merge", "job-file", "fleet")),
     ("Saved state", ("reshard", "state", "aoa")),
     ("Compare and diagnose", ("compare", "align", "hang")),
@@ -25,6 +25,7 @@ EXAMPLES: Final = MappingProxyType(
         "advise": "pipeproof advise plan.yaml",
         "align": "pipeproof align records/run records/reference",
         "aoa": "pipeproof aoa names.aoa --source states --inverse",
+        "board": "pipeproof board --set mlperf --rows",
         "check": "pipeproof check plan.yaml",
         "compare": "pipeproof compare plan.yaml run.json",
         "completion": "pipeproof completion bash",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
@@ -15,6 +15,7 @@ from pipeproof.cli.console import console_for, refusing_bad_plans, writable
 if TYPE_CHECKING:
     from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.interop.importers.imported import Flags, Imported
+    from pipeproof.specs.cost import DeviceName
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -38,6 +39,21 @@ class KindName(click.ParamType):  # type: ignore[type-arg]  # generic in some of
         near = nearest_name(str(value), KINDS)
         fix = f"; did you mean {near!r}?" if near else ""
         raise click.BadParameter(f"{value!r} is none of {', '.join(KINDS)}{fix}", ctx, param)
+
+
+class DeviceParam(click.ParamType):  # type: ignore[type-arg]  # generic in some of click's releases
+    """A name of ``pipeproof.specs.cost.DeviceName``, which is imported on use."""
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the name of a device with a data sheet."""
+        from pipeproof.specs.cost import DeviceName
+
+        known = get_args(DeviceName)
+        if value not in known:
+            raise click.BadParameter(f"{value!r} is none of {', '.join(known)}", ctx, param)
+        return str(value)
 
 
 def _settings(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[KeyPath, object]:
@@ -92,11 +108,14 @@ def import_from(kind: str, files: Sequence[Path], flags: Flags) -> Imported:
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write the plan to this file.")  # fmt: skip
+@click.option("--device", type=DeviceParam(),
+              help="Let the times of the plan be computed for this device (`cost.analytic`).")  # fmt: skip
 @import_options
 def import_plan(
     kind: str,
     files: tuple[Path, ...],
     output: Path | None,
+    device: DeviceName | None,
     settings: dict[KeyPath, object],
     model_config: Path | None,
     world_size: int | None,
@@ -108,10 +127,12 @@ def import_plan(
     """
     from pipeproof.diagnostics.text_output import render_text
     from pipeproof.interop.importers.check_imported import import_findings, load_imported
-    from pipeproof.interop.importers.imported import Flags, plan_text
+    from pipeproof.interop.importers.imported import Flags, plan_text, with_device
 
     with refusing_bad_plans("text", files[0]):
         imported = import_from(kind, files, Flags(settings, model_config, world_size))
+        if device is not None:
+            imported = with_device(imported, device)
         load_imported(imported)
         text = plan_text(imported, kind)
         if output is not None:

@@ -107,8 +107,8 @@ def jitter(
 
             plot_jitter(runs, late, plan.stem, output)
     if form == "json":
-        click.echo(json.dumps(jitter_to_json(runs, late), indent=2))
+        click.echo(json.dumps(jitter_to_json(runs, late, loaded.spec.cost.source), indent=2))
     else:
-        render_jitter(runs, late, console_for())
+        render_jitter(runs, late, console_for(), loaded.spec.cost.placeholder_note)
     if output is not None:
         click.echo(f"picture written to {output}", err=True)

@@ -14,6 +14,7 @@ from pipeproof import __version__
 from pipeproof.cli.advise_command import advise
 from pipeproof.cli.align_command import align
 from pipeproof.cli.aoa_command import aoa
+from pipeproof.cli.board_command import board
 from pipeproof.cli.check_command import check
 from pipeproof.cli.compare_command import compare
 from pipeproof.cli.completion import completion
@@ -113,7 +114,7 @@ def main() -> None:
 
 
 for _command in (
-    check, run, merge, schedule, convert, advise, describe, sweep, compare, align, jitter, rehearse, job_file, fleet,
-    import_plan, profile, hang, reshard, state, aoa, completion, explain, show, simulate, schema, doctor,
+    check, run, merge, schedule, convert, advise, describe, sweep, board, compare, align, jitter, rehearse, job_file,
+    fleet, import_plan, profile, hang, reshard, state, aoa, completion, explain, show, simulate, schema, doctor,
 ):  # fmt: skip
     main.add_command(_command)

@@ -35,17 +35,19 @@ def simulate(plan: Path, output: Path | None, form: Literal["text", "json"], eng
         from pipeproof.views.timeline_text import render_figures, render_timeline
 
         loaded = load_plan(plan)
+        note = loaded.spec.cost.placeholder_note
         with blaming_plan(loaded):
             lowered = lower_loaded(loaded)
             simulation = run_simulation(lowered, engine=engine)
         if output is not None:
-            written = write_timeline(output, plan.stem, simulation.timeline, lowered.graph, simulation.memory)
+            title = f"{plan.stem} ({note})" if note else plan.stem
+            written = write_timeline(output, title, simulation.timeline, lowered.graph, simulation.memory)
     if form == "json":
-        click.echo(json.dumps(simulation_to_json(simulation), indent=2))
+        click.echo(json.dumps(simulation_to_json(simulation, loaded.spec.cost.source), indent=2))
         return
     console = console_for()
     render_timeline(simulation.timeline, console)
-    render_figures(simulation, console)
+    render_figures(simulation, console, note)
     render_memory(simulation, lowered, console)
     if output is not None:
         console.print(written, soft_wrap=True)

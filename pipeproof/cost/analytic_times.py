@@ -14,29 +14,49 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain
 from operator import add, attrgetter
+from typing import NamedTuple
 
 from pipeproof.cost.analytic_links import Links
+from pipeproof.cost.device_tables import device_table
 from pipeproof.cost.devices import DEVICES, Device
-from pipeproof.cost.network_times import Network, exact
+from pipeproof.cost.measured_curves import attention_share, exact, product_us
+from pipeproof.cost.network_times import DEFAULT_LINK_EFFICIENCY, Network
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
 from pipeproof.schedule.stage_placement import ends_share_ranks
 from pipeproof.specs.cost import AnalyticSpec, CostSpec
+from pipeproof.specs.cost_table import CostTable, ProductCurve
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.exact_times import GRID_US, MAX_TIME_US, rounded_up
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize, work_item_sizes
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.layer import Layer, is_block, layer_kind, weight_calls
+from pipeproof.stages.describe.layer import Collective, Layer, is_block, layer_kind, weight_calls
 from pipeproof.stages.describe.model_family import stage_layers
 from pipeproof.stages.describe.op_work import ATTENTION_CORE, ComputeUnit, Phase, Work, layer_work
 from pipeproof.stages.describe.training_state import moved_by_update, state_of_weights
 
 _ZERO = Fraction(0)
+
+_MATMUL, _ATTENTION, _MEMORY = 0.7, 0.5, 0.8
+"""Shares of peak and of memory bandwidth for devices and types without measured curves."""
+
+_CAST_BYTES = 4
+"""Bytes for each element that is cast to fewer bits: two are read, one is written as it is and one transposed."""
+
+_LINK_PROCESSORS = Fraction(16, 132)
+"""Share of a chip's processors that a collective takes from products: 16 of the 132 of an H100 (TransformerEngine's
+default for pipelined collectives)."""
+
+_PAIR_PROCESSORS = Fraction(20, 132)
+"""Share of a chip's processors that the collectives of an overlapped pair hold."""
+
+_PASSES = 4
+"""Reads and writes of memory for each byte that a collective of an overlapped pair moves."""
 
 _OVERLAPPING = ("dualpipe", "dualpipe_v", "file", "custom")
 """Schedules in which a forward and a backward may run side by side."""
@@ -47,7 +67,8 @@ class PhaseTime:
     """One phase of a stage or layer, for one micro-batch: its work, and where its time goes, in microseconds.
 
     ``compute_us`` is of the operations that their FLOPs bound, ``memory_us``
-    of those that their bytes bound, ``links_us`` of collectives.
+    of those that their bytes bound, ``links_us`` of collectives. ``host_us``
+    is what the host takes to start them, meanwhile.
     """
 
     flops: Fraction = _ZERO
@@ -56,11 +77,17 @@ class PhaseTime:
     compute_us: Fraction = _ZERO
     memory_us: Fraction = _ZERO
     links_us: Fraction = _ZERO
+    host_us: Fraction = _ZERO
+
+    @property
+    def device_us(self) -> Fraction:
+        """The time of the device alone."""
+        return self.compute_us + self.memory_us + self.links_us
 
     @property
     def us(self) -> Fraction:
-        """The whole time."""
-        return self.compute_us + self.memory_us + self.links_us
+        """The whole time: the device never waits for the host, or always."""
+        return max(self.device_us, self.host_us)
 
     def __add__(self, other: PhaseTime) -> PhaseTime:
         return PhaseTime(*map(add, _PARTS(self), _PARTS(other)))
@@ -73,6 +100,15 @@ class PhaseTime:
 _PARTS = attrgetter(*(field.name for field in fields(PhaseTime)))
 
 
+class FlatShares(NamedTuple):
+    """Shares of peak and bandwidth for all sizes; None where measured curves count."""
+
+    products: float | None
+    attention: float | None
+    memory: float
+    links: float | None
+
+
 class AnalyticCosts:
     """Times of a plan's stages on the device that ``cost.analytic`` names.
 
@@ -83,11 +119,14 @@ class AnalyticCosts:
     def __init__(self, plan: PlanSpec, analytic: AnalyticSpec) -> None:
         self.analytic = analytic
         self.device: Device = DEVICES[analytic.device]
+        self.table: CostTable | None = table_of(analytic)
+        self._operation_us = _host_us(analytic, self.table)
         self.dtype: str = analytic.dtype or plan.run.dtype
         run = plan.run.model_copy(update={"dtype": self.dtype})
         self._plan = plan.model_copy(update={"run": run})
-        network = Network.of_device(analytic, self.device, plan.cost.network)
-        self.links = Links(self._plan, network.routed(plan.model.moe))
+        curves = () if self.table is None else self.table.collectives
+        network = Network.of_device(analytic, self.device, plan.cost.network, curves)
+        self.links = Links(self._plan, network.routed(plan.model.moe, by_node=analytic.exchange == "by_node"))
         self.size: MicroBatchSize = max(work_item_sizes(plan)[0], key=lambda size: (size.num_tokens, size.seq_length))
         """The work item that counts: a micro-batch or a split of one."""
         self.num_splits = plan.schedule.num_sequence_splits
@@ -119,15 +158,31 @@ class AnalyticCosts:
         times = {}
         for phase in Phase:
             time = sum((self.work(work) for work in works if work.phase is phase), PhaseTime())
-            for collective in collectives.get(phase, ()):
-                link_bytes = self.links.collective_bytes(collective, item_bytes)
-                links_us = rounded_up(self.links.collective_us(collective, item_bytes))  # as it is simulated
-                time += PhaseTime(link_bytes=link_bytes, links_us=links_us)
+            time = self._with_collectives(time, collectives.get(phase, ()), item_bytes)
             times[phase] = time.times(self.num_splits)
         if is_block(layer.name):
             times[Phase.INPUT] += self._recomputed(works, times[Phase.FORWARD])
         times[Phase.WEIGHT] += self._regathered(layer, item_bytes)
         return times
+
+    def _with_collectives(self, time: PhaseTime, calls: Iterable[Collective], item_bytes: int) -> PhaseTime:
+        """Add a layer's collectives to the time of its operations, without what ``overlap`` hides.
+
+        A collective over tp is cut into one part for each tp rank. Its first part has nothing to hide behind, nor has
+        what the products do not cover (Wang et al., Overlap communication with dependent computation via decomposition,
+        ASPLOS 2023). Exchanges over ep hide behind the operations of another micro-batch, which take
+        the time of those of this one.
+        """
+        total, over = time, dict.fromkeys(("tp", "ep"), _ZERO)
+        for call in calls:
+            us = rounded_up(self.links.collective_us(call, item_bytes))  # as it is simulated
+            total += PhaseTime(link_bytes=self.links.collective_bytes(call, item_bytes), links_us=us,
+                               host_us=self._operation_us)  # fmt: skip
+            if call.axis in self.analytic.overlap and call.per_token:
+                over[call.axis] += us
+        hidden = min(over["tp"] * (1 - Fraction(1, self._plan.topology.tp)), time.compute_us)
+        hidden += min(over["ep"], time.compute_us + time.memory_us - hidden)
+        return replace(total, links_us=total.links_us - hidden * (1 - _LINK_PROCESSORS))
 
     def _recomputed(self, works: Iterable[Work], forward: PhaseTime) -> PhaseTime:
         """Time of the recomputation before a block's backward: attention's core, or all of the forward."""
@@ -152,7 +207,6 @@ class AnalyticCosts:
         """By global stage, the microseconds of the optimizer's step, not rounded: its bytes, and nothing else."""
         layers = {layer.name: layer for layer in describe_gpt(self._plan)}
         lends = ends_share_ranks(self._plan)  # to a tied head: then it has no copy
-        bytes_per_us = self.device.memory * 1000 * exact(self.analytic.memory_efficiency)
         states = []
         stages = stage_layers(self._plan)
         for number, names in enumerate(stages):
@@ -160,15 +214,46 @@ class AnalyticCosts:
             is_lent = lends and number == len(stages) - 1
             held = [layer.parameters if is_lent else (*layer.parameters, *layer.borrowed) for layer in described]
             states.append(state_of_weights(self._plan, dict.fromkeys(chain.from_iterable(held))))
-        return tuple(moved_by_update(self._plan, state) / bytes_per_us for state in states)
+        return tuple(self._moved_us(moved_by_update(self._plan, state)) for state in states)
 
     def work(self, work: Work) -> PhaseTime:
-        """One operation: bound by its FLOPs or by its bytes."""
-        compute = work.flops / self._flops_per_us(work.unit, narrow=work.narrow)
-        memory = work.num_bytes / (self.device.memory * 1000 * exact(self.analytic.memory_efficiency))
-        if compute >= memory:
-            return PhaseTime(work.flops, work.num_bytes, compute_us=compute)
-        return PhaseTime(work.flops, work.num_bytes, memory_us=memory)
+        """One operation: bound by its FLOPs or by its bytes, with the casts for it and the end of a weight gradient.
+
+        A product adds to a weight gradient tile by tile when it is done with the tile, which nothing hides.
+        """
+        curve, host = self._curve(work), self._host_us_of(work)
+        if curve is None or work.shape is None:
+            compute, added = work.flops / self._flops_per_us(work), _ZERO
+        else:
+            compute, added = product_us(curve, work.shape, self._peak(work)), work.accumulated
+        cast = _CAST_BYTES * work.cast if work.narrow and self.analytic.matmul_dtype is not None else _ZERO
+        if self.analytic.matmul_efficiency is not None:
+            cast = _ZERO  # the share of the plan includes all of that
+        memory, extra = self._moved_us(work.num_bytes - added), self._moved_us(added + cast)
+        parts = {"compute_us": compute, "memory_us": extra} if compute >= memory else {"memory_us": memory + extra}
+        return PhaseTime(work.flops, work.num_bytes + cast, host_us=host, **parts)
+
+    @cached_property
+    def shares(self) -> FlatShares:
+        """The shares of the data sheet that count for all sizes alike."""
+        spec, table = self.analytic, self.table
+        dtypes = () if table is None else [curve.dtype for curve in table.products]
+        measured = (spec.matmul_dtype or self.dtype) in dtypes
+        memory = _MEMORY if table is None else table.memory_efficiency
+        return FlatShares(
+            spec.matmul_efficiency or (None if measured else _MATMUL),
+            spec.attention_efficiency or (None if table is not None and self.dtype == "bfloat16" else _ATTENTION),
+            spec.memory_efficiency or memory,
+            spec.link_efficiency or (None if self.links.network.curves else DEFAULT_LINK_EFFICIENCY),
+        )
+
+    def _moved_us(self, num_bytes: Fraction) -> Fraction:
+        return num_bytes / (self.device.memory * 1000 * exact(self.shares.memory))
+
+    def _host_us_of(self, work: Work) -> Fraction:
+        """Time of the host for one operation; a compiler fuses elementwise ones into others."""
+        is_fused = self.analytic.execution == "compiled" and work.unit is ComputeUnit.VECTOR
+        return _ZERO if is_fused else work.launches * self._operation_us
 
     @cached_property
     def messages(self) -> tuple[Fraction, ...]:
@@ -180,8 +265,8 @@ class AnalyticCosts:
         """By stage of the forward, a forward and a backward side by side, not rounded; None where none are.
 
         They share the chip and the links, and each one's collectives hide
-        behind the other's computation, perfectly. The backward is that of the
-        stage opposite, as in DualPipe; in an order of one's own, of any stage.
+        behind the other's computation. The backward is that of the stage
+        opposite, as in DualPipe; in an order of one's own, of any stage.
         """
         kind, num_stages = self._plan.schedule.kind, len(self.stages)
         if kind not in _OVERLAPPING:
@@ -196,10 +281,20 @@ class AnalyticCosts:
         )
 
     def _overlapped_us(self, forward: int, backward: int) -> Fraction:
+        """The pair takes the time of its collectives or of its computations, whichever is longer.
+
+        While collectives run, their kernels hold processors that products then lack: 20 of the 132 of an H800
+        (arXiv:2412.19437, section 3.2.2). Their bytes pass through memory, with a read and a write on each side.
+        """
         first, second = self.stages[forward][Phase.FORWARD], self.stages[backward][Phase.INPUT]
         second += self.stages[backward][Phase.WEIGHT]
-        links = first.links_us + second.links_us
-        return max(first.us + second.us - links, links, first.us, second.us)
+        both = first + second
+        computing = both.compute_us + both.memory_us
+        if self.table is not None and self.analytic.matmul_efficiency is None:
+            lacking = _PAIR_PROCESSORS * min(both.links_us, both.compute_us / (1 - _PAIR_PROCESSORS))
+            computing += lacking + self._moved_us(_PASSES * both.link_bytes)
+        together = max(computing, both.links_us, first.us, second.us)
+        return max(both.host_us, min(together, first.us + second.us))
 
     def resolved(self, p2p: str) -> CostSpec:
         """The same as given times; every edge has the latency of the slowest.
@@ -211,7 +306,8 @@ class AnalyticCosts:
         forward = [max(time, GRID_US) for time in phases[Phase.FORWARD]]  # what is there takes some time
         (latency,) = _rounded([max(self.messages, default=_ZERO)])
         overlapped = None if self.overlapped is None else _rounded(self.overlapped)
-        updates = _rounded(self.updates)
+        a_step = exact(self.analytic.step_us) * self._plan.topology.pp / len(self.stages)  # a rank has several stages
+        updates = _rounded(update + a_step for update in self.updates)
         if (
             max([*forward, *phases[Phase.INPUT], *phases[Phase.WEIGHT], *(overlapped or ()), *updates, latency])
             > MAX_TIME_US
@@ -231,20 +327,34 @@ class AnalyticCosts:
             }
         )
 
-    def _flops_per_us(self, unit: ComputeUnit, *, narrow: bool = False) -> Fraction:
-        """FLOPs per microsecond: products at the peak of their type, all else at that of float32."""
-        tera = 10**6  # in a microsecond
-        if unit is ComputeUnit.VECTOR:
-            return exact(self.device.float32) * tera
-        spec = self.analytic
-        peak = self.device.bfloat16 if self.dtype == "bfloat16" else self.device.float32
-        if narrow and spec.matmul_dtype is not None:
-            peak = self.device.peak(spec.matmul_dtype)
-        return (
-            exact(peak)
-            * tera
-            * exact(spec.matmul_efficiency if unit is ComputeUnit.MATMUL else spec.attention_efficiency)
-        )
+    def _curve(self, work: Work) -> ProductCurve | None:
+        """The measured curve of a product; None if the plan has a share, or where there is no curve of the type."""
+        if self.table is None or work.unit is not ComputeUnit.MATMUL or self.analytic.matmul_efficiency is not None:
+            return None
+        narrow = self.analytic.matmul_dtype if work.narrow else None
+        return next((curve for curve in self.table.products if curve.dtype == (narrow or self.dtype)), None)
+
+    def _peak(self, work: Work) -> float:
+        """TFLOP/s: products at the peak of their type, all else at that of float32."""
+        if work.unit is ComputeUnit.VECTOR:
+            return self.device.float32
+        if work.narrow and self.analytic.matmul_dtype is not None:
+            return self.device.peak(self.analytic.matmul_dtype)
+        return self.device.bfloat16 if self.dtype == "bfloat16" else self.device.float32
+
+    def _flops_per_us(self, work: Work) -> Fraction:
+        """FLOPs per microsecond without a curve of products."""
+        peak, spec = exact(self._peak(work)) * 10**6, self.analytic
+        if work.unit is ComputeUnit.VECTOR:
+            return peak
+        if work.unit is ComputeUnit.MATMUL:
+            return peak * exact(_MATMUL if spec.matmul_efficiency is None else spec.matmul_efficiency)
+        if self.shares.attention is not None:
+            return peak * exact(self.shares.attention)
+        assert self.table is not None
+        assert work.shape is not None
+        is_forward = work.phase is Phase.FORWARD
+        return peak * attention_share(self.table.attention, work.shape.columns, is_forward=is_forward)
 
     def _few_blocks(self) -> PlanSpec:
         """The plan with one block of each kind at least: those of a kind are alike."""
@@ -253,6 +363,20 @@ class AnalyticCosts:
             return self._plan
         num_layers = 1 if model.moe is None else model.moe.dense_layers + 1
         return self._plan.model_copy(update={"model": model.model_copy(update={"num_layers": num_layers})})
+
+
+def table_of(analytic: AnalyticSpec) -> CostTable | None:
+    """The measured curves of the plan's device: its own, or those that are known; None without any."""
+    return analytic.table or device_table(analytic.device)
+
+
+def _host_us(analytic: AnalyticSpec, table: CostTable | None) -> Fraction:
+    """Time of the host for each operation; a replayed graph needs none."""
+    if analytic.execution == "graph":
+        return _ZERO
+    if analytic.host_us is not None:
+        return exact(analytic.host_us)
+    return _ZERO if table is None else exact(table.host_us)
 
 
 def _rounded(times: Iterable[Fraction]) -> list[Fraction]:

@@ -33,12 +33,13 @@ class Device:
     ranks_per_node: int
     source: str
     recv_slowdown: Fraction | None = None
+    float4: float | None = None
 
     def peak(self, dtype: MatmulDtype) -> float:
         """TFLOP/s of products in a type that the plan was checked to have on this device."""
-        assert dtype == "float8"
-        assert self.float8 is not None
-        return self.float8
+        peak = self.float4 if dtype == "float4" else self.float8
+        assert peak is not None
+        return peak
 
 
 DEVICES: Mapping[DeviceName, Device] = MappingProxyType(
@@ -69,9 +70,27 @@ DEVICES: Mapping[DeviceName, Device] = MappingProxyType(
         ),
         "b200": Device(
             float8=4500, bfloat16=2250, float32=80, memory=8000, link=900, peer=900, network=50, ranks_per_node=8,
-            host=64,
+            host=64, float4=9000,
             source="NVIDIA Blackwell architecture technical brief (HGX B200; sparse peaks halved; NVLink 1.8 TB/s both "
             "ways); DGX B200 data sheet (a 400 Gb/s port per GPU)",
+        ),
+        "gb200": Device(
+            float8=5000, bfloat16=2500, float32=80, memory=8000, link=900, peer=900, network=50, ranks_per_node=64,
+            host=64, float4=10000,
+            source="NVIDIA GB200 NVL72 data sheet (a GPU's part of a rack; sparse peaks halved; NVLink 1.8 TB/s both "
+            "ways); a 400 Gb/s port per GPU; 64 of a rack's 72 GPUs, which meshes of powers of two use",
+        ),
+        "b300": Device(
+            float8=4500, bfloat16=2250, float32=80, memory=8000, link=900, peer=900, network=100, ranks_per_node=8,
+            host=64, float4=13500,
+            source="NVIDIA HGX B300 data sheet (sparse peaks halved; NVLink 1.8 TB/s both ways; float32 of B200); DGX "
+            "B300 data sheet (an 800 Gb/s port per GPU)",
+        ),
+        "gb300": Device(
+            float8=5000, bfloat16=2500, float32=80, memory=8000, link=900, peer=900, network=100, ranks_per_node=64,
+            host=64, float4=15000,
+            source="NVIDIA GB300 NVL72 data sheet (a GPU's part of a rack; sparse peaks halved; NVLink 1.8 TB/s both "
+            "ways; float32 of GB200); an 800 Gb/s port per GPU; 64 of a rack's 72 GPUs, as GB200",
         ),
         "mi300x": Device(
             float8=2614.9, bfloat16=1307.4, float32=163.4, memory=5300, link=448, peer=64, network=50, ranks_per_node=8,

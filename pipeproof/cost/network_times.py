@@ -39,11 +39,16 @@ from typing import Self
 import numpy as np
 
 from pipeproof.cost.devices import Device
+from pipeproof.cost.measured_curves import exact, moved_us
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
 from pipeproof.schedule.columns import IntColumn
 from pipeproof.schedule.ops import GATHER_KINDS, OpKind
 from pipeproof.specs.cost import Algorithm, AnalyticSpec, EdgeSpec, LinkSpec, NetworkSpec
+from pipeproof.specs.cost_table import CollectiveCurve
 from pipeproof.specs.model_parts import MoeSpec
+
+DEFAULT_LINK_EFFICIENCY = 0.75
+"""Share of the bandwidth of links that were not measured: what four H200 reached (``docs/costs.md``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,11 @@ class Shape:
         return len(self.on_nodes) > 1
 
     @property
+    def cards_per_node(self) -> int:
+        """Network cards of the members on a node: the fewest on any."""
+        return min(-(-on_node // on_card) for on_card, on_node in self.on_cards)
+
+    @property
     def has_neighbours(self) -> bool:
         """True if some members share a node."""
         return self.on_nodes[-1] > 1
@@ -80,11 +90,6 @@ def shapes_of(groups: IntColumn, ranks_per_node: int, ranks_per_nic: int) -> fro
     first = np.repeat(places[:, [0, members]], members, axis=1)
     _, examples = np.unique(places - first, axis=0, return_index=True)
     return frozenset(Shape.of(ranks, ranks_per_node, ranks_per_nic) for ranks in groups[examples].tolist())
-
-
-def exact(value: float) -> Fraction:
-    """The decimal that a number prints as: 0.7 is 7/10."""
-    return Fraction(repr(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +147,24 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Each token has ``top_k`` experts, on at most ``nodes_per_token`` nodes, and goes once to each of these."""
+    """Each token has ``top_k`` experts, on at most ``nodes_per_token`` nodes, and goes once to each of these.
+
+    Without a limit the experts are on any ranks alike, and a token also goes once to each rank (``by_node``).
+    """
 
     top_k: int
-    nodes_per_token: int
+    nodes_per_token: int | None
+
+    def reached(self, places: int) -> Fraction:
+        """The mean number of distinct places, of ``places``, that the experts of a token are in."""
+        return places * (1 - Fraction(places - 1, places) ** self.top_k)
+
+    def nodes(self, shape: Shape) -> Fraction:
+        """The number of nodes to which a token goes."""
+        nodes = len(shape.on_nodes)
+        if self.nodes_per_token is None:
+            return self.reached(nodes)
+        return Fraction(min(self.nodes_per_token, self.top_k, nodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +188,10 @@ class Network:
     routing: Routing | None = None
     edges: tuple[tuple[tuple[int, int], Link], ...] = ()
     """By sender and receiver, what messages between them really take, all in all."""
+    curves: tuple[CollectiveCurve, ...] = ()
+    """Measured collectives inside a node, which take the place of rings there."""
+    uses_all_cards: bool = False
+    """True if rings across nodes are spread over the network cards of all their members, as those of NCCL are."""
 
     @classmethod
     def of_spec(cls, spec: NetworkSpec) -> Self:
@@ -191,8 +214,17 @@ class Network:
         )
 
     @classmethod
-    def of_device(cls, analytic: AnalyticSpec, device: Device, spec: NetworkSpec | None = None) -> Self:
+    def of_device(
+        cls,
+        analytic: AnalyticSpec,
+        device: Device,
+        spec: NetworkSpec | None = None,
+        curves: tuple[CollectiveCurve, ...] = (),
+    ) -> Self:
         """The links of a data sheet, as far as the plan assumes they are reached; ``spec`` has what that lacks.
+
+        If the plan gives ``link_efficiency``, or if transfers share links, measured ``curves`` do not apply, and all
+        collectives are rings of single links.
 
         Raises:
             BadPlanAtError: PP106, a network card would be of two nodes.
@@ -205,8 +237,11 @@ class Network:
             finding = Finding("PP106", Severity.ERROR, message, help=fix)
             raise BadPlanAtError(finding, ("cost", "network", "ranks_per_nic"))
 
+        is_measured = analytic.link_efficiency is None and not spec.contention
+        share = exact(DEFAULT_LINK_EFFICIENCY if analytic.link_efficiency is None else analytic.link_efficiency)
+
         def link(bandwidth: float, latency: float) -> Link:
-            return Link(exact(latency), exact(bandwidth) * 1000 * exact(analytic.link_efficiency))
+            return Link(exact(latency), exact(bandwidth) * 1000 * share)
 
         return cls(
             ranks_per_node,
@@ -218,11 +253,13 @@ class Network:
             spec.algorithm,
             spec.contention,
             edges=_edges_of(spec),
+            curves=curves if is_measured else (),
+            uses_all_cards=is_measured,
         )
 
-    def routed(self, moe: MoeSpec | None) -> Self:
+    def routed(self, moe: MoeSpec | None, *, by_node: bool = False) -> Self:
         """The same links where tokens go to these experts."""
-        if moe is None or moe.nodes_per_token is None:
+        if moe is None or (moe.nodes_per_token is None and not by_node):
             return self
         return replace(self, routing=Routing(moe.top_k, moe.nodes_per_token))
 
@@ -244,10 +281,29 @@ class Network:
         """
         if shape.num_ranks == 1:
             return Fraction(0)
+        curve = None if shape.crosses else self._curve(kind, shape.num_ranks)
+        if curve is not None:
+            return self._measured_us(curve, kind, shape.num_ranks, num_bytes)
         if kind is OpKind.ALL_TO_ALL:
             return self._all_to_all_us(shape, num_bytes)
         way = self.way(kind, shape, num_bytes)
         return way.latency_us + way.num_bytes / self._slowest(shape).bytes_per_us
+
+    def _curve(self, kind: OpKind, num_ranks: int) -> CollectiveCurve | None:
+        """The curve of as many ranks, or of the next smaller number that was measured."""
+        name = OpKind.ALL_GATHER if kind in GATHER_KINDS else kind
+        curves = [curve for curve in self.curves if curve.kind == name and curve.num_ranks <= num_ranks]
+        return max(curves, key=lambda curve: curve.num_ranks, default=None)
+
+    def _measured_us(self, curve: CollectiveCurve, kind: OpKind, num_ranks: int, num_bytes: Fraction) -> Fraction:
+        if kind is OpKind.ALL_TO_ALL:
+            share = Fraction(1)
+            if self.routing is not None and self.routing.nodes_per_token is None:
+                share = self.routing.reached(num_ranks) / self.routing.top_k
+            return moved_us(curve, share * num_bytes * (num_ranks - 1) / num_ranks)
+        ring = _RING[OpKind.ALL_GATHER if kind in GATHER_KINDS else kind]
+        (steps, share), measured_steps = ring(num_ranks), ring(curve.num_ranks)[0]
+        return moved_us(curve, share * num_bytes) + (steps - measured_steps) * self.node.latency_us
 
     def way(self, kind: OpKind, shape: Shape, num_bytes: Fraction) -> Way:
         """Algorithm of a collective of several ranks that is no all-to-all: the faster one for ``algorithm: auto``.
@@ -272,7 +328,8 @@ class Network:
 
     def _slowest(self, shape: Shape) -> Link:
         """The latency and the bandwidth of the slowest of the links of a ring."""
-        used = [self.between] if shape.crosses else []
+        cards = shape.cards_per_node if self.uses_all_cards else 1
+        used = [Link(self.between.latency_us, cards * self.between.bytes_per_us)] if shape.crosses else []
         used += [self.node] if shape.has_neighbours else []
         return Link(max(link.latency_us for link in used), min(link.bytes_per_us for link in used))
 
@@ -292,7 +349,7 @@ class Network:
         piece = num_bytes / shape.num_ranks
         if self.routing is None or not shape.crosses:
             return Way(self.node.latency_us, piece), Way(self.between.latency_us, piece)
-        nodes = min(self.routing.nodes_per_token, self.routing.top_k, len(shape.on_nodes))
+        nodes = self.routing.nodes(shape)
         latency = self.between.latency_us + (self.node.latency_us if shape.has_neighbours else 0)
         return Way(latency, num_bytes / on_node), Way(latency, piece * nodes / self.routing.top_k)
 

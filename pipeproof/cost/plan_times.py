@@ -43,10 +43,12 @@ def resolved_cost(plan: PlanSpec) -> CostSpec:
     if analytic is None:
         return plan.cost if plan.cost.network is None else _by_network(plan, plan.cost.network)
     from pipeproof.cost.analytic_times import AnalyticCosts
+    from pipeproof.cost.network_times import DEFAULT_LINK_EFFICIENCY
 
     costs, given = AnalyticCosts(plan, analytic), plan.cost.recv_slowdown
     times = _slowed_down(costs.resolved(plan.cost.p2p), costs.device.recv_slowdown if given is None else given)
-    return _with_host(times, plan.cost.host_bandwidth or costs.device.host * analytic.link_efficiency)
+    share = DEFAULT_LINK_EFFICIENCY if analytic.link_efficiency is None else analytic.link_efficiency
+    return _with_host(times, plan.cost.host_bandwidth or costs.device.host * share)
 
 
 def link_times(plan: PlanSpec) -> LinkTimes | None:
@@ -71,10 +73,14 @@ def link_times(plan: PlanSpec) -> LinkTimes | None:
     if cost.analytic is None:
         assert cost.network is not None
         return NetworkTimes(Network.of_spec(cost.network).routed(plan.model.moe), run.dtype, gradients)
+    from pipeproof.cost.analytic_times import table_of
     from pipeproof.cost.devices import DEVICES
 
-    network = Network.of_device(cost.analytic, DEVICES[cost.analytic.device], cost.network)
-    return NetworkTimes(network.routed(plan.model.moe), cost.analytic.dtype or run.dtype, gradients)
+    table = table_of(cost.analytic)
+    curves = () if table is None else table.collectives
+    network = Network.of_device(cost.analytic, DEVICES[cost.analytic.device], cost.network, curves)
+    network = network.routed(plan.model.moe, by_node=cost.analytic.exchange == "by_node")
+    return NetworkTimes(network, cost.analytic.dtype or run.dtype, gradients)
 
 
 def reduced_dtype(plan: PlanSpec) -> str:

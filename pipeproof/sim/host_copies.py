@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 
 from pipeproof.comm.lowered_plan import LoweredPlan
-from pipeproof.cost.network_times import exact
+from pipeproof.cost.measured_curves import exact
 from pipeproof.schedule.columns import IntColumn
 from pipeproof.schedule.ops import COPY_KINDS
 from pipeproof.specs.exact_times import rounded_up

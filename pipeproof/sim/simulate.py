@@ -35,6 +35,7 @@ from pipeproof.sim.sim_codes import NOT_FAST
 from pipeproof.sim.simpy_model import MakeWires, run_model
 from pipeproof.sim.step_memory import memory_of
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Timeline
+from pipeproof.specs.cost import CostSource
 
 Engine = Literal["auto", "fast", "simpy"]
 
@@ -192,8 +193,10 @@ def _queue_labels(graph: OpGraph) -> list[str]:
     return labels
 
 
-def simulation_to_json(simulation: Simulation) -> dict[str, Any]:
+def simulation_to_json(simulation: Simulation, cost_source: CostSource) -> dict[str, Any]:
     """The output of ``simulate --format json``; see ``docs/schemas/simulate.schema.json``.
+
+    ``cost_source`` is that of the plan as it was read: a lowered plan has given times.
 
     Times are in ``unit``. A whole number is a JSON integer. For a fraction
     without an exact binary form, an additional key with the suffix ``_exact``
@@ -202,6 +205,7 @@ def simulation_to_json(simulation: Simulation) -> dict[str, Any]:
     return {
         **number_to_json("makespan", simulation.makespan),
         "unit": "us",
+        "cost_source": cost_source,
         "p2p": simulation.p2p,
         "send_completes": simulation.send_completes,
         "engine": simulation.engine,

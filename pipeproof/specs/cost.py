@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -16,17 +18,30 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from pipeproof.diagnostics.problems import Problem, listed
+from pipeproof.specs.cost_table import CostTable
 from pipeproof.specs.exact_times import PositiveTimeByStage, Slowdown, StageTimes, Time, TimeByStage
-from pipeproof.specs.section import Section, refuse, shorthand_schema
+from pipeproof.specs.section import FROM_LIST, Section, refuse, shorthand_schema
 
-DeviceName = Literal["a100", "h100", "h200", "h800", "b200", "mi300x"]
+DeviceName = Literal["a100", "h100", "h200", "h800", "b200", "gb200", "b300", "gb300", "mi300x"]
 """An accelerator; ``pipeproof.cost.devices`` has the figures of its data sheet."""
 
-MatmulDtype = Literal["float8"]
-"""A type narrower than that of weights and activations, for matrix products only."""
+MatmulDtype = Literal["float8", "float8_block", "float4"]
+"""A type narrower than that of weights and activations, for matrix products only.
 
-NO_FLOAT8: frozenset[DeviceName] = frozenset({"a100"})
-"""Devices without matrix products in eight-bit floating point."""
+``float8`` has a scale for each tensor; ``float8_block`` one for each block, as DeepSeek-V3 and MXFP8; ``float4`` one
+for each block of 16, as NVFP4."""
+
+NO_MATMUL: Mapping[MatmulDtype, frozenset[DeviceName]] = MappingProxyType(
+    {
+        "float8": frozenset({"a100"}),
+        "float8_block": frozenset({"a100"}),
+        "float4": frozenset({"a100", "h100", "h200", "h800", "mi300x"}),
+    }
+)
+"""Devices without matrix products of a type."""
+
+Execution = Literal["eager", "compiled", "graph"]
+"""Start of kernels by the host: each operation by itself, fused by a compiler, or all by one replayed graph."""
 
 Algorithm = Literal["ring", "tree", "auto"]
 """Algorithm of all-reduces; every other collective has one algorithm."""
@@ -34,14 +49,18 @@ Algorithm = Literal["ring", "tree", "auto"]
 ProfilePath = Annotated[str, Field(min_length=1)]
 """A file that `pipeproof run PLAN --profile FILE` or `pipeproof profile` wrote, relative to the plan file."""
 
+_DEFAULT_FORWARD_US = Fraction(100)
 _DEFAULT_BACKWARD_US = Fraction(200)
+
+CostSource = Literal["placeholder", "given", "profile", "analytic"]
+"""Origin of the times of computations: defaults, keys of the plan, a measured profile, or a device's data sheet."""
 
 
 class AnalyticSpec(Section):
     """Times computed from the data sheet of a device. A plain string such as ``h200`` is the device's name.
 
-    Efficiencies are the reached share of a data sheet's figure. They are
-    assumptions: measure yours.
+    Efficiencies are the reached share of a data sheet's figure, for all sizes
+    alike. Without them the measured curves of the device count.
     """
 
     device: DeviceName = Field(description="The accelerator of every rank.")
@@ -67,10 +86,68 @@ class AnalyticSpec(Section):
         description="Number of consecutive global ranks that fast links connect; without it, that of the device's "
         "usual node.",
     )
-    matmul_efficiency: float = Field(default=0.7, gt=0, le=1, description="Share of peak of matrix products.")
-    attention_efficiency: float = Field(default=0.5, gt=0, le=1, description="Share of peak of attention.")
-    memory_efficiency: float = Field(default=0.8, gt=0, le=1, description="Share of memory bandwidth.")
-    link_efficiency: float = Field(default=0.75, gt=0, le=1, description="Share of the bandwidth of links and network.")
+    matmul_efficiency: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of peak of all matrix products. Without it, the device's measured curves; 0.7 for a device "
+        "or a type without them.",
+    )
+    attention_efficiency: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of peak of attention. Without it, that of the device's table; 0.5 for a device without one.",
+    )
+    memory_efficiency: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of memory bandwidth. Without it, that of the device's table; 0.8 for a device without one.",
+    )
+    link_efficiency: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of the bandwidth of links and network. Without it, the device's measured curves for "
+        "collectives inside a node, and 0.75 elsewhere.",
+    )
+    table: CostTable | None = Field(
+        default=None,
+        description="Measured curves of your device in place of those that are known of `device`; `pipeproof doctor "
+        "--write-costs FILE` writes them.",
+    )
+    execution: Execution = Field(
+        default="eager",
+        description="How the host starts operations: eager, one by one; compiled, elementwise operations fused into "
+        "others; graph, all by one replay. A phase takes the time of the host or that of the device, the longer one.",
+    )
+    host_us: float | None = Field(
+        default=None,
+        ge=0,
+        le=10**6,
+        description="Time that the host takes to start one operation. Without it, that of the device's table; 0 for a "
+        "device without one.",
+    )
+    step_us: float = Field(
+        default=0,
+        ge=0,
+        le=10**9,
+        description="Time of a step outside of its pipeline, such as data, logging and norms of gradients; added to "
+        "that of the optimizer.",
+    )
+    overlap: Annotated[tuple[Literal["tp", "ep"], ...], FROM_LIST] = Field(
+        default=(),
+        description="Axes whose collectives run during computations: tp, pipelined with the products next to them "
+        "(`--tp-comm-overlap` of Megatron-LM); ep, during the computations of another micro-batch "
+        "(`--overlap-moe-expert-parallel-comm`).",
+        json_schema_extra={"default": []},
+    )
+    exchange: Literal["direct", "by_node"] = Field(
+        default="direct",
+        description="All-to-alls of experts: direct, a token goes once to each of its experts; by_node, once to each "
+        "rank and over the network once to each node that has some of them, as in DeepEP.",
+    )
     launch_us: float = Field(
         default=20, ge=0, le=10**6, description="Time of a message or a collective before its first byte moves."
     )
@@ -166,7 +243,7 @@ class CostSpec(Section):
     """
 
     forward_us: PositiveTimeByStage = Field(
-        default=Fraction(100), description="Time of a forward.", json_schema_extra={"default": 100}
+        default=_DEFAULT_FORWARD_US, description="Time of a forward.", json_schema_extra={"default": 100}
     )
     backward_us: TimeByStage | None = Field(
         default=None, description="Time of a backward; 200 if no backward time is given."
@@ -231,6 +308,20 @@ class CostSpec(Section):
             dumped.pop("p2p_latency_us", None)
         return {key: value for key, value in dumped.items() if is_given or not key.endswith("_us")}
 
+    @property
+    def source(self) -> CostSource:
+        """Origin of the times of computations."""
+        return cost_source(self._given)
+
+    @property
+    def placeholder_note(self) -> str:
+        """A sentence for outputs about times that the plan leaves out; empty if there are none."""
+        return placeholder_note(self._given)
+
+    @property
+    def _given(self) -> frozenset[str]:
+        return frozenset(name for name in self.model_fields_set if getattr(self, name) is not None)
+
     def forward_of(self, stage: int) -> Fraction:
         """Return the microseconds of one forward of global stage ``stage``."""
         return _at(self.forward_us, stage)
@@ -262,6 +353,33 @@ class CostSpec(Section):
         if self.backward_input_us is not None and self.backward_weight_us is not None:
             return _at(self.backward_input_us, stage) + _at(self.backward_weight_us, stage)
         return _DEFAULT_BACKWARD_US
+
+
+def _placeholders(given: Collection[str]) -> list[str]:
+    """Times of computations that a plan leaves out, for the keys of its section ``cost``."""
+    if "analytic" in given or "profile" in given:
+        return []
+    forward = [] if "forward_us" in given else [f"{_DEFAULT_FORWARD_US} us forward"]
+    is_backward_given = any(key.startswith("backward_") for key in given)
+    return forward + ([] if is_backward_given else [f"{_DEFAULT_BACKWARD_US} us backward"])
+
+
+def cost_source(given: Collection[str]) -> CostSource:
+    """Return the origin of the times of computations for the keys of a section ``cost``.
+
+    It is ``placeholder`` if a forward or a backward time is left out.
+    """
+    if "analytic" in given:
+        return "analytic"
+    if "profile" in given:
+        return "profile"
+    return "placeholder" if _placeholders(given) else "given"
+
+
+def placeholder_note(given: Collection[str] = ()) -> str:
+    """Return a sentence about the times that the keys of a section ``cost`` leave out; empty if there are none."""
+    times = _placeholders(given)
+    return f"times are placeholders ({', '.join(times)} per stage): proportions only" if times else ""
 
 
 def _at(times: StageTimes, stage: int) -> Fraction:

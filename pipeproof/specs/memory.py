@@ -15,6 +15,10 @@ Recompute = Literal["none", "selective", "full"]
 """Activations that the backward computes again instead of keeping them (arXiv:2205.05198, section 5)."""
 
 
+CrossEntropy = Literal["separate", "in_place", "compiled", "fused"]
+"""Implementation of the loss, by its buffers for logits and their gradient."""
+
+
 class MemorySpec(Section):
     """Memory that the simulator counts, in bytes on each rank.
 
@@ -63,6 +67,13 @@ class MemorySpec(Section):
         description="With sequence parallelism, the input of a weight gradient: keep, the tokens gathered for the "
         "forward; regather, each rank keeps its own tokens and gathers again in W (arXiv:2205.05198, section 4.2.2). "
         "`cost.analytic` counts the time, as part of W.",
+    )
+    cross_entropy: CrossEntropy = Field(
+        default="separate",
+        description="Buffers of the loss: separate, float32 logits and their float32 gradient; in_place, float32 "
+        "logits that their gradient overwrites, and one copy in `dtype` (Megatron-LM's default); compiled, float32 "
+        "logits, their gradient and a copy in `dtype` (Megatron-LM's `--cross-entropy-loss-fusion`); fused, logits in "
+        "`dtype` that their gradient overwrites (Transformer Engine's kernel). Runs have separate ones.",
     )
     overhead_gib: float = Field(
         default=0,

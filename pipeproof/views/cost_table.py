@@ -23,8 +23,8 @@ def render_costs(costs: AnalyticCosts, console: Console) -> None:
         for first, last in runs(costs.stages)
         for phase in Phase
     ]
-    console.print("one rank's work for one micro-batch; shares of its time that compute, memory and links bound")
-    headings = (">us", ">TFLOP", ">GB", ">GB sent", ">TFLOP/s", ">compute", ">memory", ">links")
+    console.print("one rank's work for one micro-batch; shares of its time that compute, memory, links and host bound")
+    headings = (">us", ">TFLOP", ">GB", ">GB sent", ">TFLOP/s", ">compute", ">memory", ">links", ">host")
     print_table(("stage", "", *headings), rows, console)
     console.print(_assumptions(costs), soft_wrap=True, highlight=False)
     most = max(costs.updates)
@@ -41,7 +41,7 @@ def render_costs(costs: AnalyticCosts, console: Console) -> None:
 
 
 def _figures(time: PhaseTime) -> tuple[str, ...]:
-    parts = (time.compute_us, time.memory_us, time.links_us)
+    parts = (time.compute_us, time.memory_us, time.links_us, time.us - time.device_us)
     shares = (f"{float(100 * us / time.us):.0f} %" if time.us else "" for us in parts)
     rate = f"{float(time.flops / time.us) / 10**6:.0f}" if time.us else ""
     return (
@@ -55,11 +55,13 @@ def _figures(time: PhaseTime) -> tuple[str, ...]:
 
 
 def _assumptions(costs: AnalyticCosts) -> str:
-    spec = costs.analytic
+    spec, shares = costs.analytic, costs.shares
+    products = "measured curves of products" if shares.products is None else f"{shares.products:g} of peak in products"
+    attention = "measured shares of it" if shares.attention is None else f"{shares.attention:g} of peak in it"
+    links = "measured curves of collectives" if shares.links is None else f"{shares.links:g} of link bandwidth"
     return (
-        f"{spec.device} in {costs.dtype}, {spec.attention} attention, assumed to reach {spec.matmul_efficiency:g} of "
-        f"peak in matrix products, {spec.attention_efficiency:g} in attention, {spec.memory_efficiency:g} of memory "
-        f"and {spec.link_efficiency:g} of link bandwidth; {costs.num_splits} x {costs.size.num_rows} x "
+        f"{spec.device} in {costs.dtype}, {spec.execution}: {products}, {spec.attention} attention, {attention}, "
+        f"{shares.memory:g} of memory bandwidth, {links}; {costs.num_splits} x {costs.size.num_rows} x "
         f"{costs.size.seq_length} tokens"
     )
 

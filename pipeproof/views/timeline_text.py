@@ -73,9 +73,11 @@ def render_timeline(timeline: Timeline, console: Console, title: str = "", unit:
         console.print(Text(f"Each row stands for {shared} ranks with the same timeline."))
 
 
-def render_figures(simulation: Simulation, console: Console) -> None:
-    """Print the table of figures below an empty line, ranks taken together as in the timeline."""
+def render_figures(simulation: Simulation, console: Console, note: str = "") -> None:
+    """Print a note on the times, if any, and the table of figures, below an empty line; ranks as in the timeline."""
     console.print()
+    if note:
+        console.print(Text(note), soft_wrap=True)
     console.print(Text(f"p2p {_p2p_text(simulation)}; engine {simulation.engine}; times in us"))
     rows = [(row.label.removeprefix("rank "), simulation.figures[row.ranks[0]]) for row in rows_of(simulation.timeline)]
     lines = figures_lines(rows)

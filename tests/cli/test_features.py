@@ -11,8 +11,9 @@ from pipeproof.analysis.advise import candidates
 from pipeproof.analysis.sweep import run_sweep as sweep_run
 from tests.cli.commands import EXAMPLES, invoke
 from tests.features import FEATURES, TOPOLOGIES, mixed
+from tests.plans import FLAT
 
-ANALYTIC = {"cost": {"analytic": "h200"}}
+ANALYTIC = {"cost": {"analytic": {"device": "h200", **FLAT}}}
 WIDE = {"model": {"hidden_size": 512, "ffn_size": 2048, "vocab_size": 2048}}
 """So wide that what a feature adds is many nanoseconds, in which times are computed."""
 

@@ -29,7 +29,7 @@ from pipeproof.specs.topology import TopologySpec
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import Collective, CollectiveKind
 from pipeproof.stages.describe.op_work import ComputeUnit, Phase, Work, layer_work
-from tests.plans import plan_dict
+from tests.plans import FLAT, plan_dict
 
 MODEL = {"hidden_size": 4096, "num_heads": 32, "ffn_size": 14336, "vocab_size": 32000, "seq_length": 4096}
 
@@ -150,7 +150,7 @@ def test_splits_do_the_work_of_the_whole_and_read_weights_again(num_splits):
 
 
 def test_an_operation_takes_the_longer_of_compute_and_memory():
-    of = costs(plan({"matmul_efficiency": 0.5, "memory_efficiency": 0.25}))
+    of = costs(plan({"matmul_efficiency": 0.5, "memory_efficiency": 0.25, "host_us": 0}))
     product = Work("x", Phase.FORWARD, ComputeUnit.MATMUL, Fraction(989 * 10**6), Fraction(1))
     copy = Work("x", Phase.FORWARD, ComputeUnit.VECTOR, Fraction(1), Fraction(4_800_000))
     assert of.work(product) == PhaseTime(product.flops, product.num_bytes, compute_us=Fraction(2))
@@ -375,13 +375,14 @@ def test_times_beyond_all_bounds_are_refused():
 
 
 def test_data_sheets_are_whole_and_in_the_order_of_their_years():
-    assert {*DEVICES} == {"a100", "h100", "h200", "h800", "b200", "mi300x"}
+    assert {*DEVICES} == {"a100", "h100", "h200", "h800", "b200", "gb200", "b300", "gb300", "mi300x"}
     for device in DEVICES.values():
         assert device.bfloat16 > device.float32 > 10
         assert device.memory > device.link >= device.peer > device.network
         assert len(device.source) > 20
-    bound = {name: resolved_cost(plan({"device": name})).forward_of(0) for name in DEVICES}
-    assert bound["a100"] > bound["h100"] >= bound["h800"] > bound["b200"]
+    for more in ({}, FLAT):
+        bound = {name: resolved_cost(plan({"device": name, **more})).forward_of(0) for name in DEVICES}
+        assert bound["a100"] > bound["h100"] >= bound["h800"] > bound["b200"] > bound["gb200"] >= bound["gb300"]
 
 
 # What is printed
@@ -407,8 +408,12 @@ def test_the_table_has_stages_shares_and_assumptions(shown):
     (middle,) = (row for row in rows if row[:2] == ["1-2", "F"])
     time = costs(spec).stages[1][Phase.FORWARD]
     assert middle[2] == f"{float(time.us):.1f}"
-    assert sum(int(share) for share in middle[7::2]) in (99, 100, 101)
-    assert "h200 in bfloat16, flash attention, assumed to reach 0.7 of peak in matrix products" in result.output
+    assert sum(int(share) for share in middle[7::2]) in (98, 99, 100, 101, 102)
+    assert (
+        "h200 in bfloat16, eager: measured curves of products, flash attention, measured shares of it" in result.output
+    )
+    flat = shown(plan_dict(topology={"pp": 1}, cost={"analytic": cost["analytic"] | FLAT})).output
+    assert "0.7 of peak in products, flash attention, 0.5 of peak in it, 0.8 of memory bandwidth" in flat
     assert "inside a node; schedules count it for every edge" in " ".join(result.output.split())
 
 

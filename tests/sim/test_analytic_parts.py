@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from pipeproof.cost.analytic_times import AnalyticCosts
 from pipeproof.cost.devices import DEVICES
 from pipeproof.diagnostics.finding import BadPlanError
-from pipeproof.specs.cost import NO_FLOAT8
+from pipeproof.specs.cost import NO_MATMUL
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import Collective, CollectiveKind
 from pipeproof.stages.describe.op_work import ComputeUnit, Phase, Work, layer_work
-from tests.plans import plan_dict
+from tests.plans import FLAT, plan_dict
 
 MOE = {"num_experts": 8, "top_k": 3, "ffn_size": 24, "num_shared_experts": 2, "dense_layers": 1}
 MLA = {"q_rank": 10, "kv_rank": 6, "nope_head_size": 4, "rope_head_size": 2, "value_head_size": 3}
@@ -168,7 +168,7 @@ def test_dense_blocks_and_blocks_with_experts_have_times_of_their_own():
 
 def test_what_runs_side_by_side_shares_the_chip_and_the_links():
     schedule = {"kind": "dualpipe", "num_micro_batches": 8}
-    spec = plan({"moe": {**MOE, "dense_layers": 0}}, {"pp": 4, "ep": 2}, schedule=schedule)
+    spec = plan({"moe": {**MOE, "dense_layers": 0}}, {"pp": 4, "ep": 2}, FLAT, schedule=schedule)
     of = costs(spec)
     stages = of.stages
     assert stages[0] != stages[1]
@@ -211,10 +211,12 @@ def test_narrow_products_run_at_their_own_peak():
 
 
 def test_devices_without_eight_bits_say_so():
-    assert {name for name, device in DEVICES.items() if device.float8 is None} == NO_FLOAT8
+    assert {name for name, device in DEVICES.items() if device.float8 is None} == NO_MATMUL["float8"]
+    assert NO_MATMUL["float8_block"] == NO_MATMUL["float8"]
+    assert {name for name, device in DEVICES.items() if device.float4 is None} == NO_MATMUL["float4"]
     with pytest.raises(BadPlanError) as caught:
         plan({}, {}, {"device": "a100", "matmul_dtype": "float8"})
     (finding,) = caught.value.findings
     assert finding.code == "PP106"
     assert "in which a100 computes no products" in finding.message
-    assert "h100, h200, h800, b200 or mi300x" in finding.help
+    assert "h100, h200, h800, b200, gb200, b300, gb300 or mi300x" in finding.help

@@ -28,7 +28,7 @@ def test_the_schema_is_one():
 )
 def test_output_fits_the_schema_and_says_the_exact_values(run, options):
     simulation = run(**options)
-    result = json.loads(json.dumps(simulation_to_json(simulation)))
+    result = json.loads(json.dumps(simulation_to_json(simulation, "given")))
     Draft202012Validator(SCHEMA).validate(result)
     assert exact(result, "makespan") == simulation.makespan
     for given, figures in zip(result["ranks"], simulation.figures, strict=True):
@@ -48,21 +48,21 @@ def exact(given, name):
 
 
 def test_numbers_by_representability(run):
-    result = simulation_to_json(run(p=1, m=1, tf=Fraction(1, 3), tb=33))
+    result = simulation_to_json(run(p=1, m=1, tf=Fraction(1, 3), tb=33), "given")
     assert result["makespan_exact"] == "100/3"
     assert result["makespan"] == 100 / 3
-    whole = simulation_to_json(run())
+    whole = simulation_to_json(run(), "given")
     assert whole["makespan"] == 33
     assert isinstance(whole["makespan"], int)
     assert "makespan_exact" not in whole
     assert whole["ranks"][0]["bubble_span_ratio_exact"] == "3/11"
-    quarter = simulation_to_json(run(p=1, m=1, tf=Fraction(1, 4), tb=1))
+    quarter = simulation_to_json(run(p=1, m=1, tf=Fraction(1, 4), tb=1), "given")
     assert quarter["makespan"] == 1.25
     assert "makespan_exact" not in quarter
 
 
 def test_the_names_of_the_issue(run):
-    result = simulation_to_json(run(p=2, m=2, tp=2))
+    result = simulation_to_json(run(p=2, m=2, tp=2), "given")
     assert (result["unit"], result["p2p"]) == ("us", "async")
     assert [rank["rank"] for rank in result["ranks"]] == [0, 1, 2, 3]
     assert result["ranks"][3]["coords"] == {"tp": 1, "cp": 0, "ep": 0, "dp": 0, "pp": 1}
@@ -79,4 +79,4 @@ def test_the_names_of_the_issue(run):
     ],
 )
 def test_the_schema_refuses(run, damage):
-    assert not Draft202012Validator(SCHEMA).is_valid({**simulation_to_json(run()), **damage})
+    assert not Draft202012Validator(SCHEMA).is_valid({**simulation_to_json(run(), "given"), **damage})

@@ -173,7 +173,7 @@ def test_the_page_draws_bytes_in_place_of_counts():
 
 
 def test_json_has_the_peak_and_its_parts():
-    one = json.loads(json.dumps(simulation_to_json(simulate(lowered()))))["ranks"][0]["memory"]
+    one = json.loads(json.dumps(simulation_to_json(simulate(lowered()), "given")))["ranks"][0]["memory"]
     assert one["peak_bytes"] == sum(size for key, size in one.items() if key.endswith("_bytes")) - one["peak_bytes"]
     assert one["peak_at"] == 200
 
@@ -226,3 +226,17 @@ def printed():
         return stream.getvalue()
 
     return text_of
+
+
+@pytest.mark.parametrize(
+    ("cross_entropy", "kept", "added"),
+    [("separate", 4, 4), ("in_place", 4, 2), ("compiled", 4, 6), ("fused", 2, 0)],
+)
+def test_buffers_of_the_loss(cross_entropy, kept, added):
+    """Bytes of an element of the logits from F on, and while I runs; the label has eight more from F on."""
+    one = lowered(memory={"dtype": "bfloat16", "cross_entropy": cross_entropy})
+    held = {h.lifetime: h.num_bytes for h in stage_holdings(one, 1) if h.name == "head.loss"}
+    model, size = one.spec.model, one.spec.schedule.micro_batch_size
+    tokens = model.seq_length * size
+    assert held[Lifetime.TO_INPUT] == tokens * (kept * model.vocab_size + 8)
+    assert held.get(Lifetime.IN_INPUT, 0) == tokens * added * model.vocab_size

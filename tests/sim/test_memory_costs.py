@@ -13,9 +13,9 @@ from pipeproof.cost.plan_times import with_times
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.training_state import memory_dtype
-from tests.plans import plan_dict
+from tests.plans import FLAT, plan_dict
 
-H200 = {"device": "h200", "dtype": "bfloat16"}
+H200 = {"device": "h200", "dtype": "bfloat16", **FLAT}
 STAGES = [["embed", "layer.0", "layer.1"], ["layer.2", "layer.3", "norm", "head"]]
 
 

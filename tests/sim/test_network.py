@@ -167,7 +167,9 @@ def test_the_largest_micro_batch_takes_the_whole_time_and_others_less():
 
 
 def test_gradients_are_reduced_in_their_own_type_after_the_last_backward():
-    cost = {"analytic": {"device": "h200", "dtype": "bfloat16", "launch_us": 0, "node_step_us": 0}}
+    cost = {
+        "analytic": {"device": "h200", "dtype": "bfloat16", "link_efficiency": 0.75, "launch_us": 0, "node_step_us": 0}
+    }
     lowered = lower(plan_from_dict(plan_dict(topology={"pp": 1, "dp": 2}, cost=cost)).spec)
     spans = [span for span in simulate(lowered).timeline.spans if span.rank == 0]
     reduces = [span for span in spans if span.op.startswith("0REDUCE_GRAD:dp/")]

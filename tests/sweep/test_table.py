@@ -67,10 +67,11 @@ def test_the_table_has_the_chosen_columns_and_says_why_points_are_missing():
 
 def test_rows_and_columns_can_be_fewer():
     text = text_of(columns=["peak"], sort="peak", top=1)
-    assert text.splitlines()[:4] == [
+    assert text.splitlines()[:5] == [
         "best by peak: 1 of 5 points",
         "peak",
         "   2",
+        "times are placeholders (100 us forward, 200 us backward per stage): proportions only",
         "warning PP411: 1 of 3; `pipeproof explain PP411`",
     ]
 

@@ -28,6 +28,7 @@ def advice_to_json(advice: Advice) -> dict[str, Any]:
     candidates, best = advice.candidates, advice.best
     return {
         "unit": "us",
+        "cost_source": candidates.spec.cost.source,
         **number_to_json("activation", candidates.activation),
         "memory_limit": None if candidates.room is None else int(candidates.room / candidates.activation),
         "plan": {

@@ -25,6 +25,9 @@ _TITLES = {
 
 def render_advice(advice: Advice, console: Console, *, all_reasons: bool = False) -> None:
     """Print what was found; with ``all_reasons``, also why schedules were left out."""
+    cost = advice.candidates.spec.cost
+    if cost.placeholder_note:
+        _print(console, f"{cost.placeholder_note.capitalize()}.")
     _print(console, _now(advice))
     for other in advice.receives:
         _print(console, why_receives(advice, other))
@@ -38,6 +41,8 @@ def render_advice(advice: Advice, console: Console, *, all_reasons: bool = False
     console.print()
     _print(console, _unit(advice))
     _print(console, _counts(advice))
+    if _has_other_stages(advice):
+        _print(console, "Costs are per layer: stages of another partition take the times of their layers in this plan.")
     if all_reasons:
         for reason, count in advice.impossible.items():
             _print(console, f"  not possible ({count}): {reason}")
@@ -108,6 +113,13 @@ def _saved(advice: Advice, figures: Figures) -> str:
 
 def _peak(advice: Advice, figures: Figures) -> str:
     return format_us(figures.peak / advice.candidates.activation)
+
+
+def _has_other_stages(advice: Advice) -> bool:
+    """True if a listed candidate has other stages than the plan, with times that follow from those of the plan."""
+    spec = advice.candidates.spec
+    listed = [verified for group in advice.listed.values() for verified in group]
+    return spec.cost.analytic is None and any(v.candidate.spec.num_stages != spec.num_stages for v in listed)
 
 
 def _unit(advice: Advice) -> str:

@@ -29,6 +29,8 @@ def comparison_html(a: TimelineFile, b: TimelineFile, step: int | None = None) -
         graph = next((graph for graph in (file.graph, *graphs) if graph is not None and _is_of(ops, graph)), None)
         several = len({op.step for op in file.ops}) > 1
         title = f"{file.file}, step {number}" if several else file.file
+        if file.loaded is not None and (note := file.loaded.spec.cost.placeholder_note):
+            title += f" ({note})"
         titled.append((title, _timeline(file, ops, graph), graph))
     return timeline_html(titled)
 

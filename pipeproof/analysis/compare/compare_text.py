@@ -17,14 +17,20 @@ if TYPE_CHECKING:
 _WORDS = {"plan": "plan, simulated", "trace": "trace", "report": "report of a run", "table": "CSV table"}
 
 
-def render_comparison(comparison: Comparison, console: Console, *, worst: int) -> None:
-    """Print what the two files are, totals by step, errors by kind, where the order parts and the worst operations."""
+def render_comparison(comparison: Comparison, console: Console, *, worst: int, note: str = "") -> None:
+    """Print what the two files are, totals by step, errors by kind, where the order parts and the worst operations.
+
+    ``note`` is about the costs of two plans.
+    """
     from pipeproof.views.tables import print_table
 
     for name, file in (("A", comparison.a), ("B", comparison.b)):
         clock = "measured" if file.measured else "simulated"
         about = _WORDS[file.source] + (f", {clock}" if file.source in ("trace", "table") else "")
         console.print(f"{name}  {file.file}: {about}, {len(file.ops)} operations", soft_wrap=True, markup=False)
+    for sentence in dict.fromkeys((*map(_placeholders, (comparison.a, comparison.b)), note)):
+        if sentence:
+            console.print(sentence, soft_wrap=True)
     clocks = "at the first operation of each rank" if comparison.per_rank_clocks else "at the first start of all"
     console.print(f"clocks are set equal {clocks}; errors are B - A, in microseconds\n", soft_wrap=True)
 
@@ -71,6 +77,10 @@ def render_comparison(comparison: Comparison, console: Console, *, worst: int) -
         print_table(("op", ">rank", ">step", ">A", ">B", ">error", ">start"), ops, console)
 
 
+def _placeholders(file: TimelineFile) -> str:
+    return "" if file.loaded is None else file.loaded.spec.cost.placeholder_note
+
+
 def _parting_text(parting: Parting | None) -> str:
     if parting is None:
         return "the order of computations and transfers is the same on every queue"
@@ -101,10 +111,11 @@ def _ratio(ratio: Fraction | None) -> str:
     return "-" if ratio is None else f"{float(ratio):.3f}"
 
 
-def comparison_to_json(comparison: Comparison, *, worst: int) -> dict[str, Any]:
+def comparison_to_json(comparison: Comparison, *, worst: int, note: str = "") -> dict[str, Any]:
     """The form of ``compare --format json``; see ``docs/schemas/compare.schema.json``."""
     return {
         "unit": "us",
+        "costs": note or None,
         "a": _file_to_json(comparison.a),
         "b": _file_to_json(comparison.b),
         "clocks": "per_rank" if comparison.per_rank_clocks else "common",
@@ -130,7 +141,13 @@ def comparison_to_json(comparison: Comparison, *, worst: int) -> dict[str, Any]:
 
 
 def _file_to_json(file: TimelineFile) -> dict[str, Any]:
-    return {"file": file.file, "source": file.source, "measured": file.measured, "num_ops": len(file.ops)}
+    return {
+        "file": file.file,
+        "source": file.source,
+        "measured": file.measured,
+        "num_ops": len(file.ops),
+        "cost_source": None if file.loaded is None else file.loaded.spec.cost.source,
+    }
 
 
 def _step_to_json(step: StepTimes) -> dict[str, Any]:

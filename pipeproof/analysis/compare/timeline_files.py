@@ -19,7 +19,7 @@ from pipeproof.comm.lower import blaming_plan, lower_loaded
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import Op, parse_op
 from pipeproof.sim.simulate import simulate
-from pipeproof.specs.load_plan import load_plan
+from pipeproof.specs.load_plan import LoadedPlan, load_plan
 from pipeproof.views.chrome_trace import ARRIVAL
 from pipeproof.views.timeline_csv import COLUMNS
 
@@ -55,7 +55,7 @@ class TimedOp:
 class TimelineFile:
     """The operations of a file and its kind; ``measured`` is true for measured times.
 
-    ``graph`` is that of a plan; other files have none.
+    ``graph`` and ``loaded`` are those of a plan; other files have none.
     """
 
     file: str
@@ -63,6 +63,7 @@ class TimelineFile:
     measured: bool
     ops: tuple[TimedOp, ...]
     graph: OpGraph | None = field(default=None, repr=False, compare=False)
+    loaded: LoadedPlan | None = field(default=None, repr=False, compare=False)
 
 
 def read_timeline(path: Path) -> TimelineFile:
@@ -77,7 +78,7 @@ def read_timeline(path: Path) -> TimelineFile:
         return _of_table(path)
     content = _json_object(path)
     if content is None or "pipeproof" in content:
-        return _simulated(path)
+        return simulated_plan(str(path), load_plan(path))
     name = str(path)
     if isinstance(content.get("traceEvents"), list):
         return _of_trace(name, content)
@@ -103,8 +104,13 @@ def _json_object(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _simulated(path: Path) -> TimelineFile:
-    loaded = load_plan(path)
+def simulated_plan(file: str, loaded: LoadedPlan) -> TimelineFile:
+    """Simulate the plan of a file.
+
+    Raises:
+        BadPlanError: it cannot be lowered or simulated.
+        SimulationError: it comes to no end.
+    """
     with blaming_plan(loaded):
         lowered = lower_loaded(loaded)
         timeline = simulate(lowered).timeline
@@ -112,7 +118,7 @@ def _simulated(path: Path) -> TimelineFile:
         TimedOp(s.rank, s.step, s.queue, parse_op(s.op), timeline.us(s.start), timeline.us(s.end), s.op_id)
         for s in timeline.spans
     )
-    return TimelineFile(str(path), "plan", measured=False, ops=tuple(ops), graph=lowered.graph)
+    return TimelineFile(file, "plan", measured=False, ops=tuple(ops), graph=lowered.graph, loaded=loaded)
 
 
 def _of_trace(name: str, content: Mapping[str, Any]) -> TimelineFile:

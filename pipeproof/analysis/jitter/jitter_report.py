@@ -12,6 +12,7 @@ from pipeproof.analysis.jitter.noise import Noise
 from pipeproof.analysis.jitter.noisy_runs import JitterRuns
 from pipeproof.analysis.jitter.quantiles import CONFIDENCE, Estimate
 from pipeproof.sim.figures import number_to_json
+from pipeproof.specs.cost import CostSource
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,8 +38,8 @@ def noise_text(noise: Noise) -> str:
     return "; ".join(parts) or "nothing is disturbed"
 
 
-def render_jitter(runs: JitterRuns, delays: Delays | None, console: Console) -> None:
-    """Print the quantiles, the histogram and what delays cost."""
+def render_jitter(runs: JitterRuns, delays: Delays | None, console: Console, note: str = "") -> None:
+    """Print the quantiles, the histogram and what delays cost; ``note`` is about the times of the plan."""
     from rich.text import Text
 
     many = "runs" if len(runs.makespans) > 1 else "run"
@@ -47,6 +48,8 @@ def render_jitter(runs: JitterRuns, delays: Delays | None, console: Console) -> 
         Text(f"{len(runs.makespans)} {many}, seed {runs.noise.seed}: {noise_text(runs.noise)}"), soft_wrap=True
     )
     console.print(Text(f"engine {engines}; times in us"))
+    if note:
+        console.print(Text(note), soft_wrap=True)
     if runs.replicas > 1:
         note = f"note: each rank stands for {runs.replicas} replicas, disturbed alike: noise of their own"
         note += " would make steps longer, slow ranks that are not all of one replica shorter"
@@ -125,11 +128,12 @@ def _bounds(estimate: Estimate) -> str:
     return f"{low} .. {high}"
 
 
-def jitter_to_json(runs: JitterRuns, delays: Delays | None) -> dict[str, Any]:
+def jitter_to_json(runs: JitterRuns, delays: Delays | None, cost_source: CostSource) -> dict[str, Any]:
     """The form of ``jitter --format json``; see ``docs/schemas/jitter.schema.json``."""
     noise = runs.noise
     content: dict[str, Any] = {
         "unit": "us",
+        "cost_source": cost_source,
         "noise": {**asdict(noise), "slow": {str(rank): factor for rank, factor in sorted(noise.slow.items())}},
         "engines": sorted(runs.engines),
         "replicas": runs.replicas,

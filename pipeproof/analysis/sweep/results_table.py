@@ -70,6 +70,8 @@ def render_table(
         rows = [[_cell(result, column) for column in columns] for result in ranked[:top]]
         console.print(f"best by {sort}: {min(top, len(ranked))} of {len(results)} points", soft_wrap=True)
         print_table(headings, rows, console)
+        if sweep.placeholder_note:
+            console.print(sweep.placeholder_note, soft_wrap=True)
     warned = Counter(code for result in ranked for code in result.warnings)
     for code, number in sorted(warned.items()):
         console.print(f"warning {code}: {number} of {len(ranked)}; `pipeproof explain {code}`", soft_wrap=True)
@@ -121,6 +123,7 @@ def sweep_to_json(sweep: Sweep, results: Sequence[PointResult]) -> dict[str, Any
     return {
         "digest": sweep.digest,
         "unit": "us",
+        "cost_source": sweep.cost_source,
         "keys": list(sweep.keys),
         "num_points": len(sweep.points),
         "points": [result.to_json() for result in results],

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from pipeproof import __version__
 from pipeproof.analysis.sweep.plan_keys import near_key, unknown_part
@@ -21,6 +21,7 @@ from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, dotted, nearest_name
 from pipeproof.diagnostics.source import PlanFileError, read_text
 from pipeproof.diagnostics.yaml_tree import Tree, parse_text
+from pipeproof.specs.cost import CostSource, cost_source, placeholder_note
 from pipeproof.specs.load_plan import load_plan
 
 MAX_POINTS: Final = 100_000
@@ -44,6 +45,35 @@ class Sweep:
     keys: tuple[str, ...]
     points: tuple[Point, ...]
     digest: str
+
+    @property
+    def cost_source(self) -> CostSource | Literal["mixed"]:
+        """Origin of the times of all points; mixed if they differ."""
+        sources = {cost_source(keys) for keys in self._cost_keys}
+        return sources.pop() if len(sources) == 1 else "mixed"
+
+    @property
+    def placeholder_note(self) -> str:
+        """A sentence about times that points leave out, with the number of points if others have times.
+
+        A placeholder is the time of a stage, so points with other numbers of stages have other work.
+        """
+        noted = [(note, point) for point, keys in zip(self.points, self._cost_keys, strict=True)
+                 if (note := placeholder_note(keys))]  # fmt: skip
+        if not noted:
+            return ""
+        note = noted[0][0]
+        text = note if len(noted) == len(self.points) else f"{len(noted)} of {len(self.points)} points: {note}"
+        if len({_num_stages(point) for _, point in noted}) == 1:
+            return text
+        return f"{text}; points with more stages have more work, unless `cost` gives the times of their stages"
+
+    @property
+    def _cost_keys(self) -> list[frozenset[str]]:
+        """Keys that each point gives in its section ``cost``; a point without a proper section is refused later."""
+        sections = [point.plan.get("cost") for point in self.points]
+        given = [section if isinstance(section, Mapping) else {} for section in sections]
+        return [frozenset(key for key, value in section.items() if value is not None) for section in given]
 
 
 def load_sweep(path: str | os.PathLike[str]) -> Sweep:
@@ -104,6 +134,13 @@ def _digest(points: Sequence[Point], folder: Path) -> str:
     named = sorted({str(path) for point in points for path in _named_files(point)})
     files = {path: _file_digest(folder / path) for path in named}
     return digest_of([__version__, [point.id for point in points], files])
+
+
+def _num_stages(point: Point) -> tuple[object, object]:
+    """The pipeline ranks and the chunks of a point, as they are written."""
+    topology, schedule = (point.plan.get(name) for name in ("topology", "schedule"))
+    ranks = topology.get("pp", 1) if isinstance(topology, Mapping) else None
+    return ranks, schedule.get("num_chunks", 1) if isinstance(schedule, Mapping) else None
 
 
 def _named_files(point: Point) -> Iterator[object]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pipeproof.diagnostics.finding import Finding, Location
 from pipeproof.diagnostics.problems import KeyPath
 from pipeproof.diagnostics.source import SourceMap
+from pipeproof.specs.cost import DeviceName
 from pipeproof.specs.plan import PlanSpec
 
 Rephrase = Callable[[PlanSpec, tuple[Finding, ...]], tuple[Finding, ...]]
@@ -99,6 +100,29 @@ Importer = Callable[[Sequence[Path], Flags], Imported]
 Raises PlanFileError, with places in the files, if they cannot be read or do
 not form a plan.
 """
+
+
+def with_device(imported: Imported, device: DeviceName) -> Imported:
+    """Return the plan with times that are computed for a device.
+
+    Products are in bfloat16 unless the files or ``--set`` name a type of weights: trainings on such devices are in a
+    16-bit type, and float16 has the same peak.
+    """
+    plan = dict(imported.plan)
+    origins = dict(imported.source.origins)
+    cost = dict(plan.get("cost", {}))
+    analytic = {**cost.get("analytic", {}), "device": device}
+    origins["cost", "analytic", "device"] = Origin(f"--device {device}")
+    dtype = plan.get("run", {}).get("dtype")
+    if dtype in (None, "float16") and "dtype" not in analytic:
+        analytic["dtype"] = "bfloat16"
+        why = "float16 has the same peak" if dtype else "assumed: the files name no type of weights"
+        origins["cost", "analytic", "dtype"] = Origin(why)
+    attention = plan.get("memory", {}).get("attention")
+    if attention is not None:
+        analytic.setdefault("attention", attention)
+    plan["cost"] = {**cost, "analytic": analytic}
+    return replace(imported, plan=plan, source=replace(imported.source, origins=origins))
 
 
 def plan_text(imported: Imported, kind: str) -> str:

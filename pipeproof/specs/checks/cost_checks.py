@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from pipeproof.diagnostics.problems import Problem, listed
-from pipeproof.specs.cost import NO_FLOAT8, CostSpec, DeviceName, NetworkSpec
+from pipeproof.specs.cost import NO_MATMUL, CostSpec, DeviceName, NetworkSpec
 from pipeproof.specs.plan_sections import PlanSections
 
 _DATA_SHEET_KEYS = {
@@ -26,9 +26,10 @@ def check_analytic(plan: PlanSections) -> list[Problem]:
         message = "`cost.analytic` has no times for run.dtype float64"
         fix = "add `dtype: bfloat16` or `dtype: float32` to cost.analytic"
         problems.append(Problem("PP106", ("cost", "analytic"), message, help=fix))
-    if analytic.matmul_dtype == "float8" and analytic.device in NO_FLOAT8:
-        message = f"`cost.analytic.matmul_dtype` is float8, in which {analytic.device} computes no products"
-        devices = [name for name in get_args(DeviceName) if name not in NO_FLOAT8]
+    dtype = analytic.matmul_dtype
+    if dtype is not None and analytic.device in NO_MATMUL[dtype]:
+        message = f"`cost.analytic.matmul_dtype` is {dtype}, in which {analytic.device} computes no products"
+        devices = [name for name in get_args(DeviceName) if name not in NO_MATMUL[dtype]]
         fix = f"remove matmul_dtype, or name a device that has it: {listed(devices, 'or')}"
         problems.append(Problem("PP106", ("cost", "analytic", "matmul_dtype"), message, help=fix))
     return problems

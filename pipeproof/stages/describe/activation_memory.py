@@ -15,7 +15,8 @@ needs the gradients of the outputs of products and norms, from the end of I on.
   gradient needs. Latent attention: queries, keys and values per head.
 - Dropout: a byte for each element of its mask. Flash attention stores none and draws it again; unfused attention also
   stores the dropped probabilities.
-- Cross-entropy: the logits in float32 and, while I runs, their gradient.
+- Cross-entropy: the logits in float32 and, while I runs, their gradient. Other implementations overwrite one with the
+  other, or have a copy in the type of activations (``memory.cross_entropy``).
 - Multi-token prediction: the input of each norm of a module and of the product that joins them. Embedding, final norm
   and head store the same for each MTP stream. Streams that only pass through a stage store nothing.
 - Sequence parallelism shards the inputs of norms over TP. The gathered inputs of products are stored whole, because W
@@ -149,6 +150,7 @@ class _RankMemory:
         self._item, self._is_flash = dtype_bytes(memory_dtype(plan)), is_flash(plan)
         self._dropped, self._recomputes = dropout_sites(plan), plan.memory.recompute == "full"
         self._regathers = plan.memory.sequence_parallel_activations == "regather"
+        self._cross_entropy = plan.memory.cross_entropy
         self._num_splits = plan.schedule.num_sequence_splits
         self._read = set[tuple[str, Fraction]]()
 
@@ -180,11 +182,22 @@ class _RankMemory:
                 yield StoredActivation(name, Lifetime.TO_WEIGHT, TOKEN_ID * sizes.tokens)
                 yield StoredActivation(f"{name}.grad", Lifetime.BETWEEN, self._item * sizes.tokens * self._hidden)
             case ops.Loss():
-                logits = FLOAT32 * sizes.tokens * sizes.elements(operation)
-                yield StoredActivation(name, Lifetime.TO_INPUT, logits + TOKEN_ID * sizes.tokens)  # with the labels
-                yield StoredActivation(name, Lifetime.IN_INPUT, logits)
+                numel = sizes.tokens * sizes.elements(operation)
+                kept, gradient = self._logits_bytes
+                yield StoredActivation(name, Lifetime.TO_INPUT, kept * numel + TOKEN_ID * sizes.tokens)  # with labels
+                yield StoredActivation(name, Lifetime.IN_INPUT, gradient * numel)
             case ops.AttentionCore():
                 yield from self._core(operation)
+
+    @property
+    def _logits_bytes(self) -> tuple[int, int]:
+        """Bytes of an element of the logits from F on, and of what I adds to them: gradients, or a copy in `dtype`."""
+        return {
+            "separate": (FLOAT32, FLOAT32),
+            "in_place": (FLOAT32, self._item),
+            "compiled": (FLOAT32, FLOAT32 + self._item),
+            "fused": (self._item, 0),
+        }[self._cross_entropy]
 
     def _product(self, product: ops.Product) -> Iterator[StoredActivation]:
         """The input, which products of one tensor store once: gathered, or as the rank's own tokens."""

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
+from typing import NamedTuple
 
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
@@ -28,6 +29,9 @@ from pipeproof.stages.describe.rank_sizes import RankSizes
 
 WEIGHT_GRADIENT_BYTES = 4
 """Bytes of an element of a weight gradient."""
+
+ROUTING_LAUNCHES = 5
+"""Operations that a framework starts for one of a router's: a softmax, a choice of experts, a mask, a sort, a copy."""
 
 ATTENTION_CORE = frozenset({"attn.core", "attn.scores", "attn.softmax", "attn.core_dropout", "attn.mix"})
 """The operations of the core of attention, from q, k and v to the mixed values."""
@@ -49,12 +53,28 @@ class ComputeUnit(StrEnum):
     VECTOR = "vector"
 
 
+class ProductShape(NamedTuple):
+    """``number`` products of [rows, inner] and [inner, columns].
+
+    ``ragged`` products have unequal rows that are ``rows`` in the mean: those of experts. Of attention, ``inner`` is
+    the size of a head and ``columns`` the number of keys.
+    """
+
+    rows: Fraction
+    inner: Fraction
+    columns: Fraction
+    number: Fraction = Fraction(1)
+    ragged: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """One operation of one rank: FLOPs, and bytes between memory and chip.
 
     ``narrow`` marks products that mixed-precision training computes in eight bits: those with weights of blocks, except
-    routers (arXiv:2412.19437, section 3.3.1).
+    routers (arXiv:2412.19437, section 3.3.1). ``cast`` are the elements of activations or of their gradients that are
+    cast for it. ``accumulated`` are the bytes of a weight gradient that the product reads and writes at its end.
+    ``launches`` are the operations that a framework starts for it, one by one.
     """
 
     name: str
@@ -63,6 +83,10 @@ class Work:
     flops: Fraction
     num_bytes: Fraction
     narrow: bool = False
+    shape: ProductShape | None = None
+    cast: Fraction = Fraction(0)
+    accumulated: Fraction = Fraction(0)
+    launches: int = 1
 
 
 def layer_work(
@@ -86,6 +110,11 @@ def product_flops(plan: PlanSpec, layers: Sequence[str], size: MicroBatchSize) -
             if work.unit is not ComputeUnit.VECTOR:
                 flops[work.phase] += number * work.flops
     return flops
+
+
+def _routes(operation: ops.Elementwise) -> bool:
+    """True for the scores of a router, and for moving tokens into the order of experts and back."""
+    return operation.is_float32 or (operation.rows == ops.VISITS and operation.whole > 0)
 
 
 class _RankWork:
@@ -118,7 +147,8 @@ class _RankWork:
                 yield from self._elementwise(name, numel, operation.forward, operation.backward, operation.weight)
             case ops.Elementwise():
                 numel = sizes.rows(operation.rows) * sizes.elements(operation)
-                yield from self._elementwise(name, numel, operation.forward, operation.backward, operation.weight)
+                works = self._elementwise(name, numel, operation.forward, operation.backward, operation.weight)
+                yield from (replace(work, launches=ROUTING_LAUNCHES) for work in works) if _routes(operation) else works
             case ops.Loss():  # read for the maximum, and for the sum
                 yield from self._elementwise(name, sizes.tokens * sizes.elements(operation), ops.SOFTMAX, (2, 2))
             case ops.Dropout():
@@ -139,9 +169,15 @@ class _RankWork:
         flops = 2 * rows * inner * columns
         activations, weight = self._item * rows * (inner + columns), num_weights * inner * columns
         through = activations + self._item * weight
-        gradient = activations + 2 * WEIGHT_GRADIENT_BYTES * weight
-        for phase, num_bytes in ((Phase.FORWARD, through), (Phase.INPUT, through), (Phase.WEIGHT, gradient)):
-            yield Work(name, phase, ComputeUnit.MATMUL, flops, num_bytes, narrow)
+        added = Fraction(2 * WEIGHT_GRADIENT_BYTES * weight)
+        each, unit, ragged = rows / num_weights, ComputeUnit.MATMUL, num_weights > 1
+        count, wide, high = Fraction(num_weights), Fraction(columns), Fraction(inner)
+        forward = ProductShape(each, high, wide, count, ragged)
+        yield Work(name, Phase.FORWARD, unit, flops, through, narrow, forward, rows * inner)
+        backward = forward._replace(inner=wide, columns=high)
+        yield Work(name, Phase.INPUT, unit, flops, through, narrow, backward, rows * columns)
+        weights = ProductShape(high, each, wide, count)
+        yield Work(name, Phase.WEIGHT, unit, flops, activations + added, narrow, weights, accumulated=added)
 
     def _elementwise(self, name: str, numel: Fraction, *costs: ops.Cost | None) -> Iterator[Work]:
         """Costs per element of F, I and W."""
@@ -162,17 +198,27 @@ class _RankWork:
         tp, name = self._sizes.tp, core.name
         scores, mix = 2 * self._pairs * core.queries / tp, 2 * self._pairs * core.mixed / tp
         moved = self._sizes.tokens * (core.queries + core.mixed) / tp + self._keys * (core.keys + core.values) / tp
-        yield Work(name, Phase.FORWARD, ComputeUnit.ATTENTION, scores + mix, self._item * moved)
-        yield Work(name, Phase.INPUT, ComputeUnit.ATTENTION, 3 * scores + 2 * mix, self._item * 2 * moved)
+        size = Fraction(core.queries, core.num_heads)
+        shape = ProductShape(self._sizes.tokens, size, self._keys / self._sizes.size.num_rows)
+        unit, backward = ComputeUnit.ATTENTION, 3 * scores + 2 * mix
+        yield Work(name, Phase.FORWARD, unit, scores + mix, self._item * moved, shape=shape)
+        yield Work(name, Phase.INPUT, unit, backward, self._item * 2 * moved, shape=shape)
 
     def _unfused_core(self, core: ops.AttentionCore) -> Iterator[Work]:
         tp = self._sizes.tp
         scores = self._pairs * core.num_heads / tp
         yield from self._elementwise("attn.softmax", scores, ops.SOFTMAX, ops.SOFTMAX_BACK)
         yield from self._dropout("attn.core_dropout", "attention", scores)
-        factors = (("attn.scores", core.queries, core.keys), ("attn.mix", core.mixed, core.values))
-        for name, of_token, of_key in factors:
+        rows, keys = self._sizes.tokens / self._sizes.size.num_rows, self._keys / self._sizes.size.num_rows
+        number = Fraction(self._sizes.size.num_rows * core.num_heads, tp)
+        query, value = Fraction(core.queries, core.num_heads), Fraction(core.mixed, core.num_heads)
+        factors = (
+            ("attn.scores", core.queries, core.keys, ProductShape(rows, query, keys, number)),
+            ("attn.mix", core.mixed, core.values, ProductShape(rows, keys, value, number)),
+        )
+        for name, of_token, of_key, shape in factors:
             product = 2 * self._pairs * of_token / tp
             moved = self._item * (self._sizes.tokens * of_token / tp + self._keys * of_key / tp + scores)
-            yield Work(name, Phase.FORWARD, ComputeUnit.MATMUL, product, moved)
-            yield Work(name, Phase.INPUT, ComputeUnit.MATMUL, 2 * product, 2 * moved)
+            twice = shape._replace(number=2 * number)  # the gradients of both factors
+            yield Work(name, Phase.FORWARD, ComputeUnit.MATMUL, product, moved, shape=shape)
+            yield Work(name, Phase.INPUT, ComputeUnit.MATMUL, 2 * product, 2 * moved, shape=twice)

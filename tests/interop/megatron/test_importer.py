@@ -66,7 +66,8 @@ def test_a_real_script_with_conditions_whose_layers_do_not_divide():
     assert "12 layers do not divide by --pipeline-model-parallel-size 8" in caught.value.findings[0].message
     made = real("megatron_gptoss_20b.sh", settings={("model", "num_layers"): 16})
     assert made.plan["model"]["vocab_size"] == 128256
-    assert made.plan["memory"] == {"shard_optimizer": "dp", "recompute": "selective"}
+    memory = {"shard_optimizer": "dp", "recompute": "selective", "cross_entropy": "in_place"}
+    assert made.plan["memory"] == memory
     assert errors(made) == []
 
 
@@ -344,3 +345,19 @@ def test_a_script_without_its_model_says_nothing_about_the_parts(tmp_path):
     made = imported(tmp_path, f"run {BATCHES}{PP2}", model_config=config)
     assert made.plan["model"]["qk_norm"] is True
     assert not {"norm", "biases"} & made.plan["model"].keys()
+
+
+@pytest.mark.parametrize(
+    ("flags", "memory"),
+    [
+        ("", {"cross_entropy": "in_place"}),
+        ("--cross-entropy-loss-fusion", {"cross_entropy": "compiled"}),
+        ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te", {"cross_entropy": "fused"}),
+        ("--attention-backend unfused", {"cross_entropy": "in_place", "attention": "unfused"}),
+        ("--attention-backend flash", {"cross_entropy": "in_place"}),
+        ("--transformer-impl local", {"cross_entropy": "in_place", "attention": "unfused"}),
+        ("--transformer-impl local --use-flash-attn", {"cross_entropy": "in_place"}),
+    ],
+)
+def test_buffers_of_attention_and_of_the_loss(tmp_path, flags, memory):
+    assert imported(tmp_path, SIZES + BATCHES + flags).plan["memory"] == memory

@@ -61,7 +61,15 @@ def read_arguments(path: Path) -> Arguments:
             of Megatron-LM.
     """
     name = str(path)
-    text = read_text(name)
+    return arguments_of_text(read_text(name), name)
+
+
+def arguments_of_text(text: str, name: str) -> Arguments:
+    """Read the arguments in the text of a script, or in a list of arguments; ``name`` is its file in messages.
+
+    Raises:
+        PlanFileError: PP170, it is no shell text, or no command in it has a flag of Megatron-LM.
+    """
     lines = tuple(LINE_BREAK.split(text))
     source = SourceMap(name, lines)
     try:

@@ -84,6 +84,11 @@ FLAGS: Final = frozenset(
         "--lr",
         "--optimizer",
         "--calculate-per-token-loss",
+        "--attention-backend",
+        "--transformer-impl",
+        "--use-flash-attn",
+        "--cross-entropy-loss-fusion",
+        "--cross-entropy-fusion-impl",
         "--seed",
     ]
 )

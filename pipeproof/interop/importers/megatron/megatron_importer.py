@@ -31,7 +31,15 @@ def import_megatron(files: Sequence[Path], flags: Flags) -> Imported:
     if len(files) != 1:
         message = f"a training of Megatron-LM is one file, found {len(files)}"
         raise PlanFileError(UNREADABLE.finding(message, help="give the script that starts it"))
-    arguments = read_arguments(files[0])
+    return import_arguments(read_arguments(files[0]), flags)
+
+
+def import_arguments(arguments: Arguments, flags: Flags) -> Imported:
+    """Import the arguments of a training.
+
+    Raises:
+        PlanFileError: PP170 if a value cannot be read, PP171 if Megatron-LM refuses the settings.
+    """
     draft = Draft("megatron", flags)
     reader = FlagReader(arguments, draft)
     _refuse_misspelt(reader)
@@ -189,7 +197,28 @@ def _import_rest(reader: FlagReader) -> None:
         reader.take("--recompute-activations", ("memory", "recompute"), "selective")
     elif granularity in ("selective", "full"):
         reader.take("--recompute-granularity", ("memory", "recompute"), granularity)
+    _import_buffers(reader)
     _import_transport(reader)
+
+
+def _import_buffers(reader: FlagReader) -> None:
+    """Set the activations that attention keeps and the buffers of the loss.
+
+    Without a backend of its choice, Transformer Engine has a flash or a fused attention, which keep no probabilities;
+    the implementation `local` keeps them.
+    """
+    backend = reader.text("--attention-backend")
+    if backend in ("unfused", "local"):
+        reader.take("--attention-backend", ("memory", "attention"), "unfused")
+    elif reader.text("--transformer-impl") == "local" and not reader.has("--use-flash-attn"):
+        reader.take("--transformer-impl", ("memory", "attention"), "unfused")
+    fusion, implementation = "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl"
+    if not reader.has(fusion):
+        reader.draft.set(("memory", "cross_entropy"), "in_place", f"no {fusion}")
+    elif reader.text(implementation) == "te":
+        reader.take(implementation, ("memory", "cross_entropy"), "fused")
+    else:
+        reader.take(fusion, ("memory", "cross_entropy"), "compiled")
 
 
 def _import_transport(reader: FlagReader) -> None:

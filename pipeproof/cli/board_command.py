@@ -1,0 +1,86 @@
+"""``pipeproof board``: predictions next to published and own measurements.
+
+It imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from pipeproof.atomic_write import write_output
+from pipeproof.cli.completion import GivenPath
+from pipeproof.cli.console import console_for, format_option, writable
+from pipeproof.exit_status import ExitStatus
+
+
+def _is_svg(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    if value is not None and value.suffix != ".svg":
+        raise click.BadParameter(f"{str(value)!r}: the picture is SVG; give a name that ends with .svg")
+    return writable(context, parameter, value)
+
+
+@click.command()
+@click.argument("directories", metavar="[DIR]...", nargs=-1, type=GivenPath(exists=True, path_type=Path))
+@click.option("--set", "sets", multiple=True, metavar="NAME",
+              type=click.Choice(["mlperf", "vtrain", "megatron", "megatron-bridge", "dualpipe", "own"]),
+              help="Only this set of measurements; repeatable.")  # fmt: skip
+@click.option("--rows", is_flag=True, help="Print each measurement, not only the errors of each group.")
+@format_option()
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), callback=_is_svg,
+              help="Draw predicted / measured of each group as SVG.")  # fmt: skip
+@click.option("--page", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+              help="Write all tables as a Markdown page.")  # fmt: skip
+@click.option("--plans", type=click.Path(path_type=Path, file_okay=False), callback=writable,
+              help="Write the plan of each measurement into this directory, for `pipeproof simulate`.")  # fmt: skip
+def board(
+    directories: tuple[Path, ...],
+    sets: tuple[str, ...],
+    rows: bool,
+    form: Literal["text", "json"],
+    plot: Path | None,
+    page: Path | None,
+    plans: Path | None,
+) -> None:
+    """Compare predictions with published measurements: errors per group.
+
+    Without DIR, the measurements are those that come with pipeproof. With DIR, they are those of the directories (or
+    files): CSV and JSON files in the formats that docs/accuracy.md describes.
+    """
+    from pipeproof.interop.board.accuracy_board import MEASUREMENTS, Predictor, read_measurements
+    from pipeproof.interop.board.board_output import board_page, board_to_json, print_board
+    from pipeproof.interop.board.measurement import MeasurementFileError
+
+    try:
+        files, unread = read_measurements(directories or (MEASUREMENTS,))
+    except MeasurementFileError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(ExitStatus.BAD_INPUT)
+    for line in unread:
+        click.echo(f"note: not read: {line}", err=True)
+    measurements = [row for file in files if not sets or file.set in sets for row in file.rows]
+    if not measurements:
+        click.echo(f"error: no measurements of the set {', '.join(sets)}; it is in another directory", err=True)
+        sys.exit(ExitStatus.BAD_INPUT)
+    predictor = Predictor()
+    predictions = [predictor.predict(measurement) for measurement in measurements]
+    if form == "json":
+        click.echo(json.dumps(board_to_json(predictions, unread), indent=2))
+    else:
+        print_board(predictions, console_for(), rows=rows)
+    if plot is not None:
+        from pipeproof.interop.board.accuracy_picture import board_picture
+
+        write_output(plot, board_picture(predictions))
+        click.echo(f"picture written to {plot}", err=True)
+    if page is not None:
+        write_output(page, board_page(predictions))
+        click.echo(f"page written to {page}", err=True)
+    if plans is not None:
+        from pipeproof.interop.board.board_output import write_plans
+
+        click.echo(f"{write_plans(predictions, plans)} plans written to {plans}", err=True)

@@ -1,0 +1,202 @@
+"""Curves of this machine's GPU for ``cost.analytic.table``, measured with PyTorch: products, attention, memory, host.
+
+Collectives and eight-bit products keep the curves that are known of the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import harmonic_mean, median
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+
+from pipeproof.cost.device_tables import device_table
+from pipeproof.cost.devices import DEVICES, Device
+from pipeproof.specs.cost import DeviceName
+from pipeproof.specs.cost_table import MAX_SIZE, AttentionCurve, CostTable, ProductCurve
+
+if TYPE_CHECKING:
+    import torch
+
+PRODUCTS = (
+    (256, 256, 256), (512, 4096, 4096), (1024, 1024, 1024), (2048, 2048, 2048), (2048, 2048, 16384),
+    (4096, 4096, 512), (4096, 4096, 4096), (4096, 512, 4096), (4096, 14336, 4096), (8192, 8192, 8192),
+)  # fmt: skip
+"""Sizes m, n and k of the timed products."""
+KEYS = (1024, 4096, 8192)
+"""Numbers of tokens of the timed attentions."""
+_HEADS, _HEAD_SIZE = 32, 128
+_ROW = 4096
+_BLOCKS, _OPERATIONS = 8, 12
+"""Blocks of the timed host, and their operations: four forward and twice as many backward."""
+
+
+class UnknownDeviceError(Exception):
+    """A GPU without a data sheet; the message has the remedy."""
+
+
+def device_named(name: str) -> DeviceName:
+    """Return the device of a data sheet in the name that a driver gives, such as ``NVIDIA H100 80GB HBM3``.
+
+    Raises:
+        UnknownDeviceError: there is none.
+    """
+    parts = name.lower().replace("-", " ").split()
+    for device in get_args(DeviceName):
+        if device in parts:
+            known: DeviceName = device
+            return known
+    raise UnknownDeviceError(
+        f"pipeproof has no data sheet of {name}, whose peaks the shares of a table refer to; give cost.analytic the "
+        f"nearest of {', '.join(get_args(DeviceName))} with efficiencies of your own"
+    )
+
+
+def measure_costs(
+    place: torch.device, name: DeviceName, *, products: Sequence[tuple[int, int, int]] = PRODUCTS,
+    keys: Sequence[int] = KEYS, rows: int = 2**16, seconds: float = 1.0,
+) -> CostTable:  # fmt: skip
+    """Measure the device ``place`` and express its times as shares of the data sheet of ``name``.
+
+    Args:
+        place: a GPU, or the CPU.
+        name: the data sheet.
+        products: sizes of products.
+        keys: numbers of tokens of attention.
+        rows: rows of 4,096 elements that memory is measured with.
+        seconds: time for which products first warm the device.
+    """
+    import torch
+
+    sheet, clock = DEVICES[name], _Clock(torch, place)
+    clock.warm(seconds, max(products, key=lambda size: size[0] * size[1] * size[2]))
+    known = device_table(name)
+    others = () if known is None else tuple(curve for curve in known.products if curve.dtype != "bfloat16")
+    kept = "" if known is None else "; collectives and narrower products: " + known.source
+    return CostTable(
+        source=f"measured with PyTorch {torch.__version__} on {clock.name}{kept}",
+        products=(product_curve([(size, clock.product_us(*size)) for size in products], sheet.bfloat16), *others),
+        attention=_attention(clock, sheet, keys),
+        memory_efficiency=min(1.0, harmonic_mean(clock.memory_rates(rows)) / (sheet.memory * 1000)),
+        host_us=clock.host_us(),
+        collectives=() if known is None else known.collectives,
+    )
+
+
+def product_curve(times: Sequence[tuple[tuple[int, int, int], float]], peak: float) -> ProductCurve:
+    """Fit the curve of ``measured_curves`` to times in microseconds, on a device that is warm, by least squares.
+
+    The time c (m n + spare) (k + inner) + start is linear in c, c inner, c spare and the rest. Negative terms are left
+    out, the most negative first; c is kept.
+    """
+    sizes = np.array([size for size, _ in times], dtype=float)
+    measured = np.array([us for _, us in times])
+    m, n, k = sizes.T
+    columns = np.stack([m * n * k, m * n, k, np.ones_like(k)], axis=1) / measured[:, None]
+    kept = [0, 1, 2, 3]
+    while True:
+        values = np.linalg.lstsq(columns[:, kept], np.ones_like(measured), rcond=None)[0]
+        parts = columns[:, kept].mean(axis=0) * values  # of the time
+        if parts.min() >= 0 and parts[0] > 0:
+            break
+        if parts[0] > 0:
+            del kept[int(np.argmin(parts))]
+        else:  # another term has taken the place of the work itself
+            del kept[1 + int(np.argmax(parts[1:]))]
+    c, inner, spare, rest = (dict(zip(kept, values.tolist(), strict=True)).get(i, 0.0) for i in range(4))
+    return ProductCurve(
+        dtype="bfloat16",
+        efficiency=min(1.0, 2 / (c * peak * 1e6)),
+        spare_elements=min(spare / c, MAX_SIZE),
+        spare_inner=min(inner / c, MAX_SIZE),
+        slowdown=0.0,
+        start_us=max(0.0, rest - inner * spare / c),
+    )
+
+
+def _attention(clock: _Clock, sheet: Device, keys: Sequence[int]) -> AttentionCurve:
+    """Shares by 1 / share = (1 + spare / keys) / largest share of the forward; the backward by its longest sequence."""
+    forward, backward = [], []
+    for number in keys:
+        forward_us, backward_us = clock.attention_us(number)
+        flops = 4 * (number * (number + 1) / 2) * _HEADS * _HEAD_SIZE
+        forward.append(flops / (forward_us * sheet.bfloat16 * 1e6))
+        backward.append(2.5 * flops / (backward_us * sheet.bfloat16 * 1e6))
+    slope, largest = np.polyfit(1 / np.array(keys), 1 / np.array(forward), 1)
+    spare = max(0.0, float(slope / largest)) if largest > 0 else 0.0
+    last = 1 + spare / keys[-1]
+    return AttentionCurve(
+        forward=min(1.0, forward[-1] * last), backward=min(1.0, backward[-1] * last), spare_keys=spare
+    )
+
+
+class _Clock:
+    """Times of calls on one device, in microseconds: medians of five, each of which the host waits for."""
+
+    def __init__(self, framework: Any, place: torch.device) -> None:
+        self._torch, self._place = framework, place
+        self._is_gpu = place.type == "cuda"
+        self.name: str = framework.cuda.get_device_name(place) if self._is_gpu else "the CPU"
+
+    def product_us(self, m: int, n: int, k: int) -> float:
+        left, right = self._random(m, k), self._random(k, n)
+        return self._us(lambda: left @ right)
+
+    def attention_us(self, keys: int) -> tuple[float, float]:
+        """Forward and backward."""
+        attend = self._torch.nn.functional.scaled_dot_product_attention
+        q, k, v = (self._random(1, _HEADS, keys, _HEAD_SIZE).requires_grad_() for _ in range(3))
+        mixed = attend(q, k, v, is_causal=True)
+        gradient = self._torch.ones_like(mixed)
+
+        def backward() -> None:
+            self._torch.autograd.grad(mixed, (q, k, v), gradient, retain_graph=True)
+
+        return self._us(lambda: attend(q, k, v, is_causal=True)), self._us(backward)
+
+    def memory_rates(self, rows: int) -> list[float]:
+        """Bytes per microsecond of a copy, of an addition and of a norm."""
+        left, right = self._random(rows, _ROW), self._random(rows, _ROW)
+        size, norm = 2.0 * rows * _ROW, self._torch.nn.functional.layer_norm
+        calls: list[tuple[int, Callable[[], object]]] = [
+            (2, left.clone), (3, lambda: left + right), (2, lambda: norm(left, (_ROW,))),
+        ]  # fmt: skip
+        return [number * size / self._us(call) for number, call in calls]
+
+    def host_us(self) -> float:
+        """Time of the host for one operation of small layers, forward and backward."""
+        nn, layers = self._torch.nn, []
+        for _ in range(_BLOCKS):
+            layers += [nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)]
+        model = nn.Sequential(*layers).to(self._place)
+        tokens = self._torch.zeros(8, 64, device=self._place)
+        return self._us(lambda: model(tokens).sum().backward()) / (_BLOCKS * _OPERATIONS)
+
+    def warm(self, seconds: float, size: tuple[int, int, int]) -> None:
+        """Keep the device busy until its clock has fallen to what its power allows."""
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            self.product_us(*size)
+
+    def _random(self, *shape: int) -> Any:
+        return self._torch.randn(*shape, device=self._place, dtype=self._torch.bfloat16)
+
+    def _us(self, call: Callable[[], object]) -> float:
+        self._timed(call)  # loads kernels
+        return median(self._timed(call) for _ in range(5))
+
+    def _timed(self, call: Callable[[], object]) -> float:
+        if not self._is_gpu:
+            start = time.perf_counter()
+            call()
+            return (time.perf_counter() - start) * 1e6
+        begin, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._torch.cuda.synchronize(self._place)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        elapsed: float = begin.elapsed_time(end) * 1000
+        return elapsed

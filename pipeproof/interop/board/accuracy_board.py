@@ -1,0 +1,204 @@
+"""The board: every measurement next to its prediction, and the error of each group."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from pipeproof.comm.lower import lower
+from pipeproof.cost.plan_times import resolved_cost
+from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.interop.board.dualpipe_pair_rows import read_pair_summary, read_pair_trace
+from pipeproof.interop.board.measurement import GIB, Measurement, MeasurementFileError, Quantity
+from pipeproof.interop.board.megatron_bridge_rows import COLUMNS as BRIDGE_COLUMNS
+from pipeproof.interop.board.megatron_bridge_rows import read_megatron_bridge
+from pipeproof.interop.board.megatron_golden_rows import KEYS as GOLDEN_KEYS
+from pipeproof.interop.board.megatron_golden_rows import read_goldens
+from pipeproof.interop.board.mlperf_rows import COLUMNS as MLPERF_COLUMNS
+from pipeproof.interop.board.mlperf_rows import read_mlperf
+from pipeproof.interop.board.own_run_rows import read_own_runs
+from pipeproof.interop.board.vtrain_rows import COLUMNS as VTRAIN_COLUMNS
+from pipeproof.interop.board.vtrain_rows import read_vtrain
+from pipeproof.sim.simulate import Simulation, simulate
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.specs.plan import PlanSpec
+
+MEASUREMENTS = Path(__file__).parent / "measurements"
+"""The measurements that come with pipeproof."""
+
+_MICRO = 10**6
+_TABLES: Sequence[tuple[str, frozenset[str], Callable[[Path], Iterator[Measurement]]]] = (
+    ("mlperf", MLPERF_COLUMNS, read_mlperf),
+    ("vtrain", VTRAIN_COLUMNS, read_vtrain),
+    ("megatron-bridge", BRIDGE_COLUMNS, read_megatron_bridge),
+)
+"""Sets in CSV files, each with the columns that it is known by."""
+
+SETS = ("mlperf", "vtrain", "megatron", "megatron-bridge", "dualpipe", "own")
+
+
+@dataclass(frozen=True)
+class MeasurementFile:
+    """A file of measurements and the set that it belongs to."""
+
+    path: Path
+    set: str
+    rows: tuple[Measurement, ...]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A measurement with its prediction; None, with the reason, where there is none."""
+
+    measurement: Measurement
+    predicted: float | None
+    reason: str = ""
+
+    @property
+    def error(self) -> float:
+        """The relative error of a prediction, positive if it is too large."""
+        assert self.predicted is not None
+        return self.predicted / self.measurement.measured - 1
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The errors of a group, as shares: of ``count`` predictions; ``omitted`` rows have none."""
+
+    group: str
+    quantity: Quantity
+    count: int
+    omitted: int
+    mape: float | None
+    median: float | None
+    worst: float | None
+    bias: float | None
+
+
+def read_measurements(directories: Sequence[Path]) -> tuple[list[MeasurementFile], list[str]]:
+    """Read the files of measurements in directories, recognized by their columns or keys; None means the own ones.
+
+    Returns:
+        The files with their rows, and a line for each file that is none.
+
+    Raises:
+        MeasurementFileError: a file of a known kind cannot be read, or there is no such file.
+        OSError: a directory or a file cannot be opened.
+    """
+    files, others = [], []
+    for directory in directories:
+        for path in [directory] if directory.is_file() else sorted(directory.iterdir()):
+            if path.suffix not in (".csv", ".json"):
+                continue
+            read = _read_table(path) if path.suffix == ".csv" else _read_json(path)
+            if read is None:
+                others.append(f"{path}: neither columns nor keys are those of a known set")
+            elif read.set:
+                files.append(read)
+    if not files:
+        where = ", ".join(map(str, directories))
+        raise MeasurementFileError(f"{where}: no file of measurements; give a directory that has some")
+    return files, others
+
+
+def _read_table(path: Path) -> MeasurementFile | None:
+    first = path.open(encoding="utf-8-sig").readline()
+    header = {name.strip() for name in first.split(",")}
+    for name, columns, read in _TABLES:
+        if columns <= header:
+            return MeasurementFile(path, name, tuple(read(path)))
+    return None
+
+
+def _read_json(path: Path) -> MeasurementFile | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise MeasurementFileError(f"{path}: no JSON: {error}; write the file again") from error
+    if isinstance(content, list) and content and isinstance(content[0], dict) and set(content[0]) >= GOLDEN_KEYS:
+        return MeasurementFile(path, "megatron", tuple(read_goldens(path, content)))
+    if not isinstance(content, dict):
+        return None
+    if "cases" in content and "source" in content:  # the arguments of Megatron-LM's cases, which its rows refer to
+        return MeasurementFile(path, "", ())
+    if "dualpipe_pair" in content:
+        return MeasurementFile(path, "dualpipe", tuple(read_pair_summary(path, content)))
+    if "traceEvents" in content:
+        return MeasurementFile(path, "dualpipe", tuple(read_pair_trace(path, content)))
+    if "sizes" in content and "num_ranks" in content:
+        return MeasurementFile(path, "own", tuple(read_own_runs(path, content)))
+    return None
+
+
+class Predictor:
+    """Predictions of measurements; rows with the same plan are simulated once."""
+
+    def __init__(self) -> None:
+        self._by_plan: dict[str, tuple[PlanSpec, Simulation] | str] = {}
+
+    def predict(self, measurement: Measurement) -> Prediction:
+        """Return the prediction; a plan that pipeproof refuses has none, with the first finding as the reason."""
+        if measurement.plan is None:
+            return Prediction(measurement, None, measurement.reason)
+        simulated = self._simulated(measurement.plan)
+        if isinstance(simulated, str):
+            return Prediction(measurement, None, simulated)
+        return Prediction(measurement, _value(measurement.quantity, *simulated))
+
+    def _simulated(self, plan: Mapping[str, Any]) -> tuple[PlanSpec, Simulation] | str:
+        key = json.dumps(plan, sort_keys=True)
+        if key not in self._by_plan:
+            try:
+                spec = plan_from_dict(plan).spec
+                self._by_plan[key] = spec, simulate(lower(spec))
+            except PipeproofError as error:
+                self._by_plan[key] = f"the plan is refused: {error.findings[0].message}"
+        return self._by_plan[key]
+
+
+def _value(quantity: Quantity, spec: PlanSpec, simulation: Simulation) -> float:
+    match quantity:
+        case Quantity.STEP:
+            return float(simulation.makespan) / _MICRO
+        case Quantity.COMPUTE:
+            spans = [s for rank in range(spec.topology.pp) for s, _ in simulation.timeline.compute_spans(rank)]
+            return float(max(span.end for span in spans) - min(span.start for span in spans)) / _MICRO
+        case Quantity.TOKENS:
+            topology, schedule = spec.topology, spec.schedule
+            sequences = topology.dp * topology.ep * schedule.num_micro_batches * schedule.micro_batch_size
+            return sequences * spec.model.seq_length / topology.num_ranks / (float(simulation.makespan) / _MICRO)
+        case Quantity.ALLOCATED:
+            return simulation.memory[-1].peak / GIB
+        case Quantity.ALLOCATED_ANY:
+            return max(curve.peak for curve in simulation.memory) / GIB
+        case Quantity.PAIR:
+            middle = spec.topology.pp // 2
+            return float(resolved_cost(spec).overlapped_of(middle - 1, middle)) / 1000
+
+
+def accuracies(predictions: Iterable[Prediction]) -> list[Accuracy]:
+    """Return the errors of each group, in the order of their first rows."""
+    groups: dict[tuple[str, Quantity], list[Prediction]] = {}
+    for prediction in predictions:
+        groups.setdefault((prediction.measurement.group, prediction.measurement.quantity), []).append(prediction)
+    result = []
+    for (group, quantity), rows in groups.items():
+        errors = [row.error for row in rows if row.predicted is not None]
+        sizes = [abs(error) for error in errors]
+        result.append(
+            Accuracy(
+                group,
+                quantity,
+                len(errors),
+                len(rows) - len(errors),
+                fmean(sizes) if sizes else None,
+                median(sizes) if sizes else None,
+                max(errors, key=abs, default=None),
+                fmean(errors) if errors else None,
+            )
+        )
+    return result

@@ -1,0 +1,102 @@
+"""Tokens per second and GPU in the performance summaries of Megatron-Bridge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeproof.interop.board.measurement import (
+    EXPERTS_OVER_TP,
+    Cells,
+    Measurement,
+    NoPlanError,
+    Quantity,
+    divided,
+    known_device,
+    partition,
+    rows_of_table,
+)
+from pipeproof.interop.board.public_models import MODELS, NOT_DESCRIBED, PublicModel
+
+COLUMNS = frozenset(
+    {
+        "System", "#-GPUs", "Precision", "GBS", "MBS", "Sequence Length", "TP", "PP", "CP", "VP", "EP",
+        "Tokens / sec / GPU", "release", "section", "model", "FSDP",
+    }
+)  # fmt: skip
+_PRECISIONS = {"BF16": None, "FP8": "float8", "MXFP8": "float8", "NVFP4": "float4"}
+
+
+def read_megatron_bridge(path: Path) -> Iterator[Measurement]:
+    """Yield a measurement for each row.
+
+    Raises:
+        MeasurementFileError: a cell cannot be read.
+    """
+    for line, row in rows_of_table(path, COLUMNS):
+        cells = Cells(path, line, row)
+        model_name, section = cells.text("model"), cells.text("section")
+        model = MODELS.get(model_name.lower())
+        group = f"Megatron-Bridge, {'dense' if model is None or not model.has_experts else 'MoE'}"
+        system, release = f"{cells.text('#-GPUs')} {cells.text('System')}", cells.text("release")
+        name = f"{model_name}, {system}, {cells.text('Precision')}, {release}, {section.removesuffix(' Performance')}"
+        measured = cells.number("Tokens / sec / GPU")
+        try:
+            plan, notes = _plan(cells, _described(model_name, model))
+        except NoPlanError as error:
+            group = group if model else "Megatron-Bridge, other models"
+            yield Measurement(group, name, Quantity.TOKENS, measured, None, str(error))
+        else:
+            yield Measurement(group, name, Quantity.TOKENS, measured, plan, notes=notes)
+
+
+def _described(name: str, model: PublicModel | None) -> PublicModel:
+    if model is not None:
+        return model
+    reasons = [reason for start, reason in NOT_DESCRIBED.items() if name.lower().startswith(start)]
+    raise NoPlanError(reasons[0] if reasons else f"the sizes of {name} are not known to the board")
+
+
+def _plan(cells: Cells, model: PublicModel) -> tuple[dict[str, Any], tuple[str, ...]]:
+    if cells.text("FSDP") not in ("", "0", "1", "n/a"):
+        raise NoPlanError("sharded weights (FSDP) have no key in a plan")
+    if cells.text("section").startswith("LoRA"):
+        raise NoPlanError("frozen weights with adapters (LoRA) have no key in a plan")
+    precision = cells.text("Precision")
+    if precision not in _PRECISIONS:
+        raise NoPlanError(f"products in {precision} have no key in a plan")
+    device = known_device(cells.text("System"))
+    notes = list(model.notes)
+    tp, pp, cp = (cells.count(name, 1) for name in ("TP", "PP", "CP"))
+    num_chunks, ep = cells.count("VP", 1), cells.count("EP", 1)
+    replicas = divided(cells.count("#-GPUs"), tp * pp * cp, "ranks over tp, pp and cp")
+    if replicas % ep and ep % tp == 0:
+        notes.append(EXPERTS_OVER_TP.format(ep=ep, tp=tp, rest=ep // tp))
+        ep //= tp
+    dp = divided(replicas, ep, "data-parallel ranks over ep")
+    size = cells.count("MBS")
+    schedule: dict[str, Any] = {"kind": "1f1b"}
+    if num_chunks > 1:
+        schedule = {"kind": "interleaved", "variant": "megatron", "num_chunks": num_chunks}
+    analytic: dict[str, Any] = {"device": device, "dtype": "bfloat16", "exchange": "by_node"}
+    if tp > 1:
+        analytic["overlap"] = ["tp"]
+    if _PRECISIONS[precision]:
+        analytic["matmul_dtype"] = _PRECISIONS[precision]
+    mtp = model.keys.get("mtp", {})
+    plan = {
+        "pipeproof": 1,
+        "model": {"kind": "gpt", **model.keys, "seq_length": cells.count("Sequence Length")},
+        "topology": {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": dp, "sequence_parallel": tp > 1},
+        "schedule": {
+            **schedule,
+            "num_micro_batches": divided(cells.count("GBS"), replicas * size, "the batch over micro-batches"),
+            "micro_batch_size": size,
+            "reduce_gradients": "when_ready",
+        },
+        "stages": partition(model.keys["num_layers"], pp * num_chunks, mtp.get("num_modules", 0)),
+        "cost": {"analytic": analytic},
+        "memory": {"shard_optimizer": "dp", "gradient_dtype": "bfloat16"},
+    }
+    return plan, tuple(notes)

@@ -1,0 +1,80 @@
+"""Step times of Llama 3.1 405B in MLPerf Training, from the logs of its submissions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeproof.interop.board.measurement import (
+    Cells,
+    Measurement,
+    NoPlanError,
+    Quantity,
+    divided,
+    known_device,
+    partition,
+    rows_of_table,
+)
+from pipeproof.interop.board.public_models import MODELS
+
+COLUMNS = frozenset({"system", "run", "gbs", "seq", "median_s", "tp", "pp", "vpp", "cp", "mbs", "nodes", "config"})
+_BENCHMARK = "llama31_405b"
+_SYSTEM = re.compile(r"config_(?:DGX)?([A-Z]+\d+)_(\d+)x(\d+)x", re.ASCII)
+
+
+def read_mlperf(path: Path) -> Iterator[Measurement]:
+    """Yield a measurement for each run of the table.
+
+    Raises:
+        MeasurementFileError: a cell cannot be read.
+    """
+    model = MODELS["llama3.1_405b"]
+    for line, row in rows_of_table(path, COLUMNS):
+        cells = Cells(path, line, row)
+        system = _SYSTEM.match(cells.text("config"))
+        device_name = system.group(1) if system else cells.text("config")
+        num_ranks = cells.count("nodes") * (int(system.group(3)) if system else 8)
+        group = f"405B on {device_name}"
+        name = f"{num_ranks} {device_name}, {cells.text('system')} run {cells.text('run')}"
+        measured = cells.number("median_s")
+        try:
+            plan = _plan(cells, dict(model.keys), known_device(device_name), num_ranks)
+        except NoPlanError as error:
+            yield Measurement(group, name, Quantity.STEP, measured, None, str(error))
+        else:
+            yield Measurement(group, name, Quantity.STEP, measured, plan)
+
+
+def _plan(cells: Cells, model: dict[str, Any], device: str, num_ranks: int) -> dict[str, Any]:
+    if cells.by_column.get("bench", _BENCHMARK) != _BENCHMARK:
+        raise NoPlanError(f"the board has no plan of the benchmark {cells.text('bench')}")
+    tp, pp, cp, num_chunks = (cells.count(name, 1) for name in ("tp", "pp", "cp", "vpp"))
+    dp = divided(num_ranks, tp * pp * cp, "ranks over tp, pp and cp")
+    size = cells.count("mbs")
+    schedule: dict[str, Any] = {"kind": "1f1b"}
+    if num_chunks > 1:
+        schedule = {"kind": "interleaved", "variant": "megatron", "num_chunks": num_chunks}
+    return {
+        "pipeproof": 1,
+        "model": {"kind": "gpt", **model, "seq_length": cells.count("seq")},
+        "topology": {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "sequence_parallel": tp > 1},
+        "schedule": {
+            **schedule,
+            "num_micro_batches": divided(cells.count("gbs"), dp * size, "the batch over micro-batches"),
+            "micro_batch_size": size,
+            "reduce_gradients": "when_ready",
+        },
+        "stages": partition(model["num_layers"], pp * num_chunks),
+        "cost": {
+            "analytic": {
+                "device": device,
+                "dtype": "bfloat16",
+                "matmul_dtype": "float8",
+                "overlap": ["tp"],
+                "execution": "graph" if "_cg" in cells.text("config") else "eager",
+            }
+        },
+        "memory": {"shard_optimizer": "dp"},
+    }

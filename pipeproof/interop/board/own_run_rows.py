@@ -1,0 +1,72 @@
+"""Steps that pipeproof itself measured on GPUs (``docs/prediction.json``), predicted from sizes and the data sheet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeproof.interop.board.measurement import (
+    GIB,
+    Measurement,
+    MeasurementFileError,
+    NoPlanError,
+    Quantity,
+    known_device,
+)
+
+_HEAD_SIZE = 128
+_WORKSPACES_GIB = 2 * 32 / 1024
+"""PyTorch's workspaces of products on a device from H100 on: 32 MiB for each thread, forward and backward."""
+_VOCABULARY = 4096
+_ONE_CHUNK = frozenset({"gpipe", "1f1b"})
+
+
+def read_own_runs(path: Path, results: Mapping[str, Any]) -> Iterator[Measurement]:
+    """Yield the step and the memory peak of each measured schedule: forwards and backwards without an optimizer.
+
+    Raises:
+        MeasurementFileError: a key is missing.
+    """
+    try:
+        for size in results["sizes"]:
+            for case in size["cases"]:
+                yield from _case(results["device"], int(results["num_ranks"]), size, case)
+    except (KeyError, TypeError, ValueError) as error:
+        raise MeasurementFileError(f"{path}: {error!r}: write the file with benchmarks/gpu/prediction.py") from error
+
+
+def _case(device: str, num_ranks: int, size: Mapping[str, Any], case: Mapping[str, Any]) -> Iterator[Measurement]:
+    group = f"own runs, {num_ranks} {device.removeprefix('NVIDIA ')}"
+    name = f"{case['kind']}, {case['num_micro_batches']} micro-batches, hidden {size['hidden']}"
+    measured = [(Quantity.COMPUTE, f"{group}, step", case["measured_us"] / 1e6)]
+    if case["measured_bytes"]:
+        measured.append((Quantity.ALLOCATED_ANY, f"{group}, memory", case["measured_bytes"] / GIB))
+    for quantity, of_group, value in measured:
+        try:
+            plan = _plan(known_device(device.replace(" ", "_")), num_ranks, size, case)
+        except NoPlanError as error:
+            yield Measurement(of_group, name, quantity, value, None, str(error))
+        else:
+            yield Measurement(of_group, name, quantity, value, plan)
+
+
+def _plan(device: str, num_ranks: int, size: Mapping[str, Any], case: Mapping[str, Any]) -> dict[str, Any]:
+    """Plan of ``benchmarks/gpu/sizes.py``: heads of 128, an MLP four times as wide, one sequence at a time."""
+    hidden, kind = size["hidden"], case["kind"]
+    chunks = {} if kind in _ONE_CHUNK else {"num_chunks": 2}
+    return {
+        "pipeproof": 1,
+        "model": {
+            "kind": "gpt", "num_layers": size["layers_a_rank"] * num_ranks, "hidden_size": hidden,
+            "num_heads": hidden // _HEAD_SIZE, "ffn_size": 4 * hidden, "vocab_size": _VOCABULARY,
+            "seq_length": size["sequence"], "activation_order": "bsh",
+        },
+        "topology": {"pp": num_ranks},
+        "schedule": {
+            "kind": kind, **chunks, "num_micro_batches": case["num_micro_batches"], "micro_batch_size": 1,
+        },
+        "cost": {"analytic": {"device": device, "dtype": "bfloat16"}, "p2p": "backend"},
+        "memory": {"optimizer_bytes": 0, "gradient_dtype": "bfloat16", "overhead_gib": _WORKSPACES_GIB},
+        "run": {"backend": "torch", "device": "gpu", "dtype": "bfloat16"},
+    }  # fmt: skip

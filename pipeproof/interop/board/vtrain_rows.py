@@ -1,0 +1,72 @@
+"""Iteration times of GPTs on A100s that vTrain was validated with (Megatron-DeepSpeed, 1F1B, full recomputation)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeproof.interop.board.measurement import (
+    Cells,
+    Measurement,
+    NoPlanError,
+    Quantity,
+    divided,
+    rows_of_table,
+)
+
+COLUMNS = frozenset(
+    {
+        "# GPUs", "global batch", "micro batch", "hidden size", "attention heads", "# layers", "sequence length",
+        "tensor parallelism", "data parallelism", "pipeline parallelism", "iteration time (ms)",
+    }
+)  # fmt: skip
+_VOCABULARY = 51200
+"""GPT-2's vocabulary as Megatron-LM pads it for eight tensor-parallel ranks."""
+_RANKS_PER_NODE = 8
+
+
+def read_vtrain(path: Path) -> Iterator[Measurement]:
+    """Yield a measurement for each row; up to eight GPUs are one node.
+
+    Raises:
+        MeasurementFileError: a cell cannot be read.
+    """
+    for line, row in rows_of_table(path, COLUMNS):
+        cells = Cells(path, line, row)
+        gpus, batch, size, hidden, layers, tp, dp, pp = (
+            cells.count(name)
+            for name in ("# GPUs", "global batch", "micro batch", "hidden size", "# layers", "tensor parallelism",
+                         "data parallelism", "pipeline parallelism")
+        )  # fmt: skip
+        group = "vTrain, one node" if gpus <= _RANKS_PER_NODE else "vTrain, several nodes"
+        name = f"{gpus} A100, hidden {hidden}, {layers} blocks, tp {tp} dp {dp} pp {pp}, batch {batch} of {size}"
+        measured = cells.number("iteration time (ms)") / 1000
+        try:
+            plan = _plan(cells, (tp, dp, pp), divided(batch, size * dp, "the batch over micro-batches"))
+        except NoPlanError as error:
+            yield Measurement(group, name, Quantity.STEP, measured, None, str(error))
+        else:
+            yield Measurement(group, name, Quantity.STEP, measured, plan)
+
+
+def _plan(cells: Cells, mesh: tuple[int, int, int], num_micro_batches: int) -> dict[str, Any]:
+    tp, dp, pp = mesh
+    if tp * dp * pp != cells.count("# GPUs"):
+        raise NoPlanError(f"tp x dp x pp is {tp * dp * pp}")
+    hidden = cells.count("hidden size")
+    return {
+        "pipeproof": 1,
+        "model": {
+            "kind": "gpt", "num_layers": cells.count("# layers"), "hidden_size": hidden,
+            "num_heads": cells.count("attention heads"), "ffn_size": 4 * hidden, "vocab_size": _VOCABULARY,
+            "seq_length": cells.count("sequence length"), "norm": "layer", "positions": "learned",
+            "mlp": "gelu_tanh", "biases": "all", "tied_embedding": True, "dropout": 0.1,
+        },
+        "topology": {"tp": tp, "dp": dp, "pp": pp},
+        "schedule": {
+            "kind": "1f1b", "num_micro_batches": num_micro_batches, "micro_batch_size": cells.count("micro batch"),
+        },
+        "cost": {"analytic": {"device": "a100", "dtype": "bfloat16", "attention": "unfused"}},
+        "memory": {"recompute": "full"},
+    }  # fmt: skip

@@ -1,0 +1,155 @@
+"""Every output about times that no plan gave says so once; JSON has the origin of the times."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from pipeproof.cli.main import main
+from pipeproof.specs.cost import CostSpec
+from pipeproof.specs.load_plan import load_plan
+from tests.plans import plan_dict
+
+NOTE = "imes are placeholders (100 us forward, 200 us backward per stage): proportions only"
+
+
+def invoke(*arguments):
+    done = CliRunner().invoke(main, [*map(str, arguments)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """Writes a plan without cost, with changes of its sections."""
+
+    def write(name="plan.json", **sections):
+        data = {key: value for key, value in plan_dict(**sections).items() if key != "cost" or "cost" in sections}
+        (tmp_path / name).write_text(json.dumps(data))
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def sweep_of(tmp_path):
+    def write(plan, **grid):
+        path = tmp_path / "sweep.json"
+        path.write_text(json.dumps({"plan": plan.name, "grid": {"schedule.kind": ["1f1b", "gpipe"], **grid}}))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("command", [("simulate",), ("advise",), ("jitter", "--runs", "2", "--no-delays")])
+@pytest.mark.parametrize(
+    ("cost", "source"),
+    [
+        (None, "placeholder"), ({"p2p_latency_us": 3}, "placeholder"),
+        ({"forward_us": 100, "backward_us": 200}, "given"), ({"analytic": "h100"}, "analytic"),
+    ],
+    ids=["none", "latency", "given", "analytic"],
+)  # fmt: skip
+def test_an_output_says_once_that_times_are_placeholders(plan, command, cost, source):
+    path = plan() if cost is None else plan(cost=cost)
+    assert invoke(*command, path).count(NOTE) == (source == "placeholder")
+    assert json.loads(invoke(*command, path, "--format", "json"))["cost_source"] == source
+
+
+def test_a_time_that_is_left_out_is_named_alone():
+    note = "times are placeholders (200 us backward per stage): proportions only"
+    assert CostSpec.model_validate({"forward_us": 7}).placeholder_note == note
+    halves = CostSpec.model_validate({"backward_input_us": 1, "backward_weight_us": 1})
+    assert halves.placeholder_note == "times are placeholders (100 us forward per stage): proportions only"
+    assert CostSpec.model_validate({"profile": "file.json"}).source == "profile"
+
+
+def test_the_page_has_the_note_in_its_title(plan, tmp_path):
+    invoke("simulate", plan(), "-o", tmp_path / "t.html")
+    page = (tmp_path / "t.html").read_text()
+    assert f"<title>plan (t{NOTE})</title>" in page
+    invoke("simulate", plan(cost={"analytic": "h100"}), "-o", tmp_path / "t.html")
+    assert NOTE not in (tmp_path / "t.html").read_text()
+
+
+def test_a_sweep_says_how_many_points_have_placeholders(plan, sweep_of, tmp_path):
+    out = tmp_path / "results.jsonl"
+    path = sweep_of(plan())
+    assert invoke("sweep", path, "-o", out, "--workers", "1").count(NOTE) == 1
+    assert json.loads(invoke("sweep", path, "-o", out, "--format", "json"))["cost_source"] == "placeholder"
+    out.unlink()
+    path = sweep_of(plan(), cost=[{}, {"analytic": "h100"}])
+    assert f"2 of 4 points: t{NOTE}" in invoke("sweep", path, "-o", out, "--workers", "1")
+    assert json.loads(invoke("sweep", path, "-o", out, "--format", "json"))["cost_source"] == "mixed"
+
+
+def test_a_sweep_over_stages_says_that_their_work_differs(plan, sweep_of, tmp_path):
+    path = sweep_of(plan(), schedule=[{"kind": "1f1b"}, {"kind": "interleaved", "num_chunks": 2}])
+    path.write_text(path.read_text().replace('"schedule.kind": ["1f1b", "gpipe"], ', ""))
+    text = invoke("sweep", path, "-o", tmp_path / "results.jsonl", "--workers", "1")
+    assert "proportions only; points with more stages have more work, unless `cost` gives" in text
+
+
+MODEL = plan_dict()["model"] | {"num_layers": 8}
+
+
+def chunked(plan, **sections):
+    schedule = {"kind": "interleaved", "num_chunks": 2, "num_micro_batches": 4, "micro_batch_size": 2}
+    return plan("chunked.json", model=MODEL, schedule=schedule, **sections)
+
+
+def test_placeholders_of_plans_with_other_stages_are_per_layer(plan, tmp_path):
+    """1F1B and interleaved 1F1B have the same work; per stage, the second would have twice as much."""
+    a, b = plan(model=MODEL), chunked(plan)
+    text = invoke("compare", a, b)
+    assert text.count(NOTE) == 1
+    assert "costs are per layer, as in A: A has 2 stages, B 4" in text
+    comparison = json.loads(invoke("compare", a, b, "--format", "json"))
+    assert comparison["costs"] == "costs are per layer, as in A: A has 2 stages, B 4"
+    assert comparison["a"]["cost_source"] == comparison["b"]["cost_source"] == "placeholder"
+    forward = next(kind for kind in comparison["kinds"] if kind["kind"] == "F")
+    assert forward["median_ratio"] == 0.5
+    assert comparison["steps"][0]["makespan_b"] < comparison["steps"][0]["makespan_a"]
+
+
+def test_given_times_stay_per_stage_and_are_explained(plan):
+    cost = {"forward_us": 100, "backward_us": 200}
+    a, b = plan(model=MODEL, cost=cost), chunked(plan, cost=cost)
+    text = invoke("compare", a, b)
+    assert "costs are per stage, and A has 2 stages, B 4: each side has its own" in text
+    assert NOTE not in text
+    forward = next(k for k in json.loads(invoke("compare", a, b, "--format", "json"))["kinds"] if k["kind"] == "F")
+    assert forward["median_ratio"] == 1
+
+
+def test_plans_with_the_same_stages_need_no_note_about_them(plan):
+    comparison = json.loads(invoke("compare", plan(), plan("other.json"), "--format", "json"))
+    assert comparison["costs"] is None
+
+
+def test_advice_says_that_costs_are_per_layer_where_stages_differ(plan):
+    assert "Costs are per layer" in invoke("advise", plan(model=MODEL))
+
+
+MEGATRON = "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 8 --hidden-size 512 --num-attention-heads 8 \
+--seq-length 128 --micro-batch-size 1 --global-batch-size 32 --pipeline-model-parallel-size 4 --vocab-size 50257"
+
+
+@pytest.mark.parametrize(
+    ("flag", "dtype"), [("--bf16", None), ("--fp16", "bfloat16"), ("", "bfloat16")], ids=["bf16", "fp16", "none"]
+)
+def test_an_import_with_a_device_has_computed_times(tmp_path, flag, dtype):
+    script, out = tmp_path / "train.sh", tmp_path / "plan.yaml"
+    script.write_text(f"{MEGATRON} {flag}\n")
+    invoke("import", "megatron", script, "--device", "h100", "-o", out)
+    analytic = load_plan(out).spec.cost.analytic
+    assert (analytic.device, analytic.dtype) == ("h100", dtype)
+    assert 'device: "h100"  # --device h100' in out.read_text()
+    assert "placeholders" not in invoke("simulate", out)
+
+
+def test_a_device_without_data_sheet_is_refused(tmp_path):
+    (tmp_path / "train.sh").write_text(MEGATRON)
+    done = CliRunner().invoke(main, ["import", "megatron", str(tmp_path / "train.sh"), "--device", "v100"])
+    assert done.exit_code == 2
+    assert "'v100' is none of a100, h100" in done.output

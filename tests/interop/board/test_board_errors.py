@@ -1,0 +1,149 @@
+"""Errors of predictions by group, the stored ones, and the forms of the board."""
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from jsonschema import Draft202012Validator
+
+from pipeproof.cli.main import main
+from pipeproof.interop.board.accuracy_board import (
+    MEASUREMENTS,
+    SETS,
+    Prediction,
+    Predictor,
+    accuracies,
+    read_measurements,
+)
+from pipeproof.interop.board.accuracy_picture import board_picture
+from pipeproof.interop.board.measurement import Measurement, Quantity
+from pipeproof.specs.load_plan import load_plan
+
+ROOT = Path(__file__).parents[3]
+STORED = {(one["group"], one["quantity"]): one for one in json.loads((ROOT / "docs" / "accuracy.json").read_text())}
+TOLERANCE = 0.001
+"""Of a MAPE, as a share."""
+
+
+def prediction(measured, predicted, group="some", reason=""):
+    plan = {} if not reason else None
+    return Prediction(Measurement(group, "row", Quantity.STEP, measured, plan, reason), predicted, reason)
+
+
+def test_errors_of_a_group_by_hand():
+    rows = [prediction(10, 11), prediction(10, 8), prediction(10, 10), prediction(5, None, reason="none")]
+    (accuracy,) = accuracies(rows)
+    assert (accuracy.count, accuracy.omitted) == (3, 1)
+    assert accuracy.mape == pytest.approx(0.1)
+    assert accuracy.median == pytest.approx(0.1)
+    assert accuracy.worst == pytest.approx(-0.2)
+    assert accuracy.bias == pytest.approx(-1 / 30)
+
+
+def test_a_group_without_predictions_has_no_errors():
+    (accuracy,) = accuracies([prediction(5, None, reason="none")])
+    assert (accuracy.mape, accuracy.median, accuracy.worst, accuracy.bias) == (None,) * 4
+
+
+def worse(group, stored):
+    """What is worse than stored, as text; empty if nothing is."""
+    if group.count < stored["count"]:
+        return f"{group.group}: {group.count} predictions, {stored['count']} are stored"
+    if stored["mape"] is not None and group.mape > stored["mape"] + TOLERANCE:
+        return f"{group.group}, {group.quantity}: MAPE {group.mape:.2%}, stored is {stored['mape']:.2%}"
+    return ""
+
+
+@pytest.mark.slow(only=["vtrain"])
+@pytest.mark.parametrize("name", SETS)
+def test_no_group_is_worse_than_stored(name):
+    """If one is on purpose: python validation/pages/make_accuracy.py stores the errors of today."""
+    predictor = Predictor()
+    rows = [row for file in read_measurements([MEASUREMENTS])[0] if file.set == name for row in file.rows]
+    groups = accuracies(predictor.predict(row) for row in rows)
+    assert groups
+    missing = [one.group for one in groups if (one.group, one.quantity) not in STORED]
+    assert not missing, "run python validation/pages/make_accuracy.py"
+    assert [text for one in groups if (text := worse(one, STORED[one.group, one.quantity]))] == []
+
+
+def test_a_group_that_gets_worse_is_found():
+    (group,) = accuracies([prediction(10, 11)])
+    assert worse(group, {"count": 1, "mape": 0.0995}) == ""
+    assert worse(group, {"count": 1, "mape": 0.08}) == "some, step, s: MAPE 10.00%, stored is 8.00%"
+    assert worse(group, {"count": 2, "mape": 0.2}) == "some: 1 predictions, 2 are stored"
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(main, ["board", *map(str, arguments)], catch_exceptions=False)
+
+
+def test_command_prints_groups_rows_and_reasons():
+    done = invoke("--set", "dualpipe", "--set", "own", "--rows")
+    assert done.exit_code == 0
+    assert "4 blocks, 64 NVIDIA H800" in done.stdout
+    assert "own runs, 2 H200, memory" in done.stdout
+
+
+def test_json_fits_its_schema_and_has_the_errors_of_the_rows():
+    done = invoke(MEASUREMENTS / "megatron_goldens.json", "--format", "json")
+    board = json.loads(done.stdout)
+    schema = json.loads((ROOT / "docs" / "schemas" / "board.schema.json").read_text())
+    Draft202012Validator(schema).validate(board)
+    row = next(row for row in board["measurements"] if row["predicted"] is not None)
+    assert row["error"] == pytest.approx(row["predicted"] / row["measured"] - 1)
+    assert all(row["reason"] for row in board["measurements"] if row["predicted"] is None)
+
+
+def test_plans_picture_and_page_are_written(tmp_path):
+    picture, page, plans = tmp_path / "board.svg", tmp_path / "board.md", tmp_path / "plans"
+    done = invoke(MEASUREMENTS / "own_h200_steps.json", "--plot", picture, "--page", page, "--plans", plans)
+    assert done.exit_code == 0
+    written = sorted(plans.glob("*.yaml"))
+    assert len(written) == 22
+    assert load_plan(written[0]).spec.cost.analytic.device == "h200"
+    assert ET.fromstring(picture.read_text()).tag.endswith("svg")
+    assert "### own runs, 2 H200, step: forwards and backwards of a step, s" in page.read_text()
+
+
+def test_a_mark_outside_of_the_axis_is_drawn_at_its_edge():
+    near, far = (board_picture([prediction(1, value)]) for value in (2.5, 250))
+    assert near.count("<rect") == far.count("<rect")
+    assert 'x="728"' in near
+    assert 'x="728"' in far
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "message"),
+    [
+        ("a,b\n1,2\n", 2, "no file of measurements; give a directory that has some"),
+        ("system,run,gbs,seq,median_s,tp,pp,vpp,cp,mbs,nodes,config\nx\n", 2, "1 cells, and the header has 12"),
+    ],
+)
+def test_bad_files_end_with_status_2(tmp_path, content, status, message):
+    (tmp_path / "rows.csv").write_text(content)
+    done = invoke(tmp_path)
+    assert done.exit_code == status
+    assert message in done.stderr
+
+
+def test_a_file_that_is_no_measurement_is_named(tmp_path):
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "pair.json").write_text((MEASUREMENTS / "deepseek_dualpipe_pair.json").read_text())
+    done = invoke(tmp_path)
+    assert done.exit_code == 0
+    assert "other.json: neither columns nor keys are those of a known set" in done.stderr
+    assert invoke(tmp_path, "--set", "vtrain").exit_code == 2
+
+
+def test_the_option_has_every_set():
+    option = next(option for option in main.commands["board"].params if option.name == "sets")
+    assert tuple(option.type.choices) == SETS
+
+
+def test_a_picture_is_svg(tmp_path):
+    done = CliRunner().invoke(main, ["board", "--plot", str(tmp_path / "board.png")])
+    assert done.exit_code == 2
+    assert "ends with .svg" in done.output

@@ -1,0 +1,244 @@
+"""Curves of products, attention and collectives: monotone, below the peak, exact, near published measurements."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeproof.cost.analytic_times import AnalyticCosts, PhaseTime
+from pipeproof.cost.device_tables import device_table
+from pipeproof.cost.devices import DEVICES
+from pipeproof.cost.measured_curves import attention_share, moved_us, product_us
+from pipeproof.cost.network_times import Network, Shape
+from pipeproof.cost.plan_times import resolved_cost
+from pipeproof.schedule.ops import OpKind
+from pipeproof.specs.cost import AnalyticSpec
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.stages.describe.op_work import Phase, ProductShape
+from tests.plans import FLAT, plan_dict
+
+TABLES = {name: table for name in DEVICES if (table := device_table(name)) is not None}
+CURVES = [(name, curve) for name, table in TABLES.items() for curve in table.products]
+
+# Times in microseconds of ai-dynamo/aiconfigurator (systems data, Apache-2.0) by device, type, m, n and k. Those in
+# eight and four bits include the cast of [m, k], 8 bytes an element in the mean.
+PRODUCTS = [
+    ("h100", "bfloat16", 4096, 4096, 4096, 174), ("h100", "bfloat16", 8192, 8192, 8192, 1405),
+    ("h100", "bfloat16", 4096, 512, 16384, 90), ("h100", "bfloat16", 8192, 16384, 512, 218),
+    ("h100", "float8", 4096, 4096, 4096, 151), ("h100", "float8", 8192, 8192, 8192, 885),
+    ("h100", "float8", 4096, 16384, 16384, 1809), ("h100", "float8", 4096, 512, 65536, 850),
+    ("b200", "float8", 4096, 8192, 8192, 226), ("b200", "float8_block", 8192, 8192, 8192, 411),
+    ("b200", "float4", 8192, 8192, 8192, 285),
+]  # fmt: skip
+# All-gathers and all-reduces of 2^20 and 2^28 elements of two bytes in all, alike.
+COLLECTIVES = [
+    ("h100", OpKind.ALL_GATHER, 8, 2**21, 22.2), ("h100", OpKind.ALL_GATHER, 8, 2**29, 1401.5),
+    ("h100", OpKind.ALL_REDUCE, 4, 2**29, 2299.7), ("h100", OpKind.REDUCE_SCATTER, 2, 2**29, 1077.9),
+    ("b200", OpKind.ALL_REDUCE, 8, 2**29, 1334.6), ("b200", OpKind.ALL_TO_ALL, 4, 2**29, 825.2),
+]  # fmt: skip
+
+
+def peak(name, curve):
+    return DEVICES[name].bfloat16 if curve.dtype == "bfloat16" else DEVICES[name].peak(curve.dtype)
+
+
+def shape(m, n, k, number=1, *, ragged=False):
+    return ProductShape(Fraction(m), Fraction(k), Fraction(n), Fraction(number), ragged)
+
+
+def plan(analytic=None, **sections):
+    model = {"hidden_size": 4096, "num_heads": 32, "ffn_size": 14336, "vocab_size": 32000, "seq_length": 4096}
+    sections.setdefault("model", model)
+    return plan_from_dict(plan_dict(cost={"analytic": {"device": "h100", "dtype": "bfloat16", **(analytic or {})}},
+                                    **sections)).spec  # fmt: skip
+
+
+def stages(spec):
+    return AnalyticCosts(spec, spec.cost.analytic).stages
+
+
+sizes = st.integers(1, 2**17)
+
+
+@settings(deadline=None, max_examples=150)
+@given(which=st.sampled_from(CURVES), m=sizes, n=sizes, k=sizes, number=st.integers(1, 64), hot=st.booleans())
+def test_a_product_is_never_faster_than_the_peak_and_a_larger_one_takes_longer(which, m, n, k, number, hot):
+    name, curve = which
+    time = product_us(curve, shape(m, n, k, number), peak(name, curve), is_hot=hot)
+    assert time >= Fraction(2 * m * n * k * number) / (Fraction(repr(peak(name, curve))) * 10**6)
+    larger = [shape(m + 1, n, k, number), shape(m, n + 1, k, number), shape(m, n, k + 1, number)]
+    times = [product_us(curve, size, peak(name, curve), is_hot=hot) for size in larger]
+    assert time < min(times)
+    assert max(times) <= 2 * time * (1 + Fraction(repr(curve.slowdown)))  # a row more is no jump
+    for more in (shape(m, n, k, number + 1), shape(m, n, k, number, ragged=True)):
+        assert time < product_us(curve, more, peak(name, curve), is_hot=hot)
+
+
+@pytest.mark.parametrize(("name", "dtype", "m", "n", "k", "measured"), PRODUCTS)
+def test_products_are_as_measured(name, dtype, m, n, k, measured):
+    curve = next(curve for curve in TABLES[name].products if curve.dtype == dtype)
+    cast = 0 if dtype == "bfloat16" else 8 * m * k / (DEVICES[name].memory * 1000)
+    predicted = float(product_us(curve, shape(m, n, k), peak(name, curve), is_hot=False)) + cast
+    assert abs(predicted / measured - 1) < 0.15  # the 90th percentile of the residuals
+
+
+@pytest.mark.parametrize(("name", "kind", "ranks", "num_bytes", "measured"), COLLECTIVES)
+def test_collectives_are_as_measured(name, kind, ranks, num_bytes, measured):
+    network = Network.of_device(AnalyticSpec(device=name), DEVICES[name], None, TABLES[name].collectives)
+    group = Shape.of(list(range(ranks)), 8, 1)
+    put_in = Fraction(num_bytes, ranks if kind is OpKind.ALL_GATHER else 1)
+    assert abs(float(network.collective_us(kind, group, put_in)) / measured - 1) < 0.12
+
+
+@settings(deadline=None, max_examples=80)
+@given(name=st.sampled_from(sorted(TABLES)), num_bytes=st.integers(0, 2**32), more=st.integers(1, 2**20))
+def test_a_collective_of_more_bytes_takes_longer_and_no_jump(name, num_bytes, more):
+    for curve in TABLES[name].collectives:
+        before, after = moved_us(curve, Fraction(num_bytes)), moved_us(curve, Fraction(num_bytes + more))
+        assert before < after
+        steepest = 1 / (curve.bandwidth * 1000) + curve.ramp_us / curve.ramp_bytes
+        assert float(after - before) <= more * steepest * 1.001
+
+
+@pytest.mark.parametrize("name", sorted(TABLES))
+def test_more_ranks_take_longer_and_many_ranks_have_the_curve_of_eight(name):
+    network = Network.of_device(AnalyticSpec(device=name, ranks_per_node=64), DEVICES[name], None,
+                                TABLES[name].collectives)  # fmt: skip
+    for kind in (OpKind.ALL_GATHER, OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL):
+        times = [network.collective_us(kind, Shape.of(list(range(n)), 64, 1), Fraction(0)) for n in (2, 4, 8, 64)]
+        assert times == sorted(times)
+
+
+def test_attention_nears_its_share_with_the_number_of_keys():
+    curve = TABLES["h100"].attention
+    shares = [attention_share(curve, Fraction(keys), is_forward=True) for keys in (1, 256, 4096, 10**7)]
+    assert shares == sorted(shares)
+    assert shares[1] == Fraction(repr(curve.forward)) / 2
+    assert shares[-1] < Fraction(repr(curve.forward))
+
+
+# Plans
+
+
+def test_a_phase_takes_the_time_of_the_host_or_that_of_the_device():
+    small = {"hidden_size": 64, "num_heads": 4, "ffn_size": 128, "vocab_size": 64, "seq_length": 32}
+    eager, slow, graph = (
+        stages(plan(more, model=small, topology={"pp": 1}))[0]
+        for more in ({"host_us": 50}, {"host_us": 100}, {"execution": "graph"})
+    )
+    for phase in Phase:
+        assert eager[phase].us == eager[phase].host_us > eager[phase].device_us
+        assert slow[phase].us == 2 * eager[phase].us
+        assert graph[phase].us == graph[phase].device_us == eager[phase].device_us
+    compiled = stages(plan({"host_us": 50, "execution": "compiled"}, model=small, topology={"pp": 1}))[0]
+    assert 0 < compiled[Phase.FORWARD].host_us < eager[Phase.FORWARD].host_us
+    large = stages(plan(topology={"pp": 1}))[0][Phase.FORWARD]
+    assert large.us == large.device_us > large.host_us > 0
+
+
+def test_the_time_of_a_step_outside_of_its_pipeline_counts_once_for_a_rank():
+    schedule = {"kind": "interleaved", "num_chunks": 2, "num_micro_batches": 4}
+    without, with_it = (resolved_cost(plan(more, schedule=schedule)) for more in ({}, {"step_us": 1000}))
+    more = [with_it.optimizer_of(stage) - without.optimizer_of(stage) for stage in range(4)]
+    assert more == [500] * 4
+
+
+def test_pipelined_collectives_hide_all_but_their_first_part():
+    mesh = {"pp": 1, "tp": 4, "sequence_parallel": True}
+    alone, pipelined = (stages(plan(more, topology=mesh))[0] for more in ({}, {"overlap": ["tp"]}))
+    for phase in (Phase.FORWARD, Phase.INPUT):
+        assert alone[phase].links_us / 4 < pipelined[phase].links_us < alone[phase].links_us / 2
+        assert pipelined[phase].device_us > alone[phase].device_us - alone[phase].links_us
+    assert pipelined[Phase.WEIGHT] == alone[Phase.WEIGHT]
+
+
+def test_casts_to_fewer_bits_pass_through_memory():
+    half, eight = (stages(plan(more, topology={"pp": 1}))[0] for more in ({}, {"matmul_dtype": "float8"}))
+    elements = 4 * 2 * 4096 * (3 * 4096 + 14336)  # of four blocks: the inputs of their four products
+    assert eight[Phase.FORWARD].num_bytes - half[Phase.FORWARD].num_bytes == 4 * elements
+    assert eight[Phase.WEIGHT].num_bytes == half[Phase.WEIGHT].num_bytes
+    assert eight[Phase.FORWARD].compute_us < half[Phase.FORWARD].compute_us
+
+
+def test_a_token_goes_once_to_each_node_of_its_experts():
+    device, ranks = DEVICES["h100"], Shape.of(list(range(32)), 8, 1)
+    network = Network.of_device(AnalyticSpec(device="h100"), device)
+    moe = MoeSpec(num_experts=64, top_k=8, ffn_size=64)
+    direct, by_node = network.routed(moe), network.routed(moe, by_node=True)
+    size = Fraction(2**30)
+    assert direct == network
+    across = [net.collective_us(OpKind.ALL_TO_ALL, ranks, size) - net.launch_us for net in (direct, by_node)]
+    reached = 4 * (1 - Fraction(3, 4) ** 8)  # of four nodes by eight experts
+    assert float(across[1] / across[0]) == pytest.approx(float(reached / 8), rel=1e-3)
+    inside = Shape.of(list(range(8)), 8, 1)
+    curves = TABLES["h100"].collectives
+    near = [Network.of_device(AnalyticSpec(device="h100"), device, None, curves).routed(moe, by_node=by)
+            for by in (False, True)]  # fmt: skip
+    assert near[1].collective_us(OpKind.ALL_TO_ALL, inside, size) < near[0].collective_us(
+        OpKind.ALL_TO_ALL, inside, size
+    )
+
+
+def test_a_ring_across_nodes_uses_the_cards_of_all_its_members():
+    device = DEVICES["h100"]
+    network = Network.of_device(AnalyticSpec(device="h100"), device)
+    flat = Network.of_device(AnalyticSpec(device="h100", link_efficiency=0.75), device)
+    size = Fraction(2**30)
+    whole, single = Shape.of(list(range(16)), 8, 1), Shape.of(list(range(0, 128, 8)), 8, 1)
+    times = [net.collective_us(OpKind.ALL_REDUCE, group, size) for net in (network, flat) for group in (whole, single)]
+    assert times[1] == times[2] == times[3] > 7 * times[0]
+
+
+def test_a_pair_lacks_the_processors_that_its_collectives_hold():
+    model = {"hidden_size": 4096, "num_heads": 32, "ffn_size": 8192, "vocab_size": 32000, "seq_length": 4096,
+             "moe": {"num_experts": 16, "top_k": 4, "ffn_size": 2048}}  # fmt: skip
+    schedule = {"kind": "dualpipe", "num_micro_batches": 8, "micro_batch_size": 1}
+    for more in ({"host_us": 0}, FLAT):
+        spec = plan(more, model=model, topology={"pp": 4, "ep": 8}, schedule=schedule)
+        costs = AnalyticCosts(spec, spec.cost.analytic)
+        both = sum(costs.stages[2].values(), costs.stages[1][Phase.FORWARD])
+        both = PhaseTime(*(getattr(both, name) - getattr(costs.stages[2][Phase.FORWARD], name)
+                           for name in PhaseTime.__slots__))  # fmt: skip
+        computing = both.compute_us + both.memory_us
+        assert both.links_us > 0
+        if more is FLAT:
+            assert costs.overlapped[1] == max(computing, both.links_us)
+        else:
+            assert computing < costs.overlapped[1] < computing + both.links_us
+
+
+def test_a_table_of_ones_own_takes_the_place_of_the_known_one():
+    table = TABLES["h100"].model_dump(mode="json") | {"source": "mine", "memory_efficiency": 0.25, "host_us": 0.0}
+    own, known = plan({"table": table}), plan()
+    assert plan_from_dict(own.model_dump(mode="json")).spec == own
+    ours, theirs = stages(own)[0][Phase.FORWARD], stages(known)[0][Phase.FORWARD]
+    assert ours.compute_us == theirs.compute_us
+    assert ours.memory_us > 2 * theirs.memory_us
+
+
+def test_measured_times_come_back_from_the_fit_of_ones_own_gpu():
+    """The fit recovers the constants from times that follow the curve, and stays sensible where they do not."""
+    from pipeproof.exec.measure.device_costs import PRODUCTS as TIMED
+    from pipeproof.exec.measure.device_costs import product_curve
+
+    curve = TABLES["h100"].products[0].model_copy(update={"slowdown": 0.0})
+    exact = [(size, float(product_us(curve, shape(*size), 989.4))) for size in TIMED]
+    fitted = product_curve(exact, 989.4)
+    for size, time in exact:
+        assert float(product_us(fitted, shape(*size), 989.4)) == pytest.approx(time, rel=1e-3)
+    noise = np.random.default_rng(0).uniform(0.5, 2, len(exact))
+    loose = product_curve([(size, time * factor) for (size, time), factor in zip(exact, noise, strict=True)], 989.4)
+    assert 0 < loose.efficiency <= 1
+
+
+@settings(deadline=None, max_examples=200)
+@given(times=st.lists(st.floats(1, 1e6), min_size=4, max_size=4))
+def test_any_measured_times_make_a_curve(times):
+    from pipeproof.exec.measure.device_costs import product_curve
+
+    timed = ((64, 64, 64), (128, 128, 128), (128, 64, 256), (256, 256, 256))
+    curve = product_curve(list(zip(timed, times, strict=True)), 989.4)
+    assert 0 < curve.efficiency <= 1
