@@ -475,7 +475,7 @@ class Pipeline:
         finally:
             rank.adapter.clear()
             for stage in self._modules.values():
-                stage.begin(StepData())
+                stage.end()
         return data
 
     def _one_error(self) -> AbstractContextManager[None]:
