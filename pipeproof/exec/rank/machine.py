@@ -24,6 +24,14 @@ class Instruction:
     awaited_transfer: int | None
     """The transfer that a wait is for, ``NONE`` where the graph lacks it; None for any other operation."""
 
+    @classmethod
+    def of(cls, graph: OpGraph, op_id: int) -> Instruction:
+        """The instruction of one operation of a graph."""
+        row = graph.row(op_id)
+        op = row.op
+        waits = op.kind is OpKind.WAIT and op.target is not None and op.target.kind in TRANSFER_KINDS
+        return cls(op_id, row, op.kind in TRANSFER_KINDS, int(graph.waits_for[op_id]) if waits else None)
+
     @property
     def op(self) -> Op:
         """Operation to execute."""
@@ -134,7 +142,7 @@ class RankMachine:
             self._cursor += 1
             instruction = self._instructions.get(op_id)
             if instruction is None:  # all steps share the instructions
-                instruction = self._instructions[op_id] = self._instruction(op_id)
+                instruction = self._instructions[op_id] = Instruction.of(self._graph, op_id)
             found.append(instruction)
             if not instruction.is_transfer:
                 history.append((op_id, step, "started"))
@@ -143,13 +151,6 @@ class RankMachine:
             self._under_way.add(op_id)
             history.append((op_id, step, "posted"))
         return found
-
-    def _instruction(self, op_id: int) -> Instruction:
-        row = self._graph.row(op_id)
-        op = row.op
-        waits = op.kind is OpKind.WAIT and op.target is not None and op.target.kind in TRANSFER_KINDS
-        transfer = int(self._graph.waits_for[op_id]) if waits else None
-        return Instruction(op_id, row, op.kind in TRANSFER_KINDS, transfer)
 
     @property
     def under_way(self) -> frozenset[int]:
