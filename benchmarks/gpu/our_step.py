@@ -51,7 +51,7 @@ class OurStep:
             world = connect_groups(self._rank, self._device, graph.channels, graph.groups, lambda _: None)
         self._adapter = RankAdapter(self._plan, self._rank, framework, world, lambda *_: None)
         ids = [i for i in graph.rank_ops(self._rank) if graph.parent[i] == NONE]
-        self._program = [Instruction(i, graph.row(i)) for i in ids if graph.ops[i].kind is not OpKind.STEP]
+        self._program = [Instruction.of(graph, i) for i in ids if graph.ops[i].kind is not OpKind.STEP]
         self._adapter.begin(0)
 
     def __call__(self) -> None:

@@ -94,7 +94,7 @@ class OurRank:
         self.adapter = RankAdapter(plan, rank, framework, exchangeable, lambda *_: None, clock=self._at)
         graph = plan.graph
         ids = [i for i in graph.rank_ops(rank) if graph.parent[i] == NONE and graph.ops[i].kind is not OpKind.STEP]
-        self.program = [Instruction(i, graph.row(i)) for i in ids]
+        self.program = [Instruction.of(graph, i) for i in ids]
         dtype = getattr(torch, plan.spec.run.dtype)
         largest = max((tensor.numel for tensor in graph.tensors), default=0)
         self._alone = AloneChannels(rank, largest, dtype, self._device)

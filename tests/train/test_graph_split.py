@@ -295,6 +295,109 @@ def test_each_length_has_a_graph():
     assert len(stage.stage.kept) == 2
 
 
+class Convolutions(nn.Sequential):
+    """Three convolutions, one transposed, with a batch norm."""
+
+    def __init__(self):
+        super().__init__(
+            nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.BatchNorm2d(4), nn.GELU(),
+            nn.ConvTranspose2d(4, 4, 2, bias=False), nn.Conv2d(4, 2, 2), nn.Flatten(1),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("has_input_gradient", [True, False])
+def test_weight_gradients_of_convolutions_are_left_to_w(has_input_gradient):
+    check_graph(Convolutions(), has_input_gradient=has_input_gradient)
+    torch._dynamo.reset()
+    x = torch.randn(ROWS, WIDTH).requires_grad_(has_input_gradient)
+    backward, weights = _backward_graph(Convolutions(), x)
+    graphs = split_backward(backward, weights, in_product=False)
+    masks = [
+        [node.args[-1] for node in graph.graph.nodes if "convolution_backward" in str(node.target)]
+        for graph in (graphs.input_graph, graphs.weight_graph)
+    ]
+    assert masks[0] == [[True, False, False]] * (3 if has_input_gradient else 2)
+    assert masks[1] == [[False, True, True], [False, True, False], [False, True, True]]
+
+
+class Scaled(nn.Module):
+    """A weight times the sum of another, whose gradient is one number in all elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.weight = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return x @ (self.weight * self.scale.sum())
+
+
+class Matrices(nn.Module):
+    """Matrices of a batch, used transposed, and one whose rows are not its memory's."""
+
+    def __init__(self):
+        super().__init__()
+        self.each = nn.Parameter(torch.randn(2, WIDTH, WIDTH))
+        self.columns = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH).t())
+
+    def forward(self, x):
+        y = torch.bmm(F.linear(x, self.columns).view(2, -1, WIDTH), self.each.transpose(1, 2))
+        return y.reshape(x.shape[0], -1)
+
+
+@pytest.mark.parametrize("compiler", [None, "eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [Scaled, Matrices])
+def test_gradients_have_the_layout_of_their_weights(make, compiler):
+    torch.manual_seed(0)
+    stage = Stage(make(), inputs()[0], compiler=compiler)
+    found = stage.step(inputs())
+    assert stage.stage.split == ("graph" if compiler else "linear")
+    assert all(weight.grad.stride() == weight.stride() for weight in stage.module.parameters())
+    expected = stage.expected(inputs())
+    if compiler != "inductor":
+        same_bits(found, expected)
+    torch.testing.assert_close(found, expected)
+
+
+class Half(nn.Module):
+    """Half of a product is needed by the backward, as a view of all of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x):
+        first, second = self.up(x).chunk(2, -1)
+        return first.square() + second
+
+
+def test_a_view_counts_as_the_memory_that_it_keeps():
+    stage = check_graph(Half())
+    (kept,) = stage.stage.kept
+    assert kept.by_graph == 4 * ROWS * (WIDTH + 2 * WIDTH)
+
+
+class Tempered(nn.Module):
+    """A layer divided by a Python number, which a graph has as a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, temperature):
+        return self.layer(x) / temperature
+
+
+def test_more_variants_than_the_limit_run_as_modules_from_then_on():
+    with torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stage = Stage(Tempered(), inputs()[0], kwargs={"temperature": 1.0})
+        for temperature in (1.0, 1.5, 2.0, 1.0):
+            stage.kwargs = {"temperature": temperature}
+            same_bits(stage.step(inputs()), stage.expected(inputs()))
+    assert sum("stage 1 does not run as graphs" in str(each.message) for each in caught) == 1
+    assert stage.stage.split == "linear: Unsupported: Dynamo recompile limit exceeded"
+
+
 class Branches(nn.Module):
     """Control flow that depends on values."""
 
@@ -383,7 +486,11 @@ def test_a_sharded_stage_has_a_whole_backward():
 
 def test_a_hook_that_is_added_after_the_capture_is_called():
     stage = check_graph(Block())
-    stage.module.up.register_forward_hook(lambda module, args, output: 2 * output)
+    for factor in (2, 3):  # the second may be where the first was in memory
+        hook = stage.module.up.register_forward_hook(lambda _, __, output, factor=factor: factor * output)
+        same_bits(stage.step(inputs()), stage.expected(inputs()))
+        hook.remove()
+        del hook
     same_bits(stage.step(inputs()), stage.expected(inputs()))
     assert stage.stage.split == "graph"
 

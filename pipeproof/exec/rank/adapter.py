@@ -20,7 +20,7 @@ from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, HostClock, LogEntry, T
 from pipeproof.exec.rank.step_end import RankRouters, StepEnd
 from pipeproof.exec.rank.transfers import RankTransfers
 from pipeproof.schedule.columns import work_item_of
-from pipeproof.schedule.ops import GATHER_KINDS, SLICE_KINDS, TRANSFER_KINDS, Op, OpKind
+from pipeproof.schedule.ops import GATHER_KINDS, SLICE_KINDS, Op, OpKind
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.layer_records import LayerWatch
 
@@ -54,6 +54,7 @@ class RankAdapter:
         self._clock = HostClock() if clock is None else clock
         self._log_start = self._split_ns = 0
         self._plan, self._arrays, self._enter, self._watch = plan, framework.arrays, enter, watch
+        self._num_splits = plan.num_splits
         self._coords = plan.mesh.coords(rank)
         self._data_rank = self._coords["dp"] * plan.mesh.size("ep") + self._coords["ep"]
         self._num_micro_batches = plan.spec.schedule.num_micro_batches
@@ -163,11 +164,12 @@ class RankAdapter:
         return text
 
     def _execute(self, instruction: Instruction) -> None:
-        op_id, op = instruction.op_id, instruction.row.op
-        kind = op.kind
-        if kind in TRANSFER_KINDS:
+        op_id = instruction.op_id
+        if instruction.is_transfer:
             self.transfers.post(op_id)
             return
+        op = instruction.row.op
+        kind = op.kind
         self.enter(op_id)
         self._children.begin(op_id, op)
         self._split_ns = 0
@@ -176,8 +178,8 @@ class RankAdapter:
         ranks: tuple[int, ...] = ()
         numel, dtype = 0, ""
         if kind is OpKind.WAIT:
-            if op.target is not None and op.target.kind in TRANSFER_KINDS:  # all other operations are done already
-                self.log.append(self.transfers.wait(self._step, op_id))
+            if instruction.awaited_transfer is not None:  # all other operations are done already
+                self.log.append(self.transfers.wait(self._step, op_id, instruction.awaited_transfer))
         elif kind in self._computes:
             self._computes[kind](op)
         elif kind is OpKind.FREE:
@@ -300,4 +302,4 @@ class RankAdapter:
         return in_model and int(self._plan.owner[stage, self._work_item(op)]) == self._coords["pp"]
 
     def _work_item(self, op: Op) -> int:
-        return work_item_of(op, self._plan.num_splits)
+        return work_item_of(op, self._num_splits)

@@ -7,8 +7,8 @@ operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 from pipeproof.schedule.op_table import NONE, OpGraph, Row
 from pipeproof.schedule.ops import TRANSFER_KINDS, Op, OpKind
@@ -20,6 +20,17 @@ class Instruction:
 
     op_id: int
     row: Row
+    is_transfer: bool
+    awaited_transfer: int | None
+    """The transfer that a wait is for, ``NONE`` where the graph lacks it; None for any other operation."""
+
+    @classmethod
+    def of(cls, graph: OpGraph, op_id: int) -> Instruction:
+        """The instruction of one operation of a graph."""
+        row = graph.row(op_id)
+        op = row.op
+        waits = op.kind is OpKind.WAIT and op.target is not None and op.target.kind in TRANSFER_KINDS
+        return cls(op_id, row, op.kind in TRANSFER_KINDS, int(graph.waits_for[op_id]) if waits else None)
 
     @property
     def op(self) -> Op:
@@ -56,6 +67,7 @@ class RankMachine:
         self._program = [i for i in graph.rank_ops(rank) if graph.parent[i] == NONE]
         self._cursor = len(self._program)
         self._awaited: int | None = None
+        self._awaited_transfer: int | None = None
         self._instructions: dict[int, Instruction] = {}
         self._under_way: set[int] = set()
         self._finished: set[int] = set()
@@ -84,7 +96,7 @@ class RankMachine:
             self._begin(event.step)
         else:
             self._finish(event.op_id)
-        return list(self._advance())
+        return self._advance()
 
     def _begin(self, step: int) -> None:
         if not self.finished:
@@ -99,41 +111,46 @@ class RankMachine:
         self._history.clear()
 
     def _finish(self, op_id: int) -> None:
+        if op_id != self._awaited:
+            self._refuse(op_id)
+        history, step, transfer = self._history, self._step, self._awaited_transfer
+        if transfer is not None:
+            self._under_way.discard(transfer)
+            history.append((transfer, step, "done"))
+            self._finished.add(transfer)
+        history.append((op_id, step, "finished"))
+        self._finished.add(op_id)
+        self._awaited = None
+
+    def _refuse(self, op_id: int) -> NoReturn:
+        """Refuse the end of an operation that the rank is not at."""
         if op_id not in self._graph.rank_ops(self._rank):
             raise ProtocolError(
                 f"op {op_id} is reported finished, which does not belong to rank {self._rank}; the rank is at "
                 f"{self._describe_awaited()}\n{self._awaited_story()}"
             )
-        if op_id != self._awaited:
-            raise ProtocolError(
-                f"{self._text(op_id)} is reported finished, but the rank is at {self._describe_awaited()}\n"
-                f"{self.story(op_id)}"
-            )
-        op = self._graph.ops[op_id]
-        if op.kind is OpKind.WAIT and op.target is not None and op.target.kind in TRANSFER_KINDS:
-            transfer = int(self._graph.waits_for[op_id])
-            self._under_way.discard(transfer)
-            self._note(transfer, "done")
-            self._finished.add(transfer)
-        self._note(op_id, "finished")
-        self._finished.add(op_id)
-        self._awaited = None
+        raise ProtocolError(
+            f"{self._text(op_id)} is reported finished, but the rank is at {self._describe_awaited()}\n"
+            f"{self.story(op_id)}"
+        )
 
-    def _advance(self) -> Iterator[Instruction]:
-        while self._cursor < len(self._program):
-            op_id = self._program[self._cursor]
+    def _advance(self) -> list[Instruction]:
+        program, history, step = self._program, self._history, self._step
+        found: list[Instruction] = []
+        while self._cursor < len(program):
+            op_id = program[self._cursor]
             self._cursor += 1
             instruction = self._instructions.get(op_id)
             if instruction is None:  # all steps share the instructions
-                instruction = self._instructions[op_id] = Instruction(op_id, self._graph.row(op_id))
-            yield instruction
-            if instruction.row.op.kind in TRANSFER_KINDS:
-                self._under_way.add(op_id)
-                self._note(op_id, "posted")
-            else:
-                self._note(op_id, "started")
-                self._awaited = op_id
-                return
+                instruction = self._instructions[op_id] = Instruction.of(self._graph, op_id)
+            found.append(instruction)
+            if not instruction.is_transfer:
+                history.append((op_id, step, "started"))
+                self._awaited, self._awaited_transfer = op_id, instruction.awaited_transfer
+                break
+            self._under_way.add(op_id)
+            history.append((op_id, step, "posted"))
+        return found
 
     @property
     def under_way(self) -> frozenset[int]:
@@ -143,9 +160,6 @@ class RankMachine:
     def position(self) -> str:
         """Return the operation at which the rank is, in one line."""
         return f"rank {self._rank}, step {self._step}, is at {self._describe_awaited()}"
-
-    def _note(self, op_id: int, event: str) -> None:
-        self._history.append((op_id, self._step, event))
 
     def _text(self, op_id: int) -> str:
         return f"{self._graph.ops[op_id]} (op {op_id})"

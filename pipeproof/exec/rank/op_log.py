@@ -23,7 +23,7 @@ from pipeproof.stages.describe.layer import COUNTS_DTYPE
 HOST_QUEUE = "compute"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a rank makes one for each operation, and a frozen one takes four times as long
 class LogEntry:
     """One executed operation.
 

@@ -124,7 +124,7 @@ class RankTransfers:
     def __init__(
         self, plan: LoweredPlan, rank: int, channels: Channels, arrays: Arrays, *, frees_sends: bool = False
     ) -> None:
-        self._plan, self._channels, self._arrays = plan, channels, arrays
+        self._plan, self._channels, self._arrays, self._num_splits = plan, channels, arrays, plan.num_splits
         buffers, row_rank = plan.spec.buffers, plan.graph.global_rank.index(rank)
         self._receive_slots, self._send_slots = (
             None if num_slots is None else Slots(num_slots, plan.graph, row_rank, kinds, arrays)
@@ -172,7 +172,7 @@ class RankTransfers:
 
     def on_stage(self, stage: int, op: Op) -> WorkItemTensors:
         """Tensors of an operation's work item on a stage of this rank."""
-        key = stage, work_item_of(op, self._plan.num_splits)
+        key = stage, work_item_of(op, self._num_splits)
         tensors = self._tensors.get(key)
         if tensors is None:
             tensors = self._tensors[key] = WorkItemTensors()
@@ -250,9 +250,8 @@ class RankTransfers:
             for transfer in self._posted.values():
                 transfer.wait()
 
-    def wait(self, step: int, op_id: int) -> LogEntry:
-        """Block until the transfer that an operation waits for is done; return its log entry."""
-        target = int(self._plan.graph.waits_for[op_id])
+    def wait(self, step: int, op_id: int, target: int) -> LogEntry:
+        """Block until the transfer ``target``, for which an operation waits, is done; return its log entry."""
         entry = self._freed.pop(target, None) or self._end(step, target)
         for send in self._completed.get(op_id, ()):
             self._freed[send] = self._end(step, send)
@@ -384,7 +383,7 @@ class RankTransfers:
         message = self._message(op_id)
         if self._is_under_way(op_id):
             return True
-        tensors = self._tensors.get((message.op.stage, work_item_of(message.op, self._plan.num_splits)))
+        tensors = self._tensors.get((message.op.stage, work_item_of(message.op, self._num_splits)))
         if tensors is None:  # a look at the state must not make them
             return False
         is_held = message.member in tensors.incoming(forward=message.is_forward)

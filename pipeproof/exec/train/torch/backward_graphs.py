@@ -8,6 +8,7 @@ what makes its operands, and of silu(a) * b the result is kept, or a and b if W 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ def split_backward(backward: fx.GraphModule, weights: AbstractSet[int], *, in_pr
     for node in backward.graph.nodes:
         if node.op == "call_function" and getattr(getattr(node.target, "_schema", None), "is_mutable", False):
             raise ValueError(f"its backward writes into a tensor ({node.target})")
+    _divide_convolutions(backward.graph)
     outputs: Sequence[Any] = backward.graph.output_node().args[0]
     of_weights = {n: x for n, x in enumerate(outputs) if n in weights and isinstance(x, fx.Node)}
     of_inputs = {n: x for n, x in enumerate(outputs) if n not in weights and isinstance(x, fx.Node)}
@@ -113,7 +115,22 @@ def base_of(node: fx.Node) -> fx.Node:
     return node
 
 
+def _divide_convolutions(graph: fx.Graph) -> None:
+    """Make the backward of each convolution two: one of its input, and one of its weight and bias."""
+    for node in list(graph.nodes):
+        if node.target is aten.convolution_backward.default and node.args[-1][0] and any(node.args[-1][1:]):
+            *args, mask = node.args
+            with graph.inserting_after(node):
+                of_weight = graph.call_function(node.target, (*args, [False, *mask[1:]]))
+            of_weight.meta = dict(node.meta)
+            for user in [user for user in node.users if user.args[1]]:
+                user.replace_input_with(node, of_weight)
+            node.args = (*args, [True, False, False])
+
+
 def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_view(node.args[0])  # of the views that one operation returns
     schema = getattr(node.target, "_schema", None)
     return (
         node.op == "call_function" and schema is not None and len(node.all_input_nodes) == 1
@@ -170,14 +187,21 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _of_several(graph: fx.Graph, gradients: Mapping[int, fx.Node]) -> set[fx.Node]:
-    """The nodes that gradients of several weights need: what I is where no input has a gradient."""
+    """The nodes that gradients of several weights need: what I is where no input has a gradient.
+
+    A convolution's weight and bias are not several.
+    """
     reached: dict[fx.Node, set[int]] = {}
     for number, value in gradients.items():
         reached.setdefault(value, set()).add(number)
     for node in reversed(graph.nodes):
         for source in node.all_input_nodes if node in reached else ():
             reached.setdefault(source, set()).update(reached[node])
-    return {node for node, numbers in reached.items() if len(numbers) > 1}
+    return {node for node, numbers in reached.items() if len(numbers) > 1 and not _is_of_weight(node)}
+
+
+def _is_of_weight(node: fx.Node) -> bool:
+    return node.target is aten.convolution_backward.default and not node.args[-1][0]
 
 
 def _smallest_cut(

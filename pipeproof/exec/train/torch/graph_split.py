@@ -24,6 +24,7 @@ from torch import fx, nn
 
 from pipeproof.exec.train.torch.backward_graphs import Addend, BackwardGraphs, base_of, bytes_of, split_backward
 from pipeproof.exec.train.torch.graph_errors import named_errors
+from pipeproof.exec.train.torch.split_linear import own_gradient
 from pipeproof.stages.torch.weights import add_product
 
 Compiler = Literal["inductor", "eager"]
@@ -53,7 +54,7 @@ class GraphSplit:
 
     def __init__(self, module: nn.Module, loss_fn: Callable[..., Any] | None, compiler: Compiler) -> None:
         self._module, self._loss_fn, self._compiler = module, loss_fn, compiler
-        self._hooks: list[int] | None = None
+        self._hooks: list[Any] | None = None
         self._deferred: list[Callable[[], None]] = []
         self.kept: list[KeptBytes] = []
         """Of each graph. There is one for each length of micro-batches."""
@@ -82,7 +83,7 @@ class GraphSplit:
         """
         try:
             return self._call(tuple(args), dict(kwargs), target)
-        except torch._dynamo.exc.TorchDynamoException as error:  # noqa: SLF001 - the base of all has no other name
+        except _CAPTURE_ERRORS as error:
             raise NotCapturedError(_reason(error)) from error
 
     def backward(
@@ -208,7 +209,10 @@ def _weight_work(
 
 
 def _add(addend: Addend, weight: nn.Parameter, found: Sequence[torch.Tensor], *, can_own: bool) -> None:
-    """Add one addend to ``grad`` of a weight; ``can_own`` is True if nothing else holds its memory."""
+    """Add one addend to ``grad`` of a weight; ``can_own`` is True if nothing else holds its memory.
+
+    A new ``grad`` has the layout of its weight, as autograd's has.
+    """
     values = [found[n] for n in addend.outputs]
     if addend.is_transposed:
         values = [value.t() for value in reversed(values)]
@@ -216,15 +220,15 @@ def _add(addend: Addend, weight: nn.Parameter, found: Sequence[torch.Tensor], *,
         value = values[0]
         if weight.grad is not None:
             weight.grad.add_(value)
-        elif can_own and value.dtype == weight.dtype:
+        elif can_own and value.dtype == weight.dtype and (value.is_sparse or value.stride() == weight.stride()):
             weight.grad = value
         else:
-            weight.grad = value.to(weight.dtype, copy=True)
+            weight.grad = own_gradient(weight, value)
         return
     left, right = values
     if weight.grad is None:
         if left.dtype == weight.dtype:
-            weight.grad = left @ right
+            weight.grad = torch.matmul(left, right, out=torch.empty_like(weight))
             return
         weight.grad = torch.zeros_like(weight)
     if left.dim() == 2:
@@ -340,11 +344,11 @@ _HOOKS = (
 )  # fmt: skip
 
 
-def _hooks(module: nn.Module) -> list[int]:
-    """Identities of all hooks of modules and parameters."""
+def _hooks(module: nn.Module) -> list[Any]:
+    """All hooks of modules and parameters."""
     tables = [getattr(part, name) for part in module.modules() for name in _HOOKS]
     tables += [getattr(weight, name, None) for weight in module.parameters() for name in _WEIGHT_HOOKS]
-    return [id(hook) for table in tables if table for hook in table.values()]
+    return [hook for table in tables if table for hook in table.values()]
 
 
 _WEIGHT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -381,9 +385,15 @@ def _require_local(graph: fx.GraphModule) -> None:
             raise NotCapturedError(f"it communicates with other ranks ({node.target})")
 
 
+_dynamo = torch._dynamo.exc  # noqa: SLF001 - its errors have no other name
+_CAPTURE_ERRORS = (_dynamo.TorchDynamoException, _dynamo.FailOnRecompileLimitHit)
+
+
 def _reason(error: BaseException) -> str:
     """The first line of why a capture failed."""
     inner = getattr(error, "inner_exception", None) or error
+    if isinstance(inner, _dynamo.FailOnRecompileLimitHit) and inner.__cause__ is not None:
+        inner = inner.__cause__  # it names the limit
     if isinstance(inner, NotCapturedError):
         return str(inner)
     lines = [line.strip() for line in str(inner).splitlines() if line.strip()]

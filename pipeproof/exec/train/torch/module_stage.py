@@ -246,10 +246,14 @@ class ModuleStage:
         return any(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
 
     def begin(self, data: StepData) -> None:
-        """Begin a step, or end one without data."""
-        self._forwards.clear()
+        """Begin a step."""
         self.data = data
         self._begin_graphs()
+
+    def end(self) -> None:
+        """End a step: keep nothing of it."""
+        self._forwards.clear()
+        self.data = StepData()
 
     def _not_finite(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int) -> str:
         """Run the micro-batch again, and name the first module with an output that is not finite."""

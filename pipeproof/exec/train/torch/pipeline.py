@@ -477,7 +477,7 @@ class Pipeline:
         finally:
             rank.adapter.clear()
             for stage in self._modules.values():
-                stage.begin(StepData())
+                stage.end()
         return data
 
     def _one_error(self) -> AbstractContextManager[None]:

@@ -116,7 +116,12 @@ def _accumulate(deferred: Deferred, aside: Sequence[tuple[torch.Tensor, torch.Te
         if weight.grad is not None:
             weight.grad.add_(gradient)
         else:
-            weight.grad = gradient if id(weight) in owned else gradient.clone()
+            weight.grad = gradient if id(weight) in owned else own_gradient(weight, gradient)
+
+
+def own_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A copy of a gradient, with the type and memory layout of its weight, as autograd's first one has."""
+    return gradient.to(weight.dtype, copy=True) if gradient.is_sparse else torch.empty_like(weight).copy_(gradient)
 
 
 class _Product(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
