@@ -128,11 +128,13 @@ class Events:
         by_rank: dict[int, list[int]] = {}
         for receive in receives:
             by_rank.setdefault(int(self.graph.rank[receive]), []).append(receive)
-        joined = tuple(self._joined(gathers, by_rank, copies)) if gathers else ()
+        joined = tuple(self._joined(gathers, by_rank, copies)) if gathers else None
         for selected in by_rank.values():
             sender = int(self.graph.rank[self.graph.match[selected[0]]])
             for copy in range(copies):
-                segments = joined or tuple(sorted(self._received(selected, copy), key=lambda s: s.start))
+                segments = joined
+                if segments is None:
+                    segments = tuple(sorted(self._received(selected, copy), key=lambda s: s.start))
                 yield Delivery(selected[0], sender, segments, copy)
 
     def _received(self, receives: list[int], copy: int) -> Iterator[Segment]:
@@ -161,20 +163,11 @@ class Events:
                 written += stop - start
 
 
-def deliveries(graph: OpGraph) -> Iterator[Delivery]:
-    """Deliveries of every tensor whose messages all matched, gathers included. For small graphs; see ``events``."""
-    num_ranks = graph.num_ranks
-    zeros = np.zeros(num_ranks, dtype=np.int64)
-    found = events(graph, Places(zeros, zeros + 1, np.arange(num_ranks), zeros, zeros + 1))
-    for event in np.flatnonzero(found.classes != NONE).tolist():
-        yield from found.deliveries(event)
-
-
 def events(graph: OpGraph, places: Places) -> Events:
     """Group the messages of a graph by where they end, and find the events that are alike. No Python work per row."""
     receives, gathers = np.flatnonzero(graph.is_kind(DATA_RECEIVES)), np.flatnonzero(graph.is_kind(GATHER_KINDS))
     gather_of = gathers_of_receives(graph)[receives]
-    bare = np.setdiff1d(gathers, gather_of, assume_unique=False)  # gathers whose rank receives nothing for them
+    bare = np.setdiff1d(gathers, gather_of)  # gathers whose rank receives nothing for them
     receive = np.concatenate([receives, np.full(len(bare), NONE)])
     gather = np.concatenate([gather_of, bare])
     row = np.where(receive == NONE, gather, receive)

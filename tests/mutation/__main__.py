@@ -15,6 +15,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import yaml
+
 from tests.mutation.mutants import mutants_of
 from tests.mutation.runner import Verdict, preload, profile_of, run_in_place, run_mutants
 from tests.mutation.session import killer_of
@@ -28,6 +30,7 @@ TARGETS = (
 TESTS = ("tests/verify", "tests/zoo", "tests/comm", "tests/specs", "tests/cli", "tests/docs/test_rule_examples.py")
 """The tests that look at verdicts, but for those that start processes of their own."""
 RESULTS = "tests/mutation/results.json"
+SURVIVORS = "tests/mutation/survivors.yaml"
 JOURNAL = "build/mutation.jsonl"
 PROFILE = "build/mutation.profile"
 
@@ -44,7 +47,8 @@ def main():
     _print(f"running {' '.join(arguments.tests)} once, with the lines that each test runs")
     profile = profile_of(root, targets, arguments.tests, root / PROFILE)
     _print(f"{len(profile.seconds)} tests in {sum(profile.seconds.values()):.0f} s")
-    files = [_File(root, target, arguments) for target in targets]
+    explained = _explained(root / SURVIVORS)
+    files = [_File(root, target, arguments, explained) for target in targets]
     by_file = {file.target: (file.source, file.left) for file in files}
     most_s = arguments.seconds
     run_in_place(root, arguments.tests, by_file, profile, arguments.processes, _report_to(files), most_s)
@@ -63,14 +67,17 @@ def main():
 class _File:
     """A file with its mutants and the verdicts on them."""
 
-    def __init__(self, root, target, arguments):
+    def __init__(self, root, target, arguments, explained):
         self.target, self.source = target, (root / target).read_text(encoding="utf-8")
         self._mutants = _sample(mutants_of(target, self.source), arguments.sample)
         self.journal = _Journal(root / JOURNAL, target, self.source, is_fresh=arguments.fresh)
+        if arguments.again and _is_complete(root, target):
+            self.journal.known = _stored_verdicts(root, target, self._mutants)
         self.journal.read()
         if arguments.again:
-            for name in [name for name, outcome in self.journal.known.items() if outcome in _SURVIVING]:
-                del self.journal.known[name]
+            known = self.journal.known
+            for name in [n for n, outcome in known.items() if outcome in _SURVIVING and (target, n) not in explained]:
+                del known[name]
 
     @property
     def left(self):
@@ -116,6 +123,18 @@ def _is_complete(root, target):
     return is_of_source and stored["num_mutants"] == len(mutants_of(target, source))
 
 
+def _stored_verdicts(root, target, mutants):
+    """The outcomes in the stored results, by mutant."""
+    survivors = set(json.loads((root / RESULTS).read_text(encoding="utf-8"))[target]["survivors"])
+    return {mutant.name: "survives" if mutant.name in survivors else "killed" for mutant in mutants}
+
+
+def _explained(path):
+    """(file, mutant) of the survivors with an explanation."""
+    entries = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else []
+    return {(entry["file"], name) for entry in entries for name in entry["names"]}
+
+
 def _arguments():
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", help="sources to change, from the root of the repository")
@@ -123,7 +142,7 @@ def _arguments():
     parser.add_argument("--sample", type=int, help="at most so many mutants of each file, always the same ones")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="mutants that are run at once")
     parser.add_argument("--seconds", type=float, default=60.0, help="time of the tests that look for one mutant")
-    parser.add_argument("--again", action="store_true", help="run the survivors of the journal again")
+    parser.add_argument("--again", action="store_true", help="run the survivors again that have no explanation")
     parser.add_argument("--fresh", action="store_true", help="run mutants again whose verdicts are in the journal")
     parser.add_argument("--resume", action="store_true", help="leave out files of which the results have all mutants")
     parser.add_argument("--write", action="store_true", help=f"keep the results in {RESULTS}")
@@ -160,8 +179,10 @@ class _Journal:
         return self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
 
     def read(self):
-        """Read the verdicts that are in the file, the latest of each mutant; those of earlier runs if not fresh."""
-        for line in self._lines()[self._num_old :]:
+        """Read the verdicts that were added to the file since the last call, the latest of each mutant."""
+        lines = self._lines()[self._num_old :]
+        self._num_old += len(lines)
+        for line in lines:
             with contextlib.suppress(json.JSONDecodeError):  # a cut line
                 entry = json.loads(line)
                 if self._key.items() <= entry.items():

@@ -31,10 +31,20 @@ def replaced_code(path, source, mutant, functions):
     for old, left, right in zip(original, before, after, strict=True):
         if left == right:
             continue
-        loaded = functions.get(_key(old), [])
-        if not loaded or right.co_freevars != old.co_freevars:
+        replaced = _with_closures(old, left, right, functions)
+        if not functions.get(_key(old)) or any(code.co_freevars != f.__code__.co_freevars for f, code in replaced):
             return []
-        pairs += [(function, right) for function in loaded]
+        pairs += replaced
+    return pairs
+
+
+def _with_closures(old, left, right, functions):
+    """Pairs of a function that differs, and of the functions in it that calls before now have made and that differ."""
+    pairs = [(function, right) for function in functions.get(_key(old), [])]
+    inner = [_outer_functions(code) for code in (old, left, right)]
+    if len({*map(len, inner)}) == 1:
+        for codes in zip(*inner, strict=True):
+            pairs += _with_closures(*codes, functions) if codes[1] != codes[2] else []
     return pairs
 
 

@@ -118,6 +118,23 @@ def test_a_changed_default_is_a_change_of_the_import(tmp_path):
     }
 
 
+def test_a_change_in_a_function_that_a_call_at_import_has_made_is_made_there_too(tmp_path):
+    path = tmp_path / "closures.py"
+    source = "def adder(n):\n    def add(x):\n        return x + n\n    return add\n\n\nTWO = adder(2)\n"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location("closures", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    functions = loaded_functions([path])[path]
+    replaced = {m.name: replaced_code(path, source, m, functions) for m in mutants_of("closures.py", source)}
+    assert [function for function, _ in replaced["adder: return add -> return None"]] == [module.adder]
+    changed = replaced["adder.add: x + n -> x - n"]
+    assert [function for function, _ in changed] == [module.adder, module.TWO]
+    for function, code in changed:
+        function.__code__ = code
+    assert (module.TWO(5), module.adder(1)(5)) == (3, 4)
+
+
 def run(tmp_path, *options):
     package = tmp_path / "package"
     package.mkdir(parents=True, exist_ok=True)
@@ -219,7 +236,7 @@ def test_every_mutant_of_the_verifier_was_run():
 
 
 def test_the_kept_results_are_good_enough():
-    """The goal is 0.92; each session that kills survivors raises the limit."""
+    """The goal of 0.92 is met, and the limit only rises."""
     num_mutants = sum(result["num_mutants"] for result in RESULTS.values())
     assert 1 - len(SURVIVED) / num_mutants >= LEAST_SCORE
 
@@ -229,6 +246,6 @@ def test_explanations_are_of_survivors_and_few_survivors_have_none():
     assert len(SURVIVED - set(EXPLAINED)) <= MOST_UNREAD
 
 
-LEAST_SCORE = 0.89
-MOST_UNREAD = 427
+LEAST_SCORE = 0.92
+MOST_UNREAD = 69
 """Survivors that nobody has explained or killed yet; the number only falls."""

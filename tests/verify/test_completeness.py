@@ -1,6 +1,7 @@
 """Everything is computed once, in order, by its owner, from tensors that really come."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -244,11 +245,48 @@ def test_a_message_that_is_mistaken_is_for_the_rule_on_identity():
     assert codes(program(RIGHT[0], RIGHT[1].replace("1RECV", "5RECV"))) == {"PP302"}
 
 
-def test_a_plan_without_any_message_lacks_them_all():
-    def forget_all(all_rows):
-        for mine in all_rows:
-            mine[:] = [row for row in mine if row.peer == NONE and row.op.target is None]
+def forget_all(all_rows):
+    """Drop every message and wait."""
+    for mine in all_rows:
+        mine[:] = [row for row in mine if row.peer == NONE and row.op.target is None]
 
+
+def test_of_a_boundary_with_several_tensors_at_least_one_must_cross():
+    hidden = {"name": "hidden", "dims": "sbh"}
+    base = subject(boundaries=[hidden, {**hidden, "name": "more"}], topology={"pp": 3}, model={"num_layers": 3})
+    missing = [f.message for f in errors(mutated(base, forget_all)) if f.code == "PP125"]
+    assert sorted(message.split()[5] for message in missing) == sorted(
+        [f"{stage}F{i}" for stage in (1, 2) for i in range(4)] + [f"{stage}B{i}" for stage in (0, 1) for i in range(4)]
+    )
+
+
+def test_what_is_never_sent_is_missing_on_the_ranks_of_its_own_replica():
+    def drop_of_second(all_rows):
+        remove(all_rows[1], "0SEND_F3", "WAIT(0SEND_F3)")
+        remove(all_rows[3], "1RECV_F3", "WAIT(1RECV_F3)")
+
+    mutant = mutated(subject(topology={"dp": 2}), drop_of_second)
+    (found,) = [finding for finding in errors(mutant) if finding.code == "PP125"]
+    assert [(op.rank, op.op) for op in found.witness.ops] == [(1, "0SEND_F3"), (3, "1RECV_F3"), (3, "1F3")]
+
+
+def test_what_a_rank_should_have_made_itself_is_not_owed_by_a_message():
+    base = subject(topology={"pp": 2}, schedule={"kind": "zb_v", "num_chunks": 2, "num_micro_batches": 4})
+    assert codes(base) == set()
+    found = codes(mutated(base, lambda all_rows: remove(all_rows[1], "1F2")))  # before stage 2 of the same rank
+    assert "PP121" in found
+    assert "PP125" not in found
+
+
+def test_a_gradient_that_comes_twice_and_a_receive_that_meets_nothing():
+    first, second = "0F0 0SEND_F0! 0RECV_B0! 0RECV_B0! 0B0", "1RECV_F0! 1F0 1B0 1SEND_B0! 1SEND_B0!"
+    texts = [re.sub(r"(\S+)!", rf"\1{{peer={peer}}} WAIT(\1)", text) for text, peer in ((first, 1), (second, 0))]
+    (found,) = [finding for finding in errors(program(*texts)) if finding.code == "PP126"]
+    assert found.message == "rank 0 receives 0RECV_B0 again: the same elements of the same tensor have come already"
+    assert "PP126" not in codes(program("0F0 5RECV_F0{peer=1}", "4F0"))
+
+
+def test_a_plan_without_any_message_lacks_them_all():
     reported = [f.message for f in errors(mutated(subject(), forget_all)) if f.code == "PP125"]
     assert len(reported) == 8
     computes = "0F0 0B0", "1F0 1B0"

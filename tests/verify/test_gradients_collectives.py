@@ -9,7 +9,7 @@ from pipeproof.schedule.ops import parse_op
 from pipeproof.stages.describe.gradient_facts import ParameterGradient
 from pipeproof.verify.subject import program_subject
 from tests.plans import subject
-from tests.verify.gradient_models import BIAS, DENSE, facts, model
+from tests.verify.gradient_models import BIAS, DENSE, EXPERTS, NORM, facts, model
 from tests.verify.gradient_mutants import only, own
 from tests.verify.programs import errors, mutated
 
@@ -171,3 +171,48 @@ def test_a_named_expert_gradient_over_ep_in_symbols():
     assert "`experts`" in only(model(text, given, ep=2, dp=2), "PP602").message
     assert own(model(text.replace("experts", "bias"), given, ep=2, dp=2)) == {"PP602"}
     assert own(model(text.replace("experts]", "bias] reduction=avg"), given, ep=2, dp=2)) == set()
+
+
+SUM = "0REDUCE_GRAD:dp{@dp}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "parameters", "sizes", "expected"),
+    [
+        # The scale of a reduction and those of the collectives below it are multiplied.
+        ("0REDUCE_GRAD:dp 0REDUCE_GRAD:dp/0.ALL_REDUCE:dp{@dp}", [BIAS], {"dp": 2}, set()),
+        ("0REDUCE_GRAD:dp{scale=1/2} 0REDUCE_GRAD:dp/0.ALL_REDUCE:dp{@dp scale=2}", [BIAS], {"dp": 2}, set()),
+        ("0REDUCE_GRAD:dp{scale=1/2} 0REDUCE_GRAD:dp/0.ALL_REDUCE:dp{@dp}", [BIAS], {"dp": 2}, {"PP606"}),
+        ("0REDUCE_GRAD:dp 0REDUCE_GRAD:dp/0.ALL_REDUCE:dp{@dp scale=2}", [BIAS], {"dp": 2}, {"PP606"}),
+        # Over an axis of one rank nothing is summed; what is scaled is scaled.
+        (f"0REDUCE_GRAD:tp{{@tp}} {SUM}", [NORM], {"tp": 1, "dp": 2}, set()),
+        (f"0REDUCE_GRAD:tp{{@tp scale=2}} {SUM}", [NORM], {"tp": 1, "dp": 2}, {"PP606"}),
+        (f"0REDUCE_GRAD:tp{{@tp scale=2}} 0SCALE_GRAD{{scale=1/2}} {SUM}", [NORM], {"tp": 1, "dp": 2}, set()),
+        # Micro-batches that are added twice count twice, wherever they are all the same.
+        (f"0B0 {SUM}", [BIAS], {"dp": 2}, {"PP605"}),
+        (f"0F1 0B1 0B1 0B0 {SUM}", [BIAS], {"dp": 2}, {"PP605"}),
+        (f"0F1 0B1 0B1 0B0 0SCALE_GRAD{{scale=1/2}} {SUM}", [BIAS], {"dp": 2}, set()),
+        # A reduction that names no axis is over all axes of tokens, and scales once.
+        *(
+            (f"0REDUCE_GRAD{scale}", [BIAS], sizes, expected)
+            for sizes in ({"dp": 2}, {"dp": 2, "cp": 2}, {"dp": 2, "cp": 2, "ep": 2})
+            for scale, expected in (("", set()), ("{scale=2}", {"PP606"}), ("{scale=2} 0SCALE_GRAD{scale=1/2}", set()))
+        ),
+        ("0REDUCE_GRAD", [BIAS, EXPERTS], {"dp": 2, "ep": 2}, set()),  # but for those over which a weight is cut
+        # What is no sum: equal values may be copied, and a barrier moves nothing.
+        (f"{SUM} 0BARRIER:dp{{@dp writes=grad[bias]}}", [BIAS], {"dp": 2}, set()),
+        (f"{SUM} 0BROADCAST:dp{{@dp writes=grad[bias]}}", [BIAS], {"dp": 2}, set()),
+        (f"0BROADCAST:dp{{@dp writes=grad[bias]}} {SUM}", [BIAS], {"dp": 2}, {"PP613"}),
+        (f"{SUM} 0ALL_TO_ALL:dp{{@dp writes=grad[bias]}}", [BIAS], {"dp": 2}, {"PP613"}),
+        (
+            f"0REDUCE_GRAD:tp{{@tp}} 0BROADCAST:tp{{@tp writes=grad[norm]}} {SUM}",
+            [NORM], {"tp": 2, "dp": 2}, set(),
+        ),
+        (
+            f"{SUM} 0BROADCAST:tp{{@tp writes=grad[norm]}} 0REDUCE_GRAD:tp{{@tp}}",
+            [NORM], {"tp": 2, "dp": 2}, {"PP613"},
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_row_does_to_a_gradient(rows, parameters, sizes, expected):
+    assert own(model(f"0F0 0B0 {rows} 0STEP", facts(*parameters), **sizes)) == expected

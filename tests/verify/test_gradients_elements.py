@@ -275,6 +275,88 @@ def test_facts_that_state_no_elements_keep_their_digest():
     assert graph_digest(dataclasses.replace(one, facts=updates)) != graph_digest(one)
 
 
+@pytest.mark.parametrize(
+    ("updated", "words"),
+    [
+        (((0, 4), (12, 16)), "leaves the rank the sum of 4..8"),
+        (((12, 16),), "leaves the rank the sum of elements 4..8 of `a`, and 0STEP updates none"),
+        (((4, 6), (12, 16)), "leaves the rank the sum of elements 6..8 of `a`, and 0STEP updates 4..6"),
+    ],
+)
+def test_elements_of_other_parameters_are_not_named(updated, words):
+    """The second rank has 4..8 of the first weight, and of the bucket that ends it the elements of the second one."""
+    weights = (dataclasses.replace(A, numel=12), dataclasses.replace(B, numel=4))
+    updates = [UpdatedElements(0, 0, ((0, 4), (8, 12))), UpdatedElements(1, 0, updated)]
+    one = flat((None, []), (None, []), buckets=((0, 8), (8, 16)), parameters=weights, updates=updates)
+    messages = [found.message.partition("; ")[0] for found in errors(one) if found.code == "PP614"]
+    assert any(message.endswith(words) for message in messages), messages
+
+
+def test_a_folded_plan_has_the_shards_of_all_that_its_ranks_represent():
+    """A rank of the graph keeps, and updates, the shards of all 16 members of its dp group."""
+    base = subject(
+        model={"num_layers": 8}, topology={"pp": 8, "tp": 4, "dp": 16}, schedule={"num_micro_batches": 32}, **SHARDED
+    )
+    assert base.lowered.folded
+    assert own(base) == set()
+    name = base.plan.weights_of(0, 0)[0].name
+    row = next(row for row in base.graph.rows()[0] if str(row.op) == "0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp")
+    wrong = mutated(base, changed("0REDUCE_GRAD:dp/0.", stop=row.stop + 16))
+    (found,) = (one for one in errors(wrong) if one.code == "PP614")
+    each = row.stop // 16
+    assert f"updates elements {each}..{each + 1} of `{name}` from a gradient that is not summed" in found.message
+
+
+def scattered_over_dp(*updated, sums, parameters=(A, B), rows=""):
+    """Four ranks: two tensor-parallel ones (0 and 1, 2 and 3), each with two over dp; ``updated`` is of each rank."""
+    lines = [f"group dp: {k} {k + 2}" for k in range(2)] + [f"group tp: {k} {k + 1}" for k in (0, 2)]
+    for rank in range(4):
+        text = f"0F0 0B0 {rows} 0REDUCE_GRAD:dp {sums} 0STEP".replace("@dp", str(rank % 2))
+        lines.append(f"rank {rank}: {text}".replace("@tp", str(2 + rank // 2)))
+    known = Facts(
+        gradients=facts(*parameters),
+        mesh=Mesh(("tp", "dp"), (2, 2)),
+        updates=tuple(UpdatedElements(rank, 0, ranges) for rank, ranges in enumerate(updated) if ranges),
+    )
+    return program_subject("\n".join(lines), facts=known)
+
+
+SCATTERED = "0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp{group=@dp range=0..16}"
+LOWER, UPPER = ((0, 8),), ((8, 16),)
+
+
+def test_updates_are_compared_on_every_rank_that_states_them():
+    """The second tensor-parallel rank exchanges its shards; the first one's are right, and found before."""
+    cut_over_tp = [dataclasses.replace(one, sharded_over=("tp",)) for one in (A, B)]
+    assert own(scattered_over_dp(LOWER, LOWER, UPPER, UPPER, sums=SCATTERED, parameters=cut_over_tp)) == set()
+    wrong = scattered_over_dp(LOWER, UPPER, UPPER, LOWER, sums=SCATTERED, parameters=cut_over_tp)
+    assert {one.witness.ops[0].rank for one in errors(wrong) if one.code == "PP614"} == {1}
+
+
+def test_a_weight_of_which_one_bucket_is_scattered_and_the_other_one_is_not():
+    sums = "0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp{group=@dp range=0..8} "
+    sums += "0REDUCE_GRAD:dp/1.ALL_REDUCE:dp{group=@dp range=8..16}"
+    weight = [ParameterGradient("w", (0,), sharded_over=("tp",), numel=16)]
+    first, second = ((0, 4), (8, 16)), ((4, 8), (8, 16))
+    assert own(scattered_over_dp(first, first, second, second, sums=sums, parameters=weight)) == set()
+    whole = ((0, 16),)
+    found = only(scattered_over_dp(whole, whole, whole, whole, sums=sums, parameters=weight), "PP614")
+    assert "updates elements 4..8 of `w` from a gradient that is not summed" in found.message
+    assert "leaves the rank the sum of 0..4, 8..16" in found.message
+
+
+def test_a_sum_over_another_axis_without_rows_of_its_own_comes_first():
+    partial = [dataclasses.replace(one, partial_over=("tp",)) for one in (A, B)]
+    right = scattered_over_dp(
+        LOWER, LOWER, UPPER, UPPER, sums=SCATTERED, parameters=partial, rows="0REDUCE_GRAD:tp{group=@tp}"
+    )
+    assert own(right) == set()
+    wrong = scattered_over_dp(
+        UPPER, UPPER, LOWER, LOWER, sums=SCATTERED, parameters=partial, rows="0REDUCE_GRAD:tp{group=@tp}"
+    )
+    assert own(wrong) == {"PP614"}
+
+
 TOPOLOGIES = st.fixed_dictionaries(
     {"pp": st.sampled_from([1, 2]), "dp": st.sampled_from([1, 2, 3]), "tp": st.sampled_from([1, 2])},
     optional={"ep": st.just(2), "cp": st.just(2), "sequence_parallel": st.just(True)},

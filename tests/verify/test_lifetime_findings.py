@@ -1,12 +1,15 @@
 """Texts of findings on buffers: the uses, the missing wait, and the suggested fix."""
 
+import json
+
 import pytest
 
+from pipeproof.specs.load_plan import load_plan
 from pipeproof.verify.contents import content_rules
 from pipeproof.verify.lifetime import RULES as LIFETIME_RULES
 from pipeproof.verify.lifetime.races import MOST_PER_CODE
-from pipeproof.verify.subject import program_subject
-from tests.plans import subject
+from pipeproof.verify.subject import make_subject, program_subject
+from tests.plans import plan_dict, subject
 
 RULES = sorted((*LIFETIME_RULES, *content_rules.RULES), key=lambda rule: rule.doc.code)
 
@@ -101,6 +104,97 @@ def test_a_use_that_reaches_into_the_next_step():
         "end the step with WAIT(0SCALE_GRAD)",
         ["0SCALE_GRAD", "0B0"],
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("0F0{queue=side} 0STEP WAIT(0F0)", "0F0 reads the weights of stage 0"),
+        ("0B0{queue=side} 0STEP WAIT(0B0)", "0B0 writes the gradient of stage 0"),
+        ("1UNSHARD{queue=side} 1F0 WAIT(1UNSHARD)", "1UNSHARD writes the weights of stage 1"),
+        ("0SCALE_GRAD{queue=side} 0STEP WAIT(0SCALE_GRAD)", "0SCALE_GRAD writes the gradient of stage 0"),
+    ],
+)
+def test_what_lasts_is_the_gradient_or_the_weights(text, what):
+    assert f"rank 0: {what} on queue `side`, and " in found_in("PP507", text)[0].message
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "what"),
+    [
+        ("PP507", "0F0 0OFFLOAD0{queue=o} WAIT(0OFFLOAD0)", "0F0 writes what 0F0 keeps on"),
+        ("PP507", "0F0 0OFFLOAD0 0RELOAD0{queue=in}", "0OFFLOAD0 writes the host copy of what 0F0 keeps on"),
+        ("PP507", "0F0 0OFFLOAD0 0RELOAD0{queue=o} 0B0", "0RELOAD0 writes the reloaded copy of what 0F0 keeps on"),
+        (
+            "PP503",
+            "0F0 WAIT(0F0){queue=o} 0OFFLOAD0{queue=o} FREE(0OFFLOAD0)",
+            "FREE(0OFFLOAD0) frees what 0F0 keeps while",
+        ),
+        ("PP503", "0F0.s1 FREE(0OFFLOAD0.s1) 0OFFLOAD0.s1", "0OFFLOAD0.s1 reads what 0F0.s1 keeps, which"),
+    ],
+)
+def test_copies_are_named_by_where_they_are_and_what_they_are_of(code, text, what):
+    assert any(what in found.message for found in found_in(code, text))
+
+
+def test_memory_of_another_rank_is_compared_with_every_use_there():
+    """A collective reads it until that rank's member is done; of two that read nothing is wrong."""
+    ranks = ["0BARRIER:pp{group=0 reads=x@1}", "0BARRIER:pp{group=0} 1F0{queue=side %s=x} WAIT(1F0)"]
+    messages = [found.message for found in found_in("PP507", ranks[0], ranks[1] % "writes", groups=["pp: 0 1"])]
+    assert [message.partition(" on queue")[0] for message in messages] == ["rank 0: 0BARRIER:pp reads buffer `x`"]
+    assert found_in("PP507", ranks[0], ranks[1] % "reads", groups=["pp: 0 1"]) == []
+
+
+def test_races_up_to_the_most_are_all_named():
+    base = subject(schedule={"num_micro_batches": MOST_PER_CODE}, buffers={"free_output": "after_send_posted"})
+    assert len(list(RULE["PP503"].check(base))) == MOST_PER_CODE
+
+
+@pytest.mark.parametrize(
+    ("last", "is_ready"),
+    [
+        ("0SCALE_GRAD{writes=x}", True),  # zeros
+        ("0STEP{writes=x}", True),
+        ("0STEP{reads=x writes=x}", True),
+        ("0SCALE_GRAD{scale=1/2 writes=x}", False),
+        ("0SCALE_GRAD{reads=x writes=x}", False),
+        ("0SCALE_GRAD{frees=x}", False),
+        ("1F0{writes=x}", False),
+        ("0SCALE_GRAD{writes=x} 1F0{writes=x}", False),
+    ],
+)
+def test_what_the_end_of_a_step_sets_is_ready_for_the_next_one(last, is_ready):
+    assert (found_in("PP506", f"0F0{{reads=x}} {last}") == []) is is_ready
+
+
+def test_races_with_the_next_step_beyond_the_most_are_counted():
+    num = MOST_PER_CODE + 3
+    text = " ".join(f"0F{i}{{reads=x{i}}} WAIT(0F{i}){{queue=c}} 1F{i}{{queue=c writes=x{i}}}" for i in range(num))
+    found = [finding.message for finding in found_in("PP508", text)]
+    assert len(found) == MOST_PER_CODE + 1
+    assert found[-1].startswith("and 3 more ")
+
+
+def test_a_finding_on_a_plan_is_at_its_schedule(tmp_path):
+    plan = plan_dict(buffers={"free_output": "after_send_posted"})
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan, indent=1))
+    found = next(iter(RULE["PP503"].check(make_subject(load_plan(file)))))
+    assert '"schedule"' in file.read_text().splitlines()[found.location.line - 1]
+    assert found_in("PP503", "0F0 FREE(0F0) 0B0")[0].location is None  # the rows' own places follow
+
+
+def test_of_transfers_that_nothing_waits_for_those_of_a_queue_or_without_a_partner_are_left_out():
+    taker = "1RECV_F0{peer=0} WAIT(1RECV_F0) 1RECV_F1{peer=0} WAIT(1RECV_F1)"
+    assert found_in("PP505", "0SEND_F0{peer=1 queue=side} 0SEND_F1{peer=1} WAIT(0SEND_F1)", taker) == []
+    assert found_in("PP505", "0SEND_F0{peer=1}", "0F1") == []
+    sender = "WAIT(0SEND_F0) 0SEND_F0{peer=1} 0SEND_F1{peer=1}"
+    assert [one.witness.ops[0].op for one in found_in("PP505", sender, taker)] == ["0SEND_F1"]
+
+
+def test_a_backward_before_its_forward_reads_nothing_that_is_written_later():
+    """The rules on completeness say that."""
+    assert found_in("PP506", "0B0 0F0 FREE(0F0)") == []
 
 
 def test_a_wait_on_the_host_that_comes_too_late_is_no_wait_of_another_queue():

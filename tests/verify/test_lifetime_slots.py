@@ -12,6 +12,7 @@ from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.lifetime import RULES
 from pipeproof.verify.lifetime.races import lifetimes
 from pipeproof.verify.lifetime.slot_rule import pools, smallest_slots
+from pipeproof.verify.subject import program_subject
 from tests.plans import subject
 
 
@@ -152,6 +153,32 @@ def test_receives_on_the_host_do_not_wait_for_the_computation_of_the_step_before
     one = base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups))
     (found,) = next(rule for rule in RULES if rule.doc.code == "PP504").check(one)
     assert "1RECV_F0 takes slot 0 of 4 in the next step" in found.message
+
+
+def test_a_peer_that_waits_for_an_answer_needs_fewer_slots_than_the_program_shows():
+    """All three receives are posted first, but the third one begins when the second one is done, and that after 1B0."""
+    one = program_subject(
+        "rank 0: 0F0 0SEND_F0{peer=1} 0RECV_B0{peer=1} WAIT(0RECV_B0) 0F1 0SEND_F1{peer=1} 0F2 0SEND_F2{peer=1}\n"
+        "rank 1: 1RECV_F0{peer=0} 1RECV_F1{peer=0} 1RECV_F2{peer=0} WAIT(1RECV_F0) 1F0 1B0 1SEND_B0{peer=0} "
+        "WAIT(1RECV_F1) 1F1 1B1 WAIT(1RECV_F2) 1F2 1B2"
+    )
+    order = lifetimes(one).order
+    found = [(pool.by_program, pool.smallest(order)) for pool in pools(one, incoming=True)]
+    assert found == [(3, 2), (1, 1)]
+    assert [one.graph.ops[pool.transfers[0]].kind for pool in pools(one, incoming=False)] == [
+        OpKind.SEND_FORWARD, OpKind.SEND_BACKWARD,
+    ]  # fmt: skip
+
+
+def test_a_slice_holds_its_slot_until_it_is_gathered():
+    one = program_subject(
+        "tensor hidden: shape=8 dtype=float32 placement=invariant dims=s\n"
+        "rank 0: 0F0 0SEND_F0{peer=1} 0F1 0SEND_F1{peer=1}\n"
+        "rank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1RECV_F1{peer=0} WAIT(1RECV_F1) 1GATHER_F0{tensor=0 group=0} "
+        "1GATHER_F1{tensor=0 group=0} 1F0 1F1\ngroup tp: 1"
+    )
+    (pool,) = pools(one, incoming=True)
+    assert pool.smallest(lifetimes(one).order) == 2
 
 
 @pytest.mark.parametrize("release", ["after_send_done", "after_send_posted"])

@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 
+from pipeproof.schedule.op_table import Row, build_graph
+from pipeproof.schedule.ops import parse_op
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.memory_budget import in_flight
 from pipeproof.verify.subject import make_subject
@@ -65,3 +67,23 @@ def test_each_held_micro_batch_weighs_what_its_boundary_tensor_does(dtype, size)
     assert [(figure.rank, figure.boundary_bytes) for figure in figures] == [
         (rank, 3 * BOUNDARY_ELEMENTS * size) for rank in range(2)
     ]
+
+
+def test_each_stage_weighs_what_its_own_boundary_brings():
+    """Of half the width and cut over tp by its sender; and two tensors. The last micro-batch has half the sequences."""
+    hidden = {"name": "hidden", "dims": "sbh"}
+    one = subject(
+        model={"num_layers": 3},
+        topology={"pp": 3, "tp": 2},
+        schedule={"kind": "gpipe", "num_micro_batches": 2, "last_micro_batch_size": 1},
+        boundaries=[
+            {**hidden, "edge": 0, "dtype": "float16", "tp": "sharded(s)", "receiver_tp": "invariant"},
+            {**hidden, "edge": 1},
+            {**hidden, "edge": 1, "name": "more"},
+        ],
+    )
+    assert [figure.boundary_bytes for figure in in_flight(one)] == [2048, 2048, 1024, 1024, 4096, 4096]
+    rows = one.graph.rows()
+    rows[5].insert(2, Row(parse_op("9F0")))  # of a stage that the plan has not: as one of the last stage
+    foreign = in_flight(one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups)))
+    assert [figure.boundary_bytes for figure in foreign] == [2048, 2048, 1024, 1024, 4096, 4096 + 2048]

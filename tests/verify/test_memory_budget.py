@@ -1,5 +1,6 @@
 """The memory budget: who is over it, when, of what, and what would fit."""
 
+import itertools
 import json
 import re
 
@@ -70,6 +71,29 @@ def test_what_the_help_says_fits_does_fit(kind):
         merged = {name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
         assert peak(**merged) == pytest.approx(size, rel=0.01)
         assert peak(**merged) <= budget
+
+
+def test_every_smallest_set_of_changes_that_fits_is_suggested():
+    """Of all sets of three changes; in one of the cases two of them together replace the third."""
+    changes = {"memory.recompute": "full", "memory.shard_optimizer": "dp", "schedule.kind": "1f1b"}
+
+    def plan(*chosen):
+        sections = {"schedule": {"kind": "gpipe", "num_micro_batches": 2}, "topology": {"dp": 2}, "memory": {}}
+        for change in chosen:
+            section, key = change.split(".")
+            sections[section][key] = changes[change]
+        return sections
+
+    subsets = [frozenset(chosen) for num in range(4) for chosen in itertools.combinations(changes, num)]
+    peaks = {chosen: peak(**plan(*chosen)) for chosen in subsets}
+    suggestions = []
+    for budget in sorted(peaks.values())[:-1]:
+        fitting = [chosen for chosen in subsets if peaks[chosen] <= budget]
+        smallest = {chosen for chosen in fitting if not any(other < chosen for other in fitting)}
+        (found,) = checked(budget, **plan())
+        suggestions.append({frozenset(re.findall(r"`([\w.]+): \w+`", text)) for text in found.help.split("; ")})
+        assert suggestions[-1] == smallest
+    assert {frozenset({"memory.recompute"}), frozenset({"memory.shard_optimizer", "schedule.kind"})} in suggestions
 
 
 @pytest.mark.parametrize(

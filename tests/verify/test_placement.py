@@ -209,6 +209,21 @@ def test_a_group_that_nobody_uses_has_no_witness():
     assert found.witness is None
 
 
+def test_a_group_of_one_rank_and_one_behind_a_group_of_no_mesh_axis():
+    base = subject(topology=GRID)
+    graph = build_graph(base.graph.rows(), base.graph.tensors, [*base.graph.groups, Group("tp", (1,))])
+    (found,) = errors(base.with_graph(graph))
+    assert "the tp group [1] has 1 members, and the mesh has 2 ranks along tp: [0, 1]" in found.message
+    (found,) = errors(program("0F0", "1F0", groups=(group("world", 0, 1), group("tp", 0, 1))))
+    assert "the tp group [0, 1] " in found.message
+
+
+def test_a_layer_that_is_listed_twice_is_in_order():
+    one = subject(model={"num_layers": 1}, stages=[["embed", "layer.0", "layer.0"], ["norm", "head"]])
+    assert "PP114" not in codes(one)
+    assert codes(one)
+
+
 def test_a_pp_group_may_hold_the_two_owners_of_a_tied_weight():
     base = subject(topology={"pp": 3})
     for ranks, expected in (((0, 2), set()), ((0, 1, 2), set()), ((2, 0), {"PP309"})):

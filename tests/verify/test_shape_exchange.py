@@ -6,15 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.comm.backends import TABLES
+from pipeproof.comm.backends import TABLES, table_named
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.executor_support import require_executable, require_issuable
 from pipeproof.schedule.columns import Row
-from pipeproof.schedule.ops import META_KINDS, parse_op
+from pipeproof.schedule.ops import META_KINDS, parse_op, wait_for
 from pipeproof.sim.link_costs import bytes_of
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import PlanFileError, plan_from_dict
 from pipeproof.verify.certificate import graph_digest
+from pipeproof.verify.subject import program_subject
 from tests.plans import plan_dict, subject
 from tests.verify.programs import codes, errors, mutated
 from tests.zoo.programs import program
@@ -238,3 +239,59 @@ def test_a_group_call_is_counted_by_rank_and_batch():
         ]
 
     assert codes(mutated(in_one_group_call(300)(), divide)) == set()
+
+
+def test_transfers_in_no_batch_are_no_group_call():
+    """More of them than one call may hold, all of which are posted one by one."""
+    table = dataclasses.replace(table_named("torch-nccl"), max_batched_transfers=2)
+    lines = (
+        [f"0F{i} 0SEND_F{i}{{peer=1}}" for i in range(3)],
+        [f"1RECV_F{i}{{peer=0}} WAIT(1RECV_F{i}) 1F{i}" for i in range(3)],
+    )
+    text = f"rank 0: {' '.join(lines[0])} WAIT(0SEND_F0) WAIT(0SEND_F1) WAIT(0SEND_F2)\nrank 1: {' '.join(lines[1])}"
+    assert "PP316" not in codes(program_subject(text, backend=table))
+    for sizes, expected in (([2, 1], set()), ([1, 2], set()), ([3], {"PP316"})):
+        batches = [batch for batch, size in enumerate(sizes) for _ in range(size)]
+        batched = " ".join(
+            [*(f"0F{i}" for i in range(3)), *(f"0SEND_F{i}{{peer=1 batch={b}}}" for i, b in enumerate(batches))]
+        )
+        ends = f"rank 0: {batched} WAIT(0SEND_F0) WAIT(0SEND_F1) WAIT(0SEND_F2)\nrank 1: {' '.join(lines[1])}"
+        assert {"PP316"} & codes(program_subject(ends, backend=table)) == expected
+
+
+def announced(*receiver, sender):
+    return program_subject(f"rank 0: {sender}\nrank 1: {' '.join(receiver)}")
+
+
+def test_one_tensor_of_two_may_be_announced():
+    """The second tensor has no message of its own, and is received into a buffer of the first one's shape."""
+    sender = "0F0 0SEND_META_F0{peer=1} 0SEND_F0{peer=1} 0F1 0SEND_F1{peer=1} "
+    sender += "WAIT(0SEND_META_F0) WAIT(0SEND_F0) WAIT(0SEND_F1)"
+    receiver = ("1RECV_META_F0{peer=0}", "WAIT(1RECV_META_F0)", "1RECV_F0{peer=0}", "WAIT(1RECV_F0)", "1F0")
+    later = ("1RECV_F1{peer=0}", "WAIT(1RECV_F1)", "1F1")
+    assert codes(announced(*receiver, *later, sender=sender)) == set()
+    early = ("1RECV_META_F0{peer=0}", "1RECV_F0{peer=0}", "WAIT(1RECV_META_F0)", "WAIT(1RECV_F0)", "1F0")
+    found = finding_of(announced(*early, *later, sender=sender), "PP315")
+    assert "it waits for 1RECV_META_F0 only later, or on another queue" in found.message
+    assert [op.op for op in found.witness.ops] == ["1RECV_META_F0", "1RECV_F0"]
+
+
+def test_a_tensor_without_any_shape_hides_no_other_that_comes_too_early():
+    sender = "0F0 0SEND_META_F0{peer=1} 0SEND_F0{peer=1} 0RECV_B0{peer=1} WAIT(0RECV_B0) 0B0 "
+    sender += "WAIT(0SEND_META_F0) WAIT(0SEND_F0)"
+    early = "1RECV_META_F0{peer=0} 1RECV_F0{peer=0} WAIT(1RECV_META_F0) WAIT(1RECV_F0) 1F0 1B0 "
+    early += "1SEND_B0{peer=0} WAIT(1SEND_B0)"
+    assert codes(announced(early, sender=sender)) == {"PP315"}
+
+
+def test_a_plan_without_the_key_needs_no_shapes():
+    """Of a tensor whose shape is announced and one whose shape is not, a plan that exchanges none reports neither."""
+    base = subject(schedule={"num_micro_batches": 2})
+
+    def announce(rows):
+        for rank, text, peer in ((0, "0SEND_F0", 1), (1, "1RECV_F0", 0)):
+            place = next(i for i, row in enumerate(rows[rank]) if str(row.op) == text)
+            meta = parse_op(text.replace("_F", "_META_F"))
+            rows[rank][place:place] = [Row(meta, peer), Row(wait_for(meta))]
+
+    assert "PP314" not in codes(mutated(base, announce))

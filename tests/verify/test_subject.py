@@ -2,8 +2,13 @@
 
 import pytest
 
+from pipeproof.diagnostics.finding import OpsWitness
+from pipeproof.schedule.op_table import Row, build_graph
+from pipeproof.schedule.ops import parse_op
+from pipeproof.specs.schedule_file import ScheduleFileError
 from pipeproof.verify.check_plan import check_subject
-from pipeproof.verify.subject import program_subject
+from pipeproof.verify.lifetime.race_rules import NO_ORDER
+from pipeproof.verify.subject import graph_subject, of_small_plan, program_subject
 from tests.plans import subject
 
 
@@ -41,3 +46,50 @@ def test_a_plan_that_declares_the_queues_of_its_backend_is_checked_by_that_backe
     declared = subject(transport={"queue": other}).backend
     assert declared.queue == other
     assert declared.name == f"{own.name} with one FIFO per {other.replace('_', ' ')}"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("rank 0: 0F0.s0 0F1", "PP136"),  # some micro-batches are split and others are not
+        ("rank 0:\nrank 1:", "PP131"),  # nothing to check
+    ],
+)
+def test_a_program_that_is_none_is_refused(text, code):
+    with pytest.raises(ScheduleFileError) as caught:
+        program_subject(text)
+    assert [finding.code for finding in caught.value.findings] == [code]
+
+
+def test_a_program_alone_has_as_many_micro_batches_as_it_computes():
+    assert program_subject("rank 0: 0F0 0F4").num_work_items == 5
+    assert program_subject("rank 0: 0STEP").num_work_items == 0
+
+
+def test_a_graph_alone_represents_no_other_ranks():
+    one = program_subject("rank 0: 0F0 0B0")
+    assert one.unfolded() is one
+
+
+def test_a_rank_of_a_folded_plan_is_named_with_the_number_of_its_like():
+    folded = subject(model={"num_layers": 8}, topology={"pp": 8, "tp": 4, "dp": 16}, schedule={"num_micro_batches": 32})
+    assert folded.coords_text(1) == f"rank {folded.graph.global_rank[1]} (pp 1, and 63 more alike)"
+    unfolded = subject(topology={"pp": 2, "dp": 2, "tp": 2})
+    assert unfolded.coords_text(7) == "rank 7 (pp 1, dp 1, tp 1)"
+    assert unfolded.unfolded() is unfolded
+
+
+def test_a_witness_with_rows_of_a_file_and_others_is_where_the_first_row_of_the_file_is():
+    one = program_subject("rank 0: 0F0 0B0")
+    rows = one.graph.rows()
+    rows[0].insert(0, Row(parse_op("0F1")))
+    mixed = graph_subject(build_graph(rows, (), ()), origins=one.origins)
+    found = mixed.placed(NO_ORDER.finding("message", witness=OpsWitness(tuple(map(mixed.witness_op, range(3))))))
+    assert (found.location.line, found.location.column) == (1, 9)
+
+
+def test_the_text_of_a_small_plan_makes_its_subject():
+    names = {}
+    exec(of_small_plan("{'pp': 2}", "rows[1].pop()"), names)
+    assert names["subject"].graph.num_ops == names["base"].graph.num_ops - 1
+    assert check_subject(names["base"]).errors == ()

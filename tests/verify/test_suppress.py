@@ -3,7 +3,8 @@
 import pytest
 
 from pipeproof.verify.check_plan import check_subject
-from pipeproof.verify.selection import Selection
+from pipeproof.verify.registry import RULES
+from pipeproof.verify.selection import Selection, suppress
 from tests.plans import subject
 
 
@@ -23,3 +24,14 @@ def test_what_could_be_suppressed_are_warnings_and_notes():
     (found,) = reported("PP999")
     assert "PP202" in found.help
     assert "PP401" not in found.help
+
+
+def test_only_findings_of_the_code_that_are_no_errors_are_set_aside():
+    docs = {rule.doc.code: rule.doc for rule in RULES}
+    one = subject(suppress=[{"code": "PP202", "reason": "known"}, {"code": "PP401", "reason": "known"}])
+    found = [docs[code].finding("text") for code in ("PP516", "PP202", "PP401", "PP202")]
+    kept, suppressed = suppress(one, found, docs, {"PP150", *docs})
+    assert [finding.code for finding in kept] == ["PP516", "PP401", "PP150"]
+    assert [(item.finding.code, item.reason) for item in suppressed] == [("PP202", "known")] * 2
+    kept, _ = suppress(one, found, docs, docs.keys() - {"PP150"})
+    assert [finding.code for finding in kept] == ["PP516", "PP401"]

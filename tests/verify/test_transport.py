@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from pipeproof.testing.delivery import deliver
 from pipeproof.verify import provenance
 from pipeproof.verify.boundary_transport import RULES
 from pipeproof.verify.check_plan import check_subject
-from pipeproof.verify.provenance import deliveries
+from pipeproof.verify.delivered import places_of
+from pipeproof.verify.provenance import Places, events
 from pipeproof.verify.subject import make_subject
 from tests.plans import plan_dict, subject
 
@@ -147,7 +149,10 @@ def test_the_verdict_is_that_of_the_numbers(tp, pp, dp, sp, transport, order, sw
             damaged.add(rank)
     found = {r.rank for f in RULES[0].check(base) for r in f.witness.lost}
     assert found == damaged
-    for delivery in deliveries(graph):
+    num_ranks = graph.num_ranks
+    zeros, ones = np.zeros(num_ranks, dtype=np.int64), np.ones(num_ranks, dtype=np.int64)
+    events_found = events(graph, Places(zeros, ones, np.arange(num_ranks), zeros, ones))
+    for delivery in chain.from_iterable(map(events_found.deliveries, range(len(events_found.classes)))):
         values = arrived[int(graph.rank[delivery.receive]), graph.ops[delivery.receive]].reshape(-1)
         source = {rank: array.reshape(-1) for (rank, op), array in held.items()
                   if op == graph.ops[graph.match_of[delivery.receive]]}  # fmt: skip
@@ -290,7 +295,13 @@ def test_a_gather_that_a_member_received_nothing_for_lacks_its_part():
     rows = base.graph.rows()
     for rank, texts in ((1, ("0SEND_F0",)), (3, ("1RECV_F0", "WAIT(1RECV_F0)"))):
         rows[rank] = [row for row in rows[rank] if str(row.op) not in texts]
-    (found,) = RULES[0].check(base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups)))
+    one = base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups))
+    found_events = events(one.graph, places_of(one))
+    numbers = range(len(found_events.classes))
+    deliveries = [d for event in numbers for d in found_events.deliveries(event, places_of(one))]
+    assert [one.graph.ops[d.receive].kind for d in deliveries].count(OpKind.RECV_FORWARD) == 1
+    assert len(deliveries) == 3
+    (found,) = RULES[0].check(one)
     assert found.message.startswith("boundary 0->1, forward: ")
     assert [(r.rank, r.source_rank, r.start, r.stop) for r in found.witness.lost] == [(2, 0, 128, 256)]
     assert found.witness.foreign == ()

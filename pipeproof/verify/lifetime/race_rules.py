@@ -28,9 +28,6 @@ from pipeproof.verify.lifetime.races import (
 from pipeproof.verify.lifetime.tensor_buffers import FREES, HOST, KEPT, WRITES
 from pipeproof.verify.subject import Rule, Subject
 
-_STAGE_KINDS = frozenset({OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD, OpKind.STEP})
-_WEIGHT_KINDS = frozenset({OpKind.UNSHARD, OpKind.RESHARD, OpKind.GATHER_WEIGHT})
-
 
 class UseText:
     """Texts of uses of one subject's buffers; ``home`` is the graph's id of each operation, if that is another."""
@@ -68,7 +65,7 @@ class UseText:
         if named is not None:
             return f"buffer `{named[1]}`"
         if self._uses.buffer[first] >= self._uses.first_lasting:
-            return self._lasting(first, second)
+            return self._lasting(first)
         ids = [self.op(first), self.op(second)]
         if any(self._is_copy(op) for op in ids):
             return self._copied(int(self._uses.buffer[first]), self._graph.ops[ids[0]])
@@ -90,11 +87,9 @@ class UseText:
         on_host = self._uses.tensors.is_named(np.array(buffer), HOST)
         return f"the {'host' if on_host else 'reloaded'} copy of what {forward} keeps"
 
-    def _lasting(self, first: int, second: int) -> str:
-        kinds = {self._graph.ops[self.op(place)].kind for place in (first, second)}
-        stage = self._graph.ops[self.op(first)].stage
-        weights = kinds & _WEIGHT_KINDS or not kinds & (_STAGE_KINDS | {OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
-        return f"the {'weights' if weights else 'gradient'} of stage {stage}"
+    def _lasting(self, place: int) -> str:
+        name = "gradient" if self._uses.is_gradient[place] else "weights"
+        return f"the {name} of stage {self._graph.ops[self.op(place)].stage}"
 
     def queue(self, place: int) -> str:
         """Text of the queue that an operation runs on."""

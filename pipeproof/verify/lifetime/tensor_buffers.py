@@ -43,7 +43,6 @@ class _Numbering:
     def __init__(self, keys: IntColumn) -> None:
         room = int(keys.max(initial=NONE)) + 1
         self._table: IntColumn | None = None
-        self._keys = keys
         if room <= 8 * len(keys) + 2**20:
             present = np.zeros(room, dtype=bool)
             present[keys] = True
@@ -57,7 +56,7 @@ class _Numbering:
         """The numbers of keys, all of them >= 0."""
         if self._table is not None:
             known = keys < len(self._table)
-            return np.where(known, self._table[np.where(known, keys, 0)], NONE) if len(self._table) else keys * 0 - 1
+            return np.where(known, self._table[np.where(known, keys, 0)], NONE)
         place = np.minimum(np.searchsorted(self._keys, keys), self.count - 1)
         return np.where(self._keys[place] == keys, place, NONE)
 
