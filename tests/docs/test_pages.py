@@ -132,6 +132,8 @@ def test_python_commands_name_what_exists(command):
     if arguments[:2] == ["-m", "pytest"]:
         paths = [argument for argument in arguments[2:] if "/" in argument or argument == "tests"]
         assert paths or "-m" in arguments[2:]
+    elif arguments[0] == "-m":
+        paths = [arguments[1].replace(".", "/")]
     elif arguments[0] == "-c":
         paths = []
         compile(arguments[1], "-c", "exec")

@@ -20,6 +20,7 @@ def test_a_gpu_is_asked_for(tmp_path):
     assert not file.exists()
 
 
+@pytest.mark.needs_torch
 def test_a_machine_without_a_gpu_is_refused_kindly(tmp_path):
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
@@ -46,6 +47,7 @@ def test_a_device_without_a_data_sheet_is_refused_with_the_known_ones():
         device_named("NVIDIA GeForce RTX 4090")
 
 
+@pytest.mark.needs_torch
 def test_a_measured_table_gives_a_plan_its_times():
     torch = pytest.importorskip("torch")
     products = ((64, 64, 64), (128, 128, 128), (128, 64, 256), (256, 256, 256))

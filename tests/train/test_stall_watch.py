@@ -130,6 +130,22 @@ def test_a_script_that_has_got_the_failure_is_not_ended(ranks):
     assert two.exits == []
 
 
+def test_rank_0_leaves_once_all_ranks_know_of_the_failure(ranks, monkeypatch):
+    """The store may end with its process, and a rank that is outside of a step would hear of nothing."""
+    two = ranks(2, timeout_s=10.0)  # a poll of the watch takes a second
+    two.agreements[0].fail("rank 0: it broke")
+    two.watches[0].acknowledge()
+    assert two.watches[1].failure == "rank 0: it broke"
+    monkeypatch.setattr(module, "_NOTICE_S", 0.2)
+    three = ranks(3, timeout_s=10.0)
+    three.watches[2].close()  # its process has ended
+    three.agreements[0].fail("rank 2: it broke")
+    begin = time.monotonic()
+    three.watches[0].acknowledge()
+    assert time.monotonic() - begin >= 0.2
+    assert three.agreements[0].num_noticed() < 3
+
+
 def test_a_device_behind_the_host_is_watched_after_the_step(ranks):
     at = [(-1, -1)]
     one = ranks(1, read_device=lambda: at[0])

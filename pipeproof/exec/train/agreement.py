@@ -19,7 +19,7 @@ from pipeproof.exec.store.store import Store, get_json, has_json, put_json
 from pipeproof.exec.train.train_errors import PipelineError, PlanRefused
 
 _Result = TypeVar("_Result")
-_FAILED, _FAILURES = "failed", "failures"
+_FAILED, _FAILURES, _NOTICED = "failed", "failures", "noticed"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 _FAILURE_EVERY_S = 0.25
 """Time between two looks for a failure while waiting for a value."""
@@ -122,6 +122,14 @@ class Agreement:
     def failure(self) -> str | None:
         """The report of the first rank that failed; None while there is none."""
         return str(get_json(self._store, _FAILED, _GET_S)) if self.has(_FAILED) else None
+
+    def notice(self) -> None:
+        """Count a rank that knows of the failure."""
+        self._store.add(_NOTICED, 1)
+
+    def num_noticed(self) -> int:
+        """Number of ranks that know of the failure."""
+        return self._store.add(_NOTICED)
 
     def _comes(self, key: str, within_s: float, *, heeds_failure: bool) -> bool:
         """Wait until a key has a value; False if it has none in time, or if a rank fails meanwhile."""

@@ -28,6 +28,8 @@ OUTSIDE_S = 10.0
 """Time in which a rank may come back to ``step``, which raises, after a failure."""
 _LONGEST_POLL_S = 1.0
 _DEVICE_POLL_S = 0.01
+_NOTICE_S = 3 * _LONGEST_POLL_S
+"""Longest time in which rank 0, with which the store may end, waits for the watches of all ranks to see a failure."""
 _ABORT_S = 2.0
 """Time for ending the transfers: NCCL's call may itself wait for what the device waits for."""
 _OF_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "PADDLE_LOCAL_SIZE")
@@ -57,6 +59,8 @@ class StallWatch:
         self._call = ""
         self._since, self._device_at = time.monotonic(), (-1, -1)
         self._failure: str | None = None
+        self._noticing = threading.Lock()
+        self._has_noticed = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pipeproof stall watch", daemon=True)
         self._thread.start()
@@ -109,6 +113,7 @@ class StallWatch:
                 if has_store:
                     self._failure = self._agreement.failure()
                     if self._failure is not None:
+                        self._notice()
                         self._end_soon()
                         return
                     if not answered and self._agreement.has("stalled"):
@@ -190,8 +195,24 @@ class StallWatch:
         )
 
     def acknowledge(self) -> None:
-        """Note that the script has got the failure as an error: it may do as it likes."""
+        """Note that the script has got the failure as an error: it may do as it likes.
+
+        Rank 0 first waits until all ranks know of the failure: the store may end with it, and a rank outside of a step
+        would then wait for ever.
+        """
         self._ended.set()
+        self._notice()
+        if self._agreement.rank == 0:
+            with contextlib.suppress(Exception):  # the store has gone
+                wait_until(lambda: self._agreement.num_noticed() >= self._agreement.num_ranks, _NOTICE_S)
+
+    def _notice(self) -> None:
+        """Count this rank once among those that know of the failure."""
+        with self._noticing:
+            if not self._has_noticed:
+                self._has_noticed = True
+                with contextlib.suppress(Exception):  # the store has gone
+                    self._agreement.notice()
 
     def _end_soon(self) -> None:
         """Wake the main thread by ending its transfers; end the process if the script does not get the failure."""

@@ -21,7 +21,7 @@ def test_a_real_hang_is_explained(tmp_path):
         subprocess.Popen([sys.executable, str(SCRIPT), str(rank), str(tmp_path)], env=environment) for rank in range(2)
     ]
     try:
-        assert [rank.wait(timeout=60) for rank in ranks] == [0, 0]
+        assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()
