@@ -1,10 +1,11 @@
 """Times of stages from ``cost.analytic``: a roofline of every operation, summed.
 
-An operation takes the longer of its FLOPs at the peak and its bytes at the
-memory's bandwidth, each with the efficiency that the plan assumes (Williams et
-al., Roofline: an insightful visual performance model, 2009). Operations follow
-one another, and so do the collectives inside layers: nothing overlaps. W has
-no collectives: what it needs was gathered for F.
+An operation takes the longer of its FLOPs and its bytes, by measured curves or
+by the share of peak and of bandwidth that the plan states (Williams et al.,
+Roofline: an insightful visual performance model, 2009). Operations follow one
+another, and so do the collectives inside layers, except over the axes of
+``overlap``. A phase takes the longer of this time and the host's. W has no
+collectives: what it needs was gathered for F.
 
 The arithmetic is exact; each time is rounded once, to ``GRID_US``, those of
 collectives up, before they are added.

@@ -113,7 +113,6 @@ class StallWatch:
                 if has_store:
                     self._failure = self._agreement.failure()
                     if self._failure is not None:
-                        self._notice()
                         self._end_soon()
                         return
                     if not answered and self._agreement.has("stalled"):
@@ -172,13 +171,13 @@ class StallWatch:
         self._fail(text, own)
 
     def _fail(self, text: str, own: str) -> None:
-        """Report a failure to all, or keep ``own`` if the store has gone."""
-        self._failure = text
+        """Report a failure to all, or keep ``own`` if the store has gone; another rank's report may have been first."""
         try:
             self._agreement.fail(text)
-            self._failure = self._agreement.failure()  # another rank's report may have been first
+            failure = self._agreement.failure()
         except Exception:  # noqa: BLE001 - the store has gone
-            self._failure = own
+            failure = own
+        self._failure = failure  # once: the script reads it, and all ranks raise one text
 
     def _states(self) -> str:
         self._agreement.publish("stalled", self._agreement.rank)
@@ -216,6 +215,7 @@ class StallWatch:
 
     def _end_soon(self) -> None:
         """Wake the main thread by ending its transfers; end the process if the script does not get the failure."""
+        self._notice()
         if self._at is not None or self._on_device is None:  # what a device computes with lost messages is wrong
             abort = threading.Thread(target=self._abort, name="pipeproof abort", daemon=True)
             abort.start()
