@@ -16,9 +16,10 @@ test: $(VENV)/.dev           ## the tests that take minutes, with the CPU Paddle
 
 test-all: test test-rest test-browser    ## every test; Debian's Chromium and PyTorch are installed for it
 
+REST ?= slow or many_examples or needs_torch
 test-rest: $(VENV)/.torch    ## what `make test` leaves out, with all examples of property tests; without the browser
 	$(BIN)/python -c 'import torch'    # or the tests that need it would be skipped
-	$(PYTEST) -m '(slow or many_examples or needs_torch) and not needs_browser'
+	$(PYTEST) -m '($(REST)) and not needs_browser'
 
 test-torch: $(VENV)/.torch   ## what asks PyTorch itself; fails where PyTorch cannot be imported
 	$(BIN)/python -c 'import torch'
