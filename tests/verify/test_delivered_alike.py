@@ -245,7 +245,7 @@ def nearly_alike(draw):
 
 
 def damage(layouts, found, places, event):
-    """What one event does to its receivers, each by its place in its group."""
+    """Effect of one event on its receivers, each by its place in its group."""
     result = []
     for delivery in found.deliveries(event, places):
         loss = layouts.loss(delivery)

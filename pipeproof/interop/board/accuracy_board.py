@@ -80,7 +80,7 @@ class Accuracy:
 
 
 def read_measurements(directories: Sequence[Path]) -> tuple[list[MeasurementFile], list[str]]:
-    """Read the files of measurements in directories, recognized by their columns or keys; None means the own ones.
+    """Read the files of measurements in directories, recognized by their columns or keys.
 
     Returns:
         The files with their rows, and a line for each file that is none.
@@ -106,7 +106,8 @@ def read_measurements(directories: Sequence[Path]) -> tuple[list[MeasurementFile
 
 
 def _read_table(path: Path) -> MeasurementFile | None:
-    first = path.open(encoding="utf-8-sig").readline()
+    with path.open(encoding="utf-8-sig") as stream:
+        first = stream.readline()
     header = {name.strip() for name in first.split(",")}
     for name, columns, read in _TABLES:
         if columns <= header:

@@ -24,7 +24,7 @@ from pipeproof.specs.load_plan import load_plan
 ROOT = Path(__file__).parents[3]
 STORED = {(one["group"], one["quantity"]): one for one in json.loads((ROOT / "docs" / "accuracy.json").read_text())}
 TOLERANCE = 0.001
-"""Of a MAPE, as a share."""
+"""Largest growth of a MAPE, as a share."""
 
 
 def prediction(measured, predicted, group="some", reason=""):
@@ -48,7 +48,7 @@ def test_a_group_without_predictions_has_no_errors():
 
 
 def worse(group, stored):
-    """What is worse than stored, as text; empty if nothing is."""
+    """Differences that are worse than stored, as text; empty if there are none."""
     if group.count < stored["count"]:
         return f"{group.group}: {group.count} predictions, {stored['count']} are stored"
     if stored["mape"] is not None and group.mape > stored["mape"] + TOLERANCE:
