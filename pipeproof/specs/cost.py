@@ -47,7 +47,7 @@ Algorithm = Literal["ring", "tree", "auto"]
 """Algorithm of all-reduces; every other collective has one algorithm."""
 
 ProfilePath = Annotated[str, Field(min_length=1)]
-"""A file that `pipeproof run PLAN --profile FILE` or `pipeproof profile` wrote, relative to the plan file."""
+"""A file that `pipeproof run PLAN --profile FILE` or `pipeproof import profile` wrote, relative to the plan file."""
 
 _DEFAULT_FORWARD_US = Fraction(100)
 _DEFAULT_BACKWARD_US = Fraction(200)
