@@ -1,6 +1,6 @@
 """Steps of one GPU predicted from a measured table of costs, and the same steps measured, in one run.
 
-    pipeproof doctor --backend torch --device gpu --write-costs costs.json
+    pipeproof doctor --backend torch --on gpu --write-costs costs.json
     torchrun --nproc-per-node 1 benchmarks/gpu/table_prediction.py costs.json "4096,4096,4,8;1536,2048,6,10"
 
 The second argument has sizes: hidden, sequence, blocks, micro-batches. A step is the forward and backward of all
