@@ -119,8 +119,8 @@ class AnalyticSpec(Section):
     )
     execution: Execution = Field(
         default="eager",
-        description="How the host starts operations: eager, one by one; compiled, elementwise operations fused into "
-        "others; graph, all by one replay. A phase takes the time of the host or that of the device, the longer one.",
+        description="How the host starts operations: eager, one by one; compiled, each stage as one compiled graph; "
+        "graph, all by one replay. A phase takes the time of the host or that of the device, the longer one.",
     )
     host_us: float | None = Field(
         default=None,
