@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import click
 
-from pipeproof import __version__
 from pipeproof.cli.advise_command import advise
 from pipeproof.cli.align_command import align
 from pipeproof.cli.aoa_command import aoa
@@ -42,6 +41,7 @@ from pipeproof.cli.state_command import state
 from pipeproof.cli.sweep_command import sweep
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exit_status import ExitStatus
+from pipeproof.version import __version__
 
 
 class _Commands(SectionedGroup):
