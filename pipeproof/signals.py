@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent: int) -> None:
     """From now on, SIGKILL ends this process when its parent ends in any way, also while it is stopped (Linux).
 
-    ``parent`` is the number of the parent; if it has ended before, this process ends at once. Elsewhere nothing changes.
+    ``parent`` is the number of the parent; if it has ended before, this process ends at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from pipeproof.exec.launch.hosts import remove_left_directories
 from tests.default_signals import default_signals
@@ -74,7 +76,8 @@ class Run:
             self._stop()
         self._await(lambda: not self._workers())
         if status == -signal.SIGKILL:  # the next start removes what a killed launcher leaves
-            remove_left_directories(self.temporary)
+            with mock.patch.object(tempfile, "tempdir", str(self.temporary)):
+                remove_left_directories(self.temporary)
         self._await(lambda: not self.leftovers())
         report = json.loads(self.report_file.read_text()) if self.report_file.exists() else None
         assert "Traceback" not in self.output, self.output

@@ -136,7 +136,9 @@ def test_a_line_of_a_record_or_a_log_has_a_limit(tmp_path, monkeypatch):
         list(read_log(tmp_path / "train.log", LogForm()))
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"kind": ' + "9" * 5000 + "}", '{"kind": "record", "format": Infinity}'])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"kind": ' + "9" * 5000 + "}", '{"kind": "record", "format": Infinity}']
+)
 def test_a_line_of_a_record_that_no_reader_of_json_takes(tmp_path, text):
     (tmp_path / "record.jsonl").write_text(text + "\n")
     with pytest.raises(AlignmentError, match=r"record\.jsonl:1:"):

@@ -22,7 +22,8 @@ from pipeproof.interop.hang.flight_recorder import MAX_BYTES as DUMP_BYTES
 from pipeproof.interop.importers.megatron.shell_values import MAX_EXPANDED
 from pipeproof.interop.importers.torchtitan import MAX_DEPTH as TOML_DEPTH
 from pipeproof.interop.traces.trace_log import MAX_BYTES as RECORDING_BYTES
-from pipeproof.state.flex.pickles import MAX_DEPTH, MAX_OPERATIONS as PICKLE_OPERATIONS
+from pipeproof.state.flex.pickles import MAX_DEPTH
+from pipeproof.state.flex.pickles import MAX_OPERATIONS as PICKLE_OPERATIONS
 
 Arguments = list[str | Path]
 PLAN = """\
@@ -154,7 +155,8 @@ def main() -> int:
         ended = measured(limit)
         bad += ended.problem is not None
         first = next(iter(ended.output.splitlines()), "")
-        print(f"{limit.name:40} {ended.status:3} {ended.seconds:7.1f} s {ended.peak_mb:6} MB {ended.problem or ''} {first[:90]}")
+        figures_text = f"{ended.status:3} {ended.seconds:7.1f} s {ended.peak_mb:6} MB {ended.problem or ''}"
+        print(f"{limit.name:40} {figures_text} {first[:90]}")
         figures.append(
             {"name": limit.name, "limit": limit.limit, "seconds": round(ended.seconds, 1), "peak_mb": ended.peak_mb,
              "status": ended.status, "problem": ended.problem}

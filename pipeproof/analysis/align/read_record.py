@@ -13,7 +13,6 @@ from typing import IO, Any
 from pipeproof.analysis.align.align_errors import AlignmentError
 from pipeproof.analysis.align.record_format import FORMAT, RECORD_FILE, Header, OtherRecorded, Recorded, RecordedStep
 
-
 MAX_LINE = 2**24
 """Longest line of a record or of a training log, in characters."""
 

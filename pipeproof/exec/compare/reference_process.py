@@ -1,6 +1,7 @@
 """Process of the single-process reference, next to the ranks.
 
-The launcher starts it as ``python -m pipeproof.exec.compare.reference_process DIRECTORY EVENT_FD LAUNCHER``. It trains the
+The launcher starts it as ``python -m pipeproof.exec.compare.reference_process DIRECTORY EVENT_FD LAUNCHER``. It
+trains the
 unpartitioned model. Where the plan adds in another order (tensor and data parallelism, backwards that are not in the
 order of micro-batches, copies of stages) it trains the ordered model instead, and computes each step of the
 unpartitioned model from the same weights: the optimizer would turn rounding differences into whole steps. Both write a

@@ -1,6 +1,7 @@
 """Process of one rank: it joins the world, runs its program step after step, and writes results.
 
-The launcher starts it as ``python -m pipeproof.exec.rank.worker DIRECTORY EVENT_FD LAUNCHER`` with its framework's environment
+The launcher starts it as ``python -m pipeproof.exec.rank.worker DIRECTORY EVENT_FD LAUNCHER`` with its
+framework's environment
 of the rank; under an external launcher ``run_rank`` is called in the launched process.
 """
 

@@ -106,9 +106,9 @@ def unpickled(
         try:
             value = _run(_Source(stream, size if length is None else min(size, start + length), start), allows)
             _require_moderate(value)
-            return value
         except (struct.error, IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise UnreadablePickleError(str(error)) from error
+    return value
 
 
 class _Source:

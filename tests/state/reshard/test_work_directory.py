@@ -178,7 +178,7 @@ def keeps_marks(directory):
 
 
 def test_killed_after_the_cleanup_the_same_command_succeeds(job, tmp_path):
-    source, plan, expected, made = job
+    source, plan, _, made = job
     reshard(source, plan, "-o", made)
     if keeps_marks(tmp_path):
         assert f"{made} already exists and is complete: " in reshard(source, plan, "-o", made)

@@ -221,8 +221,9 @@ _BINARY: Final[Mapping[type[ast.operator], Callable[[int, int], int]]] = {
 
 
 def evaluate(text: str, numbers: Mapping[str, int]) -> int | None:
-    """Evaluate an arithmetic expression of ``+ - * / %`` and parentheses; None for others, and for results that are
-    negative or need more than 64 bits.
+    """Evaluate an arithmetic expression of ``+ - * / %`` and parentheses.
+
+    None for others, and for results that are negative or need more than 64 bits.
 
     Shells round quotients towards zero; without negative numbers that is down.
     """
