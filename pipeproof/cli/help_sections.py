@@ -10,7 +10,7 @@ import click
 SECTIONS: Final = (
     ("Prove a plan", ("check", "explain", "show", "schema")),
     ("Start from existing files", ("import", "convert", "describe")),
-    ("Predict", ("profile", "simulate", "schedule", "advise", "sweep", "jitter", "board")),
+    ("Predict", ("profile", "simulate", "schedule", "advise", "sweep", "jitter", "play", "board")),
     ("Execute", ("doctor", "rehearse", "run", "merge", "job-file", "fleet")),
     ("Saved state", ("reshard", "state", "aoa")),
     ("Compare and diagnose", ("compare", "align", "hang")),
@@ -39,6 +39,7 @@ EXAMPLES: Final = MappingProxyType(
         "jitter": "pipeproof jitter plan.yaml --cv 0.1",
         "job-file": "pipeproof job-file plan.yaml --for slurm -o job.sh",
         "merge": "pipeproof merge node-1/ node-2/ -o timeline.html",
+        "play": "pipeproof play -o play.html",
         "profile": "pipeproof profile traces/ --plan plan.yaml -o profile.json",
         "rehearse": "pipeproof rehearse plan.yaml --scale 1/4",
         "reshard": "pipeproof reshard states --to plan_b.yaml -o moved",

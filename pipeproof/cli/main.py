@@ -30,6 +30,7 @@ from pipeproof.cli.import_command import import_plan
 from pipeproof.cli.jitter_command import jitter
 from pipeproof.cli.job_file_command import job_file
 from pipeproof.cli.merge_command import merge
+from pipeproof.cli.play_command import play
 from pipeproof.cli.profile_command import profile
 from pipeproof.cli.rehearse_command import rehearse
 from pipeproof.cli.reshard_command import reshard
@@ -115,6 +116,6 @@ def main() -> None:
 
 for _command in (
     check, run, merge, schedule, convert, advise, describe, sweep, board, compare, align, jitter, rehearse, job_file,
-    fleet, import_plan, profile, hang, reshard, state, aoa, completion, explain, show, simulate, schema, doctor,
+    fleet, import_plan, profile, hang, reshard, state, aoa, completion, explain, show, simulate, play, schema, doctor,
 ):  # fmt: skip
     main.add_command(_command)
