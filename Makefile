@@ -40,6 +40,7 @@ lint: $(VENV)/.dev           ## format, lint, types, import contracts
 
 docs: $(VENV)/.dev           ## pages, tables and pictures that are made from the code
 	$(BIN)/python validation/pages/make_rules.py
+	$(BIN)/python validation/pages/make_options.py
 	$(BIN)/python validation/pages/make_tables.py
 	$(BIN)/python validation/pages/make_costs.py
 	$(BIN)/python validation/pages/make_forms.py

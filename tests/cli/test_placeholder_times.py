@@ -41,7 +41,7 @@ def sweep_of(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("command", [("simulate",), ("advise",), ("jitter", "--runs", "2", "--no-delays")])
+@pytest.mark.parametrize("command", [("simulate",), ("advise",), ("schedule", "jitter", "--runs", "2", "--no-delays")])
 @pytest.mark.parametrize(
     ("cost", "source"),
     [

@@ -1,4 +1,4 @@
-"""``run --record``: record the values of the ranks and of the reference, step by step, in the format of ``align``."""
+"""``run --record``: records of the ranks and of the reference, step by step, in the format of ``state align``."""
 
 from __future__ import annotations
 

@@ -345,7 +345,7 @@ def _concluded(
 
 
 def _keep(job: Job, meeting: Meeting) -> None:
-    """Copy the host's files for ``pipeproof merge`` to ``--logs``; of several hosts each has a folder of its own."""
+    """Copy the host's files for ``pipeproof job merge`` to ``--logs``; each of several hosts has its own folder."""
     if job.options.logs is None:
         return
     folder = job.options.logs if len(meeting.hosts) == 1 else job.options.logs / meeting.host.name

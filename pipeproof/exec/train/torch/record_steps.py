@@ -1,4 +1,4 @@
-"""Recording of a pipeline's steps: its messages for `pipeproof check --log`, its gradients for `pipeproof align`."""
+"""Records of a pipeline's steps: messages for `pipeproof check --log`, gradients for `pipeproof state align`."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ element("reset").addEventListener("click", () => { refused = []; change({...DEFA
 copyWith(element("copy-link"), () => location.href);
 copyWith(element("copy-plan"), () => planText(values));
 element("about").textContent = `Schedules, times and verdicts are those of pipeproof, to the nanosecond. Left out: ${DATA.leftOut.join(" and ")}, `
-  + "which need sequence splits and a search. Noise is drawn here; the random numbers are not those of pipeproof jitter.";
+  + "which need sequence splits and a search. Noise is drawn here; the random numbers are not those of pipeproof schedule jitter.";
 const open = () => { ({values, refused} = readFragment(location.hash)); show(); };
 addEventListener("hashchange", open);
 open();
