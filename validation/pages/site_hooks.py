@@ -22,13 +22,15 @@ PUBLIC = ("pipeproof", "pipeproof.testing", "pipeproof.interop", "pipeproof.inte
 """Packages whose public names must all be on the page of the Python interface."""
 
 PLAY = "pipeproof-play.html"
-PLAY_SHOWN_ON = ("index.md", "play.md")
-PLAY_LINK = (
-    f'<a class="play" href="{PLAY}"><strong>Play with a schedule in your browser</strong><br>'
-    '<img src="images/play-1024.png" alt="The page: a form with the schedule, its sizes and times; next to it the '
-    'verdict, the bubble and the timeline" loading="lazy"></a>'
-)
-"""Link to the page for a browser, in HTML: no file of the repository is its target."""
+"""The page that ``pipeproof play`` writes, on the site."""
+
+_PLAY_TEXT = f'<a class="play" href="{PLAY}"><strong>Play with a schedule in your browser</strong>'
+PLAY_LINKS = {
+    "index.md": f'{_PLAY_TEXT}<br><img src="images/play-1024.png" alt="The page: a form with the schedule, its sizes '
+    'and times; next to it the verdict, the bubble and the timeline" loading="lazy"></a>',
+    "play.md": f"{_PLAY_TEXT}</a>",
+}
+"""By page, the link to it, in HTML: no file of the repository is its target."""
 
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[#)])")
 _FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
@@ -66,11 +68,11 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def with_play(markdown: str, src_uri: str) -> str:
-    """Return a page that shows the page for a browser with a link to it, below its first heading."""
-    if src_uri not in PLAY_SHOWN_ON:
+    """Return the page with its link to the page for a browser, if it has one, below the first heading."""
+    if src_uri not in PLAY_LINKS:
         return markdown
     heading, _, rest = markdown.partition("\n")
-    return f"{heading}\n\n{PLAY_LINK}\n{rest}"
+    return f"{heading}\n\n{PLAY_LINKS[src_uri]}\n{rest}"
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:
