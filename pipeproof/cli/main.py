@@ -29,6 +29,7 @@ from pipeproof.cli.job_file_command import job_file
 from pipeproof.cli.layers_command import layers
 from pipeproof.cli.measurements_command import measurements
 from pipeproof.cli.merge_command import merge
+from pipeproof.cli.play_command import play
 from pipeproof.cli.profile_command import profile
 from pipeproof.cli.rehearse_command import rehearse
 from pipeproof.cli.reshard_command import reshard
@@ -130,6 +131,6 @@ for _group, _members in (
     for _command in _members:
         _group.add_command(_command)
 for _command in (
-    check, show, simulate, advise, sweep, compare, import_group, schedule, doctor, rehearse, run, job, state,
+    check, show, simulate, advise, sweep, compare, import_group, schedule, play, doctor, rehearse, run, job, state,
 ):  # fmt: skip
     main.add_command(_command)
