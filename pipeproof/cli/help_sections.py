@@ -10,7 +10,7 @@ import click
 SECTIONS: Final = (
     ("Prove a plan", ("check", "explain", "show", "schema")),
     ("Start from existing files", ("import", "convert", "describe")),
-    ("Predict", ("profile", "simulate", "schedule", "advise", "sweep", "jitter", "board")),
+    ("Predict", ("profile", "simulate", "schedule", "advise", "tune", "sweep", "jitter", "board")),
     ("Execute", ("doctor", "rehearse", "run", "merge", "job-file", "fleet")),
     ("Saved state", ("reshard", "state", "aoa")),
     ("Compare and diagnose", ("compare", "align", "hang")),
@@ -51,6 +51,7 @@ EXAMPLES: Final = MappingProxyType(
         "simulate": "pipeproof simulate plan.yaml -o timeline.html",
         "state": "pipeproof state states/step-00000002 --md5",
         "sweep": "pipeproof sweep sweep.yaml --top 5",
+        "tune": "pipeproof tune llama3_70b --gpus 512 --device h100 --global-batch 1024",
     }
 )
 """Examples by the words of the command."""

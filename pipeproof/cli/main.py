@@ -40,6 +40,7 @@ from pipeproof.cli.show_command import show
 from pipeproof.cli.simulate_command import simulate
 from pipeproof.cli.state_command import state
 from pipeproof.cli.sweep_command import sweep
+from pipeproof.cli.tune_command import tune
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exit_status import ExitStatus
 
@@ -115,6 +116,6 @@ def main() -> None:
 
 for _command in (
     check, run, merge, schedule, convert, advise, describe, sweep, board, compare, align, jitter, rehearse, job_file,
-    fleet, import_plan, profile, hang, reshard, state, aoa, completion, explain, show, simulate, schema, doctor,
+    fleet, import_plan, profile, hang, reshard, state, aoa, completion, explain, show, simulate, schema, doctor, tune,
 ):  # fmt: skip
     main.add_command(_command)
