@@ -11,7 +11,7 @@ import click
 SECTIONS: Final = (
     ("Prove a plan", ("check", "show")),
     ("Start from existing files", ("import",)),
-    ("Predict", ("simulate", "advise", "sweep", "compare", "schedule", "play")),
+    ("Predict", ("simulate", "advise", "tune", "sweep", "compare", "schedule", "play")),
     ("Execute", ("doctor", "rehearse", "run", "job")),
     ("Saved state", ("state",)),
 )
@@ -56,6 +56,7 @@ EXAMPLES: Final = MappingProxyType(
         "state reshard": "pipeproof state reshard states --to plan_b.yaml -o moved",
         "state show": "pipeproof state show states/step-00000002 --md5",
         "sweep": "pipeproof sweep sweep.yaml --top 5",
+        "tune": "pipeproof tune llama3_70b --gpus 512 --device h100 --global-batch 1024",
     }
 )
 """Examples by the words of the command."""

@@ -40,6 +40,7 @@ from pipeproof.cli.show_command import show
 from pipeproof.cli.simulate_command import simulate
 from pipeproof.cli.state_command import state
 from pipeproof.cli.sweep_command import sweep
+from pipeproof.cli.tune_command import tune
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exit_status import ExitStatus
 from pipeproof.version import __version__
@@ -131,6 +132,7 @@ for _group, _members in (
     for _command in _members:
         _group.add_command(_command)
 for _command in (
-    check, show, simulate, advise, sweep, compare, import_group, schedule, play, doctor, rehearse, run, job, state,
+    check, show, simulate, advise, tune, sweep, compare, import_group, schedule, play, doctor, rehearse, run, job,
+    state,
 ):  # fmt: skip
     main.add_command(_command)
