@@ -294,3 +294,19 @@ def test_the_page_fits_the_window(opened, width, scheme):
     finally:
         opened.command("Emulation.setDeviceMetricsOverride", width=1200, height=800, deviceScaleFactor=1, mobile=False)
         opened.prefer("light")
+
+
+def test_no_settings_make_the_page_complain(opened):
+    """Any schedule and size, noise, deadlocks without a timeline included: the verdict is shown, and what it allows."""
+    draw = random.Random("settings")
+    shown = set()
+    for place in range(40):
+        values = random_values(draw, *OFFERED[place % len(OFFERED)]) | {"cv": draw.choice(["0", "0.2"])}
+        opened.run("location.hash = new URLSearchParams(arguments[0])", values)
+        opened.settle()
+        assert opened.run("return play.values") == opened.run("return {...play.values, ...arguments[0]}", values)
+        kind = opened.run("return document.getElementById('verdict').className")
+        is_drawn = not opened.run("return document.getElementById('figures').hidden")
+        assert is_drawn == (kind == "valid" or (kind == "deadlock" and values["sends"] != "backend")), values
+        shown.add((kind, is_drawn))
+    assert shown == {("valid", True), ("deadlock", True), ("deadlock", False), ("unfit", False)}
