@@ -40,7 +40,7 @@ class FrameworkSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """What a framework has.
+    """Schedules, settings and fixed keys of a framework.
 
     ``free_cut`` is true where stages may have any numbers of blocks; otherwise only equal numbers. ``sharding`` are the
     values of ``memory.shard_optimizer`` that it has, ``sharding_with_experts`` those with expert parallelism.
