@@ -21,7 +21,8 @@ def main() -> None:
         start = time.perf_counter()
         counts = tune(model.plan, gpus=512, device="h100", global_batch=1024, framework=name).counts
         print(
-            f"{name}: {time.perf_counter() - start:.1f} s; {sum(counts.removed.values())} not tried, {counts.tried} tried, "
+            f"{name}: {time.perf_counter() - start:.1f} s; {sum(counts.removed.values())} not tried, "
+            f"{counts.tried} tried, "
             f"{counts.unfit} without a schedule, {counts.over_memory} over the memory, {counts.bounded} bounded, "
             f"{counts.simulated} simulated, {counts.over_memory_simulated} of them over the memory, "
             f"{counts.checked} checked"

@@ -1,7 +1,7 @@
 """Writes the tables of ``docs/tune.md`` from ``docs/tune.json``.
 
-``python validation/pages/make_tune.py`` writes, ``--check`` exits 1 if a part is stale. ``benchmarks/tune_published.py``
-makes the results.
+``python validation/pages/make_tune.py`` writes, ``--check`` exits 1 if a part is stale.
+``benchmarks/tune_published.py`` makes the results.
 """
 
 from __future__ import annotations
