@@ -109,7 +109,14 @@ def test_every_command_takes_custom_layers(name):
 
 def ends_well(file, *, costs=True):
     """Nothing is refused, and no figure is none."""
-    commands = [("check",), ("simulate",), ("show",), ("show", "--memory"), ("advise",), ("jitter", "--runs", "2")]
+    commands = [
+        ("check",),
+        ("simulate",),
+        ("show",),
+        ("show", "--memory"),
+        ("advise",),
+        ("schedule", "jitter", "--runs", "2"),
+    ]
     commands += [("show", "--costs")] if costs else []
     for command in commands:
         done = invoke(*command, file)

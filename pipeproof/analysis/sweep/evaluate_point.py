@@ -12,7 +12,6 @@ from enum import StrEnum
 from fractions import Fraction
 from typing import Any, Self
 
-from pipeproof import __version__
 from pipeproof.analysis.sweep.sweep_points import Point, Settings
 from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
 from pipeproof.diagnostics.source import SourceMap
@@ -21,6 +20,7 @@ from pipeproof.sim.simulate import Simulation, simulate
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.verify.check_plan import check
+from pipeproof.version import __version__
 
 
 class Status(StrEnum):

@@ -17,7 +17,6 @@ from os import cpu_count
 from pathlib import Path
 from typing import Any
 
-from pipeproof import __version__
 from pipeproof.analysis.sweep.evaluate_point import Evaluate, PointResult, Status
 from pipeproof.analysis.sweep.results_file import ResultsFile, open_results
 from pipeproof.analysis.sweep.run_sweep import own_processes, run_sweep
@@ -38,6 +37,7 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.layer import layer_order
 from pipeproof.stages.describe.op_work import product_flops
+from pipeproof.version import __version__
 
 BATCH = 32
 """Layouts simulated between two looks at the rows so far; constant, so that the work does not depend on workers."""
