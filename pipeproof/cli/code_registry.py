@@ -1,4 +1,4 @@
-"""The documentation of all codes, which ``pipeproof explain`` prints."""
+"""The documentation of all codes, which ``pipeproof --explain`` prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pipeproof hang``: the cause of a hang, from Flight Recorder dumps or from the rings of a watched job."""
+"""``pipeproof job hang``: the cause of a hang, from Flight Recorder dumps or from the rings of a watched job."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     help="Seconds that a rank waits before the job counts as hung.",
 )
 @click.option(
-    "--slow",
+    "--slow-after",
     "slow_s",
     type=click.FloatRange(min=0.5, max=86400),
     default=60.0,
@@ -55,7 +55,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     help="Shell command that --follow runs at a hang; PIPEPROOF_CAUSES has the ranks, PIPEPROOF_KIND the kind.",
 )
 @click.option(
-    "--html", "html", type=_FILE, callback=writable, help="Write a page with the last operations of each rank."
+    "-o", "--output", "html", type=_FILE, callback=writable, help="Write a page with the last operations of each rank."
 )
 @click.option("--metrics", type=_FILE, callback=writable, help="Write Prometheus metrics, with --follow at every look.")
 @format_option()
@@ -79,7 +79,7 @@ def hang(
 
         if not follow and not ring_files(directory):
             if html is not None or metrics is not None:
-                raise click.UsageError(f"--html and --metrics need rings, and {str(directory)!r} has none")
+                raise click.UsageError(f"--output and --metrics need rings, and {str(directory)!r} has none")
             _from_dumps(directory, form, color)
         _from_rings(directory, follow, (patience_s, slow_s, timeout_s), on_hang, html, metrics, form, color)
 

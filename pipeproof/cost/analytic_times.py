@@ -59,6 +59,9 @@ _PAIR_PROCESSORS = Fraction(20, 132)
 _PASSES = 4
 """Reads and writes of memory for each byte that a collective of an overlapped pair moves."""
 
+_COMPILED_HOST = Fraction("0.8")
+"""Time of the host with each stage compiled as one graph, as a share of eager execution (``docs/costs.md``)."""
+
 _OVERLAPPING = ("dualpipe", "dualpipe_v", "file", "custom")
 """Schedules in which a forward and a backward may run side by side."""
 
@@ -252,9 +255,8 @@ class AnalyticCosts:
         return num_bytes / (self.device.memory * 1000 * exact(self.shares.memory))
 
     def _host_us_of(self, work: Work) -> Fraction:
-        """Time of the host for one operation; a compiler fuses elementwise ones into others."""
-        is_fused = self.analytic.execution == "compiled" and work.unit is ComputeUnit.VECTOR
-        return _ZERO if is_fused else work.launches * self._operation_us
+        """Time of the host for one operation."""
+        return work.launches * self._operation_us
 
     @cached_property
     def messages(self) -> tuple[Fraction, ...]:
@@ -375,9 +377,10 @@ def _host_us(analytic: AnalyticSpec, table: CostTable | None) -> Fraction:
     """Time of the host for each operation; a replayed graph needs none."""
     if analytic.execution == "graph":
         return _ZERO
-    if analytic.host_us is not None:
-        return exact(analytic.host_us)
-    return _ZERO if table is None else exact(table.host_us)
+    eager = analytic.host_us
+    if eager is None:
+        eager = 0 if table is None else table.host_us
+    return exact(eager) * (_COMPILED_HOST if analytic.execution == "compiled" else 1)
 
 
 def _rounded(times: Iterable[Fraction]) -> list[Fraction]:

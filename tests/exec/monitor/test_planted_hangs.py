@@ -37,8 +37,8 @@ def test_the_command_prints_the_cause_and_writes_page_metrics_and_json(tmp_path)
     with running("data_loader_stuck", rings):
         assert follow(Follower(rings, patience_s=3), report=lambda *_: None, timeout_s=300) is not None
         hook = f'echo "$PIPEPROOF_KIND $PIPEPROOF_CAUSES" > {tmp_path / "hook"}'
-        files = ["--html", tmp_path / "hang.html", "--metrics", tmp_path / "metrics.prom"]
-        result = invoke("hang", rings, "--follow", "--patience", "2", "--on-hang", hook, *files)
+        files = ["-o", tmp_path / "hang.html", "--metrics", tmp_path / "metrics.prom"]
+        result = invoke("job", "hang", rings, "--follow", "--patience", "2", "--on-hang", hook, *files)
     assert result.exit_code == 1
     assert "cause: rank 1" in result.stdout
     assert "PP933" in result.stdout
@@ -47,7 +47,7 @@ def test_the_command_prints_the_cause_and_writes_page_metrics_and_json(tmp_path)
     assert "pipeproof_hang 1" in (tmp_path / "metrics.prom").read_text()
     assert "rank 1 (cause)" in (tmp_path / "hang.html").read_text()
     time.sleep(4)  # after the job was killed, its rings tell the same
-    result = invoke("hang", rings, "--format", "json", "--patience", "1")
+    result = invoke("job", "hang", rings, "--format", "json", "--patience", "1")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     require_fit("hang", report)
