@@ -28,7 +28,7 @@ def run_rank(rank: int, directory: Path, arguments: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from pipeproof.torch import watch
+    from pipeproof.exec.monitor.torch_watch import watch
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(directory / "store"), 2)

@@ -50,6 +50,7 @@ EXEMPT = {
     "many-hosts.md": "several hosts; tests/exec/test_many_hosts.py",
     "mutation.md": "hours",
     "reshard-matrix.md": "a quarter of an hour of runs; tests/docs/test_reshard_matrix.py",
+    "my-job-hangs.md": "rings of a job that hangs; tests/exec/monitor",
     "names.md": "states, and files of other tools; tests/state/names",
     "prediction.md": "GPUs",
     "recording.md": "programs of PyTorch and Paddle, and their logs; tests/interop/record",
