@@ -40,6 +40,7 @@ lint: $(VENV)/.dev           ## format, lint, types, import contracts
 
 docs: $(VENV)/.dev           ## pages, tables and pictures that are made from the code
 	$(BIN)/python validation/pages/make_rules.py
+	$(BIN)/python validation/pages/make_options.py
 	$(BIN)/python validation/pages/make_tables.py
 	$(BIN)/python validation/pages/make_costs.py
 	$(BIN)/python validation/pages/make_forms.py
@@ -64,7 +65,7 @@ site: $(VENV)/.docs          ## the documentation as a site, in build/site; fail
 tutorial: $(VENV)/bin/python ## follows docs/tutorial.md to the letter, in a fresh environment of its own
 	$(BIN)/python validation/pages/follow_tutorial.py
 
-bench: $(VENV)/.demo         ## what the README claims about speed
+bench: $(VENV)/.demo         ## what docs/claims.md states about speed
 	$(BIN)/python benchmarks/check_startup.py
 	$(BIN)/python benchmarks/check.py
 	$(BIN)/python benchmarks/generate.py

@@ -92,7 +92,10 @@ def _measure(what: str, source: Path, words: list[str], size: int, repeats: int,
 def _reshard(source: Path, words: list[str]) -> tuple[float, int]:
     started = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-c", _CHILD, "reshard", str(source), *words], check=True, capture_output=True, text=True
+        [sys.executable, "-c", _CHILD, "state", "reshard", str(source), *words],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     return time.perf_counter() - started, int(done.stdout.splitlines()[-1])
 

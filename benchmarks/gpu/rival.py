@@ -46,12 +46,18 @@ def rival_step(kind: str, size: Size, rank: int, num_ranks: int, device: torch.d
     return lambda: schedule.step(*inputs)
 
 
-def plain_step(size: Size, device: torch.device, *, is_shared_out: bool) -> Callable[[], object]:
+def plain_step(
+    size: Size, device: torch.device, *, is_shared_out: bool, is_compiled: bool = False
+) -> Callable[[], object]:
     """The same without a pipeline: the whole model on this rank, but for experts that the world's ranks share out.
 
-    Each micro-batch goes forward and back; in the end what all ranks have is summed over them.
+    Each micro-batch goes forward and back; in the end what all ranks have is summed over them. ``is_compiled`` compiles
+    each block.
     """
     model = plain_stage(size, 0, 1, 1, device, is_shared_out=is_shared_out)
+    if is_compiled:
+        for block in model.blocks:
+            block.compile()
     scale = 1 / (size.seq_length * size.num_micro_batches)
     shape = (size.num_micro_batches, 1, size.seq_length)
     tokens, labels = (torch.randint(0, size.vocab_size, shape, device=device) for _ in range(2))

@@ -4,7 +4,7 @@
     python benchmarks/gpu/topologies.py --device cpu       # over gloo: shows that this file works
 
 Every topology resumes from the state that the one before it saved: every second one directly, the others from
-what ``pipeproof reshard`` made of it. The state at the end is cut for the first topology and back, and compared.
+what ``pipeproof state reshard`` made of it. The state at the end is cut for the first topology and back, and compared.
 Exit status 1 where a step is not as the reference has it, or a tensor has another MD5.
 """
 
@@ -57,7 +57,7 @@ def main() -> int:
             how = "" if before is None else "straight from the state"
             if before is not None and number % 2 == 0:
                 made = root / f"made{number}"
-                _pipeproof("reshard", before, "--to", file, "-o", made)
+                _pipeproof("state", "reshard", before, "--to", file, "-o", made)
                 resumed, how = ("--resume", made), "from the state, cut anew"
             output = _pipeproof("run", file, "--save", states, "--report", report, *resumed, may_fail=True)
             before = states
@@ -71,9 +71,9 @@ def main() -> int:
                   f"{bits if content['passed'] else 'OTHERWISE'}  {how}", flush=True)  # fmt: skip
         assert before is not None
         there, back = root / "there", root / "back"
-        _pipeproof("reshard", before, "--to", files[1], "-o", there)
-        _pipeproof("reshard", there, "--to", files[-1], "-o", back)
-        same = json.loads(_pipeproof("state", before, back, "--format", "json", may_fail=True))["equal"]
+        _pipeproof("state", "reshard", before, "--to", files[1], "-o", there)
+        _pipeproof("state", "reshard", there, "--to", files[-1], "-o", back)
+        same = json.loads(_pipeproof("state", "diff", before, back, "--format", "json", may_fail=True))["equal"]
         print(f"cut for {list(TOPOLOGIES)[1]} and back: {'every tensor is equal' if same else 'OTHERWISE'}")
     return int(not (all_right and same))
 

@@ -16,14 +16,17 @@ import click
 
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, format_option, refusing_bad_plans
+from pipeproof.cli.set_option import set_option
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from pipeproof.analysis.advise.search import Progress
+    from pipeproof.diagnostics.problems import KeyPath
 
 
 @click.command()
 @click.argument("plan", metavar="PLAN", type=PlanFile())
+@set_option
 @click.option("--memory-limit", type=click.IntRange(1, 10**9),
               help="Most activations of the largest stage that a rank may hold; overrides the plan's.")  # fmt: skip
 @click.option("--top", type=click.IntRange(1, 1000), default=5, show_default=True,
@@ -31,7 +34,10 @@ if TYPE_CHECKING:
 @click.option("--all", "everything", is_flag=True,
               help="Also list candidates over the memory limit, and why schedules were left out.")  # fmt: skip
 @format_option()
-def advise(plan: Path, memory_limit: int | None, top: int, everything: bool, form: Literal["text", "json"]) -> None:
+def advise(
+    plan: Path, settings: dict[KeyPath, object], memory_limit: int | None, top: int, everything: bool,
+    form: Literal["text", "json"],
+) -> None:  # fmt: skip
     """List better schedules, chunk counts and micro-batch counts for a plan, with reasons.
 
     Every listed candidate has passed the whole check. The exit status is 0 with or without candidates.
@@ -41,7 +47,7 @@ def advise(plan: Path, memory_limit: int | None, top: int, everything: bool, for
         from pipeproof.analysis.advise.search import advise as find_advice
         from pipeproof.specs.load_plan import load_plan
 
-        loaded = load_plan(plan)
+        loaded = load_plan(plan, settings)
         try:
             with _showing_progress() as on_progress:
                 advice = find_advice(loaded, memory_limit, top=top, with_over_limit=everything, on_progress=on_progress)

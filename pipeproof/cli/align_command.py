@@ -1,4 +1,4 @@
-"""``pipeproof align``: two records, or two logs, bit for bit.
+"""``pipeproof state align``: two records, or two logs, bit for bit.
 
 It imports what it needs when it runs.
 """
@@ -29,7 +29,7 @@ def _order(context: click.Context, parameter: click.Parameter, value: str) -> tu
               help="Allowed distance of elements, and of losses, in representable numbers.")  # fmt: skip
 @click.option("--relative", type=click.FloatRange(min=0.0), default=0.0, show_default=True, callback=not_nan,
               help="Or the allowed difference of a tensor, relative to B's largest element.")  # fmt: skip
-@click.option("--micro-batches", type=click.IntRange(min=1), default=1, show_default=True,
+@click.option("-m", "--micro-batches", type=click.IntRange(min=1), default=1, show_default=True,
               help="Of logs: number of micro-batches of a step, for counting anchors.")  # fmt: skip
 @click.option("--order-a", default="main", show_default=True, callback=_order, metavar="NAMES",
               help="Of logs: losses whose anchors A prints for a micro-batch; PaddleFleet: main,mtp.")  # fmt: skip

@@ -1,4 +1,4 @@
-"""``pipeproof aoa``: the effect of AOA statements on a checkpoint, their expansion and inverse, and writing them."""
+"""``pipeproof state aoa``: effect of AOA statements on a checkpoint, expansion and inverse, and writing them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeproof.cli.completion import PLACE, is_plan
+from pipeproof.cli.completion import PLACE, complete_convention, is_plan
 from pipeproof.cli.console import format_option, opening_checkpoints, refusing_bad_plans
 
 if TYPE_CHECKING:
@@ -24,27 +24,28 @@ if TYPE_CHECKING:
 @click.option("--source", type=PLACE, metavar="PLACE",
               help="The checkpoint that statements read, or a plan whose runs save it.")  # fmt: skip
 @click.option("--to", "target", type=PLACE, metavar="PLACE",
-              help="The checkpoint or plan whose tensors they make; without it, all that they make. With --from, the "
-              "other convention.")  # fmt: skip
-@click.option("--from", "convention", metavar="CONVENTION",
-              help="Write the statements from this convention of names to another, --to.")  # fmt: skip
+              help="The checkpoint or plan whose tensors they make; without it, all that they make.")  # fmt: skip
+@click.option("--names", metavar="CONVENTION", shell_complete=complete_convention,
+              help="Write the statements from this convention of names to that of --to-names.")  # fmt: skip
+@click.option("--to-names", metavar="CONVENTION", shell_complete=complete_convention,
+              help="With --names, the other convention.")  # fmt: skip
 @click.option("--expand", is_flag=True, help="Print the statements with every pattern replaced by names.")
 @click.option("--inverse", "inverted", is_flag=True, help="Print the statements that make the source again.")
 @format_option()
 def aoa(
-    file: Path, *, source: Path | None, target: Path | None, convention: str | None, expand: bool, inverted: bool,
-    form: Form,
+    file: Path, *, source: Path | None, target: Path | None, names: str | None, to_names: str | None, expand: bool,
+    inverted: bool, form: Form,
 ) -> None:  # fmt: skip
     """Read AOA statements strictly, and show the source of each tensor; or write them between conventions.
 
     FILE has one statement per line, or is YAML or JSON with the list aoa_statements, as Paddle's aoa_config. No tensor
-    is read: headers of checkpoints, and plans, are sufficient. With --from CONVENTION --to CONVENTION, FILE is the plan
+    is read: headers of checkpoints, and plans, are sufficient. With --names and --to-names, FILE is the plan
     of a model, or a state, and statements for its tensors are written.
     """
-    if convention is not None:
-        if target is None or source is not None or expand or inverted:
-            raise click.UsageError("--from CONVENTION needs --to CONVENTION and a plan, and allows only --format")
-        _write_between(convention, str(target), file, form)
+    if names is not None or to_names is not None:
+        if names is None or to_names is None or target is not None or source is not None or expand or inverted:
+            raise click.UsageError("--names and --to-names need each other and a plan, and allow only --format")
+        _write_between(names, to_names, file, form)
         return
     if source is None:
         raise click.UsageError("--source PLACE is missing: the checkpoint that statements read, or a plan")

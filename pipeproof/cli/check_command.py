@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from pipeproof.cli.completion import PlanFile, complete_importer
+from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, writable
 from pipeproof.cli.import_command import KindName, import_from, import_options
 from pipeproof.comm.backend_rows import Queue
@@ -85,13 +85,17 @@ def _check_log(directory: Path, plan: Path | None, queue: Queue | None, selectio
     "--from",
     "kind",
     type=KindName(),
-    shell_complete=complete_importer,
     help="Check files of another tool; `docs/importing.md` has the kinds.",
 )
 @import_options
 @click.option("--program", type=click.Path(path_type=Path),
               help="Check this program text, without a plan.")  # fmt: skip
-@click.option("--backend", metavar="NAME", help="The backend whose guarantees hold for --program, such as paddle-gloo.")
+@click.option(
+    "--transport",
+    "backend",
+    metavar="NAME",
+    help="The backend whose guarantees hold for --program, such as paddle-gloo.",
+)
 @_log_options
 @click.option("--queue", type=click.Choice(get_args(Queue)),
               help="With --program or --log: transfers of a rank that share one FIFO queue, as `transport.queue` of a "
@@ -131,11 +135,13 @@ def check(
         raise click.UsageError("give one of PLAN, --from KIND FILE..., --program FILE and --log DIR")
     if log is None and log_plan is not None:
         raise click.UsageError("--plan goes with --log DIR")
-    if kind is None and (settings or model_config is not None or world_size is not None):
-        raise click.UsageError("--set, --model-config and --world-size go with --from KIND")
+    if kind is None and (model_config is not None or world_size is not None):
+        raise click.UsageError("--model-config and --world-size go with --from KIND")
+    if settings and not files:
+        raise click.UsageError("--set is for plans and for --from KIND")
     file = files[0] if files else log or program or Path()
     if backend is not None and program is None:
-        raise click.BadParameter("a plan gives its backend in `run`", param_hint="--backend")
+        raise click.BadParameter("a plan gives its backend in `run`", param_hint="--transport")
     if queue is not None and files:
         raise click.BadParameter("a plan gives its queue in `transport.queue`", param_hint="--queue")
     from pipeproof.cli.check_report import compare_all, run_checks, selection_of, show_all, write_baseline
@@ -144,7 +150,7 @@ def check(
 
     others = [doc.code for doc in IMPORT_CODES] if kind is not None else _log_codes() if log is not None else []
     selection = selection_of(select, ignore, others)
-    tasks: list[CheckTask] = [((plan,), partial(_check_file, plan, selection)) for plan in files]
+    tasks: list[CheckTask] = [((plan,), partial(_check_file, plan, settings, selection)) for plan in files]
     if kind is not None:
         flags = Flags(settings, model_config, world_size)
         tasks = [(files, partial(_check_files, kind, files, flags, selection))]
@@ -183,11 +189,11 @@ def _load_baseline(file: Path, form: Form, color: str) -> LoadedBaseline:
         return load_baseline(file)
 
 
-def _check_file(plan: Path, selection: Selection) -> Report:
+def _check_file(plan: Path, settings: dict[KeyPath, object], selection: Selection) -> Report:
     from pipeproof.specs.load_plan import load_plan
     from pipeproof.verify.check_plan import check as check_plan
 
-    return check_plan(load_plan(plan), selection)
+    return check_plan(load_plan(plan, settings), selection)
 
 
 def _check_files(kind: str, files: tuple[Path, ...], flags: Flags, selection: Selection) -> Report:
@@ -204,5 +210,5 @@ def _check_program(file: Path, backend: str | None, queue: Queue | None, selecti
     try:
         table = backend_table("paddle", "cpu") if backend is None else table_named(backend)
     except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--backend") from error
+        raise click.BadParameter(str(error), param_hint="--transport") from error
     return check_subject(load_program(file, backend=with_queue(table, queue)), selection)

@@ -1,4 +1,4 @@
-"""Shell completion: argument types that complete plan files, completion of names, and ``pipeproof completion``."""
+"""Shell completion: argument types that complete plan files, completion of names, and ``pipeproof --completion``."""
 
 from __future__ import annotations
 
@@ -85,24 +85,19 @@ def complete_convention(context: click.Context, parameter: click.Parameter, inco
     return [CompletionItem(name) for name in CONVENTIONS if name.startswith(incomplete)]
 
 
-def complete_importer(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return matching kinds of files that can be imported."""
-    from pipeproof.interop.importers.import_kinds import KINDS
-
-    return [CompletionItem(kind) for kind in KINDS if kind.startswith(incomplete)]
-
-
-@click.command()
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-@click.pass_context
-def completion(context: click.Context, shell: str) -> None:
-    r"""Print the script with which a shell completes commands, options, plans, codes and schedules.
-
-    \b
-    bash   in ~/.bashrc:                 eval "$(pipeproof completion bash)"
-    zsh    in ~/.zshrc, after compinit:  eval "$(pipeproof completion zsh)"
-    fish   once:  pipeproof completion fish > ~/.config/fish/completions/pipeproof.fish
-    """
+def _print_completion(context: click.Context, parameter: click.Parameter, shell: str | None) -> None:
+    if shell is None or context.resilient_parsing:
+        return
     script = get_completion_class(shell)
     assert script is not None  # click has these three
     click.echo(script(context.find_root().command, {}, _NAME, _VARIABLE).source())
+    context.exit()
+
+
+completion_option = click.option(
+    "--completion", type=click.Choice(["bash", "zsh", "fish"]), is_eager=True, expose_value=False,
+    callback=_print_completion,
+    help="Print the script with which this shell completes commands, options, plans, codes and schedules, and exit. "
+    'bash, in ~/.bashrc, and zsh, in ~/.zshrc after compinit: eval "$(pipeproof --completion bash)"; fish, once: '
+    "pipeproof --completion fish > ~/.config/fish/completions/pipeproof.fish",
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""``pipeproof convert``: a schedule in one format written in another."""
+"""``pipeproof schedule convert``: a schedule in one format written in another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMATS = ("text", "csv", "csv-comms", "fleet")
 
 @click.command()
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
-@click.option("--to", "target", type=click.Choice(FORMATS), required=True, help="The format to write.")
+@click.option("--as", "target", type=click.Choice(FORMATS), required=True, help="The format to write.")
 @click.option("--from", "source", type=click.Choice(["auto", *FORMATS]), default="auto", show_default=True,
               help="The format of FILE; auto detects it.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,

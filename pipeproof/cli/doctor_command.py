@@ -18,7 +18,7 @@ from pipeproof.exit_status import ExitStatus
 @format_option()
 @click.option("--backend", type=click.Choice(["paddle", "torch"]), default="paddle", show_default=True,
               help="The framework whose transports are probed.")  # fmt: skip
-@click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True,
+@click.option("--on", "device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True,
               help="gloo on the CPU, or NCCL on one or two GPUs.")  # fmt: skip
 @click.option("--write-costs", "costs", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Instead measure the GPU (products, attention, memory, host) and write its curves as the "
@@ -27,7 +27,7 @@ def doctor(form: Literal["text", "json"], backend: str, device: str, costs: Path
     """Show versions, compare the behaviour of a backend on this machine with our table, and measure messages."""
     if costs is not None:
         if backend != "torch" or device != "gpu":
-            raise click.UsageError("--write-costs: a GPU is measured with PyTorch; add --backend torch --device gpu")
+            raise click.UsageError("--write-costs: a GPU is measured with PyTorch; add --backend torch --on gpu")
         sys.exit(_write_costs(costs))
     from pipeproof.exec.measure.doctor import run_doctor
     from pipeproof.exec.measure.doctor_report import doctor_to_json, render_doctor

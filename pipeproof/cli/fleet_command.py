@@ -1,4 +1,4 @@
-"""``pipeproof fleet``: a plan's layers trained by Fleet's own pipeline and by ours.
+"""``pipeproof job fleet``: a plan's layers trained by Fleet's own pipeline and by ours.
 
 It imports what it needs when it runs.
 """
@@ -7,30 +7,39 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
 from pipeproof.cli.rank_options import logs, timeout
+from pipeproof.cli.set_option import set_option
+
+if TYPE_CHECKING:
+    from pipeproof.diagnostics.problems import KeyPath
 
 
 @click.command()
 @click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
+@set_option
 @click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write a JSON report.")  # fmt: skip
-@click.option("--record", "record_to", type=click.Path(path_type=Path, file_okay=False), callback=writable,
+@click.option("--log", "record_to", type=click.Path(path_type=Path, file_okay=False), callback=writable,
               help="Record the communication of each of Fleet's ranks here, for `check --log`.")  # fmt: skip
 @timeout
 @logs
-def fleet(plan: Path, report_file: Path | None, record_to: Path | None, timeout_s: float, logs: Path | None) -> None:
+def fleet(
+    plan: Path, settings: dict[KeyPath, object], report_file: Path | None, record_to: Path | None, timeout_s: float,
+    logs: Path | None,
+) -> None:  # fmt: skip
     """Run a plan's layers with Fleet's own pipeline and with ours, and compare losses, gradients and messages."""
     if record_to is not None and record_to.is_dir() and any(record_to.glob("rank_*.jsonl")):
-        raise click.BadParameter(f"{str(record_to)!r} has logs already", param_hint="--record")
+        raise click.BadParameter(f"{str(record_to)!r} has logs already", param_hint="--log")
     from pipeproof.exec.fleet.fleet_console import FleetOptions, fleet_command
     from pipeproof.specs.load_plan import load_plan
     from pipeproof.verify.check_plan import check
 
     with refusing_bad_plans("text", plan):
-        report = check(load_plan(plan))
+        report = check(load_plan(plan, settings))
         status = fleet_command(report, FleetOptions(timeout_s, logs, report_file, record_to), console_for())
     sys.exit(status)

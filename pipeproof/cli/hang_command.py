@@ -1,4 +1,4 @@
-"""``pipeproof hang``: diagnosis of a hung run from its Flight Recorder dumps."""
+"""``pipeproof job hang``: diagnosis of a hung run from its Flight Recorder dumps."""
 
 from __future__ import annotations
 

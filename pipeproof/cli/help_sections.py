@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NoReturn
 
 import click
 
 SECTIONS: Final = (
-    ("Prove a plan", ("check", "explain", "show", "schema")),
-    ("Start from existing files", ("import", "convert", "describe")),
-    ("Predict", ("profile", "simulate", "schedule", "advise", "sweep", "jitter", "board")),
-    ("Execute", ("doctor", "rehearse", "run", "merge", "job-file", "fleet")),
-    ("Saved state", ("reshard", "state", "aoa")),
-    ("Compare and diagnose", ("compare", "align", "hang")),
-    ("Shell", ("completion",)),
+    ("Prove a plan", ("check", "show")),
+    ("Start from existing files", ("import",)),
+    ("Predict", ("simulate", "advise", "tune", "sweep", "compare", "schedule", "play")),
+    ("Execute", ("doctor", "rehearse", "run", "job")),
+    ("Saved state", ("state",)),
 )
 """In the order of a first use."""
 
@@ -23,41 +22,95 @@ _OTHERS = "More"
 EXAMPLES: Final = MappingProxyType(
     {
         "advise": "pipeproof advise plan.yaml",
-        "align": "pipeproof align records/run records/reference",
-        "aoa": "pipeproof aoa names.aoa --source states --inverse",
-        "board": "pipeproof board --set mlperf --rows",
         "check": "pipeproof check plan.yaml",
         "compare": "pipeproof compare plan.yaml run.json",
-        "completion": "pipeproof completion bash",
-        "convert": "pipeproof convert schedule.csv --to text",
-        "describe": "pipeproof describe plan.yaml --write",
         "doctor": "pipeproof doctor --backend torch",
-        "explain": "pipeproof explain PP201",
-        "fleet": "pipeproof fleet plan.yaml --report fleet.json",
-        "hang": "pipeproof hang dumps/",
-        "import": "pipeproof import megatron pretrain.sh -o plan.yaml",
-        "jitter": "pipeproof jitter plan.yaml --cv 0.1",
-        "job-file": "pipeproof job-file plan.yaml --for slurm -o job.sh",
-        "merge": "pipeproof merge node-1/ node-2/ -o timeline.html",
-        "profile": "pipeproof profile traces/ --plan plan.yaml -o profile.json",
+        "import deepspeed": "pipeproof import deepspeed ds_config.json --world-size 8 -o plan.yaml",
+        "import ernie": "pipeproof import ernie pretrain.yaml -o plan.yaml",
+        "import fleet": "pipeproof import fleet strategy.prototxt -o plan.yaml",
+        "import layers": "pipeproof import layers plan.yaml --write",
+        "import measurements": "pipeproof import measurements --only mlperf --rows",
+        "import megatron": "pipeproof import megatron pretrain.sh -o plan.yaml",
+        "import paddleformers": "pipeproof import paddleformers pretrain.yaml --world-size 8 -o plan.yaml",
+        "import paddlenlp": "pipeproof import paddlenlp pretrain.json --world-size 8 -o plan.yaml",
+        "import profile": "pipeproof import profile traces/ --plan plan.yaml -o profile.json",
+        "import torch-csv": "pipeproof import torch-csv schedule.csv -o plan.yaml",
+        "import torchtitan": "pipeproof import torchtitan train.toml --world-size 8 -o plan.yaml",
+        "job file": "pipeproof job file plan.yaml --for slurm -o job.sh",
+        "job fleet": "pipeproof job fleet plan.yaml --report fleet.json",
+        "job hang": "pipeproof job hang dumps/",
+        "job merge": "pipeproof job merge node-1/ node-2/ -o timeline.html",
+        "play": "pipeproof play -o play.html",
         "rehearse": "pipeproof rehearse plan.yaml --scale 1/4",
-        "reshard": "pipeproof reshard states --to plan_b.yaml -o moved",
         "run": "pipeproof run plan.yaml --report run.json",
+        "schedule convert": "pipeproof schedule convert schedule.csv --as text",
+        "schedule jitter": "pipeproof schedule jitter plan.yaml --cv 0.1",
         "schedule list": "pipeproof schedule list",
         "schedule show": "pipeproof schedule show zb_v -p 4 -m 8",
         "schedule solve": "pipeproof schedule solve plan.yaml -o solved.csv",
-        "schema": "pipeproof schema > plan.schema.json",
         "show": "pipeproof show plan.yaml --rank 0",
         "simulate": "pipeproof simulate plan.yaml -o timeline.html",
-        "state": "pipeproof state states/step-00000002 --md5",
+        "state align": "pipeproof state align records/run records/reference",
+        "state aoa": "pipeproof state aoa names.aoa --source states --inverse",
+        "state diff": "pipeproof state diff states/step-00000002 moved",
+        "state reshard": "pipeproof state reshard states --to plan_b.yaml -o moved",
+        "state show": "pipeproof state show states/step-00000002 --md5",
         "sweep": "pipeproof sweep sweep.yaml --top 5",
+        "tune": "pipeproof tune llama3_70b --gpus 512 --device h100 --global-batch 1024",
     }
 )
 """Examples by the words of the command."""
 
 
-class SectionedGroup(click.Group):
-    """A group whose commands have an example each, and are listed in sections with their full first sentence."""
+class SuggestingGroup(click.Group):
+    """A group that lists its commands with their full first sentence, and suggests a command for an unknown one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command; an unknown one is refused with the nearest name of all commands of the program."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            _refuse(args[0], ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands."""
+        self._write_section("Commands", sorted(self.commands), formatter)
+
+    def _write_section(self, title: str, names: Iterable[str], formatter: click.HelpFormatter) -> None:
+        commands = [(name, self.commands[name]) for name in names if name in self.commands]
+        rows = [(name, command.get_short_help_str(limit=200)) for name, command in commands if not command.hidden]
+        if rows:
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+def _refuse(word: str, context: click.Context) -> NoReturn:
+    from pipeproof.diagnostics.problems import nearest_name
+
+    root = context.find_root()
+    assert isinstance(root.command, click.Group)
+    places: dict[str, list[str]] = {}
+    for words in command_words(root.command):
+        for name in dict.fromkeys((words[-1], words[0])):
+            places.setdefault(name, []).append(" ".join((*words[: words.index(name)], name)))
+    near = nearest_name(word, places)
+    found = " or ".join(f"`{root.info_name} {place}`" for place in dict.fromkeys(places.get(near or "", ())))
+    fix = f"did you mean {found}?" if found else f"`{context.command_path} --help` lists the commands"
+    raise click.UsageError(f"there is no command {word!r}; {fix}", context)
+
+
+def command_words(group: click.Group, *before: str) -> Iterator[tuple[str, ...]]:
+    """Yield the words of each command below a group."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from command_words(command, *before, name)
+        else:
+            yield (*before, name)
+
+
+class SectionedGroup(SuggestingGroup):
+    """A group whose commands have an example each, and are listed in sections."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         """Add a command; its help ends with its example."""
@@ -69,11 +122,7 @@ class SectionedGroup(click.Group):
         in_sections = {name for _, names in SECTIONS for name in names}
         others = tuple(name for name in self.list_commands(ctx) if name not in in_sections)
         for title, names in (*SECTIONS, (_OTHERS, others)):
-            commands = [(name, self.commands[name]) for name in names if name in self.commands]
-            rows = [(name, command.get_short_help_str(limit=200)) for name, command in commands if not command.hidden]
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
+            self._write_section(title, names, formatter)
 
 
 def _give_examples(command: click.Command, words: str) -> None:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import click
 
 from pipeproof.atomic_write import write_output
-from pipeproof.cli.completion import complete_importer
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.help_sections import SuggestingGroup
+from pipeproof.cli.set_option import set_option
+from pipeproof.interop.importers.import_kinds import KINDS
 
 if TYPE_CHECKING:
     from pipeproof.diagnostics.problems import KeyPath
@@ -20,10 +22,11 @@ if TYPE_CHECKING:
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-class KindName(click.ParamType):  # type: ignore[type-arg]  # generic in some of click's releases
-    """A name of ``pipeproof.interop.importers.import_kinds.KINDS``, which is imported on use."""
+class KindName(click.Choice):  # type: ignore[type-arg]  # generic in some of click's releases
+    """A name of ``pipeproof.interop.importers.import_kinds.KINDS``."""
 
-    name = "kind"
+    def __init__(self) -> None:
+        super().__init__(tuple(KINDS))
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         """Return the name in help texts."""
@@ -32,7 +35,6 @@ class KindName(click.ParamType):  # type: ignore[type-arg]  # generic in some of
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the name of an existing kind."""
         from pipeproof.diagnostics.problems import nearest_name
-        from pipeproof.interop.importers.import_kinds import KINDS
 
         if value in KINDS:
             return str(value)
@@ -56,37 +58,13 @@ class DeviceParam(click.ParamType):  # type: ignore[type-arg]  # generic in some
         return str(value)
 
 
-def _settings(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[KeyPath, object]:
-    """Return ``KEY=VALUE`` pairs as plan keys with values, read as in a plan file; the callback of ``--set``."""
-    if not values:
-        return {}
-    from pipeproof.diagnostics.problems import dotted
-    from pipeproof.diagnostics.yaml_tree import parse_text
-
-    settings: dict[KeyPath, object] = {}
-    for text in values:
-        key, equals, value = text.partition("=")
-        path = tuple(key.strip().split("."))
-        if not equals or not all(path):
-            raise click.BadParameter(f"{text!r} is not KEY=VALUE, such as model.hidden_size=4096")
-        tree = parse_text(value, "--set")
-        if tree.problems:
-            raise click.BadParameter(f"{text!r}: {tree.problems[0].message}")
-        inside = [known for known in settings if known[: len(path)] == path or path[: len(known)] == known]
-        if inside:
-            raise click.BadParameter(f"{text!r}: {dotted(inside[0])} is set already")
-        settings[path] = tree.data
-    return settings
-
-
 def import_options(command: _Command) -> _Command:
     """Give a command the options for values that the files lack."""
     model_help = "A model's config.json with its sizes, for imported files."
-    set_help = "A plan key for imported files, such as model.hidden_size=4096; repeatable."
     for option in (
         click.option("--world-size", type=click.IntRange(min=1), help="Number of processes, for imported files."),
         click.option("--model-config", type=click.Path(path_type=Path), help=model_help),
-        click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", callback=_settings, help=set_help),
+        set_option,
     ):
         command = option(command)
     return command
@@ -103,34 +81,55 @@ def import_from(kind: str, files: Sequence[Path], flags: Flags) -> Imported:
     return import_files(kind, files, flags)
 
 
-@click.command("import")
-@click.argument("kind", type=KindName(), shell_complete=complete_importer)
-@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
-              help="Write the plan to this file.")  # fmt: skip
-@click.option("--device", type=DeviceParam(),
-              help="Let the times of the plan be computed for this device (`cost.analytic`).")  # fmt: skip
-@import_options
-def import_plan(
-    kind: str,
-    files: tuple[Path, ...],
-    output: Path | None,
-    device: DeviceName | None,
-    settings: dict[KeyPath, object],
-    model_config: Path | None,
-    world_size: int | None,
-) -> None:
-    """Write a plan file from files of another tool.
+@click.group("import", cls=SuggestingGroup)
+def import_group() -> None:
+    """Write plans, declarations of layers and profiles from files of other tools and from measurements."""
 
-    Comments in the plan name the setting that each value comes from, and the assumptions. `pipeproof check --from`
-    checks the files without a plan file.
-    """
+
+def _add_importer(kind: str) -> None:
+    """Add the command that writes a plan from files of a kind of ``KINDS``."""
+
+    @import_group.command(
+        kind,
+        short_help=f"Write a plan from {KINDS[kind].description}.",
+        help=f"""Write a plan file from {KINDS[kind].description}.
+
+        Comments in the plan name the setting that each value comes from, and the assumptions. `pipeproof check --from
+        {kind}` checks the files without a plan file.
+        """,
+    )
+    @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+    @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+                  help="Write the plan to this file.")  # fmt: skip
+    @click.option("--device", type=DeviceParam(),
+                  help="Let the times of the plan be computed for this device (`cost.analytic`).")  # fmt: skip
+    @import_options
+    def command(
+        files: tuple[Path, ...],
+        output: Path | None,
+        device: DeviceName | None,
+        settings: dict[KeyPath, object],
+        model_config: Path | None,
+        world_size: int | None,
+    ) -> None:
+        from pipeproof.interop.importers.imported import Flags
+
+        _import_plan(kind, files, output, device, Flags(settings, model_config, world_size))
+
+
+for _kind in KINDS:
+    _add_importer(_kind)
+
+
+def _import_plan(
+    kind: str, files: tuple[Path, ...], output: Path | None, device: DeviceName | None, flags: Flags
+) -> None:
     from pipeproof.diagnostics.text_output import render_text
     from pipeproof.interop.importers.check_imported import import_findings, load_imported
-    from pipeproof.interop.importers.imported import Flags, plan_text, with_device
+    from pipeproof.interop.importers.imported import plan_text, with_device
 
     with refusing_bad_plans("text", files[0]):
-        imported = import_from(kind, files, Flags(settings, model_config, world_size))
+        imported = import_from(kind, files, flags)
         if device is not None:
             imported = with_device(imported, device)
         load_imported(imported)

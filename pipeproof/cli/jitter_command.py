@@ -1,4 +1,4 @@
-"""``pipeproof jitter``: many simulations of a plan with random times of operations.
+"""``pipeproof schedule jitter``: many simulations of a plan with random times of operations.
 
 It imports what it needs when it runs.
 """
@@ -14,9 +14,11 @@ import click
 
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, format_option, not_nan, picture_file, refusing_bad_plans
+from pipeproof.cli.set_option import set_option
 
 if TYPE_CHECKING:
     from pipeproof.analysis.jitter.noise import Distribution
+    from pipeproof.diagnostics.problems import KeyPath
 
 
 def _number(text: str) -> float:
@@ -49,6 +51,7 @@ def _stragglers(context: click.Context, parameter: click.Parameter, value: str |
 
 @click.command()
 @click.argument("plan", metavar="PLAN", type=PlanFile())
+@set_option
 @click.option("--runs", "num_runs", type=click.IntRange(1, 1_000_000), default=200, show_default=True,
               help="Number of simulated steps.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random numbers.")
@@ -68,6 +71,7 @@ def _stragglers(context: click.Context, parameter: click.Parameter, value: str |
               help="Draw the runs as png, svg or pdf (extra plot).")  # fmt: skip
 def jitter(
     plan: Path,
+    settings: dict[KeyPath, object],
     num_runs: int,
     seed: int,
     compute_cv: float,
@@ -93,7 +97,7 @@ def jitter(
             noise = Noise(compute_cv, network_cv, distribution, slow, probability, factor, seed)
         except ValueError as error:
             raise click.UsageError(str(error)) from error
-        loaded = load_plan(plan)
+        loaded = load_plan(plan, settings)
         with blaming_plan(loaded):
             lowered = lower_loaded(loaded)
             unknown = [rank for rank in slow if rank >= lowered.mesh.num_ranks]

@@ -1,21 +1,27 @@
-"""``pipeproof job-file``: a job file for a launcher or a scheduler, as a template."""
+"""``pipeproof job file``: a job file for a launcher or a scheduler, as a template."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import refusing_bad_plans, writable
+from pipeproof.cli.set_option import set_option
+
+if TYPE_CHECKING:
+    from pipeproof.diagnostics.problems import KeyPath
 
 LAUNCHERS = ("torchrun", "paddle", "slurm", "jobset", "trainjob", "ray", "nemo-run")
 """The rows of ``pipeproof.interop.job_files.job_launchers.LAUNCHERS``, which imports more."""
 
 
-@click.command("job-file")
+@click.command("file")
 @click.argument("plan", metavar="PLAN", type=PlanFile())
+@set_option
 @click.option("--for", "launcher", type=click.Choice(LAUNCHERS), required=True,
               help="The launcher or scheduler that starts the job.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
@@ -28,6 +34,7 @@ LAUNCHERS = ("torchrun", "paddle", "slurm", "jobset", "trainjob", "ray", "nemo-r
               help="Start this training script in place of `pipeproof run`.")  # fmt: skip
 def job_file(
     plan: Path,
+    settings: dict[KeyPath, object],
     launcher: str,
     output: Path | None,
     gpus_per_host: int | None,
@@ -44,14 +51,14 @@ def job_file(
     from pipeproof.specs.load_plan import load_plan
 
     with refusing_bad_plans("text", plan):
-        loaded = load_plan(plan)
+        loaded = load_plan(plan, settings)
     on_gpus = loaded.spec.run.device == "gpu"
     option, other = ("--gpus-per-host", "--processes-per-host")[:: 1 if on_gpus else -1]
     per_host, unfit = (gpus_per_host, processes_per_host)[:: 1 if on_gpus else -1]
     if unfit is not None:
         raise click.BadParameter(f"the plan runs on {loaded.spec.run.device.upper()}s: use {option}", param_hint=other)
     try:
-        job = job_of_plan(loaded, str(plan), per_host, script)
+        job = job_of_plan(loaded, str(plan), per_host, script, settings)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint=option) from error
     try:

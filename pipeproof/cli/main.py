@@ -10,38 +10,40 @@ from typing import Any, NoReturn
 
 import click
 
-from pipeproof import __version__
 from pipeproof.cli.advise_command import advise
 from pipeproof.cli.align_command import align
 from pipeproof.cli.aoa_command import aoa
-from pipeproof.cli.board_command import board
 from pipeproof.cli.check_command import check
 from pipeproof.cli.compare_command import compare
-from pipeproof.cli.completion import completion
+from pipeproof.cli.completion import completion_option
 from pipeproof.cli.console import refused_by_system
 from pipeproof.cli.convert_command import convert
-from pipeproof.cli.describe_command import describe
 from pipeproof.cli.doctor_command import doctor
-from pipeproof.cli.explain_command import explain
+from pipeproof.cli.explain_option import explain_option
 from pipeproof.cli.fleet_command import fleet
 from pipeproof.cli.hang_command import hang
-from pipeproof.cli.help_sections import SectionedGroup
-from pipeproof.cli.import_command import import_plan
+from pipeproof.cli.help_sections import SectionedGroup, SuggestingGroup
+from pipeproof.cli.import_command import import_group
 from pipeproof.cli.jitter_command import jitter
 from pipeproof.cli.job_file_command import job_file
+from pipeproof.cli.layers_command import layers
+from pipeproof.cli.measurements_command import measurements
 from pipeproof.cli.merge_command import merge
+from pipeproof.cli.play_command import play
 from pipeproof.cli.profile_command import profile
 from pipeproof.cli.rehearse_command import rehearse
 from pipeproof.cli.reshard_command import reshard
 from pipeproof.cli.run_command import run
 from pipeproof.cli.schedule_command import schedule
-from pipeproof.cli.schema_command import schema
+from pipeproof.cli.schema_option import schema_option
 from pipeproof.cli.show_command import show
 from pipeproof.cli.simulate_command import simulate
 from pipeproof.cli.state_command import state
 from pipeproof.cli.sweep_command import sweep
+from pipeproof.cli.tune_command import tune
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exit_status import ExitStatus
+from pipeproof.version import __version__
 
 
 class _Commands(SectionedGroup):
@@ -104,6 +106,9 @@ _MOST_ERROR_TEXT = 300
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@explain_option
+@schema_option
+@completion_option
 @click.version_option(__version__, prog_name="pipeproof")
 def main() -> None:
     """Prove, time and run a pipeline-parallel training plan.
@@ -113,8 +118,21 @@ def main() -> None:
     """
 
 
+@click.group(cls=SuggestingGroup)
+def job() -> None:
+    """Write job files for launchers, and examine jobs on several hosts, jobs of Fleet and jobs that hang."""
+
+
+for _group, _members in (
+    (schedule, (jitter, convert)),
+    (state, (reshard, aoa, align)),
+    (import_group, (layers, profile, measurements)),
+    (job, (job_file, merge, hang, fleet)),
+):
+    for _command in _members:
+        _group.add_command(_command)
 for _command in (
-    check, run, merge, schedule, convert, advise, describe, sweep, board, compare, align, jitter, rehearse, job_file,
-    fleet, import_plan, profile, hang, reshard, state, aoa, completion, explain, show, simulate, schema, doctor,
+    check, show, simulate, advise, tune, sweep, compare, import_group, schedule, play, doctor, rehearse, run, job,
+    state,
 ):  # fmt: skip
     main.add_command(_command)

@@ -1,4 +1,4 @@
-"""``pipeproof merge``: the verdict and the timeline of a run on several hosts, from the directories that they kept."""
+"""``pipeproof job merge``: verdict and timeline of a run on several hosts, from the directories that they kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeproof.cli.timeline_option import timeline_file, write_timeline
                 type=click.Path(path_type=Path))  # fmt: skip
 @click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write a JSON report, as `run --report`.")  # fmt: skip
-@click.option("-o", "--trace", "output", type=click.Path(path_type=Path, dir_okay=False), callback=timeline_file,
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=timeline_file,
               help="Write the measured timeline of all ranks, in the forms of `simulate -o`.")  # fmt: skip
 @click.option("--profile", "profile_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write measured times, for `cost: {profile: FILE}`, of a run with `--profile`.")  # fmt: skip

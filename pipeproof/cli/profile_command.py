@@ -1,4 +1,4 @@
-"""``pipeproof profile``: a profile from traces and timer logs of a run."""
+"""``pipeproof import profile``: a profile from traces and timer logs of a run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import click
 from pipeproof.atomic_write import write_json
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.set_option import set_option
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.specs.profile_file import Profile
 
 
@@ -46,15 +48,17 @@ def _scales(context: click.Context, parameter: click.Parameter, values: tuple[st
 @click.command()
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--plan", type=PlanFile(), help="The plan of the run. Without it, show the content of traces.")
+@set_option
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write the profile, for `cost: {profile: FILE}`.")  # fmt: skip
 @click.option("--message-us", callback=_time, metavar="TIME",
               help="Microseconds of a message, if the files do not show it, or in place of measured ones.")  # fmt: skip
-@click.option("--scale", "scales", multiple=True, callback=_scales, metavar="STAGE=FACTOR",
+@click.option("--stage-factor", "scales", multiple=True, callback=_scales, metavar="STAGE=FACTOR",
               help="Multiply the computations of a stage: 3=0.9 for a stage 3 that takes 10 % less.")  # fmt: skip
 def profile(
     files: tuple[Path, ...],
     plan: Path | None,
+    settings: dict[KeyPath, object],
     output: Path | None,
     message_us: Fraction | None,
     scales: dict[int, Fraction],
@@ -65,7 +69,7 @@ def profile(
     log with timers of Megatron-LM, or the logs of Paddle's ranks; or a directory of such files. The kind is recognised
     by the content. A plan with `cost: {profile: FILE}` is then simulated with these times.
     """
-    if plan is None and (output is not None or message_us is not None or scales):
+    if plan is None and (output is not None or message_us is not None or scales or settings):
         raise click.UsageError("other options need --plan: a profile has the times of a plan's operations")
     with refusing_bad_plans("text", plan or files[0]):
         from pipeproof.interop.profiles.profile_from_traces import measured_files, profile_of_files
@@ -75,7 +79,7 @@ def profile(
         if plan is None:
             _show_content(paths, console_for())
             return
-        found = profile_of_files(paths, load_plan(plan), message_us, scales)
+        found = profile_of_files(paths, load_plan(plan, settings), message_us, scales)
         if output is not None:
             write_json(output, found.to_json())
     _show(found, output, console_for())

@@ -17,8 +17,10 @@ import click
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
 from pipeproof.cli.rank_options import rank_options
+from pipeproof.cli.set_option import set_option
 
 if TYPE_CHECKING:
+    from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.exec.launch.job_files import RunOptions
 
 
@@ -40,33 +42,35 @@ def _scale(context: click.Context, parameter: click.Parameter, value: str) -> Fr
 
 @click.command()
 @click.argument("plan", metavar="PLAN", type=PlanFile())
+@set_option
 @click.option("--backend", type=click.Choice(["paddle", "torch"]), help="In place of the plan's `run.backend`.")
-@click.option("--device", type=click.Choice(["cpu", "gpu"]), help="In place of the plan's `run.device`.")
+@click.option("--on", "device", type=click.Choice(["cpu", "gpu"]), help="In place of the plan's `run.device`.")
 @click.option("--scale", default="1", show_default=True, callback=_scale, metavar="FRACTION",
               help="Divide sequences, or the hidden size, to scale tensors by this factor: 1/8.")  # fmt: skip
 @click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write a JSON report.")  # fmt: skip
-@click.option("-o", "--profile", "profile_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write latency and bandwidth of every edge, and `cost.network` for the simulator.")  # fmt: skip
 @rank_options("Rehearse")
 def rehearse(
     plan: Path,
+    settings: dict[KeyPath, object],
     backend: str | None,
     device: str | None,
     scale: Fraction,
     report_file: Path | None,
-    profile_file: Path | None,
+    output: Path | None,
     options: RunOptions,
 ) -> None:
     """Execute only the communication of a plan, on real processes, and check every element on arrival."""
-    if options.share_gpus and profile_file is not None:
-        raise click.UsageError("--profile: ranks that share a GPU communicate by sockets")
+    if options.share_gpus and output is not None:
+        raise click.UsageError("--output: ranks that share a GPU communicate by sockets")
     from pipeproof.exec.rehearse.rehearsal_console import rehearse_command
     from pipeproof.exec.rehearse.rehearsal_scale import rehearsed_plan
     from pipeproof.specs.load_plan import load_plan
     from pipeproof.verify.check_plan import check
 
     with refusing_bad_plans("text", plan):
-        report = check(rehearsed_plan(load_plan(plan), backend, device, scale))
-        status = rehearse_command(report, replace(options, scale=scale), console_for(), report_file, profile_file)
+        report = check(rehearsed_plan(load_plan(plan, settings), backend, device, scale))
+        status = rehearse_command(report, replace(options, scale=scale), console_for(), report_file, output)
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""``pipeproof reshard``: a checkpoint for another topology, as one file, or with other names, after a proof."""
+"""``pipeproof state reshard``: a checkpoint for another topology, as one file, or with other names, after a proof."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _require_consistent(options: ReshardOptions, *, check: bool) -> None:
         if options.out.suffix == FILE:
             raise click.UsageError(f"a checkpoint of PyTorch is a directory: OUT may not end with {FILE}")
     if options.out is not None and options.picture is not None and options.out.absolute() == options.picture.absolute():
-        raise click.UsageError(f"-o and --picture name the same file, {options.out}: name another picture")
+        raise click.UsageError(f"-o and --plot name the same file, {options.out}: name another picture")
     if options.out is None:
         if options.plan is None and options.aoa is None and options.names is None:
             raise click.UsageError("--check needs a target: a plan, --aoa or --names")
@@ -111,8 +111,8 @@ def _svg_file(context: click.Context, parameter: click.Parameter, value: Path | 
 @click.option("--save-format", type=click.Choice(["pipeproof", "flex", _DCP]), default="pipeproof", show_default=True,
               help="Format of a directory; flex: the state of a plan as Paddle's own checkpoint, with our index; dcp: "
               "whole tensors as PyTorch's distributed checkpoint.")  # fmt: skip
-@click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.svg", callback=_svg_file,
-              help="Draw the flow of tensors between ranks or files.")  # fmt: skip
+@click.option("--plot", "picture", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.svg",
+              callback=_svg_file, help="Draw the flow of tensors between ranks or files.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1, _MOST_JOBS), metavar="N",
               help="Number of parallel files, at most 16; by default two per core.")  # fmt: skip
 @format_option()

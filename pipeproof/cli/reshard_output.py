@@ -1,4 +1,4 @@
-"""Output of ``pipeproof reshard``: findings of the proof, progress, and the result."""
+"""Output of ``pipeproof state reshard``: findings of the proof, progress, and the result."""
 
 from __future__ import annotations
 

@@ -15,9 +15,11 @@ import click
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
 from pipeproof.cli.rank_options import rank_options
+from pipeproof.cli.set_option import set_option
 from pipeproof.cli.timeline_option import timeline_file, write_timeline
 
 if TYPE_CHECKING:
+    from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.exec.launch.job_files import CheckpointOptions, RunOptions
 
 
@@ -59,25 +61,27 @@ def _record_directory(context: click.Context, parameter: click.Parameter, value:
 
 @click.command()
 @click.argument("plan", metavar="PLAN", type=PlanFile())
+@set_option
 @click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write a JSON report.")  # fmt: skip
-@click.option("-o", "--trace", "output", type=click.Path(path_type=Path, dir_okay=False), callback=timeline_file,
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=timeline_file,
               help="Write the measured timeline, in the forms of `simulate -o`.")  # fmt: skip
 @click.option("--profile", "profile_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write measured times, for `cost: {profile: FILE}`; the reference runs afterwards.")  # fmt: skip
 @click.option("--record", "record_directory", type=click.Path(path_type=Path, file_okay=False),
               callback=_record_directory, metavar="DIR",
-              help="Record losses and gradients of the run and of the reference below DIR, for `align`.")  # fmt: skip
+              help="Record losses and gradients of run and reference below DIR, for `state align`.")  # fmt: skip
 @click.option("--record-layers", is_flag=True,
               help="Record the inputs and outputs of each layer, forward and backward, too.")  # fmt: skip
 @click.option("--record-values", is_flag=True,
-              help="Keep the tensors, which are large, so that `align` can report distances.")  # fmt: skip
+              help="Keep the tensors, which are large, so that `state align` can report distances.")  # fmt: skip
 @click.option("--check-layers", is_flag=True,
               help="First compare the backward of each custom layer with finite differences, in float64.")  # fmt: skip
 @rank_options("Run")
 @_state_options
 def run(
     plan: Path,
+    settings: dict[KeyPath, object],
     report_file: Path | None,
     output: Path | None,
     profile_file: Path | None,
@@ -99,7 +103,7 @@ def run(
     from pipeproof.verify.check_plan import check
 
     with refusing_bad_plans("text", plan):
-        report = check(load_plan(plan))
+        report = check(load_plan(plan, settings))
     if check_layers and not report.subject.plan.spec.is_custom:
         raise click.UsageError("--check-layers is for custom layers (`model: {kind: layers}`)")
     record = None if record_directory is None else RecordOptions(record_directory, record_layers, record_values)

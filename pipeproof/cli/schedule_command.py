@@ -9,14 +9,20 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from pipeproof.cli.completion import PlanFile, complete_schedule
 from pipeproof.cli.console import format_option, refusing_bad_plans, writable
+from pipeproof.cli.help_sections import SuggestingGroup
+from pipeproof.cli.set_option import set_option
 
-FORMATS = ("grid", "svg", "json", "text", "csv", "csv-comms", "fleet")
-"""Output formats of a schedule; the last four are those of ``pipeproof convert``."""
+if TYPE_CHECKING:
+    from pipeproof.diagnostics.problems import KeyPath
+
+FORMATS = ("text", "csv", "csv-comms", "fleet", "svg")
+"""Formats of a schedule in files: those of ``pipeproof schedule convert``, and a picture."""
 
 Times = Fraction | tuple[Fraction, ...]
 """The time of every stage, or one for each."""
@@ -45,9 +51,9 @@ def _time(context: click.Context, parameter: click.Parameter, value: str) -> Fra
     return time
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def schedule() -> None:
-    """List pipeline schedules, and show one on a timeline or in a format of another tool."""
+    """List and show pipeline schedules, convert their files, search for the shortest one, and test one under jitter."""
 
 
 @schedule.command("list")
@@ -95,10 +101,10 @@ def list_kinds(form: str) -> None:
     show_default=True,
     help="Time of a message between two ranks.",
 )
-@click.option("--verify/--no-verify", default=True, show_default=True,
-              help="For grid and json: check the schedule with its communication.")  # fmt: skip
-@click.option("--format", "form", type=click.Choice(FORMATS), default="grid", show_default=True,
-              help="A timeline with figures for people; a picture; figures as JSON; or a schedule file.")  # fmt: skip
+@click.option("--no-check", is_flag=True, help="Leave out the check of the schedule with its communication.")
+@format_option()
+@click.option("--as", "target", type=click.Choice(FORMATS),
+              help="Instead of timeline and figures, print a schedule file in this format, or a picture.")  # fmt: skip
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
               help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
 def show_kind(
@@ -117,15 +123,16 @@ def show_kind(
     backward_weight: Times | None,
     overlapped: Times | None,
     latency: Fraction,
-    verify: bool,
+    no_check: bool,
     form: str,
+    target: str | None,
     color: str,
 ) -> None:
     """Show the schedule KIND for given sizes, with every operation as early as possible.
 
     `pipeproof schedule list` names the kinds. Times are exact, in any one unit, of one micro-batch on one stage.
     """
-    from pipeproof.cli.schedule_show import ScheduleRequest, show_schedule
+    from pipeproof.cli.schedule_show import ScheduleRequest, show_schedule, write_requested
 
     parts = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
     costs = {**_costs(cost, parts), "overlapped": overlapped, "p2p_latency": latency}
@@ -133,11 +140,15 @@ def show_kind(
         kind, ranks, micro_batches, chunks, variant, splits, group_size, memory_limit,
         {f"{name}_us": time for name, time in costs.items() if time is not None},
     )  # fmt: skip
-    show_schedule(request, form, verify=verify, color=color)
+    if target is not None:
+        write_requested(request, target)
+    else:
+        show_schedule(request, form, verify=not no_check, color=color)
 
 
 @schedule.command("solve")
 @click.argument("plan", metavar="PLAN", type=PlanFile())
+@set_option
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable, required=True,
               help="Write the schedule here, as PyTorch's CSV of computations.")  # fmt: skip
 @click.option("--time-limit", "time_limit_s", type=click.IntRange(1, 10**6), default=60, show_default=True,
@@ -145,7 +156,9 @@ def show_kind(
               "one takes about 1 to 10 real seconds.")  # fmt: skip
 @click.option("--memory-limit", type=click.IntRange(1, 10**9),
               help="Most chunk activations that a rank may hold; overrides the plan's.")  # fmt: skip
-def solve_for(plan: Path, *, output: Path, time_limit_s: int, memory_limit: int | None) -> None:
+def solve_for(
+    plan: Path, *, settings: dict[KeyPath, object], output: Path, time_limit_s: int, memory_limit: int | None
+) -> None:
     """Search for the shortest schedule of a plan, for its times, placement and memory limit.
 
     The result is proved to be the shortest, or the gap is reported. It needs OR-tools: pip install 'pipeproof[solve]'.
@@ -153,7 +166,7 @@ def solve_for(plan: Path, *, output: Path, time_limit_s: int, memory_limit: int 
     with refusing_bad_plans("text", plan):
         from pipeproof.cli.schedule_solve import solve_plan
 
-        solve_plan(plan, output, time_limit_s, memory_limit)
+        solve_plan(plan, settings, output, time_limit_s, memory_limit)
 
 
 def _costs(cost: Times | None, parts: Mapping[str, Times | None]) -> Mapping[str, Times | None]:

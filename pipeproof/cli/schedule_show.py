@@ -24,7 +24,7 @@ from pipeproof.diagnostics.problems import nearest_name
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.asap import StageCosts, Timed, asap
 from pipeproof.schedule.formats.inexpressible import InexpressibleError
-from pipeproof.schedule.formats.write_schedule import WRITTEN_FORMATS, write_schedule
+from pipeproof.schedule.formats.write_schedule import write_schedule
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, ScheduleKind
 from pipeproof.schedule.programs import Schedule, stages_of
 from pipeproof.sim.figures import RankFigures, figures_of, figures_to_json, number_to_json
@@ -63,25 +63,13 @@ class _Shown:
 
 
 def show_schedule(request: ScheduleRequest, form: str, *, verify: bool, color: str) -> None:
-    """Print a schedule in one of the forms of ``schedule_command.FORMATS``; exit 1 if the rules refuse it.
+    """Print the timeline and figures of a schedule as text or JSON; exit 1 if the rules refuse it.
 
     Raises:
-        click.UsageError: there is no such kind, it does not exist for these sizes, or the format cannot express it.
+        click.UsageError: there is no such kind, or it does not exist for these sizes.
     """
-    kind = _kind(request.kind)
-    with _with_option_names():
-        plan = _plan(request, kind, form)
-        schedule = plan_schedule(plan.spec)
-    if form in WRITTEN_FORMATS:
-        try:
-            click.echo(write_schedule(schedule, form), nl=False)
-        except InexpressibleError as error:
-            raise click.UsageError(f"--format {form}: {error}") from error
-        return
+    plan, schedule = _requested(request, form)
     costs = stage_costs(plan.spec)
-    if form == "svg":
-        click.echo(schedule_svg(asap(schedule, costs), _title(plan)), nl=False)
-        return
     verdict = check_schedule(plan) if verify else None
     shown = _Shown(plan, schedule, costs, asap(schedule, costs), verdict)
     if form == "json":
@@ -90,6 +78,29 @@ def show_schedule(request: ScheduleRequest, form: str, *, verify: bool, color: s
         _render(shown, console_for(color=color))
     if verdict is not None and verdict.outcome is Outcome.WRONG:
         sys.exit(ExitStatus.FAILED)
+
+
+def write_requested(request: ScheduleRequest, target: str) -> None:
+    """Print a schedule in one of the formats of ``schedule_command.FORMATS``.
+
+    Raises:
+        click.UsageError: there is no such kind, it does not exist for these sizes, or the format cannot express it.
+    """
+    plan, schedule = _requested(request, target)
+    if target == "svg":
+        click.echo(schedule_svg(asap(schedule, stage_costs(plan.spec)), _title(plan)), nl=False)
+        return
+    try:
+        click.echo(write_schedule(schedule, target), nl=False)
+    except InexpressibleError as error:
+        raise click.UsageError(f"--as {target}: {error}") from error
+
+
+def _requested(request: ScheduleRequest, form: str) -> tuple[LoadedPlan, Schedule]:
+    kind = _kind(request.kind)
+    with _with_option_names():
+        plan = _plan(request, kind, form)
+        return plan, plan_schedule(plan.spec)
 
 
 def _kind(name: str) -> ScheduleKind:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -24,13 +25,18 @@ from pipeproof.specs.load_plan import LoadedPlan, load_plan
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.views.timeline_text import format_us
 
+if TYPE_CHECKING:
+    from pipeproof.diagnostics.problems import KeyPath
+
 _NOT_OF_FILES = frozenset(
     {"kind", "path", "format", "programs", "variant", "micro_batch_group_size", "memory_limit", "placement"}
 )
 """Keys of a schedule that another kind has, or that a file contains."""
 
 
-def solve_plan(plan: Path, output: Path, time_limit_s: float, memory_limit: int | None) -> None:
+def solve_plan(
+    plan: Path, settings: Mapping[KeyPath, object], output: Path, time_limit_s: float, memory_limit: int | None
+) -> None:
     """Solve for the stages of ``plan`` as its own schedule places them, write ``output``, and report how good it is.
 
     ``memory_limit`` is in chunk activations of a rank; without it, that of the plan counts.
@@ -38,7 +44,7 @@ def solve_plan(plan: Path, output: Path, time_limit_s: float, memory_limit: int 
     Raises:
         BadPlanError: the plan is invalid, OR-tools is missing (PP142), or there is no schedule (PP140).
     """
-    loaded = load_plan(plan)
+    loaded = load_plan(plan, settings)
     with blaming_plan(loaded), _blaming_sizes():
         loaded = with_measured_times(loaded)
         spec = loaded.spec

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import click
 
 from pipeproof.cli.completion import PLACE, is_plan
 from pipeproof.cli.console import console_for, format_option, opening_checkpoints, refusing_bad_plans
+from pipeproof.cli.help_sections import SuggestingGroup
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
@@ -23,41 +25,65 @@ _MANY = 40
 """Most tensors with one row each; of more, similar ones share a row."""
 _SHOWN = 20
 
+_verify_option = click.option(
+    "--verify", is_flag=True, help="Check every file against the index, SHA-256 included; list all faults."
+)
 
-@click.command()
-@click.argument("path", type=PLACE)
-@click.argument("other", type=PLACE, required=False)
-@click.option("--md5", is_flag=True, help="Print `name  md5` of each whole tensor, and one digest of all.")
-@click.option("--verify", is_flag=True, help="Check every file against the index, SHA-256 included; list all faults.")
-@format_option()
-def state(path: Path, other: Path | None, *, md5: bool, verify: bool, form: Form) -> None:
-    """Show the contents of a checkpoint; with OTHER, the differences between the two.
+
+@click.group(cls=SuggestingGroup)
+def state() -> None:
+    """Show, compare, reshard and rename saved states, and compare the trainings that saved them.
 
     A checkpoint is a state of `run --save` (or the newest below a directory), a safetensors file or a directory of
-    them, one of Paddle's, or PyTorch's distributed checkpoint (DCP). The two may be of any topologies and kinds. An MD5
-    is that of a whole tensor's bytes, for any sharding. The exit status is 1 where --verify finds a fault or the two
-    differ.
+    them, one of Paddle's, or PyTorch's distributed checkpoint (DCP).
     """
-    for checkpoint in filter(None, (path, other)):
-        if is_plan(checkpoint) and checkpoint.is_file():
-            raise click.UsageError(f"{checkpoint} is a plan, which has no tensors: name a state that its runs saved")
-    if md5 and other is not None:
-        raise click.UsageError("two checkpoints are compared bit by bit; --md5 is for one")
-    as_json = form == "json"
-    with refusing_bad_plans(form, path), opening_checkpoints():
-        if verify and not _verify([path] if other is None else [path, other], as_json=as_json):
+
+
+@state.command("show")
+@click.argument("path", type=PLACE)
+@click.option("--md5", is_flag=True, help="Print `name  md5` of each whole tensor, and one digest of all.")
+@_verify_option
+@format_option()
+def show_state(path: Path, *, md5: bool, verify: bool, form: Form) -> None:
+    """Show the contents of a checkpoint.
+
+    An MD5 is that of a whole tensor's bytes, for any sharding. The exit status is 1 where --verify finds a fault.
+    """
+    with _opening((path,), form, verify=verify) as (opened,):
+        if md5:
+            _show_md5(opened, as_json=form == "json")
+        elif verify and form == "text":
+            _print_verified(opened)
+        else:
+            _show(opened, as_json=form == "json")
+
+
+@state.command("diff")
+@click.argument("path", type=PLACE)
+@click.argument("other", type=PLACE)
+@_verify_option
+@format_option()
+def diff_states(path: Path, other: Path, *, verify: bool, form: Form) -> None:
+    """Compare two checkpoints bit by bit, of any topologies and kinds.
+
+    The exit status is 1 where the two differ, or where --verify finds a fault.
+    """
+    with _opening((path, other), form, verify=verify) as (first, second):
+        _compare(first, second, as_json=form == "json")
+
+
+@contextmanager
+def _opening(paths: Sequence[Path], form: Form, *, verify: bool) -> Iterator[tuple[Checkpoint, ...]]:
+    """Open checkpoints, after ``--verify`` if given; refuse plans and unreadable files."""
+    for path in paths:
+        if is_plan(path) and path.is_file():
+            raise click.UsageError(f"{path} is a plan, which has no tensors: name a state that its runs saved")
+    with refusing_bad_plans(form, paths[0]), opening_checkpoints():
+        if verify and not _verify(paths, as_json=form == "json"):
             sys.exit(ExitStatus.FAILED)
         from pipeproof.state.open_checkpoint import open_checkpoint
 
-        opened = open_checkpoint(path)
-        if other is not None:
-            _compare(opened, open_checkpoint(other), as_json=as_json)
-        elif md5:
-            _show_md5(opened, as_json=as_json)
-        elif verify and not as_json:
-            _print_verified(opened)
-        else:
-            _show(opened, as_json=as_json)
+        yield tuple(open_checkpoint(path) for path in paths)
 
 
 def _verify(places: Sequence[Path], *, as_json: bool) -> bool:

@@ -62,6 +62,9 @@ _PASSES = 4
 _PHASE_LAUNCHES = 10
 """Operations that the host starts around F or I of a micro-batch on a stage: its batch, messages, the schedule."""
 
+_COMPILED_HOST = Fraction("0.8")
+"""Time of the host with each stage compiled as one graph, as a share of eager execution (``docs/costs.md``)."""
+
 _OVERLAPPING = ("dualpipe", "dualpipe_v", "file", "custom")
 """Schedules in which a forward and a backward may run side by side."""
 
@@ -263,11 +266,8 @@ class AnalyticCosts:
         return num_bytes / (self.device.memory * 1000 * exact(self.shares.memory))
 
     def _host_us_of(self, work: Work) -> Fraction:
-        """Time of the host for one operation; a compiler fuses elementwise ones into others."""
-        is_fused = self.analytic.execution == "compiled" and work.unit is ComputeUnit.VECTOR
-        if is_fused or work.launches == 0:
-            return _ZERO
-        return work.launches * self._operation_us + self._fill_us
+        """Time of the host for one operation."""
+        return work.launches * self._operation_us + (self._fill_us if work.launches else _ZERO)
 
     @cached_property
     def messages(self) -> tuple[Fraction, ...]:
@@ -388,9 +388,10 @@ def _host_us(analytic: AnalyticSpec, table: CostTable | None) -> Fraction:
     """Time of the host for each operation; a replayed graph needs none."""
     if analytic.execution == "graph":
         return _ZERO
-    if analytic.host_us is not None:
-        return exact(analytic.host_us)
-    return _ZERO if table is None else exact(table.host_us)
+    eager = analytic.host_us
+    if eager is None:
+        eager = 0 if table is None else table.host_us
+    return exact(eager) * (_COMPILED_HOST if analytic.execution == "compiled" else 1)
 
 
 def _rounded(times: Iterable[Fraction]) -> list[Fraction]:

@@ -1,4 +1,4 @@
-"""The documentation of one code, as ``pipeproof explain`` prints it."""
+"""The documentation of one code, as ``pipeproof --explain`` prints it."""
 
 from __future__ import annotations
 

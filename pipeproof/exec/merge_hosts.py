@@ -1,4 +1,4 @@
-"""``pipeproof merge``: the report of a run from the directories that its hosts kept.
+"""``pipeproof job merge``: the report of a run from the directories that its hosts kept.
 
 A directory has ``job.json``, ``part.json`` (see ``exec.host_part``) and the op logs and times of the host's ranks.
 """

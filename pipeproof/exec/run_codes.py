@@ -213,12 +213,12 @@ PARTS_DO_NOT_FIT = RuleDoc(
     title="the directories of hosts are not one run",
     severity="error",
     explanation=(
-        "`pipeproof merge` joins the directories that the hosts of one run kept. All must have the same run and the "
-        "same certificate, and each rank of the plan must be in one of them. The finding names the directories, and "
-        "the ranks that are missing or double."
+        "`pipeproof job merge` joins the directories that the hosts of one run kept. All must have the same run and "
+        "the same certificate, and each rank of the plan must be in one of them. The finding names the directories, "
+        "and the ranks that are missing or double."
     ),
-    wrong="pipeproof merge node-1/ node-1/      # the ranks of node-2 are missing",
-    right="pipeproof merge node-1/ node-2/",
+    wrong="pipeproof job merge node-1/ node-1/      # the ranks of node-2 are missing",
+    right="pipeproof job merge node-1/ node-2/",
     kind=ExampleKind.OUTCOME,
 )
 
@@ -280,10 +280,10 @@ NOT_FOR_FLEET = RuleDoc(
     title="the plan cannot be run by Fleet's pipeline",
     severity="error",
     explanation=(
-        "`pipeproof fleet` trains a plan's custom layers with Fleet's `PipelineLayer` and `train_batch` on the CPU. "
-        "Fleet chooses its scheduler by the numbers of ranks, chunks and micro-batches, and each scheduler has its own "
-        "conditions. A plan is refused before a process starts if Fleet has no scheduler for it, or would compute with "
-        "other settings."
+        "`pipeproof job fleet` trains a plan's custom layers with Fleet's `PipelineLayer` and `train_batch` on the "
+        "CPU. Fleet chooses its scheduler by the numbers of ranks, chunks and micro-batches, and each scheduler has "
+        "its own conditions. A plan is refused before a process starts if Fleet has no scheduler for it, or would "
+        "compute with other settings."
     ),
     wrong="schedule: {kind: zb_h1, ..}",
     right="schedule: {kind: 1f1b, ..}",

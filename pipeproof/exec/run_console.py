@@ -135,7 +135,7 @@ def _profile_line(profile: Profile, file: Path) -> str:
 def _record_line(record: RecordOptions) -> str:
     run, reference = record.directory / "run", record.directory / "reference"
     size = sum(file.stat().st_size for record in (run, reference) for file in record.rglob("*") if file.is_file())
-    return f"recorded, {size / 1e6:.1f} MB; compare: pipeproof align {run} {reference}"
+    return f"recorded, {size / 1e6:.1f} MB; compare: pipeproof state align {run} {reference}"
 
 
 def _run(report: Report, options: RunOptions, console: Console) -> RunReport:
@@ -293,7 +293,7 @@ def render_run(report: RunReport, console: Console) -> None:
     if report.ranks_without_log:
         ranks = ranks_text(report.ranks_without_log)
         console.print(
-            f"the timeline lacks the logs of {ranks}, which their hosts have; `pipeproof merge` joins them",
+            f"the timeline lacks the logs of {ranks}, which their hosts have; `pipeproof job merge` joins them",
             soft_wrap=True,
         )
     if report.clock_error_ns:

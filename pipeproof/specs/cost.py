@@ -47,7 +47,7 @@ Algorithm = Literal["ring", "tree", "auto"]
 """Algorithm of all-reduces; every other collective has one algorithm."""
 
 ProfilePath = Annotated[str, Field(min_length=1)]
-"""A file that `pipeproof run PLAN --profile FILE` or `pipeproof profile` wrote, relative to the plan file."""
+"""A file that `pipeproof run PLAN --profile FILE` or `pipeproof import profile` wrote, relative to the plan file."""
 
 _DEFAULT_FORWARD_US = Fraction(100)
 _DEFAULT_BACKWARD_US = Fraction(200)
@@ -119,8 +119,8 @@ class AnalyticSpec(Section):
     )
     execution: Execution = Field(
         default="eager",
-        description="How the host starts operations: eager, one by one; compiled, elementwise operations fused into "
-        "others; graph, all by one replay. A phase takes the time of the host or that of the device, the longer one.",
+        description="How the host starts operations: eager, one by one; compiled, each stage as one compiled graph; "
+        "graph, all by one replay. A phase takes the time of the host or that of the device, the longer one.",
     )
     host_us: float | None = Field(
         default=None,

@@ -79,7 +79,7 @@ class LayerBufferSpec(Section):
 
 
 class CustomLayerSpec(Section):
-    """A layer; `pipeproof describe` writes these from the layers themselves."""
+    """A layer; `pipeproof import layers` writes these from the layers themselves."""
 
     name: str = Field(
         description="Name of the layer, here and in `stages`.",
@@ -124,7 +124,7 @@ class CustomModelSpec(Section):
         json_schema_extra={"pattern": "^.+\\.py:[A-Za-z_][A-Za-z0-9_]*$"},
     )
     layers: Annotated[tuple[CustomLayerSpec, ...], FROM_LIST] = Field(
-        description="The layers in execution order; `pipeproof describe PLAN --write` declares them.",
+        description="The layers in execution order; `pipeproof import layers PLAN --write` declares them.",
         json_schema_extra={"minItems": 1},
     )
 

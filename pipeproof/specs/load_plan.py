@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from pydantic import ValidationError
 
 from pipeproof.diagnostics.finding import Finding, Severity, file_order
-from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, shortened
+from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, dotted, shortened
 from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.pydantic_problems import problems_of
+
+_NO_SETTINGS: Mapping[KeyPath, object] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,10 @@ class LoadedPlan:
     source: SourceMap | None = None
 
 
-def load_plan(path: str | os.PathLike[str]) -> LoadedPlan:
+def load_plan(path: str | os.PathLike[str], settings: Mapping[KeyPath, object] = _NO_SETTINGS) -> LoadedPlan:
     """Read and validate a plan file (YAML or JSON).
+
+    ``settings`` are values by key, which win over those of the file.
 
     Raises:
         PlanFileError: all findings in the order of the file, PP100 to PP109.
@@ -36,24 +41,62 @@ def load_plan(path: str | os.PathLike[str]) -> LoadedPlan:
     findings = [*tree.problems]
     spec = None
     if tree.complete:
-        spec, problems = _validate(tree.data)
-        findings += _without_repeats(_finding(problem, source) for problem in problems)
+        data, problems = with_settings(tree.data, settings)
+        if not problems:
+            spec, problems = _validate(data)
+        findings += _without_repeats(_given_finding(problem, source, settings) for problem in problems)
     if findings or spec is None:
         raise PlanFileError(*sorted(findings, key=file_order), source=source)
     return LoadedPlan(spec, source)
 
 
-def plan_from_dict(data: Mapping[str, object], *, source: SourceMap | None = None) -> LoadedPlan:
+def with_settings(data: object, settings: Mapping[KeyPath, object]) -> tuple[object, list[Problem]]:
+    """Return a plan's data with values in place of those of the file, and a problem for each that has no place."""
+    problems = []
+    for path, value in settings.items():
+        data, blocked = _with_setting(data, path, value, 0)
+        if blocked is not None:
+            message = f"`{dotted(path)}` cannot be set: `{dotted(blocked)}` is not a mapping of keys"
+            problems.append(Problem("PP105", blocked, message))
+    return data, problems
+
+
+def _with_setting(data: object, path: KeyPath, value: object, depth: int) -> tuple[object, KeyPath | None]:
+    if depth == len(path):
+        return value, None
+    if data is not None and not isinstance(data, Mapping):
+        return data, path[:depth]
+    old = data or {}
+    inner, blocked = _with_setting(old.get(path[depth]), path, value, depth + 1)
+    return {**old, path[depth]: inner}, blocked
+
+
+def _given_finding(problem: Problem, source: SourceMap | None, settings: Mapping[KeyPath, object]) -> Finding:
+    """A finding at its place in the file, or without one if its value is a setting, which its message then names."""
+    given = next((path for path in settings if problem.path[: len(path)] == path), None)
+    finding = _finding(problem, source)
+    if given is None:
+        return finding
+    return replace(finding, message=f"{finding.message} (given by `--set {dotted(given)}=..`)", location=None)
+
+
+def plan_from_dict(
+    data: Mapping[str, object], settings: Mapping[KeyPath, object] = _NO_SETTINGS, *, source: SourceMap | None = None
+) -> LoadedPlan:
     """Validate a plan made in Python; its keys and values are those of the file.
 
-    ``source`` gives their locations, for a plan that was made from other files.
+    ``settings`` are as for ``load_plan``; ``source`` gives locations, for a plan that was made from other files.
 
     Raises:
         PlanFileError: all findings, PP102 to PP109; they have locations only with ``source``.
     """
-    spec, problems = _validate(data)
+    spec = None
+    changed, problems = with_settings(data, settings)
+    if not problems:
+        spec, problems = _validate(changed)
     if spec is None:
-        raise PlanFileError(*_without_repeats(_finding(problem, source) for problem in problems), source=source)
+        findings = (_given_finding(problem, source, settings) for problem in problems)
+        raise PlanFileError(*_without_repeats(findings), source=source)
     return LoadedPlan(spec, source)
 
 

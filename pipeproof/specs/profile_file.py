@@ -235,7 +235,7 @@ class AttributedTime(_Part):
 
 
 class ProfileSource(_Part):
-    """The files from which `pipeproof profile` made the times."""
+    """The files from which `pipeproof import profile` made the times."""
 
     format: TraceFormat = Field(description="Their kind.")
     files: _Listed[str] = Field(description="Their names.")

@@ -58,11 +58,11 @@ def find_state(path: Path) -> SavedState:
             if tool:
                 fix = (
                     f"{tool}'s checkpoint does not record its training; a run can start from its weights: "
-                    f"`pipeproof reshard {path} --to PLAN{names} -o STATE`, then `--resume STATE`"
+                    f"`pipeproof state reshard {path} --to PLAN{names} -o STATE`, then `--resume STATE`"
                 )
             elif path.suffix == ".safetensors" or any(path.glob("model*.safetensors")):
                 fix = (
-                    "this is no state yet; convert it with `pipeproof reshard "
+                    "this is no state yet; convert it with `pipeproof state reshard "
                     f"{path} --to PLAN -o STATE` (for other tools' names: `--names`), then `--resume STATE`"
                 )
             raise StateError(f"there is no state at {path}, nor below it", fix)

@@ -30,7 +30,7 @@ _HASHED_AT_ONCE = 4
 _CHANGED = "the index was changed, or another release of pipeproof wrote it: name another state"
 _OTHER_WEIGHTS = (
     "give `model` and `run` of the plan the sizes and type of these weights, or reshard the checkpoint for the "
-    "plan: `pipeproof reshard CHECKPOINT --to PLAN --weights-only -o DIR`"
+    "plan: `pipeproof state reshard CHECKPOINT --to PLAN --weights-only -o DIR`"
 )
 
 
@@ -171,7 +171,7 @@ def require_same_training(index: StateIndex, plan: LoweredPlan, digest: str | No
         raise StateError(
             f"the state was saved by {index.framework}, and the plan runs on {backend}: the bits of their optimizers' "
             "states differ",
-            f"use `backend: {index.framework}`, or take the weights alone: `pipeproof reshard STATE --to PLAN "
+            f"use `backend: {index.framework}`, or take the weights alone: `pipeproof state reshard STATE --to PLAN "
             "--weights-only -o DIR`",
         )
     _require_none(

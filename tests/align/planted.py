@@ -195,8 +195,8 @@ def located(plan, reference: ReferenceRun, directory: Path, fault: Planted | Non
             fault.plant(patch)
         record(plan, reference, directory)
     sides = directory / "run", directory / "reference"
-    printed = invoke("align", *sides)
-    return printed.exit_code, printed.stdout, json.loads(invoke("align", *sides, "--format", "json").stdout)
+    printed = invoke("state", "align", *sides)
+    return printed.exit_code, printed.stdout, json.loads(invoke("state", "align", *sides, "--format", "json").stdout)
 
 
 def main(file: Path) -> None:

@@ -28,7 +28,7 @@ def recorded(**how):
 
 def located(directory, *options, status=1):
     """The result as JSON."""
-    result = invoke("align", directory / "run", directory / "reference", "--format", "json", *options)
+    result = invoke("state", "align", directory / "run", directory / "reference", "--format", "json", *options)
     assert result.exit_code == status, result.output
     content = json.loads(result.stdout)
     require_fit("align", content)
@@ -175,7 +175,7 @@ def test_an_auxiliary_loss_that_every_rank_puts_in(tmp_path, monkeypatch):
 
 def test_what_the_terminal_shows(tmp_path):
     recorded(reduce=False).record(tmp_path)
-    text = invoke("align", tmp_path / "run", tmp_path / "reference").stdout
+    text = invoke("state", "align", tmp_path / "run", tmp_path / "reference").stdout
     assert text.startswith("main_matches=1/2\nfirst_main_diff: step 1, main (loss): A ")
     assert "first tensor that differs, in execution order: step 0, gradient of norm.weight, ranks 0, 1\n" in text
     assert "  cause, a guess: missing reduction: 2 ranks of A hold different tensors; their sum is B's" in text

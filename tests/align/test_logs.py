@@ -194,7 +194,7 @@ def test_nothing_in_common(a, b, fact, tmp_path):
 def test_the_json_of_logs_fits_the_schema(tmp_path):
     a, b = log(tmp_path, trainer(1, 9.0)), log(tmp_path, trainer(1, "inf"), "b.log")
     for path, status in ((b, 1), (a, 0), (LOGS / "megatron.log", 2)):
-        result = invoke("align", a, path, "--format", "json")
+        result = invoke("state", "align", a, path, "--format", "json")
         assert result.exit_code == status
         if status < 2:
             require_fit("align", strict_json(result.stdout))

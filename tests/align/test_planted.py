@@ -48,7 +48,7 @@ def test_schedules_have_the_same_bits_as_each_other_and_their_references(tmp_pat
         assert all(result.bitwise for result in results)
     runs = [tmp_path / schedule / "run" for schedule in SCHEDULES]
     for a, b in [*((run, run.parent / "reference") for run in runs), *((runs[0], run) for run in runs[1:])]:
-        result = invoke("align", a, b)
+        result = invoke("state", "align", a, b)
         assert result.exit_code == 0, result.output
         lines = result.stdout.splitlines()
         assert lines[0] == f"main_matches={steps}/{steps}, mtp_matches={steps}/{steps}, router_matches={steps}/{steps}"

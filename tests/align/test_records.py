@@ -140,7 +140,7 @@ def test_a_damaged_record_is_refused_with_its_place(name, tmp_path):
     damage, fact = DAMAGE[name]
     file = bad / "record.jsonl"
     file.write_text(damage(file.read_text()))
-    result = invoke("align", good, bad)
+    result = invoke("state", "align", good, bad)
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith("error: ")
     assert fact in result.stderr
@@ -172,7 +172,7 @@ def test_paths_that_are_no_record(tmp_path):
         (tmp_path / "none", "cannot read"),
         (tmp_path, "without record.jsonl"),
     ):
-        result = invoke("align", path, good / "inner")
+        result = invoke("state", "align", path, good / "inner")
         assert result.exit_code == 2
         assert fact in result.stderr
 
@@ -180,20 +180,20 @@ def test_paths_that_are_no_record(tmp_path):
 def test_a_record_and_a_log_are_not_compared(tmp_path):
     log = tmp_path / "a.log"
     log.write_text("loss: 1.0, global_step: 1\n")
-    result = invoke("align", log, write(tmp_path / "a"))
+    result = invoke("state", "align", log, write(tmp_path / "a"))
     assert result.exit_code == 2
     assert "compare two records, or two text logs" in result.stderr
 
 
 def test_records_without_a_common_step(tmp_path):
-    result = invoke("align", write(tmp_path / "a", steps=0), write(tmp_path / "b"))
+    result = invoke("state", "align", write(tmp_path / "a", steps=0), write(tmp_path / "b"))
     assert result.exit_code == 2
     assert "have no finished step in common: A none and B 3 from step 0 on" in result.stderr
 
 
 def test_records_of_other_models_have_nothing_in_common(tmp_path):
     b = write(tmp_path / "b", change=lambda _: {"name": "norm.weight"})
-    result = invoke("align", write(tmp_path / "a"), b)
+    result = invoke("state", "align", write(tmp_path / "a"), b)
     assert result.exit_code == 2
     assert "no tensor in common" in result.stderr
 
@@ -202,7 +202,7 @@ def test_the_command_on_logs_and_its_options(tmp_path):
     a, b = tmp_path / "a.log", tmp_path / "b.log"
     a.write_text("loss: 1.0, global_step: 1, mtp_1_loss: 2.0\n")
     b.write_text("loss: 1.0000001, global_step: 1, mtp_1_loss: 2.0\n")
-    result = invoke("align", a, b)
+    result = invoke("state", "align", a, b)
     assert result.exit_code == 1
     assert result.stdout.splitlines() == [
         "main_matches=0/1, mtp_matches=1/1",
@@ -210,8 +210,8 @@ def test_the_command_on_logs_and_its_options(tmp_path):
         "note: where a log prints no MD5, the printed decimals were compared",
         "different",
     ]
-    assert invoke("align", a, b, "--ulps", "1").exit_code == 0
-    same = invoke("align", a, a)
+    assert invoke("state", "align", a, b, "--ulps", "1").exit_code == 0
+    same = invoke("state", "align", a, a)
     assert same.exit_code == 0
     assert same.stdout.endswith("equal: in every printed digit\n")
 
@@ -228,6 +228,6 @@ def test_the_command_on_logs_and_its_options(tmp_path):
     ],
 )
 def test_options_that_make_no_sense(options, fact, tmp_path):
-    result = invoke("align", write(tmp_path / "a"), tmp_path / "a", *options)
+    result = invoke("state", "align", write(tmp_path / "a"), tmp_path / "a", *options)
     assert result.exit_code == 2
     assert fact in result.stderr

@@ -288,7 +288,7 @@ def test_colours(option, environment, coloured, plan):
     [
         ((), "give one of PLAN, --from KIND FILE..., --program FILE and --log DIR"),
         (("plan.yaml", "--program", "p.txt"), "give one of PLAN, --from KIND FILE..., --program FILE and --log DIR"),
-        (("plan.yaml", "--backend", "paddle-gloo"), "a plan gives its backend"),
+        (("plan.yaml", "--transport", "paddle-gloo"), "a plan gives its backend"),
         (("plan.yaml", "--queue", "pair"), "a plan gives its queue in `transport.queue`"),
         (("plan.yaml", "--color", "blue"), "--color"),
         (("plan.yaml", "--format", "xml"), "--format"),

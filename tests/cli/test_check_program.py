@@ -28,7 +28,7 @@ def program(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("backend", [(), ("--backend", "paddle-gloo")])
+@pytest.mark.parametrize("backend", [(), ("--transport", "paddle-gloo")])
 def test_a_right_program(program, backend):
     result = invoke("check", "--program", program(RIGHT), *backend)
     assert result.exit_code == 0
@@ -98,7 +98,7 @@ def test_a_program_that_is_not_there(tmp_path):
 
 
 def test_a_backend_that_is_not_there(program):
-    result = invoke("check", "--program", program(RIGHT), "--backend", "carrier-pigeon")
+    result = invoke("check", "--program", program(RIGHT), "--transport", "carrier-pigeon")
     assert result.exit_code == 2
     assert "no backend 'carrier-pigeon'; there are tables for" in " ".join(result.stderr.split())
 
@@ -111,7 +111,7 @@ rank 1: 2SEND_B0{peer=0} 1RECV_F0{peer=0} WAIT(2SEND_B0) WAIT(1RECV_F0)
 
 @pytest.mark.parametrize(
     ("queue", "code"), [((), "PP411"), (("--queue", "directed_edge"), "PP411"), (("--queue", "pair"), "PP401"),
-                        (("--queue", "pair", "--backend", "torch-nccl"), "PP401")]
+                        (("--queue", "pair", "--transport", "torch-nccl"), "PP401")]
 )  # fmt: skip
 def test_the_queue_of_a_runtime_that_is_stricter_than_the_backend(program, queue, code):
     result = invoke("check", "--program", program(CROSSING), "--select", "PP401,PP411", "--format", "json", *queue)

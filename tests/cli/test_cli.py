@@ -80,7 +80,7 @@ def test_a_clean_plan_takes_two_lines_and_what_holds_elsewhere_one_more(write):
     assert "; help: no change is needed for paddle-gloo; elsewhere, set `transport.recv_order` to send_order" in note
     assert verdict.endswith(", with 1 note")
     assert digest.startswith("digest ")
-    assert "transport: {recv_order: send_order}" in invoke("explain", "PP411").stdout
+    assert "transport: {recv_order: send_order}" in invoke("--explain", "PP411").stdout
 
 
 def test_notes_do_not_fail_a_strict_check(write):
@@ -90,13 +90,13 @@ def test_notes_do_not_fail_a_strict_check(write):
     assert result.exit_code == 0
 
 
-# --- explain, show, schema, simulate ---
+# --- --explain, show, schema, simulate ---
 
 
 @pytest.mark.parametrize("code", [doc.code for doc in all_docs()])
 def test_explain_every_code(code):
     for spelling in (code, code.lower()):
-        result = invoke("explain", spelling)
+        result = invoke("--explain", spelling)
         assert result.exit_code == 0
         assert result.stdout.startswith(code)
         assert "wrong" in result.stdout
@@ -105,7 +105,7 @@ def test_explain_every_code(code):
 
 @pytest.mark.parametrize("code", ["PP000", "x", ""])
 def test_explain_an_unknown_code(code):
-    result = invoke("explain", code)
+    result = invoke("--explain", code)
     assert result.exit_code == 2
     assert f"no code {code!r}; known are PP100" in result.stderr
 
@@ -130,7 +130,7 @@ def test_show_a_rank_that_is_not_there(good, rank):
 def test_schema():
     import jsonschema
 
-    result = invoke("schema")
+    result = invoke("--schema")
     assert result.exit_code == 0
     schema = json.loads(result.stdout)
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -203,7 +203,7 @@ COLOURED = [
     ("check", BROKEN[0]),
     ("simulate", EXAMPLES / "gpt_pp4.yaml"),
     ("show", EXAMPLES / "gpt_pp4.yaml"),
-    ("explain", "PP201"),
+    ("--explain", "PP201"),
 ]
 
 
@@ -240,7 +240,7 @@ def test_a_terminal_that_knows_ascii_only(arguments):
         ("check", EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml", "--format", "json"),
         ("simulate", EXAMPLES / "gpt_pp4.yaml", "--format", "json"),
         ("show", EXAMPLES / "gpt_pp4.yaml", "--rank", "0"),
-        ("schema",),
+        ("--schema",),
     ],
     ids=lambda arguments: "_".join(Path(str(a)).stem for a in arguments),
 )
@@ -269,7 +269,7 @@ import sys
 from pipeproof.cli import main as cli
 from pipeproof.specs import load_plan as load
 
-def interrupt(path):
+def interrupt(path, settings):
     exec("raise KeyboardInterrupt")
 
 load.load_plan = interrupt
@@ -285,7 +285,7 @@ cli.main(["check", {str(good)!r}])
 
 
 def test_an_interrupted_command_ends_with_130(good, monkeypatch):
-    def interrupt(path):
+    def interrupt(path, settings):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pipeproof.specs.load_plan.load_plan", interrupt)

@@ -33,7 +33,11 @@ def offered(*words):
 
 
 def test_conventions_of_names():
-    assert offered("reshard", "states", "--names", "pa") == ["paddleformers", "paddleformers-unfused", "paddlefleet"]
+    assert offered("state", "reshard", "states", "--names", "pa") == [
+        "paddleformers",
+        "paddleformers-unfused",
+        "paddlefleet",
+    ]
 
 
 def test_commands_and_options():
@@ -60,7 +64,7 @@ def test_files_of_other_tools_and_home_are_left_to_the_shell(folder):
 
 
 def test_codes_schedules_and_kinds():
-    assert offered("explain", "pp20") == [doc.code for doc in all_docs() if doc.code.startswith("PP20")]
+    assert offered("--explain", "pp20") == [doc.code for doc in all_docs() if doc.code.startswith("PP20")]
     assert offered("schedule", "show", "zb") == [name for name in SCHEDULE_KINDS if name.startswith("zb")]
     assert "fleet" in offered("check", "--from", "f")
     assert "megatron" in offered("import", "m")
@@ -68,19 +72,19 @@ def test_codes_schedules_and_kinds():
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_scripts_ask_us_with_the_variable_that_we_look_for(shell):
-    result = invoke("completion", shell)
+    result = invoke("--completion", shell)
     assert result.exit_code == 0
     assert f"_PIPEPROOF_COMPLETE={shell}_complete" in result.stdout
 
 
 def test_a_shell_that_we_do_not_know():
-    result = invoke("completion", "tcsh")
+    result = invoke("--completion", "tcsh")
     assert result.exit_code == 2
     assert "'bash', 'zsh', 'fish'" in result.stderr
 
 
 ASK = """
-eval "$(pipeproof completion bash)"
+eval "$(pipeproof --completion bash)"
 COMP_WORDS=({words}) COMP_CWORD={last}
 {function} pipeproof 2>/dev/null
 printf '%s\\n' "${{COMPREPLY[@]}}"
@@ -95,7 +99,7 @@ def test_a_real_bash_completes(folder):
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m pipeproof "$@"\n')
     command.chmod(0o755)
     environment = {**os.environ, "PATH": f"{command.parent}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
-    script = invoke("completion", "bash").stdout
+    script = invoke("--completion", "bash").stdout
     function = script.split("complete -o nosort -F ")[1].split()[0]
 
     def ask(*words):
@@ -106,6 +110,6 @@ def test_a_real_bash_completes(folder):
         )
         return done.stdout.split()
 
-    assert ask("pipeproof", "expl") == ["explain"]
+    assert ask("pipeproof", "sche") == ["schedule"]
     assert ask("pipeproof", "check", "plan.") == ["plan.yaml"]
-    assert ask("pipeproof", "explain", "PP20") == [doc.code for doc in all_docs() if doc.code.startswith("PP20")]
+    assert ask("pipeproof", "--explain", "PP20") == [doc.code for doc in all_docs() if doc.code.startswith("PP20")]

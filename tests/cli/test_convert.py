@@ -1,4 +1,4 @@
-"""``pipeproof convert``: files in and out, findings at their place, and nothing left out silently."""
+"""``pipeproof schedule convert``: files in and out, findings at their place, and nothing left out silently."""
 
 from pathlib import Path
 
@@ -34,13 +34,13 @@ def file(tmp_path):
 
 
 def converted(*arguments):
-    result = invoke("convert", *arguments)
+    result = invoke("schedule", "convert", *arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def refused(*arguments):
-    result = invoke("convert", *arguments)
+    result = invoke("schedule", "convert", *arguments)
     assert result.exit_code == 2
     assert result.stdout == ""
     return result.stderr
@@ -54,16 +54,16 @@ def test_the_formats_are_those_that_are_written():
 @pytest.mark.parametrize("target", FORMS)
 def test_every_format_into_every_other(source, target, file):
     path = file(FORMS[source])
-    assert converted(path, "--to", target) == FORMS[target]
-    assert converted(path, "--to", target, "--from", source) == FORMS[target]
-    assert converted(path, "--to", "csv-comms") == COMMS
+    assert converted(path, "--as", target) == FORMS[target]
+    assert converted(path, "--as", target, "--from", source) == FORMS[target]
+    assert converted(path, "--as", "csv-comms") == COMMS
 
 
 def test_what_is_written_to_a_file_converts_back(file, tmp_path):
     output = tmp_path / "out.csv"
-    assert converted(file(FORMS["fleet"]), "--to", "csv-comms", "-o", output) == ""
+    assert converted(file(FORMS["fleet"]), "--as", "csv-comms", "-o", output) == ""
     assert output.read_text() == COMMS
-    assert converted(output, "--to", "fleet", "--only-computations") == FORMS["fleet"]
+    assert converted(output, "--as", "fleet", "--only-computations") == FORMS["fleet"]
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "chimera", "zb_v", "dualpipe_v"])
@@ -71,19 +71,19 @@ def test_copies_of_stages_pairs_and_parts_of_backwards_go_through_csv_and_text(n
     kind = SCHEDULE_KINDS[name]
     schedule = kind.generate(Request(4, 8, kind.min_chunks))
     text, csv = (write_schedule(schedule, form) for form in ("text", "csv"))
-    assert converted(file(text), "--to", "csv") == csv
-    assert converted(file(csv), "--to", "text") == text
+    assert converted(file(text), "--as", "csv") == csv
+    assert converted(file(csv), "--as", "text") == text
 
 
 def test_a_file_of_pytorch_with_communication_becomes_text_and_is_itself_again(file):
     theirs = (FILES / "dualpipe_v_4x2_comms.csv").read_text()
-    text = converted(FILES / "dualpipe_v_4x2_comms.csv", "--to", "text")
+    text = converted(FILES / "dualpipe_v_4x2_comms.csv", "--as", "text")
     assert "7F4{batch=0} 0B0{batch=0}" in text or "0F7{batch=0} 7B3{batch=0}" in text
-    assert converted(file(text), "--to", "csv-comms") == theirs
+    assert converted(file(text), "--as", "csv-comms") == theirs
 
 
 def test_findings_have_a_place_and_an_excerpt(file):
-    message = refused(file("f0;b0;\nf0;B0;\n"), "--to", "csv")
+    message = refused(file("f0;b0;\nf0;B0;\n"), "--as", "csv")
     assert "error[PP132]" in message
     assert "schedule:2:4" in message
     assert "did you mean `b0`?" in message
@@ -91,26 +91,26 @@ def test_findings_have_a_place_and_an_excerpt(file):
 
 def test_what_a_format_cannot_say_is_an_error_at_its_place(file):
     path = file("0F0,0I0,0W0\n1F0,1I0,1W0\n")
-    message = refused(path, "--to", "fleet")
+    message = refused(path, "--as", "fleet")
     assert "error[PP141]" in message
     assert "schedule:1:5" in message
     assert "0I0 is a part of a backward" in message
 
 
 def test_another_source_than_the_file_is(file):
-    assert "PP133" in refused(file(FORMS["csv"]), "--to", "text", "--from", "text")
-    assert "PP137" in refused(file(COMMS), "--to", "text", "--from", "csv")
-    assert "PP137" in refused(file("kind: gpipe"), "--to", "text")
+    assert "PP133" in refused(file(FORMS["csv"]), "--as", "text", "--from", "text")
+    assert "PP137" in refused(file(COMMS), "--as", "text", "--from", "csv")
+    assert "PP137" in refused(file("kind: gpipe"), "--as", "text")
 
 
 def test_files_and_options_that_are_not_there(file, tmp_path):
-    assert "PP130" in refused(tmp_path / "none.csv", "--to", "csv")
-    assert "Missing option '--to'" in refused(file(FORMS["csv"]))
-    assert "there is no directory" in refused(file(FORMS["csv"]), "--to", "csv", "-o", tmp_path / "no" / "out.csv")
+    assert "PP130" in refused(tmp_path / "none.csv", "--as", "csv")
+    assert "Missing option '--as'" in refused(file(FORMS["csv"]))
+    assert "there is no directory" in refused(file(FORMS["csv"]), "--as", "csv", "-o", tmp_path / "no" / "out.csv")
 
 
 def test_a_refused_schedule_leaves_the_output_alone(file, tmp_path):
     output = tmp_path / "out"
     output.write_text("before")
-    refused(file("0F0,0I0,0W0\n"), "--to", "fleet", "-o", output)
+    refused(file("0F0,0I0,0W0\n"), "--as", "fleet", "-o", output)
     assert output.read_text() == "before"

@@ -39,7 +39,7 @@ LESS_MEMORY = {
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Sweeps in threads, which start at once, and advice on a few kinds of schedules."""
-    monkeypatch.setattr(sweep_run, "_own_processes", ThreadPoolExecutor)
+    monkeypatch.setattr(sweep_run, "own_processes", ThreadPoolExecutor)
     tried = ("1f1b", "zb_v", "dualpipe")
     monkeypatch.setattr(candidates, "SCHEDULE_KINDS", {kind: candidates.SCHEDULE_KINDS[kind] for kind in tried})
 
@@ -109,7 +109,14 @@ def test_every_command_takes_custom_layers(name):
 
 def ends_well(file, *, costs=True):
     """Nothing is refused, and no figure is none."""
-    commands = [("check",), ("simulate",), ("show",), ("show", "--memory"), ("advise",), ("jitter", "--runs", "2")]
+    commands = [
+        ("check",),
+        ("simulate",),
+        ("show",),
+        ("show", "--memory"),
+        ("advise",),
+        ("schedule", "jitter", "--runs", "2"),
+    ]
     commands += [("show", "--costs")] if costs else []
     for command in commands:
         done = invoke(*command, file)

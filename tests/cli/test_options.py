@@ -9,7 +9,7 @@ from tests.cli.commands import REPOSITORY, invoke, process
 
 
 @pytest.mark.parametrize(
-    ("command", "option"), [("simulate", "-o"), ("run", "--report"), ("run", "-o"), ("run", "--trace")]
+    ("command", "option"), [("simulate", "-o"), ("run", "--report"), ("run", "-o"), ("run", "--output")]
 )
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(command, option, good, tmp_path, started):
     for output in (tmp_path / "no" / "such" / "file.json", tmp_path, good / "file.json"):

@@ -20,7 +20,7 @@ COMMANDS = {
     "out.json": ("simulate", PLAN),
     "out.csv": ("simulate", PLAN),
     "out.yaml": ("import", "megatron", EXAMPLES / "importing" / "megatron.sh"),
-    "text": ("convert", "--to", "text", EXAMPLES / "schedules" / "zbv_pp2.csv"),
+    "text": ("schedule", "convert", "--as", "text", EXAMPLES / "schedules" / "zbv_pp2.csv"),
 }
 
 

@@ -148,4 +148,4 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_search(solve):
 
 
 def test_explain_knows_the_missing_solver():
-    assert "pip install 'pipeproof[solve]'" in invoke("explain", "PP142").stdout
+    assert "pip install 'pipeproof[solve]'" in invoke("--explain", "PP142").stdout

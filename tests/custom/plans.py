@@ -1,4 +1,4 @@
-"""Plans of the custom layers in ``files`` and of the examples, declared as ``pipeproof describe`` would."""
+"""Plans of the custom layers in ``files`` and of the examples, declared as ``pipeproof import layers`` would."""
 
 from pathlib import Path
 

@@ -170,8 +170,10 @@ def test_the_digest_does_not_depend_on_where_the_file_is():
     assert one != check(plan_from_dict(plan(layers=changed(1, name="relu")))).digest
 
 
-@pytest.mark.parametrize("command", [["check"], ["simulate"], ["show"], ["show", "--memory"], ["advise"], ["jitter"]])
+@pytest.mark.parametrize(
+    "command", [["check"], ["simulate"], ["show"], ["show", "--memory"], ["advise"], ["schedule", "jitter"]]
+)
 def test_commands(command, tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text(json.dumps(plan(cost={"forward_us": 100, "backward_us": 200})))
-    assert invoke(command[0], file, *command[1:]).exit_code == 0
+    assert invoke(*command, file).exit_code == 0

@@ -197,11 +197,11 @@ def plan(tmp_path):
 def test_describe_writes_what_check_and_run_take(plan):
     refused = invoke("check", plan)
     assert refused.exit_code == 2
-    assert "pipeproof describe" in refused.output
-    shown = invoke("describe", plan)
+    assert "pipeproof import layers" in refused.output
+    shown = invoke("import", "layers", plan)
     assert shown.exit_code == 0
     assert plan.read_text() == PLAN
-    assert invoke("describe", plan, "--write").exit_code == 0
+    assert invoke("import", "layers", plan, "--write").exit_code == 0
     block = "".join(f"  {line}\n" for line in shown.output.splitlines() if line)
     assert plan.read_text() == PLAN.replace("# mine\n", f"# mine\n{block}")
     assert invoke("check", plan).exit_code == 0
@@ -213,7 +213,7 @@ def test_describe_writes_what_check_and_run_take(plan):
 def test_describe_keeps_names_and_replaces_what_is_stale(plan):
     layers = "  layers:\n    - {name: first, out: [{shape: [9]}]}\n    - name: second\n    - {name: third}\n"
     plan.write_text(PLAN.replace("  build:", f"{layers}  build:"))
-    assert invoke("describe", plan, "--write").exit_code == 0
+    assert invoke("import", "layers", plan, "--write").exit_code == 0
     text = plan.read_text()
     assert "{name: first, kind: Linear, out: [{shape: [b, 4]}]" in text
     assert "{name: second, kind: relu, out: [{shape: [b, 4]}]}" in text
@@ -225,7 +225,7 @@ def test_describe_does_not_write_into_what_it_cannot(plan):
         "model:\n  kind: layers\n  build: mine.py:build  # mine\n", "model: {kind: layers, build: 'mine.py:build'}\n"
     )
     plan.write_text(flow)
-    refused = invoke("describe", plan, "--write")
+    refused = invoke("import", "layers", plan, "--write")
     assert refused.exit_code == 2
     assert "without --write" in refused.output
     assert plan.read_text() == flow
@@ -234,11 +234,11 @@ def test_describe_does_not_write_into_what_it_cannot(plan):
 def test_describe_is_for_custom_layers(tmp_path):
     file = tmp_path / "gpt.yaml"
     file.write_text("pipeproof: 1\nmodel: {kind: gpt}\n")
-    assert "custom layers are of kind layers" in invoke("describe", file).output
+    assert "custom layers are of kind layers" in invoke("import", "layers", file).output
 
 
 def test_run_refuses_before_any_rank_starts_and_shows_the_place(plan):
-    assert invoke("describe", plan, "--write").exit_code == 0
+    assert invoke("import", "layers", plan, "--write").exit_code == 0
     plan.write_text(plan.read_text().replace("shape: [b, 4]", "shape: [b, 6]", 1))
     ran = process("run", plan)
     assert ran.returncode == 2

@@ -190,7 +190,7 @@ def test_buffers_that_a_state_of_weights_alone_has_not_stay_as_built(tmp_path):
     source = write_state(made(bare, "drift.py"), tmp_path / "source")
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(own_dict("drift.py", 4, bare, run={"optimizer": "adamw", "steps": 4})))
-    assert invoke("reshard", source, "--to", file, "--weights-only", "-o", tmp_path / "bare").exit_code == 0
+    assert invoke("state", "reshard", source, "--to", file, "--weights-only", "-o", tmp_path / "bare").exit_code == 0
     state, at = find_state(tmp_path / "bare"), drift(1)
     require_resumable(state, at.plan, graph_digest(at))
     outcomes, adapters, _ = all_steps(at, 0, state)

@@ -112,7 +112,7 @@ def test_of_copies_of_a_stage_there_is_no_one_state(tmp_path):
     assert (finding.code, finding.location is None) == ("PP909", True)  # the plan is of no file
     assert "dualpipe has copies of the stage of `norm.2.mean`" in finding.message
     plans = [plan_file(tmp_path / f"{kind}.json", schedule={"kind": kind}) for kind in ("1f1b", "dualpipe")]
-    ended = invoke("reshard", *plans, "--check")
+    ended = invoke("state", "reshard", *plans, "--check")
     assert ended.exit_code == 2
     assert "error[PP924]: dualpipe has copies" in ended.output
 
@@ -161,9 +161,9 @@ def test_reshard_there_and_back_leaves_every_byte(tmp_path):
         (file, "--to", one, "-o", again),
         (source, "--to", other, "--weights-only", "-o", bare),
     ):
-        ended = invoke("reshard", at, *words)
+        ended = invoke("state", "reshard", at, *words)
         assert ended.exit_code == 0, ended.output
-    lines = {place: invoke("state", place, "--md5").output for place in (source, moved, back, again, file)}
+    lines = {place: invoke("state", "show", place, "--md5").output for place in (source, moved, back, again, file)}
     assert len(set(lines.values())) == 1
     assert "norm.2.mean" in lines[file]
     for place in (back, again):
@@ -174,4 +174,4 @@ def test_reshard_there_and_back_leaves_every_byte(tmp_path):
     assert {one.kind for one in find_state(bare).index.tensors.values()} == {"weight", "buffer"}
     entries = open_checkpoint(file).tensors
     assert {entries[name].shape for name in ("norm.2.count", "stem.weight")} == {(2,), (3, 4)}
-    assert "buffer   float32        1         8     32" in invoke("state", file).output
+    assert "buffer   float32        1         8     32" in invoke("state", "show", file).output

@@ -27,6 +27,7 @@ def docs_module(monkeypatch):
     "script",
     [
         "make_rules.py",
+        "make_options.py",
         "make_tables.py",
         "make_zoo.py",
         "make_mutation.py",

@@ -135,7 +135,7 @@ def test_the_commands_of_a_page_run(kind, made, tmp_path, monkeypatch):
     for line in there:
         name, *arguments = shlex.split(line)
         assert name == "pipeproof"
-        quick = ["--no-verify"] if arguments[:2] == ["schedule", "show"] else []
+        quick = ["--no-check"] if arguments[:2] == ["schedule", "show"] else []
         done = CliRunner().invoke(main, [*arguments, *quick])
         assert done.exit_code == 0, f"{line}: {done.output}"
 
@@ -144,7 +144,7 @@ def test_the_commands_of_a_page_run(kind, made, tmp_path, monkeypatch):
 def test_the_command_beside_a_form_shows_its_case(kind, docs):
     for form in docs.known_forms.closed_forms(kind):
         for case in filter(None, (form.inside, form.outside)):
-            _, *arguments = case.command("--format", "json", "--no-verify")
+            _, *arguments = case.command("--format", "json", "--no-check")
             shown = json.loads(CliRunner().invoke(main, arguments).stdout)
             timed = case.timed()
             assert Fraction(str(shown.get("makespan_exact", shown["makespan"]))) == timed.makespan
@@ -242,7 +242,7 @@ def test_a_picture_has_every_computation_at_its_place(kind, docs, made):
 
 
 def test_the_command_draws_the_picture_of_a_page(made):
-    drawn = CliRunner().invoke(main, ["schedule", "show", "gpipe", "-p", "4", "-m", "8", "--format", "svg"])
+    drawn = CliRunner().invoke(main, ["schedule", "show", "gpipe", "-p", "4", "-m", "8", "--as", "svg"])
     assert drawn.exit_code == 0
     assert drawn.stdout == made[PICTURES / "gpipe.svg"]
 

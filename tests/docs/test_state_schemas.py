@@ -1,4 +1,4 @@
-"""The JSON of ``pipeproof reshard``, ``pipeproof state`` and ``pipeproof aoa`` is what the published schemas say."""
+"""The JSON of ``pipeproof state`` and its commands is what the published schemas say."""
 
 import json
 from pathlib import Path
@@ -40,35 +40,39 @@ def written(there, *words, schema, status=0):
 
 
 def test_what_reshard_proves_and_makes(there):
-    assert "output" not in written(there, "reshard", "a.yaml", "a.yaml", "--check", schema="reshard")
-    assert written(there, "reshard", "of_a", "a.yaml", "-o", "made", schema="reshard")["output"]["num_files"] == 4
-    content = written(there, "reshard", "a.yaml", "deeper.yaml", "--check", schema="reshard", status=1)
+    assert "output" not in written(there, "state", "reshard", "a.yaml", "a.yaml", "--check", schema="reshard")
+    assert (
+        written(there, "state", "reshard", "of_a", "a.yaml", "-o", "made", schema="reshard")["output"]["num_files"] == 4
+    )
+    content = written(there, "state", "reshard", "a.yaml", "deeper.yaml", "--check", schema="reshard", status=1)
     assert {finding["code"] for finding in content["findings"]} == {"PP213", "PP920"}
-    written(there, "reshard", "nothing", "a.yaml", "--check", schema="check", status=2)
+    written(there, "state", "reshard", "nothing", "a.yaml", "--check", schema="check", status=2)
 
 
 def test_what_a_checkpoint_holds(there):
-    assert written(there, "state", "of_a", schema="checkpoint")["steps_done"] == 3
-    assert written(there, "state", "one.safetensors", schema="checkpoint")["steps_done"] is None
-    assert "md5" in written(there, "state", "of_a", "--md5", schema="checkpoint")
+    assert written(there, "state", "show", "of_a", schema="checkpoint")["steps_done"] == 3
+    assert written(there, "state", "show", "one.safetensors", schema="checkpoint")["steps_done"] is None
+    assert "md5" in written(there, "state", "show", "of_a", "--md5", schema="checkpoint")
 
 
 def test_what_statements_make(there):
     (there / "map.aoa").write_text("embed.weight^T -> c\nhead.weight -> _\n")
-    content = written(there, "aoa", "map.aoa", "--source", "a.yaml", schema="aoa")
+    content = written(there, "state", "aoa", "map.aoa", "--source", "a.yaml", schema="aoa")
     assert content["removed"] == ["head.weight", *(f"optimizer/{slot}/head.weight" for slot in SLOTS)]
     assert content["tensors"]["c"]["slabs"][0]["permutation"] == [1, 0]
-    assert written(there, "aoa", "map.aoa", "--source", "of_a", "--expand", schema="aoa").keys() == {"aoa_statements"}
-    written(there, "aoa", "a.yaml", "--from", "pipeproof", "--to", "huggingface", schema="aoa")
-    written(there, "aoa", "nothing", "--source", "a.yaml", schema="check", status=2)
+    assert written(there, "state", "aoa", "map.aoa", "--source", "of_a", "--expand", schema="aoa").keys() == {
+        "aoa_statements"
+    }
+    written(there, "state", "aoa", "a.yaml", "--names", "pipeproof", "--to-names", "huggingface", schema="aoa")
+    written(there, "state", "aoa", "nothing", "--source", "a.yaml", schema="check", status=2)
 
 
 def test_how_two_differ_and_what_is_at_fault(there):
-    content = written(there, "state", "one.safetensors", "other.safetensors", schema="checkpoint", status=1)
+    content = written(there, "state", "diff", "one.safetensors", "other.safetensors", schema="checkpoint", status=1)
     assert [sorted(one) for one in content["differ"]] == [
         ["elements", "farthest", "from", "tensor", "to"],
         ["first", "second", "tensor"],
     ]
-    assert written(there, "state", "of_a", "of_a", schema="checkpoint")["equal"]
+    assert written(there, "state", "diff", "of_a", "of_a", schema="checkpoint")["equal"]
     (there / "cut.safetensors").write_bytes((there / "one.safetensors").read_bytes()[:-1])
-    assert "faults" in written(there, "state", "cut.safetensors", "--verify", schema="checkpoint", status=1)
+    assert "faults" in written(there, "state", "show", "cut.safetensors", "--verify", schema="checkpoint", status=1)

@@ -13,10 +13,10 @@ from tests.plans import plan_dict
 
 def test_a_gpu_is_asked_for(tmp_path):
     file = tmp_path / "costs.json"
-    for more in ([], ["--backend", "torch"], ["--device", "gpu"]):
+    for more in ([], ["--backend", "torch"], ["--on", "gpu"]):
         result = CliRunner().invoke(main, ["doctor", "--write-costs", str(file), *more])
         assert result.exit_code == 2
-        assert "add --backend torch --device gpu" in result.output
+        assert "add --backend torch --on gpu" in result.output
     assert not file.exists()
 
 
@@ -25,7 +25,7 @@ def test_a_machine_without_a_gpu_is_refused_kindly(tmp_path):
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    options = ["--backend", "torch", "--device", "gpu", "--write-costs", str(tmp_path / "costs.json")]
+    options = ["--backend", "torch", "--on", "gpu", "--write-costs", str(tmp_path / "costs.json")]
     result = CliRunner().invoke(main, ["doctor", *options])
     assert result.exit_code == 2
     assert "PyTorch sees no GPU: use a machine with one" in result.output

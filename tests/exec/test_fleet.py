@@ -214,7 +214,7 @@ def test_what_fleet_can_run_is_not_refused(pp, count, schedule):
 
 
 def test_a_plan_of_our_gpt_is_refused_with_status_2():
-    result = invoke("fleet", str(EXAMPLES / "gpt_pp4.yaml"))
+    result = invoke("job", "fleet", str(EXAMPLES / "gpt_pp4.yaml"))
     assert result.exit_code == 2
     assert "PP917" in result.output
     assert "model: {kind: layers" in result.output
@@ -254,7 +254,7 @@ def test_1f1b_has_our_bits_with_tuples_and_shared_weights(tmp_path):
         tmp_path / "report.json",
         tmp_path / "logs",
     )
-    result = invoke("fleet", str(plan), "--report", str(written), "--record", str(logs))
+    result = invoke("job", "fleet", str(plan), "--report", str(written), "--log", str(logs))
     assert result.exit_code == 0, result.output
     assert "PipelineParallel: 16 forwards and backwards and 12 messages per step match the plan" in result.output
     found = json.loads(written.read_text())
@@ -264,7 +264,7 @@ def test_1f1b_has_our_bits_with_tuples_and_shared_weights(tmp_path):
     assert {len(step["gradients"]) for step in found["steps"]} == {14}
     for queue in (None, "communicator"):
         assert check_log(logs, plan=load_plan(plan), queue=queue).findings == ()
-    again = invoke("fleet", str(plan), "--record", str(logs))
+    again = invoke("job", "fleet", str(plan), "--log", str(logs))
     assert again.exit_code == 2
     assert "has logs already" in again.output
 

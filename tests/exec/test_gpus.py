@@ -115,7 +115,7 @@ def test_a_launcher_of_several_machines_states_the_number_of_local_processes(mon
     ("options", "text"),
     [
         (["--share-gpus"], "error[PP106]: --share-gpus: run.device is cpu"),
-        (["--share-gpus", "--profile", "edges.json"], "--profile: "),
+        (["--share-gpus", "-o", "edges.json"], "--output: "),
     ],
 )
 def test_sharing_of_cpus_and_missing_measurements_are_reported(tmp_path, monkeypatch, verb, options, text):

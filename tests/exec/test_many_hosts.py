@@ -94,7 +94,7 @@ def test_a_run_on_two_hosts_has_one_report(hosts, launcher, backend):
     assert "\nmatches: " in hosts.output(0)
     assert "matches" not in hosts.output(1)
     kept = [folder for host in range(2) for folder in (hosts.home(host) / "kept").iterdir()]
-    merge = hosts.start(0, "-m", "pipeproof", "merge", *kept, "--report", "merged.json")
+    merge = hosts.start(0, "-m", "pipeproof", "job", "merge", *kept, "--report", "merged.json")
     assert merge.wait(PATIENCE_S) == 0, hosts.output(0)
     merged = json.loads((hosts.home(0) / "merged.json").read_text())
     assert merged["gradients"] == report["gradients"]

@@ -173,7 +173,7 @@ def test_a_gradient_that_no_host_has_as_a_whole_is_shown_by_its_shard(tmp_path):
     assert f"first: {name} on rank 1, md5 {shard.md5}, reference {shard.reference_md5}" in result.findings[0].message
     shown = next(entry for entry in result.to_json()["gradients"] if entry["md5"] is None)
     assert [entry.get("reference_md5") for entry in shown["shards"]] == [None, shard.reference_md5]
-    output = invoke("merge", *directories)
+    output = invoke("job", "merge", *directories)
     assert output.exit_code == 1
     assert "does not match the reference" in output.stdout
 
@@ -222,7 +222,7 @@ def test_later_steps_of_a_bound_have_no_reference_where_no_host_has_all_weights(
     assert (entry["compared"], entry["reference_loss"], entry["uncut_loss"]) == (False, None, None)
     assert "compared" not in result.to_json()["steps"][0]
     assert "no reference  equal shards agree" in step_line(result.steps[1], 1.0)
-    output = invoke("merge", *directories)
+    output = invoke("job", "merge", *directories)
     assert output.exit_code == 0
     words = output.stdout
     assert "only of step 0: no host has the weights of all ranks" in words
@@ -250,7 +250,7 @@ def test_a_step_that_is_not_finite_ends_the_merge(tmp_path):
     directories = hosts_of(report, tmp_path, outcomes, references)
     with pytest.raises(NotFiniteError, match="step 1: every loss is finite; gradients that are not finite: 1 of"):
         merged(directories)
-    output = invoke("merge", *directories)
+    output = invoke("job", "merge", *directories)
     assert output.exit_code == 1
     assert "PP921" in output.stdout
 
@@ -384,7 +384,7 @@ def test_times_of_hosts_are_moved_to_the_clock_of_rank_0s_host(tmp_path):
     assert result.timeline == before.timeline
     assert result.clock_error_ns == 1500
     assert result.to_json()["clock_error_us"] == 1.5
-    output = invoke("merge", *directories)
+    output = invoke("job", "merge", *directories)
     assert "times of different hosts are comparable within 1.5 us" in output.stdout
     moved(directories[0], 0, 500)
     assert merged(directories).clock_error_ns == 2000
@@ -422,7 +422,9 @@ def directories(tmp_path):
 
 
 def test_the_command_prints_the_verdict_and_writes_report_and_timeline(directories, tmp_path):
-    output = invoke("merge", directories[1], directories[0], "--report", tmp_path / "r.json", "-o", tmp_path / "t.csv")
+    output = invoke(
+        "job", "merge", directories[1], directories[0], "--report", tmp_path / "r.json", "-o", tmp_path / "t.csv"
+    )
     assert output.exit_code == 0
     lines = output.stdout.splitlines()
     assert [line[:13] for line in lines[:2]] == ["step 0  loss ", "step 1  loss "]
@@ -446,7 +448,7 @@ def refused(paths, *words):
 
 def test_missing_ranks_are_refused(directories):
     refused(directories[:1], "ranks 2, 3 are in no directory")
-    output = invoke("merge", directories[1])
+    output = invoke("job", "merge", directories[1])
     assert output.exit_code == 2
     assert "PP939" in output.stderr
 
@@ -493,6 +495,6 @@ def test_a_directory_that_no_host_kept_is_refused(directories, tmp_path):
 
 
 def test_a_profile_needs_a_run_that_measured_it(directories, tmp_path):
-    output = invoke("merge", *directories, "--profile", tmp_path / "p.json")
+    output = invoke("job", "merge", *directories, "--profile", tmp_path / "p.json")
     assert output.exit_code == 2
     assert "measured no times" in output.stderr

@@ -187,7 +187,7 @@ def test_records_have_the_losses_apart_and_align_finds_a_fault_in_a_module(tmp_p
 
     def located(run, place, status):
         run.record(tmp_path / place)
-        result = invoke("align", tmp_path / place / "run", tmp_path / place / "reference", "--format", "json")
+        result = invoke("state", "align", tmp_path / place / "run", tmp_path / place / "reference", "--format", "json")
         assert result.exit_code == status, result.output
         content = json.loads(result.stdout)
         require_fit("align", content)

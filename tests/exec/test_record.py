@@ -24,7 +24,7 @@ from tests.plans import plan_dict
 
 
 def aligned(directory, *options):
-    result = invoke("align", directory / "run", directory / "reference", "--format", "json", *options)
+    result = invoke("state", "align", directory / "run", directory / "reference", "--format", "json", *options)
     content = json.loads(result.stdout)
     require_fit("align", content)
     return result.exit_code, content
@@ -37,7 +37,7 @@ def test_a_recorded_run_has_the_bits_of_one_that_is_not(tmp_path):
     plan = plan_dict(schedule={"kind": "interleaved", "num_chunks": 2, "num_micro_batches": 2})
     ended = Run(tmp_path / "a", plan, "--record", "out", "--record-layers", "--record-values").end()
     assert ended.status == 0, ended.output
-    assert "compare: pipeproof align out/run out/reference" in ended.output
+    assert "compare: pipeproof state align out/run out/reference" in ended.output
     out = tmp_path / "a" / "out"
     status, found = aligned(out)
     assert status == 0
@@ -59,7 +59,7 @@ def test_a_recorded_run_has_the_bits_of_one_that_is_not(tmp_path):
         for one in (out, tmp_path / "b" / "out")
     ]
     assert lines[0] == lines[1]  # byte for byte
-    both = invoke("align", out / "run", tmp_path / "b" / "out" / "run")
+    both = invoke("state", "align", out / "run", tmp_path / "b" / "out" / "run")
     assert both.exit_code == 0  # gradients and losses: the second has no layers
     assert "B has no tensors of layers" in both.stdout
 
@@ -141,7 +141,7 @@ def test_ranks_that_hold_other_values_of_one_part(tmp_path):
     assert (status, difference["ranks"], difference["relative"]) == (1, [1], 1.0)
     assert difference["a"]["md5"] == difference["b"]["md5"]
     assert difference["cause"]["evidence"] == "on rank 1: all 256 elements of A that are not zero are 2 of B's, exactly"
-    turned = json.loads(invoke("align", tmp_path / "reference", tmp_path / "run", "--format", "json").stdout)
+    turned = json.loads(invoke("state", "align", tmp_path / "reference", tmp_path / "run", "--format", "json").stdout)
     assert (
         "on rank 1: all 256 elements of A that are not zero are 1/2"
         in (turned["tensors"]["first_difference"]["cause"]["evidence"])

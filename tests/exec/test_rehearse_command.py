@@ -27,7 +27,7 @@ def rehearsal(tmp_path, plan, *options, **more):
 def test_paddle_moves_every_element_correctly_and_every_edge_is_measured(tmp_path):
     profile = tmp_path / "profile.json"
     plan = plan_dict(run={"clip_norm": 1.0})
-    ended = rehearsal(tmp_path, plan, "--scale", "1/2", "--profile", str(profile)).end()
+    ended = rehearsal(tmp_path, plan, "--scale", "1/2", "-o", str(profile)).end()
     assert ended.status == 0, ended.output
     report = ended.report
     require_fit("rehearse", report)
@@ -100,7 +100,7 @@ def test_a_gpu_that_is_not_there_is_named_before_anything_starts(tmp_path, monke
     from pipeproof.exec.launch import gpu_assignment
 
     monkeypatch.setattr(gpu_assignment, "num_gpus", lambda backend: 0)
-    code, output = refused(tmp_path, plan_dict(), "--backend", "torch", "--device", "gpu")
+    code, output = refused(tmp_path, plan_dict(), "--backend", "torch", "--on", "gpu")
     assert code == 2
     assert "error[PP913]: run.device is gpu, and PyTorch sees 0 GPUs here for 2 ranks" in output
 
@@ -119,7 +119,7 @@ def refused(tmp_path, plan, *options):
         ({}, ["--scale", "1/3"], 2, "error[PP916]"),
         ({}, ["--scale", "3"], 2, "is not between 0 and 1"),
         ({}, ["--scale", "0/0"], 2, "is not a number such as 1/8"),
-        ({}, ["--share-gpus", "--profile", "edges.json"], 2, "--profile: "),
+        ({}, ["--share-gpus", "-o", "edges.json"], 2, "--output: "),
         ({}, ["--inject", "0:7F0:die"], 2, "--inject: rank 0 of 2 never runs 7F0"),
     ],
 )

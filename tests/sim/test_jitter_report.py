@@ -1,4 +1,4 @@
-"""Quantiles, histogram, output of ``pipeproof jitter``."""
+"""Quantiles, histogram, output of ``pipeproof schedule jitter``."""
 
 import json
 import re
@@ -86,7 +86,7 @@ def plan(tmp_path):
 
 
 def jitter(*arguments):
-    return CliRunner().invoke(main, ["jitter", *map(str, arguments)])
+    return CliRunner().invoke(main, ["schedule", "jitter", *map(str, arguments)])
 
 
 def test_text(plan):
@@ -160,7 +160,7 @@ def test_the_code_on_the_page_runs(monkeypatch):
 def test_the_output_on_the_page_is_that_of_its_commands(monkeypatch):
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs" / "jitter.md").read_text()
-    shown = re.findall(r"```console\n\$ \S+ jitter ([^\n]*)\n```\n\n```text\n(.*?)```", text, re.DOTALL)
+    shown = re.findall(r"```console\n\$ \S+ schedule jitter ([^\n]*)\n```\n\n```text\n(.*?)```", text, re.DOTALL)
     assert len(shown) == 2
     for command, output in shown:
         arguments = shlex.split(command)

@@ -72,7 +72,7 @@ def test_rows_and_columns_can_be_fewer():
         "peak",
         "   2",
         "times are placeholders (100 us forward, 200 us backward per stage): proportions only",
-        "warning PP411: 1 of 3; `pipeproof explain PP411`",
+        "warning PP411: 1 of 3; `pipeproof --explain PP411`",
     ]
 
 

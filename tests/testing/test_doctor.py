@@ -186,7 +186,7 @@ def test_without_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> No
     report = run_doctor(backend="torch", device="gpu")
     assert report.exit_status == 2
     assert report.problems[0].endswith(
-        "PyTorch sees no GPU here. Use --device cpu, or a machine with a GPU and a build of PyTorch for it."
+        "PyTorch sees no GPU here. Use --on cpu, or a machine with a GPU and a build of PyTorch for it."
     )
 
 
@@ -243,7 +243,7 @@ def test_processes_that_find_no_gpu_are_told_of_and_reaped() -> None:
     before = children_of(os.getpid())
     report = run_doctor(backend="torch", device="gpu")
     assert report.exit_status == 2
-    assert "RuntimeError: no GPU is visible here. Use --device cpu, or" in report.problems[0]
+    assert "RuntimeError: no GPU is visible here. Use --on cpu, or" in report.problems[0]
     assert report.notes == [
         "nvidia-smi is missing or prints nothing: the driver, clocks, power limits and links are not shown"
     ]

@@ -77,7 +77,7 @@ def measured_runs() -> dict[str, Any]:
         }
         alignments = {}
         for a, b in PAIRS:
-            done = _pipeproof("align", str(records / a), str(records / b))
+            done = _pipeproof("state", "align", str(records / a), str(records / b))
             alignments[f"{a} {b}"] = {"status": done.returncode, "printed": done.stdout}
     return {
         "paddle": version("paddlepaddle"),
@@ -142,7 +142,7 @@ def runs_part(results: Results) -> str:
 def alignments_part(results: Results) -> str:
     """Return the output of ``align`` for each pair."""
     blocks = [
-        f"```console\n$ pipeproof align {pair}\n```\n\n```text\n{found['printed'].strip()}\n```\n"
+        f"```console\n$ pipeproof state align {pair}\n```\n\n```text\n{found['printed'].strip()}\n```\n"
         for pair, found in results["alignments"].items()
     ]
     return "\n".join(blocks)

@@ -69,7 +69,7 @@ def _run(plan: Mapping[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file, written = Path(folder) / "plan.json", Path(folder) / "report.json"
         file.write_text(json.dumps(plan), encoding="utf-8")
-        command = [sys.executable, "-m", "pipeproof", "fleet", str(file), "--report", str(written)]
+        command = [sys.executable, "-m", "pipeproof", "job", "fleet", str(file), "--report", str(written)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=_environment())
         if not written.exists():
             sys.exit(done.stdout + done.stderr)

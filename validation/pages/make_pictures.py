@@ -63,13 +63,13 @@ def picture(name: str, output: str) -> str:
 
 
 def moves() -> str:
-    """Return the picture of ``reshard --check --picture`` from an example to the same training on other ranks."""
+    """Return the picture of ``reshard --check --plot`` from an example to the same training on other ranks."""
     plan = yaml.safe_load((ROOT / "examples" / "gpt_pp2_tp2_sp_full.yaml").read_text(encoding="utf-8"))
     topologies = {"tp2_pp2.yaml": plan["topology"], "tp4.yaml": {"tp": 4, "sequence_parallel": True}}
     with tempfile.TemporaryDirectory() as folder:
         for name, topology in topologies.items():
             Path(folder, name).write_text(yaml.safe_dump(plan | {"topology": topology}), encoding="utf-8")
-        command = [sys.executable, "-m", "pipeproof", "reshard", *topologies, "--check", "--picture", "moves.svg"]
+        command = [sys.executable, "-m", "pipeproof", "state", "reshard", *topologies, "--check", "--plot", "moves.svg"]
         paths = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run(command, cwd=folder, env=paths, stdout=subprocess.DEVNULL, check=True)
         return Path(folder, "moves.svg").read_text(encoding="utf-8")

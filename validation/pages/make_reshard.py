@@ -107,10 +107,10 @@ def _there_and_back(model: str, one: str, other: str, root: Path) -> dict[str, A
     """Reshard the state of one topology for the other and back, and merge both into one file."""
     source, there = _saved(root, one), root / f"{one} {other}"
     back, merged = root / f"{one} {other} back", [root / f"{name}.safetensors" for name in ("one", "other")]
-    _pipeproof("reshard", source, "--to", root / f"{other}.json", "-o", there)
-    _pipeproof("reshard", there, "--to", root / f"{one}.json", "-o", back)
+    _pipeproof("state", "reshard", source, "--to", root / f"{other}.json", "-o", there)
+    _pipeproof("state", "reshard", there, "--to", root / f"{one}.json", "-o", back)
     for made, file in zip((source, there), merged, strict=True):
-        _pipeproof("reshard", made, "-o", file)
+        _pipeproof("state", "reshard", made, "-o", file)
     before, after = (tensor_md5s(open_checkpoint(place)) for place in (source, back))
     files = list(source.glob("*.safetensors"))
     result = {

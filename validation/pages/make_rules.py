@@ -1,7 +1,7 @@
 """Write ``docs/rules``: a page for each code that pipeproof can report, and the index.
 
 ``python validation/pages/make_rules.py`` writes, ``--check`` exits 1 if a page is stale.
-The texts are those that ``pipeproof explain CODE`` prints.
+The texts are those that ``pipeproof --explain CODE`` prints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FAMILIES = {
 """The subject of the codes by their first digit."""
 
 INTRODUCTION = """\
-Every finding has one of these codes. The meaning of a code never changes. `pipeproof explain CODE` prints its page in
+Every finding has one of these codes. The meaning of a code never changes. `pipeproof --explain CODE` prints its page in
 the terminal. Only errors change the exit status; with `--strict`, warnings do too.
 """
 

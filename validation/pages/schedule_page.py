@@ -229,4 +229,4 @@ def _commands(shown: Shown) -> Iterator[str]:
             write_schedule(shown.case.schedule(), form)
         except InexpressibleError:
             continue
-        yield join(replace(shown.case, f=1, i=1, w=1).command("--format", form))
+        yield join(replace(shown.case, f=1, i=1, w=1).command("--as", form))

@@ -71,7 +71,7 @@ class Trained:
     def named(self, convention: str, *, directory: bool = False) -> Path:
         """Write the weights with a convention's names: one file, or a directory in Hugging Face's format."""
         made = self.state.parent / (convention if directory else f"{convention}.safetensors")
-        _pipeproof("reshard", self.state, "-o", made, "--names", convention)
+        _pipeproof("state", "reshard", self.state, "-o", made, "--names", convention)
         return made
 
     def loss_by(self, losses: Losses, distance: int = 0) -> float:

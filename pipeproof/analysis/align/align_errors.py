@@ -1,4 +1,4 @@
-"""The error of records and logs that ``align`` cannot read."""
+"""The error of records and logs that ``state align`` cannot read."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def render_table(
             console.print(sweep.placeholder_note, soft_wrap=True)
     warned = Counter(code for result in ranked for code in result.warnings)
     for code, number in sorted(warned.items()):
-        console.print(f"warning {code}: {number} of {len(ranked)}; `pipeproof explain {code}`", soft_wrap=True)
+        console.print(f"warning {code}: {number} of {len(ranked)}; `pipeproof --explain {code}`", soft_wrap=True)
     _render_refusals([result for result in results if result.status is not Status.OK], console)
 
 

@@ -1,4 +1,4 @@
-"""Terminal output of ``pipeproof fleet``: both runs, a line per step, the verdict."""
+"""Terminal output of ``pipeproof job fleet``: both runs, a line per step, the verdict."""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import cached_property
 from statistics import harmonic_mean, median
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -16,6 +18,7 @@ from pipeproof.cost.device_tables import device_table
 from pipeproof.cost.devices import DEVICES, Device
 from pipeproof.specs.cost import DeviceName
 from pipeproof.specs.cost_table import MAX_SIZE, AttentionCurve, CostTable, ProductCurve
+from pipeproof.specs.load_plan import plan_from_dict
 
 if TYPE_CHECKING:
     import torch
@@ -25,12 +28,17 @@ PRODUCTS = (
     (4096, 4096, 512), (4096, 4096, 4096), (4096, 512, 4096), (4096, 14336, 4096), (8192, 8192, 8192),
 )  # fmt: skip
 """Sizes m, n and k of the timed products."""
-KEYS = (1024, 4096, 8192)
+_NUM_CALLS = 8
+"""Calls that a GPU is timed with together: its clock is coarse where a call takes a few microseconds."""
+KEYS = (2048, 4096, 8192)
 """Numbers of tokens of the timed attentions."""
 _HEADS, _HEAD_SIZE = 32, 128
 _ROW = 4096
-_BLOCKS, _OPERATIONS = 8, 12
-"""Blocks of the timed host, and their operations: four forward and twice as many backward."""
+_BLOCKS, _SMALL, _TOKENS = 4, 128, 64
+"""Blocks of the timed host, their hidden size and tokens: so few that no device takes longer than the host."""
+_BUSY, _NUM_BUSY = 8192, 12
+"""Size and number of the square products before what is timed: the host has started it when they end, and the clock is
+what power allows in a training."""
 
 
 class UnknownDeviceError(Exception):
@@ -80,7 +88,7 @@ def measure_costs(
         products=(product_curve([(size, clock.product_us(*size)) for size in products], sheet.bfloat16), *others),
         attention=_attention(clock, sheet, keys),
         memory_efficiency=min(1.0, harmonic_mean(clock.memory_rates(rows)) / (sheet.memory * 1000)),
-        host_us=clock.host_us(),
+        host_us=clock.block_us() / float(block_operations()),
         collectives=() if known is None else known.collectives,
     )
 
@@ -132,8 +140,33 @@ def _attention(clock: _Clock, sheet: Device, keys: Sequence[int]) -> AttentionCu
     )
 
 
+def block_operations() -> Fraction:
+    """Operations of one block, forward and backward, as ``cost.analytic.host_us`` counts them."""
+    from pipeproof.cost.analytic_times import AnalyticCosts
+
+    def host_us(num_layers: int) -> Fraction:
+        model = {
+            "num_layers": num_layers, "hidden_size": _SMALL, "num_heads": 1, "ffn_size": 4 * _SMALL,
+            "vocab_size": _TOKENS, "seq_length": _TOKENS,
+        }  # fmt: skip
+        analytic = {"device": "h100", "host_us": 1}
+        spec = plan_from_dict({
+            "pipeproof": 1, "model": {"kind": "gpt", **model}, "topology": {"pp": 1},
+            "schedule": {"kind": "gpipe", "num_micro_batches": 1, "micro_batch_size": 1},
+            "cost": {"analytic": analytic},
+        }).spec  # fmt: skip
+        assert spec.cost.analytic is not None
+        (stage,) = AnalyticCosts(spec, spec.cost.analytic).stages
+        return sum((phase.host_us for phase in stage.values()), Fraction())
+
+    return host_us(2) - host_us(1)
+
+
 class _Clock:
-    """Times of calls on one device, in microseconds: medians of five, each of which the host waits for."""
+    """Times of calls on one device, in microseconds: medians of five.
+
+    A GPU is busy while the host starts the calls, so that their time is the device's alone.
+    """
 
     def __init__(self, framework: Any, place: torch.device) -> None:
         self._torch, self._place = framework, place
@@ -165,14 +198,44 @@ class _Clock:
         ]  # fmt: skip
         return [number * size / self._us(call) for number, call in calls]
 
-    def host_us(self) -> float:
-        """Time of the host for one operation of small layers, forward and backward."""
-        nn, layers = self._torch.nn, []
-        for _ in range(_BLOCKS):
-            layers += [nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)]
-        model = nn.Sequential(*layers).to(self._place)
-        tokens = self._torch.zeros(8, 64, device=self._place)
-        return self._us(lambda: model(tokens).sum().backward()) / (_BLOCKS * _OPERATIONS)
+    def block_us(self) -> float:
+        """Time of the host for one block of a GPT, forward and backward, with gradients added to those that are there.
+
+        It waits for nothing but the end of the blocks.
+        """
+        F, shapes = self._torch.nn.functional, (3, 1, 4, 4, 4)  # noqa: N806 - its usual name
+        blocks = [
+            [self._random(size * _SMALL, _SMALL).requires_grad_() for size in shapes]
+            + [self._random(_SMALL).requires_grad_() for _ in range(2)]
+            for _ in range(_BLOCKS)
+        ]
+        cos, sin = self._random(2, _TOKENS, _SMALL // 2)
+
+        def turned(x: Any) -> Any:
+            left, right = x.chunk(2, dim=-1)
+            return self._torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+        def step() -> None:
+            x = tokens
+            for qkv, out, gate, up, down, first, second in blocks:
+                q, k, v = F.linear(F.rms_norm(x, (_SMALL,), first), qkv).view(1, _TOKENS, 3, 1, _SMALL).unbind(2)
+                q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+                mixed = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)
+                x = x + F.linear(mixed.transpose(1, 2).reshape(x.shape), out)
+                normed = F.rms_norm(x, (_SMALL,), second)
+                x = x + F.linear(F.silu(F.linear(normed, gate)) * F.linear(normed, up), down.view(_SMALL, -1))
+            x.sum().backward()
+
+        tokens = self._random(1, _TOKENS, _SMALL)
+        step()  # loads kernels and makes the gradients
+        times = []
+        for _ in range(5):
+            self._synchronize()
+            start = time.perf_counter()
+            step()
+            self._synchronize()
+            times.append(time.perf_counter() - start)
+        return median(times) * 1e6 / _BLOCKS
 
     def warm(self, seconds: float, size: tuple[int, int, int]) -> None:
         """Keep the device busy until its clock has fallen to what its power allows."""
@@ -182,6 +245,10 @@ class _Clock:
 
     def _random(self, *shape: int) -> Any:
         return self._torch.randn(*shape, device=self._place, dtype=self._torch.bfloat16)
+
+    def _synchronize(self) -> None:
+        if self._is_gpu:
+            self._torch.cuda.synchronize(self._place)
 
     def _us(self, call: Callable[[], object]) -> float:
         self._timed(call)  # loads kernels
@@ -193,10 +260,18 @@ class _Clock:
             call()
             return (time.perf_counter() - start) * 1e6
         begin, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._torch.cuda.synchronize(self._place)
+        self._synchronize()
+        for _ in range(_NUM_BUSY):
+            self._torch.mm(self._busy, self._busy)
         begin.record()
-        call()
+        for _ in range(_NUM_CALLS):
+            call()
         end.record()
         end.synchronize()
         elapsed: float = begin.elapsed_time(end) * 1000
-        return elapsed
+        return elapsed / _NUM_CALLS
+
+    @cached_property
+    def _busy(self) -> Any:
+        """A factor of products whose own time is not in the result."""
+        return self._random(_BUSY, _BUSY)

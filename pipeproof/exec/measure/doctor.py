@@ -108,7 +108,7 @@ def run_doctor(
         try:
             _measure(measured, table, lambda: backend_pair(backend, device), keys, sizes)
         except BackendStartError as error:
-            fix = "" if device == "cpu" else f" Use --device cpu, or a machine with a GPU and a build of {name} for it."
+            fix = "" if device == "cpu" else f" Use --on cpu, or a machine with a GPU and a build of {name} for it."
             measured.problems.append(f"Two processes could not be connected by {table.name}: {error}.{fix}")
     report = DoctorReport(
         backend=table.name,

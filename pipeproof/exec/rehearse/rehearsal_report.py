@@ -94,7 +94,7 @@ class Rehearsal:
         }
 
     def profile(self) -> dict[str, Any]:
-        """Return the form of ``rehearse --profile``: every edge, and ``cost.network`` with all edges."""
+        """Return the form of ``rehearse --output``: every edge, and ``cost.network`` with all edges."""
         run = self.subject.plan.spec.run
         return {
             "rehearsal": 1,

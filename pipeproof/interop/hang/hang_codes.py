@@ -1,4 +1,4 @@
-"""The codes of ``pipeproof hang``."""
+"""The codes of ``pipeproof job hang``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ UNREADABLE_DUMP = RuleDoc(
         "format has another version than 2.x. Pickles are read without running code in them: only lists, dictionaries, "
         "strings and numbers are accepted."
     ),
-    wrong="pipeproof hang logs/   # no file there ends with a rank",
-    right="pipeproof hang dumps/   # nccl_trace_rank_0, nccl_trace_rank_1, ..",
+    wrong="pipeproof job hang logs/   # no file there ends with a rank",
+    right="pipeproof job hang dumps/   # nccl_trace_rank_0, nccl_trace_rank_1, ..",
     kind=ExampleKind.COMMAND,
 )
 

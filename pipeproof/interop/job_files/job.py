@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import Literal, Self
 
+from pipeproof.diagnostics.problems import KeyPath, dotted
 from pipeproof.specs.load_plan import LoadedPlan
 
 DEFAULT_RANKS_PER_HOST = 8
@@ -52,6 +55,8 @@ class Job:
     num_ranks: int
     ranks_per_host: int
     script: str | None = None
+    settings: tuple[str, ...] = ()
+    """Values by key in place of those of the plan, as words of ``--set``."""
     backend_position: str = "the plan"
     """Position of ``run.backend``, for messages."""
 
@@ -67,14 +72,19 @@ class Job:
         return (label if label[:1].isalpha() else f"plan-{label}")[:40].strip("-")
 
     @property
+    def _set(self) -> Iterator[str]:
+        for setting in self.settings:
+            yield from ("--set", setting)
+
+    @property
     def rehearsal(self) -> tuple[str, ...]:
         """Words of the rehearsal's command."""
-        return ("pipeproof", "rehearse", self.plan)
+        return ("pipeproof", "rehearse", self.plan, *self._set)
 
     @property
     def training(self) -> tuple[str, ...]:
         """Words of the training's command: a script alone, or ``pipeproof`` with arguments."""
-        return ("pipeproof", "run", self.plan) if self.script is None else (self.script,)
+        return ("pipeproof", "run", self.plan, *self._set) if self.script is None else (self.script,)
 
 
 def python_words(words: Sequence[str]) -> tuple[str, ...]:
@@ -82,8 +92,14 @@ def python_words(words: Sequence[str]) -> tuple[str, ...]:
     return ("-m", *words) if words[0] == "pipeproof" else tuple(words)
 
 
-def job_of_plan(loaded: LoadedPlan, plan: str, ranks_per_host: int | None, script: str | None) -> Job:
-    """Return the job of a plan file; without ``ranks_per_host``, the default or one host.
+def job_of_plan(
+    loaded: LoadedPlan,
+    plan: str,
+    ranks_per_host: int | None,
+    script: str | None,
+    settings: Mapping[KeyPath, object] = MappingProxyType({}),
+) -> Job:
+    """Return the job of a plan file with some other values; without ``ranks_per_host``, the default or one host.
 
     Raises:
         ValueError: the hosts would not have the same number of ranks; the message has the position and a remedy.
@@ -97,14 +113,17 @@ def job_of_plan(loaded: LoadedPlan, plan: str, ranks_per_host: int | None, scrip
             f"{chosen} per host do not divide the plan's {num_ranks} ranks ({position}): use {fitting}, on "
             f"{_hosts(num_ranks // fitting)}, or change the topology"
         )
-    return Job(plan, run.backend, run.device == "gpu", num_ranks, chosen, script, _position(loaded, "run", "backend"))
+    words = tuple(f"{dotted(path)}={json.dumps(value)}" for path, value in settings.items())
+    return Job(
+        plan, run.backend, run.device == "gpu", num_ranks, chosen, script, words, _position(loaded, "run", "backend")
+    )
 
 
 def header(job: Job, start: str, placeholders: Sequence[Placeholder]) -> str:
     """Comment lines at the top of a job file; ``start`` is the command that submits or starts it."""
     trains = "`pipeproof run`" if job.script is None else "the script"
     lines = [
-        f"Job {job.name}, by `pipeproof job-file`: {job.num_ranks} ranks on {_hosts(job.num_hosts)}, one process each.",
+        f"Job {job.name}, by `pipeproof job file`: {job.num_ranks} ranks on {_hosts(job.num_hosts)}, one process each.",
         f"Start: {start}",
         f"The rehearsal runs first. If it fails, the job ends, and {trains} does not start.",
     ]

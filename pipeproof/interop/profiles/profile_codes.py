@@ -1,4 +1,4 @@
-"""The codes of ``pipeproof profile``."""
+"""The codes of ``pipeproof import profile``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ UNREADABLE_TRACE = RuleDoc(
     code="PP163",
     title="a trace or log cannot be read",
     explanation=(
-        "`pipeproof profile` reads traces of PyTorch's profiler (JSON, also compressed by gzip), SQLite exports of "
-        "Nsight Systems, and logs with the timers of Megatron-LM or Paddle. It recognises them by their content. "
+        "`pipeproof import profile` reads traces of PyTorch's profiler (JSON, also compressed by gzip), SQLite exports "
+        "of Nsight Systems, and logs with the timers of Megatron-LM or Paddle. It recognises them by their content. "
         "Refused are other files, files that are cut off, lack a table or are larger than the limits, and files of "
         "different kinds in one command."
     ),
-    wrong="pipeproof profile report.nsys-rep --plan plan.yaml",
+    wrong="pipeproof import profile report.nsys-rep --plan plan.yaml",
     right="nsys export --type sqlite report.nsys-rep\npipeproof profile report.sqlite --plan plan.yaml",
     kind=ExampleKind.COMMAND,
 )
@@ -27,8 +27,8 @@ NOT_ASSIGNED = RuleDoc(
         "rank that the plan does not have, or a stage without a time. Where several assignments are possible, none "
         "is chosen."
     ),
-    wrong="pipeproof profile traces/ --plan gpipe.yaml   # the run was 1F1B",
-    right="pipeproof profile traces/ --plan 1f1b.yaml",
+    wrong="pipeproof import profile traces/ --plan gpipe.yaml   # the run was 1F1B",
+    right="pipeproof import profile traces/ --plan 1f1b.yaml",
     kind=ExampleKind.COMMAND,
 )
 

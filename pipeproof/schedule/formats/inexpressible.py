@@ -17,11 +17,11 @@ INEXPRESSIBLE = RuleDoc(
     explanation=(
         "Formats differ in what they can express. Fleet's strings have whole forwards and backwards on stages that are "
         "assigned to ranks round-robin. PyTorch's CSV also has the two parts of a backward and overlapped pairs, and "
-        "with communication the operations of its runtime. Our text form has everything. `pipeproof convert` leaves "
-        "nothing out by itself; with `--only-computations` transfers, waits, reductions and attributes are left out."
+        "with communication the operations of its runtime. Our text form has everything. `pipeproof schedule convert` "
+        "leaves nothing out by itself; `--only-computations` leaves out transfers, waits, reductions and attributes."
     ),
-    wrong="pipeproof convert zero_bubble.csv --to fleet   # I and W are parts of a backward",
-    right="pipeproof convert zero_bubble.csv --to text",
+    wrong="pipeproof schedule convert zero_bubble.csv --as fleet   # I and W are parts of a backward",
+    right="pipeproof schedule convert zero_bubble.csv --as text",
     kind=ExampleKind.COMMAND,
 )
 

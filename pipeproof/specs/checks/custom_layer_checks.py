@@ -39,7 +39,9 @@ def _check_layers(model: CustomModelSpec) -> Iterator[Problem]:
         message = f"`model.build` must be FILE.py:FUNCTION, found {describe_value(model.build)}"
         yield Problem("PP106", ("model", "build"), message, help="write for example my_model.py:build")
     if not model.layers:
-        yield Problem("PP106", ("model", "layers"), "`model.layers` is empty", help="`pipeproof describe` writes it")
+        yield Problem(
+            "PP106", ("model", "layers"), "`model.layers` is empty", help="`pipeproof import layers` writes it"
+        )
     indices: dict[str, int] = {}
     weights: dict[str, tuple[int, ...]] = {}
     declared: set[str] = set()
@@ -72,7 +74,7 @@ def _check_out(layer: CustomLayerSpec, path: KeyPath, *, is_last: bool) -> Itera
         yield Problem("PP106", (*path, "out"), message, help="remove `out`", at_key=True)
     elif not is_last and not layer.out:
         message = f"`{layer.name}` does not declare its output to the next layer"
-        yield Problem("PP104", path, message, help="add `out: [{shape: [b, ...]}]`, or run `pipeproof describe`")
+        yield Problem("PP104", path, message, help="add `out: [{shape: [b, ...]}]`, or run `pipeproof import layers`")
     elif not is_last and not any(out.has_gradient for out in layer.out):
         message = f"no output of `{layer.name}` has a gradient, so that no layer before it would learn"
         yield Problem("PP106", (*path, "out"), message, help="merge it with the layer after it")

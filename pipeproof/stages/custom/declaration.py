@@ -13,7 +13,7 @@ from pipeproof.stages.custom.build_function import user_code_errors
 from pipeproof.stages.custom.built_layers import BuiltLayer, BuiltModel, Tensor, Value, digests
 from pipeproof.stages.custom.custom_codes import cannot_build, not_as_declared
 
-_DECLARE_FIX = "`pipeproof describe PLAN --write` writes the declaration"
+_DECLARE_FIX = "`pipeproof import layers PLAN --write` writes the declaration"
 WITHOUT_STATE = "run it without --save and --resume"
 """The fix that is always possible."""
 _STATE_DTYPES = get_args(LayerDtype)
@@ -131,10 +131,8 @@ def require_declared_changes(before: Mapping[str, str], layers: Sequence[BuiltLa
                 path = ("model", "layers", index)
                 if dtype_name(current[name]) in _STATE_DTYPES:
                     entry = json.dumps(_buffer(plan, by_name[spec.name], name)).replace('"', "")
-                    fix = (
-                        f"add `{entry}` to its `buffers`; `pipeproof describe PLAN --write` does this for all buffers "
-                    )
-                    fix += "that the first micro-batch changes"
+                    fix = f"add `{entry}` to its `buffers`; `pipeproof import layers PLAN --write` does this for all "
+                    fix += "buffers that the first micro-batch changes"
                 else:
                     fix = f"use a type that states support: {', '.join(_STATE_DTYPES)}"
                 raise not_as_declared(f"{change}: a saved state would not have it", path, f"{fix}; or {WITHOUT_STATE}")

@@ -223,7 +223,9 @@ class _NameState:
     def _suggestion(self, name: Name, known: AbstractSet[str]) -> str:
         nearest_text = nearest(name.text, known)
         return (
-            f"did you mean `{nearest_text}`?" if nearest_text else "`pipeproof state` shows the tensors of a checkpoint"
+            f"did you mean `{nearest_text}`?"
+            if nearest_text
+            else "`pipeproof state show` shows the tensors of a checkpoint"
         )
 
     def final_findings(self) -> Iterator[Finding]:

@@ -87,7 +87,7 @@ def _from_config(text: str, file: str) -> Iterator[tuple[str, Locator]]:
         raise AoaError(*problems or [UNREADABLE.finding(message, None, fix)])
     for key in tree.data:
         if key != KEY:
-            fix = "remove it; `pipeproof aoa --inverse` writes the inverse" if key == _REVERSED else "remove it"
+            fix = "remove it; `pipeproof state aoa --inverse` writes the inverse" if key == _REVERSED else "remove it"
             raise AoaError(UNREADABLE.finding(f"unknown key `{key}`", tree.source.locate((key,), key=True), fix))
     lines = tree.data.get(KEY)
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):

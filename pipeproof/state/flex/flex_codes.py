@@ -15,8 +15,8 @@ FLEX_UNUSABLE = RuleDoc(
         "than Paddle's three classes is refused. The metadata is compared with the headers of all files before "
         "anything is used. Paddle itself loads the tensors that it finds, and leaves the others unchanged."
     ),
-    wrong="pipeproof reshard states/flex --to plan_b.yaml -o new   # 1_0.safetensors was not copied",
-    right="pipeproof reshard states/flex --to plan_b.yaml -o new   # every file that 0.metadata names is there",
+    wrong="pipeproof state reshard states/flex --to plan_b.yaml -o new   # 1_0.safetensors was not copied",
+    right="pipeproof state reshard states/flex --to plan_b.yaml -o new   # every file that 0.metadata names is there",
     kind=ExampleKind.COMMAND,
 )
 FLEX_UNSUPPORTED = RuleDoc(

@@ -31,7 +31,7 @@ def statements_between(source: str, target: str, model: ModelSpec) -> str:
     if sides[0].convention.padded != sides[1].convention.padded and model.num_token_ids != model.vocab_size:
         raise NoNamesError(
             f"no statement adds or removes the padding of a vocabulary, as needed between `{source}` and `{target}`",
-            "go by names alone: `pipeproof reshard --names`",
+            "go by names alone: `pipeproof state reshard --names`",
         )
     return "".join(f"{statement.text}\n" for statement in _Statements(*sides, model).statements())
 
@@ -65,7 +65,7 @@ def _named_model(name: str, model: ModelSpec) -> _NamedModel:
     if name == OWN_NAMES and (model.moe is not None or model.mla is not None):
         what = "one expert of a tensor" if model.moe is not None else "the pairs of rotary positions"
         message = f"no statement takes {what} apart, as pipeproof's own names need it"
-        raise NoNamesError(message, "go by names alone: `pipeproof reshard --names`")
+        raise NoNamesError(message, "go by names alone: `pipeproof state reshard --names`")
     convention = OWN_CONVENTION if name == OWN_NAMES else convention_of(name, model)
     shapes = {ours: entry.shape for ours, entry in weights_of(model, "float32").items()}
     tensors = convention_tensors(model, shapes, convention, {})

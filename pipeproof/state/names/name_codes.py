@@ -16,8 +16,8 @@ NO_NAMES = RuleDoc(
         "together. A file without such tensors, or with names of our own, would load and compute another model. Such "
         "models can be saved under pipeproof's own names: omit `--names`."
     ),
-    wrong="pipeproof reshard states -o model.safetensors --names huggingface   # hyper_connections: {streams: 4}",
-    right="pipeproof reshard states -o model.safetensors   # under pipeproof's own names",
+    wrong="pipeproof state reshard states -o model.safetensors --names huggingface   # hyper_connections: {streams: 4}",
+    right="pipeproof state reshard states -o model.safetensors   # under pipeproof's own names",
     kind=ExampleKind.COMMAND,
 )
 
@@ -31,8 +31,8 @@ COPIES_DIFFER = RuleDoc(
         "If the copies differ in any byte, it is unknown which one is right, or the model is not the plan's: the head "
         "is not tied, or a module has a norm of its own. Copies are compared before any tensor is moved."
     ),
-    wrong="pipeproof reshard model.safetensors --to plan.yaml -o states --names huggingface   # tied_embedding: true",
-    right="pipeproof reshard model.safetensors --to plan.yaml -o states --names huggingface   # tied_embedding: false",
+    wrong="pipeproof state reshard m.safetensors --to plan.yaml -o states --names huggingface  # tied_embedding: true",
+    right="pipeproof state reshard m.safetensors --to plan.yaml -o states --names huggingface  # tied_embedding: false",
     kind=ExampleKind.COMMAND,
 )
 

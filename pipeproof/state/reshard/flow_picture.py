@@ -43,7 +43,7 @@ def require_drawable(*sides: ShardLayout) -> None:
                 f"{side.name} has {num:,} ranks or files that hold shards, and a picture shows {MAX_HOLDERS} at most"
             )
             raise RefusedError(
-                NOT_CONVERTIBLE, message, "omit --picture, or draw plans with the same sharding on fewer ranks"
+                NOT_CONVERTIBLE, message, "omit --plot, or draw plans with the same sharding on fewer ranks"
             )
 
 

@@ -20,8 +20,8 @@ TENSOR_MISMATCH = RuleDoc(
         "loader that skips unknown tensors continues with initial weights and does not report it. So no tensor is "
         "skipped. Names are compared exactly, and the nearest ones are shown."
     ),
-    wrong="pipeproof reshard states --to deeper.yaml -o out   # a plan of 9 layers, and the state has 8",
-    right="pipeproof reshard states --to plan_b.yaml -o out   # the same model on another topology",
+    wrong="pipeproof state reshard states --to deeper.yaml -o out   # a plan of 9 layers, and the state has 8",
+    right="pipeproof state reshard states --to plan_b.yaml -o out   # the same model on another topology",
     kind=ExampleKind.COMMAND,
 )
 
@@ -35,8 +35,8 @@ SHAPE_MISMATCH = RuleDoc(
         "(`model.unpadded_vocab_size`), padding is dropped on one side and zero on the other. A type changes only by "
         "an explicit cast."
     ),
-    wrong="pipeproof reshard tp2.yaml tp4.yaml --check   # vocab_size 50432 and 50688, without the number of ids",
-    right="pipeproof reshard tp2.yaml tp4.yaml --check   # both have unpadded_vocab_size: 50257",
+    wrong="pipeproof state reshard tp2.yaml tp4.yaml --check   # vocab_size 50432 and 50688, without the number of ids",
+    right="pipeproof state reshard tp2.yaml tp4.yaml --check   # both have unpadded_vocab_size: 50257",
     kind=ExampleKind.COMMAND,
 )
 
@@ -49,8 +49,8 @@ LOST_ELEMENTS = RuleDoc(
         "was removed by name, or is padding. If a map reads one region twice and another one never, sizes agree on "
         "both sides. Training then continues with some experts duplicated and others lost."
     ),
-    wrong="pipeproof reshard states --to plan_b.yaml --aoa names.txt -o out   # experts 0 to 3 are read twice",
-    right="pipeproof reshard states --to plan_b.yaml --aoa names.txt -o out   # each expert is read by its own number",
+    wrong="pipeproof state reshard states --to plan_b.yaml --aoa names.txt -o out   # experts 0 to 3 are read twice",
+    right="pipeproof state reshard states --to plan_b.yaml --aoa names.txt -o out   # each expert read by its number",
     kind=ExampleKind.COMMAND,
 )
 
@@ -63,8 +63,8 @@ DUPLICATED_ELEMENTS = RuleDoc(
         "multi-token prediction. Conventions list them. Any other copy is reported: in training each copy gets its own "
         "gradients, and the two diverge."
     ),
-    wrong="pipeproof reshard model.safetensors --to plan.yaml --aoa names.txt -o out   # up is read as gate and as up",
-    right="pipeproof reshard model.safetensors --to plan.yaml --aoa names.txt -o out   # gate and up, each its own",
+    wrong="pipeproof state reshard m.safetensors --to plan.yaml --aoa names.txt -o out   # up is read as gate and up",
+    right="pipeproof state reshard m.safetensors --to plan.yaml --aoa names.txt -o out   # gate and up, each its own",
     kind=ExampleKind.COMMAND,
 )
 
@@ -81,8 +81,8 @@ OUTPUT_UNUSABLE = RuleDoc(
         "other process with the same output. An interrupted reshard is resumed only with the same source, the same "
         "target and the same options."
     ),
-    wrong="pipeproof reshard states --to plan_b.yaml -o there    # `there` exists already",
-    right="pipeproof reshard states --to plan_b.yaml -o moved",
+    wrong="pipeproof state reshard states --to plan_b.yaml -o there    # `there` exists already",
+    right="pipeproof state reshard states --to plan_b.yaml -o moved",
     kind=ExampleKind.COMMAND,
 )
 
@@ -95,8 +95,8 @@ NOT_CONVERTIBLE = RuleDoc(
         "tools have weights only: they can become a plan's state at step 0, and no later one. The names of a "
         "convention depend on the model, which a plan or a state records and a plain file does not."
     ),
-    wrong="pipeproof reshard model.safetensors --names huggingface -o ours.safetensors    # of which model?",
-    right="pipeproof reshard model.safetensors --names huggingface --to plan.yaml -o state",
+    wrong="pipeproof state reshard model.safetensors --names huggingface -o ours.safetensors    # of which model?",
+    right="pipeproof state reshard model.safetensors --names huggingface --to plan.yaml -o state",
     kind=ExampleKind.COMMAND,
 )
 

@@ -350,7 +350,7 @@ def _check_conditional(subject: Subject) -> Iterator[Finding]:
         location=subject.locate("schedule"),
         help=(
             f"no change is needed for {subject.backend.name}; elsewhere, {_in_one_order(subject)}: "
-            "`pipeproof explain PP411`"
+            "`pipeproof --explain PP411`"
         ),
         witness=cycle_witness(subject, ops),
     )

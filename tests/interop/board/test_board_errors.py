@@ -77,11 +77,11 @@ def test_a_group_that_gets_worse_is_found():
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(main, ["board", *map(str, arguments)], catch_exceptions=False)
+    return CliRunner().invoke(main, ["import", "measurements", *map(str, arguments)], catch_exceptions=False)
 
 
 def test_command_prints_groups_rows_and_reasons():
-    done = invoke("--set", "dualpipe", "--set", "own", "--rows")
+    done = invoke("--only", "dualpipe", "--only", "own", "--rows")
     assert done.exit_code == 0
     assert "4 blocks, 64 NVIDIA H800" in done.stdout
     assert "own runs, 2 H200, memory" in done.stdout
@@ -135,15 +135,15 @@ def test_a_file_that_is_no_measurement_is_named(tmp_path):
     done = invoke(tmp_path)
     assert done.exit_code == 0
     assert "other.json: neither columns nor keys are those of a known set" in done.stderr
-    assert invoke(tmp_path, "--set", "vtrain").exit_code == 2
+    assert invoke(tmp_path, "--only", "vtrain").exit_code == 2
 
 
 def test_the_option_has_every_set():
-    option = next(option for option in main.commands["board"].params if option.name == "sets")
+    option = next(option for option in main.commands["import"].commands["measurements"].params if option.name == "sets")
     assert tuple(option.type.choices) == SETS
 
 
 def test_a_picture_is_svg(tmp_path):
-    done = CliRunner().invoke(main, ["board", "--plot", str(tmp_path / "board.png")])
+    done = CliRunner().invoke(main, ["import", "measurements", "--plot", str(tmp_path / "board.png")])
     assert done.exit_code == 2
     assert "ends with .svg" in done.output

@@ -187,7 +187,7 @@ def test_nothing_pending_is_clean(tmp_path):
     a.message("send", 1, "completed")
     b.message("recv", 0, "completed")
     diagnosed(tmp_path, (a, b))
-    result = invoke("hang", tmp_path)
+    result = invoke("job", "hang", tmp_path)
     assert result.exit_code == 0
     assert result.output == "2 ranks, 2 launches, 0 of them not done\n"
 
@@ -197,10 +197,10 @@ def test_the_command_shows_the_cycle_and_fails(tmp_path):
     a.message("send", 1, "started")
     b.message("send", 0, "started")
     diagnosed(tmp_path, (a, b))
-    result = invoke("hang", tmp_path)
+    result = invoke("job", "hang", tmp_path)
     assert result.exit_code == 1
     assert "rank 0 send 0->1 #0 waits for rank 1 send 1->0 #0" in result.output
-    data = json.loads(invoke("hang", tmp_path, "--format", "json").output)
+    data = json.loads(invoke("job", "hang", tmp_path, "--format", "json").output)
     assert data["findings"][0]["witness"]["kind"] == "cycle"
     assert data["ranks"][1]["pending"] == ["send 1->0 #0"]
 
@@ -235,7 +235,7 @@ GOOD = recorders(1)[0].content()
 )
 def test_what_is_no_dump_is_refused_and_nothing_in_it_is_run(tmp_path, capsys, name, content, message):
     (tmp_path / name).write_bytes(content)
-    result = invoke("hang", tmp_path)
+    result = invoke("job", "hang", tmp_path)
     assert result.exit_code == 2
     assert message in result.stderr
     assert "PP930" in result.stderr
@@ -259,7 +259,7 @@ def test_entries_that_make_no_sense(tmp_path, change, message):
     a.entries[0].update(change)
     a.write(tmp_path)
     b.write(tmp_path)
-    result = invoke("hang", tmp_path)
+    result = invoke("job", "hang", tmp_path)
     assert result.exit_code == 2
     assert message in result.stderr
 
@@ -267,4 +267,4 @@ def test_entries_that_make_no_sense(tmp_path, change, message):
 def test_two_dumps_of_one_rank_are_refused(tmp_path):
     for name in ("a_0", "b_0"):
         (tmp_path / name).write_bytes(written(GOOD))
-    assert "`a_0` and `b_0` are both of rank 0" in invoke("hang", tmp_path).stderr
+    assert "`a_0` and `b_0` are both of rank 0" in invoke("job", "hang", tmp_path).stderr

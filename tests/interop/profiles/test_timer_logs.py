@@ -268,7 +268,7 @@ def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch):
     for block in re.finditer(r'^```\w+ title="([^"]+)"\n(.*?)^```', page, re.DOTALL | re.MULTILINE):
         (tmp_path / block[1]).write_text(block[2])
     monkeypatch.chdir(tmp_path)
-    command = re.search(r"^\$ pipeproof (profile train.log .*)$", page, re.MULTILINE)[1]
+    command = re.search(r"^\$ pipeproof (import profile train.log .*)$", page, re.MULTILINE)[1]
     result = CliRunner().invoke(main, command.split())
     assert result.exit_code == 0, result.output
     assert f"```text\n{result.output}```" in page

@@ -108,7 +108,7 @@ def test_the_profile_of_a_simulation_simulates_the_same(tmp_path):
     files = write_kineto(tmp_path, events_of(subject(cost=COST)))
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(plan_dict(cost={"profile": "profile.out", "p2p": "rendezvous"})))
-    arguments = ["profile", *map(str, files), "--plan", str(plan), "-o", str(tmp_path / "profile.out")]
+    arguments = ["import", "profile", *map(str, files), "--plan", str(plan), "-o", str(tmp_path / "profile.out")]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     assert "rank" in result.output
@@ -124,7 +124,16 @@ def test_a_stage_can_be_scaled(tmp_path):
     files = write_kineto(tmp_path, events_of(subject(cost=COST)))
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(plan_dict()))
-    arguments = ["profile", *map(str, files), "--plan", str(plan), "-o", str(tmp_path / "profile.out"), "--scale"]
+    arguments = [
+        "import",
+        "profile",
+        *map(str, files),
+        "--plan",
+        str(plan),
+        "-o",
+        str(tmp_path / "profile.out"),
+        "--stage-factor",
+    ]
     result = CliRunner().invoke(main, [*arguments, "1=0.9"])
     assert result.exit_code == 0, result.output
     found = medians(read_profile(tmp_path / "profile.out"))
@@ -311,7 +320,7 @@ def test_files_of_two_kinds_and_missing_ones_are_refused(tmp_path):
 
 
 def test_a_large_event_is_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeproof.interop.profiles.kineto_trace._CHUNK", 37)
+    monkeypatch.setattr("pipeproof.interop.json_stream._CHUNK", 37)
     files = write_kineto(tmp_path, events_of(subject(cost=COST)))
     in_parts = read_kineto(files[0])
     monkeypatch.undo()
@@ -324,8 +333,8 @@ def test_limits_of_a_trace(tmp_path, monkeypatch):
     assert "more than 20 events" in refused(files, "PP163")
     monkeypatch.undo()
     monkeypatch.setattr("pipeproof.interop.profiles.kineto_trace.MAX_TEXT", 0)
-    monkeypatch.setattr("pipeproof.interop.profiles.kineto_trace._CHUNK", 100)
-    assert "GiB of text" in refused(files, "PP163")
+    monkeypatch.setattr("pipeproof.interop.json_stream._CHUNK", 100)
+    assert "the text has more than 0 characters" in refused(files, "PP163")
 
 
 @pytest.mark.parametrize(
@@ -410,7 +419,7 @@ def test_a_broken_database_is_refused(tmp_path):
 
 def test_the_content_of_a_trace_is_shown(tmp_path):
     files = write_kineto(tmp_path, events_of(subject(cost=COST), num_steps=2))
-    result = CliRunner().invoke(main, ["profile", str(files[0])])
+    result = CliRunner().invoke(main, ["import", "profile", str(files[0])])
     assert result.exit_code == 0, result.output
     assert "rank 0, NVIDIA H100" in result.output
     assert "0.0 % is in no range" in result.output
@@ -419,10 +428,10 @@ def test_the_content_of_a_trace_is_shown(tmp_path):
 
 
 def test_a_plan_is_needed_for_a_profile(tmp_path):
-    result = CliRunner().invoke(main, ["profile", "x.json", "-o", str(tmp_path / "p.json")])
+    result = CliRunner().invoke(main, ["import", "profile", "x.json", "-o", str(tmp_path / "p.json")])
     assert result.exit_code == 2
     assert "--plan" in result.output
-    result = CliRunner().invoke(main, ["profile", "x.json", "--plan", "p.yaml", "--message-us", "fast"])
+    result = CliRunner().invoke(main, ["import", "profile", "x.json", "--plan", "p.yaml", "--message-us", "fast"])
     assert result.exit_code == 2
     assert "microseconds" in result.output
 
@@ -430,7 +439,7 @@ def test_a_plan_is_needed_for_a_profile(tmp_path):
 def test_a_finding_of_the_command_names_code_and_remedy(tmp_path):
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(plan_dict()))
-    result = CliRunner().invoke(main, ["profile", str(tmp_path / "none.json"), "--plan", str(plan)])
+    result = CliRunner().invoke(main, ["import", "profile", str(tmp_path / "none.json"), "--plan", str(plan)])
     assert result.exit_code == 2
     assert "PP163" in result.output
     assert load_plan(plan)

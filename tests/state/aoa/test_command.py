@@ -1,4 +1,4 @@
-"""``pipeproof aoa``: what it prints, in the words of its page, and how it refuses."""
+"""``pipeproof state aoa``: what it prints, in the words of its page, and how it refuses."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def in_the_checkout(monkeypatch):
 
 
 def aoa(*arguments):
-    return CliRunner().invoke(main, ["aoa", *map(str, arguments)])
+    return CliRunner().invoke(main, ["state", "aoa", *map(str, arguments)])
 
 
 def test_the_page_has_the_example():
@@ -94,11 +94,11 @@ def test_statements_between_two_conventions_are_written(tmp_path):
     from pipeproof.specs.load_plan import load_plan
 
     text = statements_between("huggingface", "paddleformers", load_plan(PLAN).spec.model)
-    words = (PLAN, "--from", "huggingface", "--to", "paddleformers")
+    words = (PLAN, "--names", "huggingface", "--to-names", "paddleformers")
     assert aoa(*words).stdout == text
     assert json.loads(aoa(*words, "--format", "json").stdout) == {"aoa_statements": text.splitlines()}
     saved = write_state(plan_of(model={"num_layers": 2}), tmp_path, 1)
-    of_state = aoa(saved, "--from", "pipeproof", "--to", "megatron")
+    of_state = aoa(saved, "--names", "pipeproof", "--to-names", "megatron")
     assert (of_state.exit_code, "linear_qkv.weight" in of_state.stdout) == (0, True)
 
 
@@ -110,13 +110,14 @@ def test_what_cannot_be_written_between_conventions_is_refused(tmp_path):
         (tmp_path / "none.yaml", "PP100", "none.yaml"),
         (tmp_path, "PP920", str(tmp_path)),
     ):
-        refused = aoa(location, "--from", "gguf", "--to", "pipeproof")
+        refused = aoa(location, "--names", "gguf", "--to-names", "pipeproof")
         assert refused.exit_code == 2
         assert f"error[{code}" in refused.stderr
         assert why in refused.stderr
-    for words in ((PLAN, "--from", "huggingface"), (PLAN, "--from", "huggingface", "--to", "pipeproof", "--inverse"),
-                  (PLAN, "--from", "huggingface", "--to", "pipeproof", "--source", PLAN)):  # fmt: skip
-        assert "--from CONVENTION" in aoa(*words).stderr
+    for words in ((PLAN, "--names", "huggingface"), (PLAN, "--to-names", "huggingface"),
+                  (PLAN, "--names", "huggingface", "--to-names", "pipeproof", "--inverse"),
+                  (PLAN, "--names", "huggingface", "--to-names", "pipeproof", "--source", PLAN)):  # fmt: skip
+        assert "--names and --to-names need each other" in aoa(*words).stderr
     assert "--source PLACE is missing" in aoa(FILE).stderr
 
 
@@ -152,7 +153,7 @@ def test_one_of_anything_is_reported_as_one(tmp_path):
 
 
 def test_between_a_convention_and_itself_nothing_is_to_be_stated():
-    said = aoa(PLAN, "--from", "megatron", "--to", "megatron")
+    said = aoa(PLAN, "--names", "megatron", "--to-names", "megatron")
     assert (said.exit_code, said.stdout) == (0, "")
     assert "no statement is needed" in said.stderr
 

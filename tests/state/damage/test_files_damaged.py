@@ -177,7 +177,7 @@ def test_a_reshard_of_a_damaged_state_makes_nothing_and_names_the_file(made, nam
         case "other":
             content = (bad / FILES[name == FILES[0]]).read_bytes()
     file.write_bytes(content)
-    result = CliRunner().invoke(main, ["reshard", str(bad), "-o", str(out)])
+    result = CliRunner().invoke(main, ["state", "reshard", str(bad), "-o", str(out)])
     assert result.exit_code == 2, result.output
     assert name in result.output
     assert not out.exists()

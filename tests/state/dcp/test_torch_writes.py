@@ -59,13 +59,13 @@ def test_every_type_is_read_with_its_bits(tensors, saved):
     assert opened.tensors["optim.state.w.exp_avg"].weight == "model.w"
     assert opened.others == ("optim.param_groups.w.lr", "step")
     assert file_findings(saved) == ()
-    assert "not listed: optim.param_groups.w.lr and 1 more" in said("state", saved)
+    assert "not listed: optim.param_groups.w.lr and 1 more" in said("state", "show", saved)
 
 
 def test_torch_reads_what_was_converted(tensors, saved, tmp_path):
-    output = said("reshard", saved, "-o", tmp_path / "one.safetensors")
+    output = said("state", "reshard", saved, "-o", tmp_path / "one.safetensors")
     assert "left out, because they are not tensors of model or optimizer: optim.param_groups.w.lr and 1 more" in output
-    said("reshard", tmp_path / "one.safetensors", "-o", tmp_path / "back", "--save-format", "dcp")
+    said("state", "reshard", tmp_path / "one.safetensors", "-o", tmp_path / "back", "--save-format", "dcp")
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     target["optim"] = {"state.w.exp_avg": torch.zeros(7, 3)}
     dcp.load(target, checkpoint_id=tmp_path / "back", no_dist=True)
@@ -89,7 +89,7 @@ def test_what_is_not_read_is_named(tmp_path):
         ("transposed", torch.ones(2, 3).t(), "[3, 2], is stored with the strides [1, 3]"),
     ):
         dcp.save({"x": tensor}, checkpoint_id=tmp_path / name, no_dist=True)
-        output = " ".join(said("state", tmp_path / name, status=2).split())
+        output = " ".join(said("state", "show", tmp_path / name, status=2).split())
         assert "error[PP936]" in output
         assert fault in output
 
@@ -114,12 +114,13 @@ def test_its_weights_become_the_state_of_a_plan(tmp_path):
     (tmp_path / "plan.yaml").write_text(
         yaml.safe_dump(subject.plan.spec.model_dump(mode="json", exclude_defaults=True))
     )
-    said("reshard", state, "--names", "huggingface", "-o", tmp_path / "theirs.safetensors")
+    said("state", "reshard", state, "--names", "huggingface", "-o", tmp_path / "theirs.safetensors")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(load_file(tmp_path / "theirs.safetensors"), checkpoint_id=tmp_path / "theirs", no_dist=True)
-    assert said("state", tmp_path / "theirs", tmp_path / "theirs.safetensors").startswith("all ")
+    assert said("state", "diff", tmp_path / "theirs", tmp_path / "theirs.safetensors").startswith("all ")
     output = said(
+        "state",
         "reshard",
         tmp_path / "theirs",
         "--to",
@@ -130,5 +131,5 @@ def test_its_weights_become_the_state_of_a_plan(tmp_path):
         tmp_path / "ours",
     )
     assert "only its weights are used" in output
-    said("reshard", state, "--weights-only", "-o", tmp_path / "weights.safetensors")
-    assert said("state", tmp_path / "ours", tmp_path / "weights.safetensors").startswith("all ")
+    said("state", "reshard", state, "--weights-only", "-o", tmp_path / "weights.safetensors")
+    assert said("state", "diff", tmp_path / "ours", tmp_path / "weights.safetensors").startswith("all ")

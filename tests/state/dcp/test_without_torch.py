@@ -52,48 +52,50 @@ def file(tmp_path):
 
 @pytest.fixture
 def dcp(file, tmp_path):
-    said("reshard", file, "-o", tmp_path / "dcp", "--save-format", "dcp")
+    said("state", "reshard", file, "-o", tmp_path / "dcp", "--save-format", "dcp")
     return tmp_path / "dcp"
 
 
 def test_there_and_back_with_the_md5_of_every_tensor(file, dcp, tmp_path):
-    output = said("reshard", dcp, "-o", tmp_path / "back.safetensors")
+    output = said("state", "reshard", dcp, "-o", tmp_path / "back.safetensors")
     (line,) = [line for line in output.splitlines() if line.startswith("MD5 of 8 tensors: ")]
-    of_all = said("state", file, "--md5").split()[-1]
+    of_all = said("state", "show", file, "--md5").split()[-1]
     assert line == f"MD5 of 8 tensors: {of_all} in {dcp}, {of_all} in {tmp_path / 'back.safetensors'}: equal"
-    assert said("state", dcp, "--md5") == said("state", file, "--md5")
-    assert said("state", dcp, file) == "all 8 tensors have the same type, shape and bits\n"
+    assert said("state", "show", dcp, "--md5") == said("state", "show", file, "--md5")
+    assert said("state", "diff", dcp, file) == "all 8 tensors have the same type, shape and bits\n"
     back = load_file(tmp_path / "back.safetensors")
     assert {name: (a.dtype, a.shape, a.tobytes()) for name, a in back.items()} == {
         name: (a.dtype, a.shape, a.tobytes()) for name, a in TENSORS.items()
     }
-    again = json.loads(said("reshard", dcp, "-o", tmp_path / "again", "--save-format", "dcp", "--format", "json"))
+    again = json.loads(
+        said("state", "reshard", dcp, "-o", tmp_path / "again", "--save-format", "dcp", "--format", "json")
+    )
     assert again["output"]["md5"] == of_all
     assert (tmp_path / "again" / "__0_0.distcp").read_bytes() == (dcp / "__0_0.distcp").read_bytes()
 
 
 def test_it_says_what_it_is_and_which_states_a_weight_has(dcp):
-    output = said("state", dcp)
+    output = said("state", "show", dcp)
     assert "dcp: a checkpoint of PyTorch's (DCP), 8 tensors in 1 file" in output
     row = next(line for line in output.splitlines() if line.startswith("layers.0.up.weight"))
     assert row.split() == ["layers.0.up.weight", "1", "float32", "5", "x", "3", "exp_avg,", "step"]
-    content = json.loads(said("state", dcp, "--format", "json"))
+    content = json.loads(said("state", "show", dcp, "--format", "json"))
     assert content["kind"] == "dcp"
     assert content["tensors"]["optimizer.state.layers.0.up.weight.step"]["kind"] == "counter"
-    assert "its file has the CRC-32 of its content" in said("state", dcp, "--verify")
+    assert "its file has the CRC-32 of its content" in said("state", "show", dcp, "--verify")
 
 
 def test_weights_only_leaves_out_optimizer_states(dcp, tmp_path):
-    said("reshard", dcp, "-o", tmp_path / "weights", "--save-format", "dcp", "--weights-only")
+    said("state", "reshard", dcp, "-o", tmp_path / "weights", "--save-format", "dcp", "--weights-only")
     names = set(open_checkpoint(tmp_path / "weights").tensors)
     assert names == {name for name in TENSORS if not name.startswith("optimizer.")}
 
 
 def test_several_files(file, tmp_path, monkeypatch):
     monkeypatch.setattr(dcp_output.as_dcp, "__defaults__", (16,))
-    said("reshard", file, "-o", tmp_path / "many", "--save-format", "dcp", "--jobs", 3)
+    said("state", "reshard", file, "-o", tmp_path / "many", "--save-format", "dcp", "--jobs", 3)
     assert len(list((tmp_path / "many").glob("__0_*.distcp"))) == 4
-    assert said("state", tmp_path / "many", file).startswith("all 8 tensors have the same")
+    assert said("state", "diff", tmp_path / "many", file).startswith("all 8 tensors have the same")
 
 
 def test_an_interrupted_conversion_resumes(file, tmp_path, monkeypatch):
@@ -103,19 +105,21 @@ def test_an_interrupted_conversion_resumes(file, tmp_path, monkeypatch):
         patched.setattr(WorkDirectory, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert (
             CliRunner()
-            .invoke(main, ["reshard", str(file), "-o", str(tmp_path / "x"), "--save-format", "dcp"])
+            .invoke(main, ["state", "reshard", str(file), "-o", str(tmp_path / "x"), "--save-format", "dcp"])
             .exit_code
         )
     assert not (tmp_path / "x").exists()
-    assert "1 of them from an earlier call" in said("reshard", file, "-o", tmp_path / "x", "--save-format", "dcp")
-    assert "PP923" in said("reshard", file, "-o", tmp_path / "x", "--save-format", "dcp", status=2)
+    assert "1 of them from an earlier call" in said(
+        "state", "reshard", file, "-o", tmp_path / "x", "--save-format", "dcp"
+    )
+    assert "PP923" in said("state", "reshard", file, "-o", tmp_path / "x", "--save-format", "dcp", status=2)
 
 
 def test_torch_is_not_imported(dcp, tmp_path):
     program = (
         "import sys\nfrom click.testing import CliRunner\nfrom pipeproof.cli.main import main\n"
-        "for words in (['state', sys.argv[1], '--md5'], ['reshard', sys.argv[1], '-o', sys.argv[2]]):\n"
-        "    assert CliRunner().invoke(main, words).exit_code == 0\n"
+        "for words in (['show', sys.argv[1], '--md5'], ['reshard', sys.argv[1], '-o', sys.argv[2]]):\n"
+        "    assert CliRunner().invoke(main, ['state', *words]).exit_code == 0\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program, dcp, tmp_path / "x.safetensors"], check=True)
@@ -130,7 +134,7 @@ def test_torch_is_not_imported(dcp, tmp_path):
     ],
 )
 def test_options_that_do_not_go_together(file, words, fault):
-    assert fault in said("reshard", file, *words, status=2)
+    assert fault in said("state", "reshard", file, *words, status=2)
 
 
 def test_archives_of_more_than_4_gib(tmp_path):
@@ -232,8 +236,8 @@ DAMAGES = {
 def test_damage_is_a_finding_with_its_place(dcp, tmp_path, damage, monkeypatch):
     monkeypatch.chdir(tmp_path)
     damage(dcp)
-    for words in (("state", dcp), ("state", dcp, "--md5"), ("reshard", dcp, "-o", tmp_path / "x.safetensors")):
-        output = " ".join(said(*words, status=2).split())
+    for words in (("show", dcp), ("show", dcp, "--md5"), ("reshard", dcp, "-o", tmp_path / "x.safetensors")):
+        output = " ".join(said("state", *words, status=2).split())
         assert "error[PP936]" in output
         assert DAMAGES[damage] in output
     assert not (tmp_path / "executed").exists()
@@ -246,16 +250,18 @@ def test_a_changed_element_is_found_by_its_crc(dcp, tmp_path):
     content[stored.start] ^= 1
     stored.file.write_bytes(content)
     assert "the elements of layers.0.up.weight have another CRC-32" in " ".join(
-        said("state", dcp, "--verify", status=1).split()
+        said("state", "show", dcp, "--verify", status=1).split()
     )
-    assert "another CRC-32" in " ".join(said("reshard", dcp, "-o", tmp_path / "x.safetensors", status=2).split())
+    assert "another CRC-32" in " ".join(
+        said("state", "reshard", dcp, "-o", tmp_path / "x.safetensors", status=2).split()
+    )
     assert not (tmp_path / "x.safetensors").exists()
 
 
 def test_a_region_that_no_chunk_has_is_found_by_the_proof(dcp, tmp_path):
     held = read_metadata(dcp).tensors["layers.0.up.weight"]
     (dcp / ".metadata").write_bytes(metadata_of({"x": DcpTensor("float32", (6, 3), held.chunks)}))
-    assert "PP210" in said("reshard", dcp, "-o", tmp_path / "x.safetensors", status=1)
+    assert "PP210" in said("state", "reshard", dcp, "-o", tmp_path / "x.safetensors", status=1)
     assert len(file_findings(dcp)) == 1
 
 
@@ -264,7 +270,7 @@ def test_a_run_cannot_resume_from_it_and_the_message_has_the_command(dcp):
 
     with pytest.raises(PipeproofError) as caught:
         find_state(dcp)
-    assert f"pipeproof reshard {dcp} --to PLAN --names" in caught.value.findings[0].help
+    assert f"pipeproof state reshard {dcp} --to PLAN --names" in caught.value.findings[0].help
 
 
 @settings(max_examples=80)

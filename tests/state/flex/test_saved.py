@@ -50,7 +50,9 @@ def plan_file(path, backend="paddle", **topology):
 def resharded(tmp_path, *options, backend="paddle"):
     state = saved(tmp_path / "states", moe_plan())
     plan = plan_file(tmp_path / "b.json", backend, dp=2)
-    return CliRunner().invoke(main, ["reshard", str(state), "--to", plan, "-o", str(tmp_path / "out"), *options])
+    return CliRunner().invoke(
+        main, ["state", "reshard", str(state), "--to", plan, "-o", str(tmp_path / "out"), *options]
+    )
 
 
 def test_a_resharded_state_is_paddles_checkpoint_with_our_index(tmp_path):
@@ -66,7 +68,7 @@ def test_a_resharded_state_is_paddles_checkpoint_with_our_index(tmp_path):
         name: value.tobytes() for name, value in values.items()
     }
     merged = tmp_path / "merged.safetensors"
-    assert CliRunner().invoke(main, ["reshard", str(out), "-o", str(merged)]).exit_code == 0
+    assert CliRunner().invoke(main, ["state", "reshard", str(out), "-o", str(merged)]).exit_code == 0
     require_equal(whole_tensors(open_checkpoint(merged)), values)
 
 
@@ -91,9 +93,9 @@ def test_a_checkpoint_of_paddles_without_our_index_gives_a_plan_its_weights(tmp_
     (out / "index.json").unlink()
     with pytest.raises(StateError) as caught:
         find_state(out)
-    assert "pipeproof reshard" in caught.value.findings[0].help
+    assert "pipeproof state reshard" in caught.value.findings[0].help
     plan = plan_file(tmp_path / "c.json", pp=2)
-    result = CliRunner().invoke(main, ["reshard", str(out), "--to", plan, "-o", str(tmp_path / "new")])
+    result = CliRunner().invoke(main, ["state", "reshard", str(out), "--to", plan, "-o", str(tmp_path / "new")])
     assert result.exit_code == 0, result.output
     state, values = find_state(tmp_path / "new"), values_of(moe_plan().plan)
     assert state.steps_done == 0
@@ -107,7 +109,18 @@ def test_states_of_another_framework_are_not_written_as_paddles(tmp_path):
     plan = plan_file(tmp_path / "b.json", "torch", dp=2)
     result = CliRunner().invoke(
         main,
-        ["reshard", str(state), "--to", plan, "--weights-only", "--save-format", "flex", "-o", str(tmp_path / "out")],
+        [
+            "state",
+            "reshard",
+            str(state),
+            "--to",
+            plan,
+            "--weights-only",
+            "--save-format",
+            "flex",
+            "-o",
+            str(tmp_path / "o"),
+        ],
     )
     assert (result.exit_code, "PP927" in result.output) == (2, True)
     at = subject(run={"backend": "torch"})
@@ -120,7 +133,10 @@ def test_states_of_another_framework_are_not_written_as_paddles(tmp_path):
 def test_the_option_without_what_it_is_about_is_a_mistake(tmp_path):
     plan = plan_file(tmp_path / "b.json")
     assert "--save DIR" in CliRunner().invoke(main, ["run", plan, "--save-format", "flex"]).output
-    assert "-o OUT" in CliRunner().invoke(main, ["reshard", plan, plan, "--check", "--save-format", "flex"]).output
+    assert (
+        "-o OUT"
+        in CliRunner().invoke(main, ["state", "reshard", plan, plan, "--check", "--save-format", "flex"]).output
+    )
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`pipeproof state`: what it says of checkpoints, with which exit status."""
+"""`pipeproof state show`: what it says of checkpoints, with which exit status."""
 
 import hashlib
 import json
@@ -17,11 +17,15 @@ from tests.state.tiny import values, write_state
 SHARDED = plan_of(steps=9, topology={"dp": 2}, memory={"shard_optimizer": "dp"}, model={"num_layers": 12})
 
 
-def said(*words, status=0):
-    result = CliRunner().invoke(main, ["state", *map(str, words)])
+def said(*words, status=0, command="show"):
+    result = CliRunner().invoke(main, ["state", command, *map(str, words)])
     assert result.exit_code == status, result.output
     assert "Traceback" not in result.output
     return result.output
+
+
+def compared(*words, status=0):
+    return said(*words, status=status, command="diff")
 
 
 @pytest.fixture
@@ -72,19 +76,19 @@ def test_experts_are_folded_by_their_numbers_and_holes_are_not_hidden(tmp_path):
 def test_two_states_of_other_topologies_are_the_same_and_of_other_steps_are_not(tmp_path, state):
     other = plan_of(steps=9, topology={"tp": 2}, schedule={"num_micro_batches": 8}, model={"num_layers": 12})
     same = write_state(other, tmp_path / "other", 2)
-    assert said(state, same) == "all 435 tensors have the same type, shape and bits\n"
+    assert compared(state, same) == "all 435 tensors have the same type, shape and bits\n"
     later = write_state(other, tmp_path / "other", 3)
-    output = said(state, later, status=1)
+    output = compared(state, later, status=1)
     assert "one is the state after 2 steps, the other after 3" in output
     assert "and 415 more tensors" in output
-    assert json.loads(said(state, same, "--format", "json"))["equal"] is True
-    assert len(json.loads(said(state, later, "--format", "json", status=1))["differ"]) == 435
+    assert json.loads(compared(state, same, "--format", "json"))["equal"] is True
+    assert len(json.loads(compared(state, later, "--format", "json", status=1))["differ"]) == 435
 
 
 def test_tensors_that_one_does_not_have_or_has_in_another_shape_are_named(tmp_path):
     save_file({"a": np.ones(3), "b": np.ones((2, 2)), "c": np.ones(1)}, tmp_path / "one.safetensors")
     save_file({"a": np.ones(3), "b": np.ones(4), "d": np.ones(1)}, tmp_path / "two.safetensors")
-    output = said(tmp_path / "one.safetensors", tmp_path / "two.safetensors", status=1)
+    output = compared(tmp_path / "one.safetensors", tmp_path / "two.safetensors", status=1)
     assert f"1 only in {tmp_path / 'one.safetensors'}: c" in output
     assert f"1 only in {tmp_path / 'two.safetensors'}: d" in output
     assert "b: weight float64 [2, 2] and weight float64 [4]" in output
@@ -120,10 +124,10 @@ def test_what_is_no_checkpoint_is_bad_input(tmp_path):
     assert f"there is no file {tmp_path / 'no.safetensors'}" in said(tmp_path / "no.safetensors", status=2)
     os.mkfifo(tmp_path / "pipe.safetensors")
     assert "pipe.safetensors is a pipe or a device" in said(tmp_path / "pipe.safetensors", status=2)
-    assert "--md5" in said(tmp_path, tmp_path, "--md5", status=2)
     (tmp_path / "plan.yaml").write_text("pipeproof: 1")
-    for words in ((tmp_path / "plan.yaml",), (tmp_path, tmp_path / "plan.yaml")):
-        assert "plan.yaml is a plan, which has no tensors" in said(*words, status=2)
+    plan = tmp_path / "plan.yaml"
+    for output in (said(plan, status=2), compared(tmp_path, plan, status=2)):
+        assert "plan.yaml is a plan, which has no tensors" in output
     assert "the path is empty" in said("", status=2)
 
 
@@ -139,5 +143,5 @@ def test_json_has_no_infinity(tmp_path):
     for name, value in (("one", 1), ("other", np.inf)):
         save_file({"a": np.array([2, value], np.float32)}, tmp_path / f"{name}.safetensors")
     both = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
-    assert "by inf at most" in said(*both, status=1)
-    assert '"farthest": null' in said(*both, "--format", "json", status=1)
+    assert "by inf at most" in compared(*both, status=1)
+    assert '"farthest": null' in compared(*both, "--format", "json", status=1)

@@ -93,6 +93,7 @@ def test_a_reshard_command_that_is_killed_again_and_again_ends_right(tmp_path):
         sys.executable,
         "-m",
         "pipeproof",
+        "state",
         "reshard",
         source,
         "--to",

@@ -27,7 +27,7 @@ OUTPUTS = {
 
 def words(root, at, out, options, jobs):
     options = [root / word if word.endswith(".json") else word for word in options]
-    return "reshard", at / STATE, *options, "-o", at / out, "--jobs", jobs
+    return "state", "reshard", at / STATE, *options, "-o", at / out, "--jobs", jobs
 
 
 @pytest.fixture(scope="module", params=OUTPUTS.values(), ids=OUTPUTS)

@@ -1,4 +1,4 @@
-"""``pipeproof reshard --names``: weights out to the open format and in again, for any topology."""
+"""``pipeproof state reshard --names``: weights out to the open format and in again, for any topology."""
 
 import json
 

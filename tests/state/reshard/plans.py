@@ -60,7 +60,7 @@ def state_of(path: Path, root: Path, steps_done=3) -> Path:
 
 def reshard(*words, status=0):
     """What the command prints on both streams."""
-    result = CliRunner().invoke(main, ["reshard", *map(str, words)])
+    result = CliRunner().invoke(main, ["state", "reshard", *map(str, words)])
     assert result.exit_code == status, result.output
     return result.output
 

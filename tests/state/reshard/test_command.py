@@ -1,4 +1,4 @@
-"""``pipeproof reshard`` on small states: what it makes has the bytes of what a run of the other plan saves."""
+"""``pipeproof state reshard`` on small states: what it makes has the bytes of what a run of the other plan saves."""
 
 import errno
 import json
@@ -159,7 +159,7 @@ def test_padding_of_the_vocabulary_is_removed_and_added(tmp_path):
 def test_names_statements_and_pictures_are_imported_where_they_are_asked_for(tmp_path):
     a, b = write_plan(tmp_path / "a.yaml", "tp2", DENSE), write_plan(tmp_path / "b.yaml", "one", DENSE)
     source = state_of(a, tmp_path / "of_a")
-    words = ["reshard", source, "--to", b, "-o", tmp_path / "made"]
+    words = ["state", "reshard", source, "--to", b, "-o", tmp_path / "made"]
     script = (
         "import sys\nfrom click.testing import CliRunner\nfrom pipeproof.cli.main import main\n"
         f"CliRunner().invoke(main, {[*map(str, words)]!r})\n"
@@ -188,7 +188,7 @@ def test_what_was_made_is_reported_though_standard_output_is_full(tmp_path, monk
 
 def test_paths_that_are_too_long_to_look_at_are_bad_input(tmp_path):
     plan, long = write_plan(tmp_path / "a.yaml", "tp2", DENSE), "l" * 300
-    for words in ((f"{long}.yaml", plan), (plan, f"{long}.yaml"), (plan, plan, "--picture", f"{long}.svg")):
+    for words in ((f"{long}.yaml", plan), (plan, f"{long}.yaml"), (plan, plan, "--plot", f"{long}.svg")):
         said = reshard(*words, "--check", status=2)
         assert "File name too long" in said
         assert "File name too long" in said

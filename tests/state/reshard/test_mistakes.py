@@ -1,4 +1,4 @@
-"""What a person may get wrong with ``pipeproof reshard``: the message says what, and nothing is left behind."""
+"""What a person may get wrong with ``pipeproof state reshard``: the message says what, and nothing is left behind."""
 
 import json
 import os
@@ -159,7 +159,7 @@ def test_a_run_cannot_go_on_from_a_merged_file_and_is_reported_what_to_do(there)
     for name in ("merged.safetensors", "hf"):
         with pytest.raises(StateError) as wrong:
             find_state(there / name)
-        assert f"`pipeproof reshard {there / name} --to PLAN -o STATE`" in wrong.value.findings[0].help
+        assert f"`pipeproof state reshard {there / name} --to PLAN -o STATE`" in wrong.value.findings[0].help
 
 
 @pytest.mark.parametrize(
@@ -191,8 +191,8 @@ def test_a_plan_that_is_not_there_is_looked_for_by_its_name(there):
 
 
 def test_a_picture_is_not_written_where_the_output_is_to_be(there):
-    said = refused("states", "--to", "plan.yaml", "-o", "a.svg", "--picture", "./a.svg", status=2)
-    assert "-o and --picture name the same file, a.svg" in said
+    said = refused("states", "--to", "plan.yaml", "-o", "a.svg", "--plot", "./a.svg", status=2)
+    assert "-o and --plot name the same file, a.svg" in said
 
 
 def test_the_command_that_continues_can_be_typed_as_it_is_shown(there):
@@ -202,7 +202,7 @@ def test_the_command_that_continues_can_be_typed_as_it_is_shown(there):
 
 
 def test_who_has_no_standard_error_is_served_all_the_same(there):
-    command = [sys.executable, "-m", "pipeproof", "reshard", "states", "--to", "plan.yaml", "-o", "made"]
+    command = [sys.executable, "-m", "pipeproof", "state", "reshard", "states", "--to", "plan.yaml", "-o", "made"]
     done = subprocess.run(["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command], env=AT_HAND, check=False)
     assert done.returncode == 0
     assert find_state(there / "made").index.steps_done == 3

@@ -1,4 +1,4 @@
-"""Statements and conventions of names behind ``pipeproof reshard``."""
+"""Statements and conventions of names behind ``pipeproof state reshard``."""
 
 import numpy as np
 from safetensors.numpy import load_file, save_file

@@ -1,4 +1,4 @@
-"""``pipeproof reshard --picture``: what it draws is where every element goes, counted one by one."""
+"""``pipeproof state reshard --plot``: what it draws is where every element goes, counted one by one."""
 
 import os
 import re
@@ -97,31 +97,31 @@ def there(tmp_path, monkeypatch):
 
 
 def test_the_picture_says_who_gives_what_to_whom(there):
-    said = reshard("a.yaml", "b.yaml", "--check", "--picture", "moves.svg")
+    said = reshard("a.yaml", "b.yaml", "--check", "--plot", "moves.svg")
     assert "picture written to moves.svg" in said
     svg = (there / "moves.svg").read_text()
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
     assert {"rank 3 (tp 1, pp 1)", "rank 0", "layer.{0..1}.attn.qkv.weight", "8 x 16", "2→0"} <= set(texts)
     assert "prefers-color-scheme:dark" in svg
     state_of(there / "a.yaml", there / "states")
-    reshard("states", "-o", "m.safetensors", "--names", "huggingface", "--picture", "out.svg", "--format", "json")
+    reshard("states", "-o", "m.safetensors", "--names", "huggingface", "--plot", "out.svg", "--format", "json")
     assert "m.safetensors" in (there / "out.svg").read_text()
 
 
 def test_what_was_not_proved_is_not_drawn(there):
     write_plan(there / "deeper.yaml", "one", {**DENSE, "num_layers": 5})
-    reshard("a.yaml", "deeper.yaml", "--check", "--picture", "moves.svg", status=1)
+    reshard("a.yaml", "deeper.yaml", "--check", "--plot", "moves.svg", status=1)
     assert not (there / "moves.svg").exists()
 
 
 def test_a_picture_that_cannot_be_made_is_refused_before_anything_moves(there, monkeypatch):
     state_of(there / "a.yaml", there / "states")
     for file, said in (("moves.png", "ends with .svg"), ("no/moves.svg", "there is no directory"), (".", "directory")):
-        assert said in reshard("states", "b.yaml", "-o", "made", "--picture", file, status=2)
+        assert said in reshard("states", "b.yaml", "-o", "made", "--plot", file, status=2)
     monkeypatch.setattr(page, "MAX_HOLDERS", 3)
-    said = reshard("states", "b.yaml", "-o", "made", "--picture", "moves.svg", status=2)
+    said = reshard("states", "b.yaml", "-o", "made", "--plot", "moves.svg", status=2)
     assert "4 ranks or files that hold shards, and a picture shows 3" in " ".join(said.split())
-    assert "omit --picture" in said
+    assert "omit --plot" in said
     assert not (there / "made").exists()
 
 
@@ -129,7 +129,7 @@ def test_a_picture_that_cannot_be_made_is_refused_before_anything_moves(there, m
 def test_names_of_other_people_are_letters_in_the_picture_and_nothing_else(there, name):
     plan = os.fsdecode(name)
     write_plan(there / plan, "tp2", DENSE)
-    reshard(plan, "b.yaml", "--check", "--picture", "moves.svg")
+    reshard(plan, "b.yaml", "--check", "--plot", "moves.svg")
     picture = ET.parse(there / "moves.svg")
     whole, *words = [mark.text for tag in ("title", "text") for mark in picture.iterfind(f".//{{*}}{tag}")]
     shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in plan)

@@ -1,4 +1,4 @@
-"""Names of operations in the traces of PyTorch's profiler, and as NVTX ranges, which `pipeproof profile` reads."""
+"""Names of operations in traces of PyTorch's profiler, and as NVTX ranges, for `pipeproof import profile`."""
 
 from __future__ import annotations
 

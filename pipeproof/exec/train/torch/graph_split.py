@@ -284,12 +284,15 @@ def _compiled_autograd(graph: fx.GraphModule, example: Sequence[Any], capture: _
     """Forward and backward of Inductor, which chooses what is kept and what is computed again."""
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.lowering import lowerings, make_fallback, require_contiguous
 
     def compile_graph(part: fx.GraphModule, given: Sequence[Any], **options: Any) -> Compiled:
         return (capture.backward if options.get("is_backward") else capture.forward)(part, given, **options)
 
     # An embedding's gradient stays one operation: W has it then, and its kernel adds in one order.
     table = {op: rule for op, rule in select_decomp_table().items() if op is not _EMBEDDING}
+    if _EMBEDDING not in lowerings:  # PyTorch 2.11 calls no kernel by itself for what its own table decomposes
+        make_fallback(_EMBEDDING, require_contiguous, warn=False, override_decomp=True)
     with torch._subclasses.fake_tensor.unset_fake_temporarily():  # noqa: SLF001 - it copies constants
         own = copy.deepcopy(graph)  # Inductor changes it
     run: Callable[..., Any] = compile_fx(own, example, inner_compile=compile_graph, decompositions=table)

@@ -651,8 +651,8 @@ class Pipeline:
     def record(self, directory: str | Path) -> Iterator[None]:
         """Record the steps of this block into a directory that does not exist.
 
-        ``pipeproof check --log DIRECTORY/messages`` reads the messages, ``pipeproof align`` the losses and gradients
-        in ``DIRECTORY/values``.
+        ``pipeproof check --log DIRECTORY/messages`` reads the messages, ``pipeproof state align`` the losses and
+        gradients in ``DIRECTORY/values``.
         """
         from pipeproof.exec.train.torch.record_steps import RecordedChannels, StepRecord
         from pipeproof.interop.traces.recorder import Recorder

@@ -1,4 +1,4 @@
-"""``pipeproof explain``: the documentation of one code."""
+"""``pipeproof --explain``: the documentation of one code."""
 
 from __future__ import annotations
 
@@ -15,17 +15,23 @@ if TYPE_CHECKING:
     from pipeproof.diagnostics.rule_doc import RuleDoc
 
 
-@click.command()
-@click.argument("code", metavar="CODE", shell_complete=complete_code)
-def explain(code: str) -> None:
-    """Explain a code such as PP201, with a wrong and a right example."""
+def _explain(context: click.Context, parameter: click.Parameter, code: str | None) -> None:
+    if code is None or context.resilient_parsing:
+        return
     from pipeproof.cli.code_registry import all_docs
 
     doc = next((doc for doc in all_docs() if doc.code == code.upper()), None)
     if doc is None:
         known = ", ".join(doc.code for doc in all_docs())
-        raise click.BadParameter(f"no code {code!r}; known are {known}", param_hint="CODE")
+        raise click.BadParameter(f"no code {code!r}; known are {known}")
     _render(doc, console_for())
+    context.exit()
+
+
+explain_option = click.option(
+    "--explain", metavar="CODE", is_eager=True, expose_value=False, callback=_explain, shell_complete=complete_code,
+    help="Explain a code such as PP201, with a wrong and a right example, and exit.",
+)  # fmt: skip
 
 
 def _render(doc: RuleDoc, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""``pipeproof board``: predictions next to published and own measurements.
+"""``pipeproof import measurements``: predictions next to published and own measurements.
 
 It imports what it needs when it runs.
 """
@@ -24,9 +24,9 @@ def _is_svg(context: click.Context, parameter: click.Parameter, value: Path | No
     return writable(context, parameter, value)
 
 
-@click.command()
+@click.command("measurements")
 @click.argument("directories", metavar="[DIR]...", nargs=-1, type=GivenPath(exists=True, path_type=Path))
-@click.option("--set", "sets", multiple=True, metavar="NAME",
+@click.option("--only", "sets", multiple=True, metavar="NAME",
               type=click.Choice(["mlperf", "vtrain", "megatron", "megatron-bridge", "dualpipe", "own"]),
               help="Only this set of measurements; repeatable.")  # fmt: skip
 @click.option("--rows", is_flag=True, help="Print each measurement, not only the errors of each group.")
@@ -37,7 +37,7 @@ def _is_svg(context: click.Context, parameter: click.Parameter, value: Path | No
               help="Write all tables as a Markdown page.")  # fmt: skip
 @click.option("--plans", type=click.Path(path_type=Path, file_okay=False), callback=writable,
               help="Write the plan of each measurement into this directory, for `pipeproof simulate`.")  # fmt: skip
-def board(
+def measurements(
     directories: tuple[Path, ...],
     sets: tuple[str, ...],
     rows: bool,
@@ -62,12 +62,12 @@ def board(
         sys.exit(ExitStatus.BAD_INPUT)
     for line in unread:
         click.echo(f"note: not read: {line}", err=True)
-    measurements = [row for file in files if not sets or file.set in sets for row in file.rows]
-    if not measurements:
+    chosen = [row for file in files if not sets or file.set in sets for row in file.rows]
+    if not chosen:
         click.echo(f"error: no measurements of the set {', '.join(sets)}; it is in another directory", err=True)
         sys.exit(ExitStatus.BAD_INPUT)
     predictor = Predictor()
-    predictions = [predictor.predict(measurement) for measurement in measurements]
+    predictions = [predictor.predict(measurement) for measurement in chosen]
     if form == "json":
         click.echo(json.dumps(board_to_json(predictions, unread), indent=2))
     else:

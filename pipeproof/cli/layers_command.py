@@ -1,4 +1,4 @@
-"""``pipeproof describe``: declarations of custom layers in a plan, from the built layers."""
+"""``pipeproof import layers``: declarations of custom layers in a plan, from the built layers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ import click
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import refusing_bad_plans
+from pipeproof.cli.set_option import set_option
 
 if TYPE_CHECKING:
+    from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.specs.load_plan import LoadedPlan
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*", re.ASCII)
 _CONSTANTS = ("true", "false", "null")
 
 
-@click.command()
+@click.command("layers")
 @click.argument("plan", metavar="PLAN", type=PlanFile(dir_okay=False))
+@set_option
 @click.option("--write", is_flag=True, help="Put the declarations into the plan file, in place of `model.layers`.")
-def describe(plan: Path, write: bool) -> None:
+def layers(plan: Path, settings: dict[KeyPath, object], write: bool) -> None:
     """Build a plan's custom layers, run one micro-batch, and print the `model.layers` that declares them.
 
     This loads and runs the file that `model.build` names. Names that the plan gives its layers are kept if their
@@ -35,7 +38,7 @@ def describe(plan: Path, write: bool) -> None:
         from pipeproof.diagnostics.source import read_text
 
         text = read_text(str(plan))
-        loaded, names = _without_declarations(plan, text)
+        loaded, names = _without_declarations(plan, text, settings)
         with blaming_plan(loaded):
             declared = _declared(loaded, absolute_build(loaded), names)
         block = ["layers:", *(f"  - {_flow(layer)}" for layer in declared)]
@@ -51,21 +54,27 @@ def describe(plan: Path, write: bool) -> None:
     click.echo(f"{len(declared)} layers declared in {plan}")
 
 
-def _without_declarations(plan: Path, text: str) -> tuple[LoadedPlan, Sequence[str]]:
+def _without_declarations(
+    plan: Path, text: str, settings: Mapping[KeyPath, object]
+) -> tuple[LoadedPlan, Sequence[str]]:
     """Return the plan with a placeholder for the declarations, and the names that it gives its layers."""
     from pipeproof.diagnostics.yaml_tree import parse_text
-    from pipeproof.specs.load_plan import LoadedPlan, load_plan, plan_from_dict
+    from pipeproof.specs.load_plan import LoadedPlan, load_plan, plan_from_dict, with_settings
 
     tree = parse_text(text, str(plan))
     model = tree.data.get("model") if isinstance(tree.data, Mapping) else None
     if not tree.complete or tree.problems or not isinstance(model, Mapping):
-        load_plan(plan)  # which raises with the problems
+        load_plan(plan, settings)  # which raises with the problems
     assert isinstance(model, Mapping)
     if model.get("kind") != "layers":
         raise click.UsageError(f"{plan} is of `model.kind: {model.get('kind')}`; custom layers are of kind layers")
     given = model.get("layers")
     names = [str(layer.get("name")) for layer in given if isinstance(layer, Mapping)] if isinstance(given, list) else []
-    data: dict[str, Any] = {**_data(text, plan), "model": {**model, "layers": [{"name": "any"}]}}
+    changed, problems = with_settings(_data(text, plan), settings)
+    if problems or not isinstance(changed, dict) or not isinstance(changed.get("model"), Mapping):
+        load_plan(plan, settings)  # which raises with the problems
+    assert isinstance(changed, dict)
+    data: dict[str, Any] = {**changed, "model": {**changed["model"], "layers": [{"name": "any"}]}}
     data.pop("stages", None)
     return LoadedPlan(plan_from_dict(data).spec, tree.source), names
 
