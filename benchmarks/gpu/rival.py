@@ -26,11 +26,16 @@ CLASSES: Mapping[str, str] = MappingProxyType(
 """Its schedules by the names that plans have for them."""
 
 
-def rival_step(kind: str, size: Size, rank: int, num_ranks: int, device: torch.device) -> Callable[[], object]:
+def rival_step(
+    kind: str, size: Size, rank: int, num_ranks: int, device: torch.device, *, is_compiled: bool = False
+) -> Callable[[], object]:
     """A forward and backward of all micro-batches, without an optimizer; gradients add up over calls."""
     num_stages = num_ranks * size.chunks(kind)
     numbers = stage_numbers(kind, size.chunks(kind), rank, num_ranks)
-    stages = [_stage(size, number, num_stages, num_ranks, device) for number in numbers]
+    modules = {number: plain_stage(size, number, num_stages, num_ranks, device) for number in numbers}
+    for block in (block for module in modules.values() for block in module.blocks if is_compiled):
+        block.compile()
+    stages = [PipelineStage(module, number, num_stages, device) for number, module in modules.items()]
     made = getattr(schedules, CLASSES[kind])
     scale = 1 / (size.seq_length * size.num_micro_batches)
     schedule = made(
@@ -80,10 +85,6 @@ def stage_numbers(kind: str, num_chunks: int, place: int, num_places: int) -> li
     if kind in ("zb_v", "dualpipe_v"):
         return [place, 2 * num_places - 1 - place]
     return [place, place + num_places]
-
-
-def _stage(size: Size, number: int, num_stages: int, num_ranks: int, device: torch.device) -> PipelineStage:
-    return PipelineStage(plain_stage(size, number, num_stages, num_ranks, device), number, num_stages, device)
 
 
 def plain_stage(

@@ -230,7 +230,7 @@ def test_messages_by_hand(topology, transport, time):
     of = costs(spec)
     fast = type(device)(
         **{name: getattr(device, name) for name in ("bfloat16", "float32", "memory", "network", "ranks_per_node")},
-        host=device.host,
+        host=device.host, memory_gib=device.memory_gib,
         float8=None, link=1048.576, peer=1048.576, source="",
     )  # fmt: skip
     of.links = Links(of.links.plan, Network.of_device(of.analytic, fast))
