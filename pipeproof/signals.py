@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from types import FrameType
 
@@ -14,6 +17,21 @@ class TerminatedError(Exception):
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
         self.signum = signum
+
+
+_PR_SET_PDEATHSIG = 1
+"""From Linux's include/uapi/linux/prctl.h."""
+
+
+def die_with_parent(parent: int) -> None:
+    """From now on, SIGKILL ends this process when its parent ends in any way, also while it is stopped (Linux).
+
+    ``parent`` is the number of the parent; if it has ended before, this process ends at once.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager

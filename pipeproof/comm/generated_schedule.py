@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipeproof.comm.size_limit import require_moderate_size
 from pipeproof.cost.plan_times import resolved_cost
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
 from pipeproof.diagnostics.problems import listed
@@ -32,12 +33,13 @@ def plan_schedule(plan: PlanSpec) -> Schedule:
     """The computations of the plan's schedule, by pipeline rank.
 
     Raises:
-        BadPlanAtError: the schedule does not exist for these sizes.
+        BadPlanAtError: the schedule does not exist for these sizes, or has too many operations (PP116).
     """
     schedule = plan.schedule
     kind = SCHEDULE_KINDS[schedule.kind]
     try:
         _require_fit(plan, kind)
+        require_moderate_size(plan)
         placement = schedule.placement if isinstance(schedule.placement, tuple) else None
         request = Request(
             num_ranks=plan.topology.pp,

@@ -23,7 +23,7 @@ the gradient reductions and the optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,10 +34,10 @@ from pipeproof.comm.mesh import Mesh
 from pipeproof.comm.op_graph import lower_context
 from pipeproof.comm.plan_context import PlanContext
 from pipeproof.comm.receive_order import Posts, early_receives, receives_as_sent, used_as_sent
+from pipeproof.comm.size_limit import TOO_LARGE, require_moderate_size
 from pipeproof.comm.step_end_rows import require_own_updates
 from pipeproof.cost.plan_times import link_times, with_times
 from pipeproof.diagnostics.finding import BadPlanAtError, BadPlanError, Finding, Severity
-from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.schedule.formats.read_schedule import (
     ForeignSchedule,
@@ -55,27 +55,6 @@ from pipeproof.stages.describe.model_family import describe_boundaries, describe
 FOLD_ABOVE = 100_000
 """Operations of all ranks above which replicas are checked once."""
 
-MAX_OPERATIONS = 5_000_000
-"""Most operations of a step, replicas counted once: about 400 bytes of memory each."""
-
-_MOST_OPS_PER_STAGE = 15
-"""Operations of one micro-batch on one stage without its collectives: two computes, two of each kind of transfer
-with its wait, slice and gather, and one to spare for the step's end."""
-
-_MOST_SHAPE_OPS_PER_STAGE = 8
-"""Two META messages each way, with their waits."""
-
-TOO_LARGE = RuleDoc(
-    code="PP116",
-    title="the plan has more operations than this release holds in memory",
-    severity="error",
-    explanation=(
-        "Every operation of a step is a row of the op table. Replicas along tp, cp, ep and dp run the same programs "
-        "and are counted once; what counts is the number of stages, micro-batches and collectives inside layers."
-    ),
-    wrong="schedule: {num_micro_batches: 1000000}",
-    right="schedule: {num_micro_batches: 8}",
-)
 LOWERING_CODES = (TOO_LARGE, UNFIT_SCHEDULE)
 
 
@@ -95,11 +74,11 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
     Raises:
         BadPlanAtError: the layers cannot be partitioned into the stages, the schedule
             does not exist for these sizes, or there are more than
-            ``MAX_OPERATIONS``.
+            ``size_limit.MAX_OPERATIONS``.
     """
     mesh = mesh_of(plan)
     layers = describe_layers(plan)
-    _require_moderate_size(plan, layers)
+    require_moderate_size(plan, sum(len(calls) for layer in layers for calls in _calls(plan, layer)))
     stages = stage_layers(plan)
     links, plan = link_times(plan), with_times(plan)
     schedule = foreign.schedule if foreign is not None else plan_schedule(plan)
@@ -132,25 +111,6 @@ def _received_early(plan: PlanContext) -> tuple[Posts, ...]:
 def _calls(plan: PlanSpec, layer: Layer) -> tuple[tuple[Collective, ...], ...]:
     """Collectives of a layer for one micro-batch: forward, backward and for the gradients of its weights."""
     return layer.forward_collectives, backward_calls(plan, layer), weight_calls(plan, layer)
-
-
-def _require_moderate_size(plan: PlanSpec, layers: Sequence[Layer]) -> None:
-    """Refuse a plan whose op table would not fit into memory, before it is built."""
-    shapes = _MOST_SHAPE_OPS_PER_STAGE if plan.transport.shape_exchange == "per_message" else 0
-    per_micro_batch = (_MOST_OPS_PER_STAGE + shapes) * plan.num_stages
-    per_micro_batch += sum(len(calls) for layer in layers for calls in _calls(plan, layer))
-    most = plan.schedule.num_micro_batches * per_micro_batch
-    if most > MAX_OPERATIONS:
-        raise BadPlanAtError(
-            Finding(
-                TOO_LARGE.code,
-                Severity.ERROR,
-                f"{plan.num_stages} stages and {plan.schedule.num_micro_batches} micro-batches make up to {most:,} "
-                f"operations in a step, more than the {MAX_OPERATIONS:,} that this release holds",
-                help="check the plan with fewer micro-batches: after warm-up a schedule repeats itself",
-            ),
-            ("schedule", "num_micro_batches"),
-        )
 
 
 def lower_loaded(loaded: LoadedPlan, *, boundary: Boundary | None = None) -> LoweredPlan:

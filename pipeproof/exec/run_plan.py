@@ -35,7 +35,7 @@ from pipeproof.exec.launch.job_files import (
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, Launcher, WorkerFailedError, job_directory
 from pipeproof.exec.launch.verdict import JobEndedError
 from pipeproof.exec.launch.watchdog import JobState
-from pipeproof.exec.rank.checkpointing import prepare_checkpoint, remove_unfinished
+from pipeproof.exec.rank.checkpointing import only_writer, prepare_checkpoint, remove_unfinished
 from pipeproof.exec.run_codes import BACKEND_MISSING, NOT_EXECUTED
 from pipeproof.exec.run_report import RunReport
 from pipeproof.exit_status import ExitStatus
@@ -93,7 +93,7 @@ def run(
         PipeproofError: the injected failure of the options would never occur.
         WorkerFailedError: a worker died, raised or hung.
         NotFiniteError: a loss or a gradient of a step is not finite.
-        StateError: the state to resume from does not fit the plan, or is incomplete.
+        StateError: the state to resume from does not fit the plan, or is incomplete; another run saves there.
     """
     require_runnable(report, options)
     on_start()
@@ -109,10 +109,11 @@ def run(
             for result in collector.collect(min(done, launcher.reference_steps)):
                 on_step(result)
 
-        try:
-            launcher.run(progressed)
-        finally:
-            remove_unfinished(job.checkpoint, job.name)
+        with only_writer(job.checkpoint):
+            try:
+                launcher.run(progressed)
+            finally:
+                remove_unfinished(job.checkpoint, job.name)
         progressed()
         return finish_report(report, job, collector.results, state.threads)
 

@@ -77,6 +77,24 @@ def _sizes(request: Request) -> tuple[Any, ...]:
     return request.num_ranks, request.num_micro_batches
 
 
+def _split_none(num_ranks: int, num_work_items: int) -> int:
+    return 0
+
+
+def _split_all(num_ranks: int, num_work_items: int) -> int:
+    return num_work_items
+
+
+def _split_by_dualpipe_v(num_ranks: int, num_work_items: int) -> int:
+    """Rank r splits p - 1 - r backwards of its warm-up and p of its end: p (3p - 1) / 2 over all ranks."""
+    return num_ranks * (3 * num_ranks - 1) // 2
+
+
+def _split_by_dualpipe(num_ranks: int, num_work_items: int) -> int:
+    """Two DualPipeV of half the ranks."""
+    return 2 * _split_by_dualpipe_v(num_ranks // 2, num_work_items // 2)
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduleKind:
     """One value of ``schedule.kind``.
@@ -89,6 +107,8 @@ class ScheduleKind:
     ``generator`` names the function that makes it, and the module in
     ``schedule.generators`` that defines it; the default is the name of the
     kind. ``arguments`` is what that function takes of a request.
+    ``split_backwards`` is the number of backwards that it splits into I and W,
+    by the numbers of ranks and of work items.
     """
 
     name: str
@@ -101,6 +121,14 @@ class ScheduleKind:
     placement: Placement = Placement.LOOP
     variants: tuple[str, ...] = ()
     splits_sequences: bool = False
+    split_backwards: Callable[[int, int], int] = _split_none
+
+    def num_computations(self, num_ranks: int, num_work_items: int) -> int:
+        """The number of operations of a generated schedule, without generating it.
+
+        ``num_work_items`` is stages (copies counted once) times micro-batches times sequence splits.
+        """
+        return 2 * num_work_items + self.split_backwards(num_ranks, num_work_items)
 
     def generate(self, request: Request) -> Schedule:
         """The schedule. Its generator is loaded here: a plan needs one of them, and all together start slowly.
@@ -151,11 +179,13 @@ _KINDS = (
         "zb_h1",
         "1F1B whose weight gradients fill the end, in the memory of 1F1B",
         "Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.1",
+        split_backwards=_split_all,
     ),
     ScheduleKind(
         "zb_h2",
         "a longer warm-up and later weight gradients, so that no rank idles, in about twice the memory",
         "Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.2",
+        split_backwards=_split_all,
     ),
     ScheduleKind(
         "interleaved_zb",
@@ -164,6 +194,7 @@ _KINDS = (
         arguments=lambda r: (*_sizes(r), r.num_chunks),
         min_chunks=2,
         max_chunks=None,
+        split_backwards=_split_all,
     ),
     ScheduleKind(
         "zb_v",
@@ -172,6 +203,7 @@ _KINDS = (
         min_chunks=2,
         max_chunks=2,
         placement=Placement.V,
+        split_backwards=_split_all,
     ),
     ScheduleKind(
         "v_half",
@@ -180,6 +212,7 @@ _KINDS = (
         min_chunks=2,
         max_chunks=2,
         placement=Placement.V,
+        split_backwards=_split_all,
     ),
     ScheduleKind(
         "v_min",
@@ -188,12 +221,14 @@ _KINDS = (
         min_chunks=2,
         max_chunks=2,
         placement=Placement.V,
+        split_backwards=_split_all,
     ),
     ScheduleKind(
         "dualpipe",
         "both ends feed micro-batches; forwards of one direction overlap with backwards of the other",
         "DeepSeek-V3, arXiv:2412.19437; deepseek-ai/DualPipe",
         placement=Placement.BOTH_WAYS,
+        split_backwards=_split_by_dualpipe,
     ),
     ScheduleKind(
         "dualpipe_v",
@@ -202,6 +237,7 @@ _KINDS = (
         min_chunks=2,
         max_chunks=2,
         placement=Placement.V,
+        split_backwards=_split_by_dualpipe_v,
     ),
     ScheduleKind(
         "chimera",
@@ -223,6 +259,7 @@ _KINDS = (
         arguments=lambda r: (r.stages_of_ranks, r.num_micro_batches, r.stage_costs, r.memory_limit),
         max_chunks=None,
         placement=Placement.ANY,
+        split_backwards=_split_all,
     ),
 )
 

@@ -266,6 +266,7 @@ WRONG = {
         "--cost and --backward-input give the same time",
         "",
     ),
+    ("1f1b", "-p", 1024, "-m", 100_000): ("more than the 5,000,000", "fewer micro-batches"),
     ("1f1b", "-p", 0, "-m", 8): ("'-p' / '--ranks'", ""),
     ("1f1b", "-p", 4): ("Missing option '-m'", ""),
 }

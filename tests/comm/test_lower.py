@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 
 import pipeproof.comm.lower as lower_module
+from pipeproof.comm.generated_schedule import plan_schedule
+from pipeproof.comm.lower import lower
+from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.schedule.kinds import ScheduleKind
 from pipeproof.schedule.op_table import NONE, EdgeKind
 from pipeproof.schedule.ops import CHILD_KINDS, OpKind
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
@@ -185,6 +189,27 @@ def test_a_plan_too_large_for_memory_is_refused_at_once_and_at_its_place(tmp_pat
     assert finding.code == "PP116"
     assert "64 stages and 40960 micro-batches" in finding.message
     assert plan.read_text().splitlines()[finding.location.line - 1].strip().startswith('"num_micro_batches": 40960')
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("1f1b", {"num_micro_batches": 50_000}), ("seq1f1b", {"num_micro_batches": 50, "num_sequence_splits": 1024}),
+     ("zb_v", {"num_micro_batches": 50_000, "num_chunks": 2})],
+)  # fmt: skip
+def test_too_large_a_schedule_is_refused_before_it_is_generated(monkeypatch, kind, sizes):
+    def generate(self, request):
+        raise AssertionError(request)
+
+    monkeypatch.setattr(ScheduleKind, "generate", generate)
+    large = plan_dict(
+        model={"num_layers": 16, "seq_length": 1024},
+        topology={"pp": 8},
+        schedule={"kind": kind, **sizes},
+    )
+    for commands in (plan_schedule, lower):
+        with pytest.raises(BadPlanAtError) as caught:
+            commands(plan_from_dict(large).spec)
+        assert (caught.value.findings[0].code, caught.value.path) == ("PP116", ("schedule", "num_micro_batches"))
 
 
 def test_the_estimate_of_the_size_is_never_too_small():

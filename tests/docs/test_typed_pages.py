@@ -25,6 +25,7 @@ OTHERS = {
     "job-files.md": {},
     "memory.md": {},
     "pictures.md": {},
+    "play.md": {},
     "profiles-from-traces.md": {},
     "schedules-from-files.md": {},
     "simulating.md": {},

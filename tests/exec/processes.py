@@ -5,10 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
+from pipeproof.exec.launch.hosts import remove_left_directories
 from tests.default_signals import default_signals
 
 REPOSITORY = Path(__file__).parents[2]
@@ -71,7 +74,11 @@ class Run:
             raise AssertionError(f"the run does not end; it printed\n{self.output}") from None
         finally:
             self._stop()
-        self._await(lambda: not self._workers() and not self.leftovers())
+        self._await(lambda: not self._workers())
+        if status == -signal.SIGKILL:  # the next start removes what a killed launcher leaves
+            with mock.patch.object(tempfile, "tempdir", str(self.temporary)):
+                remove_left_directories(self.temporary)
+        self._await(lambda: not self.leftovers())
         report = json.loads(self.report_file.read_text()) if self.report_file.exists() else None
         assert "Traceback" not in self.output, self.output
         return Ended(status, self.output, report)

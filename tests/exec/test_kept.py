@@ -28,6 +28,19 @@ def from_step(step, pair):
     )
 
 
+def test_two_runs_do_not_save_in_one_directory(tmp_path):
+    states, plan = tmp_path / "states", plan_dict(run={"steps": 10**6})
+    first = Run(tmp_path / "first", plan, "--save", str(states))
+    first.await_output("step 0  ")
+    second = Run(tmp_path / "second", plan, "--save", str(states)).end()
+    assert second.status == 2, second.output
+    assert f"error[PP920]: another run saves its states in {states}" in second.output
+    assert "step 0 " not in second.output
+    first.process.send_signal(signal.SIGTERM)
+    assert first.end().status == 143
+    assert not states.exists()
+
+
 def killed_and_resumed(tmp_path, plan):
     """A run in one go, and one of the same plan that is killed behind step 1 and goes on: reports of both."""
     whole = Run(tmp_path / "whole", plan).end()

@@ -303,6 +303,14 @@ def test_the_launcher_killed_while_a_worker_hangs(tmp_path):
     assert started.end().status == -signal.SIGKILL
 
 
+def test_the_launcher_killed_while_a_worker_is_stopped(tmp_path):
+    started = Run(tmp_path, LONG)
+    started.await_output("step 0  ")
+    os.kill(started.worker(1), signal.SIGSTOP)
+    started.process.kill()
+    assert started.end().status == -signal.SIGKILL
+
+
 @pytest.mark.slow
 def test_a_launcher_that_is_busy_longer_than_the_timeout_blames_no_rank():
     """It reads no events meanwhile, but the ranks have sent some."""

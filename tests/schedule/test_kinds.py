@@ -68,6 +68,15 @@ def test_every_schedule_finishes_and_never_runs_ahead_of_what_it_needs(drawn):
             assert start >= started[INPUT, stage, micro_batch, split][1]
 
 
+@given(requests())
+@settings(few, max_examples=300)
+def test_the_number_of_computations_is_known_before_generating(drawn):
+    kind, request = drawn
+    schedule = generated(kind, request)
+    num_items = request.num_ranks * request.num_chunks * request.num_micro_batches * request.num_sequence_splits
+    assert sum(map(len, schedule.programs)) == kind.num_computations(request.num_ranks, num_items)
+
+
 def head(schedule, rank, costs):
     """When a rank can begin at the earliest, where all micro-batches enter at the first stage."""
     holder = {op.stage: r for r, program in enumerate(schedule.programs) for op in program}

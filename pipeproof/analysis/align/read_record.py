@@ -13,6 +13,9 @@ from typing import IO, Any
 from pipeproof.analysis.align.align_errors import AlignmentError
 from pipeproof.analysis.align.record_format import FORMAT, RECORD_FILE, Header, OtherRecorded, Recorded, RecordedStep
 
+MAX_LINE = 2**24
+"""Longest line of a record or of a training log, in characters."""
+
 
 class RecordFile:
     """A record on disk; ``steps`` reads it from the beginning each time.
@@ -25,7 +28,7 @@ class RecordFile:
         self.file = path / RECORD_FILE if path.is_dir() else path
         self.directory = self.file.parent
         with _opened(self.file) as stream:
-            self.header = self._header(stream.readline())
+            self.header = self._header(stream.readline(MAX_LINE + 1))
 
     def steps(self) -> Iterator[RecordedStep]:
         """Each finished step, in order.
@@ -34,10 +37,10 @@ class RecordFile:
             AlignmentError: a line is not of the schema, steps do not count up, or the file ends in the midst of a step.
         """
         with _opened(self.file) as stream:
-            stream.readline()
+            stream.readline(MAX_LINE + 1)
             tensors: list[Recorded] = []
             last = -1
-            for number, line in enumerate(stream, start=2):
+            for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), ""), start=2):
                 content = self._parsed(line, number)
                 try:
                     if content["kind"] == "step":
@@ -69,12 +72,16 @@ class RecordFile:
             raise AlignmentError(f"{self.file}:1: no header of a record: {_reason(error)}") from error
 
     def _parsed(self, line: str, number: int) -> dict[str, Any]:
+        if len(line) > MAX_LINE:
+            raise AlignmentError(f"{self.file}:{number}: the line has more than {MAX_LINE:,} characters")
         if not line.endswith("\n"):
             raise AlignmentError(f"{self.file}:{number}: the last line is cut off; copy the file again")
         try:
             content = json.loads(line)
         except json.JSONDecodeError as error:
             raise AlignmentError(f"{self.file}:{number}: no JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, deep nesting
+            raise AlignmentError(f"{self.file}:{number}: no line of a record: {error}") from error
         if not isinstance(content, dict):
             raise AlignmentError(f"{self.file}:{number}: a line of a record is an object")
         return content

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeproof.analysis.align.align_errors import AlignmentError
+from pipeproof.analysis.align.read_record import MAX_LINE
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PAIR = re.compile(r"(?<![\w.])([A-Za-z_]\w*): ([^,\s]+)")
@@ -85,7 +86,9 @@ def read_log(path: Path, form: LogForm) -> Iterator[Observed]:
     counts: Counter[tuple[int, str]] = Counter()
     try:
         with path.open(encoding="utf-8", errors="replace") as stream:
-            for number, line in enumerate(stream, start=1):
+            for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), ""), start=1):
+                if len(line) > MAX_LINE:
+                    raise AlignmentError(f"{path}:{number}: the line has more than {MAX_LINE:,} characters")
                 if "loss" in line:
                     for observed in _line(_Line(f"{path}:{number}", _COLOUR.sub("", line)), form, counts):
                         if form.rank is None or observed.rank in (None, form.rank):

@@ -123,7 +123,7 @@ def _results(path: Path, lines: list[bytes], sweep: Sweep) -> dict[str, PointRes
 def _json(line: bytes) -> dict[str, Any] | None:
     try:
         content = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

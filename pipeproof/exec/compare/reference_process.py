@@ -1,6 +1,7 @@
 """Process of the single-process reference, next to the ranks.
 
-The launcher starts it as ``python -m pipeproof.exec.compare.reference_process DIRECTORY EVENT_FD``. It trains the
+The launcher starts it as ``python -m pipeproof.exec.compare.reference_process DIRECTORY EVENT_FD LAUNCHER``. It
+trains the
 unpartitioned model. Where the plan adds in another order (tensor and data parallelism, backwards that are not in the
 order of micro-batches, copies of stages) it trains the ordered model instead, and computes each step of the
 unpartitioned model from the same weights: the optimizer would turn rounding differences into whole steps. Both write a
@@ -22,7 +23,7 @@ from pipeproof.comm.lower import lower_loaded
 from pipeproof.exec.compare.reference_kind import needs_ordered_reference
 from pipeproof.exec.launch.custom_layers_check import require_same_start
 from pipeproof.exec.launch.job_files import EventSink, Job, StepOutcome, end_process, save_arrays
-from pipeproof.exec.rank.worker import end_with_launcher
+from pipeproof.signals import die_with_parent
 from pipeproof.stages.describe.layer_records import LayerWatch
 
 
@@ -69,7 +70,7 @@ def run_reference(job: Job, on_step: Callable[[int], None], ranks: Sequence[int]
 def main(arguments: list[str]) -> int:
     """Run the reference under pipeproof's launcher."""
     directory, events = Path(arguments[0]), EventSink(int(arguments[1]))
-    end_with_launcher(directory)
+    die_with_parent(int(arguments[2]))
     run_reference(Job.load(directory), lambda step: events.send("step", step=step))
     return 0
 

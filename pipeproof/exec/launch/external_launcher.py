@@ -43,7 +43,7 @@ from pipeproof.exec.launch.verdict import JobEndedError, Verdict
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.measure.clock_correction import ClockCorrection
 from pipeproof.exec.placement.rank_placement import own_placement
-from pipeproof.exec.rank.checkpointing import remove_unfinished
+from pipeproof.exec.rank.checkpointing import only_writer, remove_unfinished
 from pipeproof.exec.rank.framework_choice import start_framework
 from pipeproof.exec.rank.framework_protocol import Framework
 from pipeproof.exec.rank.worker import Emit, run_rank
@@ -179,8 +179,9 @@ def execute_launched(
     try:
         job = _job_of_host(meeting, watch, report, options, on_finding)
         conclusion.require_hosts(job, len(meeting.hosts))
-        run_rank(job, launched.rank, emit, framework())
-        result = _concluded(meeting, watch, clock, job, conclusion, state)
+        with only_writer(job.checkpoint if launched.rank == 0 else CheckpointOptions()):
+            run_rank(job, launched.rank, emit, framework())
+            result = _concluded(meeting, watch, clock, job, conclusion, state)
     except TerminatedError as error:
         raise watch.fail("terminated") from error
     except PipeproofError as error:

@@ -152,15 +152,20 @@ def make_directory(directory: Path, local: Mapping[int, Identity]) -> None:
     Raises:
         PermissionError: another user made it first.
     """
-    for left in directory.parent.iterdir():
-        if _DIRECTORY.fullmatch(left.name) and left != directory:
-            _remove_if_left(left)
+    remove_left_directories(directory.parent)
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise PermissionError(f"{directory} is not a directory of this user alone")
     with atomic_write(directory / _PROCESSES) as new:
         new.write_text(json.dumps([identity.content() for identity in local.values()]))
+
+
+def remove_left_directories(parent: Path) -> None:
+    """Remove the directories of this user's jobs on this machine of which every process has ended."""
+    for left in parent.iterdir():
+        if _DIRECTORY.fullmatch(left.name):
+            _remove_if_left(left)
 
 
 def _remove_if_left(directory: Path) -> None:

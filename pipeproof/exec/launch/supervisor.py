@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import selectors
 import shutil
 import signal
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeproof.diagnostics.finding import Finding, PipeproofError
+from pipeproof.exec.launch.hosts import Identity, make_directory
 from pipeproof.exec.launch.job_files import Job
 from pipeproof.exec.launch.process_state import is_ending, is_stopped
 from pipeproof.exec.launch.rendezvous import process_environment, rank_environment, reserved_ports
@@ -36,8 +38,12 @@ class WorkerFailedError(PipeproofError):
 
 @contextlib.contextmanager
 def job_directory(logs: Path | None) -> Iterator[Path]:
-    """Yield a new directory that is always removed at the end; worker output is copied to ``logs`` first."""
-    directory = Path(tempfile.mkdtemp(prefix="pipeproof-"))
+    """Yield a new directory that is removed at the end; worker output is copied to ``logs`` first.
+
+    That of a launcher that was killed is removed at the next start.
+    """
+    directory = Path(tempfile.gettempdir()) / f"pipeproof-{secrets.token_hex(16)}.0"
+    make_directory(directory, {0: Identity.own()})
     try:
         yield directory
     finally:
@@ -114,8 +120,8 @@ class Launcher:
         output = self._job.directory / f"{name}.out"
         with output.open("wb") as stream:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(self._job.directory), str(write_end)],
-                stdin=subprocess.PIPE,
+                [sys.executable, "-P", "-m", module, str(self._job.directory), str(write_end), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 pass_fds=(write_end,),
@@ -227,8 +233,6 @@ class Launcher:
                 worker.process.kill()
         for worker in self._workers:
             worker.process.wait()
-            if worker.process.stdin is not None:
-                worker.process.stdin.close()
             os.close(worker.events)
         self._selector.close()
 

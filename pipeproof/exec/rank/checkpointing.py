@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -63,6 +66,35 @@ def prepare_checkpoint(
         options.root.mkdir(parents=True, exist_ok=True)
         options = replace(options, root=options.root.resolve())
     return options
+
+
+@contextlib.contextmanager
+def only_writer(options: CheckpointOptions) -> Iterator[None]:
+    """Lock the directory of states until the end of the block: two runs would remove each other's files.
+
+    The kernel removes the lock when the process ends. A file system without locks of directories has none here.
+
+    Raises:
+        StateError: another run saves there.
+    """
+    if options.root is None:
+        yield
+        return
+    from pipeproof.state.state_codes import StateError
+
+    handle = os.open(options.root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        fix = "wait for its end, or name another directory"
+        raise StateError(f"another run saves its states in {options.root}", fix) from error
+    except OSError:  # NFS refuses locks of directories that are open to be read
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 def _require_one_of_each(subject: Subject) -> None:

@@ -1,16 +1,15 @@
 """Process of one rank: it joins the world, runs its program step after step, and writes results.
 
-The launcher starts it as ``python -m pipeproof.exec.rank.worker DIRECTORY EVENT_FD`` with its framework's environment
+The launcher starts it as ``python -m pipeproof.exec.rank.worker DIRECTORY EVENT_FD LAUNCHER`` with its
+framework's environment
 of the rank; under an external launcher ``run_rank`` is called in the launched process.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -42,6 +41,7 @@ from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.columns import NONE
 from pipeproof.schedule.ops import Op
+from pipeproof.signals import die_with_parent
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.verify.certificate import Certificate, Verdict, certificate_of, graph_digest
 from pipeproof.verify.subject import Subject, make_subject
@@ -186,23 +186,11 @@ class FaultInjector:
             time.sleep(1)
 
 
-def end_with_launcher(directory: Path) -> None:
-    """From now on, end this process and remove the job's directory when the launcher ends in any way."""
-
-    def watch() -> None:
-        while os.read(sys.stdin.fileno(), 1):
-            pass
-        shutil.rmtree(directory, ignore_errors=True)
-        os._exit(ExitStatus.WORKER_FAILED)
-
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
-
-
 def main(arguments: list[str], work: Callable[[Job, int, Emit], None] = run_rank) -> int:
     """Do one rank's ``work`` under pipeproof's launcher; return exit status 0, or 3 if anything failed."""
     directory, events = Path(arguments[0]), EventSink(int(arguments[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
-    end_with_launcher(directory)
+    die_with_parent(int(arguments[2]))
     try:
         work(Job.load(directory), environment_rank(), events.send)
     except Exception as error:  # noqa: BLE001 - a framework may raise anything; the launcher reports it

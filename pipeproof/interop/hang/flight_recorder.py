@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +10,14 @@ from enum import IntEnum
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.hang.hang_codes import UNREADABLE_DUMP
+from pipeproof.interop.json_stream import JsonStream
+from pipeproof.state.flex.pickles import ForeignNameError, UnreadablePickleError, unpickled
+from pipeproof.state.state_codes import regular_size
 
 
 class State(IntEnum):
@@ -146,14 +147,10 @@ def numel(sizes: Iterable[Sequence[int]]) -> int:
 MAX_BYTES: Final = 2**28
 """Largest dump of a rank."""
 
+_MOST_SPACES: Final = 2**12
+"""Bytes in which a dump in JSON begins."""
+
 _RANK: Final = re.compile(r"(?P<prefix>.*?)(?P<rank>\d+)(?:\.(?:pkl|pickle|json|bin))?", re.DOTALL)
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler of lists, dictionaries, strings and numbers only."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
-        raise pickle.UnpicklingError(f"it asks for `{module_name}.{global_name}`, and a dump has plain values only")
 
 
 def dump_files(directory: Path) -> dict[int, Path]:
@@ -195,23 +192,47 @@ def read_content(path: Path) -> dict[str, Any]:
         PlanFileError: PP930, it cannot be read, is truncated, or is something else.
     """
     try:
+        if regular_size(path) > MAX_BYTES:
+            raise unreadable_dump(f"`{path}` has more than {MAX_BYTES} bytes", str(path))
         with path.open("rb") as stream:
-            raw = stream.read(MAX_BYTES + 1)
+            is_json = stream.read(_MOST_SPACES).lstrip()[:1] == b"{"
+        data = _json_content(path) if is_json else unpickled(path, allows=lambda _: False)
     except OSError as error:
         raise unreadable_dump(f"cannot read `{path}`: {error.strerror}", str(path)) from error
-    if len(raw) > MAX_BYTES:
-        raise unreadable_dump(f"`{path}` has more than {MAX_BYTES} bytes", str(path))
-    try:
-        data = json.loads(raw) if raw.lstrip()[:1] == b"{" else _PlainUnpickler(io.BytesIO(raw)).load()
-    except RecursionError:
-        raise unreadable_dump(f"`{path}` is no Flight Recorder dump: it is nested too deeply", str(path)) from None
-    except Exception as error:
+    except ForeignNameError as error:
+        message = f"`{path}` is no Flight Recorder dump: it asks for `{error}`, and a dump has plain values only"
+        raise unreadable_dump(message, str(path)) from error
+    except (UnreadablePickleError, UnicodeDecodeError) as error:
         raise unreadable_dump(
             f"`{path}` is no Flight Recorder dump, or is cut short: {error or type(error).__name__}", str(path)
         ) from error
     if not isinstance(data, dict) or "version" not in data:
         raise unreadable_dump(f"`{path}` is no Flight Recorder dump: it has no version", str(path))
+    if isinstance(data.get("entries"), list | tuple):
+        data["entries"] = list(map(_without_library_frames, data["entries"]))
     return data
+
+
+def _json_content(path: Path) -> dict[str, Any]:
+    """Read a dump in JSON, entry by entry."""
+
+    def refusal(message: str) -> PlanFileError:
+        return unreadable_dump(f"`{path}` is no Flight Recorder dump, or is cut short: {message}", str(path))
+
+    data: dict[str, Any] = {}
+    with path.open(encoding="utf-8") as text:
+        stream = JsonStream(text, refusal, MAX_BYTES)
+        for key in stream.members():
+            is_list = key == "entries" and stream.peek() == "["
+            data[key] = list(map(_without_library_frames, stream.items())) if is_list else stream.value()
+    return data
+
+
+def _without_library_frames(entry: Any) -> Any:
+    """Return an entry with the one frame that is reported: frames are most of a dump."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("frames"), list | tuple):
+        return entry
+    return {**entry, "frames": [frame for frame in entry["frames"] if _is_of_user(frame)][:1]}
 
 
 def unreadable_dump(message: str, file: str, help: str | None = None) -> PlanFileError:
@@ -280,7 +301,7 @@ def _groups(config: Any, file: str) -> dict[str, Group]:
         try:
             ranks = record["ranks"]
             members = tuple(int(rank) for rank in (json.loads(ranks) if isinstance(ranks, str) else ranks))
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, RecursionError) as error:
             raise unreadable_dump(f"`{file}`: the ranks of group {name} cannot be read", file) from error
         groups[str(name)] = Group(str(name), str(record.get("desc", "")), members)
     return groups
@@ -404,8 +425,11 @@ def _sizes(value: Any) -> tuple[tuple[int, ...], ...]:
 
 def _user_location(frames: Sequence[Mapping[str, Any]]) -> Location | None:
     """Return the innermost line of the user's code."""
-    for frame in frames:
-        file, line = str(frame.get("filename", "")), frame.get("line")
-        if file and isinstance(line, int) and line > 0 and not _LIBRARY_CODE.search(file):
-            return Location(file, line, 1)
-    return None
+    return next((Location(str(frame["filename"]), frame["line"], 1) for frame in frames if _is_of_user(frame)), None)
+
+
+def _is_of_user(frame: Any) -> bool:
+    if not isinstance(frame, Mapping):
+        return False
+    file, line = str(frame.get("filename", "")), frame.get("line")
+    return bool(file) and isinstance(line, int) and line > 0 and not _LIBRARY_CODE.search(file)

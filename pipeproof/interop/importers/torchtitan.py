@@ -26,6 +26,8 @@ from pipeproof.interop.importers.model_sizes import Needs, assume_model
 
 _SECTION = re.compile(r"\s*\[\s*([\w.\-\" ]+?)\s*\]")
 _KEY = re.compile(r"\s*([\w\-]+)\s*=")
+MAX_DEPTH: Final = 64
+"""Most values of a TOML file inside one another."""
 _AT = re.compile(r"\(at line (\d+), column (\d+)\)")
 
 
@@ -86,13 +88,27 @@ def read_toml(path: Path) -> TomlFile:
     lines = tuple(LINE_BREAK.split(text))
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        _require_shallow(data)
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a plain ValueError
         match = _AT.search(str(error))
-        line, column = (int(match[1]), int(match[2])) if match else (len(lines), 1)
-        message = f"no valid TOML: {_AT.sub('', str(error)).strip()}"
-        finding = UNREADABLE.finding(message, Location(name, line, column))
+        location = Location(name, int(match[1]), int(match[2])) if match else Location(name, len(lines), 1)
+        message = _AT.sub("", str(error)).strip()
+        if isinstance(error, RecursionError):
+            location, message = Location(name), f"values are nested more than {MAX_DEPTH} deep"
+        finding = UNREADABLE.finding(f"no valid TOML: {message}", location)
         raise PlanFileError(finding, source=SourceMap(name, lines)) from error
     return TomlFile(name, lines, data)
+
+
+def _require_shallow(data: dict[str, Any]) -> None:
+    """Raise RecursionError for values more than ``MAX_DEPTH`` deep. Does not recurse."""
+    level: list[Any] = [data]
+    for _ in range(MAX_DEPTH):
+        inner = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list))
+        level = [value for values in inner for value in values]
+        if not level:
+            return
+    raise RecursionError
 
 
 def _locations(name: str, lines: tuple[str, ...]) -> Iterator[tuple[tuple[str, str], Location]]:
@@ -274,9 +290,12 @@ class _Job:
             ("topology", "dp"), shard * replicas // ep, "data_parallel_shard_degree", self.file.key_location(*shard_key)
         )
         if shard > 1:
+            if replicas == 1:
+                sharded = self.file.location(*shard_key)
+                draft.set(("memory", "shard_optimizer"), "dp", "data_parallel_shard_degree", sharded)
             draft.ignore(
                 "data_parallel_shard_degree",
-                "parameters are whole on blocks_each rank here",
+                "parameters and gradients are whole on each rank here",
                 self.file.location(*shard_key),
             )
 

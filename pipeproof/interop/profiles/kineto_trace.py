@@ -16,14 +16,14 @@ Events are decoded one by one from a window of the text, so that the memory depe
 from __future__ import annotations
 
 import gzip
-import json
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 from pipeproof.diagnostics.finding import BadPlanError
+from pipeproof.interop.json_stream import JsonStream
 from pipeproof.interop.profiles.profile_codes import unreadable
 from pipeproof.interop.profiles.rank_trace import NO_THREAD, NamedRange, RankTrace, Work, by_start, rank_of_name
 
@@ -31,9 +31,6 @@ MAX_TEXT = 2**34
 """Largest trace: bytes of its JSON text, decompressed."""
 MAX_KEPT = 20_000_000
 """Largest number of kept events of one trace: at about 200 bytes each, what fits into memory."""
-_MAX_VALUE = 2**24
-"""Largest single event or other value, in characters."""
-_CHUNK = 2**20
 _MAX_NS = 2**63
 """Limit of a time, which is that of the profiler's integers."""
 
@@ -51,7 +48,7 @@ def read_kineto(path: Path) -> RankTrace:
     """
     try:
         with _open(path) as stream:
-            return _Collected(path).read(_JsonStream(str(path), stream))
+            return _Collected(path).read(JsonStream(stream, _refusal(path), MAX_TEXT))
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise unreadable(str(path), f"the trace cannot be read: {error}", _AGAIN) from error
 
@@ -62,61 +59,8 @@ def _open(path: Path) -> IO[str]:
     return gzip.open(path, "rt", encoding="utf-8") if compressed else path.open(encoding="utf-8")
 
 
-class _JsonStream:
-    """Values of a large JSON text, decoded one by one. Numbers with a decimal point are their text, to be exact."""
-
-    def __init__(self, file: str, stream: IO[str]) -> None:
-        self.file, self._stream = file, stream
-        self._text, self._at, self._before = "", 0, 0
-        self._decoder = json.JSONDecoder(parse_float=str)
-
-    def peek(self) -> str:
-        """Return the next character that is not a space, without consuming it."""
-        while True:
-            while self._at < len(self._text):
-                if not self._text[self._at].isspace():
-                    return self._text[self._at]
-                self._at += 1
-            if not self._fill():
-                raise self.error("the text ends early")
-
-    def take(self, expected: str) -> None:
-        """Consume one of these characters."""
-        if self.peek() not in expected:
-            raise self.error(f"expected one of `{expected}`, found `{self.peek()}`")
-        self._at += 1
-
-    def value(self) -> Any:
-        """Decode the next value."""
-        self.peek()
-        while True:
-            try:
-                found, end = self._decoder.raw_decode(self._text, self._at)
-            except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a ValueError
-                if len(self._text) - self._at > _MAX_VALUE or not self._fill():
-                    raise self.error("not a JSON value") from error
-                continue
-            if end == len(self._text) and self._fill():
-                continue  # a number may continue in the next part
-            self._at = end
-            return found
-
-    def error(self, message: str) -> BadPlanError:
-        """Return the error of this place."""
-        place = self._before + self._at
-        return unreadable(self.file, f"{message}, at character {place} of the text", _AGAIN)
-
-    def _fill(self) -> bool:
-        more = self._stream.read(_CHUNK)
-        if not more:
-            return False
-        self._before += self._at
-        self._text, self._at = self._text[self._at :] + more, 0
-        if self._before > MAX_TEXT:
-            raise unreadable(
-                self.file, f"the trace has more than {MAX_TEXT // 2**30} GiB of text", "profile fewer steps"
-            )
-        return True
+def _refusal(path: Path) -> Callable[[str], BadPlanError]:
+    return lambda message: unreadable(str(path), message, _AGAIN)
 
 
 class _Collected:
@@ -132,32 +76,22 @@ class _Collected:
         self._backward_threads: set[int] = set()
         self._threads: dict[Any, int] = {}
 
-    def read(self, stream: _JsonStream) -> RankTrace:
-        if stream.peek() != "{":
-            raise stream.error("a trace begins with `{`")
-        stream.take("{")
+    def read(self, stream: JsonStream) -> RankTrace:
         found = False
-        while stream.peek() != "}":
-            key = stream.value()
-            if not isinstance(key, str):
-                raise stream.error("a key is a text")
-            stream.take(":")
+        for key in stream.members():
             if key == "traceEvents" and stream.peek() == "[":
                 found = True
-                for event in _items(stream):
+                for event in stream.items():
                     self._add(stream, event)
             else:
                 self._header[key] = stream.value()
-            if stream.peek() == "}":
-                break
-            stream.take(",")
         if not found:
             raise unreadable(
                 str(self._path), "the file is JSON without `traceEvents`", "export it by `export_chrome_trace`"
             )
         return self._trace()
 
-    def _add(self, stream: _JsonStream, event: Any) -> None:
+    def _add(self, stream: JsonStream, event: Any) -> None:
         if not isinstance(event, dict) or event.get("ph") != "X":
             return
         kind, name = event.get("cat"), event.get("name")
@@ -222,15 +156,6 @@ class _Collected:
 
 
 _KEPT = _WORK | _LAUNCHES | {"user_annotation", "cpu_op"}
-
-
-def _items(stream: _JsonStream) -> Iterator[Any]:
-    stream.take("[")
-    while stream.peek() != "]":
-        yield stream.value()
-        if stream.peek() == ",":
-            stream.take(",")
-    stream.take("]")
 
 
 def nanoseconds(us: object) -> int:

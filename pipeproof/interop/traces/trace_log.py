@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -211,7 +211,7 @@ class _Reader:
             try:
                 data = json.loads(text)
                 self._take(data["event"], data)
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
                 _raise_unreadable(f"this is not a line of a log: {problem}", self._here)
         if self._start is None:
@@ -222,14 +222,16 @@ class _Reader:
             frozenset(self._done), tuple(self._created), self._groups, self._ended, error_text, location,
         )  # fmt: skip
 
-    def _lines(self) -> Sequence[str]:
+    def _lines(self) -> Iterator[str]:
         try:
             if self._path.stat().st_size > MAX_BYTES:
                 _raise_unreadable(f"this log is larger than {MAX_BYTES // 2**20} MiB: record fewer steps", self._here)
-            lines = self._path.read_bytes().decode("utf-8", errors="replace").split("\n")
+            with self._path.open("rb") as stream:
+                for line in stream:
+                    if line.endswith(b"\n"):  # text after the last line break is a truncated line
+                        yield line[:-1].decode("utf-8", errors="replace")
         except OSError as error:
             _raise_unreadable(f"this log cannot be read: {error.strerror}", self._here)
-        return lines[:-1]  # text after the last line break is a truncated line
 
     @property
     def _here(self) -> Location:

@@ -21,6 +21,11 @@ from pipeproof.state.state_codes import regular_size
 
 _T = TypeVar("_T")
 _LONGEST_TEXT = 2**20
+MAX_OPERATIONS = 2**25
+"""Most operations of a pickle, and most values in it where shared ones count each time."""
+MAX_DEPTH = 64
+"""Most values inside one another."""
+_SCALARS = (str, int, float, type(None))
 _FIX = "Paddle writes protocol 4 by itself: save the checkpoint again, with `safetensors=True` if it holds arrays"
 
 
@@ -92,15 +97,18 @@ def unpickled(
     Raises:
         OSError: The file cannot be read.
         ForeignNameError: The pickle has a name that ``allows`` refuses.
-        UnreadablePickleError: The pickle is damaged, or uses an operation that is not read.
+        UnreadablePickleError: The pickle is damaged, uses an operation that is not read, or has more than
+            ``MAX_OPERATIONS`` or ``MAX_DEPTH``.
     """
     size = regular_size(path)
     with path.open("rb") as stream:
         stream.seek(start)
         try:
-            return _run(_Source(stream, size if length is None else min(size, start + length), start), allows)
+            value = _run(_Source(stream, size if length is None else min(size, start + length), start), allows)
+            _require_moderate(value)
         except (struct.error, IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise UnreadablePickleError(str(error)) from error
+    return value
 
 
 class _Source:
@@ -159,7 +167,9 @@ def _run(source: _Source, allows: Callable[[GlobalName], bool]) -> Any:
         return take(len(stack) - marks.pop())
 
     operations: Iterable[tuple[pickletools.OpcodeInfo, Any, int | None]] = pickletools.genops(cast(IO[bytes], source))
-    for opcode, argument, position in operations:
+    for number, (opcode, argument, position) in enumerate(operations):
+        if number == MAX_OPERATIONS:
+            raise UnreadablePickleError(f"it has more than {MAX_OPERATIONS:,} operations")
         match operation := opcode.name:
             case _ if operation in _VALUES:
                 stack.append(argument)
@@ -182,7 +192,7 @@ def _run(source: _Source, allows: Callable[[GlobalName], bool]) -> Any:
                 _of_type(stack[-1], list).extend(values)
             case "SETITEM" | "SETITEMS":
                 pairs = take(2) if operation == "SETITEM" else since_mark()
-                _of_type(stack[-1], dict).update(zip(pairs[::2], pairs[1::2], strict=True))
+                _of_type(stack[-1], dict).update(zip(map(_key, pairs[::2]), pairs[1::2], strict=True))
             case "GLOBAL" | "STACK_GLOBAL":
                 module, name = argument.split(" ", 1) if operation == "GLOBAL" else take(2)
                 global_name = GlobalName(_of_type(module, str), _of_type(name, str))
@@ -210,6 +220,56 @@ def _run(source: _Source, allows: Callable[[GlobalName], bool]) -> Any:
             case _:
                 raise UnreadablePickleError(f"operation {operation} at byte {position}")
     raise AssertionError("the last operation is STOP")
+
+
+def _key(value: Any) -> Any:
+    """Return a key of a dict: to hash nested tuples takes longer than the age of the universe."""
+    parts = value if isinstance(value, tuple) else (value,)
+    if not all(isinstance(part, _SCALARS) or type(part) is PickledObject for part in parts):
+        raise UnreadablePickleError(f"a {type(value).__name__} of other values as a key")
+    return value
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    """Values inside of a value."""
+    match value:
+        case dict():
+            return (*value.keys(), *value.values())
+        case list() | tuple():
+            return tuple(value)
+        case PickledObject():
+            return value.arguments, value.state
+        case PersistentId():
+            return (value.value,)
+        case _:
+            return ()
+
+
+def _require_moderate(whole: Any) -> None:
+    """Refuse values that contain themselves, deep ones, and those that are small because they share their parts.
+
+    A few hundred bytes make lists of lists that no program walks to the end. Nothing here recurses.
+    """
+    known: dict[int, tuple[int, int] | None] = {}
+    pending = [whole]
+    while pending:
+        value = pending[-1]
+        parts = [part for part in _parts(value) if isinstance(part, dict | list | tuple | PickledObject | PersistentId)]
+        if id(value) not in known:
+            known[id(value)] = None
+            if any(known.get(id(part), ()) is None for part in parts):
+                raise UnreadablePickleError("a value contains itself")
+            pending += (part for part in parts if id(part) not in known)
+            continue
+        pending.pop()
+        if known[id(value)] is not None:
+            continue
+        sizes = [size for part in parts if (size := known[id(part)]) is not None]
+        num_values = len(_parts(value)) + sum(number for number, _ in sizes)
+        depth = 1 + max((depth for _, depth in sizes), default=0)
+        if depth > MAX_DEPTH or num_values > MAX_OPERATIONS:
+            raise UnreadablePickleError(f"it is nested {depth:,} deep, with {num_values:,} values")
+        known[id(value)] = num_values, depth
 
 
 def _of_type(value: Any, kind: type[_T]) -> _T:

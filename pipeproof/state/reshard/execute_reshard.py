@@ -18,6 +18,7 @@ from pipeproof.state.reshard.reshard_codes import OUTPUT_UNUSABLE, RefusedError,
 from pipeproof.state.reshard.reshard_targets import ReshardTask
 from pipeproof.state.reshard.work_directory import (
     leftover_work_directory,
+    made_by,
     require_free,
     work_directory,
     work_directory_of,
@@ -55,7 +56,7 @@ def require_output_path(source: Checkpoint, out: Path, *, is_merged: bool) -> No
     """
     if not out.name:
         raise RefusedError(OUTPUT_UNUSABLE, f"`{out}` is no name for an output", "give one: `-o NAME`")
-    if not work_directory_of(out).is_dir():
+    if not work_directory_of(out).is_dir() and not made_by(out):
         require_free(out)
         if is_merged:
             require_free(provenance_file(out))
@@ -78,7 +79,7 @@ def execute_reshard(
     report_progress: Callable[[int, int], None],
     jobs: int,
 ) -> ReshardResult:
-    """Write ``out``, or resume an interrupted call; if that call lacked only the cleanup, ``out`` is verified.
+    """Write ``out``, or resume an interrupted call; an output of this very reshard is verified.
 
     ``report_resumed`` is called with the numbers of finished files and of all files; ``report_progress`` is as in
     ``write_target``.
@@ -94,7 +95,8 @@ def execute_reshard(
             writing(work_directory_of(out)),
             leftover_work_directory(out, fingerprint, task.one_file) as is_same_reshard,
         ):
-            if not is_same_reshard or not is_complete_output(out, task):
+            is_marked = not work_directory_of(out).exists() and made_by(out) == fingerprint
+            if not (is_same_reshard or is_marked) or not is_complete_output(out, task):
                 require_free(out)
         sizes = [task.target.header_of(name)[1].size_bytes for name in task.target.files]
         return ReshardResult(len(sizes), sum(sizes), len(sizes), existed=True)

@@ -22,6 +22,8 @@ from pipeproof.state.array_files import sync
 from pipeproof.state.reshard.reshard_codes import OUTPUT_UNUSABLE, RefusedError
 from pipeproof.state.state_index import ShardFile, provenance_file
 
+_MARK = "user.pipeproof.reshard"
+"""Extended attribute of an output: the job that made it."""
 _JOB, _NEW, _DONE, _LOCK = "job.json", "new", "done", "lock"
 
 
@@ -57,10 +59,15 @@ class WorkDirectory:
     def publish(self, one_file: str | None) -> None:
         """Give the output its name: the directory of files, or its only file, after the provenance of that.
 
+        The output is marked with its job, where the file system has extended attributes.
+
         Raises:
             RefusedError: An output of that name was created in the meantime.
         """
         output_files = self.new if one_file is None else self.new / one_file
+        if hasattr(os, "setxattr"):
+            with suppress(OSError):
+                os.setxattr(output_files, _MARK, (self.directory / _JOB).read_bytes())
         sync(self.new)
         require_free(self.output)
         if one_file is not None:
@@ -90,6 +97,16 @@ def work_directory(output: Path, job: Mapping[str, object]) -> Iterator[WorkDire
         yield WorkDirectory(output, directory)
         if output.exists():
             _remove(directory)
+
+
+def made_by(output: Path) -> dict[str, object]:
+    """Return the job that an output is marked with; empty where there is no mark."""
+    if not hasattr(os, "getxattr"):
+        return {}
+    try:
+        return _job_of(os.getxattr(output, _MARK))
+    except OSError:
+        return {}
 
 
 @contextmanager
@@ -192,9 +209,17 @@ def _job_text(job: Mapping[str, object]) -> str:
 def _recorded_job(directory: Path) -> dict[str, object]:
     """Return the recorded job; empty if none can be read."""
     try:
-        recorded = json.loads((directory / _JOB).read_bytes())
-    except (OSError, ValueError):
-        recorded = None
+        return _job_of((directory / _JOB).read_bytes())
+    except OSError:
+        return {}
+
+
+def _job_of(content: bytes) -> dict[str, object]:
+    """Return the job that a record has; empty if it is damaged."""
+    try:
+        recorded = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
     return recorded if isinstance(recorded, dict) else {}
 
 

@@ -320,7 +320,7 @@ def test_files_of_two_kinds_and_missing_ones_are_refused(tmp_path):
 
 
 def test_a_large_event_is_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeproof.interop.profiles.kineto_trace._CHUNK", 37)
+    monkeypatch.setattr("pipeproof.interop.json_stream._CHUNK", 37)
     files = write_kineto(tmp_path, events_of(subject(cost=COST)))
     in_parts = read_kineto(files[0])
     monkeypatch.undo()
@@ -333,8 +333,8 @@ def test_limits_of_a_trace(tmp_path, monkeypatch):
     assert "more than 20 events" in refused(files, "PP163")
     monkeypatch.undo()
     monkeypatch.setattr("pipeproof.interop.profiles.kineto_trace.MAX_TEXT", 0)
-    monkeypatch.setattr("pipeproof.interop.profiles.kineto_trace._CHUNK", 100)
-    assert "GiB of text" in refused(files, "PP163")
+    monkeypatch.setattr("pipeproof.interop.json_stream._CHUNK", 100)
+    assert "the text has more than 0 characters" in refused(files, "PP163")
 
 
 @pytest.mark.parametrize(

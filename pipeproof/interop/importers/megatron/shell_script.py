@@ -16,7 +16,15 @@ from typing import Final
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.interop.importers.megatron.shell_values import Argument, Variables
-from pipeproof.interop.importers.megatron.shell_words import Assignment, Operator, PartKind, Token, Word, shell_tokens
+from pipeproof.interop.importers.megatron.shell_words import (
+    Assignment,
+    Operator,
+    PartKind,
+    ShellTextError,
+    Token,
+    Word,
+    shell_tokens,
+)
 
 _DIGITS: Final = re.compile(r"-?[0-9]{1,18}", re.ASCII)
 _NUMERIC: Final = frozenset({"-eq", "-ne", "-lt", "-le", "-gt", "-ge"})
@@ -113,10 +121,13 @@ def read_script(text: str, file: str) -> Script:
     """Find the commands of a script.
 
     Raises:
-        ShellTextError: a quote, a list or an expansion is not closed.
+        ShellTextError: a quote, a list or an expansion is not closed, is nested too deeply, or inserts too much.
     """
-    reader = _Reader(shell_tokens(text, file))
-    reader.read()
+    try:
+        reader = _Reader(shell_tokens(text, file))
+        reader.read()
+    except RecursionError:
+        raise ShellTextError("an expansion is nested too deeply", Location(file)) from None
     return Script(tuple(reader.commands), reader.variables)
 
 

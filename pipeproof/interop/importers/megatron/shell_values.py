@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.interop.importers.megatron.shell_words import PartKind, Word, WordPart, parse_default
+from pipeproof.interop.importers.megatron.shell_words import PartKind, ShellTextError, Word, WordPart, parse_default
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,11 @@ Scalar = tuple[Fragment, ...]
 
 Value = Scalar | list[Scalar]
 """Value of a variable or of an array."""
+
+MAX_EXPANDED: Final = 2**23
+"""Most characters that all expansions of a script insert."""
+_LEAST_COST: Final = 16
+"""Characters that a fragment counts as, in addition to its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,7 @@ class Variables:
 
     def __init__(self) -> None:
         self._values: dict[str, Value] = {}
+        self._expanded = 0
         self.unset: dict[str, Location] = {}
         self.undecided: dict[str, Location] = {}
         self.used: dict[str, None] = {}
@@ -117,9 +123,16 @@ class Variables:
                     current = []
                 elif index:
                     current.append(Fragment(" ", part.quoted, part.location))
+                self._spend(part, value)
                 current += [replace(fragment, quoted=part.quoted) for fragment in value]
         if current:
             yield tuple(current)
+
+    def _spend(self, part: WordPart, value: Scalar) -> None:
+        """Count what an expansion inserts: a variable that repeats another one doubles at each step."""
+        self._expanded += sum(_LEAST_COST + len(fragment.text or "") for fragment in value)
+        if self._expanded > MAX_EXPANDED:
+            raise ShellTextError(f"expansions insert more than {MAX_EXPANDED:,} characters up to here", part.location)
 
     def _value(self, part: WordPart) -> list[Scalar]:
         match part.kind:
@@ -188,15 +201,16 @@ class Variables:
     def _number(self, name: str) -> int | None:
         value = self._lookup(name, None)
         text = None if value is None else known_text(value[0])
-        return int(text) if text is not None and re.fullmatch(r"-?\d+", text.strip(), re.ASCII) else None
+        return int(text) if text is not None and re.fullmatch(r"-?\d{1,18}", text.strip(), re.ASCII) else None
 
 
 _PARAMETER: Final = re.compile(
-    r"(?P<name>[A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[(?P<index>[@*]|\d+)\])?(?:(?P<action>:?[-=+?])(?P<rest>.*))?",
+    r"(?P<name>[A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[(?P<index>[@*]|\d{1,9})\])?(?:(?P<action>:?[-=+?])(?P<rest>.*))?",
     re.ASCII | re.DOTALL,
 )
 _NUMBER_NAME: Final = re.compile(r"(?<![\w])[A-Za-z_]\w*", re.ASCII)
 _DOLLAR: Final = re.compile(r"\$\{?([A-Za-z_]\w*)\}?", re.ASCII)
+_MOST_NUMBER: Final = 2**63
 _BINARY: Final[Mapping[type[ast.operator], Callable[[int, int], int]]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -207,14 +221,16 @@ _BINARY: Final[Mapping[type[ast.operator], Callable[[int, int], int]]] = {
 
 
 def evaluate(text: str, numbers: Mapping[str, int]) -> int | None:
-    """Evaluate an arithmetic expression of ``+ - * / %`` and parentheses; None for others and for negative results.
+    """Evaluate an arithmetic expression of ``+ - * / %`` and parentheses.
+
+    None for others, and for results that are negative or need more than 64 bits.
 
     Shells round quotients towards zero; without negative numbers that is down.
     """
     try:
         tree = ast.parse(_DOLLAR.sub(r"\1", text.strip()), mode="eval")
         result = _evaluated(tree.body, numbers)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, KeyError):
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, KeyError, MemoryError):
         return None
     return result if result >= 0 else None
 
@@ -229,7 +245,10 @@ def _evaluated(node: ast.expr, numbers: Mapping[str, int]) -> int:
             operands = _evaluated(left, numbers), _evaluated(right, numbers)
             if min(operands) < 0:
                 raise ValueError("negative")
-            return _BINARY[type(op)](*operands)
+            result = _BINARY[type(op)](*operands)
+            if result >= _MOST_NUMBER:
+                raise ValueError("more than 64 bits")
+            return result
         case _:
             raise ValueError("not evaluated")
 
