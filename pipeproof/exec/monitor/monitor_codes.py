@@ -11,8 +11,8 @@ UNREADABLE_RING = RuleDoc(
         "The file is truncated, is no ring or was written by another version, two files are of one rank, or the files "
         "are of different jobs. Each rank writes `rank_N.ring`."
     ),
-    wrong="pipeproof hang rings/   # rank_0.ring of a job of 2 ranks, rank_1.ring of a job of 4",
-    right="pipeproof hang rings/   # rank_0.ring, rank_1.ring, of one job",
+    wrong="pipeproof job hang rings/   # rank_0.ring of a job of 2 ranks, rank_1.ring of a job of 4",
+    right="pipeproof job hang rings/   # rank_0.ring, rank_1.ring, of one job",
     kind=ExampleKind.COMMAND,
 )
 

@@ -19,7 +19,7 @@ def watch(
     """Record the collectives and messages of this rank in ``directory/rank_N.ring``, until the program ends.
 
     Call it once on every rank, after ``paddle.distributed.init_parallel_env``
-    or ``fleet.init``. Then ``pipeproof hang --follow DIRECTORY`` names the
+    or ``fleet.init``. Then ``pipeproof job hang --follow DIRECTORY`` names the
     cause of a hang.
 
     Args:

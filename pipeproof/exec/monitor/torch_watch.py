@@ -20,7 +20,7 @@ def watch(
     """Record the collectives and messages of this rank in ``directory/rank_N.ring``, until the program ends.
 
     Call it once on every rank, after ``init_process_group``. Then
-    ``pipeproof hang --follow DIRECTORY`` names the cause of a hang.
+    ``pipeproof job hang --follow DIRECTORY`` names the cause of a hang.
 
     Args:
         group: the process group to record; None for all groups of the rank.
