@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from pipeproof.cli.console import console_for, format_option, not_nan
+from pipeproof.cli.console import console_for, format_option, not_nan, note_kind
 from pipeproof.exit_status import ExitStatus
 
 
@@ -72,6 +72,8 @@ def align(
             )
     except AlignmentError as error:
         click.echo(f"error: {error}", err=True)
+        for side in dict.fromkeys((a, b)):
+            note_kind(side)
         sys.exit(ExitStatus.BAD_INPUT)
     if form == "json":
         click.echo(json.dumps(alignment_to_json(found), indent=2))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from pipeproof.atomic_write import write_output
-from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, writable
+from pipeproof.cli.console import console_for, format_option, note_kind, refusing_bad_plans, writable
 
 if TYPE_CHECKING:
     from pipeproof.analysis.compare.timeline_files import TimelineFile
@@ -72,4 +72,5 @@ def _read(name: str, path: Path) -> TimelineFile:
         try:
             return read_timeline(path)
         except TimelineFileError as error:
+            note_kind(path)
             raise click.BadParameter(str(error), param_hint=name) from error

@@ -82,11 +82,22 @@ def refusing_bad_plans(form: Form, file: Path, color: str = "auto") -> Iterator[
 
         status = ExitStatus.BAD_INPUT if isinstance(error, BadPlanError) else ExitStatus.FAILED
         show_refusal(error, form, file, status, lambda: console_for(stderr=True, color=color))
+        if status is ExitStatus.BAD_INPUT:
+            note_kind(file)
         sys.exit(status)
     except BrokenPipeError:
         raise  # the reader of our output has closed it: click exits quietly
     except OSError as error:
         refused_by_system(error)
+
+
+def note_kind(file: Path) -> None:
+    """Print on standard error what a refused file is and which command reads it, if it is recognised."""
+    from pipeproof.cli.file_kinds import note_of_kind
+
+    note = note_of_kind(file)
+    if note is not None:
+        click.echo(f"note: {note}", err=True)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeproof.cli.completion import PLACE, is_plan
-from pipeproof.cli.console import console_for, format_option, opening_checkpoints, refusing_bad_plans
+from pipeproof.cli.console import console_for, format_option, note_kind, opening_checkpoints, refusing_bad_plans
 from pipeproof.cli.help_sections import SuggestingGroup
 from pipeproof.exit_status import ExitStatus
 
@@ -77,7 +77,8 @@ def _opening(paths: Sequence[Path], form: Form, *, verify: bool) -> Iterator[tup
     """Open checkpoints, after ``--verify`` if given; refuse plans and unreadable files."""
     for path in paths:
         if is_plan(path) and path.is_file():
-            raise click.UsageError(f"{path} is a plan, which has no tensors: name a state that its runs saved")
+            note_kind(path)
+            raise click.UsageError(f"{path} is no checkpoint: name a state that runs of a plan saved")
     with refusing_bad_plans(form, paths[0]), opening_checkpoints():
         if verify and not _verify(paths, as_json=form == "json"):
             sys.exit(ExitStatus.FAILED)

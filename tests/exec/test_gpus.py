@@ -110,12 +110,13 @@ def test_a_launcher_of_several_machines_states_the_number_of_local_processes(mon
     assert gpus.missing_gpus(plan, share_gpus=False) is None
 
 
-@pytest.mark.parametrize("verb", ["run", "rehearse"])
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("verb", "options", "text"),
     [
-        (["--share-gpus"], "error[PP106]: --share-gpus: run.device is cpu"),
-        (["--share-gpus", "-o", "edges.json"], "--output: "),
+        ("run", ["--share-gpus"], "error[PP106]: --share-gpus: run.device is cpu"),
+        ("rehearse", ["--share-gpus"], "error[PP106]: --share-gpus: run.device is cpu"),
+        ("run", ["--share-gpus", "--profile", "edges.json"], "--profile: "),
+        ("rehearse", ["--share-gpus", "-o", "edges.json"], "--output: "),
     ],
 )
 def test_sharing_of_cpus_and_missing_measurements_are_reported(tmp_path, monkeypatch, verb, options, text):

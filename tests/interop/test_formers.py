@@ -266,6 +266,20 @@ def test_the_order_of_the_mesh(tmp_path, order, expected):
     assert of(tmp_path, settings).subject.plan.spec.topology.order == expected
 
 
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, ("tp", "cp", "ep", "dp", "pp")),
+        ({"hybrid_parallel_topo_order": "sharding_first"}, ("tp", "cp", "pp", "ep", "dp")),
+    ],
+)
+def test_the_order_of_the_mesh_of_earlier_trainers_has_pipelines_outside(tmp_path, more, expected):
+    """As in paddlenlp/trainer/training_args.py, where `pp_first` is the default."""
+    old = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "sharding": "stage1",
+           "sharding_parallel_degree": 2, "gradient_accumulation_steps": 4}  # fmt: skip
+    assert of(tmp_path, old | more).subject.plan.spec.topology.order == expected
+
+
 def test_what_the_command_line_says_changes_what_depends_on_it(tmp_path):
     without = {key: value for key, value in GUARDED.items() if key != "tensor_model_parallel_size"}
     assert codes(of(tmp_path, without)) == []

@@ -235,3 +235,30 @@ def test_an_imported_plan_can_be_written_and_checked(kind, file, tmp_path):
     plan = tmp_path / "plan.yaml"
     assert invoke("import", kind, EXAMPLES / file, "-o", plan).exit_code == 0
     assert invoke("check", plan).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "text", "said", "fix"),
+    [
+        ("torchtitan", "job.toml", "[parallelism]\npipeline_parallel_degre = 4\n",
+         "`pipeline_parallel_degre` is no key of torchtitan's section `parallelism`", "`pipeline_parallel_degree`"),
+        ("torchtitan", "job.toml", "[training]\nlocal_batchsize = 4\n", "`local_batchsize`", "`local_batch_size`"),
+        ("torchtitan", "job.toml", "[paralelism]\n", "`paralelism` is no section", "did you mean `parallelism`?"),
+        ("torchtitan", "job.toml", "[tool.black]\nline = 4\n", "no section here is one of torchtitan", "import --help"),
+        ("deepspeed", "ds.json", {"train_batch_size": 8, "pipeline": {"stages": 2, "grad_partitoned": False}},
+         "`grad_partitoned` is no key of DeepSpeed", "`grad_partitioned`"),
+        ("deepspeed", "ds.json", {"gradient_accumulation_stps": 8}, "`gradient_accumulation_stps`", "_steps`?"),
+        ("deepspeed", "ds.json", {"compilerOptions": {}}, "no key here is one of DeepSpeed", "import --help"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_key_or_a_file_of_another_tool_is_refused(tmp_path, kind, name, text, said, fix):
+    finding = refusal(lambda: imported(kind, tmp_path, text, name=name))
+    assert finding.code == "PP170"
+    assert said in finding.message
+    assert fix in finding.help
+    assert finding.location.file.endswith(name)
+
+
+def test_several_unknown_keys_of_torchtitan_are_one_note(tmp_path):
+    made = titan(tmp_path, "first_magic = 1\nsecond_magic = 2\n")
+    assert [setting.name for setting in made.ignored] == ["first_magic, second_magic"]

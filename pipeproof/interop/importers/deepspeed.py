@@ -12,18 +12,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.problems import KeyPath, describe_value
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.source import PlanFileError, SourceMap
-from pipeproof.interop.importers.draft import Draft, count
+from pipeproof.interop.importers.draft import Draft, count, misspelt
 from pipeproof.interop.importers.import_codes import NOT_SHOWN, REFUSED, UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_sizes import Needs, assume_model, read_mapping
 from pipeproof.specs.plan import PlanSpec
 
+_READ = MappingProxyType(
+    {
+        "": frozenset(
+            {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+             "bf16", "fp16", "zero_optimization", "pipeline"}
+        ),
+        "pipeline": frozenset(
+            {"stages", "partition", "pipe_partitioned", "grad_partitioned", "activation_checkpoint_interval"}
+        ),
+        "zero_optimization": frozenset({"stage"}),
+        "bf16": frozenset({"enabled"}),
+        "fp16": frozenset({"enabled"}),
+    }
+)  # fmt: skip
+"""Keys that are read, by section; the first are those outside of sections."""
 _SHARDED_GRADIENTS = 2
 """First ZeRO stage that shards gradients, which the pipeline engine refuses."""
 
@@ -70,6 +86,7 @@ class _Job:
     def read(self) -> None:
         """Set the keys of the plan."""
         draft = self.draft
+        self._require_known_keys()
         pp = self._stages()
         tp = count(draft, "topology", "tp")
         self._transport(tp)
@@ -78,6 +95,26 @@ class _Job:
         self._batches(data_parallel)
         self._rest()
         assume_model(draft, Needs(pp))
+
+    def _require_known_keys(self) -> None:
+        """Refuse misspelt keys, and a file without any that is known.
+
+        Raises:
+            PlanFileError: PP170; with the default of a misspelt key the verdict would be about another job.
+        """
+        for section, known in _READ.items():
+            keys = self._get(section) if section else self._data
+            for key in keys if isinstance(keys, dict) else ():
+                near = None if key in known else misspelt(key, sorted(known))
+                if near is not None:
+                    place = (section, key) if section else (key,)
+                    raise self._refused(f"`{key}` is no key of DeepSpeed", *place, help=f"did you mean `{near}`?")
+        if not self._data.keys() & _READ[""]:
+            raise self._refused(
+                "no key here is one of DeepSpeed that a plan needs",
+                help="give the JSON configuration of DeepSpeed, or the kind of file that this is: "
+                "`pipeproof import --help` lists the kinds",
+            )
 
     def _get(self, *path: str) -> Any:
         value: Any = self._data

@@ -18,7 +18,7 @@ from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import listed, nearest_name
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap, read_text
-from pipeproof.interop.importers.draft import Draft, count
+from pipeproof.interop.importers.draft import Draft, count, misspelt
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_parts import take_parts_of_type
@@ -63,6 +63,11 @@ class TomlFile:
         """Return the location of a key, else of its section, else the top of the file."""
         top = Location(self.name)
         return self._locations.get((section, key)) or self._locations.get((section, "")) or top
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """Names of the sections."""
+        return tuple(self._data)
 
     def refused(
         self, message: str, section: str, key: str, *, help: str | None = None, code: RuleDoc = UNREADABLE
@@ -145,6 +150,14 @@ _READ: Final = frozenset(
         "data_parallel_replicate_degree", "data_parallel_shard_degree",
     }
 )  # fmt: skip
+_READ_ELSEWHERE: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "training": frozenset({"local_batch_size", "batch_size", "global_batch_size", "seq_len", "max_norm"}),
+        "activation_checkpoint": frozenset({"mode"}),
+        "model": frozenset({"name", "flavor"}),
+    }
+)
+"""Keys that are read from other sections than those of parallelism."""
 _WITHOUT_BEARING: Final = frozenset(
     {
         "fsdp_reshard_after_forward", "enable_async_tensor_parallel", "disable_loss_parallel",
@@ -176,6 +189,7 @@ class _Job:
 
     def read(self) -> None:
         """Set the keys of the plan."""
+        self._require_known_keys()
         pp = self._degree("pipeline_parallel_degree", "pp")
         tp = self._degree("tensor_parallel_degree", "tp")
         self._degree("context_parallel_degree", "cp")
@@ -191,6 +205,33 @@ class _Job:
         if num_chunks == 1 and not csv:
             self._require_micro_batches(num_stages)
         self._rest()
+
+    def _require_known_keys(self) -> None:
+        """Refuse misspelt keys and sections, and a file without any section that is known.
+
+        Raises:
+            PlanFileError: PP170; with the default of a misspelt key the verdict would be about another job.
+        """
+        file = self.file
+        known = {*_PARALLELISM, *_READ_ELSEWHERE}
+        for section in file.sections:
+            near = None if section in known else misspelt(section, sorted(known))
+            if near is not None:
+                raise file.refused(
+                    f"`{section}` is no section of torchtitan", section, "", help=f"did you mean `{near}`?"
+                )
+            read = _READ_ELSEWHERE.get(section, frozenset()) | (_READ if section in _PARALLELISM else frozenset())
+            for key in file.names(section) if section in known else ():
+                near = None if key in read | _WITHOUT_BEARING else misspelt(key, sorted(read))
+                if near is not None:
+                    message = f"`{key}` is no key of torchtitan's section `{section}`"
+                    raise file.refused(message, section, key, help=f"did you mean `{near}`?")
+        if not known.intersection(file.sections):
+            raise file.refused(
+                "no section here is one of torchtitan that a plan needs", "", "",
+                help="give the TOML job configuration, or the kind of file that this is: `pipeproof import --help` "
+                "lists the kinds",
+            )  # fmt: skip
 
     def _setting(self, name: str) -> tuple[str, str] | None:
         """Return the section and key of a setting, in any release."""
@@ -409,6 +450,6 @@ class _Job:
         mode = file.get("activation_checkpoint", "mode", "selective")
         if mode in ("selective", "full"):
             draft.set(("memory", "recompute"), mode, "mode", file.key_location("activation_checkpoint", "mode"))
-        for name in file.names("parallelism"):
-            if name not in _READ and name not in _WITHOUT_BEARING:
-                draft.ignore(name, "this key is not known here", file.location("parallelism", name))
+        unknown = [name for name in file.names("parallelism") if name not in _READ | _WITHOUT_BEARING]
+        if unknown:
+            draft.ignore(", ".join(unknown), "not known here", file.location("parallelism", unknown[0]))

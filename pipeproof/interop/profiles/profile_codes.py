@@ -15,7 +15,7 @@ UNREADABLE_TRACE = RuleDoc(
         "different kinds in one command."
     ),
     wrong="pipeproof import profile report.nsys-rep --plan plan.yaml",
-    right="nsys export --type sqlite report.nsys-rep\npipeproof profile report.sqlite --plan plan.yaml",
+    right="nsys export --type sqlite report.nsys-rep\npipeproof import profile report.sqlite --plan plan.yaml",
     kind=ExampleKind.COMMAND,
 )
 NOT_ASSIGNED = RuleDoc(

@@ -120,7 +120,7 @@ def _job(settings: Settings, draft: Draft) -> FleetJob:
         sep=_at_least_one(degree["sep"]),
         cp=_at_least_one(degree["cp"]),
         ep=_at_least_one(degree["ep"]),
-        order=_order(settings),
+        order=_order(settings, old=old),
         accumulate=_at_least_one(settings.integer(1, "gradient_accumulation_steps")),
         micro_batch_size=_at_least_one(settings.integer(8, "per_device_train_batch_size", "batch_size")),
         chunks=_at_least_one(degree["chunks"]),
@@ -209,15 +209,22 @@ def _report_earlier_degrees(settings: Settings, draft: Draft) -> None:
             ineffective(draft, sourced, f"it is a name of earlier trainers; this trainer's name is `{now}`")
 
 
-def _order(settings: Settings) -> tuple[str, ...]:
-    """Return the order of the mesh's axes, the slowest first."""
+def _order(settings: Settings, *, old: bool) -> tuple[str, ...]:
+    """Return the order of the mesh's axes, the slowest first.
+
+    Earlier trainers (``paddlenlp/trainer/training_args.py``) have pipelines outside of sharding by default, and with
+    experts move data parallelism inside.
+    """
     order = settings.text("hybrid_parallel_topo_order")
     if order is not None and order.value not in _ORDERS:
         raise unreadable(f"`{order.setting}` must be {listed(list(_ORDERS))}, found `{order.value}`", order.location)
+    named = _ORDERS[("pp_first" if old else "sharding_first") if order is None else order.value]
     experts = settings.flag("use_expert_parallel", default=False)
+    if old and experts.value:
+        return (*named[1:-1], "dp", "mp")
     if experts.value and settings.flag("reorder_pipeline_priority", default=False).value:
         return ("sharding", "pp", "sep", "cp", "dp", "mp")
-    return _ORDERS["sharding_first" if order is None else order.value]
+    return named
 
 
 def _sharding(
