@@ -11,7 +11,7 @@ from pipeproof.specs.load_plan import LoadedPlan, load_plan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 
 GivenPlan = str | os.PathLike[str] | Mapping[str, object] | PlanSpec | LoadedPlan
-"""What functions take as a plan."""
+"""Forms of a plan that functions accept."""
 
 Settings = Mapping[str, object]
 """Values by dotted key, such as ``{"topology.pp": 4}``, which win over those of the plan."""

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import click
 
+from pipeproof.cli.console import writable
+
 
 @click.command()
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), default=Path("play.html"),
-              show_default=True, help="Write the page to this file.")  # fmt: skip
+              show_default=True, callback=writable, help="Write the page to this file.")  # fmt: skip
 def play(output: Path) -> None:
     """Write a page that times schedules in a browser, without a server."""
     from pipeproof.atomic_write import write_output

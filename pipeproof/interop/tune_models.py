@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeproof.analysis.tune.frameworks import named_framework
 from pipeproof.diagnostics.finding import BadPlanError, Finding, Severity
 from pipeproof.diagnostics.problems import KeyPath, nearest_name
 from pipeproof.diagnostics.source import read_text
@@ -79,10 +80,9 @@ def tune_model(source: str, *, kind: str | None = None, flags: Flags | None = No
 
 def _of_plan(loaded: LoadedPlan, framework: str | None) -> TuneModel:
     spec = loaded.spec
-    if framework is None and spec.schedule.variant == "megatron":
-        framework = "megatron"
-    elif framework is None and "backend" in spec.run.model_fields_set:
-        framework = spec.run.backend
+    named = named_framework(spec)
+    if framework is None and named is not None:
+        framework = named.name
     analytic, schedule = spec.cost.analytic, spec.schedule
     replicas = spec.topology.dp * spec.topology.ep
     return TuneModel(

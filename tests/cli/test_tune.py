@@ -37,7 +37,7 @@ def test_text_has_the_rows_and_the_reasons(plan):
     assert result.exit_code == 0
     assert "MFU" in result.stdout
     assert "All rows:" in result.stdout
-    assert "Row 1" in result.stdout
+    assert "Why row 1:" in result.stdout
     assert "Row 3 against row 1:" in result.stdout
     assert "80 GiB, that of h100's data sheet" in " ".join(result.stdout.split())
 

@@ -61,6 +61,7 @@ EXEMPT = {
     "seed-experiment.md": "minutes of runs; tests/exec/test_seed_experiment.py",
     "state.md": "runs that go on from others; tests/state",
     "sweep.md": "a cluster, and worker processes; tests/sweep",
+    "tune.md": "searches of minutes; tests/tune and tests/cli/test_tune.py",
     "tutorial.md": "`make tutorial` follows it, installation and all, in a fresh environment; .ci/run calls it",
     "custom-layers.md": "runs; tests/custom",
     "train.md": "processes of PyTorch; tests/train/test_train_page.py",

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from pipeproof.specs.memory import Recompute
+from pipeproof.specs.plan import PlanSpec
 
 FrameworkName = Literal["megatron", "torch", "paddle"]
 """A framework that launches trainings: Megatron-LM, PyTorch with torchtitan, Paddle with PaddleFormers."""
@@ -40,7 +41,7 @@ class FrameworkSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """What a framework has.
+    """Schedules, settings and fixed keys of a framework.
 
     ``free_cut`` is true where stages may have any numbers of blocks; otherwise only equal numbers. ``sharding`` are the
     values of ``memory.shard_optimizer`` that it has, ``sharding_with_experts`` those with expert parallelism.
@@ -128,3 +129,11 @@ _ALL = (
 
 FRAMEWORKS: Mapping[str, Framework] = MappingProxyType({framework.name: framework for framework in _ALL})
 """By the name on the command line."""
+
+
+def named_framework(spec: PlanSpec) -> Framework | None:
+    """The framework that a plan names by ``schedule.variant``, else by ``run.backend``; None if it names neither."""
+    variant = spec.schedule.variant
+    if variant is not None:
+        return FRAMEWORKS["paddle" if variant.startswith("fleet") else variant]
+    return FRAMEWORKS[spec.run.backend] if "backend" in spec.run.model_fields_set else None

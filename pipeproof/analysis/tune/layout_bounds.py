@@ -1,7 +1,8 @@
 """Lower bounds of the time and the memory of layouts, without their op graphs.
 
 Layers of one kind are alike, so a bound is a sum over kinds. The times and bytes of a kind depend on the mesh inside
-a stage and on the micro-batch only; they are computed once for each *cell* (tp, cp, ep, micro-batch size).
+a stage, the micro-batch and recomputation only; they are computed once for each *cell* of these, and its times only if
+some layout of the cell may fit into the memory.
 
 The time is bounded from below by each pipeline rank: its first computation follows the forwards of the stages before
 it, its last one precedes their backwards or its own optimizer step, and between the two is all of its work. Transfers,
@@ -16,6 +17,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -30,32 +33,80 @@ from pipeproof.schedule.programs import Program, UnfitSizesError
 from pipeproof.sim.memory_curve import GIB
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.layer import layer_kind, layer_order
+from pipeproof.stages.describe.layer import Layer, layer_kind, layer_order
 from pipeproof.stages.describe.model_family import stored_activations
 from pipeproof.stages.describe.op_work import Phase
 from pipeproof.stages.describe.training_state import moved_by_update, state_of
 
 _Times = npt.NDArray[np.float64]
-_RECOMPUTE = ("none", "selective", "full")
 _SPLIT_BACKWARD = ("interleaved_zb", "zb_v", "dualpipe_v")
 """Schedules in which W may run apart from I, or a forward next to a backward, which hides collectives."""
 
 
 @dataclass(frozen=True)
 class _Cell:
-    """Times in microseconds and bytes of each kind of layers, as columns in the order of ``kinds``.
+    """One layer of each kind of ``kinds`` on the ranks of a stage; columns are in that order.
 
-    ``times`` has by setting of ``recompute`` the phases F, I and W, each on the device, on the device without its
-    collectives, and on the host, shape [3, 3, kinds]; ``activations`` the bytes of one micro-batch.
+    ``activations`` are the bytes of one micro-batch, ``states`` those of weights and gradients, ``optimizer`` those of
+    its state before sharding.
     """
 
-    kinds: tuple[str, ...]
-    times: Mapping[str, _Times]
-    activations: Mapping[str, _Times]
+    spec: PlanSpec
+    layers: Mapping[str, Layer]
+    activations: _Times
     states: _Times
     optimizer: _Times
-    update_us: _Times
+
+    @classmethod
+    def of(cls, spec: PlanSpec) -> _Cell:
+        """The cell of a plan of one stage."""
+        size = MicroBatchSize(spec.gpt.seq_length, spec.schedule.micro_batch_size)
+        layers = {layer_kind(spec.gpt, layer.name): layer for layer in describe_gpt(spec, size)}
+        held = [stored_activations(spec, [layer], size) for layer in layers.values()]
+        states = [state_of(spec, [layer]) for layer in layers.values()]
+        return cls(
+            spec,
+            layers,
+            np.array([float(sum(one.num_bytes for one in kept if one.lifetime.is_from_forward)) for kept in held]),
+            np.array([float(state.parameters + state.gradients) for state in states]),
+            np.array([float(state.optimizer) for state in states]),
+        )
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of layers."""
+        return tuple(self.layers)
+
+    @cached_property
+    def times(self) -> _Times:
+        """Microseconds of the phases F, I and W on the device, there without collectives, and on the host.
+
+        The shape is [3 phases, 3 times, kinds].
+        """
+        by_layer = [self._costs.layer(layer) for layer in self.layers.values()]
+        return np.array(
+            [
+                [
+                    [float(time[phase].device_us) for time in by_layer],
+                    [float(time[phase].compute_us + time[phase].memory_us) for time in by_layer],
+                    [float(time[phase].host_us) for time in by_layer],
+                ]
+                for phase in Phase
+            ]
+        )
+
+    @cached_property
+    def update_us(self) -> _Times:
+        """Microseconds of the optimizer's step before sharding."""
+        updates = [float(moved_by_update(self.spec, state_of(self.spec, [layer]))) for layer in self.layers.values()]
+        return np.array(updates) / (self._costs.device.memory * 1000 * float(self._costs.shares.memory))
+
+    @cached_property
+    def _costs(self) -> AnalyticCosts:
+        assert self.spec.cost.analytic is not None, "tune computes all times"
+        return AnalyticCosts(self.spec, self.spec.cost.analytic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +125,8 @@ class Bounds:
         self._overhead = spec.memory.overhead_gib * GIB
         self._names = layer_order(spec.gpt)
         self._kind_of = {name: layer_kind(spec.gpt, name) for name in self._names}
-        self._cells: dict[tuple[int, int, int, int], _Cell] = {}
+        self._totals = Counter(self._kind_of.values())
+        self._cells: dict[tuple[int, int, int, int, str], _Cell] = {}
         self._cuts: dict[tuple[Any, ...], tuple[tuple[str, ...], ...]] = {}
         self._counts: dict[tuple[Any, ...], _Times] = {}
         self._programs: dict[tuple[Any, ...], tuple[Program, ...] | None] = {}
@@ -91,25 +143,32 @@ class Bounds:
                 times = {name: float(self._kind_of[name] in ("block", "moe_block")) for name in self._names}
             else:
                 cell = self._cell(layout)
-                by_kind = dict(zip(cell.kinds, cell.times[layout.recompute][:, 0].sum(axis=0), strict=True))
+                by_kind = dict(zip(cell.kinds, cell.times[:, 0].sum(axis=0), strict=True))
                 times = {name: by_kind[kind] for name, kind in self._kind_of.items()}
             self._cuts[key] = balanced_cut(self._spec, times, layout.num_stages)
         return self._cuts[key]
 
-    def of(self, layout: Layout) -> Bound | None:
-        """Bounds of a layout; None if its schedule does not exist for its sizes, or a stage has no layer."""
-        programs = self._program(layout)
-        if programs is None:
+    def of(self, layout: Layout, limit_bytes: float = inf) -> Bound | None:
+        """Bounds of a layout; None if its schedule does not exist for its sizes, or a stage has no layer.
+
+        The time is 0 where the bound of the memory is over ``limit_bytes``: it is not computed then.
+        """
+        if self._program(layout) is None:
             return None
         cell = self._cell(layout)
+        total = np.array([self._totals[kind] for kind in cell.kinds], dtype=np.float64)
+        mean = float(total @ self._states(layout, cell)) / layout.pp + self._overhead
+        if mean > limit_bytes:
+            return Bound(0.0, mean)
         counts = self._layer_counts(layout, cell)
         if not counts.sum(axis=1).all():
             return None
-        return Bound(self._step_us(layout, cell, counts), self._peak_bytes(layout, cell, counts))
+        peak = self._peak_bytes(layout, cell, counts)
+        return Bound(0.0 if peak > limit_bytes else self._step_us(layout, cell, counts), peak)
 
     def _step_us(self, layout: Layout, cell: _Cell, counts: _Times) -> float:
         is_split = layout.kind in _SPLIT_BACKWARD
-        device, alone, host = np.einsum("sk,pwk->wps", counts, cell.times[layout.recompute])
+        device, alone, host = np.einsum("sk,pwk->wps", counts, cell.times)
         whole = np.maximum(device, host)
         forward, backward_input, weight = alone if is_split else whole
         updates = counts @ cell.update_us
@@ -127,14 +186,17 @@ class Bounds:
         return float(max(bounds))
 
     def _peak_bytes(self, layout: Layout, cell: _Cell, counts: _Times) -> float:
-        shards = layout.dp if layout.shard_optimizer == "dp" else 1
-        states = counts @ (cell.states + cell.optimizer / shards)
-        activations = counts @ cell.activations[layout.recompute]
+        states = counts @ self._states(layout, cell)
+        activations = counts @ cell.activations
         peaks = []
         for stages, (stage, change) in zip(self._ends(layout), self._changes(layout), strict=True):
             held = np.cumsum(activations[stage] * change)
             peaks.append(states[stages].sum() + held.max(initial=0.0))
         return float(max(peaks)) + self._overhead
+
+    def _states(self, layout: Layout, cell: _Cell) -> _Times:
+        """Bytes of weights, gradients and optimizer state of a layer of each kind on one rank."""
+        return cell.states + cell.optimizer / (layout.dp if layout.shard_optimizer == "dp" else 1)
 
     def _stages_of_ranks(self, layout: Layout) -> list[list[int]]:
         if SCHEDULE_KINDS[layout.kind].placement is Placement.V:
@@ -198,43 +260,10 @@ class Bounds:
         return self._counts[key]
 
     def _cell(self, layout: Layout) -> _Cell:
-        key = layout.tp, layout.cp, layout.ep, layout.mbs
+        key = layout.tp, layout.cp, layout.ep, layout.mbs, layout.recompute
         if key not in self._cells:
-            self._cells[key] = self._make_cell(*key)
+            self._cells[key] = _Cell.of(self._cell_spec(*key))
         return self._cells[key]
-
-    def _make_cell(self, tp: int, cp: int, ep: int, mbs: int) -> _Cell:
-        specs = {recompute: self._cell_spec(tp, cp, ep, mbs, recompute) for recompute in _RECOMPUTE}
-        times, activations = {}, {}
-        kinds: tuple[str, ...] = ()
-        for recompute, spec in specs.items():
-            assert spec.cost.analytic is not None
-            costs = AnalyticCosts(spec, spec.cost.analytic)
-            layers = {layer_kind(spec.gpt, layer.name): layer for layer in describe_gpt(spec, costs.size)}
-            kinds = tuple(layers)
-            phases = [[costs.layer(layer)[phase] for layer in layers.values()] for phase in Phase]
-            alone = [[float(time.compute_us + time.memory_us) for time in row] for row in phases]
-            device = [[float(time.device_us) for time in row] for row in phases]
-            host = [[float(time.host_us) for time in row] for row in phases]
-            times[recompute] = np.array([device, alone, host]).swapaxes(0, 1)
-            activations[recompute] = np.array(
-                [
-                    float(sum(h.num_bytes for h in stored_activations(spec, [layer], costs.size)
-                              if h.lifetime.is_from_forward))
-                    for layer in layers.values()
-                ]
-            )  # fmt: skip
-            states = [state_of(spec, [layer]) for layer in layers.values()]
-            updates = np.array([float(moved_by_update(spec, state)) for state in states])
-            update_us = updates / (costs.device.memory * 1000 * float(costs.shares.memory))
-        return _Cell(
-            kinds,
-            times,
-            activations,
-            np.array([float(state.parameters + state.gradients) for state in states]),
-            np.array([float(state.optimizer) for state in states]),
-            update_us,
-        )
 
     def _cell_spec(self, tp: int, cp: int, ep: int, mbs: int, recompute: str) -> PlanSpec:
         """A plan of one stage with a layer of each kind, on the ranks that share a stage."""

@@ -51,6 +51,9 @@ def base_data(spec: PlanSpec, framework: Framework, device: str) -> dict[str, An
     for name, section in framework.sections.items():
         if name != "schedule":
             data[name] = {**section, **data.get(name, {})}
+    if "gradient_dtype" in data.get("memory", {}) and "main_grad_dtype" not in given.get("run", {}):
+        for key in {"dtype", "main_grad_dtype"} - set(given.get("run", {})):
+            data["run"].pop(key, None)  # they would replace the types that the plan gives for times and memory
     data["run"] = {**data.get("run", {}), "backend": "paddle" if framework.name == "paddle" else "torch"}
     memory = {key: value for key, value in data.get("memory", {}).items() if key not in _VARIED_MEMORY}
     analytic = given.get("cost", {}).get("analytic") or {}
@@ -106,8 +109,8 @@ def plan_data(
 def balanced_cut(spec: PlanSpec, times: Mapping[str, float], num_stages: int) -> tuple[tuple[str, ...], ...]:
     """The layers of each stage for stages of nearly equal times; ``times`` has the time of each layer by name.
 
-    A stage begins at the layer whose beginning is nearest to its share of the whole time. Each stage but the last
-    keeps a block; the last may have the norm and the head alone.
+    A stage begins at the block whose beginning is nearest to its share of the whole time. Each stage keeps a block but
+    the first, which may have the embedding alone, and the last, which may have the norm and the head alone.
     """
     names = layer_order(spec.gpt)
     blocks = [name for name in names if is_block(name)]
@@ -119,10 +122,9 @@ def balanced_cut(spec: PlanSpec, times: Mapping[str, float], num_stages: int) ->
     bounds = [0]
     for stage in range(1, num_stages):
         share = total * stage / num_stages
-        lowest, highest = bounds[-1] + 1, len(blocks) - (num_stages - 1 - stage)
-        highest += stage < num_stages  # the last stage may have no block
+        lowest, highest = bounds[-1] + (stage > 1), len(blocks) - (num_stages - 1 - stage)
         nearest = min(range(len(begins)), key=lambda index: abs(begins[index] - share))
-        bounds.append(min(max(nearest, lowest), highest, len(blocks)))
+        bounds.append(min(max(nearest, lowest), highest))
     cut = [blocks[start:stop] for start, stop in zip(bounds, [*bounds[1:], len(blocks)], strict=True)]
     cut[0] = [*names[: names.index(first)], *cut[0]]
     cut[-1] = [*cut[-1], *names[names.index(last) + 1 :]]

@@ -22,7 +22,7 @@ MAX_CP = 16
 MAX_MICRO_BATCH = 8
 """Largest micro-batch that is tried unless ``fix`` names a larger one."""
 
-MAX_CHUNKS = 16
+MAX_CHUNKS = 20
 """Most stages of a rank that are tried unless ``fix`` names more."""
 
 FIXABLE = ("tp", "cp", "ep", "dp", "pp", "vpp", "mbs", "schedule", "cut", "recompute", "shard_optimizer")
@@ -161,7 +161,8 @@ class SearchSpace:
     def _chunk_counts(self, pp: int) -> list[int]:
         """Numbers of stages of a rank: those that divide the blocks, also with the ends counted as one each."""
         num_layers = self.spec.gpt.num_layers
-        limit = num_layers // pp if "vpp" in self.fix else min(MAX_CHUNKS, num_layers // pp)
+        most = (num_layers + 2) // pp  # the first and the last stage may have no block
+        limit = most if "vpp" in self.fix else min(MAX_CHUNKS, most)
         return [
             vpp
             for vpp in range(1, limit + 1)
@@ -181,7 +182,7 @@ class SearchSpace:
 
     def _memory_settings(self, dp: int, ep: int) -> Iterator[tuple[str, str]]:
         known = self.framework.sharding if ep == 1 else self.framework.sharding_with_experts
-        if dp == 1:  # nothing to shard over dp; a framework that always shards with experts says so
+        if dp == 1:  # nothing to shard over dp; a framework that always shards with experts has the key all the same
             known = ("none",) if ep == 1 else known[:1]
         for recompute, sharding in product(self.framework.recompute, known):
             if self._allows("recompute", recompute) and self._allows("shard_optimizer", sharding):

@@ -168,7 +168,7 @@ class _Search:
         for index, layout in enumerate(layouts):
             if index % 256 == 0:
                 self._report("bounding layouts", index, len(layouts))
-            bound = self._bounds.of(layout)
+            bound = self._bounds.of(layout, limit)
             if bound is None:
                 self._unfit += 1
             elif bound.peak_bytes > limit:

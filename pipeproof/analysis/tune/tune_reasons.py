@@ -36,5 +36,5 @@ def winner_text(parts: Mapping[str, float], others: Sequence[Mapping[str, float]
     gains = sorted(((mean[name] - parts[name], name) for name in PARTS), reverse=True)
     saves = [f"{gain:.3g} s less {_NAMES[name]}" for gain, name in gains if gain > _LEAST * step]
     pays = [f"{-gain:.3g} s more {_NAMES[name]}" for gain, name in reversed(gains) if -gain > _LEAST * step]
-    text = "than the mean of the next rows: " + (", ".join(saves) if saves else "no part is shorter")
+    text = "against the mean of the next rows it has " + (", ".join(saves) if saves else "no shorter part")
     return f"{text}; it pays {', '.join(pays)}" if pays else text

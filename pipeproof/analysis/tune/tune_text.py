@@ -51,7 +51,7 @@ def render_tune(result: TuneResult, console: Console) -> None:
     if shared:
         _print(f"All rows: {', '.join(shared)}.", console, width)
     console.print()
-    _print(f"Row 1 has, {result.rows[0].why}.", console, width)
+    _print(f"Why row 1: {result.rows[0].why}.", console, width)
     for row in result.rows[1:]:
         _print(f"Row {row.rank} against row 1: {row.why}.", console, width)
     console.print()

@@ -29,7 +29,7 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.model_family import stage_layers
 
 _NOT_LAUNCHED = ("pipeproof", "cost", "suppress", "buffers")
-"""Sections that say nothing of a launch."""
+"""Sections that have no part in a launch."""
 
 _NOT_IN_MEMORY = ("budget_gib", "overhead_gib", "dtype", "attention", "gradient_dtype", "optimizer_bytes")
 """Keys of ``memory`` that a simulation needs and a launch does not."""

@@ -93,6 +93,7 @@ def random_values(draw, kind, variant):
         "p": str(p),
         "m": str(m),
         "v": str(draw.randint(1, 4)),
+        "per": draw.choice(["rank", "stage"]),
         "f": time(),
         "i": time(),
         "w": time(),
@@ -226,6 +227,7 @@ def test_a_link_reproduces_the_settings_and_what_it_does_not_understand_is_named
     set_field(opened, "m", "12")
     assert opened.run("return play.readFragment(location.hash)") == {
         "values": {**values, "m": "12"},
+        "pinned": None,
         "refused": [],
     }
 
@@ -294,3 +296,41 @@ def test_the_page_fits_the_window(opened, width, scheme):
     finally:
         opened.command("Emulation.setDeviceMetricsOverride", width=1200, height=800, deviceScaleFactor=1, mobile=False)
         opened.prefer("light")
+
+
+def test_no_settings_make_the_page_complain(opened):
+    """Any schedule and size, noise, deadlocks without a timeline included: the verdict is shown, and what it allows."""
+    draw = random.Random("settings")
+    shown = set()
+    for place in range(40):
+        values = random_values(draw, *OFFERED[place % len(OFFERED)]) | {"cv": draw.choice(["0", "0.2"])}
+        opened.run("location.hash = new URLSearchParams(arguments[0])", values)
+        opened.settle()
+        assert opened.run("return play.values") == opened.run("return {...play.values, ...arguments[0]}", values)
+        kind = opened.run("return document.getElementById('verdict').className")
+        is_drawn = not opened.run("return document.getElementById('figures').hidden")
+        assert is_drawn == (kind == "valid" or (kind == "deadlock" and values["sends"] != "backend")), values
+        shown.add((kind, is_drawn))
+    assert shown == {("valid", True), ("deadlock", True), ("deadlock", False), ("unfit", False)}
+
+
+def test_settings_are_compared_with_others_and_the_link_has_both(opened):
+    """1F1B and ZB-H1 of the same sizes without messages: 7 times 3 against the closed form of ZB-H1."""
+    free = "p=4&m=8&latency=0&speed="
+    opened.run("location.hash = arguments[0]", f"kind=1f1b&{free}")
+    opened.settle()
+    opened.run("document.getElementById('pin').click()")
+    set_field(opened, "kind", "zb_h1")
+    assert text(opened, "pinned-title") == "Compared with 1f1b, p 4, m 8"
+    before, after = (8 + 3) * 3, 8 * 3 + 3
+    assert f"{after} ms\u2212{100 * (before - after) / before:.1f} % against the other" in text(opened, "figures")
+    read = opened.run("return play.readFragment(location.hash)")
+    assert (read["values"]["kind"], read["pinned"]["kind"], read["refused"]) == ("zb_h1", "1f1b", [])
+    assert opened.run("return play.picture.whole") == before * 1_000_000
+    opened.focus("#canvas")
+    opened.press("+")
+    assert opened.run("const {from, to, other} = play.picture; return [other.from - from, other.to - to]") == [0, 0]
+    opened.run("document.getElementById('pin').click()")
+    assert opened.run("return document.getElementById('pinned').hidden")
+    assert "against" not in text(opened, "figures")
+    assert opened.run("return play.readFragment('#pin=m%3D99').refused") == ["pin: m=99"]

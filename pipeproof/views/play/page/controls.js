@@ -11,7 +11,7 @@ function make(tag, attributes = {}, ...children) {
 
 const NAMES = {F: "forward", B: "backward", I: "input gradient", W: "weight gradient"};
 const NUM_NOISY_RUNS = 100;
-let values, refused;
+let values, pinned, refused;
 let inBackground = 0; // the number of the last change: work in the background of an older one ends
 
 function makeField(name) {
@@ -70,7 +70,7 @@ function change(some) {
     problems[name] = problemOf(name, value);
     if (!problems[name]) values[name] = value;
   }
-  history.replaceState(null, "", fragmentOf(values));
+  history.replaceState(null, "", fragmentOf(values, pinned));
   show();
 }
 
@@ -85,11 +85,13 @@ function show() {
   showVerdict(solved);
   if (solved.unfit) return;
   if (isDrawn) {
-    showFigures(solved);
+    const base = pinned ? solve(pinned) : null;
+    showFigures(solved, base?.figures);
     showRanks(solved);
-    picture.show(solved.graph, solved.timed, solved.figures);
+    picture.show(solved.graph, solved.timed, solved.figures, base?.figures?.makespan);
+    showPinned(base, solved.figures.makespan);
     showLegend(solved.graph);
-    describe(-1);
+    describe(picture, -1);
   }
   element("ranks").parentElement.hidden = !isDrawn;
   background(number, judgeModels(solved.graph), () => isDrawn && solved.isNoisy && background(number, noisyRuns(solved)));
@@ -142,9 +144,29 @@ function showVerdict({unfit, fitting, graph, verdict, timed}) {
   }
 }
 
-function showFigures({figures, work, graph, isNoisy}) {
+// The settings to compare with: what they are, and their timeline on the same axis.
+function showPinned(base, most) {
+  element("pinned").hidden = !base;
+  element("pin").setAttribute("aria-pressed", String(Boolean(base)));
+  element("pin").textContent = base ? "End comparison" : "Compare with this";
+  picture.other = base?.figures ? pinnedPicture : null;
+  if (!base) return;
+  element("pinned-title").textContent = `Compared with ${nameOfSettings(pinned)}${base.figures ? "" : ": no timeline"}`;
+  element("pinned-canvas").hidden = !base.figures;
+  if (base.figures) pinnedPicture.show(base.graph, base.timed, base.figures, most);
+}
+
+function showFigures({figures, work, graph, isNoisy}, base) {
   const ranks = figures.ranks, peak = Math.max(...ranks.map((rank) => rank.peak)), numRanks = graph.numRanks;
   const mean = (of) => ranks.reduce((sum, rank) => sum + of(rank), 0) / numRanks, share = (ns) => `${(100 * ns / figures.makespan).toFixed(1)} %`;
+  const signed = (number, digits = 1) => `${number < 0 ? "−" : "+"}${Math.abs(number).toFixed(digits)}`;
+  const against = (text) => (base ? `${text} against the other` : null);
+  const bubbleOf = ({ranks: all, makespan}) => 100 * all.reduce((sum, {bubble}) => sum + bubble, 0) / all.length / makespan;
+  const differences = base ? {
+    Makespan: against(`${signed(100 * (figures.makespan - base.makespan) / base.makespan)} %`),
+    Bubble: against(`${signed(bubbleOf(figures) - bubbleOf(base))} points`),
+    "Peak activations": chunksOf(values) !== chunksOf(pinned) ? null : against(signed(peak - Math.max(...base.ranks.map((rank) => rank.peak)), 0)),
+  } : {};
   const items = [
     ["Makespan", timeText(figures.makespan), isNoisy ? `one step, seed ${values.seed}` : `work of a rank: ${timeText(work)}`],
     ["Bubble", share(mean((rank) => rank.bubble)), "idle share of the makespan, mean of ranks"],
@@ -153,7 +175,7 @@ function showFigures({figures, work, graph, isNoisy}) {
     ["Peak activations", String(peak), `of one stage and micro-batch; least ${Math.min(...ranks.map((rank) => rank.peak))}`],
   ];
   element("figures").replaceChildren(...items.map(([term, value, note]) =>
-    make("div", {}, make("dt", {}, term), make("dd", {}, value), make("small", {}, note))));
+    make("div", {}, make("dt", {}, term), make("dd", {}, value), make("small", {}, differences[term] ?? note))));
   if (isNoisy) element("figures").append(make("div", {}, make("dt", {}, `Median of ${NUM_NOISY_RUNS} steps`), make("dd", {id: "median"}, "…")));
 }
 
@@ -175,8 +197,7 @@ function showLegend(graph) {
   element("legend").replaceChildren(...marks);
 }
 
-function describe(row) {
-  const {graph, timed} = picture;
+function describe({graph, timed}, row) {
   element("status").textContent = row < 0 ? "Point at an operation, or focus the timeline and press . or , to step; + - 0 zoom."
     : `${graph.text(row)}: ${NAMES[graph.kind[row]]} of micro-batch ${graph.microBatch[row]} on stage ${graph.stage[row]}, rank ${graph.rank[row]}; `
       + `${timeText(timed.starts[row])} to ${timeText(timed.ends[row])}, takes ${timeText(timed.ends[row] - timed.starts[row])}`;
@@ -217,21 +238,23 @@ function copyWith(button, text) {
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   element("theme").setAttribute("aria-pressed", String(theme === "dark"));
-  picture.draw();
+  for (const one of [picture, pinnedPicture]) one.draw();
 }
 
-const picture = new Picture(element("canvas"), describe);
+const picture = new Picture(element("canvas"), describe), pinnedPicture = new Picture(element("pinned-canvas"), describe);
+pinnedPicture.other = picture;
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 makeForms();
 setTheme(prefersDark.matches ? "dark" : "light");
 prefersDark.addEventListener("change", () => setTheme(prefersDark.matches ? "dark" : "light"));
 element("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
-element("reset").addEventListener("click", () => { refused = []; change({...DEFAULTS}); });
+element("reset").addEventListener("click", () => { refused = []; pinned = null; change({...DEFAULTS}); });
+element("pin").addEventListener("click", () => { pinned = pinned ? null : {...values}; change({}); });
 copyWith(element("copy-link"), () => location.href);
 copyWith(element("copy-plan"), () => planText(values));
 element("about").textContent = `Schedules, times and verdicts are those of pipeproof, to the nanosecond. Left out: ${DATA.leftOut.join(" and ")}, `
   + "which need sequence splits and a search. Noise is drawn here; the random numbers are not those of pipeproof schedule jitter.";
-const open = () => { ({values, refused} = readFragment(location.hash)); show(); };
+const open = () => { ({values, pinned, refused} = readFragment(location.hash)); show(); };
 addEventListener("hashchange", open);
 open();
 window.play = {solve, verdicts, readFragment, fragmentOf, planText, deadlocks, picture, get values() { return values; }};

@@ -33,18 +33,19 @@ class Picture {
     canvas.addEventListener("pointerdown", (event) => this.pointerDown(event));
     canvas.addEventListener("pointermove", (event) => this.pointerMove(event));
     canvas.addEventListener("pointerup", () => { this.drag = null; });
-    canvas.addEventListener("pointerleave", () => { if (!this.drag) this.onSelect(this.selected); });
+    canvas.addEventListener("pointerleave", () => { if (!this.drag) this.onSelect(this, this.selected); });
     canvas.addEventListener("dblclick", () => this.fit());
     canvas.addEventListener("keydown", (event) => this.key(event));
     new ResizeObserver(() => this.draw()).observe(canvas.parentElement);
   }
 
-  show(graph, timed, figures) {
-    const isOther = !this.graph || !figures || !this.figures || this.figures.makespan !== figures.makespan;
+  // Draw a run; the time axis ends at `most`, or at the makespan if that is later.
+  show(graph, timed, figures, most = 0) {
     [this.graph, this.timed, this.figures] = [graph, timed, figures];
     this.selected = -1;
-    if (isOther || this.from === undefined) [this.from, this.to] = [0, figures ? figures.makespan : 1];
     if (figures) {
+      const whole = Math.max(figures.makespan, most);
+      if (this.whole !== whole) [this.whole, this.from, this.to] = [whole, 0, whole];
       this.rows = range(graph.numRanks).map((rank) => range(graph.offsets[rank + 1] - graph.offsets[rank], graph.offsets[rank])
         .filter((row) => COMPUTES.has(graph.kind[row])));
       this.chunks = this.rows.map((rows) => [...new Set(rows.map((row) => graph.stage[row]))].sort((a, b) => a - b));
@@ -164,23 +165,28 @@ class Picture {
   }
 
   zoom(factor, at = (this.from + this.to) / 2) {
-    const from = at - (at - this.from) * factor, to = at + (this.to - at) * factor, most = this.figures.makespan;
+    const from = at - (at - this.from) * factor, to = at + (this.to - at) * factor;
     if (to - from < 10) return;
-    [this.from, this.to] = to - from >= most ? [0, most] : [from, to];
+    [this.from, this.to] = to - from >= this.whole ? [0, this.whole] : [from, to];
     this.pan(0);
   }
 
   pan(time) {
     const width = this.to - this.from;
-    this.from = Math.max(0, Math.min(this.figures.makespan - width, this.from + time));
-    this.to = this.from + width;
-    this.draw();
+    this.view(Math.max(0, Math.min(this.whole - width, this.from + time)), width);
+  }
+
+  // Show a range of time, in a picture that goes along, too.
+  view(from, width) {
+    for (const one of [this, this.other]) {
+      if (!one) continue;
+      [one.from, one.to] = [from, from + width];
+      one.draw();
+    }
   }
 
   fit() {
-    if (!this.figures) return;
-    [this.from, this.to] = [0, this.figures.makespan];
-    this.draw();
+    if (this.figures) this.view(0, this.whole);
   }
 
   select(row) {
@@ -190,7 +196,7 @@ class Picture {
       if (starts[row] < this.from || ends[row] > this.to) this.pan((starts[row] + ends[row] - width) / 2 - this.from);
     }
     this.draw();
-    this.onSelect(row);
+    this.onSelect(this, row);
   }
 
   wheel(event) {
@@ -210,7 +216,10 @@ class Picture {
     if (this.drag && event.buttons) {
       const perPixel = (this.to - this.from) / (this.width - LABEL);
       this.pan(this.drag.from - (event.offsetX - this.drag.x) * perPixel - this.from);
-    } else this.onSelect(Math.max(this.at(event.offsetX, event.offsetY), -1) >= 0 ? this.at(event.offsetX, event.offsetY) : this.selected);
+    } else {
+      const row = this.at(event.offsetX, event.offsetY);
+      this.onSelect(this, row < 0 ? this.selected : row);
+    }
   }
 
   key(event) {

@@ -14,7 +14,8 @@ const GROUPS = [
     m: count("Micro-batches (m)", "", 1, MOST.m, "8"),
     v: count("Stages per rank (v)", "", 1, MOST.v, "1"),
   }],
-  ["Times of one stage, in µs", {
+  ["Times of a micro-batch, in µs", {
+    per: choice("Times are of", "", [["rank", "all stages of a rank together"], ["stage", "one stage"]], "rank"),
     f: decimal("Forward (F)", "", "1000", {least: 0.001}),
     i: decimal("Input gradient (I)", "", "1000"),
     w: decimal("Weight gradient (W)", "A whole backward (B) takes I + W.", "1000"),
@@ -56,15 +57,27 @@ function problemOf(name, value) {
   return name === "hidden" && +value % 64 ? "a multiple of 64, please" : "";
 }
 
-const fragmentOf = (values) => `#${new URLSearchParams(values)}`;
+// The settings as an address, with the settings to compare with, if there are any, as one value in it.
+const fragmentOf = (values, pinned = null) => `#${new URLSearchParams(pinned ? {...values, pin: new URLSearchParams(pinned)} : values)}`;
 
-// {values, refused}: the settings of an address, with defaults in place of what is not understood.
+// {values, pinned, refused}: the settings of an address, with defaults in place of what is not understood.
 function readFragment(fragment) {
   const values = {...DEFAULTS}, refused = [];
+  let pinned = null;
   for (const [name, value] of new URLSearchParams(fragment.replace(/^#/, ""))) {
-    if (name in FIELDS && !problemOf(name, value)) values[name] = value; else refused.push(`${name}=${value}`);
+    if (name === "pin") {
+      const inner = readFragment(value);
+      pinned = inner.values;
+      refused.push(...inner.refused.map((part) => `pin: ${part}`));
+    } else if (name in FIELDS && !problemOf(name, value)) values[name] = value; else refused.push(`${name}=${value}`);
   }
-  return {values, refused};
+  return {values, pinned, refused};
+}
+
+// Settings in a few words.
+function nameOfSettings(values) {
+  const chunks = chunksOf(values), variant = variantOf(values);
+  return `${values.kind}${variant ? ` (${variant})` : ""}, p ${+values.p}, m ${+values.m}${chunks > 1 ? `, v ${chunks}` : ""}`;
 }
 
 const kindOf = (values) => DATA.kinds.find(({name}) => name === values.kind);
@@ -78,14 +91,16 @@ const nanoseconds = (text) => Math.round(+text * 1000);
 const microseconds = (ns) => String(ns / 1000);
 const messageBytes = (values) => +values.mbs * +values.seq * +values.hidden * 2; // bfloat16
 
+// Times of one stage and of a message, in whole nanoseconds.
 function timesOf(values) {
-  const F = nanoseconds(values.f), I = nanoseconds(values.i), W = nanoseconds(values.w);
+  const share = values.per === "rank" ? chunksOf(values) : 1;
+  const [F, I, W, pair] = [values.f, values.i, values.w, values.o].map((text) => Math.round(nanoseconds(text) / share));
   let message = nanoseconds(values.latency);
   if (values.speed !== "") { // bytes over 10^9 bytes a second are nanoseconds, rounded up
     const bytes = BigInt(messageBytes(values)) * 1000n, perNs = BigInt(nanoseconds(values.speed));
     message += Number((bytes + perNs - 1n) / perNs);
   }
-  return {F, I, W, overlapped: values.o === "" ? F + I + W : nanoseconds(values.o), message};
+  return {F: Math.max(1, F), I, W, overlapped: values.o === "" ? Math.max(1, F) + I + W : pair, message};
 }
 
 // The plan with these settings, which every command of pipeproof reads.
