@@ -27,7 +27,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--follow", is_flag=True, help="Watch the rings of a running job until it hangs or ends.")
 @click.option(
-    "--patience",
+    "--timeout",
     "patience_s",
     type=click.FloatRange(min=0.5, max=86400),
     default=5.0,
@@ -43,7 +43,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     help="The same where the awaited rank computes.",
 )
 @click.option(
-    "--timeout",
+    "--duration",
     "timeout_s",
     type=click.FloatRange(min=0.5),
     default=None,
@@ -71,7 +71,7 @@ def hang(
     in one directory for each host), or Flight Recorder dumps: a file for each rank, whose name ends with the rank, as
     pickle or JSON. The output has mismatches, operations that were never issued, and the cycle of waits.
     """
-    for name, value in (("--on-hang", on_hang), ("--timeout", timeout_s)):
+    for name, value in (("--on-hang", on_hang), ("--duration", timeout_s)):
         if value is not None and not follow:
             raise click.UsageError(f"{name} needs --follow")
     with refusing_bad_plans(form, directory, color):
@@ -130,7 +130,7 @@ def _from_rings(
         result = check_job(job, patience_s=patience_s, slow_s=slow_s), job
         report(*result)
     if result is None:
-        console_for(stderr=True, color=color).print("no hang until the timeout")
+        console_for(stderr=True, color=color).print("no hang in that time")
         sys.exit(ExitStatus.OK)
     verdict, job = result
     if html is not None:

@@ -73,6 +73,10 @@ NOT_RUN = {
     "PP946": ("logs of a program", "interop/record/test_check_log.py"),
     "PP950": ("a launcher that places ranks", "exec/placement/test_placement_report.py"),
     "PP951": ("a launcher that places ranks", "exec/placement/test_placement_report.py"),
+    "PP952": ("rings of a job", "exec/monitor/test_ring.py"),
+    "PP953": ("rings of a job", "exec/monitor/test_planted_hangs.py"),
+    "PP954": ("rings of a job", "exec/monitor/test_planted_hangs.py"),
+    "PP955": ("rings of a job", "exec/monitor/test_verdict.py"),
     "PP923": ("files that are there already", "state/reshard/test_work_directory.py"),
     "PP924": ("a checkpoint that is moved", "state/reshard/test_names.py"),
 }

@@ -73,7 +73,7 @@ def main() -> None:
 `validation/pages/make_hangs.py` writes this page. Each job has three ranks of PyTorch over gloo on one machine with two
 processors: a pipeline of three micro-batches, two all-reduces of metrics and one of gradients in each step. The hang is
 planted in the fifth step. The seconds are those from the last event of any rank to the verdict of
-`pipeproof job hang --follow`, whose patience is {PATIENCE_S:g} s.
+`pipeproof job hang --follow DIR`, with the default `--timeout` of {PATIENCE_S:g} s.
 
 | planted | cause | seconds | kind | named cause | right |
 | --- | --- | ---: | --- | --- | --- |

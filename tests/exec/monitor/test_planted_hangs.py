@@ -17,6 +17,9 @@ KINDS = {
     "rank_local_keys": "mismatch", "exception": "raised", "killed": "killed", "stopped": "stopped",
     "data_loader_stuck": "absent", "wrong_group": "cycle", "micro_batch_counts": "cycle", "shape_mismatch": "mismatch",
 }  # fmt: skip
+CODES = {
+    "cycle": "PP931", "mismatch": "PP932", "absent": "PP933", "raised": "PP953", "killed": "PP953", "stopped": "PP954",
+}  # fmt: skip
 
 
 @pytest.mark.slow(but=["missing_receive", "killed"])
@@ -24,6 +27,7 @@ KINDS = {
 def test_the_cause_of_a_planted_hang_is_named(tmp_path, name):
     verdict = outcome(name, tmp_path / "rings", patience_s=5).verdict
     assert (verdict.status, verdict.kind, verdict.causes) == ("hang", KINDS[name], CAUSES[name])
+    assert verdict.findings[0].code == CODES[verdict.kind]
     assert any("planted_hangs.py:" in finding.message for finding in verdict.findings)
 
 
@@ -38,7 +42,7 @@ def test_the_command_prints_the_cause_and_writes_page_metrics_and_json(tmp_path)
         assert follow(Follower(rings, patience_s=3), report=lambda *_: None, timeout_s=300) is not None
         hook = f'echo "$PIPEPROOF_KIND $PIPEPROOF_CAUSES" > {tmp_path / "hook"}'
         files = ["-o", tmp_path / "hang.html", "--metrics", tmp_path / "metrics.prom"]
-        result = invoke("job", "hang", rings, "--follow", "--patience", "2", "--on-hang", hook, *files)
+        result = invoke("job", "hang", rings, "--follow", "--timeout", "2", "--on-hang", hook, *files)
     assert result.exit_code == 1
     assert "cause: rank 1" in result.stdout
     assert "PP933" in result.stdout
@@ -47,7 +51,7 @@ def test_the_command_prints_the_cause_and_writes_page_metrics_and_json(tmp_path)
     assert "pipeproof_hang 1" in (tmp_path / "metrics.prom").read_text()
     assert "rank 1 (cause)" in (tmp_path / "hang.html").read_text()
     time.sleep(4)  # after the job was killed, its rings tell the same
-    result = invoke("job", "hang", rings, "--format", "json", "--patience", "1")
+    result = invoke("job", "hang", rings, "--format", "json", "--timeout", "1")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     require_fit("hang", report)
