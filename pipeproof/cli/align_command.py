@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from pipeproof.cli.console import console_for, format_option, not_nan
+from pipeproof.cli.console import console_for, format_option, not_nan, print_error
 from pipeproof.exit_status import ExitStatus
 
 
@@ -71,7 +71,7 @@ def align(
                 a, b, Tolerance(ulps, relative), forms, lambda step: status.update(f"reading; step {step}")
             )
     except AlignmentError as error:
-        click.echo(f"error: {error}", err=True)
+        print_error(f"{error}")
         sys.exit(ExitStatus.BAD_INPUT)
     if form == "json":
         click.echo(json.dumps(alignment_to_json(found), indent=2))

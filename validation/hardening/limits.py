@@ -80,7 +80,7 @@ def dump(content: bytes) -> Callable[[Path], Arguments]:
     def make(directory: Path) -> Arguments:
         (directory / "dumps").mkdir()
         (directory / "dumps" / "rank_0").write_bytes(content)
-        return ["hang", directory / "dumps"]
+        return ["job", "hang", directory / "dumps"]
 
     return make
 
@@ -96,20 +96,20 @@ def json_dump(directory: Path) -> Arguments:
     number = (DUMP_BYTES - len(head) - 2) // (len(entry) + 1)
     (directory / "dumps").mkdir()
     (directory / "dumps" / "rank_0").write_text(head + ",".join([entry] * number) + "]}")
-    return ["hang", directory / "dumps"]
+    return ["job", "hang", directory / "dumps"]
 
 
 def record_line(directory: Path) -> Arguments:
     """A record whose first line is as long as a line may be."""
     (directory / "record.jsonl").write_text("[" + "0," * (MAX_LINE // 2 - 2) + "0]\n")
-    return ["align", directory / "record.jsonl", directory / "record.jsonl"]
+    return ["state", "align", directory / "record.jsonl", directory / "record.jsonl"]
 
 
 def long_log(directory: Path) -> Arguments:
     """A training log of 256 MiB without a loss in it: no limit, read line by line."""
     line = "a line of a log that shows nothing of the training, as most lines do\n"
     (directory / "train.log").write_text(line * (2**28 // len(line)))
-    return ["align", directory / "train.log", directory / "train.log"]
+    return ["state", "align", directory / "train.log", directory / "train.log"]
 
 
 def recording(directory: Path) -> Arguments:
@@ -119,7 +119,7 @@ def recording(directory: Path) -> Arguments:
     line = '{"event": "create", "ranks": [0]}\n'
     number = (RECORDING_BYTES - len(start)) // len(line)
     (directory / "logs" / "rank_0.jsonl").write_text(start + line * number)
-    return ["check", "--traces", directory / "logs"]
+    return ["check", "--log", directory / "logs"]
 
 
 LIMITS = (
