@@ -118,7 +118,7 @@ def main() -> None:
     """Prove, time and run a pipeline-parallel training plan.
 
     Exit status: 0 clean, 1 errors found or a run that does not match, 2 bad input or a missing backend,
-    3 a worker died or hung, 130 interrupted, 143 terminated.
+    3 a worker died or hung, 130 interrupted, 141 the reader of the output closed it, 143 terminated.
     """
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from attack import Ended, keep, pipeproof
+from attack import Ended, keep, kept, pipeproof
 
 from pipeproof.analysis.align.read_record import MAX_LINE
 from pipeproof.comm.size_limit import MAX_OPERATIONS
@@ -21,7 +21,6 @@ from pipeproof.diagnostics.source import MAX_BYTES
 from pipeproof.interop.hang.flight_recorder import MAX_BYTES as DUMP_BYTES
 from pipeproof.interop.importers.megatron.shell_values import MAX_EXPANDED
 from pipeproof.interop.importers.torchtitan import MAX_DEPTH as TOML_DEPTH
-from pipeproof.interop.traces.trace_log import MAX_BYTES as RECORDING_BYTES
 from pipeproof.state.flex.pickles import MAX_DEPTH
 from pipeproof.state.flex.pickles import MAX_OPERATIONS as PICKLE_OPERATIONS
 
@@ -112,16 +111,6 @@ def long_log(directory: Path) -> Arguments:
     return ["state", "align", directory / "train.log", directory / "train.log"]
 
 
-def recording(directory: Path) -> Arguments:
-    """A recording of a program of the largest size, of lines that are no calls."""
-    (directory / "logs").mkdir()
-    start = '{"event": "start", "version": 1, "rank": 0, "num_ranks": 1, "framework": "torch"}\n'
-    line = '{"event": "create", "ranks": [0]}\n'
-    number = (RECORDING_BYTES - len(start)) // len(line)
-    (directory / "logs" / "rank_0.jsonl").write_text(start + line * number)
-    return ["check", "--log", directory / "logs"]
-
-
 LIMITS = (
     Limit("a plan file", f"{MAX_BYTES:,} bytes", yaml_of_size),
     Limit("operations of a step", f"{MAX_OPERATIONS:,}", plan_of(MAX_OPERATIONS // (64 * 15))),
@@ -135,7 +124,6 @@ LIMITS = (
     Limit("a dump of a rank in JSON", f"{DUMP_BYTES:,} bytes", json_dump),
     Limit("a line of a record or log", f"{MAX_LINE:,} characters", record_line),
     Limit("a training log of 256 MiB", "none: read line by line", long_log),
-    Limit("a recording of a rank", f"{RECORDING_BYTES:,} bytes", recording),
 )  # fmt: skip
 
 
@@ -162,7 +150,10 @@ def main() -> int:
              "status": ended.status, "problem": ended.problem}
         )  # fmt: skip
     if "--write" in sys.argv:
-        keep("limits", figures)
+        new = {figure["name"]: figure for figure in figures}
+        names = [limit.name for limit in LIMITS]
+        keep("limits", sorted({**{old["name"]: old for old in kept("limits")}, **new}.values(),
+                              key=lambda figure: names.index(figure["name"])))  # fmt: skip
     return int(bad > 0)
 
 
