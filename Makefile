@@ -50,6 +50,7 @@ docs: $(VENV)/.dev           ## pages, tables and pictures that are made from th
 	$(BIN)/python validation/pages/make_receives.py
 	$(BIN)/python validation/pages/make_published.py
 	$(BIN)/python validation/pages/make_accuracy.py
+	$(BIN)/python validation/pages/make_tune.py
 	$(BIN)/python validation/pages/make_measured.py
 	$(BIN)/python validation/pages/make_equality.py
 	$(BIN)/python validation/pages/make_fleet.py

@@ -2,11 +2,12 @@
 
 What most people need is here and is imported when first used:
 
-    from pipeproof import check, load_plan, lower, simulate
+    import pipeproof as pp
 
-    report = check(load_plan("plan.yaml"))
-    assert not report.errors
-    print(simulate(report.subject.plan).makespan)
+    assert not pp.check("plan.yaml").errors
+    step = pp.simulate("plan.yaml")
+    print(step, step.to_records()[0])
+    step.save("timeline.html")
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pipeproof.version import __version__
+
 if TYPE_CHECKING:
+    from pipeproof.api.advise_result import advise
+    from pipeproof.api.check_result import check
+    from pipeproof.api.compare_result import compare
+    from pipeproof.api.show_result import show
+    from pipeproof.api.simulate_result import simulate
+    from pipeproof.api.sweep_result import sweep
     from pipeproof.comm.lower import lower
     from pipeproof.diagnostics.finding import BadPlanError, Finding, PipeproofError
-    from pipeproof.sim.simulate import simulate
     from pipeproof.specs.load_plan import load_plan, plan_from_dict
     from pipeproof.specs.plan import PlanSpec
-    from pipeproof.verify.check_plan import check, check_graph, check_program
-
-__version__ = "0.1.0"
+    from pipeproof.verify.check_plan import check_graph, check_program
 
 __all__ = [
     "BadPlanError",
@@ -30,13 +36,17 @@ __all__ = [
     "PipeproofError",
     "PlanSpec",
     "__version__",
+    "advise",
     "check",
     "check_graph",
     "check_program",
+    "compare",
     "load_plan",
     "lower",
     "plan_from_dict",
+    "show",
     "simulate",
+    "sweep",
 ]
 
 _HOMES = {
@@ -44,13 +54,17 @@ _HOMES = {
     "Finding": "diagnostics.finding",
     "PipeproofError": "diagnostics.finding",
     "PlanSpec": "specs.plan",
-    "check": "verify.check_plan",
+    "advise": "api.advise_result",
+    "check": "api.check_result",
     "check_graph": "verify.check_plan",
     "check_program": "verify.check_plan",
+    "compare": "api.compare_result",
     "load_plan": "specs.load_plan",
     "lower": "comm.lower",
     "plan_from_dict": "specs.load_plan",
-    "simulate": "sim.simulate",
+    "show": "api.show_result",
+    "simulate": "api.simulate_result",
+    "sweep": "api.sweep_result",
 }
 """Public name to the module that holds it: `import pipeproof` alone loads none of them."""
 
@@ -59,3 +73,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'pipeproof' has no attribute {name!r}")
     return getattr(importlib.import_module(f"pipeproof.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,9 +1,13 @@
-"""Train a Fleet `PipelineLayer`, or your own Paddle layers, by a checked pipeline plan; `docs/train.md` shows how."""
+"""Train a Fleet `PipelineLayer` or your own Paddle layers by a checked pipeline plan, and watch any job.
+
+`docs/train.md` and `docs/my-job-hangs.md` show how.
+"""
 
 from __future__ import annotations
 
+from pipeproof.exec.monitor.paddle_watch import watch
 from pipeproof.exec.train.module_plan import stages_of_rank
 from pipeproof.exec.train.paddle.pipeline import Pipeline
 from pipeproof.exec.train.train_errors import PipelineError, PlanRefused
 
-__all__ = ["Pipeline", "PipelineError", "PlanRefused", "stages_of_rank"]
+__all__ = ["Pipeline", "PipelineError", "PlanRefused", "stages_of_rank", "watch"]

@@ -1,10 +1,14 @@
-"""Train your own PyTorch modules by a checked pipeline plan; `docs/train.md` shows how."""
+"""Train your own PyTorch modules by a checked pipeline plan, and watch any job.
+
+`docs/train.md` and `docs/my-job-hangs.md` show how.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pipeproof.exec.monitor.torch_watch import watch
 from pipeproof.exec.train.module_plan import stages_of_rank
 from pipeproof.exec.train.torch.check_backwards import check_backwards
 from pipeproof.exec.train.torch.cut_sequential import stages_of_sequential
@@ -30,6 +34,7 @@ __all__ = [
     "stages_of_rank",
     "stages_of_sequential",
     "stages_of_transformers",
+    "watch",
 ]
 
 

@@ -115,7 +115,7 @@ def test_its_command_works_elsewhere(installed, tmp_path, start):
 
 
 def test_what_it_carries_beside_code_is_there(installed, tmp_path):
-    """Pages of codes, the schema, and the parts of the timeline page."""
+    """Pages of codes, the schema, and the parts of the pages for a browser."""
     (tmp_path / "plan.yaml").write_bytes((EXAMPLES / "gpt_pp4.yaml").read_bytes())
     assert "PP201 (error)" in use(installed, tmp_path, "pipeproof", "--explain", "PP201").stdout
     assert '"title": "pipeproof plan"' in use(installed, tmp_path, "pipeproof", "--schema").stdout
@@ -123,6 +123,8 @@ def test_what_it_carries_beside_code_is_there(installed, tmp_path):
     drawn = use(installed, tmp_path, "pipeproof", "simulate", "plan.yaml", "-o", "page.html")
     assert (drawn.returncode, drawn.stderr) == (0, "")
     assert "<html" in (tmp_path / "page.html").read_text()
+    assert use(installed, tmp_path, "pipeproof", "play").returncode == 0
+    assert "<html" in (tmp_path / "play.html").read_text()
 
 
 def test_the_sdist_has_what_it_needs_to_become_the_same_wheel(sdist, wheel, tmp_path):

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 @click.option("--top", type=click.IntRange(1, 1000), default=5, show_default=True,
               help="Number of listed candidates of each group.")  # fmt: skip
 @click.option("--all", "everything", is_flag=True,
-              help="Also list candidates over the memory limit, and why schedules were left out.")  # fmt: skip
+              help="Also try schedules that the plan's framework does not have, and list candidates over the memory limit "
+                   "and why schedules were left out.")  # fmt: skip
 @format_option()
 def advise(
     plan: Path, settings: dict[KeyPath, object], memory_limit: int | None, top: int, everything: bool,
@@ -50,7 +51,10 @@ def advise(
         loaded = load_plan(plan, settings)
         try:
             with _showing_progress() as on_progress:
-                advice = find_advice(loaded, memory_limit, top=top, with_over_limit=everything, on_progress=on_progress)
+                advice = find_advice(
+                    loaded, memory_limit, top=top, with_over_limit=everything, every_schedule=everything,
+                    on_progress=on_progress,
+                )  # fmt: skip
         except NoTrainingError as error:
             click.echo(f"error: {error}", err=True)
             sys.exit(ExitStatus.BAD_INPUT)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import click
 
-from pipeproof import __version__
 from pipeproof.atomic_write import write_output
 from pipeproof.diagnostics.finding import BadPlanError, Finding, PipeproofError, Severity
 from pipeproof.exit_status import ExitStatus
+from pipeproof.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console

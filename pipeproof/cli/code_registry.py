@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipeproof.comm.lower import LOWERING_CODES
 from pipeproof.diagnostics.baseline import BASELINE_CODES
 from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.exec.monitor.monitor_codes import MONITOR_CODES
 from pipeproof.exec.run_codes import FLEET_CODES, PLACEMENT_CODES, REHEARSAL_CODES, RUN_CODES
 from pipeproof.interop.hang.hang_codes import HANG_CODES
 from pipeproof.interop.importers.import_codes import IMPORT_CODES
@@ -51,6 +52,7 @@ def all_docs() -> tuple[RuleDoc, ...]:
         *CUSTOM_CODES,
         *IMPORT_CODES,
         *HANG_CODES,
+        *MONITOR_CODES,
         *RECORD_CODES,
         *TRACE_PROFILE_CODES,
         *STATE_CODES,

@@ -1,35 +1,93 @@
-"""``pipeproof job hang``: diagnosis of a hung run from its Flight Recorder dumps."""
+"""``pipeproof job hang``: the cause of a hang, from Flight Recorder dumps or from the rings of a watched job."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pipeproof.cli.console import console_for, format_option, refusing_bad_plans
+from pipeproof.atomic_write import write_output
+from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, writable
 from pipeproof.diagnostics.finding import Severity
 from pipeproof.exit_status import ExitStatus
 
+if TYPE_CHECKING:
+    from pipeproof.exec.monitor.job import JobNow
+    from pipeproof.exec.monitor.verdict import Verdict
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
 
 @click.command()
-@click.argument("dumps", metavar="DUMP_DIR", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--follow", is_flag=True, help="Watch the rings of a running job until it hangs or ends.")
+@click.option(
+    "--patience",
+    "patience_s",
+    type=click.FloatRange(min=0.5, max=86400),
+    default=5.0,
+    show_default=True,
+    help="Seconds that a rank waits before the job counts as hung.",
+)
+@click.option(
+    "--slow-after",
+    "slow_s",
+    type=click.FloatRange(min=0.5, max=86400),
+    default=60.0,
+    show_default=True,
+    help="The same where the awaited rank computes.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0.5),
+    default=None,
+    help="Seconds after which --follow ends, with status 0.",
+)
+@click.option(
+    "--on-hang",
+    metavar="COMMAND",
+    help="Shell command that --follow runs at a hang; PIPEPROOF_CAUSES has the ranks, PIPEPROOF_KIND the kind.",
+)
+@click.option(
+    "-o", "--output", "html", type=_FILE, callback=writable, help="Write a page with the last operations of each rank."
+)
+@click.option("--metrics", type=_FILE, callback=writable, help="Write Prometheus metrics, with --follow at every look.")
 @format_option()
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
               help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
-def hang(dumps: Path, form: Literal["text", "json"], color: str) -> None:
-    """Report the operations that a hung PyTorch run waits for, from its Flight Recorder dumps.
+def hang(
+    directory: Path, follow: bool, patience_s: float, slow_s: float, timeout_s: float | None, on_hang: str | None,
+    html: Path | None, metrics: Path | None, form: Literal["text", "json"], color: str,
+) -> None:  # fmt: skip
+    """Report which rank is the cause of a hang, and what the others wait for.
 
-    DUMP_DIR has a file for each rank, whose name ends with the rank, as pickle or JSON. Messages are matched along
-    their channels and collectives along their groups. The output has mismatches, operations that were never issued,
-    and the cycle of waits.
+    DIR has the rings of a job that called `watch` of pipeproof.torch or pipeproof.paddle (one file for each rank, also
+    in one directory for each host), or Flight Recorder dumps: a file for each rank, whose name ends with the rank, as
+    pickle or JSON. The output has mismatches, operations that were never issued, and the cycle of waits.
     """
-    with refusing_bad_plans(form, dumps, color):
-        from pipeproof.interop.hang.diagnose_hang import diagnose_dumps
+    for name, value in (("--on-hang", on_hang), ("--timeout", timeout_s)):
+        if value is not None and not follow:
+            raise click.UsageError(f"{name} needs --follow")
+    with refusing_bad_plans(form, directory, color):
+        from pipeproof.exec.monitor.job import ring_files
 
-        report = diagnose_dumps(dumps)
+        if not follow and not ring_files(directory):
+            if html is not None or metrics is not None:
+                raise click.UsageError(f"--output and --metrics need rings, and {str(directory)!r} has none")
+            _from_dumps(directory, form, color)
+        _from_rings(directory, follow, (patience_s, slow_s, timeout_s), on_hang, html, metrics, form, color)
+
+
+def _from_dumps(directory: Path, form: Literal["text", "json"], color: str) -> None:
+    from pipeproof.interop.hang.diagnose_hang import diagnose_dumps
+
+    report = diagnose_dumps(directory)
     failed = any(finding.severity is Severity.ERROR for finding in report.findings)
     if form == "json":
         click.echo(json.dumps(report.to_json(), indent=2))
@@ -42,3 +100,58 @@ def hang(dumps: Path, form: Literal["text", "json"], color: str) -> None:
         ranks = f"{len(report.dumps)} rank{'s' if len(report.dumps) > 1 else ''}"
         console.print(f"{ranks}, {launches} launches, {report.num_pending} of them not done")
     sys.exit(ExitStatus.FAILED if failed else ExitStatus.OK)
+
+
+def _from_rings(
+    directory: Path, follows: bool, limits: tuple[float, float, float | None], on_hang: str | None, html: Path | None,
+    metrics: Path | None, form: Literal["text", "json"], color: str,
+) -> None:  # fmt: skip
+    from pipeproof.exec.monitor.follow import Follower, follow, metrics_text
+    from pipeproof.exec.monitor.hang_page import hang_html
+    from pipeproof.exec.monitor.job import read_job, ring_files
+    from pipeproof.exec.monitor.verdict import Status, check_job
+
+    patience_s, slow_s, timeout_s = limits
+    status = Status.RUNNING
+
+    def report(verdict: Verdict | None, job: JobNow | None) -> None:
+        nonlocal status
+        if metrics is not None:
+            write_output(metrics, metrics_text(verdict, job))
+        now = Status.RUNNING if verdict is None else verdict.status
+        if verdict is not None and now is Status.SLOW and status is not now and form == "text":
+            _print(verdict, color)
+        status = now
+
+    if follows:
+        result = follow(Follower(directory, patience_s, slow_s), report=report, timeout_s=timeout_s)
+    else:
+        job = read_job(ring_files(directory))
+        result = check_job(job, patience_s=patience_s, slow_s=slow_s), job
+        report(*result)
+    if result is None:
+        console_for(stderr=True, color=color).print("no hang until the timeout")
+        sys.exit(ExitStatus.OK)
+    verdict, job = result
+    if html is not None:
+        write_output(html, hang_html(verdict, job))
+    if form == "json":
+        click.echo(json.dumps(verdict.to_json(), indent=2))
+    elif follows or status is not Status.SLOW:
+        _print(verdict, color)
+    if on_hang is not None and verdict.status is Status.HANG:
+        causes = ",".join(map(str, verdict.causes))
+        subprocess.run(  # noqa: S602 - the command is the user's own, and is meant for the shell
+            on_hang, shell=True, check=False,
+            env={**os.environ, "PIPEPROOF_CAUSES": causes, "PIPEPROOF_KIND": str(verdict.kind)},
+        )  # fmt: skip
+    sys.exit(ExitStatus.FAILED if verdict.status is Status.HANG else ExitStatus.OK)
+
+
+def _print(verdict: Verdict, color: str) -> None:
+    from pipeproof.diagnostics.text_output import render_text
+
+    console = console_for(color=color)
+    render_text(verdict.findings, None, console=console)
+    for line in verdict.lines():
+        console.print(line, markup=False, soft_wrap=True)

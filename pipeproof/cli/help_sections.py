@@ -11,7 +11,7 @@ import click
 SECTIONS: Final = (
     ("Prove a plan", ("check", "show")),
     ("Start from existing files", ("import",)),
-    ("Predict", ("simulate", "advise", "sweep", "compare", "schedule")),
+    ("Predict", ("simulate", "advise", "tune", "sweep", "compare", "schedule", "play")),
     ("Execute", ("doctor", "rehearse", "run", "job")),
     ("Saved state", ("state",)),
 )
@@ -40,6 +40,7 @@ EXAMPLES: Final = MappingProxyType(
         "job fleet": "pipeproof job fleet plan.yaml --report fleet.json",
         "job hang": "pipeproof job hang dumps/",
         "job merge": "pipeproof job merge node-1/ node-2/ -o timeline.html",
+        "play": "pipeproof play -o play.html",
         "rehearse": "pipeproof rehearse plan.yaml --scale 1/4",
         "run": "pipeproof run plan.yaml --report run.json",
         "schedule convert": "pipeproof schedule convert schedule.csv --as text",
@@ -55,6 +56,7 @@ EXAMPLES: Final = MappingProxyType(
         "state reshard": "pipeproof state reshard states --to plan_b.yaml -o moved",
         "state show": "pipeproof state show states/step-00000002 --md5",
         "sweep": "pipeproof sweep sweep.yaml --top 5",
+        "tune": "pipeproof tune llama3_70b --gpus 512 --device h100 --global-batch 1024",
     }
 )
 """Examples by the words of the command."""

@@ -58,7 +58,7 @@ def job_file(
     if unfit is not None:
         raise click.BadParameter(f"the plan runs on {loaded.spec.run.device.upper()}s: use {option}", param_hint=other)
     try:
-        job = job_of_plan(loaded, str(plan), settings, per_host, script)
+        job = job_of_plan(loaded, str(plan), per_host, script, settings)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint=option) from error
     try:

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import click
 
-from pipeproof import __version__
 from pipeproof.cli.advise_command import advise
 from pipeproof.cli.align_command import align
 from pipeproof.cli.aoa_command import aoa
@@ -30,6 +29,7 @@ from pipeproof.cli.job_file_command import job_file
 from pipeproof.cli.layers_command import layers
 from pipeproof.cli.measurements_command import measurements
 from pipeproof.cli.merge_command import merge
+from pipeproof.cli.play_command import play
 from pipeproof.cli.profile_command import profile
 from pipeproof.cli.rehearse_command import rehearse
 from pipeproof.cli.reshard_command import reshard
@@ -40,8 +40,10 @@ from pipeproof.cli.show_command import show
 from pipeproof.cli.simulate_command import simulate
 from pipeproof.cli.state_command import state
 from pipeproof.cli.sweep_command import sweep
+from pipeproof.cli.tune_command import tune
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exit_status import ExitStatus
+from pipeproof.version import __version__
 
 
 class _Commands(SectionedGroup):
@@ -136,6 +138,7 @@ for _group, _members in (
     for _command in _members:
         _group.add_command(_command)
 for _command in (
-    check, show, simulate, advise, sweep, compare, import_group, schedule, doctor, rehearse, run, job, state,
+    check, show, simulate, advise, tune, sweep, compare, import_group, schedule, play, doctor, rehearse, run, job,
+    state,
 ):  # fmt: skip
     main.add_command(_command)

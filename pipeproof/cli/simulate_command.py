@@ -45,8 +45,9 @@ def simulate(
             lowered = lower_loaded(loaded)
             simulation = run_simulation(lowered, engine=engine)
         if output is not None:
-            title = f"{plan.stem} ({note})" if note else plan.stem
-            written = write_timeline(output, title, simulation.timeline, lowered.graph, simulation.memory)
+            written = write_timeline(
+                output, plan.stem, simulation.timeline, lowered.graph, simulation.memory, plan=loaded.spec
+            )
     if form == "json":
         click.echo(json.dumps(simulation_to_json(simulation, loaded.spec.cost.source), indent=2))
         return

@@ -38,15 +38,20 @@ def _executor(context: click.Context, parameter: click.Parameter, value: str | N
     return choice
 
 
+executor_option = click.option(
+    "--executor", metavar="KIND[:...]", callback=_executor,
+    help="Evaluate on a cluster: dask:ADDRESS, ray[:ADDRESS] or slurm[:KEY=VALUE,...] (extras dask, ray, slurm).",
+)  # fmt: skip
+"""The option of commands that evaluate points."""
+
+
 @click.command()
 @click.argument("sweep", metavar="SWEEP", type=PlanFile())
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Results file, to which points are appended and from which the sweep resumes; by default SWEEP with "
                    "the suffix .results.jsonl.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(1, 4096), help="Processes; by default one per processor.")
-@click.option("--executor", metavar="KIND[:...]", callback=_executor,
-              help="Evaluate on a cluster: dask:ADDRESS, ray[:ADDRESS] or slurm[:KEY=VALUE,...] (extras dask, ray, "
-                   "slurm).")  # fmt: skip
+@executor_option
 @click.option("--sort", default="makespan", show_default=True, metavar="FIGURE",
               help="Figure to sort by: makespan, sequence (time per sequence), idle, most_idle or peak.")  # fmt: skip
 @click.option("--columns", metavar="NAMES", help="Columns of the table, with commas: keys of the sweep and figures.")
@@ -125,7 +130,10 @@ def _results(
                 click.echo(f"note: {file.note}", err=True)
             if file.done:
                 click.echo(f"{len(file.done)} of {len(sweep.points)} points are in {output}", err=True)
-            with _cluster(executor, output) as cluster, _showing_progress(len(file.done), len(sweep.points)) as advance:
+            with (
+                cluster_of(executor, output) as cluster,
+                _showing_progress(len(file.done), len(sweep.points)) as advance,
+            ):
 
                 def keep(result: PointResult) -> None:
                     file.append(result)
@@ -148,7 +156,7 @@ def _results(
 
 
 @contextmanager
-def _cluster(choice: ExecutorChoice | None, output: Path) -> Iterator[Mapping[str, Any]]:
+def cluster_of(choice: ExecutorChoice | None, output: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the arguments of ``run_sweep`` for a cluster; none without one."""
     if choice is None:
         yield {}

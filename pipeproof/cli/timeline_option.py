@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pipeproof.schedule.op_table import OpGraph
     from pipeproof.sim.memory_curve import MemoryCurve
     from pipeproof.sim.timeline import Timeline
+    from pipeproof.specs.plan import PlanSpec
 
 FORMS: Mapping[str, str] = MappingProxyType(
     {
@@ -48,12 +49,29 @@ def timeline_file(context: click.Context, parameter: click.Parameter, value: Pat
     return writable(context, parameter, value)
 
 
+def _sizes(plan: PlanSpec) -> str:
+    """The schedule of a plan, its axes with more than one rank and its micro-batches, in words."""
+    schedule, topology = plan.schedule, plan.topology
+    own = schedule.path is not None or schedule.programs is not None
+    axes = [f"{axis} {getattr(topology, axis)}" for axis in reversed(topology.order) if getattr(topology, axis) > 1]
+    number = schedule.num_micro_batches
+    batches = f"{number} micro-batch{'' if number == 1 else 'es'}"
+    return ", ".join(["own schedule" if own else schedule.kind, *axes, batches])
+
+
 def write_timeline(
-    path: Path, title: str, timeline: Timeline, graph: OpGraph, memory: Sequence[MemoryCurve] = ()
+    path: Path,
+    title: str,
+    timeline: Timeline,
+    graph: OpGraph,
+    memory: Sequence[MemoryCurve] = (),
+    *,
+    plan: PlanSpec | None = None,
 ) -> str:
     """Write the file in the format of its suffix, and return a message for the user.
 
-    ``memory`` has the curve of each rank, for pages, pictures and traces.
+    ``memory`` has the curve of each rank, for pages, pictures and traces. ``plan``, as it was read, adds a note on
+    placeholder times to the title, and to a page its sizes, and its MFU where its devices are known.
 
     Raises:
         OSError: the file cannot be written.
@@ -61,11 +79,16 @@ def write_timeline(
     from pipeproof.views.memory_curves import memory_held
 
     curves = (memory_held(timeline, memory),) if memory else ()
+    note = f" ({plan.cost.placeholder_note})" if plan is not None and plan.cost.placeholder_note else ""
     match path.suffix.lower():
         case ".html":
+            from pipeproof.cost.model_flops import model_flops_utilization
             from pipeproof.views.html.timeline_page import write_html
 
-            write_html([(title, timeline, graph, curves[0] if curves else None)], path)
+            mfu = None if plan is None else model_flops_utilization(plan, timeline.makespan_us)
+            sizes = "" if plan is None else f": {_sizes(plan)}"
+            titled = f"{title}{sizes}{note}"
+            write_html([(titled, timeline, graph, curves[0] if curves else None, mfu)], path)
             return f"timeline written to {path}; open it in a browser"
         case ".pftrace":
             from pipeproof.views.perfetto_trace import write_perfetto
@@ -85,5 +108,5 @@ def write_timeline(
             return f"trace written to {path}; open it in chrome://tracing or ui.perfetto.dev"
     from pipeproof.views.timeline_picture import write_picture
 
-    write_picture(timeline, path, title, curves)
+    write_picture(timeline, path, f"{title}{note}", curves)
     return f"picture written to {path}"

@@ -59,6 +59,9 @@ _PAIR_PROCESSORS = Fraction(20, 132)
 _PASSES = 4
 """Reads and writes of memory for each byte that a collective of an overlapped pair moves."""
 
+_PHASE_LAUNCHES = 10
+"""Operations that the host starts around F or I of a micro-batch on a stage: its batch, messages, the schedule."""
+
 _COMPILED_HOST = Fraction("0.8")
 """Time of the host with each stage compiled as one graph, as a share of eager execution (``docs/costs.md``)."""
 
@@ -125,6 +128,9 @@ class AnalyticCosts:
         self.device: Device = DEVICES[analytic.device]
         self.table: CostTable | None = table_of(analytic)
         self._operation_us = _host_us(analytic, self.table)
+        replays, collective_us = analytic.execution == "graph", analytic.collective_us
+        self._collective_us = self._operation_us if replays or collective_us is None else exact(collective_us)
+        self._fill_us = _ZERO if replays else exact(analytic.fill_us)
         self.dtype: str = analytic.dtype or plan.run.dtype
         run = plan.run.model_copy(update={"dtype": self.dtype})
         self._plan = plan.model_copy(update={"run": run})
@@ -142,15 +148,20 @@ class AnalyticCosts:
         kinds = {layer: layer_kind(model, layer) for names in stage_layers(self._plan) for layer in names}
         described = {layer_kind(model, layer.name): layer for layer in describe_gpt(self._few_blocks(), self.size)}
         by_kind = {kind: self.layer(described[kind]) for kind in set(kinds.values())}
-        stages = []
+        around = PhaseTime(host_us=_PHASE_LAUNCHES * self._operation_us * self.num_splits)
+        stages = list[dict[Phase, PhaseTime]]()
         for names in stage_layers(self._plan):
             counts = Counter(kinds[name] for name in names)
             stages.append(
                 {
-                    phase: sum((by_kind[kind][phase].times(n) for kind, n in counts.items()), PhaseTime())
+                    phase: sum(
+                        (by_kind[kind][phase].times(n) for kind, n in counts.items()),
+                        around if names and phase is not Phase.WEIGHT else PhaseTime(),
+                    )
                     for phase in Phase
                 }
             )
+        stages[0][Phase.FORWARD] += PhaseTime(host_us=exact(self.analytic.input_us))
         return tuple(stages)
 
     def layer(self, layer: Layer) -> Mapping[Phase, PhaseTime]:
@@ -181,7 +192,7 @@ class AnalyticCosts:
         for call in calls:
             us = rounded_up(self.links.collective_us(call, item_bytes))  # as it is simulated
             total += PhaseTime(link_bytes=self.links.collective_bytes(call, item_bytes), links_us=us,
-                               host_us=self._operation_us)  # fmt: skip
+                               host_us=self._collective_us)  # fmt: skip
             if call.axis in self.analytic.overlap and call.per_token:
                 over[call.axis] += us
         hidden = min(over["tp"] * (1 - Fraction(1, self._plan.topology.tp)), time.compute_us)
@@ -256,7 +267,7 @@ class AnalyticCosts:
 
     def _host_us_of(self, work: Work) -> Fraction:
         """Time of the host for one operation."""
-        return work.launches * self._operation_us
+        return work.launches * self._operation_us + (self._fill_us if work.launches else _ZERO)
 
     @cached_property
     def messages(self) -> tuple[Fraction, ...]:

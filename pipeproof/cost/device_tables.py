@@ -132,7 +132,7 @@ class _Source:
 _NODE = 8
 _SOURCES: Mapping[DeviceName, _Source] = {
     "a100": _Source(f"H100 in {_TABLES}, at a constant clock; collectives by the ratio of links, without sums in "
-                    "switches", "a100", "h100", 0.7, 55, 300 / 450, sums_in_switches=False),
+                    "switches", "a100", "h100", 0.7, 62, 300 / 450, sums_in_switches=False),
     "h100": _Source(_TABLES, "h100", "h100", 0.6, 105),
     "h200": _Source(_TABLES, "h200", "h200", 0.55, 105),
     "h800": _Source(f"H100 in {_TABLES}; collectives by the ratio of links", "h100", "h100", 0.6, 105, 200 / 450),

@@ -129,12 +129,31 @@ class AnalyticSpec(Section):
         description="Time that the host takes to start one operation. Without it, that of the device's table; 0 for a "
         "device without one.",
     )
+    collective_us: float | None = Field(
+        default=None,
+        ge=0,
+        le=10**6,
+        description="Time that the host takes to start a collective inside a layer. Without it, `host_us`.",
+    )
+    fill_us: float = Field(
+        default=0,
+        ge=0,
+        le=10**6,
+        description="Further time of the host for each operation, to fill the tensor that it makes, as PyTorch does "
+        "with deterministic algorithms.",
+    )
     step_us: float = Field(
         default=0,
         ge=0,
         le=10**9,
         description="Time of a step outside of its pipeline, such as data, logging and norms of gradients; added to "
         "that of the optimizer.",
+    )
+    input_us: float = Field(
+        default=0,
+        ge=0,
+        le=10**9,
+        description="Time to read a micro-batch before its F on the first stage; part of the host's time.",
     )
     overlap: Annotated[tuple[Literal["tp", "ep"], ...], FROM_LIST] = Field(
         default=(),

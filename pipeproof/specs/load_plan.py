@@ -80,17 +80,23 @@ def _given_finding(problem: Problem, source: SourceMap | None, settings: Mapping
     return replace(finding, message=f"{finding.message} (given by `--set {dotted(given)}=..`)", location=None)
 
 
-def plan_from_dict(data: Mapping[str, object], *, source: SourceMap | None = None) -> LoadedPlan:
+def plan_from_dict(
+    data: Mapping[str, object], settings: Mapping[KeyPath, object] = _NO_SETTINGS, *, source: SourceMap | None = None
+) -> LoadedPlan:
     """Validate a plan made in Python; its keys and values are those of the file.
 
-    ``source`` gives their locations, for a plan that was made from other files.
+    ``settings`` are as for ``load_plan``; ``source`` gives locations, for a plan that was made from other files.
 
     Raises:
         PlanFileError: all findings, PP102 to PP109; they have locations only with ``source``.
     """
-    spec, problems = _validate(data)
+    spec = None
+    changed, problems = with_settings(data, settings)
+    if not problems:
+        spec, problems = _validate(changed)
     if spec is None:
-        raise PlanFileError(*_without_repeats(_finding(problem, source) for problem in problems), source=source)
+        findings = (_given_finding(problem, source, settings) for problem in problems)
+        raise PlanFileError(*_without_repeats(findings), source=source)
     return LoadedPlan(spec, source)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, model_validator
 
+from pipeproof.specs.checks.batch_checks import check_global_batch, with_micro_batches
 from pipeproof.specs.checks.boundary_checks import check_boundaries
 from pipeproof.specs.checks.cost_checks import check_analytic, check_network
 from pipeproof.specs.checks.custom_layer_checks import check_custom_layers
@@ -27,6 +28,12 @@ class PlanSpec(PlanSections):
 
     model_config = ConfigDict(defer_build=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_micro_batches(cls, data: object) -> object:
+        """Add ``schedule.num_micro_batches`` where the global batch gives it."""
+        return with_micro_batches(data)
+
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
         if self.is_custom:
@@ -35,6 +42,7 @@ class PlanSpec(PlanSections):
                     *check_custom_layers(self, self.custom),
                     *check_placed_ranks(self),
                     *check_lengths(self),
+                    *check_global_batch(self),
                     *check_network(self),
                     *check_run(self),
                 ]
@@ -47,6 +55,7 @@ class PlanSpec(PlanSections):
                 *check_mtp(self),
                 *check_placed_ranks(self),
                 *check_lengths(self),
+                *check_global_batch(self),
                 *check_cut(self),
                 *check_splits(self),
                 *check_analytic(self),
@@ -66,6 +75,9 @@ def plan_json_schema() -> dict[str, Any]:
     lengths that fit the topology) are left to loading.
     """
     schema = PlanSpec.model_json_schema(mode="validation")
+    schedule = schema["$defs"]["ScheduleSpec"]
+    schedule["required"].remove("num_micro_batches")
+    schedule["anyOf"] = [{"required": ["num_micro_batches"]}, {"required": ["global_batch_size"]}]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **schema,

@@ -93,7 +93,18 @@ class ScheduleSpec(Section):
     programs: Annotated[tuple[Annotated[tuple[str, ...], FROM_LIST], ...], FROM_LIST] | None = Field(
         default=None, description="With kind custom, the operations of each pipeline rank in order, such as 0F0."
     )
-    num_micro_batches: int = Field(ge=1, le=10**6, description="Micro-batches per step and data-parallel rank.")
+    num_micro_batches: int = Field(
+        ge=1,
+        le=10**6,
+        description="Micro-batches per step and data-parallel rank. Without it, they follow from `global_batch_size`.",
+    )
+    global_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**12,
+        description="Sequences in a step over all dp and ep ranks: the product of their number, `num_micro_batches` "
+        "and `micro_batch_size`.",
+    )
     micro_batch_size: int = Field(ge=1, le=10**6, description="Sequences in a micro-batch.")
     last_micro_batch_size: int | None = Field(
         default=None, ge=1, le=10**6, description="Sequences in the last micro-batch, if it has fewer."

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from pipeproof import __version__
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.model import model_content
@@ -24,6 +23,7 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.state.array_files import ByteArray, sync, write_file
 from pipeproof.state.state_index import INDEX_FILE, DataPosition, Shard, ShardFile, StateIndex, TensorEntry, index_text
 from pipeproof.state.state_layout import file_name, whole_state
+from pipeproof.version import __version__
 
 _NOT_VALUES = ("steps", "replay", "device", "backend")
 """Keys of ``run`` that may differ when a run is resumed: the framework is compared separately."""

@@ -349,3 +349,21 @@ def test_what_cannot_sum_early_is_left_out_with_the_reason(only):
     advice = advice_on(data)
     assert {v.candidate.choice.kind for v in listed(advice)} == {"zb_h1"}
     assert any("every stage has copies" in reason for reason in advice.impossible)
+
+
+@pytest.mark.parametrize(
+    ("sections", "others"),
+    [({"run": {"backend": "torch"}}, {"zb_h1", "eager_1f1b"}), ({"schedule": {"variant": "megatron"}}, {"zb_h1"})],
+)
+def test_only_the_framework_that_the_plan_names_unless_all_are_asked_for(sections, others):
+    data = four_ranks(num_layers=8, kind="interleaved", num_chunks=2)
+    data["schedule"] |= sections.get("schedule", {})
+    data |= {"run": sections["run"]} if "run" in sections else {}
+    own, every = (advise(loaded(data), top=50, every_schedule=every_schedule) for every_schedule in (False, True))
+    kinds = [{one.candidate.spec.schedule.kind for rows in advice.listed.values() for one in rows}
+             for advice in (own, every)]  # fmt: skip
+    assert own.candidates.framework is not None
+    assert kinds[0] <= own.candidates.framework.kinds
+    assert own.num_timed < every.num_timed
+    assert not kinds[0] & others
+    assert every.candidates.framework is None

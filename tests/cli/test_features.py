@@ -39,7 +39,7 @@ LESS_MEMORY = {
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Sweeps in threads, which start at once, and advice on a few kinds of schedules."""
-    monkeypatch.setattr(sweep_run, "_own_processes", ThreadPoolExecutor)
+    monkeypatch.setattr(sweep_run, "own_processes", ThreadPoolExecutor)
     tried = ("1f1b", "zb_v", "dualpipe")
     monkeypatch.setattr(candidates, "SCHEDULE_KINDS", {kind: candidates.SCHEDULE_KINDS[kind] for kind in tried})
 

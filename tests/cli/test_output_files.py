@@ -19,6 +19,7 @@ COMMANDS = {
     "out.html": ("simulate", PLAN),
     "out.json": ("simulate", PLAN),
     "out.csv": ("simulate", PLAN),
+    "play.html": ("play",),
     "out.yaml": ("import", "megatron", EXAMPLES / "importing" / "megatron.sh"),
     "text": ("schedule", "convert", "--as", "text", EXAMPLES / "schedules" / "zbv_pp2.csv"),
 }

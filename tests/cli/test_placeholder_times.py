@@ -1,6 +1,7 @@
 """Every output about times that no plan gave says so once; JSON has the origin of the times."""
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -67,7 +68,7 @@ def test_a_time_that_is_left_out_is_named_alone():
 def test_the_page_has_the_note_in_its_title(plan, tmp_path):
     invoke("simulate", plan(), "-o", tmp_path / "t.html")
     page = (tmp_path / "t.html").read_text()
-    assert f"<title>plan (t{NOTE})</title>" in page
+    assert re.search(rf"<title>plan: 1f1b, .*micro-batches? \({re.escape('t' + NOTE)}\)</title>", page)
     invoke("simulate", plan(cost={"analytic": "h100"}), "-o", tmp_path / "t.html")
     assert NOTE not in (tmp_path / "t.html").read_text()
 

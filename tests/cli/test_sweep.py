@@ -30,7 +30,7 @@ def in_threads(monkeypatch):
     """Threads in place of processes, which take a second to start; ``tests/sweep/test_run.py`` has those."""
     from concurrent.futures import ThreadPoolExecutor
 
-    monkeypatch.setattr(run_module, "_own_processes", ThreadPoolExecutor)
+    monkeypatch.setattr(run_module, "own_processes", ThreadPoolExecutor)
 
 
 @pytest.fixture

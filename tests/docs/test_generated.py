@@ -34,6 +34,7 @@ def docs_module(monkeypatch):
         "make_costs.py",
         "make_measured.py",
         "make_prediction.py",
+        "make_tune.py",
         "make_equality.py",
         "make_fleet.py",
         "make_reshard.py",

@@ -88,6 +88,13 @@ def test_links_lead_to_the_same_place_on_the_site(page, there, on_the_site, hook
     )
 
 
+def test_the_first_page_links_to_the_page_for_a_browser_below_its_heading(hooks):
+    shown = hooks.with_play("# pipeproof\n\nText.\n", "index.md").splitlines()
+    assert (shown[0], shown[-1]) == ("# pipeproof", "Text.")
+    assert f'href="{hooks.PLAY}"' in shown[2]
+    assert hooks.with_play("# Other\n", "tutorial.md") == "# Other\n"
+
+
 def test_code_is_left_as_it_is(hooks):
     block = "```python\nvalues[0](plan.md)\n| `a\\|b` |\n```\n"
     assert hooks.for_the_site(block, "rules/PP201.md") == block

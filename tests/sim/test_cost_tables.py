@@ -17,7 +17,7 @@ from pipeproof.schedule.ops import OpKind
 from pipeproof.specs.cost import AnalyticSpec
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.model_parts import MoeSpec
-from pipeproof.stages.describe.op_work import Phase, ProductShape
+from pipeproof.stages.describe.op_work import CONTEXT_LAUNCHES, LOSS_LAUNCHES, Phase, ProductShape
 from tests.plans import FLAT, plan_dict
 
 TABLES = {name: table for name in DEVICES if (table := device_table(name)) is not None}
@@ -137,6 +137,57 @@ def test_a_phase_takes_the_time_of_the_host_or_that_of_the_device():
     assert 0 < compiled[Phase.FORWARD].host_us < eager[Phase.FORWARD].host_us
     large = stages(plan(topology={"pp": 1}))[0][Phase.FORWARD]
     assert large.us == large.device_us > large.host_us > 0
+
+
+SMALL = {"hidden_size": 64, "num_heads": 4, "ffn_size": 128, "vocab_size": 64, "seq_length": 32}
+
+
+def host_us(more=None, phase=Phase.FORWARD, **sections):
+    """Host time of one stage's phase where an operation takes 50 us; it bounds the phase."""
+    sections = {"topology": {"pp": 1}, **sections}
+    time = stages(plan({"host_us": 50, **(more or {})}, **{"model": SMALL, **sections}))[0][phase]
+    assert time.us == time.host_us
+    return time.host_us
+
+
+def test_a_bias_is_no_operation_of_the_host():
+    for topology in ({"pp": 1}, {"pp": 1, "tp": 2}):
+        with_them, without = (
+            host_us(model={**SMALL, "biases": biases}, topology=topology) for biases in ("all", "none")
+        )
+        assert with_them == without
+
+
+def test_attention_over_a_ring_starts_operations_for_each_of_its_steps():
+    two, four = (host_us({"collective_us": 0}, topology={"pp": 1, "cp": cp}) for cp in (2, 4))
+    assert four - two == plan({}).model.num_layers * 2 * CONTEXT_LAUNCHES * 50
+
+
+def test_a_fused_loss_over_tensor_parallel_ranks_starts_fewer_operations():
+    for phase in (Phase.FORWARD, Phase.INPUT):
+        several, fused, alone = (
+            host_us({"collective_us": 0}, phase, topology={"pp": 1, "tp": tp}, memory={"cross_entropy": loss})
+            for tp, loss in ((2, "in_place"), (2, "fused"), (1, "in_place"))
+        )
+        assert several - fused == LOSS_LAUNCHES * 50
+        assert fused == alone
+
+
+def test_the_host_starts_collectives_and_fills_tensors():
+    mesh = {"topology": {"pp": 1, "tp": 2}}
+    num_layers = plan({}).model.num_layers
+    assert host_us({"collective_us": 150}, **mesh) - host_us(**mesh) == (2 * num_layers + 1 + 3) * 100
+    assert host_us({"fill_us": 0}) == host_us() < host_us({"fill_us": 10})
+    assert host_us({"fill_us": 10}) - host_us() == (host_us({"fill_us": 30}) - host_us()) / 3
+    graph = {"execution": "graph", "collective_us": 150, "fill_us": 10}
+    assert stages(plan(graph, model=SMALL, **mesh))[0][Phase.FORWARD].host_us == 0
+
+
+def test_input_is_read_on_the_first_stage_before_each_forward():
+    without, with_it = (stages(plan({"host_us": 50, **more}, model=SMALL)) for more in ({}, {"input_us": 10**6}))
+    assert with_it[0][Phase.FORWARD].us - without[0][Phase.FORWARD].us == 10**6
+    assert with_it[0][Phase.INPUT] == without[0][Phase.INPUT]
+    assert with_it[1:] == without[1:]
 
 
 def test_the_time_of_a_step_outside_of_its_pipeline_counts_once_for_a_rank():

@@ -20,7 +20,7 @@ from pipeproof.sim.sim_codes import SimulationError
 from pipeproof.sim.simulate import simulate
 from pipeproof.sim.timeline import Span, Timeline
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.views.html.critical_walk import critical_path
+from pipeproof.views.html.critical_walk import cause, critical_path
 from pipeproof.views.html.idle import Cause, Idle, idle_times
 from pipeproof.views.html.payload import CATEGORIES, payload
 from pipeproof.views.html.relations import Relations
@@ -129,6 +129,20 @@ def test_a_transfer_follows_what_was_before_it_on_its_own_queue():
     assert [part.span for part in critical_path(relations)] == [0, 1, 3]
 
 
+def assert_causes_are_the_path(relations):
+    """From the last span of the path, causes lead over every span of it, and no cause begins after its effect ends."""
+    path = critical_path(relations)
+    span, chain = path[-1].span, []
+    while span is not None:
+        source, before = cause(relations, span)
+        assert all(
+            relations.spans[other].start <= relations.spans[span].end for other in (source, before) if other is not None
+        )
+        chain += [span, source]
+        span = before
+    assert {end for part in path for end in (part.span, part.source)} <= {*chain, None}
+
+
 @given(st.data())
 @settings(max_examples=40)
 def test_the_path_fills_the_makespan_and_bubbles_fill_what_work_leaves(data):
@@ -144,6 +158,7 @@ def test_the_path_fills_the_makespan_and_bubbles_fill_what_work_leaves(data):
         assume(False)
     for relations in (Relations(timeline, lowered.graph), Relations(timeline)):
         assert_path_is_tight(timeline, relations, lowered.spec.cost.p2p_latency_us)
+        assert_causes_are_the_path(relations)
         idles = idle_times(relations, len(timeline.ranks))
         assert Cause.OTHER not in {idle.cause for idle in idles}
         for rank in range(len(timeline.ranks)):

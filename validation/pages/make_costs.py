@@ -22,7 +22,7 @@ def devices_part() -> str:
     """Table with a row for each data sheet."""
     header = (
         "device", "float8", "bfloat16", "float32", "memory", "links", "one device", "network", "host", "ranks per node",
-        "receives slow by", "source",
+        "GiB", "receives slow by", "source",
     )  # fmt: skip
     names = sorted((field.name for field in fields(Device)), key=lambda name: name == "source")
     rows = [

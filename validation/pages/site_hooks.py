@@ -21,6 +21,17 @@ OF_THE_ROOT = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIB
 PUBLIC = ("pipeproof", "pipeproof.testing", "pipeproof.interop", "pipeproof.interop.traces")
 """Packages whose public names must all be on the page of the Python interface."""
 
+PLAY = "pipeproof-play.html"
+"""The page that ``pipeproof play`` writes, on the site."""
+
+_PLAY_TEXT = f'<a class="play" href="{PLAY}"><strong>Play with a schedule in your browser</strong>'
+PLAY_LINKS = {
+    "index.md": f'{_PLAY_TEXT}<br><img src="images/play-1024.png" alt="The page: a form with the schedule, its sizes '
+    'and times; next to it the verdict, the bubble and the timeline" loading="lazy"></a>',
+    "play.md": f"{_PLAY_TEXT}</a>",
+}
+"""By page, the link to it, in HTML: no file of the repository is its target."""
+
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[#)])")
 _FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 _ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
@@ -34,9 +45,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the root, and each file outside ``docs/`` that a page links to."""
+    """Add the pages of the root, the page ``pipeproof play`` writes, and files outside ``docs/`` that pages link to."""
     from mkdocs.structure.files import File
 
+    from pipeproof.views.play.play_page import play_html
+
+    files.append(File.generated(config, PLAY, content=play_html()))
     for name, place in OF_THE_ROOT.items():
         files.append(File.generated(config, place, content=(ROOT / name).read_text(encoding="utf-8")))
     linked = {path for page in files.documentation_pages() for path in linked_paths(page.content_string, page.src_uri)}
@@ -50,7 +64,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Return the page in the form that the site needs."""
-    return for_the_site(markdown, page.file.src_uri)
+    return for_the_site(with_play(markdown, page.file.src_uri), page.file.src_uri)
+
+
+def with_play(markdown: str, src_uri: str) -> str:
+    """Return the page with its link to the page for a browser, if it has one, below the first heading."""
+    if src_uri not in PLAY_LINKS:
+        return markdown
+    heading, _, rest = markdown.partition("\n")
+    return f"{heading}\n\n{PLAY_LINKS[src_uri]}\n{rest}"
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:

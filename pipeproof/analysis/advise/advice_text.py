@@ -136,7 +136,12 @@ def _unit(advice: Advice) -> str:
 
 def _counts(advice: Advice) -> str:
     num_impossible = sum(advice.impossible.values())
-    text = f"Timed {advice.num_timed} candidates; {num_impossible} more do not exist for the plan's sizes and keys"
+    framework = advice.candidates.framework
+    of_framework = "" if framework is None else f"Only schedules of {framework.title} were tried (`--all`: all). "
+    text = (
+        of_framework
+        + f"Timed {advice.num_timed} candidates; {num_impossible} more do not exist for the plan's sizes and keys"
+    )
     if advice.refused:
         codes = ", ".join(f"{code} ({count})" for code, count in advice.refused.items())
         text += f"; {sum(advice.refused.values())} failed their check: {codes}"

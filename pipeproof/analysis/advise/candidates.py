@@ -24,6 +24,7 @@ from typing import Any
 
 from pipeproof.analysis.advise.recut import layer_times, num_blocks, stage_times
 from pipeproof.analysis.advise.schedule_figures import block_sequences
+from pipeproof.analysis.tune.frameworks import Framework
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, ScheduleKind
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
@@ -79,10 +80,19 @@ class Candidates:
     block for one sequence, and ``activation`` the size of one of the former.
     ``spec`` is the plan, ``data`` the plan as it would be written;
     ``has_copies`` is true if its schedule has every stage on two ranks.
+    ``framework`` is the one whose schedules are tried; None for all schedules.
     """
 
-    def __init__(self, loaded: LoadedPlan, memory_limit: int | None, *, has_copies: bool = False) -> None:
+    def __init__(
+        self,
+        loaded: LoadedPlan,
+        memory_limit: int | None,
+        *,
+        has_copies: bool = False,
+        framework: Framework | None = None,
+    ) -> None:
         self.spec = loaded.spec
+        self.framework = framework
         self._has_copies = has_copies
         self._layers = stage_layers(loaded.spec)
         self._costs: dict[tuple[int, int], dict[str, Any]] = {}
@@ -97,6 +107,8 @@ class Candidates:
         limit is given, a schedule that is made for one is tried with that too.
         """
         for kind in SCHEDULE_KINDS.values():
+            if self.framework is not None and kind.name not in self.framework.kinds:
+                continue
             for num_micro_batches, size in self._batches:
                 for num_chunks in self._chunk_counts(kind):
                     is_more = num_micro_batches > self.spec.schedule.num_micro_batches

@@ -19,6 +19,7 @@ from pipeproof.analysis.advise.candidates import Candidates, Changed, Choice
 from pipeproof.analysis.advise.critical_path import CriticalPath
 from pipeproof.analysis.advise.receive_timing import OtherPost, other_posts
 from pipeproof.analysis.advise.schedule_figures import Clock, Figures, asap_clock, block_sequences, clock_of, figures_of
+from pipeproof.analysis.tune.frameworks import Framework, named_framework
 from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.comm.generated_schedule import plan_schedule
 from pipeproof.comm.lower import blaming_plan, with_measured_times
@@ -116,32 +117,37 @@ def advise(
     *,
     top: int = 5,
     with_over_limit: bool = False,
+    every_schedule: bool = False,
     on_progress: Progress | None = None,
 ) -> Advice:
     """Find better schedules, chunk counts and micro-batch counts for a plan, up to ``top`` of each group.
 
     ``memory_limit`` is the most activations of the plan's largest stage that
     a rank may hold; without it, ``schedule.memory_limit`` counts. What is over
-    the limit is looked for only ``with_over_limit``.
+    the limit is looked for only ``with_over_limit``. Of a plan that names a
+    framework (``named_framework``), only the schedules that the framework has
+    are tried, unless ``every_schedule`` is set.
 
     Raises:
         BadPlanError: the plan itself cannot be lowered, or its ``cost.p2p`` is not simulated.
         NoTrainingError: the plan has no backwards.
     """
     with blaming_plan(loaded):
-        return _advise(loaded, memory_limit, top, with_over_limit=with_over_limit, on_progress=on_progress)
+        framework = None if every_schedule else named_framework(loaded.spec)
+        return _advise(loaded, memory_limit, top, framework, with_over_limit=with_over_limit, on_progress=on_progress)
 
 
 def _advise(
-    loaded: LoadedPlan, memory_limit: int | None, top: int, *, with_over_limit: bool, on_progress: Progress | None
-) -> Advice:
+    loaded: LoadedPlan, memory_limit: int | None, top: int, framework: Framework | None, *, with_over_limit: bool,
+    on_progress: Progress | None,
+) -> Advice:  # fmt: skip
     report = check(loaded)
     loaded = with_measured_times(loaded)  # which other cuts are computed from, as from given ones
     lowered = report.subject.plan
     if not any(op.kind is not OpKind.FORWARD for program in lowered.programs for op in program):
         raise NoTrainingError("the plan's schedule has no backward, and advice is about training steps")
     limit = loaded.spec.schedule.memory_limit if memory_limit is None else memory_limit
-    candidates = Candidates(loaded, limit, has_copies=lowered.has_copies)
+    candidates = Candidates(loaded, limit, has_copies=lowered.has_copies, framework=framework)
     clock = _present_clock(lowered)
     present = None if clock is None else figures_of(clock, block_sequences(loaded.spec))
     search = _Search(candidates, present, on_progress)

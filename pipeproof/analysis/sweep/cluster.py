@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from pipeproof import __version__
+from pipeproof.version import __version__
 
 AT_LEAST_IN_FLIGHT = 64
 """Calls submitted at once, for a cluster of any size."""

@@ -12,7 +12,6 @@ from enum import StrEnum
 from fractions import Fraction
 from typing import Any, Self
 
-from pipeproof import __version__
 from pipeproof.analysis.sweep.sweep_points import Point, Settings
 from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
 from pipeproof.diagnostics.source import SourceMap
@@ -21,6 +20,7 @@ from pipeproof.sim.simulate import Simulation, simulate
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.verify.check_plan import check
+from pipeproof.version import __version__
 
 
 class Status(StrEnum):
@@ -46,7 +46,8 @@ class PointResult:
     all data-parallel ranks. ``idle_ratio`` is the part of all ranks' time within the makespan in which they do not
     compute, ``most_idle_ratio`` that of the rank with most; ``peak_activations`` the most chunk activations of a
     micro-batch that a rank holds. ``warnings`` are the codes of warnings of the check. ``traceback``, or what else is
-    known about the failure of a point, has paths of its worker: it is not compared.
+    known about the failure of a point, has paths of its worker: it is not compared. ``details`` are figures of another
+    evaluation than ``evaluate``, as JSON data.
     """
 
     id: str
@@ -58,6 +59,7 @@ class PointResult:
     most_idle_ratio: Fraction | None = None
     peak_activations: int | None = None
     warnings: tuple[str, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
     code: str | None = None
     message: str | None = None
     traceback: str | None = field(default=None, compare=False)
@@ -68,7 +70,8 @@ class PointResult:
         if self.status is Status.OK:
             for key in _EXACT:
                 result |= number_to_json(key, getattr(self, key))
-            return {**result, "peak_activations": self.peak_activations, "warnings": list(self.warnings)}
+            result |= {"peak_activations": self.peak_activations, "warnings": list(self.warnings)}
+            return {**result, "details": dict(self.details)} if self.details else result
         result |= {"code": self.code, "message": self.message}
         return result if self.traceback is None else {**result, "traceback": self.traceback}
 
@@ -100,6 +103,7 @@ class PointResult:
             most_idle_ratio=exact["most_idle_ratio"],
             peak_activations=int(data["peak_activations"]),
             warnings=tuple(map(str, data["warnings"])),
+            details=dict(data.get("details", {})),
         )
 
 
@@ -133,22 +137,24 @@ def evaluate(point: Point, plan_file: str) -> PointResult:
         spec = plan_from_dict(point.plan).spec
         report = check(LoadedPlan(spec, SourceMap(plan_file, ())))
         if report.errors:
-            return _refused(point, report.errors)
+            return refused_point(point, report.errors)
         assert report.subject.lowered is not None
         simulation = simulate(report.subject.lowered)
     except PipeproofError as error:
-        return _refused(point, error.findings)
+        return refused_point(point, error.findings)
     warned = {finding.code for finding in report.findings if finding.severity is Severity.WARNING}
-    return _simulated(point, spec, simulation, tuple(sorted(warned)))
+    return simulated_point(point, spec, simulation, tuple(sorted(warned)))
 
 
-def _refused(point: Point, findings: Sequence[Finding]) -> PointResult:
+def refused_point(point: Point, findings: Sequence[Finding]) -> PointResult:
+    """The result of a point that is no plan, or not a right one: the first of its findings."""
     first, more = findings[0], len(findings) - 1
     message = f"{first.message} (and {more} more)" if more else first.message
     return PointResult(point.id, point.settings, Status.REFUSED, code=first.code, message=message)
 
 
-def _simulated(point: Point, spec: PlanSpec, simulation: Simulation, warnings: tuple[str, ...]) -> PointResult:
+def simulated_point(point: Point, spec: PlanSpec, simulation: Simulation, warnings: tuple[str, ...]) -> PointResult:
+    """The figures of a simulated point."""
     figures = simulation.figures
     idle = [rank.bubble_makespan_ratio for rank in figures]
     return PointResult(
@@ -165,7 +171,8 @@ def _simulated(point: Point, spec: PlanSpec, simulation: Simulation, warnings: t
 
 
 def num_sequences(spec: PlanSpec) -> int:
-    """Sequences of a step, over all data-parallel ranks."""
+    """Sequences of a step, over all data-parallel and expert-parallel ranks, which have their own micro-batches."""
     schedule = spec.schedule
     last = schedule.last_micro_batch_size or schedule.micro_batch_size
-    return ((schedule.num_micro_batches - 1) * schedule.micro_batch_size + last) * spec.topology.dp
+    sequences = (schedule.num_micro_batches - 1) * schedule.micro_batch_size + last
+    return sequences * spec.topology.dp * spec.topology.ep

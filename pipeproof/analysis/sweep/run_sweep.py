@@ -82,7 +82,7 @@ def run_sweep(
         while executor is None and (waiting or run.lost):
             # Any of several points may have ended the process: run alone, the next one that dies is it.
             points, workers, at_once = (run.lost, 1, 1) if run.lost else (waiting, num_workers, most)
-            with _own_processes(workers) as pool:
+            with own_processes(workers) as pool:
                 for result in run.results(pool, points, at_once):
                     keep(result)
     return tuple(results[point.id] for point in sweep.points)
@@ -176,7 +176,7 @@ def _outcomes(future: _Call, num_points: int) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _own_processes(num_workers: int) -> Iterator[Executor]:
+def own_processes(num_workers: int) -> Iterator[Executor]:
     """A pool of processes that ends at once when it is left by an exception, and takes its processes with it."""
     before = set(multiprocessing.active_children())
     # Spawned, not forked: the progress bar has a thread, and a copy of a process with threads may hang.

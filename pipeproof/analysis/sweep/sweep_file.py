@@ -14,7 +14,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pipeproof import __version__
 from pipeproof.analysis.sweep.plan_keys import near_key, unknown_part
 from pipeproof.analysis.sweep.sweep_points import Point, digest_of, grid_of, points_of
 from pipeproof.diagnostics.finding import Finding, Severity
@@ -23,6 +22,7 @@ from pipeproof.diagnostics.source import PlanFileError, read_text
 from pipeproof.diagnostics.yaml_tree import Tree, parse_text
 from pipeproof.specs.cost import CostSource, cost_source, placeholder_note
 from pipeproof.specs.load_plan import load_plan
+from pipeproof.version import __version__
 
 MAX_POINTS: Final = 100_000
 """Most points of a sweep."""
@@ -93,9 +93,25 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
         raise PlanFileError(*dict.fromkeys(findings), source=source)
     assert isinstance(tree.data, Mapping)
     data: Mapping[str, Any] = tree.data
-    grid, zipped, include = data.get("grid", {}), data.get("zip", {}), data.get("include", [])
     plan_file = str(Path(name).parent / data["plan"])
-    base = _base_plan(plan_file)
+    return _sweep(name, plan_file, _base_plan(plan_file), data)
+
+
+def sweep_of_plan(plan: Mapping[str, Any], plan_file: str, grid: Mapping[str, Sequence[object]]) -> Sweep:
+    """Return the sweep of a plan made in Python; files that it names are relative to ``plan_file``.
+
+    Raises:
+        PlanFileError: all findings about the grid.
+    """
+    data = {"plan": plan_file, "grid": {key: list(values) for key, values in grid.items()}}
+    problems = [Finding(p.code, Severity.ERROR, p.message, None, p.help) for p in _problems(data)]
+    if problems:
+        raise PlanFileError(*dict.fromkeys(problems))
+    return _sweep(plan_file, plan_file, plan, data)
+
+
+def _sweep(name: str, plan_file: str, base: Mapping[str, Any], data: Mapping[str, Any]) -> Sweep:
+    grid, zipped, include = data.get("grid", {}), data.get("zip", {}), data.get("include", [])
     points = points_of(base, grid_of(grid, zipped, include))
     keys = tuple(dict.fromkeys(key for one in (grid, zipped, *include) for key in one))
     return Sweep(name, plan_file, keys, points, _digest(points, Path(plan_file).parent))

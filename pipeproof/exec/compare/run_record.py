@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeproof import __version__
 from pipeproof.analysis.align.array_digests import Array, md5_of, norm_of
 from pipeproof.analysis.align.record_format import (
     DECIMALS,
@@ -28,6 +27,7 @@ from pipeproof.exec.compare.compare_routers import RouterResult
 from pipeproof.exec.compare.step_losses import main_loss, module_losses
 from pipeproof.exec.launch.job_files import Loss, RecordOptions, save_arrays
 from pipeproof.stages.describe.layer_records import BorderTensor
+from pipeproof.version import __version__
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeproof import __version__
 from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.exec.launch.hosts import Host, Identity, host_of, hosts_content, hosts_from, hosts_of, ranks_text
 from pipeproof.exec.launch.launched_rank import LaunchedRank
@@ -28,6 +27,7 @@ from pipeproof.exec.launch.verdict import VERDICT, JobEndedError, Verdict
 from pipeproof.exec.run_codes import NOT_TOGETHER
 from pipeproof.exec.store.store import Store, get_json, has_json, put_json
 from pipeproof.exit_status import ExitStatus
+from pipeproof.version import __version__
 
 _REFUSED = "refused"
 """Counter of the ranks that have read the verdict of the meeting."""

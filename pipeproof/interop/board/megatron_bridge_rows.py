@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,23 @@ COLUMNS = frozenset(
     }
 )  # fmt: skip
 _PRECISIONS = {"BF16": None, "FP8": "float8", "MXFP8": "float8", "NVFP4": "float4"}
+
+_OVERLAPS_EXCHANGE = {("deepseekv3", "b200"), ("qwen3_235b_a22b", "h100")}
+"""Models and devices whose recipes overlap the exchanges of experts in every release (perf_recipes of Megatron-Bridge,
+commit 067f987). Megatron-LM requires interleaving for it."""
+_REPLAYED_FROM, _REPLAYED_ON = (26, 6), frozenset({"gb200", "gb300", "b300"})
+"""Release and devices from which on recipes in MXFP8 with experts replay whole steps and overlap exchanges; Kimi K2 has
+a recipe of its own, without."""
+_RELEASE = re.compile(r"(\d+)\.(\d+)", re.ASCII)
+
+
+def _is_replayed(cells: Cells, device: str) -> bool:
+    release = _RELEASE.match(cells.text("release"))
+    if release is None or cells.text("Precision") != "MXFP8" or device not in _REPLAYED_ON:
+        return False
+    model = cells.text("model").lower()
+    has_experts = model in MODELS and MODELS[model].has_experts
+    return has_experts and model != "kimi_k2" and (int(release[1]), int(release[2])) >= _REPLAYED_FROM
 
 
 def read_megatron_bridge(path: Path) -> Iterator[Measurement]:
@@ -80,8 +98,15 @@ def _plan(cells: Cells, model: PublicModel) -> tuple[dict[str, Any], tuple[str, 
     if num_chunks > 1:
         schedule = {"kind": "interleaved", "variant": "megatron", "num_chunks": num_chunks}
     analytic: dict[str, Any] = {"device": device, "dtype": "bfloat16", "exchange": "by_node"}
-    if tp > 1:
-        analytic["overlap"] = ["tp"]
+    is_replayed = _is_replayed(cells, device)
+    if is_replayed:
+        analytic["execution"] = "graph"
+    overlaps_exchange = is_replayed or (cells.text("model").lower(), device) in _OVERLAPS_EXCHANGE
+    overlap = [name for name, is_given in (
+        ("tp", tp > 1), ("ep", ep > 1 and overlaps_exchange and (pp == 1 or num_chunks > 1)),
+    ) if is_given]  # fmt: skip
+    if overlap:
+        analytic["overlap"] = overlap
     if _PRECISIONS[precision]:
         analytic["matmul_dtype"] = _PRECISIONS[precision]
     mtp = model.keys.get("mtp", {})

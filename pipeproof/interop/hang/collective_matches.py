@@ -55,7 +55,7 @@ def match_entries(dumps: Sequence[Dump]) -> Matches:
     ends: list[tuple[Entry, Entry]] = []
     for channel, (sends, receives) in channels.items():
         exact = whole.get(channel.src, True) and whole.get(channel.dst, True)
-        shift = 0 if exact else _num_done(receives) - _num_done(sends)
+        shift = _first_number(sends, receives) if exact else _num_done(receives) - _num_done(sends)
         for send, receive in _aligned(sends, receives, shift):
             if send is not None and receive is not None:
                 ends.append((send, receive))
@@ -74,6 +74,11 @@ def match_entries(dumps: Sequence[Dump]) -> Matches:
     return Matches(partners, missing, launch_of, tuple(ends), matched_collectives)
 
 
+def _first_number(sends: Sequence[Entry], receives: Sequence[Entry]) -> int:
+    """Difference of the positions at which the two ends of a channel begin."""
+    return sends[0].number - receives[0].number if sends and receives else 0
+
+
 def _num_done(entries: Sequence[Entry]) -> int:
     return sum(entry.state is State.COMPLETED for entry in entries)
 
@@ -90,7 +95,15 @@ def _aligned(
         )
 
 
-def disagreements(matches: Matches) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class Disagreement:
+    """Two ends of a message, or members of a collective, that differ, and the finding PP932 about them."""
+
+    entries: tuple[Entry, ...]
+    finding: Finding
+
+
+def disagreements(matches: Matches) -> Iterator[Disagreement]:
     """Find PP932: messages and collectives whose ends differ."""
     for send, receive in matches.ends:
         text = _message_differs(send, receive)
@@ -113,7 +126,7 @@ def _message_differs(send: Entry, receive: Entry) -> str | None:
     return None
 
 
-def _collective_differs(members: Sequence[Entry]) -> Iterator[Finding]:
+def _collective_differs(members: Sequence[Entry]) -> Iterator[Disagreement]:
     first = members[0]
     for property_name, values in (
         ("operation", [entry.kind for entry in members]),
@@ -139,6 +152,6 @@ def _is_uneven(kind: str) -> bool:
     return kind in _UNEVEN or any(fragment in kind for fragment in _UNEVEN_FRAGMENTS)
 
 
-def _finding(message: str, entries: Sequence[Entry]) -> Finding:
+def _finding(message: str, entries: Sequence[Entry]) -> Disagreement:
     ops = tuple(WitnessOp(entry.rank, f"{entry.text}: {entry.tensor_text}") for entry in entries)
-    return DISAGREEMENT.finding(message, entries[0].location, witness=OpsWitness(ops))
+    return Disagreement(tuple(entries), DISAGREEMENT.finding(message, entries[0].location, witness=OpsWitness(ops)))

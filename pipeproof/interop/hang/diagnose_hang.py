@@ -62,7 +62,7 @@ def _findings(dumps: Sequence[Dump]) -> Iterator[Finding]:
     matches = match_entries(dumps)
     waits = wait_graph(dumps, matches)
     yield from _missing_dumps(dumps)
-    differing = list(disagreements(matches))
+    differing = [disagreement.finding for disagreement in disagreements(matches)]
     yield from differing
     cycle = _from_lowest_rank(shortest_cycle(waits))
     if cycle:

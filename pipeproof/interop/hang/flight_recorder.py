@@ -45,11 +45,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """Messages from one global rank to another in a group; the k-th send matches the k-th receive."""
+    """Messages from one global rank to another in a group, with one tag; the k-th send matches the k-th receive."""
 
     group: Group
     src: int
     dst: int
+    tag: int = 0
 
 
 @dataclass(frozen=True, slots=True)

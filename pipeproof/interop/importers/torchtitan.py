@@ -249,9 +249,12 @@ class _Job:
             ("topology", "dp"), shard * replicas // ep, "data_parallel_shard_degree", self.file.key_location(*shard_key)
         )
         if shard > 1:
+            if replicas == 1:
+                sharded = self.file.location(*shard_key)
+                draft.set(("memory", "shard_optimizer"), "dp", "data_parallel_shard_degree", sharded)
             draft.ignore(
                 "data_parallel_shard_degree",
-                "parameters are whole on blocks_each rank here",
+                "parameters and gradients are whole on each rank here",
                 self.file.location(*shard_key),
             )
 

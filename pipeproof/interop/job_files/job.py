@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import Literal, Self
 
 from pipeproof.diagnostics.problems import KeyPath, dotted
@@ -92,7 +93,11 @@ def python_words(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def job_of_plan(
-    loaded: LoadedPlan, plan: str, settings: Mapping[KeyPath, object], ranks_per_host: int | None, script: str | None
+    loaded: LoadedPlan,
+    plan: str,
+    ranks_per_host: int | None,
+    script: str | None,
+    settings: Mapping[KeyPath, object] = MappingProxyType({}),
 ) -> Job:
     """Return the job of a plan file with some other values; without ``ranks_per_host``, the default or one host.
 

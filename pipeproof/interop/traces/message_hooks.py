@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from pipeproof.interop.traces.recorder import Call, Recorder, Tensor
+from pipeproof.interop.traces.recorder import Call, CallSink, Tensor
 
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 """Collectives with a root."""
@@ -63,17 +63,24 @@ class Marks:
             return None
         is_send = call.op == "send"
         tensors = call.inputs if is_send else call.outputs
-        entry = self._by_address.pop((is_send, tensors[0].start), None) if tensors else None
+        return self.take(tensors[0].start, is_send=is_send) if tensors else None
+
+    def take(self, address: int, *, is_send: bool) -> dict[str, Any] | None:
+        """Return the mark of the message whose tensor is at an address, once; None if it was not prepared."""
+        entry = self._by_address.pop((is_send, address), None)
         return None if entry is None else entry[1]
+
+    def __bool__(self) -> bool:
+        return bool(self._by_address)
 
 
 class GroupCalls(ABC):
-    """Writes the calls of a framework's process groups, and the waits for them, into the log.
+    """Writes the calls of a framework's process groups, and the waits for them, into a log or a ring.
 
     ``_handles`` has the numbers of the calls that a task or work object waits for.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: CallSink) -> None:
         self._recorder = recorder
         self._handles: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()
         self._marks = Marks()
@@ -83,7 +90,7 @@ class GroupCalls(ABC):
         """Wrap all functions that communicate."""
 
     @contextmanager
-    def recording(self) -> Iterator[Recorder]:
+    def recording(self) -> Iterator[CallSink]:
         """Record until the block ends, also by an exception, then close the log."""
         patches = Patches()
         error: BaseException | None = None

@@ -21,7 +21,7 @@ import paddle.distributed as dist
 from paddle.distributed.communication.group import _GroupManager
 
 from pipeproof.interop.traces.message_hooks import ROOTED, GroupCalls, Marks, Patches, log_entry, tensors_in
-from pipeproof.interop.traces.recorder import Call, Recorder, Tensor
+from pipeproof.interop.traces.recorder import Call, CallSink, Recorder, Tensor
 
 _ON_STREAM = "_on_calc_stream"
 _IN_PLACE = {"all_reduce": "all_reduce", "allreduce": "all_reduce", "broadcast": "broadcast", "reduce": "reduce"}
@@ -58,7 +58,7 @@ def record_paddle(directory: str | Path) -> Iterator[Recorder]:
 class PaddleCalls(GroupCalls):
     """Converts calls of process groups into lines of the log."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: CallSink) -> None:
         super().__init__(recorder)
         self._patches = Patches()
         self._waited: set[type] = set()

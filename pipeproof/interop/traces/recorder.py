@@ -20,13 +20,16 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from types import FrameType
+from typing import Any, Final, Literal, Protocol, TextIO
 
 VERSION = 1
 """Version of the log format."""
@@ -55,6 +58,11 @@ class Tensor:
     version: int
     tensor: Any
 
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
     def to_json(self) -> dict[str, Any]:
         """Return the JSON data of the log."""
         return {
@@ -78,6 +86,53 @@ class Call:
     received_splits: tuple[int, ...] = ()
     blocks: bool = False
     """The call returns only when the operation has ended."""
+
+
+class CallSink(Protocol):
+    """Receiver of the calls and waits that the hooks of a framework see: a log, or a ring."""
+
+    def write(self, event: str, **values: Any) -> None:
+        """Take an event that is no operation."""
+
+    def group(self, name: str, ranks: Sequence[int], backend: str, about: str = "") -> None:
+        """Take a group before its first call."""
+
+    def call(self, call: Call, mark: dict[str, Any] | None = None) -> int:
+        """Take an operation that is about to be issued, and return its number."""
+
+    def issued(self, seq: int) -> None:
+        """Take that the call of an operation has returned."""
+
+    def waits(self, seqs: Sequence[int]) -> None:
+        """Take that the host begins to wait for operations, or sees that they have ended."""
+
+    def done(self, seqs: Sequence[int], source: int | None = None) -> None:
+        """Take that operations have ended."""
+
+    def is_pending(self, seq: int) -> bool:
+        """True if nothing has waited for an operation yet."""
+
+    def blocks(self, seq: int) -> bool:
+        """True if an operation that is not done blocks its caller."""
+
+    def failed(self, seqs: Sequence[int], error: BaseException) -> None:
+        """Take that a call or a wait raised an error."""
+
+    @property
+    def in_batch(self) -> bool:
+        """True while calls are part of a batch."""
+
+    def unread(self, method: str, error: Exception) -> None:
+        """Take that a call with unknown arguments is issued."""
+
+    def begin_batch(self) -> None:
+        """Begin a batch."""
+
+    def end_batch(self) -> tuple[int, ...]:
+        """End the batch, and return its operations."""
+
+    def close(self, error: BaseException | None) -> None:
+        """End the recording."""
 
 
 class Recorder:
@@ -228,6 +283,18 @@ def user_position() -> str:
             return f"{_relative(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+_STANDARD_LIBRARY: Final = sysconfig.get_path("stdlib") + os.sep
+_SITE_PACKAGES: Final = ("site-packages", "dist-packages")
+
+
+def is_library(frame: FrameType) -> bool:
+    """True for a frame of a framework, of pipeproof, or of Python's standard library."""
+    if frame.f_globals.get("__name__", "").partition(".")[0] in _FRAMES_TO_SKIP:
+        return True
+    file = frame.f_code.co_filename
+    return file.startswith((_STANDARD_LIBRARY, "<frozen")) and not any(name in file for name in _SITE_PACKAGES)
 
 
 def _relative(file: str) -> str:

@@ -22,15 +22,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from pipeproof.interop.traces.message_hooks import ROOTED, GroupCalls, Marks, Patches, log_entry, tensors_in
-from pipeproof.interop.traces.recorder import Call, Recorder, Tensor
+from pipeproof.interop.traces.recorder import Call, CallSink, Recorder, Tensor
 from pipeproof.interop.traces.torch_functional import wrap_functional
 
-_MESSAGES = ("send", "recv", "recv_anysource")
-_BARRIERS = ("barrier", "monitored_barrier")
-_IN_PLACE = {
+MESSAGES = ("send", "recv", "recv_anysource")
+BARRIERS = ("barrier", "monitored_barrier")
+IN_PLACE = {
     "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce", "broadcast": "broadcast", "reduce": "reduce",
 }  # fmt: skip
-_OUT_AND_IN = {
+OUT_AND_IN = {
     "allgather": "all_gather", "_allgather_base": "all_gather", "all_gather_single": "all_gather",
     "allgather_coalesced": "all_gather", "allgather_into_tensor_coalesced": "all_gather",
     "all_gather_single_coalesced": "all_gather", "gather": "gather", "scatter": "scatter",
@@ -62,13 +62,13 @@ def record_torch(directory: str | Path) -> Iterator[Recorder]:
 class TorchCalls(GroupCalls):
     """Converts calls of process groups into lines of the log."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: CallSink) -> None:
         super().__init__(recorder)
         self._any_source: set[int] = set()
 
     def wrap(self, patches: Patches) -> None:
         """Wrap all functions that communicate."""
-        for method in (*_MESSAGES, *_IN_PLACE, *_OUT_AND_IN, *_BARRIERS):
+        for method in (*MESSAGES, *IN_PLACE, *OUT_AND_IN, *BARRIERS):
             patches.wrap(ProcessGroup, method, partial(self._call, method))
         patches.wrap(ProcessGroup, "_start_coalescing", self._start)
         patches.wrap(ProcessGroup, "_end_coalescing", self._end_batch)
@@ -154,19 +154,19 @@ def _tensors(value: Any) -> tuple[Tensor, ...]:
 
 def _read(method: str, group: str, ranks: Sequence[int], args: Sequence[Any]) -> Call:
     """Return the log entry of a call of a process group."""
-    if method in _BARRIERS:
+    if method in BARRIERS:
         return Call("barrier", group)
     tensors, options = _tensors(args[0]), args[1:]
-    if method in _MESSAGES:
+    if method in MESSAGES:
         *peers, tag = (int(number) for number in options[: 1 if method == "recv_anysource" else 2])
         peer = ranks[peers[0]] if peers else None
         if method == "send":
             return Call("send", group, inputs=tensors, peer=peer, tag=tag)
         return Call("recv", group, outputs=tensors, peer=peer, tag=tag)
-    if method in _IN_PLACE:
-        op = _IN_PLACE[method]
+    if method in IN_PLACE:
+        op = IN_PLACE[method]
         return Call(op, group, tensors, tensors, _root(op, ranks, options), reduction=_reduction(options))
-    op, inputs, options = _OUT_AND_IN[method], _tensors(args[1]), args[2:]
+    op, inputs, options = OUT_AND_IN[method], _tensors(args[1]), args[2:]
     splits = [[int(n) for n in value] for value in options if isinstance(value, list | tuple)]
     received, sent = splits if op == "all_to_all" and len(splits) == len(("received", "sent")) else ([], [])
     row_size = prod(inputs[0].shape[1:]) if inputs else 1

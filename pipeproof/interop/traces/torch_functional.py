@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipeproof.interop.traces.message_hooks import Patches
-from pipeproof.interop.traces.recorder import Call, Recorder, Tensor
+from pipeproof.interop.traces.recorder import Call, CallSink, Tensor
 
 _OPS = {
     "all_reduce": "all_reduce", "all_reduce_": "all_reduce", "all_gather_into_tensor": "all_gather",
@@ -31,7 +31,7 @@ class _Packet:
 
 
 def wrap_functional(
-    patches: Patches, recorder: Recorder, group_of: Callable[[Any], str], tensor_of: Callable[[Any], Tensor]
+    patches: Patches, recorder: CallSink, group_of: Callable[[Any], str], tensor_of: Callable[[Any], Tensor]
 ) -> None:
     """Record functional collectives outside of compiled code, and the waits for their results."""
     pending: dict[int, int] = {}

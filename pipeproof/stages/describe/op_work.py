@@ -33,6 +33,12 @@ WEIGHT_GRADIENT_BYTES = 4
 ROUTING_LAUNCHES = 5
 """Operations that a framework starts for one of a router's: a softmax, a choice of experts, a mask, a sort, a copy."""
 
+CONTEXT_LAUNCHES = 4
+"""Operations of a step of attention over a ring of cp: the attention, an exchange, two corrections of the softmax."""
+
+LOSS_LAUNCHES = 3
+"""Further operations of a cross-entropy over tp, in F and in I, that no kernel fuses: maximum, mask, choice, sums."""
+
 ATTENTION_CORE = frozenset({"attn.core", "attn.scores", "attn.softmax", "attn.core_dropout", "attn.mix"})
 """The operations of the core of attention, from q, k and v to the mixed values."""
 
@@ -74,7 +80,8 @@ class Work:
     ``narrow`` marks products that mixed-precision training computes in eight bits: those with weights of blocks, except
     routers (arXiv:2412.19437, section 3.3.1). ``cast`` are the elements of activations or of their gradients that are
     cast for it. ``accumulated`` are the bytes of a weight gradient that the product reads and writes at its end.
-    ``launches`` are the operations that a framework starts for it, one by one.
+    ``launches`` are the operations that a framework starts for it, one by one: none for a bias, which is part of the
+    product before it or of the addition behind it.
     """
 
     name: str
@@ -117,12 +124,18 @@ def _routes(operation: ops.Elementwise) -> bool:
     return operation.is_float32 or (operation.rows == ops.VISITS and operation.whole > 0)
 
 
+def _is_bias(operation: ops.Elementwise) -> bool:
+    """True for the bias of a sum over tp, which is added with the residual."""
+    return any(weight.name.endswith(".bias") for weight in operation.weights)
+
+
 class _RankWork:
     """Work of single operations with one rank's sizes."""
 
     def __init__(self, plan: PlanSpec, sizes: RankSizes, item_bytes: int, *, flash: bool) -> None:
         self._sizes, self._item, self._flash = sizes, item_bytes, flash
         self._hidden, self._dropped = plan.gpt.hidden_size, dropout_sites(plan)
+        self._fused_loss = plan.memory.cross_entropy in ("compiled", "fused")
         size, num_splits = sizes.size, plan.schedule.num_sequence_splits
         whole = size.seq_length * num_splits
         keys_of_row = Fraction(size.seq_length * (num_splits + 1), 2)  # of the other splits on average half
@@ -139,7 +152,8 @@ class _RankWork:
                 inner, columns, num_weights = sizes.product(operation)
                 yield from self._matmul(name, rows, inner, columns, num_weights, narrow=narrow)
                 if operation.biased:  # forward adds it to the product before that is written
-                    yield from self._elementwise(f"{name}.bias", rows * columns, (1, 0), None, (1, 1))
+                    biases = self._elementwise(f"{name}.bias", rows * columns, (1, 0), None, (1, 1))
+                    yield from (replace(work, launches=0) for work in biases)
             case ops.StreamProduct():
                 yield from self._matmul(name, sizes.between, operation.inner, operation.columns, 1, narrow=False)
             case ops.Norm():
@@ -148,9 +162,12 @@ class _RankWork:
             case ops.Elementwise():
                 numel = sizes.rows(operation.rows) * sizes.elements(operation)
                 works = self._elementwise(name, numel, operation.forward, operation.backward, operation.weight)
-                yield from (replace(work, launches=ROUTING_LAUNCHES) for work in works) if _routes(operation) else works
+                launches = ROUTING_LAUNCHES if _routes(operation) else 0 if _is_bias(operation) else 1
+                yield from (replace(work, launches=launches) for work in works)
             case ops.Loss():  # read for the maximum, and for the sum
-                yield from self._elementwise(name, sizes.tokens * sizes.elements(operation), ops.SOFTMAX, (2, 2))
+                works = self._elementwise(name, sizes.tokens * sizes.elements(operation), ops.SOFTMAX, (2, 2))
+                further = 0 if sizes.tp == 1 or self._fused_loss else LOSS_LAUNCHES
+                yield from (replace(work, launches=1 + further) for work in works)
             case ops.Dropout():
                 yield from self._dropout(name, operation.site, sizes.between * self._hidden)
             case ops.Lookup():
@@ -201,8 +218,10 @@ class _RankWork:
         size = Fraction(core.queries, core.num_heads)
         shape = ProductShape(self._sizes.tokens, size, self._keys / self._sizes.size.num_rows)
         unit, backward = ComputeUnit.ATTENTION, 3 * scores + 2 * mix
-        yield Work(name, Phase.FORWARD, unit, scores + mix, self._item * moved, shape=shape)
-        yield Work(name, Phase.INPUT, unit, backward, self._item * 2 * moved, shape=shape)
+        cp = self._sizes.cp
+        launches = 1 if cp == 1 else 1 + CONTEXT_LAUNCHES * cp
+        yield Work(name, Phase.FORWARD, unit, scores + mix, self._item * moved, shape=shape, launches=launches)
+        yield Work(name, Phase.INPUT, unit, backward, self._item * 2 * moved, shape=shape, launches=launches)
 
     def _unfused_core(self, core: ops.AttentionCore) -> Iterator[Work]:
         tp = self._sizes.tp

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeproof import __version__
 from pipeproof.state.array_files import sync
 from pipeproof.state.checkpoint import Checkpoint
 from pipeproof.state.open_checkpoint import file_findings
@@ -34,6 +33,7 @@ from pipeproof.state.state_index import (
     read_index,
     read_provenance,
 )
+from pipeproof.version import __version__
 
 
 @dataclass(frozen=True, slots=True)

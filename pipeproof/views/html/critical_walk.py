@@ -52,6 +52,18 @@ def critical_path(relations: Relations) -> tuple[PathPart, ...]:
     return tuple(reversed(parts))
 
 
+def cause(relations: Relations, i: int) -> tuple[int | None, int | None]:
+    """(other end that span i waited for, span that had to end before both); None where there is none.
+
+    From the second on, the chain of causes continues; it ends at the beginning of the step.
+    """
+    part, before = _back(relations, i)
+    parent = relations.parent(i if part.source is None else part.source)
+    if parent is not None and (before is None or relations.spans[before].end <= relations.spans[parent].start):
+        before = parent
+    return part.source, before
+
+
 def _back(relations: Relations, i: int) -> tuple[PathPart, int | None]:
     """The part of the path that ends with span i, and the span that ends where the part begins."""
     spans, kind = relations.spans, relations.ops[i].kind

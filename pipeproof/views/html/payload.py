@@ -30,7 +30,7 @@ from pipeproof.schedule.ops import (
 )
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Time, Timeline
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.views.html.critical_walk import critical_path
+from pipeproof.views.html.critical_walk import cause, critical_path
 from pipeproof.views.html.idle import Cause, idle_times
 from pipeproof.views.html.relations import Relations
 from pipeproof.views.memory_curves import Curve, Steps, activations_held
@@ -41,11 +41,15 @@ CATEGORIES = ("F", "B", "I", "W", "send", "recv", "wait", "collective", "other")
 _WIDTHS = (("u8", np.uint8), ("u16", np.uint16), ("u32", np.uint32))
 
 
-def payload(title: str, timeline: Timeline, graph: OpGraph | None, held: Curve | None = None) -> dict[str, Any]:
+def payload(
+    title: str, timeline: Timeline, graph: OpGraph | None, held: Curve | None = None, mfu: float | None = None
+) -> dict[str, Any]:
     """Data of one timeline for the page, ready for JSON.
 
     ``graph`` adds bytes and members of collectives. ``held`` is drawn below
     each rank, in times of ``timeline``; without it, the activations held.
+    ``mfu`` is the model FLOPs utilization of the step, a share of 1, where it
+    is known.
 
     Raises:
         ValueError: ``timeline`` has an op that ``graph`` does not have, or ``held`` has not one entry for each rank.
@@ -75,6 +79,7 @@ def payload(title: str, timeline: Timeline, graph: OpGraph | None, held: Curve |
         "title": title,
         "clock": timeline.clock,
         "makespan": float(timeline.makespan_us),
+        "mfu": mfu,
         "ranks": _ranks(timeline),
         "lanes": [[rank, queue] for rank, _, queue in lanes],
         "tracks": [[lane_place[lane], depth] for lane, depth in keys],
@@ -93,6 +98,7 @@ def payload(title: str, timeline: Timeline, graph: OpGraph | None, held: Curve |
             "start": _times(timeline, [part.begin for part in worked]),
             "end": _times(timeline, [part.end for part in worked]),
         },
+        "causes": _causes(relations, place, order),
         "arrows": _arrows(relations, place, {(part.source, part.span) for part in path}),
         "idle": _idle(timeline, relations),
         "held": curves,
@@ -172,6 +178,24 @@ def _bytes_of(graph: OpGraph | None, relations: Relations, i: int) -> int:
         return -1
     dtype = graph.tensors[int(graph.tensor[op_id])].dtype
     return int(graph.stop[op_id] - graph.start[op_id]) * dtype_bytes(dtype)
+
+
+def _causes(relations: Relations, place: dict[int, int], order: Sequence[int]) -> dict[str, dict[str, str]]:
+    """The causes of each span, as its place and 1, or 0; spans that are not drawn are passed over."""
+    causes = [cause(relations, i) for i in order]
+    return {
+        "source": _narrow([0 if source is None else place.get(source, -1) + 1 for source, _ in causes]),
+        "before": _narrow([_first_drawn(relations, place, before) + 1 for _, before in causes]),
+    }
+
+
+def _first_drawn(relations: Relations, place: dict[int, int], i: int | None) -> int:
+    """The place of the first drawn span from i back, -1 without one."""
+    seen: set[int] = set()  # a measured clock may run backwards between ranks
+    while i is not None and i not in place and i not in seen:
+        seen.add(i)
+        _, i = cause(relations, i)
+    return -1 if i is None else place.get(i, -1)
 
 
 def _arrows(

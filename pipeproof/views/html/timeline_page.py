@@ -15,10 +15,14 @@ from pipeproof.sim.timeline import Timeline
 from pipeproof.views.html.payload import CATEGORIES, payload
 from pipeproof.views.memory_curves import Curve
 
-Titled = tuple[str, Timeline, OpGraph | None] | tuple[str, Timeline, OpGraph | None, Curve | None]
-"""A timeline with its title, the graph that it is of and what its ranks hold, where these are at hand."""
+Titled = (
+    tuple[str, Timeline, OpGraph | None]
+    | tuple[str, Timeline, OpGraph | None, Curve | None]
+    | tuple[str, Timeline, OpGraph | None, Curve | None, float | None]
+)
+"""A timeline with its title; the graph that it is of, what its ranks hold and its MFU, where these are known."""
 
-_SCRIPTS = ("data.js", "layout.js", "draw.js", "describe.js", "app.js")
+_SCRIPTS = ("data.js", "layout.js", "draw.js", "describe.js", "numbers.js", "app.js")
 """In the order in which they need each other; together they are one script."""
 
 

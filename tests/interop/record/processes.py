@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ def run_ranks(
     exits: tuple[int, ...] = (0,),
 ) -> None:
     """Run a program on all ranks to its end, or until ``kill_when`` holds: then kill all of them."""
-    path = Path(__file__).with_name(script)
+    path = Path(__file__).parent / script
     command = [sys.executable, str(path), name]
     processes = [
         subprocess.Popen(
@@ -50,3 +51,18 @@ def run_ranks(
                 process.send_signal(number)
         for process in processes:
             process.communicate()
+
+
+def world():
+    """The environment of each of two ranks, at ports that are free."""
+    sockets = [socket.socket() for _ in range(3)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ends = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    for one in sockets:
+        one.close()
+    shared = {
+        "PADDLE_TRAINERS_NUM": "2", "PADDLE_TRAINER_ENDPOINTS": ",".join(ends[:2]), "PADDLE_MASTER": ends[2],
+        "PADDLE_DISTRI_BACKEND": "gloo",
+    }  # fmt: skip
+    return lambda rank: {**shared, "PADDLE_TRAINER_ID": str(rank), "PADDLE_CURRENT_ENDPOINT": ends[rank]}

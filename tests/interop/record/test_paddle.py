@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import signal
-import socket
 
 import pytest
 
 from pipeproof.interop.traces.check_traces import check_log
 from pipeproof.interop.traces.trace_log import read_logs
-from tests.interop.record.processes import run_ranks
+from tests.interop.record.processes import run_ranks, world
 
 pytestmark = pytest.mark.needs_paddle
-
-
-def world():
-    """The environment of each of two ranks, at ports that are free."""
-    sockets = [socket.socket() for _ in range(3)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ends = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    for one in sockets:
-        one.close()
-    shared = {
-        "PADDLE_TRAINERS_NUM": "2", "PADDLE_TRAINER_ENDPOINTS": ",".join(ends[:2]), "PADDLE_MASTER": ends[2],
-        "PADDLE_DISTRI_BACKEND": "gloo",
-    }  # fmt: skip
-    return lambda rank: {**shared, "PADDLE_TRAINER_ID": str(rank), "PADDLE_CURRENT_ENDPOINT": ends[rank]}
 
 
 @pytest.mark.needs_paddle

@@ -38,6 +38,12 @@ def plan_of(kind, p, m, v=1, tp=1):
 
 
 @pytest.fixture(scope="session")
+def lowered_of():
+    """``lowered_of(kind, ranks, micro-batches, chunks)``: a plan, lowered."""
+    return lambda *plan: lower(plan_of(*plan))
+
+
+@pytest.fixture(scope="session")
 def page(tmp_path_factory):
     """``page(plans...)``: the file with the timelines of plans, each (kind, ranks, micro-batches, chunks)."""
 

@@ -1,6 +1,12 @@
 """The timeline page, opened and used: pointer, keys, buttons, search, colours, print and size."""
 
+from itertools import pairwise
+
 import pytest
+
+from pipeproof.sim.simulate import simulate
+from pipeproof.views.html.timeline_page import write_html
+from pipeproof.views.memory_curves import memory_held
 
 pytestmark = pytest.mark.needs_browser
 
@@ -237,3 +243,118 @@ def test_of_a_hundred_thousand_operations_a_frame_draws_no_more_than_there_are_p
     num_rows, width = 3 * 16, 1200
     assert max(browser.run(drawn)) < num_rows * width / 2
     assert browser.complaints() == []
+
+
+def figures(browser):
+    boxes = (
+        "[...document.querySelectorAll('#figures dt')].map((term) => [term.textContent, term.nextSibling.textContent])"
+    )
+    return dict(browser.run(f"return {boxes}"))
+
+
+def test_the_figures_are_those_of_the_closed_form(opened):
+    """Three warm-ups and three cool-downs: each rank computes for 8 of its 8 + 3 rounds, less the messages."""
+    found = figures(opened)
+    assert found["Makespan"] == f"{MAKESPAN} \u00b5s"
+    assert found["Bubble"] == f"{round(100 * (1 - 8 * 30 / MAKESPAN), 1):g} %"
+    assert found["Peak activations"] == "4"
+    assert "MFU" not in found
+
+
+def test_memory_and_mfu_are_shown_where_they_are_known(browser, lowered_of, tmp_path):
+    lowered = lowered_of("1f1b", 2, 4)
+    simulation = simulate(lowered)
+    held = memory_held(simulation.timeline, simulation.memory)
+    write_html([("1f1b", simulation.timeline, lowered.graph, held, 0.4321)], tmp_path / "m.html")
+    browser.open(tmp_path / "m.html")
+    assert figures(browser)["MFU"] == "43.2 %"
+    assert figures(browser)["Peak memory"].endswith("KiB")
+    assert browser.complaints() == []
+
+
+@pytest.mark.parametrize("plan", [("1f1b", 4, 8), ("zb_v", 3, 6, 2), ("dualpipe", 4, 8), ("1f1b", 2, 4, 1, 2)])
+def test_the_breakdown_of_a_range_adds_up_to_it_and_its_parts_to_the_whole(browser, page, plan):
+    browser.open(page(plan))
+    whole = browser.run("return pipeproof.state.t1")
+    cuts = [0, whole / 3, whole / 2, whole]
+    for rank in range(plan[1]):
+        total = browser.run("return pipeproof.breakdown(...arguments)", rank, 0, whole)
+        parts = [browser.run("return pipeproof.breakdown(...arguments)", rank, *ends) for ends in pairwise(cuts)]
+        for spent, length in ((total, whole), *zip(parts, (b - a for a, b in pairwise(cuts)), strict=True)):
+            idle = sum(spent["idle"].values())
+            assert spent["computes"] + spent["collectives"] + spent["other"] + idle == pytest.approx(length)
+            assert 0 <= spent["messages"] <= idle + 1e-9
+        for name in ("computes", "collectives", "messages"):
+            assert sum(part[name] for part in parts) == pytest.approx(total[name])
+
+
+def test_exposed_communication_is_idle_time_in_which_a_message_is_under_way(browser, lowered_of, tmp_path):
+    """Two ranks, one micro-batch: rank 1 waits one latency, rank 0 two computations and another latency."""
+    lowered = lowered_of("1f1b", 2, 1)
+    write_html([("1f1b", simulate(lowered).timeline, lowered.graph)], tmp_path / "x.html")
+    browser.open(tmp_path / "x.html")
+    assert browser.run("return [0, 1].map((rank) => pipeproof.breakdown(rank, 0, 64).messages)") == [2, 2]
+    assert figures(browser)["Exposed communication"] == "2 \u00b5s, 3.1 %"
+
+
+def test_a_range_is_chosen_on_the_axis_or_by_keys_and_broken_down(opened):
+    table = "return document.querySelector('#breakdown').hidden ? null : document.querySelector('#breakdown').innerText"
+    assert opened.run(table) is None
+    opened.drag(300, opened.run(TOP) + 8, 200, 0)
+    begin, end = opened.run("return pipeproof.state.range")
+    assert 0 < begin < end < MAKESPAN
+    assert view(opened)[:2] == [0, MAKESPAN]
+    assert "waits for messages" in opened.run(table)
+    opened.press("Escape")
+    assert opened.run(table) is None
+    opened.click(*place(opened, "1F2", 1))
+    opened.press("[", ".", ".", "]")
+    assert status(opened).startswith("1B0: ")
+    ends = "return pipeproof.times(pipeproof.place('1F2', 1).i, pipeproof.place('1B0', 1).i)"
+    assert opened.run("return pipeproof.state.range") == opened.run(ends)
+
+
+def test_the_causes_of_an_operation_lead_back_to_the_beginning(opened):
+    """1F0 waits for its message, that for 0F0; of two ways back the one that ended last is followed."""
+    assert opened.run("return pipeproof.causes('1F0', 1)") == ["1F0", "WAIT(1RECV_F0)", "1RECV_F0", "0SEND_F0", "0F0"]
+    assert opened.run("return pipeproof.causes('0F2', 0)") == ["0F2", "0F1", "0F0"]
+    last = opened.run("return pipeproof.causes('0B7', 0)")
+    assert last[0] == "0B7"
+    assert last[-1] == "0F0"
+    opened.press("w")
+    assert "Select an operation" in status(opened)
+    opened.click(*place(opened, "1F0", 1))
+    causes = "return [...document.querySelectorAll('#causes button')].map((button) => button.textContent)"
+    assert opened.run(causes) == ["1F0", "WAIT(1RECV_F0)", "1RECV_F0", "0SEND_F0", "0F0"]
+    opened.run("[...document.querySelectorAll('#causes button')].at(-1).click()")
+    assert status(opened).startswith("0F0: forward on rank 0")
+
+
+@pytest.mark.parametrize("width", [390, 1024, 1600])
+def test_texts_in_the_picture_neither_overlap_nor_leave_it(browser, page, width):
+    """Every text is recorded with its box while the page draws: none is cut by the edge, none lies on another."""
+    browser.command("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    try:
+        browser.open(page(("interleaved", 4, 8, 2), ("1f1b", 4, 8)))
+        browser.settle()
+        boxes = browser.run("""
+            const pen = CanvasRenderingContext2D.prototype, draw = pen.fillText, boxes = [];
+            pen.fillText = function (text, x, y) {
+              const {width} = this.measureText(text), left = this.textAlign === "center" ? x - width / 2 : x;
+              boxes.push([text, left, left + width, y]);
+              return draw.apply(this, arguments);
+            };
+            pipeproof.draw();
+            pen.fillText = draw;
+            return boxes;
+        """)
+        assert len(boxes) > 20
+        assert [box for box in boxes if box[1] < 0 or box[2] > width] == []
+        lines = {}
+        for text, left, right, y in sorted(boxes, key=lambda box: box[1]):
+            before = lines.get(round(y))
+            assert before is None or before[1] <= left + 0.5, (before, text)
+            lines[round(y)] = (text, right)
+        assert browser.run("return document.documentElement.scrollWidth") == width
+    finally:
+        browser.command("Emulation.setDeviceMetricsOverride", width=1200, height=800, deviceScaleFactor=1, mobile=False)

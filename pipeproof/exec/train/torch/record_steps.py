@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeproof import __version__
 from pipeproof.analysis.align.record_format import Header
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.compare.run_record import RecordWriter, recorded_gradients
@@ -22,6 +21,7 @@ from pipeproof.interop.traces.recorder import Call, Recorder
 from pipeproof.interop.traces.torch_calls import tensor_of
 from pipeproof.schedule.op_table import Channel, OpGraph
 from pipeproof.schedule.ops import TRANSFER_KINDS
+from pipeproof.version import __version__
 
 
 @dataclass(slots=True)

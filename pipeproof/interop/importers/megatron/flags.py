@@ -78,6 +78,7 @@ FLAGS: Final = frozenset(
         "--use-distributed-optimizer",
         "--recompute-activations",
         "--recompute-granularity",
+        "--overlap-grad-reduce",
         "--bf16",
         "--fp16",
         "--clip-grad",
@@ -122,7 +123,6 @@ NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
 
 WITHOUT_BEARING: Final = frozenset(
     [
-        "--overlap-grad-reduce",
         "--overlap-param-gather",
         "--tp-comm-overlap",
         "--moe-grouped-gemm",

@@ -192,6 +192,8 @@ def _import_rest(reader: FlagReader) -> None:
     reader.take("--calculate-per-token-loss", ("loss", "normalization"), loss)
     if reader.has("--use-distributed-optimizer"):
         reader.take("--use-distributed-optimizer", ("memory", "shard_optimizer"), "dp")
+    if reader.has("--overlap-grad-reduce"):
+        reader.take("--overlap-grad-reduce", ("schedule", "reduce_gradients"), "when_ready")
     granularity = reader.text("--recompute-granularity")
     if reader.has("--recompute-activations"):
         reader.take("--recompute-activations", ("memory", "recompute"), "selective")

@@ -17,7 +17,7 @@ EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-lo
 
 
 def import_stages(reader: FlagReader, *, num_layers: int, num_mtp: int, pp: int) -> int:
-    """Set ``stages`` if the partition is given, and return the number of stages of each pipeline rank.
+    """Set ``stages`` if the partition is given and not even, and return the number of stages of each pipeline rank.
 
     Raises:
         PlanFileError: PP170 for an invalid layout, PP171 if Megatron-LM refuses the settings.
@@ -40,10 +40,8 @@ def import_stages(reader: FlagReader, *, num_layers: int, num_mtp: int, pp: int)
             f"stage {stages.index([])} has no layer, and a plan's stages have at least one",
             reader.location(flag or "--num-layers") or Location(reader.arguments.file),
         )
-    if flag is not None:
+    if flag is not None and len(set(sizes)) > 1:  # an even cut is that of a plan without `stages`, for any pp
         reader.take(flag, ("stages",), stages)
-    elif pp * num_chunks > 1:
-        reader.take("--pipeline-model-parallel-size", ("stages",), stages)
     return num_chunks
 
 

@@ -89,6 +89,7 @@ def import_formers(files: Sequence[Path], flags: Flags) -> Imported:
     if magic.value and job.mtp is not None and job.mtp.value:
         draft.set(("model", "mtp", "magic_send"), magic.value, magic.setting, magic.location)
     lay_out(job, draft)
+    _memory(settings, job, draft)
     return draft.imported(settings.first.file, settings.first.lines, rephrasing(job))
 
 
@@ -239,6 +240,24 @@ def _sharding(
         ineffective(draft, stage, "with a pipeline the trainer refuses this stage, unless there is one sharding "
                                   f"rank and it drops the stage ({degree.setting} is not set)")  # fmt: skip
     return degree
+
+
+def _memory(settings: Settings, job: FleetJob, draft: Draft) -> None:
+    """Set the sharding of the optimizer state, and recomputation: present trainers name its granularity alone."""
+    stage, granularity = settings.text("sharding"), settings.text("recompute_granularity")
+    if stage is not None and "stage1" in stage.value.split() and job.sharding.value != 1:
+        draft.set(("memory", "shard_optimizer"), "dp", stage.setting, stage.location)
+    switch = settings.flag("recompute", default=not _is_old(settings) and granularity is not None)
+    if not switch.value:
+        return
+    kind = "full" if granularity is None else granularity.value
+    source = switch if granularity is None else granularity
+    if kind in ("full", "core_attn"):
+        recompute = {"full": "full", "core_attn": "selective"}[kind]
+        draft.set(("memory", "recompute"), recompute, source.setting, source.location)
+    else:
+        why = "recomputation is of whole blocks or of the core of attention here"
+        draft.ignore(source.setting, why, source.location)
 
 
 def _dtype(settings: Settings) -> SourcedValue[str] | None:

@@ -67,6 +67,7 @@ function opAt(tl, row, x, y) {
 function select(k, i) {
   state.selected = { k, i };
   status.textContent = opText(k, i).replaceAll("\n", "; ");
+  showCauses();
   redraw();
 }
 
@@ -117,6 +118,27 @@ function find(text, direction) {
   show(next.k, next.i);
 }
 
+function unselect(text) {
+  state.selected = null;
+  status.textContent = text;
+  showCauses();
+}
+
+function setRange(range) {
+  state.range = range;
+  showBreakdown();
+}
+
+// Begin or end the range at the selected operation, or at the edge of the view.
+function limitRange(side) {
+  const tl = state.selected && TIMELINES[state.selected.k];
+  const edge = tl ? (side ? tl.end : tl.start)[state.selected.i] : side ? state.t1 : state.t0;
+  const range = [...(state.range ?? [0, MAKESPAN])];
+  range[side] = Math.min(MAKESPAN, Math.max(0, edge));
+  if (range[0] < range[1]) setRange(range);
+  else status.textContent = "the range would end before it begins";
+}
+
 // --- switches and keys ---
 
 const length = () => state.t1 - state.t0;
@@ -130,7 +152,7 @@ const theme = () => {
 };
 
 const SWITCHES = [["a", "arrows", "Arrows"], ["c", "critical", "Critical path"], ["b", "bubbles", "Bubbles"],
-  ["q", "queues", "Queues"], ["m", "held", TIMELINES.some((tl) => tl.inBytes) ? "Memory" : "Activations"], ["d", "differences", "Differences"]]
+  ["q", "queues", "Queues"], ["n", "numbers", "Numbers by rank"], ["w", "why", "Causes"], ["m", "held", TIMELINES.some((tl) => tl.inBytes) ? "Memory" : "Activations"], ["d", "differences", "Differences"]]
   .filter(([, name]) => name !== "differences" || TIMELINES.length > 1);
 const ACTIONS = [["+", "Zoom in", () => zoom(0.7, centre())], ["-", "Zoom out", () => zoom(1 / 0.7, centre())],
   ["0", "Fit", fit], ["t", "Light or dark", theme], ["?", "Keys", () => help.showModal()]];
@@ -143,13 +165,18 @@ const MOVES = [["ArrowLeft", "\u2190", "earlier", () => pan(-0.15)], ["ArrowRigh
   [".", ".", "next operation of the lane", () => step(1)], [",", ",", "previous operation of the lane", () => step(-1)],
   ["<", "<", "operation of the lane above", () => stepLane(-1)], [">", ">", "operation of the lane below", () => stepLane(1)],
   ["=", "=", "zoom in", () => zoom(0.7, centre())], ["/", "/", "find an operation; Enter for the next, Shift+Enter for the one before", () => search.focus()],
-  ["Escape", "Esc", "choose nothing", () => { state.selected = null; status.textContent = ""; }]];
+  ["[", "[", "the range begins with the selected operation", () => limitRange(0)],
+  ["]", "]", "the range ends with the selected operation", () => limitRange(1)],
+  ["Escape", "Esc", "choose nothing, no operation and no range", () => { unselect(""); setRange(null); }]];
 
 function toggle(name) {
   state[name] = !state[name];
   document.querySelector(`[data-switch="${name}"]`).setAttribute("aria-pressed", String(state[name]));
   relayout();
   showLegend();
+  showBreakdown();
+  showCauses();
+  if (name === "why" && state.why && !state.selected) status.textContent = "Select an operation: its causes are listed and drawn.";
   redraw();
 }
 
@@ -171,7 +198,7 @@ function buildTools() {
   }
   for (const [key, text, action] of ACTIONS) button(text, key, action);
   const rows = [...MOVES.map(([, key, text]) => [key, text]), ...SWITCHES.map(([key, , text]) => [key, `${text} on or off`]),
-    ...ACTIONS.map(([key, text]) => [key, text]), ["wheel", "zoom at the pointer; with Shift pan"], ["drag", "pan"],
+    ...ACTIONS.map(([key, text]) => [key, text]), ["wheel", "zoom at the pointer; with Shift pan"], ["drag", "pan; on the time axis, or with Shift, select a range"],
     ["double click", "zoom to the operation"]];
   const table = document.createElement("table");
   for (const [key, text] of rows) {
@@ -188,20 +215,30 @@ function buildTools() {
   help.append(table, form);
 }
 
+// The colours of the idle times that occur.
+function idleColours() {
+  return new Set(TIMELINES.flatMap((tl) => tl.ranks.flatMap((_, rank) =>
+    Array.from({ length: tl.idle.offsets[rank + 1] - tl.idle.offsets[rank] }, (_, place) => idleColour(tl, tl.idle.offsets[rank] + place, rank)))));
+}
+
 function showLegend() {
   const used = new Set(TIMELINES.flatMap((tl) => [...new Set(tl.category)]));
   const chunks = Math.max(...TIMELINES.flatMap((tl) => tl.ranks.map((rank) => rank.stages.length)));
   const entries = [...used].sort((a, b) => a - b).map((at) => [DATA.categories[at], KIND_WORDS[DATA.categories[at]]]);
   if (chunks > 1) entries.push([null, "paler: later chunks"]);
   if (state.bubbles) {
-    entries.push(["warm-up", "idle: warm-up"], ["from-lower", "idle: waits for a lower rank"],
+    const shown = idleColours();
+    entries.push(...[["warm-up", "idle: warm-up"], ["from-lower", "idle: waits for a lower rank"],
       ["from-higher", "idle: waits for a higher rank"], ["in-collective", "idle: in a collective"],
-      ["cool-down", "idle: cool-down"], ["held-up", "idle: held up"]);
+      ["cool-down", "idle: cool-down"], ["held-up", "idle: held up"]].filter(([name]) => shown.has(palette[name])));
   }
   if (state.held) entries.push(["held", TIMELINES.some((tl) => tl.inBytes) ? "memory held" : "activations held"]);
   if (state.critical) entries.push(["mark", "critical path"]);
+  if (state.why) entries.push(["cause", "causes of the selected operation"]);
   if (state.differences && TIMELINES.length > 1) {
-    entries.push(["later", "ends later than above"], ["earlier", "ends earlier"], ["same", "the same"], ["alone", "not above"]);
+    const shown = new Set(TIMELINES.slice(1).flatMap((tl) => Array.from(tl.end, (_, i) => differenceOf(tl, i))));
+    entries.push(...[["later", "ends later than above"], ["earlier", "ends earlier"], ["same", "the same"], ["alone", "not above"]]
+      .filter(([name]) => shown.has(name)));
   }
   document.getElementById("legend").replaceChildren(...entries.map(([name, text]) => {
     const entry = document.createElement("span");
@@ -248,7 +285,8 @@ canvas.addEventListener("wheel", (event) => {
 canvas.addEventListener("pointerdown", (event) => {
   if (event.button !== 0) return;
   canvas.setPointerCapture(event.pointerId);
-  drag = { x: event.offsetX, y: event.offsetY, t0: state.t0, t1: state.t1, top: state.y, moved: false };
+  drag = { x: event.offsetX, y: event.offsetY, t0: state.t0, t1: state.t1, top: state.y, moved: false,
+    selects: event.offsetX > GUTTER && (event.shiftKey || event.offsetY < AXIS) };
 });
 
 canvas.addEventListener("pointermove", (event) => {
@@ -256,6 +294,12 @@ canvas.addEventListener("pointermove", (event) => {
     const dx = event.offsetX - drag.x, dy = event.offsetY - drag.y;
     drag.moved ||= Math.hypot(dx, dy) > 3;
     if (!drag.moved) return;
+    if (drag.selects) {
+      const times = [drag.x, event.offsetX].map((x) => Math.min(MAKESPAN, Math.max(0, timeAt(Math.max(GUTTER, x))))).sort((a, b) => a - b);
+      setRange(times[0] < times[1] ? times : null);
+      redraw();
+      return;
+    }
     canvas.classList.add("dragging");
     const by = (dx / plotWidth()) * (drag.t1 - drag.t0);
     Object.assign(state, { t0: drag.t0 - by, t1: drag.t1 - by, y: drag.top - dy });
@@ -267,12 +311,13 @@ canvas.addEventListener("pointermove", (event) => {
 
 canvas.addEventListener("pointerup", (event) => {
   canvas.classList.remove("dragging");
-  const clicked = drag && !drag.moved;
+  const clicked = drag && !drag.moved, selects = drag?.selects;
   drag = null;
   if (!clicked) return;
+  if (selects) { setRange(null); redraw(); return; }
   const thing = thingAt(event.offsetX, event.offsetY);
   if (thing && thing.i >= 0) select(thing.k, thing.i);
-  else { state.selected = null; status.textContent = thing ? thing.text.replaceAll("\n", "; ") : ""; }
+  else unselect(thing ? thing.text.replaceAll("\n", "; ") : "");
   redraw();
 });
 
@@ -328,6 +373,8 @@ window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", rec
 new ResizeObserver(resize).observe(canvas);
 
 buildTools();
+showFigures();
+showBreakdown();
 recolour();
 resize();
 
@@ -341,4 +388,7 @@ window.pipeproof = {
     return null;
   },
   draw,
+  breakdown: (rank, t0, t1, k = 0) => breakdown(TIMELINES[k], rank, t0, t1),
+  times: (first, last, k = 0) => [TIMELINES[k].start[first], TIMELINES[k].end[last]],
+  causes: (text, rank, k = 0) => chainOf(k, window.pipeproof.place(text, rank, k).i).map(({ i }) => nameOf(TIMELINES[k], i)),
 };

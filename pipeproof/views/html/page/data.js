@@ -24,7 +24,7 @@ function decoded(raw) {
   const tl = { ...raw };
   for (const key of ["offsets", "start", "end", "category", "chunk", "name", "step", "bytes", "critical"]) tl[key] = column(raw[key]);
   tl.size = tl.start.length;
-  for (const key of ["arrows", "idle", "path"]) {
+  for (const key of ["arrows", "idle", "path", "causes"]) {
     tl[key] = Object.fromEntries(Object.entries(raw[key]).map(([name, value]) => [name, column(value)]));
   }
   tl.held = raw.held.map(({ time, count }) => ({ time: column(time), count: column(count) }));

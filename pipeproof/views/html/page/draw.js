@@ -11,7 +11,7 @@ function readPalette() {
   const style = getComputedStyle(document.documentElement);
   const get = (name) => style.getPropertyValue(`--${name}`).trim();
   palette = Object.fromEntries(["paper", "panel", "lane", "line", "text", "faint", "mark", "select", "held", "message", "warm-up",
-    "cool-down", "from-lower", "from-higher", "in-collective", "held-up", "later", "earlier", "same", "alone"]
+    "cool-down", "from-lower", "from-higher", "in-collective", "held-up", "later", "earlier", "same", "alone", "cause"]
     .map((name) => [name, get(name)]));
   palette.kinds = DATA.categories.map((name) => [get(name), get(`${name}-pale`)]);
 }
@@ -42,13 +42,18 @@ function lateness(tl, i) {
   return other < 0 ? NaN : tl.end[i] - BASE.end[other];
 }
 
+// The colour of an op's difference from its counterpart.
+function differenceOf(tl, i) {
+  const late = lateness(tl, i);
+  if (Number.isNaN(late)) return "alone";
+  return Math.abs(late) < 1e-10 * MAKESPAN ? "same" : late > 0 ? "later" : "earlier";
+}
+
 function paintOf(tl, i, numChunks) {
   if (!state.differences || !tl.counterpart) return shade(tl.category[i], tl.chunk[i], numChunks);
-  const late = lateness(tl, i);
-  if (Number.isNaN(late)) return { fill: palette.alone, ink: "#111111" };
-  const share = Math.min(1, Math.abs(late) / (0.1 * MAKESPAN));
-  if (share < 1e-9) return { fill: palette.same, ink: isDark(palette.same) ? "#ffffff" : "#111111" };
-  const fill = mixed(palette.same, late > 0 ? palette.later : palette.earlier, 0.25 + 0.75 * share);
+  const difference = differenceOf(tl, i), share = Math.min(1, Math.abs(lateness(tl, i)) / (0.1 * MAKESPAN));
+  if (difference === "alone") return { fill: palette.alone, ink: "#111111" };
+  const fill = difference === "same" ? palette.same : mixed(palette.same, palette[difference], 0.25 + 0.75 * share);
   return { fill, ink: isDark(fill) ? "#ffffff" : "#111111" };
 }
 
@@ -80,12 +85,27 @@ function drawTrack(tl, track, row) {
   }
 }
 
+// The width of a text in the pen's font; measured once.
+const widths = new Map();
+function widthOf(text) {
+  const key = `${pen.font} ${text}`;
+  if (!widths.has(key)) widths.set(key, pen.measureText(text).width);
+  return widths.get(key);
+}
+
+// A text that fits into a width: as it is, or cut, with an ellipsis.
+function fitted(text, width) {
+  if (widthOf(text) <= width) return text;
+  let length = text.length;
+  while (length && pen.measureText(`${text.slice(0, length)}\u2026`).width > width) length--;
+  return length ? `${text.slice(0, length)}\u2026` : "";
+}
+
 function drawLabel(name, x, y, width, h, ink) {
   const size = h >= 18 ? 11 : 9;
   pen.font = `${size}px ui-sans-serif, system-ui, sans-serif`;
-  const unit = size * (name.length > 5 ? 0.75 : 0.62);  // the names of transfers are in wide letters
   const shorter = name.includes("_") ? [] : [name.replace(/^\d+/, ""), (name.match(/[A-Z]/) || [""])[0]];
-  const fits = [name, ...shorter].find((text) => text.length * unit + 3 <= width);
+  const fits = [name, ...shorter].find((text) => widthOf(text) + 4 <= width);
   if (!fits) return;
   pen.fillStyle = ink;
   pen.textAlign = "center";
@@ -110,9 +130,9 @@ function drawIdle(tl, row) {
     pen.fillRect(x, y, Math.max(1, width), row.h);
     const peer = tl.idle.peer[at] - 1;
     const texts = peer >= 0 ? [`waits for ${peer}`, `\u2190${peer}`] : [CAUSES[tl.idle.cause[at]]];
-    const text = texts.find((one) => one.length * 5.4 + 4 <= width);
+    pen.font = "italic 10px ui-sans-serif, system-ui, sans-serif";
+    const text = width > 10 && texts.find((one) => widthOf(one) + 6 <= width);
     if (text) {
-      pen.font = "italic 10px ui-sans-serif, system-ui, sans-serif";
       pen.fillStyle = palette.faint;
       pen.textAlign = "center";
       pen.fillText(text, x + width / 2, y + row.h / 2 + 3);
@@ -210,7 +230,9 @@ function drawAxis() {
     pen.fillRect(x, AXIS - 4, 1, state.height);
     pen.globalAlpha = 1;
     pen.fillStyle = palette.text;
-    if (x > GUTTER + 12) pen.fillText(duration(n * step, step), x, 13);
+    const text = duration(n * step, step), half = widthOf(text) / 2;
+    if (x - half > GUTTER - 8 && x - half < state.width - 2 * half - 2) pen.fillText(text, x, 13);
+    else if (x - half > GUTTER) pen.fillText(text, state.width - half - 2, 13);
   }
   pen.textAlign = "left";
   pen.fillText("time", 8, 13);
@@ -230,10 +252,10 @@ function drawGutter() {
     pen.clip();
     pen.fillStyle = row.kind === "compute" || row.kind === "title" ? palette.text : palette.faint;
     pen.font = `${row.kind === "title" ? "bold 12" : row.kind === "compute" ? "12" : "9"}px ui-sans-serif, system-ui, sans-serif`;
-    if (row.kind === "title") pen.fillText(titleOf(row.k), 8, y + 15);
-    else if (row.kind === "compute") pen.fillText(tl.ranks[row.rank].name, 8, y + 16);
-    else if (row.kind === "queue") pen.fillText(tl.lanes[row.lane][1], 20, y + 9);
-    else pen.fillText(`${tl.inBytes ? "memory, peak" : "activations, at most"} ${heldAmount(tl, tl.peaks[row.rank])}`, 20, y + 16);
+    if (row.kind === "title") pen.fillText(fitted(titleOf(row.k), state.width - 16), 8, y + 15);
+    else if (row.kind === "compute") pen.fillText(fitted(tl.ranks[row.rank].name, GUTTER - 14), 8, y + 16);
+    else if (row.kind === "queue") pen.fillText(fitted(tl.lanes[row.lane][1], GUTTER - 22), 20, y + 9);
+    else pen.fillText(fitted(`${tl.inBytes ? "memory, peak" : "activations, at most"} ${heldAmount(tl, tl.peaks[row.rank])}`, GUTTER - 22), 20, y + 16);
     pen.restore();
   }
 }
@@ -266,6 +288,8 @@ function draw() {
     pen.lineWidth = 2;
     pen.strokeRect(box.x - 1, box.y - 1, box.w + 2, box.h + 2);
   }
+  drawCauses();
   drawAxis();
+  drawRange();
   drawGutter();
 }

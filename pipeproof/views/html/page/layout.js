@@ -5,7 +5,7 @@ const GUTTER = 132, AXIS = 22, TITLE = 22, COMPUTE = 24, QUEUE = 11, HELD = 28, 
 const state = {
   t0: 0, t1: MAKESPAN, y: 0, width: 0, height: 0, selected: null, hovered: null, printing: false,
   arrows: true, critical: false, bubbles: true, held: true, differences: TIMELINES.length > 1,
-  queues: BASE.ranks.length <= 8,
+  queues: BASE.ranks.length <= 8, numbers: false, why: false, range: null,
 };
 
 const plotWidth = () => Math.max(1, state.width - GUTTER - 8);

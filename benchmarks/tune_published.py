@@ -1,0 +1,108 @@
+"""Compares the choices of a table of published trainings with those of ``pipeproof tune``, and writes the results.
+
+``python benchmarks/tune_published.py [TABLE.csv] [-o docs/tune.json]`` reads a table of Megatron-Bridge's performance
+summary, by default the one that comes with pipeproof. For each training with a plan it searches the layouts of
+Megatron-LM on the same devices with the same batch and types. The limit of memory is that of the device, or what the
+published layout needs by the same model where that is more. Results are added to the file as they come; the same
+command resumes. ``validation/pages/make_tune.py`` makes the tables of docs/tune.md from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pipeproof.analysis.sweep.sweep_points import Point
+from pipeproof.analysis.tune.evaluate_layout import simulate_layout
+from pipeproof.analysis.tune.frameworks import FRAMEWORKS
+from pipeproof.analysis.tune.layout_plans import base_data, plan_data
+from pipeproof.analysis.tune.layouts import Layout
+from pipeproof.analysis.tune.search_layouts import tune
+from pipeproof.cost.devices import DEVICES
+from pipeproof.interop.board.accuracy_board import MEASUREMENTS
+from pipeproof.interop.board.megatron_bridge_rows import read_megatron_bridge
+from pipeproof.sim.memory_curve import GIB
+from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.model_family import stage_layers
+
+TOP = 5
+_RESULTS = Path(__file__).parents[1] / "docs" / "tune.json"
+
+
+def published_layout(spec: PlanSpec) -> Layout:
+    """The layout of a published training."""
+    topology, schedule = spec.topology, spec.schedule
+    return Layout(
+        topology.pp, schedule.num_chunks, topology.tp, topology.cp, topology.ep, topology.dp,
+        schedule.micro_batch_size, schedule.num_micro_batches, schedule.kind, schedule.variant, "balanced", "none",
+        spec.memory.shard_optimizer if topology.dp > 1 else "none",
+    )  # fmt: skip
+
+
+def compare(spec: PlanSpec, workers: int | None) -> dict[str, Any]:
+    """The published layout and the rows of a search on the same devices."""
+    framework = FRAMEWORKS["megatron"]
+    assert spec.cost.analytic is not None
+    device, layout = spec.cost.analytic.device, published_layout(spec)
+    base = base_data(spec, framework, device)
+    point = Point({}, plan_data(base, framework, layout, stage_layers(spec)), "0" * 16)
+    published = simulate_layout(point, "")
+    assert published.makespan is not None, published.message
+    peak_gib = published.details["peak_bytes"] / GIB
+    limit = max(float(DEVICES[device].memory_gib), peak_gib)
+    batch = layout.dp * layout.ep * layout.mbs * layout.num_micro_batches
+    start = time.perf_counter()
+    result = tune(
+        LoadedPlan(spec), gpus=spec.topology.num_ranks, device=device, global_batch=batch, memory_gib=limit, top=TOP,
+        workers=workers,
+    )  # fmt: skip
+    return {
+        "device": device,
+        "num_gpus": spec.topology.num_ranks,
+        "global_batch": batch,
+        "published": {**asdict(layout), "step_s": float(published.makespan) / 10**6, "peak_gib": peak_gib},
+        "memory_gib": limit,
+        "rows": [{**asdict(row.layout), "step_s": row.step_s, "peak_gib": row.peak_gib} for row in result.rows],
+        "counts": asdict(result.counts),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def main() -> None:
+    """Compare the trainings that the results file lacks."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("table", nargs="?", type=Path, default=MEASUREMENTS / "megatron_bridge_perf.csv")
+    parser.add_argument("-o", "--output", type=Path, default=_RESULTS)
+    parser.add_argument("--workers", type=int)
+    options = parser.parse_args()
+    kept: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {}
+    measured: dict[str, tuple[Mapping[str, Any], list[float], str]] = {}
+    for row in read_megatron_bridge(options.table):
+        if row.plan is not None:
+            key = json.dumps(row.plan, sort_keys=True)
+            measured.setdefault(key, (row.plan, [], row.name))[1].append(row.measured)
+    trainings = kept.setdefault("trainings", {})
+    loaded = [(plan_from_dict(plan).spec, values, name) for plan, values, name in measured.values()]
+    for spec, values, full_name in sorted(loaded, key=lambda item: item[0].topology.num_ranks):
+        name = ", ".join(full_name.split(", ")[:3])
+        layout = published_layout(spec)
+        title = f"{name}: {layout.pp}.{layout.vpp}.{layout.tp}.{layout.cp}.{layout.ep}.{layout.mbs}"
+        title += f" x {layout.num_micro_batches} of {spec.model.seq_length}"
+        if title not in trainings:
+            trainings[title] = {"name": name, "measured": values, **compare(spec, options.workers)}
+            options.output.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        found = trainings[title]
+        print(
+            f"{title}: published {found['published']['step_s']:.3f} s, found {found['rows'][0]['step_s']:.3f} s, "
+            f"{found['seconds']:.0f} s", flush=True,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

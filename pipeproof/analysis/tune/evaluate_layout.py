@@ -1,0 +1,116 @@
+"""Evaluation of layouts in worker processes: simulated, and those that are listed also checked and taken apart.
+
+A step is taken apart into five parts that add up to it, as means over the pipeline ranks: the model's own
+computations, recomputation, the optimizer, the *bubble*, in which a rank waits although communication takes no time,
+and *exposed communication*, by which the step would be shorter if it took none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
+
+from pipeproof.analysis.sweep.evaluate_point import PointResult, refused_point, simulated_point
+from pipeproof.analysis.sweep.sweep_points import Point
+from pipeproof.comm.lower import lower
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.cost.analytic_times import AnalyticCosts, PhaseTime
+from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.sim.simulate import Simulation, simulate
+from pipeproof.specs.exact_times import GRID_US
+from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.op_work import Phase
+from pipeproof.verify.check_plan import check
+
+PARTS = ("compute", "recompute", "optimizer", "bubble", "communication")
+"""The parts of a step, in the order of their output."""
+
+
+def simulate_layout(point: Point, plan_file: str) -> PointResult:
+    """Simulate a layout, without its check; ``details`` has ``peak_bytes``, the most that a rank holds."""
+    try:
+        spec = plan_from_dict(point.plan).spec
+        simulation = simulate(lower(spec))
+    except PipeproofError as error:
+        return refused_point(point, error.findings)
+    peak = max(curve.peak for curve in simulation.memory)
+    return replace(simulated_point(point, spec, simulation, ()), details={"peak_bytes": peak})
+
+
+def check_layout(point: Point, plan_file: str) -> PointResult:
+    """Check a layout by every rule and take its step apart; ``details`` has the parts in microseconds as well."""
+    try:
+        spec = plan_from_dict(point.plan).spec
+        report = check(LoadedPlan(spec))
+        if report.errors:
+            return refused_point(point, report.errors)
+        lowered = report.subject.plan
+        simulation = simulate(lowered)
+        parts = parts_of_step(spec, lowered, simulation)
+    except PipeproofError as error:
+        return refused_point(point, error.findings)
+    codes = tuple(sorted({finding.code for finding in report.findings}))
+    peak = max(curve.peak for curve in simulation.memory)
+    details = {"peak_bytes": peak, "digest": report.digest, "parts_us": {name: float(us) for name, us in parts.items()}}
+    return replace(simulated_point(point, spec, simulation, codes), details=details)
+
+
+def parts_of_step(spec: PlanSpec, lowered: LoweredPlan, simulation: Simulation) -> dict[str, Fraction]:
+    """The parts of a step in microseconds, which add up to its makespan; ``spec`` computes its times (``analytic``)."""
+    free = simulate(_without_communication(spec, lowered))
+    num_ranks = len(free.figures)
+    computing = sum((rank.busy_us for rank in free.figures), Fraction(0)) / num_ranks
+    recomputing = _recomputation(spec)
+    num_stages = spec.num_stages
+    cost = lowered.spec.cost
+    updating = sum((cost.optimizer_of(stage) for stage in range(num_stages)), Fraction(0)) / spec.topology.pp
+    return {
+        "compute": computing - recomputing,
+        "recompute": recomputing,
+        "optimizer": updating,
+        "bubble": free.makespan - computing - updating,
+        "communication": simulation.makespan - free.makespan,
+    }
+
+
+def _without_communication(spec: PlanSpec, lowered: LoweredPlan) -> LoweredPlan:
+    """The lowered plan with messages and collectives that take no time."""
+    stages = [
+        {phase: replace(time, links_us=Fraction(0)).us for phase, time in stage.items()} for stage in _stages(spec)
+    ]
+    forward, backward_input, weight = ([_rounded(stage[phase]) for stage in stages] for phase in Phase)
+    update: dict[str, object] = {
+        "forward_us": tuple(max(time, GRID_US) for time in forward),
+        "backward_input_us": tuple(backward_input),
+        "backward_weight_us": tuple(weight),
+        "p2p_latency_us": Fraction(0),
+    }
+    if lowered.spec.cost.overlapped_us is not None:
+        opposite = zip(forward, reversed(list(zip(backward_input, weight, strict=True))), strict=True)
+        update["overlapped_us"] = tuple(first + sum(others) for first, others in opposite)
+    cost = lowered.spec.cost.model_copy(update=update)
+    return replace(lowered, spec=lowered.spec.model_copy(update={"cost": cost}), links=None)
+
+
+def _recomputation(spec: PlanSpec) -> Fraction:
+    """Time of recomputation in a step, without its collectives, as the mean over pipeline ranks."""
+    if spec.memory.recompute == "none":
+        return Fraction(0)
+    plain = spec.model_copy(update={"memory": spec.memory.model_copy(update={"recompute": "none"})})
+    total = [
+        sum((replace(stage[Phase.INPUT], links_us=Fraction(0)).us for stage in _stages(one)), Fraction(0))
+        for one in (spec, plain)
+    ]
+    return (total[0] - total[1]) * spec.schedule.num_micro_batches / spec.topology.pp
+
+
+def _stages(spec: PlanSpec) -> tuple[Mapping[Phase, PhaseTime], ...]:
+    """The time of each phase of each stage for a micro-batch."""
+    assert spec.cost.analytic is not None, "tune computes all times"
+    return AnalyticCosts(spec, spec.cost.analytic).stages
+
+
+def _rounded(time: Fraction) -> Fraction:
+    return round(time / GRID_US) * GRID_US

@@ -1,0 +1,139 @@
+"""Schedules, cuts and settings that each framework has; ``tune`` and ``advise`` offer no others.
+
+A schedule is listed where the framework's own pipeline runs it: Megatron-LM's
+``megatron/core/pipeline_parallel/schedules.py``, PyTorch's
+``torch/distributed/pipelining/schedules.py`` as torchtitan names them, and the
+classes of Paddle Fleet's ``meta_parallel/pipeline_parallel.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pipeproof.specs.memory import Recompute
+from pipeproof.specs.plan import PlanSpec
+
+FrameworkName = Literal["megatron", "torch", "paddle"]
+"""A framework that launches trainings: Megatron-LM, PyTorch with torchtitan, Paddle with PaddleFormers."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameworkSchedule:
+    """A schedule of a framework: values of ``schedule.kind`` and ``schedule.variant``, and what it needs there.
+
+    The framework needs ``min_ranks`` pipeline ranks, ``min_chunks`` stages on each of them, and ``min_rounds`` times as
+    many micro-batches as pipeline ranks, in addition to the conditions of the schedule itself.
+    """
+
+    kind: str
+    variant: str | None = None
+    min_ranks: int = 1
+    min_chunks: int = 1
+    min_rounds: int = 0
+
+    def fits(self, num_ranks: int, num_micro_batches: int) -> bool:
+        """True if the framework runs it with these pipeline ranks and micro-batches."""
+        return num_ranks >= self.min_ranks and num_micro_batches >= self.min_rounds * num_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """Schedules, settings and fixed keys of a framework.
+
+    ``free_cut`` is true where stages may have any numbers of blocks; otherwise only equal numbers. ``sharding`` are the
+    values of ``memory.shard_optimizer`` that it has, ``sharding_with_experts`` those with expert parallelism.
+    ``sections`` are keys of a plan that a training in this framework has, unless the given plan has them; ``transport``
+    are those of a training with several pipeline ranks.
+    """
+
+    name: FrameworkName
+    title: str
+    schedules: tuple[FrameworkSchedule, ...]
+    recompute: tuple[Recompute, ...]
+    sharding: tuple[str, ...]
+    sharding_with_experts: tuple[str, ...]
+    free_cut: bool
+    sections: Mapping[str, Mapping[str, Any]]
+    transport: Mapping[str, Any]
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Values of ``schedule.kind`` that it has."""
+        return frozenset(schedule.kind for schedule in self.schedules)
+
+
+_MIXED = {"device": "gpu", "dtype": "bfloat16", "main_grad_dtype": "float32", "clip_norm": 1.0}
+
+_ALL = (
+    Framework(
+        "megatron",
+        "Megatron-LM",
+        (
+            FrameworkSchedule("1f1b"),
+            FrameworkSchedule("interleaved", "megatron", min_ranks=2),
+        ),
+        ("none", "selective", "full"),
+        ("none", "dp"),
+        ("none", "dp"),
+        free_cut=True,
+        sections=MappingProxyType(
+            {
+                "run": {"backend": "torch", **_MIXED},
+                "loss": {"normalization": "mean_of_micro_batches"},
+                "memory": {"cross_entropy": "in_place"},
+                "schedule": {"reduce_gradients": "when_ready"},
+            }
+        ),
+        transport=MappingProxyType({"connections": "lazy"}),
+    ),
+    Framework(
+        "torch",
+        "PyTorch (torchtitan)",
+        (
+            FrameworkSchedule("1f1b", min_rounds=1),
+            FrameworkSchedule("gpipe", min_ranks=2, min_rounds=1),
+            FrameworkSchedule("interleaved", "torch", min_ranks=2),
+            FrameworkSchedule("looped_bfs", min_ranks=2, min_chunks=2),
+            FrameworkSchedule("interleaved_zb", min_ranks=2),
+            FrameworkSchedule("zb_v", min_ranks=2),
+            FrameworkSchedule("dualpipe_v", min_ranks=2),
+        ),
+        ("none", "selective", "full"),
+        ("none", "dp"),
+        ("dp",),
+        free_cut=True,
+        sections=MappingProxyType({"run": {"backend": "torch", **_MIXED}}),
+        transport=MappingProxyType({}),
+    ),
+    Framework(
+        "paddle",
+        "Paddle Fleet (PaddleFormers)",
+        (
+            FrameworkSchedule("1f1b"),
+            FrameworkSchedule("interleaved", "fleet", min_ranks=3, min_rounds=2),
+            FrameworkSchedule("interleaved", "fleet_balanced", min_ranks=3, min_rounds=1),
+            FrameworkSchedule("interleaved", "fleet_fthenb", min_ranks=3, min_rounds=1),
+            FrameworkSchedule("dualpipe_v", min_ranks=2, min_rounds=2),
+        ),
+        ("none", "full"),
+        ("dp",),
+        ("dp",),
+        free_cut=False,
+        sections=MappingProxyType({}),
+        transport=MappingProxyType({"recv_order": "send_order", "connections": "lazy"}),
+    ),
+)
+
+FRAMEWORKS: Mapping[str, Framework] = MappingProxyType({framework.name: framework for framework in _ALL})
+"""By the name on the command line."""
+
+
+def named_framework(spec: PlanSpec) -> Framework | None:
+    """The framework that a plan names by ``schedule.variant``, else by ``run.backend``; None if it names neither."""
+    variant = spec.schedule.variant
+    if variant is not None:
+        return FRAMEWORKS["paddle" if variant.startswith("fleet") else variant]
+    return FRAMEWORKS[spec.run.backend] if "backend" in spec.run.model_fields_set else None

@@ -1,0 +1,131 @@
+"""Plans of layouts: the given plan with another mesh, schedule, cut and memory settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from pipeproof.analysis.tune.frameworks import Framework
+from pipeproof.analysis.tune.layouts import Layout
+from pipeproof.diagnostics.finding import BadPlanError, Finding, Severity
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.layer import is_block, layer_order
+
+_KEPT_SECTIONS = ("model", "loss", "transport", "buffers", "cost", "memory", "run", "suppress")
+_VARIED_MEMORY = ("recompute", "shard_optimizer", "budget_gib")
+
+
+def require_tunable(spec: PlanSpec) -> None:
+    """Refuse a plan that describes more than a model: its tensors and sequences depend on the layout.
+
+    Raises:
+        BadPlanError: PP106, with the key and the remedy.
+    """
+    if spec.is_custom:
+        raise _refused("`model.kind: layers` has no sizes that other layouts could be computed from", "use kind gpt")
+    schedule = spec.schedule
+    given = {
+        "model.empty_layers": any(spec.gpt.num_empty),
+        "model.hyper_connections": spec.gpt.hyper_connections is not None,
+        "boundaries": bool(spec.boundaries),
+        "schedule.seq_lengths": schedule.seq_lengths is not None,
+        "schedule.last_micro_batch_size": schedule.last_micro_batch_size is not None,
+        "schedule.num_sequence_splits": schedule.num_sequence_splits > 1,
+    }
+    for key, is_given in given.items():
+        if is_given:
+            raise _refused(f"`{key}` is given, and tune does not vary layouts with it", f"remove {key}")
+
+
+def _refused(message: str, help: str) -> BadPlanError:
+    return BadPlanError(Finding("PP106", Severity.ERROR, message, help=help))
+
+
+def base_data(spec: PlanSpec, framework: Framework, device: str) -> dict[str, Any]:
+    """The sections of the given plan that all layouts share, with what the framework sets and times of the device."""
+    given = spec.model_dump(mode="json", exclude_unset=True)
+    data = {key: dict(given[key]) for key in _KEPT_SECTIONS if isinstance(given.get(key), Mapping)}
+    if "suppress" in given:
+        data["suppress"] = given["suppress"]
+    for name, section in framework.sections.items():
+        if name != "schedule":
+            data[name] = {**section, **data.get(name, {})}
+    if "gradient_dtype" in data.get("memory", {}) and "main_grad_dtype" not in given.get("run", {}):
+        for key in {"dtype", "main_grad_dtype"} - set(given.get("run", {})):
+            data["run"].pop(key, None)  # they would replace the types that the plan gives for times and memory
+    data["run"] = {**data.get("run", {}), "backend": "paddle" if framework.name == "paddle" else "torch"}
+    memory = {key: value for key, value in data.get("memory", {}).items() if key not in _VARIED_MEMORY}
+    analytic = given.get("cost", {}).get("analytic") or {}
+    analytic = {"device": analytic} if isinstance(analytic, str) else dict(analytic)
+    analytic["device"] = device
+    if data["run"].get("dtype", "float32") in ("float32", "float16"):
+        analytic.setdefault("dtype", "bfloat16")
+    cost = {key: value for key, value in given.get("cost", {}).items() if key in ("p2p", "network", "recv_slowdown")}
+    schedule = {**framework.sections.get("schedule", {})}
+    if "reduce_gradients" in given["schedule"]:
+        schedule["reduce_gradients"] = given["schedule"]["reduce_gradients"]
+    return {"pipeproof": 1, **data, "memory": memory, "cost": {**cost, "analytic": analytic}, "schedule": schedule}
+
+
+def plan_data(
+    base: Mapping[str, Any],
+    framework: Framework,
+    layout: Layout,
+    stages: Sequence[Sequence[str]] | None,
+    budget_gib: float | None = None,
+) -> dict[str, Any]:
+    """The plan of a layout, as a plan file has it; ``stages`` is its cut unless it is even."""
+    topology: dict[str, Any] = {
+        axis: getattr(layout, axis) for axis in ("pp", "tp", "dp", "cp", "ep") if getattr(layout, axis) > 1
+    }
+    if layout.tp > 1:
+        topology["sequence_parallel"] = True
+    schedule: dict[str, Any] = {"kind": layout.kind}
+    if layout.variant is not None:
+        schedule["variant"] = layout.variant
+    schedule["num_micro_batches"] = layout.num_micro_batches
+    schedule["micro_batch_size"] = layout.mbs
+    if layout.vpp > 1:
+        schedule["num_chunks"] = layout.vpp
+    memory = {**base["memory"], "recompute": layout.recompute, "shard_optimizer": layout.shard_optimizer}
+    if budget_gib is not None:
+        memory["budget_gib"] = budget_gib
+    data = {
+        "pipeproof": 1,
+        "model": base["model"],
+        "topology": topology,
+        "schedule": {**schedule, **base["schedule"]},
+        **{key: value for key, value in base.items() if key not in ("pipeproof", "model", "schedule", "memory")},
+        "memory": memory,
+    }
+    if layout.pp > 1 and framework.transport:
+        data["transport"] = {**framework.transport, **base.get("transport", {})}
+    if stages is not None:
+        data["stages"] = [list(names) for names in stages]
+    return data
+
+
+def balanced_cut(spec: PlanSpec, times: Mapping[str, float], num_stages: int) -> tuple[tuple[str, ...], ...]:
+    """The layers of each stage for stages of nearly equal times; ``times`` has the time of each layer by name.
+
+    A stage begins at the block whose beginning is nearest to its share of the whole time. Each stage keeps a block but
+    the first, which may have the embedding alone, and the last, which may have the norm and the head alone.
+    """
+    names = layer_order(spec.gpt)
+    blocks = [name for name in names if is_block(name)]
+    first, last = blocks[0], blocks[-1]
+    before = sum(times[name] for name in names[: names.index(first)])
+    after = sum(times[name] for name in names[names.index(last) + 1 :])
+    begins = [before, *accumulate((times[name] for name in blocks), initial=before)][1:]  # of each block, and the end
+    total = begins[-1] + after
+    bounds = [0]
+    for stage in range(1, num_stages):
+        share = total * stage / num_stages
+        lowest, highest = bounds[-1] + (stage > 1), len(blocks) - (num_stages - 1 - stage)
+        nearest = min(range(len(begins)), key=lambda index: abs(begins[index] - share))
+        bounds.append(min(max(nearest, lowest), highest))
+    cut = [blocks[start:stop] for start, stop in zip(bounds, [*bounds[1:], len(blocks)], strict=True)]
+    cut[0] = [*names[: names.index(first)], *cut[0]]
+    cut[-1] = [*cut[-1], *names[names.index(last) + 1 :]]
+    return tuple(map(tuple, cut))

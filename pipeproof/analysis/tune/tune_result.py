@@ -1,0 +1,94 @@
+"""Result of a search: the rows, what was removed and simulated, and their JSON form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pipeproof.analysis.tune.layouts import Layout
+
+
+@dataclass(frozen=True)
+class TuneRow:
+    """A layout that passed ``check``, with its figures.
+
+    ``step_s`` is the simulated time of a step in seconds. ``parts_s`` has the parts of a step in seconds, which add up
+    to it (``evaluate_layout.PARTS``). Rates are per device: ``tflops_per_gpu`` counts the model's products without
+    recomputation, and ``mfu`` is its share of the device's peak. ``peak_gib`` is the memory of the rank that holds
+    most. ``plan`` has the keys of a plan file, ``notes`` are the codes of warnings and notes of its check, ``why`` is a
+    sentence that compares the row with the first one.
+    """
+
+    rank: int
+    layout: Layout
+    step_s: float
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    tflops_per_gpu: float
+    mfu: float
+    peak_gib: float
+    parts_s: Mapping[str, float]
+    why: str
+    digest: str
+    notes: tuple[str, ...]
+    plan: Mapping[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class TuneCounts:
+    """Numbers of layouts at each step of a search.
+
+    ``tried`` layouts divide and exist in the framework, ``bounded`` have a bound of their time below that of the worst
+    row, ``simulated`` were simulated and ``checked`` were checked by every rule. ``removed`` counts by reason what was
+    removed before, meshes as one each; ``unfit`` are schedules that do not exist for their sizes, ``over_memory``
+    layouts whose lower bound of memory is over the limit, ``over_memory_simulated`` those that a simulation showed to
+    be. ``refused`` counts rows that failed their check, by code.
+    """
+
+    tried: int
+    unfit: int
+    over_memory: int
+    bounded: int
+    simulated: int
+    over_memory_simulated: int
+    checked: int
+    removed: Mapping[str, int]
+    refused: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """The layouts with the shortest steps, the fastest first.
+
+    ``assumptions`` are sentences about values that the caller did not give.
+    """
+
+    framework: str
+    device: str
+    num_gpus: int
+    memory_gib: float
+    global_batch: int
+    seq_length: int
+    rows: tuple[TuneRow, ...]
+    counts: TuneCounts
+    assumptions: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The form of ``tune --format json``; see ``docs/schemas/tune.schema.json``."""
+        return {
+            "framework": self.framework,
+            "device": self.device,
+            "num_gpus": self.num_gpus,
+            "memory_gib": self.memory_gib,
+            "global_batch": self.global_batch,
+            "seq_length": self.seq_length,
+            "assumptions": list(self.assumptions),
+            "rows": [_row_to_json(row) for row in self.rows],
+            "counts": asdict(self.counts),
+        }
+
+
+def _row_to_json(row: TuneRow) -> dict[str, Any]:
+    content = asdict(row)
+    return {**content, "notes": list(row.notes), "parts_s": dict(row.parts_s), "plan": dict(row.plan)}

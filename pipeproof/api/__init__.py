@@ -1,0 +1,1 @@
+"""Functions for Python programs and notebooks, and their results; ``pipeproof`` itself exports them."""

@@ -1,0 +1,74 @@
+"""``pipeproof.compare``: two timelines and their differences, with records and a page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeproof.analysis.compare.common_layers import with_common_layers
+from pipeproof.analysis.compare.compare_text import comparison_to_json, render_comparison
+from pipeproof.analysis.compare.compare_timelines import Comparison, compare_timelines
+from pipeproof.analysis.compare.timeline_files import TimelineFile, read_timeline, simulated_plan
+from pipeproof.api.given_plan import GivenPlan, load_given
+from pipeproof.api.result import Records, Result, html_text, printed
+
+_WIDTH = 120
+
+
+class CompareResult(Result):
+    """Result of ``compare``: differences are B - A in microseconds, with the tables ``steps``, ``kinds``, ``worst``."""
+
+    def __init__(self, comparison: Comparison, note: str, step: int | None) -> None:
+        self.comparison, self.note, self.step = comparison, note, step
+
+    def __repr__(self) -> str:
+        """Return both makespans."""
+        steps = "; ".join(
+            f"{float(step.makespan_a):,.3f} us and {float(step.makespan_b):,.3f} us" for step in self.comparison.steps
+        )
+        return f"<compare: {self.comparison.a.file} and {self.comparison.b.file}, {steps}>"
+
+    def _dict(self) -> dict[str, Any]:
+        return comparison_to_json(self.comparison, worst=len(self.comparison.pairs), note=self.note)
+
+    def _tables(self) -> dict[str, Records]:
+        content = self._dict()
+        return {name: content[name] for name in ("steps", "kinds", "worst")}
+
+    def _parts(self) -> Iterator[str]:
+        yield html_text(
+            printed(_WIDTH, lambda console: render_comparison(self.comparison, console, worst=10, note=self.note))
+        )
+
+    def to_html(self) -> str:
+        """Return one page with both timelines, A above B."""
+        from pipeproof.analysis.compare.compare_page import comparison_html
+
+        return comparison_html(self.comparison.a, self.comparison.b, self.step)
+
+
+def compare(a: GivenPlan, b: GivenPlan, step: int | None = None) -> CompareResult:
+    """Compare two timelines, such as those of two plans, or of a plan and of its run.
+
+    Args:
+        a: A plan as a path, dict, ``PlanSpec`` or loaded plan, which is simulated; or the path of a trace or of a
+            report of a run.
+        b: The same.
+        step: That step of files with several.
+
+    Raises:
+        BadPlanError: a plan is not valid, or cannot be simulated.
+        TimelineFileError: a file has no timeline.
+        ValueError: there is no such step, or nothing in common.
+    """
+    first, second = _timeline(a, "A"), _timeline(b, "B")
+    second, note = with_common_layers(first, second)
+    return CompareResult(compare_timelines(first, second, step), note, step)
+
+
+def _timeline(given: GivenPlan, name: str) -> TimelineFile:
+    if isinstance(given, str | os.PathLike):
+        return read_timeline(Path(given))
+    return simulated_plan(name, load_given(given))

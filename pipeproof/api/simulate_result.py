@@ -1,0 +1,143 @@
+"""``pipeproof.simulate``: the predicted step of a plan, with its timeline, records and a page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeproof.api.given_plan import GivenPlan, Settings, load_given, name_of
+from pipeproof.api.result import Records, Result, html_table
+from pipeproof.comm.backend_rows import BackendTable
+from pipeproof.comm.lower import blaming_plan, lower_loaded
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.sim.simulate import Engine, Simulation, simulation_to_json
+from pipeproof.sim.simulate import simulate as simulate_lowered
+from pipeproof.specs.cost import CostSource
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, repr=False)
+class SimulateResult(Simulation, Result):
+    """Result of ``simulate``: the step, with the tables ``ranks`` and ``ops``; times in microseconds.
+
+    ``makespan`` and the figures of ``figures`` are exact; ``makespan_us`` and ``idle_ratio`` are floats.
+    """
+
+    name: str = "plan"
+    plan: LoweredPlan = field(kw_only=True, compare=False)
+    cost_source: CostSource = field(kw_only=True)
+    note: str = field(kw_only=True)
+    """A sentence about times that the plan leaves out; empty if it gives all."""
+
+    @property
+    def makespan_us(self) -> float:
+        """Time of the step in microseconds."""
+        return float(self.makespan)
+
+    @property
+    def idle_ratio(self) -> float:
+        """Part of all ranks' time within the makespan in which they do not compute."""
+        return float(sum(own.bubble_makespan_ratio for own in self.figures) / len(self.figures))
+
+    def __repr__(self) -> str:
+        """Return the makespan, the idle time and the largest memory peak."""
+        peak = max(curve.peak for curve in self.memory) / _GIB
+        return (
+            f"<simulate: {self.name}, {len(self.figures)} ranks, {self.makespan_us:,.3f} us, "
+            f"{self.idle_ratio:.1%} idle, {peak:.3f} GiB at most>"
+        )
+
+    def _dict(self) -> dict[str, Any]:
+        return simulation_to_json(self, self.cost_source)
+
+    def _tables(self) -> dict[str, Records]:
+        timeline = self.timeline
+        ranks = [
+            {
+                "rank": own.rank,
+                **own.coords,
+                "busy_us": own.busy_us,
+                "bubble_us": own.bubble_makespan_us,
+                "bubble_ratio": own.bubble_makespan_ratio,
+                "peak_activations": own.peak_activations,
+                "peak_gib": curve.peak / _GIB,
+            }
+            for own, curve in zip(self.figures, self.memory, strict=True)
+        ]
+        ops = [
+            {
+                "rank": span.rank,
+                "queue": span.queue,
+                "op": span.op,
+                "start_us": timeline.us(span.start),
+                "end_us": timeline.us(span.end),
+            }
+            for span in timeline.spans
+        ]
+        return {"ranks": ranks, "ops": ops}
+
+    def _parts(self) -> Iterator[str]:
+        from pipeproof.api.timeline_image import timeline_image
+
+        yield f"<p><b>{self.makespan_us:,.3f} us</b>, {self.idle_ratio:.1%} idle. {self.note}</p>"
+        yield timeline_image(self.timeline, self.name)
+        yield html_table(self.to_records("ranks"), "ranks, in microseconds and GiB")
+
+    def to_html(self) -> str:
+        """Return the timeline as a page for a browser, to zoom and to ask for causes."""
+        from pipeproof.views.html.timeline_page import timeline_html
+        from pipeproof.views.memory_curves import memory_held
+
+        title = f"{self.name} ({self.note})" if self.note else self.name
+        curve = memory_held(self.timeline, self.memory)
+        return timeline_html([(title, self.timeline, self.plan.graph, curve)])
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the timeline as ``.html``, figures as ``.json``, ranks as ``.csv``, and return the path.
+
+        Raises:
+            OSError: the file cannot be written.
+            ValueError: the name has another ending.
+        """
+        return super().save(path)
+
+
+def simulate(
+    plan: GivenPlan | LoweredPlan,
+    backend: BackendTable | None = None,
+    *,
+    engine: Engine = "auto",
+    settings: Settings | None = None,
+) -> SimulateResult:
+    """Predict one step of a plan: its timeline, bubbles and memory.
+
+    Args:
+        plan: A path, a dict, a ``PlanSpec``, a loaded plan, or a lowered plan.
+        backend: The table whose semantics of sends apply with ``cost.p2p: backend``; by default that of the plan.
+        engine: ``fast`` (longest paths), ``simpy`` (the reference model) or ``auto``; the times are the same.
+        settings: Values by dotted key, which win over those of the plan; not for a lowered plan.
+
+    Raises:
+        BadPlanError: it is not a valid plan, cannot be lowered, or the engine does not support it.
+        SimulationError: the step cannot finish.
+        ValueError: there is no such engine, or settings are given for a lowered plan.
+    """
+    if isinstance(plan, LoweredPlan):
+        if settings:
+            raise ValueError("settings are for a plan, and this one is lowered already")
+        return _result(simulate_lowered(plan, backend, engine=engine), plan, plan.spec.cost.source, "", "plan")
+    loaded = load_given(plan, settings)
+    with blaming_plan(loaded):
+        lowered = lower_loaded(loaded)
+        simulation = simulate_lowered(lowered, backend, engine=engine)
+    cost = loaded.spec.cost
+    return _result(simulation, lowered, cost.source, cost.placeholder_note, name_of(plan))
+
+
+def _result(simulation: Simulation, plan: LoweredPlan, source: CostSource, note: str, name: str) -> SimulateResult:
+    given = {key: value for key, value in vars(simulation).items() if key not in ("timeline", "memory")}
+    return SimulateResult(**given, name=name, plan=plan, cost_source=source, note=note)

@@ -1,0 +1,133 @@
+"""Following of a watched job until it hangs or ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from pipeproof.exec.monitor.job import JobNow, ProcessState, process_states, read_headers, read_job, ring_files
+from pipeproof.exec.monitor.ring import RingHeader
+from pipeproof.exec.monitor.verdict import PATIENCE_S, SLOW_S, Status, Verdict, check_job
+
+POLL_S: Final = 0.5
+_WINDOW_S: Final = 2.0
+_BUSY_SHARE: Final = 0.5
+_WARM_UP_EVENTS: Final = 64
+"""Events of a rank before which its gaps are those of a start: imports, compilation, the first connections."""
+_LONGER: Final = 2.0
+"""A wait that is this many times as long as every wait that the job has survived is unusual."""
+
+
+@dataclass
+class Follower:
+    """Repeated verdicts about the rings in a directory.
+
+    A look at a job that makes progress reads the headers only. A rank is busy
+    if its process used a processor for more than half of the last two seconds.
+    A job that has survived a longer wait (its checkpoints, its evaluation) gets
+    twice that much patience.
+
+    Args:
+        directory: directory of the rings, or of one directory per host.
+        patience_s: wait of a rank, in seconds, from which the job counts as hung.
+        slow_s: the same for a wait for a rank that computes.
+    """
+
+    directory: Path
+    patience_s: float = PATIENCE_S
+    slow_s: float = SLOW_S
+    now_ns: Callable[[], int] = time.time_ns
+    _cpu: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    _events: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _longest_gap_s: float = 0.0
+
+    def look(self) -> tuple[Verdict, JobNow] | None:
+        """Return the verdict now, and the job; None while a look at the headers shows progress, or there is no ring.
+
+        Raises:
+            PlanFileError: PP952, a file is no ring, or the rings are of different jobs.
+        """
+        files = ring_files(self.directory)
+        if not files:
+            return None
+        headers = read_headers(files)
+        if self._makes_progress(headers):
+            return None
+        job = read_job(files)
+        patience_s = max(self.patience_s, _LONGER * self._longest_gap_s)
+        verdict = check_job(job, patience_s=patience_s, slow_s=max(self.slow_s, patience_s), busy=self._busy())
+        return verdict, job
+
+    def _makes_progress(self, headers: tuple[RingHeader, ...]) -> bool:
+        """Update the history of all ranks; True if every rank runs and has had an event within half of the patience."""
+        now_ns = self.now_ns()
+        progresses = True
+        for header, state in zip(headers, process_states(headers), strict=True):
+            samples = self._cpu.setdefault(header.rank, [])
+            if not samples or header.heartbeat_ns > samples[-1][0]:
+                samples.append((header.heartbeat_ns, header.cpu_ns))
+            while len(samples) > 2 and samples[-1][0] - samples[1][0] > _WINDOW_S * 1e9:
+                samples.pop(0)
+            num_events, since_ns = self._events.get(header.rank, (-1, now_ns))
+            if header.num_events != num_events:
+                if num_events > _WARM_UP_EVENTS:
+                    self._longest_gap_s = max(self._longest_gap_s, (now_ns - since_ns) / 1e9)
+                self._events[header.rank] = header.num_events, now_ns
+                since_ns = now_ns
+            is_still = (now_ns - since_ns) / 1e9 > self.patience_s / 2
+            progresses = progresses and state is ProcessState.RUNNING and not is_still
+        return progresses
+
+    def _busy(self) -> frozenset[int]:
+        busy = set()
+        for rank, samples in self._cpu.items():
+            (start_ns, start_cpu_ns), (end_ns, end_cpu_ns) = samples[0], samples[-1]
+            if end_ns > start_ns and (end_cpu_ns - start_cpu_ns) / (end_ns - start_ns) > _BUSY_SHARE:
+                busy.add(rank)
+        return frozenset(busy)
+
+
+def follow(
+    follower: Follower, *, report: Callable[[Verdict | None, JobNow | None], None], timeout_s: float | None = None
+) -> tuple[Verdict, JobNow] | None:
+    """Look twice in a second until the job hangs or ends; return that verdict, None after ``timeout_s``.
+
+    ``report`` gets every look, None while the job makes progress.
+
+    Raises:
+        PlanFileError: PP952, a file is no ring, or the rings are of different jobs.
+    """
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    while end is None or time.monotonic() < end:
+        looked = follower.look()
+        report(*(looked or (None, None)))
+        if looked is not None and looked[0].status in (Status.HANG, Status.ENDED):
+            return looked
+        time.sleep(POLL_S)
+    return None
+
+
+def metrics_text(verdict: Verdict | None, job: JobNow | None) -> str:
+    """Return the state of a job as Prometheus metrics."""
+    status = Status.RUNNING if verdict is None else verdict.status
+    lines = ["# HELP pipeproof_hang 1 while the watched job hangs", "# TYPE pipeproof_hang gauge"]
+    lines.append(f"pipeproof_hang {int(status is Status.HANG)}")
+    if verdict is None or job is None:
+        return "\n".join((*lines, ""))
+    causes: Mapping[int, int] = {rank.rank: int(rank.rank in verdict.causes) for rank in job.ranks}
+    waits = {wait.rank: wait.seconds for wait in verdict.waits}
+    for name, text, values in (
+        ("pipeproof_cause", "1 for a rank that causes the hang", causes),
+        ("pipeproof_wait_seconds", "Seconds for which a rank has waited in its operation", waits),
+        (
+            "pipeproof_events_total", "Issues, waits and ends of operations of a rank",
+            {rank.rank: rank.ring.header.num_events for rank in job.ranks},
+        ),
+    ):  # fmt: skip
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+        lines += [f'{name}{{rank="{rank}"}} {value:g}' for rank, value in sorted(values.items())]
+    return "\n".join((*lines, ""))

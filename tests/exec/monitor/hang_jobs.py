@@ -1,0 +1,68 @@
+"""Jobs with planted hangs as processes, and the verdicts of the monitor about them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeproof.exec.monitor.follow import Follower, follow
+from pipeproof.exec.monitor.verdict import Verdict
+
+ROOT = Path(__file__).parents[3]
+NUM_RANKS = int(os.environ.get("PLANTED_RANKS", "3"))
+CAUSES = {
+    "crossed_sends": (1, 2), "missing_receive": (1,), "extra_collective": (1,), "rank_local_keys": (1,),
+    "exception": (1,), "killed": (1,), "stopped": (1,), "data_loader_stuck": (1,), "wrong_group": (1,),
+    "micro_batch_counts": (2,), "shape_mismatch": (1,),
+}  # fmt: skip
+"""The planted kinds of hang, each with the ranks that are its cause."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The verdict about a job; ``seconds`` are those from its last event to the verdict."""
+
+    verdict: Verdict | None
+    seconds: float
+
+
+@contextmanager
+def running(name: str, directory: Path, num_steps: int = 8) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Run a job until the block ends; then no process of it is left."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    directory.mkdir(parents=True)
+    command = [sys.executable, str(Path(__file__).with_name("planted_hangs.py")), name]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(NUM_RANKS), str(directory), str(num_steps)], cwd=ROOT, env=environment,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
+        for rank in range(NUM_RANKS)
+    ]  # fmt: skip
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+        for process in processes:
+            process.wait()
+
+
+def outcome(name: str, directory: Path, *, patience_s: float, num_steps: int = 8, timeout_s: float = 300) -> Outcome:
+    """Run a job, follow it until it hangs or ends, and end it."""
+    with running(name, directory, num_steps):
+        followed = follow(
+            Follower(directory, patience_s=patience_s), report=lambda verdict, job: None, timeout_s=timeout_s
+        )  # fmt: skip
+        now_ns = time.time_ns()
+    if followed is None:
+        return Outcome(None, timeout_s)
+    verdict, job = followed
+    return Outcome(verdict, (now_ns - max(rank.since_ns for rank in job.ranks)) / 1e9)

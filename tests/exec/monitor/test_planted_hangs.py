@@ -1,0 +1,54 @@
+"""Real jobs over gloo with planted hangs: the monitor names the cause, and has nothing against a healthy job."""
+
+import json
+import time
+
+import pytest
+
+from pipeproof.exec.monitor.follow import Follower, follow
+from tests.cli.commands import invoke
+from tests.docs.test_schemas import require_fit
+from tests.exec.monitor.hang_jobs import CAUSES, outcome, running
+
+pytestmark = pytest.mark.needs_torch
+
+KINDS = {
+    "crossed_sends": "cycle", "missing_receive": "cycle", "extra_collective": "mismatch",
+    "rank_local_keys": "mismatch", "exception": "raised", "killed": "killed", "stopped": "stopped",
+    "data_loader_stuck": "absent", "wrong_group": "cycle", "micro_batch_counts": "cycle", "shape_mismatch": "mismatch",
+}  # fmt: skip
+
+
+@pytest.mark.slow(but=["missing_receive", "killed"])
+@pytest.mark.parametrize("name", CAUSES, ids=list(CAUSES))
+def test_the_cause_of_a_planted_hang_is_named(tmp_path, name):
+    verdict = outcome(name, tmp_path / "rings", patience_s=5).verdict
+    assert (verdict.status, verdict.kind, verdict.causes) == ("hang", KINDS[name], CAUSES[name])
+    assert any("planted_hangs.py:" in finding.message for finding in verdict.findings)
+
+
+@pytest.mark.slow
+def test_a_jittery_but_healthy_job_is_no_hang(tmp_path):
+    assert outcome("healthy", tmp_path / "rings", patience_s=20).verdict.status == "ended"
+
+
+def test_the_command_prints_the_cause_and_writes_page_metrics_and_json(tmp_path):
+    rings = tmp_path / "rings"
+    with running("data_loader_stuck", rings):
+        assert follow(Follower(rings, patience_s=3), report=lambda *_: None, timeout_s=300) is not None
+        hook = f'echo "$PIPEPROOF_KIND $PIPEPROOF_CAUSES" > {tmp_path / "hook"}'
+        files = ["-o", tmp_path / "hang.html", "--metrics", tmp_path / "metrics.prom"]
+        result = invoke("job", "hang", rings, "--follow", "--patience", "2", "--on-hang", hook, *files)
+    assert result.exit_code == 1
+    assert "cause: rank 1" in result.stdout
+    assert "PP933" in result.stdout
+    assert (tmp_path / "hook").read_text() == "absent 1\n"
+    assert 'pipeproof_cause{rank="1"} 1' in (tmp_path / "metrics.prom").read_text()
+    assert "pipeproof_hang 1" in (tmp_path / "metrics.prom").read_text()
+    assert "rank 1 (cause)" in (tmp_path / "hang.html").read_text()
+    time.sleep(4)  # after the job was killed, its rings tell the same
+    result = invoke("job", "hang", rings, "--format", "json", "--patience", "1")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    require_fit("hang", report)
+    assert (report["status"], report["kind"], report["causes"]) == ("hang", "absent", [1])

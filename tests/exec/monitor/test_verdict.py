@@ -1,0 +1,139 @@
+"""Verdicts about rings that this process writes for all ranks of a job."""
+
+import time
+
+import pytest
+
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.exec.monitor.follow import metrics_text
+from pipeproof.exec.monitor.hang_page import hang_html
+from pipeproof.exec.monitor.job import JobNow, read_job, ring_files
+from pipeproof.exec.monitor.own_history import minority
+from pipeproof.exec.monitor.ring_recorder import RingRecorder
+from pipeproof.exec.monitor.verdict import check_job
+
+
+class Rank:
+    """A rank whose operations the test issues."""
+
+    def __init__(self, directory, rank, num_ranks):
+        self.ring = RingRecorder(directory, rank, num_ranks, "none 1.0")
+        self.ring.group("0", range(num_ranks), "gloo")
+
+    def begin(self, op, peer=None, size=4, at=1):
+        """Issue an operation at a line of train.py, and wait for it."""
+        call = f"seq = ring.issue({op!r}, '0', {peer}, 0, 'float32', ({size},), {size}, {size})"
+        names = {"ring": self.ring}
+        exec(compile("\n" * (at - 1) + call, "train.py", "exec"), names)
+        self.seq = names["seq"]
+        self.ring.waits((self.seq,))
+
+    def do(self, op, peer=None, size=4, at=1):
+        self.begin(op, peer, size, at)
+        self.ring.done((self.seq,))
+
+
+def job_of(directory, *, after_s=10.0):
+    """The job as it is some seconds from now."""
+    now = read_job(ring_files(directory))
+    return JobNow(now.ranks, now.missing, time.time_ns() + int(after_s * 1e9))
+
+
+def two_steps(ranks):
+    for _ in range(2):
+        for rank in ranks:
+            rank.do("all_reduce", at=10)
+            rank.do("all_reduce", at=20)
+
+
+def ranks_in(directory, num_ranks):
+    return [Rank(directory, rank, num_ranks) for rank in range(num_ranks)]
+
+
+def test_ranks_that_wait_for_each_other(tmp_path):
+    ranks = ranks_in(tmp_path, 2)
+    two_steps(ranks)
+    ranks[0].begin("recv", 1, at=30)
+    ranks[1].begin("recv", 0, at=31)
+    verdict = check_job(job_of(tmp_path))
+    assert (verdict.status, verdict.kind, verdict.causes) == ("hang", "cycle", (0, 1))
+    assert [(wait.rank, wait.ranks) for wait in verdict.waits] == [(0, (1,)), (1, (0,))]
+    assert "train.py:31" in verdict.findings[0].message
+    assert check_job(job_of(tmp_path, after_s=1)).status == "running"
+
+
+def test_a_rank_with_an_operation_that_no_step_before_had_is_the_cause_of_a_cycle(tmp_path):
+    ranks = ranks_in(tmp_path, 3)
+    for _ in range(3):
+        for rank in ranks:
+            rank.do("all_reduce", at=10)
+        for other in (0, 2):
+            ranks[1].do("send", other, at=20)
+            ranks[other].do("recv", 1, at=21)
+    for rank in ranks:
+        rank.do("all_reduce", at=10)
+    ranks[1].begin("all_reduce", at=15)
+    for other in (0, 2):
+        ranks[other].begin("recv", 1, at=21)
+    verdict = check_job(job_of(tmp_path))
+    assert (verdict.kind, verdict.causes) == ("cycle", (1,))
+
+
+def test_a_busy_rank_is_slow_and_an_idle_one_absent(tmp_path):
+    ranks = ranks_in(tmp_path, 2)
+    two_steps(ranks)
+    ranks[0].begin("all_reduce", at=10)
+    job = job_of(tmp_path)
+    slow = check_job(job, busy=frozenset({1}))
+    assert (slow.status, slow.causes, slow.findings[0].code) == ("slow", (1,), "PP955")
+    hang = check_job(job)
+    assert (hang.status, hang.kind, hang.causes) == ("hang", "absent", (1,))
+    assert check_job(job, busy=frozenset({1}), slow_s=8).status == "hang"
+    assert 'pipeproof_cause{rank="1"} 1' in metrics_text(hang, job)
+    assert "all_reduce" in hang_html(hang, job)
+    assert next(iter(hang.lines())) == "cause: rank 1"
+
+
+def test_a_rank_that_ended_is_the_cause_only_if_the_others_do_as_before(tmp_path):
+    ranks = ranks_in(tmp_path, 3)
+    two_steps(ranks)
+    for rank in ranks[:2]:
+        rank.begin("all_reduce", at=10)
+    ranks[2].ring.close(None)
+    verdict = check_job(job_of(tmp_path))
+    assert (verdict.kind, verdict.causes) == ("ended", (2,))
+
+
+def test_a_mismatch_names_the_rank_that_differs(tmp_path):
+    ranks = ranks_in(tmp_path, 3)
+    two_steps(ranks)
+    for rank in ranks:
+        rank.begin("all_reduce", size=5 if rank is ranks[2] else 4, at=10)
+    verdict = check_job(job_of(tmp_path))
+    assert (verdict.kind, verdict.causes, verdict.findings[0].code) == ("mismatch", (2,), "PP932")
+
+
+def test_a_rank_without_a_ring_is_named(tmp_path):
+    rank = Rank(tmp_path, 0, 2)
+    rank.begin("all_reduce")
+    verdict = check_job(job_of(tmp_path))
+    assert (verdict.kind, verdict.causes, verdict.missing) == ("absent", (1,), (1,))
+
+
+def test_rings_of_several_hosts_and_of_different_jobs(tmp_path):
+    for rank in range(2):
+        Rank(tmp_path / f"node-{rank}", rank, 2)
+    assert list(ring_files(tmp_path)) == [0, 1]
+    Rank(tmp_path / "node-0", 1, 2)
+    with pytest.raises(PlanFileError, match="both of rank 1"):
+        ring_files(tmp_path)
+    Rank(tmp_path / "other", 0, 2)
+    Rank(tmp_path / "other", 1, 4)
+    with pytest.raises(PlanFileError, match="4 ranks"):
+        read_job(ring_files(tmp_path / "other"))
+
+
+def test_the_minority_of_keys():
+    assert minority({0: "a", 1: "b", 2: "a"}) == (1,)
+    assert minority({0: "a", 1: "b"}) == (0, 1)
+    assert minority({0: "a", 1: "a"}) == (0, 1)

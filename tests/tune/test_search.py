@@ -1,0 +1,165 @@
+"""The search against all layouts simulated one by one, and its bounds against the simulator."""
+
+from collections import Counter
+
+import pytest
+
+from pipeproof.analysis.sweep.evaluate_point import Status
+from pipeproof.analysis.sweep.results_file import ResultsFileError
+from pipeproof.analysis.sweep.sweep_points import Point
+from pipeproof.analysis.tune import search_layouts
+from pipeproof.analysis.tune.evaluate_layout import PARTS, simulate_layout
+from pipeproof.analysis.tune.frameworks import FRAMEWORKS
+from pipeproof.analysis.tune.layout_bounds import Bounds, even_stages
+from pipeproof.analysis.tune.layout_plans import base_data, plan_data
+from pipeproof.analysis.tune.layouts import SearchSpace
+from pipeproof.analysis.tune.search_layouts import TuneError, tune
+from pipeproof.diagnostics.finding import BadPlanError
+from pipeproof.sim.memory_curve import GIB
+from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
+from pipeproof.verify.check_plan import check
+from tests.tune.models import DENSE, EXPERTS, to_tune
+
+
+def all_layouts(loaded, framework, *, gpus, batch, fix=None):
+    """Each layout of a search space with its bound and its simulation."""
+    found = FRAMEWORKS[framework]
+    base = base_data(loaded.spec, found, "h100")
+    bounds = Bounds(base, loaded.spec)
+    for layout in SearchSpace(loaded.spec, found, gpus, batch, 8, fix or {}).layouts():
+        bound = bounds.of(layout)
+        if bound is not None:
+            stages = bounds.stages_of(layout)
+            plan = plan_data(base, found, layout, None if even_stages(stages) else stages)
+            yield layout, bound, simulate_layout(Point({}, plan, "0" * 16), "")
+
+
+@pytest.mark.slow(only=["dense-torch", "experts-torch"])
+@pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
+@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_no_simulation_is_below_its_bounds(framework, model):
+    fix = {"mbs": [1], "tp": [1, 2], "cp": [1], "vpp": [1, 2]}
+    kinds = set()
+    for layout, bound, result in all_layouts(to_tune(model), framework, gpus=4, batch=8, fix=fix):
+        assert result.status is Status.OK, (layout, result.message)
+        kinds.add(layout.kind)
+        assert bound.step_us <= result.makespan * (1 + 1e-9), layout
+        assert bound.peak_bytes <= result.details["peak_bytes"] + 1, layout
+    assert kinds == FRAMEWORKS[framework].kinds
+
+
+@pytest.mark.slow
+def test_bounds_are_close_enough_to_remove_most_layouts():
+    close = Counter(
+        bound.step_us > 0.5 * float(result.makespan)
+        for _, bound, result in all_layouts(to_tune(), "megatron", gpus=4, batch=16, fix={"tp": [1, 2], "cp": [1]})
+    )
+    assert close[True] > close[False]
+
+
+def test_the_rows_are_the_best_of_all_layouts():
+    """With a limit of memory that only some layouts keep."""
+    fix = {"tp": [1, 2], "cp": [1], "mbs": [1, 2]}
+    limit = 1.5
+    best = {}
+    for layout, _, result in all_layouts(to_tune(), "megatron", gpus=4, batch=16, fix=fix):
+        group = layout.pp, layout.vpp, layout.tp, layout.ep, layout.mbs
+        if result.details["peak_bytes"] <= limit * GIB:
+            best[group] = min(best.get(group, result.makespan), result.makespan)
+    result = tune(to_tune(), gpus=4, device="h100", global_batch=16, memory_gib=limit, top=5, fix=fix, workers=1)
+    assert [row.step_s for row in result.rows] == [float(us / 10**6) for us in sorted(best.values())[:5]]
+    assert 5 <= result.counts.simulated < result.counts.tried
+    assert result.counts.over_memory + result.counts.over_memory_simulated > 0
+
+
+@pytest.mark.slow
+def test_rows_pass_their_check_and_their_parts_add_up():
+    fix = {"tp": [1], "mbs": [2]}
+    options = {"gpus": 8, "device": "h100", "global_batch": 16, "fix": fix}
+    result = tune(to_tune(EXPERTS), framework="torch", top=4, workers=1, **options)
+    assert len(result.rows) == 4
+    for row in result.rows:
+        assert not check(LoadedPlan(plan_from_dict(row.plan).spec)).errors
+        assert row.parts_s.keys() == set(PARTS)
+        assert sum(row.parts_s.values()) == pytest.approx(row.step_s)
+        assert row.tokens_per_s == pytest.approx(16 * 512 / row.step_s)
+        assert row.tflops_per_gpu == pytest.approx(row.mfu * 989.4)
+        assert row.layout.dp * row.layout.ep * row.layout.mbs * row.layout.num_micro_batches == 16
+
+
+@pytest.mark.slow
+def test_a_row_that_fails_its_check_is_replaced(monkeypatch):
+    options = {"gpus": 4, "device": "h100", "global_batch": 8, "workers": 1, "fix": {"tp": [1]}}
+    expected = tune(to_tune(), top=3, **options).rows
+    checked = search_layouts.check_layout
+
+    def refuse_the_first(point, plan_file):
+        result = checked(point, plan_file)
+        if result.details["digest"] == expected[0].digest:
+            return type(result)(point.id, {}, Status.REFUSED, code="PP201", message="refused here")
+        return result
+
+    monkeypatch.setattr(search_layouts, "check_layout", refuse_the_first)
+    result = tune(to_tune(), top=2, **options)
+    assert result.counts.refused == {"PP201": 1}
+    assert expected[0].digest not in {row.digest for row in result.rows}
+    assert result.rows[-1].step_s <= expected[-1].step_s
+
+
+@pytest.mark.slow
+def test_processes_give_the_rows_of_this_process():
+    options = {"gpus": 4, "device": "h100", "global_batch": 8, "top": 3, "fix": {"tp": [1, 2]}}
+    assert tune(to_tune(), workers=2, **options) == tune(to_tune(), workers=1, **options)
+
+
+@pytest.mark.slow
+def test_a_search_resumes(tmp_path, monkeypatch):
+    options = {"gpus": 4, "device": "h100", "global_batch": 8, "top": 3, "workers": 1}
+    file = tmp_path / "results.jsonl"
+    first = tune(to_tune(), results=file, **options)
+    lines = file.read_text().splitlines()
+    assert len(lines) == first.counts.simulated + 1
+
+    def never(point, plan_file):
+        raise AssertionError("simulated again")
+
+    monkeypatch.setattr(search_layouts, "simulate_layout", never)
+    assert tune(to_tune(), results=file, **options) == first
+    with pytest.raises(ResultsFileError, match="another sweep"):
+        tune(to_tune(), results=file, **{**options, "global_batch": 16})
+
+
+@pytest.mark.slow
+def test_a_fixed_value_is_kept():
+    result = tune(
+        to_tune(), gpus=4, device="h100", global_batch=8, workers=1, fix={"pp": [2], "recompute": ["full"]}, top=50
+    )
+    assert {row.layout.pp for row in result.rows} == {2}
+    assert {row.layout.recompute for row in result.rows} == {"full"}
+    assert all(row.parts_s["recompute"] > 0 for row in result.rows)
+
+
+def test_nothing_fits():
+    result = tune(to_tune(), gpus=4, device="h100", global_batch=8, memory_gib=0.001, workers=1)
+    assert result.rows == ()
+    assert result.counts.over_memory == result.counts.tried - result.counts.unfit
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"device": "h101"}, "did you mean h100"),
+        ({"framework": "megatorn"}, "did you mean megatron"),
+        ({"fix": {"ttp": [1]}}, "did you mean tp"),
+        ({"gpus": 0}, "at least 1"),
+    ],
+)
+def test_wrong_options_are_refused(options, text):
+    with pytest.raises(TuneError, match=text):
+        tune(to_tune(), **{"gpus": 4, "device": "h100", "global_batch": 8, **options})
+
+
+def test_keys_that_depend_on_the_layout_are_refused():
+    schedule = {"kind": "1f1b", "num_micro_batches": 2, "micro_batch_size": 2, "last_micro_batch_size": 1}
+    with pytest.raises(BadPlanError, match="last_micro_batch_size"):
+        tune(to_tune(schedule=schedule), gpus=4, device="h100", global_batch=8)
