@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-all test-rest test-torch browser test-browser lint docs site tutorial bench mutants clean
+.PHONY: demo test test-all fuzz test-rest test-torch browser test-browser lint docs site tutorial bench mutants clean
 
 demo: $(VENV)/.demo          ## check, simulate and run the examples on real Paddle processes
 	$(BIN)/python examples/demo.py
@@ -14,12 +14,15 @@ demo: $(VENV)/.demo          ## check, simulate and run the examples on real Pad
 test: $(VENV)/.dev           ## the tests that take minutes, with the CPU Paddle; what it leaves out is for test-all
 	$(PYTEST) -m 'not slow and not needs_torch and not needs_browser' --hypothesis-profile quick
 
-test-all: test test-rest test-browser    ## every test; Debian's Chromium and PyTorch are installed for it
+test-all: test test-rest test-browser fuzz    ## every test; Debian's Chromium and PyTorch are installed for it
 
 REST ?= slow or many_examples or needs_torch
 test-rest: $(VENV)/.torch    ## what `make test` leaves out, with all examples of property tests; without the browser
 	$(BIN)/python -c 'import torch'    # or the tests that need it would be skipped
 	$(PYTEST) -m '($(REST)) and not needs_browser'
+
+fuzz: $(VENV)/.dev           ## five minutes of mutants of every file that is read; those not handled are kept as seeds
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds 300 --seed $$(date +%s)
 
 test-torch: $(VENV)/.torch   ## what asks PyTorch itself; fails where PyTorch cannot be imported
 	$(BIN)/python -c 'import torch'
@@ -56,6 +59,7 @@ docs: $(VENV)/.dev           ## pages, tables and pictures that are made from th
 	$(BIN)/python validation/pages/make_seed_experiment.py
 	$(BIN)/python validation/pages/make_alignment_log.py
 	$(BIN)/python validation/pages/make_zoo.py
+	$(BIN)/python validation/pages/make_hardening.py
 	$(BIN)/python validation/pages/make_mutation.py
 	$(BIN)/python validation/pages/make_schedules.py
 	$(BIN)/python validation/pages/make_pictures.py --run

@@ -16,5 +16,7 @@ class ExitStatus(IntEnum):
     """Bad input, or a backend that is not installed."""
     WORKER_FAILED = 3
     """A worker died or hung."""
+    OUTPUT_CLOSED = 141
+    """The reader of our output has closed it, as ``head`` does; as SIGPIPE ends other programs."""
     INTERRUPTED = 130
     """Ctrl-C."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from pipeproof.cli.console import console_for, format_option, not_nan, note_kind
+from pipeproof.cli.console import console_for, format_option, not_nan, note_kind, print_error
 from pipeproof.exit_status import ExitStatus
 
 
@@ -71,7 +71,7 @@ def align(
                 a, b, Tolerance(ulps, relative), forms, lambda step: status.update(f"reading; step {step}")
             )
     except AlignmentError as error:
-        click.echo(f"error: {error}", err=True)
+        print_error(f"{error}")
         for side in dict.fromkeys((a, b)):
             note_kind(side)
         sys.exit(ExitStatus.BAD_INPUT)

@@ -67,9 +67,13 @@ def console_for(*, stderr: bool = False, color: str = "auto") -> Console:
     """Return the console of standard output or error; ``color`` is ``auto``, ``always`` or ``never``."""
     from rich.console import Console
 
+    class _Console(Console):
+        def on_broken_pipe(self) -> None:
+            output_closed()
+
     if color == "always":  # the option overrides NO_COLOR and a terminal without colours
-        return Console(stderr=stderr, highlight=False, force_terminal=True, no_color=False, color_system="standard")
-    return Console(stderr=stderr, highlight=False, no_color=True if color == "never" else None)
+        return _Console(stderr=stderr, highlight=False, force_terminal=True, no_color=False, color_system="standard")
+    return _Console(stderr=stderr, highlight=False, no_color=True if color == "never" else None)
 
 
 @contextmanager
@@ -111,10 +115,23 @@ def opening_checkpoints() -> Iterator[None]:
         raise BadPlanError(*error.findings) from error
 
 
+def output_closed() -> NoReturn:
+    """Exit where the reader of our output has closed it, as ``head`` does: nothing failed, and nothing was proved."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail to flush at its exit
+    sys.exit(ExitStatus.OUTPUT_CLOSED)
+
+
 def refused_by_system(error: OSError) -> NoReturn:
     """Print an error of the system, and exit as for bad input."""
-    click.echo(f"error: {_error_text(error)}", err=True)
+    print_error(_error_text(error))
     sys.exit(ExitStatus.BAD_INPUT)
+
+
+def print_error(text: str) -> None:
+    """Print an error on standard error, without the terminal control characters that names of files may have."""
+    from pipeproof.diagnostics.text_output import printable
+
+    click.echo("\n".join(map(printable, f"error: {text}".split("\n"))), err=True)
 
 
 def _error_text(error: OSError) -> str:

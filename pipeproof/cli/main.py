@@ -16,7 +16,7 @@ from pipeproof.cli.aoa_command import aoa
 from pipeproof.cli.check_command import check
 from pipeproof.cli.compare_command import compare
 from pipeproof.cli.completion import completion_option
-from pipeproof.cli.console import refused_by_system
+from pipeproof.cli.console import output_closed, refused_by_system
 from pipeproof.cli.convert_command import convert
 from pipeproof.cli.doctor_command import doctor
 from pipeproof.cli.explain_option import explain_option
@@ -49,13 +49,19 @@ from pipeproof.version import __version__
 class _Commands(SectionedGroup):
     """The group of commands, with our own exit status after an interrupt or an error of the system."""
 
+    def make_context(self, *arguments: Any, **others: Any) -> click.Context:
+        try:
+            return super().make_context(*arguments, **others)  # which prints what options such as --schema ask for
+        except BrokenPipeError:
+            output_closed()
+
     def invoke(self, ctx: click.Context) -> Any:
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             sys.stdout.reconfigure(errors="backslashreplace")  # file names may not be text, as on standard error
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise  # the reader of our output has closed it: click exits quietly
+            output_closed()
         except OSError as error:  # such as a path that is too long, before a command has begun
             refused_by_system(error)
         except KeyboardInterrupt:
@@ -114,7 +120,7 @@ def main() -> None:
     """Prove, time and run a pipeline-parallel training plan.
 
     Exit status: 0 clean, 1 errors found or a run that does not match, 2 bad input or a missing backend,
-    3 a worker died or hung, 130 interrupted, 143 terminated.
+    3 a worker died or hung, 130 interrupted, 141 the reader of the output closed it, 143 terminated.
     """
 
 

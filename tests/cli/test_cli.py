@@ -260,6 +260,7 @@ def test_a_reader_that_has_gone(arguments):
     os.close(write_end)
     assert "Traceback" not in result.stderr
     assert "BrokenPipe" not in result.stderr
+    assert result.returncode == 141  # neither errors found nor bad input
 
 
 def test_an_interrupt_in_code_that_is_made_while_it_runs_ends_with_130_too(good, tmp_path):

@@ -44,6 +44,7 @@ def docs_module(monkeypatch):
         "make_published.py",
         "make_seed_experiment.py",
         "make_alignment_log.py",
+        "make_hardening.py",
     ],
 )
 def test_generated_pages_are_current(script):

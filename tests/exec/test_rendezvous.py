@@ -5,7 +5,14 @@ import struct
 
 import pytest
 
-from pipeproof.exec.launch.rendezvous import address_towards, interface_towards, is_loopback_name, reserved_ports
+from pipeproof.exec.launch.rendezvous import (
+    GLOO_INTERFACE,
+    address_towards,
+    interface_towards,
+    is_loopback_name,
+    rank_environment,
+    reserved_ports,
+)
 
 IP_LOCAL_PORT_RANGE = 51
 """Linux's option, from 6.3 on, by which a socket says which ports it would take for "any"."""
@@ -77,3 +84,9 @@ def test_a_hosts_own_name_at_its_loopback_interface_is_known(host, addresses, ex
 
 def test_a_name_that_nobody_knows_is_no_loopback_name():
     assert not is_loopback_name("no-such-host.invalid")
+
+
+@pytest.mark.parametrize("backend", ["paddle", "torch"])
+def test_gloo_of_a_run_on_one_host_listens_at_loopback(backend):
+    assert interface_towards("127.0.0.1") is not None
+    assert rank_environment(backend, 0, 2, [1, 2, 3])[GLOO_INTERFACE] == interface_towards("127.0.0.1")

@@ -75,8 +75,19 @@ def pipeproof(
     return Ended(process.returncode, text, time.monotonic() - start, usage.ru_maxrss // 1024)
 
 
+def kept(tool: str) -> list[dict[str, Any]]:
+    """Return the rows that a tool has kept."""
+    rows: list[dict[str, Any]] = _results().get(tool, [])
+    return rows
+
+
+def _results() -> dict[str, Any]:
+    results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    return results
+
+
 def keep(tool: str, figures: Any) -> None:
     """Replace the figures of a tool in ``RESULTS``."""
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    results = _results()
     results[tool] = figures
     RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8")

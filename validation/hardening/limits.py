@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from attack import Ended, keep, pipeproof
+from attack import Ended, keep, kept, pipeproof
 
 from pipeproof.analysis.align.read_record import MAX_LINE
 from pipeproof.comm.size_limit import MAX_OPERATIONS
@@ -21,7 +21,6 @@ from pipeproof.diagnostics.source import MAX_BYTES
 from pipeproof.interop.hang.flight_recorder import MAX_BYTES as DUMP_BYTES
 from pipeproof.interop.importers.megatron.shell_values import MAX_EXPANDED
 from pipeproof.interop.importers.torchtitan import MAX_DEPTH as TOML_DEPTH
-from pipeproof.interop.traces.trace_log import MAX_BYTES as RECORDING_BYTES
 from pipeproof.state.flex.pickles import MAX_DEPTH
 from pipeproof.state.flex.pickles import MAX_OPERATIONS as PICKLE_OPERATIONS
 
@@ -80,7 +79,7 @@ def dump(content: bytes) -> Callable[[Path], Arguments]:
     def make(directory: Path) -> Arguments:
         (directory / "dumps").mkdir()
         (directory / "dumps" / "rank_0").write_bytes(content)
-        return ["hang", directory / "dumps"]
+        return ["job", "hang", directory / "dumps"]
 
     return make
 
@@ -96,30 +95,20 @@ def json_dump(directory: Path) -> Arguments:
     number = (DUMP_BYTES - len(head) - 2) // (len(entry) + 1)
     (directory / "dumps").mkdir()
     (directory / "dumps" / "rank_0").write_text(head + ",".join([entry] * number) + "]}")
-    return ["hang", directory / "dumps"]
+    return ["job", "hang", directory / "dumps"]
 
 
 def record_line(directory: Path) -> Arguments:
     """A record whose first line is as long as a line may be."""
     (directory / "record.jsonl").write_text("[" + "0," * (MAX_LINE // 2 - 2) + "0]\n")
-    return ["align", directory / "record.jsonl", directory / "record.jsonl"]
+    return ["state", "align", directory / "record.jsonl", directory / "record.jsonl"]
 
 
 def long_log(directory: Path) -> Arguments:
     """A training log of 256 MiB without a loss in it: no limit, read line by line."""
     line = "a line of a log that shows nothing of the training, as most lines do\n"
     (directory / "train.log").write_text(line * (2**28 // len(line)))
-    return ["align", directory / "train.log", directory / "train.log"]
-
-
-def recording(directory: Path) -> Arguments:
-    """A recording of a program of the largest size, of lines that are no calls."""
-    (directory / "logs").mkdir()
-    start = '{"event": "start", "version": 1, "rank": 0, "num_ranks": 1, "framework": "torch"}\n'
-    line = '{"event": "create", "ranks": [0]}\n'
-    number = (RECORDING_BYTES - len(start)) // len(line)
-    (directory / "logs" / "rank_0.jsonl").write_text(start + line * number)
-    return ["check", "--traces", directory / "logs"]
+    return ["state", "align", directory / "train.log", directory / "train.log"]
 
 
 LIMITS = (
@@ -135,7 +124,6 @@ LIMITS = (
     Limit("a dump of a rank in JSON", f"{DUMP_BYTES:,} bytes", json_dump),
     Limit("a line of a record or log", f"{MAX_LINE:,} characters", record_line),
     Limit("a training log of 256 MiB", "none: read line by line", long_log),
-    Limit("a recording of a rank", f"{RECORDING_BYTES:,} bytes", recording),
 )  # fmt: skip
 
 
@@ -162,7 +150,10 @@ def main() -> int:
              "status": ended.status, "problem": ended.problem}
         )  # fmt: skip
     if "--write" in sys.argv:
-        keep("limits", figures)
+        new = {figure["name"]: figure for figure in figures}
+        names = [limit.name for limit in LIMITS]
+        keep("limits", sorted({**{old["name"]: old for old in kept("limits")}, **new}.values(),
+                              key=lambda figure: names.index(figure["name"])))  # fmt: skip
     return int(bad > 0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
 
 DEFAULT_FIGURES = ("makespan", "sequence", "idle", "peak")
 _MOST_REFUSALS = 8
+_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?")
 
 
 def best_first(results: Sequence[PointResult], by: str) -> list[PointResult]:
@@ -140,8 +142,15 @@ def sweep_to_csv(sweep: Sweep, results: Sequence[PointResult]) -> str:
         values = [figure.value(result) for figure in FIGURES.values()]
         numbers = ["" if value is None else _number(Fraction(value)) for value in values]
         row = [result.status, *numbers, " ".join(result.warnings), result.code or "", result.message or ""]
-        writer.writerow([*settings, *row])
+        writer.writerow(map(_no_formula, [*settings, *row]))
     return text.getvalue()
+
+
+def _no_formula(cell: Any) -> Any:
+    """Return a cell that spreadsheets take for text: what begins with = + - or @ and is no number would be executed."""
+    if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r")) or _NUMBER.fullmatch(cell):
+        return cell
+    return f"'{cell}"
 
 
 def _plain(value: Any) -> str:

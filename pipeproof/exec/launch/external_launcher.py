@@ -32,6 +32,7 @@ from pipeproof.exec.launch.meeting import Meeting, key_prefix, longest_pause_s, 
 from pipeproof.exec.launch.polling import wait_until
 from pipeproof.exec.launch.rendezvous import (
     ANOTHER_HOST,
+    GLOO_INTERFACE,
     QUIET,
     await_store,
     framework_variables,
@@ -60,7 +61,6 @@ _LAST_S = 10.0
 """Time for the other ranks to read the end of a job before rank 0, which may serve the store, ends."""
 _LOCAL = {"torch": ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), "paddle": ("PADDLE_LOCAL_RANK", "PADDLE_LOCAL_SIZE")}
 """Variables of each framework for the rank among those of this host, and for their number."""
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class Outcome(Protocol):
@@ -125,9 +125,9 @@ def join_launcher(run: RunSpec) -> LaunchedRank | None:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     peer = ANOTHER_HOST if launched.is_on_several_hosts and is_loopback_name(launched.master[0]) else launched.master[0]
-    interface = None if _GLOO_INTERFACE in os.environ else interface_towards(peer)
+    interface = None if GLOO_INTERFACE in os.environ else interface_towards(peer)
     if interface is not None:  # gloo would take the address of the host's name, which other hosts need not reach
-        os.environ[_GLOO_INTERFACE] = interface
+        os.environ[GLOO_INTERFACE] = interface
     return launched
 
 

@@ -16,6 +16,8 @@ QUIET = {"GLOG_minloglevel": "3", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNING
 """Variables that silence the frameworks' log output; errors stay."""
 
 _HERE = "127.0.0.1"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Variable that names the network interface at which gloo listens."""
 
 
 @contextlib.contextmanager
@@ -57,6 +59,9 @@ def rank_environment(backend: str, rank: int, num_ranks: int, ports: list[int], 
     finds its modules where this one does, and with ``python -P`` only there.
     """
     variables = framework_variables(backend, rank, num_ranks, (_HERE, ports[0]), device)
+    interface = interface_towards(_HERE)
+    if interface is not None:  # gloo would listen at the address of the host's name, which other hosts reach
+        variables[GLOO_INTERFACE] = interface
     if backend == "torch":
         return {**process_environment(), **variables, "LOCAL_RANK": str(rank)}
     endpoints = [f"{_HERE}:{port}" for port in ports[1:]]

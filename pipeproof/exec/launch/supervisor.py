@@ -28,6 +28,8 @@ from pipeproof.exec.run_codes import DIED, HUNG
 START_UP_TIMEOUT_S = 60.0
 """Minimum of the watchdog's time until all ranks are ready: importing a framework on a busy machine is slow."""
 _POLL_S = 0.05
+_LEAST_FREE_BYTES = 2**16
+"""Free space below which a disk counts as full: a process that ended may have had a part of it."""
 _ENDING_S = 5.0
 """Longest wait for a process that the kernel is ending: it frees all its memory first."""
 
@@ -211,6 +213,12 @@ class Launcher:
             return self._state.died(worker.rank, "raised")
         status = worker.process.returncode
         end = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        if shutil.disk_usage(self._job.directory).free < _LEAST_FREE_BYTES:
+            name = "the reference process" if worker.rank is None else f"the process of rank {worker.rank}"
+            return DIED.finding(
+                f"{name} {end}: the disk of {self._job.directory.parent} is full",
+                help="free space there, or name a directory of another disk in TMPDIR",
+            )
         if worker.rank is None:
             return DIED.finding(
                 f"the reference process {end}: {_last_line(worker.output)}",

@@ -161,6 +161,7 @@ _OPS: Final = frozenset(
         "scatter", "barrier",
     }
 )  # fmt: skip
+_FRAMEWORKS: Final = ("torch", "paddle")
 MAX_BYTES: Final = 2**29
 """Largest log of a rank."""
 
@@ -248,6 +249,8 @@ class _Reader:
                     raise ValueError(f"it has version {data['version']} of the format; {VERSION} is read")
                 if data["rank"] != self._rank:
                     raise ValueError(f"it is of rank {data['rank']}, and the file's name has {self._rank}")
+                if data["framework"] not in _FRAMEWORKS:
+                    raise ValueError(f"`framework` is {data['framework']!r}, not one of {', '.join(_FRAMEWORKS)}")
                 self._start = {"num_ranks": int(data["num_ranks"]), "framework": str(data["framework"])}
             case "group":
                 ranks = tuple(map(int, data["ranks"]))

@@ -1,0 +1,101 @@
+"""Readers of foreign files, each with seeds and the command that reads a mutant of one."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.interop.hang.written import Recorder
+
+ROOT = Path(__file__).parents[2]
+SEEDS = Path(__file__).parent / "seeds"
+"""Mutants that were not handled once, kept by reader: ``READER.NAME``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A reader of one kind of file: its seeds, and from a mutant's path the arguments of the command that reads it."""
+
+    name: str
+    file: str
+    seeds: tuple[bytes, ...]
+    command: Callable[[Path], list[str | Path]]
+
+    def all_seeds(self) -> list[bytes]:
+        """Return the seeds, with the kept ones of this reader first."""
+        return [*(path.read_bytes() for path in sorted(SEEDS.glob(f"{self.name}.*"))), *self.seeds]
+
+
+def _files(*patterns: str) -> tuple[bytes, ...]:
+    found = [path.read_bytes() for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    assert found, patterns
+    return tuple(content for content in found if len(content) < 2**16)
+
+
+def _dump() -> dict[str, object]:
+    recorder = Recorder(0, {"0": (0, 1)})
+    recorder.collective("all_reduce", "completed")
+    recorder.message("send", 1, "started")
+    return {
+        "version": recorder.version,
+        "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+        "entries": recorder.entries,
+    }
+
+
+def _record() -> bytes:
+    md5 = "0" * 32
+    header = {"kind": "record", "format": 1, "digest": md5}
+    step = {"kind": "step", "step": 0, "loss": "1.5", "loss_md5": md5, "tensors": 0, "gradients": 0}
+    return "".join(json.dumps(line) + "\n" for line in (header, step)).encode()
+
+
+def _log() -> bytes:
+    start = {"event": "start", "version": 1, "rank": 0, "num_ranks": 1, "framework": "torch"}
+    return "".join(
+        json.dumps(line) + "\n" for line in (start, {"event": "create", "ranks": [0]}, {"event": "end"})
+    ).encode()
+
+
+def _readers() -> tuple[Reader, ...]:
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'.ljust(64)
+    toml = (
+        b'[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\npipeline_parallel_degree = 2\n[training]\nsteps = 1\n'
+    )
+    script = b'A=2\nB=("--num-layers" 4)\nif [ $A -gt 1 ]; then C=${D:-8}; fi\n'
+    script += b"torchrun p.py ${B[@]} --hidden-size $((A*4))\n"
+    csv = b"0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    deepspeed = b'{"train_batch_size": 8, "pipeline": {"stages": 2}, "gradient_accumulation_steps": 4}'
+    loss_log = (
+        b"global_step: 1, loss: 2.5, loss_md5: " + b"0" * 32 + b"\nfinal_loss: rank=0 val=2.5 md5=" + b"1" * 32 + b"\n"
+    )
+    return (
+        Reader("plan", "plan.yaml", _files("examples/*.yaml"), lambda path: ["check", path]),
+        Reader("program", "program.txt", _files("tests/schedule/files/*.txt", "examples/schedules/*") or (csv,),
+               lambda path: ["check", "--program", path]),
+        Reader("schedule", "schedule.csv", (csv,), lambda path: ["schedule", "convert", path, "--to", "text"]),
+        Reader("megatron", "train.sh", (script,), lambda path: ["import", "megatron", path]),
+        Reader("torchtitan", "job.toml", (toml,), lambda path: ["import", "torchtitan", path]),
+        Reader("deepspeed", "ds.json", (deepspeed,), lambda path: ["import", "deepspeed", path]),
+        Reader("dump_pickle", "rank_0", (pickle.dumps(_dump(), 2), pickle.dumps(_dump(), 4)),
+               lambda path: ["job", "hang", path.parent]),
+        Reader("dump_json", "rank_0", (json.dumps(_dump()).encode(),), lambda path: ["job", "hang", path.parent]),
+        Reader("flex", "0.metadata", (pickle.dumps({"state_dict_metadata": {"a": [(1, 2)]}, "x": (1, [2])}, 4),),
+               lambda path: ["state", "show", path.parent]),
+        Reader("dcp", ".metadata", (pickle.dumps({"storage_data": {("a", 1): 2}}, 4),),
+               lambda path: ["state", "show", path.parent]),
+        Reader("safetensors", "model.safetensors",
+               (len(header).to_bytes(8, "little") + header + b"\0" * 4,),
+               lambda path: ["state", "show", path]),
+        Reader("record", "record.jsonl", (_record(),), lambda path: ["state", "align", path, path]),
+        Reader("loss_log", "train.log", (loss_log,), lambda path: ["state", "align", path, path]),
+        Reader("log", "rank_0.jsonl", (_log(),), lambda path: ["check", "--log", path.parent]),
+        Reader("sweep", "sweep.yaml", (b"plan: plan.yaml\nsweep: {schedule.num_micro_batches: [2, 4]}\n",),
+               lambda path: ["sweep", path]),
+    )  # fmt: skip
+
+
+READERS: Mapping[str, Reader] = {reader.name: reader for reader in _readers()}

@@ -1,0 +1,58 @@
+"""Write the measured parts of ``docs/limits.md`` and ``docs/promises.md`` from ``docs/hardening.json``.
+
+``python validation/pages/make_hardening.py`` writes, ``--check`` exits 1 if a page is stale. The figures come from
+``validation/hardening/*.py --write`` and ``python -m tests.fuzz --write``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from pages import DOCS, fill, main, table
+
+RESULTS = json.loads((DOCS / "hardening.json").read_text(encoding="utf-8"))
+
+
+def limits_table() -> str:
+    """Return time and memory of every limit."""
+    rows = [
+        (row["name"], row["limit"], f"{row['seconds']:g} s", f"{row['peak_mb']} MB", str(row["status"]))
+        for row in RESULTS["limits"]
+    ]
+    return table(("input", "limit", "time", "peak memory", "exit status"), rows)
+
+
+def tried_table() -> str:
+    """Return what each tool tried and how much of it was handled."""
+    fuzz, kills, starts, soak = (RESULTS[name] for name in ("fuzz", "kills", "starts", "soak"))
+    limits = RESULTS["limits"]
+    num_handled = sum(row["problem"] is None for row in limits)
+    rows = [
+        ("fuzz", "`python -m tests.fuzz`", f"{fuzz['mutants']:,} mutants of {fuzz['readers']} kinds of files",
+         f"{fuzz['mutants'] - fuzz['not_handled']:,}", f"{fuzz['seconds']} s"),
+        ("limits", "`validation/hardening/limits.py`", f"{len(limits)} inputs at or beyond a limit", f"{num_handled}",
+         f"{sum(row['seconds'] for row in limits):.0f} s"),
+        ("kill", "`validation/hardening/kill_resume.py`", (f"{kills['kills']} launchers killed at random moments, then "
+         f"the run completed ({kills['resumed_from_a_state']} from a state), compared bit for bit"),
+         f"{kills['equal']}; {kills['processes_left']} processes left, the last ended after {kills['longest_end_s']} s",
+         f"{kills['seconds']} s"),
+        ("start", "`validation/hardening/kill_resume.py`", f"{starts['starts']} runs started in a row",
+         f"{starts['passed']}", f"{starts['seconds']} s"),
+        ("soak", "`validation/hardening/kill_resume.py`", (f"{soak['steps']:,} steps with 20 checkpoints, "
+         f"{soak['processes']} processes"), (f"status {soak['status']}; resident memory of the process that grew most: "
+         f"{soak['kb_per_1000_steps']:,} kB in 1,000 steps; {soak['descriptors_grown']} descriptors more"),
+         f"{soak['seconds']} s"),
+    ]  # fmt: skip
+    return table(("attack", "tool", "tried", "handled", "ran for"), rows)
+
+
+def pages() -> dict[Path, str]:
+    """Return the pages."""
+    limits, promises = DOCS / "limits.md", DOCS / "promises.md"
+    return {limits: fill(limits, {"limits": limits_table()}), promises: fill(promises, {"tried": tried_table()})}
+
+
+if __name__ == "__main__":
+    sys.exit(main("validation/pages/make_hardening.py", pages()))
