@@ -162,6 +162,7 @@ _OPS: Final = frozenset(
     }
 )  # fmt: skip
 _FRAMEWORKS: Final = ("torch", "paddle")
+"""First words of the framework of a log, before its version."""
 MAX_BYTES: Final = 2**29
 """Largest log of a rank."""
 
@@ -249,7 +250,7 @@ class _Reader:
                     raise ValueError(f"it has version {data['version']} of the format; {VERSION} is read")
                 if data["rank"] != self._rank:
                     raise ValueError(f"it is of rank {data['rank']}, and the file's name has {self._rank}")
-                if data["framework"] not in _FRAMEWORKS:
+                if str(data["framework"]).partition(" ")[0] not in _FRAMEWORKS:
                     raise ValueError(f"`framework` is {data['framework']!r}, not one of {', '.join(_FRAMEWORKS)}")
                 self._start = {"num_ranks": int(data["num_ranks"]), "framework": str(data["framework"])}
             case "group":
