@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pipeproof.api.show_result import show
     from pipeproof.api.simulate_result import simulate
     from pipeproof.api.sweep_result import sweep
+    from pipeproof.api.tune_result import tune
     from pipeproof.comm.lower import lower
     from pipeproof.diagnostics.finding import BadPlanError, Finding, PipeproofError
     from pipeproof.specs.load_plan import load_plan, plan_from_dict
@@ -47,6 +48,7 @@ __all__ = [
     "show",
     "simulate",
     "sweep",
+    "tune",
 ]
 
 _HOMES = {
@@ -65,6 +67,7 @@ _HOMES = {
     "show": "api.show_result",
     "simulate": "api.simulate_result",
     "sweep": "api.sweep_result",
+    "tune": "api.tune_result",
 }
 """Public name to the module that holds it: `import pipeproof` alone loads none of them."""
 

@@ -21,9 +21,9 @@ from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from pipeproof.analysis.sweep.executor_choice import ExecutorChoice
+    from pipeproof.analysis.tune.tune_model import TuneModel
     from pipeproof.analysis.tune.tune_result import TuneResult
     from pipeproof.diagnostics.problems import KeyPath
-    from pipeproof.interop.tune_models import TuneModel
 
 
 def _fixed(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, list[Any]]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeproof.analysis.tune.frameworks import named_framework
+from pipeproof.analysis.tune.tune_model import TuneModel, model_of_plan
 from pipeproof.diagnostics.finding import BadPlanError, Finding, Severity
 from pipeproof.diagnostics.problems import KeyPath, nearest_name
 from pipeproof.diagnostics.source import read_text
@@ -31,21 +30,6 @@ _FRAMEWORK_OF_KIND = {
 _ONE_RANK = {"topology": {}, "schedule": {"kind": "1f1b", "num_micro_batches": 1, "micro_batch_size": 1}}
 
 
-@dataclass(frozen=True)
-class TuneModel:
-    """A plan with the model to tune.
-
-    ``framework``, ``device`` and ``global_batch`` are those of the source, None where it has none; ``assumptions`` are
-    sentences about values that it does not have.
-    """
-
-    plan: LoadedPlan
-    framework: str | None = None
-    device: str | None = None
-    global_batch: int | None = None
-    assumptions: tuple[str, ...] = ()
-
-
 def tune_model(source: str, *, kind: str | None = None, flags: Flags | None = None) -> TuneModel:
     """Read the model to tune.
 
@@ -65,7 +49,7 @@ def tune_model(source: str, *, kind: str | None = None, flags: Flags | None = No
     kind = kind or _KIND_OF_SUFFIX.get(path.suffix.lower())
     if kind is not None:
         loaded = load_imported(import_files(kind, [path], flags))
-        return _of_plan(loaded, _FRAMEWORK_OF_KIND.get(kind))
+        return model_of_plan(loaded, _FRAMEWORK_OF_KIND.get(kind))
     tree = parse_text(read_text(str(path)), str(path))
     if isinstance(tree.data, dict) and "pipeproof" not in tree.data and not tree.problems:
         names = tree.data.get("text_config", tree.data)
@@ -75,22 +59,7 @@ def tune_model(source: str, *, kind: str | None = None, flags: Flags | None = No
     if flags.settings:
         data = _with_settings(loaded.spec.model_dump(mode="json", exclude_unset=True), flags)
         loaded = LoadedPlan(plan_from_dict(data).spec, loaded.source)
-    return _of_plan(loaded, None)
-
-
-def _of_plan(loaded: LoadedPlan, framework: str | None) -> TuneModel:
-    spec = loaded.spec
-    named = named_framework(spec)
-    if framework is None and named is not None:
-        framework = named.name
-    analytic, schedule = spec.cost.analytic, spec.schedule
-    replicas = spec.topology.dp * spec.topology.ep
-    return TuneModel(
-        loaded,
-        framework,
-        None if analytic is None else analytic.device,
-        replicas * schedule.num_micro_batches * schedule.micro_batch_size,
-    )
+    return model_of_plan(loaded, None)
 
 
 def _of_config(path: Path, flags: Flags) -> TuneModel:

@@ -21,6 +21,7 @@ FUNCTIONS = {
     "show": pp.show,
     "sweep": lambda plan: pp.sweep(plan, {"schedule.kind": ["1f1b", "gpipe"]}, workers=1),
     "compare": lambda plan: pp.compare(plan, plan_dict(schedule={"kind": "gpipe"})),
+    "tune": lambda plan: pp.tune(plan, gpus=4, device="h100", top=2, fix={"tp": [1]}, workers=1),
 }
 
 
@@ -40,7 +41,7 @@ def forms(path):
     return [path, str(path), plan_dict(), loaded.spec, loaded]
 
 
-@pytest.mark.parametrize("name", ["check", "simulate", "advise", "show", "compare"])
+@pytest.mark.parametrize("name", ["check", "simulate", "advise", "show", "compare", "tune"])
 def test_a_plan_is_a_path_a_dict_a_spec_or_loaded(name, path):
     contents = [FUNCTIONS[name](plan).to_dict() for plan in forms(path)]
     for content in contents:
@@ -59,6 +60,11 @@ def test_a_sweep_takes_them_too_and_sweep_files(path):
         pp.sweep(plan_dict())
     with pytest.raises(pp.BadPlanError, match="no key"):
         pp.sweep(plan_dict(), {"schedule.knd": ["1f1b"]})
+
+
+def test_tune_needs_a_device_and_asks_for_it():
+    with pytest.raises(ValueError, match="names no device: give `device`"):
+        pp.tune(plan_dict(), gpus=4)
 
 
 def test_something_else_is_refused():

@@ -1,0 +1,104 @@
+"""``pipeproof.tune``: the layouts with which a model trains fastest, with records and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict
+from typing import Any
+
+from pipeproof.analysis.tune.search_layouts import TuneError
+from pipeproof.analysis.tune.search_layouts import tune as find_layouts
+from pipeproof.analysis.tune.tune_model import model_of_plan
+from pipeproof.analysis.tune.tune_result import TuneResult as Tuned
+from pipeproof.api.given_plan import GivenPlan, Settings, load_given, name_of
+from pipeproof.api.result import Records, Result, html_table, html_text, printed
+
+_WIDTH = 110
+
+
+class TuneResult(Result):
+    """Result of ``tune``: the search ``tuned``, with the table ``layouts``, the fastest first; times in seconds."""
+
+    def __init__(self, tuned: Tuned, name: str) -> None:
+        self.tuned, self.name = tuned, name
+
+    def __repr__(self) -> str:
+        """Return the number of layouts and the fastest step."""
+        rows = self.tuned.rows
+        best = f"; best {rows[0].step_s:,.3f} s a step" if rows else ""
+        return f"<tune: {self.name}, {self.tuned.num_gpus} {self.tuned.device}, {len(rows)} layouts{best}>"
+
+    def _dict(self) -> dict[str, Any]:
+        return self.tuned.to_json()
+
+    def _tables(self) -> dict[str, Records]:
+        return {
+            "layouts": [
+                {
+                    "rank": row.rank,
+                    **asdict(row.layout),
+                    "step_s": row.step_s,
+                    "tokens_per_s_per_gpu": row.tokens_per_s_per_gpu,
+                    "tflops_per_gpu": row.tflops_per_gpu,
+                    "mfu": row.mfu,
+                    "peak_gib": row.peak_gib,
+                    "why": row.why,
+                }
+                for row in self.tuned.rows
+            ]
+        }
+
+    def _parts(self) -> Iterator[str]:
+        from pipeproof.analysis.tune.tune_text import render_tune
+
+        yield html_text(printed(_WIDTH, lambda console: render_tune(self.tuned, console)))
+        yield html_table(self.to_records(), "layouts")
+
+
+def tune(
+    plan: GivenPlan,
+    *,
+    gpus: int,
+    device: str | None = None,
+    global_batch: int | None = None,
+    memory_gib: float | None = None,
+    framework: str | None = None,
+    top: int = 10,
+    fix: Mapping[str, Sequence[Any]] | None = None,
+    workers: int | None = None,
+    executor: Executor | None = None,
+    settings: Settings | None = None,
+) -> TuneResult:
+    """Find the layouts with the shortest steps for the model of a plan.
+
+    Args:
+        plan: A path, a dict, a ``PlanSpec`` or a loaded plan. Its mesh, schedule, cut, recomputation and sharding are
+            replaced.
+        gpus: Number of devices.
+        device: Name of a device; by default that of the plan's ``cost.analytic``.
+        global_batch: Sequences in a step, over all replicas; by default those of the plan.
+        memory_gib: Memory of a device in GiB; by default that of its data sheet.
+        framework: ``megatron``, ``torch`` or ``paddle``, whose schedules and settings are tried; by default that of the
+            plan, or ``megatron``.
+        top: Number of layouts.
+        fix: Allowed values by name, such as ``{"tp": [8]}``.
+        workers: Processes; by default one for each processor. A script calls this below
+            ``if __name__ == "__main__"``.
+        executor: Where layouts are simulated in place of own processes, such as a Dask client's.
+        settings: Values by dotted key that win over those of the plan.
+
+    Raises:
+        PlanFileError: the plan is not valid.
+        TuneError: an option is wrong, or the plan names no device.
+    """
+    source = model_of_plan(load_given(plan, settings), framework)
+    chosen = device or source.device
+    if chosen is None:
+        raise TuneError("the plan names no device: give `device`, such as 'h100'")
+    assert source.global_batch is not None
+    tuned = find_layouts(
+        source.plan, gpus=gpus, device=chosen, global_batch=global_batch or source.global_batch, memory_gib=memory_gib,
+        framework=source.framework or "megatron", top=top, fix=fix, executor=executor, workers=workers,
+    )  # fmt: skip
+    return TuneResult(tuned, name_of(plan))
