@@ -34,8 +34,9 @@ def tried_table() -> str:
          f"{fuzz['mutants'] - fuzz['not_handled']:,}", f"{fuzz['seconds']} s"),
         ("limits", "`validation/hardening/limits.py`", f"{len(limits)} inputs at or beyond a limit", f"{num_handled}",
          f"{sum(row['seconds'] for row in limits):.0f} s"),
-        ("kill", "`validation/hardening/kill_resume.py`", (f"{kills['kills']} launchers killed, most of them after a state was saved, then "
-         f"the run completed ({kills['resumed_from_a_state']} from a state), compared bit for bit"),
+        ("kill", "`validation/hardening/kill_resume.py`", (
+             f"{kills['kills']} launchers killed, most of them after a state was saved, then "
+             f"the run completed ({kills['resumed_from_a_state']} from a state), compared bit for bit"),
          f"{kills['equal']}; {kills['processes_left']} processes left, the last ended after {kills['longest_end_s']} s",
          f"{kills['seconds']} s"),
         ("start", "`validation/hardening/kill_resume.py`", f"{starts['starts']} runs started in a row",

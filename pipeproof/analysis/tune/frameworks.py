@@ -132,8 +132,8 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType({framework.name: framewor
 
 
 def named_framework(spec: PlanSpec) -> Framework | None:
-    """The framework that a plan names by ``schedule.variant``, else by ``run.backend``; None if it names neither."""
+    """The framework that a plan names by ``schedule.variant``, as imported plans do; None without one."""
     variant = spec.schedule.variant
-    if variant is not None:
-        return FRAMEWORKS["paddle" if variant.startswith("fleet") else variant]
-    return FRAMEWORKS[spec.run.backend] if "backend" in spec.run.model_fields_set else None
+    if variant is None:
+        return None
+    return FRAMEWORKS["paddle" if variant.startswith("fleet") else variant]

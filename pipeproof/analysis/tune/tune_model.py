@@ -24,11 +24,13 @@ class TuneModel:
 
 
 def model_of_plan(loaded: LoadedPlan, framework: str | None = None) -> TuneModel:
-    """Return the model of a plan; ``framework`` is by default the one that the plan names."""
+    """Return the model of a plan; ``framework`` is by default that of its schedule, else that of ``run.backend``."""
     spec = loaded.spec
     named = named_framework(spec)
     if framework is None and named is not None:
         framework = named.name
+    elif framework is None and "backend" in spec.run.model_fields_set:
+        framework = spec.run.backend
     analytic, schedule = spec.cost.analytic, spec.schedule
     replicas = spec.topology.dp * spec.topology.ep
     return TuneModel(
