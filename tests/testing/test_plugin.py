@@ -89,7 +89,7 @@ def test_no_plans_are_collected_unless_asked_for_and_nothing_is_loaded(run_pytes
     (project / "tests" / "test_one.py").write_text(
         "import sys\n\n\ndef test_one():\n"
         "    ours = {name for name in sys.modules if name.startswith('pipeproof')}\n"
-        "    assert ours == {'pipeproof', 'pipeproof.testing', 'pipeproof.testing.plugin'}\n"
+        "    assert ours == {'pipeproof', 'pipeproof.version', 'pipeproof.testing', 'pipeproof.testing.plugin'}\n"
         "    assert not {'numpy', 'pydantic', 'rich.console'} & set(sys.modules)\n"
     )
     done = run_pytest(project, "-p", "no:hypothesispytest", ".")

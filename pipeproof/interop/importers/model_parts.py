@@ -6,13 +6,14 @@ of GPT-3: LayerNorm, learned positions, an MLP with GELU, and a bias in every pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath
 from pipeproof.interop.importers.draft import Draft, count
+from pipeproof.specs.model import ModelSpec
 
 _GPT = {"norm": "layer", "positions": "learned", "biases": "all"}
 _PARTS: Mapping[str, Mapping[str, object]] = MappingProxyType(
@@ -46,6 +47,33 @@ PART_FLAGS = (
 """Flags of Megatron-LM for parts."""
 
 _LLAMA = {"norm": "rms", "positions": "rotary", "mlp": "swiglu", "biases": "none"}
+
+
+def flags_of_parts(model: ModelSpec) -> Iterator[Sequence[str]]:
+    """Yield the arguments of Megatron-LM for the parts of a model."""
+    yield _NORM, {"rms": "RMSNorm", "layer": "LayerNorm"}[model.norm]
+    if model.qk_norm:
+        yield (_QK,)
+    yield _TYPE, {"rotary": "rope", "learned": "learned_absolute"}[model.positions]
+    yield from {"swiglu": [("--swiglu",)], "gelu_tanh": [("--openai-gelu",)], "gelu": [("--no-bias-gelu-fusion",)]}[
+        model.mlp
+    ]
+    if model.biases != "all":
+        yield (_NO_BIAS,)
+    if model.biases == "qkv":
+        yield (_QKV_BIAS,)
+
+
+def type_of_parts(model: ModelSpec) -> str:
+    """Return a ``model_type`` whose models have these norms, positions and biases; "llama" without one."""
+    has_experts = model.moe is not None
+    if model.norm == "layer":
+        return "gpt" if model.positions == "learned" else "stablelm"
+    if model.qk_norm:
+        return "qwen3_moe" if has_experts else "qwen3"
+    if model.biases == "qkv":
+        return "qwen2_moe" if has_experts else "qwen2"
+    return "deepseek_v3" if model.mla is not None else "llama"
 
 
 def take_parts(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
+from pipeproof.interop.importers.model_parts import flags_of_parts
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.model_family import stage_layers
 
@@ -41,17 +42,7 @@ def _model(spec: PlanSpec) -> Iterator[Sequence[str]]:
         yield from _latent_attention(spec)
     if not model.tied_embedding:
         yield ("--untie-embeddings-and-output-weights",)
-    yield "--normalization", {"rms": "RMSNorm", "layer": "LayerNorm"}[model.norm]
-    if model.qk_norm:
-        yield ("--qk-layernorm",)
-    yield "--position-embedding-type", {"rotary": "rope", "learned": "learned_absolute"}[model.positions]
-    yield from {"swiglu": [("--swiglu",)], "gelu_tanh": [("--openai-gelu",)], "gelu": [("--no-bias-gelu-fusion",)]}[
-        model.mlp
-    ]
-    if model.biases != "all":
-        yield ("--disable-bias-linear",)
-    if model.biases == "qkv":
-        yield ("--add-qkv-bias",)
+    yield from flags_of_parts(model)
     dropout = model.dropout
     yield "--attention-dropout", f"{0.0 if dropout is None else dropout.attention:g}"
     yield "--hidden-dropout", f"{0.0 if dropout is None else dropout.hidden:g}"

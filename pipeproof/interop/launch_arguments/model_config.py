@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeproof.interop.importers.model_parts import type_of_parts
 from pipeproof.interop.importers.model_sizes import MODEL_NAMES
 from pipeproof.specs.plan import PlanSpec
 
@@ -18,7 +19,7 @@ _MODERN = (
 
 def model_config(spec: PlanSpec) -> dict[str, Any]:
     """The sizes, and a type of model that has the plan's norms, positions and biases; "llama" without one."""
-    data: dict[str, Any] = {"model_type": _model_type(spec)}
+    data: dict[str, Any] = {"model_type": type_of_parts(spec.gpt)}
     model = spec.gpt.model_dump(mode="json")
     for name in _MODERN:
         value: Any = model
@@ -27,15 +28,3 @@ def model_config(spec: PlanSpec) -> dict[str, Any]:
         if value not in (None, 0):
             data[name] = value
     return data
-
-
-def _model_type(spec: PlanSpec) -> str:
-    model = spec.gpt
-    has_experts = model.moe is not None
-    if model.norm == "layer":
-        return "gpt" if model.positions == "learned" else "stablelm"
-    if model.qk_norm:
-        return "qwen3_moe" if has_experts else "qwen3"
-    if model.biases == "qkv":
-        return "qwen2_moe" if has_experts else "qwen2"
-    return "deepseek_v3" if model.mla is not None else "llama"

@@ -14,7 +14,7 @@ from pipeproof.cli import reshard_output as reshard_shown
 from pipeproof.signals import TerminatedError
 from pipeproof.state.reshard import copy_regions as moving
 from pipeproof.state.reshard import work_directory as work_directory
-from tests.state.reshard.plans import DENSE, files_of, reshard, state_of, write_plan
+from tests.state.reshard.plans import DENSE, files_of, keeps_marks, reshard, state_of, write_plan
 from tests.state.tiny import files_below
 
 
@@ -166,15 +166,6 @@ def test_what_stays_behind_when_nothing_can_be_removed_does_no_harm(job, monkeyp
     assert f"pipeproof run {plan} --resume {made}" in said
     assert not (tmp_path / ".made.reshard").exists()
     assert files_of(made) == expected
-
-
-def keeps_marks(directory):
-    """True if the file system has extended attributes of users."""
-    try:
-        os.setxattr(directory, "user.pipeproof.test", b"1")
-    except (OSError, AttributeError):
-        return False
-    return True
 
 
 def test_killed_after_the_cleanup_the_same_command_succeeds(job, tmp_path):
