@@ -19,7 +19,7 @@ test-all: test test-rest test-browser fuzz    ## every test; Debian's Chromium a
 REST ?= slow or many_examples or needs_torch
 test-rest: $(VENV)/.torch    ## what `make test` leaves out, with all examples of property tests; without the browser
 	$(BIN)/python -c 'import torch'    # or the tests that need it would be skipped
-	$(PYTEST) -m '($(REST)) and not needs_browser'
+	$(PYTEST) -m '($(REST)) and not needs_browser' $(REST_OPTIONS)
 
 fuzz: $(VENV)/.dev           ## five minutes of mutants of every file that is read; those not handled are kept as seeds
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds 300 --seed $$(date +%s)
