@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
 from pipeproof.cli.completion import PlanFile
-from pipeproof.cli.console import console_for, format_option, refusing_bad_plans
+from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, showing_progress
 from pipeproof.cli.set_option import set_option
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
-    from pipeproof.analysis.advise.search import Progress
     from pipeproof.diagnostics.problems import KeyPath
 
 
@@ -50,7 +47,7 @@ def advise(
 
         loaded = load_plan(plan, settings)
         try:
-            with _showing_progress() as on_progress:
+            with showing_progress("checking the plan") as on_progress:
                 advice = find_advice(
                     loaded, memory_limit, top=top, with_over_limit=everything, every_schedule=everything,
                     on_progress=on_progress,
@@ -66,17 +63,3 @@ def advise(
     from pipeproof.analysis.advise.advice_text import render_advice
 
     render_advice(advice, console_for(), all_reasons=everything)
-
-
-@contextmanager
-def _showing_progress() -> Iterator[Progress | None]:
-    """Show the progress on a line of standard error; yields None if that is not a terminal."""
-    console = console_for(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    from rich.progress import Progress as Bars
-
-    with Bars(console=console, transient=True) as bars:
-        task = bars.add_task("checking the plan", total=None)
-        yield lambda text, done, total: bars.update(task, description=text, completed=done, total=total)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, writable
+from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, showing_progress, writable
 from pipeproof.cli.import_command import DeviceParam, KindName, import_options
 from pipeproof.cli.sweep_command import cluster_of, executor_option
 from pipeproof.exit_status import ExitStatus
@@ -135,7 +134,10 @@ def _search(
 
     results = None if output is None else output / "results.jsonl"
     try:
-        with cluster_of(executor, results or Path("results.jsonl")) as cluster, _showing_progress() as on_progress:
+        with (
+            cluster_of(executor, results or Path("results.jsonl")) as cluster,
+            showing_progress("bounding layouts") as on_progress,
+        ):
             pool = {} if not cluster else {"executor": cluster["executor"]}
             result = find_layouts(
                 source.plan, device=device, global_batch=global_batch, framework=framework, results=results,
@@ -151,20 +153,6 @@ def _search(
         click.echo("error: the workers broke off; the same command with --output resumes", err=True)
         sys.exit(ExitStatus.WORKER_FAILED)
     return replace(result, assumptions=(*source.assumptions, *result.assumptions))
-
-
-@contextmanager
-def _showing_progress() -> Iterator[Callable[[str, int, int], None] | None]:
-    """Show the progress on a line of standard error; yields None if that is not a terminal."""
-    console = console_for(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    from rich.progress import Progress as Bars
-
-    with Bars(console=console, transient=True) as bars:
-        task = bars.add_task("bounding layouts", total=None)
-        yield lambda text, done, total: bars.update(task, description=text, completed=done, total=total)
 
 
 def _write(result: TuneResult, directory: Path) -> None:

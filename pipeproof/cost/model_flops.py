@@ -17,7 +17,7 @@ from pipeproof.stages.describe.model_family import stage_layers
 from pipeproof.stages.describe.op_work import product_flops
 
 _FLOPS_PER_US = 10**6
-"""Of one TFLOP/s."""
+"""FLOPs per microsecond at one TFLOP/s."""
 
 
 def model_flops_utilization(plan: PlanSpec, makespan_us: Fraction) -> float | None:

@@ -202,6 +202,7 @@ def test_progress_is_shown_on_a_terminal_and_leaves_no_trace_in_the_output(write
         return Console(file=shown if options.get("stderr") else None, force_terminal=options.get("stderr"), width=100)
 
     monkeypatch.setattr(advise_command, "console_for", console)
+    monkeypatch.setattr("pipeproof.cli.console.console_for", console)
     result = invoke("advise", write(four_ranks()))
     assert "checking the plan" in shown.getvalue() or "timing schedules" in shown.getvalue()
     assert result.stdout.startswith("Now: ")

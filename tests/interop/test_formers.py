@@ -274,7 +274,7 @@ def test_the_order_of_the_mesh(tmp_path, order, expected):
     ],
 )
 def test_the_order_of_the_mesh_of_earlier_trainers_has_pipelines_outside(tmp_path, more, expected):
-    """As in paddlenlp/trainer/training_args.py, where `pp_first` is the default."""
+    """The default of paddlenlp/trainer/training_args.py is `pp_first`."""
     old = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "sharding": "stage1",
            "sharding_parallel_degree": 2, "gradient_accumulation_steps": 4}  # fmt: skip
     assert of(tmp_path, old | more).subject.plan.spec.topology.order == expected

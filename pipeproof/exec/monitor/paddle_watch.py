@@ -34,8 +34,6 @@ def watch(
     """
     if not dist.is_initialized():
         raise ValueError("watch needs process groups: call paddle.distributed.init_parallel_env first")
-    if capacity < 1:
-        raise ValueError(f"a ring keeps at least 1 operation, not {capacity}")
     recorder = RingRecorder(
         ring_directory(directory), dist.get_rank(), dist.get_world_size(), f"paddle {paddle.__version__}",
         only=None if group is None else frozenset({str(group.id)}), shared=shared, capacity=capacity,

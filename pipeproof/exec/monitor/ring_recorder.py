@@ -51,12 +51,15 @@ class RingRecorder:
 
     Raises:
         OSError: the directory or the file cannot be created.
+        ValueError: ``capacity`` is not positive.
     """
 
     def __init__(
         self, directory: Path, rank: int, num_ranks: int, framework: str, *, only: frozenset[str] | None = None,
         marker: Callable[[str], IsDone | None] | None = None, shared: bool = False, capacity: int = CAPACITY,
     ) -> None:  # fmt: skip
+        if capacity < 1:
+            raise ValueError(f"a ring keeps at least 1 operation, not {capacity}")
         directory.mkdir(parents=True, exist_ok=True)
         process = ProcessId.own()
         self.path = directory / f"rank_{rank}.ring"

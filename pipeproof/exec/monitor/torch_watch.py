@@ -34,8 +34,6 @@ def watch(
     """
     if not dist.is_initialized():
         raise ValueError("watch needs a process group: call torch.distributed.init_process_group first")
-    if capacity < 1:
-        raise ValueError(f"a ring keeps at least 1 operation, not {capacity}")
     only = None if group is None else frozenset({str(group.group_name)})
     recorder = RingRecorder(
         ring_directory(directory), dist.get_rank(), dist.get_world_size(), f"torch {torch.__version__}", only=only,

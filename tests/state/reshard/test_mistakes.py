@@ -1,4 +1,4 @@
-"""What a person may get wrong with ``pipeproof state reshard``: the message says what, and nothing is left behind."""
+"""Mistakes with ``pipeproof state reshard``: the message names each one, and nothing is left behind."""
 
 import json
 import os
