@@ -151,7 +151,7 @@ class Pair:
         self.store.set(f"{self._count}/{self.rank}", pickle.dumps(value))
         return pickle.loads(self.store.get(f"{self._count}/{1 - self.rank}"))
 
-    def say(self, text: str, *, first_only: bool = True) -> None:
+    def report(self, text: str, *, first_only: bool = True) -> None:
         """Print, by default on rank 0 alone."""
         if self.rank == 0 or not first_only:
             _print(text)
@@ -299,7 +299,7 @@ class Words:
             raise RuntimeError(f"cuStreamWaitValue32: {status}")
 
     def set_own(self, index: int, value: int) -> None:
-        """Set an own word from the host, whatever streams wait for."""
+        """Set an own word from the host, also while streams wait for it."""
         raise NotImplementedError
 
 
@@ -395,16 +395,16 @@ class Ring:
 def facts(pair: Pair) -> None:
     """Versions, attributes and the topology."""
     torch, driver = pair.torch, pair.driver
-    pair.say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
+    pair.report(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
              f"NCCL {torch.cuda.nccl.version()}, driver API {driver.number('cuDriverGetVersion')}")  # fmt: skip
     names = {"copy engines": 40, "64-bit stream words": 122, "NOR waits": 123, "host pointer is device pointer": 91}
     found = {name: driver.number("cuDeviceGetAttribute", code, pair.rank) for name, code in names.items()}
-    pair.say(f"device attributes: {found}")
+    pair.report(f"device attributes: {found}")
     peer = {name: driver.number("cuDeviceGetP2PAttribute", code, pair.rank, 1 - pair.rank)
             for name, code in {"rank": 1, "access": 2, "atomics": 3}.items()}  # fmt: skip
-    pair.say(f"peer attributes: {peer}; torch: {torch.cuda.can_device_access_peer(pair.rank, 1 - pair.rank)}")
+    pair.report(f"peer attributes: {peer}; torch: {torch.cuda.can_device_access_peer(pair.rank, 1 - pair.rank)}")
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUDA_MODULE_LOADING"):
-        pair.say(f"{name}={os.environ.get(name)}")
+        pair.report(f"{name}={os.environ.get(name)}")
     if pair.rank == 0:
         try:
             run = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=False)
@@ -429,7 +429,7 @@ def local_words(pair: Pair) -> None:
         is_waiting = not stream.query()
         words.write(_raw(other), 0, 7, at_peer=False)
         stream.synchronize()
-        pair.say(f"{name} word: waits {is_waiting}, then released; value {int(tensor[0])}")
+        pair.report(f"{name} word: waits {is_waiting}, then released; value {int(tensor[0])}")
         words.write(_raw(other), 0, 0, at_peer=False)
         other.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -443,7 +443,9 @@ def local_words(pair: Pair) -> None:
                 is_waiting = not stream.query()
                 words.write(_raw(other), 0, 1, at_peer=False)
                 stream.synchronize()
-        pair.say(f"{name} word in a graph: each replay waits {is_waiting}, released and taken back: {int(tensor[0])}")
+        pair.report(
+            f"{name} word in a graph: each replay waits {is_waiting}, released and taken back: {int(tensor[0])}"
+        )
 
 
 def driver_ipc(pair: Pair) -> None:
@@ -458,7 +460,7 @@ def driver_ipc(pair: Pair) -> None:
     pulled = torch.zeros_like(source)
     pair.driver("cuMemcpyDtoDAsync_v2", pulled.data_ptr(), memory.peer, MIB, _raw(stream))
     pair.sync()
-    pair.say(f"IPC by the driver: pushed bytes right {pushed}, pulled bytes right {bool((pulled == source).all())}",
+    pair.report(f"IPC by the driver: pushed bytes right {pushed}, pulled bytes right {bool((pulled == source).all())}",
              first_only=False)  # fmt: skip
 
 
@@ -474,7 +476,7 @@ def torch_ipc(pair: Pair) -> None:
     peer.copy_(torch.full_like(shared, 17 + pair.rank))
     torch.cuda.synchronize(peer.device)
     pair.sync()
-    pair.say(f"IPC by torch: the peer's tensor is on {peer.device}; bytes right "
+    pair.report(f"IPC by torch: the peer's tensor is on {peer.device}; bytes right "
              f"{bool((shared == 17 + 1 - pair.rank).all())}", first_only=False)  # fmt: skip
     pair.sync()
     del peer
@@ -494,7 +496,7 @@ def _handshake(pair: Pair, kind: str) -> None:
     words.wait(stream, 0, 1)
     is_right = (memory.tensor[:MIB] == 5 + 1 - pair.rank).all()
     pair.sync()
-    pair.say(f"words of the {kind}: written by the peer, the bytes before it are there {bool(is_right)}",
+    pair.report(f"words of the {kind}: written by the peer, the bytes before it are there {bool(is_right)}",
              first_only=False)  # fmt: skip
 
 
@@ -537,13 +539,13 @@ def abort(pair: Pair) -> None:
         while not stream.query() and time.perf_counter() - start < 5:
             time.sleep(0)
         us = 1e6 * (time.perf_counter() - start)
-        pair.say(f"abort by a word of the {kind}: was waiting {was_waiting}, released {stream.query()} after "
+        pair.report(f"abort by a word of the {kind}: was waiting {was_waiting}, released {stream.query()} after "
                  f"{us:.0f} us {error or ''}")  # fmt: skip
         pair.sync()
 
 
 def connections(pair: Pair) -> None:
-    """How many streams may wait before the default stream's kernels, or a copy of another stream, wait with them."""
+    """Numbers of streams that may wait before the default stream's kernels, or another stream's copy, wait with them."""
     torch, words = pair.torch, pair.words("host")
     value = torch.zeros(1, device=pair.device)
     out = pair.stream()
@@ -570,7 +572,7 @@ def connections(pair: Pair) -> None:
             for index in range(count):
                 words.set_own(20 + index, 1)
             torch.cuda.synchronize()
-            pair.say(f"{count} waiting streams of {'high' if high else 'usual'} priority: {text}")
+            pair.report(f"{count} waiting streams of {'high' if high else 'usual'} priority: {text}")
     pair.sync()
 
 
@@ -601,7 +603,7 @@ def host_costs(pair: Pair) -> None:
             for _ in range(50):
                 call()
             times.append((time.perf_counter() - start) / 50 * 1e6)
-        pair.say(f"host: {name} {median(times):.2f} us")
+        pair.report(f"host: {name} {median(times):.2f} us")
     pair.sync()
 
 
@@ -647,8 +649,8 @@ def replay(pair: Pair) -> None:
             for _ in range(30):
                 graph.replay()
         pair.sync()
-        pair.say(f"replay, words of the {kind}: wrong bytes {eager_wrong} eager, {int(wrong)} after 30 replays, step "
-                 f"{int(step)}", first_only=False)  # fmt: skip
+        counts = f"wrong bytes {eager_wrong} eager, {int(wrong)} after 30 replays, step {int(step)}"
+        pair.report(f"replay, words of the {kind}: {counts}", first_only=False)
         pair.swap()
 
 
@@ -698,7 +700,7 @@ def latency(pair: Pair) -> None:
                 found[f"{kind} words{', copied out' if copied_out else ''}"] = us / count / 2
         send, recv = partial(_nccl_message, pair, source, None), partial(_nccl_message, pair, None, target)
         found["NCCL"] = _elapsed_us(pair, partial(_ping, pair, count, send, recv)) / count / 2
-        pair.say(f"latency {num_bytes} bytes, us: " + ", ".join(f"{name} {us:.1f}" for name, us in found.items()))
+        pair.report(f"latency {num_bytes} bytes, us: " + ", ".join(f"{name} {us:.1f}" for name, us in found.items()))
 
 
 def _nccl_message(pair: Pair, source: Any, target: Any) -> None:
@@ -746,7 +748,7 @@ def bandwidth(pair: Pair) -> None:
             us = _elapsed_us(pair, partial(_nccl_series, pair, count, source, target, both=both), 3)
             found[f"{ways}, NCCL"] = num_bytes * count / us / 1e3
         figures = "; ".join(f"{name} {rate:.0f}" for name, rate in found.items())
-        pair.say(f"bandwidth {num_bytes // MIB} MiB, GB/s: {figures}")
+        pair.report(f"bandwidth {num_bytes // MIB} MiB, GB/s: {figures}")
 
 
 def slowdown(pair: Pair) -> None:
@@ -823,7 +825,7 @@ def slowdown(pair: Pair) -> None:
         for mode in modes:
             ms, moved = median(products[mode]), median(messages[mode])
             rate = f", messages {moved:.2f} ms ({num_bytes * count / moved / 1e6:.0f} GB/s)" if "run" in mode else ""
-            pair.say(f"slowdown {'sender' if is_sender else 'receiver'} {rows}x{inner}x{columns}: {mode}: "
+            pair.report(f"slowdown {'sender' if is_sender else 'receiver'} {rows}x{inner}x{columns}: {mode}: "
                      f"{ms:.3f} ms, {ms / alone - 1:+.1%}{rate}", first_only=False)  # fmt: skip
         del left, right, result
     pair.sync()
@@ -864,14 +866,14 @@ def symmetric(pair: Pair) -> None:
     buffer = symmetric_memory.empty(32 * MIB, dtype=torch.uint8, device=pair.device)
     handle = symmetric_memory.rendezvous(buffer, group.group_name)
     peer = handle.get_buffer(1 - pair.rank, (32 * MIB,), torch.uint8)
-    pair.say(f"symmetric memory: the peer's buffer is on {peer.device}, multicast {bool(handle.multicast_ptr)}, "
+    pair.report(f"symmetric memory: the peer's buffer is on {peer.device}, multicast {bool(handle.multicast_ptr)}, "
              f"pad {handle.signal_pad_size} bytes")  # fmt: skip
     peer.copy_(torch.full_like(buffer, 31 + pair.rank))
     handle.put_signal(1 - pair.rank, 0, 5000)
     handle.wait_signal(1 - pair.rank, 0, 5000)
     is_right = (buffer == 31 + 1 - pair.rank).all()
     pair.sync()
-    pair.say(f"symmetric memory: put_signal and wait_signal, bytes right {bool(is_right)}", first_only=False)
+    pair.report(f"symmetric memory: put_signal and wait_signal, bytes right {bool(is_right)}", first_only=False)
 
     def ping() -> None:
         for _ in range(50):
@@ -881,7 +883,7 @@ def symmetric(pair: Pair) -> None:
                 else:
                     handle.wait_signal(1 - pair.rank, 1, 5000)
 
-    pair.say(f"symmetric memory: signal kernels, one way {_elapsed_us(pair, ping) / 100:.1f} us")
+    pair.report(f"symmetric memory: signal kernels, one way {_elapsed_us(pair, ping) / 100:.1f} us")
     words = Words(pair)
     pads = handle.signal_pad_ptrs
     words.own, words.peer = pads[pair.rank] + 1024, pads[1 - pair.rank] + 1024
@@ -896,7 +898,7 @@ def symmetric(pair: Pair) -> None:
                 else:
                     words.wait(stream, 0, number)
 
-    pair.say(f"symmetric memory: stream words on the pads, one way {_elapsed_us(pair, stream_ping) / 100:.1f} us")
+    pair.report(f"symmetric memory: stream words on the pads, one way {_elapsed_us(pair, stream_ping) / 100:.1f} us")
 
 
 PHASES: dict[str, tuple[Callable[[Pair], None], float]] = {
@@ -926,7 +928,7 @@ def _work(names: list[str]) -> int:
         try:
             PHASES[name][0](pair)
             pair.swap()
-        except Exception as error:  # noqa: BLE001 - a phase may fail in any way, and others go on
+        except Exception as error:  # noqa: BLE001 - a phase may fail in any way, and others follow
             place = traceback.extract_tb(error.__traceback__)[-1]
             _print(f"{name}: FAILED at line {place.lineno} ({place.name}): {type(error).__name__}: {error}")
             sys.stdout.flush()

@@ -1,8 +1,8 @@
 """Memory of a GPU that another process writes, words in host memory that streams await, and copies by copy engines.
 
 All of it is the driver's: IPC handles map the memory, a copy between two GPUs runs on a copy engine, and a stream
-writes and awaits words without a kernel. The words are in host memory that both processes share, so that the host can
-release a stream by a store, whatever the GPU does. Multicast objects are not used.
+writes and awaits words without a kernel. The words are in host memory that both processes share, so that a store by the
+host can release a stream. Multicast objects are not used.
 """
 
 from __future__ import annotations
