@@ -31,7 +31,7 @@ from pipeproof.signals import die_with_parent, terminate_raises  # noqa: E402
 
 NUM_MICRO_BATCHES = 8
 OPS_PER_STEP = 2 * NUM_MICRO_BATCHES + 2
-NUM_LOOP_OPS = 1000
+NUM_LOOP_OPS = 300
 
 
 def run_rank(rank: int, directory: Path, arguments: argparse.Namespace) -> None:
@@ -87,7 +87,7 @@ def run_rank(rank: int, directory: Path, arguments: argparse.Namespace) -> None:
 
     for _ in range(3):
         step()
-    loop = [[timed(operations, 1, watched=watched)[1] for watched in (False, True)] for _ in range(7)]
+    loop = [[timed(operations, 1, watched=watched)[1] for watched in (False, True)] for _ in range(5)]
     per_op = median(on - off for off, on in loop) / NUM_LOOP_OPS
     report(rank, f"{per_op * 1e6:.1f} us of the main thread for one operation in a loop of operations")
     walls, cpus, offs = [], [], []
