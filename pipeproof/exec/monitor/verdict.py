@@ -149,7 +149,14 @@ class _Analysis:
         return max(0.0, (self.job.now_ns - (op.waited_ns or op.issued_ns)) / 1e9)
 
     def missing(self, entry: Entry) -> tuple[int, ...]:
-        return tuple(self.matches.missing.get((entry.rank, entry.index), ()))
+        """Ranks that have not issued their part of an operation, or whose device cannot reach it."""
+        key = entry.rank, entry.index
+        behind = (other.rank for other in self.matches.partners.get(key, ()) if self.is_behind(other))
+        return tuple(sorted({*self.matches.missing.get(key, ()), *behind}))
+
+    def is_behind(self, entry: Entry) -> bool:
+        """True for an operation that is queued on its rank's device behind one that is not done."""
+        return self.job.by_rank[entry.rank].is_behind(self.op(entry))
 
     def share(self, entry: Entry) -> float:
         """Part of the members of an operation that have issued it."""
@@ -408,7 +415,8 @@ def _end_of_waits(analysis: _Analysis, rank: int, start: Wait, slow_s: float, is
         finding = _never_issued(analysis, issuers, rank, last)
         return _Failure(Kind.ENDED, ranks, [finding], _reasons(analysis, ranks))
     if now.blocking:
-        return _unfinished(analysis, rank)
+        is_first = all(op.number == 0 and op.state is OpState.ISSUED for op in now.blocking)
+        return None if is_first and start.seconds < slow_s else _unfinished(analysis, rank)
     seconds = (analysis.job.now_ns - now.since_ns) / 1e9
     where = f", in {now.own_line}" if now.own_line else ""
     activity = "it computes" if is_busy else "it is idle"
@@ -480,7 +488,8 @@ def _cycle(analysis: _Analysis, component: Sequence[int]) -> _Failure:
         entry = next(each for each in analysis.blocking[rank] if other in analysis.missing(each))
         steps.append((rank, other, entry))
     lines = [
-        f"rank {rank} waits in {entry.text}{_at(analysis.op(entry))} for rank {other}, which has not issued its part"
+        f"rank {rank} waits in {entry.text}{_at(analysis.op(entry))} for rank {other}, "
+        f"{_absence(analysis, entry, other)}"
         for rank, other, entry in steps
     ]
     ranks = _most_suspect(analysis, component)
@@ -492,6 +501,13 @@ def _cycle(analysis: _Analysis, component: Sequence[int]) -> _Failure:
         CycleWitness(tuple(WitnessOp(rank, entry.text) for rank, _, entry in steps)),
     )
     return _Failure(Kind.CYCLE, ranks, [finding], _reasons(analysis, ranks) if set(ranks) != set(component) else ())
+
+
+def _absence(analysis: _Analysis, entry: Entry, other: int) -> str:
+    """Return why the part of another rank is missing."""
+    partners = analysis.matches.partners.get((entry.rank, entry.index), ())
+    part = next((partner for partner in partners if partner.rank == other), None)
+    return "which has not issued its part" if part is None else f"whose part{_at(analysis.op(part))} is queued behind"
 
 
 def _most_suspect(analysis: _Analysis, candidates: Iterable[int]) -> tuple[int, ...]:
