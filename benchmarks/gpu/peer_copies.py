@@ -545,7 +545,7 @@ def abort(pair: Pair) -> None:
 
 
 def connections(pair: Pair) -> None:
-    """Numbers of streams that may wait before the default stream's kernels, or another stream's copy, wait with them."""
+    """Numbers of streams that may wait before kernels of the default stream, or another stream, wait with them."""
     torch, words = pair.torch, pair.words("host")
     value = torch.zeros(1, device=pair.device)
     out = pair.stream()

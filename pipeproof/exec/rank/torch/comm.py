@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -168,9 +169,13 @@ def connect_groups(
     collectives = {index: GroupCollectives(rank, groups[index].ranks, group) for index, group in by_group.items()}
     ends: Channels = GroupChannels(messages, rank, by_channel)
     if slots is not None:
-        store = process_store().part(f"copies/{_attempt()}/").of_groups
+        store = process_store().part(f"copies/{_attempt()}.{next(_CONNECTIONS)}/").of_groups
         ends = connect_copies(slots, rank, device, store, progress, CONNECT_TIMEOUT.total_seconds())
     return TorchWorld(rank, device, ends, collectives)
+
+
+_CONNECTIONS = itertools.count()
+"""Connections by copies that this process has made, the same on all ranks: their keys are in one store."""
 
 
 def _attempt() -> str:
