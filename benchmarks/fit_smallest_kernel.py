@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from statistics import fmean
@@ -31,12 +32,12 @@ def main() -> None:
     kernels = defaultdict[str, list[tuple[int, int]]](list)
     for events in streams.values():
         events.sort(key=lambda event: event["ts"])
-        for event, following in zip(events, events[1:], strict=False):
+        for event, following in pairwise(events):
             name, until_next = event["name"], following["ts"] - event["ts"]
             is_small = prod(event["args"]["grid"]) <= num_processors
-            if is_small and "at::native" in name and "elementwise" in name:
-                if until_next - event["dur"] <= LONGEST_PAUSE_US:
-                    kernels[name].append((event["dur"], until_next))
+            is_fed = until_next - event["dur"] <= LONGEST_PAUSE_US
+            if is_small and is_fed and "at::native" in name and "elementwise" in name:
+                kernels[name].append((event["dur"], until_next))
     rows = [row for found in kernels.values() for row in found]
     mean = fmean(until_next for _, until_next in rows)
     others = [fmean(row[1] for name, found in kernels.items() if name != left for row in found) for left in kernels]

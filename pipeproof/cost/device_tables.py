@@ -94,8 +94,8 @@ _HOPPER = AttentionCurve(forward=0.6, backward=0.49, spare_keys=256)
 profile (deepseek-ai/profile-data): 0.56 and 0.43."""
 
 _ELEMENTWISE_US = 4.5
-"""H800 in the DeepSeek profile: 130 elementwise kernels of at most one block for each processor take 2.5 us in the mean,
-and 4.5 us to the start of the next kernel of the stream (``benchmarks/fit_smallest_kernel.py``)."""
+"""H800 in the DeepSeek profile: 130 elementwise kernels of at most one block for each processor take 2.5 us in the
+mean, and 4.5 us to the start of the next kernel of the stream (``benchmarks/fit_smallest_kernel.py``)."""
 
 
 @dataclass(frozen=True)

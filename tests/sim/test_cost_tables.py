@@ -292,9 +292,7 @@ def test_operations_other_than_products_take_their_start_for_each_kernel():
         assert after[phase].device_us - before[phase].device_us == 10 * kernels
     # F and I: two norms, q and k turned, attention, SwiGLU, two additions; W: the weights of two norms
     assert [sum(work.launches for work in works if work.phase is phase) for phase in Phase] == [7, 7, 2]
-    flat, also_flat = (
-        plan({"table": known | {"elementwise_us": us}, "memory_efficiency": 0.6}) for us in (0.0, 10.0)
-    )
+    flat, also_flat = (plan({"table": known | {"elementwise_us": us}, "memory_efficiency": 0.6}) for us in (0.0, 10.0))
     assert stages(flat) == stages(also_flat)
 
 
