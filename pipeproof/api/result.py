@@ -89,7 +89,7 @@ class Result:
     def to_html(self) -> str:
         """Return the result as one page, which loads nothing from elsewhere."""
         title = escape(repr(self))
-        body = "\n".join(self._parts())
+        body = self._repr_html_()
         head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
         return f"<!DOCTYPE html>\n<html><head>{head}</head><body>\n{body}\n</body></html>\n"
 
@@ -114,7 +114,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Return the form in a notebook."""
-        return "\n".join(self._parts())
+        return "\n".join(filter(None, self._parts()))
 
 
 def plain_data(value: Any, *, exact: bool) -> Any:
