@@ -115,3 +115,7 @@ def test_the_yaml_of_a_functional_test(tmp_path):
     assert text.splitlines()[made.source.locate(("model", "num_layers")).line - 1] == "  --num-layers: 8"
     with pytest.raises(PlanFileError, match="must be a mapping of flags"):
         imported(tmp_path, "MODEL_ARGS:\n  - --num-layers\n")
+    twice = imported(tmp_path, f"{text}  {rows}\n  --num-layers: 8\n", "model_config.yaml", world_size=8)
+    assert twice.plan == made.plan
+    with pytest.raises(PlanFileError, match="`--num-layers` is repeated"):
+        imported(tmp_path, f"{text}  --num-layers: 9\n", "model_config.yaml")

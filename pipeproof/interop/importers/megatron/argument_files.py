@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.finding import Finding, Location
 from pipeproof.diagnostics.problems import describe_value
 from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
+from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.megatron.argument_block import arguments_of_block, has_block
 from pipeproof.interop.importers.megatron.flag_values import Arguments, Setting, arguments_of_text
-from pipeproof.interop.importers.model_sizes import read_mapping
 
 _YAML_ARGUMENTS: Final = re.compile(r"^MODEL_ARGS:\s*$", re.MULTILINE)
 
@@ -31,14 +31,18 @@ def read_arguments(path: Path) -> Arguments:
     if has_block(text):
         return arguments_of_block(text, name)
     if _YAML_ARGUMENTS.search(text):
-        return _yaml_arguments(name)
+        return _yaml_arguments(text, name)
     return arguments_of_text(text, name)
 
 
-def _yaml_arguments(name: str) -> Arguments:
+def _yaml_arguments(text: str, name: str) -> Arguments:
     """Read ``MODEL_ARGS``, a mapping of flags to values, as tests/functional_tests of Megatron-LM pass them."""
-    data, source = read_mapping(name)
-    given = data["MODEL_ARGS"]
+    tree = parse_text(text, name)
+    source = tree.source
+    problem = next((problem for problem in tree.problems if not _repeats_alike(problem, source)), None)
+    if problem is not None:
+        raise PlanFileError(UNREADABLE.finding(problem.message, problem.location), source=source)
+    given = tree.data["MODEL_ARGS"] if isinstance(tree.data, dict) else None
     if not isinstance(given, dict) or not given:
         location = source.locate(("MODEL_ARGS",))
         message = f"`MODEL_ARGS` must be a mapping of flags to values, found {describe_value(given)}"
@@ -49,6 +53,15 @@ def _yaml_arguments(name: str) -> Arguments:
         if setting is not None:
             flags[setting.name] = setting
     return Arguments(name, source.lines, flags, {})
+
+
+def _repeats_alike(problem: Finding, source: SourceMap) -> bool:
+    """True for a flag that is given twice with the same value, which Megatron-LM's tests do."""
+    if problem.code != "PP103" or problem.location is None:
+        return False
+    flag, _, value = source.lines[problem.location.line - 1].partition(":")
+    first = source.keys.get(("MODEL_ARGS", flag.strip()))
+    return first is not None and source.lines[first.line - 1].partition(":")[2].strip() == value.strip()
 
 
 def _setting(flag: str, value: Any, source: SourceMap) -> Setting | None:
