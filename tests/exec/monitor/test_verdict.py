@@ -5,12 +5,12 @@ import time
 import pytest
 
 from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.exec.monitor.check_job import check_job
 from pipeproof.exec.monitor.follow import metrics_text
 from pipeproof.exec.monitor.hang_page import hang_html
 from pipeproof.exec.monitor.job import JobNow, read_job, ring_files
 from pipeproof.exec.monitor.own_history import minority
 from pipeproof.exec.monitor.ring_recorder import RingRecorder
-from pipeproof.exec.monitor.verdict import check_job
 
 
 class Rank:
