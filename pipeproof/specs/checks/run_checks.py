@@ -12,7 +12,7 @@ _ALIGNED = 8
 
 
 def check_run(plan: PlanSections) -> list[Problem]:
-    """PP106: Paddle runs no 16-bit types, custom layers are Paddle's, and graphs and replay exclude dynamic steps.
+    """PP106: Paddle has no 16-bit types, copy engines or graphs, custom layers are Paddle's, replay is of fixed steps.
 
     16-bit main weights are too narrow for AdamW's epsilon (float16), and for the squares of all gradients.
     """
@@ -29,6 +29,10 @@ def check_run(plan: PlanSections) -> list[Problem]:
         problems.append(Problem("PP106", ("run", "backend"), message, help=fix))
     if run.compiler is not None:
         problems += _check_compiler(plan)
+    if plan.transport.send_recv == "copy_engine" and (run.backend, run.device) != ("torch", "gpu"):
+        message = f"`send_recv: copy_engine` is for PyTorch on GPUs, and the plan has {run.backend} on {run.device}"
+        fix = "use `send_recv: backend`, or `run: {backend: torch, device: gpu}`"
+        problems.append(Problem("PP106", ("transport", "send_recv"), message, help=fix))
     if run.replay:
         problems += _check_replay(plan)
     if run.weight_dtype == "float16" and run.optimizer == "adamw":
