@@ -72,6 +72,8 @@ class RankRecords:
     logs: Mapping[int, Sequence[LogEntry]] = field(default_factory=dict)
     idle_messages: Mapping[int, Sequence[IdleMessageEnd]] = field(default_factory=dict)
     timings: Mapping[int, Timing] = field(default_factory=dict)
+    without_graphs: Mapping[int, str] = field(default_factory=dict)
+    """Stages that do not run as graphs, as ``run.compiler`` asks, each with the reason."""
 
     def corrected(self, parts: Sequence[HostPart]) -> RankRecords:
         """Return the records by the clock of rank 0's host; ``parts`` are those of all hosts in order."""
@@ -88,17 +90,19 @@ class RankRecords:
                 )
                 for rank, entries in self.logs.items()
             },
+            self.without_graphs,
         )
 
 
 def joined_records(records: Iterable[RankRecords]) -> RankRecords:
     """Join the records of different ranks."""
-    joined = RankRecords({}, {}, {})
+    joined = RankRecords()
     for of_host in records:
         joined = RankRecords(
             {**joined.logs, **of_host.logs},
             {**joined.idle_messages, **of_host.idle_messages},
             {**joined.timings, **of_host.timings},
+            {**joined.without_graphs, **of_host.without_graphs},
         )
     return joined
 
@@ -107,10 +111,12 @@ def read_records(job: Job, ranks: Iterable[int]) -> RankRecords:
     """Read the records of those ranks whose op logs are in a job's directory."""
     present = [rank for rank in ranks if job.rank_file(rank, "log").exists()]
     profiled = present if job.options.profile else []
+    captured = [file for file in (job.rank_file(rank, "graphs") for rank in present) if file.exists()]
     return RankRecords(
         {rank: [*LogFile(job.rank_file(rank, "log"))] for rank in present},
         {rank: load_json(job.rank_file(rank, "bare"), list[IdleMessageEnd]) for rank in profiled},
         {rank: load_json(job.rank_file(rank, "timing"), Timing) for rank in profiled},
+        {stage: reason for file in captured for stage, reason in load_json(file, dict[int, str]).items()},
     )
 
 
@@ -265,5 +271,6 @@ def build_report(
         accumulation=accumulation_of(subject.plan),
         profile=profile,
         clock=clock_of(spec.run, is_timed=job.options.profile),
+        without_graphs=dict(sorted(records.without_graphs.items())),
         ranks_without_log=tuple(rank for rank in ranks if rank not in records.logs),
     )

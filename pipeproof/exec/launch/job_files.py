@@ -29,8 +29,10 @@ from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.verify.certificate import Certificate
 
 _Value = TypeVar("_Value")
-RankContent = Literal["log", "timing", "bare", "checks", "edges"]
-"""The op log; the clock of its times; idle messages; of a rehearsal, checks with faults, and times of messages sent."""
+RankContent = Literal["log", "timing", "bare", "graphs", "checks", "edges"]
+"""The op log; the clock of its times; idle messages; stages that do not run as graphs, with the reason; of a rehearsal,
+checks with faults, and times of messages sent.
+"""
 
 
 @dataclass(frozen=True, slots=True)

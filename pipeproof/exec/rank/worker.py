@@ -25,6 +25,7 @@ from pipeproof.exec.measure.idle_messages import IdleMessageEnd, time_idle_messa
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.checkpointing import restore_state, save_state
 from pipeproof.exec.rank.framework_choice import (
+    capture_graphs,
     paddle_writer,
     peak_of_products,
     start_framework,
@@ -100,6 +101,13 @@ def run_rank(job: Job, rank: int, emit: Emit, framework: Framework | None = None
         if plan.spec.is_custom:
             require_same_start(job, adapter.weights())
     program = RankProgram(plan.graph, rank, adapter, is_proved=job.certificate.verdict is Verdict.PROVED)
+    if run.compiler is not None and rehearsal is None:
+        reasons = (
+            dict.fromkeys(adapter.stages, "the tensors between its layers are recorded")
+            if watch
+            else (capture_graphs(adapter.stages, lambda stage: report_phase(f"making the graphs of stage {stage}")))
+        )
+        save_json(job.rank_file(rank, "graphs"), reasons, dict[int, str])
     peak_flops = 0.0
     if options.profile:
         emit("setup", what="timing products")
