@@ -109,9 +109,19 @@ def _merge(results: dict[str, Any], new: Mapping[str, Any]) -> None:
         results[backend] = old | values | {"hangs": [rows[name] for name in _NAMES if name in rows]}
 
 
-def _section(backend: str, result: Mapping[str, Any]) -> str:
-    rows, healthy = result["hangs"], result["healthy"]
+def _healthy(result: Mapping[str, Any]) -> str:
+    healthy = result.get("healthy")
+    if healthy is None:
+        return ""
     alarms = "one false alarm" if healthy["status"] == "hang" else "no false alarm"
+    return f"""
+A healthy job with jitter (the last of three ranks sleeps up to 1.5 s more than the others) was followed for
+{healthy["seconds"]} s: {alarms}; it {"had ended" if healthy["status"] == "ended" else "was still running"} then.
+"""
+
+
+def _section(backend: str, result: Mapping[str, Any]) -> str:
+    rows = result["hangs"]
     return f"""\
 ## {result["num_ranks"]} ranks over {backend}, PyTorch {result["torch"]}, {result["machine"]}
 
@@ -121,10 +131,7 @@ def _section(backend: str, result: Mapping[str, Any]) -> str:
 
 {sum(map(_is_detected, rows))} of {len(rows)} detected within {_DETECTED_S} s, cause named right in \
 {sum(map(_is_right, rows))} of {len(rows)}.
-
-A healthy job with jitter (the last of three ranks sleeps up to 1.5 s more than the others) was followed for
-{healthy["seconds"]} s: {alarms}; it {"had ended" if healthy["status"] == "ended" else "was still running"} then.
-"""
+{_healthy(result)}"""
 
 
 def page_text(results: Mapping[str, Any]) -> str:
