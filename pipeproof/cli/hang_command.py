@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import click
 
@@ -24,7 +26,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
+@click.option("--ras", metavar="HOST[:PORT]", help="Ask the RAS server of NCCL on a host of the job; port 28028.")
 @click.option("--follow", is_flag=True, help="Watch the rings of a running job until it hangs or ends.")
 @click.option(
     "--timeout",
@@ -62,8 +65,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
               help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
 def hang(
-    directory: Path, follow: bool, patience_s: float, slow_s: float, timeout_s: float | None, on_hang: str | None,
-    html: Path | None, metrics: Path | None, form: Literal["text", "json"], color: str,
+    directory: Path | None, ras: str | None, follow: bool, patience_s: float, slow_s: float, timeout_s: float | None,
+    on_hang: str | None, html: Path | None, metrics: Path | None, form: Literal["text", "json"], color: str,
 ) -> None:  # fmt: skip
     """Report which rank is the cause of a hang, and what the others wait for.
 
@@ -74,6 +77,15 @@ def hang(
     for name, value in (("--on-hang", on_hang), ("--duration", timeout_s)):
         if value is not None and not follow:
             raise click.UsageError(f"{name} needs --follow")
+    if (directory is None) == (ras is None):
+        raise click.UsageError("name either a directory DIR or --ras HOST")
+    if ras is not None and html is not None:
+        raise click.UsageError("--output needs rings: RAS has no single operations")
+    output = _Output(on_hang, html, metrics, form, color)
+    if ras is not None:
+        with refusing_bad_plans(form, Path(ras), color):
+            _from_ras(ras, follow, patience_s, timeout_s, output)
+    assert directory is not None
     with refusing_bad_plans(form, directory, color):
         from pipeproof.exec.monitor.job import ring_files
 
@@ -81,10 +93,10 @@ def hang(
             if html is not None or metrics is not None:
                 raise click.UsageError(f"--output and --metrics need rings, and {str(directory)!r} has none")
             _from_dumps(directory, form, color)
-        _from_rings(directory, follow, (patience_s, slow_s, timeout_s), on_hang, html, metrics, form, color)
+        _from_rings(directory, follow, (patience_s, slow_s, timeout_s), output)
 
 
-def _from_dumps(directory: Path, form: Literal["text", "json"], color: str) -> None:
+def _from_dumps(directory: Path, form: Literal["text", "json"], color: str) -> NoReturn:
     from pipeproof.interop.hang.diagnose_hang import diagnose_dumps
 
     report = diagnose_dumps(directory)
@@ -102,57 +114,90 @@ def _from_dumps(directory: Path, form: Literal["text", "json"], color: str) -> N
     sys.exit(ExitStatus.FAILED if failed else ExitStatus.OK)
 
 
+def _from_ras(ras: str, follows: bool, patience_s: float, timeout_s: float | None, output: _Output) -> NoReturn:
+    from pipeproof.exec.monitor.follow import follow
+    from pipeproof.exec.monitor.ras_verdict import RasFollower
+    from pipeproof.interop.hang.nccl_ras import PORT
+
+    host, _, port = ras.partition(":")
+    if not host or (port and not (port.isascii() and port.isdigit() and int(port) < 1 << 16)):
+        raise click.UsageError(f"--ras takes HOST or HOST:PORT, not {ras!r}")
+    follower = RasFollower(host, int(port or PORT), patience_s)
+    if follows:
+        output.end(follow(follower, report=output.report, timeout_s=timeout_s, poll_s=patience_s / 2))
+    follower.look()
+    time.sleep(patience_s)
+    output.end(follower.look())
+
+
 def _from_rings(
-    directory: Path, follows: bool, limits: tuple[float, float, float | None], on_hang: str | None, html: Path | None,
-    metrics: Path | None, form: Literal["text", "json"], color: str,
-) -> None:  # fmt: skip
+    directory: Path, follows: bool, limits: tuple[float, float, float | None], output: _Output
+) -> NoReturn:  # fmt: skip
     from pipeproof.exec.monitor.check_job import check_job
-    from pipeproof.exec.monitor.follow import Follower, follow, metrics_text
-    from pipeproof.exec.monitor.hang_page import hang_html
+    from pipeproof.exec.monitor.follow import Follower, follow
     from pipeproof.exec.monitor.job import read_job, ring_files
-    from pipeproof.exec.monitor.verdict import Status
 
     patience_s, slow_s, timeout_s = limits
-    status = Status.RUNNING
-
-    def report(verdict: Verdict | None, job: JobNow | None) -> None:
-        nonlocal status
-        if metrics is not None:
-            write_output(metrics, metrics_text(verdict, job))
-        now = Status.RUNNING if verdict is None else verdict.status
-        if verdict is not None and now is Status.SLOW and status is not now and form == "text":
-            _print(verdict, color)
-        status = now
-
     if follows:
-        result = follow(Follower(directory, patience_s, slow_s), report=report, timeout_s=timeout_s)
-    else:
-        job = read_job(ring_files(directory))
-        result = check_job(job, patience_s=patience_s, slow_s=slow_s), job
-        report(*result)
-    if result is None:
-        console_for(stderr=True, color=color).print("no hang in that time")
-        sys.exit(ExitStatus.OK)
-    verdict, job = result
-    if html is not None:
-        write_output(html, hang_html(verdict, job))
-    if form == "json":
-        click.echo(json.dumps(verdict.to_json(), indent=2))
-    elif follows or status is not Status.SLOW:
-        _print(verdict, color)
-    if on_hang is not None and verdict.status is Status.HANG:
-        causes = ",".join(map(str, verdict.causes))
-        subprocess.run(  # noqa: S602 - the command is the user's own, and is meant for the shell
-            on_hang, shell=True, check=False,
-            env={**os.environ, "PIPEPROOF_CAUSES": causes, "PIPEPROOF_KIND": str(verdict.kind)},
-        )  # fmt: skip
-    sys.exit(ExitStatus.FAILED if verdict.status is Status.HANG else ExitStatus.OK)
+        output.end(follow(Follower(directory, patience_s, slow_s), report=output.report, timeout_s=timeout_s))
+    job = read_job(ring_files(directory))
+    output.end((check_job(job, patience_s=patience_s, slow_s=slow_s), job))
 
 
-def _print(verdict: Verdict, color: str) -> None:
-    from pipeproof.diagnostics.text_output import render_text
+@dataclass
+class _Output:
+    """Options of the output, and what was printed last."""
 
-    console = console_for(color=color)
-    render_text(verdict.findings, None, console=console)
-    for line in verdict.lines():
-        console.print(line, markup=False, soft_wrap=True)
+    on_hang: str | None
+    html: Path | None
+    metrics: Path | None
+    form: Literal["text", "json"]
+    color: str
+    is_slow: bool = False
+
+    def report(self, verdict: Verdict | None, job: JobNow | None) -> None:
+        """Write the metrics of a look, and print the first verdict of a slow phase."""
+        from pipeproof.exec.monitor.follow import metrics_text
+        from pipeproof.exec.monitor.verdict import Status
+
+        if self.metrics is not None:
+            write_output(self.metrics, metrics_text(verdict, job))
+        is_slow = verdict is not None and verdict.status is Status.SLOW
+        if verdict is not None and is_slow and not self.is_slow and self.form == "text":
+            self._print(verdict)
+        self.is_slow = is_slow
+
+    def end(self, result: tuple[Verdict, JobNow | None] | None) -> NoReturn:
+        """Write the last verdict everywhere, run the command of a hang, and exit with the status."""
+        from pipeproof.exec.monitor.follow import metrics_text
+        from pipeproof.exec.monitor.hang_page import hang_html
+        from pipeproof.exec.monitor.verdict import Status
+
+        if result is None:
+            console_for(stderr=True, color=self.color).print("no hang in that time")
+            sys.exit(ExitStatus.OK)
+        verdict, job = result
+        if self.metrics is not None:
+            write_output(self.metrics, metrics_text(verdict, job))
+        if self.html is not None and job is not None:
+            write_output(self.html, hang_html(verdict, job))
+        if self.form == "json":
+            click.echo(json.dumps(verdict.to_json(), indent=2))
+        else:
+            self._print(verdict)
+        is_hang = verdict.status is Status.HANG
+        if self.on_hang is not None and is_hang:
+            causes = ",".join(map(str, verdict.causes))
+            subprocess.run(  # noqa: S602 - the command is the user's own, and is meant for the shell
+                self.on_hang, shell=True, check=False,
+                env={**os.environ, "PIPEPROOF_CAUSES": causes, "PIPEPROOF_KIND": str(verdict.kind)},
+            )  # fmt: skip
+        sys.exit(ExitStatus.FAILED if is_hang else ExitStatus.OK)
+
+    def _print(self, verdict: Verdict) -> None:
+        from pipeproof.diagnostics.text_output import render_text
+
+        console = console_for(color=self.color)
+        render_text(verdict.findings, None, console=console)
+        for line in verdict.lines():
+            console.print(line, markup=False, soft_wrap=True)

@@ -77,6 +77,7 @@ NOT_RUN = {
     "PP953": ("rings of a job", "exec/monitor/test_planted_hangs.py"),
     "PP954": ("rings of a job", "exec/monitor/test_planted_hangs.py"),
     "PP955": ("rings of a job", "exec/monitor/test_verdict.py"),
+    "PP956": ("a server of NCCL", "exec/monitor/test_ras.py"),
     "PP923": ("files that are there already", "state/reshard/test_work_directory.py"),
     "PP924": ("a checkpoint that is moved", "state/reshard/test_names.py"),
 }

@@ -6,8 +6,8 @@ On two GPUs, where each line is printed when its job has ended:
 
     PLANTED_BACKEND=nccl PLANTED_RANKS=2 python validation/pages/make_hangs.py --jobs 3 --results FILE
 
-``--results FILE`` writes the results there and no page; ``--add FILE`` adds such results to the page.
-``--healthy-only`` and ``--hangs-only`` run one half, and keep the results of the other.
+``--results FILE`` writes the results there and no page; ``--add FILE`` adds such results to the page. ``--only NAME``
+runs one planted hang, ``--healthy-only`` and ``--hangs-only`` one half; other results are kept.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,9 +72,10 @@ def _run_hang(name: str, directory: Path, limit_s: float) -> dict[str, Any]:
 def _run_healthy(directory: Path, seconds: float) -> dict[str, Any]:
     num_steps = max(8, round(seconds / _STEP_S))
     rings = directory / "healthy" / "rings"
+    start = time.monotonic()
     result = outcome("healthy", rings, patience_s=PATIENCE_S, num_steps=num_steps, timeout_s=seconds)
     status = "running" if result.verdict is None else str(result.verdict.status)
-    healthy = {"seconds": round(seconds), "status": status}
+    healthy = {"seconds": int(time.monotonic() - start), "status": status}
     print(f"healthy job: {healthy}", flush=True)
     if result.verdict is not None and status == "hang":
         print("\n".join((*result.verdict.lines(), result.log[-2000:])), flush=True)
@@ -99,9 +101,27 @@ def _row(row: Mapping[str, Any]) -> str:
     )
 
 
-def _section(backend: str, result: Mapping[str, Any]) -> str:
-    rows, healthy = result["hangs"], result["healthy"]
+def _merge(results: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Put new results of each backend in place of older ones."""
+    for backend, values in new.items():
+        old = results.get(backend, {})
+        rows = {row["name"]: row for row in (*old.get("hangs", ()), *values.get("hangs", ()))}
+        results[backend] = old | values | {"hangs": [rows[name] for name in _NAMES if name in rows]}
+
+
+def _healthy(result: Mapping[str, Any]) -> str:
+    healthy = result.get("healthy")
+    if healthy is None:
+        return ""
     alarms = "one false alarm" if healthy["status"] == "hang" else "no false alarm"
+    return f"""
+A healthy job with jitter (the last of three ranks sleeps up to 1.5 s more than the others) was followed for
+{healthy["seconds"]} s: {alarms}; it {"had ended" if healthy["status"] == "ended" else "was still running"} then.
+"""
+
+
+def _section(backend: str, result: Mapping[str, Any]) -> str:
+    rows = result["hangs"]
     return f"""\
 ## {result["num_ranks"]} ranks over {backend}, PyTorch {result["torch"]}, {result["machine"]}
 
@@ -111,10 +131,7 @@ def _section(backend: str, result: Mapping[str, Any]) -> str:
 
 {sum(map(_is_detected, rows))} of {len(rows)} detected within {_DETECTED_S} s, cause named right in \
 {sum(map(_is_right, rows))} of {len(rows)}.
-
-A healthy job with jitter (the last of three ranks sleeps up to 1.5 s more than the others) was followed for at most
-{healthy["seconds"]} s: {alarms}; it was {healthy["status"]} at the end.
-"""
+{_healthy(result)}"""
 
 
 def page_text(results: Mapping[str, Any]) -> str:
@@ -144,6 +161,7 @@ def main() -> None:
     parser.add_argument("--healthy-minutes", type=float, default=1.0)
     parser.add_argument("--jobs", type=int, default=1, help="planted hangs at a time")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of one planted hang, its start included")
+    parser.add_argument("--only", action="append", choices=_NAMES, help="a planted hang; more with more options")
     parser.add_argument("--hangs-only", action="store_true")
     parser.add_argument("--healthy-only", action="store_true")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -152,20 +170,22 @@ def main() -> None:
     file: Path = arguments.results
     results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if arguments.add is not None:
-        results |= json.loads(arguments.add.read_text(encoding="utf-8"))
+        _merge(results, json.loads(arguments.add.read_text(encoding="utf-8")))
     else:
         import torch
 
-        result = results.setdefault(BACKEND, {})
-        result |= {"num_ranks": NUM_RANKS, "torch": torch.__version__.partition("+")[0], "machine": _machine()}
+        result: dict[str, Any] = {"num_ranks": NUM_RANKS, "torch": torch.__version__.partition("+")[0]}
+        result["machine"] = _machine()
         with terminate_raises(), tempfile.TemporaryDirectory() as directory:
             path = Path(directory)
             if not arguments.healthy_only:
                 with ThreadPoolExecutor(arguments.jobs) as pool:
-                    futures = [pool.submit(_run_hang, name, path, arguments.limit) for name in _NAMES]
+                    names = arguments.only or list(_NAMES)
+                    futures = [pool.submit(_run_hang, name, path, arguments.limit) for name in names]
                     result["hangs"] = [future.result() for future in futures]
-            if not arguments.hangs_only:
+            if not (arguments.hangs_only or arguments.only):
                 result["healthy"] = _run_healthy(path, arguments.healthy_minutes * 60)
+        _merge(results, {BACKEND: result})
     file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if file == RESULTS:
         PAGE.write_text(page_text(results), encoding="utf-8")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from pipeproof.exec.monitor.check_job import check_job
 from pipeproof.exec.monitor.job import JobNow, ProcessState, process_states, read_headers, read_job, ring_files
@@ -91,23 +91,31 @@ class Follower:
         return frozenset(busy)
 
 
+class Looks(Protocol):
+    """Source of verdicts about a running job."""
+
+    def look(self) -> tuple[Verdict, JobNow | None] | None:
+        """Return the verdict now, and the rings if there are any; None without a verdict yet."""
+
+
 def follow(
-    follower: Follower, *, report: Callable[[Verdict | None, JobNow | None], None], timeout_s: float | None = None
-) -> tuple[Verdict, JobNow] | None:
-    """Look twice in a second until the job hangs or ends; return that verdict, None after ``timeout_s``.
+    source: Looks, *, report: Callable[[Verdict | None, JobNow | None], None], timeout_s: float | None = None,
+    poll_s: float = POLL_S,
+) -> tuple[Verdict, JobNow | None] | None:  # fmt: skip
+    """Look every ``poll_s`` seconds until the job hangs or ends; return that verdict, None after ``timeout_s``.
 
     ``report`` gets every look, None while the job makes progress.
 
     Raises:
-        PlanFileError: PP952, a file is no ring, or the rings are of different jobs.
+        PlanFileError: PP952, a file is no ring, or the rings are of different jobs; PP956, RAS cannot be asked.
     """
     end = None if timeout_s is None else time.monotonic() + timeout_s
     while end is None or time.monotonic() < end:
-        looked = follower.look()
+        looked = source.look()
         report(*(looked or (None, None)))
         if looked is not None and looked[0].status in (Status.HANG, Status.ENDED):
             return looked
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
     return None
 
 
@@ -116,18 +124,22 @@ def metrics_text(verdict: Verdict | None, job: JobNow | None) -> str:
     status = Status.RUNNING if verdict is None else verdict.status
     lines = ["# HELP pipeproof_hang 1 while the watched job hangs", "# TYPE pipeproof_hang gauge"]
     lines.append(f"pipeproof_hang {int(status is Status.HANG)}")
-    if verdict is None or job is None:
+    if verdict is None:
         return "\n".join((*lines, ""))
-    causes: Mapping[int, int] = {rank.rank: int(rank.rank in verdict.causes) for rank in job.ranks}
-    waits = {wait.rank: wait.seconds for wait in verdict.waits}
-    for name, text, values in (
-        ("pipeproof_cause", "1 for a rank that causes the hang", causes),
-        ("pipeproof_wait_seconds", "Seconds for which a rank has waited in its operation", waits),
+    families: list[tuple[str, str, Mapping[int, float]]] = [
         (
-            "pipeproof_events_total", "Issues, waits and ends of operations of a rank",
-            {rank.rank: rank.ring.header.num_events for rank in job.ranks},
+            "pipeproof_cause", "1 for a rank that causes the hang",
+            {rank: int(rank in verdict.causes) for rank in verdict.states},
         ),
-    ):  # fmt: skip
+        (
+            "pipeproof_wait_seconds", "Seconds for which a rank has waited in its operation",
+            {wait.rank: wait.seconds for wait in verdict.waits},
+        ),
+    ]  # fmt: skip
+    if job is not None:
+        events = {rank.rank: rank.ring.header.num_events for rank in job.ranks}
+        families.append(("pipeproof_events_total", "Issues, waits and ends of operations of a rank", events))
+    for name, text, values in families:
         kind = "counter" if name.endswith("_total") else "gauge"
         lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
         lines += [f'{name}{{rank="{rank}"}} {value:g}' for rank, value in sorted(values.items())]

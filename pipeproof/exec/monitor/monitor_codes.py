@@ -47,12 +47,11 @@ SLOW_RANK = RuleDoc(
     title="a rank is slower than the others",
     severity="warning",
     explanation=(
-        "The job runs on, and this rank is the last to arrive in most of the recent collectives of its group, or it "
-        "computes while the others have waited for it longer than usual. That is a straggler, no hang. Lateness "
-        "compares clocks, so ranks on different hosts need synchronized ones."
+        "Other ranks have waited for this rank longer than `--timeout`, and its process uses a processor, so the job "
+        "counts as running until `--slow-after`. That is a straggler, no hang."
     ),
-    wrong="rank 3 is last in 38 of 40 all_reduces, by 120 ms of 450 ms",
-    right="every rank is last about as often as the others",
+    wrong="rank 0 has waited 12.0 s in all_reduce #7 for rank 3; rank 3 computes",
+    right="all ranks reach all_reduce #7 within a few seconds",
     kind=ExampleKind.OUTCOME,
 )
 

@@ -84,6 +84,18 @@ NOT_FINISHED = RuleDoc(
     kind=ExampleKind.OUTCOME,
 )
 
+UNREADABLE_STATUS = RuleDoc(
+    code="PP956",
+    title="the RAS server of NCCL cannot be asked",
+    explanation=(
+        "No RAS server of NCCL answers at the address, or its output has another form than that of NCCL 2.24 to 2.30. "
+        "A server listens on every host of a running job, unless NCCL_RAS_ENABLE is 0."
+    ),
+    wrong="pipeproof job hang --ras node-1:28029   # nothing listens there",
+    right="pipeproof job hang --ras node-1   # a host of the job, port 28028",
+    kind=ExampleKind.COMMAND,
+)
+
 HANG_CODES: tuple[RuleDoc, ...] = (
-    UNREADABLE_DUMP, HANG_CYCLE, DISAGREEMENT, NEVER_ISSUED, NO_DUMP, NOT_FINISHED,
+    UNREADABLE_DUMP, HANG_CYCLE, DISAGREEMENT, NEVER_ISSUED, NO_DUMP, NOT_FINISHED, UNREADABLE_STATUS,
 )  # fmt: skip
