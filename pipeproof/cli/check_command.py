@@ -115,6 +115,7 @@ def check(
     settings: dict[KeyPath, object],
     model_config: Path | None,
     world_size: int | None,
+    recipe: str | None,
     program: Path | None,
     backend: str | None,
     log: Path | None,
@@ -135,8 +136,8 @@ def check(
         raise click.UsageError("give one of PLAN, --from KIND FILE..., --program FILE and --log DIR")
     if log is None and log_plan is not None:
         raise click.UsageError("--plan goes with --log DIR")
-    if kind is None and (model_config is not None or world_size is not None):
-        raise click.UsageError("--model-config and --world-size go with --from KIND")
+    if kind is None and not (model_config is None and world_size is None and recipe is None):
+        raise click.UsageError("--model-config, --world-size and --recipe go with --from KIND")
     if settings and not files:
         raise click.UsageError("--set is for plans and for --from KIND")
     file = files[0] if files else log or program or Path()
@@ -152,7 +153,7 @@ def check(
     selection = selection_of(select, ignore, others)
     tasks: list[CheckTask] = [((plan,), partial(_check_file, plan, settings, selection)) for plan in files]
     if kind is not None:
-        flags = Flags(settings, model_config, world_size)
+        flags = Flags(settings, model_config, world_size, recipe)
         tasks = [(files, partial(_check_files, kind, files, flags, selection))]
     elif program is not None:
         tasks = [((program,), partial(_check_program, program, backend, queue, selection))]

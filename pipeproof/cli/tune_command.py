@@ -78,6 +78,7 @@ def tune(
     settings: dict[KeyPath, object],
     model_config: Path | None,
     world_size: int | None,
+    recipe: str | None,
     form: Literal["text", "json"],
 ) -> None:
     """List the layouts with which a model trains fastest on a number of devices, with reasons.
@@ -91,7 +92,7 @@ def tune(
         from pipeproof.interop.importers.imported import Flags
         from pipeproof.interop.tune_models import tune_model
 
-        source = tune_model(model, kind=kind, flags=Flags(settings, model_config, world_size))
+        source = tune_model(model, kind=kind, flags=Flags(settings, model_config, world_size, recipe))
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)
         result = _search(
