@@ -20,6 +20,7 @@ _TRAINING_KEYS = re.compile(r"^(tensor|pipeline|sharding|expert)(_model)?_parall
 _DEEPSPEED = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"})
 _TIMER = re.compile(r"elapsed time per iteration|time across ranks|interval_runtime")
 _ARGUMENTS = re.compile(r"-{24} arguments -{24}|^MODEL_ARGS:\s*$", re.MULTILINE)
+_RECIPE = re.compile(r"^def \w+_(config|recipe)\(|\bConfigContainer\b", re.MULTILINE)
 _PICKLE, _GZIP, _SQLITE = b"\x80", b"\x1f\x8b", b"SQLite format 3"
 
 
@@ -98,6 +99,8 @@ KINDS: tuple[FileKind, ...] = (
     FileKind("a file with the arguments of Megatron-LM",
              ("check --from megatron FILE", "import megatron FILE -o plan.yaml", "import profile FILE --plan PLAN"),
              lambda g: bool(_ARGUMENTS.search(g.text)), "megatron"),
+    _imported("a Python recipe of Megatron-Bridge", "megatron-bridge",
+              lambda g: g.path.suffix == ".py" and bool(_RECIPE.search(g.text))),
     _imported("a shell script", "megatron",
               lambda g: bool(_SHELL.search(g.text))),
     FileKind("a log with timers", ("import profile FILE --plan PLAN",), lambda g: bool(_TIMER.search(g.text))),

@@ -29,13 +29,14 @@ class PlanSource:
     model_config: Path | None
     world_size: int | None
     device: DeviceName | None = None
+    recipe: str | None = None
 
     @property
     def flags(self) -> Flags:
         """Values that an importer takes in addition to files."""
         from pipeproof.interop.importers.imported import Flags
 
-        return Flags(self.settings, self.model_config, self.world_size)
+        return Flags(self.settings, self.model_config, self.world_size, self.recipe)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -44,7 +45,12 @@ class PlanSource:
 
     @property
     def _import_options(self) -> Mapping[str, object]:
-        given = {"--model-config": self.model_config, "--world-size": self.world_size, "--device": self.device}
+        given = {
+            "--model-config": self.model_config,
+            "--world-size": self.world_size,
+            "--recipe": self.recipe,
+            "--device": self.device,
+        }
         return {option: value for option, value in given.items() if value is not None}
 
     def _words(self) -> Iterator[str]:
@@ -135,10 +141,12 @@ def plan_options(*, device: bool = False) -> Callable[[Callable[..., Any]], Call
             settings: dict[KeyPath, object],
             model_config: Path | None,
             world_size: int | None,
+            recipe: str | None,
             imported_device: DeviceName | None = None,
             **others: Any,
         ) -> Any:
-            return command(source=PlanSource(kind, settings, model_config, world_size, imported_device), **others)
+            source = PlanSource(kind, settings, model_config, world_size, imported_device, recipe)
+            return command(source=source, **others)
 
         if device:
             wrapped = click.option(

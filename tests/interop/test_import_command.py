@@ -94,7 +94,7 @@ def test_import_writes_a_plan_that_says_where_it_comes_from(job, tmp_path):
         (["check", "--from", "paddleformer", "JOB"], "did you mean 'paddleformers'"),
         (["check", "--from", "fleet"], "give one of"),
         (["check", "JOB", "JOB"], "2 plans: 0 refused, 2 that cannot be checked"),
-        (["check", "JOB", "--world-size", "8"], "go with --from"),
+        (["check", "JOB", "--world-size", "8"], "--world-size goes with --from"),
         (["check", "--from", "fleet", "--program", "JOB"], "give one of"),
         (["check", "--from", "paddleformers", "JOB", "--set", "model.num_layers"], "is not KEY=VALUE"),
         (["check", "--from", "paddleformers", "JOB", "--set", "a=1", "--set", "a.b=1"], "a is set already"),

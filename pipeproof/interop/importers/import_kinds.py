@@ -40,6 +40,10 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "megatron": Kind(
             "a shell script or a file with the arguments of Megatron-LM", "megatron.megatron_importer:import_megatron"
         ),
+        "megatron-bridge": Kind(
+            "a Python recipe of Megatron-Bridge or NeMo, read and not run",
+            "recipes.megatron_bridge:import_megatron_bridge",
+        ),
         "torchtitan": Kind("a TOML job configuration of torchtitan", "torchtitan:import_torchtitan"),
         "deepspeed": Kind("a JSON configuration for DeepSpeed's pipeline engine", "deepspeed:import_deepspeed"),
         "torch-csv": Kind("a schedule that PyTorch wrote as CSV", "torch_csv:import_torch_csv"),

@@ -1,0 +1,1 @@
+"""Importers of recipes: Python functions that build the configuration of a training."""
