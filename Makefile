@@ -46,6 +46,7 @@ docs: $(VENV)/.dev           ## pages, tables and pictures that are made from th
 	$(BIN)/python validation/pages/make_options.py
 	$(BIN)/python validation/pages/make_tables.py
 	$(BIN)/python validation/pages/make_costs.py
+	$(BIN)/python validation/pages/make_notebooks.py
 	$(BIN)/python validation/pages/make_forms.py
 	$(BIN)/python validation/pages/make_receives.py
 	$(BIN)/python validation/pages/make_published.py

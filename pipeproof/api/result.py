@@ -89,7 +89,7 @@ class Result:
     def to_html(self) -> str:
         """Return the result as one page, which loads nothing from elsewhere."""
         title = escape(repr(self))
-        body = "\n".join(self._parts())
+        body = self._repr_html_()
         head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
         return f"<!DOCTYPE html>\n<html><head>{head}</head><body>\n{body}\n</body></html>\n"
 
@@ -114,7 +114,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Return the form in a notebook."""
-        return "\n".join(self._parts())
+        return "\n".join(filter(None, self._parts()))
 
 
 def plain_data(value: Any, *, exact: bool) -> Any:
@@ -186,9 +186,11 @@ def _csv(records: Records) -> str:
     import csv
     from io import StringIO
 
+    from pipeproof.views.csv_cells import no_formula
+
     text = StringIO()
     columns = list(dict.fromkeys(key for row in records for key in row))
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(records)
+    writer.writerows({key: no_formula(value) for key, value in row.items()} for row in records)
     return text.getvalue()

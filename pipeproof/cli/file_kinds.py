@@ -19,6 +19,7 @@ _TOML_SECTION = re.compile(r"^\[(parallelism|training|experimental)\]\s*$", re.M
 _TRAINING_KEYS = re.compile(r"^(tensor|pipeline|sharding|expert)(_model)?_parallel_(size|degree)$")
 _DEEPSPEED = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"})
 _TIMER = re.compile(r"elapsed time per iteration|time across ranks|interval_runtime")
+_ARGUMENTS = re.compile(r"-{24} arguments -{24}|^MODEL_ARGS:\s*$", re.MULTILINE)
 _PICKLE, _GZIP, _SQLITE = b"\x80", b"\x1f\x8b", b"SQLite format 3"
 
 
@@ -94,6 +95,9 @@ KINDS: tuple[FileKind, ...] = (
               lambda g: bool(_PROTOTXT.search(g.text))),
     _imported("a job configuration of torchtitan", "torchtitan",
               lambda g: bool(_TOML_SECTION.search(g.text))),
+    FileKind("a file with the arguments of Megatron-LM",
+             ("check --from megatron FILE", "import megatron FILE -o plan.yaml", "import profile FILE --plan PLAN"),
+             lambda g: bool(_ARGUMENTS.search(g.text)), "megatron"),
     _imported("a shell script", "megatron",
               lambda g: bool(_SHELL.search(g.text))),
     FileKind("a log with timers", ("import profile FILE --plan PLAN",), lambda g: bool(_TIMER.search(g.text))),

@@ -105,8 +105,9 @@ def run(
     if check_layers and not report.subject.plan.spec.is_custom:
         raise click.UsageError("--check-layers is for custom layers (`model: {kind: layers}`)")
     record = None if record_directory is None else RecordOptions(record_directory, record_layers, record_values)
+    has_timeline = any(file is not None for file in (report_file, output, profile_file))
     options = replace(options, profile=profile_file is not None, record=record, checkpoint=checkpoint,
-                      check_layers=check_layers)  # fmt: skip
+                      check_layers=check_layers, timeline=has_timeline)  # fmt: skip
     write = None if output is None else partial(write_timeline, output, f"{plan.stem}, measured")
     with refusing_bad_plans("text", plan):
         status = run_command(report, options, console_for(), report_file, profile_file, write)

@@ -21,7 +21,7 @@ from pipeproof.exec.compare.compare_log import compare_exchanges, compare_log
 from pipeproof.exec.compare.compare_times import compare_times
 from pipeproof.exec.compare.reference_kind import is_checked_by_bound, needs_ordered_reference
 from pipeproof.exec.compare.step_part import StepPart
-from pipeproof.exec.launch.job_files import Job, load_json, save_json
+from pipeproof.exec.launch.job_files import Job, LogFile, load_json, save_json
 from pipeproof.exec.measure.clock_correction import ClockCorrection, corrected, corrected_ends, largest_error_ns
 from pipeproof.exec.measure.idle_messages import IdleMessageEnd
 from pipeproof.exec.measure.profile_from_logs import measured_profile
@@ -108,7 +108,7 @@ def read_records(job: Job, ranks: Iterable[int]) -> RankRecords:
     present = [rank for rank in ranks if job.rank_file(rank, "log").exists()]
     profiled = present if job.options.profile else []
     return RankRecords(
-        {rank: load_json(job.rank_file(rank, "log"), list[LogEntry]) for rank in present},
+        {rank: [*LogFile(job.rank_file(rank, "log"))] for rank in present},
         {rank: load_json(job.rank_file(rank, "bare"), list[IdleMessageEnd]) for rank in profiled},
         {rank: load_json(job.rank_file(rank, "timing"), Timing) for rank in profiled},
     )
@@ -130,16 +130,22 @@ def host_part(
     ``steps`` are the parts that a ``StepCollector`` of these ranks has collected. ``run`` is a text that all hosts of
     this run, and no other run, have; ``host`` is the name of this host, and ``clock`` the correction of its clock.
     """
-    findings = log_findings(report.subject, job, read_records(job, ranks).logs)
+    findings = log_findings(report.subject, job, ranks)
     clock = clock or ClockCorrection()
     return HostPart(run, host, tuple(ranks), job.certificate, tuple(steps), findings, threads, clock)
 
 
-def log_findings(subject: Subject, job: Job, logs: Mapping[int, Sequence[LogEntry]]) -> dict[int, tuple[Finding, ...]]:
-    """Find the ranks whose logs differ from the graph; if none do, whose exchanged rows differ from their counts."""
+def log_findings(subject: Subject, job: Job, ranks: Iterable[int]) -> dict[int, tuple[Finding, ...]]:
+    """Find the ranks whose logs differ from the graph; if none do, whose exchanged rows differ from their counts.
+
+    Ranks whose logs are not in the job's directory are left out.
+    """
     run = subject.plan.spec.run
     found = {}
-    for rank, entries in logs.items():
+    for rank in ranks:
+        entries = LogFile(job.rank_file(rank, "log"))
+        if not entries.path.exists():
+            continue
         findings = tuple(
             compare_log(
                 subject.graph,

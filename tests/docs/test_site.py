@@ -41,6 +41,7 @@ def leaves(items):
 def test_the_navigation_has_every_page_once(hooks, nav):
     listed = list(leaves(hooks.expanded(nav, DOCS)))
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if path.parent.name != "notes"}
+    pages |= {hooks.place_of(path.relative_to(ROOT).as_posix()) for path in DOCS.glob("notebooks/*.ipynb")}
     assert set(listed) == pages | set(hooks.OF_THE_ROOT.values()), "give the page a place in `nav` of mkdocs.yml"
     assert len(listed) == len(set(listed))
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import posixpath
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +47,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the root, the page ``pipeproof play`` writes, and files outside ``docs/`` that pages link to."""
+    """Add the pages of the root and of notebooks, the page ``pipeproof play`` writes, and files that pages link to."""
     from mkdocs.structure.files import File
 
     from pipeproof.views.play.play_page import play_html
@@ -53,6 +55,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, PLAY, content=play_html()))
     for name, place in OF_THE_ROOT.items():
         files.append(File.generated(config, place, content=(ROOT / name).read_text(encoding="utf-8")))
+    for notebook in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        content = notebook_markdown(json.loads(notebook.read_text(encoding="utf-8")), notebook.name)
+        files.append(File.generated(config, place_of(notebook.relative_to(ROOT).as_posix()), content=content))
     linked = {path for page in files.documentation_pages() for path in linked_paths(page.content_string, page.src_uri)}
     for path in sorted(linked):
         place = place_of(path)
@@ -73,6 +78,27 @@ def with_play(markdown: str, src_uri: str) -> str:
         return markdown
     heading, _, rest = markdown.partition("\n")
     return f"{heading}\n\n{PLAY_LINKS[src_uri]}\n{rest}"
+
+
+def notebook_markdown(notebook: Mapping[str, Any], file: str) -> str:
+    """Return the page of a notebook with its stored outputs, and with a link to its ``file`` below the heading."""
+    heading, _, rest = "\n\n".join(_cells(notebook)).partition("\n")
+    return f'{heading}\n\n<a href="{file}" download>This page as a notebook</a>\n{rest}\n'
+
+
+def _cells(notebook: Mapping[str, Any]) -> Iterator[str]:
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            yield source
+            continue
+        yield f"```python\n{source}\n```"
+        for output in cell["outputs"]:
+            data = output.get("data", {"text/plain": output.get("text", [])})
+            if "text/html" in data:
+                yield f'<div class="notebook-output">{"".join(data["text/html"])}</div>'
+            else:
+                yield f"```text\n{''.join(data['text/plain']).rstrip()}\n```"
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:
@@ -149,6 +175,8 @@ def place_of(path: str) -> str:
     """Return the path of a repository file on the site; sources end with .txt, so that browsers show them."""
     if path in OF_THE_ROOT:
         return OF_THE_ROOT[path]
+    if path.endswith(".ipynb"):
+        path = f"{path.removesuffix('.ipynb')}.md"
     inside = path.removeprefix("docs/")
     return inside if inside != path and not inside.endswith(".py") else f"source/{path}.txt"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pipeproof.api.check_result import CheckResult, check
 from pipeproof.diagnostics.finding import Finding, code_order, relinked
 from pipeproof.diagnostics.problems import dotted
 from pipeproof.interop.importers.import_codes import ASSUMED, NOT_SHOWN
 from pipeproof.interop.importers.imported import Assumption, Imported
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
-from pipeproof.verify.check_plan import Report, check
 from pipeproof.verify.selection import ALL_RULES, Selection
 
 
@@ -23,7 +23,7 @@ def load_imported(imported: Imported) -> LoadedPlan:
     return plan_from_dict(imported.plan, source=imported.source)
 
 
-def check_imported(imported: Imported, selection: Selection = ALL_RULES) -> Report:
+def check_imported(imported: Imported, selection: Selection = ALL_RULES) -> CheckResult:
     """Check an imported plan with every selected rule, and add the importer's findings.
 
     Raises:

@@ -12,7 +12,7 @@ _ALIGNED = 8
 
 
 def check_run(plan: PlanSections) -> list[Problem]:
-    """PP106: Paddle runs no 16-bit types, custom layers are Paddle's, and replay excludes dynamic steps.
+    """PP106: Paddle has no 16-bit types and no copy engines, custom layers are Paddle's, replay excludes dynamic steps.
 
     16-bit main weights are too narrow for AdamW's epsilon (float16), and for the squares of all gradients.
     """
@@ -27,6 +27,10 @@ def check_run(plan: PlanSections) -> list[Problem]:
         message = "`model.build` returns `paddle.nn` layers, and run.backend is torch"
         fix = "use `backend: paddle`, or train the modules in a script with pipeproof.torch.Pipeline"
         problems.append(Problem("PP106", ("run", "backend"), message, help=fix))
+    if plan.transport.send_recv == "copy_engine" and (run.backend, run.device) != ("torch", "gpu"):
+        message = f"`send_recv: copy_engine` is for PyTorch on GPUs, and the plan has {run.backend} on {run.device}"
+        fix = "use `send_recv: backend`, or `run: {backend: torch, device: gpu}`"
+        problems.append(Problem("PP106", ("transport", "send_recv"), message, help=fix))
     if run.replay:
         problems += _check_replay(plan)
     if run.weight_dtype == "float16" and run.optimizer == "adamw":

@@ -275,7 +275,7 @@ class Pipeline:
         agreement.gather("connecting", make_stages)
         self._world = connect_stages(
             lowered.graph, self.rank, self._device, dist.PrefixStore("channels/", self._store), pipeline_group,
-            timeout_s,
+            timeout_s, by_copies=lowered.spec.transport.send_recv == "copy_engine",
         )  # fmt: skip
         self._failures = PipelineFailures(agreement, self._world.abort)
         share_start(self._world, lowered, self._modules, self.rank)
