@@ -81,7 +81,9 @@ def _walk(
                 before = source[edge]
                 if not done[before]:
                     break
-                longest = max(longest, value[before] + weight[edge])
+                length = value[before] + weight[edge]
+                if length > longest:  # faster than max()
+                    longest = length
                 edge += 1
             next_edge[node], value[node] = edge, longest
             if edge == stop:

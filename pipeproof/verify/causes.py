@@ -13,17 +13,30 @@ Nothing is left out: a finding that follows from another has it as its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from pipeproof.diagnostics.finding import CycleWitness, Finding, OpsWitness, WitnessOp
 from pipeproof.schedule.op_table import NONE
-from pipeproof.schedule.ops import COLLECTIVE_KINDS, KINDS, UPDATE_KINDS, OpKind
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, KINDS, UPDATE_KINDS, OpKind, parse_op
 from pipeproof.verify.fifo_matching import FaultsByChannel
 from pipeproof.verify.subject import Subject
 
 Keys = Callable[[Subject, Finding], Iterator[Hashable]]
 """Keys of the rows that a finding is about: two findings with a key in common are about the same rows."""
+
+
+_INPUT_OF: Mapping[OpKind, OpKind] = MappingProxyType(
+    {
+        OpKind.RECV_FORWARD: OpKind.RECV_FORWARD,
+        OpKind.FORWARD: OpKind.RECV_FORWARD,
+        OpKind.RECV_BACKWARD: OpKind.RECV_BACKWARD,
+        OpKind.BACKWARD: OpKind.RECV_BACKWARD,
+        OpKind.BACKWARD_INPUT: OpKind.RECV_BACKWARD,
+    }
+)
+"""The receive that brings the input of a computation, by its kind; a receive is its own."""
 
 
 def _witness_ops(finding: Finding) -> tuple[WitnessOp, ...]:
@@ -38,6 +51,14 @@ def same_operation(_: Subject, finding: Finding) -> Iterator[Hashable]:
     """Operations of the witness by rank and text, those that are missing too; a WAIT is that of its target."""
     for op in _witness_ops(finding):
         yield op.rank, op.op[len("WAIT(") : -1] if op.op.startswith("WAIT(") else op.op
+
+
+def same_input(_: Subject, finding: Finding) -> Iterator[Hashable]:
+    """Inputs of computations and of the receives that bring them: rank, stage, direction, work item."""
+    for witness in _witness_ops(finding):
+        op = parse_op(witness.op)
+        if op.kind in _INPUT_OF:
+            yield witness.rank, op.stage, _INPUT_OF[op.kind], op.micro_batch, op.split
 
 
 def same_text(_: Subject, finding: Finding) -> Iterator[Hashable]:
@@ -139,6 +160,8 @@ FOLLOWS: tuple[Follows, ...] = (
     Follows("PP402", ("PP306",), same_group),
     # A transfer that is issued twice is waited for once.
     Follows("PP505", ("PP301", "PP126"), same_operation),
+    # What a computation that is left out would have used is received, and not waited for.
+    Follows("PP505", ("PP121",), same_input),
     # Buffers: what is computed, sent, received or waited for at the wrong place, or twice, is read and written there.
     Follows("PP501", ("PP122", "PP123", *_MATCHING, "PP505"), same_operation),
     Follows("PP502", ("PP122", "PP123", *_MATCHING, "PP505"), same_operation),
@@ -147,6 +170,8 @@ FOLLOWS: tuple[Follows, ...] = (
     Follows("PP507", ("PP122", "PP123", *_MATCHING, "PP505"), same_operation),
     Follows("PP508", ("PP122", "PP123", *_MATCHING, "PP505"), same_operation),
     Follows("PP509", ("PP122", "PP123", *_MATCHING), same_operation),
+    # Weights that are written late, or not gathered at all, are read too early by every computation.
+    Follows("PP506", ("PP506",), same_operation),
     # So is its result, and what it adds to a sum.
     Follows("PP510", ("PP122", "PP123", *_MATCHING), same_operation),
     Follows("PP514", ("PP122",), same_operation),

@@ -14,7 +14,7 @@ from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.diagnostics.problems import listed
 from pipeproof.sim.memory_curve import GIB, MemoryCurve
 from pipeproof.sim.sim_codes import SimulationError
-from pipeproof.sim.simulate import simulate
+from pipeproof.sim.simulate import Simulation, simulate
 from pipeproof.specs.memory import Recompute
 from pipeproof.verify.subject import Subject
 from pipeproof.views.byte_sizes import make_up_text, size_text
@@ -54,7 +54,13 @@ class Worst:
 
 def worst_of(subject: Subject) -> Worst | None:
     """The rank of a plan that holds most; None where the step has no end."""
-    return _worst(subject.plan)
+    simulation = subject.once(simulation_of)
+    return None if simulation is None else _worst(simulation)
+
+
+def simulation_of(subject: Subject) -> Simulation | None:
+    """The simulated step of a plan; None where it has no end."""
+    return _simulated(subject.plan)
 
 
 def gib_text(gib: float) -> str:
@@ -68,13 +74,17 @@ def peak_text(worst: Worst, limit: str) -> str:
     return f"{size_text(curve.peak)} at {format_us(curve.peak_at_us)} us, and {limit}: {make_up_text(curve)}"
 
 
-def _worst(plan: LoweredPlan) -> Worst | None:
-    """The rank with the highest peak, the first of equals; None where the step has no end."""
+def _simulated(plan: LoweredPlan) -> Simulation | None:
     try:
-        curves = simulate(plan).memory
+        return simulate(plan)
     except SimulationError:
         return None
-    return max((Worst(rank, curve) for rank, curve in enumerate(curves)), key=lambda worst: worst.curve.peak)
+
+
+def _worst(simulation: Simulation) -> Worst:
+    """The rank with the highest peak, the first of equals."""
+    ranks = (Worst(rank, curve) for rank, curve in enumerate(simulation.memory))
+    return max(ranks, key=lambda worst: worst.curve.peak)
 
 
 def what_fits(plan: LoweredPlan, budget_gib: float) -> str:
@@ -84,9 +94,10 @@ def what_fits(plan: LoweredPlan, budget_gib: float) -> str:
     for texts, changed in _changes(plan):
         if any(known <= texts for known in fitting):
             continue  # a part of this change is enough
-        worst = _worst(changed)
-        if worst is None:
+        simulation = _simulated(changed)
+        if simulation is None:
             continue
+        worst = _worst(simulation)
         peak = worst.curve.peak
         if not worst.is_over(budget_gib):
             fitting[texts] = peak

@@ -21,6 +21,7 @@ from pipeproof.verify.check_plan import CHECK_CODES, check_subject
 from pipeproof.verify.check_text import BRIEF, WHOLE, render_report
 from pipeproof.verify.exchanged_computes import exchanges
 from pipeproof.verify.subject import make_subject, program_subject
+from tests.cli.commands import EXAMPLES
 from tests.plans import plan_dict, subject
 from tests.verify.programs import double, mutated, place, remove, swap
 
@@ -47,6 +48,7 @@ def swapped(rank, one, other):
 
 
 SINGLE = {
+    "a forward": (FOUR_STAGES, dropped(2, "2F1", "WAIT(2RECV_F1)"), 2, "PP121", "2F1"),
     "a send": (FOUR_STAGES, dropped(1, "1SEND_F2"), 4, "PP301", "2RECV_F2"),
     "a send and its wait": (FOUR_STAGES, dropped(1, "1SEND_F2", "WAIT(1SEND_F2)"), 3, "PP301", "2RECV_F2"),
     "a send of a gradient": (FOUR_STAGES, dropped(2, "2SEND_B1", "WAIT(2SEND_B1)"), 4, "PP301", "1RECV_B1"),
@@ -84,6 +86,17 @@ def test_one_fault_is_one_finding(name):
     assert len(following) == before - 1
     assert all(finding.cause == cause for finding in following)
     assert found == [cause, *following]
+
+
+@pytest.mark.parametrize(("op", "code"), [("0UNSHARD", "PP506"), ("3F0", "PP121"), ("0SEND_F0", "PP301")])
+def test_an_operation_that_a_schedule_file_lacks_is_one_error(tmp_path, op, code):
+    text = (EXAMPLES / "schedules" / "zbv_pp2.csv").read_text()
+    file = tmp_path / "schedule.csv"
+    file.write_text(text.replace(f"{op},", "", 1))
+    shown = CliRunner().invoke(main, ["check", "--from", "torch-csv", str(file)]).output
+    assert shown.count("error[") == 1
+    assert f"error[{code}]" in shown
+    assert "refused: 1 error" in shown
 
 
 def test_right_plans_have_no_finding():

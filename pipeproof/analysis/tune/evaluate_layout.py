@@ -23,6 +23,7 @@ from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.op_work import Phase
 from pipeproof.verify.check_plan import check
+from pipeproof.verify.memory_peak import simulation_of
 
 PARTS = ("compute", "recompute", "optimizer", "bubble", "communication")
 """The parts of a step, in the order of their output."""
@@ -47,7 +48,7 @@ def check_layout(point: Point, plan_file: str) -> PointResult:
         if report.errors:
             return refused_point(point, report.errors)
         lowered = report.subject.plan
-        simulation = simulate(lowered)
+        simulation = report.subject.once(simulation_of) or simulate(lowered)
         parts = parts_of_step(spec, lowered, simulation)
     except PipeproofError as error:
         return refused_point(point, error.findings)
