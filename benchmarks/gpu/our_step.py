@@ -80,11 +80,6 @@ class OurStep:
             self._adapter.execute(instruction)
         self._adapter.log.clear()
 
-    def gradients(self) -> list[bytes]:
-        """The sums of the gradients of all steps so far, by name."""
-        found = self._adapter._step_end.gradients()
-        return [np.ascontiguousarray(found[name]).tobytes() for name in sorted(found)]
-
     def floor_ms(self) -> float:
         """The simulated step whose operations take what they took in a replay of this one, and whose messages nothing.
 
