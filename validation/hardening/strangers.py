@@ -1,7 +1,7 @@
 """Connect to every port at which a starting run listens, as a stranger, and see how the run ends.
 
 ``python validation/hardening/strangers.py [--write]``. A listener is found a moment after it listens, through
-``/proc``. A stranger connects and closes, sends random bytes, or says nothing and stays.
+``/proc``. A stranger connects and closes, sends random bytes, or sends nothing and stays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kill_resume import plan, processes
 
 LISTENS = "0A"
 """State of a listening socket in ``/proc/net/tcp`` (the kernel's ``TCP_LISTEN``)."""
-KINDS = ("connects and closes", "sends 64 bytes", "sends 64 KiB", "stays and says nothing")
+KINDS = ("connects and closes", "sends 64 bytes", "sends 64 KiB", "stays and sends nothing")
 
 
 def listeners(directory: Path) -> set[tuple[str, int]]:
@@ -52,7 +52,7 @@ def visit(port: int, kind: str, draw: random.Random) -> socket.socket | None:
     stranger.settimeout(1.0)
     with contextlib.suppress(OSError):
         stranger.connect(("127.0.0.1", port))
-        if kind == "stays and says nothing":
+        if kind == "stays and sends nothing":
             return stranger
         if kind.startswith("sends"):
             stranger.sendall(draw.randbytes(64 if kind == "sends 64 bytes" else 2**16))

@@ -15,6 +15,14 @@ from pages import DOCS, fill, main, table
 RESULTS = json.loads((DOCS / "hardening.json").read_text(encoding="utf-8"))
 
 
+_ENVIRONMENTS = (
+    ("disk", "environments", "commands on a full disk, or with a limit of the size of files"),
+    ("signals", "environments", "commands ended by SIGINT, SIGTERM, SIGHUP or SIGQUIT at a random moment"),
+    ("users", "environments", "commands with an input, an output or a TMPDIR of another user"),
+    ("strangers", "strangers", "runs that start while a stranger connects to each of their ports"),
+)
+
+
 def limits_table() -> str:
     """Return time and memory of every limit."""
     rows = [
@@ -28,6 +36,11 @@ def tried_table() -> str:
     """Return what each tool tried and how much of it was handled."""
     fuzz, kills, starts, soak = (RESULTS[name] for name in ("fuzz", "kills", "starts", "soak"))
     limits = RESULTS["limits"]
+    environments = [
+        (name, f"`validation/hardening/{file}.py`", f"{len(RESULTS[name]['runs'])} {tried}",
+         f"{sum(run['problem'] is None for run in RESULTS[name]['runs'])}", f"{RESULTS[name]['seconds']} s")
+        for name, file, tried in _ENVIRONMENTS
+    ]  # fmt: skip
     num_handled = sum(row["problem"] is None for row in limits)
     rows = [
         ("fuzz", "`python -m tests.fuzz`", f"{fuzz['mutants']:,} mutants of {fuzz['readers']} kinds of files",
@@ -45,6 +58,7 @@ def tried_table() -> str:
          f"{soak['processes']} processes"), (f"status {soak['status']}; resident memory of the process that grew most: "
          f"{soak['kb_per_1000_steps']:,} kB in 1,000 steps; {soak['descriptors_grown']} descriptors more"),
          f"{soak['seconds']} s"),
+        *environments,
     ]  # fmt: skip
     return table(("attack", "tool", "tried", "handled", "ran for"), rows)
 
