@@ -15,8 +15,10 @@ from measure import captured_anew
 
 from pipeproof.comm.lower import lower
 from pipeproof.exec.rank.adapter import RankAdapter
+from pipeproof.exec.rank.framework_choice import capture_graphs
 from pipeproof.exec.rank.machine import Instruction
 from pipeproof.exec.rank.torch.comm import connect_groups
+from pipeproof.exec.rank.torch.copy_channels import slot_sizes
 from pipeproof.exec.rank.torch.framework import TorchFramework
 from pipeproof.schedule.op_table import NONE, Channel
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
@@ -39,6 +41,7 @@ class OurStep:
     """Forward and backward of all micro-batches of one rank, without the optimizer.
 
     ``alone``: receives are copies on the device, sends and collectives nothing, so that what is left is the work.
+    ``without_graphs`` are the rank's stages without the graphs that ``run.compiler`` asks for, each with the reason.
     """
 
     def __init__(self, data: Mapping[str, Any], framework: TorchFramework, *, alone: bool = False) -> None:
@@ -48,17 +51,39 @@ class OurStep:
         if alone:
             world: Any = _NoWorld(self._rank, {i: g.ranks for i, g in enumerate(graph.groups) if self._rank in g.ranks})
         else:
-            world = connect_groups(self._rank, self._device, graph.channels, graph.groups, lambda _: None)
+            slots = slot_sizes(graph) if self._plan.spec.transport.send_recv == "copy_engine" else None
+            world = connect_groups(self._rank, self._device, graph.channels, graph.groups, lambda _: None, slots)
         self._adapter = RankAdapter(self._plan, self._rank, framework, world, lambda *_: None)
         ids = [i for i in graph.rank_ops(self._rank) if graph.parent[i] == NONE]
         self._program = [Instruction.of(graph, i) for i in ids if graph.ops[i].kind is not OpKind.STEP]
+        self.without_graphs: dict[int, str] = {}
+        if self._plan.spec.run.compiler is not None:
+            self.without_graphs = capture_graphs(self._adapter.stages, lambda _: None)
         self._adapter.begin(0)
+
+    def begin(self) -> None:
+        """Begin step 0 again: its micro-batches, and gradients of zero."""
+        self._adapter.begin(0)
+
+    def begin_again(self) -> None:
+        """Begin step 0 again for a replay."""
+        self._adapter.begin_again(0)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradient buffers of the rank's weights."""
+        stages = self._adapter.stages.values()
+        return {name: weight.gradient for stage in stages for name, weight in stage.parameters.items()}
 
     def __call__(self) -> None:
         """One step."""
         for instruction in self._program:
             self._adapter.execute(instruction)
         self._adapter.log.clear()
+
+    def gradients(self) -> list[bytes]:
+        """The sums of the gradients of all steps so far, by name."""
+        found = self._adapter._step_end.gradients()
+        return [np.ascontiguousarray(found[name]).tobytes() for name in sorted(found)]
 
     def floor_ms(self) -> float:
         """The simulated step whose operations take what they took in a replay of this one, and whose messages nothing.

@@ -40,7 +40,7 @@ class Size:
 
     def chunks(self, kind: str) -> int:
         """Stages on each rank."""
-        return 1 if kind in ("gpipe", "1f1b") else 2
+        return 1 if kind in ("gpipe", "1f1b", "zb_h1") else 2
 
     def plan(self, kind: str, num_ranks: int, **topology: Any) -> dict[str, Any]:
         """The plan, as data, for ``num_ranks`` stages times what the topology adds to them."""

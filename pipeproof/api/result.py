@@ -186,9 +186,11 @@ def _csv(records: Records) -> str:
     import csv
     from io import StringIO
 
+    from pipeproof.views.csv_cells import no_formula
+
     text = StringIO()
     columns = list(dict.fromkeys(key for row in records for key in row))
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(records)
+    writer.writerows({key: no_formula(value) for key, value in row.items()} for row in records)
     return text.getvalue()

@@ -8,22 +8,19 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import click
 
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, showing_progress
-from pipeproof.cli.set_option import set_option
+from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.exit_status import ExitStatus
-
-if TYPE_CHECKING:
-    from pipeproof.diagnostics.problems import KeyPath
 
 
 @click.command()
 @click.argument("plan", metavar="PLAN", type=PlanFile())
-@set_option
+@plan_options(device=True)
 @click.option("--memory-limit", type=click.IntRange(1, 10**9),
               help="Most activations of the largest stage that a rank may hold; overrides the plan's.")  # fmt: skip
 @click.option("--top", type=click.IntRange(1, 1000), default=5, show_default=True,
@@ -33,7 +30,7 @@ if TYPE_CHECKING:
                    "limit and why schedules were left out.")  # fmt: skip
 @format_option()
 def advise(
-    plan: Path, settings: dict[KeyPath, object], memory_limit: int | None, top: int, everything: bool,
+    plan: Path, source: PlanSource, memory_limit: int | None, top: int, everything: bool,
     form: Literal["text", "json"],
 ) -> None:  # fmt: skip
     """List better schedules, chunk counts and micro-batch counts for a plan, with reasons.
@@ -43,9 +40,8 @@ def advise(
     with refusing_bad_plans(form, plan):
         from pipeproof.analysis.advise.search import NoTrainingError
         from pipeproof.analysis.advise.search import advise as find_advice
-        from pipeproof.specs.load_plan import load_plan
 
-        loaded = load_plan(plan, settings)
+        loaded = source.load(plan)
         try:
             with showing_progress("checking the plan") as on_progress:
                 advice = find_advice(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,8 @@ import click
 
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, writable
-from pipeproof.cli.import_command import KindName, import_from, import_options
+from pipeproof.cli.import_command import import_from
+from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.comm.backend_rows import Queue
 
 if TYPE_CHECKING:
@@ -81,13 +82,7 @@ def _check_log(directory: Path, plan: Path | None, queue: Queue | None, selectio
 
 @click.command()
 @click.argument("files", metavar="[PLAN]...", type=PlanFile(), nargs=-1)
-@click.option(
-    "--from",
-    "kind",
-    type=KindName(),
-    help="Check files of another tool; `docs/importing.md` has the kinds.",
-)
-@import_options
+@plan_options()
 @click.option("--program", type=click.Path(path_type=Path),
               help="Check this program text, without a plan.")  # fmt: skip
 @click.option(
@@ -111,10 +106,7 @@ def _check_log(directory: Path, plan: Path | None, queue: Queue | None, selectio
               help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
 def check(
     files: tuple[Path, ...],
-    kind: str | None,
-    settings: dict[KeyPath, object],
-    model_config: Path | None,
-    world_size: int | None,
+    source: PlanSource,
     program: Path | None,
     backend: str | None,
     log: Path | None,
@@ -131,12 +123,12 @@ def check(
     color: str,
 ) -> None:
     """Prove that a plan's communication is correct, or report where it is wrong."""
+    kind, settings = source.kind, source.settings
     if bool(files) + (program is not None) + (log is not None) != 1 or (kind is not None and not files):
         raise click.UsageError("give one of PLAN, --from KIND FILE..., --program FILE and --log DIR")
     if log is None and log_plan is not None:
         raise click.UsageError("--plan goes with --log DIR")
-    if kind is None and (model_config is not None or world_size is not None):
-        raise click.UsageError("--model-config and --world-size go with --from KIND")
+    source.require_kind()
     if settings and not files:
         raise click.UsageError("--set is for plans and for --from KIND")
     file = files[0] if files else log or program or Path()
@@ -146,14 +138,12 @@ def check(
         raise click.BadParameter("a plan gives its queue in `transport.queue`", param_hint="--queue")
     from pipeproof.cli.check_report import compare_all, run_checks, selection_of, show_all, write_baseline
     from pipeproof.interop.importers.import_codes import IMPORT_CODES
-    from pipeproof.interop.importers.imported import Flags
 
     others = [doc.code for doc in IMPORT_CODES] if kind is not None else _log_codes() if log is not None else []
     selection = selection_of(select, ignore, others)
     tasks: list[CheckTask] = [((plan,), partial(_check_file, plan, settings, selection)) for plan in files]
     if kind is not None:
-        flags = Flags(settings, model_config, world_size)
-        tasks = [(files, partial(_check_files, kind, files, flags, selection))]
+        tasks = [(files, partial(_check_files, kind, files, source.flags, selection))]
     elif program is not None:
         tasks = [((program,), partial(_check_program, program, backend, queue, selection))]
     elif log is not None:
@@ -189,7 +179,7 @@ def _load_baseline(file: Path, form: Form, color: str) -> LoadedBaseline:
         return load_baseline(file)
 
 
-def _check_file(plan: Path, settings: dict[KeyPath, object], selection: Selection) -> Report:
+def _check_file(plan: Path, settings: Mapping[KeyPath, object], selection: Selection) -> Report:
     from pipeproof.specs.load_plan import load_plan
     from pipeproof.verify.check_plan import check as check_plan
 

@@ -13,6 +13,7 @@ import click
 
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for, format_option, note_kind, refusing_bad_plans, writable
+from pipeproof.cli.plan_options import PlanSource, plan_options
 
 if TYPE_CHECKING:
     from pipeproof.analysis.compare.timeline_files import TimelineFile
@@ -28,19 +29,27 @@ def _page(context: click.Context, parameter: click.Parameter, value: Path | None
 @click.command()
 @click.argument("a", metavar="A", type=click.Path(path_type=Path))
 @click.argument("b", metavar="B", type=click.Path(path_type=Path))
+@plan_options(device=True)
 @click.option("--step", type=click.IntRange(min=0), help="Only this step of files with several steps.")
 @click.option("--worst", type=click.IntRange(0, 100_000), default=10, show_default=True,
               help="Number of listed operations with the largest differences of length.")  # fmt: skip
 @format_option()
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=_page,
               help="Write one page for a browser (.html): --step, or the last step, of A above that of B.")  # fmt: skip
-def compare(a: Path, b: Path, step: int | None, worst: int, form: Literal["text", "json"], output: Path | None) -> None:
+def compare(
+    a: Path, b: Path, source: PlanSource, step: int | None, worst: int, form: Literal["text", "json"],
+    output: Path | None,
+) -> None:  # fmt: skip
     """Compare two timelines: differences of lengths, starts and totals, and the first difference of order.
 
     Each of A and B is a plan, which is simulated, a trace that `simulate -o` or `run -o` wrote, or a report of
-    `run --report`. The exit status is 0 for any differences.
+    `run --report`; with --from, also a file of another tool. --set is for the plans among them. The exit status is 0
+    for any differences.
     """
-    first, second = _read("A", a), _read("B", b)
+    source.require_kind()
+    if source.kind is not None and not (_is_imported(a) or _is_imported(b)):
+        raise click.UsageError("--from: neither A nor B is a file of another tool")
+    first, second = _read("A", a, source), _read("B", b, source)
     with refusing_bad_plans("text", b):
         from pipeproof.analysis.compare.common_layers import with_common_layers
 
@@ -65,12 +74,22 @@ def compare(a: Path, b: Path, step: int | None, worst: int, form: Literal["text"
             console_for().print(f"timelines written to {output}; open it in a browser", soft_wrap=True)
 
 
-def _read(name: str, path: Path) -> TimelineFile:
+def _is_imported(path: Path) -> bool:
+    from pipeproof.cli.file_kinds import kind_of
+
+    kind = kind_of(path)
+    return kind is not None and kind.importer is not None
+
+
+def _read(name: str, path: Path, source: PlanSource) -> TimelineFile:
     with refusing_bad_plans("text", path):
-        from pipeproof.analysis.compare.timeline_files import TimelineFileError, read_timeline
+        from pipeproof.analysis.compare.timeline_files import TimelineFileError, read_timeline, simulated_plan
+        from pipeproof.specs.load_plan import load_plan
 
         try:
-            return read_timeline(path)
+            if source.kind is not None and _is_imported(path):
+                return simulated_plan(str(path), source.load(path))
+            return read_timeline(path, lambda file: load_plan(file, source.settings))
         except TimelineFileError as error:
             note_kind(path)
             raise click.BadParameter(str(error), param_hint=name) from error

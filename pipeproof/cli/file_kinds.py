@@ -19,6 +19,7 @@ _TOML_SECTION = re.compile(r"^\[(parallelism|training|experimental)\]\s*$", re.M
 _TRAINING_KEYS = re.compile(r"^(tensor|pipeline|sharding|expert)(_model)?_parallel_(size|degree)$")
 _DEEPSPEED = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"})
 _TIMER = re.compile(r"elapsed time per iteration|time across ranks|interval_runtime")
+_ARGUMENTS = re.compile(r"-{24} arguments -{24}|^MODEL_ARGS:\s*$", re.MULTILINE)
 _PICKLE, _GZIP, _SQLITE = b"\x80", b"\x1f\x8b", b"SQLite format 3"
 
 
@@ -50,6 +51,13 @@ class FileKind:
     commands: tuple[str, ...]
     """Words of commands; the file is in the place of ``FILE``."""
     fits: Callable[[Given], bool]
+    importer: str | None = None
+    """Value of ``--from`` in commands that read plans; None for other files."""
+
+
+def _imported(noun: str, importer: str, fits: Callable[[Given], bool]) -> FileKind:
+    commands = (f"check --from {importer} FILE", f"import {importer} FILE -o plan.yaml")
+    return FileKind(noun, commands, fits, importer)
 
 
 PLAN = FileKind("a plan", ("check FILE", "simulate FILE"), lambda g: "pipeproof" in g.keys)
@@ -79,21 +87,22 @@ KINDS: tuple[FileKind, ...] = (
     PLAN,
     FileKind("a configuration of a model", ("check --from megatron SCRIPT --model-config FILE",),
              lambda g: bool(g.keys & {"model_type", "architectures"}) and "num_hidden_layers" in g.keys),
-    FileKind("a configuration of DeepSpeed", ("check --from deepspeed FILE", "import deepspeed FILE -o plan.yaml"),
-             lambda g: bool(g.keys & _DEEPSPEED)),
-    FileKind("training arguments of PaddleFormers or PaddleNLP",
-             ("check --from paddleformers FILE", "import paddleformers FILE -o plan.yaml"),
-             lambda g: any(map(_TRAINING_KEYS.match, g.keys))),
-    FileKind("a Fleet DistributedStrategy", ("check --from fleet FILE", "import fleet FILE -o plan.yaml"),
-             lambda g: bool(_PROTOTXT.search(g.text))),
-    FileKind("a job configuration of torchtitan",
-             ("check --from torchtitan FILE", "import torchtitan FILE -o plan.yaml"),
-             lambda g: bool(_TOML_SECTION.search(g.text))),
-    FileKind("a shell script", ("check --from megatron FILE", "import megatron FILE -o plan.yaml"),
-             lambda g: bool(_SHELL.search(g.text))),
+    _imported("a configuration of DeepSpeed", "deepspeed",
+              lambda g: bool(g.keys & _DEEPSPEED)),
+    _imported("training arguments of PaddleFormers or PaddleNLP", "paddleformers",
+              lambda g: any(map(_TRAINING_KEYS.match, g.keys))),
+    _imported("a Fleet DistributedStrategy", "fleet",
+              lambda g: bool(_PROTOTXT.search(g.text))),
+    _imported("a job configuration of torchtitan", "torchtitan",
+              lambda g: bool(_TOML_SECTION.search(g.text))),
+    FileKind("a file with the arguments of Megatron-LM",
+             ("check --from megatron FILE", "import megatron FILE -o plan.yaml", "import profile FILE --plan PLAN"),
+             lambda g: bool(_ARGUMENTS.search(g.text)), "megatron"),
+    _imported("a shell script", "megatron",
+              lambda g: bool(_SHELL.search(g.text))),
     FileKind("a log with timers", ("import profile FILE --plan PLAN",), lambda g: bool(_TIMER.search(g.text))),
     FileKind("a schedule in PyTorch's CSV", ("schedule convert FILE --as text", "check --from torch-csv FILE"),
-             lambda g: _is_schedule(g, "csv")),
+             lambda g: _is_schedule(g, "csv"), "torch-csv"),
     FileKind("a schedule in the strings of Fleet", ("schedule convert FILE --as text",),
              lambda g: _is_schedule(g, "fleet")),
     FileKind("a program in our text form", ("check --program FILE", "schedule convert FILE --as csv"),
@@ -151,11 +160,23 @@ def note_of_kind(path: Path) -> str | None:
     if kind is PLAN and context.params.get("kind") is None and _reads_plans(context.command, words):
         return None
     options = [f"--{name}" for name in ("log", "program") if context.params.get(name) is not None]
-    options += ["--from", context.params["kind"]] if context.params.get("kind") is not None else []
+    if context.params.get("kind") is not None and words != ["sweep"]:  # there it is that of the plan in the file
+        options += ["--from", context.params["kind"]]
     if any(_reads(command.split(), words, options) for command in kind.commands):
         return None
-    named = " or ".join(f"`pipeproof {command.replace('FILE', str(path))}`" for command in kind.commands)
+    commands = kind.commands
+    given = _arguments(context)
+    if kind.importer is not None and not options and str(path) in given and _reads_plans(context.command, words):
+        here = " ".join((*words, "--from", kind.importer, *given))
+        commands = (here, *(command for command in commands if not command.startswith("check ")))
+    named = " or ".join(f"`pipeproof {command.replace('FILE', str(path))}`" for command in commands)
     return f"{path} looks like {kind.noun}" + (f": {named}" if named else "")
+
+
+def _arguments(context: click.Context) -> list[str]:
+    """The files that the running command was given."""
+    given = [context.params.get(one.name or "") for one in context.command.params if isinstance(one, click.Argument)]
+    return [str(file) for value in given for file in (value if isinstance(value, tuple) else (value,))]
 
 
 def _reads_plans(command: click.Command, words: list[str]) -> bool:

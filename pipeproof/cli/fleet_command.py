@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.rank_options import logs, timeout
-from pipeproof.cli.set_option import set_option
-
-if TYPE_CHECKING:
-    from pipeproof.diagnostics.problems import KeyPath
 
 
 @click.command()
 @click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
-@set_option
+@plan_options()
 @click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write a JSON report.")  # fmt: skip
 @click.option("--log", "record_to", type=click.Path(path_type=Path, file_okay=False), callback=writable,
@@ -29,17 +25,16 @@ if TYPE_CHECKING:
 @timeout
 @logs
 def fleet(
-    plan: Path, settings: dict[KeyPath, object], report_file: Path | None, record_to: Path | None, timeout_s: float,
+    plan: Path, source: PlanSource, report_file: Path | None, record_to: Path | None, timeout_s: float,
     logs: Path | None,
 ) -> None:  # fmt: skip
     """Run a plan's layers with Fleet's own pipeline and with ours, and compare losses, gradients and messages."""
     if record_to is not None and record_to.is_dir() and any(record_to.glob("rank_*.jsonl")):
         raise click.BadParameter(f"{str(record_to)!r} has logs already", param_hint="--log")
     from pipeproof.exec.fleet.fleet_console import FleetOptions, fleet_command
-    from pipeproof.specs.load_plan import load_plan
     from pipeproof.verify.check_plan import check
 
     with refusing_bad_plans("text", plan):
-        report = check(load_plan(plan, settings))
+        report = check(source.load(plan))
         status = fleet_command(report, FleetOptions(timeout_s, logs, report_file, record_to), console_for())
     sys.exit(status)

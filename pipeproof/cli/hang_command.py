@@ -106,10 +106,11 @@ def _from_rings(
     directory: Path, follows: bool, limits: tuple[float, float, float | None], on_hang: str | None, html: Path | None,
     metrics: Path | None, form: Literal["text", "json"], color: str,
 ) -> None:  # fmt: skip
+    from pipeproof.exec.monitor.check_job import check_job
     from pipeproof.exec.monitor.follow import Follower, follow, metrics_text
     from pipeproof.exec.monitor.hang_page import hang_html
     from pipeproof.exec.monitor.job import read_job, ring_files
-    from pipeproof.exec.monitor.verdict import Status, check_job
+    from pipeproof.exec.monitor.verdict import Status
 
     patience_s, slow_s, timeout_s = limits
     status = Status.RUNNING

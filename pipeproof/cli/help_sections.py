@@ -10,7 +10,7 @@ import click
 
 SECTIONS: Final = (
     ("Prove a plan", ("check", "show")),
-    ("Start from existing files", ("import",)),
+    ("Start", ("init", "import")),
     ("Predict", ("simulate", "advise", "tune", "sweep", "compare", "schedule", "play")),
     ("Execute", ("doctor", "rehearse", "run", "job")),
     ("Saved state", ("state",)),
@@ -36,6 +36,7 @@ EXAMPLES: Final = MappingProxyType(
         "import profile": "pipeproof import profile traces/ --plan plan.yaml -o profile.json",
         "import torch-csv": "pipeproof import torch-csv schedule.csv -o plan.yaml",
         "import torchtitan": "pipeproof import torchtitan train.toml --world-size 8 -o plan.yaml",
+        "init": "pipeproof init --model llama3-70b --gpus 512 --pp 8 --tp 8 --device h100 --global-batch 1024",
         "job file": "pipeproof job file plan.yaml --for slurm -o job.sh",
         "job fleet": "pipeproof job fleet plan.yaml --report fleet.json",
         "job hang": "pipeproof job hang dumps/",

@@ -14,11 +14,10 @@ import click
 
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, format_option, not_nan, picture_file, refusing_bad_plans
-from pipeproof.cli.set_option import set_option
+from pipeproof.cli.plan_options import PlanSource, plan_options
 
 if TYPE_CHECKING:
     from pipeproof.analysis.jitter.noise import Distribution
-    from pipeproof.diagnostics.problems import KeyPath
 
 
 def _number(text: str) -> float:
@@ -51,7 +50,7 @@ def _stragglers(context: click.Context, parameter: click.Parameter, value: str |
 
 @click.command()
 @click.argument("plan", metavar="PLAN", type=PlanFile())
-@set_option
+@plan_options(device=True)
 @click.option("--runs", "num_runs", type=click.IntRange(1, 1_000_000), default=200, show_default=True,
               help="Number of simulated steps.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random numbers.")
@@ -71,7 +70,7 @@ def _stragglers(context: click.Context, parameter: click.Parameter, value: str |
               help="Draw the runs as png, svg or pdf (extra plot).")  # fmt: skip
 def jitter(
     plan: Path,
-    settings: dict[KeyPath, object],
+    source: PlanSource,
     num_runs: int,
     seed: int,
     compute_cv: float,
@@ -90,14 +89,13 @@ def jitter(
         from pipeproof.analysis.jitter.noise import Noise
         from pipeproof.analysis.jitter.noisy_runs import run_jitter
         from pipeproof.comm.lower import blaming_plan, lower_loaded
-        from pipeproof.specs.load_plan import load_plan
 
         probability, factor = stragglers
         try:
             noise = Noise(compute_cv, network_cv, distribution, slow, probability, factor, seed)
         except ValueError as error:
             raise click.UsageError(str(error)) from error
-        loaded = load_plan(plan, settings)
+        loaded = source.load(plan)
         with blaming_plan(loaded):
             lowered = lower_loaded(loaded)
             unknown = [rank for rank in slow if rank >= lowered.mesh.num_ranks]

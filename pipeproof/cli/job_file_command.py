@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import refusing_bad_plans, writable
-from pipeproof.cli.set_option import set_option
-
-if TYPE_CHECKING:
-    from pipeproof.diagnostics.problems import KeyPath
+from pipeproof.cli.plan_options import PlanSource, plan_options
 
 LAUNCHERS = ("torchrun", "paddle", "slurm", "jobset", "trainjob", "ray", "nemo-run")
 """The rows of ``pipeproof.interop.job_files.job_launchers.LAUNCHERS``, which imports more."""
@@ -21,7 +17,7 @@ LAUNCHERS = ("torchrun", "paddle", "slurm", "jobset", "trainjob", "ray", "nemo-r
 
 @click.command("file")
 @click.argument("plan", metavar="PLAN", type=PlanFile())
-@set_option
+@plan_options()
 @click.option("--for", "launcher", type=click.Choice(LAUNCHERS), required=True,
               help="The launcher or scheduler that starts the job.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
@@ -34,7 +30,7 @@ LAUNCHERS = ("torchrun", "paddle", "slurm", "jobset", "trainjob", "ray", "nemo-r
               help="Start this training script in place of `pipeproof run`.")  # fmt: skip
 def job_file(
     plan: Path,
-    settings: dict[KeyPath, object],
+    source: PlanSource,
     launcher: str,
     output: Path | None,
     gpus_per_host: int | None,
@@ -48,17 +44,16 @@ def job_file(
     """
     from pipeproof.interop.job_files.job import job_of_plan
     from pipeproof.interop.job_files.job_launchers import write_job_file
-    from pipeproof.specs.load_plan import load_plan
 
     with refusing_bad_plans("text", plan):
-        loaded = load_plan(plan, settings)
+        loaded = source.load(plan)
     on_gpus = loaded.spec.run.device == "gpu"
     option, other = ("--gpus-per-host", "--processes-per-host")[:: 1 if on_gpus else -1]
     per_host, unfit = (gpus_per_host, processes_per_host)[:: 1 if on_gpus else -1]
     if unfit is not None:
         raise click.BadParameter(f"the plan runs on {loaded.spec.run.device.upper()}s: use {option}", param_hint=other)
     try:
-        job = job_of_plan(loaded, str(plan), per_host, script, settings)
+        job = job_of_plan(loaded, str(plan), per_host, script, source.words)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint=option) from error
     try:

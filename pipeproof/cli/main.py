@@ -24,6 +24,7 @@ from pipeproof.cli.fleet_command import fleet
 from pipeproof.cli.hang_command import hang
 from pipeproof.cli.help_sections import SectionedGroup, SuggestingGroup
 from pipeproof.cli.import_command import import_group
+from pipeproof.cli.init_command import init
 from pipeproof.cli.jitter_command import jitter
 from pipeproof.cli.job_file_command import job_file
 from pipeproof.cli.layers_command import layers
@@ -138,7 +139,7 @@ for _group, _members in (
     for _command in _members:
         _group.add_command(_command)
 for _command in (
-    check, show, simulate, advise, tune, sweep, compare, import_group, schedule, play, doctor, rehearse, run, job,
+    init, check, show, simulate, advise, tune, sweep, compare, import_group, schedule, play, doctor, rehearse, run, job,
     state,
 ):  # fmt: skip
     main.add_command(_command)

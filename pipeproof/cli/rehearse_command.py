@@ -16,11 +16,10 @@ import click
 
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.rank_options import rank_options
-from pipeproof.cli.set_option import set_option
 
 if TYPE_CHECKING:
-    from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.exec.launch.job_files import RunOptions
 
 
@@ -42,7 +41,7 @@ def _scale(context: click.Context, parameter: click.Parameter, value: str) -> Fr
 
 @click.command()
 @click.argument("plan", metavar="PLAN", type=PlanFile())
-@set_option
+@plan_options()
 @click.option("--backend", type=click.Choice(["paddle", "torch"]), help="In place of the plan's `run.backend`.")
 @click.option("--on", "device", type=click.Choice(["cpu", "gpu"]), help="In place of the plan's `run.device`.")
 @click.option("--scale", default="1", show_default=True, callback=_scale, metavar="FRACTION",
@@ -54,7 +53,7 @@ def _scale(context: click.Context, parameter: click.Parameter, value: str) -> Fr
 @rank_options("Rehearse")
 def rehearse(
     plan: Path,
-    settings: dict[KeyPath, object],
+    source: PlanSource,
     backend: str | None,
     device: str | None,
     scale: Fraction,
@@ -67,10 +66,9 @@ def rehearse(
         raise click.UsageError("--output: ranks that share a GPU communicate by sockets")
     from pipeproof.exec.rehearse.rehearsal_console import rehearse_command
     from pipeproof.exec.rehearse.rehearsal_scale import rehearsed_plan
-    from pipeproof.specs.load_plan import load_plan
     from pipeproof.verify.check_plan import check
 
     with refusing_bad_plans("text", plan):
-        report = check(rehearsed_plan(load_plan(plan, settings), backend, device, scale))
+        report = check(rehearsed_plan(source.load(plan), backend, device, scale))
         status = rehearse_command(report, replace(options, scale=scale), console_for(), report_file, output)
     sys.exit(status)

@@ -14,12 +14,11 @@ import click
 
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.rank_options import rank_options
-from pipeproof.cli.set_option import set_option
 from pipeproof.cli.timeline_option import timeline_file, write_timeline
 
 if TYPE_CHECKING:
-    from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.exec.launch.job_files import CheckpointOptions, RunOptions
 
 
@@ -61,7 +60,7 @@ def _record_directory(context: click.Context, parameter: click.Parameter, value:
 
 @click.command()
 @click.argument("plan", metavar="PLAN", type=PlanFile())
-@set_option
+@plan_options()
 @click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write a JSON report.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=timeline_file,
@@ -81,7 +80,7 @@ def _record_directory(context: click.Context, parameter: click.Parameter, value:
 @_state_options
 def run(
     plan: Path,
-    settings: dict[KeyPath, object],
+    source: PlanSource,
     report_file: Path | None,
     output: Path | None,
     profile_file: Path | None,
@@ -99,16 +98,16 @@ def run(
         raise click.UsageError("--record-layers and --record-values need --record DIR")
     from pipeproof.exec.launch.job_files import RecordOptions
     from pipeproof.exec.run_console import run_command
-    from pipeproof.specs.load_plan import load_plan
     from pipeproof.verify.check_plan import check
 
     with refusing_bad_plans("text", plan):
-        report = check(load_plan(plan, settings))
+        report = check(source.load(plan))
     if check_layers and not report.subject.plan.spec.is_custom:
         raise click.UsageError("--check-layers is for custom layers (`model: {kind: layers}`)")
     record = None if record_directory is None else RecordOptions(record_directory, record_layers, record_values)
+    has_timeline = any(file is not None for file in (report_file, output, profile_file))
     options = replace(options, profile=profile_file is not None, record=record, checkpoint=checkpoint,
-                      check_layers=check_layers)  # fmt: skip
+                      check_layers=check_layers, timeline=has_timeline)  # fmt: skip
     write = None if output is None else partial(write_timeline, output, f"{plan.stem}, measured")
     with refusing_bad_plans("text", plan):
         status = run_command(report, options, console_for(), report_file, profile_file, write)

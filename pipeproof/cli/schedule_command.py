@@ -9,17 +9,13 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from pipeproof.cli.completion import PlanFile, complete_schedule
 from pipeproof.cli.console import format_option, refusing_bad_plans, writable
 from pipeproof.cli.help_sections import SuggestingGroup
-from pipeproof.cli.set_option import set_option
-
-if TYPE_CHECKING:
-    from pipeproof.diagnostics.problems import KeyPath
+from pipeproof.cli.plan_options import PlanSource, plan_options
 
 FORMATS = ("text", "csv", "csv-comms", "fleet", "svg")
 """Formats of a schedule in files: those of ``pipeproof schedule convert``, and a picture."""
@@ -148,7 +144,7 @@ def show_kind(
 
 @schedule.command("solve")
 @click.argument("plan", metavar="PLAN", type=PlanFile())
-@set_option
+@plan_options(device=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable, required=True,
               help="Write the schedule here, as PyTorch's CSV of computations.")  # fmt: skip
 @click.option("--time-limit", "time_limit_s", type=click.IntRange(1, 10**6), default=60, show_default=True,
@@ -156,9 +152,7 @@ def show_kind(
               "one takes about 1 to 10 real seconds.")  # fmt: skip
 @click.option("--memory-limit", type=click.IntRange(1, 10**9),
               help="Most chunk activations that a rank may hold; overrides the plan's.")  # fmt: skip
-def solve_for(
-    plan: Path, *, settings: dict[KeyPath, object], output: Path, time_limit_s: int, memory_limit: int | None
-) -> None:
+def solve_for(plan: Path, *, source: PlanSource, output: Path, time_limit_s: int, memory_limit: int | None) -> None:
     """Search for the shortest schedule of a plan, for its times, placement and memory limit.
 
     The result is proved to be the shortest, or the gap is reported. It needs OR-tools: pip install 'pipeproof[solve]'.
@@ -166,7 +160,7 @@ def solve_for(
     with refusing_bad_plans("text", plan):
         from pipeproof.cli.schedule_solve import solve_plan
 
-        solve_plan(plan, settings, output, time_limit_s, memory_limit)
+        solve_plan(plan, source.load(plan), output, time_limit_s, memory_limit)
 
 
 def _costs(cost: Times | None, parts: Mapping[str, Times | None]) -> Mapping[str, Times | None]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
@@ -21,12 +20,9 @@ from pipeproof.schedule.formats.write_schedule import write_schedule
 from pipeproof.schedule.generators.solve import Progress, Solution, UnfitHintError, solve
 from pipeproof.schedule.generators.workload import most_held
 from pipeproof.schedule.programs import Schedule, UnfitSizesError, stages_of
-from pipeproof.specs.load_plan import LoadedPlan, load_plan
+from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.views.timeline_text import format_us
-
-if TYPE_CHECKING:
-    from pipeproof.diagnostics.problems import KeyPath
 
 _NOT_OF_FILES = frozenset(
     {"kind", "path", "format", "programs", "variant", "micro_batch_group_size", "memory_limit", "placement"}
@@ -34,17 +30,16 @@ _NOT_OF_FILES = frozenset(
 """Keys of a schedule that another kind has, or that a file contains."""
 
 
-def solve_plan(
-    plan: Path, settings: Mapping[KeyPath, object], output: Path, time_limit_s: float, memory_limit: int | None
-) -> None:
-    """Solve for the stages of ``plan`` as its own schedule places them, write ``output``, and report how good it is.
+def solve_plan(plan: Path, loaded: LoadedPlan, output: Path, time_limit_s: float, memory_limit: int | None) -> None:
+    """Solve for the stages of a plan as its own schedule places them, write ``output``, and report how good it is.
+
+    ``plan`` is the file of ``loaded``.
 
     ``memory_limit`` is in chunk activations of a rank; without it, that of the plan counts.
 
     Raises:
-        BadPlanError: the plan is invalid, OR-tools is missing (PP142), or there is no schedule (PP140).
+        BadPlanError: OR-tools is missing (PP142), or there is no schedule (PP140).
     """
-    loaded = load_plan(plan, settings)
     with blaming_plan(loaded), _blaming_sizes():
         loaded = with_measured_times(loaded)
         spec = loaded.spec

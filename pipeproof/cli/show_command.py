@@ -3,44 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, refusing_bad_plans
-from pipeproof.cli.set_option import set_option
-
-if TYPE_CHECKING:
-    from pipeproof.diagnostics.problems import KeyPath
+from pipeproof.cli.plan_options import PlanSource, plan_options
 
 
 @click.command()
 @click.argument("plan", metavar="PLAN", type=PlanFile())
-@set_option
+@plan_options(device=True)
 @click.option("--rank", type=int, help="Also print the whole program of this global rank.")
 @click.option("--costs", is_flag=True,
               help="Show instead the times of each stage by cost.analytic, and their bounds.")  # fmt: skip
 @click.option("--memory", is_flag=True, help="Show instead the memory of each stage, operation by operation.")
-def show(plan: Path, settings: dict[KeyPath, object], rank: int | None, costs: bool, memory: bool) -> None:
+def show(plan: Path, source: PlanSource, rank: int | None, costs: bool, memory: bool) -> None:
     """Show what is derived from a plan: stages, groups, boundary layouts, programs."""
     if (rank is not None) + costs + memory > 1:
         raise click.UsageError("give one of --rank, --costs and --memory")
     if memory:
-        _show_memory(plan, settings)
+        _show_memory(plan, source)
     elif costs:
-        _show_costs(plan, settings)
+        _show_costs(plan, source)
     else:
-        _show_plan(plan, settings, rank)
+        _show_plan(plan, source, rank)
 
 
-def _show_plan(plan: Path, settings: dict[KeyPath, object], rank: int | None) -> None:
+def _show_plan(plan: Path, source: PlanSource, rank: int | None) -> None:
     with refusing_bad_plans("text", plan):
         from pipeproof.comm.lower import lower_loaded
-        from pipeproof.specs.load_plan import load_plan
         from pipeproof.views.plan_tables import render_program, render_show
 
-        lowered = lower_loaded(load_plan(plan, settings))
+        lowered = lower_loaded(source.load(plan))
     if rank is not None and not 0 <= rank < lowered.mesh.num_ranks:
         raise click.BadParameter(f"{rank}: the plan has ranks 0..{lowered.mesh.num_ranks - 1}", param_hint="--rank")
     render_show(lowered, console_for())
@@ -48,19 +43,18 @@ def _show_plan(plan: Path, settings: dict[KeyPath, object], rank: int | None) ->
         render_program(lowered, rank, console_for())
 
 
-def _show_memory(plan: Path, settings: dict[KeyPath, object]) -> None:
+def _show_memory(plan: Path, source: PlanSource) -> None:
     with refusing_bad_plans("text", plan):
         from pipeproof.comm.lower import blaming_plan, lower_loaded
-        from pipeproof.specs.load_plan import load_plan
         from pipeproof.views.memory_table import render_stage_memory
 
-        loaded = load_plan(plan, settings)
+        loaded = source.load(plan)
         with blaming_plan(loaded):
             lowered = lower_loaded(loaded)
     render_stage_memory(lowered, console_for())
 
 
-def _show_costs(plan: Path, settings: dict[KeyPath, object]) -> None:
+def _show_costs(plan: Path, source: PlanSource) -> None:
     """Print the computed costs of a plan.
 
     Raises:
@@ -69,10 +63,9 @@ def _show_costs(plan: Path, settings: dict[KeyPath, object]) -> None:
     with refusing_bad_plans("text", plan):
         from pipeproof.comm.lower import blaming_plan
         from pipeproof.cost.analytic_times import AnalyticCosts
-        from pipeproof.specs.load_plan import load_plan
         from pipeproof.views.cost_table import render_costs
 
-        loaded = load_plan(plan, settings)
+        loaded = source.load(plan)
         analytic = loaded.spec.cost.analytic
         if loaded.spec.is_custom:
             raise click.UsageError(

@@ -10,17 +10,16 @@ import click
 
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, format_option, refusing_bad_plans
-from pipeproof.cli.set_option import set_option
+from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.timeline_option import timeline_file, write_timeline
 
 if TYPE_CHECKING:
-    from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.sim.simulate import Engine
 
 
 @click.command()
 @click.argument("plan", metavar="PLAN", type=PlanFile())
-@set_option
+@plan_options(device=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=timeline_file,
               help="Write the timeline: .html (a page for a browser), .json (Chrome trace), .pftrace (Perfetto), .csv, "
                    "or a picture: .png, .svg, .pdf.")  # fmt: skip
@@ -28,18 +27,17 @@ if TYPE_CHECKING:
 @click.option("--engine", type=click.Choice(["auto", "fast", "simpy"]), default="auto", show_default=True,
               help="Longest paths, the reference model, or the one that applies; the times are the same.")  # fmt: skip
 def simulate(
-    plan: Path, settings: dict[KeyPath, object], output: Path | None, form: Literal["text", "json"], engine: Engine
+    plan: Path, source: PlanSource, output: Path | None, form: Literal["text", "json"], engine: Engine
 ) -> None:
     """Predict a plan's timeline, bubbles and activation peaks."""
     with refusing_bad_plans(form, plan):
         from pipeproof.comm.lower import blaming_plan, lower_loaded
         from pipeproof.sim.simulate import simulate as run_simulation
         from pipeproof.sim.simulate import simulation_to_json
-        from pipeproof.specs.load_plan import load_plan
         from pipeproof.views.memory_table import render_memory
         from pipeproof.views.timeline_text import render_figures, render_timeline
 
-        loaded = load_plan(plan, settings)
+        loaded = source.load(plan)
         note = loaded.spec.cost.placeholder_note
         with blaming_plan(loaded):
             lowered = lower_loaded(loaded)

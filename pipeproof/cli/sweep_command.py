@@ -16,6 +16,7 @@ import click
 
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, format_option, picture_file, refusing_bad_plans, writable
+from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ executor_option = click.option(
 
 @click.command()
 @click.argument("sweep", metavar="SWEEP", type=PlanFile())
+@plan_options(device=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Results file, to which points are appended and from which the sweep resumes; by default SWEEP with "
                    "the suffix .results.jsonl.")  # fmt: skip
@@ -61,6 +63,7 @@ executor_option = click.option(
               help="Draw the figure of --sort as png, svg or pdf (extra plot).")  # fmt: skip
 def sweep(
     sweep: Path,
+    source: PlanSource,
     output: Path | None,
     workers: int | None,
     executor: ExecutorChoice | None,
@@ -72,14 +75,15 @@ def sweep(
 ) -> None:
     """Check and simulate a plan with many values for some of its keys, and list the best.
 
-    A refused point is a result with its code. Ctrl-C keeps the results so far; the same command resumes.
+    SWEEP names a plan, which --from and --set are for. A refused point is a result with its code. Ctrl-C keeps the
+    results so far; the same command resumes.
     """
     if workers is not None and executor is not None:
         raise click.UsageError("give one of --workers and --executor: a cluster has workers of its own")
     with refusing_bad_plans("text", sweep):
         from pipeproof.analysis.sweep.sweep_file import load_sweep
 
-        loaded = load_sweep(sweep)
+        loaded = load_sweep(sweep, source.base_plan)
     shown = _columns(loaded, columns, sort)
     results = _results(loaded, output or sweep.with_suffix(".results.jsonl"), workers, executor)
     with refusing_bad_plans("text", sweep):

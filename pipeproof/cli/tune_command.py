@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, showing_progress, writable
-from pipeproof.cli.import_command import DeviceParam, KindName, import_options
+from pipeproof.cli.import_command import DeviceParam
+from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.sweep_command import cluster_of, executor_option
 from pipeproof.exit_status import ExitStatus
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from pipeproof.analysis.sweep.executor_choice import ExecutorChoice
     from pipeproof.analysis.tune.tune_model import TuneModel
     from pipeproof.analysis.tune.tune_result import TuneResult
-    from pipeproof.diagnostics.problems import KeyPath
 
 
 def _fixed(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, list[Any]]:
@@ -57,10 +57,9 @@ def _fixed(context: click.Context, parameter: click.Parameter, values: tuple[str
 @click.option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), callback=writable,
               help="Write the plan of each row, its launch arguments, and results.jsonl, from which the same command "
                    "resumes, to this directory.")  # fmt: skip
-@click.option("--from", "kind", type=KindName(), help="Kind of another tool's file.")
 @click.option("--workers", type=click.IntRange(1, 4096), help="Processes; by default one per processor.")
 @executor_option
-@import_options
+@plan_options()
 @format_option()
 def tune(
     model: str,
@@ -72,12 +71,9 @@ def tune(
     top: int,
     fix: dict[str, list[Any]],
     output: Path | None,
-    kind: str | None,
     workers: int | None,
     executor: ExecutorChoice | None,
-    settings: dict[KeyPath, object],
-    model_config: Path | None,
-    world_size: int | None,
+    source: PlanSource,
     form: Literal["text", "json"],
 ) -> None:
     """List the layouts with which a model trains fastest on a number of devices, with reasons.
@@ -88,17 +84,16 @@ def tune(
     if workers is not None and executor is not None:
         raise click.UsageError("give one of --workers and --executor: a cluster has workers of its own")
     with refusing_bad_plans(form, Path(model)):
-        from pipeproof.interop.importers.imported import Flags
         from pipeproof.interop.tune_models import tune_model
 
-        source = tune_model(model, kind=kind, flags=Flags(settings, model_config, world_size))
+        tuned = tune_model(model, kind=source.kind, flags=source.flags)
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)
         result = _search(
-            source,
-            _required(device or source.device, "--device", "the plan names no device"),
-            _required(global_batch or source.global_batch, "--global-batch", "only a plan has a batch"),
-            framework or source.framework or "megatron",
+            tuned,
+            _required(device or tuned.device, "--device", "the plan names no device"),
+            _required(global_batch or tuned.global_batch, "--global-batch", "only a plan has a batch"),
+            framework or tuned.framework or "megatron",
             output,
             executor,
             {"gpus": gpus, "memory_gib": memory_gib, "top": top, "fix": fix, "workers": workers},

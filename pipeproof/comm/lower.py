@@ -80,11 +80,12 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
     layers = describe_layers(plan)
     require_moderate_size(plan, sum(len(calls) for layer in layers for calls in _calls(plan, layer)))
     stages = stage_layers(plan)
+    device = None if plan.cost.analytic is None else plan.cost.analytic.device
     links, plan = link_times(plan), with_times(plan)
     schedule = foreign.schedule if foreign is not None else plan_schedule(plan)
     edges = describe_boundaries(plan) if boundary is None else (Edge(((boundary,),)),) * (plan.num_stages - 1)
     activation = boundary or describe_boundary(plan)
-    context = PlanContext(plan, mesh, layers, stages, activation, edges, schedule, foreign, links=links)
+    context = PlanContext(plan, mesh, layers, stages, activation, edges, schedule, foreign, links=links, device=device)
     require_own_updates(context)
     is_early = plan.transport.recv_order != "just_in_time"
     if is_early:

@@ -15,6 +15,7 @@ from pipeproof.schedule.columns import NONE, IntColumn, work_item_of
 from pipeproof.schedule.formats.read_schedule import ForeignSchedule
 from pipeproof.schedule.ops import Op
 from pipeproof.schedule.programs import Programs, Schedule, stages_of
+from pipeproof.specs.cost import DeviceName
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import Boundary, Edge, MicroBatchSize, work_item_sizes
 from pipeproof.stages.describe.layer import Layer, Parameter
@@ -34,7 +35,7 @@ class PlanContext:
     ``receives`` lists by pipeline rank the inputs that are not received just
     before their use; see ``receive_order``. ``links`` has the times of
     messages and collectives; without, each message takes ``p2p_latency_us``
-    and collectives nothing.
+    and collectives nothing. ``device`` is that of ``cost.analytic``.
     """
 
     spec: PlanSpec
@@ -47,6 +48,7 @@ class PlanContext:
     foreign: ForeignSchedule | None = None
     receives: tuple[Mapping[int, tuple[Op, ...]], ...] = ()
     links: LinkTimes | None = None
+    device: DeviceName | None = None
 
     @property
     def programs(self) -> Programs:

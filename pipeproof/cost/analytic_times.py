@@ -128,6 +128,9 @@ class AnalyticCosts:
         self.device: Device = DEVICES[analytic.device]
         self.table: CostTable | None = table_of(analytic)
         self._operation_us = _host_us(analytic, self.table)
+        self._start_us = _ZERO
+        if self.table is not None and analytic.memory_efficiency is None:
+            self._start_us = exact(self.table.elementwise_us)
         replays, collective_us = analytic.execution == "graph", analytic.collective_us
         self._collective_us = self._operation_us if replays or collective_us is None else exact(collective_us)
         self._fill_us = _ZERO if replays else exact(analytic.fill_us)
@@ -234,7 +237,8 @@ class AnalyticCosts:
     def work(self, work: Work) -> PhaseTime:
         """One operation: bound by its FLOPs or by its bytes, with the casts for it and the end of a weight gradient.
 
-        A product adds to a weight gradient tile by tile when it is done with the tile, which nothing hides.
+        A product adds to a weight gradient tile by tile when it is done with the tile, which nothing hides. The start
+        of a product is part of its curve; other operations take ``elementwise_us`` to start, each kernel of them.
         """
         curve, host = self._curve(work), self._host_us_of(work)
         if curve is None or work.shape is None:
@@ -245,6 +249,8 @@ class AnalyticCosts:
         if self.analytic.matmul_efficiency is not None:
             cast = _ZERO  # the share of the plan includes all of that
         memory, extra = self._moved_us(work.num_bytes - added), self._moved_us(added + cast)
+        if work.unit is not ComputeUnit.MATMUL:
+            extra += work.launches * self._start_us
         parts = {"compute_us": compute, "memory_us": extra} if compute >= memory else {"memory_us": memory + extra}
         return PhaseTime(work.flops, work.num_bytes + cast, host_us=host, **parts)
 

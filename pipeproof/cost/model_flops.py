@@ -11,6 +11,7 @@ from collections import Counter
 from fractions import Fraction
 
 from pipeproof.cost.devices import DEVICES
+from pipeproof.specs.cost import AnalyticSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import work_item_sizes
 from pipeproof.stages.describe.model_family import stage_layers
@@ -37,9 +38,13 @@ def model_flops_utilization(plan: PlanSpec, makespan_us: Fraction) -> float | No
         for names in stage_layers(plan)
         for size, number in numbers.items()
     )
+    peak = peak_tflops(analytic, plan.run.dtype)
+    return float(flops / (plan.topology.pp * makespan_us)) / (peak * _FLOPS_PER_US)
+
+
+def peak_tflops(analytic: AnalyticSpec, run_dtype: str) -> float:
+    """Return the peak of the device for the type of the model's products, in TFLOP/s; ``run_dtype`` is the default."""
     device = DEVICES[analytic.device]
     if analytic.matmul_dtype is not None:
-        peak = device.peak(analytic.matmul_dtype)
-    else:
-        peak = device.bfloat16 if (analytic.dtype or plan.run.dtype) == "bfloat16" else device.float32
-    return float(flops / (plan.topology.pp * makespan_us)) / (peak * _FLOPS_PER_US)
+        return device.peak(analytic.matmul_dtype)
+    return device.bfloat16 if (analytic.dtype or run_dtype) == "bfloat16" else device.float32

@@ -21,7 +21,7 @@ from pipeproof.exec.compare.compare_log import compare_exchanges, compare_log
 from pipeproof.exec.compare.compare_times import compare_times
 from pipeproof.exec.compare.reference_kind import is_checked_by_bound, needs_ordered_reference
 from pipeproof.exec.compare.step_part import StepPart
-from pipeproof.exec.launch.job_files import Job, load_json, save_json
+from pipeproof.exec.launch.job_files import Job, LogFile, load_json, save_json
 from pipeproof.exec.measure.clock_correction import ClockCorrection, corrected, corrected_ends, largest_error_ns
 from pipeproof.exec.measure.idle_messages import IdleMessageEnd
 from pipeproof.exec.measure.profile_from_logs import measured_profile
@@ -72,6 +72,8 @@ class RankRecords:
     logs: Mapping[int, Sequence[LogEntry]] = field(default_factory=dict)
     idle_messages: Mapping[int, Sequence[IdleMessageEnd]] = field(default_factory=dict)
     timings: Mapping[int, Timing] = field(default_factory=dict)
+    without_graphs: Mapping[int, str] = field(default_factory=dict)
+    """Stages that do not run as graphs, as ``run.compiler`` asks, each with the reason."""
 
     def corrected(self, parts: Sequence[HostPart]) -> RankRecords:
         """Return the records by the clock of rank 0's host; ``parts`` are those of all hosts in order."""
@@ -88,17 +90,19 @@ class RankRecords:
                 )
                 for rank, entries in self.logs.items()
             },
+            self.without_graphs,
         )
 
 
 def joined_records(records: Iterable[RankRecords]) -> RankRecords:
     """Join the records of different ranks."""
-    joined = RankRecords({}, {}, {})
+    joined = RankRecords()
     for of_host in records:
         joined = RankRecords(
             {**joined.logs, **of_host.logs},
             {**joined.idle_messages, **of_host.idle_messages},
             {**joined.timings, **of_host.timings},
+            {**joined.without_graphs, **of_host.without_graphs},
         )
     return joined
 
@@ -107,10 +111,12 @@ def read_records(job: Job, ranks: Iterable[int]) -> RankRecords:
     """Read the records of those ranks whose op logs are in a job's directory."""
     present = [rank for rank in ranks if job.rank_file(rank, "log").exists()]
     profiled = present if job.options.profile else []
+    captured = [file for file in (job.rank_file(rank, "graphs") for rank in present) if file.exists()]
     return RankRecords(
-        {rank: load_json(job.rank_file(rank, "log"), list[LogEntry]) for rank in present},
+        {rank: [*LogFile(job.rank_file(rank, "log"))] for rank in present},
         {rank: load_json(job.rank_file(rank, "bare"), list[IdleMessageEnd]) for rank in profiled},
         {rank: load_json(job.rank_file(rank, "timing"), Timing) for rank in profiled},
+        {stage: reason for file in captured for stage, reason in load_json(file, dict[int, str]).items()},
     )
 
 
@@ -130,16 +136,22 @@ def host_part(
     ``steps`` are the parts that a ``StepCollector`` of these ranks has collected. ``run`` is a text that all hosts of
     this run, and no other run, have; ``host`` is the name of this host, and ``clock`` the correction of its clock.
     """
-    findings = log_findings(report.subject, job, read_records(job, ranks).logs)
+    findings = log_findings(report.subject, job, ranks)
     clock = clock or ClockCorrection()
     return HostPart(run, host, tuple(ranks), job.certificate, tuple(steps), findings, threads, clock)
 
 
-def log_findings(subject: Subject, job: Job, logs: Mapping[int, Sequence[LogEntry]]) -> dict[int, tuple[Finding, ...]]:
-    """Find the ranks whose logs differ from the graph; if none do, whose exchanged rows differ from their counts."""
+def log_findings(subject: Subject, job: Job, ranks: Iterable[int]) -> dict[int, tuple[Finding, ...]]:
+    """Find the ranks whose logs differ from the graph; if none do, whose exchanged rows differ from their counts.
+
+    Ranks whose logs are not in the job's directory are left out.
+    """
     run = subject.plan.spec.run
     found = {}
-    for rank, entries in logs.items():
+    for rank in ranks:
+        entries = LogFile(job.rank_file(rank, "log"))
+        if not entries.path.exists():
+            continue
         findings = tuple(
             compare_log(
                 subject.graph,
@@ -259,5 +271,6 @@ def build_report(
         accumulation=accumulation_of(subject.plan),
         profile=profile,
         clock=clock_of(spec.run, is_timed=job.options.profile),
+        without_graphs=dict(sorted(records.without_graphs.items())),
         ranks_without_log=tuple(rank for rank in ranks if rank not in records.logs),
     )

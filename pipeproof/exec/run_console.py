@@ -288,6 +288,11 @@ def render_run(report: RunReport, console: Console) -> None:
     device = threads if spec.run.device == "cpu" else "a GPU per process"
     main = f", main gradients in {spec.run.weight_dtype}" if spec.run.weight_dtype != spec.run.dtype else ""
     console.print(f"{spec.run.dtype}{main}, {device}, accumulation {report.accumulation}")
+    if spec.run.compiler is not None:
+        num_without, num_stages = len(report.without_graphs), len(report.subject.plan.stages)
+        console.print(f"{num_stages - num_without} of {num_stages} stages run as graphs ({spec.run.compiler})")
+        for stage, reason in report.without_graphs.items():
+            console.print(f"stage {stage} does not: {reason}", soft_wrap=True, markup=False)
     verb = "equals" if not report.log_findings else "[red]differs from[/]"
     console.print(f"executed log {verb} the verified graph{_logged_steps(report)}{CLOCKS[report.clock]}")
     if report.ranks_without_log:

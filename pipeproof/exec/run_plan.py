@@ -19,7 +19,7 @@ from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
 from pipeproof.exec.compare.step_losses import NotFiniteError
 from pipeproof.exec.compare.step_part import StepPart, compare_part
 from pipeproof.exec.executor_support import require_executable, require_issuable
-from pipeproof.exec.host_part import build_report, log_findings, read_records
+from pipeproof.exec.host_part import RankRecords, build_report, log_findings, read_records
 from pipeproof.exec.installed_backends import INSTALLED_BY
 from pipeproof.exec.launch.custom_layers_check import require_custom_layers
 from pipeproof.exec.launch.gpu_assignment import missing_gpus
@@ -309,9 +309,11 @@ class StepCollector:
 
 
 def finish_report(report: Report, job: Job, steps: Sequence[StepResult], threads: int) -> RunReport:
-    """Read the op logs of all ranks, compare them with the graph, and build the report.
+    """Compare the op logs of all ranks with the graph, and build the report.
 
     ``threads`` is the largest number of compute threads that a worker measured.
     """
-    records = read_records(job, range(report.subject.graph.num_ranks))
-    return build_report(report, job, steps, log_findings(report.subject, job, records.logs), records, threads)
+    ranks = range(report.subject.graph.num_ranks)
+    findings = log_findings(report.subject, job, ranks)
+    records = read_records(job, ranks) if job.options.timeline else RankRecords(dict.fromkeys(ranks, ()))
+    return build_report(report, job, steps, findings, records, threads)

@@ -58,6 +58,8 @@ class RunReport:
     """The clock of the log's times."""
     num_logged_steps: int | None = None
     """Number of steps with a log; later steps were replays."""
+    without_graphs: Mapping[int, str] = field(default_factory=dict)
+    """Stages that do not run as graphs though the plan has ``run.compiler``, each with the reason."""
     reference_from_state: bool = False
     """True if the reference started from the resumed state instead of training up to it."""
     hosts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -182,6 +184,12 @@ class RunReport:
             + ("" if step.routers is None else step.routers.mismatch()),
         )
 
+    def _graphs_to_json(self) -> dict[str, Any]:
+        """The compiler of the stages' graphs, and the stages without them; nothing for a plan without a compiler."""
+        compiler = self.subject.plan.spec.run.compiler
+        without = {str(stage): reason for stage, reason in self.without_graphs.items()}
+        return {} if compiler is None else {"graphs": {"compiler": compiler, "without": without}}
+
     def to_json(self) -> dict[str, Any]:
         """Return the form of ``run --report``; see ``docs/schemas/run.schema.json``."""
         return {
@@ -218,6 +226,7 @@ class RunReport:
             **({"ranks_without_log": list(self.ranks_without_log)} if self.ranks_without_log else {}),
             **({} if self.profile is None else {"limits": self.profile.to_json()["limits"]}),
             **({"clock_error_us": self.clock_error_ns / 1000} if self.clock_error_ns else {}),
+            **self._graphs_to_json(),
             "timeline": [
                 {
                     "step": span.step,

@@ -65,6 +65,9 @@ class CostTable(Section):
     host_us: Annotated[float, Field(ge=0, le=10**6)] = Field(
         description="Time that the host takes to start one operation in eager execution."
     )
+    elementwise_us: Annotated[float, Field(ge=0, le=10**6)] = Field(
+        default=0.0, description="Time of the smallest operation that is no product, to the start of the next one."
+    )
     collectives: Annotated[tuple[CollectiveCurve, ...], FROM_LIST] = Field(
         default=(), description="Curves of collectives inside a node.", json_schema_extra={"default": []}
     )

@@ -41,6 +41,11 @@ class TransportSpec(Section):
         description="Transfers of a rank that share one FIFO queue, for a runtime that is stricter than run.backend. "
         "pair is the queue of PyTorch's unbatched transfers on NCCL.",
     )
+    send_recv: Literal["backend", "copy_engine"] = Field(
+        default="backend",
+        description="What moves messages: backend, the send and receive of run.backend; copy_engine, copies into "
+        "mapped memory of another GPU of the host, which occupy no multiprocessor (PyTorch on GPUs).",
+    )
     shape_exchange: Literal["none", "per_message"] = Field(
         default="none",
         description="Messages that carry shapes: none, all ranks know the shapes; per_message, before each tensor an "

@@ -20,7 +20,7 @@ from pipeproof.schedule.ops import COPY_KINDS, KINDS
 from pipeproof.specs.model import model_content
 from pipeproof.verify.subject import Subject
 
-RULE_SET_VERSION = 9
+RULE_SET_VERSION = 10
 """Raised whenever a rule is added or gives other verdicts. It is part of a certificate, and of no digest."""
 _OF_CUSTOM_LAYERS = {"kind": True, "buffers": True, "activation_bytes": True}
 _NO_PART_OF_A_GRAPH: Mapping[str, Any] = {
@@ -67,8 +67,8 @@ def graph_digest(subject: Subject) -> str:
 
     That is: the op graph with its queues, layouts, shapes, dtypes and group
     order; layers, parameters and stages; loss normalization, whether gradients
-    are clipped, and the type of weights; the backend and its device, which
-    compute other bits; the queues that a plan declares, which order its transfers;
+    are clipped, and the type of weights; the backend, its device and its
+    compiler, which compute other bits; the queues that a plan declares, which order its transfers;
     the facts that are given along with a graph. What only changes a verdict is in
     the certificate and not here: the version of the rule set, and the rows of the
     backend's table. Cost, seed, steps, learning rate and paths are not in it either.
@@ -148,4 +148,5 @@ def _plan_content(plan: LoweredPlan) -> dict[str, Any]:
         "weights": plan.spec.run.weight_dtype,
         "buffers": [*plan.spec.buffers.model_dump(mode="json").values()],
         "connections": plan.spec.transport.connections,
+        **({} if plan.spec.run.compiler is None else {"compiler": plan.spec.run.compiler}),
     }

@@ -1,7 +1,7 @@
 """7xx: what a rank holds at most, against the memory that there is.
 
-Only a simulation knows what is held when. A plan without a budget is not
-simulated for its check, and the simulator is not even loaded.
+Only a simulation knows what is held when. A plan without a budget or a device
+is not simulated for its check, and the simulator is not even loaded.
 """
 
 from __future__ import annotations
@@ -105,6 +105,46 @@ NOT_CHECKED = RuleDoc(
     ),
 )
 
+OVER_DEVICE = RuleDoc(
+    code="PP703",
+    title="a rank holds more than the memory of its device",
+    severity="warning",
+    explanation=(
+        "`cost.analytic` names a device, whose data sheet has its memory. The simulation of a step gives more for a "
+        "rank. The plan may not fit, or it may not state what its training does to fit: by default gradients are "
+        "accumulated in float32, gathered activations are kept, and nothing is recomputed. Llama 3.1 405B on 512 H100 "
+        "(MLPerf Training) needs 119 GiB by these defaults, and 77 GiB with `memory.gradient_dtype: bfloat16` and "
+        "`memory.sequence_parallel_activations: regather`, as Megatron-LM trains it. With `memory.budget_gib` too "
+        "much memory is an error (PP701), whose help names changes that fit, and this rule is silent."
+    ),
+    wrong=(
+        "model: {hidden_size: 16384, num_heads: 128, ffn_size: 53248}\n"
+        "cost: {analytic: {device: h100, dtype: bfloat16}}"
+    ),
+    right=(
+        "model: {hidden_size: 4096, num_heads: 32, ffn_size: 14336}\ncost: {analytic: {device: h100, dtype: bfloat16}}"
+    ),
+)
+
+
+def _check_device(subject: Subject) -> Iterator[Finding]:
+    device = subject.plan.device
+    if device is None or subject.plan.spec.memory.budget_gib is not None:
+        return
+    from pipeproof.cost.devices import DEVICES
+    from pipeproof.verify import memory_peak
+
+    worst, capacity = subject.once(memory_peak.worst_of), DEVICES[device].memory_gib
+    if worst is None or not worst.is_over(capacity):
+        return
+    limit = f"`{device}` has {memory_peak.gib_text(capacity)}"
+    yield OVER_DEVICE.finding(
+        f"{subject.coords_text(worst.rank)} holds {memory_peak.peak_text(worst, limit)}",
+        location=subject.locate("cost", "analytic"),
+        help=f"state under `memory` what the training does to fit, or give `memory.budget_gib: {capacity}`: then the "
+        "check names changes that fit",
+    )
+
 
 def _check_budget(subject: Subject) -> Iterator[Finding]:
     budget = subject.plan.spec.memory.budget_gib
@@ -115,8 +155,9 @@ def _check_budget(subject: Subject) -> Iterator[Finding]:
     worst = subject.once(memory_peak.worst_of)
     if worst is None or not worst.is_over(budget):
         return
+    limit = f"`memory.budget_gib` is {memory_peak.gib_text(budget)}"
     yield OVER_BUDGET.finding(
-        f"{subject.coords_text(worst.rank)} holds {memory_peak.peak_text(worst, budget)}",
+        f"{subject.coords_text(worst.rank)} holds {memory_peak.peak_text(worst, limit)}",
         location=subject.locate("memory", "budget_gib"),
         help=memory_peak.what_fits(subject.plan, budget),
     )
@@ -138,4 +179,5 @@ def _check_known(subject: Subject) -> Iterator[Finding]:
 RULES = (
     Rule(OVER_BUDGET, _check_budget, needs_plan=True),
     Rule(NOT_CHECKED, _check_known, needs_plan=True),
+    Rule(OVER_DEVICE, _check_device, needs_plan=True),
 )

@@ -57,13 +57,15 @@ def worst_of(subject: Subject) -> Worst | None:
     return _worst(subject.plan)
 
 
-def peak_text(worst: Worst, budget_gib: float) -> str:
-    """Text of a peak: its size, time and parts, and the budget."""
-    curve, budget = worst.curve, size_text(int(budget_gib * GIB))
-    return (
-        f"{size_text(curve.peak)} at {format_us(curve.peak_at_us)} us, and `memory.budget_gib` is {budget}: "
-        f"{make_up_text(curve)}"
-    )
+def gib_text(gib: float) -> str:
+    """Text of a size in GiB, in the unit that fits it."""
+    return size_text(int(gib * GIB))
+
+
+def peak_text(worst: Worst, limit: str) -> str:
+    """Text of a peak: its size and time, the limit that it is over, and its parts."""
+    curve = worst.curve
+    return f"{size_text(curve.peak)} at {format_us(curve.peak_at_us)} us, and {limit}: {make_up_text(curve)}"
 
 
 def _worst(plan: LoweredPlan) -> Worst | None:

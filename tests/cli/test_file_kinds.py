@@ -75,9 +75,15 @@ def test_the_kinds_of_binary_files_and_directories(tmp_path):
     ("words", "file", "reader"),
     [
         (("check",), SCHEDULES / "zbv_pp2.csv", "schedule convert FILE --as text"),
-        (("simulate",), IMPORTING / "strategy.prototxt", "check --from fleet FILE"),
+        (("simulate",), IMPORTING / "strategy.prototxt", "simulate --from fleet FILE"),
+        (("run",), IMPORTING / "strategy.prototxt", "run --from fleet FILE"),
+        (("schedule", "solve", "-o", "x.csv"), IMPORTING / "megatron.sh", "schedule solve --from megatron FILE"),
         (("sweep",), IMPORTING / "megatron.sh", "import megatron FILE -o plan.yaml"),
-        (("compare", EXAMPLES / "gpt_pp4.yaml"), IMPORTING / "megatron.sh", "check --from megatron FILE"),
+        (
+            ("compare", EXAMPLES / "gpt_pp4.yaml"),
+            IMPORTING / "megatron.sh",
+            f"compare --from megatron {EXAMPLES / 'gpt_pp4.yaml'} FILE",
+        ),
         (("schedule", "convert", "--as", "text"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
         (("job", "hang"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
         (("state", "show"), IMPORTING / "deepspeed.json", "check --from deepspeed FILE"),

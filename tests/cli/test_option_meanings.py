@@ -1,12 +1,13 @@
 """An option has one spelling and one kind of value in all commands that have it; nothing is excepted."""
 
 import importlib
+import json
 
 import click
 import pytest
 
 from pipeproof.cli.main import main
-from tests.cli.commands import REPOSITORY, invoke
+from tests.cli.commands import EXAMPLES, REPOSITORY, invoke
 
 MOST_COMMANDS = 16
 
@@ -57,6 +58,16 @@ def test_every_command_that_reads_a_plan_takes_set(make_options):
     assert readers - set(make_options.options()["--set"]) == set()
 
 
+def test_every_command_that_reads_a_plan_takes_files_of_other_tools(make_options):
+    """But ``import layers``: no other tool's file has custom layers."""
+    found = make_options.options()
+    readers = {words for words in found["--set"] if words.split()[0] not in ("init", "import")}
+    assert readers >= {"check", "simulate", "show", "advise", "tune", "sweep", "compare", "run", "rehearse", "job file"}
+    assert readers - set(found["--from"]) == set()
+    for option in ("--model-config", "--world-size"):
+        assert readers - set(found[option]) == set()
+
+
 def test_set_replaces_a_value_and_its_errors_name_it(good):
     shown = [invoke("simulate", good, "--set", f"schedule.num_micro_batches={m}").stdout for m in (4, 8)]
     assert ["F7" in text for text in shown] == [False, True]
@@ -72,6 +83,54 @@ def test_set_replaces_a_value_and_its_errors_name_it(good):
 def test_a_job_file_starts_both_steps_with_the_values(good):
     text = invoke("job", "file", good, "--for", "paddle", "--set", "run.steps=3").stdout
     assert text.count("--set run.steps=3") == 2
+    script = EXAMPLES / "importing" / "megatron.sh"
+    text = invoke("job", "file", script, "--from", "megatron", "--for", "slurm").stdout
+    assert text.count(f"{script} --from megatron") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("simulate",), "makespan"),
+        (("show",), "parameters"),
+        (("advise", "--top", "1"), "step us"),
+        (("compare", EXAMPLES / "gpt_pp4.yaml"), "makespan"),
+        (("schedule", "jitter", "--runs", "2", "--no-delays"), "makespan"),
+    ],
+    ids=lambda value: " ".join(map(str, value))[:20],
+)
+def test_a_file_of_another_tool_is_read_in_place_of_a_plan(words, text):
+    script = EXAMPLES / "importing" / "strategy.prototxt"
+    result = invoke(*words, script, "--from", "fleet", "--set", "topology.pp=4", "--set", "topology.tp=1")
+    assert result.exit_code == 0, result.output
+    assert text in result.stdout
+    assert f"`pipeproof check --from fleet {script}` lists them" in result.stderr
+
+
+def test_a_sweep_of_a_file_of_another_tool(tmp_path):
+    script = EXAMPLES / "importing" / "megatron.sh"
+    file = tmp_path / "sweep.yaml"
+    file.write_text(f"plan: {script}\ngrid: {{schedule.micro_batch_size: [1, 2]}}\n")
+    options = ("--from", "megatron", "--device", "h100", "--set", "model.ffn_size=1024", "--workers", "1")
+    result = invoke("sweep", file, *options, "--format", "json")
+    assert result.exit_code == 0, result.output
+    points = json.loads(result.stdout)["points"]
+    assert [point["status"] for point in points] == ["ok", "ok"]
+    refused = invoke("sweep", file, *options[:2], "--set", "model.num_layers=16")
+    assert (refused.exit_code, "looks like" in refused.stderr) == (2, False)
+
+
+@pytest.mark.parametrize("option", [("--device", "h100"), ("--world-size", "8"), ("--model-config", "config.json")])
+def test_options_of_importers_need_the_kind(good, option):
+    refused = invoke("simulate", good, *option)
+    assert refused.exit_code == 2
+    assert f"{option[0]} goes with --from KIND" in refused.stderr
+
+
+def test_compare_refuses_a_kind_that_nothing_has(good):
+    refused = invoke("compare", good, good, "--from", "fleet")
+    assert refused.exit_code == 2
+    assert "neither A nor B is a file of another tool" in refused.stderr
 
 
 @pytest.mark.parametrize(

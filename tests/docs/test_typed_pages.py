@@ -48,6 +48,7 @@ EXEMPT = {
     "equality.md": "a quarter of an hour of runs; tests/docs/test_equality.py",
     "flex.md": "states, and runs of Paddle that save them; tests/state/flex",
     "fleet.md": "runs of Fleet's pipeline beside ours; tests/interop",
+    "copy-engines.md": "GPUs",
     "gpus.md": "GPUs",
     "measured.md": "measures the machine; tests/exec/test_profile.py",
     "many-hosts.md": "several hosts; tests/exec/test_many_hosts.py",

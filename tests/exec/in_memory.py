@@ -181,11 +181,11 @@ def compared(plan):
     return results
 
 
-def compared_with_torch(plan):
-    """Each step's comparison with PyTorch's unpartitioned reference; logs must be the graph's."""
+def compared_with_torch(plan, *, around=lambda ends: ends):
+    """Each step's comparison with PyTorch's unpartitioned reference; logs must be the graph's; see ``run_all``."""
     from pipeproof.stages.reference.torch_unpartitioned import run_unpartitioned
 
-    outcomes, adapters = run_all(plan)
+    outcomes, adapters = run_all(plan, around=around)
     require_logged(plan, adapters)
     results = []
     for step, (of_step, reference) in enumerate(zip(outcomes, run_unpartitioned(plan.spec), strict=True)):

@@ -61,6 +61,7 @@ def test_a_measured_table_gives_a_plan_its_times():
     for share in (table.products[0].efficiency, table.attention.forward, table.memory_efficiency):
         assert 0 < share < 0.5  # of a GPU's
     assert table.host_us > 0
+    assert table.elementwise_us > 0
     analytic = {"device": "h100", "dtype": "bfloat16", "table": table.model_dump(mode="json")}
     ours = resolved_cost(plan_from_dict(plan_dict(cost={"analytic": analytic})).spec)
     theirs = resolved_cost(plan_from_dict(plan_dict(cost={"analytic": analytic | {"table": None}})).spec)

@@ -1,19 +1,25 @@
 """The log of a run compared with the graph: a correct log is accepted, every change is found at its position."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from pipeproof.cli.main import main
 from pipeproof.diagnostics.finding import Severity
+from pipeproof.exec import run_console
 from pipeproof.exec.compare.compare_log import compare_log, expected_facts
+from pipeproof.exec.launch.job_files import LogFile, LogWriter, load_json
 from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, op_ids_of
 from tests.exec.logs import faithful_log, on_queue
 from tests.plans import subject
 
 NUM_STEPS = 2
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_pp4.yaml"
 ONE = subject(topology={"pp": 2, "tp": 2, "dp": 2, "sequence_parallel": True})
 GRAPH = ONE.graph
 RANK = 1
@@ -55,6 +61,42 @@ def test_the_log_survives_json():
     again = adapter.validate_json(adapter.dump_json(log()))
     assert again == log()
     assert differences(again) == []
+
+
+def test_the_file_of_a_log_is_written_and_read_a_step_at_a_time(tmp_path):
+    path = tmp_path / "rank1.log.json"
+    writer = LogWriter(path)
+    for step in range(NUM_STEPS):
+        writer.write([entry for entry in log() if entry.step == step])
+        writer.write([])
+    assert not path.exists()
+    writer.finish()
+    assert [*LogFile(path)] == load_json(path, list[LogEntry]) == log()
+    assert differences(LogFile(path)) == differences(LogFile(path)) == []
+    assert max(map(len, path.read_text().splitlines())) < path.stat().st_size * 0.6
+
+
+def test_the_file_of_a_log_without_entries(tmp_path):
+    LogWriter(tmp_path / "log").finish()
+    assert [*LogFile(tmp_path / "log")] == load_json(tmp_path / "log", list[LogEntry]) == []
+
+
+def test_a_log_is_compared_a_step_at_a_time():
+    read = []
+    wrong = (read.append(entry.step) or dataclasses.replace(entry, op="9F9") for entry in log())
+    next(compare_log(GRAPH, RANK, wrong, num_steps=NUM_STEPS, dtype="float32"))
+    assert read.count(1) == 1  # the entry after which step 0 had ended
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"), [([], False), (["--report"], True), (["-o"], True), (["--profile"], True)]
+)
+def test_a_run_keeps_its_timeline_where_a_file_has_it(files, expected, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(run_console, "run_command", lambda report, options, *_: given.append(options) or 0)
+    arguments = [argument for option in files for argument in (option, str(tmp_path / "out.json"))]
+    assert CliRunner().invoke(main, ["run", str(EXAMPLE), *arguments]).exit_code == 0
+    assert [options.timeline for options in given] == [expected]
 
 
 def test_every_queue_of_the_rank_is_expected():

@@ -1,5 +1,6 @@
-"""Long JSON values in a store of bounded values, and PyTorch's store at one address."""
+"""Long JSON values in a store of bounded values, and the frameworks' stores at one address."""
 
+import contextlib
 import json
 import os
 import socket
@@ -101,3 +102,32 @@ def _sockets():
     """Lines of the kernel's tables of sockets, of both families."""
     for name in ("tcp", "tcp6"):
         yield from Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+
+
+@pytest.mark.needs_paddle
+def test_paddles_store_of_a_run_on_one_host_takes_no_other_host():
+    import paddle
+
+    from pipeproof.exec.launch.rendezvous import reserved_ports
+    from pipeproof.exec.store.paddle_store import _network_sockets, refuse_other_hosts
+
+    def interface(of):
+        return of.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)
+
+    with socket.socket() as plain:
+        with contextlib.suppress(OSError):  # a kernel that forbids it: see SECURITY.md
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+        expected = interface(plain)
+    with reserved_ports(1) as (port,):
+        server = paddle.base.core.TCPStore("127.0.0.1", port, True, 1)
+    for host, bound in (("10.0.0.1", b""), ("127.0.0.1", expected)):
+        refuse_other_hosts(host, port)
+        listening = [
+            interface(end)
+            for end in _network_sockets()
+            if end.getsockname()[1] == port and end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        ]
+        assert listening == [bound]
+        client = paddle.base.core.TCPStore("127.0.0.1", port, False, 1)
+        assert client.add(f"of {host}", 1) == 1
+    del server

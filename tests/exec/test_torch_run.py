@@ -48,6 +48,19 @@ def test_pipeline_parallelism_alone_has_the_bits_of_the_unpartitioned_model(tmp_
     assert "matches: every loss and every gradient, bit for bit" in ended.output
 
 
+@pytest.mark.slow  # two processes trace and run the graphs of two stages
+def test_stages_as_graphs_are_within_the_bound_and_a_stage_without_them_is_named(tmp_path):
+    moe = {**MOE, "dense_layers": 2}
+    changes = {"schedule": {"kind": "zb_h1"}, "model": {"moe": moe}, "run": {"compiler": "eager", "steps": 2}}
+    ended = Run(tmp_path, torch_plan(**changes)).end()
+    assert ended.status == 0, ended.output
+    assert (ended.report["judged_by"], ended.report["log_matches_graph"]) == ("bound", True)
+    without = {"1": "its routers have losses or biases, which other code reads"}
+    assert ended.report["graphs"] == {"compiler": "eager", "without": without}
+    assert all(one["uncut_max_rel_diff"] <= ended.report["parallel_bound"] for one in ended.report["gradients"])
+    assert "1 of 2 stages run as graphs (eager)" in ended.output
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -8,19 +8,24 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from pipeproof.analysis.sweep.results_table import _no_formula
+from pipeproof.api.result import _csv
 from pipeproof.cli.main import main
 from pipeproof.exec.launch import supervisor
+from pipeproof.views.csv_cells import no_formula
 
 
 @pytest.mark.parametrize("cell", ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1"])
 def test_no_cell_of_a_table_is_a_formula(cell):
-    assert _no_formula(cell) == f"'{cell}"
+    assert no_formula(cell) == f"'{cell}"
 
 
 @pytest.mark.parametrize("cell", ["-5", "+1.5", "-1e-3", "1f1b", "", 3, None])
 def test_numbers_and_names_stay(cell):
-    assert _no_formula(cell) == cell
+    assert no_formula(cell) == cell
+
+
+def test_no_cell_of_a_result_is_a_formula():
+    assert _csv([{"settings": "=1+1", "change": -2}]) == "settings,change\n'=1+1,-2\n"
 
 
 def test_names_of_files_do_not_control_the_terminal(tmp_path):

@@ -17,7 +17,15 @@ from pipeproof.schedule.ops import OpKind
 from pipeproof.specs.cost import AnalyticSpec
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.model_parts import MoeSpec
-from pipeproof.stages.describe.op_work import CONTEXT_LAUNCHES, LOSS_LAUNCHES, Phase, ProductShape
+from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.op_work import (
+    CONTEXT_LAUNCHES,
+    LOSS_LAUNCHES,
+    ComputeUnit,
+    Phase,
+    ProductShape,
+    layer_work,
+)
 from tests.plans import FLAT, plan_dict
 
 TABLES = {name: table for name in DEVICES if (table := device_table(name)) is not None}
@@ -268,6 +276,24 @@ def test_a_table_of_ones_own_takes_the_place_of_the_known_one():
     ours, theirs = stages(own)[0][Phase.FORWARD], stages(known)[0][Phase.FORWARD]
     assert ours.compute_us == theirs.compute_us
     assert ours.memory_us > 2 * theirs.memory_us
+
+
+def test_operations_other_than_products_take_their_start_for_each_kernel():
+    """Of a block: 7 in F and in I, 2 in W; a share of bandwidth that the plan gives leaves no room for a start."""
+    known = TABLES["h100"].model_dump(mode="json")
+    first, more = (plan({"table": known | {"elementwise_us": us}}) for us in (0.0, 10.0))
+    layer = next(layer for layer in describe_gpt(first, AnalyticCosts(first, first.cost.analytic).size)
+                 if layer.name == "layer.0")  # fmt: skip
+    before, after = (AnalyticCosts(spec, spec.cost.analytic).layer(layer) for spec in (first, more))
+    works = [work for work in layer_work(first, "layer.0", AnalyticCosts(first, first.cost.analytic).size, 2)
+             if work.unit is not ComputeUnit.MATMUL]  # fmt: skip
+    for phase in Phase:
+        kernels = sum(work.launches for work in works if work.phase is phase)
+        assert after[phase].device_us - before[phase].device_us == 10 * kernels
+    # F and I: two norms, q and k turned, attention, SwiGLU, two additions; W: the weights of two norms
+    assert [sum(work.launches for work in works if work.phase is phase) for phase in Phase] == [7, 7, 2]
+    flat, also_flat = (plan({"table": known | {"elementwise_us": us}, "memory_efficiency": 0.6}) for us in (0.0, 10.0))
+    assert stages(flat) == stages(also_flat)
 
 
 def test_measured_times_come_back_from_the_fit_of_ones_own_gpu():

@@ -4,7 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from pipeproof.cost.model_flops import model_flops_utilization
+from pipeproof.cost.model_flops import model_flops_utilization, peak_tflops
+from pipeproof.specs.cost import AnalyticSpec
 from pipeproof.specs.load_plan import plan_from_dict
 
 HIDDEN, LAYERS, TOKENS, VOCAB = 4096, 8, 16, 64
@@ -50,3 +51,15 @@ def test_products_in_eight_bits_are_compared_with_their_own_peak():
 
 def test_without_a_device_there_is_no_peak():
     assert model_flops_utilization(plan_of(forward_us=100), Fraction(1000)) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "run_dtype", "peak"),
+    [
+        ({}, "bfloat16", 989.4), ({}, "float32", 66.9), ({"dtype": "bfloat16"}, "float32", 989.4),
+        ({"dtype": "float32"}, "bfloat16", 66.9), ({"matmul_dtype": "float8"}, "float32", 1978.9),
+    ],
+)  # fmt: skip
+def test_the_peak_is_that_of_the_type_of_products(keys, run_dtype, peak):
+    """`tune` and the step's MFU have one function."""
+    assert peak_tflops(AnalyticSpec(device="h100", **keys), run_dtype) == peak

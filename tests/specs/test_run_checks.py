@@ -5,6 +5,8 @@ import pytest
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.verify.certificate import graph_digest
+from pipeproof.verify.subject import make_subject
 from tests.plans import plan_dict
 
 SIXTEEN = {"backend": "torch", "dtype": "bfloat16"}
@@ -86,6 +88,37 @@ def test_a_step_of_fixed_shapes_is_replayed(sections):
     ],
 )
 def test_dynamic_steps_are_not_replayed(sections, fact):
+    with pytest.raises(PlanFileError) as refused:
+        plan_from_dict(plan_dict(**sections))
+    (finding,) = refused.value.findings
+    assert finding.code == "PP106"
+    assert fact in finding.message
+    assert "remove" in finding.help
+
+
+GRAPHS = {"backend": "torch", "compiler": "inductor"}
+
+
+def test_the_compiler_of_graphs_is_part_of_a_plan_and_of_its_digest():
+    plans = [
+        plan_from_dict(plan_dict(run={**GRAPHS, "compiler": compiler})) for compiler in ("inductor", "eager", None)
+    ]
+    digests = {graph_digest(make_subject(plan)) for plan in plans}
+    assert len(digests) == len(plans)
+
+
+@pytest.mark.parametrize(
+    ("sections", "fact"),
+    [
+        ({"run": {**GRAPHS, "backend": "paddle"}}, "run.backend is paddle"),
+        ({"run": GRAPHS, "topology": {"tp": 2}}, "topology.tp above 1"),
+        ({"run": GRAPHS, "topology": {"cp": 2}}, "topology.cp above 1"),
+        ({"run": GRAPHS, "topology": {"ep": 2}, "model": {"moe": EXPERTS}}, "topology.ep above 1"),
+        ({"run": GRAPHS, "model": {"dropout": 0.1}}, "model.dropout"),
+        ({"run": GRAPHS, "memory": {"recompute": "full"}}, "memory.recompute: full"),
+    ],
+)
+def test_stages_that_cannot_be_graphs_are_refused(sections, fact):
     with pytest.raises(PlanFileError) as refused:
         plan_from_dict(plan_dict(**sections))
     (finding,) = refused.value.findings

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec
-from pipeproof.exec.train.torch.backward_graphs import split_backward
 from pipeproof.exec.train.torch.module_stage import ModuleStage, StepData, trained
+from pipeproof.stages.torch.backward_graphs import split_backward
 from pipeproof.torch import PipelineError
 
 pytestmark = pytest.mark.needs_torch

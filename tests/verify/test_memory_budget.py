@@ -44,6 +44,34 @@ def test_without_a_budget_nothing_is_simulated(monkeypatch):
     assert check(plan_from_dict(plan_dict())).errors == ()
 
 
+def on_h100(**sections):
+    """A plan whose states alone, 12 of 405B's blocks on two ranks, pass the 80 GiB of its device."""
+    model = {"num_layers": 12, "hidden_size": 16384, "num_heads": 128, "num_kv_heads": 8, "ffn_size": 53248}
+    return {"model": model, "cost": {"analytic": {"device": "h100", "dtype": "bfloat16"}}, **sections}
+
+
+def test_a_plan_over_the_memory_of_its_device_is_a_warning():
+    sections = on_h100()
+    (found,) = [f for f in check(plan_from_dict(plan_dict(**sections))).findings if f.code.startswith("PP7")]
+    assert (found.code, found.severity) == ("PP703", "warning")
+    most = peak(**sections)
+    assert most > 80 * GIB
+    assert f"holds {most / GIB:.0f} GiB at " in found.message
+    assert "`h100` has 80.0 GiB: " in found.message
+    assert "`memory.budget_gib: 80`" in found.help
+
+
+def test_a_budget_takes_the_place_of_the_memory_of_the_device():
+    (found,) = checked(80 * GIB, **on_h100())
+    assert found.code == "PP701"
+    assert checked(2**20 * GIB, **on_h100()) == []
+
+
+def test_a_small_plan_on_a_device_has_no_warning():
+    cost = {"analytic": {"device": "h100", "dtype": "bfloat16"}}
+    assert [f for f in check(plan_from_dict(plan_dict(cost=cost))).findings if f.code.startswith("PP7")] == []
+
+
 def test_the_message_has_rank_time_and_parts():
     (found,) = checked(peak() - 1)
     assert found.message.startswith("rank 0 (pp 0) holds 150 KiB at 200 us, and `memory.budget_gib` is 150 KiB: ")

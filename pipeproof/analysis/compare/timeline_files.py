@@ -66,8 +66,8 @@ class TimelineFile:
     loaded: LoadedPlan | None = field(default=None, repr=False, compare=False)
 
 
-def read_timeline(path: Path) -> TimelineFile:
-    """Read a trace, a run report or a CSV table, or simulate a plan; the content decides.
+def read_timeline(path: Path, load: Callable[[Path], LoadedPlan] = load_plan) -> TimelineFile:
+    """Read a trace, a run report or a CSV table, or simulate a plan, which ``load`` reads; the content decides.
 
     Raises:
         TimelineFileError: it is JSON of another kind, or an event or row is no operation.
@@ -78,7 +78,7 @@ def read_timeline(path: Path) -> TimelineFile:
         return _of_table(path)
     content = _json_object(path)
     if content is None or "pipeproof" in content:
-        return simulated_plan(str(path), load_plan(path))
+        return simulated_plan(str(path), load(path))
     name = str(path)
     if isinstance(content.get("traceEvents"), list):
         return _of_trace(name, content)

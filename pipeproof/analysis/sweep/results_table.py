@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeproof.analysis.sweep.evaluate_point import PointResult, Status
 from pipeproof.analysis.sweep.sweep_file import Sweep
+from pipeproof.views.csv_cells import no_formula
 from pipeproof.views.timeline_text import format_us
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
 
 DEFAULT_FIGURES = ("makespan", "sequence", "idle", "peak")
 _MOST_REFUSALS = 8
-_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?")
 
 
 def best_first(results: Sequence[PointResult], by: str) -> list[PointResult]:
@@ -142,15 +141,8 @@ def sweep_to_csv(sweep: Sweep, results: Sequence[PointResult]) -> str:
         values = [figure.value(result) for figure in FIGURES.values()]
         numbers = ["" if value is None else _number(Fraction(value)) for value in values]
         row = [result.status, *numbers, " ".join(result.warnings), result.code or "", result.message or ""]
-        writer.writerow(map(_no_formula, [*settings, *row]))
+        writer.writerow(map(no_formula, [*settings, *row]))
     return text.getvalue()
-
-
-def _no_formula(cell: Any) -> Any:
-    """Return a cell that spreadsheets take for text: what begins with = + - or @ and is no number would be executed."""
-    if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r")) or _NUMBER.fullmatch(cell):
-        return cell
-    return f"'{cell}"
 
 
 def _plain(value: Any) -> str:

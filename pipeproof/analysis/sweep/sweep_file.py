@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,7 +21,7 @@ from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, dot
 from pipeproof.diagnostics.source import PlanFileError, read_text
 from pipeproof.diagnostics.yaml_tree import Tree, parse_text
 from pipeproof.specs.cost import CostSource, cost_source, placeholder_note
-from pipeproof.specs.load_plan import load_plan
+from pipeproof.specs.load_plan import load_plan, with_settings
 from pipeproof.version import __version__
 
 MAX_POINTS: Final = 100_000
@@ -76,8 +76,14 @@ class Sweep:
         return [frozenset(key for key, value in section.items() if value is not None) for section in given]
 
 
-def load_sweep(path: str | os.PathLike[str]) -> Sweep:
+BasePlan = Callable[[str], Mapping[str, Any]]
+"""Reader of the file that a sweep names: it returns the keys of a plan, of which points replace some."""
+
+
+def load_sweep(path: str | os.PathLike[str], base_plan: BasePlan | None = None) -> Sweep:
     """Read a sweep file (YAML or JSON) and the plan that it names, which is relative to it.
+
+    ``base_plan`` reads that plan; without it, it is a plan file.
 
     Raises:
         PlanFileError: all findings about the sweep file, and those about its plan that no point can fix.
@@ -94,7 +100,7 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
     assert isinstance(tree.data, Mapping)
     data: Mapping[str, Any] = tree.data
     plan_file = str(Path(name).parent / data["plan"])
-    return _sweep(name, plan_file, _base_plan(plan_file), data)
+    return _sweep(name, plan_file, (base_plan or read_base_plan)(plan_file), data)
 
 
 def sweep_of_plan(plan: Mapping[str, Any], plan_file: str, grid: Mapping[str, Sequence[object]]) -> Sweep:
@@ -129,19 +135,20 @@ def _parse(name: str) -> Tree:
     return tree
 
 
-def _base_plan(name: str) -> Mapping[str, Any]:
-    """The base plan as data.
+def read_base_plan(name: str, settings: Mapping[KeyPath, object] | None = None) -> Mapping[str, Any]:
+    """Return the data of a plan file, with ``settings`` in place of some values.
 
     Raises:
         PlanFileError: no point can be a plan, with any values.
     """
+    settings = settings or {}
     try:
-        load_plan(name)
+        load_plan(name, settings)
     except PlanFileError as error:
         lasting = [finding for finding in error.findings if finding.code in _OF_THE_FILE]
         if lasting:
             raise PlanFileError(*lasting, source=error.source) from error
-    data = _parse(name).data
+    data, _ = with_settings(_parse(name).data, settings)
     assert isinstance(data, Mapping)  # or it would not be a plan: PP105
     return data
 

@@ -30,8 +30,10 @@ from pipeproof.analysis.tune.layouts import FIXABLE, Layout, SearchSpace
 from pipeproof.analysis.tune.tune_reasons import differences_text, winner_text
 from pipeproof.analysis.tune.tune_result import TuneCounts, TuneResult, TuneRow
 from pipeproof.cost.devices import DEVICES, Device
+from pipeproof.cost.model_flops import peak_tflops
 from pipeproof.diagnostics.problems import nearest_name
 from pipeproof.sim.memory_curve import GIB
+from pipeproof.specs.cost import AnalyticSpec
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
@@ -151,6 +153,7 @@ class _Search:
             spec, request.framework, request.num_gpus, request.global_batch,
             analytic.get("ranks_per_node") or device.ranks_per_node, request.fix,
         )  # fmt: skip
+        self._peak_tflops = peak_tflops(AnalyticSpec.model_validate(analytic), spec.run.dtype)
         self._bounds = Bounds(self._base, spec)
         self._waiting: list[tuple[Bound, Layout]] = []
         self._points: dict[str, Layout] = {}
@@ -333,7 +336,7 @@ class _Search:
             tokens_per_s=tokens / step_s,
             tokens_per_s_per_gpu=tokens / step_s / request.num_gpus,
             tflops_per_gpu=tflops,
-            mfu=tflops / peak_tflops(self._base),
+            mfu=tflops / self._peak_tflops,
             peak_gib=result.details["peak_bytes"] / GIB,
             parts_s=parts,
             why=why,
@@ -364,14 +367,6 @@ def model_flops(base: Mapping[str, Any], global_batch: int) -> float:
     ).spec
     phases = product_flops(spec, layer_order(spec.gpt), MicroBatchSize(spec.gpt.seq_length, 1))
     return float(sum(phases.values())) * global_batch
-
-
-def peak_tflops(base: Mapping[str, Any]) -> float:
-    """Peak of the device for the type of the model's products, in TFLOP/s."""
-    analytic = base["cost"]["analytic"]
-    device = _device(analytic["device"])
-    dtype = analytic.get("matmul_dtype")
-    return device.bfloat16 if dtype is None else device.peak(dtype)
 
 
 def _executor(executor: Executor | None, workers: int | None) -> AbstractContextManager[Executor]:

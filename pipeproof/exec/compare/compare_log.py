@@ -6,8 +6,8 @@ each member, and received from each, are in its log; the exchanges of rows that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, zip_longest
 
 from pipeproof.diagnostics.finding import Finding, OpsWitness, WitnessOp
 from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, Traffic, collective_dtype, moves_rows
@@ -41,7 +41,7 @@ def expected_facts(graph: OpGraph, rank: int, dtype: str, weight_dtype: str | No
 def compare_log(
     graph: OpGraph,
     rank: int,
-    entries: Sequence[LogEntry],
+    entries: Iterable[LogEntry],
     *,
     num_steps: int,
     dtype: str,
@@ -50,30 +50,39 @@ def compare_log(
 ) -> Iterator[Finding]:
     """Yield the first difference on each queue of each step; nothing if the log matches the graph.
 
+    The entries are read once, and those of one step are in memory at a time.
+
     ``num_steps`` is the number of steps with a log, from ``first_step`` on; replayed steps have none.
 
     The host's entries are compared in the order of the log. A transfer's entry is written when the host waits for it,
     so those of a channel are compared in the order of execution.
     """
     one_step = expected_facts(graph, rank, dtype, weight_dtype)
-    logged_steps = range(first_step, first_step + num_steps)
-    for step in sorted({*logged_steps, *(entry.step for entry in entries)}):
-        expected = one_step if step in logged_steps else {}
-        logged: dict[str, list[_Fact]] = {}
-        for entry in _by_queue_order(entries):
-            if entry.step == step:
-                is_estimate = entry.traffic and moves_rows(OpKind.ALL_TO_ALL, entry.dtype)
-                fact = (entry.op, entry.ranks, 0 if is_estimate else entry.numel, entry.dtype)
-                logged.setdefault(entry.queue, []).append(fact)
-        for queue in sorted(expected.keys() | logged.keys()):
-            difference = _first_difference(expected.get(queue, []), logged.get(queue, []))
-            if difference is not None:
-                position, planned, executed = difference
-                yield LOG_DIFFERS.finding(
-                    f"rank {rank}, step {step}, queue {queue}, position {position}: the graph has "
-                    f"{_fact_text(planned)}, the log has {_fact_text(executed)}",
-                    witness=OpsWitness(tuple(WitnessOp(rank, fact[0]) for fact in (planned, executed) if fact)),
-                )
+    missing = {*range(first_step, first_step + num_steps)}
+    for step, of_step in groupby(entries, key=lambda entry: entry.step):
+        yield from _step_differences(rank, step, one_step if step in missing else {}, [*of_step])
+        missing.discard(step)
+    for step in sorted(missing):
+        yield from _step_differences(rank, step, one_step, [])
+
+
+def _step_differences(
+    rank: int, step: int, expected: Mapping[str, list[_Fact]], entries: Sequence[LogEntry]
+) -> Iterator[Finding]:
+    logged: dict[str, list[_Fact]] = {}
+    for entry in _by_queue_order(entries):
+        is_estimate = entry.traffic and moves_rows(OpKind.ALL_TO_ALL, entry.dtype)
+        fact = (entry.op, entry.ranks, 0 if is_estimate else entry.numel, entry.dtype)
+        logged.setdefault(entry.queue, []).append(fact)
+    for queue in sorted(expected.keys() | logged.keys()):
+        difference = _first_difference(expected.get(queue, []), logged.get(queue, []))
+        if difference is not None:
+            position, planned, executed = difference
+            yield LOG_DIFFERS.finding(
+                f"rank {rank}, step {step}, queue {queue}, position {position}: the graph has "
+                f"{_fact_text(planned)}, the log has {_fact_text(executed)}",
+                witness=OpsWitness(tuple(WitnessOp(rank, fact[0]) for fact in (planned, executed) if fact)),
+            )
 
 
 def _by_queue_order(entries: Sequence[LogEntry]) -> list[LogEntry]:
@@ -94,7 +103,7 @@ def _fact_text(fact: _Fact | None) -> str:
     return f"{op} over ranks {list(ranks)}, {numel} elements {dtype}".rstrip() if ranks else op
 
 
-def compare_exchanges(graph: OpGraph, rank: int, entries: Sequence[LogEntry]) -> Iterator[Finding]:
+def compare_exchanges(graph: OpGraph, rank: int, entries: Iterable[LogEntry]) -> Iterator[Finding]:
     """Yield the exchanges of a rank whose rows differ from the counts, for a log whose operations match the graph.
 
     A forward exchanges counts once for each layer with experts and sends rows there and back; its backward sends

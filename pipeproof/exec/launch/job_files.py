@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -29,8 +29,10 @@ from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.verify.certificate import Certificate
 
 _Value = TypeVar("_Value")
-RankContent = Literal["log", "timing", "bare", "checks", "edges"]
-"""The op log; the clock of its times; idle messages; of a rehearsal, checks with faults, and times of messages sent."""
+RankContent = Literal["log", "timing", "bare", "graphs", "checks", "edges"]
+"""The op log; the clock of its times; idle messages; stages that do not run as graphs, with the reason; of a rehearsal,
+checks with faults, and times of messages sent.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,8 @@ class RunOptions:
     ``record`` has the directory and the detail of a record, None for no record. ``share_gpus`` allows fewer GPUs than
     ranks. ``check_layers`` first compares the backwards of custom layers with finite differences. ``checkpoint`` has
     the state to resume from, as the user named it, and the directory to save to. A rehearsal has the ``scale`` of its
-    plan, and no other run has one.
+    plan, and no other run has one. Without ``timeline`` the report of a run without an external launcher has none: it
+    would take memory for each step.
     """
 
     timeout_s: float = 60.0
@@ -97,6 +100,7 @@ class RunOptions:
     check_layers: bool = False
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     scale: Fraction | None = None
+    timeline: bool = True
 
     @property
     def rehearses(self) -> bool:
@@ -167,7 +171,7 @@ class Job:
 
     def logs(self, num_ranks: int) -> dict[int, list[LogEntry]]:
         """Read the op logs of all ranks."""
-        return {rank: load_json(self.rank_file(rank, "log"), list[LogEntry]) for rank in range(num_ranks)}
+        return {rank: [*LogFile(self.rank_file(rank, "log"))] for rank in range(num_ranks)}
 
     @property
     def custom_layers_file(self) -> Path:
@@ -187,6 +191,47 @@ def save_json(path: Path, value: object, form: Any) -> None:
 def load_json(path: Path, form: type[_Value]) -> _Value:
     """Read what ``save_json`` wrote."""
     return TypeAdapter(form).validate_json(path.read_bytes())
+
+
+class LogWriter:
+    """Writer of a rank's op log, which takes no memory for the steps before; the file appears when it is whole.
+
+    The file is a JSON list of entries, with a line for each step, so that ``LogFile`` reads step by step.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._new = path, path.with_name(f"{path.name}.part")
+        self._stream = self._new.open("wb")
+        self._stream.write(b"[\n")
+        self._separator = b""
+
+    def write(self, entries: list[LogEntry]) -> None:
+        """Write the entries of a step."""
+        if entries:
+            self._stream.write(self._separator + _ENTRIES.dump_json(entries)[1:-1] + b"\n")
+            self._separator = b","
+
+    def finish(self) -> None:
+        """End the file."""
+        self._stream.write(b"]\n")
+        self._stream.close()
+        self._new.replace(self._path)
+
+
+@dataclass(frozen=True, slots=True)
+class LogFile:
+    """Op log of a rank in its file; each iteration reads it again, a line at a time."""
+
+    path: Path
+
+    def __iter__(self) -> Iterator[LogEntry]:
+        """Yield the entries in the order of the log."""
+        with self.path.open("rb") as lines:
+            for line in lines:
+                yield from _ENTRIES.validate_json(b"[" + line.strip(b"[],\n") + b"]")
+
+
+_ENTRIES = TypeAdapter(list[LogEntry])
 
 
 def end_process(status: int, message: str = "") -> NoReturn:

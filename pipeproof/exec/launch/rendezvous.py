@@ -15,7 +15,8 @@ from collections.abc import Iterator
 QUIET = {"GLOG_minloglevel": "3", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 """Variables that silence the frameworks' log output; errors stay."""
 
-_HERE = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
+"""Address at which the ranks of a run on one host meet."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Variable that names the network interface at which gloo listens."""
 
@@ -33,7 +34,7 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
     with contextlib.ExitStack() as stack:
         holders = [stack.enter_context(socket.socket()) for _ in range(count)]
         for holder in holders:
-            holder.bind((_HERE, 0))
+            holder.bind((LOOPBACK, 0))
         ports = [holder.getsockname()[1] for holder in holders]
         for holder in holders:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -58,13 +59,13 @@ def rank_environment(backend: str, rank: int, num_ranks: int, ports: list[int], 
     ``ports[0]`` is the port of rank 0's store; the others are the ranks' endpoints, which Paddle needs. The process
     finds its modules where this one does, and with ``python -P`` only there.
     """
-    variables = framework_variables(backend, rank, num_ranks, (_HERE, ports[0]), device)
-    interface = interface_towards(_HERE)
+    variables = framework_variables(backend, rank, num_ranks, (LOOPBACK, ports[0]), device)
+    interface = interface_towards(LOOPBACK)
     if interface is not None:  # gloo would listen at the address of the host's name, which other hosts reach
         variables[GLOO_INTERFACE] = interface
     if backend == "torch":
         return {**process_environment(), **variables, "LOCAL_RANK": str(rank)}
-    endpoints = [f"{_HERE}:{port}" for port in ports[1:]]
+    endpoints = [f"{LOOPBACK}:{port}" for port in ports[1:]]
     return {
         **process_environment(),
         **variables,

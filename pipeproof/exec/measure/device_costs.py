@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cached_property
-from statistics import harmonic_mean, median
+from statistics import fmean, harmonic_mean, median
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
@@ -89,6 +89,7 @@ def measure_costs(
         attention=_attention(clock, sheet, keys),
         memory_efficiency=min(1.0, harmonic_mean(clock.memory_rates(rows)) / (sheet.memory * 1000)),
         host_us=clock.block_us() / float(block_operations()),
+        elementwise_us=clock.smallest_us(),
         collectives=() if known is None else known.collectives,
     )
 
@@ -191,12 +192,18 @@ class _Clock:
 
     def memory_rates(self, rows: int) -> list[float]:
         """Bytes per microsecond of a copy, of an addition and of a norm."""
+        size = 2.0 * rows * _ROW
+        return [number * size / self._us(call) for number, call in self._passes(rows)]
+
+    def smallest_us(self) -> float:
+        """Time from the start of a small copy, addition or norm to that of the next, in the mean."""
+        return fmean(self._us(call) for _, call in self._passes(1))
+
+    def _passes(self, rows: int) -> list[tuple[int, Callable[[], object]]]:
+        """A copy, an addition and a norm, each with the number of times that it reads or writes ``rows``."""
         left, right = self._random(rows, _ROW), self._random(rows, _ROW)
-        size, norm = 2.0 * rows * _ROW, self._torch.nn.functional.layer_norm
-        calls: list[tuple[int, Callable[[], object]]] = [
-            (2, left.clone), (3, lambda: left + right), (2, lambda: norm(left, (_ROW,))),
-        ]  # fmt: skip
-        return [number * size / self._us(call) for number, call in calls]
+        norm = self._torch.nn.functional.layer_norm
+        return [(2, left.clone), (3, lambda: left + right), (2, lambda: norm(left, (_ROW,)))]
 
     def block_us(self) -> float:
         """Time of the host for one block of a GPT, forward and backward, with gradients added to those that are there.

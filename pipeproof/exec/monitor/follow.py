@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from pipeproof.exec.monitor.check_job import check_job
 from pipeproof.exec.monitor.job import JobNow, ProcessState, process_states, read_headers, read_job, ring_files
 from pipeproof.exec.monitor.ring import RingHeader
-from pipeproof.exec.monitor.verdict import PATIENCE_S, SLOW_S, Status, Verdict, check_job
+from pipeproof.exec.monitor.verdict import PATIENCE_S, SLOW_S, Status, Verdict
 
 POLL_S: Final = 0.5
 _WINDOW_S: Final = 2.0

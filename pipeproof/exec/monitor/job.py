@@ -59,6 +59,16 @@ class RankNow:
         in_host = tuple(op for op in self.ring.ops if op.state in (OpState.ISSUED, OpState.WAITED))
         return in_host or tuple(op for op in self.ring.ops if op.state is OpState.QUEUED)[:1]
 
+    def is_behind(self, op: RingOp) -> bool:
+        """True for an operation that the host queued on the device behind the operation that blocks the device."""
+        first = next((op for op in self.ring.ops if op.state is OpState.QUEUED), None)
+        return (
+            first is not None
+            and op.group.backend == first.group.backend
+            and op.state is not OpState.DONE
+            and op.issued_ns > (first.waited_ns or first.issued_ns)
+        )
+
     @property
     def last(self) -> RingOp | None:
         """The operation that was issued last."""

@@ -69,7 +69,7 @@ class RingRecorder:
             identity=Identity(process.pid, process.started, socket.gethostname(), boot_id()),
         )  # fmt: skip
         self._lock = threading.RLock()
-        self._only, self._marker, self._shared = only, marker, shared
+        self._only, self._marker, self._shared, self._capacity = only, marker, shared, capacity
         self._groups: dict[str, tuple[int, str]] = {}
         self._counts: dict[tuple[str, str, int | None, int], int] = {}
         self._pending: dict[int, tuple[str, bool]] = {}
@@ -240,7 +240,7 @@ class RingRecorder:
             now_ns = time.time_ns()
             while self._on_device and self._on_device[0][1]():
                 seq, _ = self._on_device.popleft()
-                if seq > self._next_seq - CAPACITY:
+                if seq >= self._next_seq - self._capacity:  # else its record is that of a later one
                     self._ring.finished(seq, OpState.DONE, now_ns)
             self._ring.pulse(now_ns, time.process_time_ns())
             if self._ring.num_events != num_events:

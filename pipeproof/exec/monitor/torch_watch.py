@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -12,6 +15,9 @@ import torch.distributed as dist
 from pipeproof.exec.monitor.ring import CAPACITY
 from pipeproof.exec.monitor.ring_recorder import IsDone, RingRecorder, Watch, ring_directory
 from pipeproof.interop.traces.torch_calls import BARRIERS, IN_PLACE, MESSAGES, OUT_AND_IN, TorchCalls
+
+_CAPTURE_MODE_RELAXED: Final = 2
+"""``cudaStreamCaptureModeRelaxed`` of CUDA's driver_types.h."""
 
 
 def watch(
@@ -37,19 +43,39 @@ def watch(
     only = None if group is None else frozenset({str(group.group_name)})
     recorder = RingRecorder(
         ring_directory(directory), dist.get_rank(), dist.get_world_size(), f"torch {torch.__version__}", only=only,
-        marker=_device_marker, shared=shared, capacity=capacity,
+        marker=_DeviceMarker(), shared=shared, capacity=capacity,
     )  # fmt: skip
     return Watch(recorder, _WatchedCalls(recorder))
 
 
-def _device_marker(backend: str) -> IsDone | None:
-    """Return the query of an event on the current stream; None where the host itself waits for the backend."""
-    if backend != "nccl" or torch.cuda.is_current_stream_capturing():
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    query: IsDone = event.query
-    return query
+class _DeviceMarker:
+    """Marks points of the current stream by events, which the heartbeat's thread queries."""
+
+    def __init__(self) -> None:
+        self._has_prepared_thread = False
+
+    def __call__(self, backend: str) -> IsDone | None:
+        """Return the query of an event on the current stream; None where the host itself waits for the backend."""
+        if backend != "nccl" or torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return partial(self._is_done, event, torch.cuda.current_device())
+
+    def _is_done(self, event: torch.cuda.Event, device: int) -> bool:
+        if not self._has_prepared_thread:
+            self._has_prepared_thread = True
+            _allow_captures_of_other_threads()
+        if torch.cuda.current_device() != device:  # of this thread: a query would make a context on device 0
+            torch.cuda.set_device(device)
+        return bool(event.query())
+
+
+def _allow_captures_of_other_threads() -> None:
+    """Let this thread query events while another thread captures a CUDA graph, which CUDA forbids by default."""
+    with suppress(AttributeError):  # of a build whose runtime is not among the global symbols
+        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+        ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 class _WatchedCalls(TorchCalls):
@@ -81,6 +107,15 @@ class _WatchedCalls(TorchCalls):
             ring.issued(seq)
         elif not ring.in_batch:  # the backend has already waited for it
             ring.done((seq,))
+        return work
+
+    def _end_batch(self, function: Callable[..., Any], group: Any, *args: Any) -> Any:
+        batch = self._ring.end_batch()
+        work = function(group, *args)
+        if work is not None:
+            self._handles[work] = batch
+        for seq in batch:
+            self._ring.issued(seq)
         return work
 
     def _wait(self, function: Callable[..., Any], handle: Any, *args: Any, **kwargs: Any) -> Any:

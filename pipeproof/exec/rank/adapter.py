@@ -90,6 +90,11 @@ class RankAdapter:
         self.log: list[LogEntry] = []
         self.outcome = StepOutcome()
 
+    @property
+    def stages(self) -> Mapping[int, RankStage]:
+        """The rank's stages by number."""
+        return self._stages
+
     def weights(self) -> dict[str, np.ndarray]:
         """Return this rank's shard of each main weight."""
         return {name: self._value(w) for stage in self._stages.values() for name, w in stage.parameters.items()}

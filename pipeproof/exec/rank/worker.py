@@ -19,12 +19,13 @@ from pathlib import Path
 from pipeproof.exec.compare.reference_kind import is_checked_by_bound
 from pipeproof.exec.launch.custom_layers_check import require_same_start
 from pipeproof.exec.launch.failures import event_of
-from pipeproof.exec.launch.job_files import EventSink, Fault, Job, end_process, save_arrays, save_json
+from pipeproof.exec.launch.job_files import EventSink, Fault, Job, LogWriter, end_process, save_arrays, save_json
 from pipeproof.exec.launch.rendezvous import environment_rank
 from pipeproof.exec.measure.idle_messages import IdleMessageEnd, time_idle_messages
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.checkpointing import restore_state, save_state
 from pipeproof.exec.rank.framework_choice import (
+    capture_graphs,
     paddle_writer,
     peak_of_products,
     start_framework,
@@ -34,7 +35,7 @@ from pipeproof.exec.rank.framework_choice import (
     timing_of,
 )
 from pipeproof.exec.rank.framework_protocol import Framework
-from pipeproof.exec.rank.op_log import HostClock, LogEntry, Timing
+from pipeproof.exec.rank.op_log import HostClock, Timing
 from pipeproof.exec.rank.rank_program import RankProgram
 from pipeproof.exec.rank.step_replay import ReplayedSteps, follow_device, num_logged_steps
 from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
@@ -100,6 +101,13 @@ def run_rank(job: Job, rank: int, emit: Emit, framework: Framework | None = None
         if plan.spec.is_custom:
             require_same_start(job, adapter.weights())
     program = RankProgram(plan.graph, rank, adapter, is_proved=job.certificate.verdict is Verdict.PROVED)
+    if run.compiler is not None and rehearsal is None:
+        reasons = (
+            dict.fromkeys(adapter.stages, "the tensors between its layers are recorded")
+            if watch
+            else (capture_graphs(adapter.stages, lambda stage: report_phase(f"making the graphs of stage {stage}")))
+        )
+        save_json(job.rank_file(rank, "graphs"), reasons, dict[int, str])
     peak_flops = 0.0
     if options.profile:
         emit("setup", what="timing products")
@@ -111,6 +119,7 @@ def run_rank(job: Job, rank: int, emit: Emit, framework: Framework | None = None
         emit("setup", what="loading the state")
         restore_state(adapter, framework.arrays, plan, rank, job.checkpoint.resume)
     emit("ready", threads=framework.num_threads())
+    log = LogWriter(job.rank_file(rank, "log"))
     first = job.checkpoint.first_step
     if num_logged_steps(run, layers=job.layers, first_step=first) < run.steps - first:
         replays = start_replays()
@@ -127,6 +136,8 @@ def run_rank(job: Job, rank: int, emit: Emit, framework: Framework | None = None
                 adapter.begin(step)
                 program.run(step)
                 adapter.finish()
+        log.write(adapter.log)
+        adapter.log.clear()
         if watch is not None:
             save_arrays(job.layers_file(f"rank{rank}", step), watch.take())
         if rehearsal is None:
@@ -143,7 +154,7 @@ def run_rank(job: Job, rank: int, emit: Emit, framework: Framework | None = None
     if options.profile:
         timing = replace(timing_of(run, clock), peak_flops=peak_flops, peak_dtype=run.dtype)
         save_json(job.rank_file(rank, "timing"), timing, Timing)
-    save_json(job.rank_file(rank, "log"), adapter.log, list[LogEntry])
+    log.finish()
     emit("finished")
 
 

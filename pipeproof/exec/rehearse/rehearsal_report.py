@@ -12,9 +12,8 @@ from typing import Any
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.exec.compare.compare_log import compare_log
-from pipeproof.exec.launch.job_files import Job, load_json
+from pipeproof.exec.launch.job_files import Job, LogFile, load_json
 from pipeproof.exec.placement.placement_report import PlacementReport
-from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.exec.rehearse.rehearsal_edges import Edge, EdgeTimes, RankEdges, edges_of, network_of
 from pipeproof.exec.rehearse.rehearsal_faults import ArrivalChecks, findings_of
 from pipeproof.exec.run_codes import UNVERIFIED
@@ -129,7 +128,7 @@ class RehearsalPart:
 def rehearsal_part(report: Report, job: Job, ranks: Sequence[int], *, run: str, host: str) -> RehearsalPart:
     """Read the files of a host's ranks and make the host's part of the rehearsal."""
     graph, spec = report.subject.graph, report.subject.plan.spec.run
-    logs = {rank: load_json(job.rank_file(rank, "log"), list[LogEntry]) for rank in ranks}
+    logs = {rank: [*LogFile(job.rank_file(rank, "log"))] for rank in ranks}
     findings = {
         rank: tuple(
             compare_log(graph, rank, entries, num_steps=spec.steps, dtype=spec.dtype, weight_dtype=spec.weight_dtype)

@@ -18,6 +18,7 @@ from typing import Any
 
 import paddle
 
+from pipeproof.exec.launch.rendezvous import LOOPBACK, interface_towards
 from pipeproof.stages.paddle.runtime import quiet_native
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.0002, 0.005
@@ -123,26 +124,43 @@ def send_at_once(ports: Collection[int]) -> None:
 
     Paddle's client and server write a message in several pieces, of which Linux holds the second back for 40 ms.
     """
+    for end in _network_sockets():
+        with contextlib.suppress(OSError):  # one that is not connected
+            if end.getsockname()[1] in ports or end.getpeername()[1] in ports:
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def refuse_other_hosts(host: str, port: int) -> None:
+    """Let this process's store at a port take connections of this host alone, if ``host`` is the loopback address.
+
+    Paddle's store listens at all addresses, and has no option for another. So the listening socket is bound to the
+    loopback interface afterwards. A kernel that forbids it (Linux before 5.7 without root) leaves the store as it is.
+    """
+    if host != LOOPBACK:
+        return
+    for end in _network_sockets():
+        with contextlib.suppress(OSError):
+            if end.getsockname()[1] == port and end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                name = (interface_towards(host) or "").encode()
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name)
+
+
+def _network_sockets() -> Iterator[socket.socket]:
+    """Copies of this process's sockets of IPv4 and IPv6, each open until the next is asked for."""
     folder = Path("/proc/self/fd")
-    for path in [*folder.iterdir()] if folder.is_dir() else ():  # elsewhere than on Linux the store is slow
+    for path in [*folder.iterdir()] if folder.is_dir() else ():  # elsewhere than on Linux there is no list
         with contextlib.suppress(OSError, ValueError):
             if stat.S_ISSOCK(os.fstat(int(path.name)).st_mode):
-                _hasten(int(path.name), ports)
-
-
-def _hasten(descriptor: int, ports: Collection[int]) -> None:
-    with socket.socket(fileno=os.dup(descriptor)) as end:
-        if end.family not in (socket.AF_INET, socket.AF_INET6):
-            return
-        if end.getsockname()[1] in ports or end.getpeername()[1] in ports:
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                with socket.socket(fileno=os.dup(int(path.name))) as end:
+                    if end.family in (socket.AF_INET, socket.AF_INET6):
+                        yield end
 
 
 def process_store(host: str, port: int, num_ranks: int, prefix: str, *, is_first: bool) -> PaddleStore:
     """The store at which Paddle's processes find each other, over a connection of its own; rank 0 serves it.
 
-    Paddle reads the address from its variables, which name this one, and rank 0 listens at all addresses of its host:
-    Paddle has no choice of them.
+    Paddle reads the address from its variables, which name this one. On rank 0 it listens at all addresses until all
+    ranks are connected, then at loopback alone where that is the address (``refuse_other_hosts``).
 
     Raises:
         ConnectionError: nobody serves the store, or the port is taken.
@@ -157,4 +175,5 @@ def process_store(host: str, port: int, num_ranks: int, prefix: str, *, is_first
     except (RuntimeError, ValueError, OSError) as error:
         raise ConnectionError(str(error)) from error
     send_at_once({port})
+    refuse_other_hosts(host, port)
     return PaddleStore(client, prefix)

@@ -34,6 +34,9 @@ commit 067f987). Megatron-LM requires interleaving for it."""
 _REPLAYED_FROM, _REPLAYED_ON = (26, 6), frozenset({"gb200", "gb300", "b300"})
 """Release and devices from which on recipes in MXFP8 with experts replay whole steps and overlap exchanges; Kimi K2 has
 a recipe of its own, without."""
+_BY_ALL_TO_ALL = "gpt oss 120b"
+"""Model whose recipes in bfloat16 name no dispatcher, so that tokens go by an all-to-all
+(scripts/performance/configs/gpt_oss of Megatron-Bridge; ``moe_token_dispatcher_type`` of its provider)."""
 _RELEASE = re.compile(r"(\d+)\.(\d+)", re.ASCII)
 
 
@@ -97,7 +100,9 @@ def _plan(cells: Cells, model: PublicModel) -> tuple[dict[str, Any], tuple[str, 
     schedule: dict[str, Any] = {"kind": "1f1b"}
     if num_chunks > 1:
         schedule = {"kind": "interleaved", "variant": "megatron", "num_chunks": num_chunks}
-    analytic: dict[str, Any] = {"device": device, "dtype": "bfloat16", "exchange": "by_node"}
+    by_all_to_all = cells.text("model").lower() == _BY_ALL_TO_ALL and precision == "BF16"
+    exchange = "direct" if by_all_to_all else "by_node"
+    analytic: dict[str, Any] = {"device": device, "dtype": "bfloat16", "exchange": exchange}
     is_replayed = _is_replayed(cells, device)
     if is_replayed:
         analytic["execution"] = "graph"

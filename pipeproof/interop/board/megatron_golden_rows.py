@@ -148,6 +148,11 @@ def _plan(kind: str, case_name: str, machine: str) -> tuple[Mapping[str, Any], t
         if replicas % ep and ep % tp == 0 and expert_tp == 1:
             settings["topology", "ep"] = ep // tp
             notes.append(EXPERTS_OVER_TP.format(ep=ep, tp=tp, rest=ep // tp))
+        elif replicas % ep:
+            raise NoPlanError(
+                f"expert parallelism over {ep} of {replicas} data-parallel ranks cannot be described: experts are on "
+                "ranks of one tensor-parallel group here"
+            )
         imported = import_arguments(known, Flags(settings, world_size=num_ranks))
     except PipeproofError as error:
         raise NoPlanError(error.findings[0].message) from error

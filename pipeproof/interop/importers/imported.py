@@ -131,18 +131,20 @@ def plan_text(imported: Imported, kind: str) -> str:
         f"# Made by `pipeproof import {kind}`. A comment names the setting a value comes from, and its place.",
         *(f"# Not shown here: {setting.name} ({setting.why})" for setting in imported.ignored),
     ]
-    return "\n".join([*head, *_lines(imported.plan, (), imported)]) + "\n"
+    return "\n".join([*head, *plan_lines(imported.plan, lambda path: _comment(path, imported))]) + "\n"
 
 
-def _lines(section: Mapping[str, Any], path: KeyPath, imported: Imported) -> Iterator[str]:
+def plan_lines(section: Mapping[str, Any], comment_of: Callable[[KeyPath], str], path: KeyPath = ()) -> Iterator[str]:
+    """Yield the lines of a plan in YAML; a value is followed by the comment of its key, if there is one."""
     for key, value in section.items():
         key_path = (*path, key)
         indent = "  " * len(path)
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield f"{indent}{key}:"
-            yield from _lines(value, key_path, imported)
+            yield from plan_lines(value, comment_of, key_path)
         else:
-            yield f"{indent}{key}: {json.dumps(value, ensure_ascii=False)}{_comment(key_path, imported)}"
+            comment = " ".join(comment_of(key_path).split())
+            yield f"{indent}{key}: {json.dumps(value, ensure_ascii=False)}" + (f"  # {comment}" if comment else "")
 
 
 def _comment(path: KeyPath, imported: Imported) -> str:
@@ -152,4 +154,4 @@ def _comment(path: KeyPath, imported: Imported) -> str:
         text = origin.setting if location is None else f"{origin.setting}, {location}"
     else:
         text = next((f"assumed: {known.why}" for known in imported.assumptions if known.key == path), "")
-    return f"  # {' '.join(text.split())}" if text else ""
+    return text

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from types import MappingProxyType
 from typing import Literal, Self
 
-from pipeproof.diagnostics.problems import KeyPath, dotted
 from pipeproof.specs.load_plan import LoadedPlan
 
 DEFAULT_RANKS_PER_HOST = 8
@@ -55,8 +52,8 @@ class Job:
     num_ranks: int
     ranks_per_host: int
     script: str | None = None
-    settings: tuple[str, ...] = ()
-    """Values by key in place of those of the plan, as words of ``--set``."""
+    options: tuple[str, ...] = ()
+    """Options with which the plan is read, as words of a command."""
     backend_position: str = "the plan"
     """Position of ``run.backend``, for messages."""
 
@@ -72,19 +69,14 @@ class Job:
         return (label if label[:1].isalpha() else f"plan-{label}")[:40].strip("-")
 
     @property
-    def _set(self) -> Iterator[str]:
-        for setting in self.settings:
-            yield from ("--set", setting)
-
-    @property
     def rehearsal(self) -> tuple[str, ...]:
         """Words of the rehearsal's command."""
-        return ("pipeproof", "rehearse", self.plan, *self._set)
+        return ("pipeproof", "rehearse", self.plan, *self.options)
 
     @property
     def training(self) -> tuple[str, ...]:
         """Words of the training's command: a script alone, or ``pipeproof`` with arguments."""
-        return ("pipeproof", "run", self.plan, *self._set) if self.script is None else (self.script,)
+        return ("pipeproof", "run", self.plan, *self.options) if self.script is None else (self.script,)
 
 
 def python_words(words: Sequence[str]) -> tuple[str, ...]:
@@ -97,9 +89,9 @@ def job_of_plan(
     plan: str,
     ranks_per_host: int | None,
     script: str | None,
-    settings: Mapping[KeyPath, object] = MappingProxyType({}),
+    options: Sequence[str] = (),
 ) -> Job:
-    """Return the job of a plan file with some other values; without ``ranks_per_host``, the default or one host.
+    """Return the job of a plan file that is read with ``options``; without ``ranks_per_host``, the default or one host.
 
     Raises:
         ValueError: the hosts would not have the same number of ranks; the message has the position and a remedy.
@@ -113,10 +105,10 @@ def job_of_plan(
             f"{chosen} per host do not divide the plan's {num_ranks} ranks ({position}): use {fitting}, on "
             f"{_hosts(num_ranks // fitting)}, or change the topology"
         )
-    words = tuple(f"{dotted(path)}={json.dumps(value)}" for path, value in settings.items())
     return Job(
-        plan, run.backend, run.device == "gpu", num_ranks, chosen, script, words, _position(loaded, "run", "backend")
-    )
+        plan, run.backend, run.device == "gpu", num_ranks, chosen, script, tuple(options),
+        _position(loaded, "run", "backend"),
+    )  # fmt: skip
 
 
 def header(job: Job, start: str, placeholders: Sequence[Placeholder]) -> str:

@@ -1,4 +1,4 @@
-"""Checks of ``run``: devices and types of each framework, the main gradients, and CUDA graph replay."""
+"""Checks of ``run``: devices and types of each framework, the main gradients, graphs, and CUDA graph replay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALIGNED = 8
 
 
 def check_run(plan: PlanSections) -> list[Problem]:
-    """PP106: Paddle runs no 16-bit types, custom layers are Paddle's, and replay excludes dynamic steps.
+    """PP106: Paddle has no 16-bit types, copy engines or graphs, custom layers are Paddle's, replay is of fixed steps.
 
     16-bit main weights are too narrow for AdamW's epsilon (float16), and for the squares of all gradients.
     """
@@ -27,6 +27,12 @@ def check_run(plan: PlanSections) -> list[Problem]:
         message = "`model.build` returns `paddle.nn` layers, and run.backend is torch"
         fix = "use `backend: paddle`, or train the modules in a script with pipeproof.torch.Pipeline"
         problems.append(Problem("PP106", ("run", "backend"), message, help=fix))
+    if run.compiler is not None:
+        problems += _check_compiler(plan)
+    if plan.transport.send_recv == "copy_engine" and (run.backend, run.device) != ("torch", "gpu"):
+        message = f"`send_recv: copy_engine` is for PyTorch on GPUs, and the plan has {run.backend} on {run.device}"
+        fix = "use `send_recv: backend`, or `run: {backend: torch, device: gpu}`"
+        problems.append(Problem("PP106", ("transport", "send_recv"), message, help=fix))
     if run.replay:
         problems += _check_replay(plan)
     if run.weight_dtype == "float16" and run.optimizer == "adamw":
@@ -38,6 +44,28 @@ def check_run(plan: PlanSections) -> list[Problem]:
         fix = "set run.main_grad_dtype to float32, or remove clip_norm"
         problems.append(Problem("PP106", ("run", "clip_norm"), message, help=fix))
     return problems
+
+
+def _check_compiler(plan: PlanSections) -> list[Problem]:
+    """A graph is of the GPT on PyTorch, and has no communication, no state between work items, and no host values."""
+    path, run = ("run", "compiler"), plan.run
+    if run.backend != "torch" or plan.is_custom:
+        fact = "the model has custom layers" if plan.is_custom else "run.backend is paddle"
+        message = f"run.compiler makes graphs of a GPT with PyTorch, and {fact}"
+        fix = "remove it; `split='graph'` of pipeproof.torch.Pipeline is for modules" if plan.is_custom else "remove it"
+        return [Problem("PP106", path, message, help=fix)]
+    axes = [axis for axis in ("tp", "cp", "ep") if getattr(plan.topology, axis) > 1]
+    refused = [(f"topology.{axis} above 1", "its collectives are inside of the stages' layers") for axis in axes]
+    if plan.schedule.num_sequence_splits > 1:
+        refused.append(("schedule.num_sequence_splits", "the splits of a sequence share keys and values"))
+    if plan.gpt.dropout is not None:
+        refused.append(("model.dropout", "masks are drawn on the host"))
+    if plan.memory.recompute == "full":
+        refused.append(("memory.recompute: full", "the compiler chooses what is kept and what is computed again"))
+    return [
+        Problem("PP106", path, f"run.compiler with {key}: {reason}", help="remove run.compiler")
+        for key, reason in refused
+    ]
 
 
 def _check_replay(plan: PlanSections) -> list[Problem]:

@@ -41,6 +41,11 @@ class Balance(ABC):
         self._visits: dict[str, dict[tuple[int, int], Held]] = {}
         self._loads: dict[str, Held] = {}
 
+    @property
+    def has_values(self) -> bool:
+        """True if a router that the stage may have has losses or a bias."""
+        return bool(self._weights) or self._rate is not None
+
     def begin(self) -> None:
         """Reset everything but the biases."""
         self._losses.clear()

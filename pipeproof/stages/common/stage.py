@@ -99,7 +99,6 @@ class Stage(ABC, Generic[TokenBatch]):
         self._region = TensorParallelRegion(self._ops, tp_rank, plan.topology.tp, dim, collectives, regathers=regathers)
         self._batch_first = boundary.dims == "bsh"
         self._rows_dim = boundary.dims.index("b")
-        self._num_streams_in = mtp_streams_into(plan.gpt, names[0])
         self._recompute = plan.memory.recompute
         self._sequence_keys = self._make_sequence_keys(context)
         self._held = StageWeights(layers, layer_ops.maker, plan.run.seed, lent or {}, self._region, experts)
@@ -134,11 +133,26 @@ class Stage(ABC, Generic[TokenBatch]):
                 f"layer is not 'embed', got {type(activation).__name__}"
             )
         work_item = self._work_item(batch, step, index, split)
-        streams = (
-            [] if activation is None else split_mtp_streams(self._ops, activation, self._num_streams_in, self._rows_dim)
-        )
+        output = self._run_layers(self._layers, activation, work_item, step, index, split, watch)
+        # A stage of empty layers returns a copy: the caller frees the output, and may reuse the input's memory.
+        is_passed_through = output is activation
+        return output.clone() if is_passed_through else output
+
+    def _run_layers(
+        self,
+        layers: Sequence[Layer],
+        activation: Tensor | None,
+        work_item: WorkItem,
+        step: int,
+        index: int,
+        split: int,
+        watch: LayerWatch | None,
+    ) -> Tensor:
+        """Run consecutive layers of the stage, from the activation between layers to the next one."""
+        num_streams = mtp_streams_into(self._plan.gpt, layers[0].name)
+        streams = [] if activation is None else split_mtp_streams(self._ops, activation, num_streams, self._rows_dim)
         dropouts = Dropouts(self._ops, self._plan, step, index, split, self._region)
-        for layer in self._layers:
+        for layer in layers:
             inputs = streams[mtp_stream_read(layer.name) :][:1]
             if watch is not None and is_mtp(layer.name):
                 inputs = [watch.separate_reader(streams, mtp_stream_read(layer.name))]
@@ -170,10 +184,7 @@ class Stage(ABC, Generic[TokenBatch]):
                 streams[mtp_stream_made(layer.name) : mtp_stream_made(layer.name) + 1] = [output]
             if watch is not None and layer.name != "head":
                 watch.see(layer.name, "output", index, split, [streams[mtp_stream_made(layer.name)]])
-        output = join_mtp_streams(self._ops, streams, self._rows_dim)
-        # A stage of empty layers returns a copy: the caller frees the output, and may reuse the input's memory.
-        is_passed_through = output is activation
-        return output.clone() if is_passed_through else output
+        return join_mtp_streams(self._ops, streams, self._rows_dim)
 
     def backward_input(self, output: Tensor, gradient: Tensor | None) -> WeightGradients:
         """Run one work item back to the activation that ``forward`` took, and set its ``grad``.

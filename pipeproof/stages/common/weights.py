@@ -122,6 +122,10 @@ class StageWeights:
         borrowed = self._borrowed.get((layer, name))
         return self.parameters[name] if borrowed is None else borrowed.used
 
+    def used(self) -> list[Weight]:
+        """All weights that the layers compute with, borrowed ones as their borrowers use them."""
+        return [*self.parameters.values(), *(borrowed.used for borrowed in self._borrowed.values())]
+
     def return_gradients(self) -> None:
         """Add the gradients of borrowed weights to the gradients of the weights themselves."""
         for borrowed in self._borrowed.values():

@@ -46,6 +46,7 @@ class TorchStage(Stage[WorkItem]):
     """A ``Stage`` on tensor-parallel rank ``tp_rank`` and expert-parallel rank ``ep_rank``; its weights are ``Weight``.
 
     ``forward`` takes the work item, which is on the device. ``exchanges`` may be None if ``topology.ep`` is 1.
+    ``weights`` are the operations with weights, by default on a new ``SplitWeights``.
 
     Raises:
         ValueError: as ``Stage``; or ``ep_rank`` and ``topology.ep`` do not fit.
@@ -62,10 +63,12 @@ class TorchStage(Stage[WorkItem]):
         exchanges: ExpertCollectives | None = None,
         lent: Mapping[str, Weight] | None = None,
         context: ContextCollectives | None = None,
+        weights: SplitWeights | None = None,
     ) -> None:
         run, model = plan.run, plan.gpt
         dtype: torch.dtype = getattr(torch, run.dtype)
-        self._split_weights = SplitWeights(device)
+        self._split_weights = SplitWeights(device) if weights is None else weights
+        self._tables = rotary_tables(model.seq_length, model.rotary_size, dtype, device)
         experts = ExpertRegion(OPS, ep_rank, plan.topology.ep, exchanges)
 
         def weight(value: npt.NDArray[Any]) -> Weight:
@@ -78,7 +81,7 @@ class TorchStage(Stage[WorkItem]):
             weights=self._split_weights,
             vocabulary=TorchVocabulary(self._split_weights, tied=model.tied_embedding),
             mlp_activation=mlp_activation(model),
-            tables=rotary_tables(model.seq_length, model.rotary_size, dtype, device),
+            tables=self._tables,
             maker=WeightMaker(draw_dtype="float64", make=weight, borrow=BorrowedWeight),
             balance=TorchBalance(plan, layers, device, adds_losses=tp_rank == 0),
             experts=TorchExperts,

@@ -234,7 +234,7 @@ class _ScaledAndShifted(torch.autograd.Function):  # type: ignore[misc]  # check
     ) -> Tensor:
         ctx.save_for_backward(activation)
         ctx.scale, ctx.shift, ctx.sizes, ctx.defer = scale, shift, sizes, defer
-        return activation * _each_column(scale.value, sizes) + shift.value
+        return activation * each_column(scale.value, sizes) + shift.value
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -247,11 +247,11 @@ class _ScaledAndShifted(torch.autograd.Function):  # type: ignore[misc]  # check
             shift.add(gradient.sum(leading))
 
         ctx.defer(add)
-        return gradient * _each_column(scale.value, sizes), None, None, None, None
+        return gradient * each_column(scale.value, sizes), None, None, None, None
 
 
-def _each_column(scale: Tensor, sizes: Sequence[int]) -> Tensor:
-    """[groups] to [K]."""
+def each_column(scale: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The number of each column's group: [groups] to [K]."""
     return torch.cat([number.expand(size) for number, size in zip(scale, sizes, strict=True)])
 
 

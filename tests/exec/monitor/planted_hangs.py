@@ -1,5 +1,6 @@
-"""Small training jobs over gloo with one planted kind of hang; arguments: name, rank, number of ranks, directory.
+"""Small training jobs with one planted kind of hang; arguments: name, rank, number of ranks, directory, steps.
 
+They run over gloo, or with PLANTED_BACKEND=nccl on one GPU for each rank.
 A step sends each micro-batch from rank 0 to rank 1, and so on to the last rank, and ends with all-reduces of all ranks.
 The hang comes in step ``BAD_STEP``; the steps before it are sound.
 """
@@ -18,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from pipeproof.exec.monitor.torch_watch import watch
+from pipeproof.signals import die_with_parent
 
+die_with_parent(os.getppid())
 name, rank, num_ranks, directory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
 BAD_STEP, NUM_MICRO_BATCHES = 4, 3
 num_steps = int(sys.argv[5]) if len(sys.argv) > 5 else 8
@@ -34,7 +37,10 @@ last = num_ranks - 1
 pair = dist.new_group([last - 1, last])
 watch(directory=directory)
 
-activation, gradient, loss = (torch.ones(size, device=device) for size in ((64, 64), (256,), (1,)))
+# NCCL copies a small message to a buffer and lets its sender pass, so that a hang would come steps later
+is_small = device.type == "cpu"
+sizes = ((64, 64), (256,), (1,)) if is_small else ((4096, 4096), (1 << 24,), (1,))
+activation, gradient, loss = (torch.ones(size, device=device) for size in sizes)
 
 
 def pipeline(num_micro_batches: int, skipped: int = -1) -> None:

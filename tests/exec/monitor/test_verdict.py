@@ -5,20 +5,21 @@ import time
 import pytest
 
 from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.exec.monitor.check_job import check_job
 from pipeproof.exec.monitor.follow import metrics_text
 from pipeproof.exec.monitor.hang_page import hang_html
 from pipeproof.exec.monitor.job import JobNow, read_job, ring_files
 from pipeproof.exec.monitor.own_history import minority
 from pipeproof.exec.monitor.ring_recorder import RingRecorder
-from pipeproof.exec.monitor.verdict import check_job
 
 
 class Rank:
     """A rank whose operations the test issues."""
 
-    def __init__(self, directory, rank, num_ranks):
-        self.ring = RingRecorder(directory, rank, num_ranks, "none 1.0")
-        self.ring.group("0", range(num_ranks), "gloo")
+    def __init__(self, directory, rank, num_ranks, *, on_device=False):
+        marker = (lambda backend: lambda: False) if on_device else None
+        self.ring = RingRecorder(directory, rank, num_ranks, "none 1.0", marker=marker)
+        self.ring.group("0", range(num_ranks), "nccl" if on_device else "gloo")
 
     def begin(self, op, peer=None, size=4, at=1):
         """Issue an operation at a line of train.py, and wait for it."""
@@ -60,6 +61,24 @@ def test_ranks_that_wait_for_each_other(tmp_path):
     assert [(wait.rank, wait.ranks) for wait in verdict.waits] == [(0, (1,)), (1, (0,))]
     assert "train.py:31" in verdict.findings[0].message
     assert check_job(job_of(tmp_path, after_s=1)).status == "running"
+
+
+def test_on_a_device_an_operation_that_is_queued_behind_another_one_has_not_come(tmp_path):
+    ranks = [Rank(tmp_path, rank, 2, on_device=True) for rank in range(2)]
+    for rank, other in zip(ranks, (1, 0), strict=True):
+        rank.do("send", other, at=30)  # the host passes it, and the device does not
+        rank.do("recv", other, at=31)
+    verdict = check_job(job_of(tmp_path))
+    assert (verdict.kind, verdict.causes) == ("cycle", (0, 1))
+    assert "whose part at train.py:31 is queued behind" in verdict.findings[0].message
+
+
+def test_the_first_operation_of_a_group_opens_its_connections(tmp_path):
+    for rank in range(2):
+        begun = Rank(tmp_path, rank, 2)
+        begun.ring.issue("all_reduce", "0", None, 0, "float32", (4,), 4, 4)
+    assert check_job(job_of(tmp_path)).status == "running"
+    assert check_job(job_of(tmp_path, after_s=100)).kind == "unfinished"
 
 
 def test_a_rank_with_an_operation_that_no_step_before_had_is_the_cause_of_a_cycle(tmp_path):

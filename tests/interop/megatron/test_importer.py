@@ -61,7 +61,18 @@ def test_a_real_script_whose_processes_do_not_suffice():
     assert finding.code == "PP171"
     assert "8 processes do not divide by tp x pp x cp = 128" in finding.message
     assert finding.location.line == 57
-    assert errors(real("megatron_gpt3_175b.sh", world_size=6144)) == []
+
+
+def test_a_real_script_with_two_batch_sizes(tmp_path):
+    with pytest.raises(PlanFileError, match="--step-batch-size-schedule and --global-batch-size are given together"):
+        real("megatron_gpt3_175b.sh", world_size=6144)
+    lines = (REAL / "megatron_gpt3_175b.sh").read_text(encoding="utf-8").splitlines(keepends=True)
+    text = "".join(line for line in lines if "--global-batch-size" not in line)
+    made = imported(tmp_path, text, world_size=6144)
+    assert made.plan["schedule"]["num_micro_batches"] == 1536 // 48
+    (note,) = [setting.why for setting in made.ignored if setting.name.startswith("--step-batch-size-schedule")]
+    assert "--set schedule.num_micro_batches=13" in note  # 624 sequences: 16 and 320 do not divide by 48
+    assert errors(made) == []
 
 
 def test_a_real_script_with_conditions_whose_layers_do_not_divide():
@@ -77,9 +88,8 @@ def test_a_real_script_with_conditions_whose_layers_do_not_divide():
 
 def test_a_real_script_that_takes_its_model_from_another_file():
     settings = {("model", "num_layers"): 61}
-    with pytest.raises(PlanFileError, match="32 of 1 data-parallel ranks cannot be described"):
-        real("slime_deepseek_r1.sh", world_size=128, settings=settings)
-    made = real("slime_deepseek_r1.sh", world_size=128, settings={**settings, ("topology", "ep"): 1})
+    made = real("slime_deepseek_r1.sh", world_size=128, settings=settings)
+    assert made.plan["topology"] == {"tp": 8, "pp": 4, "cp": 4, "sequence_parallel": True, "ep": 1, "dp": 1}
     assert [len(stage) for stage in made.plan["stages"]] == [17, 16, 16, 15]  # 16 + embed, 16, 16, 13 + norm and head
     assert any("are not read" in setting.why for setting in made.ignored)
 
@@ -170,9 +180,9 @@ def test_what_a_run_alone_can_tell_of_sizes_is_assumed(tmp_path):
 
 def test_flags_that_are_not_shown_are_named(tmp_path):
     made = imported(
-        tmp_path, f"run {SIZES}{BATCHES}{PP2} --delay-wgrad-compute --new-pipeline-magic 3 --lr 1e-4 --bf16"
+        tmp_path, f"run {SIZES}{BATCHES}{PP2} --recompute-method uniform --new-pipeline-magic 3 --lr 1e-4 --bf16"
     )
-    assert {setting.name for setting in made.ignored} == {"--delay-wgrad-compute", "--new-pipeline-magic"}
+    assert {setting.name for setting in made.ignored} == {"--recompute-method", "--new-pipeline-magic"}
     assert made.plan["run"]["dtype"] == "bfloat16"
 
 
@@ -368,3 +378,125 @@ def test_a_script_without_its_model_says_nothing_about_the_parts(tmp_path):
 )
 def test_buffers_of_attention_and_of_the_loss(tmp_path, flags, memory):
     assert imported(tmp_path, SIZES + BATCHES + flags).plan["memory"] == memory
+
+
+MOE = f"run {SIZES}{BATCHES}{PP2}--num-experts 8 --moe-router-topk 2 "
+
+
+@pytest.mark.parametrize(
+    ("frequency", "dense", "note"),
+    [
+        ("1", 0, None),
+        ("'([0]*3+[1]*5)'", 3, None),
+        ("'[0]+[1]*7'", 1, None),
+        ("'[0,0,1,1,1,1,1,1]'", 2, None),
+        ("2", 0, "4 later blocks"),
+        ("'([0]+[1])*4'", 1, "3 later blocks"),
+    ],
+)
+def test_blocks_with_experts(tmp_path, frequency, dense, note):
+    made = imported(tmp_path, f"{MOE}--moe-layer-freq {frequency}")
+    assert made.plan["model"]["moe"].get("dense_layers", 0) == dense
+    assert [why for why in (setting.why for setting in made.ignored) if "later blocks" in why] == (
+        [] if note is None else [f"{note} without experts have them here"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("frequency", "message"),
+    [
+        ("'[0]*3+[1]*6'", "9 items, and --num-layers is 8"),
+        ("'[0]*8'", "no block for experts"),
+        ("'[2]*8'", "found 2"),
+        ("'[1]*99999999999999'", "is neither a number nor a list"),
+        ("'__import__(1)+[1]'", "is neither a number nor a list"),
+        ("0", "is neither a number nor a list"),
+    ],
+)
+def test_a_wrong_list_of_blocks_with_experts(tmp_path, frequency, message):
+    finding = refusal(tmp_path, f"{MOE}--moe-layer-freq {frequency}")
+    assert message in finding.message
+    assert finding.location.column == len(f"{MOE}--moe-layer-freq ") + 1 + frequency.startswith("'")
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "topology"),
+    [
+        ("--expert-model-parallel-size 4 --tensor-model-parallel-size 2", 16, {"ep": 4, "dp": 1}),
+        (
+            "--expert-model-parallel-size 4 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", 8,
+            {"ep": 2, "dp": 1},
+        ),
+        ("--expert-model-parallel-size 2 --context-parallel-size 4", 8, {"ep": 1, "dp": 1}),
+        ("--expert-model-parallel-size 2 --tensor-model-parallel-size 2", 4, "expert tp x ep x pp = 8"),
+    ],
+)  # fmt: skip
+def test_experts_over_ranks_of_one_replica(tmp_path, flags, world, topology):
+    if isinstance(topology, str):
+        finding = refusal(tmp_path, f"{MOE}{flags}", world_size=world)
+        assert finding.code == "PP171"
+        assert topology in finding.message
+        return
+    made = imported(tmp_path, f"{MOE}{flags}", world_size=world)
+    assert {axis: made.plan["topology"][axis] for axis in topology} == topology
+    is_folded = f"--expert-model-parallel-size {topology['ep']} " not in f"{flags} "
+    assert any("have their own micro-batches" in setting.why for setting in made.ignored) == is_folded
+    assert errors(made) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--expert-model-parallel-size 2 --bf16", "one stage on each"),
+        (f"{CHUNKS} 2 --bf16", "--expert-model-parallel-size is 1"),
+        (f"{CHUNKS} 2 --expert-model-parallel-size 2", "neither --bf16"),
+        (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 --recompute-granularity full", "full is given"),
+        (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 --mtp-num-layers 2", "2 modules"),
+        (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16", None),
+    ],
+)
+def test_overlapped_all_to_alls(tmp_path, flags, message):
+    text = f"{MOE}{flags} --overlap-moe-expert-parallel-comm"
+    if message is not None:
+        finding = refusal(tmp_path, text)
+        assert (finding.code, message in finding.message) == ("PP171", True)
+        return
+    made = imported(tmp_path, text)
+    assert any("one more forward" in setting.why for setting in made.ignored)
+    assert refusal(tmp_path, f"{MOE}--delay-wgrad-compute").code == "PP171"
+
+
+def test_a_stage_of_one_prediction_module_sends_shapes(tmp_path):
+    text = f"run {SIZES}{BATCHES}--pipeline-model-parallel-size 4 --mtp-num-layers 1 --pipeline-model-parallel-layout"
+    alone, together = (imported(tmp_path, f"{text} {layout}") for layout in ("'Et*4|t*4|m|L'", "'Et*3|t*3|tt|mL'"))
+    assert alone.plan["stages"][2:] == [["mtp.0"], ["norm", "head"]]
+    assert alone.plan["transport"]["shape_exchange"] == "per_message"
+    assert "shape_exchange" not in together.plan["transport"]
+    assert errors(alone) == errors(together) == []
+
+
+STEPS = f"run {SIZES}{PP2}--micro-batch-size 1 --step-batch-size-schedule "
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("'0:8 200B:16'", 16),
+        ("'1.5K:32 0:8'", 32),
+        (f"'0:2 10M:16' {CHUNKS} 2", 16),
+        (f"'0:1 10M:16' {CHUNKS} 2", "1 micro-batches in the first steps"),
+        ("'0:8 200B'", "needs pairs such as"),
+        ("'5:8 10:16'", "the first threshold is 0"),
+        ("'0:8' --global-batch-size 8", "are given together"),
+    ],
+)
+def test_batches_that_grow(tmp_path, flags, expected):
+    if isinstance(expected, str):
+        assert expected in refusal(tmp_path, STEPS + flags).message
+    else:
+        assert imported(tmp_path, STEPS + flags).plan["schedule"]["num_micro_batches"] == expected
+
+
+def test_a_batch_that_is_decreased(tmp_path):
+    text = f"run {SIZES}{PP2}--micro-batch-size 2 --global-batch-size 9 --decrease-batch-size-if-needed"
+    assert imported(tmp_path, text).plan["schedule"]["num_micro_batches"] == 4

@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from pipeproof.exec.rank.framework_protocol import Channels
 from pipeproof.exec.rank.group_channels import GroupChannels, connected_groups
 from pipeproof.exec.rank.torch.batched_messages import BatchedMessages
+from pipeproof.exec.rank.torch.copy_channels import connect_copies
 from pipeproof.exec.store.torch_store import CONNECT_TIMEOUT, process_store
 from pipeproof.schedule.op_table import Channel, Group
 
@@ -121,14 +123,16 @@ def connect(
     channels: tuple[Channel, ...],
     groups: tuple[Group, ...],
     progress: Callable[[str], None],
+    slots: Mapping[Channel, int] | None = None,
 ) -> TorchWorld:
     """Join the world at ``MASTER_ADDR`` and ``MASTER_PORT``, make every group and use each once.
 
-    Every rank must call this with the same channels and groups.
+    With ``slots`` copy engines move the messages, see ``connect_groups``. Every rank must call this with the same
+    channels and groups.
     """
     progress("joining the world group")
     on_gpu = device.type == "cuda"
-    store = process_store().part(f"world/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/")
+    store = process_store().part(f"world/{_attempt()}/")
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=store.of_groups,
@@ -137,7 +141,7 @@ def connect(
         timeout=CONNECT_TIMEOUT,
         device_id=device if on_gpu else None,
     )
-    return connect_groups(rank, device, channels, groups, progress)
+    return connect_groups(rank, device, channels, groups, progress, slots)
 
 
 def connect_groups(
@@ -146,15 +150,37 @@ def connect_groups(
     channels: tuple[Channel, ...],
     groups: tuple[Group, ...],
     progress: Callable[[str], None],
+    slots: Mapping[Channel, int] | None = None,
 ) -> TorchWorld:
-    """Make every group of a joined world, in one order on all ranks, and use each once."""
+    """Make every group of a joined world, in one order on all ranks, and use each once.
+
+    ``slots`` has the bytes of a slot of each channel where copy engines move the messages; the channels then have no
+    groups.
+
+    Raises:
+        RuntimeError: copy engines are not possible between the GPUs of a channel.
+    """
     token = torch.ones(1, device=device)
     messages = BatchedMessages(device) if device.type == "cuda" else dist
-    by_channel, by_group = connected_groups(messages, _group, rank, token, channels, groups, progress)
+    with_group = channels if slots is None else ()
+    by_channel, by_group = connected_groups(messages, _group, rank, token, with_group, groups, progress)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     collectives = {index: GroupCollectives(rank, groups[index].ranks, group) for index, group in by_group.items()}
-    return TorchWorld(rank, device, GroupChannels(messages, rank, by_channel), collectives)
+    ends: Channels = GroupChannels(messages, rank, by_channel)
+    if slots is not None:
+        store = process_store().part(f"copies/{_attempt()}.{next(_CONNECTIONS)}/").of_groups
+        ends = connect_copies(slots, rank, device, store, progress, CONNECT_TIMEOUT.total_seconds())
+    return TorchWorld(rank, device, ends, collectives)
+
+
+_CONNECTIONS = itertools.count()
+"""Connections by copies that this process has made, the same on all ranks: their keys are in one store."""
+
+
+def _attempt() -> str:
+    """Number of this start of the job: keys of an earlier one are still in the store."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _group(ranks: Sequence[int]) -> dist.ProcessGroup:

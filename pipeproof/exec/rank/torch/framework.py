@@ -12,6 +12,7 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import StageCollectives
 from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.comm import TorchWorld, connect
+from pipeproof.exec.rank.torch.copy_channels import slot_sizes
 from pipeproof.exec.rank.torch.stages import TorchStages
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.stages.torch.functional import wide_type
@@ -35,8 +36,9 @@ class TorchFramework:
         return int(torch.get_num_threads())
 
     def connect(self, rank: int, plan: LoweredPlan, progress: Callable[[str], None]) -> TorchWorld:
-        num_ranks = plan.mesh.num_ranks
-        return connect(rank, num_ranks, self.device, plan.graph.channels, plan.graph.groups, progress)
+        graph = plan.graph
+        slots = slot_sizes(graph) if plan.spec.transport.send_recv == "copy_engine" else None
+        return connect(rank, plan.mesh.num_ranks, self.device, graph.channels, graph.groups, progress, slots)
 
     def stages(self, plan: LoweredPlan, coords: Mapping[str, int], collectives: StageCollectives) -> TorchStages:
         return TorchStages(plan, coords, collectives, self.device)

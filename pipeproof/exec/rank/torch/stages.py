@@ -14,6 +14,7 @@ from pipeproof.stages.common.balance import Balance
 from pipeproof.stages.common.work_items import WorkItem
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.torch.batches import StepBatches, member_values, with_member
+from pipeproof.stages.torch.graph_stage import GraphStage
 from pipeproof.stages.torch.stage import TorchStage
 from pipeproof.stages.torch.weights import Weight
 
@@ -27,7 +28,14 @@ class TorchGptStage(GptStage):
         self, plan: LoweredPlan, number: int, coords: Mapping[str, int], stage: TorchStage, batches: StepBatches
     ) -> None:
         super().__init__(plan, number, coords, stage)
+        self._torch_stage = stage
         self._batches, self._batch_first = batches, plan.spec.gpt.activation_order == "bsh"
+
+    def capture(self) -> str:
+        """Make the graphs of a ``GraphStage``; return why it does not run as graphs, empty if it does."""
+        assert isinstance(self._torch_stage, GraphStage), "the plan has no run.compiler"
+        self._torch_stage.capture()
+        return self._torch_stage.reason
 
     def _work_item(self, step: int, index: int, split: int) -> WorkItem:
         return self._batches.work_item(index, split)
@@ -56,9 +64,12 @@ class TorchStages:
 
     def make(self, number: int, lent: Mapping[str, Weight]) -> RankStage:
         """Return a stage, with the weights that the rank's other stages lend it."""
-        ranks = self._coords["tp"], self._collectives, self._coords["ep"], self._collectives
-        layers = self._plan.layers_of(number)
-        stage = TorchStage(self._plan.spec, layers, self._device, *ranks, lent=lent, context=self._collectives)
+        spec, layers = self._plan.spec, self._plan.layers_of(number)
+        if spec.run.compiler is not None:
+            stage: TorchStage = GraphStage(spec, layers, self._device, number, lent)
+        else:
+            ranks = self._coords["tp"], self._collectives, self._coords["ep"], self._collectives
+            stage = TorchStage(spec, layers, self._device, *ranks, lent=lent, context=self._collectives)
         return TorchGptStage(self._plan, number, self._coords, stage, self._batches)
 
     def routers(self, stage: RankStage) -> TorchRouters | None:

@@ -15,7 +15,7 @@ from paddle.distributed import collective
 from paddle.distributed.communication.group import Group as PaddleGroup
 
 from pipeproof.exec.launch.rendezvous import address_towards, reserved_ports
-from pipeproof.exec.store.paddle_store import send_at_once
+from pipeproof.exec.store.paddle_store import refuse_other_hosts, send_at_once
 from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.paddle.store import store_address
 from pipeproof.stages.paddle.runtime import quiet_native
@@ -37,6 +37,7 @@ def gloo_pairs(wanted: Sequence[tuple[int, ...]], first_id: int, agreement: Agre
             if first == index:
                 with reserved_ports(1) as (port,):
                     stores[position] = _store(own, port, serves=True)
+                refuse_other_hosts(own, port)
                 addresses[str(position)] = own, port
         return addresses
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from pipeproof.exec.rank.group_channels import PostedTransfer
 from pipeproof.exec.rank.torch.batched_messages import post_recv, post_send
+from pipeproof.exec.rank.torch.copy_channels import CopyChannels, connect_copies, slot_sizes
 from pipeproof.exec.train.torch.gloo_connections import Connection, connections_of
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.schedule.op_table import Channel, Group, OpGraph
@@ -95,7 +96,7 @@ class StageWorld:
     """The connected groups of one rank; a ``World``. ``rank`` is the place in the pipeline."""
 
     rank: int
-    channels: StageChannels
+    channels: StageChannels | CopyChannels
     collectives: dict[int, OrderedSums]
     """By index of the graph's groups, without groups of one member."""
     backends: tuple[Any, ...]
@@ -109,6 +110,8 @@ class StageWorld:
 
     def abort(self) -> None:
         """Give up all communication, so that ranks that wait for this one end with an error."""
+        if isinstance(self.channels, CopyChannels):
+            self.channels.abort()
         for end in (*(backend.abort for backend in self.backends), *(each.shut_down for each in self.connections)):
             try:
                 end()
@@ -117,20 +120,27 @@ class StageWorld:
 
 
 def connect_stages(
-    graph: OpGraph, index: int, device: torch.device, store: dist.Store, group: dist.ProcessGroup, timeout_s: float
+    graph: OpGraph,
+    index: int,
+    device: torch.device,
+    store: dist.Store,
+    group: dist.ProcessGroup,
+    timeout_s: float,
+    *,
+    by_copies: bool = False,
 ) -> StageWorld:
     """Make this rank's groups and use each once, so that the first step connects nothing.
 
     ``index`` is the rank's place in the pipeline, which is its rank in ``graph``; ``store`` is the pipeline's own, and
-    ``group`` the script's.
+    ``group`` the script's. With ``by_copies`` channels have memory in place of groups, and copy engines move messages.
 
     Raises:
-        PipelineError: a peer did not come, or the device has no backend.
+        PipelineError: a peer did not come, the device has no backend, or copy engines are not possible.
     """
     backends: list[Any] = []
     connections: list[Connection] = []
     by_channel: dict[Channel, Any] = {}
-    channels = StageChannels(index, by_channel, device)
+    channels: StageChannels | CopyChannels = StageChannels(index, by_channel, device)
     token = torch.ones(1, device=device)
 
     def connected(name: str, members: Sequence[int]) -> Any:
@@ -141,7 +151,9 @@ def connect_stages(
         return backend
 
     try:
-        for channel in graph.channels:
+        if by_copies:
+            channels = connect_copies(slot_sizes(graph), index, device, store, lambda _: None, timeout_s)
+        for channel in () if by_copies else graph.channels:
             if index in (channel.src, channel.dst):
                 by_channel[channel] = connected(str(channel), (channel.src, channel.dst))
                 channels.post(channel, token).wait()

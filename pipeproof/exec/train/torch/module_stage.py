@@ -15,11 +15,12 @@ from torch import nn
 
 from pipeproof.exec.train.stage_boundaries import Boundaries
 from pipeproof.exec.train.stage_errors import StageErrors
-from pipeproof.exec.train.torch.graph_errors import GraphOperationError
-from pipeproof.exec.train.torch.graph_split import Compiler, GraphSplit, KeptBytes, NotCapturedError
+from pipeproof.exec.train.torch.graph_split import GraphSplit
 from pipeproof.exec.train.torch.split_linear import LinearSplit, require_splittable
 from pipeproof.exec.train.torch.stage_values import Leaves, plain_leaves_of
 from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.stages.torch.graph_capture import Compiler, KeptBytes, NotCapturedError
+from pipeproof.stages.torch.graph_errors import GraphOperationError
 
 _WRAPPER_NAMES = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
 """Parts of parameter names that ``torch.compile`` and PyTorch's checkpoint wrapper add."""

@@ -47,7 +47,6 @@ from pipeproof.exec.train.torch.data_parallel import (
     groups_of,
     local_part,
 )
-from pipeproof.exec.train.torch.graph_split import Compiler, KeptBytes
 from pipeproof.exec.train.torch.model_stages import ModelStages
 from pipeproof.exec.train.torch.module_framework import TorchModules
 from pipeproof.exec.train.torch.module_stage import (
@@ -73,6 +72,7 @@ from pipeproof.exec.train.torch.store import device_of, store_of
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.exec.train.train_rank import TrainRank, checked_plan, require_fits, require_supported
 from pipeproof.schedule.ops import OpKind
+from pipeproof.stages.torch.graph_capture import Compiler, KeptBytes
 
 if TYPE_CHECKING:
     from pipeproof.exec.measure.limits_report import LimitsReport
@@ -275,7 +275,7 @@ class Pipeline:
         agreement.gather("connecting", make_stages)
         self._world = connect_stages(
             lowered.graph, self.rank, self._device, dist.PrefixStore("channels/", self._store), pipeline_group,
-            timeout_s,
+            timeout_s, by_copies=lowered.spec.transport.send_recv == "copy_engine",
         )  # fmt: skip
         self._failures = PipelineFailures(agreement, self._world.abort)
         share_start(self._world, lowered, self._modules, self.rank)

@@ -16,6 +16,7 @@ from pipeproof.analysis.align.record_format import Header
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.compare.run_record import RecordWriter, recorded_gradients
 from pipeproof.exec.rank.group_channels import PostedTransfer
+from pipeproof.exec.rank.torch.copy_channels import CopyChannels
 from pipeproof.exec.train.torch.channel_groups import StageChannels
 from pipeproof.interop.traces.recorder import Call, Recorder
 from pipeproof.interop.traces.torch_calls import tensor_of
@@ -47,7 +48,12 @@ class RecordedChannels:
     """
 
     def __init__(
-        self, channels: StageChannels, recorder: Recorder, graph: OpGraph, index: int, ranks: Sequence[int]
+        self,
+        channels: StageChannels | CopyChannels,
+        recorder: Recorder,
+        graph: OpGraph,
+        index: int,
+        ranks: Sequence[int],
     ) -> None:
         self._channels, self._recorder, self._index, self._ranks = channels, recorder, index, ranks
         self._marks: dict[Channel, list[dict[str, Any]]] = defaultdict(list)

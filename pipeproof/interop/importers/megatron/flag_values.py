@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NoReturn
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, dotted
 from pipeproof.diagnostics.rule_doc import RuleDoc
-from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap, read_text
+from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap
 from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
 from pipeproof.interop.importers.megatron.flags import FLAGS
@@ -46,22 +45,15 @@ class Arguments:
     launcher: Mapping[str, Setting]
     notes: tuple[tuple[str, Location], ...] = ()
     """Assumptions about the script, with their locations."""
+    world_size: int | None = None
+    """Number of processes, where the file has it."""
+    has_all: bool = False
+    """True if all arguments of the program are listed, defaults included: those that are not known mean nothing."""
 
 
 _PROGRAM = re.compile(r".*\.py")
 _FLAG = re.compile(r"--[A-Za-z]")
 _PRINTS = frozenset({"echo", "printf", "cat"})
-
-
-def read_arguments(path: Path) -> Arguments:
-    """Read the arguments in a shell script, or in a file that lists them.
-
-    Raises:
-        PlanFileError: PP100 if the file cannot be read, PP170 if it is no shell text, or no command in it has a flag
-            of Megatron-LM.
-    """
-    name = str(path)
-    return arguments_of_text(read_text(name), name)
 
 
 def arguments_of_text(text: str, name: str) -> Arguments:
@@ -238,7 +230,19 @@ class FlagReader:
         return value
 
     def degree(self, flag: str, key: KeyPath, *, default: int = 1) -> int:
-        """Return an integer that the verdict depends on: from ``--set``, else from the flag, else the default.
+        """Return an integer that the verdict depends on, and set it: ``--set``, else the flag, else the default.
+
+        Raises:
+            PlanFileError: PP170, it is no integer, or only a run determines it.
+        """
+        number = self.given_degree(flag, key)
+        if number is None:
+            return default
+        self.take(flag, key, number)
+        return number
+
+    def given_degree(self, flag: str, key: KeyPath) -> int | None:
+        """Return the integer that ``--set``, else the flag, gives for a key; None without one.
 
         Raises:
             PlanFileError: PP170, it is no integer, or only a run determines it.
@@ -253,12 +257,8 @@ class FlagReader:
                 f"give it with `--set {dotted(key)}=N`",
             )
         number = self.number(flag)
-        if number is None:
-            return default
-        if number > MAX_RANKS and setting is not None:
+        if number is not None and number > MAX_RANKS and setting is not None:
             self.refuse(f"{flag} is more than {MAX_RANKS}, which a plan does not have", setting.value_location)
-        assert setting is not None, "a number has a flag"
-        self.draft.set(key, number, self.shown(flag), setting.location)
         return number
 
     def take(self, flag: str, key: KeyPath, value: object) -> None:

@@ -75,6 +75,7 @@ FLAGS: Final = frozenset(
         "--global-batch-size",
         "--rampup-batch-size",
         "--step-batch-size-schedule",
+        "--decrease-batch-size-if-needed",
         "--use-distributed-optimizer",
         "--recompute-activations",
         "--recompute-granularity",
@@ -98,7 +99,10 @@ FLAGS: Final = frozenset(
 NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
     {
         "--overlap-p2p-communication-warmup-flush": "the plan's transfers overlap as its schedule has them",
-        "--overlap-moe-expert-parallel-comm": "all-to-alls are checked in the order of the plain schedule",
+        "--overlap-moe-expert-parallel-comm": (
+            "the plain interleaved schedule is checked; Megatron-LM has one more forward before the first backward, "
+            "and runs all-to-alls of a forward next to the products of a backward"
+        ),
         "--delay-wgrad-compute": "the plan's backwards are whole",
         "--defer-embedding-wgrad-compute": "the plan's backwards are whole",
         "--overlap-param-gather-with-optimizer-step": "the plan gathers parameters at the end of a step",

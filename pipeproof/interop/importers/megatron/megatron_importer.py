@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 from pathlib import Path
 
+from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import Draft, count, misspelt
 from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
-from pipeproof.interop.importers.megatron.flag_values import Arguments, FlagReader, read_arguments
+from pipeproof.interop.importers.megatron.argument_files import read_arguments
+from pipeproof.interop.importers.megatron.batch_flags import import_batches
+from pipeproof.interop.importers.megatron.flag_values import Arguments, FlagReader
 from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN, WITHOUT_BEARING, concerns_parallelism
 from pipeproof.interop.importers.megatron.model_flags import import_model
-from pipeproof.interop.importers.megatron.stage_flags import import_stages
+from pipeproof.interop.importers.megatron.stage_flags import CHUNKS, import_stages
 
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 _CP, _EP, _ETP = "--context-parallel-size", "--expert-model-parallel-size", "--expert-tensor-parallel-size"
-_SP = "--sequence-parallel"
+_SP, _OVERLAP = "--sequence-parallel", "--overlap-moe-expert-parallel-comm"
 _KNOWN = FLAGS | frozenset(NOT_SHOWN) | WITHOUT_BEARING
 _MOST_NAMED = 6
 """Flags that are not read and are named in one note; the note has their number."""
 
 
 def import_megatron(files: Sequence[Path], flags: Flags) -> Imported:
-    """Import one shell script that starts Megatron-LM, or one file with its arguments.
+    """Import one shell script that starts Megatron-LM, one file with its arguments, or a log in which it prints them.
 
     Raises:
         PlanFileError: PP100 or PP170 if the file cannot be read, PP171 if Megatron-LM refuses the settings.
@@ -42,7 +46,8 @@ def import_arguments(arguments: Arguments, flags: Flags) -> Imported:
     """
     draft = Draft("megatron", flags)
     reader = FlagReader(arguments, draft)
-    _refuse_misspelt(reader)
+    if not arguments.has_all:
+        _refuse_misspelt(reader)
     tp, pp = reader.degree(_TP, ("topology", "tp")), reader.degree(_PP, ("topology", "pp"))
     _import_topology(reader, tp)
     import_model(reader, tp=tp, pp=pp)
@@ -50,7 +55,8 @@ def import_arguments(arguments: Arguments, flags: Flags) -> Imported:
     num_layers = count(draft, "model", "num_layers")
     num_chunks = import_stages(reader, num_layers=num_layers, num_mtp=num_mtp, pp=pp)
     _import_schedule(reader, pp, num_chunks)
-    _import_batches(reader, _data_parallel(reader, arguments, tp, pp))
+    _check_expert_overlap(reader, pp, num_chunks, num_mtp)
+    import_batches(reader, _data_parallel(reader, arguments, tp, pp), num_chunks)
     _import_rest(reader)
     _note_others(reader)
     return draft.imported(arguments.file, arguments.lines)
@@ -58,18 +64,12 @@ def import_arguments(arguments: Arguments, flags: Flags) -> Imported:
 
 def _import_topology(reader: FlagReader, tp: int) -> None:
     reader.degree(_CP, ("topology", "cp"))
-    reader.degree(_EP, ("topology", "ep"))
     if reader.has(_SP) and tp == 1:
         reader.draft.ignore(_SP, "Megatron-LM turns it off without tensor parallelism", reader.location(_SP))
     elif reader.has(_SP):
         reader.take(_SP, ("topology", "sequence_parallel"), value=True)
     if reader.has("--use-tp-pp-dp-mapping"):
         reader.take("--use-tp-pp-dp-mapping", ("topology", "order"), ["tp", "cp", "pp", "ep", "dp"])
-    expert_tp = reader.number(_ETP)
-    if expert_tp is not None and expert_tp != tp:
-        reader.draft.ignore(
-            reader.shown(_ETP), f"experts are sharded over all {tp} tp ranks here", reader.location(_ETP)
-        )
 
 
 def _mtp_modules(reader: FlagReader) -> int:
@@ -102,32 +102,77 @@ def _import_schedule(reader: FlagReader, pp: int, num_chunks: int) -> None:
         draft.set(("schedule", "kind"), "1f1b", "one stage on each pipeline rank", reader.location(_PP))
 
 
+def _check_expert_overlap(reader: FlagReader, pp: int, num_chunks: int, num_mtp: int) -> None:
+    """Refuse overlapped all-to-alls where transformer_config.py does."""
+    delayed = "--delay-wgrad-compute"
+    if reader.has(delayed) and not reader.has(_OVERLAP):
+        reader.megatron_refuses(f"{delayed} is given without {_OVERLAP}", delayed)
+    if not reader.has(_OVERLAP):
+        return
+    granularity, recomputed = reader.text("--recompute-granularity"), "--recompute-granularity full"
+    conditions = (
+        (pp > 1 and num_chunks == 1, f"there is one stage on each of {pp} pipeline ranks", f"give {CHUNKS} 2"),
+        ((reader.given_degree(_EP, ("topology", "ep")) or 1) == 1, f"{_EP} is 1", None),
+        (granularity == "full", f"{recomputed} is given", None),
+        (num_mtp > 1, f"there are {num_mtp} modules of multi-token prediction, and at most one is supported", None),
+        (not (reader.has("--bf16") or reader.has("--fp16")), "neither --bf16 nor --fp16 is given", None),
+        (reader.has("--moe-shared-expert-overlap"), "--moe-shared-expert-overlap is given", None),
+    )
+    for is_refused, why, fix in conditions:
+        if is_refused:
+            reader.megatron_refuses(f"with {_OVERLAP}, {why}", _OVERLAP, fix)
+
+
 def _data_parallel(reader: FlagReader, arguments: Arguments, tp: int, pp: int) -> int:
     """Return the number of ranks with their own micro-batches (dp and ep here), from the processes; or assumed."""
     draft = reader.draft
-    ep, cp = count(draft, "topology", "ep"), count(draft, "topology", "cp")
+    ep, cp = reader.given_degree(_EP, ("topology", "ep")) or 1, count(draft, "topology", "cp")
+    expert_tp = reader.number(_ETP) or tp
     if ("topology", "dp") in draft:
+        reader.degree(_EP, ("topology", "ep"))
+        _note_expert_ranks(reader, ep=ep, expert_tp=expert_tp, plan_ep=ep, tp=tp)
         return count(draft, "topology", "dp") * ep
-    world = draft.flags.world_size or _launched(arguments)
+    world = draft.flags.world_size or arguments.world_size or _launched(arguments)
     if world is None:
         why = "the number of processes is unknown: give it with `--world-size N`"
         draft.assume(("topology", "dp"), 1, why)
+        reader.degree(_EP, ("topology", "ep"))
+        _note_expert_ranks(reader, ep=ep, expert_tp=expert_tp, plan_ep=ep, tp=tp)
         return ep
-    ranks = tp * pp * cp
-    if world % ranks:
-        reader.megatron_refuses(
-            f"{world} processes do not divide by tp x pp x cp = {ranks}", _PP, "give `--world-size N`"
-        )
-    data_parallel = world // ranks
-    if data_parallel % ep:
+    for ranks, names, flag in (
+        (tp * pp * cp, "tp x pp x cp", _PP),
+        (expert_tp * ep * pp, "expert tp x ep x pp", _EP),
+    ):
+        if world % ranks:
+            reader.megatron_refuses(
+                f"{world} processes do not divide by {names} = {ranks}", flag, "give `--world-size N`"
+            )
+    data_parallel = world // (tp * pp * cp)
+    plan_ep = ep if ("topology", "ep") in draft else gcd(ep, data_parallel)
+    if data_parallel % plan_ep:
         reader.refuse(
-            f"expert parallelism over {ep} of {data_parallel} data-parallel ranks cannot be described: experts are on "
-            "ranks of one tensor-parallel group here",
-            reader.location(_EP) or reader.arguments.flags[_PP].location,
+            f"topology.ep {plan_ep} does not divide the {data_parallel} data-parallel ranks of {world} processes",
+            reader.location(_EP) or reader.location(_PP) or Location(arguments.file),
             "give the processes of the whole training with `--world-size N`",
         )
-    draft.set(("topology", "dp"), data_parallel // ep, f"{world} processes")
+    if reader.has(_EP):
+        reader.take(_EP, ("topology", "ep"), plan_ep)
+    _note_expert_ranks(reader, ep=ep, expert_tp=expert_tp, plan_ep=plan_ep, tp=tp)
+    draft.set(("topology", "dp"), data_parallel // plan_ep, f"{world} processes")
     return data_parallel
+
+
+def _note_expert_ranks(reader: FlagReader, *, ep: int, expert_tp: int, plan_ep: int, tp: int) -> None:
+    """List what the plan shows otherwise: experts over ranks of one replica, or over fewer tensor-parallel ranks."""
+    if plan_ep != ep:
+        why = (
+            f"experts are over {ep} ranks of which {plan_ep} have their own micro-batches; here they are over those "
+            f"{plan_ep}, and sharded over the {tp} tp ranks"
+        )
+        reader.draft.ignore(reader.shown(_EP), why, reader.location(_EP))
+    elif expert_tp != tp and reader.has("--num-experts"):
+        why = f"experts are sharded over all {tp} tp ranks here"
+        reader.draft.ignore(reader.shown(_ETP), why, reader.location(_ETP))
 
 
 def _launched(arguments: Arguments) -> int | None:
@@ -140,40 +185,6 @@ def _launched(arguments: Arguments) -> int | None:
             return None
         numbers.append(int(value))
     return numbers[0] * numbers[1]
-
-
-def _import_batches(reader: FlagReader, data_parallel: int) -> None:
-    draft = reader.draft
-    size = reader.number("--micro-batch-size")
-    if size is None:
-        draft.assume(("schedule", "micro_batch_size"), 1, "only a run determines --micro-batch-size")
-    else:
-        reader.take("--micro-batch-size", ("schedule", "micro_batch_size"), size)
-    size = count(draft, "schedule", "micro_batch_size")
-    flag = "--global-batch-size"
-    total = reader.number(flag)
-    key = ("schedule", "num_micro_batches")
-    if total is None:
-        setting = reader.setting(flag)
-        if setting is None:
-            draft.set(key, 1, f"no {flag}: one micro-batch for each data-parallel rank")
-        else:
-            draft.assume(
-                key,
-                2 * count(draft, "topology", "pp"),
-                f"the value of {flag} is {setting.why}",
-                setting.location,
-            )
-    elif total % (size * data_parallel):
-        reader.megatron_refuses(
-            f"{flag} {total} does not divide by {size} sequences x {data_parallel} data-parallel ranks", flag,
-            "give the processes of the whole training with `--world-size N`",
-        )  # fmt: skip
-    else:
-        reader.take(flag, key, total // (size * data_parallel))
-    for ramp in ("--rampup-batch-size", "--step-batch-size-schedule"):
-        if reader.has(ramp):
-            draft.ignore(ramp, f"the steps with the whole {flag} are checked", reader.location(ramp))
 
 
 def _import_rest(reader: FlagReader) -> None:

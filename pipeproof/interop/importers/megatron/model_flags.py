@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.megatron.flag_values import FlagReader
+from pipeproof.interop.importers.megatron.layer_frequency import MAX_ITEMS, FrequencyError, layer_pattern
 from pipeproof.interop.importers.model_parts import import_flags_of_parts
 from pipeproof.interop.importers.model_sizes import read_model_config
 
 _ASSUMED_VOCABULARY = 32768
-_FREQUENCY = re.compile(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?", re.ASCII)
 
 
 def import_model(reader: FlagReader, *, tp: int, pp: int) -> None:
@@ -170,13 +168,24 @@ def import_experts(reader: FlagReader) -> None:
 
 
 def _dense_layers(reader: FlagReader) -> None:
-    """``--moe-layer-freq``: 1, or a list that begins with dense layers; other patterns are not described."""
-    flag = "--moe-layer-freq"
-    text = reader.text(flag)
-    if text is None or text == "1":
+    """``--moe-layer-freq``: the blocks with experts; a plan has those after its first few blocks.
+
+    Raises:
+        PlanFileError: PP170, the value is no number and no list of a 0 or 1 for each block.
+    """
+    flag, num_layers = "--moe-layer-freq", count(reader.draft, "model", "num_layers")
+    setting, text = reader.setting(flag), reader.text(flag)
+    if setting is None or text is None:
         return
-    match = _FREQUENCY.fullmatch(text.replace(" ", ""))
-    if match is not None:
-        reader.take(flag, ("model", "moe", "dense_layers"), int(match.group(1)))
-    else:
-        reader.draft.ignore(flag, "all blocks after the first few have experts here", reader.location(flag))
+    try:
+        pattern = layer_pattern(text, min(num_layers, MAX_ITEMS))
+    except FrequencyError as error:
+        reader.refuse(f"{flag}: {error}", setting.value_location)
+    if 1 not in pattern:
+        reader.refuse(f"{flag} leaves no block for experts", setting.value_location, "remove --num-experts")
+    first = pattern.index(1)
+    if first:
+        reader.take(flag, ("model", "moe", "dense_layers"), first)
+    if 0 in pattern[first:]:
+        why = f"{pattern[first:].count(0)} later blocks without experts have them here"
+        reader.draft.ignore(reader.shown(flag), why, setting.location)

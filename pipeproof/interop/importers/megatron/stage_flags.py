@@ -121,6 +121,9 @@ def _by_layout(reader: FlagReader, num_layers: int, num_mtp: int, pp: int) -> in
     except LayoutError as error:
         reader.refuse(f"{LAYOUT}: {error}", location.part(error.at, error.last + 1), error.help)
     reader.take(LAYOUT, ("stages",), list(_named(stages)))
+    holder = next((index for index, stage in enumerate(stages) if any(entry.letter == "m" for entry in stage)), -1)
+    if 0 <= holder < len(stages) - 1:  # validate_layer_layout sets mtp_standalone, and p2p then sends shapes
+        reader.take(LAYOUT, ("transport", "shape_exchange"), "per_message")
     return len(stages) // pp
 
 

@@ -1,0 +1,154 @@
+"""The options of every command that reads a plan: other values for its keys, and files of other tools in its place."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeproof.cli.import_command import DeviceParam, KindName, import_from, import_options
+
+if TYPE_CHECKING:
+    from pipeproof.diagnostics.problems import KeyPath
+    from pipeproof.interop.importers.imported import Flags, Imported
+    from pipeproof.specs.cost import DeviceName
+    from pipeproof.specs.load_plan import LoadedPlan
+
+
+@dataclass(frozen=True)
+class PlanSource:
+    """Reader of the plan of a command: ``kind`` is that of another tool's file, None for a plan file."""
+
+    kind: str | None
+    settings: Mapping[KeyPath, object]
+    model_config: Path | None
+    world_size: int | None
+    device: DeviceName | None = None
+
+    @property
+    def flags(self) -> Flags:
+        """Values that an importer takes in addition to files."""
+        from pipeproof.interop.importers.imported import Flags
+
+        return Flags(self.settings, self.model_config, self.world_size)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The options as words of a command."""
+        return tuple(self._words())
+
+    @property
+    def _import_options(self) -> Mapping[str, object]:
+        given = {"--model-config": self.model_config, "--world-size": self.world_size, "--device": self.device}
+        return {option: value for option, value in given.items() if value is not None}
+
+    def _words(self) -> Iterator[str]:
+        from pipeproof.diagnostics.problems import dotted
+
+        if self.kind is not None:
+            yield from ("--from", self.kind)
+        for option, given in self._import_options.items():
+            yield from (option, str(given))
+        for path, value in self.settings.items():
+            yield from ("--set", f"{dotted(path)}={json.dumps(value)}")
+
+    def require_kind(self) -> None:
+        """Refuse options of importers for a plan, which has these values.
+
+        Raises:
+            click.UsageError: such an option is given without ``--from``.
+        """
+        if self.kind is None and self._import_options:
+            verb = "goes" if len(self._import_options) == 1 else "go"
+            raise click.UsageError(f"{' and '.join(self._import_options)} {verb} with --from KIND")
+
+    def load(self, file: Path) -> LoadedPlan:
+        """Load the plan, or import the file; a note on standard error counts what was assumed.
+
+        Raises:
+            PlanFileError: it cannot be read, or is no valid plan.
+            click.UsageError: an option of importers is given without ``--from``.
+        """
+        self.require_kind()
+        if self.kind is None:
+            from pipeproof.specs.load_plan import load_plan
+
+            return load_plan(file, self.settings)
+        from pipeproof.interop.importers.check_imported import load_imported
+
+        return load_imported(self.imported(file))
+
+    def base_plan(self, file: str) -> Mapping[str, Any]:
+        """Return the plan's data, for other values of some keys.
+
+        Raises:
+            PlanFileError: it cannot be read, or no values of other keys make it a plan.
+            click.UsageError: an option of importers is given without ``--from``.
+        """
+        self.require_kind()
+        if self.kind is None:
+            from pipeproof.analysis.sweep.sweep_file import read_base_plan
+
+            return read_base_plan(file, self.settings)
+        return self.imported(Path(file)).plan
+
+    def imported(self, file: Path) -> Imported:
+        """Import the file of another tool; a note on standard error counts what was assumed.
+
+        Raises:
+            PlanFileError: it cannot be read, or does not form a plan.
+        """
+        from pipeproof.interop.importers.imported import with_device
+
+        assert self.kind is not None
+        imported = import_from(self.kind, (file,), self.flags)
+        if self.device is not None:
+            imported = with_device(imported, self.device)
+        counts = {
+            "assumed": len(imported.assumptions),
+            "not shown in a plan": len(imported.ignored),
+            "found wrong": len(imported.findings),
+        }
+        texts = [f"{number} {text}" for text, number in counts.items() if number]
+        if texts:
+            lists = f"`pipeproof check --from {self.kind} {file}` lists them"
+            click.echo(f"note: values of {file}: {', '.join(texts)}; {lists}", err=True)
+        return imported
+
+
+def plan_options(*, device: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command ``source`` (``PlanSource``) from ``--from``, ``--set`` and the options of importers.
+
+    With ``device``, it also has ``--device``, for commands that print times.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def wrapped(
+            *,
+            kind: str | None,
+            settings: dict[KeyPath, object],
+            model_config: Path | None,
+            world_size: int | None,
+            imported_device: DeviceName | None = None,
+            **others: Any,
+        ) -> Any:
+            return command(source=PlanSource(kind, settings, model_config, world_size, imported_device), **others)
+
+        if device:
+            wrapped = click.option(
+                "--device", "imported_device", type=DeviceParam(),
+                help="With --from: let times be computed for this device (`cost.analytic`).",
+            )(wrapped)  # fmt: skip
+        wrapped = import_options(wrapped)
+        return click.option(
+            "--from", "kind", type=KindName(),
+            help="Kind of another tool's file, in place of a plan; `docs/importing.md` has the kinds.",
+        )(wrapped)  # fmt: skip
+
+    return decorate

@@ -1,0 +1,139 @@
+"""Waits of the ranks of a watched job: which operation blocks a rank, and which ranks have not come to it.
+
+A rank waits for another one if the operation that blocks it needs an operation
+that the other rank has not issued, or has queued on its device behind one that
+is not done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import networkx as nx
+
+from pipeproof.diagnostics.finding import Location
+from pipeproof.exec.monitor.job import JobNow, ProcessState
+from pipeproof.exec.monitor.ring import OpState, RingOp
+from pipeproof.exec.monitor.verdict import Wait
+from pipeproof.interop.hang.collective_matches import Matches, match_entries
+from pipeproof.interop.hang.flight_recorder import Channel, Dump, Entry, Group, Launch, State
+
+
+@dataclass
+class Analysis:
+    """The operations of all ranks, their matches, and the waits between ranks."""
+
+    job: JobNow
+    matches: Matches
+    entries: dict[tuple[int, int], Entry]
+    ops: dict[tuple[int, int], RingOp]
+    blocking: dict[int, list[Entry]] = field(default_factory=dict)
+    graph: nx.DiGraph[int] = field(default_factory=nx.DiGraph)
+
+    def op(self, entry: Entry) -> RingOp:
+        """Operation of an entry."""
+        return self.ops[entry.rank, entry.index]
+
+    def seconds(self, entry: Entry) -> float:
+        """Seconds for which an operation has blocked its rank."""
+        op = self.op(entry)
+        return max(0.0, (self.job.now_ns - (op.waited_ns or op.issued_ns)) / 1e9)
+
+    def missing(self, entry: Entry) -> tuple[int, ...]:
+        """Ranks that have not issued their part of an operation, or whose device cannot reach it."""
+        key = entry.rank, entry.index
+        behind = (other.rank for other in self.matches.partners.get(key, ()) if self.is_behind(other))
+        return tuple(sorted({*self.matches.missing.get(key, ()), *behind}))
+
+    def is_behind(self, entry: Entry) -> bool:
+        """True for an operation that is queued on its rank's device behind one that is not done."""
+        return self.job.by_rank[entry.rank].is_behind(self.op(entry))
+
+    def share(self, entry: Entry) -> float:
+        """Part of the members of an operation that have issued it."""
+        num_members = len(entry.group.ranks) if entry.channel is None else 2
+        return 1 - len(self.missing(entry)) / max(num_members, 1)
+
+
+def analyse(job: JobNow) -> Analysis:
+    """Match the operations of all ranks, and return the waits between them."""
+    dumps, ops = [], {}
+    entries: dict[tuple[int, int], Entry] = {}
+    for rank in job.ranks:
+        launches = []
+        for index, op in enumerate(rank.ring.ops):
+            if op.is_message and op.peer is None:  # a receive from any rank has no channel yet
+                continue
+            entry = ring_entry(rank.rank, index, op)
+            entries[rank.rank, index], ops[rank.rank, index] = entry, op
+            launches.append(Launch(rank.rank, (entry,), entry.state, (entry.group,)))
+        dumps.append(Dump(rank.rank, rank.ring.file, "ring", whole=True, launches=tuple(launches)))
+    analysis = Analysis(job, match_entries(dumps), entries, ops)
+    for rank in job.ranks:
+        analysis.graph.add_node(rank.rank)
+        blocking = {op.seq for op in rank.blocking}
+        for index, op in enumerate(rank.ring.ops):
+            entry_of = entries.get((rank.rank, index))
+            if op.seq in blocking and entry_of is not None:
+                analysis.blocking.setdefault(rank.rank, []).append(entry_of)
+                for other in analysis.missing(entry_of):
+                    if other != rank.rank:
+                        analysis.graph.add_edge(rank.rank, other)
+    return analysis
+
+
+def ring_entry(rank: int, index: int, op: RingOp) -> Entry:
+    """Return an operation of a ring as an entry of a dump; ``index`` is its position in the ring."""
+    group = Group(op.group.name, "" if op.group.about == "eager" else op.group.about, op.group.ranks)
+    channel = None
+    if op.is_message and op.peer is not None:
+        tag = 0 if op.group.backend == "nccl" else op.tag
+        src, dst = (rank, op.peer) if op.op == "send" else (op.peer, rank)
+        channel = Channel(group, src, dst, tag)
+    return Entry(
+        rank, index, op.op, group, op.number, channel, op.batch is not None,
+        State.COMPLETED if op.state is OpState.DONE else State.STARTED,
+        _sizes(op, op.num_inputs), _sizes(op, op.num_outputs), (op.dtype,) if op.dtype else (), location_of(op.at),
+    )  # fmt: skip
+
+
+def _sizes(op: RingOp, num_elements: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shape of the only tensor where it is known to be the only one, else one flat shape of all elements."""
+    num_first = 1
+    for size in op.shape:
+        num_first *= size
+    if not num_elements:
+        return ()
+    return (op.shape if op.shape and num_first == num_elements else (num_elements,),)
+
+
+def location_of(at: str) -> Location | None:
+    """Return the place of ``file:line``; None if it is unknown."""
+    file, _, line = at.rpartition(":")
+    return Location(file, int(line)) if file and line.isdigit() else None
+
+
+def waits_of(analysis: Analysis) -> tuple[Wait, ...]:
+    """Return the wait of each blocked rank, the longest first; of several operations, one that another rank misses."""
+    waits = []
+    for rank, entries in analysis.blocking.items():
+        if analysis.job.by_rank[rank].state in (ProcessState.GONE, ProcessState.ENDED, ProcessState.RAISED):
+            continue
+        entry = max(entries, key=lambda entry: (bool(analysis.missing(entry)), analysis.seconds(entry)))
+        ranks = tuple(sorted({other for each in entries for other in analysis.missing(each)} - {rank}))
+        at = analysis.op(entry).at
+        waits.append(Wait(rank, entry.text, at, analysis.seconds(entry), ranks, _meaning(analysis.op(entry))))
+    return tuple(sorted(waits, key=lambda wait: (-wait.seconds, wait.rank)))
+
+
+def _meaning(op: RingOp) -> str:
+    if not op.kind:
+        return ""
+    micro_batch = "" if op.micro_batch is None else f" of micro-batch {op.micro_batch}"
+    stage = "" if op.stage is None else f", stage {op.stage}"
+    return f"{'activation' if op.kind == 'F' else 'gradient'}{micro_batch}{stage}"
+
+
+def at_text(op: RingOp) -> str:
+    """Return `` at file:line`` of an operation; empty if it is unknown."""
+    return f" at {op.at}" if op.at else ""

@@ -1,0 +1,217 @@
+"""Channels between GPUs of one host whose messages are copies by copy engines, see ``exec.rank.slot_protocol``."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pipeproof.comm.channel_models import message_bytes
+from pipeproof.exec.rank.group_channels import PostedTransfer, connecting
+from pipeproof.exec.rank.slot_protocol import NUM_SLOTS, SlotEnd
+from pipeproof.exec.rank.torch.peer_memory import CudaCopyStream, SharedWords, mapped_memory, new_memory
+from pipeproof.schedule.op_table import Channel, OpGraph
+from pipeproof.schedule.ops import SEND_KINDS
+
+_ALIGNMENT: Final = 512
+_FIRST_MESSAGE_S: Final = 20.0
+_RELEASE_S: Final = 1.5
+_RELEASE_POLL_S: Final = 0.001
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+def slot_sizes(graph: OpGraph) -> dict[Channel, int]:
+    """Bytes of the largest message of each channel, rounded up."""
+    sizes, sends = message_bytes(graph), np.flatnonzero(graph.is_kind(SEND_KINDS))
+    largest = dict.fromkeys(graph.channels, 1)
+    for op_id in sends.tolist():
+        channel = graph.channels[int(graph.channel[op_id])]
+        largest[channel] = max(largest[channel], int(sizes[op_id]))
+    return {channel: -(-num_bytes // _ALIGNMENT) * _ALIGNMENT for channel, num_bytes in largest.items()}
+
+
+class CopyChannels:
+    """Ends of the channels of one rank; a ``Channels``.
+
+    ``words`` are the words of each channel, of which this rank awaits half.
+    """
+
+    def __init__(self, rank: int, ends: Mapping[Channel, SlotEnd], words: Mapping[Channel, SharedWords]) -> None:
+        self._rank, self._ends, self._words = rank, ends, words
+
+    def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[PostedTransfer] = ()) -> PostedTransfer:
+        """Start moving a contiguous buffer over this rank's end; ``after`` is on the same channel, a FIFO."""
+        posted_ns = time.monotonic_ns()
+        end = self._ends[channel]
+        return PostedTransfer(buffer, end.post(buffer.data_ptr(), buffer.numel() * buffer.element_size()), posted_ns)
+
+    def close(self) -> None:
+        """Do nothing: the rank has waited for every transfer, and the memory ends with the process."""
+
+    def abort(self) -> None:
+        """Release all streams that wait for a peer; what they move afterwards is lost.
+
+        A released stream clears its word and may wait for the next, so words are set until all streams are idle.
+        """
+        streams = [end.stream for end in self._ends.values()]
+        last = time.monotonic() + _RELEASE_S
+        while time.monotonic() < last:
+            for channel, words in self._words.items():
+                for index in _awaited(is_sender=channel.src == self._rank):
+                    words.store(index, 1)
+            if all(stream.is_idle() for stream in streams):
+                return
+            time.sleep(_RELEASE_POLL_S)
+
+
+def _awaited(*, is_sender: bool) -> range:
+    """Indices of the words that an end awaits: those of ``empty`` are the first, those of ``full`` the others."""
+    return range(NUM_SLOTS) if is_sender else range(NUM_SLOTS, 2 * NUM_SLOTS)
+
+
+def connect_copies(
+    slots: Mapping[Channel, int],
+    rank: int,
+    device: torch.device,
+    store: dist.Store,
+    progress: Callable[[str], None],
+    timeout_s: float,
+) -> CopyChannels:
+    """Map the memory of every channel of this rank, and move a first message over each.
+
+    ``slots`` has the bytes of a slot of each channel, the same on all ranks. Every rank must call this.
+
+    Raises:
+        RuntimeError: the two GPUs of a channel are on different hosts, the driver refuses a call, or the first message
+            does not arrive. Both ranks of the channel raise it, with the reason.
+    """
+    ends: dict[Channel, SlotEnd] = {}
+    words: dict[Channel, SharedWords] = {}
+    channels = CopyChannels(rank, ends, words)
+    with torch.cuda.device(device):
+        for channel, slot_bytes in slots.items():
+            progress(connecting(channel))
+            if rank in (channel.src, channel.dst):
+                meeting = _Meeting(channel, store, timeout_s, is_sender=rank == channel.src)
+                connect = _sending if meeting.is_sender else _receiving
+                ends[channel], words[channel] = connect(meeting, slot_bytes)
+                try:
+                    meeting.agree(partial(_try, ends[channel], device, is_sender=meeting.is_sender))
+                except RuntimeError:
+                    channels.abort()
+                    raise
+    return channels
+
+
+class _Meeting:
+    """Exchanges of both ends of a channel over the store."""
+
+    def __init__(self, channel: Channel, store: dist.Store, timeout_s: float, *, is_sender: bool) -> None:
+        self._channel, self.is_sender, self._timeout = channel, is_sender, timedelta(seconds=timeout_s)
+        self._store, self._round = dist.PrefixStore(f"copies/{channel}/", store), 0
+
+    def agree(self, offer: Callable[[], Any]) -> Any:
+        """Exchange the results of ``offer``.
+
+        Raises:
+            RuntimeError: one of the two failed.
+        """
+        self._round += 1
+        content: dict[str, Any] = {"error": None, "value": None}
+        try:
+            content["value"] = offer()
+        except (RuntimeError, OSError) as error:
+            content["error"] = str(error)
+        names = [f"{self._round}/{side}" for side in ("sender", "receiver")]
+        own, other = names if self.is_sender else reversed(names)
+        self._store.set(own, json.dumps(content))
+        self._store.wait([other], self._timeout)
+        theirs = json.loads(self._store.get(other))
+        for reason in (content["error"], theirs["error"]):
+            if reason is not None:
+                raise self.refusal(reason)
+        return theirs["value"]
+
+    def refusal(self, reason: str) -> RuntimeError:
+        """The error of a channel that cannot be connected."""
+        return RuntimeError(
+            f"`transport.send_recv: copy_engine` is not possible on {self._channel}: {reason}; use `send_recv: backend`"
+        )
+
+    def require_one_host(self) -> None:
+        """Refuse ends on two hosts."""
+        name = socket.gethostname()
+        boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else name
+        other_name, other_boot = self.agree(lambda: [name, boot])
+        if other_boot != boot:
+            raise self.refusal(f"it is for GPUs of one host, and the ranks are on {name} and {other_name}")
+
+
+def _receiving(meeting: _Meeting, slot_bytes: int) -> tuple[SlotEnd, SharedWords]:
+    """The end of the receiver, which makes the memory and the words."""
+    meeting.require_one_host()
+    made: list[Any] = []
+
+    def offer() -> list[str]:
+        words = SharedWords(2 * NUM_SLOTS)
+        made.append(words)
+        for index in _awaited(is_sender=True):
+            words.store(index, 1)  # every slot is empty
+        address, handle = new_memory(NUM_SLOTS * slot_bytes)
+        made.append(address)
+        return [handle, words.path.name]
+
+    try:
+        meeting.agree(offer)
+        meeting.agree(lambda: None)  # the sender has opened them
+    finally:
+        if made:
+            made[0].path.unlink()
+    words, address = made
+    return _end(words, address, slot_bytes, is_sender=False), words
+
+
+def _sending(meeting: _Meeting, slot_bytes: int) -> tuple[SlotEnd, SharedWords]:
+    """The end of the sender, which maps the receiver's memory and words."""
+    meeting.require_one_host()
+    handle, name = meeting.agree(lambda: None)
+    made: list[Any] = []
+    meeting.agree(lambda: made.extend((SharedWords(2 * NUM_SLOTS, name), mapped_memory(handle))))
+    words, address = made
+    return _end(words, address, slot_bytes, is_sender=True), words
+
+
+def _end(words: SharedWords, address: int, slot_bytes: int, *, is_sender: bool) -> SlotEnd:
+    own, other = ([words.address(i) for i in _awaited(is_sender=side)] for side in (is_sender, not is_sender))
+    slots = [address + slot_bytes * index for index in range(NUM_SLOTS)]
+    return SlotEnd(CudaCopyStream(), own, other, slots, slot_bytes, is_sender=is_sender)
+
+
+def _try(end: SlotEnd, device: torch.device, *, is_sender: bool) -> None:
+    """Move a message of known bytes, more than the channel has slots; the host waits for each.
+
+    Raises:
+        RuntimeError: one does not arrive in time, or other bytes do.
+    """
+    num_bytes = min(end.slot_bytes, 256)
+    for number in range(NUM_SLOTS + 1):
+        expected = torch.arange(num_bytes, device=device).add_(number).to(torch.uint8)
+        buffer = expected if is_sender else torch.zeros_like(expected)
+        event = end.post(buffer.data_ptr(), num_bytes)
+        last = time.monotonic() + _FIRST_MESSAGE_S
+        while not end.stream.is_idle():
+            if time.monotonic() > last:
+                raise RuntimeError(f"its first messages do not arrive within {_FIRST_MESSAGE_S:g} s")
+            time.sleep(_RELEASE_POLL_S)
+        event.wait()
+        if not torch.equal(buffer, expected):
+            raise RuntimeError("its first messages arrive with other bytes")

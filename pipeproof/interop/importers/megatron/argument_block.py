@@ -1,0 +1,136 @@
+"""The block of resolved arguments that Megatron-LM prints when it starts, as arguments of a training.
+
+``_print_args`` in megatron/training/arguments.py (commit d98e8a6) prints one line for each argument, after its checks
+and with all defaults. Loggers may put a prefix before each line. Of several blocks in a log, the last is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap
+from pipeproof.interop.importers.import_codes import UNREADABLE
+from pipeproof.interop.importers.megatron.flag_values import Arguments, Setting
+from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN
+from pipeproof.interop.importers.megatron.layer_frequency import literal_list
+
+BEGIN: Final = re.compile(r"-{24} arguments -{24}")
+_END: Final = re.compile(r"-{20} end of arguments -{21}")
+_LINE: Final = re.compile(r"(?:^|[^\w.])(?P<name>[A-Za-z]\w*) (?P<dots>\.*) (?P<value>.*?)\s*$")
+_NAME_AND_DOTS: Final = 48
+"""Characters of a name and the dots after it; a name of that many characters has no dots."""
+
+_NEGATED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "add_bias_linear": "--disable-bias-linear",
+        "bias_gelu_fusion": "--no-bias-gelu-fusion",
+        "add_position_embedding": "--no-position-embedding",
+        "overlap_p2p_comm": "--no-overlap-p2p-communication",
+    }
+)
+"""Arguments that are true by default, and the flags that make them false."""
+
+_RENAMED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+        "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
+        "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+        "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+        "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+    }
+)
+_FLAG_OF: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **{flag[2:].replace("-", "_"): flag for flag in (*FLAGS, *NOT_SHOWN) if not flag.startswith("--no-")},
+        **_RENAMED,
+    }
+)
+_RESOLVED: Final = frozenset({"--num-layers-per-virtual-pipeline-stage", "--decoder-num-layers"})
+"""Flags that another argument of the block follows from."""
+
+_LAYOUT, _CHUNKS = "--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"
+_DEFAULTS: Final = frozenset({("num_distributed_optimizer_instances", "1"), ("recompute_modules", "['core_attn']")})
+"""Values of arguments that a plan does not show, at which they change nothing."""
+
+
+def has_block(text: str) -> bool:
+    """Return True if Megatron-LM has printed its arguments into the text."""
+    return BEGIN.search(text) is not None
+
+
+def arguments_of_block(text: str, name: str) -> Arguments:
+    """Read the last block of arguments in a log; ``name`` is its file in messages.
+
+    Raises:
+        PlanFileError: PP170, the block has no end, a line of another form, or no pipeline size.
+    """
+    lines = tuple(LINE_BREAK.split(text))
+    begin = max(number for number, line in enumerate(lines, start=1) if BEGIN.search(line))
+    flags: dict[str, Setting] = {}
+    world_size = None
+    for argument, setting in _lines(lines, begin, name):
+        if argument == "world_size" and (setting.value or "").isdecimal():
+            world_size = int(setting.value or 0)
+        else:
+            flags.update(_flags(argument, setting))
+    if "--pipeline-model-parallel-size" not in flags:
+        message = "the block of arguments that begins here has no pipeline_model_parallel_size"
+        raise PlanFileError(UNREADABLE.finding(message, Location(name, begin)), source=SourceMap(name, lines))
+    if _LAYOUT in flags:
+        flags.pop(_CHUNKS, None)
+    return Arguments(name, lines, flags, {}, world_size=world_size or None, has_all=True)
+
+
+def _lines(lines: tuple[str, ...], begin: int, name: str) -> Iterator[tuple[str, Setting]]:
+    """Yield the arguments of the block that begins at a line, each as a setting with its text."""
+    for number, line in enumerate(lines[begin:], start=begin + 1):
+        if _END.search(line):
+            return
+        match = _LINE.search(line)
+        if match is None or (len(match["name"]) + len(match["dots"]) != _NAME_AND_DOTS and match["dots"]):
+            message, location = (
+                "this line of the block of arguments is no argument with a value",
+                Location(name, number),
+            )
+            raise PlanFileError(UNREADABLE.finding(message, location), source=SourceMap(name, lines))
+        whole = Location(name, number)
+        yield (
+            match["name"],
+            Setting(
+                match["name"], (match["value"],), whole.part(*match.span("name")), whole.part(*match.span("value"))
+            ),
+        )
+    message = "the block of arguments that begins here has no end"
+    raise PlanFileError(
+        UNREADABLE.finding(message, Location(name, begin), "give the whole log of the rank that prints it"),
+        source=SourceMap(name, lines),
+    )
+
+
+def _flags(argument: str, setting: Setting) -> Iterator[tuple[str, Setting]]:
+    """Yield the flag, with its values, that an argument of the block comes from; none where it has no effect."""
+    text = setting.value or ""
+    negated = _NEGATED.get(argument)
+    if negated is not None and text == "False":
+        yield negated, _renamed(setting, negated, ())
+    flag = _FLAG_OF.get(argument)
+    if flag is None or flag in _RESOLVED or text in ("None", "False", "") or (argument, text) in _DEFAULTS:
+        return
+    values: tuple[str | None, ...]
+    if text == "True":
+        values = ()
+    elif flag == "--attention-backend":
+        values = (text.rpartition(".")[2],)  # an enumeration, such as AttnBackend.flash
+    elif flag in ("--rampup-batch-size", "--moe-aux-loss-coeff"):
+        values = tuple(map(str, literal_list(text) or (text,)))
+    else:
+        values = (text,)
+    yield flag, _renamed(setting, flag, values)
+
+
+def _renamed(setting: Setting, flag: str, values: tuple[str | None, ...]) -> Setting:
+    return Setting(flag, values, setting.location, setting.value_location)
