@@ -74,7 +74,7 @@ def commands(page):
             yield words[0].removeprefix(".venv/bin/"), words[1:]
 
 
-TYPED = ("tutorial.md", "fleet-bug.md", "train.md")
+TYPED = ("tutorial.md", "fleet-bug.md", "train.md", *(page.name for page in (ROOT / "docs").glob("start-*.md")))
 """Pages whose commands are typed in a shell: tests/docs/test_typed_pages.py, tests/train/test_train_page.py."""
 
 ALL_COMMANDS = sorted(

@@ -12,7 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
-WITH_OUTPUT = ("fleet-bug.md",)
+START = ("start-fleet.md", "start-megatron.md", "start-pytorch.md", "start-research.md", "start-testing.md")
+"""The first page of each kind of user; ``validation/pages/follow_tutorial.py`` follows them, installation and all."""
+
+WITH_OUTPUT = ("fleet-bug.md", *START)
 """Pages that show what each command prints."""
 
 OTHERS = {
@@ -100,13 +103,28 @@ def work(session, tmp_path):
     return tmp_path / "work"
 
 
-@pytest.mark.slow(only=["fleet-bug.md"])
+@pytest.mark.slow(but=["start-research.md"])
 @pytest.mark.parametrize("name", WITH_OUTPUT)
 def test_commands_print_what_the_page_shows(name, blocks, session, work):
-    steps = list(blocks.steps_of((DOCS / name).read_text(encoding="utf-8")))
-    assert sum(isinstance(step, blocks.Command) for step in steps) >= 10
+    shutil.copytree(ROOT / "examples", work / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    steps = [step for step in blocks.steps_of((DOCS / name).read_text(encoding="utf-8")) if not installs(step)]
+    assert sum(isinstance(step, blocks.Command) for step in steps) >= 5
     for step in steps:
         session.follow(step)
+
+
+def installs(step):
+    """Whether a step makes the environment, which the session has."""
+    return getattr(step, "text", "").startswith(("python3 -m venv", ".venv/bin/pip", "export PATH="))
+
+
+@pytest.mark.parametrize("name", START)
+def test_a_first_page_begins_with_the_installation(name, blocks):
+    steps = list(blocks.steps_of((DOCS / name).read_text(encoding="utf-8")))
+    package = "'.[testing]'" if name == "start-testing.md" else "."
+    assert [step.text for step in steps if installs(step)] == [
+        "python3 -m venv .venv", f".venv/bin/pip install {package}", 'export PATH="$PWD/.venv/bin:$PATH"',
+    ]  # fmt: skip
 
 
 @pytest.mark.slow(but=["hangs.md", "timeline.md", "schedules-from-files.md", "aoa.md"])

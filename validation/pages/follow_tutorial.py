@@ -1,6 +1,8 @@
-"""Follow the tutorial to the letter: a copy of the checkout, a fresh virtual environment, every command of the page.
+"""Follow a page to the letter: a copy of the checkout, a fresh virtual environment, every command of the page.
 
-Only the Python of the current environment is used. Needs a few minutes and a package index.
+``python validation/pages/follow_tutorial.py [PAGE.md]`` follows the tutorial, or another page of ``docs/`` that begins
+with an installation, and prints the seconds of each command. Only the Python of the current environment is used. Needs
+a few minutes and a package index.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ NOT_COPIED = (".*", "build", "dist", "tests", "benchmarks", "__pycache__", "*.eg
 
 def main() -> int:
     """Follow the page; return 1 at the first command that does not behave as the page shows."""
-    page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    name = sys.argv[1] if len(sys.argv) > 1 else "tutorial.md"
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="tutorial-") as made:
         checkout, state = Path(made, "checkout"), Path(made, "state")
         shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(*NOT_COPIED))
@@ -32,11 +35,13 @@ def main() -> int:
             try:
                 session.follow(step)
             except Mismatch as mismatch:
-                sys.stderr.write(f"docs/tutorial.md, {mismatch}\n")
+                sys.stderr.write(f"docs/{name}, {mismatch}\n")
                 return 1
             if isinstance(step, Command):
                 sys.stdout.write(f"{time.monotonic() - started:6.1f} s  {step.text}\n")
                 sys.stdout.flush()
+        used = os.times()
+        sys.stdout.write(f"processor time of all commands: {used.children_user + used.children_system:.1f} s\n")
     return 0
 
 
