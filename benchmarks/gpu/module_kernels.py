@@ -5,7 +5,7 @@
 The arguments are those of ``module_pipelines.py``. Printed are, for each rank, the milliseconds of a step in matrix
 products, attention, other computation and messages, and the time in which no computation ran. *Slower* is what
 computation lost next to messages: its time above the median of the same kernel on the same grid without a message, if
-there was one. Kernels are told apart by their names. On a CPU it counts operations, with those inside of others.
+there was one. Kernels are classified by their names. On a CPU it counts operations, with those inside of others.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ EXAMPLES: Final = MappingProxyType(
         "import layers": "pipeproof import layers plan.yaml --write",
         "import measurements": "pipeproof import measurements --only mlperf --rows",
         "import megatron": "pipeproof import megatron pretrain.sh -o plan.yaml",
+        "import megatron-bridge": "pipeproof import megatron-bridge recipe.py --recipe NAME -o plan.yaml",
         "import paddleformers": "pipeproof import paddleformers pretrain.yaml --world-size 8 -o plan.yaml",
         "import paddlenlp": "pipeproof import paddlenlp pretrain.json --world-size 8 -o plan.yaml",
         "import profile": "pipeproof import profile traces/ --plan plan.yaml -o profile.json",

@@ -15,7 +15,6 @@ from pipeproof.cli.console import console_for, refusing_bad_plans, writable
 from pipeproof.cli.import_command import DeviceParam
 from pipeproof.cli.set_option import set_option
 from pipeproof.exit_status import ExitStatus
-from pipeproof.schedule.kinds import SCHEDULE_KINDS
 
 if TYPE_CHECKING:
     from pipeproof.diagnostics.problems import KeyPath
@@ -31,6 +30,23 @@ class _Device(DeviceParam):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the name."""
         return _CPU if value == _CPU else super().convert(value, param, ctx)
+
+
+class _Schedule(click.ParamType[str]):
+    """A kind of schedule; the kinds are imported when one is given."""
+
+    name = "schedule"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the kind."""
+        from pipeproof.diagnostics.problems import nearest_name
+        from pipeproof.schedule.kinds import SCHEDULE_KINDS
+
+        if value not in SCHEDULE_KINDS:
+            near = nearest_name(value, SCHEDULE_KINDS)
+            fix = f"did you mean {near}?" if near else "`pipeproof schedule list` has them all"
+            self.fail(f"there is no schedule {value!r}; {fix}", param, ctx)
+        return str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +69,7 @@ _QUESTIONS: dict[str, _Question] = {
     "cp": _Question("Context-parallel ranks", _COUNT, 1),
     "ep": _Question("Expert-parallel ranks", _COUNT, 1),
     "pp": _Question("Pipeline ranks", _COUNT, 4),
-    "schedule": _Question("Schedule", click.Choice([*SCHEDULE_KINDS]), "1f1b"),
+    "schedule": _Question("Schedule", _Schedule(), "1f1b"),
     "micro_batch_size": _Question("Sequences in a micro-batch", _COUNT, 1),
     "global_batch": _Question("Sequences in a step, over all replicas", click.IntRange(1, 10**9), 16),
 }
@@ -79,7 +95,7 @@ def _may_ask() -> bool:
 @click.option("--cp", type=_COUNT, help="Context-parallel ranks; 1 without it.")
 @click.option("--ep", type=_COUNT, help="Expert-parallel ranks; 1 without it.")
 @click.option("--pp", type=_COUNT, help="Pipeline ranks; data-parallel ranks are what the other axes leave.")
-@click.option("--schedule", metavar="SCHEDULE", shell_complete=complete_schedule,
+@click.option("--schedule", type=_Schedule(), metavar="SCHEDULE", shell_complete=complete_schedule,
               help="Kind of schedule; 1f1b without it. `pipeproof schedule list` has them all.")  # fmt: skip
 @click.option("-v", "--chunks", type=click.IntRange(1, 1000),
               help="Stages on each rank; without it, the fewest that the schedule allows.")  # fmt: skip
@@ -97,13 +113,6 @@ def init(output: Path, force: bool, settings: dict[KeyPath, object], chunks: int
     """
     if output.exists() and not force:
         raise click.UsageError(f"{output} exists: give --force to replace it, or another file with -o")
-    schedule = given["schedule"]
-    if schedule is not None and schedule not in SCHEDULE_KINDS:
-        from pipeproof.diagnostics.problems import nearest_name
-
-        near = nearest_name(schedule, SCHEDULE_KINDS)
-        fix = f"did you mean {near}?" if near else "`pipeproof schedule list` has them all"
-        raise click.BadParameter(f"there is no schedule {schedule!r}; {fix}", param_hint="--schedule")
     answers = _answers(given)
     if answers.get("framework") is None:
         answers["framework"] = "paddle" if answers.get("device") is None else "megatron"

@@ -35,6 +35,8 @@ def test_examples_load_and_are_judged_as_meant(example):
     assert others <= {"PP411"}, "an example brings no warning but that 1F1B needs more than one queue"
 
 
+OVER_DEVICE = {"deepseek_v3", "llama3_405b"}
+"""Published trainings whose memory is predicted above that of their devices; docs/published.md has the reasons."""
 RECOMMENDED = [
     path
     for path in sorted((ROOT / "examples").rglob("*.yaml"))
@@ -45,7 +47,8 @@ RECOMMENDED = [
 @pytest.mark.parametrize("example", RECOMMENDED, ids=lambda path: path.stem)
 def test_recommended_plans_pass_a_strict_check(example):
     findings = check(load_plan(example)).findings
-    assert [finding for finding in findings if finding.severity is not Severity.NOTE] == []
+    warnings = {finding.code for finding in findings if finding.severity is not Severity.NOTE}
+    assert warnings == ({"PP703"} if example.stem in OVER_DEVICE else set())
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("tutorial.md"))], ids=str)

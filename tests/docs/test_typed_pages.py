@@ -56,6 +56,7 @@ EXEMPT = {
     "reshard-matrix.md": "a quarter of an hour of runs; tests/docs/test_reshard_matrix.py",
     "my-job-hangs.md": "rings of a job that hangs; tests/exec/monitor",
     "names.md": "states, and files of other tools; tests/state/names",
+    "plan.md": "asks for answers; tests/cli/test_init.py",
     "prediction.md": "GPUs",
     "recording.md": "programs of PyTorch and Paddle, and their logs; tests/interop/record",
     "published.md": "the largest plans, ten seconds of them; tests/docs/test_generated.py has its figures made",

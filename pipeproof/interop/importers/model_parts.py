@@ -40,6 +40,16 @@ PART_NAMES = (
 
 _TYPE, _NORM, _QK = "--position-embedding-type", "--normalization", "--qk-layernorm"
 _NO_BIAS, _QKV_BIAS = "--disable-bias-linear", "--add-qkv-bias"
+PART_SETTINGS: Mapping[str, str] = MappingProxyType({"qk_layernorm": _QK})
+"""Attributes of Megatron-Core's configuration that switch a part, and their flags."""
+PART_NEGATED: Mapping[str, str] = MappingProxyType(
+    {
+        "add_bias_linear": _NO_BIAS,
+        "bias_gelu_fusion": "--no-bias-gelu-fusion",
+        "add_position_embedding": "--no-position-embedding",
+    }
+)
+"""Arguments of Megatron-LM for parts that are true by default, and the flags that make them false."""
 PART_FLAGS = (
     "--swiglu", "--quick-geglu", "--squared-relu", "--openai-gelu", "--no-bias-gelu-fusion", _NORM, _QK, _TYPE,
     "--use-rotary-position-embeddings", "--no-position-embedding", "--max-position-embeddings", _NO_BIAS, _QKV_BIAS,

@@ -17,6 +17,7 @@ from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.megatron.flag_values import Arguments, Setting
 from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN
 from pipeproof.interop.importers.megatron.layer_frequency import literal_list
+from pipeproof.interop.importers.model_parts import PART_NEGATED
 
 BEGIN: Final = re.compile(r"-{24} arguments -{24}")
 _END: Final = re.compile(r"-{20} end of arguments -{21}")
@@ -25,12 +26,7 @@ _NAME_AND_DOTS: Final = 48
 """Characters of a name and the dots after it; a name of that many characters has no dots."""
 
 _NEGATED: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "add_bias_linear": "--disable-bias-linear",
-        "bias_gelu_fusion": "--no-bias-gelu-fusion",
-        "add_position_embedding": "--no-position-embedding",
-        "overlap_p2p_comm": "--no-overlap-p2p-communication",
-    }
+    {**PART_NEGATED, "overlap_p2p_comm": "--no-overlap-p2p-communication"}
 )
 """Arguments that are true by default, and the flags that make them false."""
 

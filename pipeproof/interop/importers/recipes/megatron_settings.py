@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.interop.importers.megatron.flag_values import Setting
+from pipeproof.interop.importers.model_parts import PART_SETTINGS
 from pipeproof.interop.importers.recipes.static_values import Placed, Record, Unknown, is_known
 
 MODEL_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
@@ -35,7 +36,7 @@ MODEL_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
         "seq_length": "--seq-length",
         "vocab_size": "--vocab-size",
         "normalization": "--normalization",
-        "qk_layernorm": "--qk-layernorm",
+        **PART_SETTINGS,
         "position_embedding_type": "--position-embedding-type",
         "gated_linear_unit": "--swiglu",
         "multi_latent_attention": "--multi-latent-attention",
