@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.common.arithmetic import NORM_EPSILON
 from pipeproof.stages.common.dropout import Dropouts
 from pipeproof.stages.common.positions import Positions
 from pipeproof.stages.common.work_items import MtpStream, WorkItem
@@ -39,7 +38,7 @@ from pipeproof.stages.torch.graph_capture import (
 )
 from pipeproof.stages.torch.graph_errors import GraphOperationError
 from pipeproof.stages.torch.stage import TorchStage
-from pipeproof.stages.torch.weights import SplitWeights, View, Weight, WeightGradients, each_column
+from pipeproof.stages.torch.weights import SplitWeights, View, Weight, WeightGradients, each_column, normalized
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -73,10 +72,7 @@ class TracedWeights(SplitWeights):
         """Implement ``SplitWeights.norm``."""
         if self._leaves is None:
             return super().norm(activation, weight, bias)
-        size, scale = activation.shape[-1:], self._leaves[id(weight)]
-        if bias is None:
-            return F.rms_norm(activation, size, scale, NORM_EPSILON)
-        return F.layer_norm(activation, size, scale, self._leaves[id(bias)], NORM_EPSILON)
+        return normalized(activation, self._leaves[id(weight)], None if bias is None else self._leaves[id(bias)])
 
     def added(self, activation: Tensor, weight: Weight, view: View = lambda whole: whole) -> Tensor:
         """Implement ``SplitWeights.added``."""

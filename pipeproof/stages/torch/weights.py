@@ -134,11 +134,9 @@ class SplitWeights:
         # the residual would be added in an order that autograd does not guarantee. It has rows, because the order in
         # which heads, which are slices, add the weight's gradient would depend on their memory layout.
         x = activation.reshape(-1, activation.shape[-1])
-        size, scale = x.shape[-1:], _DeferredWeight.apply(self._anchor, weight, self._defer)
-        if bias is None:
-            return F.rms_norm(x, size, scale, NORM_EPSILON).view(activation.shape)
-        shift = _DeferredWeight.apply(self._anchor, bias, self._defer)
-        return F.layer_norm(x, size, scale, shift, NORM_EPSILON).view(activation.shape)
+        scale = _DeferredWeight.apply(self._anchor, weight, self._defer)
+        shift = None if bias is None else _DeferredWeight.apply(self._anchor, bias, self._defer)
+        return normalized(x, scale, shift).view(activation.shape)
 
     def added(self, activation: Tensor, weight: Weight, view: View = lambda whole: whole) -> Tensor:
         """``activation + view(weight)``, by default of the whole weight. The view is broadcast."""
@@ -248,6 +246,14 @@ class _ScaledAndShifted(torch.autograd.Function):  # type: ignore[misc]  # check
 
         ctx.defer(add)
         return gradient * each_column(scale.value, sizes), None, None, None, None
+
+
+def normalized(activation: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
+    """RMSNorm over the last dim, or LayerNorm with a shift."""
+    size = activation.shape[-1:]
+    if shift is None:
+        return F.rms_norm(activation, size, scale, NORM_EPSILON)
+    return F.layer_norm(activation, size, scale, shift, NORM_EPSILON)
 
 
 def each_column(scale: Tensor, sizes: Sequence[int]) -> Tensor:
