@@ -12,7 +12,7 @@ from pipeproof.sim.memory_curve import GIB
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify import memory_peak
-from pipeproof.verify.check_plan import check
+from pipeproof.verify.check_plan import check, check_graph
 from tests.plans import plan_dict
 
 
@@ -186,3 +186,10 @@ def invoke():
     from click.testing import CliRunner
 
     return lambda *arguments: CliRunner().invoke(cli.main, [str(argument) for argument in arguments])
+
+
+def test_a_graph_without_a_plan_has_no_memory_to_compare():
+    graph = check(plan_from_dict(plan_dict())).subject.graph
+    report = check_graph(graph)
+    assert report.subject.lowered is None
+    assert not [finding for finding in report.findings if finding.code.startswith("PP7")]
