@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def _kernels(step: Callable[[], object], device: torch.device) -> list[Kernel]:
-    """Of one step, in the order of their begins; on a CPU, PyTorch's operations."""
+    """The kernels of one step, by start time; on a CPU, PyTorch's operations."""
     for _ in range(WARM_UP):
         step()
     on_gpu = device.type == "cuda"

@@ -115,7 +115,7 @@ def test_commands_print_what_the_page_shows(name, blocks, session, work):
 
 
 def installs(step):
-    """Whether a step makes the environment, which the session has."""
+    """True if a step makes the environment, which the session has."""
     return getattr(step, "text", "").startswith(("python3 -m venv", ".venv/bin/pip", "export PATH="))
 
 

@@ -46,7 +46,7 @@ def test_any_order_of_slots_that_both_sides_have(num_slots):
 
 
 def violations(sender: Sequence[Move], receiver: Sequence[Move]) -> set[str]:
-    """What is violated at any size."""
+    """The violations at any size."""
     return {name for slots, messages in SIZES for name in explore(slots, in_turn(slots, messages), sender, receiver)[1]}
 
 

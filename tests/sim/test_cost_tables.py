@@ -279,7 +279,7 @@ def test_a_table_of_ones_own_takes_the_place_of_the_known_one():
 
 
 def test_operations_other_than_products_take_their_start_for_each_kernel():
-    """Of a block: 7 in F and in I, 2 in W; a share of bandwidth that the plan gives leaves no room for a start."""
+    """Kernels of a block: 7 in F and in I, 2 in W; with a share of bandwidth in the plan, no start is added."""
     known = TABLES["h100"].model_dump(mode="json")
     first, more = (plan({"table": known | {"elementwise_us": us}}) for us in (0.0, 10.0))
     layer = next(layer for layer in describe_gpt(first, AnalyticCosts(first, first.cost.analytic).size)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.interop.importers.megatron.flag_values import Setting
-from pipeproof.interop.importers.model_parts import PART_SETTINGS
+from pipeproof.interop.importers.model_parts import PART_NEGATED, PART_SETTINGS
 from pipeproof.interop.importers.recipes.static_values import Placed, Record, Unknown, is_known
 
 MODEL_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
@@ -68,7 +68,7 @@ OVERLAP_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 _NEGATED: Final[Mapping[str, str]] = MappingProxyType(
-    {"add_bias_linear": "--disable-bias-linear", "overlap_p2p_comm": "--no-overlap-p2p-communication"}
+    {"add_bias_linear": PART_NEGATED["add_bias_linear"], "overlap_p2p_comm": "--no-overlap-p2p-communication"}
 )
 _LETTERS: Final = MappingProxyType({"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"})
 
