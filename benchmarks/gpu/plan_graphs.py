@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 benchmarks/gpu/plan_graphs.py RESULTS.jsonl 540
 
 The second argument is the time in seconds after which no further row begins. Then come, if wanted, sizes (hidden,
-sequence, blocks of a rank, micro-batches) with ``;`` between, and schedules. Forward and backward of all micro-batches,
-bfloat16, no optimizer, a GPU a rank. Each row is written to the file as soon as it is measured.
+sequence, blocks of a rank, micro-batches) with ``;`` between, schedules, and ``deterministic`` for PyTorch's
+deterministic algorithms. Forward and backward of all micro-batches, bfloat16, no optimizer, a GPU a rank. Each row is
+written to the file as soon as it is measured.
 
 Of each schedule: the executor without graphs, with them, and both replayed as one CUDA graph; milliseconds, the ratio
 to the first row, GiB, and the seconds that the graphs took to make. Bits: ``repeats`` is true if a second step has the
@@ -146,13 +147,16 @@ def main() -> None:
     end = time.monotonic() + seconds
     sizes = sys.argv[3] if len(sys.argv) > 3 else SIZES
     kinds = sys.argv[4] if len(sys.argv) > 4 else KINDS
+    is_deterministic = sys.argv[5:] == ["deterministic"]
+    torch.use_deterministic_algorithms(is_deterministic)
     framework, _ = start()
     rows = Rows(file, end, framework.device)
     for size in [Size.read(text) for text in sizes.split(";")]:
         firsts: dict[int, dict[bool, Bits]] = {}
         for kind in kinds.split(","):
             row = {"hidden": size.hidden, "sequence": size.seq_length, "blocks": size.num_layers,
-                   "micro_batches": size.num_micro_batches, "schedule": kind}  # fmt: skip
+                   "micro_batches": size.num_micro_batches, "schedule": kind,
+                   "deterministic": is_deterministic}  # fmt: skip
             measured_kind(
                 size.plan(kind, dist.get_world_size()), framework, rows, row, firsts.setdefault(size.chunks(kind), {})
             )
