@@ -10,6 +10,7 @@ kernel that PyTorch chooses.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def ms_of(work: Callable[[], object]) -> float:
             mark.record()
             work()
         torch.cuda.synchronize()
-        medians.append(statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)))
+        medians.append(statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)))
     return min(medians)
 
 
@@ -62,7 +63,7 @@ def measured(hidden: int, seq_length: int) -> str:
 
 def main() -> None:
     """Measure the sizes of the command line."""
-    print(torch.cuda.get_device_name(), torch.__version__, "cuDNN", torch.backends.cudnn.version(), flush=True)  # noqa: T201
+    print(torch.cuda.get_device_name(), torch.__version__, "cuDNN", torch.backends.cudnn.version(), flush=True)
     for hidden, seq_length in [tuple(map(int, text.split(","))) for text in sys.argv[1:]]:
         for name, backend in KERNELS.items():
             for is_deterministic in (False, True):
@@ -76,7 +77,7 @@ def main() -> None:
                 except RuntimeError as error:
                     row = str(error).splitlines()[0]
                 way = name + ", deterministic" * is_deterministic
-                print(f"{hidden:5} {seq_length:5} {way:26} {row}", flush=True)  # noqa: T201
+                print(f"{hidden:5} {seq_length:5} {way:26} {row}", flush=True)
 
 
 if __name__ == "__main__":
