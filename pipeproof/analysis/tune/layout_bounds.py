@@ -9,7 +9,7 @@ it, its last one precedes their backwards or its own optimizer step, and between
 gradient sums and waits for other ranks only add to this.
 
 The memory is bounded by training states and by the activations that the order of the program holds at once, on the
-first and on the last pipeline rank.
+first two pipeline ranks and on the last one: the first stage may have the embedding alone.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Bounds:
         states = counts @ self._states(layout, cell)
         activations = counts @ cell.activations
         peaks = []
-        for stages, (stage, change) in zip(self._ends(layout), self._changes(layout), strict=True):
+        for stages, (stage, change) in zip(self._bounding_stages(layout), self._changes(layout), strict=True):
             held = np.cumsum(activations[stage] * change)
             peaks.append(states[stages].sum() + held.max(initial=0.0))
         return float(max(peaks)) + self._overhead
@@ -225,13 +225,13 @@ class Bounds:
             return [[rank, 2 * layout.pp - 1 - rank] for rank in range(layout.pp)]
         return [list(range(rank, layout.num_stages, layout.pp)) for rank in range(layout.pp)]
 
-    def _ends(self, layout: Layout) -> list[list[int]]:
-        """The stages of the first and of the last pipeline rank."""
+    def _bounding_stages(self, layout: Layout) -> list[list[int]]:
+        """The stages of ``_bounding_ranks``."""
         ranks = self._stages_of_ranks(layout)
-        return [ranks[0], ranks[-1]]
+        return [ranks[rank] for rank in _bounding_ranks(layout.pp)]
 
     def _changes(self, layout: Layout) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """By end rank, the stage of each F and of each B or I of its program, and +1 or -1."""
+        """By rank of ``_bounding_ranks``, the stage of each F and of each B or I of its program, and +1 or -1."""
         key = self._program_key(layout)
         if key not in self._held:
             programs = self._program(layout)
@@ -247,7 +247,7 @@ class Bounds:
                         ]
                     ),
                 )
-                for program in (programs[0], programs[-1])
+                for program in (programs[rank] for rank in _bounding_ranks(layout.pp))
             ]
         return self._held[key]
 
@@ -306,6 +306,11 @@ class Bounds:
                 "run": self._base["run"],
             }
         ).spec
+
+
+def _bounding_ranks(pp: int) -> list[int]:
+    """The pipeline ranks whose memory is bounded."""
+    return sorted({0, min(1, pp - 1), pp - 1})
 
 
 def even_stages(stages: Sequence[Sequence[str]]) -> bool:

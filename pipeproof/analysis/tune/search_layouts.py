@@ -163,6 +163,7 @@ class _Search:
         self._points: dict[str, Layout] = {}
         self._done: dict[str, PointResult] = {}
         self._fitting: set[Layout] = set()
+        self._taken: set[tuple[Layout, tuple[tuple[str, ...], ...]]] = set()
         self._checked: dict[str, PointResult] = {}
         self._tried = self._unfit = self._over = self._over_simulated = 0
         self._refused: Counter[str] = Counter()
@@ -208,7 +209,11 @@ class _Search:
                     position = len(self._waiting)
                     break
                 position += 1
-                if not self._is_dominated(layout) and not bound.step_us > best.get(_group(layout), inf):
+                if bound.step_us > best.get(_group(layout), inf) or self._is_dominated(layout):
+                    continue
+                stages = replace(layout, cut=""), self._bounds.stages_of(layout)
+                if stages not in self._taken:  # cuts of two kinds may be the same stages
+                    self._taken.add(stages)
                     batch.append(self._point(layout))
             if batch:
                 self._simulate(batch, pool, recorded, file)
