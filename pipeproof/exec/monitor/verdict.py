@@ -73,7 +73,7 @@ class Verdict:
     states: Mapping[int, ProcessState]
     missing: tuple[int, ...]
     plan: tuple[str, ...] = ()
-    """Where ranks of the cause are in the plan, in sentences."""
+    """Positions of the ranks of the cause in the plan, in sentences."""
 
     def lines(self) -> Iterator[str]:
         """Return the verdict as text, apart from its findings: the cause, the reasons, and the ranks that wait."""
