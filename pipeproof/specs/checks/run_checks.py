@@ -36,7 +36,9 @@ def check_run(plan: PlanSections) -> list[Problem]:
     if run.replay:
         problems += _check_replay(plan)
     if not run.deterministic and (run.backend, run.device) != ("torch", "gpu"):
-        message = f"`deterministic: false` is for PyTorch on GPUs, and {run.backend} on {run.device} has one order of sums"
+        message = (
+            f"`deterministic: false` is for PyTorch on GPUs, and {run.backend} on {run.device} has one order of sums"
+        )
         fix = "remove it, or use `backend: torch` and `device: gpu`"
         problems.append(Problem("PP106", ("run", "deterministic"), message, help=fix))
     if run.weight_dtype == "float16" and run.optimizer == "adamw":
