@@ -28,6 +28,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.command()
 @click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
 @click.option("--ras", metavar="HOST[:PORT]", help="Ask the RAS server of NCCL on a host of the job; port 28028.")
+@click.option("--plan", type=_FILE, help="The plan that the job executes: operations get their names in it.")
 @click.option("--follow", is_flag=True, help="Watch the rings of a running job until it hangs or ends.")
 @click.option(
     "--timeout",
@@ -65,8 +66,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
               help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
 def hang(
-    directory: Path | None, ras: str | None, follow: bool, patience_s: float, slow_s: float, timeout_s: float | None,
-    on_hang: str | None, html: Path | None, metrics: Path | None, form: Literal["text", "json"], color: str,
+    directory: Path | None, ras: str | None, plan: Path | None, follow: bool, patience_s: float, slow_s: float,
+    timeout_s: float | None, on_hang: str | None, html: Path | None, metrics: Path | None,
+    form: Literal["text", "json"], color: str,
 ) -> None:  # fmt: skip
     """Report which rank is the cause of a hang, and what the others wait for.
 
@@ -79,8 +81,9 @@ def hang(
             raise click.UsageError(f"{name} needs --follow")
     if (directory is None) == (ras is None):
         raise click.UsageError("name either a directory DIR or --ras HOST")
-    if ras is not None and html is not None:
-        raise click.UsageError("--output needs rings: RAS has no single operations")
+    for name, given in (("--output", html), ("--plan", plan)):
+        if ras is not None and given is not None:
+            raise click.UsageError(f"{name} needs rings: RAS has no single operations")
     output = _Output(on_hang, html, metrics, form, color)
     if ras is not None:
         with refusing_bad_plans(form, Path(ras), color):
@@ -90,10 +93,10 @@ def hang(
         from pipeproof.exec.monitor.job import ring_files
 
         if not follow and not ring_files(directory):
-            if html is not None or metrics is not None:
-                raise click.UsageError(f"--output and --metrics need rings, and {str(directory)!r} has none")
+            if html is not None or metrics is not None or plan is not None:
+                raise click.UsageError(f"--output, --metrics and --plan need rings, and {str(directory)!r} has none")
             _from_dumps(directory, form, color)
-        _from_rings(directory, follow, (patience_s, slow_s, timeout_s), output)
+        _from_rings(directory, plan, follow, (patience_s, slow_s, timeout_s), output)
 
 
 def _from_dumps(directory: Path, form: Literal["text", "json"], color: str) -> NoReturn:
@@ -131,17 +134,24 @@ def _from_ras(ras: str, follows: bool, patience_s: float, timeout_s: float | Non
 
 
 def _from_rings(
-    directory: Path, follows: bool, limits: tuple[float, float, float | None], output: _Output
+    directory: Path, plan: Path | None, follows: bool, limits: tuple[float, float, float | None], output: _Output
 ) -> NoReturn:  # fmt: skip
     from pipeproof.exec.monitor.check_job import check_job
     from pipeproof.exec.monitor.follow import Follower, follow
     from pipeproof.exec.monitor.job import read_job, ring_files
 
     patience_s, slow_s, timeout_s = limits
+    ops = None
+    if plan is not None:
+        from pipeproof.exec.monitor.plan_ops import PlanOps
+        from pipeproof.specs.load_plan import load_plan
+
+        ops = PlanOps(load_plan(plan))
     if follows:
-        output.end(follow(Follower(directory, patience_s, slow_s), report=output.report, timeout_s=timeout_s))
+        follower = Follower(directory, patience_s, slow_s, ops)
+        output.end(follow(follower, report=output.report, timeout_s=timeout_s))
     job = read_job(ring_files(directory))
-    output.end((check_job(job, patience_s=patience_s, slow_s=slow_s), job))
+    output.end((check_job(job, patience_s=patience_s, slow_s=slow_s, plan=ops), job))
 
 
 @dataclass

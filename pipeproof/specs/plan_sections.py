@@ -71,8 +71,9 @@ class RunSpec(Section):
     )
     deterministic: bool = Field(
         default=True,
-        description="On GPUs, whether PyTorch uses only kernels that add in one order in every run. Otherwise attention "
-        "on long sequences is faster, has other bits in every run, and gradients are compared within the bound.",
+        description="On GPUs, whether PyTorch uses only kernels that add in one order in every run. Otherwise "
+        "attention on long sequences is faster, has other bits in every run, and gradients are compared within the "
+        "bound.",
     )
 
     @property

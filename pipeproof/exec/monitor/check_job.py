@@ -10,6 +10,7 @@ number of ranks on its side.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import networkx as nx
 
@@ -25,10 +26,14 @@ from pipeproof.exec.monitor.waits import Analysis, analyse, at_text, location_of
 from pipeproof.interop.hang.flight_recorder import Entry
 from pipeproof.interop.hang.hang_codes import HANG_CYCLE, NEVER_ISSUED, NOT_FINISHED
 
+if TYPE_CHECKING:
+    from pipeproof.exec.monitor.plan_ops import PlanOps
+
 
 def check_job(
-    job: JobNow, *, patience_s: float = PATIENCE_S, slow_s: float = SLOW_S, busy: frozenset[int] = frozenset()
-) -> Verdict:
+    job: JobNow, *, patience_s: float = PATIENCE_S, slow_s: float = SLOW_S, busy: frozenset[int] = frozenset(),
+    plan: PlanOps | None = None,
+) -> Verdict:  # fmt: skip
     """Return the verdict about a job.
 
     Args:
@@ -36,8 +41,9 @@ def check_job(
         patience_s: wait of a rank, in seconds, from which the job counts as hung.
         slow_s: the same for a wait for a rank of ``busy``, which computes.
         busy: ranks whose processes use a processor.
+        plan: the plan that the job executes, for names of its operations.
     """
-    analysis = analyse(job)
+    analysis = analyse(job, plan)
     waits = waits_of(analysis)
     oldest = max((wait.seconds for wait in waits), default=0.0)
     failure = certain_failure(analysis, oldest >= patience_s)
@@ -50,7 +56,7 @@ def check_job(
         return Verdict(status, Kind.NONE, (), waits, (), (), states, job.missing)
     return Verdict(
         failure.status, failure.kind, failure.causes, waits, tuple(failure.findings), failure.reasons, states,
-        job.missing,
+        job.missing, () if plan is None else tuple(plan.notes(job, failure.causes)),
     )  # fmt: skip
 
 

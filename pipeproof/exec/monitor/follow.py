@@ -6,12 +6,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from pipeproof.exec.monitor.check_job import check_job
 from pipeproof.exec.monitor.job import JobNow, ProcessState, process_states, read_headers, read_job, ring_files
 from pipeproof.exec.monitor.ring import RingHeader
 from pipeproof.exec.monitor.verdict import PATIENCE_S, SLOW_S, Status, Verdict
+
+if TYPE_CHECKING:
+    from pipeproof.exec.monitor.plan_ops import PlanOps
 
 POLL_S: Final = 0.5
 _WINDOW_S: Final = 2.0
@@ -35,11 +38,13 @@ class Follower:
         directory: directory of the rings, or of one directory per host.
         patience_s: wait of a rank, in seconds, from which the job counts as hung.
         slow_s: the same for a wait for a rank that computes.
+        plan: the plan that the job executes, for names of its operations.
     """
 
     directory: Path
     patience_s: float = PATIENCE_S
     slow_s: float = SLOW_S
+    plan: PlanOps | None = None
     now_ns: Callable[[], int] = time.time_ns
     _cpu: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     _events: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -59,7 +64,8 @@ class Follower:
             return None
         job = read_job(files)
         patience_s = max(self.patience_s, _LONGER * self._longest_gap_s)
-        verdict = check_job(job, patience_s=patience_s, slow_s=max(self.slow_s, patience_s), busy=self._busy())
+        slow_s = max(self.slow_s, patience_s)
+        verdict = check_job(job, patience_s=patience_s, slow_s=slow_s, busy=self._busy(), plan=self.plan)
         return verdict, job
 
     def _makes_progress(self, headers: tuple[RingHeader, ...]) -> bool:

@@ -72,6 +72,8 @@ class Verdict:
     reasons: tuple[str, ...]
     states: Mapping[int, ProcessState]
     missing: tuple[int, ...]
+    plan: tuple[str, ...] = ()
+    """Positions of the ranks of the cause in the plan, in sentences."""
 
     def lines(self) -> Iterator[str]:
         """Return the verdict as text, apart from its findings: the cause, the reasons, and the ranks that wait."""
@@ -79,6 +81,7 @@ class Verdict:
             named = f"rank{'s' if len(self.causes) > 1 else ''} {', '.join(map(str, self.causes)) or 'unknown'}"
             yield f"{'cause' if self.status is Status.HANG else 'slow'}: {named}"
             yield from (f"  because {reason}" for reason in self.reasons)
+            yield from (f"  by the plan, {note}" for note in self.plan)
         else:
             yield f"{self.status}: no rank is the cause of a hang"
         for wait in self.waits[:MOST_WAITS]:
@@ -97,6 +100,7 @@ class Verdict:
             "kind": str(self.kind),
             "causes": list(self.causes),
             "reasons": list(self.reasons),
+            "plan": list(self.plan),
             "waits": [
                 {
                     "rank": wait.rank, "op": wait.op, "at": wait.at, "seconds": round(wait.seconds, 3),
