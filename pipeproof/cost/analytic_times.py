@@ -252,6 +252,8 @@ class AnalyticCosts:
             compute, added = work.flops / self._flops_per_us(work), _ZERO
         else:
             compute, added = product_us(curve, work.shape, self._peak(work)), work.accumulated
+            if work.phase is not Phase.FORWARD:
+                compute *= 1 + exact(curve.gradient_slowdown)
         cast = _CAST_BYTES * work.cast if work.narrow and self.analytic.matmul_dtype is not None else _ZERO
         if self.analytic.matmul_efficiency is not None:
             cast = _ZERO  # the share of the plan includes all of that
