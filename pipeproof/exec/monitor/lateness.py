@@ -31,7 +31,7 @@ _ROOTED: Final = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """How late a rank is: the collectives to which it came last, and the part of the time that it costs.
+    """Lateness of a rank: the collectives to which it came last, and the part of the time that it costs.
 
     ``delay_s`` is the median time between its arrival and that of the last but
     one, over the collectives to which it came last.
