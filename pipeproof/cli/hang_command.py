@@ -110,12 +110,12 @@ def _from_dumps(directory: Path, trigger: Path | None, form: Literal["text", "js
     from pipeproof.interop.hang.diagnose_hang import diagnose_dumps
     from pipeproof.interop.hang.dump_trigger import request_dumps
 
-    ranks = None
+    answered = None
     if trigger is not None:
-        ranks, problems = request_dumps(trigger, directory)
+        answered, problems = request_dumps(trigger, directory)
         for problem in problems:
             console_for(stderr=True, color=color).print(f"{problem}: it is left out", markup=False, soft_wrap=True)
-    report = diagnose_dumps(directory, ranks)
+    report = diagnose_dumps(directory, answered)
     failed = any(finding.severity is Severity.ERROR for finding in report.findings)
     if form == "json":
         click.echo(json.dumps(report.to_json(), indent=2))
