@@ -19,7 +19,10 @@ from pipeproof.diagnostics.finding import Severity
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from pipeproof.exec.monitor.job import JobNow
+    from pipeproof.exec.monitor.lateness import Lateness
     from pipeproof.exec.monitor.verdict import Verdict
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -164,16 +167,21 @@ class _Output:
     form: Literal["text", "json"]
     color: str
     is_slow: bool = False
+    lateness: Mapping[str, Sequence[Lateness]] | None = None
 
     def report(self, verdict: Verdict | None, job: JobNow | None) -> None:
-        """Write the metrics of a look, and print the first verdict of a slow phase."""
+        """Write the metrics of a look, and print the first verdict of a slow phase, or with a straggler."""
         from pipeproof.exec.monitor.follow import metrics_text
         from pipeproof.exec.monitor.verdict import Status
 
+        if verdict is not None:
+            self.lateness = verdict.lateness
         if self.metrics is not None:
-            write_output(self.metrics, metrics_text(verdict, job))
-        is_slow = verdict is not None and verdict.status is Status.SLOW
-        if verdict is not None and is_slow and not self.is_slow and self.form == "text":
+            write_output(self.metrics, metrics_text(verdict, job, self.lateness))
+        if verdict is None:
+            return
+        is_slow = verdict.status is Status.SLOW or (verdict.status is Status.RUNNING and bool(verdict.findings))
+        if is_slow and not self.is_slow and self.form == "text":
             self._print(verdict)
         self.is_slow = is_slow
 
@@ -188,7 +196,7 @@ class _Output:
             sys.exit(ExitStatus.OK)
         verdict, job = result
         if self.metrics is not None:
-            write_output(self.metrics, metrics_text(verdict, job))
+            write_output(self.metrics, metrics_text(verdict, job, verdict.lateness))
         if self.html is not None and job is not None:
             write_output(self.html, hang_html(verdict, job))
         if self.form == "json":
