@@ -31,6 +31,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.command()
 @click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
 @click.option("--ras", metavar="HOST[:PORT]", help="Ask the RAS server of NCCL on a host of the job; port 28028.")
+@click.option("--trigger", metavar="STEM", type=click.Path(path_type=Path),
+              help="Ask this host's ranks for dumps into DIR; STEM: TORCH_NCCL_DEBUG_INFO_PIPE_FILE.")  # fmt: skip
 @click.option("--plan", type=_FILE, help="The plan that the job executes: operations get their names in it.")
 @click.option("--follow", is_flag=True, help="Watch the rings of a running job until it hangs or ends.")
 @click.option(
@@ -69,9 +71,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
               help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
 def hang(
-    directory: Path | None, ras: str | None, plan: Path | None, follow: bool, patience_s: float, slow_s: float,
-    timeout_s: float | None, on_hang: str | None, html: Path | None, metrics: Path | None,
-    form: Literal["text", "json"], color: str,
+    directory: Path | None, ras: str | None, trigger: Path | None, plan: Path | None, follow: bool,
+    patience_s: float, slow_s: float, timeout_s: float | None, on_hang: str | None, html: Path | None,
+    metrics: Path | None, form: Literal["text", "json"], color: str,
 ) -> None:  # fmt: skip
     """Report which rank is the cause of a hang, and what the others wait for.
 
@@ -84,9 +86,11 @@ def hang(
             raise click.UsageError(f"{name} needs --follow")
     if (directory is None) == (ras is None):
         raise click.UsageError("name either a directory DIR or --ras HOST")
-    for name, given in (("--output", html), ("--plan", plan)):
+    for name, given in (("--output", html), ("--plan", plan), ("--trigger", trigger)):
         if ras is not None and given is not None:
-            raise click.UsageError(f"{name} needs rings: RAS has no single operations")
+            raise click.UsageError(f"{name} needs rings or dumps: RAS has no single operations")
+    if trigger is not None and follow:
+        raise click.UsageError("--trigger asks for dumps, and --follow watches rings: give one of them")
     output = _Output(on_hang, html, metrics, form, color)
     if ras is not None:
         with refusing_bad_plans(form, Path(ras), color):
@@ -95,17 +99,23 @@ def hang(
     with refusing_bad_plans(form, directory, color):
         from pipeproof.exec.monitor.job import ring_files
 
-        if not follow and not ring_files(directory):
+        if trigger is not None or (not follow and not ring_files(directory)):
             if html is not None or metrics is not None or plan is not None:
-                raise click.UsageError(f"--output, --metrics and --plan need rings, and {str(directory)!r} has none")
-            _from_dumps(directory, form, color)
+                raise click.UsageError(f"--output, --metrics and --plan need rings, not dumps of {str(directory)!r}")
+            _from_dumps(directory, trigger, form, color)
         _from_rings(directory, plan, follow, (patience_s, slow_s, timeout_s), output)
 
 
-def _from_dumps(directory: Path, form: Literal["text", "json"], color: str) -> NoReturn:
+def _from_dumps(directory: Path, trigger: Path | None, form: Literal["text", "json"], color: str) -> NoReturn:
     from pipeproof.interop.hang.diagnose_hang import diagnose_dumps
+    from pipeproof.interop.hang.dump_trigger import request_dumps
 
-    report = diagnose_dumps(directory)
+    answered = None
+    if trigger is not None:
+        answered, problems = request_dumps(trigger, directory)
+        for problem in problems:
+            console_for(stderr=True, color=color).print(f"{problem}: it is left out", markup=False, soft_wrap=True)
+    report = diagnose_dumps(directory, answered)
     failed = any(finding.severity is Severity.ERROR for finding in report.findings)
     if form == "json":
         click.echo(json.dumps(report.to_json(), indent=2))
