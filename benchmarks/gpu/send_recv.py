@@ -5,8 +5,8 @@
 The first argument has sizes (hidden, sequence, blocks of a rank, micro-batches), several with ``;`` between; the second
 schedules. Forward and backward of all micro-batches, bfloat16, no optimizer. Each step is timed operation by operation
 and replayed as one CUDA graph. ``work`` is the same step without communication. Gradients of both are compared after as
-many steps. On a CPU both move messages over gloo, to try the code. With ``deterministic`` as the third argument,
-PyTorch's deterministic algorithms are used: otherwise attention on long sequences has other bits in every step.
+many steps: with ``deterministic`` as the third argument, as attention has other bits in every step otherwise. On a CPU
+both move messages over gloo, to try the code.
 """
 
 from __future__ import annotations

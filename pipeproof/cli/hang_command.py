@@ -79,7 +79,8 @@ def hang(
 
     DIR has the rings of a job that called `watch` of pipeproof.torch or pipeproof.paddle (one file for each rank, also
     in one directory for each host), or Flight Recorder dumps: a file for each rank, whose name ends with the rank, as
-    pickle or JSON. The output has mismatches, operations that were never issued, and the cycle of waits.
+    pickle or JSON, or logs of NCCL's Inspector. The output has mismatches, operations that were never issued, and the
+    cycle of waits.
     """
     for name, value in (("--on-hang", on_hang), ("--duration", timeout_s)):
         if value is not None and not follow:
@@ -98,10 +99,14 @@ def hang(
     assert directory is not None
     with refusing_bad_plans(form, directory, color):
         from pipeproof.exec.monitor.job import ring_files
+        from pipeproof.interop.hang.nccl_inspector import inspector_files
 
         if trigger is not None or (not follow and not ring_files(directory)):
             if html is not None or metrics is not None or plan is not None:
                 raise click.UsageError(f"--output, --metrics and --plan need rings, not dumps of {str(directory)!r}")
+            logs = [] if trigger is not None else inspector_files(directory)
+            if logs:
+                _from_inspector(logs, form, color)
             _from_dumps(directory, trigger, form, color)
         _from_rings(directory, plan, follow, (patience_s, slow_s, timeout_s), output)
 
@@ -128,6 +133,23 @@ def _from_dumps(directory: Path, trigger: Path | None, form: Literal["text", "js
         ranks = f"{len(report.dumps)} rank{'s' if len(report.dumps) > 1 else ''}"
         console.print(f"{ranks}, {launches} launches, {report.num_pending} of them not done")
     sys.exit(ExitStatus.FAILED if failed else ExitStatus.OK)
+
+
+def _from_inspector(logs: list[Path], form: Literal["text", "json"], color: str) -> NoReturn:
+    from pipeproof.exec.monitor.inspector_report import report_logs
+    from pipeproof.interop.hang.nccl_inspector import read_inspector
+
+    report = report_logs(read_inspector(logs))
+    if form == "json":
+        click.echo(json.dumps(report.to_json(), indent=2))
+    else:
+        from pipeproof.diagnostics.text_output import render_text
+
+        console = console_for(color=color)
+        render_text(report.findings, None, console=console)
+        for line in report.lines():
+            console.print(line, markup=False, soft_wrap=True)
+    sys.exit(ExitStatus.OK)
 
 
 def _from_ras(ras: str, follows: bool, patience_s: float, timeout_s: float | None, output: _Output) -> NoReturn:
