@@ -100,10 +100,9 @@ def _refuse(word: str, context: click.Context) -> NoReturn:
     for words in command_words(root.command):
         for name in dict.fromkeys((words[-1], words[0])):
             places.setdefault(name, []).append(" ".join((*words[: words.index(name)], name)))
-    if word in _OTHER_NAMES:
-        places, near = {word: [_OTHER_NAMES[word]]}, word
-    else:
-        near = nearest_name(word, places)
+    for name, place in _OTHER_NAMES.items():
+        places.setdefault(name, []).append(place)
+    near = nearest_name(word, places)
     found = " or ".join(f"`{root.info_name} {place}`" for place in dict.fromkeys(places.get(near or "", ())))
     fix = f"did you mean {found}?" if found else f"`{context.command_path} --help` lists the commands"
     raise click.UsageError(f"there is no command {word!r}; {fix}", context)
