@@ -242,7 +242,9 @@ def _print_gradients(step: StepResult, bound: float | None, console: Console) ->
         for gradient in shown
     ]
     console.print(title)
-    print_table((">stage", "parameter", "md5", criterion, ">rel. diff.", ">to unpartitioned"), rows, console)
+    print_table(
+        (">stage", "parameter", "md5", criterion, ">rel. diff.", ">to unpartitioned"), rows, console, optional=("md5",)
+    )
 
 
 def _verdict(gradient: GradientResult, bound: float | None) -> Text:
