@@ -113,7 +113,7 @@ def _show(program: Program, before: dict[str, TensorMeta], result: AppliedProgra
     they_make = f"{'it makes' if len(program.statements) == 1 else 'they make'} {len(result.state_map.tensors):,}"
     echo(f"{statements}, {num_plain:,} without patterns; of {counted(len(before), 'tensor')} {they_make}")
     for line in map_lines(result.state_map, {name: meta.shape for name, meta in before.items()}):
-        echo(line)
+        click.echo(line)  # statements, which are not prose
 
 
 def _inverse_of(

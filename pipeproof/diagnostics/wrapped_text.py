@@ -19,7 +19,7 @@ _WORD = re.compile(r"`[^`\n]{1,24}`[^\s]*|\S+")
 """Words; a short quotation in backquotes is one, so that what can be typed stays together."""
 
 _LABEL = re.compile(r"\s+= (?:help: )?|(?P<code>\w+\[\w+\])?\s*")
-"""What continuation lines of a finding, or of an indented line, are indented by."""
+"""Label of a finding, or spaces of an indented line, whose width continuation lines are indented by."""
 
 
 def prose_width(stream: IO[Any]) -> int | None:

@@ -69,10 +69,10 @@ def render_timeline(timeline: Timeline, console: Console, title: str = "", unit:
     drawn = "\n".join(line.plain[label_width:] for line in lines[1:])
     num_stages = max((len(timeline.stages(row.ranks[0])) for row in rows), default=0)
     if legend := "; ".join(_legend(drawn, num_stages)):
-        console.print(Text(f"{legend}."), soft_wrap=True)
+        console.print(Text(f"{legend}."))
     shared = len(rows[0].ranks) if rows else 1
     if shared > 1:
-        console.print(Text(f"Each row is that of {shared} ranks with the same timeline."), soft_wrap=True)
+        console.print(Text(f"Each row is that of {shared} ranks with the same timeline."))
 
 
 def render_figures(simulation: Simulation, console: Console, note: str = "") -> None:

@@ -20,7 +20,7 @@ class WrappingConsole(Console):
         return prose_width(self.file)
 
     def print(self, *objects: Any, no_wrap: bool | None = None, **options: Any) -> None:
-        """Print text wrapped between words; whatever is not text is printed as rich does."""
+        """Print text wrapped between words; other objects are printed as rich prints them."""
         if not no_wrap and objects and all(isinstance(one, str | Text) for one in objects):
             options["soft_wrap"] = True  # or rich would divide words at its own width
             width = self.prose_width

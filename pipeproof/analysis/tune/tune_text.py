@@ -81,4 +81,4 @@ def _counts_text(result: TuneResult) -> str:
 
 
 def _print(text: str, console: Console) -> None:
-    console.print(Text(text), soft_wrap=True)
+    console.print(Text(text))
