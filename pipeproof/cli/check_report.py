@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import click
 
 from pipeproof.atomic_write import write_output
-from pipeproof.cli.console import echo
 from pipeproof.diagnostics.finding import BadPlanError, Finding, PipeproofError, Severity
 from pipeproof.exit_status import ExitStatus
 from pipeproof.version import __version__
@@ -114,7 +113,7 @@ def write_baseline(
     entries = updated_entries(findings, old, selection.picks, reason)
     write_output(path, baseline_text(entries))
     before, after = ({(entry.files, entry.fingerprint) for entry in file_entries} for file_entries in (old, entries))
-    echo(f"{path}: {len(after)} entries, {len(after - before)} new, {len(before - after)} removed", err=True)
+    click.echo(f"{path}: {len(after)} entries, {len(after - before)} new, {len(before - after)} removed", err=True)
     return load_baseline(path)
 
 
