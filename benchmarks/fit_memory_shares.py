@@ -15,7 +15,7 @@ from statistics import fmean
 from pipeproof.cost.device_tables import device_table
 from pipeproof.interop.board.accuracy_board import MEASUREMENTS, Predictor, read_measurements
 
-SHARES = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75)
+SHARES = (0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7)
 
 
 def errors() -> Mapping[str, Mapping[str, Mapping[float, float]]]:

@@ -149,6 +149,7 @@ def main() -> None:
     kinds = sys.argv[4] if len(sys.argv) > 4 else KINDS
     is_deterministic = sys.argv[5:] == ["deterministic"]
     torch.use_deterministic_algorithms(is_deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     framework, _ = start()
     rows = Rows(file, end, framework.device)
     for size in [Size.read(text) for text in sizes.split(";")]:

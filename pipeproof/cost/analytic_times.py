@@ -33,6 +33,7 @@ from pipeproof.specs.cost import AnalyticSpec, CostSpec
 from pipeproof.specs.cost_table import CostTable, ProductCurve
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.exact_times import GRID_US, MAX_TIME_US, rounded_up
+from pipeproof.specs.memory import Recompute
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize, work_item_sizes
 from pipeproof.stages.describe.gpt import describe_gpt
@@ -169,6 +170,12 @@ class AnalyticCosts:
 
     def layer(self, layer: Layer) -> Mapping[Phase, PhaseTime]:
         """Time of each phase of one layer for a whole micro-batch."""
+        return self.layer_by_recompute(layer, (self._plan.memory.recompute,))[0]
+
+    def layer_by_recompute(
+        self, layer: Layer, recomputes: Iterable[Recompute]
+    ) -> tuple[Mapping[Phase, PhaseTime], ...]:
+        """``layer`` for each of some values of ``memory.recompute``; their operations are timed once."""
         item_bytes = dtype_bytes(self.dtype)
         flash = self.analytic.attention == "flash"
         works = layer_work(self._plan, layer.name, self.size, item_bytes, flash=flash)
@@ -178,10 +185,11 @@ class AnalyticCosts:
             time = sum((self.work(work) for work in works if work.phase is phase), PhaseTime())
             time = self._with_collectives(time, collectives.get(phase, ()), item_bytes)
             times[phase] = time.times(self.num_splits)
-        if is_block(layer.name):
-            times[Phase.INPUT] += self._recomputed(works, times[Phase.FORWARD])
         times[Phase.WEIGHT] += self._regathered(layer, item_bytes)
-        return times
+        if not is_block(layer.name):
+            return tuple(times for _ in recomputes)
+        again = (self._recomputed(works, times[Phase.FORWARD], recompute) for recompute in recomputes)
+        return tuple({**times, Phase.INPUT: times[Phase.INPUT] + time} for time in again)
 
     def _with_collectives(self, time: PhaseTime, calls: Iterable[Collective], item_bytes: int) -> PhaseTime:
         """Add a layer's collectives to the time of its operations, without what ``overlap`` hides.
@@ -202,9 +210,8 @@ class AnalyticCosts:
         hidden += min(over["ep"], time.compute_us + time.memory_us - hidden)
         return replace(total, links_us=total.links_us - hidden * (1 - _LINK_PROCESSORS))
 
-    def _recomputed(self, works: Iterable[Work], forward: PhaseTime) -> PhaseTime:
+    def _recomputed(self, works: Iterable[Work], forward: PhaseTime, recompute: Recompute) -> PhaseTime:
         """Time of the recomputation before a block's backward: attention's core, or all of the forward."""
-        recompute = self._plan.memory.recompute
         if recompute == "full":
             return forward
         if recompute == "none":
@@ -245,6 +252,8 @@ class AnalyticCosts:
             compute, added = work.flops / self._flops_per_us(work), _ZERO
         else:
             compute, added = product_us(curve, work.shape, self._peak(work)), work.accumulated
+            if work.phase is not Phase.FORWARD:
+                compute *= 1 + exact(curve.gradient_slowdown)
         cast = _CAST_BYTES * work.cast if work.narrow and self.analytic.matmul_dtype is not None else _ZERO
         if self.analytic.matmul_efficiency is not None:
             cast = _ZERO  # the share of the plan includes all of that
@@ -269,7 +278,11 @@ class AnalyticCosts:
         )
 
     def _moved_us(self, num_bytes: Fraction) -> Fraction:
-        return num_bytes / (self.device.memory * 1000 * exact(self.shares.memory))
+        return num_bytes * self._us_of_byte
+
+    @cached_property
+    def _us_of_byte(self) -> Fraction:
+        return 1 / (self.device.memory * 1000 * exact(self.shares.memory))
 
     def _host_us_of(self, work: Work) -> Fraction:
         """Time of the host for one operation."""

@@ -93,6 +93,11 @@ _HOPPER = AttentionCurve(forward=0.6, backward=0.49, spare_keys=256)
 """H200 at 8,192 tokens: 0.58 and 0.50 of peak, and 0.52 and 0.46 (``docs/costs.md``); H800 at 4,096 in the DeepSeek
 profile (deepseek-ai/profile-data): 0.56 and 0.43."""
 
+_GRADIENT_SLOWDOWN = {"h100": 0.05, "h200": 0.05}
+"""Of products in ``float8`` for gradients: the tables are of inference, with fast accumulation, which training has in
+forward alone. Six products of a block of Llama 3.1 405B on one H100 take 4.90 and 4.65 ms
+(``benchmarks/gpu/product_sums.py``)."""
+
 _ELEMENTWISE_US = 4.5
 """H800 in the DeepSeek profile: 130 elementwise kernels of at most one block for each processor take 2.5 us in the
 mean, and 4.5 us to the start of the next kernel of the stream (``benchmarks/fit_smallest_kernel.py``)."""
@@ -114,7 +119,8 @@ class _Source:
         """The table; an all-reduce without sums in switches is a ring among any number of ranks."""
         products = [
             ProductCurve(dtype=dtype, efficiency=share, spare_elements=elements, spare_inner=inner, slowdown=slower,
-                         start_us=start)
+                         start_us=start,
+                         gradient_slowdown=_GRADIENT_SLOWDOWN.get(self.products, 0) if dtype == "float8" else 0)
             for dtype, share, elements, inner, slower, start in _PRODUCTS[self.products]
         ]  # fmt: skip
         collectives = [
@@ -138,13 +144,13 @@ _NODE = 8
 _SOURCES: Mapping[DeviceName, _Source] = {
     "a100": _Source(f"H100 in {_TABLES}, at a constant clock; collectives by the ratio of links, without sums in "
                     "switches", "a100", "h100", 0.7, 62, 300 / 450, sums_in_switches=False),
-    "h100": _Source(_TABLES, "h100", "h100", 0.65, 105),
+    "h100": _Source(_TABLES, "h100", "h100", 0.55, 105),
     "h200": _Source(_TABLES, "h200", "h200", 0.55, 105),
-    "h800": _Source(f"H100 in {_TABLES}; collectives by the ratio of links", "h100", "h100", 0.65, 105, 200 / 450),
-    "b200": _Source(_TABLES, "b200", "b200", 0.5, 120),
-    "gb200": _Source(f"B200 in {_TABLES}", "b200", "b200", 0.5, 120),
-    "b300": _Source(f"B200 in {_TABLES}, products as gb300", "gb300", "b200", 0.5, 120),
-    "gb300": _Source(f"B200 in {_TABLES}, at a constant clock", "gb300", "b200", 0.5, 120),
+    "h800": _Source(f"H100 in {_TABLES}; collectives by the ratio of links", "h100", "h100", 0.55, 105, 200 / 450),
+    "b200": _Source(_TABLES, "b200", "b200", 0.4, 120),
+    "gb200": _Source(f"B200 in {_TABLES}", "b200", "b200", 0.4, 120),
+    "b300": _Source(f"B200 in {_TABLES}, products as gb300", "gb300", "b200", 0.4, 120),
+    "gb300": _Source(f"B200 in {_TABLES}, at a constant clock", "gb300", "b200", 0.4, 120),
 }  # fmt: skip
 """By device. Shares of memory bandwidth and times of the host are fits: ``docs/costs.md`` has to what."""
 

@@ -13,11 +13,13 @@ bytes of a ring (``network_times``), or (n - 1) / n of the data for an all-to-al
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import lru_cache
 
 from pipeproof.specs.cost_table import AttentionCurve, CollectiveCurve, ProductCurve
 from pipeproof.stages.describe.op_work import ProductShape
 
 
+@lru_cache(maxsize=4096)
 def exact(value: float) -> Fraction:
     """The decimal that a number prints as: 0.7 is 7/10."""
     return Fraction(repr(value))

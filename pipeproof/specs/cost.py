@@ -67,7 +67,7 @@ class AnalyticSpec(Section):
     dtype: Literal["bfloat16", "float32"] | None = Field(
         default=None,
         description="Type of weights and activations for these times; without it, `run.dtype`. Gradients of weights "
-        "are accumulated in float32.",
+        "are accumulated in the type that they have in memory (`memory.gradient_dtype`).",
     )
     matmul_dtype: MatmulDtype | None = Field(
         default=None,

@@ -34,6 +34,11 @@ class ProductCurve(Section):
         description="Share by which very long products are slower: power limits the clock."
     )
     start_us: Annotated[float, Field(ge=0, le=10**6)] = Field(description="Time of the smallest product.")
+    gradient_slowdown: Annotated[float, Field(ge=0, le=4)] = Field(
+        default=0.0,
+        description="Share by which products for gradients take longer than others of their shape: in eight bits "
+        "Hopper adds them up without its fast accumulation.",
+    )
 
 
 class CollectiveCurve(Section):

@@ -69,6 +69,12 @@ class RunSpec(Section):
         description="On GPUs, whether steps from the second on replay one CUDA graph of the whole step, communication "
         "included, so that the host has no work in them.",
     )
+    deterministic: bool = Field(
+        default=True,
+        description="On GPUs, whether PyTorch uses only kernels that add in one order in every run. Otherwise "
+        "attention on long sequences is faster, has other bits in every run, and gradients are compared within the "
+        "bound.",
+    )
 
     @property
     def weight_dtype(self) -> str:

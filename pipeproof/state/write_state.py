@@ -20,12 +20,13 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.model import model_content
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.state.array_files import ByteArray, sync, write_file
+from pipeproof.state.array_files import ByteArray, write_file
 from pipeproof.state.state_index import INDEX_FILE, DataPosition, Shard, ShardFile, StateIndex, TensorEntry, index_text
 from pipeproof.state.state_layout import file_name, whole_state
+from pipeproof.system_calls import sync
 from pipeproof.version import __version__
 
-_NOT_VALUES = ("steps", "replay", "device", "backend", "compiler")
+_NOT_VALUES = ("steps", "replay", "device", "backend", "compiler", "deterministic")
 """Keys of ``run`` that may differ when a run is resumed: the framework is compared separately."""
 _OF_SCHEDULE = {
     "num_micro_batches", "micro_batch_size", "last_micro_batch_size", "seq_lengths", "num_sequence_splits"

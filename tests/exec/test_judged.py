@@ -40,16 +40,18 @@ def said(report):
 
 
 @pytest.mark.parametrize(
-    ("backend", "changes", "by_bits"),
+    ("run", "changes", "by_bits"),
     [
-        ("torch", {}, True),
-        ("torch", {"topology": {"dp": 2}}, False),
-        ("torch", {"schedule": {"kind": "dualpipe"}}, False),
-        ("paddle", {"topology": {"dp": 2}}, True),
+        ({"backend": "torch"}, {}, True),
+        ({"backend": "torch", "device": "gpu"}, {}, True),
+        ({"backend": "torch", "device": "gpu", "deterministic": False}, {}, False),
+        ({"backend": "torch"}, {"topology": {"dp": 2}}, False),
+        ({"backend": "torch"}, {"schedule": {"kind": "dualpipe"}}, False),
+        ({"backend": "paddle"}, {"topology": {"dp": 2}}, True),
     ],
 )
-def test_the_bound_is_the_verdict_for_pytorch_in_another_order(backend, changes, by_bits):
-    plan = subject(run={"backend": backend}, **changes).plan
+def test_the_bound_is_the_verdict_for_pytorch_in_another_order(run, changes, by_bits):
+    plan = subject(run=run, **changes).plan
     assert is_checked_by_bound(plan) is not by_bits
     assert needs_ordered_reference(plan) or by_bits
 

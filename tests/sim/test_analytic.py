@@ -126,6 +126,30 @@ def test_tensor_parallelism_shares_products_and_more_tokens_are_more(tp, sequenc
     assert norm * (tp if sequence_parallel else 1) == one(whole, "mlp_norm", Phase.FORWARD).flops
 
 
+def test_weight_gradients_are_accumulated_in_the_type_that_they_have_in_memory():
+    """A product reads and writes its weight gradient: 4 bytes an element twice, or 2."""
+    whole, half = plan(), plan(memory={"gradient_dtype": "bfloat16"})
+    for name, elements in (("mlp.down", 14336 * 4096), ("attn.out", 4096 * 4096)):
+        wide, narrow = one(whole, name, Phase.WEIGHT), one(half, name, Phase.WEIGHT)
+        assert (wide.accumulated, narrow.accumulated) == (8 * elements, 4 * elements)
+        assert wide.num_bytes - narrow.num_bytes == 4 * elements
+    (looked_up,) = (w for w in works(half, "embed") if w.phase is Phase.WEIGHT)
+    tokens = costs(half).size.num_tokens
+    assert looked_up.num_bytes == (2 + 4) * tokens * 4096
+
+
+def test_the_results_of_a_ring_of_cp_are_added_step_by_step():
+    """Two reads and a write: all of the tokens in the first step, 3/4 of them in each further one."""
+    model = MODEL | {"num_kv_heads": 8}
+    assert not [w for w in works(plan(model=model)) if w.name == "attn.merge"]
+    for cp in (2, 4):
+        ring = plan(model=model, topology={"pp": 1, "cp": cp, "tp": 2})
+        tokens, rows = costs(ring).size.num_tokens // cp, Fraction(1 + 3 * cp, 4)
+        outputs, inputs = 4096 // 2, (4096 + 2 * 1024) // 2
+        assert one(ring, "attn.merge", Phase.FORWARD).num_bytes == 2 * 3 * tokens * outputs * rows
+        assert one(ring, "attn.merge", Phase.INPUT).num_bytes == 2 * 3 * tokens * inputs * rows
+
+
 def test_context_parallelism_shares_everything_but_the_keys():
     whole, cut = plan(), plan(topology={"pp": 1, "cp": 4})
     assert flops(cut) * 4 == flops(whole)

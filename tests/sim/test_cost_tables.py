@@ -278,6 +278,28 @@ def test_a_table_of_ones_own_takes_the_place_of_the_known_one():
     assert ours.memory_us > 2 * theirs.memory_us
 
 
+def test_only_products_for_gradients_lack_fast_accumulation():
+    table = TABLES["h100"]
+    curve = next(curve for curve in table.products if curve.dtype == "float8")
+    slowed, fast = (
+        plan(
+            {
+                "matmul_dtype": "float8",
+                "table": table.model_copy(
+                    update={"products": (curve.model_copy(update={"gradient_slowdown": share}),)}
+                ).model_dump(mode="json"),
+            }
+        )
+        for share in (0.25, 0)
+    )
+    for work in layer_work(fast, "layer.0", AnalyticCosts(fast, fast.cost.analytic).size, 2):
+        if work.narrow:
+            ours, theirs = (AnalyticCosts(spec, spec.cost.analytic).work(work).compute_us for spec in (slowed, fast))
+            assert ours == theirs * (1 if work.phase is Phase.FORWARD else Fraction(5, 4))
+    assert {name: [curve.gradient_slowdown for curve in of.products] for name, of in TABLES.items() if name in
+            ("h100", "b200")} == {"h100": [0, 0.05, 0], "b200": [0, 0, 0, 0]}  # fmt: skip
+
+
 def test_operations_other_than_products_take_their_start_for_each_kernel():
     """Kernels of a block: 7 in F and in I, 2 in W; with a share of bandwidth in the plan, no start is added."""
     known = TABLES["h100"].model_dump(mode="json")

@@ -17,6 +17,7 @@ SIXTEEN = {"backend": "torch", "dtype": "bfloat16"}
     [
         {"backend": "torch"},
         {"backend": "torch", "device": "gpu"},
+        {"backend": "torch", "device": "gpu", "deterministic": False},
         SIXTEEN,
         {**SIXTEEN, "main_grad_dtype": "float32", "clip_norm": 1.0},
         {"backend": "torch", "dtype": "float16", "optimizer": "sgd"},
@@ -34,6 +35,8 @@ def test_runs_of_pytorch(run):
         ({"device": "gpu", "replay": True}, "run.replay captures a CUDA graph with PyTorch, and run.backend is paddle"),
         ({"backend": "torch", "dtype": "float16"}, "AdamW's epsilon, 1e-8, is zero in float16"),
         ({**SIXTEEN, "clip_norm": 1.0}, "which bfloat16 cannot add up"),
+        ({"backend": "torch", "deterministic": False}, "torch on cpu has one order of sums"),
+        ({"device": "gpu", "deterministic": False}, "paddle on gpu has one order of sums"),
     ],
 )
 def test_unsupported_options_are_refused_at_their_key(run, fact):

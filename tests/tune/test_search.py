@@ -11,12 +11,14 @@ from pipeproof.analysis.tune import search_layouts
 from pipeproof.analysis.tune.evaluate_layout import PARTS, simulate_layout
 from pipeproof.analysis.tune.frameworks import FRAMEWORKS
 from pipeproof.analysis.tune.layout_bounds import Bounds, even_stages
-from pipeproof.analysis.tune.layout_plans import base_data, plan_data
-from pipeproof.analysis.tune.layouts import SearchSpace
+from pipeproof.analysis.tune.layout_plans import balanced_cut, base_data, near_even_cut, plan_data
+from pipeproof.analysis.tune.layouts import Layout, SearchSpace, near_even_blocks
 from pipeproof.analysis.tune.search_layouts import TuneError, tune
+from pipeproof.cost.analytic_times import AnalyticCosts
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.sim.memory_curve import GIB
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
+from pipeproof.stages.describe.layer import layer_order
 from pipeproof.verify.check_plan import check
 from tests.tune.models import DENSE, EXPERTS, to_tune
 
@@ -57,16 +59,20 @@ def test_bounds_are_close_enough_to_remove_most_layouts():
     assert close[True] > close[False]
 
 
-def test_the_rows_are_the_best_of_all_layouts():
+@pytest.mark.parametrize("num_layers", [8, pytest.param(7, marks=pytest.mark.slow)], ids=["even", "near_even"])
+def test_the_rows_are_the_best_of_all_layouts(num_layers):
     """With a limit of memory that only some layouts keep."""
     fix = {"tp": [1, 2], "cp": [1], "mbs": [1, 2]}
     limit = 1.5
-    best = {}
-    for layout, _, result in all_layouts(to_tune(), "megatron", gpus=4, batch=16, fix=fix):
+    best, cuts = {}, set()
+    model = to_tune({**DENSE, "num_layers": num_layers})
+    for layout, _, result in all_layouts(model, "megatron", gpus=4, batch=16, fix=fix):
+        cuts.add(layout.cut)
         group = layout.pp, layout.vpp, layout.tp, layout.ep, layout.mbs
         if result.details["peak_bytes"] <= limit * GIB:
             best[group] = min(best.get(group, result.makespan), result.makespan)
-    result = tune(to_tune(), gpus=4, device="h100", global_batch=16, memory_gib=limit, top=5, fix=fix, workers=1)
+    result = tune(model, gpus=4, device="h100", global_batch=16, memory_gib=limit, top=5, fix=fix, workers=1)
+    assert cuts >= {"balanced", "even" if num_layers == 8 else "near_even"}
     assert [row.step_s for row in result.rows] == [float(us / 10**6) for us in sorted(best.values())[:5]]
     assert 5 <= result.counts.simulated < result.counts.tried
     assert result.counts.over_memory + result.counts.over_memory_simulated > 0
@@ -83,7 +89,8 @@ def test_rows_pass_their_check_and_their_parts_add_up():
         assert row.parts_s.keys() == set(PARTS)
         assert sum(row.parts_s.values()) == pytest.approx(row.step_s)
         assert row.tokens_per_s == pytest.approx(16 * 512 / row.step_s)
-        assert row.tflops_per_gpu == pytest.approx(row.mfu * 66.9)  # products in float32, the dtype of the plan
+        assert row.plan["run"]["dtype"] == "bfloat16"  # that of the framework
+        assert row.tflops_per_gpu == pytest.approx(row.mfu * 989.4)
         assert row.layout.dp * row.layout.ep * row.layout.mbs * row.layout.num_micro_batches == 16
 
 
@@ -163,3 +170,51 @@ def test_keys_that_depend_on_the_layout_are_refused():
     schedule = {"kind": "1f1b", "num_micro_batches": 2, "micro_batch_size": 2, "last_micro_batch_size": 1}
     with pytest.raises(BadPlanError, match="last_micro_batch_size"):
         tune(to_tune(schedule=schedule), gpus=4, device="h100", global_batch=8)
+
+
+def test_times_of_cells_are_those_of_their_own_recomputation():
+    """Cells that differ in recomputation share the times of operations."""
+    bounds = Bounds(base_data(to_tune(EXPERTS).spec, FRAMEWORKS["megatron"], "h100"), to_tune(EXPERTS).spec)
+    for recompute in ("none", "selective", "full"):
+        spec = bounds._cell_spec(2, 1, 2, 1, recompute)
+        costs = AnalyticCosts(spec, spec.cost.analytic)
+        layout = Layout(1, 1, 2, 1, 2, 1, 1, 1, "1f1b", None, "even", recompute, "none")
+        shared = bounds._cell(layout)
+        for index, layer in enumerate(shared.costs.layers.values()):
+            expected = [[float(time.device_us), float(time.host_us)] for time in costs.layer(layer).values()]
+            assert shared.times[:, (0, 2), index].tolist() == expected
+
+
+@pytest.mark.parametrize("num_stages", range(2, 12))
+def test_a_near_even_cut_is_that_of_megatron(num_stages):
+    """61 blocks over 16 stages are 4 on each but the last, as the layout Et*4|(t*4|)*14tmL of DeepSeek-V3 has them."""
+    assert near_even_blocks(61, 16) == [4] * 15 + [1]
+    assert near_even_blocks(126, 32) == [3, *[4] * 30, 3]
+    assert near_even_blocks(3, 5) == [0, 1, 1, 1, 0]
+    assert near_even_blocks(5, 4) is None
+    blocks = near_even_blocks(61, num_stages)
+    assert blocks is None or (sum(blocks) == 61 and len(set(blocks[1:-1])) < 2)
+    stages = near_even_cut(to_tune({**DENSE, "num_layers": 61}).spec, num_stages)
+    assert [sum(name.startswith("layer.") for name in names) for names in stages] == (blocks or [])
+
+
+def test_a_balanced_cut_begins_stages_at_the_nearest_block():
+    """Of two equally near blocks the first one; blocks without time are one place."""
+    spec = to_tune().spec
+    times = dict.fromkeys(layer_order(spec.gpt), 0.0)
+    for number, time in enumerate([2, 0, 0, 2, 2, 0, 1, 1]):
+        times[f"layer.{number}"] = float(time)
+    begins = [0, 2, 2, 2, 4, 6, 6, 7, 8]
+    for num_stages in (2, 3, 4):
+        cut = balanced_cut(spec, times, num_stages)
+        starts = [int(next(name for name in names if name.startswith("layer.")).split(".")[1]) for names in cut]
+        shares = [8 * stage / num_stages for stage in range(1, num_stages)]
+        nearest = [min(range(9), key=lambda index, share=share: abs(begins[index] - share)) for share in shares]
+        assert [max(index, before + 1) for index, before in zip(nearest, starts, strict=False)] == starts[1:]
+
+
+def test_modules_after_the_blocks_do_not_count_in_a_near_even_cut():
+    """Multi-token prediction is on the last stage, as in the layout Et*4|(t*4|)*14tmL."""
+    stages = near_even_cut(to_tune({**EXPERTS, "num_layers": 7, "mtp": {"num_modules": 1}}).spec, 4)
+    assert [sum(name.startswith("layer.") for name in names) for names in stages] == [2, 2, 2, 1]
+    assert stages[-1] == ("layer.6", "mtp.0", "norm", "head")

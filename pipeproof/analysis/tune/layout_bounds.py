@@ -9,7 +9,7 @@ it, its last one precedes their backwards or its own optimizer step, and between
 gradient sums and waits for other ranks only add to this.
 
 The memory is bounded by training states and by the activations that the order of the program holds at once, on the
-first and on the last pipeline rank.
+first two pipeline ranks and on the last one: the first stage may have the embedding alone.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeproof.analysis.tune.layout_plans import balanced_cut
+from pipeproof.analysis.tune.layout_plans import balanced_cut, near_even_cut
 from pipeproof.analysis.tune.layouts import Layout
 from pipeproof.cost.analytic_times import AnalyticCosts
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request
@@ -32,10 +32,11 @@ from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.programs import Program, UnfitSizesError
 from pipeproof.sim.memory_curve import GIB
 from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.specs.memory import Recompute
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.layer import Layer, layer_kind, layer_order
+from pipeproof.stages.describe.layer import layer_kind, layer_order
 from pipeproof.stages.describe.model_family import stored_activations
 from pipeproof.stages.describe.op_work import Phase
 from pipeproof.stages.describe.training_state import moved_by_update, state_of
@@ -50,25 +51,24 @@ class _Cell:
     """One layer of each kind of ``kinds`` on the ranks of a stage; columns are in that order.
 
     ``activations`` are the bytes of one micro-batch, ``states`` those of weights and gradients, ``optimizer`` those of
-    its state before sharding.
+    its state before sharding. ``costs`` has the times of all cells that differ in recomputation only.
     """
 
-    spec: PlanSpec
-    layers: Mapping[str, Layer]
+    recompute: Recompute
+    costs: _CellCosts
     activations: _Times
     states: _Times
     optimizer: _Times
 
     @classmethod
-    def of(cls, spec: PlanSpec) -> _Cell:
+    def of(cls, spec: PlanSpec, costs: _CellCosts) -> _Cell:
         """The cell of a plan of one stage."""
-        size = MicroBatchSize(spec.gpt.seq_length, spec.schedule.micro_batch_size)
-        layers = {layer_kind(spec.gpt, layer.name): layer for layer in describe_gpt(spec, size)}
-        held = [stored_activations(spec, [layer], size) for layer in layers.values()]
-        states = [state_of(spec, [layer]) for layer in layers.values()]
+        size, layers = costs.size, costs.layers.values()
+        held = [stored_activations(spec, [layer], size) for layer in layers]
+        states = [state_of(spec, [layer]) for layer in layers]
         return cls(
-            spec,
-            layers,
+            spec.memory.recompute,
+            costs,
             np.array([float(sum(one.num_bytes for one in kept if one.lifetime.is_from_forward)) for kept in held]),
             np.array([float(state.parameters + state.gradients) for state in states]),
             np.array([float(state.optimizer) for state in states]),
@@ -77,36 +77,54 @@ class _Cell:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of layers."""
-        return tuple(self.layers)
+        return tuple(self.costs.layers)
 
-    @cached_property
+    @property
     def times(self) -> _Times:
         """Microseconds of the phases F, I and W on the device, there without collectives, and on the host.
 
         The shape is [3 phases, 3 times, kinds].
         """
-        by_layer = [self._costs.layer(layer) for layer in self.layers.values()]
-        return np.array(
-            [
+        return self.costs.times[self.recompute]
+
+
+class _CellCosts:
+    """Times of one layer of each kind, for each value of ``memory.recompute``."""
+
+    def __init__(self, spec: PlanSpec) -> None:
+        self._spec = spec
+        self.size = MicroBatchSize(spec.gpt.seq_length, spec.schedule.micro_batch_size)
+        self.layers = {layer_kind(spec.gpt, layer.name): layer for layer in describe_gpt(spec, self.size)}
+
+    @cached_property
+    def times(self) -> Mapping[str, _Times]:
+        """By recomputation, what ``_Cell.times`` has."""
+        recomputes = get_args(Recompute)
+        by_layer = [self._costs.layer_by_recompute(layer, recomputes) for layer in self.layers.values()]
+        return {
+            recompute: np.array(
                 [
-                    [float(time[phase].device_us) for time in by_layer],
-                    [float(time[phase].compute_us + time[phase].memory_us) for time in by_layer],
-                    [float(time[phase].host_us) for time in by_layer],
+                    [
+                        [float(time[phase].device_us) for time in times],
+                        [float(time[phase].compute_us + time[phase].memory_us) for time in times],
+                        [float(time[phase].host_us) for time in times],
+                    ]
+                    for phase in Phase
                 ]
-                for phase in Phase
-            ]
-        )
+            )
+            for recompute, times in zip(recomputes, zip(*by_layer, strict=True), strict=True)
+        }
 
     @cached_property
     def update_us(self) -> _Times:
         """Microseconds of the optimizer's step before sharding."""
-        updates = [float(moved_by_update(self.spec, state_of(self.spec, [layer]))) for layer in self.layers.values()]
+        updates = [float(moved_by_update(self._spec, state_of(self._spec, [layer]))) for layer in self.layers.values()]
         return np.array(updates) / (self._costs.device.memory * 1000 * float(self._costs.shares.memory))
 
     @cached_property
     def _costs(self) -> AnalyticCosts:
-        assert self.spec.cost.analytic is not None, "tune computes all times"
-        return AnalyticCosts(self.spec, self.spec.cost.analytic)
+        assert self._spec.cost.analytic is not None, "tune computes all times"
+        return AnalyticCosts(self._spec, self._spec.cost.analytic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +145,7 @@ class Bounds:
         self._kind_of = {name: layer_kind(spec.gpt, name) for name in self._names}
         self._totals = Counter(self._kind_of.values())
         self._cells: dict[tuple[int, int, int, int, str], _Cell] = {}
+        self._cell_costs: dict[tuple[int, int, int, int], _CellCosts] = {}
         self._cuts: dict[tuple[Any, ...], tuple[tuple[str, ...], ...]] = {}
         self._counts: dict[tuple[Any, ...], _Times] = {}
         self._programs: dict[tuple[Any, ...], tuple[Program, ...] | None] = {}
@@ -134,13 +153,16 @@ class Bounds:
 
     def stages_of(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
         """The layers of each stage of a layout."""
-        if layout.cut == "even":
-            key: tuple[Any, ...] = ("even", layout.num_stages)
+        if layout.cut != "balanced":
+            key: tuple[Any, ...] = (layout.cut, layout.num_stages)
         else:
             key = (layout.num_stages, layout.tp, layout.cp, layout.ep, layout.mbs, layout.recompute)
         if key not in self._cuts:
             if layout.cut == "even":
                 times = {name: float(self._kind_of[name] in ("block", "moe_block")) for name in self._names}
+            elif layout.cut == "near_even":
+                self._cuts[key] = near_even_cut(self._spec, layout.num_stages)
+                return self._cuts[key]
             else:
                 cell = self._cell(layout)
                 by_kind = dict(zip(cell.kinds, cell.times[:, 0].sum(axis=0), strict=True))
@@ -171,7 +193,7 @@ class Bounds:
         device, alone, host = np.einsum("sk,pwk->wps", counts, cell.times)
         whole = np.maximum(device, host)
         forward, backward_input, weight = alone if is_split else whole
-        updates = counts @ cell.update_us
+        updates = counts @ cell.costs.update_us
         if layout.shard_optimizer == "dp":
             updates = updates / layout.dp
         backward = backward_input if is_split else backward_input + weight
@@ -189,7 +211,7 @@ class Bounds:
         states = counts @ self._states(layout, cell)
         activations = counts @ cell.activations
         peaks = []
-        for stages, (stage, change) in zip(self._ends(layout), self._changes(layout), strict=True):
+        for stages, (stage, change) in zip(self._bounding_stages(layout), self._changes(layout), strict=True):
             held = np.cumsum(activations[stage] * change)
             peaks.append(states[stages].sum() + held.max(initial=0.0))
         return float(max(peaks)) + self._overhead
@@ -203,13 +225,13 @@ class Bounds:
             return [[rank, 2 * layout.pp - 1 - rank] for rank in range(layout.pp)]
         return [list(range(rank, layout.num_stages, layout.pp)) for rank in range(layout.pp)]
 
-    def _ends(self, layout: Layout) -> list[list[int]]:
-        """The stages of the first and of the last pipeline rank."""
+    def _bounding_stages(self, layout: Layout) -> list[list[int]]:
+        """The stages of ``_bounding_ranks``."""
         ranks = self._stages_of_ranks(layout)
-        return [ranks[0], ranks[-1]]
+        return [ranks[rank] for rank in _bounding_ranks(layout.pp)]
 
     def _changes(self, layout: Layout) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """By end rank, the stage of each F and of each B or I of its program, and +1 or -1."""
+        """By rank of ``_bounding_ranks``, the stage of each F and of each B or I of its program, and +1 or -1."""
         key = self._program_key(layout)
         if key not in self._held:
             programs = self._program(layout)
@@ -225,7 +247,7 @@ class Bounds:
                         ]
                     ),
                 )
-                for program in (programs[0], programs[-1])
+                for program in (programs[rank] for rank in _bounding_ranks(layout.pp))
             ]
         return self._held[key]
 
@@ -262,7 +284,10 @@ class Bounds:
     def _cell(self, layout: Layout) -> _Cell:
         key = layout.tp, layout.cp, layout.ep, layout.mbs, layout.recompute
         if key not in self._cells:
-            self._cells[key] = _Cell.of(self._cell_spec(*key))
+            spec, shared = self._cell_spec(*key), key[:-1]
+            if shared not in self._cell_costs:
+                self._cell_costs[shared] = _CellCosts(spec)
+            self._cells[key] = _Cell.of(spec, self._cell_costs[shared])
         return self._cells[key]
 
     def _cell_spec(self, tp: int, cp: int, ep: int, mbs: int, recompute: str) -> PlanSpec:
@@ -281,6 +306,11 @@ class Bounds:
                 "run": self._base["run"],
             }
         ).spec
+
+
+def _bounding_ranks(pp: int) -> list[int]:
+    """The pipeline ranks whose memory is bounded."""
+    return sorted({0, min(1, pp - 1), pp - 1})
 
 
 def even_stages(stages: Sequence[Sequence[str]]) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from pipeproof.analysis.tune.frameworks import Framework
-from pipeproof.analysis.tune.layouts import Layout
+from pipeproof.analysis.tune.layouts import Layout, near_even_blocks
 from pipeproof.diagnostics.finding import BadPlanError, Finding, Severity
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.layer import is_block, layer_order
@@ -112,7 +113,7 @@ def balanced_cut(spec: PlanSpec, times: Mapping[str, float], num_stages: int) ->
     A stage begins at the block whose beginning is nearest to its share of the whole time. Each stage keeps a block but
     the first, which may have the embedding alone, and the last, which may have the norm and the head alone.
     """
-    names = layer_order(spec.gpt)
+    names = list(layer_order(spec.gpt))
     blocks = [name for name in names if is_block(name)]
     first, last = blocks[0], blocks[-1]
     before = sum(times[name] for name in names[: names.index(first)])
@@ -123,9 +124,27 @@ def balanced_cut(spec: PlanSpec, times: Mapping[str, float], num_stages: int) ->
     for stage in range(1, num_stages):
         share = total * stage / num_stages
         lowest, highest = bounds[-1] + (stage > 1), len(blocks) - (num_stages - 1 - stage)
-        nearest = min(range(len(begins)), key=lambda index: abs(begins[index] - share))
+        above = bisect_left(begins, share)
+        below = bisect_left(begins, begins[above - 1]) if above else 0
+        is_below = above == len(begins) or share - begins[below] <= begins[above] - share
+        nearest = below if above and is_below else above
         bounds.append(min(max(nearest, lowest), highest))
-    cut = [blocks[start:stop] for start, stop in zip(bounds, [*bounds[1:], len(blocks)], strict=True)]
-    cut[0] = [*names[: names.index(first)], *cut[0]]
-    cut[-1] = [*cut[-1], *names[names.index(last) + 1 :]]
+    return _cut_at(names, blocks, bounds)
+
+
+def near_even_cut(spec: PlanSpec, num_stages: int) -> tuple[tuple[str, ...], ...]:
+    """The layers of each stage for ``near_even_blocks``; no stages if there are none.
+
+    MTP modules do not count as blocks: they are on the last stage.
+    """
+    names, blocks = list(layer_order(spec.gpt)), [f"layer.{number}" for number in range(spec.gpt.num_layers)]
+    numbers = near_even_blocks(len(blocks), num_stages)
+    return () if numbers is None else _cut_at(names, blocks, [0, *accumulate(numbers)][:-1])
+
+
+def _cut_at(names: list[str], blocks: list[str], begins: list[int]) -> tuple[tuple[str, ...], ...]:
+    """The layers of stages that begin at these blocks; the ends have the layers before and after all blocks."""
+    cut = [blocks[start:stop] for start, stop in zip(begins, [*begins[1:], len(blocks)], strict=True)]
+    cut[0] = [*names[: names.index(blocks[0])], *cut[0]]
+    cut[-1] = [*cut[-1], *names[names.index(blocks[-1]) + 1 :]]
     return tuple(map(tuple, cut))

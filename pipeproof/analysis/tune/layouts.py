@@ -33,8 +33,9 @@ FIXABLE = ("tp", "cp", "ep", "dp", "pp", "vpp", "mbs", "schedule", "cut", "recom
 class Layout:
     """One choice of everything that ``tune`` varies.
 
-    ``vpp`` is the number of stages of a pipeline rank. ``cut`` is ``even`` (equal numbers of blocks) or ``balanced``
-    (stages of nearly equal times). ``mbs`` is the number of sequences in a micro-batch.
+    ``vpp`` is the number of stages of a pipeline rank. ``cut`` is ``even`` (equal numbers of blocks), ``near_even``
+    (equal but for the ends, where they do not divide) or ``balanced`` (stages of nearly equal times). ``mbs`` is the
+    number of sequences in a micro-batch.
     """
 
     pp: int
@@ -175,6 +176,8 @@ class SearchSpace:
         if self.spec.gpt.num_layers % num_stages == 0:
             cuts.append("even")
         if num_stages > 1 and self.framework.free_cut:
+            if not cuts and near_even_blocks(self.spec.gpt.num_layers, num_stages) is not None:
+                cuts.append("near_even")
             cuts.append("balanced")
         if not cuts:
             self.removed["the blocks do not divide over the stages"] += 1
@@ -190,6 +193,21 @@ class SearchSpace:
 
     def _allows(self, name: str, value: object) -> bool:
         return name not in self.fix or value in self.fix[name]
+
+
+def near_even_blocks(num_layers: int, num_stages: int) -> list[int] | None:
+    """The number of blocks of each stage, equal but for the ends; None if a stage would have nothing.
+
+    With the embedding and the head counted as a block each, where that divides; else as many blocks as fit, rounded up,
+    on each stage but the last.
+    """
+    if (num_layers + 2) % num_stages == 0 and num_stages > 1:
+        each = (num_layers + 2) // num_stages
+        blocks = [each - 1, *[each] * (num_stages - 2), each - 1]
+    else:
+        each = -(-num_layers // num_stages)
+        blocks = [*[each] * (num_stages - 1), num_layers - each * (num_stages - 1)]
+    return None if min(blocks) < 0 or 0 in blocks[1:-1] else blocks
 
 
 def divisors(number: int) -> list[int]:

@@ -13,6 +13,7 @@ from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import inf
 from os import cpu_count
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,11 @@ from pipeproof.stages.describe.layer import layer_order
 from pipeproof.stages.describe.op_work import product_flops
 from pipeproof.version import __version__
 
-BATCH = 32
-"""Layouts simulated between two looks at the rows so far; constant, so that the work does not depend on workers."""
+FIRST_BATCH, BATCH = 8, 32
+"""Layouts simulated between two looks at the rows so far: as many as were simulated before, within these limits.
+
+They do not depend on the number of workers, so neither does the work. The first rows remove most of what follows.
+"""
 
 Progress = Callable[[str, int, int], None]
 """Callback for progress: the current task, the number done and the total."""
@@ -153,12 +157,14 @@ class _Search:
             spec, request.framework, request.num_gpus, request.global_batch,
             analytic.get("ranks_per_node") or device.ranks_per_node, request.fix,
         )  # fmt: skip
-        self._peak_tflops = peak_tflops(AnalyticSpec.model_validate(analytic), spec.run.dtype)
+        dtype = self._base["run"].get("dtype", "float32")
+        self._peak_tflops = peak_tflops(AnalyticSpec.model_validate(analytic), dtype)
         self._bounds = Bounds(self._base, spec)
         self._waiting: list[tuple[Bound, Layout]] = []
         self._points: dict[str, Layout] = {}
         self._done: dict[str, PointResult] = {}
         self._fitting: set[Layout] = set()
+        self._taken: set[tuple[Layout, tuple[tuple[str, ...], ...]]] = set()
         self._checked: dict[str, PointResult] = {}
         self._tried = self._unfit = self._over = self._over_simulated = 0
         self._refused: Counter[str] = Counter()
@@ -196,13 +202,19 @@ class _Search:
             rows = self._rows()
             limit = self._done[rows[-1]].makespan if len(rows) >= self._request.top else None
             batch: list[Point] = []
-            while position < len(self._waiting) and len(batch) < BATCH:
+            size = min(max(len(self._done), FIRST_BATCH), BATCH)
+            best = self._best_of_groups()
+            while position < len(self._waiting) and len(batch) < size:
                 bound, layout = self._waiting[position]
                 if limit is not None and bound.step_us > limit:
                     position = len(self._waiting)
                     break
                 position += 1
-                if not self._is_dominated(layout):
+                if bound.step_us > best.get(_group(layout), inf) or self._is_dominated(layout):
+                    continue
+                stages = replace(layout, cut=""), self._bounds.stages_of(layout)
+                if stages not in self._taken:  # cuts of two kinds may be the same stages
+                    self._taken.add(stages)
                     batch.append(self._point(layout))
             if batch:
                 self._simulate(batch, pool, recorded, file)
@@ -261,6 +273,17 @@ class _Search:
         """True if the same layout with less recomputation fits: it does the same in less time."""
         less = {"none": (), "selective": ("none",), "full": ("none", "selective")}[layout.recompute]
         return any(replace(layout, recompute=recompute) in self._fitting for recompute in less)
+
+    def _best_of_groups(self) -> dict[_Group, float]:
+        """The time of the fastest fitting layout of each group: one with a higher bound cannot be listed for it."""
+        best: dict[_Group, float] = {}
+        for point_id, result in self._done.items():
+            layout, checked = self._points[point_id], self._checked.get(point_id)
+            if layout in self._fitting and (checked is None or checked.status is Status.OK):
+                assert result.makespan is not None
+                group = _group(layout)
+                best[group] = min(best.get(group, inf), float(result.makespan))
+        return best
 
     def _rows(self) -> list[str]:
         """The ids of the best layout of each group, the fastest first, at most as many as there are rows."""

@@ -10,12 +10,14 @@ number of ranks on its side.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import networkx as nx
 
 from pipeproof.diagnostics.finding import CycleWitness, Finding, OpsWitness, WitnessOp
 from pipeproof.exec.monitor.failures import Failure, certain_failure, last_text, stopped
 from pipeproof.exec.monitor.job import JobNow, ProcessState
+from pipeproof.exec.monitor.lateness import job_lateness, straggler_findings
 from pipeproof.exec.monitor.monitor_codes import SLOW_RANK
 from pipeproof.exec.monitor.own_history import minority, parted
 from pipeproof.exec.monitor.ring import OpState
@@ -25,10 +27,14 @@ from pipeproof.exec.monitor.waits import Analysis, analyse, at_text, location_of
 from pipeproof.interop.hang.flight_recorder import Entry
 from pipeproof.interop.hang.hang_codes import HANG_CYCLE, NEVER_ISSUED, NOT_FINISHED
 
+if TYPE_CHECKING:
+    from pipeproof.exec.monitor.plan_ops import PlanOps
+
 
 def check_job(
-    job: JobNow, *, patience_s: float = PATIENCE_S, slow_s: float = SLOW_S, busy: frozenset[int] = frozenset()
-) -> Verdict:
+    job: JobNow, *, patience_s: float = PATIENCE_S, slow_s: float = SLOW_S, busy: frozenset[int] = frozenset(),
+    plan: PlanOps | None = None,
+) -> Verdict:  # fmt: skip
     """Return the verdict about a job.
 
     Args:
@@ -36,21 +42,24 @@ def check_job(
         patience_s: wait of a rank, in seconds, from which the job counts as hung.
         slow_s: the same for a wait for a rank of ``busy``, which computes.
         busy: ranks whose processes use a processor.
+        plan: the plan that the job executes, for names of its operations.
     """
-    analysis = analyse(job)
+    analysis = analyse(job, plan)
     waits = waits_of(analysis)
     oldest = max((wait.seconds for wait in waits), default=0.0)
     failure = certain_failure(analysis, oldest >= patience_s)
     if failure is None and oldest >= patience_s:
         failure = follow_waits(analysis, waits, patience_s, slow_s, busy)
     states = {rank.rank: rank.state for rank in job.ranks}
+    late = job_lateness(job)
     if failure is None:
         ended = all(rank.state is ProcessState.ENDED for rank in job.ranks) and not job.missing
         status = Status.ENDED if ended else Status.RUNNING
-        return Verdict(status, Kind.NONE, (), waits, (), (), states, job.missing)
+        stragglers = tuple(straggler_findings(late))
+        return Verdict(status, Kind.NONE, (), waits, stragglers, (), states, job.missing, lateness=late)
     return Verdict(
         failure.status, failure.kind, failure.causes, waits, tuple(failure.findings), failure.reasons, states,
-        job.missing,
+        job.missing, () if plan is None else tuple(plan.notes(job, failure.causes)), late,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ is not done.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import networkx as nx
 
@@ -18,6 +19,9 @@ from pipeproof.exec.monitor.verdict import Wait
 from pipeproof.interop.hang.collective_matches import Matches, match_entries
 from pipeproof.interop.hang.flight_recorder import Channel, Dump, Entry, Group, Launch, State
 
+if TYPE_CHECKING:
+    from pipeproof.exec.monitor.plan_ops import PlanOps
+
 
 @dataclass
 class Analysis:
@@ -27,6 +31,7 @@ class Analysis:
     matches: Matches
     entries: dict[tuple[int, int], Entry]
     ops: dict[tuple[int, int], RingOp]
+    plan: PlanOps | None = None
     blocking: dict[int, list[Entry]] = field(default_factory=dict)
     graph: nx.DiGraph[int] = field(default_factory=nx.DiGraph)
 
@@ -55,8 +60,8 @@ class Analysis:
         return 1 - len(self.missing(entry)) / max(num_members, 1)
 
 
-def analyse(job: JobNow) -> Analysis:
-    """Match the operations of all ranks, and return the waits between them."""
+def analyse(job: JobNow, plan: PlanOps | None = None) -> Analysis:
+    """Match the operations of all ranks, and return the waits between them; a plan names the operations."""
     dumps, ops = [], {}
     entries: dict[tuple[int, int], Entry] = {}
     for rank in job.ranks:
@@ -68,7 +73,7 @@ def analyse(job: JobNow) -> Analysis:
             entries[rank.rank, index], ops[rank.rank, index] = entry, op
             launches.append(Launch(rank.rank, (entry,), entry.state, (entry.group,)))
         dumps.append(Dump(rank.rank, rank.ring.file, "ring", whole=True, launches=tuple(launches)))
-    analysis = Analysis(job, match_entries(dumps), entries, ops)
+    analysis = Analysis(job, match_entries(dumps), entries, ops, plan)
     for rank in job.ranks:
         analysis.graph.add_node(rank.rank)
         blocking = {op.seq for op in rank.blocking}
@@ -122,11 +127,14 @@ def waits_of(analysis: Analysis) -> tuple[Wait, ...]:
         entry = max(entries, key=lambda entry: (bool(analysis.missing(entry)), analysis.seconds(entry)))
         ranks = tuple(sorted({other for each in entries for other in analysis.missing(each)} - {rank}))
         at = analysis.op(entry).at
-        waits.append(Wait(rank, entry.text, at, analysis.seconds(entry), ranks, _meaning(analysis.op(entry))))
+        waits.append(Wait(rank, entry.text, at, analysis.seconds(entry), ranks, _meaning(analysis, entry)))
     return tuple(sorted(waits, key=lambda wait: (-wait.seconds, wait.rank)))
 
 
-def _meaning(op: RingOp) -> str:
+def _meaning(analysis: Analysis, entry: Entry) -> str:
+    op = analysis.op(entry)
+    if analysis.plan is not None:
+        return analysis.plan.name(analysis.job.by_rank[entry.rank].ring, op).text
     if not op.kind:
         return ""
     micro_batch = "" if op.micro_batch is None else f" of micro-batch {op.micro_batch}"

@@ -27,7 +27,7 @@ def start_framework(run: RunSpec, *, computes: bool = True, share_gpus: bool = F
     if run.backend == "torch":
         from pipeproof.exec.rank.torch.framework import TorchFramework
 
-        return TorchFramework(run.device, gpu or 0, computes=computes)
+        return TorchFramework(run.device, gpu or 0, computes=computes, deterministic=run.deterministic)
     from pipeproof.stages.paddle.runtime import start_paddle
 
     start_paddle(gpu, computes=computes)  # before anything else imports paddle: quiet, on its device, one thread

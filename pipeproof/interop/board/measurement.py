@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, get_args
 
+from pipeproof.analysis.tune.layouts import near_even_blocks
 from pipeproof.specs.cost import DeviceName
 
 GIB = 2**30
@@ -161,14 +162,10 @@ def partition(num_layers: int, num_stages: int, num_modules: int = 0) -> list[li
         NoPlanError: a stage would be empty.
     """
     if num_layers % num_stages == 0:
-        blocks = [num_layers // num_stages] * num_stages
-    elif (num_layers + 2) % num_stages == 0 and num_stages > 1:
-        each = (num_layers + 2) // num_stages
-        blocks = [each - 1, *[each] * (num_stages - 2), each - 1]
+        blocks: list[int] | None = [num_layers // num_stages] * num_stages
     else:
-        each = -(-num_layers // num_stages)
-        blocks = [*[each] * (num_stages - 1), num_layers - each * (num_stages - 1)]
-    if min(blocks) < 0 or (0 in blocks[1:-1]):
+        blocks = near_even_blocks(num_layers, num_stages)
+    if blocks is None:
         raise NoPlanError(f"{num_layers} blocks leave one of {num_stages} stages empty")
     starts = [sum(blocks[:stage]) for stage in range(num_stages)]
     stages = [[f"layer.{start + i}" for i in range(number)] for start, number in zip(starts, blocks, strict=True)]

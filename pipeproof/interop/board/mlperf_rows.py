@@ -76,5 +76,5 @@ def _plan(cells: Cells, model: dict[str, Any], device: str, num_ranks: int) -> d
                 "execution": "graph" if "_cg" in cells.text("config") else "eager",
             }
         },
-        "memory": {"shard_optimizer": "dp"},
+        "memory": {"shard_optimizer": "dp", "gradient_dtype": "bfloat16"},
     }

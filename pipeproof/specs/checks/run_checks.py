@@ -35,6 +35,12 @@ def check_run(plan: PlanSections) -> list[Problem]:
         problems.append(Problem("PP106", ("transport", "send_recv"), message, help=fix))
     if run.replay:
         problems += _check_replay(plan)
+    if not run.deterministic and (run.backend, run.device) != ("torch", "gpu"):
+        message = (
+            f"`deterministic: false` is for PyTorch on GPUs, and {run.backend} on {run.device} has one order of sums"
+        )
+        fix = "remove it, or use `backend: torch` and `device: gpu`"
+        problems.append(Problem("PP106", ("run", "deterministic"), message, help=fix))
     if run.weight_dtype == "float16" and run.optimizer == "adamw":
         message = "AdamW's epsilon, 1e-8, is zero in float16: weights whose gradients are small become NaN"
         fix = "set run.main_grad_dtype to float32"

@@ -2,7 +2,8 @@
 
 A matrix product of [r, i] and [i, c] has 2 r i c FLOPs in each of F, I and W (every product has two gradients, and each
 of them is a product of the same size). Bytes count each operand and each result once: repeated reads come from caches.
-Weight gradients are read, added to and written in float32. Every expert of a rank is read once for all its tokens.
+Weight gradients are read, added to and written in the plan's ``gradient_dtype``. Every expert of a rank is read once
+for all its tokens.
 
 Attention over one (query, key) pair has 4 FLOPs per element of a head: a multiplication and an addition in each of two
 products. ``flash`` (arXiv:2205.14135) computes the pairs up to the diagonal. Its backward has five such products where
@@ -19,6 +20,7 @@ from enum import StrEnum
 from fractions import Fraction
 from typing import NamedTuple
 
+from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.dropout import MASK_BYTES, DropoutSite, dropout_sites
@@ -27,20 +29,23 @@ from pipeproof.stages.describe.layers import operations as ops
 from pipeproof.stages.describe.layers.layer_operations import layer_operations
 from pipeproof.stages.describe.rank_sizes import RankSizes
 
-WEIGHT_GRADIENT_BYTES = 4
-"""Bytes of an element of a weight gradient."""
-
 ROUTING_LAUNCHES = 5
 """Operations that a framework starts for one of a router's: a softmax, a choice of experts, a mask, a sort, a copy."""
 
 CONTEXT_LAUNCHES = 4
 """Operations of a step of attention over a ring of cp: the attention, an exchange, two corrections of the softmax."""
 
+RING_STEP_SHARE = Fraction(3, 4)
+"""Share of a rank's tokens that a step of attention over a ring of cp computes, but for the first: a rank has an early
+and a late part of the sequence, and half of the steps have all of its queries to half of the keys, the others half of
+its queries to all of the keys."""
+
 LOSS_LAUNCHES = 3
 """Further operations of a cross-entropy over tp, in F and in I, that no kernel fuses: maximum, mask, choice, sums."""
 
-ATTENTION_CORE = frozenset({"attn.core", "attn.scores", "attn.softmax", "attn.core_dropout", "attn.mix"})
-"""The operations of the core of attention, from q, k and v to the mixed values."""
+ATTENTION_CORE = frozenset({"attn.core", "attn.scores", "attn.softmax", "attn.core_dropout", "attn.mix", "attn.merge"})
+"""The operations of the core of attention, from q, k and v to the mixed values. Over a ring of cp each step's result is
+added to that of the steps before: two reads and a write of the output, and backward of the gradients of q, k and v."""
 
 
 class Phase(StrEnum):
@@ -134,6 +139,7 @@ class _RankWork:
 
     def __init__(self, plan: PlanSpec, sizes: RankSizes, item_bytes: int, *, flash: bool) -> None:
         self._sizes, self._item, self._flash = sizes, item_bytes, flash
+        self._gradient = dtype_bytes(plan.gradient_dtype)
         self._hidden, self._dropped = plan.gpt.hidden_size, dropout_sites(plan)
         self._fused_loss = plan.memory.cross_entropy in ("compiled", "fused")
         size, num_splits = sizes.size, plan.schedule.num_sequence_splits
@@ -173,7 +179,7 @@ class _RankWork:
             case ops.Lookup():
                 rows = sizes.tokens * self._hidden
                 local = rows / sizes.tp  # of the tokens whose row this rank has
-                gradient = self._item * rows + 2 * WEIGHT_GRADIENT_BYTES * local
+                gradient = self._item * rows + 2 * self._gradient * local
                 yield Work(name, Phase.FORWARD, ComputeUnit.VECTOR, Fraction(0), 2 * self._item * rows)
                 yield Work(name, Phase.WEIGHT, ComputeUnit.VECTOR, local, gradient)
             case ops.AttentionCore():
@@ -186,7 +192,7 @@ class _RankWork:
         flops = 2 * rows * inner * columns
         activations, weight = self._item * rows * (inner + columns), num_weights * inner * columns
         through = activations + self._item * weight
-        added = Fraction(2 * WEIGHT_GRADIENT_BYTES * weight)
+        added = Fraction(2 * self._gradient * weight)
         each, unit, ragged = rows / num_weights, ComputeUnit.MATMUL, num_weights > 1
         count, wide, high = Fraction(num_weights), Fraction(columns), Fraction(inner)
         forward = ProductShape(each, high, wide, count, ragged)
@@ -218,10 +224,15 @@ class _RankWork:
         size = Fraction(core.queries, core.num_heads)
         shape = ProductShape(self._sizes.tokens, size, self._keys / self._sizes.size.num_rows)
         unit, backward = ComputeUnit.ATTENTION, 3 * scores + 2 * mix
+        yield Work(name, Phase.FORWARD, unit, scores + mix, self._item * moved, shape=shape)
+        yield Work(name, Phase.INPUT, unit, backward, self._item * 2 * moved, shape=shape)
         cp = self._sizes.cp
-        launches = 1 if cp == 1 else 1 + CONTEXT_LAUNCHES * cp
-        yield Work(name, Phase.FORWARD, unit, scores + mix, self._item * moved, shape=shape, launches=launches)
-        yield Work(name, Phase.INPUT, unit, backward, self._item * 2 * moved, shape=shape, launches=launches)
+        if cp > 1:
+            outputs, inputs = core.mixed, core.queries + core.keys + core.values
+            for phase, elements in ((Phase.FORWARD, outputs), (Phase.INPUT, inputs)):
+                numel = self._sizes.tokens * elements / tp * (1 + (cp - 1) * RING_STEP_SHARE)
+                (work,) = self._elementwise("attn.merge", numel, (0, 3))
+                yield replace(work, phase=phase, launches=CONTEXT_LAUNCHES * cp)
 
     def _unfused_core(self, core: ops.AttentionCore) -> Iterator[Work]:
         tp = self._sizes.tp

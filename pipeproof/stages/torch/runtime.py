@@ -1,4 +1,4 @@
-"""Start of PyTorch for one rank: on its device, deterministic where it costs nothing, on one thread on the CPU.
+"""Start of PyTorch for one rank: on its device, deterministic if that is asked for, on one thread on the CPU.
 
 Matrix products have other bits with two threads than with one. So all sides of a comparison call ``start_torch``
 before anything else computes.
@@ -13,11 +13,14 @@ import torch
 NUM_THREADS = 1
 
 
-def start_torch(device: str, local_rank: int = 0, *, computes: bool = True) -> torch.device:
+def start_torch(
+    device: str, local_rank: int = 0, *, computes: bool = True, deterministic: bool = False
+) -> torch.device:
     """Set up and return the device of this process. A second call changes nothing.
 
     ``device`` is ``cpu`` or ``gpu``. With several GPUs a process takes the one of its ``local_rank``. On a GPU a known
-    kernel is tried, unless the process only copies data (``computes`` is False).
+    kernel is tried, unless the process only copies data (``computes`` is False). With ``deterministic`` a GPU uses only
+    kernels that add in one order: by default the backward of attention adds as its blocks happen to end.
 
     Raises:
         RuntimeError: there is no such GPU, or its kernels compute wrong values (a build without code for this GPU
@@ -33,6 +36,9 @@ def start_torch(device: str, local_rank: int = 0, *, computes: bool = True) -> t
         raise RuntimeError(f"local rank {local_rank} has no GPU: PyTorch sees {torch.cuda.device_count()}")
     torch.cuda.set_device(local_rank)
     chosen = torch.device("cuda", local_rank)
+    if deterministic:
+        torch.use_deterministic_algorithms(mode=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # no code of ours reads such memory
     if computes:
         require_kernels(chosen)
         start_backward_thread(chosen)

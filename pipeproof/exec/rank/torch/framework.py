@@ -24,12 +24,14 @@ from pipeproof.stages.torch.weights import Weight
 class TorchFramework:
     """PyTorch on ``cpu`` over gloo, or on one GPU over NCCL; a ``Framework`` whose weights are ``Weight``.
 
+    The options are those of ``start_torch``.
+
     Raises:
         RuntimeError: the device is missing or does not compute.
     """
 
-    def __init__(self, device: str, local_rank: int = 0, *, computes: bool = True) -> None:
-        self.device = start_torch(device, local_rank, computes=computes)
+    def __init__(self, device: str, local_rank: int = 0, *, computes: bool = True, deterministic: bool = False) -> None:
+        self.device = start_torch(device, local_rank, computes=computes, deterministic=deterministic)
         self.arrays = TorchArrays(self.device)
 
     def num_threads(self) -> int:

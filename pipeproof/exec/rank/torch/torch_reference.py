@@ -32,7 +32,7 @@ def run_torch_reference(
     weights, only the first step of a plan that a bound checks has a reference. ``on_step`` is called for these steps.
     """
     ranks = range(plan.mesh.num_ranks) if ranks is None else ranks
-    start_torch(plan.spec.run.device)
+    start_torch(plan.spec.run.device, deterministic=plan.spec.run.deterministic)
     watch = LayerWatch() if job.layers else None
     for result in _results(job, plan, ranks, watch):
         if result.step < job.checkpoint.first_step:
