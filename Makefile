@@ -35,10 +35,12 @@ browser:                     ## Chromium and its driver, from Debian's packages 
 test-browser: $(VENV)/.dev browser   ## opens timeline pages in Chromium
 	$(BIN)/python -m pytest -m needs_browser
 
-lint: $(VENV)/.dev           ## format, lint, types, import contracts
+lint: $(VENV)/.dev           ## format, lint, types on Linux, Windows and macOS, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 	$(BIN)/lint-imports
 
 docs: $(VENV)/.dev           ## pages, tables and pictures that are made from the code

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeproof.system_calls import sync
+
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
@@ -51,8 +53,8 @@ def output_file(path: Path) -> Iterator[Path]:
             yield new
             if target.exists():
                 shutil.copymode(target, new)
-            _synchronize(new)
-        _synchronize(target.parent)
+            sync(new)
+        sync(target.parent)
     except OSError as error:
         if error.filename is None or Path(error.filename) == new:
             error.filename = str(path)
@@ -76,11 +78,3 @@ def write_json(path: Path, content: Any) -> None:
         OSError: the file cannot be written; what exists survives.
     """
     write_output(path, json.dumps(content, indent=2) + "\n")
-
-
-def _synchronize(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
+from pipeproof.system_calls import kill
+
 
 class TerminatedError(Exception):
     """A signal terminated this process."""
@@ -31,7 +33,7 @@ def die_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill(os.getpid())
 
 
 @contextlib.contextmanager
@@ -48,7 +50,7 @@ def terminate_raises() -> Iterator[None]:
         raise TerminatedError(signum)
 
     signums = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+    if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signums.append(signal.SIGHUP)
     previous = {signum: signal.signal(signum, stop) for signum in signums}
     try:

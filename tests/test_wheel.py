@@ -1,14 +1,19 @@
 """The wheel: built as the build backend does, installed into an environment of its own, used far from the checkout."""
 
+import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import pipeproof
 
@@ -137,3 +142,52 @@ def test_the_sdist_has_what_it_needs_to_become_the_same_wheel(sdist, wheel, tmp_
     assert not (source / "tests").exists()
     again = built("build_wheel", source, tmp_path)
     assert sorted(zipfile.ZipFile(again).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def dependencies(lines, found):
+    """The distributions of this environment that requirements, and theirs in turn, need without an extra, by name."""
+    for requirement in map(Requirement, lines):
+        name = canonicalize_name(requirement.name)
+        if (requirement.marker is None or requirement.marker.evaluate({"extra": ""})) and name not in found:
+            found[name] = importlib.metadata.distribution(name)
+            dependencies(found[name].requires or (), found)
+    return found
+
+
+def test_dependencies_are_few_and_listed_on_the_installation_page(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "validation" / "pages"))
+    measure_sizes = importlib.import_module("measure_sizes")
+    needed = dependencies(PROJECT["dependencies"], {})
+    assert needed.keys() == measure_sizes.NEEDED_FOR.keys()
+    page = (ROOT / "docs" / "installation.md").read_text()
+    assert set(re.findall(r"^\| ([a-z-]+) [\d.]+ \|", page, re.MULTILINE)) == needed.keys()
+    large = set(measure_sizes.LARGE)
+    size = sum(measure_sizes.bytes_of(each) for name, each in needed.items() if name not in large)
+    assert 0 < size < measure_sizes.LIMIT_MB * 1e6
+
+
+def test_every_extra_that_is_recommended_exists_and_is_explained():
+    extras = set(PROJECT["optional-dependencies"])
+    files = [*(ROOT / "pipeproof").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    named = {
+        name for file in files for name in re.findall(r"pip install '(?:pipeproof|\.)\[(\w+)\]'", file.read_text())
+    }
+    assert {"cpu", "plot", "solve"} <= named <= extras
+    table = re.search(r"\| extra .*?\n\n", (ROOT / "docs" / "installation.md").read_text(), re.DOTALL).group().strip()
+    assert {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])} == extras
+
+
+@pytest.mark.needs("matplotlib")
+def test_pip_keeps_what_is_installed_and_adds_only_an_extra(installed, tmp_path):
+    """So the recommended command is right for the wheel, and for a checkout, whose installation has metadata, too."""
+    pip = [sys.executable, "-m", "pip", "--python", str(installed / "python"), "install", "--no-index", "--dry-run"]
+    done = subprocess.run(
+        [*pip, "--disable-pip-version-check", "pipeproof[plot]"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False, env=clean(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Would install" not in done.stdout
+    assert "(from pipeproof[plot])" in done.stdout

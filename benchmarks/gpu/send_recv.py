@@ -5,7 +5,8 @@
 The first argument has sizes (hidden, sequence, blocks of a rank, micro-batches), several with ``;`` between; the second
 schedules. Forward and backward of all micro-batches, bfloat16, no optimizer. Each step is timed operation by operation
 and replayed as one CUDA graph. ``work`` is the same step without communication. Gradients of both are compared after as
-many steps. On a CPU both move messages over gloo, to try the code.
+many steps: with ``deterministic`` as the third argument, as attention has other bits in every step otherwise. On a CPU
+both move messages over gloo, to try the code.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import sys
 
+import torch
 import torch.distributed as dist
 from measure import Measured, Times, captured_anew, forget, timed
 from our_step import OurStep, start
@@ -25,6 +27,8 @@ NUM_TURNS = 2
 
 def main() -> None:
     """Time all sizes and schedules that the command line names."""
+    torch.use_deterministic_algorithms(sys.argv[3:] == ["deterministic"])
+    torch.utils.deterministic.fill_uninitialized_memory = False
     framework, report = start()
     device, num_ranks = framework.device, dist.get_world_size()
     ways = ("backend", "copy_engine") if device.type == "cuda" else ("backend", "backend")

@@ -19,7 +19,10 @@ from pipeproof.diagnostics.finding import Severity
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from pipeproof.exec.monitor.job import JobNow
+    from pipeproof.exec.monitor.lateness import Lateness
     from pipeproof.exec.monitor.verdict import Verdict
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -28,6 +31,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.command()
 @click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
 @click.option("--ras", metavar="HOST[:PORT]", help="Ask the RAS server of NCCL on a host of the job; port 28028.")
+@click.option("--trigger", metavar="STEM", type=click.Path(path_type=Path),
+              help="Ask this host's ranks for dumps into DIR; STEM: TORCH_NCCL_DEBUG_INFO_PIPE_FILE.")  # fmt: skip
 @click.option("--plan", type=_FILE, help="The plan that the job executes: operations get their names in it.")
 @click.option("--follow", is_flag=True, help="Watch the rings of a running job until it hangs or ends.")
 @click.option(
@@ -66,24 +71,27 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
               help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
 def hang(
-    directory: Path | None, ras: str | None, plan: Path | None, follow: bool, patience_s: float, slow_s: float,
-    timeout_s: float | None, on_hang: str | None, html: Path | None, metrics: Path | None,
-    form: Literal["text", "json"], color: str,
+    directory: Path | None, ras: str | None, trigger: Path | None, plan: Path | None, follow: bool,
+    patience_s: float, slow_s: float, timeout_s: float | None, on_hang: str | None, html: Path | None,
+    metrics: Path | None, form: Literal["text", "json"], color: str,
 ) -> None:  # fmt: skip
     """Report which rank is the cause of a hang, and what the others wait for.
 
     DIR has the rings of a job that called `watch` of pipeproof.torch or pipeproof.paddle (one file for each rank, also
     in one directory for each host), or Flight Recorder dumps: a file for each rank, whose name ends with the rank, as
-    pickle or JSON. The output has mismatches, operations that were never issued, and the cycle of waits.
+    pickle or JSON, or logs of NCCL's Inspector. The output has mismatches, operations that were never issued, and the
+    cycle of waits.
     """
     for name, value in (("--on-hang", on_hang), ("--duration", timeout_s)):
         if value is not None and not follow:
             raise click.UsageError(f"{name} needs --follow")
     if (directory is None) == (ras is None):
         raise click.UsageError("name either a directory DIR or --ras HOST")
-    for name, given in (("--output", html), ("--plan", plan)):
+    for name, given in (("--output", html), ("--plan", plan), ("--trigger", trigger)):
         if ras is not None and given is not None:
-            raise click.UsageError(f"{name} needs rings: RAS has no single operations")
+            raise click.UsageError(f"{name} needs rings or dumps: RAS has no single operations")
+    if trigger is not None and follow:
+        raise click.UsageError("--trigger asks for dumps, and --follow watches rings: give one of them")
     output = _Output(on_hang, html, metrics, form, color)
     if ras is not None:
         with refusing_bad_plans(form, Path(ras), color):
@@ -91,18 +99,28 @@ def hang(
     assert directory is not None
     with refusing_bad_plans(form, directory, color):
         from pipeproof.exec.monitor.job import ring_files
+        from pipeproof.interop.hang.nccl_inspector import inspector_files
 
-        if not follow and not ring_files(directory):
+        if trigger is not None or (not follow and not ring_files(directory)):
             if html is not None or metrics is not None or plan is not None:
-                raise click.UsageError(f"--output, --metrics and --plan need rings, and {str(directory)!r} has none")
-            _from_dumps(directory, form, color)
+                raise click.UsageError(f"--output, --metrics and --plan need rings, not dumps of {str(directory)!r}")
+            logs = [] if trigger is not None else inspector_files(directory)
+            if logs:
+                _from_inspector(logs, form, color)
+            _from_dumps(directory, trigger, form, color)
         _from_rings(directory, plan, follow, (patience_s, slow_s, timeout_s), output)
 
 
-def _from_dumps(directory: Path, form: Literal["text", "json"], color: str) -> NoReturn:
+def _from_dumps(directory: Path, trigger: Path | None, form: Literal["text", "json"], color: str) -> NoReturn:
     from pipeproof.interop.hang.diagnose_hang import diagnose_dumps
+    from pipeproof.interop.hang.dump_trigger import request_dumps
 
-    report = diagnose_dumps(directory)
+    answered = None
+    if trigger is not None:
+        answered, problems = request_dumps(trigger, directory)
+        for problem in problems:
+            console_for(stderr=True, color=color).print(f"{problem}: it is left out", markup=False, soft_wrap=True)
+    report = diagnose_dumps(directory, answered)
     failed = any(finding.severity is Severity.ERROR for finding in report.findings)
     if form == "json":
         click.echo(json.dumps(report.to_json(), indent=2))
@@ -115,6 +133,23 @@ def _from_dumps(directory: Path, form: Literal["text", "json"], color: str) -> N
         ranks = f"{len(report.dumps)} rank{'s' if len(report.dumps) > 1 else ''}"
         console.print(f"{ranks}, {launches} launches, {report.num_pending} of them not done")
     sys.exit(ExitStatus.FAILED if failed else ExitStatus.OK)
+
+
+def _from_inspector(logs: list[Path], form: Literal["text", "json"], color: str) -> NoReturn:
+    from pipeproof.exec.monitor.inspector_report import report_logs
+    from pipeproof.interop.hang.nccl_inspector import read_inspector
+
+    report = report_logs(read_inspector(logs))
+    if form == "json":
+        click.echo(json.dumps(report.to_json(), indent=2))
+    else:
+        from pipeproof.diagnostics.text_output import render_text
+
+        console = console_for(color=color)
+        render_text(report.findings, None, console=console)
+        for line in report.lines():
+            console.print(line, markup=False, soft_wrap=True)
+    sys.exit(ExitStatus.OK)
 
 
 def _from_ras(ras: str, follows: bool, patience_s: float, timeout_s: float | None, output: _Output) -> NoReturn:
@@ -164,16 +199,21 @@ class _Output:
     form: Literal["text", "json"]
     color: str
     is_slow: bool = False
+    lateness: Mapping[str, Sequence[Lateness]] | None = None
 
     def report(self, verdict: Verdict | None, job: JobNow | None) -> None:
-        """Write the metrics of a look, and print the first verdict of a slow phase."""
+        """Write the metrics of a look, and print the first verdict of a slow phase, or with a straggler."""
         from pipeproof.exec.monitor.follow import metrics_text
         from pipeproof.exec.monitor.verdict import Status
 
+        if verdict is not None:
+            self.lateness = verdict.lateness
         if self.metrics is not None:
-            write_output(self.metrics, metrics_text(verdict, job))
-        is_slow = verdict is not None and verdict.status is Status.SLOW
-        if verdict is not None and is_slow and not self.is_slow and self.form == "text":
+            write_output(self.metrics, metrics_text(verdict, job, self.lateness))
+        if verdict is None:
+            return
+        is_slow = verdict.status is Status.SLOW or (verdict.status is Status.RUNNING and bool(verdict.findings))
+        if is_slow and not self.is_slow and self.form == "text":
             self._print(verdict)
         self.is_slow = is_slow
 
@@ -188,7 +228,7 @@ class _Output:
             sys.exit(ExitStatus.OK)
         verdict, job = result
         if self.metrics is not None:
-            write_output(self.metrics, metrics_text(verdict, job))
+            write_output(self.metrics, metrics_text(verdict, job, verdict.lateness))
         if self.html is not None and job is not None:
             write_output(self.html, hang_html(verdict, job))
         if self.form == "json":

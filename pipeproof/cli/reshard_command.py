@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from pipeproof.cli.console import format_option, opening_checkpoints, refusing_b
 from pipeproof.cli.reshard_output import Outcome, draw, show_findings, show_outcome, showing_progress
 from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.exit_status import ExitStatus
+from pipeproof.system_calls import num_cores
 
 if TYPE_CHECKING:
     from pipeproof.cli.check_report import Form
@@ -128,7 +128,7 @@ def reshard(
     """
     if target_plan is not None and to_plan is not None:
         raise click.UsageError("give the plan once: as TARGET_PLAN or with --to")
-    cores = len(os.sched_getaffinity(0))  # two jobs per core: one computes while the other waits for the disk
+    cores = num_cores()  # two jobs per core: one computes while the other waits for the disk
     plan = to_plan if target_plan is None else target_plan
     jobs = jobs or min(2 * cores, _MOST_JOBS)
     options = ReshardOptions(source, plan, out, aoa, names, weights_only, save_format, picture, jobs, form == "json")

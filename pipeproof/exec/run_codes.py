@@ -71,9 +71,12 @@ UNVERIFIED = RuleDoc(
 )
 BACKEND_MISSING = RuleDoc(
     code="PP906",
-    title="the plan's backend is not installed",
+    title="the plan's backend is not installed, or this is not Linux",
     severity="error",
-    explanation="The framework that `run.backend` names cannot be imported by the Python that runs pipeproof.",
+    explanation=(
+        "The framework that `run.backend` names cannot be imported by the Python that runs pipeproof. Or this is not "
+        "Linux: ranks start on Linux only, and everything else works on macOS and Windows, too."
+    ),
     wrong="pip install pipeproof",
     right="pip install 'pipeproof[cpu]'",
     kind=ExampleKind.COMMAND,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from pipeproof.exec.run_report import RunReport
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS
 from pipeproof.specs.plan_sections import RunSpec
+from pipeproof.system_calls import CAN_START_RANKS
 from pipeproof.verify.check_plan import Report
 from pipeproof.verify.subject import Subject
 
@@ -153,11 +155,18 @@ def require_runnable(report: Report, options: RunOptions) -> None:
 
 
 def _require_environment(subject: Subject, *, share_gpus: bool = False) -> None:
-    """Refuse a plan whose framework or devices are missing; with ``share_gpus`` one GPU is enough.
+    """Refuse a plan where Linux, its framework or its devices are missing; with ``share_gpus`` one GPU is enough.
 
     Raises:
         BackendMissingError: the plan's backend is not installed, or its device is missing.
     """
+    if not CAN_START_RANKS:
+        raise BackendMissingError(
+            BACKEND_MISSING.finding(
+                f"plans run on Linux, and this system is {sys.platform}",
+                help="run it on Linux; `check`, `simulate` and what else starts no ranks work here",
+            )
+        )
     _require_backend(subject.plan.spec.run)
     if missing := missing_gpus(subject, share_gpus=share_gpus):
         raise BackendMissingError(missing)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -18,6 +17,7 @@ from pipeproof.state.byte_ranges import RangeReader
 from pipeproof.state.safetensors_header import read_header, require_array
 from pipeproof.state.state_codes import StateError, reading, regular_size
 from pipeproof.state.state_index import ShardFile, TensorEntry
+from pipeproof.system_calls import sync
 
 _BLOCK = 2**20
 _FIX = "name an older state (`--resume DIR/step-..`), or copy the file again from where it was saved"
@@ -115,12 +115,3 @@ def digest_of(path: Path, on_block: Callable[[], None] = lambda: None) -> str:
             digest.update(block)
             on_block()
     return digest.hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Make a file, or the entries of a directory, survive a power loss."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from pipeproof.state.cast import Bits
 from pipeproof.state.regions import Region, row_numels, spanned_range
 from pipeproof.state.state_codes import StateError, reading
+from pipeproof.system_calls import open_to_read, read_at
 
 SCRATCH_BYTES = 2**20
 """Default size of the scratch buffer of a reader."""
@@ -81,8 +82,8 @@ class RangeReader:
             handle = self._opened(path)
             for number in range(num_ranges):
                 position, rest = start + number * stride, content[number * size : (number + 1) * size].data
-                while rest:  # Linux reads at most 2 GiB at once, and a network's disk may give less
-                    num_read = os.preadv(handle, [rest], position)
+                while rest:
+                    num_read = read_at(handle, rest, position)
                     if not num_read:
                         message = f"{path} is cut short: it ends before the byte {position + len(rest)}"
                         raise StateError(message, self._fix)
@@ -163,7 +164,7 @@ class RangeReader:
         if handle is None:
             if len(self._handles) == _MAX_OPEN:
                 os.close(self._handles.pop(next(iter(self._handles))))
-            handle = os.open(path, os.O_RDONLY)
+            handle = open_to_read(path)
         self._handles[path] = handle
         return handle
 

@@ -20,9 +20,10 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.model import model_content
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.state.array_files import ByteArray, sync, write_file
+from pipeproof.state.array_files import ByteArray, write_file
 from pipeproof.state.state_index import INDEX_FILE, DataPosition, Shard, ShardFile, StateIndex, TensorEntry, index_text
 from pipeproof.state.state_layout import file_name, whole_state
+from pipeproof.system_calls import sync
 from pipeproof.version import __version__
 
 _NOT_VALUES = ("steps", "replay", "device", "backend", "compiler", "deterministic")

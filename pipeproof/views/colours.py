@@ -39,10 +39,15 @@ def channels(colour: str) -> tuple[int, int, int]:
 
 
 def is_dark(colour: str) -> bool:
-    """True if white text has the greater contrast on this colour (WCAG 2, relative luminance)."""
+    """True if white text has the greater contrast on this colour (WCAG 2)."""
+    own = luminance(colour)
+    return (1.0 + 0.05) / (own + 0.05) > (own + 0.05) / 0.05
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of WCAG 2, from 0 of black to 1 of white."""
     linear = (
         value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
         for value in (channel / 255 for channel in channels(colour))
     )
-    luminance = sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-    return (1.0 + 0.05) / (luminance + 0.05) > (luminance + 0.05) / 0.05
+    return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

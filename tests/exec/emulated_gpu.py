@@ -16,6 +16,7 @@ import torch
 from pipeproof.exec.rank.torch import peer_memory
 
 WAIT_S = 20.0
+HOST_MEMORY_ALREADY_REGISTERED = 712
 
 
 class EmulatedDriver(peer_memory.Driver):
@@ -24,6 +25,7 @@ class EmulatedDriver(peer_memory.Driver):
     def __init__(self, seed=0):
         self.lock, self.random = threading.RLock(), random.Random(seed)
         self.queues, self.memory, self.refuses, self.pause = {}, [], {}, lambda: time.sleep(0.0005)
+        self.registered = set()
         self.functions = {name: self._function(name) for name in peer_memory._SIGNATURES}
         self._library = self
 
@@ -35,8 +37,7 @@ class EmulatedDriver(peer_memory.Driver):
             if name in self.refuses:
                 return self.refuses[name]
             with self.lock:
-                getattr(self, f"_{name}")(*arguments)
-            return 0
+                return getattr(self, f"_{name}")(*arguments) or 0
 
         return call
 
@@ -52,7 +53,10 @@ class EmulatedDriver(peer_memory.Driver):
         address._obj.value = int.from_bytes(bytes(handle)[:8], "little")
 
     def _cuMemHostRegister_v2(self, address, num_bytes, flags):  # noqa: N802
-        pass
+        if address in self.registered:
+            return HOST_MEMORY_ALREADY_REGISTERED
+        self.registered.add(address)
+        return 0
 
     def _cuMemHostGetDevicePointer_v2(self, device, host, flags):  # noqa: N802
         device._obj.value = host

@@ -175,3 +175,12 @@ def test_slots_have_room_for_the_largest_message():
     assert set(sizes) == set(graph.channels)
     largest = max(tensor.numel for tensor in graph.tensors) * 4
     assert all(size % 512 == 0 and largest <= size < largest + 512 for size in sizes.values())
+
+
+def test_a_process_connects_again_and_again(monkeypatch):
+    """As a script with a second pipeline does; what the first had mapped is no longer used."""
+    from tests.exec.emulated_gpu import emulate
+
+    emulate(monkeypatch)
+    for _ in range(5):
+        assert not [end for end in connected({FORTH: 512, BACK: 512}) if isinstance(end, RuntimeError)]

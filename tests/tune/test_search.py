@@ -89,7 +89,8 @@ def test_rows_pass_their_check_and_their_parts_add_up():
         assert row.parts_s.keys() == set(PARTS)
         assert sum(row.parts_s.values()) == pytest.approx(row.step_s)
         assert row.tokens_per_s == pytest.approx(16 * 512 / row.step_s)
-        assert row.tflops_per_gpu == pytest.approx(row.mfu * 66.9)  # products in float32, the dtype of the plan
+        assert row.plan["run"]["dtype"] == "bfloat16"  # that of the framework
+        assert row.tflops_per_gpu == pytest.approx(row.mfu * 989.4)
         assert row.layout.dp * row.layout.ep * row.layout.mbs * row.layout.num_micro_batches == 16
 
 
@@ -210,3 +211,10 @@ def test_a_balanced_cut_begins_stages_at_the_nearest_block():
         shares = [8 * stage / num_stages for stage in range(1, num_stages)]
         nearest = [min(range(9), key=lambda index, share=share: abs(begins[index] - share)) for share in shares]
         assert [max(index, before + 1) for index, before in zip(nearest, starts, strict=False)] == starts[1:]
+
+
+def test_modules_after_the_blocks_do_not_count_in_a_near_even_cut():
+    """Multi-token prediction is on the last stage, as in the layout Et*4|(t*4|)*14tmL."""
+    stages = near_even_cut(to_tune({**EXPERTS, "num_layers": 7, "mtp": {"num_modules": 1}}).spec, 4)
+    assert [sum(name.startswith("layer.") for name in names) for names in stages] == [2, 2, 2, 1]
+    assert stages[-1] == ("layer.6", "mtp.0", "norm", "head")

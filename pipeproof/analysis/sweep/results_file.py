@@ -8,7 +8,6 @@ computed again; any other damage is an error.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import IO, Any
 
 from pipeproof.analysis.sweep.evaluate_point import PointResult
 from pipeproof.analysis.sweep.sweep_file import Sweep
+from pipeproof.system_calls import lock_file
 from pipeproof.verify.certificate import RULE_SET_VERSION
 
 _FORMAT = 1
@@ -52,10 +52,8 @@ def open_results(path: Path, sweep: Sweep) -> Iterator[ResultsFile]:
         OSError: it cannot be opened.
     """
     with path.open("a+b") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ResultsFileError(f"{path}: another process writes to it; wait for it to end") from error
+        if not lock_file(stream.fileno()):
+            raise ResultsFileError(f"{path}: another process writes to it; wait for it to end")
         stream.seek(0)
         content = stream.read()
         lines = content.split(b"\n")

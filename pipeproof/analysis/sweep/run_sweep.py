@@ -22,6 +22,7 @@ from pipeproof.analysis.sweep.cluster import ClusterError, TaskError, WorkerDied
 from pipeproof.analysis.sweep.evaluate_point import Evaluate, PointResult, Status, evaluate, evaluate_chunk
 from pipeproof.analysis.sweep.sweep_file import Sweep
 from pipeproof.analysis.sweep.sweep_points import Point
+from pipeproof.system_calls import interrupt_blocked
 
 _Params = ParamSpec("_Params")
 _T = TypeVar("_T")
@@ -196,11 +197,8 @@ class _Processes(ProcessPoolExecutor):
 
     def submit(self, function: Callable[_Params, _T], /, *args: _Params.args, **kwargs: _Params.kwargs) -> Future[_T]:
         """Submit a call; a process started for it inherits the blocked signal."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with interrupt_blocked():
             return super().submit(function, *args, **kwargs)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _INTERRUPT_POLL_S = 0.1

@@ -113,7 +113,8 @@ def balanced_cut(spec: PlanSpec, times: Mapping[str, float], num_stages: int) ->
     A stage begins at the block whose beginning is nearest to its share of the whole time. Each stage keeps a block but
     the first, which may have the embedding alone, and the last, which may have the norm and the head alone.
     """
-    names, blocks = _names(spec)
+    names = list(layer_order(spec.gpt))
+    blocks = [name for name in names if is_block(name)]
     first, last = blocks[0], blocks[-1]
     before = sum(times[name] for name in names[: names.index(first)])
     after = sum(times[name] for name in names[names.index(last) + 1 :])
@@ -132,16 +133,13 @@ def balanced_cut(spec: PlanSpec, times: Mapping[str, float], num_stages: int) ->
 
 
 def near_even_cut(spec: PlanSpec, num_stages: int) -> tuple[tuple[str, ...], ...]:
-    """The layers of each stage for ``near_even_blocks``; no stages if there are none."""
-    names, blocks = _names(spec)
+    """The layers of each stage for ``near_even_blocks``; no stages if there are none.
+
+    MTP modules do not count as blocks: they are on the last stage.
+    """
+    names, blocks = list(layer_order(spec.gpt)), [f"layer.{number}" for number in range(spec.gpt.num_layers)]
     numbers = near_even_blocks(len(blocks), num_stages)
     return () if numbers is None else _cut_at(names, blocks, [0, *accumulate(numbers)][:-1])
-
-
-def _names(spec: PlanSpec) -> tuple[list[str], list[str]]:
-    """The names of all layers, and those of the blocks."""
-    names = list(layer_order(spec.gpt))
-    return names, [name for name in names if is_block(name)]
 
 
 def _cut_at(names: list[str], blocks: list[str], begins: list[int]) -> tuple[tuple[str, ...], ...]:

@@ -157,7 +157,8 @@ class _Search:
             spec, request.framework, request.num_gpus, request.global_batch,
             analytic.get("ranks_per_node") or device.ranks_per_node, request.fix,
         )  # fmt: skip
-        self._peak_tflops = peak_tflops(AnalyticSpec.model_validate(analytic), spec.run.dtype)
+        dtype = self._base["run"].get("dtype", "float32")
+        self._peak_tflops = peak_tflops(AnalyticSpec.model_validate(analytic), dtype)
         self._bounds = Bounds(self._base, spec)
         self._waiting: list[tuple[Bound, Layout]] = []
         self._points: dict[str, Layout] = {}

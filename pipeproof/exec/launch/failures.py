@@ -98,6 +98,8 @@ def _held() -> str:
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         return f"its tensors held {_gib(held)} of the GPU, in {_gib(reserved)} that PyTorch had reserved"
+    if sys.platform != "linux":
+        return "the memory that the process held is unknown"
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return f"the process held {_gib(pages * os.sysconf('SC_PAGE_SIZE'))} of the host"
 

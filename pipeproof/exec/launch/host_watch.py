@@ -43,6 +43,7 @@ from pipeproof.exec.launch.watchdog import JobState, RankState
 from pipeproof.exec.run_codes import DIED
 from pipeproof.exec.store.answering_store import AnsweringStore
 from pipeproof.exec.store.store import get_json, has_json, put_json
+from pipeproof.system_calls import kill
 
 _POLL_S, _STORE_POLL_S = 0.05, 0.5
 _NOTE_S = 1.0
@@ -311,7 +312,7 @@ class HostWatch:
         for other in others:
             if other.is_alive:
                 with contextlib.suppress(OSError):
-                    os.kill(other.pid, signal.SIGKILL)
+                    kill(other.pid)
 
     def _let_others_read(self) -> None:
         """Rank 0 may serve the store: it stays until every host that answers has left."""

@@ -13,6 +13,7 @@ import re
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -155,7 +156,7 @@ def make_directory(directory: Path, local: Mapping[int, Identity]) -> None:
     remove_left_directories(directory.parent)
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+    if not stat.S_ISDIR(found.st_mode) or not _is_own(found) or stat.S_IMODE(found.st_mode) & 0o077:
         raise PermissionError(f"{directory} is not a directory of this user alone")
     with atomic_write(directory / _PROCESSES) as new:
         new.write_text(json.dumps([identity.content() for identity in local.values()]))
@@ -168,9 +169,13 @@ def remove_left_directories(parent: Path) -> None:
             _remove_if_left(left)
 
 
+def _is_own(status: os.stat_result) -> bool:
+    return sys.platform == "win32" or status.st_uid == os.getuid()
+
+
 def _remove_if_left(directory: Path) -> None:
     with contextlib.suppress(OSError, ValueError):  # not ours, or being made
-        if directory.lstat().st_uid != os.getuid():
+        if not _is_own(directory.lstat()):
             return
         identities = [Identity.of(content) for content in json.loads((directory / _PROCESSES).read_text())]
         own = Identity.own().machine  # of another machine's processes, which may write here, nobody knows the end here

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import ipaddress
 import os
 import socket
@@ -130,6 +129,10 @@ def address_towards(host: str, port: int, family: socket.AddressFamily = socket.
 
 def interface_towards(host: str) -> str | None:
     """Network interface of this host on its route to another; None if it is unknown. Nothing is sent."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         own = socket.inet_aton(address_towards(host, 1, socket.AF_INET))
         for _, name in socket.if_nameindex():

@@ -131,7 +131,8 @@ class Launcher:
                 start_new_session=True,  # Ctrl-C reaches the launcher alone, which then stops the workers
             )
         os.close(write_end)
-        os.set_blocking(read_end, False)
+        if sys.platform != "win32":  # where runs are refused
+            os.set_blocking(read_end, False)
         worker = _Worker(name, rank, process, read_end, output)
         self._workers.append(worker)
         self._selector.register(read_end, selectors.EVENT_READ, worker)

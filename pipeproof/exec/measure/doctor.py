@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -20,6 +20,7 @@ from pipeproof.exec.measure.endpoint_pair import BackendStartError, backend_pair
 from pipeproof.exec.measure.link_curve import SIZES, Curve, device_facts, failure_text, measure_curve
 from pipeproof.exec.measure.nvidia_smi import GpuLink, gpu_links, gpu_properties
 from pipeproof.exit_status import ExitStatus
+from pipeproof.system_calls import CAN_START_RANKS, num_cores
 from pipeproof.testing.conformance import RowResult, check_backend
 from pipeproof.testing.endpoint_protocol import World
 
@@ -64,7 +65,7 @@ class DoctorReport:
         if self.curve is None or not self.curve.points or self.shares_a_gpu:
             return None
         link, num_gpus = self.curve.one_way, max((int(facts.get("gpus", 0)) for facts in self.facts), default=0)
-        num_ranks = num_gpus if self.device == "gpu" else len(os.sched_getaffinity(0))
+        num_ranks = num_gpus if self.device == "gpu" else num_cores()
         node = {"latency_us": link.latency_us, "bandwidth": link.bandwidth}
         return {"ranks_per_node": max(2, num_ranks), "node": node}
 
@@ -104,6 +105,8 @@ def run_doctor(
     if importlib.util.find_spec(backend) is None:
         fix = f"pip install 'pipeproof[{extra}]'"
         measured.problems.append(f"{name} is not installed, so plans cannot be run on it: {fix}")
+    elif not CAN_START_RANKS:
+        measured.problems.append(f"Transports are measured on Linux, and this system is {sys.platform}: nothing was.")
     else:
         try:
             _measure(measured, table, lambda: backend_pair(backend, device), keys, sizes)
@@ -184,7 +187,7 @@ def _versions(facts: Sequence[Mapping[str, str]]) -> dict[str, str]:
         "torch": installed_version("torch") or "not installed",
         "numpy": np.__version__,
         "platform": platform.platform(),
-        "cores": str(len(os.sched_getaffinity(0))),
+        "cores": str(num_cores()),
     }
     return versions | {key: facts[0][key] for key in ("cuda", "nccl") if facts and key in facts[0]}
 

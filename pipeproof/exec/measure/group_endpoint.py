@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import pickle
 import queue
-import resource
 import signal
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -65,7 +65,7 @@ class GroupEndpoint(ABC):
 
     def clock_ns(self) -> int:
         """Return the kernel's monotonic clock, which all processes of a machine share."""
-        return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        return time.monotonic_ns()
 
     def pause(self) -> None:
         time.sleep(PAUSE_S)
@@ -155,7 +155,10 @@ def serve(arguments: list[str], start: Callable[[], None], make_endpoint: Callab
     """Start the framework, join, and serve bodies until the connection closes, which ends the process."""
     connection = Connection(int(arguments[0]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # some probes abort: leave no core file
+    if sys.platform != "win32":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # some probes abort: leave no core file
     inbox = _inbox(connection)
     try:
         start()

@@ -7,7 +7,6 @@ possible error is no measurement: it is counted as undecided and left out.
 
 from __future__ import annotations
 
-import os
 import platform
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,6 +46,7 @@ from pipeproof.specs.profile_file import (
     Steps,
     TimedKind,
 )
+from pipeproof.system_calls import num_cores
 from pipeproof.verify.subject import Subject
 
 _TIMED = frozenset(OpKind(kind) for kind in get_args(TimedKind))
@@ -312,7 +312,7 @@ def _two_largest(errors_ns: Iterable[int]) -> int:
 def _machine(backend: str, num_processes: int, threads: int, timings: Mapping[int, Timing]) -> Machine:
     return Machine(
         processor=_processor(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=num_cores(),
         processes=num_processes,
         threads=threads,
         framework=f"{backend} {installed_version(backend) or 'of an unknown version'}",

@@ -17,6 +17,7 @@ import networkx as nx
 from pipeproof.diagnostics.finding import CycleWitness, Finding, OpsWitness, WitnessOp
 from pipeproof.exec.monitor.failures import Failure, certain_failure, last_text, stopped
 from pipeproof.exec.monitor.job import JobNow, ProcessState
+from pipeproof.exec.monitor.lateness import job_lateness, straggler_findings
 from pipeproof.exec.monitor.monitor_codes import SLOW_RANK
 from pipeproof.exec.monitor.own_history import minority, parted
 from pipeproof.exec.monitor.ring import OpState
@@ -50,13 +51,15 @@ def check_job(
     if failure is None and oldest >= patience_s:
         failure = follow_waits(analysis, waits, patience_s, slow_s, busy)
     states = {rank.rank: rank.state for rank in job.ranks}
+    late = job_lateness(job)
     if failure is None:
         ended = all(rank.state is ProcessState.ENDED for rank in job.ranks) and not job.missing
         status = Status.ENDED if ended else Status.RUNNING
-        return Verdict(status, Kind.NONE, (), waits, (), (), states, job.missing)
+        stragglers = tuple(straggler_findings(late))
+        return Verdict(status, Kind.NONE, (), waits, stragglers, (), states, job.missing, lateness=late)
     return Verdict(
         failure.status, failure.kind, failure.causes, waits, tuple(failure.findings), failure.reasons, states,
-        job.missing, () if plan is None else tuple(plan.notes(job, failure.causes)),
+        job.missing, () if plan is None else tuple(plan.notes(job, failure.causes)), late,
     )  # fmt: skip
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from pipeproof.exec.monitor.check_job import check_job
 from pipeproof.exec.monitor.job import JobNow, ProcessState, process_states, read_headers, read_job, ring_files
+from pipeproof.exec.monitor.lateness import Lateness, job_lateness, straggler_findings
 from pipeproof.exec.monitor.ring import RingHeader
-from pipeproof.exec.monitor.verdict import PATIENCE_S, SLOW_S, Status, Verdict
+from pipeproof.exec.monitor.verdict import PATIENCE_S, SLOW_S, Kind, Status, Verdict
 
 if TYPE_CHECKING:
     from pipeproof.exec.monitor.plan_ops import PlanOps
@@ -21,6 +22,8 @@ _WINDOW_S: Final = 2.0
 _BUSY_SHARE: Final = 0.5
 _WARM_UP_EVENTS: Final = 64
 """Events of a rank before which its gaps are those of a start: imports, compilation, the first connections."""
+_LATENESS_S: Final = 30.0
+"""Time between two looks at whole rings of a job that makes progress, for stragglers."""
 _LONGER: Final = 2.0
 """A wait that is this many times as long as every wait that the job has survived is unusual."""
 
@@ -49,6 +52,7 @@ class Follower:
     _cpu: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     _events: dict[int, tuple[int, int]] = field(default_factory=dict)
     _longest_gap_s: float = 0.0
+    _lateness_ns: int = field(default_factory=time.time_ns)
 
     def look(self) -> tuple[Verdict, JobNow] | None:
         """Return the verdict now, and the job; None while a look at the headers shows progress, or there is no ring.
@@ -61,12 +65,23 @@ class Follower:
             return None
         headers = read_headers(files)
         if self._makes_progress(headers):
-            return None
+            return self._look_for_stragglers(files)
         job = read_job(files)
         patience_s = max(self.patience_s, _LONGER * self._longest_gap_s)
         slow_s = max(self.slow_s, patience_s)
         verdict = check_job(job, patience_s=patience_s, slow_s=slow_s, busy=self._busy(), plan=self.plan)
         return verdict, job
+
+    def _look_for_stragglers(self, files: dict[int, Path]) -> tuple[Verdict, JobNow] | None:
+        now_ns = self.now_ns()
+        if now_ns - self._lateness_ns < _LATENESS_S * 1e9:
+            return None
+        self._lateness_ns = now_ns
+        job = read_job(files)
+        states = {rank.rank: rank.state for rank in job.ranks}
+        late = job_lateness(job)
+        findings = tuple(straggler_findings(late))
+        return Verdict(Status.RUNNING, Kind.NONE, (), (), findings, (), states, job.missing, lateness=late), job
 
     def _makes_progress(self, headers: tuple[RingHeader, ...]) -> bool:
         """Update the history of all ranks; True if every rank runs and has had an event within half of the patience."""
@@ -125,23 +140,24 @@ def follow(
     return None
 
 
-def metrics_text(verdict: Verdict | None, job: JobNow | None) -> str:
-    """Return the state of a job as Prometheus metrics."""
+def metrics_text(
+    verdict: Verdict | None, job: JobNow | None, lateness: Mapping[str, Sequence[Lateness]] | None = None
+) -> str:
+    """Return the state of a job as Prometheus metrics; ``lateness`` is from the last look at whole rings."""
     status = Status.RUNNING if verdict is None else verdict.status
     lines = ["# HELP pipeproof_hang 1 while the watched job hangs", "# TYPE pipeproof_hang gauge"]
     lines.append(f"pipeproof_hang {int(status is Status.HANG)}")
-    if verdict is None:
-        return "\n".join((*lines, ""))
-    families: list[tuple[str, str, Mapping[int, float]]] = [
-        (
-            "pipeproof_cause", "1 for a rank that causes the hang",
-            {rank: int(rank in verdict.causes) for rank in verdict.states},
-        ),
-        (
-            "pipeproof_wait_seconds", "Seconds for which a rank has waited in its operation",
-            {wait.rank: wait.seconds for wait in verdict.waits},
-        ),
-    ]  # fmt: skip
+    shares: dict[int, float] = {}
+    for row in (row for rows in (lateness or {}).values() for row in rows):
+        shares[row.rank] = max(shares.get(row.rank, 0.0), row.share)
+    families: list[tuple[str, str, Mapping[int, float]]] = []
+    if shares:
+        families.append(("pipeproof_lateness_ratio", "Part of the time that a group waits for a rank alone", shares))
+    if verdict is not None:
+        causes = {rank: int(rank in verdict.causes) for rank in verdict.states}
+        waits = {wait.rank: wait.seconds for wait in verdict.waits}
+        families.append(("pipeproof_cause", "1 for a rank that causes the hang", causes))
+        families.append(("pipeproof_wait_seconds", "Seconds for which a rank has waited in its operation", waits))
     if job is not None:
         events = {rank.rank: rank.ring.header.num_events for rank in job.ranks}
         families.append(("pipeproof_events_total", "Issues, waits and ends of operations of a rank", events))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.exec.monitor.job import ProcessState
+from pipeproof.exec.monitor.lateness import Lateness
 
 PATIENCE_S: Final = 5.0
 """Wait of a rank from which a job counts as hung."""
@@ -74,6 +75,8 @@ class Verdict:
     missing: tuple[int, ...]
     plan: tuple[str, ...] = ()
     """Positions of the ranks of the cause in the plan, in sentences."""
+    lateness: Mapping[str, tuple[Lateness, ...]] = field(default_factory=dict)
+    """By the name of a group, for groups with enough collectives."""
 
     def lines(self) -> Iterator[str]:
         """Return the verdict as text, apart from its findings: the cause, the reasons, and the ranks that wait."""
@@ -110,5 +113,6 @@ class Verdict:
             ],
             "ranks": [{"rank": rank, "state": str(state)} for rank, state in sorted(self.states.items())],
             "ranks_without_ring": list(self.missing),
+            "lateness": [{"group": name, **asdict(row)} for name, rows in self.lateness.items() for row in rows],
             "findings": [finding_to_json(finding) for finding in self.findings],
         }  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ from pipeproof.exec.launch.job_files import CheckpointOptions, Job
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.framework_protocol import Arrays, Tensor, World
 from pipeproof.exec.run_codes import NOT_EXECUTED
+from pipeproof.system_calls import lock_file
 from pipeproof.verify.subject import Subject
 
 if TYPE_CHECKING:
@@ -82,16 +82,14 @@ def only_writer(options: CheckpointOptions) -> Iterator[None]:
         return
     from pipeproof.state.state_codes import StateError
 
-    handle = os.open(options.root, os.O_RDONLY | os.O_DIRECTORY)
+    handle = os.open(options.root, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        fix = "wait for its end, or name another directory"
-        raise StateError(f"another run saves its states in {options.root}", fix) from error
-    except OSError:  # NFS refuses locks of directories that are open to be read
-        pass
-    try:
+        is_free = True
+        with contextlib.suppress(OSError):  # NFS refuses locks of directories that are open to be read
+            is_free = lock_file(handle)
+        if not is_free:
+            fix = "wait for its end, or name another directory"
+            raise StateError(f"another run saves its states in {options.root}", fix)
         yield
     finally:
         os.close(handle)

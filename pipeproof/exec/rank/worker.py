@@ -44,6 +44,7 @@ from pipeproof.schedule.columns import NONE
 from pipeproof.schedule.ops import Op
 from pipeproof.signals import die_with_parent
 from pipeproof.stages.describe.layer_records import LayerWatch
+from pipeproof.system_calls import kill
 from pipeproof.verify.certificate import Certificate, Verdict, certificate_of, graph_digest
 from pipeproof.verify.subject import Subject, make_subject
 
@@ -192,7 +193,7 @@ class FaultInjector:
         if self._fault.action == "raise":
             raise RuntimeError(f"injected failure at {op}")
         if self._fault.action == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill(os.getpid())
         while True:  # hang
             time.sleep(1)
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -136,7 +137,7 @@ def refuse_other_hosts(host: str, port: int) -> None:
     Paddle's store listens at all addresses, and has no option for another. So the listening socket is bound to the
     loopback interface afterwards. A kernel that forbids it (Linux before 5.7 without root) leaves the store as it is.
     """
-    if host != LOOPBACK:
+    if host != LOOPBACK or sys.platform != "linux":
         return
     for end in _network_sockets():
         with contextlib.suppress(OSError):

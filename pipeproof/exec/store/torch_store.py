@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import resource
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -104,8 +104,11 @@ def process_store() -> TorchStore:
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # a descriptor for each connection of the store and of gloo
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the soft limit is often 1,024
+    if sys.platform != "win32":
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # one for each connection of the store and of gloo
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the soft limit is often 1,024
     has_other_hosts = os.environ.get("LOCAL_WORLD_SIZE") not in (None, os.environ.get("WORLD_SIZE"))
     with _network_errors():
         end = _listening(host, port, has_other_hosts=has_other_hosts).detach() if serves else None

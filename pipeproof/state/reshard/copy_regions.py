@@ -28,6 +28,7 @@ from pipeproof.state.reshard.reshard_codes import writing
 from pipeproof.state.safetensors_header import Header, StoredArray, make_header
 from pipeproof.state.state_index import Shard, ShardFile, TensorEntry
 from pipeproof.state.tensor_map import StateMap, copies_into
+from pipeproof.system_calls import forget_cached
 
 _BLOCKS_BYTES = 2**26
 """Most bytes of tensors that all threads hold: each a block of its target, and as much of the source."""
@@ -201,7 +202,7 @@ class _TargetWriter:
                 if (
                     position - synced >= _WRITE_BACK_BYTES
                 ):  # begins to write what is not on the disk yet, forgets what is
-                    os.posix_fadvise(handle, max(0, 2 * synced - position), 0, os.POSIX_FADV_DONTNEED)
+                    forget_cached(handle, max(0, 2 * synced - position))
                     synced = position
                 self._add_progress(block.nbytes)
             os.fsync(handle)

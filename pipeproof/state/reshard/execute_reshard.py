@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeproof.state.array_files import sync
 from pipeproof.state.checkpoint import Checkpoint
 from pipeproof.state.open_checkpoint import file_findings
 from pipeproof.state.region_text import size_words
@@ -33,6 +32,7 @@ from pipeproof.state.state_index import (
     read_index,
     read_provenance,
 )
+from pipeproof.system_calls import sync
 from pipeproof.version import __version__
 
 

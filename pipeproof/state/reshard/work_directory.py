@@ -7,7 +7,6 @@ killed before the rename, this directory remains.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -18,9 +17,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from pipeproof.state.array_files import sync
 from pipeproof.state.reshard.reshard_codes import OUTPUT_UNUSABLE, RefusedError
 from pipeproof.state.state_index import ShardFile, provenance_file
+from pipeproof.system_calls import lock_file, sync
 
 _MARK = "user.pipeproof.reshard"
 """Extended attribute of an output: the job that made it."""
@@ -168,11 +167,9 @@ def _locked(directory: Path) -> Iterator[None]:
         directory.mkdir(exist_ok=True)
         handle = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+            if not lock_file(handle):
                 message = f"another process is writing {directory.name.removeprefix('.').removesuffix('.reshard')}"
-                raise RefusedError(OUTPUT_UNUSABLE, message, "wait for it, or end it") from error
+                raise RefusedError(OUTPUT_UNUSABLE, message, "wait for it, or end it")
             try:
                 is_same = os.path.samestat(os.fstat(handle), (directory / _LOCK).stat())
             except FileNotFoundError:

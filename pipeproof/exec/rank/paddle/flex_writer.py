@@ -10,10 +10,11 @@ from paddle.distributed import ShardedWeight, save_state_dict
 
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.stages.paddle.runtime import quiet_native
-from pipeproof.state.array_files import digest_of, sync
+from pipeproof.state.array_files import digest_of
 from pipeproof.state.flex.flex_metadata import key_of, stored_shape
 from pipeproof.state.flex.flex_output import describe_file
 from pipeproof.state.state_layout import RankShard, shards_of_rank
+from pipeproof.system_calls import sync
 
 _SAVE = 0
 """Paddle's number of a save in its directory; each directory has one save, because Paddle mixes up several."""

@@ -27,6 +27,8 @@ _PORTABLE, _DEVICE_MAPPED = 1, 2
 _EQUAL: Final = 1
 _NON_BLOCKING: Final = 1
 _HIGH_PRIORITY: Final = -1
+_REGISTERED: Final[list[mmap.mmap]] = []
+"""Memory that the driver knows, for the life of the process: an unmapped address could be given to the next mapping."""
 
 
 class _IpcHandle(ctypes.Structure):
@@ -136,6 +138,7 @@ class SharedWords:
             os.close(end)
         self._host = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         driver().call("cuMemHostRegister_v2", self._host, size, _PORTABLE | _DEVICE_MAPPED)
+        _REGISTERED.append(self._memory)
         self._device = driver().address("cuMemHostGetDevicePointer_v2", self._host, 0)
 
     def address(self, index: int) -> int:

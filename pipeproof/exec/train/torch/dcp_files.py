@@ -22,10 +22,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.state.array_files import sync
 from pipeproof.state.dcp.dcp_checkpoint import is_dcp, require_files
 from pipeproof.state.dcp.dcp_codes import DCP_MISMATCH, DcpError, DcpMismatchError
 from pipeproof.state.dcp.dcp_metadata import DcpMetadata, DcpObject, read_metadata
+from pipeproof.system_calls import sync
 
 _FIX_DIRECTORY = "free space, or name another directory"
 RNG_RESTORED = "rng_restored"
