@@ -32,7 +32,7 @@ browser:                     ## Chromium and its driver, from Debian's packages 
 	command -v chromium && command -v chromedriver || \
 	  { apt-get update -q && apt-get install -q -y --no-install-recommends chromium chromium-driver; }
 
-test-browser: $(VENV)/.dev browser   ## opens timeline pages in Chromium
+test-browser: $(VENV)/.dev $(VENV)/.docs browser   ## opens the pages for a browser and the site in Chromium
 	$(BIN)/python -m pytest -m needs_browser
 
 lint: $(VENV)/.dev           ## format, lint, types on Linux, Windows and macOS, import contracts

@@ -187,6 +187,12 @@ def few_objects():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def without_a_width(monkeypatch):
+    """Let commands print as into a pipe: pytest-xdist and terminals may set ``COLUMNS``, at which prose is wrapped."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 # --- goldens ---
 
 

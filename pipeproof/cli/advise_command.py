@@ -13,7 +13,7 @@ from typing import Literal
 import click
 
 from pipeproof.cli.completion import PlanFile
-from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, showing_progress
+from pipeproof.cli.console import console_for, echo, format_option, refusing_bad_plans, showing_progress
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.exit_status import ExitStatus
 
@@ -49,7 +49,7 @@ def advise(
                     on_progress=on_progress,
                 )  # fmt: skip
         except NoTrainingError as error:
-            click.echo(f"error: {error}", err=True)
+            echo(f"error: {error}", err=True)
             sys.exit(ExitStatus.BAD_INPUT)
     if form == "json":
         from pipeproof.analysis.advise.advice_report import advice_to_json

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeproof.cli.completion import PLACE, complete_convention, is_plan
-from pipeproof.cli.console import format_option, opening_checkpoints, refusing_bad_plans
+from pipeproof.cli.console import echo, format_option, opening_checkpoints, refusing_bad_plans
 
 if TYPE_CHECKING:
     from pipeproof.cli.check_report import Form
@@ -82,7 +82,7 @@ def _write_between(source: str, target: str, path: Path, form: Form) -> None:
         with opening_checkpoints():
             statements = statements_between(source, target, _model(path))
     if not statements:
-        click.echo(
+        echo(
             f"`{source}` and `{target}` have the same names and layouts for this model: no statement is needed",
             err=True,
         )
@@ -111,9 +111,9 @@ def _show(program: Program, before: dict[str, TensorMeta], result: AppliedProgra
 
     statements, num_plain = counted(len(program.statements), "statement"), len(result.expanded.statements)
     they_make = f"{'it makes' if len(program.statements) == 1 else 'they make'} {len(result.state_map.tensors):,}"
-    click.echo(f"{statements}, {num_plain:,} without patterns; of {counted(len(before), 'tensor')} {they_make}")
+    echo(f"{statements}, {num_plain:,} without patterns; of {counted(len(before), 'tensor')} {they_make}")
     for line in map_lines(result.state_map, {name: meta.shape for name, meta in before.items()}):
-        click.echo(line)
+        click.echo(line)  # statements, which are not prose
 
 
 def _inverse_of(

@@ -65,9 +65,9 @@ def not_nan(context: click.Context, parameter: click.Parameter, value: float) ->
 
 def console_for(*, stderr: bool = False, color: str = "auto") -> Console:
     """Return the console of standard output or error; ``color`` is ``auto``, ``always`` or ``never``."""
-    from rich.console import Console
+    from pipeproof.views.wrapping_console import WrappingConsole
 
-    class _Console(Console):
+    class _Console(WrappingConsole):
         def on_broken_pipe(self) -> None:
             output_closed()
 
@@ -118,7 +118,7 @@ def note_kind(file: Path) -> None:
 
     note = note_of_kind(file)
     if note is not None:
-        click.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
 
 
 @contextmanager
@@ -144,11 +144,25 @@ def refused_by_system(error: OSError) -> NoReturn:
     sys.exit(ExitStatus.BAD_INPUT)
 
 
+def wrapped(text: str, label: str = "", *, err: bool = True) -> str:
+    """Return prose wrapped for standard error or output, where it will follow a label."""
+    from pipeproof.diagnostics.wrapped_text import prose_width, wrapped_text
+
+    stream = sys.stderr if err else sys.stdout
+    width = None if stream is None else prose_width(stream)  # it may have been closed
+    return wrapped_text(label + text, width).removeprefix(label)
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print prose without styles on standard output or error, wrapped as consoles wrap it."""
+    click.echo(wrapped(text, err=err), err=err)
+
+
 def print_error(text: str) -> None:
     """Print an error on standard error, without the terminal control characters that names of files may have."""
     from pipeproof.diagnostics.text_output import printable
 
-    click.echo("\n".join(map(printable, f"error: {text}".split("\n"))), err=True)
+    echo("\n".join(map(printable, f"error: {text}".split("\n"))), err=True)
 
 
 def _error_text(error: OSError) -> str:

@@ -10,7 +10,7 @@ from typing import Literal
 import click
 
 from pipeproof.atomic_write import write_json
-from pipeproof.cli.console import console_for, format_option, writable
+from pipeproof.cli.console import console_for, echo, format_option, writable
 from pipeproof.exit_status import ExitStatus
 
 
@@ -47,18 +47,18 @@ def _write_costs(path: Path) -> ExitStatus:
     try:
         import torch
     except ImportError:
-        click.echo("error: PyTorch is not installed: pip install 'pipeproof[torch]'", err=True)
+        echo("error: PyTorch is not installed: pip install 'pipeproof[torch]'", err=True)
         return ExitStatus.BAD_INPUT
     if not torch.cuda.is_available():
-        click.echo("error: PyTorch sees no GPU: use a machine with one, and a build of PyTorch for it", err=True)
+        echo("error: PyTorch sees no GPU: use a machine with one, and a build of PyTorch for it", err=True)
         return ExitStatus.BAD_INPUT
     try:
         name = device_named(torch.cuda.get_device_name(0))
     except UnknownDeviceError as error:
-        click.echo(f"error: {error}", err=True)
+        echo(f"error: {error}", err=True)
         return ExitStatus.BAD_INPUT
     table = measure_costs(torch.device("cuda", 0), name)
     analytic = {"device": name, "dtype": "bfloat16", "table": table.model_dump(mode="json")}
     write_json(path, {"cost": {"analytic": analytic}})
-    click.echo(f"written to {path}: merge its section `cost` into a plan")
+    echo(f"written to {path}: merge its section `cost` into a plan")
     return ExitStatus.OK

@@ -64,6 +64,10 @@ EXAMPLES: Final = MappingProxyType(
 """Examples by the words of the command."""
 
 
+_OTHER_NAMES = {"monitor": "job hang --follow", "watch": "job hang --follow"}
+"""Words under which people look for a command that has another name."""
+
+
 class SuggestingGroup(click.Group):
     """A group that lists its commands with their full first sentence, and suggests a command for an unknown one."""
 
@@ -96,6 +100,8 @@ def _refuse(word: str, context: click.Context) -> NoReturn:
     for words in command_words(root.command):
         for name in dict.fromkeys((words[-1], words[0])):
             places.setdefault(name, []).append(" ".join((*words[: words.index(name)], name)))
+    for name, place in _OTHER_NAMES.items():
+        places.setdefault(name, []).append(place)
     near = nearest_name(word, places)
     found = " or ".join(f"`{root.info_name} {place}`" for place in dict.fromkeys(places.get(near or "", ())))
     fix = f"did you mean {found}?" if found else f"`{context.command_path} --help` lists the commands"

@@ -11,7 +11,7 @@ import click
 
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.completion import complete_schedule
-from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.console import console_for, echo, refusing_bad_plans, writable
 from pipeproof.cli.import_command import DeviceParam
 from pipeproof.cli.set_option import set_option
 from pipeproof.exit_status import ExitStatus
@@ -132,9 +132,9 @@ def init(output: Path, force: bool, settings: dict[KeyPath, object], chunks: int
             _refuse(report)
         write_output(output, text)
     for assumption in assumptions:
-        click.echo(f"note: {assumption}", err=True)
+        echo(f"note: {assumption}", err=True)
     spec = report.subject.plan.spec
-    click.echo(
+    echo(
         f"{output} written: {spec.topology.num_ranks} ranks, {spec.num_stages} stages, "
         f"{spec.schedule.num_micro_batches} micro-batches; it passes the check"
     )
@@ -190,5 +190,5 @@ def _refuse(report: Report) -> NoReturn:
     from pipeproof.diagnostics.text_output import render_text
 
     render_text(report.errors, report.subject.source, console=console_for(stderr=True))
-    click.echo("error: the plan does not pass the check, and was not written", err=True)
+    echo("error: the plan does not pass the check, and was not written", err=True)
     sys.exit(ExitStatus.FAILED)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from pipeproof.cli.completion import PlanFile
-from pipeproof.cli.console import console_for, format_option, not_nan, picture_file, refusing_bad_plans
+from pipeproof.cli.console import console_for, echo, format_option, not_nan, picture_file, refusing_bad_plans
 from pipeproof.cli.plan_options import PlanSource, plan_options
 
 if TYPE_CHECKING:
@@ -113,4 +113,4 @@ def jitter(
     else:
         render_jitter(runs, late, console_for(), loaded.spec.cost.placeholder_note)
     if output is not None:
-        click.echo(f"picture written to {output}", err=True)
+        echo(f"picture written to {output}", err=True)

@@ -8,7 +8,7 @@ import click
 
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.completion import PlanFile
-from pipeproof.cli.console import refusing_bad_plans, writable
+from pipeproof.cli.console import echo, refusing_bad_plans, writable
 from pipeproof.cli.plan_options import PlanSource, plan_options
 
 LAUNCHERS = ("torchrun", "paddle", "slurm", "jobset", "trainjob", "ray", "nemo-run")
@@ -66,4 +66,4 @@ def job_file(
         with refusing_bad_plans("text", plan):
             write_output(output, written.text)
     for placeholder in written.placeholders:
-        click.echo(f"fill in {placeholder}: {placeholder.meaning}", err=True)
+        echo(f"fill in {placeholder}: {placeholder.meaning}", err=True)

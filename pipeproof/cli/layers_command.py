@@ -12,7 +12,7 @@ import click
 
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.completion import PlanFile
-from pipeproof.cli.console import refusing_bad_plans
+from pipeproof.cli.console import echo, refusing_bad_plans
 from pipeproof.cli.set_option import set_option
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def layers(plan: Path, settings: dict[KeyPath, object], write: bool) -> None:
                 f"{plan} has no section `model:` with a line for each key; without --write, the layers are printed"
             )
         write_output(plan, changed)
-    click.echo(f"{len(declared)} layers declared in {plan}")
+    echo(f"{len(declared)} layers declared in {plan}")
 
 
 def _without_declarations(

@@ -16,7 +16,7 @@ from pipeproof.cli.aoa_command import aoa
 from pipeproof.cli.check_command import check
 from pipeproof.cli.compare_command import compare
 from pipeproof.cli.completion import completion_option
-from pipeproof.cli.console import output_closed, refused_by_system
+from pipeproof.cli.console import echo, output_closed, refused_by_system, wrapped
 from pipeproof.cli.convert_command import convert
 from pipeproof.cli.doctor_command import doctor
 from pipeproof.cli.explain_option import explain_option
@@ -66,8 +66,10 @@ class _Commands(SectionedGroup):
         except OSError as error:  # such as a path that is too long, before a command has begun
             refused_by_system(error)
         except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
+            echo("interrupted", err=True)
             sys.exit(ExitStatus.INTERRUPTED)
+        except click.UsageError as error:
+            raise click.UsageError(wrapped(error.format_message(), "Error: "), error.ctx) from error
         except (click.exceptions.Exit, click.Abort, click.ClickException):
             raise
         except Exception as error:  # noqa: BLE001 - the boundary: an error that escapes is reported without a traceback
@@ -87,19 +89,17 @@ def _unexpected(error: Exception) -> NoReturn:
     if os.environ.get("PIPEPROOF_DEBUG") == "1":
         raise error
     if isinstance(error, PipeproofError):
-        click.echo(f"error: {error}", err=True)
+        echo(f"error: {error}", err=True)
         sys.exit(ExitStatus.BAD_INPUT)
     if isinstance(error, MemoryError):
-        click.echo(
-            "error: out of memory\n  = help: use smaller sizes or files, or a machine with more memory", err=True
-        )
+        echo("error: out of memory\n  = help: use smaller sizes or files, or a machine with more memory", err=True)
         sys.exit(ExitStatus.BAD_INPUT)
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
     line = "" if place is None else f" at {Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}"
     text = " ".join(str(error).split())[:_MOST_ERROR_TEXT]
-    click.echo(
+    echo(
         f"error: {type(error).__name__}: {text or 'without a text'}\n"
         f"  = help: pipeproof {__version__} did not expect this{line}: please report it with the command and files\n"
         "  = help: PIPEPROOF_DEBUG=1 shows the traceback",

@@ -14,7 +14,7 @@ import click
 
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.completion import GivenPath
-from pipeproof.cli.console import console_for, format_option, writable
+from pipeproof.cli.console import console_for, echo, format_option, writable
 from pipeproof.exit_status import ExitStatus
 
 
@@ -58,13 +58,13 @@ def measurements(
     try:
         files, unread = read_measurements(directories or (MEASUREMENTS,))
     except MeasurementFileError as error:
-        click.echo(f"error: {error}", err=True)
+        echo(f"error: {error}", err=True)
         sys.exit(ExitStatus.BAD_INPUT)
     for line in unread:
-        click.echo(f"note: not read: {line}", err=True)
+        echo(f"note: not read: {line}", err=True)
     chosen = [row for file in files if not sets or file.set in sets for row in file.rows]
     if not chosen:
-        click.echo(f"error: no measurements of the set {', '.join(sets)}; it is in another directory", err=True)
+        echo(f"error: no measurements of the set {', '.join(sets)}; it is in another directory", err=True)
         sys.exit(ExitStatus.BAD_INPUT)
     predictor = Predictor()
     predictions = [predictor.predict(measurement) for measurement in chosen]
@@ -76,11 +76,11 @@ def measurements(
         from pipeproof.interop.board.accuracy_picture import board_picture
 
         write_output(plot, board_picture(predictions))
-        click.echo(f"picture written to {plot}", err=True)
+        echo(f"picture written to {plot}", err=True)
     if page is not None:
         write_output(page, board_page(predictions))
-        click.echo(f"page written to {page}", err=True)
+        echo(f"page written to {page}", err=True)
     if plans is not None:
         from pipeproof.interop.board.board_output import write_plans
 
-        click.echo(f"{write_plans(predictions, plans)} plans written to {plans}", err=True)
+        echo(f"{write_plans(predictions, plans)} plans written to {plans}", err=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeproof.cli.console import echo
 from pipeproof.cli.import_command import DeviceParam, KindName, import_from, import_options
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class PlanSource:
         texts = [f"{number} {text}" for text, number in counts.items() if number]
         if texts:
             lists = f"`pipeproof check --from {self.kind} {file}` lists them"
-            click.echo(f"note: values of {file}: {', '.join(texts)}; {lists}", err=True)
+            echo(f"note: values of {file}: {', '.join(texts)}; {lists}", err=True)
         return imported
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pipeproof.cli.console import writable
+from pipeproof.cli.console import echo, writable
 
 
 @click.command()
@@ -18,4 +18,4 @@ def play(output: Path) -> None:
     from pipeproof.views.play.play_page import play_html
 
     write_output(output, play_html())
-    click.echo(f"written to {output}: open it in a browser")
+    echo(f"written to {output}: open it in a browser")

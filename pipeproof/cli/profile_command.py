@@ -88,7 +88,7 @@ def profile(
 def _show(found: Profile, output: Path | None, console: Console) -> None:
     from rich.text import Text
 
-    from pipeproof.views.tables import print_lines, print_table
+    from pipeproof.views.tables import print_table
 
     source = found.source
     assert source is not None
@@ -116,7 +116,8 @@ def _show(found: Profile, output: Path | None, console: Console) -> None:
     lines += [f"assumed: {note}" for note in source.assumptions]
     if output is not None:
         lines.append(f"wrote {output}: `cost: {{profile: {output.name}}}` in a plan next to it uses it")
-    print_lines(map(Text, lines), console)
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
 
 
 def _show_content(paths: list[Path], console: Console) -> None:
@@ -124,7 +125,7 @@ def _show_content(paths: list[Path], console: Console) -> None:
 
     from pipeproof.interop.profiles.profile_from_traces import common_format, read_traces
     from pipeproof.interop.profiles.trace_content import content_of
-    from pipeproof.views.tables import print_lines, print_table
+    from pipeproof.views.tables import print_table
 
     kind = common_format(paths)
     if kind not in ("kineto", "nsight_systems"):
@@ -139,7 +140,7 @@ def _show_content(paths: list[Path], console: Console) -> None:
             f"{total / 1e6:.3f} ms, of it communication {communication / 1e6:.3f} ms; "
             f"{100 * outside / max(1, total):.1f} % is in no range; {trace.num_unlaunched} have no launch"
         )
-        print_lines([Text(summary)], console)
+        console.print(Text(summary), soft_wrap=True)
         rows = [
             [row.name or "(no range)", str(row.count), *(f"{ns / 1e6:.3f}" for ns in (row.computation_ns,
                                                                                      row.communication_ns))]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeproof.cli.completion import PLACE, PlanFile, complete_convention, is_plan
-from pipeproof.cli.console import format_option, opening_checkpoints, refusing_bad_plans, writable
+from pipeproof.cli.console import echo, format_option, opening_checkpoints, refusing_bad_plans, writable
 from pipeproof.cli.reshard_output import Outcome, draw, show_findings, show_outcome, showing_progress
 from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.exit_status import ExitStatus
@@ -188,20 +188,20 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
         return status
     if source.others:
         more = f" and {len(source.others) - 1:,} more" if len(source.others) > 1 else ""
-        click.echo(f"left out, because they are not tensors of model or optimizer: {source.others[0]}{more}", err=True)
+        echo(f"left out, because they are not tensors of model or optimizer: {source.others[0]}{more}", err=True)
     require_crcs(source)
     if num_checksummed(source) < len(source.files):
-        click.echo(f"{source.path} has no SHA-256 of its content: its bytes are not checked", err=True)
+        echo(f"{source.path} has no SHA-256 of its content: its bytes are not checked", err=True)
     started = time.monotonic()
     resume = f"the written files stay in {work_directory_of(options.out)}: run the same command again to resume"
     try:
         with terminate_raises(), showing_progress(task.target.size_bytes) as (on_begin, on_progress):
             result = execute_reshard(source, task, options.out, on_begin, on_progress, options.jobs)
     except KeyboardInterrupt:
-        click.echo(resume, err=True)
+        echo(resume, err=True)
         raise
     except TerminatedError as error:
-        click.echo(f"{error}: {resume}", err=True)
+        echo(f"{error}: {resume}", err=True)
         sys.exit(128 + error.signum)
     seconds = time.monotonic() - started
     md5 = _require_same_md5(source, task, options.out) if _DCP in (source.kind, options.save_format) else None
@@ -210,7 +210,7 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
     except BrokenPipeError:
         raise
     except OSError:
-        click.echo(f"{options.out} is complete, but its report could not be written", err=True)
+        echo(f"{options.out} is complete, but its report could not be written", err=True)
         raise
     return status
 
@@ -248,7 +248,7 @@ def _task_and_findings(source: Checkpoint, options: ReshardOptions) -> tuple[Res
         plan, digest = _with_digest(options.plan)
     weights_only = options.weights_only or (plan is not None and not has_training_steps(source))
     if weights_only and not options.weights_only:
-        click.echo(
+        echo(
             f"{source.path} has no step number{_missing_provenance(source)}: only its weights are used, and training "
             "begins at step 0",
             err=True,
@@ -266,7 +266,7 @@ def _task_and_findings(source: Checkpoint, options: ReshardOptions) -> tuple[Res
         named = map_of_names(options.names, source, plan)
         num_left_out = sum(entry.kind in ("moment", "counter") for entry in source.tensors.values())
         if num_left_out and not options.weights_only:
-            click.echo(f"names are for weights: {num_left_out} tensors of the optimizer are left out", err=True)
+            echo(f"names are for weights: {num_left_out} tensors of the optimizer are left out", err=True)
     task = _task_of(source, options, plan, digest, named, weights_only=weights_only)
     if options.aoa is None or options.names is None or named is None:
         return task, task.notes

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeproof.atomic_write import write_output
-from pipeproof.cli.console import console_for
+from pipeproof.cli.console import console_for, echo
 from pipeproof.diagnostics.finding import Finding, Severity
 
 if TYPE_CHECKING:
@@ -74,28 +74,28 @@ def show_outcome(
         return
     if not outcome.proved:
         num = sum(finding.severity is Severity.ERROR for finding in outcome.findings)
-        click.echo(f"not proved: {num} {'error' if num == 1 else 'errors'}; nothing was written")
+        echo(f"not proved: {num} {'error' if num == 1 else 'errors'}; nothing was written")
         return
     from pipeproof.state.region_text import counted, size_words
 
     tensors, shards = counted(len(outcome.target.tensors), "tensor"), counted(_num_parts(outcome.source), "part")
-    click.echo(
+    echo(
         f"proved: {tensors}, {shards} of {outcome.source.name} to {_num_parts(outcome.target):,}: every element has "
         "its source"
     )
     if outcome.picture is not None:
-        click.echo(f"picture written to {outcome.picture}")
+        echo(f"picture written to {outcome.picture}")
     if result is not None and out is not None:
         size = f"{size_words(result.size_bytes)} in {counted(result.num_files, 'file')}"
         if result.existed:
-            click.echo(f"{out} already exists and is complete: {size}, written by an earlier call")
+            echo(f"{out} already exists and is complete: {size}, written by an earlier call")
         else:
             before = f", {result.num_finished} of them from an earlier call" if result.num_finished else ""
             has_speed = result.size_bytes >= _LARGE and not before
             speed = f", {size_words(round(result.size_bytes / max(seconds, 1e-9)))}/s" if has_speed else ""
-            click.echo(f"{out}: {size}{before}, {seconds:.1f} s{speed}")
+            echo(f"{out}: {size}{before}, {seconds:.1f} s{speed}")
         if md5 is not None:
-            click.echo(f"MD5 of {tensors}: {md5} in {outcome.source.name}, {md5} in {out}: equal")
+            echo(f"MD5 of {tensors}: {md5} in {outcome.source.name}, {md5} in {out}: equal")
         if plan is not None:
             click.echo(f"resume: {shlex.join(['pipeproof', 'run', str(plan), '--resume', str(out)])}")
 
@@ -121,7 +121,7 @@ def showing_progress(num_bytes: int) -> Iterator[tuple[OnBegin, OnProgress]]:
 
     def on_begin(finished: int, num_files: int) -> None:
         if finished:
-            click.echo(f"resuming: {finished} of {num_files} files exist from an earlier call", err=True)
+            echo(f"resuming: {finished} of {num_files} files exist from an earlier call", err=True)
 
     if sys.stderr is None or not sys.stderr.isatty():  # it may have been closed
         from pipeproof.state.region_text import size_words
@@ -132,7 +132,7 @@ def showing_progress(num_bytes: int) -> Iterator[tuple[OnBegin, OnProgress]]:
             nonlocal last
             if time.monotonic() - last >= _LINE_EVERY_S:
                 last = time.monotonic()
-                click.echo(f"{size_words(done)} of {size_words(total)}", err=True)
+                echo(f"{size_words(done)} of {size_words(total)}", err=True)
 
         yield on_begin, line
         return

@@ -76,6 +76,7 @@ def _record_directory(context: click.Context, parameter: click.Parameter, value:
               help="Keep the tensors, which are large, so that `state align` can report distances.")  # fmt: skip
 @click.option("--check-layers", is_flag=True,
               help="First compare the backward of each custom layer with finite differences, in float64.")  # fmt: skip
+@click.option("-v", "--verbose", is_flag=True, help="Print what is equal, too: every gradient, and how both computed.")
 @rank_options("Run")
 @_state_options
 def run(
@@ -88,6 +89,7 @@ def run(
     record_layers: bool,
     record_values: bool,
     check_layers: bool,
+    verbose: bool,
     options: RunOptions,
     checkpoint: CheckpointOptions,
 ) -> None:
@@ -110,5 +112,5 @@ def run(
                       check_layers=check_layers, timeline=has_timeline)  # fmt: skip
     write = None if output is None else partial(write_timeline, output, f"{plan.stem}, measured")
     with refusing_bad_plans("text", plan):
-        status = run_command(report, options, console_for(), report_file, profile_file, write)
+        status = run_command(report, options, console_for(), report_file, profile_file, write, verbose=verbose)
     sys.exit(status)

@@ -8,7 +8,8 @@ from typing import Any
 import click
 from rich.text import Text
 
-from pipeproof.cli.console import console_for
+from pipeproof.cli.console import console_for, echo
+from pipeproof.diagnostics.wrapped_text import wrapped_text
 from pipeproof.schedule.generators.sizes import sizes_of
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind
 from pipeproof.schedule.ops import OpKind
@@ -33,21 +34,25 @@ def _render() -> None:
     cells: list[list[str]] = []
     titles = [""]
     for kind in SCHEDULE_KINDS.values():
-        sizes = _sizes_texts(kind)
+        sizes = [line for text in _sizes_texts(kind) for line in wrapped_text(text, _MOST_CONDITION).split("\n")]
         facts = (kind.name, _chunks_text(kind), kind.placement.replace("_", " "), _backward_text(_sample(kind)))
         cells += [[*facts, sizes[0]], *(["", "", "", "", text] for text in sizes[1:])]
         titles += [""] * (len(sizes) - 1) + [kind.title]
     console = console_for()
     for line, title in zip(table_lines(_HEADINGS, cells), titles, strict=True):
-        print_lines((line, Text(f"    {title}")) if title else (line,), console)
-    click.echo(_LEGEND)
+        print_lines((line,), console)
+        if title:
+            console.print(Text(f"    {title}"), soft_wrap=True)
+    echo(_LEGEND)
 
 
-_HEADINGS = ("kind", "stages a rank", "placed", "backward", "exists for")
-_LEGEND = """
-p ranks, m micro-batches. B is a whole backward, I and W its parts for inputs
-and for weights, F+B a forward and a backward that run in parallel.
-`custom` and `file` are your own schedules."""
+_HEADINGS = ("kind", "stages", "placed", "backward", "exists for")
+_LEGEND = (
+    "\np ranks, m micro-batches; stages are those of a rank. B is a whole backward, I and W its parts for inputs and "
+    "for weights, F+B a forward and a backward that run in parallel. `custom` and `file` are your own schedules."
+)
+_MOST_CONDITION = 32
+"""Columns of a condition; a longer one takes several lines."""
 
 
 def _sizes_texts(kind: ScheduleKind) -> list[str]:

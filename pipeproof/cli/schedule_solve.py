@@ -52,7 +52,7 @@ def solve_plan(plan: Path, loaded: LoadedPlan, output: Path, time_limit_s: float
         console.print(line, soft_wrap=True)
     console.print(f"the plan's own schedule ({spec.schedule.kind}): {_own_makespan(own, spec)}{unfit}", soft_wrap=True)
     console.print(f"written to {output}; in the plan:\n", soft_wrap=True, markup=False)
-    console.print(_section(spec, output, plan), soft_wrap=True, markup=False)
+    console.print(_section(spec, output, plan), soft_wrap=True, no_wrap=True, markup=False)
 
 
 def _own_schedule(loaded: LoadedPlan) -> Schedule:

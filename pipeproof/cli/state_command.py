@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeproof.cli.completion import PLACE, is_plan
-from pipeproof.cli.console import console_for, format_option, note_kind, opening_checkpoints, refusing_bad_plans
+from pipeproof.cli.console import console_for, echo, format_option, note_kind, opening_checkpoints, refusing_bad_plans
 from pipeproof.cli.help_sections import SuggestingGroup
 from pipeproof.exit_status import ExitStatus
 
@@ -98,7 +98,7 @@ def _verify(places: Sequence[Path], *, as_json: bool) -> bool:
         for place, faults in found:
             if faults and not as_json:
                 render_text(faults, None, console=console_for(stderr=True))
-                click.echo(f"{place}: {len(faults)} {'fault' if len(faults) == 1 else 'faults'}")
+                echo(f"{place}: {len(faults)} {'fault' if len(faults) == 1 else 'faults'}")
         return False
     return True
 
@@ -117,7 +117,7 @@ def _print_verified(opened: Checkpoint) -> None:
         origin = "its provenance file" if opened.kind == "merged" else "the index"
         result = f"has the size, SHA-256 and tensors of {origin}"
     files = "its file" if num_files == 1 else f"each of its {num_files} files"
-    click.echo(f"{opened.path}: {files} {result}; the shards cover every tensor")
+    echo(f"{opened.path}: {files} {result}; the shards cover every tensor")
 
 
 def _show(opened: Checkpoint, *, as_json: bool) -> None:
@@ -128,7 +128,7 @@ def _show(opened: Checkpoint, *, as_json: bool) -> None:
         _write(checkpoint_to_json(opened))
         return
     for line in summary_lines(opened):
-        click.echo(line)
+        echo(line)
     console = console_for()
     kinds = [(kind, dtype, *(f"{number:,}" for number in numbers)) for kind, dtype, *numbers in totals_by_kind(opened)]
     console.print()
@@ -169,19 +169,19 @@ def _print_comparison(first: Checkpoint, second: Checkpoint, comparison: StateCo
     for checkpoint, names in ((first, comparison.only_first), (second, comparison.only_second)):
         if names:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            click.echo(f"{len(names)} only in {checkpoint.path}: {', '.join(names[:_SHOWN])}{more}")
+            echo(f"{len(names)} only in {checkpoint.path}: {', '.join(names[:_SHOWN])}{more}")
     for difference in comparison.differ[:_SHOWN]:
-        click.echo(f"{difference.name}: {difference_text(difference)}")
+        echo(f"{difference.name}: {difference_text(difference)}")
     if len(comparison.differ) > _SHOWN:
-        click.echo(f"and {counted(len(comparison.differ) - _SHOWN, 'more tensor')}; `--format json` has them all")
+        echo(f"and {counted(len(comparison.differ) - _SHOWN, 'more tensor')}; `--format json` has them all")
     if comparison.steps is not None and comparison.steps[0] != comparison.steps[1]:
         one_step, other_step = comparison.steps
-        click.echo(f"one is the state after {counted(one_step, 'step')}, the other after {other_step:,}")
+        echo(f"one is the state after {counted(one_step, 'step')}, the other after {other_step:,}")
     have = "has" if comparison.num_alike == 1 else "have"
     alike = f"{counted(comparison.num_alike, 'tensor')} {have} the same type, shape and bits"
     differ = f"{len(comparison.differ):,} {'differs' if len(comparison.differ) == 1 else 'differ'}"
     whole = "" if comparison.num_alike == 1 else "all "
-    click.echo(f"{whole}{alike}" if comparison.equal else f"{alike}, {differ}")
+    echo(f"{whole}{alike}" if comparison.equal else f"{alike}, {differ}")
 
 
 def _write(content: dict[str, Any]) -> None:

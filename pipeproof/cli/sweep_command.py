@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from pipeproof.cli.completion import PlanFile
-from pipeproof.cli.console import console_for, format_option, picture_file, refusing_bad_plans, writable
+from pipeproof.cli.console import console_for, echo, format_option, picture_file, refusing_bad_plans, writable
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.exit_status import ExitStatus
 
@@ -131,9 +131,9 @@ def _results(
     try:
         with open_results(output, sweep) as file:
             if file.note is not None:
-                click.echo(f"note: {file.note}", err=True)
+                echo(f"note: {file.note}", err=True)
             if file.done:
-                click.echo(f"{len(file.done)} of {len(sweep.points)} points are in {output}", err=True)
+                echo(f"{len(file.done)} of {len(sweep.points)} points are in {output}", err=True)
             with (
                 cluster_of(executor, output) as cluster,
                 _showing_progress(len(file.done), len(sweep.points)) as advance,
@@ -149,13 +149,13 @@ def _results(
     except ClusterError as error:
         raise click.BadParameter(str(error), param_hint="--executor") from error
     except BrokenExecutor:
-        click.echo(f"error: the cluster broke off; {so_far}", err=True)
+        echo(f"error: the cluster broke off; {so_far}", err=True)
         sys.exit(ExitStatus.WORKER_FAILED)
     except OSError as error:
-        click.echo(f"error: {error}", err=True)
+        echo(f"error: {error}", err=True)
         sys.exit(ExitStatus.BAD_INPUT)
     except KeyboardInterrupt:
-        click.echo(f"interrupted: {so_far}", err=True)
+        echo(f"interrupted: {so_far}", err=True)
         sys.exit(ExitStatus.INTERRUPTED)
 
 
@@ -206,6 +206,6 @@ def _plot(sweep: Sweep, results: tuple[PointResult, ...], path: Path, sort: str)
     try:
         plot_sweep(sweep, results, path, sort)
     except NothingToPlotError as error:
-        click.echo(f"error: {error}", err=True)
+        echo(f"error: {error}", err=True)
         sys.exit(ExitStatus.FAILED)
-    click.echo(f"plot written to {path}", err=True)
+    echo(f"plot written to {path}", err=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, showing_progress, writable
+from pipeproof.cli.console import console_for, echo, format_option, refusing_bad_plans, showing_progress, writable
 from pipeproof.cli.import_command import DeviceParam
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.sweep_command import cluster_of, executor_option
@@ -145,7 +145,7 @@ def _search(
     except ClusterError as error:
         raise click.BadParameter(str(error), param_hint="--executor") from error
     except BrokenExecutor:
-        click.echo("error: the workers broke off; the same command with --output resumes", err=True)
+        echo("error: the workers broke off; the same command with --output resumes", err=True)
         sys.exit(ExitStatus.WORKER_FAILED)
     return replace(result, assumptions=(*source.assumptions, *result.assumptions))
 
@@ -160,6 +160,6 @@ def _write(result: TuneResult, directory: Path) -> None:
         try:
             files |= launch_of_row(row, result.framework).files
         except NoArgumentsError as error:
-            click.echo(f"note: row {row.rank} has a plan and no launch arguments: {error}", err=True)
+            echo(f"note: row {row.rank} has a plan and no launch arguments: {error}", err=True)
         for name, text in files.items():
             write_output(directory / name, text)

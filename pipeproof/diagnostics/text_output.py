@@ -57,9 +57,8 @@ def render_text(
 ) -> None:
     """Print each finding: its code and message, its source lines, its witness and the suggested fix.
 
-    ``source`` is the text of the plan, if there is one; lines of other files
-    are read from those. Lines are not wrapped, so that the carets stay below
-    the characters that they mark.
+    ``source`` is the text of the plan, if there is one; lines of other files are read from those. These are not
+    wrapped, so that the carets stay below the characters that they mark.
     """
     printer, sources = _Printer(console), Sources(source)
     groups = by_cause(findings)
@@ -103,23 +102,17 @@ def _render_count(finding: Finding, following: Sequence[Finding], printer: _Prin
 
 
 class _Printer:
-    """Printer of lines of styled parts, without markup, wrapping and control characters."""
+    """Printer of lines of styled parts, without markup and control characters; the console wraps those of prose."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def line(self, *parts: tuple[str, str]) -> None:
-        for text, style in parts:
-            self._console.print(
-                printable(text),
-                style=style or None,
-                end="",
-                markup=False,
-                highlight=False,
-                emoji=False,
-                soft_wrap=True,
-            )
-        self._console.print()
+    def line(self, *parts: tuple[str, str], whole: bool = False) -> None:
+        """Print a line; a ``whole`` one is a drawing or a line of a file, which is never wrapped."""
+        from rich.text import Text
+
+        text = Text.assemble(*((printable(part), style) for part, style in parts))
+        self._console.print(text, highlight=False, soft_wrap=True, no_wrap=whole or None)
 
 
 def _render(finding: Finding, sources: Sources, printer: _Printer, brevity: Brevity) -> None:
@@ -136,7 +129,7 @@ def _render(finding: Finding, sources: Sources, printer: _Printer, brevity: Brev
         for line in _shown_witness_lines(finding.witness, brevity):
             printer.line((f"{margin} = ", _FRAME), (line, ""))
         for line in cycle_drawing(finding.witness):
-            printer.line((f"{margin} = ", _FRAME), (line, ""))
+            printer.line((f"{margin} = ", _FRAME), (line, ""), whole=True)
     if finding.cause is not None:
         printer.line((f"{margin} = ", _FRAME), (f"follows from {finding.cause.code}: {finding.cause.message}", ""))
     if finding.help is not None:
@@ -156,8 +149,8 @@ def _render_excerpt(location: Location, sources: Sources, printer: _Printer, mar
         return
     printer.line((f"{margin} |", _FRAME))
     for number, text in excerpt.lines:
-        printer.line((f"{number:>{len(margin)}} | ", _FRAME), (text, ""))
-    printer.line((f"{margin} | ", _FRAME), (f"{' ' * excerpt.indent}{'^' * excerpt.marked}", style))
+        printer.line((f"{number:>{len(margin)}} | ", _FRAME), (text, ""), whole=True)
+    printer.line((f"{margin} | ", _FRAME), (f"{' ' * excerpt.indent}{'^' * excerpt.marked}", style), whole=True)
 
 
 def _shown_witness_lines(witness: Witness, brevity: Brevity) -> Iterator[str]:

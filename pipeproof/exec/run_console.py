@@ -48,10 +48,13 @@ def run_command(
     report_file: Path | None,
     profile_file: Path | None,
     write_timeline: Callable[[Timeline, OpGraph], str] | None,
+    *,
+    verbose: bool = False,
 ) -> int:
     """Run a checked plan, print its progress, write the requested files; return the exit status.
 
-    ``write_timeline`` writes the measured timeline and returns the line to print about it.
+    ``write_timeline`` writes the measured timeline and returns the line to print about it; ``verbose`` prints what is
+    equal, too.
     """
     report = replace(report, subject=report.subject.unfolded())  # every process runs one rank
 
@@ -70,7 +73,7 @@ def run_command(
     checkpoint = replace(options.checkpoint, reference_from_state=result.reference_from_state)
     for line in checkpoint_lines(checkpoint, [step.step for step in result.steps]):
         console.print(line, soft_wrap=True)
-    status = show_run(result, console, report_file, profile_file, write_timeline, options.record)
+    status = show_run(result, console, report_file, profile_file, write_timeline, options.record, verbose=verbose)
     return status if join_launcher(run_spec) is None else end_process(status)
 
 
@@ -81,9 +84,11 @@ def show_run(
     profile_file: Path | None,
     write_timeline: Callable[[Timeline, OpGraph], str] | None,
     record: RecordOptions | None = None,
+    *,
+    verbose: bool = False,
 ) -> int:
     """Print the report of a run, write the requested files; return the exit status."""
-    render_run(result, console)
+    render_run(result, console, verbose=verbose)
     if report_file is not None:
         write_json(report_file, result.to_json())
     if profile_file is not None and result.profile is not None:
@@ -220,15 +225,19 @@ def step_lines(report: RunReport) -> list[str]:
 
 
 _MOST_ROWS = 80
-"""Most parameters that the table shows; where there are more, only those that differ. The JSON report has all."""
+"""Most parameters that the table shows of those that differ. The JSON report has all."""
 
 
-def _print_gradients(step: StepResult, bound: float | None, console: Console) -> None:
-    """Print the gradients of one step, compared with the reference, or with the bound if there is one."""
+def _print_gradients(step: StepResult, bound: float | None, console: Console, *, verbose: bool) -> None:
+    """Print the gradients of one step that differ from the reference, or are beyond the bound if there is one."""
     shown, title = step.gradients, f"gradients of step {step.step}"
-    if len(shown) > _MOST_ROWS:
-        shown = tuple(g for g in shown if not _is_accepted(g, bound))[:_MOST_ROWS]
-        title += f": {len(shown)} of {len(step.gradients)} (those that differ; `--report` has all)"
+    if not verbose:
+        differ = [gradient for gradient in shown if not _is_accepted(gradient, bound)]
+        if not differ:
+            return
+        shown = tuple(differ[:_MOST_ROWS])
+        first = f"the first {len(shown)} of " if len(shown) < len(differ) else ""
+        title += f": {first}{len(differ)} of {len(step.gradients)} differ (`--verbose` and `--report` have all)"
     criterion = "bits" if bound is None else "bound"
     rows = [
         (
@@ -242,7 +251,9 @@ def _print_gradients(step: StepResult, bound: float | None, console: Console) ->
         for gradient in shown
     ]
     console.print(title)
-    print_table((">stage", "parameter", "md5", criterion, ">rel. diff.", ">to unpartitioned"), rows, console)
+    print_table(
+        (">stage", "parameter", "md5", criterion, ">rel. diff.", ">to unpartitioned"), rows, console, optional=("md5",)
+    )
 
 
 def _verdict(gradient: GradientResult, bound: float | None) -> Text:
@@ -264,31 +275,18 @@ def _is_accepted(gradient: GradientResult, bound: float | None) -> bool:
     return gradient.bitwise if bound is None else gradient.unpartitioned_max_rel_diff <= bound
 
 
-def render_run(report: RunReport, console: Console) -> None:
-    """Print the findings, the gradients of the last step, and the verdict."""
+def render_run(report: RunReport, console: Console, *, verbose: bool = False) -> None:
+    """Print the findings, the gradients of the last step that differ, and the verdict.
+
+    With ``verbose``, or where the run fails, it is printed how both sides computed; with ``verbose``, all gradients.
+    """
     render_text(report.findings, report.subject.source, console=console)
-    _print_gradients(report.steps[-1], report.parallel_bound if report.is_checked_by_bound else None, console)
+    bound = report.parallel_bound if report.is_checked_by_bound else None
+    _print_gradients(report.steps[-1], bound, console, verbose=verbose)
     spec = report.subject.plan.spec
-    if report.uncompared_steps:
-        console.print(
-            f"reference: one process, unpartitioned model, only of step {report.steps[0].step}: no host has "
-            "the weights of all ranks. Of later steps only equal shards were compared with each other",
-            soft_wrap=True,
-        )
-        console.print(f"distance to it: stated bound {report.parallel_bound:.3g}")
-    elif report.is_checked_by_bound:
-        console.print("reference: one process, unpartitioned model, each step from the ranks' own weights")
-        console.print(f"distance to it: stated bound {report.parallel_bound:.3g}")
-    elif report.parallel_bound:
-        console.print("reference: one process, adding in the order of the plan")
-        console.print(f"distance to the plain unpartitioned model: stated bound {report.parallel_bound:.3g}")
-    else:
-        console.print("reference: one process, unpartitioned model, micro-batch by micro-batch")
-    threads = f"{report.threads} compute thread{'s' if report.threads != 1 else ''} per process"
-    device = threads if spec.run.device == "cpu" else "a GPU per process"
-    main = f", main gradients in {spec.run.weight_dtype}" if spec.run.weight_dtype != spec.run.dtype else ""
-    console.print(f"{spec.run.dtype}{main}, {device}, accumulation {report.accumulation}")
-    if spec.run.compiler is not None:
+    if verbose or not report.passed or report.uncompared_steps:
+        _print_sides(report, console)
+    if spec.run.compiler is not None and (verbose or report.without_graphs):
         num_without, num_stages = len(report.without_graphs), len(report.subject.plan.stages)
         console.print(f"{num_stages - num_without} of {num_stages} stages run as graphs ({spec.run.compiler})")
         for stage, reason in report.without_graphs.items():
@@ -322,6 +320,30 @@ def render_run(report: RunReport, console: Console) -> None:
         console.print("[bold yellow]matches, but was not verified[/]")
     else:
         console.print("[bold red]does not match[/] the reference")
+
+
+def _print_sides(report: RunReport, console: Console) -> None:
+    """Print how the reference and the ranks computed, and the bound on their distance."""
+    spec = report.subject.plan.spec
+    if report.uncompared_steps:
+        console.print(
+            f"reference: one process, unpartitioned model, only of step {report.steps[0].step}: no host has "
+            "the weights of all ranks. Of later steps only equal shards were compared with each other",
+            soft_wrap=True,
+        )
+        console.print(f"distance to it: stated bound {report.parallel_bound:.3g}")
+    elif report.is_checked_by_bound:
+        console.print("reference: one process, unpartitioned model, each step from the ranks' own weights")
+        console.print(f"distance to it: stated bound {report.parallel_bound:.3g}")
+    elif report.parallel_bound:
+        console.print("reference: one process, adding in the order of the plan")
+        console.print(f"distance to the plain unpartitioned model: stated bound {report.parallel_bound:.3g}")
+    else:
+        console.print("reference: one process, unpartitioned model, micro-batch by micro-batch")
+    threads = f"{report.threads} compute thread{'s' if report.threads != 1 else ''} per process"
+    device = threads if spec.run.device == "cpu" else "a GPU per process"
+    main = f", main gradients in {spec.run.weight_dtype}" if spec.run.weight_dtype != spec.run.dtype else ""
+    console.print(f"{spec.run.dtype}{main}, {device}, accumulation {report.accumulation}")
 
 
 CLOCKS: Mapping[LogClock, str] = MappingProxyType(

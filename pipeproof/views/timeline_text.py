@@ -10,6 +10,7 @@ help to distinguish letters and stages.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -38,8 +39,8 @@ _FILLS = "-=~:"
 _WORDS = {
     OpKind.FORWARD: "F forward",
     OpKind.BACKWARD: "B backward",
-    OpKind.BACKWARD_INPUT: "I its part for inputs",
-    OpKind.BACKWARD_WEIGHT: "W that for weights",
+    OpKind.BACKWARD_INPUT: "I backward for inputs",
+    OpKind.BACKWARD_WEIGHT: "W backward for weights",
 }
 
 
@@ -59,18 +60,19 @@ def render_timeline(timeline: Timeline, console: Console, title: str = "", unit:
     together = f"{makespan}, {of_column}"
     for words in (together,) if len(together) <= console.width else (f"{makespan},", of_column):
         console.print(Text(words), soft_wrap=True)
-    console.print(Text(" " * label_width + _axis(scale)), soft_wrap=True)
+    lines = [Text(" " * label_width + _axis(scale))]
     for row in rows:
         line = Text(row.label.ljust(label_width))
         line.append_text(_picture(timeline, row.ranks[0], updates[row.ranks[0]], scale))
-        console.print(line, soft_wrap=True)
-    for sentence in _legend(timeline):
-        console.print(Text(sentence))
-    if any(updates):
-        console.print(Text("u: the update, gradient reductions and the optimizer."))
+        lines.append(line)
+    print_lines(lines, console)
+    drawn = "\n".join(line.plain[label_width:] for line in lines[1:])
+    num_stages = max((len(timeline.stages(row.ranks[0])) for row in rows), default=0)
+    if legend := "; ".join(_legend(drawn, num_stages)):
+        console.print(Text(f"{legend}."))
     shared = len(rows[0].ranks) if rows else 1
     if shared > 1:
-        console.print(Text(f"Each row stands for {shared} ranks with the same timeline."))
+        console.print(Text(f"Each row is that of {shared} ranks with the same timeline."))
 
 
 def render_figures(simulation: Simulation, console: Console, note: str = "") -> None:
@@ -142,6 +144,7 @@ _MIN_COLUMNS = 20
 _MIN_TICK_COLUMNS = 12
 _MOST_COLUMNS_PER_STEP = 4
 """Short schedules need not fill a wide terminal."""
+_PIECE = re.compile(r"\d\.\d")
 _ORDERS = ("first", "second", "third", "fourth")
 
 
@@ -234,24 +237,23 @@ def _side_by_side(timeline: Timeline, rank: int) -> Iterator[list[Span]]:
         yield together
 
 
-def _legend(timeline: Timeline) -> Iterator[str]:
-    """Meaning of letters and signs; those of the common case are always listed."""
-    kinds = {OpKind.FORWARD, OpKind.BACKWARD}
-    num_stages, overlaps, splits = 1, False, False
-    for rank in range(len(timeline.ranks)):
-        kinds |= {kind for _, kind in timeline.compute_spans(rank)}
-        num_stages = max(num_stages, len(timeline.stages(rank)))
-        overlaps |= any(len(together) > 1 for together in _side_by_side(timeline, rank))
-        splits |= any(".s" in span.op for span, _ in timeline.compute_spans(rank))
-    words = ", ".join(word for kind, word in _WORDS.items() if kind in kinds)
-    yield f"{words}, with the micro-batch where it fits; dots are idle."
-    if num_stages > 1:
-        fills = ", ".join(f"{fill} its {order}" for fill, order in zip(_FILLS, _ORDERS[:num_stages], strict=False))
-        yield f"Blocks are filled by the stage of the rank: {fills}{' and so on' if num_stages > len(_FILLS) else ''}."
-    if overlaps:
-        yield "F3+B0 are side by side."
-    if splits:
-        yield "F0.1 is piece 1 of the sequences of micro-batch 0."
+def _legend(drawn: str, num_stages: int) -> Iterator[str]:
+    """Meaning of the letters and signs that occur in drawn rows of ranks with at most so many stages."""
+    words = [word for kind, word in _WORDS.items() if kind.value in drawn]
+    if words:
+        yield ", ".join(words) + (", with the micro-batch where it fits" if any(map(str.isdigit, drawn)) else "")
+    if "." in _PIECE.sub("", drawn):
+        yield "dots are idle"
+    fills = [f"{fill} its {order}" for fill, order in zip(_FILLS, _ORDERS[:num_stages], strict=False) if fill in drawn]
+    if num_stages > 1 and fills:
+        more = " and so on" if num_stages > len(_FILLS) else ""
+        yield f"blocks are filled by the stage of the rank: {', '.join(fills)}{more}"
+    if "+" in drawn:
+        yield "F3+B0 are side by side"
+    if _PIECE.search(drawn):
+        yield "F0.1 is piece 1 of the sequences of micro-batch 0"
+    if "u" in drawn:
+        yield "u: the update, gradient reductions and the optimizer"
 
 
 def _column(time: Fraction, scale: _Scale) -> int:

@@ -138,6 +138,7 @@ def test_compare_refuses_a_kind_that_nothing_has(good):
     [
         (("reshard",), "did you mean `pipeproof state reshard`?"),
         (("hang",), "did you mean `pipeproof job hang`?"),
+        (("monitor",), "did you mean `pipeproof job hang --follow`?"),
         (("chek",), "did you mean `pipeproof check`?"),
         (("import", "megatorn"), "did you mean `pipeproof import megatron`?"),
         (("qqqqqqqq",), "`pipeproof --help` lists the commands"),

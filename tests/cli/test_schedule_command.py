@@ -142,7 +142,8 @@ def test_a_schedule_that_does_not_pass_fails_the_command(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", SCHEDULE_KINDS)
-def test_every_kind_is_shown_with_a_row_for_each_rank_that_fits(kind):
+def test_every_kind_is_shown_with_a_row_for_each_rank_that_fits(kind, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     text = shown(kind, *SIZES, "--no-check")
     rows = re.findall(r"^rank \d (.*)$", text, re.MULTILINE)
     assert len(rows) == 4

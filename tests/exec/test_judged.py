@@ -35,7 +35,7 @@ def moved(by):
 
 def said(report):
     stream = io.StringIO()
-    render_run(report, Console(file=stream, width=200))
+    render_run(report, Console(file=stream, width=200), verbose=True)
     return stream.getvalue()
 
 

@@ -65,16 +65,16 @@ def test_further_stages_have_other_fills_and_the_legend_says_which():
     assert row == "F0--F0==F0~~F0::F0--B0------B0::::::B0~~~~~~B0======B0------"
     assert "- its first, = its second, ~ its third, : its fourth and so on." in legend.replace("\n", " ")
     (row,), legend = picture(asap(Schedule(programs("0F0 0B0")), even_costs(1)))
-    assert legend == "F forward, B backward, with the micro-batch where it fits; dots are idle."
+    assert legend == "F forward, B backward, with the micro-batch where it fits."
 
 
 def test_parts_of_backwards_and_pieces_of_sequences_are_explained_where_there_are_any():
     timed = asap(Schedule(programs("0F0.s0 0F0.s1 0I0.s1 0W0.s1 0I0.s0 0W0.s0")), even_costs(1))
     (row,), legend = picture(timed)
     assert row == "F0.0F0.1I0.1W0.1I0.0W0.0"
-    assert "F forward, B backward, I its part for inputs, W that for weights, " in " ".join(legend.split())
-    assert "F0.1 is piece 1 of the sequences of micro-batch 0." in legend
-    assert "Blocks" not in legend
+    assert "F forward, I backward for inputs, W backward for weights, " in " ".join(legend.split())
+    assert "F0.1 is piece 1 of the sequences of micro-batch 0." in " ".join(legend.split())
+    assert "blocks" not in legend
     assert "side by side" not in legend
 
 

@@ -88,7 +88,7 @@ def _print_listed(advice: Advice, listed: Sequence[Verified], group: Group, cons
             )
         )
     headings = ("schedule", ">micro-batches", ">step us", ">saved", ">idle", ">peak", "deadlock")
-    print_table(headings, rows, console)
+    print_table(headings, rows, console, optional=("idle", "saved"))
 
 
 def _render_best(advice: Advice, console: Console) -> None:
@@ -101,7 +101,7 @@ def _render_best(advice: Advice, console: Console) -> None:
         _print(console, sentence)
     _print(console, "Change the plan as follows:")
     for line in change_to(advice, best).lines():
-        console.print(Text(f"  {line}"), soft_wrap=True)
+        console.print(Text(f"  {line}"), soft_wrap=True, no_wrap=True)
 
 
 def _saved(advice: Advice, figures: Figures) -> str:

@@ -61,7 +61,7 @@ def render_jitter(runs: JitterRuns, delays: Delays | None, console: Console, not
     most = max(count for _, _, count in bins)
     for start, stop, count in bins:
         bar = "█" * round(_BAR * count / most)
-        console.print(Text(f"{_us(start):>12} .. {_us(stop):>12}  {count:>6}  {bar}"), soft_wrap=True)
+        console.print(Text(f"{_us(start):>12} .. {_us(stop):>12}  {count:>6}  {bar}"), soft_wrap=True, no_wrap=True)
     if delays is not None:
         _render_delays(delays, console)
 

@@ -70,7 +70,8 @@ def render_table(
         headings = [f">{FIGURES[key].title}" if key in FIGURES else _short(key, sweep.keys) for key in columns]
         rows = [[_cell(result, column) for column in columns] for result in ranked[:top]]
         console.print(f"best by {sort}: {min(top, len(ranked))} of {len(results)} points", soft_wrap=True)
-        print_table(headings, rows, console)
+        others = [FIGURES[key].title for key in reversed(columns) if key in FIGURES and key != sort]
+        print_table(headings, rows, console, optional=others)
         if sweep.placeholder_note:
             console.print(sweep.placeholder_note, soft_wrap=True)
     warned = Counter(code for result in ranked for code in result.warnings)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from textwrap import wrap
-
 from rich.console import Console
 from rich.text import Text
 
@@ -22,17 +20,16 @@ _NUMBERS = ("pp", "vpp", "tp", "cp", "ep", "dp", "mbs")
 
 def render_tune(result: TuneResult, console: Console) -> None:
     """Print the rows with the columns in which they differ, and one line for what all of them share."""
-    width = min(console.width, 120)
     title = (
         f"{result.num_gpus} {result.device}, {result.memory_gib:g} GiB each, {result.global_batch} sequences of "
         f"{result.seq_length} tokens in a step, {FRAMEWORKS[result.framework].title}"
     )
-    _print(f"{title}.", console, width)
+    _print(f"{title}.", console)
     for assumption in result.assumptions:
-        _print(f"Assumed: {assumption}.", console, width)
+        _print(f"Assumed: {assumption}.", console)
     console.print()
     if not result.rows:
-        _print(f"No layout fits. {_counts_text(result)}", console, width)
+        _print(f"No layout fits. {_counts_text(result)}", console)
         return
     columns = [column for column in _COLUMNS if len({getattr(row.layout, column[1]) for row in result.rows}) > 1]
     shared = [
@@ -47,16 +44,16 @@ def render_tune(result: TuneResult, console: Console) -> None:
     rows = [
         (str(row.rank), *(str(getattr(row.layout, name)) for _, name in columns), *_figures(row)) for row in result.rows
     ]
-    print_table(headings, rows, console)
+    print_table(headings, rows, console, optional=("TFLOP/s", "comm.", "bubble", "MFU"))
     if shared:
-        _print(f"All rows: {', '.join(shared)}.", console, width)
+        _print(f"All rows: {', '.join(shared)}.", console)
     console.print()
-    _print(f"Why row 1: {result.rows[0].why}.", console, width)
+    _print(f"Why row 1: {result.rows[0].why}.", console)
     for row in result.rows[1:]:
-        _print(f"Row {row.rank} against row 1: {row.why}.", console, width)
+        _print(f"Row {row.rank} against row 1: {row.why}.", console)
     console.print()
-    _print(_counts_text(result), console, width)
-    _print("Every row has passed `pipeproof check`.", console, width)
+    _print(_counts_text(result), console)
+    _print("Every row has passed `pipeproof check`.", console)
 
 
 def _figures(row: TuneRow) -> tuple[str, ...]:
@@ -83,6 +80,5 @@ def _counts_text(result: TuneResult) -> str:
     return text
 
 
-def _print(text: str, console: Console, width: int) -> None:
-    for line in wrap(text, width, break_long_words=False, break_on_hyphens=False):
-        console.print(Text(line), soft_wrap=True)
+def _print(text: str, console: Console) -> None:
+    console.print(Text(text))

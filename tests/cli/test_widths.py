@@ -1,0 +1,91 @@
+"""Text of reading commands at 80 and 140 columns and in a pipe: whole words, rows on one line, no line too long."""
+
+import re
+
+import pytest
+
+from tests.cli.commands import EXAMPLES, REPOSITORY, invoke
+
+IMPORTING = EXAMPLES / "importing"
+GOOD, BAD = EXAMPLES / "gpt_pp4.yaml", EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml"
+BROKEN = REPOSITORY / "tests" / "specs" / "broken" / "unknown_keys.yaml"
+PUBLISHED = EXAMPLES / "published" / "llama3_405b.yaml"
+SWEEP = """
+plan: {plan}
+grid:
+  schedule.kind: [1f1b, gpipe, zb_h1, eager_1f1b, interleaved]
+  schedule.num_micro_batches: [4, 8]
+  transport.recv_order: [just_in_time, prefetch_one, send_order]
+  topology: [{{pp: 2}}, {{pp: 4}}]
+"""
+
+COMMANDS = (
+    ("check", GOOD),
+    ("check", BAD),
+    ("check", "--all", BAD),
+    ("check", BROKEN),
+    ("check", GOOD, BAD, BROKEN),
+    ("check", "--from", "megatron", IMPORTING / "megatron.sh"),
+    ("check", IMPORTING / "megatron.sh"),
+    ("check", "--program", EXAMPLES / "schedules" / "two_by_two.txt"),
+    ("check", "--nonsense", GOOD),
+    ("check", "no such file"),
+    ("--explain", "PP201"),
+    ("show", GOOD),
+    ("show", "--rank", "0", GOOD),
+    ("show", "--memory", PUBLISHED),
+    ("show", "--costs", PUBLISHED),
+    ("simulate", GOOD),
+    ("simulate", BAD),
+    ("simulate", BROKEN),
+    ("simulate", EXAMPLES / "alignment" / "zb_v.yaml"),
+    ("advise", GOOD),
+    ("advise", "--all", BAD),
+    ("tune", GOOD, "--gpus", "4", "--device", "h100", "--global-batch", "16"),
+    ("compare", GOOD, EXAMPLES / "alignment" / "zb_v.yaml"),
+    ("compare", GOOD, GOOD),
+    ("sweep", "{sweep}", "--workers", "1"),
+    ("schedule", "list"),
+    ("schedule", "show", "zb_v", "-p", "4", "-m", "8"),
+    ("schedule", "show", "dualpipe", "-p", "4", "-m", "16"),
+    ("schedule", "show", "1f1b", "-p", "2", "-m", "3"),
+    ("schedule", "jitter", GOOD, "--runs", "20"),
+    ("import", "deepspeed", IMPORTING / "deepspeed.json", "--world-size", "8", "-o", "{plan}"),
+    ("job", "hang", IMPORTING / "dumps"),
+    ("job", "file", GOOD, "--for", "slurm", "-o", "{job}"),
+)
+
+WORDS_OF_WIDE_PICTURES = {"with", "the", "micro", "batch", "where", "fits", "dots", "are", "idle"}
+
+
+def output(monkeypatch, tmp_path, words, columns):
+    """Standard output and error of a command."""
+    (monkeypatch.delenv("COLUMNS", raising=False) if columns is None else monkeypatch.setenv("COLUMNS", str(columns)))
+    files = {"sweep": tmp_path / "sweep.yaml", "plan": tmp_path / "plan.yaml", "job": tmp_path / "job.sh"}
+    (tmp_path / "sweep.results.jsonl").unlink(missing_ok=True)
+    files["sweep"].write_text(SWEEP.format(plan=GOOD), encoding="utf-8")
+    given = [str(word) for word in words]
+    return invoke(*(files[word[1:-1]] if word.startswith("{") else word for word in given)).output
+
+
+def is_whole(line, width):
+    """True for lines that are longer than the width by right: of a file, a drawing, or with one long word."""
+    of_file = re.match(r"\s*\d* \| ", line)
+    word = max(map(len, line.split()), default=0)
+    return bool(of_file) or word + len(line) - len(line.lstrip()) > width or word > width - 12
+
+
+def words_of(text):
+    return set(re.findall(r"[A-Za-z]{3,}", text))
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(getattr(w, "name", w) for w in words)[:50])
+def test_lines_fit_and_no_word_is_divided(monkeypatch, tmp_path, words):
+    piped = output(monkeypatch, tmp_path, words, None)
+    for columns in (80, 140):
+        shown = output(monkeypatch, tmp_path, words, columns)
+        long = [line for line in shown.splitlines() if len(line) > columns and not is_whole(line, columns)]
+        assert long == []
+        prose = re.sub(r"\S*\N{HORIZONTAL ELLIPSIS}\S*", "", shown)
+        prose = re.sub(r"\(\d+ columns; [^)]*\)", "", prose)
+        assert words_of(prose) - words_of(piped) - WORDS_OF_WIDE_PICTURES == set()
