@@ -1,8 +1,8 @@
 """Fits the curves of ``pipeproof/cost/device_tables.py`` to published measurements and prints them with residuals.
 
-``python benchmarks/fit_device_tables.py DIRECTORY [--left-out]`` reads ``*_sxm.gemm.parquet`` and ``*_sxm.nccl.parquet``: tables of
-ai-dynamo/aiconfigurator (systems data, Apache-2.0; TensorRT-LLM 1.3.0rc20, NCCL 2.29.2). It needs numpy, scipy, pandas
-and pyarrow, and takes a minute.
+``python benchmarks/fit_device_tables.py DIRECTORY [--left-out]`` reads ``*_sxm.gemm.parquet`` and
+``*_sxm.nccl.parquet``: tables of ai-dynamo/aiconfigurator (systems data, Apache-2.0; TensorRT-LLM 1.3.0rc20, NCCL
+2.29.2). It needs numpy, scipy, pandas and pyarrow, and takes a minute.
 
 Products: of every size from 256 on with m a multiple of 128, least squares of log(time) with a soft L1 loss. The
 measured time in eight and four bits includes the cast of the activations [m, k] from bfloat16, which is a term of the
