@@ -43,6 +43,8 @@ _RECIPES = (
     ("DeepSeekV3, 256 DGX-B300", "", ("MLA's up-projections are computed again; experts in paged buffers; the recipe "
      "has VPP 2 and MBS 1, not the printed MBS 2"), "deepseek/b300/deepseek_v3.py"),
     ("DeepSeekV3", "", "MLA's up-projections are computed again, on B200 dense MLPs, too", "deepseek"),
+    ("Qwen3_235B", "", "inputs of products kept in 8 bits, nothing else",
+     "qwen/h100/qwen3_moe.py; TransformerEngine module/linear.py"),
     ("Kimi", "", "MLA's up-projections are computed again; inputs of products kept in 8 bits",
      "kimi/gb300/kimi_k2.py"),
 )  # fmt: skip
@@ -54,9 +56,9 @@ def summary_part(trainings: Mapping[str, Any]) -> str:
     """Number of trainings in which the search is at least as good, and in which the published choice is listed."""
     rows = list(trainings.values())
     commits = sorted({row["commit"] for row in rows})
-    known = {
-        json.dumps(row.plan, sort_keys=True): row.name for row in read_megatron_bridge(TABLE) if row.plan is not None
-    }
+    plans = [(row.name, row.plan) for row in read_megatron_bridge(TABLE) if row.plan is not None]
+    known = {json.dumps([plan["topology"], plan["schedule"], plan["model"], plan["cost"]["analytic"]["device"],
+                         plan["cost"]["analytic"].get("matmul_dtype")]): name for name, plan in plans}  # fmt: skip
     left_out = Counter(", ".join(name.split(", ")[:3]) for name in known.values()) - Counter(
         row["name"] for row in rows
     )
@@ -177,7 +179,7 @@ def measured_part(trainings: Mapping[str, Any]) -> str:
                         f"{predicted - 1:+.1%}",
                         "yes" if (first > second) == (predicted > 1) else "no",
                         f"{term} {longer[term]:+.2f} s",
-                        f"{max(one['measured']) / min(one['measured']) - 1:.1%}",
+                        (f"{max(one['measured']) / min(one['measured']) - 1:.1%}" if len(one["measured"]) > 1 else ""),
                     )
                 )
     header = ("training", "first choice", "second choice", "first is faster, measured", "predicted", "same order",
