@@ -1,8 +1,8 @@
 """Fits the curves of ``pipeproof/cost/device_tables.py`` to published measurements and prints them with residuals.
 
-``python benchmarks/fit_device_tables.py DIRECTORY`` reads ``*_sxm.gemm.parquet`` and ``*_sxm.nccl.parquet``: tables of
-ai-dynamo/aiconfigurator (systems data, Apache-2.0; TensorRT-LLM 1.3.0rc20, NCCL 2.29.2). It needs numpy, scipy, pandas
-and pyarrow, and takes a minute.
+``python benchmarks/fit_device_tables.py DIRECTORY [--left-out]`` reads ``*_sxm.gemm.parquet`` and
+``*_sxm.nccl.parquet``: tables of ai-dynamo/aiconfigurator (systems data, Apache-2.0; TensorRT-LLM 1.3.0rc20, NCCL
+2.29.2). It needs numpy, scipy, pandas and pyarrow, and takes a minute.
 
 Products: of every size from 256 on with m a multiple of 128, least squares of log(time) with a soft L1 loss. The
 measured time in eight and four bits includes the cast of the activations [m, k] from bfloat16, which is a term of the
@@ -11,6 +11,9 @@ fit and not of the table: a plan counts its own casts.
 Collectives: ``message_size`` counts elements. The table has 2^28 elements in ``half`` and 2^29 in ``int8`` at nearly
 the same time (within a few percent where no switch adds; an all-gather of 8 ranks 1401 and 1399 us), so bytes are what
 is moved. The elements are those of the whole tensor: of one rank's part they would be 2.7 TB/s over links of 450 GB/s.
+
+With ``--left-out`` every fourth of a curve's sizes, by work or by bytes, is left out in turn, and predicted by the
+curve of the others. Then each quarter is: the first and the last lie outside of what was fitted.
 """
 
 from __future__ import annotations
@@ -42,7 +45,22 @@ def fit(model: Any, times: Any, start: list[float], low: list[float], high: list
     return fitted.x, np.log(model(fitted.x) / times)
 
 
-def products(directory: Path, device: str) -> None:
+def left_out(model: Any, sizes: list[Any], times: Any, bounds: Any) -> str:
+    """Median residuals of sizes that are left out: every fourth one in turn, then each quarter, the smallest first."""
+    ranks = np.argsort(np.argsort(np.prod(sizes, axis=0), kind="stable"), kind="stable")
+
+    def residuals(out: Any) -> Any:
+        some, rest = [axis[out] for axis in sizes], [axis[~out] for axis in sizes]
+        constants, _ = fit(lambda x: model(x, *rest), times[~out], *bounds)
+        return np.abs(np.log(model(constants, *some) / times[out]))
+
+    inside = np.concatenate([residuals(ranks % 4 == turn) for turn in range(4)])
+    outside = [residuals(4 * ranks // len(times) == quarter) for quarter in range(4)]
+    quarters = ", ".join(f"{100 * np.median(sizes):.1f} %" for sizes in outside)
+    return f"every fourth left out: {100 * np.median(inside):.1f} %; each quarter: {quarters}"
+
+
+def products(directory: Path, device: str, *, is_left_out: bool) -> None:
     """Print a row for each type."""
     table = pd.read_parquet(directory / f"{device}_sxm.gemm.parquet")
     for name, (dtype, index, size) in DTYPES.items():
@@ -65,12 +83,16 @@ def products(directory: Path, device: str) -> None:
 
         no_cast = 1e-6 if dtype == "bfloat16" else 40.0
         low, high = [0.2, 2, 0, 0, 0.1, 0], [1, 18, 8, 4, 30, no_cast]
-        x, residual = fit(model, rows.latency.to_numpy() * 1e3, [0.75, 12, 5, 0.1, 3, no_cast / 8], low, high)
+        times, bounds = rows.latency.to_numpy() * 1e3, ([0.75, 12, 5, 0.1, 3, no_cast / 8], low, high)
+        if is_left_out:
+            print(f"{device} {dtype} products, {left_out(model, [m, n, k], times, bounds)}")
+            continue
+        x, residual = fit(model, times, *bounds)
         row = f'("{dtype}", {x[0]:.3f}, {np.exp(x[1]):.3g}, {np.exp(x[2]):.0f}, {x[3]:.2f}, {x[4]:.1f})'
         print(f"{device} {row}, cast {x[5]:.1f} bytes; {len(rows)} rows, {spread(residual)}")
 
 
-def collectives(directory: Path, device: str) -> None:
+def collectives(directory: Path, device: str, *, is_left_out: bool) -> None:
     """Print a row for each kind and number of ranks."""
     table = pd.read_parquet(directory / f"{device}_sxm.nccl.parquet")
     for (name, ranks), rows in table[table.nccl_dtype == "half"].groupby(["op_name", "num_gpus"]):
@@ -82,7 +104,11 @@ def collectives(directory: Path, device: str) -> None:
             return latency + ramp * moved / (moved + ramp_bytes) + moved / (bandwidth * 1e3)
 
         start = np.log([times.min(), 15, 1e6, 330])
-        x, residual = fit(model, times, list(start), list(start - 8), list(start + 8))
+        bounds = list(start), list(start - 8), list(start + 8)
+        if is_left_out:
+            print(f"{device} {KINDS[name]} of {ranks}, {left_out(model, [moved], times, bounds)}")
+            continue
+        x, residual = fit(model, times, *bounds)
         latency, ramp, ramp_bytes, bandwidth = np.exp(x)
         row = f'("{KINDS[name]}", {ranks}, {latency:.1f}, {ramp:.1f}, {ramp_bytes:.3g}, {bandwidth:.0f})'
         print(f"{device} {row}, {len(rows)} rows, {spread(residual)}")
@@ -94,7 +120,33 @@ def spread(residual: Any) -> str:
     return f"residual {np.median(size):.1f} %, p90 {np.quantile(size, 0.9):.0f} %, mean {100 * residual.mean():+.1f} %"
 
 
+ATTENTION = {"H200, 32 heads of 8,192 tokens": (8192, 0.58, 0.50), "H200, 16 heads of 8,192": (8192, 0.52, 0.46),
+             "H800, 4,096 tokens": (4096, 0.56, 0.43)}  # fmt: skip
+"""Keys, and shares of peak forward and backward: ``docs/costs.md`` has their origin."""
+
+_SPARE_KEYS = 256
+
+
+def attention() -> None:
+    """Print each measured share of attention, and the share that the mean of the others gives."""
+    for name, (keys, *shares) in ATTENTION.items():
+        others = [of for other, of in ATTENTION.items() if other != name]
+        text = []
+        for number, share in enumerate(shares, 1):
+            limit = np.mean([of[number] * (of[0] + _SPARE_KEYS) / of[0] for of in others])
+            text.append(f"{share:.2f}, of the others {limit * keys / (keys + _SPARE_KEYS):.2f}")
+        print(f"attention on {name}: forward {text[0]}; backward {text[1]}")
+
+
+def main() -> None:
+    """Print the curves of all devices, or what the curves of the other sizes give for each quarter."""
+    is_left_out = "--left-out" in sys.argv
+    for device in DEVICES:
+        products(Path(sys.argv[1]), device, is_left_out=is_left_out)
+        collectives(Path(sys.argv[1]), device, is_left_out=is_left_out)
+    if is_left_out:
+        attention()
+
+
 if __name__ == "__main__":
-    for device_name in DEVICES:
-        products(Path(sys.argv[1]), device_name)
-        collectives(Path(sys.argv[1]), device_name)
+    main()

@@ -2,7 +2,8 @@
 
 ``python benchmarks/fit_host_times.py`` fits `host_us`, `fill_us` and `step_us` of each device, and the share of the
 time that Megatron-LM's own modules take, to the cases on the board. Then it leaves out each case in turn, on all
-machines, fits to the rest, and predicts it.
+machines, fits to the rest, and predicts it. `input_us` follows: the time to read a micro-batch in the cases of one
+GB200 node, with each case left out.
 """
 
 from __future__ import annotations
@@ -69,6 +70,39 @@ def rows() -> list[Row]:
     return found
 
 
+def input_rows() -> dict[str, tuple[float, float, float]]:
+    """Return the measured step of each case whose input takes time, and its steps at 0.1 and 0.3 s for a micro-batch.
+
+    The input bounds these cases, so their steps are linear in it.
+    """
+    (file,), _ = read_measurements([MEASUREMENTS / "megatron_goldens.json"])
+    predictor, found = Predictor(), {}
+    for row in file.rows:
+        if row.plan is None or row.quantity is not Quantity.STEP or "dense" not in row.group:
+            continue
+        analytic = row.plan["cost"]["analytic"]
+        if "input_us" in analytic:
+            steps = []
+            for input_us in (1e5, 3e5):
+                cost = {**row.plan["cost"], "analytic": {**analytic, "input_us": input_us}}
+                predicted = predictor.predict(replace(row, plan={**row.plan, "cost": cost})).predicted
+                assert predicted is not None
+                steps.append(predicted)
+            found[row.name] = (row.measured, steps[0], steps[1])
+    return found
+
+
+def _input_errors(cases: dict[str, tuple[float, float, float]], input_s: float) -> dict[str, float]:
+    """Return the size of each case's error with a time of input in seconds."""
+    return {name: abs((low + (high - low) * (input_s - 0.1) / 0.2) / measured - 1)
+            for name, (measured, low, high) in cases.items()}  # fmt: skip
+
+
+def fit_input(cases: dict[str, tuple[float, float, float]]) -> float:
+    """Return the time of input, in steps of 5 ms, with the smallest mean error."""
+    return min((step / 200 for step in range(20, 100)), key=lambda time: fmean(_input_errors(cases, time).values()))
+
+
 def _step(predictor: Predictor, row: Measurement, host_us: float, fill_us: float) -> float:
     assert row.plan is not None
     times = {"host_us": host_us, "collective_us": 2 * host_us, "fill_us": fill_us, "step_us": 0}
@@ -112,6 +146,13 @@ def main() -> None:
         fill *= any(row.is_deterministic for row in known if row.machine == index)
         print(f"{name:12}{host:7.0f}{fill:8.0f}{step:9.0f}{len(within[index]):5}"
               f"{100 * fmean(within[index]):5.1f}%{100 * fmean(without[index]):8.1f}%")  # fmt: skip
+    cases = input_rows()
+    read = fit_input(cases)
+    alone = {name: fit_input({other: of for other, of in cases.items() if other != name}) for name in cases}
+    errors = [_input_errors(cases, alone[name])[name] for name in cases]
+    print(f"input_us {1e6 * read:.0f}, {len(cases)} cases, {100 * fmean(_input_errors(cases, read).values()):.1f}%, "
+          f"left out {100 * fmean(errors):.1f}% ({1e6 * min(alone.values()):.0f} to {1e6 * max(alone.values()):.0f})"
+          )  # fmt: skip
 
 
 if __name__ == "__main__":

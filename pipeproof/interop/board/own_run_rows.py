@@ -23,7 +23,7 @@ _ONE_CHUNK = frozenset({"gpipe", "1f1b"})
 
 
 def read_own_runs(path: Path, results: Mapping[str, Any]) -> Iterator[Measurement]:
-    """Yield the step and the memory peak of each measured schedule: forwards and backwards without an optimizer.
+    """Yield the step, its replay and the memory peak of each measured schedule: forwards and backwards, no optimizer.
 
     Raises:
         MeasurementFileError: a key is missing.
@@ -42,9 +42,13 @@ def _case(device: str, num_ranks: int, size: Mapping[str, Any], case: Mapping[st
     measured = [(Quantity.COMPUTE, f"{group}, step", case["measured_us"] / 1e6)]
     if case["measured_bytes"]:
         measured.append((Quantity.ALLOCATED_ANY, f"{group}, memory", case["measured_bytes"] / GIB))
+    if case.get("graph_us"):
+        measured.append((Quantity.COMPUTE, f"{group}, replayed", case["graph_us"] / 1e6))
     for quantity, of_group, value in measured:
         try:
             plan = _plan(known_device(device.replace(" ", "_")), num_ranks, size, case)
+            if of_group.endswith("replayed"):
+                plan["cost"]["analytic"]["execution"] = "graph"
         except NoPlanError as error:
             yield Measurement(of_group, name, quantity, value, None, str(error))
         else:

@@ -85,6 +85,7 @@ def test_command_prints_groups_rows_and_reasons():
     assert done.exit_code == 0
     assert "4 blocks, 64 NVIDIA H800" in done.stdout
     assert "own runs, 2 H200, memory" in done.stdout
+    assert "own runs, 2 H200, replayed" in done.stdout
 
 
 def test_json_fits_its_schema_and_has_the_errors_of_the_rows():
