@@ -20,9 +20,10 @@ WIDE = {"model": {"hidden_size": 512, "ffn_size": 2048, "vocab_size": 2048}}
 MORE_WORK = {
     "experts", "losses of routers", "biases of experts", "hyper-connections", "MTP", "MTP, magic send", "dropout",
     "selective recomputation", "full recomputation", "receives early", "norms of heads", "biases",
-    "biases of queries, keys and values",
+    "biases of queries, keys and values", "main gradients",
 }  # fmt: skip
-"""What ranks compute longer for; a receive that waits on the device slows the computations beside it."""
+"""What ranks compute longer for; a receive that waits on the device slows the computations next to it, and wider
+gradients of weights are more bytes to add to."""
 LESS_WORK = {"grouped queries", "head size", "latent attention", "learned positions", "GELU", "GELU with tanh"}
 """Smaller projections with these sizes, no rotation, or no gate. A LayerNorm moves as many bytes as an RMSNorm."""
 MORE_MEMORY = {

@@ -93,7 +93,7 @@ def test_a_log_is_compared_a_step_at_a_time():
 )
 def test_a_run_keeps_its_timeline_where_a_file_has_it(files, expected, tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr(run_console, "run_command", lambda report, options, *_: given.append(options) or 0)
+    monkeypatch.setattr(run_console, "run_command", lambda report, options, *_, **__: given.append(options) or 0)
     arguments = [argument for option in files for argument in (option, str(tmp_path / "out.json"))]
     assert CliRunner().invoke(main, ["run", str(EXAMPLE), *arguments]).exit_code == 0
     assert [options.timeline for options in given] == [expected]

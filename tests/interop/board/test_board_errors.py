@@ -103,7 +103,7 @@ def test_plans_picture_and_page_are_written(tmp_path):
     done = invoke(MEASUREMENTS / "own_h200_steps.json", "--plot", picture, "--page", page, "--plans", plans)
     assert done.exit_code == 0
     written = sorted(plans.glob("*.yaml"))
-    assert len(written) == 22
+    assert len(written) == 33
     assert load_plan(written[0]).spec.cost.analytic.device == "h200"
     assert ET.fromstring(picture.read_text()).tag.endswith("svg")
     assert "### own runs, 2 H200, step: forwards and backwards of a step, s" in page.read_text()
