@@ -6,6 +6,7 @@ types for all three systems, so that a name that one of them lacks is an error.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -47,6 +48,17 @@ def open_to_read(path: Path) -> int:
     if sys.platform == "win32":
         return os.open(path, os.O_RDONLY | os.O_BINARY)  # it would translate the ends of lines
     return os.open(path, os.O_RDONLY)
+
+
+def open_pipe(path: Path) -> int:
+    """Open a named pipe to write, without waiting for a reader; return its handle.
+
+    Raises:
+        OSError: No process reads it (``ENXIO``), it cannot be opened, or the system has no pipes in directories.
+    """
+    if sys.platform == "win32":
+        raise OSError(errno.ENOSYS, "Windows has no pipes in directories")
+    return os.open(path, os.O_WRONLY | os.O_NONBLOCK)
 
 
 def read_at(handle: int, content: memoryview, position: int) -> int:

@@ -17,6 +17,7 @@ from typing import Final
 
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.hang.flight_recorder import read_content, unreadable_dump
+from pipeproof.system_calls import open_pipe
 
 WAIT_S: Final = 30.0
 """Time in which ranks answer; a rank looks once in a second, and gives a dump 15 s by default."""
@@ -75,7 +76,7 @@ def _pipes(stem: Path) -> dict[int, Path]:
 def _ask(pipe: Path) -> str:
     """Write a byte to a pipe; return the problem, empty without one."""
     try:
-        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        descriptor = open_pipe(pipe)
     except OSError as error:
         if error.errno == errno.ENXIO:
             return f"does not read `{pipe}`: its process has ended"
