@@ -55,7 +55,7 @@ def environment() -> dict[str, str]:
     outside = [entry for entry in os.environ["PATH"].split(":") if not Path(entry, "..", "pyvenv.cfg").exists()]
     path = f"{Path(sys.base_prefix, 'bin')}:{':'.join(outside)}"
     # pip's warnings concern the machine, not the tutorial
-    return {**inherited, "PATH": path, "PIP_QUIET": "2", "COLUMNS": "80"}
+    return {**inherited, "PATH": path, "PIP_QUIET": "2"}
 
 
 if __name__ == "__main__":
