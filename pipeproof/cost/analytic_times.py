@@ -239,7 +239,7 @@ class AnalyticCosts:
             is_lent = lends and number == len(stages) - 1
             held = [layer.parameters if is_lent else (*layer.parameters, *layer.borrowed) for layer in described]
             states.append(state_of_weights(self._plan, dict.fromkeys(chain.from_iterable(held))))
-        return tuple(self._moved_us(moved_by_update(self._plan, state)) for state in states)
+        return tuple(self._moved_us(moved_by_update(state)) for state in states)
 
     def work(self, work: Work) -> PhaseTime:
         """One operation: bound by its FLOPs or by its bytes, with the casts for it and the end of a weight gradient.

@@ -48,7 +48,8 @@ def resolved_cost(plan: PlanSpec) -> CostSpec:
     costs, given = AnalyticCosts(plan, analytic), plan.cost.recv_slowdown
     times = _slowed_down(costs.resolved(plan.cost.p2p), costs.device.recv_slowdown if given is None else given)
     share = DEFAULT_LINK_EFFICIENCY if analytic.link_efficiency is None else analytic.link_efficiency
-    return _with_host(times, plan.cost.host_bandwidth or costs.device.host * share)
+    buckets = {"bucket_size": plan.cost.bucket_size, "gather_weights": plan.cost.gather_weights}
+    return _with_host(times, plan.cost.host_bandwidth or costs.device.host * share).model_copy(update=buckets)
 
 
 def link_times(plan: PlanSpec) -> LinkTimes | None:

@@ -46,6 +46,9 @@ Execution = Literal["eager", "compiled", "graph"]
 Algorithm = Literal["ring", "tree", "auto"]
 """Algorithm of all-reduces; every other collective has one algorithm."""
 
+BucketSize = Annotated[int, Field(ge=1, le=10**12)] | Literal["megatron", "stage"]
+"""Elements of a bucket of gradients, or how many there are."""
+
 ProfilePath = Annotated[str, Field(min_length=1)]
 """A file that `pipeproof run PLAN --profile FILE` or `pipeproof import profile` wrote, relative to the plan file."""
 
@@ -300,6 +303,20 @@ class CostSpec(Section):
         "each direction, in GB/s (10^9 bytes). Without it, that of the device of `analytic`; else copies take no time.",
     )
 
+    bucket_size: BucketSize | None = Field(
+        default=None,
+        description="Sums of gradients, and gathers of weights of a sharded optimizer, go by buckets of at least as "
+        "many elements, each a single collective: megatron, Megatron-LM's default, 40000000 or 1000000 for each rank "
+        "of dp, cp and ep, the larger one; stage, all of a stage. Without it, each weight goes by itself. The first "
+        "stage alone has several buckets, as in Megatron-LM; with `schedule.reduce_gradients: when_ready` their sums "
+        "overlap with its last backward.",
+    )
+    gather_weights: Literal["at_end", "first_forward"] = Field(
+        default="at_end",
+        description="When the weights of a sharded optimizer are gathered: at_end, after its step; first_forward, "
+        "during the first forward of the next step, of which only the rest that is not hidden counts "
+        "(`--overlap-param-gather` of Megatron-LM). Needs `bucket_size`.",
+    )
     analytic: AnalyticSpec | None = Field(
         default=None, description="The device whose data sheet gives all times, in place of the times here."
     )

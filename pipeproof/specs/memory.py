@@ -56,6 +56,12 @@ class MemorySpec(Section):
         description="Whether each of the dp ranks keeps only a shard of the optimizer state (arXiv:1910.02054, stage "
         "1): gradients are reduce-scattered, each rank updates its shard of each weight, and weights are gathered.",
     )
+    optimizer_ranks: Literal["dp", "replicas"] = Field(
+        default="dp",
+        description="With `shard_optimizer: dp`, the ranks that share the state of a weight: dp, those of dp, as in a "
+        "run; replicas, all that hold the weight, also those of cp, and of ep outside of experts, as in Megatron-LM's "
+        "distributed optimizer. Memory and times follow it, a run does not.",
+    )
     recompute: Recompute = Field(
         default="none",
         description="Activations that the backward computes again: selective, those of the core of attention; full, "

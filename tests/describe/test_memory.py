@@ -199,8 +199,27 @@ def test_states_and_what_a_step_moves_of_them():
     state = state_of(alone, layers)
     assert (state.parameters, state.gradients, state.optimizer) == (2 * numel, 4 * numel, 12 * numel)
     assert state_of(spec, layers).optimizer == 3 * numel
-    assert moved_by_update(alone, state) == (2 * 2 + 4 + 2 * 12) * numel
-    assert moved_by_update(spec, state_of(spec, layers)) == Fraction((2 * 2 + 4 + 2 * 12) * numel, 4)
+    assert moved_by_update(state) == (2 * 2 + 4 + 2 * 12) * numel
+    assert moved_by_update(state_of(spec, layers)) == Fraction((2 * 2 + 4 + 2 * 12) * numel, 4)
+
+
+def test_all_ranks_that_hold_a_weight_share_its_state():
+    """Megatron-LM's distributed optimizer: dp x cp of experts, dp x cp x ep of all others."""
+    moe = {"num_experts": 8, "top_k": 2, "ffn_size": 32}
+    topology = {"dp": 4, "cp": 2, "ep": 4}
+    spec, over_dp = (
+        plan(model={"moe": moe}, topology=topology, memory={"shard_optimizer": "dp", "optimizer_ranks": ranks})
+        for ranks in ("replicas", "dp")
+    )
+    layers = describe_gpt(spec)
+    experts, whole = 2 * 8 * 3 * 64 * 32 // 4, state_of(spec, layers).parameters // 2
+    others = whole - experts
+    assert state_of(over_dp, layers).optimizer == 12 * (experts + others) // 4
+    assert state_of(spec, layers).optimizer == 12 * (experts // (4 * 2) + others // (4 * 2 * 4))
+    moved = moved_by_update(state_of(spec, layers))
+    assert moved == (2 * 2 + 4 + 2 * 12) * (Fraction(experts, 4 * 2) + Fraction(others, 4 * 2 * 4))
+    one = plan(model={"moe": moe}, topology=topology, memory={"optimizer_ranks": "replicas"})
+    assert state_of(one, layers).optimizer == 12 * whole
 
 
 def test_experts_are_sharded_over_ep():

@@ -35,6 +35,24 @@ def check_analytic(plan: PlanSections) -> list[Problem]:
     return problems
 
 
+def check_buckets(plan: PlanSections) -> list[Problem]:
+    """PP106: buckets have times of links that nothing else uses; a gather during a forward goes by buckets."""
+    cost, key = plan.cost, ("cost", "bucket_size")
+    if cost.bucket_size is None:
+        if cost.gather_weights == "at_end":
+            return []
+        message = "`cost.gather_weights: first_forward` is given without `cost.bucket_size`"
+        fix = "add bucket_size, such as megatron: the first bucket is never hidden"
+        return [Problem("PP106", ("cost", "gather_weights"), message, help=fix, at_key=True)]
+    if cost.profile is not None:
+        message = "`cost.bucket_size` is given together with `cost.profile`, which measured sums of single weights"
+        return [Problem("PP106", key, message, help="remove one of them", at_key=True)]
+    if cost.network is not None and cost.network.contention:
+        message = "`cost.bucket_size` is given, and with `cost.network.contention` each sum shares links by itself"
+        return [Problem("PP106", key, message, help="remove one of them", at_key=True)]
+    return []
+
+
 def check_network(plan: PlanSections) -> list[Problem]:
     """No time is given twice (PP106), links that the mesh needs are given (PP104), and cards fill nodes (PP106)."""
     cost, network = plan.cost, plan.cost.network

@@ -80,6 +80,9 @@ FLAGS: Final = frozenset(
         "--recompute-activations",
         "--recompute-granularity",
         "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--ddp-bucket-size",
+        "--ddp-num-buckets",
         "--bf16",
         "--fp16",
         "--clip-grad",
@@ -127,7 +130,6 @@ NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
 
 WITHOUT_BEARING: Final = frozenset(
     [
-        "--overlap-param-gather",
         "--tp-comm-overlap",
         "--moe-grouped-gemm",
         "--moe-token-dispatcher-type",
