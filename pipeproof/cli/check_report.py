@@ -18,6 +18,7 @@ from pipeproof.version import __version__
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from pipeproof.cli.progress import OnProgress
     from pipeproof.diagnostics.baseline import BaselineComparison, LoadedBaseline
     from pipeproof.diagnostics.sarif_output import SarifResult
     from pipeproof.verify.check_plan import Report
@@ -57,11 +58,11 @@ class CheckResult:
         return ExitStatus.FAILED if any(f.severity in failing for f in self.findings) else ExitStatus.OK
 
 
-CheckTask = tuple[tuple[Path, ...], Callable[[], "Report"]]
-"""The files of one check, and the function that runs it."""
+CheckTask = tuple[tuple[Path, ...], Callable[["OnProgress"], "Report"]]
+"""The files of one check, and the function that runs it, which takes a callback for progress."""
 
 
-def run_checks(tasks: Sequence[CheckTask]) -> list[CheckResult]:
+def run_checks(tasks: Sequence[CheckTask], on_progress: OnProgress) -> list[CheckResult]:
     """Run all checks; with several, the refusal of one input does not stop the others.
 
     Raises:
@@ -69,8 +70,9 @@ def run_checks(tasks: Sequence[CheckTask]) -> list[CheckResult]:
     """
     results = []
     for files, run_check in tasks:
+        on_progress(f"checking {files[0]}", 0, 0)
         try:
-            results.append(CheckResult(files, run_check()))
+            results.append(CheckResult(files, run_check(on_progress)))
         except PipeproofError as error:
             if len(tasks) == 1:
                 raise
