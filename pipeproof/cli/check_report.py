@@ -18,10 +18,9 @@ from pipeproof.version import __version__
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pipeproof.cli.progress import OnProgress
     from pipeproof.diagnostics.baseline import BaselineComparison, LoadedBaseline
     from pipeproof.diagnostics.sarif_output import SarifResult
-    from pipeproof.verify.check_plan import Report
+    from pipeproof.verify.check_plan import OnProgress, Report
     from pipeproof.verify.selection import Selection
 
 Form = Literal["text", "json", "sarif"]
