@@ -36,7 +36,6 @@ from pipeproof.views.schedule_svg import schedule_svg
 from pipeproof.views.tables import print_lines
 from pipeproof.views.timeline_text import figures_lines, format_us, render_timeline
 
-
 MOST_COMPUTATIONS = 200_000
 """Most computations of a schedule that is shown: its picture takes about a tenth of a millisecond for each."""
 
