@@ -1,7 +1,8 @@
 """Kill runs at random moments and resume them bit for bit; start runs in a row; measure the memory of a long one.
 
-``python validation/hardening/kill_resume.py [--kills N] [--starts N] [--steps N] [--write]``. The long run prints the
-slope of the resident memory of each process over its steps, and the growth of its descriptors.
+``python validation/hardening/kill_resume.py [--kills N] [--starts N] [--steps N] [--seconds N] [--write]``. The long
+run prints the slope of the resident memory of each process over its steps, and the growth of its descriptors.
+``--seconds`` ends the kills and the starts early, with the figures of those that were done.
 """
 
 from __future__ import annotations
@@ -78,14 +79,17 @@ def digests(report: Path, after: int) -> dict[str, Any]:
     return losses | gradients
 
 
-def kills(number: int, directory: Path) -> dict[str, float]:
+def kills(number: int, directory: Path, seconds: float) -> dict[str, float]:
     """Kill the launcher at a random moment, resume from the newest state, and compare with a run in one go."""
     draw, steps = random.Random(0), 60
     whole = directory / "whole.json"
     ended = pipeproof(["run", plan(directory, steps), "--report", whole])
     assert ended.status == 0, ended.output
-    duration, equal, left, resumed, longest = ended.seconds, 0, 0, 0, 0.0
+    duration, equal, left, resumed, longest, begun, done_kills = ended.seconds, 0, 0, 0, 0.0, time.monotonic(), 0
     for index in range(number):
+        if time.monotonic() - begun > seconds:
+            break
+        done_kills += 1
         place = directory / f"kill{index}"
         place.mkdir()
         process = started(["run", plan(directory, steps), "--save", place / "states", "--save-every", "1"], place)
@@ -111,18 +115,31 @@ def kills(number: int, directory: Path) -> dict[str, float]:
             continue
         resumed += bool(states)
         ended = pipeproof(["run", plan(directory, steps), *resume, "--report", report])
-        equal += ended.status == 0 and digests(report, done) == digests(whole, done)
-    return {"kills": number, "equal": equal, "resumed_from_a_state": resumed, "processes_left": left,
+        is_equal = ended.status == 0 and digests(report, done) == digests(whole, done)
+        equal += is_equal
+        print(f"kill {index}: {done} steps saved, {'equal' if is_equal else ended.output}", flush=True)
+    return {"kills": done_kills, "equal": equal, "resumed_from_a_state": resumed, "processes_left": left,
             "longest_end_s": round(longest, 1)}  # fmt: skip
 
 
-def starts(number: int, directory: Path) -> dict[str, int]:
+def starts(number: int, directory: Path, seconds: float) -> dict[str, int]:
     """Start short runs in a row."""
-    short = plan(directory, 1)
-    return {"starts": number, "passed": sum(pipeproof(["run", short]).status == 0 for _ in range(number))}
+    short, begun, tried, passed = plan(directory, 1), time.monotonic(), 0, 0
+    while tried < number and time.monotonic() - begun <= seconds:
+        ended = pipeproof(["run", short])
+        tried, passed = tried + 1, passed + (ended.status == 0)
+        print(f"start {tried}: {'passed' if ended.status == 0 else ended.output}", flush=True)
+    return {"starts": tried, "passed": passed}
 
 
-def soak(steps: int, directory: Path) -> dict[str, Any]:
+def kind_of(pid: int) -> str:
+    """Return which process of a run this is."""
+    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    module = words[words.index("-m") + 1] if "-m" in words else ""
+    return {"pipeproof": "launcher", "pipeproof.exec.rank.worker": "rank"}.get(module, "reference")
+
+
+def soak(steps: int, directory: Path, _: float) -> dict[str, Any]:
     """Run many small steps with checkpoints, and fit the memory and the descriptors of each process over time."""
     place = directory / "soak"
     place.mkdir()
@@ -130,26 +147,29 @@ def soak(steps: int, directory: Path) -> dict[str, Any]:
     command: list[str | Path] = ["run", plan(place, steps), "--save", place / "states", "--save-every", str(every)]
     begun, process = time.monotonic(), started(command, place)
     samples: dict[int, list[tuple[float, int, int]]] = {}
+    kinds: dict[int, str] = {}
     while process.poll() is None:
         for pid in processes(place):
             try:
                 pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
                 descriptors = len([*Path(f"/proc/{pid}/fd").iterdir()])
+                kinds[pid] = kind_of(pid)
             except OSError:
                 continue
             samples.setdefault(pid, []).append((time.monotonic() - begun, pages * 4, descriptors))
         time.sleep(0.5)
     seconds = time.monotonic() - begun
-    slopes, growths = [], []
-    for values in samples.values():
+    slopes, growths = dict[str, list[float]](), []
+    for pid, values in samples.items():
         kept = [value for value in values if value[0] > _SKIPPED * seconds]
         if len(kept) > 10:
             slope = float(np.polyfit([at for at, _, _ in kept], [kb for _, kb, _ in kept], 1)[0])
-            slopes.append(slope * seconds / steps * 1000)
+            slopes.setdefault(kinds[pid], []).append(slope * seconds / steps * 1000)
             growths.append(kept[-1][2] - kept[0][2])
     return {
-        "steps": steps, "status": process.returncode, "seconds": round(seconds), "processes": len(slopes),
-        "kb_per_1000_steps": round(max(slopes, default=float("nan"))), "descriptors_grown": max(growths, default=-1),
+        "steps": steps, "status": process.returncode, "seconds": round(seconds), "processes": len(growths),
+        "kb_per_1000_steps": {kind: round(max(of_kind)) for kind, of_kind in sorted(slopes.items())},
+        "descriptors_grown": max(growths, default=-1),
     }  # fmt: skip
 
 
@@ -158,6 +178,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     for name, default in (("kills", 100), ("starts", 200), ("steps", 10_000)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="longest time of the kills, and of the starts"
+    )
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -165,7 +188,10 @@ def main() -> int:
         for part, number in ((soak, options.steps), (kills, options.kills), (starts, options.starts)):
             if number:
                 begun = time.monotonic()
-                figures[part.__name__] = {**part(number, directory), "seconds": round(time.monotonic() - begun)}
+                figures[part.__name__] = {
+                    **part(number, directory, options.seconds),
+                    "seconds": round(time.monotonic() - begun),
+                }
                 print(part.__name__, figures[part.__name__], flush=True)
     if options.write:
         for part, figure in figures.items():
