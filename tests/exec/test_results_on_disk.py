@@ -53,4 +53,4 @@ def test_the_memory_does_not_grow_with_the_steps(tmp_path):
         return size
 
     in_memory = []
-    assert grown(in_memory.append) > 20 * grown(ResultsOnDisk(tmp_path).append)
+    assert grown(in_memory.append) > 8 * grown(ResultsOnDisk(tmp_path).append)

@@ -21,7 +21,8 @@ class ResultsOnDisk(Sequence[StepResult]):
     """
 
     def __init__(self, directory: Path) -> None:
-        self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - it ends with this object
+        self._directory = directory
+        self._file = tempfile.TemporaryFile(buffering=0, dir=directory)  # noqa: SIM115 - it ends with this object
         self._ends = array("q", [0])
         weakref.finalize(self, self._file.close)
 
@@ -29,11 +30,15 @@ class ResultsOnDisk(Sequence[StepResult]):
         """Add a result.
 
         Raises:
-            OSError: the disk is full.
+            OSError: the disk of the directory is full.
         """
-        self._file.seek(self._ends[-1])
-        self._file.write(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
-        self._file.flush()
+        try:
+            self._file.seek(self._ends[-1])
+            content = memoryview(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
+            while content:  # a disk that is nearly full takes a part
+                content = content[self._file.write(content) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._directory)) from error  # the file has no name
         self._ends.append(self._file.tell())
 
     def __len__(self) -> int:
