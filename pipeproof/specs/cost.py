@@ -220,11 +220,24 @@ class EdgeSpec(Section):
     )
 
 
+class SwitchSpec(Section):
+    """Switches that network cards are connected to, with fewer or slower links to each other than to the cards."""
+
+    ranks: int = Field(
+        ge=1, le=2**20, description="Number of consecutive global ranks below one switch, a multiple of a node's."
+    )
+    oversubscription: float = Field(
+        ge=1,
+        le=1000,
+        description="Bandwidth of all cards below a switch, divided by that of its links to other switches.",
+    )
+
+
 class NetworkSpec(Section):
     """The links between ranks, which give messages and collectives their times.
 
     Together with ``cost.analytic``, whose data sheet describes the links, only
-    ``ranks_per_nic``, ``algorithm``, ``contention`` and ``edges`` are allowed.
+    ``ranks_per_nic``, ``switch``, ``algorithm``, ``contention`` and ``edges`` are allowed.
     """
 
     ranks_per_node: int | None = Field(
@@ -234,6 +247,11 @@ class NetworkSpec(Section):
     between: LinkSpec | None = Field(default=None, description="Link of a network card to other nodes.")
     ranks_per_nic: int = Field(
         default=1, ge=1, le=2**16, description="Number of consecutive ranks of a node that share a network card."
+    )
+    switch: SwitchSpec | None = Field(
+        default=None,
+        description="Switches with less bandwidth to each other than to their cards; without it, only cards limit "
+        "transfers between nodes.",
     )
     launch_us: Time | None = Field(
         default=None,

@@ -80,7 +80,13 @@ def check_network(plan: PlanSections) -> list[Problem]:
             for key, fix in _DATA_SHEET_KEYS.items()
             if getattr(network, key) is not None
         ] + _check_edges(plan, network)
-    return [*_check_latency(cost), *_check_links(plan, network), *_check_cards(network), *_check_edges(plan, network)]
+    return [
+        *_check_latency(cost),
+        *_check_links(plan, network),
+        *_check_cards(network),
+        *_check_switch(network),
+        *_check_edges(plan, network),
+    ]
 
 
 def _check_latency(cost: CostSpec) -> list[Problem]:
@@ -120,6 +126,17 @@ def _check_cards(network: NetworkSpec) -> list[Problem]:
     )
     fix = "a network card belongs to one node: choose a divisor"
     return [Problem("PP106", ("cost", "network", "ranks_per_nic"), message, help=fix)]
+
+
+def _check_switch(network: NetworkSpec) -> list[Problem]:
+    """PP106: nodes fill switches. With `cost.analytic` the device has the size of a node, and ``Network`` checks it."""
+    if network.switch is None or network.ranks_per_node is None or network.switch.ranks % network.ranks_per_node == 0:
+        return []
+    message = (
+        f"cost.network.switch.ranks {network.switch.ranks} does not divide by ranks_per_node {network.ranks_per_node}"
+    )
+    fix = "all ranks of a node are below one switch: choose a multiple"
+    return [Problem("PP106", ("cost", "network", "switch", "ranks"), message, help=fix)]
 
 
 def _check_edges(plan: PlanSections, network: NetworkSpec) -> list[Problem]:
