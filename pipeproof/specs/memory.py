@@ -68,6 +68,20 @@ class MemorySpec(Section):
         "each transformer block from its input, with the collectives of its forward. `cost.analytic` counts the time; "
         "given times are used unchanged.",
     )
+    offload_blocks: int = Field(
+        default=0,
+        ge=0,
+        le=10**6,
+        description="Number of first blocks of each stage whose activations are copied to host memory during F, and "
+        "back before their backward. `cost.analytic` counts the time at the bandwidth of the host, next to "
+        "computations; given times are used unchanged. A run does not follow it.",
+    )
+    product_inputs: Literal["dtype", "matmul_dtype"] = Field(
+        default="dtype",
+        description="Type in which products of blocks keep their inputs until W, except those of routers: dtype, that "
+        "of activations; matmul_dtype, that of `cost.analytic.matmul_dtype` with its scales, as Transformer Engine "
+        "does. Flash attention then also keeps its output in `dtype` until I. A run does not follow it.",
+    )
     sequence_parallel_activations: Literal["keep", "regather"] = Field(
         default="keep",
         description="With sequence parallelism, the input of a weight gradient: keep, the tokens gathered for the "

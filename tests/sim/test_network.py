@@ -140,7 +140,7 @@ def test_messages_of_a_plan_pass_switches():
     ids=["network", "analytic"],
 )
 def test_a_node_is_below_one_switch(cost):
-    with pytest.raises((BadPlanError, BadPlanAtError), match="switch.ranks"):
+    with pytest.raises((BadPlanError, BadPlanAtError), match=r"switch\.ranks"):
         lower(plan_from_dict(plan_dict(topology={"pp": 2}, cost=cost)).spec)
 
 

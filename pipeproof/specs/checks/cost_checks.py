@@ -35,6 +35,22 @@ def check_analytic(plan: PlanSections) -> list[Problem]:
     return problems
 
 
+def check_activations(plan: PlanSections) -> list[Problem]:
+    """PP106: inputs of products have a type, and what is copied to host memory is in no slot."""
+    analytic, problems = plan.cost.analytic, list[Problem]()
+    if plan.memory.product_inputs == "matmul_dtype" and (analytic is None or analytic.matmul_dtype is None):
+        message = "`memory.product_inputs` is matmul_dtype, without `cost.analytic.matmul_dtype`"
+        fix = "add matmul_dtype, such as float8, or remove product_inputs"
+        problems.append(Problem("PP106", ("memory", "product_inputs"), message, help=fix))
+    if plan.memory.offload_blocks and plan.buffers.receive_slots is not None:
+        message = (
+            "`memory.offload_blocks` copies the inputs of stages to host memory, and with `buffers.receive_slots` "
+        )
+        message += "they are in slots that are never free"
+        problems.append(Problem("PP106", ("memory", "offload_blocks"), message, help="remove one of them"))
+    return problems
+
+
 def check_buckets(plan: PlanSections) -> list[Problem]:
     """PP106: buckets have times of links that nothing else uses; a gather during a forward goes by buckets."""
     cost, key = plan.cost, ("cost", "bucket_size")
