@@ -64,9 +64,9 @@ class MoeSpec(Section):
     dispatcher: Literal["all_to_all", "all_gather"] = Field(
         default="all_to_all",
         description="How tokens come to the experts of other EP ranks, and results back. `all_to_all`: each token goes "
-        "to the ranks of its experts, once for each expert. `all_gather`: every rank gets the tokens and router outputs "
-        "of all ranks, and the ranks' results are added by a reduce-scatter. That moves less if a token has more "
-        "experts than there are ranks, and no rank has to know how many tokens come.",
+        "to the ranks of its experts, once for each expert. `all_gather`: every rank gets the tokens and router "
+        "outputs of all ranks, and the ranks' results are added by a reduce-scatter. That moves less if a token has "
+        "more experts than there are ranks, and no rank has to know how many tokens come.",
     )
     nodes_per_token: int | None = Field(
         default=None,

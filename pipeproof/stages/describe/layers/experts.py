@@ -3,9 +3,9 @@
 A block with experts enters and leaves its MLP as a dense block does. In between, every TP rank routes all tokens. EP
 ranks exchange the number of tokens for each expert. Then each token goes to the ranks of its experts and back, by one
 all-to-all in each direction (arXiv:2006.16668). With ``dispatcher: all_gather`` every EP rank gets the router's outputs
-and the tokens of all, computes for its experts, and the results are added by a reduce-scatter. All experts are assumed to get the same number of tokens, so each EP
-rank sends and receives ``top_k`` times its own tokens. Moving tokens into the order of experts, and back, reads and
-writes each visit.
+and the tokens of all, computes for its experts, and the results are added by a reduce-scatter. All experts are assumed
+to get the same number of tokens, so each EP rank computes ``top_k`` times its own tokens. Moving tokens into the order
+of experts, and back, reads and writes each visit.
 """
 
 from __future__ import annotations
