@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.diagnostics.problems import listed, nearest_name
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap, read_text
 from pipeproof.interop.importers.draft import Draft, count, misspelt
@@ -23,6 +22,13 @@ from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_parts import take_parts_of_type
 from pipeproof.interop.importers.model_sizes import Needs, assume_model
+from pipeproof.interop.importers.torch_pipelining import (
+    MAX_LAYERS,
+    known_schedules,
+    module_named,
+    schedule_named,
+    stages_of,
+)
 
 _SECTION = re.compile(r"\s*\[\s*([\w.\-\" ]+?)\s*\]")
 _KEY = re.compile(r"\s*([\w\-]+)\s*=")
@@ -120,25 +126,6 @@ def _locations(name: str, lines: tuple[str, ...]) -> Iterator[tuple[tuple[str, s
         elif match := _KEY.match(line):
             yield (section, match[1]), Location(name, number).part(*match.span(1))
 
-
-SCHEDULES: Final[Mapping[str, tuple[str, int]]] = MappingProxyType(
-    {
-        "1F1B": ("1f1b", 1),
-        "GPipe": ("gpipe", 1),
-        "Interleaved1F1B": ("interleaved", 2),
-        "LoopedBFS": ("looped_bfs", 2),
-        "InterleavedZeroBubble": ("interleaved_zb", 2),
-        "ZBVZeroBubble": ("zb_v", 2),
-        "DualPipeV": ("dualpipe_v", 2),
-    }
-)
-"""PyTorch's names, ours, and the default number of stages of a rank."""
-
-_MODULES: Final[Mapping[str, str]] = MappingProxyType(
-    {"tok_embeddings": "embed", "norm": "norm", "output": "head", "lm_head": "head"}
-)
-_MAX_LAYERS: Final = 100_000
-"""Most blocks of a model, as in plans."""
 
 _PARALLELISM: Final = ("parallelism", "experimental", "training")
 _READ: Final = frozenset(
@@ -309,13 +296,10 @@ class _Job:
         if path:
             self._take("pipeline_parallel_schedule_csv", ("schedule", "kind"), "file")
             self._take("pipeline_parallel_schedule_csv", ("schedule", "path"), str(Path(path).resolve()))
-        known = {pytorch.lower(): pytorch for pytorch in SCHEDULES}
-        schedule = SCHEDULES.get(known.get(given.lower(), ""))
+        schedule = schedule_named(given)
         single = given.lower() == "pipelineschedulesingle"
         if schedule is None and not path:
-            near = nearest_name(given, SCHEDULES)
-            suggestion = f"did you mean {near}?" if near else f"known are {listed(list(SCHEDULES), 'and')}"
-            raise self.file.refused(f"`{given}` is no schedule of PyTorch", *source, help=suggestion)
+            raise self.file.refused(f"`{given}` is no schedule of PyTorch", *source, help=known_schedules(given))
         kind, chunks = schedule or ("file", 1 if single else 2)
         if pp == 1:
             kind, chunks = "1f1b", 1
@@ -359,19 +343,14 @@ class _Job:
             self._take("module_fqns_per_model_part", ("stages",), [self._named(part, source) for part in parts])
             return
         num_layers = count(self.draft, "model", "num_layers")
-        if num_layers > _MAX_LAYERS or num_stages > _MAX_LAYERS:
+        if num_layers > MAX_LAYERS or num_stages > MAX_LAYERS:
             source = self._setting("pipeline_parallel_degree") or ("parallelism", "pipeline_parallel_degree")
             raise self.file.refused(
                 f"{num_layers} layers in {num_stages} stages are more than a plan can have", *source
             )
         sizes = self._cut(num_stages, num_layers)
-        stages, block = [], 0
-        for size in sizes:
-            stages.append([f"layer.{index}" for index in range(block, block + size)])
-            block += size
-        stages[0].insert(0, "embed")
-        stages[-1] += ["norm", "head"]
-        if all(stages) and block == num_layers and not csv:
+        stages = stages_of(sizes)
+        if all(stages) and sum(sizes) == num_layers and not csv:
             self._take("pipeline_parallel_degree", ("stages",), stages)
 
     def _cut(self, num_stages: int, num_layers: int) -> list[int]:
@@ -392,16 +371,13 @@ class _Job:
     def _named(self, part: Any, source: tuple[str, str]) -> list[str]:
         names = []
         for module in part if isinstance(part, list) else [part]:
-            kind, _, number = str(module).partition(".")
-            if kind == "layers" and number.isdecimal():
-                names.append(f"layer.{number}")
-            elif module in _MODULES:
-                names.append(_MODULES[module])
-            else:
+            name = module_named(str(module), "tok_embeddings")
+            if name is None:
                 raise self.file.refused(
                     f"`{module}` is none of tok_embeddings, layers.N, norm and output", *source,
                     help="other modules are not described",
                 )  # fmt: skip
+            names.append(name)
         return names
 
     def _batches(self) -> None:
