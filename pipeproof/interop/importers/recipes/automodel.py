@@ -370,13 +370,14 @@ class _Recipe:
                 f"local_batch_size {batch} of pp_microbatch_size {size} is less than a micro-batch for each of {pp} "
                 "ranks", _BATCH, "raise `local_batch_size`",
             )  # fmt: skip
-        ranks = count(draft, "topology", "dp") * count(draft, "topology", "ep")
         total = self._placed(*_GLOBAL)
         if total is None:
             return
+        known = self._placed(_TOP, "dp_size") is not None or draft.flags.world_size is not None
+        ranks = count(draft, "topology", "dp") * count(draft, "topology", "ep") if known else 1
         if self._number(*_GLOBAL, default=1) % (batch * ranks):
-            message = f"global_batch_size {total.value} does not divide by local_batch_size x dp = {batch * ranks}"
-            self._stop(message, _GLOBAL)
+            times = f"local_batch_size x dp = {batch * ranks}" if known else f"local_batch_size {batch}"
+            self._stop(f"global_batch_size {total.value} does not divide by {times}", _GLOBAL)
         draft.ignore("global_batch_size", "one run of the schedule is checked, which accumulation repeats",
                      total.location)  # fmt: skip
 

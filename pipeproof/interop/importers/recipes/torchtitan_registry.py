@@ -22,7 +22,7 @@ from pipeproof.interop.importers.sectioned_file import SectionedFile
 
 _SECTIONS: Final = ("parallelism", "training")
 _RECOMPUTATION: Final = (("Selective", "selective"), ("Full", "full"), ("None", "none"))
-_CONSOLE: Final = "pipeline_parallel_degree"
+_DEGREE: Final = "pipeline_parallel_degree"
 
 
 def recipes_of(module: Module) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ def _settings(config: Record) -> Iterator[tuple[str, str, Placed]]:
         if isinstance(part.value, Record):
             yield from ((section, key, placed) for key, placed in part.value.attributes.items())
         elif isinstance(part.value, Unknown):
-            yield section, _CONSOLE, part
+            yield section, _DEGREE, part
 
 
 def _model(config: Record) -> Iterator[tuple[str, str, Placed]]:
