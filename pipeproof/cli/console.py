@@ -28,6 +28,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FIXES = MappingProxyType(
     {
         errno.ENOSPC: "make room on that disk, or name another",
+        errno.EMFILE: "let this process have more open files (`ulimit -n`)",
         errno.ENAMETOOLONG: "use a shorter name",
         errno.EACCES: "give this user permission, or name another path",
         errno.EROFS: "name a path on a writable disk",
@@ -74,23 +75,6 @@ def console_for(*, stderr: bool = False, color: str = "auto") -> Console:
     if color == "always":  # the option overrides NO_COLOR and a terminal without colours
         return _Console(stderr=stderr, highlight=False, force_terminal=True, no_color=False, color_system="standard")
     return _Console(stderr=stderr, highlight=False, no_color=True if color == "never" else None)
-
-
-@contextmanager
-def showing_progress(first: str) -> Iterator[Callable[[str, int, int], None] | None]:
-    """Show the progress on a line of standard error, which begins as ``first``; yields None without a terminal.
-
-    The callback takes a text, how much is done, and the total.
-    """
-    console = console_for(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    from rich.progress import Progress
-
-    with Progress(console=console, transient=True) as bars:
-        task = bars.add_task(first, total=None)
-        yield lambda text, done, total: bars.update(task, description=text, completed=done, total=total)
 
 
 @contextmanager

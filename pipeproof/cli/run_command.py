@@ -15,6 +15,7 @@ import click
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
 from pipeproof.cli.plan_options import PlanSource, plan_options
+from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.rank_options import rank_options
 from pipeproof.cli.timeline_option import timeline_file, write_timeline
 
@@ -76,6 +77,8 @@ def _record_directory(context: click.Context, parameter: click.Parameter, value:
               help="Keep the tensors, which are large, so that `state align` can report distances.")  # fmt: skip
 @click.option("--check-layers", is_flag=True,
               help="First compare the backward of each custom layer with finite differences, in float64.")  # fmt: skip
+@click.option("--watch", type=click.Path(path_type=Path, file_okay=False), callback=writable, metavar="DIR",
+              envvar="PIPEPROOF_WATCH", help="Write each rank's operations below DIR, for `job hang DIR`.")  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Print what is equal, too: every gradient, and how both computed.")
 @rank_options("Run")
 @_state_options
@@ -89,6 +92,7 @@ def run(
     record_layers: bool,
     record_values: bool,
     check_layers: bool,
+    watch: Path | None,
     verbose: bool,
     options: RunOptions,
     checkpoint: CheckpointOptions,
@@ -102,14 +106,15 @@ def run(
     from pipeproof.exec.run_console import run_command
     from pipeproof.verify.check_plan import check
 
-    with refusing_bad_plans("text", plan):
-        report = check(source.load(plan))
+    with refusing_bad_plans("text", plan), showing_progress(f"checking {plan}") as on_progress:
+        report = check(source.load(plan), on_progress=on_progress)
     if check_layers and not report.subject.plan.spec.is_custom:
         raise click.UsageError("--check-layers is for custom layers (`model: {kind: layers}`)")
     record = None if record_directory is None else RecordOptions(record_directory, record_layers, record_values)
     has_timeline = any(file is not None for file in (report_file, output, profile_file))
     options = replace(options, profile=profile_file is not None, record=record, checkpoint=checkpoint,
-                      check_layers=check_layers, timeline=has_timeline)  # fmt: skip
+                      check_layers=check_layers, timeline=has_timeline,
+                      watch=None if watch is None else watch.absolute())  # fmt: skip
     write = None if output is None else partial(write_timeline, output, f"{plan.stem}, measured")
     with refusing_bad_plans("text", plan):
         status = run_command(report, options, console_for(), report_file, profile_file, write, verbose=verbose)

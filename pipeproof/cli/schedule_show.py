@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pipeproof.cli.console import console_for
+from pipeproof.cli.progress import showing_progress
 from pipeproof.comm.generated_schedule import plan_schedule, stage_costs
 from pipeproof.comm.sample_plan import sample_plan
 from pipeproof.diagnostics.finding import BadPlanError
@@ -34,6 +35,9 @@ from pipeproof.verify.schedule_verdict import Outcome, ScheduleVerdict, check_sc
 from pipeproof.views.schedule_svg import schedule_svg
 from pipeproof.views.tables import print_lines
 from pipeproof.views.timeline_text import figures_lines, format_us, render_timeline
+
+MOST_COMPUTATIONS = 200_000
+"""Most computations of a schedule that is shown: its picture takes about a tenth of a millisecond for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +72,12 @@ def show_schedule(request: ScheduleRequest, form: str, *, verify: bool, color: s
     Raises:
         click.UsageError: there is no such kind, or it does not exist for these sizes.
     """
-    plan, schedule = _requested(request, form)
-    costs = stage_costs(plan.spec)
-    verdict = check_schedule(plan) if verify else None
-    shown = _Shown(plan, schedule, costs, asap(schedule, costs), verdict)
+    with showing_progress(f"generating {request.kind}") as on_progress:
+        plan, schedule = _requested(request, form)
+        costs = stage_costs(plan.spec)
+        on_progress(f"checking {request.kind}", 0, 0)
+        verdict = check_schedule(plan) if verify else None
+        shown = _Shown(plan, schedule, costs, asap(schedule, costs), verdict)
     if form == "json":
         click.echo(json.dumps(_to_json(shown), indent=2))
     else:
@@ -100,7 +106,25 @@ def _requested(request: ScheduleRequest, form: str) -> tuple[LoadedPlan, Schedul
     kind = _kind(request.kind)
     with _with_option_names():
         plan = _plan(request, kind, form)
+        if form in ("text", "json", "svg"):
+            _require_moderate_picture(plan, kind)
         return plan, plan_schedule(plan.spec)
+
+
+def _require_moderate_picture(plan: LoadedPlan, kind: ScheduleKind) -> None:
+    """Refuse a schedule with too many computations for a timeline, before it is generated. O(1).
+
+    Raises:
+        click.UsageError: more than ``MOST_COMPUTATIONS``.
+    """
+    schedule, num_ranks = plan.spec.schedule, plan.spec.topology.pp
+    num_items = plan.spec.num_stages * schedule.num_micro_batches * schedule.num_sequence_splits
+    number = kind.num_computations(num_ranks, num_items)
+    if number > MOST_COMPUTATIONS:
+        raise click.UsageError(
+            f"{_title(plan)}: {number:,} computations, more than the {MOST_COMPUTATIONS:,} that a timeline shows\n"
+            "help: use fewer micro-batches: after warm-up a schedule repeats itself; `--as csv` writes larger ones"
+        )
 
 
 def _kind(name: str) -> ScheduleKind:
