@@ -229,6 +229,14 @@ def test_the_number_of_blocks_is_that_of_the_list_of_layers(tmp_path):
     assert made.plan["model"]["num_layers"] == 18
 
 
+def test_a_list_that_is_too_long_is_not_shortened(tmp_path):
+    """A part of it would be a model with fewer layers."""
+    layers = LAYERS.replace("layers(number)", "layers(number=0)").replace("layers({number})", "range({number})")
+    assert registry(tmp_path, more=layers.format(number=18), recipe="own").plan["model"]["num_layers"] == 18
+    made = registry(tmp_path, more=layers.format(number="10**9"), recipe="own")
+    assert made.plan["model"]["num_layers"] == 32
+
+
 def test_a_loop_of_unknown_length_has_no_known_list(tmp_path):
     """One pass of a loop that may run would be a list of one layer."""
     made = registry(tmp_path, more=LAYERS.format(number="args.number"), recipe="own")

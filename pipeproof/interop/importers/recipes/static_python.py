@@ -36,6 +36,16 @@ _MAX_STEPS: Final = 500_000
 _MAX_SIZE: Final = 100_000
 """Longest list or text of an expression."""
 
+
+def _range(*ends: int) -> list[int]:
+    """Return the numbers of a range; ValueError for more than ``_MAX_SIZE``, which makes the result unknown."""
+    numbers = range(*ends)
+    if numbers[_MAX_SIZE:]:
+        message = f"a range of more than {_MAX_SIZE} numbers"
+        raise ValueError(message)
+    return list(numbers)
+
+
 _BINARY: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = MappingProxyType(
     {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
      ast.Div: operator.truediv, ast.Mod: operator.mod}
@@ -46,7 +56,7 @@ _COMPARE: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], Any]]] = MappingPr
 )  # fmt: skip
 _BUILTINS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {"len": len, "min": min, "max": max, "int": int, "float": float, "str": str, "bool": bool, "abs": abs,
-     "dict": dict, "list": list, "tuple": tuple, "sum": sum, "range": lambda *ends: list(range(*ends)[:_MAX_SIZE])}
+     "dict": dict, "list": list, "tuple": tuple, "sum": sum, "range": _range}
 )  # fmt: skip
 _OF_TEXTS: Final = frozenset({"lower", "upper", "strip", "startswith", "endswith", "split", "replace"})
 _OF_MAPPINGS: Final = frozenset({"get", "items", "keys", "values", "pop", "update"})
