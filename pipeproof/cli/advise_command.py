@@ -13,8 +13,9 @@ from typing import Literal
 import click
 
 from pipeproof.cli.completion import PlanFile
-from pipeproof.cli.console import console_for, echo, format_option, refusing_bad_plans, showing_progress
+from pipeproof.cli.console import console_for, echo, format_option, refusing_bad_plans
 from pipeproof.cli.plan_options import PlanSource, plan_options
+from pipeproof.cli.progress import showing_progress
 from pipeproof.exit_status import ExitStatus
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from pipeproof.cli.console import console_for, format_option, not_nan, note_kind, print_error
+from pipeproof.cli.progress import showing_progress
 from pipeproof.exit_status import ExitStatus
 
 
@@ -66,9 +67,9 @@ def align(
         raise click.UsageError("give --rank-a and --rank-b, or neither: ranks are compared by number")
     forms = (LogForm(micro_batches, order_a, rank_a), LogForm(micro_batches, order_b, rank_b))
     try:
-        with console_for(stderr=True).status("reading") as status:
+        with showing_progress("comparing") as on_progress:
             found = align_files(
-                a, b, Tolerance(ulps, relative), forms, lambda step: status.update(f"reading; step {step}")
+                a, b, Tolerance(ulps, relative), forms, lambda step: on_progress(f"comparing; step {step}", 0, 0)
             )
     except AlignmentError as error:
         print_error(f"{error}")

@@ -10,6 +10,7 @@ import click
 
 from pipeproof.cli.completion import PLACE, complete_convention, is_plan
 from pipeproof.cli.console import echo, format_option, opening_checkpoints, refusing_bad_plans
+from pipeproof.cli.progress import showing_progress
 
 if TYPE_CHECKING:
     from pipeproof.cli.check_report import Form
@@ -49,7 +50,7 @@ def aoa(
         return
     if source is None:
         raise click.UsageError("--source PLACE is missing: the checkpoint that statements read, or a plan")
-    with refusing_bad_plans(form, file):
+    with refusing_bad_plans(form, file), showing_progress("applying statements"):
         from pipeproof.state.aoa.aoa_engine import apply_program
         from pipeproof.state.aoa.read_statements import read_file
         from pipeproof.state.aoa.statements import write_statements

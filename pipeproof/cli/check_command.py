@@ -17,10 +17,12 @@ from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, writable
 from pipeproof.cli.import_command import import_from
 from pipeproof.cli.plan_options import PlanSource, plan_options
+from pipeproof.cli.progress import showing_progress
 from pipeproof.comm.backend_rows import Queue
 
 if TYPE_CHECKING:
     from pipeproof.cli.check_report import CheckTask, Form
+    from pipeproof.cli.progress import OnProgress
     from pipeproof.diagnostics.baseline import LoadedBaseline
     from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.interop.importers.imported import Flags
@@ -68,7 +70,9 @@ def _log_codes() -> list[str]:
     return [doc.code for doc in (*RECORD_CODES, HANG_CYCLE, NEVER_ISSUED)]
 
 
-def _check_log(directory: Path, plan: Path | None, queue: Queue | None, selection: Selection) -> Report:
+def _check_log(
+    directory: Path, plan: Path | None, queue: Queue | None, selection: Selection, on_progress: OnProgress
+) -> Report:  # fmt: skip
     """Check the logs in a directory.
 
     Raises:
@@ -77,7 +81,10 @@ def _check_log(directory: Path, plan: Path | None, queue: Queue | None, selectio
     from pipeproof.interop.traces.check_traces import check_log
     from pipeproof.specs.load_plan import load_plan
 
-    return check_log(directory, plan=None if plan is None else load_plan(plan), queue=queue, selection=selection)
+    return check_log(
+        directory, plan=None if plan is None else load_plan(plan), queue=queue, selection=selection,
+        on_progress=on_progress,
+    )  # fmt: skip
 
 
 @click.command()
@@ -149,8 +156,11 @@ def check(
     elif log is not None:
         tasks = [((log,), partial(_check_log, log, log_plan, queue, selection))]
     known = None if baseline is None else _load_baseline(baseline, form, color)
-    with refusing_bad_plans(form, file, color), _without_garbage_collection():
-        results = run_checks(tasks)
+    with (
+        refusing_bad_plans(form, file, color), _without_garbage_collection(),
+        showing_progress("checking") as on_progress,
+    ):  # fmt: skip
+        results = run_checks(tasks, on_progress)
     if new_baseline is not None:
         with refusing_bad_plans(form, new_baseline, color):
             known = write_baseline(new_baseline, results, selection, reason)
@@ -179,20 +189,26 @@ def _load_baseline(file: Path, form: Form, color: str) -> LoadedBaseline:
         return load_baseline(file)
 
 
-def _check_file(plan: Path, settings: Mapping[KeyPath, object], selection: Selection) -> Report:
+def _check_file(
+    plan: Path, settings: Mapping[KeyPath, object], selection: Selection, on_progress: OnProgress
+) -> Report:  # fmt: skip
     from pipeproof.specs.load_plan import load_plan
     from pipeproof.verify.check_plan import check as check_plan
 
-    return check_plan(load_plan(plan, settings), selection)
+    return check_plan(load_plan(plan, settings), selection, on_progress)
 
 
-def _check_files(kind: str, files: tuple[Path, ...], flags: Flags, selection: Selection) -> Report:
+def _check_files(
+    kind: str, files: tuple[Path, ...], flags: Flags, selection: Selection, on_progress: OnProgress
+) -> Report:  # fmt: skip
     from pipeproof.interop.importers.check_imported import check_imported
 
-    return check_imported(import_from(kind, files, flags), selection)
+    return check_imported(import_from(kind, files, flags), selection, on_progress)
 
 
-def _check_program(file: Path, backend: str | None, queue: Queue | None, selection: Selection) -> Report:
+def _check_program(
+    file: Path, backend: str | None, queue: Queue | None, selection: Selection, on_progress: OnProgress
+) -> Report:  # fmt: skip
     from pipeproof.comm.backends import backend_table, table_named, with_queue
     from pipeproof.verify.check_plan import check_subject
     from pipeproof.verify.subject import load_program
@@ -201,4 +217,4 @@ def _check_program(file: Path, backend: str | None, queue: Queue | None, selecti
         table = backend_table("paddle", "cpu") if backend is None else table_named(backend)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--transport") from error
-    return check_subject(load_program(file, backend=with_queue(table, queue)), selection)
+    return check_subject(load_program(file, backend=with_queue(table, queue)), selection, on_progress)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pipeproof.diagnostics.baseline import BaselineComparison, LoadedBaseline
     from pipeproof.diagnostics.sarif_output import SarifResult
-    from pipeproof.verify.check_plan import Report
+    from pipeproof.verify.check_plan import OnProgress, Report
     from pipeproof.verify.selection import Selection
 
 Form = Literal["text", "json", "sarif"]
@@ -57,11 +57,11 @@ class CheckResult:
         return ExitStatus.FAILED if any(f.severity in failing for f in self.findings) else ExitStatus.OK
 
 
-CheckTask = tuple[tuple[Path, ...], Callable[[], "Report"]]
-"""The files of one check, and the function that runs it."""
+CheckTask = tuple[tuple[Path, ...], Callable[["OnProgress"], "Report"]]
+"""The files of one check, and the function that runs it, which takes a callback for progress."""
 
 
-def run_checks(tasks: Sequence[CheckTask]) -> list[CheckResult]:
+def run_checks(tasks: Sequence[CheckTask], on_progress: OnProgress) -> list[CheckResult]:
     """Run all checks; with several, the refusal of one input does not stop the others.
 
     Raises:
@@ -69,8 +69,9 @@ def run_checks(tasks: Sequence[CheckTask]) -> list[CheckResult]:
     """
     results = []
     for files, run_check in tasks:
+        on_progress(f"checking {files[0]}", 0, 0)
         try:
-            results.append(CheckResult(files, run_check()))
+            results.append(CheckResult(files, run_check(on_progress)))
         except PipeproofError as error:
             if len(tasks) == 1:
                 raise

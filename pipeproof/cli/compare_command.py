@@ -14,6 +14,7 @@ import click
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for, format_option, note_kind, refusing_bad_plans, writable
 from pipeproof.cli.plan_options import PlanSource, plan_options
+from pipeproof.cli.progress import showing_progress
 
 if TYPE_CHECKING:
     from pipeproof.analysis.compare.timeline_files import TimelineFile
@@ -58,11 +59,12 @@ def compare(
     from pipeproof.analysis.compare.compare_timelines import compare_timelines
 
     try:
-        comparison = compare_timelines(first, second, step)
+        with showing_progress("comparing"):
+            comparison = compare_timelines(first, second, step)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     if output is not None:
-        with refusing_bad_plans("text", a):
+        with refusing_bad_plans("text", a), showing_progress(f"writing {output}"):
             from pipeproof.analysis.compare.compare_page import comparison_html
 
             write_output(output, comparison_html(first, second, step))
@@ -82,7 +84,7 @@ def _is_imported(path: Path) -> bool:
 
 
 def _read(name: str, path: Path, source: PlanSource) -> TimelineFile:
-    with refusing_bad_plans("text", path):
+    with refusing_bad_plans("text", path), showing_progress(f"reading {path}"):
         from pipeproof.analysis.compare.timeline_files import TimelineFileError, read_timeline, simulated_plan
         from pipeproof.specs.load_plan import load_plan
 

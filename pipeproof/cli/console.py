@@ -77,23 +77,6 @@ def console_for(*, stderr: bool = False, color: str = "auto") -> Console:
 
 
 @contextmanager
-def showing_progress(first: str) -> Iterator[Callable[[str, int, int], None] | None]:
-    """Show the progress on a line of standard error, which begins as ``first``; yields None without a terminal.
-
-    The callback takes a text, how much is done, and the total.
-    """
-    console = console_for(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    from rich.progress import Progress
-
-    with Progress(console=console, transient=True) as bars:
-        task = bars.add_task(first, total=None)
-        yield lambda text, done, total: bars.update(task, description=text, completed=done, total=total)
-
-
-@contextmanager
 def refusing_bad_plans(form: Form, file: Path, color: str = "auto") -> Iterator[None]:
     """Print the findings of a refused plan, not a traceback, and exit with its status."""
     try:

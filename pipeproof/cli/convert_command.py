@@ -8,6 +8,7 @@ import click
 
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import refusing_bad_plans, writable
+from pipeproof.cli.progress import showing_progress
 
 FORMATS = ("text", "csv", "csv-comms", "fleet")
 """The formats that can be written, as in ``pipeproof.schedule.formats.write_schedule``, which imports more."""
@@ -29,7 +30,7 @@ def convert(file: Path, target: str, source: str, output: Path | None, *, only_c
     Fleet's static scheduler, one line per rank (fleet). For csv-comms, a schedule without transfers gets those that
     PyTorch would add. Operations that a format cannot express are an error: nothing is left out silently.
     """
-    with refusing_bad_plans("text", file):
+    with refusing_bad_plans("text", file), showing_progress(f"converting {file}"):
         text = _converted(file, source, target, only_computations=only_computations)
         if output is not None:
             write_output(output, text)

@@ -22,6 +22,9 @@ _DEEPSPEED = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "z
 _TIMER = re.compile(r"elapsed time per iteration|time across ranks|interval_runtime")
 _ARGUMENTS = re.compile(r"-{24} arguments -{24}|^MODEL_ARGS:\s*$", re.MULTILINE)
 _RECIPE = re.compile(r"^def \w+_(config|recipe)\(|\bConfigContainer\b", re.MULTILINE)
+_NEMO_RL = re.compile(r"^  megatron_cfg:\s*$", re.MULTILINE)
+_VERL = re.compile(r"\b(actor_rollout_ref\.actor\.megatron|engine)\.\w*parallel_size=")
+_SWIFT = re.compile(r"\bmegatron\s+(?:sft|pt|rlhf)\b")
 _PICKLE, _GZIP, _SQLITE = b"\x80", b"\x1f\x8b", b"SQLite format 3"
 
 
@@ -102,6 +105,12 @@ KINDS: tuple[FileKind, ...] = (
              lambda g: bool(_ARGUMENTS.search(g.text)), "megatron"),
     _imported("a Python recipe of Megatron-Bridge", "megatron-bridge",
               lambda g: g.path.suffix == ".py" and bool(_RECIPE.search(g.text))),
+    _imported("a configuration of NeMo-RL", "nemo-rl",
+              lambda g: "policy" in g.keys and bool(_NEMO_RL.search(g.text))),
+    _imported("a script that starts verl", "verl",
+              lambda g: bool(_VERL.search(g.text))),
+    _imported("a script that starts ms-swift's Megatron trainer", "ms-swift",
+              lambda g: bool(_SWIFT.search(g.text))),
     _imported("a shell script", "megatron",
               lambda g: bool(_SHELL.search(g.text))),
     FileKind("a log with timers", ("import profile FILE --plan PLAN",), lambda g: bool(_TIMER.search(g.text))),

@@ -12,6 +12,7 @@ import click
 
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
 from pipeproof.cli.plan_options import PlanSource, plan_options
+from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.rank_options import logs, timeout
 
 
@@ -35,6 +36,7 @@ def fleet(
     from pipeproof.verify.check_plan import check
 
     with refusing_bad_plans("text", plan):
-        report = check(source.load(plan))
+        with showing_progress(f"checking {plan}") as on_progress:
+            report = check(source.load(plan), on_progress=on_progress)
         status = fleet_command(report, FleetOptions(timeout_s, logs, report_file, record_to), console_for())
     sys.exit(status)

@@ -15,6 +15,7 @@ import click
 
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, writable
+from pipeproof.cli.progress import showing_progress
 from pipeproof.diagnostics.finding import Severity
 from pipeproof.exit_status import ExitStatus
 
@@ -120,7 +121,8 @@ def _from_dumps(directory: Path, trigger: Path | None, form: Literal["text", "js
         answered, problems = request_dumps(trigger, directory)
         for problem in problems:
             console_for(stderr=True, color=color).print(f"{problem}: it is left out", markup=False, soft_wrap=True)
-    report = diagnose_dumps(directory, answered)
+    with showing_progress(f"reading the dumps in {directory}"):
+        report = diagnose_dumps(directory, answered)
     failed = any(finding.severity is Severity.ERROR for finding in report.findings)
     if form == "json":
         click.echo(json.dumps(report.to_json(), indent=2))
@@ -139,7 +141,8 @@ def _from_inspector(logs: list[Path], form: Literal["text", "json"], color: str)
     from pipeproof.exec.monitor.inspector_report import report_logs
     from pipeproof.interop.hang.nccl_inspector import read_inspector
 
-    report = report_logs(read_inspector(logs))
+    with showing_progress(f"reading {len(logs)} logs"):
+        report = report_logs(read_inspector(logs))
     if form == "json":
         click.echo(json.dumps(report.to_json(), indent=2))
     else:
@@ -181,12 +184,15 @@ def _from_rings(
         from pipeproof.exec.monitor.plan_ops import PlanOps
         from pipeproof.specs.load_plan import load_plan
 
-        ops = PlanOps(load_plan(plan))
+        with showing_progress(f"lowering {plan}"):
+            ops = PlanOps(load_plan(plan))
     if follows:
         follower = Follower(directory, patience_s, slow_s, ops)
         output.end(follow(follower, report=output.report, timeout_s=timeout_s))
-    job = read_job(ring_files(directory))
-    output.end((check_job(job, patience_s=patience_s, slow_s=slow_s, plan=ops), job))
+    with showing_progress(f"reading the rings in {directory}"):
+        job = read_job(ring_files(directory))
+        verdict = check_job(job, patience_s=patience_s, slow_s=slow_s, plan=ops)
+    output.end((verdict, job))
 
 
 @dataclass

@@ -15,6 +15,7 @@ import click
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, echo, format_option, not_nan, picture_file, refusing_bad_plans
 from pipeproof.cli.plan_options import PlanSource, plan_options
+from pipeproof.cli.progress import showing_progress
 
 if TYPE_CHECKING:
     from pipeproof.analysis.jitter.noise import Distribution
@@ -83,7 +84,7 @@ def jitter(
     output: Path | None,
 ) -> None:
     """Simulate a plan many times with random times and slow ranks: quantiles, and sensitivity to delays."""
-    with refusing_bad_plans(form, plan):
+    with refusing_bad_plans(form, plan), showing_progress(f"lowering {plan}") as on_progress:
         from pipeproof.analysis.jitter.delays import delays_of
         from pipeproof.analysis.jitter.jitter_report import jitter_to_json, render_jitter
         from pipeproof.analysis.jitter.noise import Noise
@@ -102,7 +103,9 @@ def jitter(
             if unknown:
                 message = f"{unknown[0]}: the plan has ranks 0..{lowered.mesh.num_ranks - 1}"
                 raise click.BadParameter(message, param_hint="--slow")
+            on_progress(f"simulating {num_runs:,} runs", 0, 0)
             runs = run_jitter(lowered, noise, num_runs)
+            on_progress("delaying ranks and channels", 0, 0)
             late = delays_of(lowered) if delays else None
         if output is not None:
             from pipeproof.analysis.jitter.jitter_plot import plot_jitter

@@ -15,6 +15,7 @@ import click
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.completion import GivenPath
 from pipeproof.cli.console import console_for, echo, format_option, writable
+from pipeproof.cli.progress import showing_progress
 from pipeproof.exit_status import ExitStatus
 
 
@@ -67,7 +68,11 @@ def measurements(
         echo(f"error: no measurements of the set {', '.join(sets)}; it is in another directory", err=True)
         sys.exit(ExitStatus.BAD_INPUT)
     predictor = Predictor()
-    predictions = [predictor.predict(measurement) for measurement in chosen]
+    with showing_progress("predicting") as on_progress:
+        predictions = []
+        for number, measurement in enumerate(chosen):
+            on_progress("predicting", number, len(chosen))
+            predictions.append(predictor.predict(measurement))
     if form == "json":
         click.echo(json.dumps(board_to_json(predictions, unread), indent=2))
     else:

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.timeline_option import timeline_file, write_timeline
 
 
@@ -32,12 +33,13 @@ def merge(
     from pipeproof.exec.merge_hosts import merge_directories, read_directories
     from pipeproof.exec.run_console import result_or_status, show_run, step_lines
 
-    with refusing_bad_plans("text", directories[0]):
+    with refusing_bad_plans("text", directories[0]), showing_progress("reading the directories"):
         report, hosts = read_directories(directories)
     if profile_file is not None and not hosts[0].job.options.profile:
         raise click.UsageError("--profile: the run measured no times for a profile (`run --profile`)")
     console = console_for()
-    result = result_or_status(lambda: merge_directories(report, hosts), report, console, "")
+    with showing_progress("merging"):
+        result = result_or_status(lambda: merge_directories(report, hosts), report, console, "")
     if isinstance(result, int):
         sys.exit(result)
     for line in step_lines(result):

@@ -12,6 +12,7 @@ from pipeproof.atomic_write import write_json
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
 from pipeproof.cli.number_text import fraction_of
+from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.set_option import set_option
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ def profile(
         if plan is None:
             _show_content(paths, console_for())
             return
-        found = profile_of_files(paths, load_plan(plan, settings), message_us, scales)
+        with showing_progress(f"reading {len(paths)} files"):
+            found = profile_of_files(paths, load_plan(plan, settings), message_us, scales)
         if output is not None:
             write_json(output, found.to_json())
     _show(found, output, console_for())

@@ -17,6 +17,7 @@ from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
 from pipeproof.cli.number_text import fraction_of
 from pipeproof.cli.plan_options import PlanSource, plan_options
+from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.rank_options import rank_options
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def rehearse(
     from pipeproof.verify.check_plan import check
 
     with refusing_bad_plans("text", plan):
-        report = check(rehearsed_plan(source.load(plan), backend, device, scale))
+        with showing_progress(f"checking {plan}") as on_progress:
+            report = check(rehearsed_plan(source.load(plan), backend, device, scale), on_progress=on_progress)
         status = rehearse_command(report, replace(options, scale=scale), console_for(), report_file, output)
     sys.exit(status)

@@ -12,7 +12,8 @@ import click
 
 from pipeproof.cli.completion import PLACE, PlanFile, complete_convention, is_plan
 from pipeproof.cli.console import echo, format_option, opening_checkpoints, refusing_bad_plans, writable
-from pipeproof.cli.reshard_output import Outcome, draw, show_findings, show_outcome, showing_progress
+from pipeproof.cli.progress import showing_progress
+from pipeproof.cli.reshard_output import Outcome, draw, show_findings, show_outcome, showing_copy
 from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.exit_status import ExitStatus
 from pipeproof.system_calls import num_cores
@@ -146,7 +147,8 @@ def _check_plan(options: ReshardOptions) -> ExitStatus:
     from pipeproof.state.write_state import values_of
 
     assert options.plan is not None
-    before, after = _lowered(options.source), _lowered(options.plan)
+    with showing_progress("lowering both plans"):
+        before, after = _lowered(options.source), _lowered(options.plan)
     for plan in (before, after):
         require_unique_buffers(plan)
     source, target = layout_of_plan(before, str(options.source)), layout_of_plan(after, str(options.plan))
@@ -178,10 +180,12 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
     from pipeproof.state.reshard.work_directory import work_directory_of
 
     require_not_state_file(options.source)
-    source = open_checkpoint(options.source)
+    with showing_progress(f"opening {options.source}"):
+        source = open_checkpoint(options.source)
     if options.out is not None:
         require_output_path(source, options.out, is_merged=options.out.suffix == FILE)
-    task, findings = _task_and_findings(source, options)
+    with showing_progress("mapping tensors"):
+        task, findings = _task_and_findings(source, options)
     layout = ShardLayout(str(source.path), source.tensors, source.shards)
     status, outcome = _prove(options, layout, task.state_map, task.target_layout, findings)
     if status is not ExitStatus.OK or options.out is None:
@@ -189,13 +193,14 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
     if source.others:
         more = f" and {len(source.others) - 1:,} more" if len(source.others) > 1 else ""
         echo(f"left out, because they are not tensors of model or optimizer: {source.others[0]}{more}", err=True)
-    require_crcs(source)
+    with showing_progress("reading checksums"):
+        require_crcs(source)
     if num_checksummed(source) < len(source.files):
         echo(f"{source.path} has no SHA-256 of its content: its bytes are not checked", err=True)
     started = time.monotonic()
     resume = f"the written files stay in {work_directory_of(options.out)}: run the same command again to resume"
     try:
-        with terminate_raises(), showing_progress(task.target.size_bytes) as (on_begin, on_progress):
+        with terminate_raises(), showing_copy() as (on_begin, on_progress):
             result = execute_reshard(source, task, options.out, on_begin, on_progress, options.jobs)
     except KeyboardInterrupt:
         echo(resume, err=True)
@@ -204,7 +209,10 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
         echo(f"{error}: {resume}", err=True)
         sys.exit(128 + error.signum)
     seconds = time.monotonic() - started
-    md5 = _require_same_md5(source, task, options.out) if _DCP in (source.kind, options.save_format) else None
+    md5 = None
+    if _DCP in (source.kind, options.save_format):
+        with showing_progress(f"comparing {options.out} with its source"):
+            md5 = _require_same_md5(source, task, options.out)
     try:
         show_outcome(outcome, options.as_json, options.out, result, seconds, options.plan, md5)
     except BrokenPipeError:
@@ -328,7 +336,8 @@ def _prove(
     """Prove, show the findings and ``more``, and the outcome if nothing will be written."""
     from pipeproof.state.reshard.reshard_proof import prove
 
-    findings = (*prove(source, state_map, target), *more)
+    with showing_progress("proving the map"):
+        findings = (*prove(source, state_map, target), *more)
     failed = any(finding.severity is Severity.ERROR for finding in findings)
     outcome = Outcome(source, target, findings, options.picture)
     if not options.as_json:

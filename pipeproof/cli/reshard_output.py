@@ -16,6 +16,7 @@ import click
 
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for, echo
+from pipeproof.cli.progress import showing_progress
 from pipeproof.diagnostics.finding import Finding, Severity
 
 if TYPE_CHECKING:
@@ -116,16 +117,15 @@ def draw(file: Path, source: ShardLayout, state_map: StateMap, target: ShardLayo
 
 
 @contextmanager
-def showing_progress(num_bytes: int) -> Iterator[tuple[OnBegin, OnProgress]]:
-    """Show progress in bytes on standard error: a bar, or lines if that is not a terminal."""
+def showing_copy() -> Iterator[tuple[OnBegin, OnProgress]]:
+    """Show progress in bytes on standard error: a bar, or now and then a line if that is not a terminal."""
+    from pipeproof.state.region_text import size_words
 
     def on_begin(finished: int, num_files: int) -> None:
         if finished:
             echo(f"resuming: {finished} of {num_files} files exist from an earlier call", err=True)
 
     if sys.stderr is None or not sys.stderr.isatty():  # it may have been closed
-        from pipeproof.state.region_text import size_words
-
         last = time.monotonic()
 
         def line(done: int, total: int) -> None:
@@ -136,18 +136,8 @@ def showing_progress(num_bytes: int) -> Iterator[tuple[OnBegin, OnProgress]]:
 
         yield on_begin, line
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    with Progress(
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console_for(stderr=True),
-        transient=True,
-    ) as bars:
-        task = bars.add_task("bytes", total=num_bytes)
-        yield on_begin, lambda done, total: bars.update(task, completed=done, total=total)
+    with showing_progress("copying", count=size_words) as show:
+        yield on_begin, lambda done, total: show("copying", done, total)
 
 
 def _num_parts(side: ShardLayout) -> int:

@@ -15,6 +15,7 @@ import click
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
 from pipeproof.cli.plan_options import PlanSource, plan_options
+from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.rank_options import rank_options
 from pipeproof.cli.timeline_option import timeline_file, write_timeline
 
@@ -102,8 +103,8 @@ def run(
     from pipeproof.exec.run_console import run_command
     from pipeproof.verify.check_plan import check
 
-    with refusing_bad_plans("text", plan):
-        report = check(source.load(plan))
+    with refusing_bad_plans("text", plan), showing_progress(f"checking {plan}") as on_progress:
+        report = check(source.load(plan), on_progress=on_progress)
     if check_layers and not report.subject.plan.spec.is_custom:
         raise click.UsageError("--check-layers is for custom layers (`model: {kind: layers}`)")
     record = None if record_directory is None else RecordOptions(record_directory, record_layers, record_values)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pipeproof.cli.console import console_for
+from pipeproof.cli.progress import showing_progress
 from pipeproof.comm.generated_schedule import plan_schedule, stage_costs
 from pipeproof.comm.sample_plan import sample_plan
 from pipeproof.diagnostics.finding import BadPlanError
@@ -68,10 +69,12 @@ def show_schedule(request: ScheduleRequest, form: str, *, verify: bool, color: s
     Raises:
         click.UsageError: there is no such kind, or it does not exist for these sizes.
     """
-    plan, schedule = _requested(request, form)
-    costs = stage_costs(plan.spec)
-    verdict = check_schedule(plan) if verify else None
-    shown = _Shown(plan, schedule, costs, asap(schedule, costs), verdict)
+    with showing_progress(f"generating {request.kind}") as on_progress:
+        plan, schedule = _requested(request, form)
+        costs = stage_costs(plan.spec)
+        on_progress(f"checking {request.kind}", 0, 0)
+        verdict = check_schedule(plan) if verify else None
+        shown = _Shown(plan, schedule, costs, asap(schedule, costs), verdict)
     if form == "json":
         click.echo(json.dumps(_to_json(shown), indent=2))
     else:

@@ -12,6 +12,7 @@ import yaml
 
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for
+from pipeproof.cli.progress import showing_progress
 from pipeproof.comm.generated_schedule import UNFIT_SCHEDULE, plan_schedule, stage_costs
 from pipeproof.comm.lower import blaming_plan, own_schedule, with_measured_times
 from pipeproof.diagnostics.finding import BadPlanAtError
@@ -44,7 +45,12 @@ def solve_plan(plan: Path, loaded: LoadedPlan, output: Path, time_limit_s: float
         loaded = with_measured_times(loaded)
         spec = loaded.spec
         own = _own_schedule(loaded)
-        with _showing_progress() as on_progress:
+        hint = "Ctrl-C keeps the best schedule so far"
+        with showing_progress(f"solving; {hint}") as show:
+
+            def on_progress(so_far: Progress) -> None:
+                show(f"solving: {_us(so_far.makespan)}, at best {_us(so_far.bound)}; {hint}", 0, 0)
+
             solution, unfit = _solve(own, spec, memory_limit, time_limit_s, on_progress)
     write_output(output, write_schedule(solution.schedule, "csv"))
     console = console_for()
@@ -71,7 +77,7 @@ def _solve(
     spec: PlanSpec,
     memory_limit: int | None,
     time_limit_s: float,
-    on_progress: Callable[[Progress], None] | None,
+    on_progress: Callable[[Progress], None],
 ) -> tuple[Solution, str]:
     """Return the solution, and the reason if the plan's own schedule is not a solution."""
     work = stages_of(own.programs), spec.schedule.num_micro_batches, stage_costs(spec)
@@ -92,19 +98,6 @@ def _blaming_sizes() -> Iterator[None]:
     except UnfitSizesError as error:
         finding = UNFIT_SCHEDULE.finding(str(error), help=error.help)
         raise BadPlanAtError(finding, error.key) from error
-
-
-@contextmanager
-def _showing_progress() -> Iterator[Callable[[Progress], None] | None]:
-    """Show the progress of the search on a line of standard error; yields None if that is not a terminal."""
-    console = console_for(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    with console.status("solving; Ctrl-C keeps the best schedule so far") as status:
-        yield lambda progress: status.update(
-            f"solving: {_us(progress.makespan)}, at best {_us(progress.bound)}; Ctrl-C keeps the best schedule so far"
-        )
 
 
 def _us(time: int | Fraction) -> str:

@@ -9,6 +9,7 @@ import click
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, refusing_bad_plans
 from pipeproof.cli.plan_options import PlanSource, plan_options
+from pipeproof.cli.progress import showing_progress
 
 
 @click.command()
@@ -31,7 +32,7 @@ def show(plan: Path, source: PlanSource, rank: int | None, costs: bool, memory: 
 
 
 def _show_plan(plan: Path, source: PlanSource, rank: int | None) -> None:
-    with refusing_bad_plans("text", plan):
+    with refusing_bad_plans("text", plan), showing_progress(f"lowering {plan}"):
         from pipeproof.comm.lower import lower_loaded
         from pipeproof.views.plan_tables import render_program, render_show
 
@@ -44,7 +45,7 @@ def _show_plan(plan: Path, source: PlanSource, rank: int | None) -> None:
 
 
 def _show_memory(plan: Path, source: PlanSource) -> None:
-    with refusing_bad_plans("text", plan):
+    with refusing_bad_plans("text", plan), showing_progress(f"lowering {plan}"):
         from pipeproof.comm.lower import blaming_plan, lower_loaded
         from pipeproof.views.memory_table import render_stage_memory
 
@@ -60,7 +61,7 @@ def _show_costs(plan: Path, source: PlanSource) -> None:
     Raises:
         click.UsageError: the plan gives its times, or has layers whose times cannot be computed.
     """
-    with refusing_bad_plans("text", plan):
+    with refusing_bad_plans("text", plan), showing_progress(f"lowering {plan}"):
         from pipeproof.comm.lower import blaming_plan
         from pipeproof.cost.analytic_times import AnalyticCosts
         from pipeproof.views.cost_table import render_costs
@@ -80,4 +81,4 @@ def _show_costs(plan: Path, source: PlanSource) -> None:
         with blaming_plan(loaded):
             costs = AnalyticCosts(loaded.spec, analytic)
             costs.resolved(loaded.spec.cost.p2p)
-            render_costs(costs, console_for())
+    render_costs(costs, console_for())

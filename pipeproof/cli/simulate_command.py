@@ -11,6 +11,7 @@ import click
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, format_option, refusing_bad_plans
 from pipeproof.cli.plan_options import PlanSource, plan_options
+from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.timeline_option import timeline_file, write_timeline
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def simulate(
     plan: Path, source: PlanSource, output: Path | None, form: Literal["text", "json"], engine: Engine
 ) -> None:
     """Predict a plan's timeline, bubbles and activation peaks."""
-    with refusing_bad_plans(form, plan):
+    with refusing_bad_plans(form, plan), showing_progress(f"lowering {plan}") as on_progress:
         from pipeproof.comm.lower import blaming_plan, lower_loaded
         from pipeproof.sim.simulate import simulate as run_simulation
         from pipeproof.sim.simulate import simulation_to_json
@@ -41,8 +42,10 @@ def simulate(
         note = loaded.spec.cost.placeholder_note
         with blaming_plan(loaded):
             lowered = lower_loaded(loaded)
+            on_progress(f"simulating {plan}", 0, 0)
             simulation = run_simulation(lowered, engine=engine)
         if output is not None:
+            on_progress(f"writing {output}", 0, 0)
             written = write_timeline(
                 output, plan.stem, simulation.timeline, lowered.graph, simulation.memory, plan=loaded.spec
             )

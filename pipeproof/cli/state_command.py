@@ -14,6 +14,7 @@ import click
 from pipeproof.cli.completion import PLACE, is_plan
 from pipeproof.cli.console import console_for, echo, format_option, note_kind, opening_checkpoints, refusing_bad_plans
 from pipeproof.cli.help_sections import SuggestingGroup
+from pipeproof.cli.progress import showing_progress
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
@@ -84,14 +85,17 @@ def _opening(paths: Sequence[Path], form: Form, *, verify: bool) -> Iterator[tup
             sys.exit(ExitStatus.FAILED)
         from pipeproof.state.open_checkpoint import open_checkpoint
 
-        yield tuple(open_checkpoint(path) for path in paths)
+        with showing_progress("opening"):
+            opened = tuple(open_checkpoint(path) for path in paths)
+        yield opened
 
 
 def _verify(places: Sequence[Path], *, as_json: bool) -> bool:
     from pipeproof.diagnostics.text_output import finding_to_json, render_text
     from pipeproof.state.open_checkpoint import file_findings
 
-    found = [(place, file_findings(place)) for place in places if place.exists()]  # opening reports others
+    with showing_progress("reading every file"):
+        found = [(place, file_findings(place)) for place in places if place.exists()]  # opening reports others
     if any(faults for _, faults in found):
         if as_json:
             _write({"faults": [finding_to_json(fault) for _, faults in found for fault in faults]})
@@ -144,7 +148,8 @@ def _show(opened: Checkpoint, *, as_json: bool) -> None:
 def _show_md5(opened: Checkpoint, *, as_json: bool) -> None:
     from pipeproof.state.checkpoint import md5_lines, md5_of_all, tensor_md5s
 
-    digests = tensor_md5s(opened)
+    with showing_progress(f"reading {opened.path}"):
+        digests = tensor_md5s(opened)
     if as_json:
         _write({"md5": md5_of_all(digests), "tensors": digests})
         return
@@ -154,7 +159,8 @@ def _show_md5(opened: Checkpoint, *, as_json: bool) -> None:
 def _compare(first: Checkpoint, second: Checkpoint, *, as_json: bool) -> None:
     from pipeproof.state.compare_checkpoints import compare_checkpoints, comparison_to_json
 
-    comparison = compare_checkpoints(first, second)
+    with showing_progress("comparing"):
+        comparison = compare_checkpoints(first, second)
     if as_json:
         _write(comparison_to_json(comparison))
     else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ import click
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, echo, format_option, picture_file, refusing_bad_plans, writable
 from pipeproof.cli.plan_options import PlanSource, plan_options
+from pipeproof.cli.progress import showing_progress
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
@@ -136,12 +137,16 @@ def _results(
                 echo(f"{len(file.done)} of {len(sweep.points)} points are in {output}", err=True)
             with (
                 cluster_of(executor, output) as cluster,
-                _showing_progress(len(file.done), len(sweep.points)) as advance,
+                showing_progress("points") as on_progress,
             ):
+                done = len(file.done)
+                on_progress("points", done, len(sweep.points))
 
                 def keep(result: PointResult) -> None:
+                    nonlocal done
                     file.append(result)
-                    advance()
+                    done += 1
+                    on_progress("points", done, len(sweep.points))
 
                 return run_sweep(sweep, done=file.done, num_workers=workers, on_result=keep, **cluster)
     except ResultsFileError as error:
@@ -167,22 +172,6 @@ def cluster_of(choice: ExecutorChoice | None, output: Path) -> Iterator[Mapping[
         return
     with choice.open(output.parent) as cluster:
         yield vars(cluster)
-
-
-@contextmanager
-def _showing_progress(done: int, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on standard error if that is a terminal; yields a function that counts one more point."""
-    console = console_for(stderr=True)
-    if not console.is_terminal:
-        yield lambda: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    with Progress(
-        TextColumn("points"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console, transient=True
-    ) as bars:
-        task = bars.add_task("points", total=total, completed=done)
-        yield lambda: bars.advance(task)
 
 
 def _show(

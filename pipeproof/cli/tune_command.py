@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pipeproof.cli.console import console_for, echo, format_option, refusing_bad_plans, showing_progress, writable
+from pipeproof.cli.console import console_for, echo, format_option, refusing_bad_plans, writable
 from pipeproof.cli.import_command import DeviceParam
 from pipeproof.cli.plan_options import PlanSource, plan_options
+from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.sweep_command import cluster_of, executor_option
 from pipeproof.exit_status import ExitStatus
 

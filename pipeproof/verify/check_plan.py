@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,9 @@ from pipeproof.verify.subject import Rule, Subject, graph_subject, make_subject,
 
 CHECK_CODES: tuple[str, ...] = tuple(sorted(doc.code for doc in (*(rule.doc for rule in RULES), *SUPPRESSION_CODES)))
 """The codes of every rule that ``check`` runs, which can be selected and left out."""
+
+OnProgress = Callable[[str, int, int], None]
+"""Callback for progress: the current task, the number of rules done and of all."""
 
 
 @dataclass(frozen=True)
@@ -78,23 +82,30 @@ class Report:
         }
 
 
-def check(plan: LoadedPlan, selection: Selection = ALL_RULES) -> Report:
-    """Lower a plan and check it by every selected rule.
+def check(plan: LoadedPlan, selection: Selection = ALL_RULES, on_progress: OnProgress | None = None) -> Report:
+    """Lower a plan and check it by every selected rule; ``on_progress`` is called before each rule.
 
     Raises:
         BadPlanError: the plan cannot be lowered at all.
     """
-    return check_subject(make_subject(plan), selection)
+    return check_subject(make_subject(plan), selection, on_progress)
 
 
-def check_subject(subject: Subject, selection: Selection = ALL_RULES) -> Report:
-    """Check a subject by every selected rule that applies to it.
+def check_subject(
+    subject: Subject, selection: Selection = ALL_RULES, on_progress: OnProgress | None = None
+) -> Report:  # fmt: skip
+    """Check a subject by every selected rule that applies to it; ``on_progress`` is called before each rule.
 
     Findings are in the order of the codes, each followed by those that follow from it.
     Findings that the plan suppresses are listed apart, with the plan's reason.
     """
     run = [code for code in CHECK_CODES if selection.picks(code)]
-    found = [subject.placed(finding) for rule in _rules_for(subject, run) for finding in rule.check(subject)]
+    rules = _rules_for(subject, run)
+    found = []
+    for number, rule in enumerate(rules):
+        if on_progress is not None:
+            on_progress(f"checking {rule.doc.code}", number, len(rules))
+        found += [subject.placed(finding) for finding in rule.check(subject)]
     kept, suppressed = suppress(subject, found, {rule.doc.code: rule.doc for rule in RULES}, run)
     return Report(
         subject=subject,

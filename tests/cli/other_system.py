@@ -44,9 +44,12 @@ COMMANDS = {
         "--recipe",
         "small_pretrain_16gpu_config",
     ],
+    "import ms-swift": [str(EXAMPLES / "importing" / "ms_swift.sh")],
+    "import nemo-rl": [str(EXAMPLES / "importing" / "nemo_rl.yaml")],
     "import profile": [".", "--plan", _PLAN],
     "import torch-csv": [str(EXAMPLES / "schedules" / "zbv_pp2.csv"), "-o", "csv.yaml"],
     "import torchtitan": [str(EXAMPLES / "importing" / "torchtitan.toml"), "--world-size", "8"],
+    "import verl": [str(EXAMPLES / "importing" / "verl.sh")],
     "init": [
         "--model",
         "llama3-8b",

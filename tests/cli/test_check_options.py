@@ -232,9 +232,9 @@ def crowded(good, monkeypatch):
 
     real = module.check
 
-    def crowd(loaded, selection):
+    def crowd(loaded, selection, on_progress):
         last = Finding("PP402", Severity.ERROR, "the last one")
-        return replace(real(loaded, selection), findings=(*many(40), last))
+        return replace(real(loaded, selection, on_progress), findings=(*many(40), last))
 
     monkeypatch.setattr(module, "check", crowd)
     return good

@@ -95,7 +95,7 @@ def session(blocks, tmp_path):
     for name, arguments in (("pipeproof", " -m pipeproof"), ("python", "")):
         (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{arguments} "$@"\n')
         (programs / name).chmod(0o755)
-    variables = {"PATH": f"{programs}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "COLUMNS": "80"}
+    variables = {"PATH": f"{programs}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
     return blocks.Session(work, state, variables)
 
 

@@ -94,7 +94,8 @@ def test_a_rank_with_the_mask_of_another_is_seen(monkeypatch):
 @pytest.mark.slow
 def test_real_processes_match(tmp_path):
     model = {"dropout": 0.1, "swiglu_limit": 0.01}
-    run = Run(tmp_path, plan_dict(model=model, topology=SP, run={"steps": 2, "main_grad_dtype": "float64"})).end()
+    plan = plan_dict(model=model, topology=SP, run={"steps": 2, "main_grad_dtype": "float64"})
+    run = Run(tmp_path, plan, "--verbose").end()
     assert run.status == 0, run.output
     assert "float32, main gradients in float64, 1 compute thread per process" in run.output
     assert run.report["log_matches_graph"]

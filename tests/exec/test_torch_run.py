@@ -73,7 +73,7 @@ def test_stages_as_graphs_are_within_the_bound_and_a_stage_without_them_is_named
     ids=["dualpipe", "sequence parallel", "dp", "experts", "parts of GPT-3 and Qwen3"],
 )
 def test_plans_that_add_in_another_order_are_within_the_bound_in_each_step(tmp_path, changes):
-    ended = Run(tmp_path, torch_plan(**changes)).end()
+    ended = Run(tmp_path, torch_plan(**changes), "--verbose").end()
     assert ended.status == 0, ended.output
     report = ended.report
     assert (report["judged_by"], report["log_matches_graph"]) == ("bound", True)

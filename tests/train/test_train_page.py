@@ -29,7 +29,7 @@ def test_the_page_can_be_followed(blocks, tmp_path):
     for name, module in (("pipeproof", "pipeproof"), ("torchrun", "torch.distributed.run")):
         (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m {module} "$@"\n')
         (programs / name).chmod(0o755)
-    variables = {"PATH": f"{programs}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "COLUMNS": "80"}
+    variables = {"PATH": f"{programs}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
     session = blocks.Session(work, state, {**variables, "OMP_NUM_THREADS": "1"})
     steps = list(blocks.steps_of(PAGE))
     assert [step.name for step in steps if isinstance(step, blocks.PageFile)] == ["train.py"]
@@ -54,7 +54,7 @@ batches = [torch.randint(32, (8, 6)) for _ in range(3)]
 @pytest.mark.needs("transformers")
 def test_the_script_of_the_readme_runs(tmp_path):
     (script,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    after = "    if loss is not None: print('loss', float(loss))\ndist.destroy_process_group()\n"
+    after = "    if loss is not None: print('loss', float(loss))\ntorch.distributed.destroy_process_group()\n"
     (tmp_path / "script.py").write_text(PRELUDE + script + after)
     done = launch(tmp_path / "script.py", 2)
     assert done.returncode == 0, done.stdout

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeproof.diagnostics.finding import Finding, OpsWitness, WitnessOp
 from pipeproof.interop.hang.flight_recorder import Channel, Dump, Entry, Group, Launch, State, numel
 from pipeproof.interop.hang.hang_codes import DISAGREEMENT
-
-_UNEVEN = frozenset(
-    {"all_to_all", "all_to_allv", "alltoall", "alltoall_base", "all_to_all_v_single", "gather", "scatter"}
-)
-_UNEVEN_FRAGMENTS = ("gather_v", "scatter_v", "all_to_all", "alltoall", "barrier")
+from pipeproof.interop.hang.recorder_names import UNEVEN
 
 
 @dataclass(frozen=True)
@@ -34,22 +31,28 @@ def match_entries(dumps: Sequence[Dump]) -> Matches:
     """Match the operations of all dumps.
 
     Messages match by their position on the channel, collectives by the number
-    that their group gives them. Where a buffer was too short to hold all, the
-    first message that is not done at one end matches that at the other end.
+    that their group gives them, and in a coalescing block by their position.
+    Where a buffer was too short to hold all, the first message that is not done
+    at one end matches that at the other end, and a first block is left out.
     """
     whole = {dump.rank: dump.whole for dump in dumps}
     launch_of = {
         (entry.rank, entry.index): launch for dump in dumps for launch in dump.launches for entry in launch.entries
     }
     channels: dict[Channel, tuple[list[Entry], list[Entry]]] = {}
-    collectives: dict[tuple[Group, int], dict[int, Entry]] = {}
+    collectives: dict[tuple[Group, int, int], dict[int, Entry]] = {}
     for dump in dumps:
+        positions: Counter[tuple[Group, int]] = Counter()
+        cut = None if dump.whole else _first_block(dump)
         for launch in dump.launches:
             for entry in launch.entries:
                 if entry.channel is not None:
                     channels.setdefault(entry.channel, ([], []))[0 if entry.is_send else 1].append(entry)
                 else:
-                    collectives.setdefault((entry.group, entry.number), {}).setdefault(dump.rank, entry)
+                    key = entry.group, entry.number
+                    if key != cut:
+                        collectives.setdefault((*key, positions[key]), {})[dump.rank] = entry
+                    positions[key] += 1
     partners: dict[tuple[int, int], tuple[Entry, ...]] = {}
     missing: dict[tuple[int, int], tuple[int, ...]] = {}
     ends: list[tuple[Entry, Entry]] = []
@@ -65,13 +68,20 @@ def match_entries(dumps: Sequence[Dump]) -> Matches:
                 missing[send.rank, send.index] = (channel.dst,)
             elif receive is not None:
                 missing[receive.rank, receive.index] = (channel.src,)
-    for (group, _), members in collectives.items():
+    for (group, _, _), members in collectives.items():
         absent = tuple(rank for rank in group.ranks if rank not in members)
         for entry in members.values():
             partners[entry.rank, entry.index] = tuple(member for member in members.values() if member is not entry)
             missing[entry.rank, entry.index] = absent
     matched_collectives = tuple(tuple(members.values()) for members in collectives.values())
     return Matches(partners, missing, launch_of, tuple(ends), matched_collectives)
+
+
+def _first_block(dump: Dump) -> tuple[Group, int] | None:
+    """Return the group and number of a coalescing block at the beginning of a dump, whose first entries may be lost."""
+    first = dump.launches[0].entries[0] if dump.launches else None
+    is_block = first is not None and first.batched and first.channel is None
+    return (first.group, first.number) if first is not None and is_block else None
 
 
 def _first_number(sends: Sequence[Entry], receives: Sequence[Entry]) -> int:
@@ -127,11 +137,11 @@ def _message_differs(send: Entry, receive: Entry) -> str | None:
 
 
 def _collective_differs(members: Sequence[Entry]) -> Iterator[Disagreement]:
-    first = members[0]
+    first, is_uneven = members[0], any(entry.kind in UNEVEN for entry in members)
     for property_name, values in (
-        ("operation", [entry.kind for entry in members]),
-        ("size", [] if _is_uneven(first.kind) else [str(entry.num_elements) for entry in members]),
-        ("type", [] if _is_uneven(first.kind) else ["/".join(dict.fromkeys(entry.dtypes)) for entry in members]),
+        ("operation", [entry.op for entry in members]),
+        ("size", [] if is_uneven else [str(entry.num_elements) for entry in members]),
+        ("type", [] if is_uneven else ["/".join(dict.fromkeys(entry.dtypes)) for entry in members]),
     ):
         odd = next((index for index, value in enumerate(values) if value != values[0]), None)
         if odd is not None:
@@ -140,16 +150,12 @@ def _collective_differs(members: Sequence[Entry]) -> Iterator[Disagreement]:
             message += f"{values[0]} on rank {first.rank}, {values[odd]} on rank {deviating.rank}"
             yield _finding(message, members)
             return
-    if _is_uneven(first.kind) and "all" in first.kind and len(members) == len(first.group.ranks):
+    if first.op == "all_to_all" and len(members) == len(first.group.ranks):
         num_sent = sum(numel(entry.input_sizes) for entry in members)
         num_received = sum(numel(entry.output_sizes) for entry in members)
         if num_sent != num_received:
             message = f"collective #{first.number} of {first.group.title} sends {num_sent} elements in total"
             yield _finding(f"{message}, and receives {num_received}", members)
-
-
-def _is_uneven(kind: str) -> bool:
-    return kind in _UNEVEN or any(fragment in kind for fragment in _UNEVEN_FRAGMENTS)
 
 
 def _finding(message: str, entries: Sequence[Entry]) -> Disagreement:

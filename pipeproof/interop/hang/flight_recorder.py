@@ -15,6 +15,7 @@ from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.foreign_text import decode_json
 from pipeproof.interop.hang.hang_codes import UNREADABLE_DUMP
+from pipeproof.interop.hang.recorder_names import END_OF_BATCH, WITHOUT_PEER, op_of
 from pipeproof.interop.json_stream import JsonStream
 from pipeproof.state.flex.pickles import ForeignNameError, UnreadablePickleError, unpickled
 from pipeproof.state.state_codes import regular_size
@@ -57,9 +58,10 @@ class Channel:
 class Entry:
     """One operation of one rank.
 
-    ``index`` is its index among the rank's entries. Sends and receives have a
-    ``channel``, and ``number`` is the position on that channel; otherwise
-    ``number`` is the group's count of collectives. Sizes are the shapes of all
+    ``index`` is its index among the rank's entries, and ``kind`` the recorded
+    name. Sends and receives have a ``channel``, and ``number`` is the position
+    on that channel; otherwise ``number`` is the group's count of collectives,
+    which those of one coalescing block share. Sizes are the shapes of all
     tensors.
     """
 
@@ -77,6 +79,11 @@ class Entry:
     location: Location | None
 
     @property
+    def op(self) -> str:
+        """The operation, which several of PyTorch's functions issue."""
+        return op_of(self.kind)
+
+    @property
     def is_send(self) -> bool:
         """True at the sending end of a channel."""
         return self.kind == "send"
@@ -90,7 +97,7 @@ class Entry:
     def text(self) -> str:
         """``send 0->1 #2`` with global ranks, or ``all_reduce #5``; counted from 0, like micro-batches."""
         if self.channel is None:
-            return f"{self.kind} #{self.number} of {self.group.title}"
+            return f"{self.op} #{self.number} of {self.group.title}"
         arrow = f"{self.channel.src}->{self.channel.dst}" if self.is_send else f"{self.channel.dst}<-{self.channel.src}"
         return f"{self.kind} {arrow} #{self.number}"
 
@@ -345,8 +352,9 @@ class _Reader:
 
     def launches(self, entries: Sequence[Any]) -> list[Launch]:
         """Return the launches in the order of the entries; the entries of a batch are one launch."""
-        raws = [self._raw(index, entry) for index, entry in enumerate(entries)]
-        closed = {raw.batch: raw for raw in raws if raw.kind == "coalesced"}
+        every = (self._raw(index, entry) for index, entry in enumerate(entries))
+        raws = [raw for raw in every if raw.channel is not None or raw.kind not in WITHOUT_PEER]
+        closed = {raw.batch: raw for raw in raws if raw.kind == END_OF_BATCH}
         launches: list[Launch] = []
         open_: dict[tuple[Group, bool, int], list[Entry]] = {}
         for raw in raws:
@@ -354,7 +362,7 @@ class _Reader:
             if closing is None:
                 entry = self._entry(raw, self._state(raw.entry), batched=False)
                 launches.append(Launch(self._rank, (entry,), entry.state, _queue(entry)))
-            elif raw.kind != "coalesced":
+            elif raw.kind != END_OF_BATCH:
                 entry = self._entry(raw, self._state(closing.entry), batched=True)
                 open_.setdefault(raw.batch, []).append(entry)
             elif members := open_.pop(raw.batch, None):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeproof.api.check_result import CheckResult, check
+from pipeproof.api.check_result import CheckResult
 from pipeproof.diagnostics.finding import Finding, code_order, relinked
 from pipeproof.diagnostics.problems import dotted
 from pipeproof.interop.importers.import_codes import ASSUMED, NOT_SHOWN
 from pipeproof.interop.importers.imported import Assumption, Imported
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
+from pipeproof.verify.check_plan import OnProgress, check
 from pipeproof.verify.selection import ALL_RULES, Selection
 
 
@@ -23,13 +24,15 @@ def load_imported(imported: Imported) -> LoadedPlan:
     return plan_from_dict(imported.plan, source=imported.source)
 
 
-def check_imported(imported: Imported, selection: Selection = ALL_RULES) -> CheckResult:
+def check_imported(
+    imported: Imported, selection: Selection = ALL_RULES, on_progress: OnProgress | None = None
+) -> CheckResult:  # fmt: skip
     """Check an imported plan with every selected rule, and add the importer's findings.
 
     Raises:
         BadPlanError: the settings do not form a plan, or one that cannot be lowered.
     """
-    report = check(load_imported(imported), selection)
+    report = CheckResult(**vars(check(load_imported(imported), selection, on_progress)))
     rephrase, spec = imported.rephrase, report.subject.plan.spec
     rule_findings: Sequence[Finding] = report.findings
     if rephrase is not None:

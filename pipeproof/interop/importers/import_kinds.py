@@ -44,6 +44,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             "a Python recipe of Megatron-Bridge or NeMo, read and not run",
             "recipes.megatron_bridge:import_megatron_bridge",
         ),
+        "nemo-rl": Kind("a YAML configuration of NeMo-RL", "recipes.nemo_rl:import_nemo_rl"),
+        "verl": Kind("a shell script that starts verl with its Megatron backend", "recipes.verl:import_verl"),
+        "ms-swift": Kind(
+            "a shell script or a YAML file for ms-swift's Megatron trainer", "recipes.ms_swift:import_ms_swift"
+        ),
         "torchtitan": Kind("a TOML job configuration of torchtitan", "torchtitan:import_torchtitan"),
         "deepspeed": Kind("a JSON configuration for DeepSpeed's pipeline engine", "deepspeed:import_deepspeed"),
         "torch-csv": Kind("a schedule that PyTorch wrote as CSV", "torch_csv:import_torch_csv"),

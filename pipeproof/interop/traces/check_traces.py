@@ -19,7 +19,7 @@ from pipeproof.interop.traces.trace_log import LoggedCall, LoggedGroup, RankLog,
 from pipeproof.interop.traces.trace_memory_order import memory_order_findings
 from pipeproof.interop.traces.trace_text import call_text, position_text, with_log_names
 from pipeproof.specs.load_plan import LoadedPlan
-from pipeproof.verify.check_plan import Report, check_subject
+from pipeproof.verify.check_plan import OnProgress, Report, check_subject
 from pipeproof.verify.selection import ALL_RULES, Selection
 from pipeproof.verify.subject import graph_subject
 
@@ -37,6 +37,7 @@ def check_log(
     plan: LoadedPlan | None = None,
     queue: Queue | None = None,
     selection: Selection = ALL_RULES,
+    on_progress: OnProgress | None = None,
 ) -> Report:
     """Check the logs of all ranks in a directory.
 
@@ -48,6 +49,7 @@ def check_log(
             backend: on gloo each end of a channel alone, on NCCL all messages
             of a communicator.
         selection: the codes to report.
+        on_progress: callback for progress.
 
     Raises:
         PlanFileError: PP940, a log cannot be read; or the plan cannot be lowered.
@@ -60,7 +62,7 @@ def check_log(
     whole = all(log.ended for log in logs)
     rules = (*_PAIR_RULES, *_WHOLE_LOG_RULES, *(_IN_ORDER_RULES if _in_order(logs) else ()))
     rules_run = tuple(code for code in (rules if whole else _PAIR_RULES) if selection.picks(code))
-    report = check_subject(subject, Selection(select=rules_run or ("none",)))
+    report = check_subject(subject, Selection(select=rules_run or ("none",)), on_progress)
     named = [_about_program(with_log_names(finding, recorded)) for finding in report.findings]
     findings = relinked(report.findings, named)
     findings += [finding for finding in _log_findings(logs, plan, whole=whole) if selection.picks(finding.code)]

@@ -32,6 +32,13 @@ class Recorder:
             self._message(kind, peer, "scheduled", ((4,),), "Float", group)
         self._entry("coalesced", group, state, (), "Float", is_p2p=True)
 
+    def coalesced(self, collectives, state, group="0"):
+        """Collectives (name, sizes) that are launched as one; they share a number."""
+        self.collectives[group] += 1
+        for name, sizes in collectives:
+            self._entry(name, group, "scheduled", sizes, "Float")
+        self._entry("coalesced", group, state, (), "Float")
+
     def _message(self, kind, peer, state, sizes, dtype, group):
         ranks = self.groups[group]
         arrow = "->" if kind == "send" else "<-"

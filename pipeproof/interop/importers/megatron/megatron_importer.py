@@ -78,7 +78,10 @@ def _mtp_modules(reader: FlagReader) -> int:
     if number:
         reader.take(flag, ("model", "mtp", "num_modules"), number)
         weight = reader.real("--mtp-loss-scaling-factor")
-        reader.take("--mtp-loss-scaling-factor", ("model", "mtp", "loss_weight"), 0.1 if weight is None else weight)
+        if weight == 0:
+            why, location = "a loss without weight has one here", reader.location("--mtp-loss-scaling-factor")
+            reader.draft.ignore(reader.shown("--mtp-loss-scaling-factor"), why, location)
+        reader.take("--mtp-loss-scaling-factor", ("model", "mtp", "loss_weight"), weight or 0.1)
         reader.take(flag, ("model", "mtp", "magic_send"), value=True)
     return number or 0
 

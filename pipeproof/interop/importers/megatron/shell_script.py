@@ -9,13 +9,14 @@ assignments are noted.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Final
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.interop.importers.megatron.shell_values import Argument, Variables
+from pipeproof.interop.importers.megatron.shell_values import Argument, Fragment, Variables
 from pipeproof.interop.importers.megatron.shell_words import (
     Assignment,
     Operator,
@@ -111,24 +112,30 @@ def plain_text(token: Token) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Commands of a script with their arguments, and its variables at the end."""
+    """Commands of a script with their arguments, and its variables at the end.
+
+    ``environments`` has the assignments before each command, such as ``NNODES=2 torchrun``.
+    """
 
     commands: tuple[tuple[Argument, ...], ...]
     variables: Variables
+    environments: tuple[Mapping[str, str | None], ...] = ()
 
 
-def read_script(text: str, file: str) -> Script:
-    """Find the commands of a script.
+def read_script(text: str, file: str, preset: Mapping[str, str] = MappingProxyType({})) -> Script:
+    """Find the commands of a script; ``preset`` are variables of its environment.
 
     Raises:
         ShellTextError: a quote, a list or an expansion is not closed, is nested too deeply, or inserts too much.
     """
     try:
         reader = _Reader(shell_tokens(text, file))
+        for name, value in preset.items():
+            reader.variables.assign(name, (Fragment(value, quoted=True, location=Location(file)),), append=False)
         reader.read()
     except RecursionError:
         raise ShellTextError("an expansion is nested too deeply", Location(file)) from None
-    return Script(tuple(reader.commands), reader.variables)
+    return Script(tuple(reader.commands), reader.variables, tuple(reader.environments))
 
 
 _SEPARATORS: Final = frozenset({"\n", ";", "&&", "||", "|", "|&", "&", "(", ")", ";;", ";&", ";;&"})
@@ -163,6 +170,7 @@ class _Reader:
 
     def __init__(self, tokens: Sequence[Token]) -> None:
         self.commands: list[tuple[Argument, ...]] = []
+        self.environments: list[Mapping[str, str | None]] = []
         self.variables = Variables()
         self._tokens = tokens
         self._position = 0
@@ -251,6 +259,7 @@ class _Reader:
                 self.variables.scalar(word)  # `: ${NAME:=value}` assigns
         else:
             self.commands.append(tuple(self._arguments(words)))
+            self.environments.append({part.name: self.variables.text(part.word) for part in assignments})
 
     def _arguments(self, words: Sequence[Word]) -> Iterator[Argument]:
         """Yield the arguments of a command; the text after ``eval`` and ``-c`` is a command line itself."""

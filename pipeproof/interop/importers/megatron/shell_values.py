@@ -7,6 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Final
 
 from pipeproof.diagnostics.finding import Location
@@ -42,11 +43,15 @@ _LEAST_COST: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument of a command; ``text`` is None if only a run determines it, and ``why`` is the reason."""
+    """An argument of a command; ``text`` is None if only a run determines it, and ``why`` is the reason.
+
+    ``start`` is then its text before the part that is not known.
+    """
 
     text: str | None
     location: Location
     why: str = ""
+    start: str = ""
 
 
 def known_text(value: Scalar) -> str | None:
@@ -288,4 +293,10 @@ def _argument(fragments: list[Fragment]) -> Argument:
     why = next((fragment.why for fragment in fragments if fragment.text is None), "")
     located = next((fragment for fragment in fragments if fragment.text), first)
     is_one_line = all(fragment.location.line == located.location.line for fragment in fragments)
-    return Argument(text, located.location.part(0, len(text) if text is not None and is_one_line else 1), why)
+    length = len(text) if text is not None and is_one_line else 1
+    start = "" if text is not None else "".join(part.text or "" for part in takewhile(_is_known, fragments))
+    return Argument(text, located.location.part(0, length), why, start)
+
+
+def _is_known(fragment: Fragment) -> bool:
+    return fragment.text is not None

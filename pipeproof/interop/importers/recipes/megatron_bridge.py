@@ -27,7 +27,7 @@ from pipeproof.interop.importers.recipes.megatron_settings import (
     settings_of,
 )
 from pipeproof.interop.importers.recipes.modules import Module, Modules
-from pipeproof.interop.importers.recipes.public_checkpoints import NUM_LAYERS
+from pipeproof.interop.importers.recipes.public_checkpoints import depth_of
 from pipeproof.interop.importers.recipes.static_python import Evaluator
 from pipeproof.interop.importers.recipes.static_values import Placed, Record, Unknown
 
@@ -151,7 +151,7 @@ def config_value(model: Record, name: str) -> Placed | None:
 def _known_depth(model: Record) -> Iterator[Setting]:
     """Yield ``--num-layers`` of a public checkpoint that the model is made from."""
     names: list[Any] = [argument for argument in model.arguments if isinstance(argument, str)]
-    depth = next((NUM_LAYERS[name] for name in names if name in NUM_LAYERS), None)
+    depth = next((depth for depth in map(depth_of, names) if depth is not None), None)
     if depth is not None:
         yield Setting("--num-layers", (str(depth),), model.location, model.location)
 

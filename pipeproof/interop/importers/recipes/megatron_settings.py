@@ -67,7 +67,7 @@ OVERLAP_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
         "overlap_param_gather_with_optimizer_step": "--overlap-param-gather-with-optimizer-step",
     }
 )
-_NEGATED: Final[Mapping[str, str]] = MappingProxyType(
+NEGATED: Final[Mapping[str, str]] = MappingProxyType(
     {"add_bias_linear": PART_NEGATED["add_bias_linear"], "overlap_p2p_comm": "--no-overlap-p2p-communication"}
 )
 _LETTERS: Final = MappingProxyType({"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"})
@@ -78,7 +78,7 @@ GROUPS: Final = "--num-query-groups"
 def settings_of(values: Iterator[tuple[str, Placed]], names: Mapping[str, str], shown: str = "") -> Iterator[Setting]:
     """Yield the flags that attributes or keys with these values mean; ``shown`` is put before their names."""
     for name, placed in values:
-        negated = _NEGATED.get(name)
+        negated = NEGATED.get(name)
         if negated is not None and placed.value is False:
             yield Setting(negated, (), placed.location, placed.location)
         flag = names.get(name)

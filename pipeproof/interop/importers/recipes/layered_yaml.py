@@ -1,0 +1,177 @@
+"""YAML configurations with base files and interpolations, in the way of OmegaConf, with the location of each value.
+
+``defaults`` names base files, relative to the file; ``${a.b}`` is the value at another key. Only a run determines
+``${oc.env:NAME}``; the resolvers of numbers that NeMo-RL registers are computed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NoReturn, TypeAlias
+
+from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.problems import describe_value, shortened
+from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
+from pipeproof.diagnostics.yaml_tree import parse_text
+from pipeproof.interop.importers.import_codes import UNREADABLE
+from pipeproof.interop.importers.recipes.static_values import Placed, Unknown
+
+Node: TypeAlias = "Placed | dict[str, Node]"
+
+BASES: Final = "defaults"
+_OVERRIDE, _MISSING = "_override_", "???"
+_MAX_BASES, _MAX_STEPS = 8, 16
+_PART: Final = re.compile(r"\$\{([^{}]*)\}")
+_OPERATIONS: Final[Mapping[str, Callable[[float, float], float]]] = MappingProxyType(
+    {"add": lambda a, b: a + b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b, "max": max}
+)
+
+
+class LayeredYaml:
+    """The values of a file over those of its bases; ``source`` is that of the file itself."""
+
+    def __init__(self, source: SourceMap, nodes: dict[str, Node]) -> None:
+        self.source = source
+        self._nodes = nodes
+
+    def get(self, *path: str) -> Placed | None:
+        """Return the value at a path, interpolated; None if there is none, or a section."""
+        node: Node | None = self._nodes
+        for part in path:
+            node = node.get(part) if isinstance(node, dict) else None
+        return self._resolved(node, path, 0) if isinstance(node, Placed) else None
+
+    def value(self, *path: str) -> Any:
+        """Return the value at a path without its location; None for one that only a run determines."""
+        placed = self.get(*path)
+        return None if placed is None or isinstance(placed.value, Unknown) else placed.value
+
+    def section(self, *path: str) -> dict[str, Placed]:
+        """Return the values of a section by name, without the sections below it."""
+        names = self.names(*path)
+        values = {name: self.get(*path, name) for name in names}
+        return {name: placed for name, placed in values.items() if placed is not None}
+
+    def names(self, *path: str) -> tuple[str, ...]:
+        """Return the keys of a section; none if it is no section."""
+        node: Node | None = self._nodes
+        for part in path:
+            node = node.get(part) if isinstance(node, dict) else None
+        return tuple(node) if isinstance(node, dict) else ()
+
+    def _resolved(self, placed: Placed, path: tuple[str, ...], step: int) -> Placed:
+        """Return a value with its interpolations replaced; the location stays that of the text."""
+        text = placed.value
+        if not isinstance(text, str) or "${" not in text:
+            return placed
+        for _ in range(_MAX_STEPS):
+            match = _PART.search(text)
+            if match is None:
+                return Placed(text, placed.location)
+            value = self._interpolated(match[1], path, step, placed.location)
+            if isinstance(value, Unknown) or match[0] == text:
+                return Placed(value, placed.location)
+            text = f"{text[: match.start()]}{value}{text[match.end() :]}"
+        return Placed(Unknown("an interpolation of many parts", placed.location), placed.location)
+
+    def _interpolated(self, text: str, path: tuple[str, ...], step: int, location: Location) -> Any:
+        """Return the value of the text between ``${`` and ``}``."""
+        unknown = Unknown(f"`${{{shortened(text)}}}`, which only a run determines", location)
+        resolver, colon, rest = text.partition(":")
+        if not colon:
+            depth = len(text) - len(text.lstrip("."))
+            above = path[: len(path) - depth] if depth else ()
+            found = self._at((*above, *text.lstrip(".").split(".")), step)
+            return unknown if found is None else found.value
+        operands = [literal(part.strip()) for part in rest.split(",")]
+        if resolver == "oc.select":
+            found = self._at(tuple(str(operands[0]).split(".")), step)
+            return found.value if found is not None else operands[1] if operands[1:] else None
+        if resolver == "oc.env" and operands[1:]:
+            return operands[1]
+        if resolver in _OPERATIONS and len(operands) == 2 and all(isinstance(value, int | float) for value in operands):
+            try:
+                return _OPERATIONS[resolver](*operands)
+            except (ZeroDivisionError, OverflowError):
+                return unknown
+        return unknown
+
+    def _at(self, path: tuple[str, ...], step: int) -> Placed | None:
+        node: Node | None = self._nodes
+        for part in path:
+            node = node.get(part) if isinstance(node, dict) else None
+        if not isinstance(node, Placed) or step >= _MAX_STEPS:
+            return None
+        return self._resolved(node, path, step + 1)
+
+
+def literal(text: str) -> Any:
+    """Return a value in the text of an override or an operand: a number, a constant, or its text without quotes."""
+    tree = parse_text(text, "")
+    return text if tree.problems or isinstance(tree.data, dict | list) else tree.data
+
+
+def read_layered(path: Path) -> LayeredYaml:
+    """Read a file over its bases.
+
+    Raises:
+        PlanFileError: PP100 or PP170, a file cannot be read, is no mapping, or includes itself.
+    """
+    source, nodes = _read(path, ())
+    return LayeredYaml(source, nodes)
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> tuple[SourceMap, dict[str, Node]]:
+    name = str(path)
+    tree = parse_text(read_text(name), name)
+    source = tree.source
+    if tree.problems:
+        raise PlanFileError(UNREADABLE.finding(tree.problems[0].message, tree.problems[0].location), source=source)
+    if not isinstance(tree.data, dict):
+        message = f"a mapping of keys is expected, found {describe_value(tree.data)}"
+        raise PlanFileError(UNREADABLE.finding(message, Location(name)), source=source)
+    nodes: dict[str, Node] = {}
+    bases = tree.data.pop(BASES, None)
+    for base in bases if isinstance(bases, list) else [] if bases is None else [bases]:
+        location = source.locate((BASES,))
+        if not isinstance(base, str):
+            _refuse(f"`{BASES}` must name files, found {describe_value(base)}", location, source)
+        file = path.parent / base
+        if len(above) >= _MAX_BASES or file.resolve() in (path.resolve(), *(one.resolve() for one in above)):
+            _refuse(f"`{BASES}: {shortened(base)}` leads back to this file, or is nested too deeply", location, source)
+        if not file.is_file():
+            _refuse(f"`{BASES}` names {shortened(base)}, which is no file below {path.parent}", location, source)
+        nodes = _merged(nodes, _read(file, (*above, path))[1])
+    return source, _merged(nodes, _nodes(tree.data, source, ()))
+
+
+def _nodes(data: Mapping[str, Any], source: SourceMap, below: tuple[str, ...]) -> dict[str, Node]:
+    nodes: dict[str, Node] = {}
+    for name, value in data.items():
+        path = (*below, name)
+        is_section = isinstance(value, dict)
+        nodes[name] = _nodes(value, source, path) if is_section else Placed(value, source.locate(path, key=True))
+    return nodes
+
+
+def _merged(base: dict[str, Node], over: dict[str, Node]) -> dict[str, Node]:
+    """Return the values of both, those of ``over`` first; a section with ``_override_: true`` replaces the base's."""
+    merged = dict(base)
+    for name, node in over.items():
+        old = merged.get(name)
+        if isinstance(node, Placed):
+            if node.value != _MISSING or old is None:
+                merged[name] = node
+            continue
+        flag = node.get(_OVERRIDE)
+        inner = {key: value for key, value in node.items() if key != _OVERRIDE}
+        replaces = isinstance(flag, Placed) and flag.value is True
+        merged[name] = inner if replaces or not isinstance(old, dict) else _merged(old, inner)
+    return merged
+
+
+def _refuse(message: str, location: Location, source: SourceMap) -> NoReturn:
+    raise PlanFileError(UNREADABLE.finding(message, location), source=source)
