@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from pipeproof.exec.monitor.job import JobNow
     from pipeproof.exec.monitor.lateness import Lateness
+    from pipeproof.exec.monitor.rank_stacks import RankStacks
     from pipeproof.exec.monitor.verdict import Verdict
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -34,6 +35,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--ras", metavar="HOST[:PORT]", help="Ask the RAS server of NCCL on a host of the job; port 28028.")
 @click.option("--trigger", metavar="STEM", type=click.Path(path_type=Path),
               help="Ask this host's ranks for dumps into DIR; STEM: TORCH_NCCL_DEBUG_INFO_PIPE_FILE.")  # fmt: skip
+@click.option("--stacks", metavar="DIR", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              help="Dumps of py-spy, one for each rank; without them an installed py-spy is asked.")  # fmt: skip
 @click.option("--plan", type=_FILE, help="The plan that the job executes: operations get their names in it.")
 @click.option("--follow", is_flag=True, help="Watch the rings of a running job until it hangs or ends.")
 @click.option(
@@ -72,7 +75,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
               help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
 def hang(
-    directory: Path | None, ras: str | None, trigger: Path | None, plan: Path | None, follow: bool,
+    directory: Path | None, ras: str | None, trigger: Path | None, stacks: Path | None, plan: Path | None, follow: bool,
     patience_s: float, slow_s: float, timeout_s: float | None, on_hang: str | None, html: Path | None,
     metrics: Path | None, form: Literal["text", "json"], color: str,
 ) -> None:  # fmt: skip
@@ -80,8 +83,8 @@ def hang(
 
     DIR has the rings of a job that called `watch` of pipeproof.torch or pipeproof.paddle (one file for each rank, also
     in one directory for each host), or Flight Recorder dumps: a file for each rank, whose name ends with the rank, as
-    pickle or JSON, or logs of NCCL's Inspector. The output has mismatches, operations that were never issued, and the
-    cycle of waits.
+    pickle or JSON, or dumps of py-spy, named likewise, or logs of NCCL's Inspector. The output has mismatches,
+    operations that were never issued, and the cycle of waits.
     """
     for name, value in (("--on-hang", on_hang), ("--duration", timeout_s)):
         if value is not None and not follow:
@@ -93,7 +96,7 @@ def hang(
             raise click.UsageError(f"{name} needs rings or dumps: RAS has no single operations")
     if trigger is not None and follow:
         raise click.UsageError("--trigger asks for dumps, and --follow watches rings: give one of them")
-    output = _Output(on_hang, html, metrics, form, color)
+    output = _Output(on_hang, html, metrics, stacks, form, color)
     if ras is not None:
         with refusing_bad_plans(form, Path(ras), color):
             _from_ras(ras, follow, patience_s, timeout_s, output)
@@ -101,6 +104,7 @@ def hang(
     with refusing_bad_plans(form, directory, color):
         from pipeproof.exec.monitor.job import ring_files
         from pipeproof.interop.hang.nccl_inspector import inspector_files
+        from pipeproof.interop.hang.py_spy import stack_files
 
         if trigger is not None or (not follow and not ring_files(directory)):
             if html is not None or metrics is not None or plan is not None:
@@ -108,33 +112,62 @@ def hang(
             logs = [] if trigger is not None else inspector_files(directory)
             if logs:
                 _from_inspector(logs, form, color)
-            _from_dumps(directory, trigger, form, color)
+            if trigger is None and stacks is None and stack_files(directory):
+                _from_stacks(directory, form, color)
+            _from_dumps(directory, trigger, stacks, form, color)
         _from_rings(directory, plan, follow, (patience_s, slow_s, timeout_s), output)
 
 
-def _from_dumps(directory: Path, trigger: Path | None, form: Literal["text", "json"], color: str) -> NoReturn:
+def _from_dumps(
+    directory: Path, trigger: Path | None, stacks: Path | None, form: Literal["text", "json"], color: str
+) -> NoReturn:
+    from pipeproof.exec.monitor.rank_stacks import RankStacks
     from pipeproof.interop.hang.diagnose_hang import diagnose_dumps
     from pipeproof.interop.hang.dump_trigger import request_dumps
+    from pipeproof.interop.hang.py_spy import read_stacks
 
     answered = None
     if trigger is not None:
         answered, problems = request_dumps(trigger, directory)
         for problem in problems:
             console_for(stderr=True, color=color).print(f"{problem}: it is left out", markup=False, soft_wrap=True)
+    found = RankStacks({} if stacks is None else read_stacks(stacks))
     with showing_progress(f"reading the dumps in {directory}"):
         report = diagnose_dumps(directory, answered)
     failed = any(finding.severity is Severity.ERROR for finding in report.findings)
     if form == "json":
-        click.echo(json.dumps(report.to_json(), indent=2))
+        click.echo(json.dumps(report.to_json() | {"stacks": found.to_json()}, indent=2))
     else:
         from pipeproof.diagnostics.text_output import render_text
 
         console = console_for(color=color)
         render_text(report.findings, None, console=console)
+        for line in found.lines(sorted(found.stacks)):
+            console.print(line, markup=False, soft_wrap=True)
         launches = sum(len(dump.launches) for dump in report.dumps)
         ranks = f"{len(report.dumps)} rank{'s' if len(report.dumps) > 1 else ''}"
         console.print(f"{ranks}, {launches} launches, {report.num_pending} of them not done")
     sys.exit(ExitStatus.FAILED if failed else ExitStatus.OK)
+
+
+def _from_stacks(directory: Path, form: Literal["text", "json"], color: str) -> NoReturn:
+    from pipeproof.exec.monitor.rank_stacks import RankStacks
+    from pipeproof.interop.hang.py_spy import read_stacks
+
+    found = RankStacks(read_stacks(directory))
+    ranks, different = sorted(found.stacks), found.different
+    if form == "json":
+        click.echo(json.dumps({"different": list(different), "stacks": found.to_json()}, indent=2))
+    else:
+        console = console_for(color=color)
+        for line in found.lines(ranks):
+            console.print(line, markup=False, soft_wrap=True)
+        if not different:
+            console.print("all ranks are in one call")
+        elif len(different) < len(ranks):
+            names = f"rank{'s' if len(different) > 1 else ''} {', '.join(map(str, different))}"
+            console.print(f"in another call than the others: {names}")
+    sys.exit(ExitStatus.OK)
 
 
 def _from_inspector(logs: list[Path], form: Literal["text", "json"], color: str) -> NoReturn:
@@ -202,6 +235,7 @@ class _Output:
     on_hang: str | None
     html: Path | None
     metrics: Path | None
+    stacks: Path | None
     form: Literal["text", "json"]
     color: str
     is_slow: bool = False
@@ -233,6 +267,8 @@ class _Output:
             console_for(stderr=True, color=self.color).print("no hang in that time")
             sys.exit(ExitStatus.OK)
         verdict, job = result
+        if verdict.status is Status.HANG:
+            verdict = replace(verdict, stacks=self._stacks(verdict, job))
         if self.metrics is not None:
             write_output(self.metrics, metrics_text(verdict, job, verdict.lateness))
         if self.html is not None and job is not None:
@@ -249,6 +285,14 @@ class _Output:
                 env={**os.environ, "PIPEPROOF_CAUSES": causes, "PIPEPROOF_KIND": str(verdict.kind)},
             )  # fmt: skip
         sys.exit(ExitStatus.FAILED if is_hang else ExitStatus.OK)
+
+    def _stacks(self, verdict: Verdict, job: JobNow | None) -> RankStacks:
+        from pipeproof.exec.monitor.rank_stacks import RankStacks, ask_for_causes
+        from pipeproof.interop.hang.py_spy import read_stacks
+
+        if self.stacks is not None:
+            return RankStacks(read_stacks(self.stacks))
+        return RankStacks({}) if job is None else ask_for_causes(job, verdict.causes)
 
     def _print(self, verdict: Verdict) -> None:
         from pipeproof.diagnostics.text_output import render_text

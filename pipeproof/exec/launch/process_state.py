@@ -48,8 +48,28 @@ def is_ending(pid: int) -> bool:
     return bool(int(_fields(pid)[6]) & _PF_EXITING)
 
 
+def siblings(pid: int) -> list[int]:
+    """Return the processes with the same parent as a process, itself included; empty without ``/proc``."""
+    parent = _fields(pid)[1]
+    try:
+        every = sorted(int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal())
+    except OSError:
+        return []
+    return [other for other in every if parent != "0" and _fields(other)[1] == parent]
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Return the environment with which a process was started; empty if it is unknown."""
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (entry.partition("=") for entry in raw.decode(errors="replace").split("\0"))
+    return {name: value for name, _, value in pairs if name}
+
+
 def _fields(pid: int) -> list[str]:
-    """Fields of ``/proc/PID/stat`` from the third on: the state, at 6 the flags, at 19 the start.
+    """Fields of ``/proc/PID/stat`` from the third on: the state, at 1 the parent, at 6 the flags, at 19 the start.
 
     If there is no such process, the state is empty and the others are 0.
     """

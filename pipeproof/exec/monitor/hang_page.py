@@ -25,7 +25,7 @@ def hang_html(verdict: Verdict, job: JobNow) -> str:
     title = f"{verdict.status}: {verdict.kind}, rank {', '.join(map(str, verdict.causes)) or 'unknown'}"
     parts = [f"<h1>{escape(title)}</h1>", hang_svg(verdict, job)]
     parts += [f"<pre>{escape(f'{finding.code} {finding.message}')}</pre>" for finding in verdict.findings]
-    parts += [f"<p>{escape(reason)}</p>" for reason in verdict.reasons]
+    parts += [f"<p>{escape(line)}</p>" for line in (*verdict.reasons, *verdict.stacks.lines(verdict.causes))]
     style = "body{font-family:system-ui,sans-serif;margin:2em}pre{white-space:pre-wrap}svg{max-width:100%;height:auto}"
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{style}</style>'
     return f"<!doctype html><html><head>{head}</head><body>{''.join(parts)}</body></html>\n"

@@ -11,6 +11,7 @@ from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.exec.monitor.job import ProcessState
 from pipeproof.exec.monitor.lateness import Lateness
+from pipeproof.exec.monitor.rank_stacks import RankStacks
 
 PATIENCE_S: Final = 5.0
 """Wait of a rank from which a job counts as hung."""
@@ -77,6 +78,8 @@ class Verdict:
     """Positions of the ranks of the cause in the plan, in sentences."""
     lateness: Mapping[str, tuple[Lateness, ...]] = field(default_factory=dict)
     """By the name of a group, for groups with enough collectives."""
+    stacks: RankStacks = field(default_factory=lambda: RankStacks({}))
+    """Stacks of ranks by py-spy; the text has those of the cause."""
 
     def lines(self) -> Iterator[str]:
         """Return the verdict as text, apart from its findings: the cause, the reasons, and the ranks that wait."""
@@ -85,6 +88,7 @@ class Verdict:
             yield f"{'cause' if self.status is Status.HANG else 'slow'}: {named}"
             yield from (f"  because {reason}" for reason in self.reasons)
             yield from (f"  by the plan, {note}" for note in self.plan)
+            yield from (f"  {line}" for line in self.stacks.lines(self.causes))
         else:
             yield f"{self.status}: no rank is the cause of a hang"
         for wait in self.waits[:MOST_WAITS]:
@@ -114,5 +118,6 @@ class Verdict:
             "ranks": [{"rank": rank, "state": str(state)} for rank, state in sorted(self.states.items())],
             "ranks_without_ring": list(self.missing),
             "lateness": [{"group": name, **asdict(row)} for name, rows in self.lateness.items() for row in rows],
+            "stacks": self.stacks.to_json(),
             "findings": [finding_to_json(finding) for finding in self.findings],
         }  # fmt: skip
