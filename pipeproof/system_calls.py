@@ -25,6 +25,26 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
+def address_space_limit() -> int | None:
+    """Largest address space of this process in bytes (``ulimit -v``); None if there is no limit."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def open_files_limit() -> int | None:
+    """Most files that this process may have open (``ulimit -n``); None if there is no limit."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
 def lock_file(handle: int) -> bool:
     """Lock an open file for this process until its handle is closed; return False if another process has the lock.
 

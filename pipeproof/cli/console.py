@@ -28,6 +28,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FIXES = MappingProxyType(
     {
         errno.ENOSPC: "make room on that disk, or name another",
+        errno.EMFILE: "let this process have more open files (`ulimit -n`)",
         errno.ENAMETOOLONG: "use a shorter name",
         errno.EACCES: "give this user permission, or name another path",
         errno.EROFS: "name a path on a writable disk",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from pipeproof.exec.monitor.job import JobNow
     from pipeproof.exec.monitor.lateness import Lateness
+    from pipeproof.exec.monitor.plan_ops import PlanOps
     from pipeproof.exec.monitor.rank_stacks import RankStacks
     from pipeproof.exec.monitor.verdict import Verdict
 
@@ -218,7 +219,7 @@ def _from_rings(
         from pipeproof.specs.load_plan import load_plan
 
         with showing_progress(f"lowering {plan}"):
-            ops = PlanOps(load_plan(plan))
+            ops = output.plan = PlanOps(load_plan(plan))
     if follows:
         follower = Follower(directory, patience_s, slow_s, ops)
         output.end(follow(follower, report=output.report, timeout_s=timeout_s))
@@ -238,6 +239,7 @@ class _Output:
     stacks: Path | None
     form: Literal["text", "json"]
     color: str
+    plan: PlanOps | None = None
     is_slow: bool = False
     lateness: Mapping[str, Sequence[Lateness]] | None = None
 
@@ -272,7 +274,7 @@ class _Output:
         if self.metrics is not None:
             write_output(self.metrics, metrics_text(verdict, job, verdict.lateness))
         if self.html is not None and job is not None:
-            write_output(self.html, hang_html(verdict, job))
+            write_output(self.html, hang_html(verdict, job, self.plan))
         if self.form == "json":
             click.echo(json.dumps(verdict.to_json(), indent=2))
         else:

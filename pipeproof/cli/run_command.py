@@ -77,6 +77,8 @@ def _record_directory(context: click.Context, parameter: click.Parameter, value:
               help="Keep the tensors, which are large, so that `state align` can report distances.")  # fmt: skip
 @click.option("--check-layers", is_flag=True,
               help="First compare the backward of each custom layer with finite differences, in float64.")  # fmt: skip
+@click.option("--watch", type=click.Path(path_type=Path, file_okay=False), callback=writable, metavar="DIR",
+              envvar="PIPEPROOF_WATCH", help="Write each rank's operations below DIR, for `job hang DIR`.")  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Print what is equal, too: every gradient, and how both computed.")
 @rank_options("Run")
 @_state_options
@@ -90,6 +92,7 @@ def run(
     record_layers: bool,
     record_values: bool,
     check_layers: bool,
+    watch: Path | None,
     verbose: bool,
     options: RunOptions,
     checkpoint: CheckpointOptions,
@@ -110,7 +113,8 @@ def run(
     record = None if record_directory is None else RecordOptions(record_directory, record_layers, record_values)
     has_timeline = any(file is not None for file in (report_file, output, profile_file))
     options = replace(options, profile=profile_file is not None, record=record, checkpoint=checkpoint,
-                      check_layers=check_layers, timeline=has_timeline)  # fmt: skip
+                      check_layers=check_layers, timeline=has_timeline,
+                      watch=None if watch is None else watch.absolute())  # fmt: skip
     write = None if output is None else partial(write_timeline, output, f"{plan.stem}, measured")
     with refusing_bad_plans("text", plan):
         status = run_command(report, options, console_for(), report_file, profile_file, write, verbose=verbose)

@@ -260,7 +260,7 @@ def build_report(
         subject=subject,
         digest=report.digest,
         verified=report.certificate is not None,
-        steps=tuple(steps),
+        steps=steps,
         log_findings=tuple(finding for _, found in sorted(findings.items()) for finding in found),
         timeline=measured_timeline(subject, records.logs),
         parallel_bound=parallel_bound(spec) if needs_ordered_reference(subject.plan) else 0.0,

@@ -16,6 +16,7 @@ from pipeproof.exec.compare.compare_gradients import (
     require_finite_step,
 )
 from pipeproof.exec.compare.reference_kind import holds_all_weights, is_checked_by_bound, needs_ordered_reference
+from pipeproof.exec.compare.results_on_disk import ResultsOnDisk
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
 from pipeproof.exec.compare.step_losses import NotFiniteError
 from pipeproof.exec.compare.step_part import StepPart, compare_part
@@ -231,8 +232,9 @@ def _require_fault_op(subject: Subject, fault: Fault | None) -> None:
 class StepCollector:
     """Comparison of steps in order, as soon as all files of a step exist; it records them and removes the files.
 
-    ``ranks`` are those whose files are in the job's directory, all by default. With ``requires_finite`` a loss or
-    gradient of all ranks that is not finite raises ``NotFiniteError``; for some ranks the caller of
+    ``results`` are those of ``collect``, on disk, and ``parts`` those of ``collect_parts``; a collector is used for one
+    of the two. ``ranks`` are those whose files are in the job's directory, all by default. With ``requires_finite`` a
+    loss or gradient of all ranks that is not finite raises ``NotFiniteError``; for some ranks the caller of
     ``host_part.merged_report`` finds out.
 
     Raises:
@@ -257,24 +259,29 @@ class StepCollector:
         self._recorder = None if record is None else Recorder(record, subject.plan, job.digest)
         self._requires_finite = requires_finite
         self._has_all_weights = not is_checked_by_bound(subject.plan) or holds_all_weights(subject.plan, self.ranks)
-        self.results: list[StepResult] = []
+        self.results = ResultsOnDisk(job.directory)
         self.parts: list[StepPart] = []
 
     def collect(self, num_steps: int) -> list[StepResult]:
         """Return the results of the steps before ``num_steps`` that were not collected yet; needs all ranks."""
-        known = len(self.results)
-        self.collect_parts(num_steps)
-        assert len(self.results) == len(self.parts), "some ranks have no results of their own"
-        return self.results[known:]
+        collected = []
+        for step in range(self._job.checkpoint.first_step + len(self.results), num_steps):
+            _, result = self._compare(step)
+            assert result is not None, "some ranks have no results of their own"
+            self.results.append(result)
+            collected.append(result)
+        return collected
 
     def collect_parts(self, num_steps: int) -> list[StepPart]:
         """Return the parts of the steps before ``num_steps`` that were not collected yet, of the collector's ranks."""
         known = len(self.parts)
         for step in range(self._job.checkpoint.first_step + known, num_steps):
-            self.parts.append(self._compare(step))
+            part, _ = self._compare(step)
+            self.parts.append(part)
         return self.parts[known:]
 
-    def _compare(self, step: int) -> StepPart:
+    def _compare(self, step: int) -> tuple[StepPart, StepResult | None]:
+        """Return the part of the collector's ranks, and the result if they are all ranks."""
         plan = self._subject.plan
         rank_files = [self._job.step_file(f"rank{rank}", step) for rank in self.ranks]
         own = [StepOutcome.load(file) for file in rank_files]
@@ -287,15 +294,15 @@ class StepCollector:
         by_rank = dict(zip(self.ranks, own, strict=True))
         part = compare_part(plan, step, by_rank, models.get(ordered_file), models.get(unpartitioned_file))
         used = {*rank_files, *models, *(() if models else (self._job.weights_file(rank, step) for rank in self.ranks))}
+        result = None
         if self._has_all:
             if self._requires_finite:
                 require_finite_step(self._subject, [part])
             result = merged_step(plan, [part])
-            self.results.append(result)
             used |= self._record(result, own, models[ordered_file])
         for file in used:
             file.unlink()
-        return part
+        return part, result
 
     def _record(self, result: StepResult, own: Sequence[StepOutcome], reference: StepOutcome) -> set[Path]:
         """Record a step of all ranks, if a record is requested; return the files that only the record needs."""

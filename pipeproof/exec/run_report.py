@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, Literal
 
 from pipeproof.comm.accumulation_order import Accumulation
@@ -44,7 +45,7 @@ class RunReport:
     subject: Subject
     digest: str
     verified: bool
-    steps: tuple[StepResult, ...]
+    steps: Sequence[StepResult]
     log_findings: tuple[Finding, ...]
     timeline: Timeline
     parallel_bound: float
@@ -72,11 +73,11 @@ class RunReport:
     """Largest error of the times of a rank in comparison with rank 0, by the clocks of different hosts."""
 
     @property
-    def gradients(self) -> tuple[GradientResult, ...]:
-        """All gradients of all steps."""
-        return tuple(gradient for step in self.steps for gradient in step.gradients)
+    def gradients(self) -> Iterator[GradientResult]:
+        """All gradients of all steps, a step at a time."""
+        return (gradient for step in self.steps for gradient in step.gradients)
 
-    @property
+    @cached_property
     def beyond_bound(self) -> tuple[GradientResult, ...]:
         """Gradients farther from the plain unpartitioned model than the stated bound, in order."""
         return tuple(
@@ -103,9 +104,14 @@ class RunReport:
     def matches(self) -> bool:
         """True if losses, gradients and op log are correct."""
         is_wrong = self.log_findings or any(finding.severity is Severity.ERROR for finding in self.host_findings)
-        return all(map(self._matches_reference, self.steps)) and self.within_bound and not is_wrong
+        return not self._differing and self.within_bound and not is_wrong
 
-    @property
+    @cached_property
+    def _differing(self) -> tuple[StepResult, ...]:
+        """Steps that do not match the reference."""
+        return tuple(step for step in self.steps if not self._matches_reference(step))
+
+    @cached_property
     def uncompared_steps(self) -> tuple[int, ...]:
         """Steps without a reference, because no host has the weights of all ranks."""
         return tuple(step.step for step in self.steps if not step.is_compared)
@@ -114,7 +120,7 @@ class RunReport:
         """Return True if a step matches the reference, without the distance to the unpartitioned model."""
         return step.agrees(self.parallel_bound) if self.is_checked_by_bound else step.bitwise
 
-    @property
+    @cached_property
     def never_received(self) -> tuple[str, ...]:
         """Weights of custom layers for which no step had a gradient; the reference shares the layers."""
         return tuple(
@@ -132,7 +138,7 @@ class RunReport:
         findings = [*self.log_findings, *self.host_findings]
         if not self.verified:
             findings.append(UNVERIFIED.finding("the plan does not pass check; it ran unsafe"))
-        findings += [self._mismatch(step) for step in self.steps if not self._matches_reference(step)]
+        findings += map(self._mismatch, self._differing)
         if self.never_received:
             names = ", ".join(f"`{name}`" for name in self.never_received)
             num_micro_batches = self.subject.plan.spec.schedule.num_micro_batches
@@ -148,8 +154,8 @@ class RunReport:
                 Finding(
                     BEYOND_BOUND.code,
                     Severity.WARNING if self.within_bound else Severity.ERROR,
-                    f"{len(self.beyond_bound)} of {len(self.gradients)} gradients are farther from the plain "
-                    f"unpartitioned model than the stated bound {self.parallel_bound:.3g}; the farthest is "
+                    f"{len(self.beyond_bound)} of {sum(1 for _ in self.gradients)} gradients are farther from the "
+                    f"plain unpartitioned model than the stated bound {self.parallel_bound:.3g}; the farthest is "
                     f"{worst.name} in step {worst.step} with {worst.unpartitioned_max_rel_diff:.3g}",
                 )
             )

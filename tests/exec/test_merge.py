@@ -102,7 +102,7 @@ def merged(directories):
 def whole_report(report, tmp_path, outcomes, references):
     job = kept(report, tmp_path / "whole", range(4), outcomes, references)
     collector = StepCollector(job, report.subject)
-    assert collector.collect(2) == collector.results
+    assert collector.collect(2) == list(collector.results)
     return finish_report(report, job, collector.results, 1)
 
 

@@ -1,16 +1,25 @@
 """Messages where the machine is the problem, and outputs that another program must not execute."""
 
+import errno
+import os
+import resource
 import shutil
+import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from pipeproof.__main__ import LEAST_ADDRESS_SPACE, start
 from pipeproof.api.result import _csv
 from pipeproof.cli.main import main
+from pipeproof.exec.compare.results_on_disk import ResultsOnDisk
 from pipeproof.exec.launch import supervisor
+from pipeproof.exec.launch.rendezvous import reserved_ports
+from pipeproof.exec.run_codes import DIED
 from pipeproof.views.csv_cells import no_formula
 
 
@@ -44,3 +53,80 @@ def test_a_process_that_ended_on_a_full_disk(tmp_path, monkeypatch):
     finding = launcher._death(worker)
     assert f"ended with status 1: the disk of {tmp_path} is full" in finding.message
     assert "TMPDIR" in finding.help
+
+
+def run_with(limit, value, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "pipeproof", *arguments],
+        capture_output=True, text=True, check=False, preexec_fn=lambda: resource.setrlimit(limit, (value, value)),
+    )  # fmt: skip
+
+
+def test_too_little_address_space_for_any_command():
+    ended = run_with(resource.RLIMIT_AS, LEAST_ADDRESS_SPACE - 1, "schedule", "list")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "an address space of 268 MB (`ulimit -v`)" in ended.stderr
+    assert run_with(resource.RLIMIT_AS, LEAST_ADDRESS_SPACE, "schedule", "list").returncode == 0
+
+
+@pytest.mark.parametrize("raised", [MemoryError, KeyboardInterrupt])
+def test_errors_outside_of_any_command(monkeypatch, capsys, raised):
+    def ends(**_):
+        raise raised
+
+    monkeypatch.setattr("pipeproof.cli.main.main", ends)
+    with pytest.raises(SystemExit) as ended:
+        start()
+    assert (ended.value.code, capsys.readouterr().err) == {
+        MemoryError: (2, "error: out of memory\n"),
+        KeyboardInterrupt: (130, "interrupted\n"),
+    }[raised]
+
+
+def test_the_limits_of_processes_are_named_where_one_ended(monkeypatch):
+    finding = DIED.finding("rank 0 ended", help="look")
+    monkeypatch.setattr(supervisor, "address_space_limit", lambda: None)
+    monkeypatch.setattr(supervisor, "open_files_limit", lambda: 1024)
+    assert supervisor._with_limits(finding) == finding
+    monkeypatch.setattr(supervisor, "address_space_limit", lambda: 700_000_000)
+    monkeypatch.setattr(supervisor, "open_files_limit", lambda: 32)
+    text = "an address space of 700 MB (`ulimit -v`) and 32 open files (`ulimit -n`), which may be too little"
+    assert supervisor._with_limits(finding).help == f"look; each process may have only {text}"
+
+
+def test_no_free_port_and_no_loopback(monkeypatch):
+    class Socket(socket.socket):
+        error = (errno.EADDRINUSE, "bind")
+
+        def bind(self, address):
+            self.refuse("bind")
+            super().bind(address)
+
+        def connect(self, address):
+            self.refuse("connect")
+            super().connect(address)
+
+        def refuse(self, call):
+            number, at = self.error
+            if at == call:
+                raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("pipeproof.exec.launch.rendezvous.socket.socket", Socket)
+    with pytest.raises(OSError, match=r"no port of 127\.0\.0\.1 is free") as refused, reserved_ports(1):
+        pass
+    assert refused.value.errno == errno.EADDRINUSE
+    Socket.error = (errno.ENETUNREACH, "connect")
+    with pytest.raises(OSError, match="is the loopback interface up") as refused, reserved_ports(1):
+        pass
+    assert refused.value.errno == errno.ENETUNREACH
+
+
+def test_results_on_a_full_disk_name_its_directory(tmp_path):
+    on_disk = ResultsOnDisk(tmp_path)
+    on_disk._file.close()
+    with (
+        Path("/dev/full").open("wb", buffering=0) as on_disk._file,
+        pytest.raises(OSError, match="No space left") as refused,
+    ):
+        on_disk.append("a result")
+    assert refused.value.filename == str(tmp_path)

@@ -77,17 +77,17 @@ def pipeproof(
 
 def kept(tool: str) -> list[dict[str, Any]]:
     """Return the rows that a tool has kept."""
-    rows: list[dict[str, Any]] = _results().get(tool, [])
+    rows: list[dict[str, Any]] = results().get(tool, [])
     return rows
 
 
-def _results() -> dict[str, Any]:
-    results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    return results
+def results() -> dict[str, Any]:
+    """Return the figures of all tools."""
+    figures: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    return figures
 
 
 def keep(tool: str, figures: Any) -> None:
     """Replace the figures of a tool in ``RESULTS``."""
-    results = _results()
-    results[tool] = figures
-    RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8")
+    all_figures = results() | {tool: figures}
+    RESULTS.write_text(json.dumps(dict(sorted(all_figures.items())), indent=1) + "\n", encoding="utf-8")

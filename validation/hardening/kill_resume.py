@@ -1,7 +1,8 @@
 """Kill runs at random moments and resume them bit for bit; start runs in a row; measure the memory of a long one.
 
-``python validation/hardening/kill_resume.py [--kills N] [--starts N] [--steps N] [--write]``. The long run prints the
-slope of the resident memory of each process over its steps, and the growth of its descriptors.
+``python validation/hardening/kill_resume.py [--kills N] [--starts N] [--steps N] [--write | --add]``. The long run
+prints the slope of the resident memory of each process over its steps, and the growth of its descriptors. ``--write``
+replaces the figures that are kept, and ``--add`` adds those of more kills and starts, at other random moments.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attack import ROOT, keep, pipeproof
+from attack import ROOT, keep, pipeproof, results
 
 _SKIPPED = 0.2
 """Part of a long run that the slope leaves out: frameworks allocate in the first steps."""
@@ -78,9 +79,9 @@ def digests(report: Path, after: int) -> dict[str, Any]:
     return losses | gradients
 
 
-def kills(number: int, directory: Path) -> dict[str, float]:
+def kills(number: int, directory: Path, seed: int) -> dict[str, float]:
     """Kill the launcher at a random moment, resume from the newest state, and compare with a run in one go."""
-    draw, steps = random.Random(0), 60
+    draw, steps = random.Random(seed), 60
     whole = directory / "whole.json"
     ended = pipeproof(["run", plan(directory, steps), "--report", whole])
     assert ended.status == 0, ended.output
@@ -111,18 +112,31 @@ def kills(number: int, directory: Path) -> dict[str, float]:
             continue
         resumed += bool(states)
         ended = pipeproof(["run", plan(directory, steps), *resume, "--report", report])
-        equal += ended.status == 0 and digests(report, done) == digests(whole, done)
+        is_equal = ended.status == 0 and digests(report, done) == digests(whole, done)
+        equal += is_equal
+        print(f"kill {index}: {done} steps saved, {'equal' if is_equal else ended.output}", flush=True)
     return {"kills": number, "equal": equal, "resumed_from_a_state": resumed, "processes_left": left,
             "longest_end_s": round(longest, 1)}  # fmt: skip
 
 
-def starts(number: int, directory: Path) -> dict[str, int]:
+def starts(number: int, directory: Path, _: int) -> dict[str, float]:
     """Start short runs in a row."""
-    short = plan(directory, 1)
-    return {"starts": number, "passed": sum(pipeproof(["run", short]).status == 0 for _ in range(number))}
+    short, passed = plan(directory, 1), 0
+    for index in range(number):
+        ended = pipeproof(["run", short])
+        passed += ended.status == 0
+        print(f"start {index}: {'passed' if ended.status == 0 else ended.output}", flush=True)
+    return {"starts": number, "passed": passed}
 
 
-def soak(steps: int, directory: Path) -> dict[str, Any]:
+def kind_of(pid: int) -> str:
+    """Return which process of a run this is."""
+    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    module = words[words.index("-m") + 1] if "-m" in words else ""
+    return {"pipeproof": "launcher", "pipeproof.exec.rank.worker": "rank"}.get(module, "reference")
+
+
+def soak(steps: int, directory: Path, _: int) -> dict[str, Any]:
     """Run many small steps with checkpoints, and fit the memory and the descriptors of each process over time."""
     place = directory / "soak"
     place.mkdir()
@@ -130,27 +144,35 @@ def soak(steps: int, directory: Path) -> dict[str, Any]:
     command: list[str | Path] = ["run", plan(place, steps), "--save", place / "states", "--save-every", str(every)]
     begun, process = time.monotonic(), started(command, place)
     samples: dict[int, list[tuple[float, int, int]]] = {}
+    kinds: dict[int, str] = {}
     while process.poll() is None:
         for pid in processes(place):
             try:
                 pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
                 descriptors = len([*Path(f"/proc/{pid}/fd").iterdir()])
+                kinds[pid] = kind_of(pid)
             except OSError:
                 continue
             samples.setdefault(pid, []).append((time.monotonic() - begun, pages * 4, descriptors))
         time.sleep(0.5)
     seconds = time.monotonic() - begun
-    slopes, growths = [], []
-    for values in samples.values():
+    slopes, growths = dict[str, list[float]](), []
+    for pid, values in samples.items():
         kept = [value for value in values if value[0] > _SKIPPED * seconds]
         if len(kept) > 10:
             slope = float(np.polyfit([at for at, _, _ in kept], [kb for _, kb, _ in kept], 1)[0])
-            slopes.append(slope * seconds / steps * 1000)
+            slopes.setdefault(kinds[pid], []).append(slope * seconds / steps * 1000)
             growths.append(kept[-1][2] - kept[0][2])
     return {
-        "steps": steps, "status": process.returncode, "seconds": round(seconds), "processes": len(slopes),
-        "kb_per_1000_steps": round(max(slopes, default=float("nan"))), "descriptors_grown": max(growths, default=-1),
+        "steps": steps, "status": process.returncode, "processes": len(growths),
+        "kb_per_1000_steps": {kind: round(max(of_kind)) for kind, of_kind in sorted(slopes.items())},
+        "descriptors_grown": max(growths, default=-1),
     }  # fmt: skip
+
+
+def added(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Sum of the figures of two runs of ``kills`` or ``starts``; of a longest time the longer."""
+    return {key: max(old[key], value) if key.startswith("longest") else old[key] + value for key, value in new.items()}
 
 
 def main() -> int:
@@ -159,23 +181,23 @@ def main() -> int:
     for name, default in (("kills", 100), ("starts", 200), ("steps", 10_000)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--add", action="store_true")
     options = parser.parse_args()
+    before = results() if options.add else {}
+    holds = True
     with tempfile.TemporaryDirectory() as name:
-        directory, figures = Path(name), dict[str, Any]()
         for part, number in ((soak, options.steps), (kills, options.kills), (starts, options.starts)):
-            if number:
-                begun = time.monotonic()
-                figures[part.__name__] = {**part(number, directory), "seconds": round(time.monotonic() - begun)}
-                print(part.__name__, figures[part.__name__], flush=True)
-    if options.write:
-        for part, figure in figures.items():
-            keep(part, figure)
-    holds = [
-        figures.get("soak", {"status": 0})["status"] == 0,
-        figures.get("kills", {"kills": 0, "equal": 0})["equal"] == figures.get("kills", {"kills": 0})["kills"],
-        figures.get("starts", {"starts": 0, "passed": 0})["passed"] == figures.get("starts", {"starts": 0})["starts"],
-    ]
-    return int(not all(holds))
+            if not number:
+                continue
+            begun, old = time.monotonic(), before.get(part.__name__)
+            figures = part(number, Path(name), 0 if old is None else old.get("kills", 0))
+            figures["seconds"] = round(time.monotonic() - begun)
+            print(part.__name__, figures, flush=True)
+            holds &= {soak: figures.get("status") == 0, kills: figures.get("equal") == number,
+                      starts: figures.get("passed") == number}[part]  # fmt: skip
+            if options.write or options.add:
+                keep(part.__name__, figures if old is None or part is soak else added(old, figures))
+    return int(not holds)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ def tried_table() -> str:
          f"{sum(run['problem'] is None for run in RESULTS[name]['runs'])}", f"{RESULTS[name]['seconds']} s")
         for name, file, tried in _ENVIRONMENTS
     ]  # fmt: skip
+    growths = ", ".join(f"{process} {kb:,} kB" for process, kb in soak["kb_per_1000_steps"].items())
     num_handled = sum(row["problem"] is None for row in limits)
     rows = [
         ("fuzz", "`python -m tests.fuzz`", f"{fuzz['mutants']:,} mutants of {fuzz['readers']} kinds of files",
@@ -55,8 +56,8 @@ def tried_table() -> str:
         ("start", "`validation/hardening/kill_resume.py`", f"{starts['starts']} runs started in a row",
          f"{starts['passed']}", f"{starts['seconds']} s"),
         ("soak", "`validation/hardening/kill_resume.py`", (f"{soak['steps']:,} steps with 20 checkpoints, "
-         f"{soak['processes']} processes"), (f"status {soak['status']}; resident memory of the process that grew most: "
-         f"{soak['kb_per_1000_steps']:,} kB in 1,000 steps; {soak['descriptors_grown']} descriptors more"),
+         f"{soak['processes']} processes"), (f"status {soak['status']}; resident memory in 1,000 steps: {growths}; "
+         f"{soak['descriptors_grown']} descriptors more"),
          f"{soak['seconds']} s"),
         *environments,
     ]  # fmt: skip

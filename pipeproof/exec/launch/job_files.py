@@ -87,7 +87,7 @@ class RunOptions:
     ranks. ``check_layers`` first compares the backwards of custom layers with finite differences. ``checkpoint`` has
     the state to resume from, as the user named it, and the directory to save to. A rehearsal has the ``scale`` of its
     plan, and no other run has one. Without ``timeline`` the report of a run without an external launcher has none: it
-    would take memory for each step.
+    would take memory for each step. ``watch`` is the directory of the rings for ``job hang``, None for none.
     """
 
     timeout_s: float = 60.0
@@ -101,6 +101,7 @@ class RunOptions:
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     scale: Fraction | None = None
     timeline: bool = True
+    watch: Path | None = None
 
     @property
     def rehearses(self) -> bool:

@@ -29,17 +29,58 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
     to the ports: the system then gives them to no process that asks for any port. Rank 0's store can still listen,
     because it sets SO_REUSEADDR, and on Linux it may then share a port on which nobody listens. On other systems the
     ports are only free.
+
+    Raises:
+        OSError: the loopback interface is missing, or too few of its ports are free.
     """
+    _require_loopback()
     with contextlib.ExitStack() as stack:
         holders = [stack.enter_context(socket.socket()) for _ in range(count)]
         for holder in holders:
-            holder.bind((LOOPBACK, 0))
+            _bind(holder)
         ports = [holder.getsockname()[1] for holder in holders]
         for holder in holders:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if not all(_lets_listen(port) for port in ports):
             stack.close()
         yield ports
+
+
+def _require_loopback() -> None:
+    """Connect to this process, as the ranks of a run will to each other: without it they would wait for their time.
+
+    Raises:
+        OSError: the loopback interface is missing, or none of its ports is free.
+    """
+    with socket.socket() as store, socket.socket() as peer:
+        _bind(store)
+        store.listen()
+        peer.settimeout(_CONNECT_S)
+        try:
+            peer.connect(store.getsockname())
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"processes cannot connect to each other at {LOOPBACK} ({error.strerror or error}): is the loopback "
+                "interface up (`ip link set lo up`), and is it in this network namespace?",
+            ) from error
+
+
+_CONNECT_S = 10.0
+"""Longest time of a connection of this process to itself."""
+
+
+def _bind(holder: socket.socket) -> None:
+    """Bind a socket to a free port of the loopback address.
+
+    Raises:
+        OSError: no port is free, or the address is missing.
+    """
+    try:
+        holder.bind((LOOPBACK, 0))
+    except OSError as error:
+        text = f"no port of {LOOPBACK} is free ({error.strerror}); Linux gives ports of `net.ipv4.ip_local_port_range`"
+        raise OSError(error.errno, text) from error
 
 
 def _lets_listen(port: int) -> bool:

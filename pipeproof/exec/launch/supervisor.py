@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeproof.diagnostics.finding import Finding, PipeproofError
@@ -24,6 +24,7 @@ from pipeproof.exec.launch.rendezvous import process_environment, rank_environme
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.run_codes import DIED, HUNG
 from pipeproof.foreign_text import decode_json
+from pipeproof.system_calls import address_space_limit, open_files_limit
 
 START_UP_TIMEOUT_S = 60.0
 """Minimum of the watchdog's time until all ranks are ready: importing a framework on a busy machine is slow."""
@@ -162,7 +163,7 @@ class Launcher:
             heard = max(heard, self._reference_heard_s)  # the reference may have finished long before the ranks
         patience = self._timeout_s if self._state.all_ready else max(self._timeout_s, START_UP_TIMEOUT_S)
         if time.monotonic() - heard > patience:
-            raise WorkerFailedError(self._hang(patience))
+            raise WorkerFailedError(_with_limits(self._hang(patience)))
 
     def _read(self, worker: _Worker) -> None:
         data = os.read(worker.events, 1 << 16)
@@ -191,9 +192,8 @@ class Launcher:
         dead += [w for w in ending if w.process.poll() not in (None, 0)]
         self._drain()
         raised = [w for w in self._workers if w.rank is not None and self._state.ranks[w.rank].failure is not None]
-        raise WorkerFailedError(
-            self._death(min([*dead, *raised], key=self._blame))
-        )  # a rank that raised may still be ending
+        # a rank that raised may still be ending
+        raise WorkerFailedError(_with_limits(self._death(min([*dead, *raised], key=self._blame))))
 
     def _drain(self) -> None:
         """Read all events that the workers have sent so far."""
@@ -244,6 +244,22 @@ class Launcher:
             worker.process.wait()
             os.close(worker.events)
         self._selector.close()
+
+
+def _with_limits(finding: Finding) -> Finding:
+    """Add limits of the processes that may be too low: frameworks fail at them in many ways, and few name them."""
+    space, files = address_space_limit(), open_files_limit()
+    low = [] if space is None else [f"an address space of {space / 1e6:.0f} MB (`ulimit -v`)"]
+    if files is not None and files < _ENOUGH_FILES:
+        low.append(f"{files} open files (`ulimit -n`)")
+    if not low:
+        return finding
+    text = f"each process may have only {' and '.join(low)}, which may be too little"
+    return replace(finding, help=f"{finding.help}; {text}" if finding.help else text)
+
+
+_ENOUGH_FILES = 256
+"""Open files that are enough for a process of a small run; a rank of a larger one has some for each peer."""
 
 
 def _last_line(path: Path) -> str:

@@ -9,7 +9,7 @@ number of ranks on its side.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import networkx as nx
@@ -59,8 +59,19 @@ def check_job(
         return Verdict(status, Kind.NONE, (), waits, stragglers, (), states, job.missing, lateness=late)
     return Verdict(
         failure.status, failure.kind, failure.causes, waits, tuple(failure.findings), failure.reasons, states,
-        job.missing, () if plan is None else tuple(plan.notes(job, failure.causes)), late,
+        job.missing, tuple(_plan_notes(job, failure.causes, plan)), late,
     )  # fmt: skip
+
+
+def _plan_notes(job: JobNow, causes: Sequence[int], plan: PlanOps | None) -> Iterator[str]:
+    """Return where the ranks of a cause are in the plan: by themselves where they execute it, else by counting."""
+    for rank in causes:
+        now = job.by_rank.get(rank)
+        position = "" if now is None else now.plan_position(job.now_ns)
+        if position:
+            yield position
+        elif plan is not None:
+            yield from plan.notes(job, (rank,))
 
 
 def follow_waits(

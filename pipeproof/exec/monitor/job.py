@@ -86,6 +86,16 @@ class RankNow:
         stack = self.ring.header.stack
         return next((line.removeprefix("*") for line in stack if line.startswith("*")), next(iter(stack), ""))
 
+    def plan_position(self, now_ns: int) -> str:
+        """Operation of the plan that the rank is in, with step and seconds; empty where pipeproof executes no plan."""
+        header = self.ring.header
+        if not header.plan_op:
+            return ""
+        seconds = max(0.0, (now_ns - header.plan_op_ns) / 1e9)
+        micro_batch = "" if header.micro_batch is None else f", micro-batch {header.micro_batch}"
+        of = f"step {header.step}, stage {header.stage}{micro_batch}"
+        return f"rank {self.rank} has been in {header.plan_op} ({of}) for {seconds:.1f} s"
+
 
 @dataclass(frozen=True)
 class JobNow:

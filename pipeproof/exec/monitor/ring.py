@@ -45,6 +45,8 @@ _PULSE: Final = struct.Struct("<QQQ")
 _PULSE_AT: Final = 512
 _END: Final = struct.Struct("<QI")
 _END_AT: Final = 544
+_PLACE: Final = struct.Struct("<QIii48s")
+_PLACE_AT: Final = 576
 _STRINGS_USED: Final = struct.Struct("<I")
 _STRINGS_AT: Final = 560
 _TEXT: Final = struct.Struct("<QI")
@@ -105,8 +107,9 @@ class RingOp:
     ``number`` counts the operations of its group from 0, or those of its
     channel (group, peer, direction, tag) for a message. ``shape`` is that of
     the first tensor, of at most four dimensions; the elements are those of all
-    tensors. ``batch`` is common to the messages of one batch. Times are in
-    nanoseconds since the epoch, 0 where it has not happened.
+    tensors. ``batch`` is common to the messages of one batch. ``plan_op`` is the
+    operation of the plan, empty for jobs that pipeproof does not execute. Times
+    are in nanoseconds since the epoch, 0 where it has not happened.
     """
 
     seq: int
@@ -125,6 +128,8 @@ class RingOp:
     stage: int | None
     micro_batch: int | None
     kind: str
+    plan_op: str
+    step: int | None
     issued_ns: int
     waited_ns: int
     done_ns: int
@@ -134,6 +139,17 @@ class RingOp:
         """True for a send or a receive."""
         return self.op in ("send", "recv")
 
+    @property
+    def meaning(self) -> str:
+        """``0SEND_F3 of the plan: activation of micro-batch 3, stage 0, step 2``; empty without a mark."""
+        tensor = {"F": "activation", "B": "gradient"}.get(self.kind, "")
+        micro_batch = "" if self.micro_batch is None else f"micro-batch {self.micro_batch}"
+        of = " of ".join(filter(None, (tensor, micro_batch)))
+        stage = "" if self.stage is None else f"stage {self.stage}"
+        step = "" if self.step is None else f"step {self.step}"
+        named = f"{self.plan_op} of the plan: " if self.plan_op else ""
+        return f"{named}{', '.join(filter(None, (of, stage, step)))}"
+
 
 @dataclass(frozen=True, slots=True)
 class RingHeader:
@@ -141,7 +157,8 @@ class RingHeader:
 
     ``num_events`` counts issues, waits and ends of operations. ``stack_ns`` is
     the time since which the main thread is at the same lines; 0 if the rank
-    makes progress.
+    makes progress. ``plan_op`` is the operation of the plan that the rank has
+    entered last, and ``plan_op_ns`` when; it is empty outside of a plan's steps.
     """
 
     rank: int
@@ -161,6 +178,11 @@ class RingHeader:
     stack_ns: int
     error: str
     capacity: int
+    plan_op: str
+    step: int | None
+    stage: int | None
+    micro_batch: int | None
+    plan_op_ns: int
 
 
 class RingWriter:
@@ -213,8 +235,9 @@ class RingWriter:
     def issue(
         self, seq: int, op: int, group: int, number: int, peer: int | None, tag: int, batch: int | None, dtype: int,
         shape: tuple[int, ...], num_inputs: int, num_outputs: int, at: int, mark: tuple[int, int, int], now_ns: int,
+        plan_op: int = 0, step: int = _NONE,
     ) -> None:  # fmt: skip
-        """Write a record of state ISSUED; ``op``, ``group``, ``dtype`` and ``at`` are numbers or offsets."""
+        """Write a record of state ISSUED; ``op``, ``group``, ``dtype``, ``at``, ``plan_op`` are numbers or offsets."""
         start = self._start(seq)
         dims = shape[:MAX_DIMS] if len(shape) <= MAX_DIMS else ()
         d0, d1, d2, d3 = (*dims, 0, 0, 0, 0)[:MAX_DIMS]
@@ -223,7 +246,7 @@ class RingWriter:
         stage, micro_batch, kind = mark
         _RECORD.pack_into(
             memory, start, 0, OpState.ISSUED, op, len(dims) if shape == dims else 255, kind,
-            _NONE if peer is None else peer, tag, group, number & 0xFFFFFFFF, dtype, at, 0, 0,
+            _NONE if peer is None else peer, tag, group, number & 0xFFFFFFFF, dtype, at, plan_op, step + 1,
             _NONE if batch is None else batch, stage, micro_batch, num_inputs, num_outputs, d0, d1, d2, d3, now_ns,
         )  # fmt: skip
         _TIMES.pack_into(memory, start + _TIMES_AT, 0, 0)
@@ -252,6 +275,11 @@ class RingWriter:
     def pulse(self, now_ns: int, cpu_ns: int) -> None:
         """Write the heartbeat, the processor time of the process, and the number of events."""
         _PULSE.pack_into(self._memory, _PULSE_AT, now_ns, cpu_ns, self._num_events)
+
+    def enter(self, plan_op: bytes, step: int, stage: int, micro_batch: int, now_ns: int) -> None:
+        """Write the operation of the plan that the rank has entered, of 48 bytes at most; it counts as an event."""
+        _PLACE.pack_into(self._memory, _PLACE_AT, now_ns, step + 1, stage, micro_batch, plan_op)
+        self._num_events += 1
 
     @property
     def num_events(self) -> int:
@@ -367,9 +395,12 @@ def _header(raw: bytes, file: str) -> RingHeader:
     end_ns, end = _END.unpack_from(raw, _END_AT)
     stack_ns, stack = _read_text(raw, _STACK_AT)
     _, error = _read_text(raw, _ERROR_AT)
+    plan_op_ns, step, stage, micro_batch, plan_op = _PLACE.unpack_from(raw, _PLACE_AT)
     return RingHeader(
         rank, num_ranks, pid, process_start, host, boot_id, framework, started_ns, heartbeat_ns, cpu_ns, num_events,
         End(end), end_ns, tuple(stack.split("\n")) if stack else (), stack_ns, error, capacity,
+        plan_op.rstrip(b"\0").decode(errors="replace"), step - 1 if step else None, None if stage == _NONE else stage,
+        None if micro_batch == _NONE else micro_batch, plan_op_ns,
     )  # fmt: skip
 
 
@@ -380,7 +411,7 @@ def _read_text(raw: bytes, at: int) -> tuple[int, str]:
 
 def _op(raw: bytes, start: int, strings: bytes) -> RingOp:
     (
-        seq, state, op, num_dims, kind, peer, tag, group, number, dtype, at, _, _, batch, stage, micro_batch,
+        seq, state, op, num_dims, kind, peer, tag, group, number, dtype, at, plan_op, step, batch, stage, micro_batch,
         num_inputs, num_outputs, d0, d1, d2, d3, issued_ns,
     ) = _RECORD.unpack_from(raw, start)  # fmt: skip
     waited_ns, done_ns = _TIMES.unpack_from(raw, start + _TIMES_AT)
@@ -389,7 +420,7 @@ def _op(raw: bytes, start: int, strings: bytes) -> RingOp:
         tag, None if batch == _NONE else batch, _string(strings, dtype),
         (d0, d1, d2, d3)[:num_dims] if num_dims <= MAX_DIMS else (), num_inputs, num_outputs, _string(strings, at),
         None if stage == _NONE else stage, None if micro_batch == _NONE else micro_batch, "?FB"[kind].strip("?"),
-        issued_ns, waited_ns, done_ns,
+        _string(strings, plan_op), step - 1 if step else None, issued_ns, waited_ns, done_ns,
     )  # fmt: skip
 
 

@@ -135,6 +135,7 @@ class RingRecorder:
         if mark is not None:
             kind = _KINDS.get(mark.get("kind", ""), 0)
             marked = mark.get("stage", -1), mark.get("micro_batch", -1), kind
+        plan_op, step = ("", -1) if mark is None else (mark.get("plan_op", ""), mark.get("step", -1))
         position = self._position()
         ring = self._ring
         text, backend = self._groups[group]
@@ -150,8 +151,13 @@ class RingRecorder:
             ring.issue(
                 seq, op_number(op), text, number, peer, tag, None if batch is None else self._next_batch,
                 ring.intern(dtype), shape, num_inputs, num_outputs, position, marked, time.time_ns(),
+                ring.intern(plan_op), step,
             )  # fmt: skip
         return seq
+
+    def enter(self, plan_op: str, step: int, stage: int, micro_batch: int) -> None:
+        """Write the operation of a plan that the rank executes now; an empty text where it executes none."""
+        self._ring.enter(plan_op.encode(), step, stage, micro_batch, time.time_ns())
 
     def issued(self, seq: int) -> None:
         """Write that a call has returned."""
@@ -298,6 +304,15 @@ def _raised_at(traceback: TracebackType | None) -> str:
     return at
 
 
+_active: list[RingRecorder] = []
+"""Recorder of this process while it is watched."""
+
+
+def active_recorder() -> RingRecorder | None:
+    """Return the recorder of this process; None if it is not watched."""
+    return _active[0] if _active else None
+
+
 class Watch:
     """A watched rank; the end of the ``with`` block, `close`, or the end of the program ends the watch.
 
@@ -313,6 +328,7 @@ class Watch:
         sys.excepthook = self._raised
         atexit.register(self.close)
         recorder.start()
+        _active.insert(0, recorder)
 
     @property
     def path(self) -> Path:
@@ -339,6 +355,8 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.__exit__(kind, error, traceback)
+        if self._recorder in _active:
+            _active.remove(self._recorder)
         atexit.unregister(self.close)
         if sys.excepthook == self._raised:
             sys.excepthook = self._hook

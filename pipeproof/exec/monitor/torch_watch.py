@@ -43,12 +43,12 @@ def watch(
     only = None if group is None else frozenset({str(group.group_name)})
     recorder = RingRecorder(
         ring_directory(directory), dist.get_rank(), dist.get_world_size(), f"torch {torch.__version__}", only=only,
-        marker=_DeviceMarker(), shared=shared, capacity=capacity,
+        marker=DeviceMarker(), shared=shared, capacity=capacity,
     )  # fmt: skip
     return Watch(recorder, _WatchedCalls(recorder))
 
 
-class _DeviceMarker:
+class DeviceMarker:
     """Marks points of the current stream by events, which the heartbeat's thread queries."""
 
     def __init__(self) -> None:

@@ -133,13 +133,9 @@ def waits_of(analysis: Analysis) -> tuple[Wait, ...]:
 
 def _meaning(analysis: Analysis, entry: Entry) -> str:
     op = analysis.op(entry)
-    if analysis.plan is not None:
+    if analysis.plan is not None and not op.plan_op:
         return analysis.plan.name(analysis.job.by_rank[entry.rank].ring, op).text
-    if not op.kind:
-        return ""
-    micro_batch = "" if op.micro_batch is None else f" of micro-batch {op.micro_batch}"
-    stage = "" if op.stage is None else f", stage {op.stage}"
-    return f"{'activation' if op.kind == 'F' else 'gradient'}{micro_batch}{stage}"
+    return op.meaning
 
 
 def at_text(op: RingOp) -> str:

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from pipeproof.exec.launch.failures import event_of
 from pipeproof.exec.launch.job_files import EventSink, Fault, Job, LogWriter, end_process, save_arrays, save_json
 from pipeproof.exec.launch.rendezvous import environment_rank
 from pipeproof.exec.measure.idle_messages import IdleMessageEnd, time_idle_messages
+from pipeproof.exec.monitor.plan_ring import PlanRing
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.checkpointing import restore_state, save_state
 from pipeproof.exec.rank.framework_choice import (
@@ -31,6 +33,7 @@ from pipeproof.exec.rank.framework_choice import (
     start_framework,
     start_progress,
     start_replays,
+    start_ring,
     timed,
     timing_of,
 )
@@ -60,6 +63,11 @@ def run_rank(job: Job, rank: int, emit: Emit, framework: Framework | None = None
     Raises:
         RuntimeError: this process derives another plan than the verified one, a peer died, or the backend failed.
     """
+    with ExitStack() as stack:
+        _run_steps(job, rank, emit, framework, stack)
+
+
+def _run_steps(job: Job, rank: int, emit: Emit, framework: Framework | None, stack: ExitStack) -> None:
     subject = make_subject(job.loaded_plan()).unfolded()
     require_same_plan(subject, job.certificate)
     plan = subject.plan
@@ -82,6 +90,8 @@ def run_rank(job: Job, rank: int, emit: Emit, framework: Framework | None = None
 
     def enter(step: int, op_id: int) -> None:
         report_operation(step, op_id)
+        if ring is not None:
+            ring.enter(op_id)
         if replayed is not None:
             replayed.enter(op_id, plan.graph.ops[op_id].kind)
         elif progress is not None and plan.graph.parent[op_id] == NONE:
@@ -95,6 +105,13 @@ def run_rank(job: Job, rank: int, emit: Emit, framework: Framework | None = None
 
     watch = LayerWatch() if job.layers else None
     timed_world, clock = timed(run, world) if options.profile else (world, HostClock())
+    ring = None
+    if options.watch is not None and rehearsal is None:
+        num_ranks, backend = plan.mesh.num_ranks, "nccl" if run.device == "gpu" else "gloo"
+        recorder = start_ring(run, options.watch, rank, num_ranks)
+        ring = PlanRing(recorder, plan.graph, rank, range(num_ranks), backend, framework.arrays)
+        stack.enter_context(ring.recording())
+        timed_world = ring.world(timed_world)
     if rehearsal is not None:
         adapter = RankAdapter(plan, rank, rehearsal, rehearsal.world(world), enter)
     else:
@@ -126,6 +143,8 @@ def run_rank(job: Job, rank: int, emit: Emit, framework: Framework | None = None
         replays = start_replays()
         replayed = ReplayedSteps(adapter, program.run, replays, report_operation)
     for step in range(first, run.steps):
+        if ring is not None:
+            ring.begin(step)
         if replayed is not None:
             replayed.run(step)
         else:
@@ -137,6 +156,8 @@ def run_rank(job: Job, rank: int, emit: Emit, framework: Framework | None = None
                 adapter.begin(step)
                 program.run(step)
                 adapter.finish()
+        if ring is not None:
+            ring.leave()
         log.write(adapter.log)
         adapter.log.clear()
         if watch is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.executor_support import factors_not_executed
+from pipeproof.exec.monitor.plan_ring import PlanRing
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.framework_protocol import Framework, World
 from pipeproof.exec.rank.op_log import Clock
@@ -149,7 +150,8 @@ def _require_same(derived: list[list[Any]]) -> None:
 class TrainRank(RankProgram):
     """The program of one rank for one plan; ``index`` is the rank's place in the pipeline.
 
-    ``enter`` is called with the step and number of each host operation before it runs.
+    ``enter`` is called with the step and number of each host operation before it runs. With ``ring`` operations are
+    written into the ring of a watched process.
     """
 
     def __init__(
@@ -164,19 +166,31 @@ class TrainRank(RankProgram):
         *,
         is_proved: bool,
         annotate: Callable[[str], AbstractContextManager[object]] | None = None,
+        ring: PlanRing | None = None,
     ) -> None:
-        self.plan, self.index = plan, index
+        self.plan, self.index, self._ring = plan, index, ring
+
+        def enter_both(step: int, op_id: int) -> None:
+            assert ring is not None
+            ring.enter(op_id)
+            enter(step, op_id)
+
         adapter = RankAdapter(
-            plan, plan.graph.global_rank[index], framework, world, enter, clock=clock, make_step_end=make_step_end,
-            frees_sends=True, annotate=annotate,
+            plan, plan.graph.global_rank[index], framework, world if ring is None else ring.world(world),
+            enter if ring is None else enter_both, clock=clock, make_step_end=make_step_end, frees_sends=True,
+            annotate=annotate,
         )  # fmt: skip
         super().__init__(plan.graph, index, adapter, is_proved=is_proved)
 
     def run(self, step: int) -> None:
         """Run one step, operation by operation; the log has its entries alone."""
         self.adapter.log.clear()
+        if self._ring is not None:
+            self._ring.begin(step)
         self.adapter.begin(step)
         super().run(step)
+        if self._ring is not None:
+            self._ring.leave()
 
     def describe(self, op_id: int) -> Mapping[str, Any]:
         """The operation with its stage, micro-batch and the peer it waits for, as JSON values."""

@@ -291,7 +291,10 @@ _SITE_PACKAGES: Final = ("site-packages", "dist-packages")
 
 def is_library(frame: FrameType) -> bool:
     """True for a frame of a framework, of pipeproof, or of Python's standard library."""
-    if frame.f_globals.get("__name__", "").partition(".")[0] in _FRAMES_TO_SKIP:
+    name = frame.f_globals.get("__name__", "")
+    if name == "__main__":  # of python -m, as pipeproof starts its ranks
+        name = getattr(frame.f_globals.get("__spec__"), "name", "")
+    if name.partition(".")[0] in _FRAMES_TO_SKIP:
         return True
     file = frame.f_code.co_filename
     return file.startswith((_STANDARD_LIBRARY, "<frozen")) and not any(name in file for name in _SITE_PACKAGES)

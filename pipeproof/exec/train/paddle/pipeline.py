@@ -21,6 +21,8 @@ from paddle import nn
 from paddle.distributed.fleet.meta_parallel import PipelineLayer
 
 from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.monitor.paddle_watch import watch
+from pipeproof.exec.monitor.plan_ring import ring_of_process
 from pipeproof.exec.rank.framework_protocol import Framework, World
 from pipeproof.exec.rank.paddle.arrays import PaddleArrays
 from pipeproof.exec.store.paddle_store import send_at_once
@@ -112,6 +114,7 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
     ) -> None:
         super().__init__()
         settings = self._settings = pipeline_settings(group)
+        self._ranks = settings.ranks
         self.rank, self.num_ranks = settings.ranks.index(dist.get_rank()), len(settings.ranks)
         self._store = store_of(settings.ranks)
         self._agreement = agreement = Agreement(self._store, self.rank, self.num_ranks, timeout_s)
@@ -423,7 +426,9 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
     def _rank_of(self, lowered: LoweredPlan, framework: PaddleLayers, world: StageWorld) -> TrainRank:
         """This rank's machine and adapter for a plan."""
         own = cast(Framework, framework), cast(World, world)  # without optimizers
-        return TrainRank(lowered, self.rank, *own, self._enter, is_proved=not self._unsafe)
+        backend = "nccl" if lowered.spec.run.device == "gpu" else "gloo"
+        ring = ring_of_process(watch, lowered.graph, self.rank, self._ranks, backend, framework.arrays)
+        return TrainRank(lowered, self.rank, *own, self._enter, is_proved=not self._unsafe, ring=ring)
 
     def _enter(self, step: int, op_id: int) -> None:
         if self._watch is not None:

@@ -16,6 +16,8 @@ from torch import nn
 
 from pipeproof.atomic_write import write_json
 from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.monitor.plan_ring import PlanRing, ring_of_process
+from pipeproof.exec.monitor.torch_watch import watch
 from pipeproof.exec.rank.op_log import Clock, LogEntry
 from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.cuda_graph import CaptureStream, TorchProgress
@@ -428,8 +430,14 @@ class Pipeline:
         framework, world = cast("Framework", self._framework), cast("World", own)  # without optimizers
         return TrainRank(
             lowered, self.rank, framework, world, self._enter, step_end, clock, is_proved=not self.plan.findings,
-            annotate=op_range,
+            annotate=op_range, ring=None if channels is not None else self._ring_of(lowered),
         )  # fmt: skip
+
+    def _ring_of(self, lowered: LoweredPlan) -> PlanRing | None:
+        """The ring of this process for a plan, if it is watched."""
+        ranks = dist.get_process_group_ranks(self._process_group)
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        return ring_of_process(watch, lowered.graph, self.rank, ranks, backend, self._framework.arrays)
 
     def _enter(self, step: int, op_id: int) -> None:
         self._entered = op_id

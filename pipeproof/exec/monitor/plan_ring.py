@@ -1,0 +1,273 @@
+"""Ring of a rank that executes a plan: each message and collective has its operation of the plan.
+
+The channels and collectives of the rank are wrapped. Messages of a channel are
+posted in the plan's order, so the n-th post of a step is the n-th transfer of
+the channel; a collective belongs to the operation that the rank entered last.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+from pipeproof.exec.monitor.ring_recorder import DIRECTORY_VARIABLE, RingRecorder, active_recorder
+from pipeproof.exec.rank.framework_protocol import Arrays, Channels, Collectives, Tensor, Transfer, World
+from pipeproof.exec.rank.message_buffers import Slice, SliceChannels, SliceCollectives, whole_of
+from pipeproof.schedule.columns import NONE
+from pipeproof.schedule.op_table import Channel, OpGraph
+from pipeproof.schedule.ops import TRANSFER_KINDS, Op
+
+
+class PlanRing:
+    """The ring of one rank and the plan that it executes.
+
+    Args:
+        recorder: the ring.
+        graph: the graph of the plan.
+        index: the rank in the graph.
+        ranks: global rank of each rank of the graph.
+        backend: ``nccl`` or ``gloo``.
+        arrays: the framework's operations on tensors.
+    """
+
+    def __init__(
+        self, recorder: RingRecorder, graph: OpGraph, index: int, ranks: Sequence[int], backend: str, arrays: Arrays
+    ) -> None:
+        self.recorder, self.arrays = recorder, arrays
+        self._graph, self._index, self._ranks, self._backend = graph, index, ranks, backend
+        self._transfers: dict[Channel, list[int]] = defaultdict(list)
+        for op_id in graph.rank_ops(index):
+            if graph.ops[op_id].kind in TRANSFER_KINDS:
+                self._transfers[graph.channels[int(graph.channel[op_id])]].append(op_id)
+        self._posts: Counter[Channel] = Counter()
+        self._step = self._op_id = 0
+        self._marks: dict[int, dict[str, Any]] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[Self]:
+        """Close the ring at the end of the block, with the error that the block raised."""
+        try:
+            yield self
+        except BaseException as error:
+            self.recorder.close(error)
+            raise
+        self.recorder.close(None)
+
+    def begin(self, step: int) -> None:
+        """Begin a step, also after one that failed."""
+        self._step = step
+        self._posts.clear()
+
+    def enter(self, op_id: int) -> None:
+        """Write the operation that the rank is about to execute."""
+        self._op_id = op_id
+        mark = self._mark(op_id)
+        self.recorder.enter(mark["plan_op"], self._step, mark["stage"], mark["micro_batch"])
+
+    def leave(self) -> None:
+        """Write that the rank is in no operation of the plan."""
+        self.recorder.enter("", NONE, NONE, NONE)
+
+    def issue_message(self, channel: Channel) -> int:
+        """Write that the next transfer of a channel is about to be posted, and return its number."""
+        ids = self._transfers[channel]
+        op_id = ids[self._posts[channel] % len(ids)]
+        self._posts[channel] += 1
+        ends = self._ranks[channel.src], self._ranks[channel.dst]
+        name, is_send = f"{channel.communicator} {ends[0]}->{ends[1]}", self._index == channel.src
+        self.recorder.group(name, ends, self._backend)
+        size = int(self._graph.stop[op_id] - self._graph.start[op_id])
+        tensor = int(self._graph.tensor[op_id])
+        dtype = "" if tensor == NONE else self._graph.tensors[tensor].dtype
+        return self.recorder.issue(
+            "send" if is_send else "recv", name, ends[1] if is_send else ends[0], 0, dtype, (size,),
+            size if is_send else 0, 0 if is_send else size, self._mark(op_id) | {"step": self._step},
+        )  # fmt: skip
+
+    def issue_collective(self, op: str, group: int, tensor: Tensor) -> int:
+        """Write that a collective of a group of the graph is about to be issued, and return its number."""
+        planned = self._graph.groups[group]
+        name = f"{planned.axis}.{group}"
+        self.recorder.group(name, [self._ranks[member] for member in planned.ranks], self._backend)
+        size = self.arrays.numel(tensor)
+        return self.recorder.issue(
+            op, name, None, 0, self.arrays.dtype(tensor), (size,), size, size,
+            self._mark(self._op_id) | {"step": self._step},
+        )  # fmt: skip
+
+    def world(self, world: World) -> RingWorld:
+        """Return a world whose messages and collectives are written into the ring."""
+        return RingWorld(world, self.channels(world.channels), self.collectives(world.collectives))
+
+    def channels(self, channels: Channels) -> Channels:
+        """Return channels that write each transfer into the ring."""
+        if isinstance(channels, SliceChannels):
+            return RingSliceChannels(cast("Channels", channels), self)
+        return RingChannels(channels, self)
+
+    def collectives(self, collectives: Mapping[int, Collectives]) -> dict[int, Collectives]:
+        """Return collectives, by index of the graph's groups, that write each call into the ring."""
+        return {index: RingCollectives.of(each, index, self) for index, each in collectives.items()}
+
+    def _mark(self, op_id: int) -> dict[str, Any]:
+        mark = self._marks.get(op_id)
+        if mark is None:
+            op = self._graph.ops[op_id]
+            mark = self._marks[op_id] = _mark_of(op)
+        return mark
+
+
+def ring_of_process(
+    watch: Callable[[], object], graph: OpGraph, index: int, ranks: Sequence[int], backend: str, arrays: Arrays
+) -> PlanRing | None:
+    """Return the ring of a process that its script watches, or ``PIPEPROOF_WATCH``; None if nothing does.
+
+    ``watch`` begins the watch; the other arguments are those of ``PlanRing``.
+
+    Raises:
+        OSError: the ring cannot be created.
+    """
+    if active_recorder() is None and os.environ.get(DIRECTORY_VARIABLE):
+        watch()
+    recorder = active_recorder()
+    return None if recorder is None else PlanRing(recorder, graph, index, ranks, backend, arrays)
+
+
+@dataclass(frozen=True)
+class RingWorld:
+    """A rank's communication, written into its ring; a ``World``."""
+
+    world: World
+    channels: Channels
+    collectives: Mapping[int, Collectives]
+
+    @property
+    def rank(self) -> int:
+        """Number of the rank."""
+        return self.world.rank
+
+    def barrier(self) -> None:
+        """Wait for all ranks, see ``World.barrier``."""
+        self.world.barrier()
+
+
+def _mark_of(op: Op) -> dict[str, Any]:
+    """Return the text of an operation, its stage and micro-batch, and the direction of a transfer."""
+    about = op if op.target is None else op.target
+    kind = ("F" if op.is_forward else "B") if op.kind in TRANSFER_KINDS else ""
+    micro_batch = NONE if about.micro_batch is None else about.micro_batch
+    return {"plan_op": str(op), "stage": about.stage, "micro_batch": micro_batch, "kind": kind}
+
+
+class RingTransfer:
+    """A posted transfer whose wait is in the ring; a ``Transfer``."""
+
+    def __init__(self, transfer: Transfer, number: int, recorder: RingRecorder) -> None:
+        self.transfer, self._number, self._recorder = transfer, number, recorder
+        self.buffer, self.posted_ns = transfer.buffer, transfer.posted_ns
+        self.start_ns = self.end_ns = 0
+
+    def wait(self) -> None:
+        """Wait, and write when the wait begins and ends."""
+        self._recorder.waits((self._number,))
+        try:
+            self.transfer.wait()
+        except BaseException as error:
+            self._recorder.failed((self._number,), error)
+            raise
+        self._recorder.done((self._number,))
+        self.start_ns, self.end_ns = self.transfer.start_ns, self.transfer.end_ns
+
+
+class RingChannels:
+    """A rank's channels, each post written into the ring; a ``Channels``."""
+
+    def __init__(self, channels: Channels, ring: PlanRing) -> None:
+        self._channels, self._ring = channels, ring
+
+    def post(self, channel: Channel, buffer: Tensor, after: Sequence[RingTransfer] = ()) -> RingTransfer:
+        """Post a transfer, see ``Channels.post``."""
+        return self._post(channel, buffer, after, self._channels.post)
+
+    def _post(
+        self, channel: Channel, buffer: Any, after: Sequence[RingTransfer], post: Callable[..., Transfer]
+    ) -> RingTransfer:
+        recorder = self._ring.recorder
+        number = self._ring.issue_message(channel)
+        try:
+            transfer = post(channel, buffer, [each.transfer for each in after])
+        except BaseException as error:
+            recorder.failed((number,), error)
+            raise
+        recorder.issued(number)
+        return RingTransfer(transfer, number, recorder)
+
+    def close(self) -> None:
+        """Close the channels, see ``Channels.close``."""
+        self._channels.close()
+
+
+class RingSliceChannels(RingChannels):
+    """The same of channels that move slices; a ``SliceChannels``."""
+
+    def post_slice(self, channel: Channel, part: Slice, after: Sequence[RingTransfer] = ()) -> RingTransfer:
+        """Post a transfer of a slice, see ``SliceChannels.post_slice``."""
+        return self._post(channel, part, after, cast("SliceChannels", self._channels).post_slice)
+
+
+class RingCollectives:
+    """Collectives over one group, each written into the ring; a ``Collectives``."""
+
+    def __init__(self, collectives: Collectives, group: int, ring: PlanRing) -> None:
+        self.ranks = collectives.ranks
+        self._collectives, self._group, self._ring = collectives, group, ring
+
+    @classmethod
+    def of(cls, collectives: Collectives, group: int, ring: PlanRing) -> RingCollectives:
+        """Return the wrapper, which joins slices if the collectives do."""
+        wrapper = RingSliceCollectives if isinstance(collectives, SliceCollectives) else RingCollectives
+        return wrapper(collectives, group, ring)
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return the tensors of all members, see ``Collectives.all_gather``."""
+        with self._written("all_gather", tensor):
+            return self._collectives.all_gather(tensor, dim)
+
+    def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
+        """Return the sum or maximum, see ``Collectives.reduce``."""
+        with self._written("all_reduce", tensor):
+            return self._collectives.reduce(tensor, reduction)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return this member's part of the sum, see ``Collectives.reduce_scatter``."""
+        with self._written("reduce_scatter", tensor):
+            return self._collectives.reduce_scatter(tensor, dim)
+
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Exchange rows, see ``Collectives.exchange``."""
+        with self._written("all_to_all", rows):
+            return self._collectives.exchange(rows, send, receive)
+
+    @contextmanager
+    def _written(self, op: str, tensor: Tensor) -> Iterator[None]:
+        recorder = self._ring.recorder
+        number = self._ring.issue_collective(op, self._group, tensor)
+        try:
+            yield
+        except BaseException as error:
+            recorder.failed((number,), error)
+            raise
+        recorder.done((number,))
+
+
+class RingSliceCollectives(RingCollectives):
+    """The same of collectives that join slices; a ``SliceCollectives``."""
+
+    def gather_slices(self, part: Slice) -> Tensor:
+        """Gather slices, see ``SliceCollectives.gather_slices``."""
+        with self._written("all_gather", whole_of(part)[0]):
+            return cast("SliceCollectives", self._collectives).gather_slices(part)
