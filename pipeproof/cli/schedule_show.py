@@ -36,6 +36,9 @@ from pipeproof.views.schedule_svg import schedule_svg
 from pipeproof.views.tables import print_lines
 from pipeproof.views.timeline_text import figures_lines, format_us, render_timeline
 
+MOST_COMPUTATIONS = 200_000
+"""Most computations of a schedule that is shown: its picture takes about a tenth of a millisecond for each."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRequest:
@@ -103,7 +106,25 @@ def _requested(request: ScheduleRequest, form: str) -> tuple[LoadedPlan, Schedul
     kind = _kind(request.kind)
     with _with_option_names():
         plan = _plan(request, kind, form)
+        if form in ("text", "json", "svg"):
+            _require_moderate_picture(plan, kind)
         return plan, plan_schedule(plan.spec)
+
+
+def _require_moderate_picture(plan: LoadedPlan, kind: ScheduleKind) -> None:
+    """Refuse a schedule with too many computations for a timeline, before it is generated. O(1).
+
+    Raises:
+        click.UsageError: more than ``MOST_COMPUTATIONS``.
+    """
+    schedule, num_ranks = plan.spec.schedule, plan.spec.topology.pp
+    num_items = plan.spec.num_stages * schedule.num_micro_batches * schedule.num_sequence_splits
+    number = kind.num_computations(num_ranks, num_items)
+    if number > MOST_COMPUTATIONS:
+        raise click.UsageError(
+            f"{_title(plan)}: {number:,} computations, more than the {MOST_COMPUTATIONS:,} that a timeline shows\n"
+            "help: use fewer micro-batches: after warm-up a schedule repeats itself; `--as csv` writes larger ones"
+        )
 
 
 def _kind(name: str) -> ScheduleKind:

@@ -103,12 +103,18 @@ def same_group(subject: Subject, finding: Finding) -> Iterator[Hashable]:
 
 
 def same_update(subject: Subject, finding: Finding) -> Iterator[Hashable]:
-    """(rank, stage) of the steps of the witness, and of the reductions before them."""
+    """(rank, stage) of the steps of the witness, and of the reductions before them.
+
+    Where a member leaves a reduction out, the witness has only the others: all members of the group count.
+    """
     graph = subject.graph
     for op_id in _op_ids(finding):
         parent = int(graph.parent[op_id])
         if KINDS[graph.kind[op_id if parent == NONE else parent]] in {OpKind.STEP, *UPDATE_KINDS}:
-            yield int(graph.rank[op_id]), int(graph.stage[op_id])
+            group, stage = int(graph.group[op_id]), int(graph.stage[op_id])
+            yield int(graph.rank[op_id]), stage
+            if finding.code == "PP306" and group != NONE:
+                yield from ((rank, stage) for rank in graph.groups[group].ranks)
 
 
 def whole_step(_: Subject, __: Finding) -> Iterator[Hashable]:

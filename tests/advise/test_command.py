@@ -2,15 +2,12 @@
 
 import json
 import re
-from io import StringIO
 from pathlib import Path
 
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
-from rich.console import Console
 
-from pipeproof.cli import advise_command
 from pipeproof.specs.load_plan import load_plan
 from tests.advise.plans import four_ranks
 from tests.cli.commands import EXAMPLES, REPOSITORY, invoke
@@ -197,17 +194,3 @@ def test_a_plan_that_only_runs_forwards_is_refused(write):
 )
 def test_options_that_make_no_sense_are_refused(write, options):
     assert invoke("advise", write(four_ranks()), *options).exit_code == 2
-
-
-def test_progress_is_shown_on_a_terminal_and_leaves_no_trace_in_the_output(write, monkeypatch):
-    shown = StringIO()
-
-    def console(**options):
-        return Console(file=shown if options.get("stderr") else None, force_terminal=options.get("stderr"), width=100)
-
-    monkeypatch.setattr(advise_command, "console_for", console)
-    monkeypatch.setattr("pipeproof.cli.console.console_for", console)
-    result = invoke("advise", write(four_ranks()))
-    assert "checking the plan" in shown.getvalue() or "timing schedules" in shown.getvalue()
-    assert result.stdout.startswith("Now: ")
-    assert "timing schedules" not in result.stdout

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from pipeproof.cli import schedule_show
 from pipeproof.cli.schedule_command import FORMATS
 from pipeproof.comm.generated_schedule import plan_schedule, stage_costs
 from pipeproof.comm.sample_plan import sample_plan
@@ -18,7 +19,7 @@ from pipeproof.schedule.asap import asap
 from pipeproof.schedule.formats.read_schedule import read_schedule
 from pipeproof.schedule.formats.schedule_size_checks import Expected
 from pipeproof.schedule.formats.write_schedule import WRITTEN_FORMATS, write_schedule
-from pipeproof.schedule.kinds import SCHEDULE_KINDS
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, ScheduleKind
 from pipeproof.schedule.ops import OpKind
 from pipeproof.verify.schedule_verdict import Outcome, ScheduleVerdict
 from tests.cli.commands import REPOSITORY, invoke, process
@@ -267,7 +268,9 @@ WRONG = {
         "--cost and --backward-input give the same time",
         "",
     ),
-    ("1f1b", "-p", 1024, "-m", 100_000): ("more than the 5,000,000", "fewer micro-batches"),
+    ("1f1b", "-p", 1024, "-m", 100_000): ("204,800,000 computations, more than the 200,000", "fewer micro-batches"),
+    ("1f1b", "-p", 1024, "-m", 100_000, "--as", "csv"): ("more than the 5,000,000", "fewer micro-batches"),
+    ("seq1f1b", "-p", 4, "-m", 100_000, "--splits", 2): ("1,600,000 computations", "fewer micro-batches"),
     ("1f1b", "-p", 0, "-m", 8): ("'-p' / '--ranks'", ""),
     ("1f1b", "-p", 4): ("Missing option '-m'", ""),
 }
@@ -280,6 +283,23 @@ def test_sizes_and_costs_that_do_not_fit_are_refused_in_the_words_of_the_options
     assert words in message
     assert mend in message
     assert not re.search(r"schedule\.|topology\.|cost\.|_us\b|num_", message)
+
+
+@pytest.mark.parametrize("form", [(), ("--format", "json"), ("--as", "svg"), ("--as", "csv")], ids=" ".join)
+@pytest.mark.parametrize("kind", SCHEDULE_KINDS)
+def test_a_huge_schedule_is_refused_before_it_is_generated(monkeypatch, kind, form):
+    monkeypatch.setattr(ScheduleKind, "generate", lambda *_: pytest.fail("it was generated"))
+    message = refused(kind, "-p", 512, "-m", 99_328, *form)
+    assert re.search(r"\d{2,3},\d{3},\d{3} (computations|operations)", message)
+
+
+def test_the_largest_schedule_that_is_shown(monkeypatch):
+    """Counted as it is generated."""
+    monkeypatch.setattr(schedule_show, "MOST_COMPUTATIONS", 3 * 2 * 4)
+    assert invoke("schedule", "show", "zb_h1", "-p", 2, "-m", 4).exit_code == 0
+    monkeypatch.setattr(schedule_show, "MOST_COMPUTATIONS", 3 * 2 * 4 - 1)
+    assert "24 computations, more than the 23" in refused("zb_h1", "-p", 2, "-m", 4)
+    assert invoke("schedule", "show", "zb_h1", "-p", 2, "-m", 4, "--as", "csv").exit_code == 0
 
 
 def test_listing_is_quick_and_check_loads_none_of_it():

@@ -70,6 +70,12 @@ SINGLE = {
     "a reduction of one rank": (
         REPLICAS, dropped(0, "0REDUCE_GRAD:dp/0.ALL_REDUCE:dp"), 3, "PP306", "0REDUCE_GRAD:dp/1.ALL_REDUCE:dp",
     ),
+    "the last reduction of one rank": (
+        REPLICAS, dropped(0, "0REDUCE_GRAD:dp/14.ALL_REDUCE:dp"), 3, "PP306", "0REDUCE_GRAD:dp/14.ALL_REDUCE:dp",
+    ),
+    "a reduction of one rank that others share": (
+        REPLICAS, dropped(2, "0REDUCE_GRAD:tp/3.ALL_REDUCE:tp"), 4, "PP306", "0REDUCE_GRAD:tp/3.ALL_REDUCE:tp",
+    ),
     "a send of one of many ranks": (REPLICAS, dropped(0, "0SEND_F1", "WAIT(0SEND_F1)"), 4, "PP301", "1RECV_F1"),
 }  # fmt: skip
 """A plan, one change of its rows, how many findings it has, and the code and the first operation of the one shown."""
@@ -86,6 +92,39 @@ def test_one_fault_is_one_finding(name):
     assert len(following) == before - 1
     assert all(finding.cause == cause for finding in following)
     assert found == [cause, *following]
+
+
+def numbers_of_causes(one, change, ranks=None):
+    """By number of errors that are shown, the operations of which the change shows so many."""
+    rows = one.graph.rows()
+    ops = [(rank, text) for rank in ranks or range(len(rows)) for text in sorted({str(row.op) for row in rows[rank]})]
+    shown = {}
+    for rank, text in ops:
+        found = problems(mutated(one, change(rank, text)))
+        number = sum(cause.severity is Severity.ERROR for cause, _ in by_cause(found))
+        shown.setdefault(number, set()).add(text)
+    return shown
+
+
+ZERO_BUBBLE = {"topology": {"pp": 2}, "schedule": {"kind": "zb_h1"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [dropped, doubled])
+@pytest.mark.parametrize("sections", [FOUR_STAGES, CHUNKS, ZERO_BUBBLE], ids=["1f1b", "interleaved", "zb_h1"])
+def test_every_operation_that_is_left_out_or_doubled_is_one_error(sections, change):
+    assert numbers_of_causes(subject(**sections), change).keys() == {1}
+
+
+@pytest.mark.slow
+def test_every_operation_of_replicas_that_is_left_out_or_doubled_is_one_error():
+    """On one rank of each stage. Of a reduction the calls count; tokens of a doubled backward also count twice."""
+    one = subject(**REPLICAS)
+    headings = {"0REDUCE_GRAD:dp", "0REDUCE_GRAD:tp", "1REDUCE_GRAD:dp", "1REDUCE_GRAD:tp"}
+    missing, twice = (numbers_of_causes(one, change, ranks=[2, 5]) for change in (dropped, doubled))
+    assert (missing.keys(), missing[0]) == ({0, 1}, headings)
+    assert (twice.keys(), twice[0]) == ({0, 1, 2}, headings)
+    assert twice[2] == {f"{stage}B{micro_batch}" for stage in range(2) for micro_batch in range(4)}
 
 
 @pytest.mark.parametrize(("op", "code"), [("0UNSHARD", "PP506"), ("3F0", "PP121"), ("0SEND_F0", "PP301")])
