@@ -25,6 +25,8 @@ _RECIPE = re.compile(r"^def \w+_(config|recipe)\(|\bConfigContainer\b", re.MULTI
 _NEMO_RL = re.compile(r"^  megatron_cfg:\s*$", re.MULTILINE)
 _VERL = re.compile(r"\b(actor_rollout_ref\.actor\.megatron|engine)\.\w*parallel_size=")
 _SWIFT = re.compile(r"\bmegatron\s+(?:sft|pt|rlhf)\b")
+_AUTOMODEL = re.compile(r"^  pp_size:", re.MULTILINE)
+_REGISTRY = re.compile(r"\bmodel_registry\(|\bTrainer\.Config\b")
 _PICKLE, _GZIP, _SQLITE = b"\x80", b"\x1f\x8b", b"SQLite format 3"
 
 
@@ -103,6 +105,10 @@ KINDS: tuple[FileKind, ...] = (
     FileKind("a file with the arguments of Megatron-LM",
              ("check --from megatron FILE", "import megatron FILE -o plan.yaml", "import profile FILE --plan PLAN"),
              lambda g: bool(_ARGUMENTS.search(g.text)), "megatron"),
+    _imported("a configuration registry of torchtitan", "torchtitan",
+              lambda g: g.path.suffix == ".py" and bool(_REGISTRY.search(g.text))),
+    _imported("a recipe of NeMo Automodel", "automodel",
+              lambda g: "distributed" in g.keys and bool(_AUTOMODEL.search(g.text))),
     _imported("a Python recipe of Megatron-Bridge", "megatron-bridge",
               lambda g: g.path.suffix == ".py" and bool(_RECIPE.search(g.text))),
     _imported("a configuration of NeMo-RL", "nemo-rl",

@@ -16,7 +16,7 @@ from pipeproof.interop.hang.diagnose_hang import diagnose_dumps
 from pipeproof.interop.importers.megatron.shell_script import read_script
 from pipeproof.interop.importers.megatron.shell_values import MAX_EXPANDED, evaluate
 from pipeproof.interop.importers.megatron.shell_words import ShellTextError
-from pipeproof.interop.importers.torchtitan import read_toml
+from pipeproof.interop.importers.sectioned_file import read_toml
 from pipeproof.interop.traces.trace_log import read_logs
 from pipeproof.state.flex import pickles
 from pipeproof.state.flex.flex_codes import FlexError

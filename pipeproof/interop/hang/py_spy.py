@@ -70,6 +70,12 @@ class Stack:
         return tuple(frame for frame in self.frames if not frame.is_library)
 
     @property
+    def is_communicating(self) -> bool:
+        """True if the program is in a call of a framework's ``distributed`` package."""
+        inner = self.frames[: self.frames.index(self.own[0])] if self.own else self.frames
+        return any("distributed" in re.split(r"[/\\]", frame.file) for frame in inner)
+
+    @property
     def text(self) -> str:
         """The innermost call of the program, its callers, and the call of a library that it is in."""
         own, inner = self.own, next(iter(self.frames), None)
