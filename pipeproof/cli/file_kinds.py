@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
+
+from pipeproof.foreign_text import decode_json
 
 _HEAD_BYTES = 2**16
 _MOST_JSON_BYTES = 2**24
@@ -163,7 +164,7 @@ def _keys(path: Path, head: bytes) -> Iterator[str]:
         yield from _TOP_KEY.findall(text)
     elif path.stat().st_size <= _MOST_JSON_BYTES:
         try:
-            data = json.loads(path.read_bytes())
+            data = decode_json(path.read_bytes())
         except ValueError:
             return
         yield from data

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap, read_text
+from pipeproof.foreign_text import ForeignTextError, decode_toml
 from pipeproof.interop.importers.import_codes import UNREADABLE
 
 _SECTION = re.compile(r"\s*\[\s*([\w.\-\" ]+?)\s*\]")
 _KEY = re.compile(r"\s*([\w\-]+)\s*=")
-MAX_DEPTH: Final = 64
-"""Most values of a TOML file inside one another."""
 _AT = re.compile(r"\(at line (\d+), column (\d+)\)")
 
 
@@ -82,28 +80,16 @@ def read_toml(path: Path) -> SectionedFile:
     text = read_text(name)
     lines = tuple(LINE_BREAK.split(text))
     try:
-        data = tomllib.loads(text)
-        _require_shallow(data)
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a plain ValueError
-        match = _AT.search(str(error))
-        location = Location(name, int(match[1]), int(match[2])) if match else Location(name, len(lines), 1)
-        message = _AT.sub("", str(error)).strip()
-        if isinstance(error, RecursionError):
-            location, message = Location(name), f"values are nested more than {MAX_DEPTH} deep"
-        finding = UNREADABLE.finding(f"no valid TOML: {message}", location)
+        data = decode_toml(text)
+    except ForeignTextError as error:
+        message, location = str(error), Location(name)
+        if match := _AT.search(message):
+            location = Location(name, int(match[1]), int(match[2]))
+        elif "end of document" in message:
+            location = Location(name, len(lines), 1)
+        finding = UNREADABLE.finding(f"no valid TOML: {_AT.sub('', message).strip()}", location)
         raise PlanFileError(finding, source=SourceMap(name, lines)) from error
     return SectionedFile(name, lines, data, dict(_locations(name, lines)))
-
-
-def _require_shallow(data: dict[str, Any]) -> None:
-    """Raise RecursionError for values more than ``MAX_DEPTH`` deep. Does not recurse."""
-    level: list[Any] = [data]
-    for _ in range(MAX_DEPTH):
-        inner = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list))
-        level = [value for values in inner for value in values]
-        if not level:
-            return
-    raise RecursionError
 
 
 def _locations(name: str, lines: tuple[str, ...]) -> Iterator[tuple[tuple[str, str], Location]]:
