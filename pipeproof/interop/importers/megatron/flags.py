@@ -41,6 +41,7 @@ FLAGS: Final = frozenset(
         "--v-head-dim",
         "--num-experts",
         "--moe-router-topk",
+        "--moe-token-dispatcher-type",
         "--moe-ffn-hidden-size",
         "--moe-layer-freq",
         "--moe-shared-expert-intermediate-size",
@@ -132,7 +133,6 @@ WITHOUT_BEARING: Final = frozenset(
     [
         "--tp-comm-overlap",
         "--moe-grouped-gemm",
-        "--moe-token-dispatcher-type",
         "--moe-permute-fusion",
         "--moe-router-dtype",
         "--moe-router-fusion",
