@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 
 from pipeproof.specs.model_parts import MoeSpec
 from pipeproof.stages.common import experts as common
@@ -81,12 +82,15 @@ class TorchExperts(common.Experts):
         order = experts.masked_fill(elsewhere, len(own)).argsort(stable=True)  # by expert, then by token; others last
         counts = torch.zeros(len(own) + 1, dtype=torch.int64, device=order.device)
         counts = counts.scatter_add_(0, experts.masked_fill(elsewhere, len(own)), torch.ones_like(experts))[:-1]
-        most = len(tokens) * min(top_k, len(own))
-        num_rows = most if self.fixed_shapes else int(counts.sum())
-        places = Places(order[:num_rows], inverse(order), elsewhere)
-        rows = _ToRows.apply(tokens, places, top_k)
-        outputs = self._swiglu(rows, Groups(counts)) * _ToRows.apply(gains.reshape(-1, 1), places, 1)
-        return _ToTokens.apply(outputs, places, top_k)
+        num_rows = len(tokens) * min(top_k, len(own)) if self.fixed_shapes else int(counts.sum())
+        places = Places(
+            F.pad(order[:num_rows], (0, int(self.fixed_shapes))),
+            inverse(order).masked_fill(elsewhere, num_rows).view(-1, top_k),
+            self.fixed_shapes,
+        )
+        outputs = self._swiglu(_ToRows.apply(tokens, places), Groups(counts))
+        gains = _ToRows.apply(gains.reshape(-1, 1), places._replace(rows=places.rows.view(-1, 1)))
+        return _ToTokens.apply(outputs * gains, places)
 
     def _activation(self, gate: Tensor, up: Tensor, groups: Groups) -> Tensor:
         return self._gated(gate, up)
@@ -117,46 +121,49 @@ def visits(tokens: Tensor, order: Tensor, back: Tensor) -> Tensor:
 class Places(NamedTuple):
     """The visits [V] to this rank's experts among those of tokens to all experts, k of each token.
 
-    Row i of this rank belongs to visit ``order[i]``, ``back`` is the row of a visit. Visits ``elsewhere`` have no row,
-    though there may be rows left for them.
+    Row i belongs to visit ``order[i]``. ``rows`` [V / k, k] has the row of each visit, and for visits elsewhere that of
+    the last row, which is none's: one that is there if ``has_spare``, one more otherwise.
     """
 
     order: Tensor
-    back: Tensor
-    elsewhere: Tensor
+    rows: Tensor
+    has_spare: bool
 
-    def by_visit(self, rows: Tensor) -> Tensor:
-        """The rows [n, H] by visit [V, H], zero for those elsewhere."""
-        if not len(rows):
-            return rows.new_zeros((len(self.back), rows.shape[1]))
-        taken = rows.index_select(0, self.back.clamp(max=len(rows) - 1))
-        return taken.masked_fill_(self.elsewhere.unsqueeze(1), 0)
+    def of_visits(self, values: Tensor) -> Tensor:
+        """The value [V / k, H] of the token of each row."""
+        return values.index_select(0, self.order // self.rows.shape[1])
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Each token's sum over its rows of values [n, H], without reading those of no visit."""
+        if not self.has_spare:
+            values = F.pad(values, (0, 0, 0, 1))
+        return F.embedding_bag(self.rows, values, mode="sum", padding_idx=len(values) - 1)
 
 
 class _ToRows(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
-    """Values [V / k, H] for each row of ``places`` [n, H]. Backward adds the visits of each in their order."""
+    """Values [V / k, H] for each row of ``places``. Backward adds the visits of each."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, places: Places, num_visits: int) -> Tensor:
-        ctx.places, ctx.num_visits = places, num_visits
-        return values.index_select(0, places.order // num_visits)
+    def forward(ctx: Any, values: Tensor, places: Places) -> Tensor:
+        ctx.places = places
+        return places.of_visits(values)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return ctx.places.by_visit(gradient).unflatten(0, (-1, ctx.num_visits)).sum(1), None, None
+        return ctx.places.summed(gradient), None
 
 
 class _ToTokens(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
     """Sums over the visits of each token [V / k, H], from rows [n, H]: the adjoint of ``_ToRows``."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Places, num_visits: int) -> Tensor:
-        ctx.places, ctx.num_visits = places, num_visits
-        return places.by_visit(rows).unflatten(0, (-1, num_visits)).sum(1)
+    def forward(ctx: Any, rows: Tensor, places: Places) -> Tensor:
+        ctx.places = places
+        return places.summed(rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return gradient.index_select(0, ctx.places.order // ctx.num_visits), None, None
+        return ctx.places.of_visits(gradient), None
 
 
 class _Visits(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
