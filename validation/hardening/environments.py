@@ -335,7 +335,7 @@ def users(directory: Path, commands: Sequence[Command], times: int) -> Iterator[
 
 
 def with_others(before: dict[str, Any] | None, rows: list[dict[str, Any]], seconds: int) -> dict[str, Any]:
-    """Figures of a tool: new rows, and those that were kept of other commands; commands that are no more are left out."""
+    """Figures of a tool: new rows, and the kept ones of other commands that still exist."""
     new = {row["command"] for row in rows}
     order = [command.words for command in COMMANDS]
     others = [row for row in before["runs"] if row["command"] in order and row["command"] not in new] if before else []
