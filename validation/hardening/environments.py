@@ -349,7 +349,7 @@ TOOLS = {"disk": disk, "signals": signals, "users": users}
 def main() -> int:
     """Run the tools; status 1 where something was not handled."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("tools", nargs="*", choices=[*TOOLS, []], default=[*TOOLS])
+    parser.add_argument("tools", nargs="*", choices=[*TOOLS, []], default=[], help="all without one")
     parser.add_argument("--times", type=int, default=2, help="moments of each signal and command")
     parser.add_argument("--every", type=int, default=1, help="take each N-th command alone")
     parser.add_argument("--commands", nargs="+", help="only those that begin so; the kept rows of others stay")
@@ -358,7 +358,7 @@ def main() -> int:
     starts = tuple(options.commands or [""])
     commands = [command for command in COMMANDS[:: -options.every] if command.words.startswith(starts)]
     is_handled = True
-    for name in options.tools:
+    for name in options.tools or TOOLS:
         begun, rows = time.monotonic(), []
         with tempfile.TemporaryDirectory() as directory:
             for result in TOOLS[name](Path(directory), commands, options.times):
