@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import re
+import stat
 
 import pytest
 
@@ -12,6 +15,7 @@ from pipeproof.exec.launch.launched_rank import LaunchedRank
 from pipeproof.exec.launch.launcher_table import TORCHRUN
 from pipeproof.exec.launch.meeting import key_prefix, meet
 from pipeproof.exec.launch.process_state import ProcessId
+from pipeproof.exec.launch.supervisor import job_directory
 from pipeproof.exec.launch.verdict import JobEndedError
 from tests.train.fake_store import FakeStore, on_ranks
 
@@ -143,6 +147,34 @@ def test_a_directory_that_others_can_read_is_refused(tmp_path):
     directory.chmod(0o755)
     with pytest.raises(PermissionError, match="not a directory of this user alone"):
         make_directory(directory, {})
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path, monkeypatch):
+    directory = directory_of(tmp_path, 1)
+    directory.mkdir(mode=0o700)
+    make_directory(directory, {})
+    another = directory.stat().st_uid + 1
+    monkeypatch.setattr(os, "getuid", lambda: another)
+    with pytest.raises(PermissionError, match="not a directory of this user alone"):
+        make_directory(directory, {})
+
+
+def test_a_link_in_place_of_a_directory_is_refused(tmp_path):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    directory_of(tmp_path, 1).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="not a directory of this user alone"):
+        make_directory(directory_of(tmp_path, 1), {})
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
+def test_the_directory_of_a_run_has_a_random_name_and_is_of_this_user_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with job_directory(None) as first, job_directory(None) as second:
+        for directory in (first, second):
+            assert directory.parent == tmp_path
+            assert re.fullmatch(r"pipeproof-[0-9a-f]{32}\.0", directory.name)
+            assert (directory.stat().st_uid, stat.S_IMODE(directory.stat().st_mode)) == (os.getuid(), 0o700)
+        assert first != second
 
 
 def test_a_number_that_is_used_again_is_another_process():

@@ -1,5 +1,6 @@
 """Real processes: plans that match the reference, plans that do not, and all kinds of failures."""
 
+import json
 import os
 import re
 import signal
@@ -285,6 +286,20 @@ def test_the_launcher_is_terminated(signum, status, tmp_path):
     assert ended.status == status, ended.output
     if signum != signal.SIGKILL:
         assert "all processes were stopped" in ended.output
+
+
+def test_a_reader_of_one_line(tmp_path):
+    """As ``run | head -1``: neither a proof nor a failure."""
+    (tmp_path / "plan.json").write_text(json.dumps(LONG))
+    with subprocess.Popen(
+        [sys.executable, "-m", "pipeproof", "run", str(tmp_path / "plan.json")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as process:  # fmt: skip
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(PATIENCE_S) == 141
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
 def test_interrupted_during_set_up(tmp_path):

@@ -82,6 +82,38 @@ def test_rank_0_listens_at_the_named_address_alone(monkeypatch):
         torch_store.process_store.__wrapped__()
 
 
+def torch_store(port):
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+
+
+def paddle_store(port):
+    import paddle
+
+    return paddle.base.core.TCPStore("127.0.0.1", port, True, 1)
+
+
+@pytest.mark.parametrize("made_by", [
+    pytest.param(torch_store, marks=pytest.mark.needs_torch, id="torch"),
+    pytest.param(paddle_store, marks=pytest.mark.needs_paddle, id="paddle"),
+])  # fmt: skip
+def test_strangers_do_not_end_a_store(made_by):
+    """One sends nothing and stays, one closes at once, one sends bytes that are no question, and stays."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = made_by(port)
+    assert store.add("n", 1) == 1
+    with socket.create_connection(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)) as speaking:
+        socket.create_connection(("127.0.0.1", port)).close()
+        speaking.sendall(bytes(range(64, 128)))
+        for number in range(2, 20):
+            assert store.add("n", 1) == number
+
+
 @pytest.mark.needs_torch
 @pytest.mark.parametrize(
     ("host", "has_other_hosts", "address"),

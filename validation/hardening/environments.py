@@ -1,8 +1,10 @@
 """Run the commands on a full disk, end them by signals, and let them meet files of other users.
 
-``python validation/hardening/environments.py [disk] [signals] [users] [--times N] [--every N] [--write]``. Each command
+``python validation/hardening/environments.py [disk] [signals] [users] [--times N] [--every N]
+[--commands WORDS ..] [--write]``. Each command
 reads small files and may write one output, which has an old content before. Handled is a documented exit status without
-a traceback, an output that is whole or old, no process that stays, and no temporary file next to the output.
+a traceback, an output that is whole or old, no process that stays, and no temporary file next to the output. A reshard,
+which keeps its work in order to continue, is handled if the same command then succeeds.
 
 - disk: no file may become larger than some bytes (``RLIMIT_FSIZE``); as root also on a full tmpfs.
 - signals: SIGINT, SIGTERM, SIGHUP or SIGQUIT at a random moment of the command's usual time.
@@ -19,17 +21,19 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from attack import ROOT, Ended, keep
+from attack import ROOT, Ended, keep, results
 from kill_resume import plan, processes
 
 OLD = "an old content\n"
@@ -37,12 +41,54 @@ _EXAMPLES = ROOT / "examples"
 
 
 @dataclass(frozen=True, slots=True)
+class Made:
+    """Files that a run made: ``states``, ``record`` or ``hosts``, which is a folder for each of two hosts."""
+
+    name: str
+
+
+@cache
+def made() -> tempfile.TemporaryDirectory[str]:
+    """Make the files of ``Made``, once: a run that saves and records, and one of two processes of another launcher."""
+    directory = tempfile.TemporaryDirectory()
+    place = Path(directory.name)
+    given = plan(place, 2)
+    begun = time.monotonic()
+    ended = end(
+        start(["run", str(given), "--save", str(place / "states"), "--record", str(place / "both")], place), begun
+    )
+    assert ended.status == 0, ended.output
+    (place / "both" / "run").rename(place / "record")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = {"SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}
+    hosts = []
+    for rank in range(2):
+        (place / f"host{rank}").mkdir()
+        variables = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in {**launcher, "RANK": rank}.items()}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        arguments = ["run", str(given), "--keep-logs", str(place / "kept")]
+        hosts.append(start(arguments, place / f"host{rank}", variables=variables))
+    for process in hosts:
+        ended = end(process, begun)
+        assert ended.status == 0, ended.output
+    for rank, folder in enumerate(sorted((place / "kept").iterdir())):
+        shutil.copytree(folder, place / "hosts" / f"host{rank}")
+    return directory
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
-    """A command: its words, with ``IN`` for its input and ``OUT`` for its output; the input's content or source."""
+    """A command: its words, with ``IN``, ``OUT`` and ``EXAMPLES`` for paths; the input's content or source.
+
+    ``continues``: killed, it keeps its work, and the same command completes it; its output does not exist before.
+    """
 
     words: str
-    source: Path | str = _EXAMPLES / "gpt_pp4.yaml"
+    source: Path | Made | str = _EXAMPLES / "gpt_pp4.yaml"
     suffix: str = ".yaml"
+    continues: bool = False
 
     def arguments(self, directory: Path) -> list[str]:
         """Write the input into a directory, and return the words with paths in place of IN and OUT."""
@@ -50,17 +96,25 @@ class Command:
         given = directory / f"in{self.suffix}"
         if self.source == "a run":
             given = plan(directory, 2).rename(given)
-        elif isinstance(self.source, Path) and self.source.is_dir():
-            shutil.copytree(self.source, given, dirs_exist_ok=True)
+        elif isinstance(self.source, str):
+            given.write_text(self.source)
         else:
-            given.write_bytes(self.source.read_bytes() if isinstance(self.source, Path) else self.source.encode())
-        if self.writes:
+            source = Path(made().name) / self.source.name if isinstance(self.source, Made) else self.source
+            if source.is_dir():
+                shutil.copytree(source, given, dirs_exist_ok=True)
+            else:
+                shutil.copy(source, given)
+        if self.writes and not self.continues:
             self.output(directory).write_text(OLD)
-        names = {
-            "IN": str(given),
-            **{word: str(directory / "out" / word) for word in self.words.split() if "OUT" in word},
-        }
-        return [names.get(word, word) for word in self.words.split()]
+        return [self._argument(word, given, directory) for word in self.words.split()]
+
+    def _argument(self, word: str, given: Path, directory: Path) -> str:
+        """Return a word with paths in place of IN and EXAMPLES, which may be followed by a name in them, and of OUT."""
+        if word.startswith("EXAMPLES/"):
+            return str(_EXAMPLES / word[len("EXAMPLES/") :])
+        if word == "IN" or word.startswith("IN/"):
+            return str(given) + word[len("IN") :]
+        return str(directory / "out" / word) if "OUT" in word else word
 
     @property
     def writes(self) -> bool:
@@ -72,6 +126,15 @@ class Command:
         return directory / "out" / next(word for word in self.words.split() if "OUT" in word)
 
 
+_TIMERS = """\
+ [2026-03-04 10:00:0{0}] iteration        {0}/      20 | consumed samples:          16 | elapsed time per iteration \
+(ms): 95.0 | learning rate: 1.0E-04 | global batch size:     8 | lm loss: 1.0E+01 |
+(min, max) time across ranks (ms):
+    forward-backward ...............................: (90.00, 90.00)
+    forward-compute ................................: (20.00, 20.00)
+    backward-compute ...............................: (40.00, 40.00)
+    optimizer ......................................: (6.00, 6.00)
+"""
 _SWEEP = f"plan: {_EXAMPLES / 'gpt_pp4.yaml'}\nsweep: {{schedule.num_micro_batches: [4, 8]}}\n"
 COMMANDS = (
     Command("check IN"),
@@ -94,19 +157,52 @@ COMMANDS = (
     Command("import deepspeed IN -o OUT.yaml", _EXAMPLES / "importing" / "deepspeed.json", ".json"),
     Command("job file IN --for torchrun"),
     Command("job hang IN", _EXAMPLES / "importing" / "dumps", ""),
+    Command("import fleet IN -o OUT.yaml", _EXAMPLES / "importing" / "strategy.prototxt", ".prototxt"),
+    *(
+        Command(f"import {kind} IN -o OUT.yaml", _EXAMPLES / "importing" / "full_tp_pp.yaml")
+        for kind in ("paddleformers", "paddlenlp", "ernie")
+    ),
+    Command("import megatron-bridge IN --recipe small_pretrain_16gpu_config -o OUT.yaml",
+            _EXAMPLES / "importing" / "bridge_recipe.py", ".py"),
+    Command("import nemo-rl IN -o OUT.yaml", _EXAMPLES / "importing" / "nemo_rl.yaml"),
+    Command("import verl IN -o OUT.yaml", _EXAMPLES / "importing" / "verl.sh", ".sh"),
+    Command("import ms-swift IN -o OUT.yaml", _EXAMPLES / "importing" / "ms_swift.sh", ".sh"),
+    Command("import torch-csv IN -o OUT.yaml", _EXAMPLES / "schedules" / "zbv_pp2.csv", ".csv"),
+    Command("import profile IN --plan EXAMPLES/gpt_pp4.yaml --message-us 5 -o OUT.json",
+            "".join(_TIMERS.format(number) for number in range(1, 4)), ".log"),
+    Command("import layers IN/mixer.yaml", _EXAMPLES / "custom_layers", ""),
+    Command("import measurements --only megatron"),
+    Command("tune llama3_8b --device h100 --gpus 2 --global-batch 2 --fix tp=1 --fix pp=2 --fix schedule=1f1b"),
+    Command("check --log IN", _EXAMPLES / "recording" / "crossed", ""),
+    Command("doctor"),
+    Command("state show IN --verify", Made("states"), ""),
+    Command("state diff IN IN", Made("states"), ""),
+    Command("state reshard IN -o OUT.safetensors", Made("states"), "", continues=True),
+    Command("state align IN IN", Made("record"), ""),
+    Command("state aoa IN --source EXAMPLES/gpt_pp2_tp2_sp_full.yaml", _EXAMPLES / "aoa" / "names.aoa", ".aoa"),
+    Command("job merge IN/host0 IN/host1 -o OUT.html", Made("hosts"), ""),
+    Command("job fleet IN/fleet_conv.yaml --set topology.dp=1 --set run.steps=1 --report OUT.json",
+            _EXAMPLES / "custom_layers", ""),
     Command("rehearse IN --report OUT.json", "a run", ".json"),
     Command("run IN --report OUT.json", "a run", ".json"),
     Command("run IN -o OUT.html", "a run", ".json"),
-)
+)  # fmt: skip
 
 
-def start(arguments: list[str], directory: Path, prepare: Callable[[], None] | None = None) -> subprocess.Popen[bytes]:
+def start(
+    arguments: list[str],
+    directory: Path,
+    prepare: Callable[[], None] | None = None,
+    *,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> subprocess.Popen[bytes]:
     """Start a command in a session of its own, with its temporary files in the directory and its output in a pipe."""
     (directory / "tmp").mkdir(exist_ok=True)
     return subprocess.Popen(
         [sys.executable, "-m", "pipeproof", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL, preexec_fn=prepare, start_new_session=True, cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(directory / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(directory / "tmp"), "PYTHONDONTWRITEBYTECODE": "1",
+             **variables},
     )  # fmt: skip
 
 
@@ -129,6 +225,11 @@ def left(command: Command, directory: Path, ended: Ended) -> str | None:
     if not command.writes:
         return None
     out = command.output(directory)
+    if command.continues:
+        if ended.status == 0 and out.exists():
+            return None
+        again = end(start(command.arguments(directory), directory), time.monotonic())
+        return None if again.status == 0 and out.exists() else f"again: status {again.status}, {again.output}"
     if others := [path.name for path in out.parent.iterdir() if path != out]:
         return f"left {others}"
     content = out.read_text() if out.exists() else ""
@@ -160,7 +261,7 @@ def disk(directory: Path, commands: Sequence[Command], times: int) -> Iterator[d
         if (
             not command.writes
             or subprocess.run(
-                ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place], capture_output=True, check=False
+                ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, check=False
             ).returncode
         ):
             continue
@@ -172,6 +273,7 @@ def disk(directory: Path, commands: Sequence[Command], times: int) -> Iterator[d
                     filler.write(b"\0" * 4096)
                     filler.flush()
             ended = end(start(arguments, place), begun)
+            (place / "filler").unlink()
             yield row(command, "a full tmpfs", ended, place, ended.problem)
         finally:
             subprocess.run(["umount", place], check=False)
@@ -179,8 +281,8 @@ def disk(directory: Path, commands: Sequence[Command], times: int) -> Iterator[d
 
 def signals(directory: Path, commands: Sequence[Command], times: int) -> Iterator[dict[str, Any]]:
     """Commands ended by signals at random moments."""
-    draw = random.Random(0)
     for index, command in enumerate(commands):
+        draw = random.Random(command.words)
         (directory / f"{index}").mkdir()
         begun = time.monotonic()
         usual = end(start(command.arguments(directory / f"{index}"), directory / f"{index}"), begun).seconds
@@ -228,8 +330,17 @@ def users(directory: Path, commands: Sequence[Command], times: int) -> Iterator[
             ended = end(start(arguments, place, _ordinary), begun)
             needs_it = attack != "TMPDIR"
             problem = ended.problem or (f"status {ended.status}" if needs_it and ended.status != 2 else None)
-            yield row(command, f"{attack} of another user", ended, place, problem)
             taken.chmod(0o700)
+            yield row(command, f"{attack} of another user", ended, place, problem)
+
+
+def with_others(before: dict[str, Any] | None, rows: list[dict[str, Any]], seconds: int) -> dict[str, Any]:
+    """Figures of a tool: new rows, and the kept ones of other commands that still exist."""
+    new = {row["command"] for row in rows}
+    order = [command.words for command in COMMANDS]
+    others = [row for row in before["runs"] if row["command"] in order and row["command"] not in new] if before else []
+    runs = sorted(others + rows, key=lambda row: order.index(row["command"]))
+    return {"runs": runs, "seconds": seconds + (before["seconds"] if others and before else 0)}
 
 
 TOOLS = {"disk": disk, "signals": signals, "users": users}
@@ -238,16 +349,19 @@ TOOLS = {"disk": disk, "signals": signals, "users": users}
 def main() -> int:
     """Run the tools; status 1 where something was not handled."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("tools", nargs="*", choices=[*TOOLS, []], default=[*TOOLS])
+    parser.add_argument("tools", nargs="*", choices=[*TOOLS, []], default=[], help="all without one")
     parser.add_argument("--times", type=int, default=2, help="moments of each signal and command")
     parser.add_argument("--every", type=int, default=1, help="take each N-th command alone")
+    parser.add_argument("--commands", nargs="+", help="only those that begin so; the kept rows of others stay")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
+    starts = tuple(options.commands or [""])
+    commands = [command for command in COMMANDS[:: -options.every] if command.words.startswith(starts)]
     is_handled = True
-    for name in options.tools:
+    for name in options.tools or TOOLS:
         begun, rows = time.monotonic(), []
         with tempfile.TemporaryDirectory() as directory:
-            for result in TOOLS[name](Path(directory), COMMANDS[:: -options.every], options.times):
+            for result in TOOLS[name](Path(directory), commands, options.times):
                 rows.append(result)
                 if result["problem"]:
                     print(name, result, flush=True)
@@ -255,7 +369,8 @@ def main() -> int:
         is_handled &= not wrong
         print(f"{name}: {len(rows)} attacks, {wrong} not handled, {time.monotonic() - begun:.0f} s", flush=True)
         if options.write:
-            keep(name, {"runs": rows, "seconds": round(time.monotonic() - begun)})
+            before = results().get(name) if options.commands else None
+            keep(name, with_others(before, rows, round(time.monotonic() - begun)))
     return int(not is_handled)
 
 

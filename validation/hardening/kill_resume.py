@@ -1,8 +1,10 @@
 """Kill runs at random moments and resume them bit for bit; start runs in a row; measure the memory of a long one.
 
-``python validation/hardening/kill_resume.py [--kills N] [--starts N] [--steps N] [--write | --add]``. The long run
-prints the slope of the resident memory of each process over its steps, and the growth of its descriptors. ``--write``
-replaces the figures that are kept, and ``--add`` adds those of more kills and starts, at other random moments.
+``python validation/hardening/kill_resume.py [--kills N] [--starts N] [--steps N] [--gpus] [--seed N]
+[--write | --add]``. With ``--gpus`` the runs are on two GPUs, with PyTorch and NCCL.
+The long run prints the slope of the resident memory of each process over its steps, and the growth of its descriptors.
+``--write`` replaces the figures that are kept, and ``--add`` adds those of more kills and starts, at other random
+moments.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _ENDING_S = 20.0
 """Longest wait for the processes of a killed run: one that is importing its framework ends when it has done so."""
 
 
-def plan(directory: Path, steps: int) -> Path:
+def plan(directory: Path, steps: int, *, on_gpus: bool = False) -> Path:
     """Write a small plan of two stages."""
     model = {"kind": "gpt", "num_layers": 2, "hidden_size": 16, "num_heads": 2, "ffn_size": 16, "vocab_size": 16,
              "seq_length": 8}  # fmt: skip
@@ -41,7 +43,7 @@ def plan(directory: Path, steps: int) -> Path:
         "model": model,
         "topology": {"pp": 2},
         "schedule": {"kind": "1f1b", "num_micro_batches": 2, "micro_batch_size": 1},
-        "run": {"steps": steps},
+        "run": {"steps": steps} | ({"backend": "torch", "device": "gpu"} if on_gpus else {}),
     }
     path = directory / f"plan{steps}.json"
     path.write_text(json.dumps(content))
@@ -79,17 +81,17 @@ def digests(report: Path, after: int) -> dict[str, Any]:
     return losses | gradients
 
 
-def kills(number: int, directory: Path, seed: int) -> dict[str, float]:
+def kills(number: int, directory: Path, seed: int, *, on_gpus: bool) -> dict[str, float]:
     """Kill the launcher at a random moment, resume from the newest state, and compare with a run in one go."""
     draw, steps = random.Random(seed), 60
-    whole = directory / "whole.json"
-    ended = pipeproof(["run", plan(directory, steps), "--report", whole])
+    path, whole = plan(directory, steps, on_gpus=on_gpus), directory / "whole.json"
+    ended = pipeproof(["run", path, "--report", whole])
     assert ended.status == 0, ended.output
     duration, equal, left, resumed, longest = ended.seconds, 0, 0, 0, 0.0
     for index in range(number):
         place = directory / f"kill{index}"
         place.mkdir()
-        process = started(["run", plan(directory, steps), "--save", place / "states", "--save-every", "1"], place)
+        process = started(["run", path, "--save", place / "states", "--save-every", "1"], place)
         if draw.random() < _AFTER_A_STATE:
             while process.poll() is None and not any((place / "states").glob("step-*")):
                 time.sleep(0.01)
@@ -105,13 +107,13 @@ def kills(number: int, directory: Path, seed: int) -> dict[str, float]:
         left += len(processes(place))
         states = sorted((place / "states").glob("step-*")) if (place / "states").exists() else []
         report = place / "report.json"
-        resume = ["--resume", place / "states"] if states else []
+        resume: list[str | Path] = ["--resume", place / "states"] if states else []
         done = int(states[-1].name.split("-")[1]) if states else 0
         if done >= steps:
             equal += 1  # it had ended
             continue
         resumed += bool(states)
-        ended = pipeproof(["run", plan(directory, steps), *resume, "--report", report])
+        ended = pipeproof(["run", path, *resume, "--report", report])
         is_equal = ended.status == 0 and digests(report, done) == digests(whole, done)
         equal += is_equal
         print(f"kill {index}: {done} steps saved, {'equal' if is_equal else ended.output}", flush=True)
@@ -119,9 +121,9 @@ def kills(number: int, directory: Path, seed: int) -> dict[str, float]:
             "longest_end_s": round(longest, 1)}  # fmt: skip
 
 
-def starts(number: int, directory: Path, _: int) -> dict[str, float]:
+def starts(number: int, directory: Path, _: int, *, on_gpus: bool) -> dict[str, float]:
     """Start short runs in a row."""
-    short, passed = plan(directory, 1), 0
+    short, passed = plan(directory, 1, on_gpus=on_gpus), 0
     for index in range(number):
         ended = pipeproof(["run", short])
         passed += ended.status == 0
@@ -136,12 +138,13 @@ def kind_of(pid: int) -> str:
     return {"pipeproof": "launcher", "pipeproof.exec.rank.worker": "rank"}.get(module, "reference")
 
 
-def soak(steps: int, directory: Path, _: int) -> dict[str, Any]:
+def soak(steps: int, directory: Path, _: int, *, on_gpus: bool) -> dict[str, Any]:
     """Run many small steps with checkpoints, and fit the memory and the descriptors of each process over time."""
     place = directory / "soak"
     place.mkdir()
     every = max(1, steps // 20)
-    command: list[str | Path] = ["run", plan(place, steps), "--save", place / "states", "--save-every", str(every)]
+    path = plan(place, steps, on_gpus=on_gpus)
+    command: list[str | Path] = ["run", path, "--save", place / "states", "--save-every", str(every)]
     begun, process = time.monotonic(), started(command, place)
     samples: dict[int, list[tuple[float, int, int]]] = {}
     kinds: dict[int, str] = {}
@@ -180,6 +183,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     for name, default in (("kills", 100), ("starts", 200), ("steps", 10_000)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--gpus", action="store_true")
+    parser.add_argument("--seed", type=int, help="of the random moments; without it the number of kept kills")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--add", action="store_true")
     options = parser.parse_args()
@@ -189,14 +194,16 @@ def main() -> int:
         for part, number in ((soak, options.steps), (kills, options.kills), (starts, options.starts)):
             if not number:
                 continue
-            begun, old = time.monotonic(), before.get(part.__name__)
-            figures = part(number, Path(name), 0 if old is None else old.get("kills", 0))
+            kept_as = part.__name__ + "_on_gpus" * options.gpus
+            begun, old = time.monotonic(), before.get(kept_as)
+            seed = options.seed if options.seed is not None else 0 if old is None else old.get("kills", 0)
+            figures = part(number, Path(name), seed, on_gpus=options.gpus)
             figures["seconds"] = round(time.monotonic() - begun)
-            print(part.__name__, figures, flush=True)
+            print(kept_as, figures, flush=True)
             holds &= {soak: figures.get("status") == 0, kills: figures.get("equal") == number,
                       starts: figures.get("passed") == number}[part]  # fmt: skip
             if options.write or options.add:
-                keep(part.__name__, figures if old is None or part is soak else added(old, figures))
+                keep(kept_as, figures if old is None or part is soak else added(old, figures))
     return int(not holds)
 
 
