@@ -24,7 +24,7 @@ _CONSTANTS = ("true", "false", "null")
 
 
 @click.command("layers")
-@click.argument("plan", metavar="PLAN", type=PlanFile(dir_okay=False))
+@click.argument("plan", metavar="PLAN", type=PlanFile())
 @set_option
 @click.option("--write", is_flag=True, help="Put the declarations into the plan file, in place of `model.layers`.")
 def layers(plan: Path, settings: dict[KeyPath, object], write: bool) -> None:

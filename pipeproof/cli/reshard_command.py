@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeproof.cli.completion import PLACE, PlanFile, complete_convention, is_plan
-from pipeproof.cli.console import echo, format_option, opening_checkpoints, refusing_bad_plans, writable
+from pipeproof.cli.console import echo, format_option, note_kind, opening_checkpoints, refusing_bad_plans, writable
 from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.reshard_output import Outcome, draw, show_findings, show_outcome, showing_copy
 from pipeproof.diagnostics.finding import Finding, Severity
@@ -58,7 +58,8 @@ def _require_consistent(options: ReshardOptions, *, check: bool) -> None:
     if check == (options.out is not None):
         raise click.UsageError("give -o OUT, the output, or --check to prove only")
     if is_plan(options.source) and not check:
-        raise click.UsageError("SOURCE is a plan, which has no tensors to write: give --check")
+        note_kind(options.source)
+        raise click.UsageError("SOURCE is no checkpoint: name a state to write it, or give --check for two plans")
     if options.plan is not None and (options.plan.is_dir() or options.plan.suffix == FILE):
         kind = "a directory" if options.plan.is_dir() else "a file of tensors"
         raise click.UsageError(f"{options.plan} is {kind}: --to names the plan that resumes")
@@ -134,7 +135,7 @@ def reshard(
     jobs = jobs or min(2 * cores, _MOST_JOBS)
     options = ReshardOptions(source, plan, out, aoa, names, weights_only, save_format, picture, jobs, form == "json")
     _require_consistent(options, check=check)
-    with refusing_bad_plans(form, source if plan is None else plan), opening_checkpoints():
+    with refusing_bad_plans(form, source if plan is None else plan, noted=(source,)), opening_checkpoints():
         status = _check_plan(options) if is_plan(source) else _reshard_checkpoint(options)
     sys.exit(status)
 
