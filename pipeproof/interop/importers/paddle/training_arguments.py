@@ -67,7 +67,6 @@ _MODEL = ("a model's configuration", "give the training arguments, and this file
 _OF_OTHERS = {
     "train_batch_size": _DEEPSPEED,
     "train_micro_batch_size_per_gpu": _DEEPSPEED,
-    "zero_optimization": _DEEPSPEED,
     "architectures": _MODEL,
     "model_type": _MODEL,
 }
