@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 import click
+
+from pipeproof.foreign_text import decode_json
 
 _HEAD_BYTES = 2**16
 _MOST_JSON_BYTES = 2**24
@@ -30,6 +31,8 @@ _LINE_OF_RECORD = re.compile(r'\A\{"kind": "record", ')
 _STATEMENT = re.compile(r"^[\w$.*, '()\[\]-]+ -> [^\n]*\w", re.MULTILINE)
 _DUMP_NAME = re.compile(r"\w*(trace|dump)\w*_\d+(\.json|\.pickle)?")
 _STATE_OF_STEP = re.compile(r"step-\d{8,}")
+_AUTOMODEL = re.compile(r"^  pp_size:", re.MULTILINE)
+_REGISTRY = re.compile(r"\bmodel_registry\(|\bTrainer\.Config\b")
 _PICKLE, _GZIP, _SQLITE, _PNG = b"\x80", b"\x1f\x8b", b"SQLite format 3", b"\x89PNG"
 
 
@@ -153,6 +156,10 @@ KINDS: tuple[FileKind, ...] = (
     FileKind("a file with the arguments of Megatron-LM",
              ("check --from megatron FILE", "import megatron FILE -o plan.yaml", "import profile FILE --plan PLAN"),
              lambda g: bool(_ARGUMENTS.search(g.text)), "megatron"),
+    _imported("a configuration registry of torchtitan", "torchtitan",
+              lambda g: g.path.suffix == ".py" and bool(_REGISTRY.search(g.text))),
+    _imported("a recipe of NeMo Automodel", "automodel",
+              lambda g: "distributed" in g.keys and bool(_AUTOMODEL.search(g.text))),
     _imported("a Python recipe of Megatron-Bridge", "megatron-bridge",
               lambda g: g.path.suffix == ".py" and bool(_RECIPE.search(g.text))),
     _imported("a configuration of NeMo-RL", "nemo-rl",
@@ -217,7 +224,7 @@ def _keys(path: Path, head: bytes) -> Iterator[str]:
         yield from _TOP_KEY.findall(text)
     elif path.stat().st_size <= _MOST_JSON_BYTES:
         try:
-            data = json.loads(path.read_bytes())
+            data = decode_json(path.read_bytes())
         except ValueError:
             return
         yield from data

@@ -34,6 +34,7 @@ COMMANDS = {
     "check": [_PLAN, str(EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml")],
     "compare": [_PLAN, str(EXAMPLES / "gpt_pp2_zbv_torch.yaml")],
     "doctor": [],
+    "import automodel": [str(EXAMPLES / "importing" / "automodel.yaml")],
     "import deepspeed": [str(EXAMPLES / "importing" / "deepspeed.json"), "--world-size", "8"],
     "import fleet": [str(EXAMPLES / "importing" / "strategy.prototxt"), "-o", "fleet.yaml"],
     "import layers": [str(EXAMPLES / "custom_layers" / "mixer.yaml")],

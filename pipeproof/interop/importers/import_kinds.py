@@ -49,7 +49,10 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "ms-swift": Kind(
             "a shell script or a YAML file for ms-swift's Megatron trainer", "recipes.ms_swift:import_ms_swift"
         ),
-        "torchtitan": Kind("a TOML job configuration of torchtitan", "torchtitan:import_torchtitan"),
+        "automodel": Kind("a YAML recipe of NeMo Automodel", "recipes.automodel:import_automodel"),
+        "torchtitan": Kind(
+            "a TOML job configuration, or a Python registry, of torchtitan", "torchtitan:import_torchtitan"
+        ),
         "deepspeed": Kind("a JSON configuration for DeepSpeed's pipeline engine", "deepspeed:import_deepspeed"),
         "torch-csv": Kind("a schedule that PyTorch wrote as CSV", "torch_csv:import_torch_csv"),
     }
