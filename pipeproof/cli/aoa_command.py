@@ -11,9 +11,13 @@ import click
 from pipeproof.cli.completion import PLACE, complete_convention, is_plan
 from pipeproof.cli.console import echo, format_option, opening_checkpoints, refusing_bad_plans
 from pipeproof.cli.progress import showing_progress
+from pipeproof.cli.set_option import set_option
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pipeproof.cli.check_report import Form
+    from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.specs.model import ModelSpec
     from pipeproof.state.aoa.aoa_engine import AppliedProgram
     from pipeproof.state.aoa.statements import Program
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
               help="The checkpoint that statements read, or a plan whose runs save it.")  # fmt: skip
 @click.option("--to", "target", type=PLACE, metavar="PLACE",
               help="The checkpoint or plan whose tensors they make; without it, all that they make.")  # fmt: skip
+@set_option
 @click.option("--names", metavar="CONVENTION", shell_complete=complete_convention,
               help="Write the statements from this convention of names to that of --to-names.")  # fmt: skip
 @click.option("--to-names", metavar="CONVENTION", shell_complete=complete_convention,
@@ -34,19 +39,25 @@ if TYPE_CHECKING:
 @click.option("--inverse", "inverted", is_flag=True, help="Print the statements that make the source again.")
 @format_option()
 def aoa(
-    file: Path, *, source: Path | None, target: Path | None, names: str | None, to_names: str | None, expand: bool,
-    inverted: bool, form: Form,
+    file: Path, *, source: Path | None, target: Path | None, settings: dict[KeyPath, object], names: str | None,
+    to_names: str | None, expand: bool, inverted: bool, form: Form,
 ) -> None:  # fmt: skip
     """Read AOA statements strictly, and show the source of each tensor; or write them between conventions.
 
     FILE has one statement per line, or is YAML or JSON with the list aoa_statements, as Paddle's aoa_config. No tensor
     is read: headers of checkpoints, and plans, are sufficient. With --names and --to-names, FILE is the plan
-    of a model, or a state, and statements for its tensors are written.
+    of a model, or a state, and statements for its tensors are written. --set is for the plans among them.
     """
+    if settings and not any(
+        place is not None and is_plan(place) for place in (source, target, None if names is None else file)
+    ):
+        raise click.UsageError("--set is for plans, and none is given")
     if names is not None or to_names is not None:
         if names is None or to_names is None or target is not None or source is not None or expand or inverted:
-            raise click.UsageError("--names and --to-names need each other and a plan, and allow only --format")
-        _write_between(names, to_names, file, form)
+            raise click.UsageError(
+                "--names and --to-names need each other and a plan, and allow only --format and --set"
+            )
+        _write_between(names, to_names, file, settings, form)
         return
     if source is None:
         raise click.UsageError("--source PLACE is missing: the checkpoint that statements read, or a plan")
@@ -57,7 +68,7 @@ def aoa(
 
         program = read_file(file)
         with opening_checkpoints():
-            before, after = _metas(source), None if target is None else _metas(target)
+            before, after = _metas(source, settings), None if target is None else _metas(target, settings)
         result = apply_program(program, before, after)
         shown = program
         if inverted:
@@ -76,12 +87,14 @@ def aoa(
         _show(program, before, result)
 
 
-def _write_between(source: str, target: str, path: Path, form: Form) -> None:
+def _write_between(
+    source: str, target: str, path: Path, settings: Mapping[KeyPath, object], form: Form
+) -> None:  # fmt: skip
     with refusing_bad_plans(form, path):
         from pipeproof.state.names.convention_statements import statements_between
 
         with opening_checkpoints():
-            statements = statements_between(source, target, _model(path))
+            statements = statements_between(source, target, _model(path, settings))
     if not statements:
         echo(
             f"`{source}` and `{target}` have the same names and layouts for this model: no statement is needed",
@@ -92,12 +105,12 @@ def _write_between(source: str, target: str, path: Path, form: Form) -> None:
     click.echo(json.dumps(content, indent=2) if as_json else statements, nl=as_json)
 
 
-def _model(place: Path) -> ModelSpec:
+def _model(place: Path, settings: Mapping[KeyPath, object]) -> ModelSpec:
     """Return the model of a plan, or of the plan that saved a state."""
     if is_plan(place):
         from pipeproof.specs.load_plan import load_plan
 
-        return load_plan(place).spec.gpt
+        return load_plan(place, settings).spec.gpt
     from pipeproof.state.names.convention_maps import model_of
     from pipeproof.state.open_checkpoint import open_checkpoint
     from pipeproof.state.reshard.reshard_targets import require_index
@@ -143,7 +156,7 @@ def _without_patterns(result: AppliedProgram) -> Program:
     return Program(result.expanded.statements)
 
 
-def _metas(place: Path) -> dict[str, TensorMeta]:
+def _metas(place: Path, settings: Mapping[KeyPath, object]) -> dict[str, TensorMeta]:
     """Return the tensors of a checkpoint, or of the states that runs of a plan save."""
     from pipeproof.state.aoa.tensor_families import metas_of_checkpoint, metas_of_plan
 
@@ -152,7 +165,7 @@ def _metas(place: Path) -> dict[str, TensorMeta]:
         from pipeproof.specs.load_plan import load_plan
         from pipeproof.state.reshard.reshard_targets import require_unique_buffers
 
-        plan = lower_loaded(load_plan(place))
+        plan = lower_loaded(load_plan(place, settings))
         require_unique_buffers(plan)
         return metas_of_plan(plan)
     from pipeproof.state.open_checkpoint import open_checkpoint

@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -78,8 +78,11 @@ def console_for(*, stderr: bool = False, color: str = "auto") -> Console:
 
 
 @contextmanager
-def refusing_bad_plans(form: Form, file: Path, color: str = "auto") -> Iterator[None]:
-    """Print the findings of a refused plan, not a traceback, and exit with its status."""
+def refusing_bad_plans(form: Form, file: Path, color: str = "auto", noted: Sequence[Path] = ()) -> Iterator[None]:
+    """Print the findings of a refused plan, not a traceback, and exit with its status.
+
+    Note which command reads the file, or one of the others that were given.
+    """
     try:
         yield
     except PipeproofError as error:
@@ -88,7 +91,8 @@ def refusing_bad_plans(form: Form, file: Path, color: str = "auto") -> Iterator[
         status = ExitStatus.BAD_INPUT if isinstance(error, BadPlanError) else ExitStatus.FAILED
         show_refusal(error, form, file, status, lambda: console_for(stderr=True, color=color))
         if status is ExitStatus.BAD_INPUT:
-            note_kind(file)
+            for given in dict.fromkeys((*noted, file)):
+                note_kind(given)
         sys.exit(status)
     except BrokenPipeError:
         raise  # the reader of our output has closed it: click exits quietly

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import click
 
@@ -27,9 +28,14 @@ _RECIPE = re.compile(r"^def \w+_(config|recipe)\(|\bConfigContainer\b", re.MULTI
 _NEMO_RL = re.compile(r"^  megatron_cfg:\s*$", re.MULTILINE)
 _VERL = re.compile(r"\b(actor_rollout_ref\.actor\.megatron|engine)\.\w*parallel_size=")
 _SWIFT = re.compile(r"\bmegatron\s+(?:sft|pt|rlhf)\b")
+_LOG_OF_RANK = re.compile(r'\A\{"event": "start", ')
+_LINE_OF_RECORD = re.compile(r'\A\{"kind": "record", ')
+_STATEMENT = re.compile(r"^[\w$.*, '()\[\]-]+ -> [^\n]*\w", re.MULTILINE)
+_DUMP_NAME = re.compile(r"\w*(trace|dump)\w*_\d+(\.json|\.pickle)?")
+_STATE_OF_STEP = re.compile(r"step-\d{8,}")
 _AUTOMODEL = re.compile(r"^  pp_size:", re.MULTILINE)
 _REGISTRY = re.compile(r"\bmodel_registry\(|\bTrainer\.Config\b")
-_PICKLE, _GZIP, _SQLITE = b"\x80", b"\x1f\x8b", b"SQLite format 3"
+_PICKLE, _GZIP, _SQLITE, _PNG = b"\x80", b"\x1f\x8b", b"SQLite format 3", b"\x89PNG"
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class FileKind:
 
     noun: str
     commands: tuple[str, ...]
-    """Words of commands; the file is in the place of ``FILE``."""
+    """Words of commands; the file is in the place of ``FILE``, its directory in that of ``DIRECTORY``."""
     fits: Callable[[Given], bool]
     importer: str | None = None
     """Value of ``--from`` in commands that read plans; None for other files."""
@@ -69,6 +75,33 @@ def _imported(noun: str, importer: str, fits: Callable[[Given], bool]) -> FileKi
     return FileKind(noun, commands, fits, importer)
 
 
+RESULTS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "advise": frozenset({"copied", "resized", "gave_up"}),
+        "check": frozenset({"certified", "findings"}),
+        "check --write-baseline": frozenset({"pipeproof_baseline"}),
+        "compare": frozenset({"only_a", "only_b", "parting"}),
+        "doctor": frozenset({"backend", "not_measured", "curve"}),
+        "import measurements": frozenset({"groups", "measurements", "unread_files"}),
+        "rehearse --report": frozenset({"passed", "elements", "faults"}),
+        "schedule jitter": frozenset({"noise", "replicas", "quantiles"}),
+        "schedule list": frozenset({"schedules"}),
+        "schedule show": frozenset({"num_sequence_splits", "verdict", "ranks"}),
+        "simulate": frozenset({"makespan", "send_completes", "engine"}),
+        "state align": frozenset({"unpaired_losses", "routers"}),
+        "state reshard": frozenset({"proved", "num_tensors", "num_parts"}),
+        "sweep": frozenset({"keys", "num_points", "points"}),
+        "tune": frozenset({"num_gpus", "rows", "counts"}),
+    }
+)
+"""Commands with a JSON result that no command reads, and keys by which it is known."""
+
+
+def _result(command: str) -> FileKind:
+    words = command if "--" in command else f"{command} --format json"
+    return FileKind(f"a result of `{words}`, for other programs", (), lambda g: RESULTS[command] <= g.keys)
+
+
 PLAN = FileKind("a plan", ("check FILE", "simulate FILE"), lambda g: "pipeproof" in g.keys)
 
 KINDS: tuple[FileKind, ...] = (
@@ -76,9 +109,16 @@ KINDS: tuple[FileKind, ...] = (
     FileKind("a directory of logs of a recorded program", ("check --log FILE",),
              lambda g: any(re.fullmatch(r"rank_?\d+\.jsonl", name) for name in g.names)),
     FileKind("a directory of Flight Recorder dumps", ("job hang FILE",),
-             lambda g: any(re.fullmatch(r"\w*(trace|dump)\w*_\d+(\.json|\.pickle)?", name) for name in g.names)),
+             lambda g: any(map(_DUMP_NAME.fullmatch, g.names))),
+    FileKind("a directory of rings", ("job hang FILE",), lambda g: g.has(".ring")),
+    FileKind("a ring of a watched rank", ("job hang DIRECTORY",), lambda g: g.path.suffix == ".ring"),
+    FileKind("a directory that a host of a run kept", ("job merge FILE",), lambda g: "job.json" in g.names),
+    FileKind("states of a run", ("state show FILE", "state reshard FILE --to PLAN -o OUT"),
+             lambda g: any(map(_STATE_OF_STEP.fullmatch, g.names))),
     FileKind("a checkpoint", ("state show FILE", "state reshard FILE --to PLAN -o OUT"),
              lambda g: g.path.suffix == ".safetensors" or g.has(".safetensors", ".distcp", "index.json", ".metadata")),
+    FileKind("the index of a checkpoint", ("state show FILE", "state reshard FILE --to PLAN -o OUT"),
+             lambda g: "pipeproof_state" in g.keys or {"metadata", "weight_map"} <= g.keys),
     FileKind("a directory of traces", ("import profile FILE --plan PLAN",),
              lambda g: g.has(".pt.trace.json", ".pt.trace.json.gz", ".sqlite")),
     FileKind("an export of Nsight Systems", ("import profile FILE --plan PLAN",), lambda g: g.head.startswith(_SQLITE)),
@@ -88,11 +128,22 @@ KINDS: tuple[FileKind, ...] = (
     FileKind("a trace", ("compare FILE OTHER", "import profile FILE --plan PLAN"),
              lambda g: "traceEvents" in g.keys or '"traceEvents"' in g.text),
     FileKind("a Flight Recorder dump", ("job hang DIRECTORY",), lambda g: {"entries", "pg_config"} <= g.keys),
+    FileKind("a log of one rank of a recorded program", ("check --log DIRECTORY",),
+             lambda g: bool(_LOG_OF_RANK.search(g.text))),
+    FileKind("the file of a record", ("state align DIRECTORY OTHER",),
+             lambda g: bool(_LINE_OF_RECORD.search(g.text))),
+    FileKind("results of a sweep, of which `pipeproof sweep` reads those of its file", (),
+             lambda g: g.text.startswith('{"pipeproof_sweep"')),
+    FileKind("the times of a rehearsal, which a plan names as `cost: {profile: FILE}`", (),
+             lambda g: {"rehearsal", "edges"} <= g.keys),
+    *map(_result, RESULTS),
     FileKind("a sweep", ("sweep FILE",), lambda g: "plan" in g.keys and bool(g.keys & {"grid", "zip", "include"})),
     FileKind("a measured profile, which a plan names as `cost: {profile: FILE}`", (),
              lambda g: "profile" in g.keys and "stages" in g.keys and "model" not in g.keys),
     FileKind("a report of a run", ("compare PLAN FILE",), lambda g: {"log_matches_graph", "timeline"} <= g.keys),
-    FileKind("a file of AOA statements", ("state aoa FILE --source PLACE",), lambda g: "aoa_statements" in g.keys),
+    FileKind("a file of AOA statements", ("state aoa FILE --source PLACE",),
+             lambda g: "aoa_statements" in g.keys or g.path.suffix == ".aoa"
+             or (not g.keys and bool(_STATEMENT.match(g.text)))),
     PLAN,
     FileKind("a configuration of a model", ("check --from megatron SCRIPT --model-config FILE",),
              lambda g: bool(g.keys & {"model_type", "architectures"}) and "num_hidden_layers" in g.keys),
@@ -124,12 +175,17 @@ KINDS: tuple[FileKind, ...] = (
     _imported("a shell script", "megatron",
               lambda g: bool(_SHELL.search(g.text))),
     FileKind("a log with timers", ("import profile FILE --plan PLAN",), lambda g: bool(_TIMER.search(g.text))),
+    FileKind("the table of a timeline", ("compare FILE OTHER",),
+             lambda g: g.text.startswith("rank,queue,op,kind,")),
+    FileKind("a page for a browser", (), lambda g: g.text.lstrip()[:9].lower() == "<!doctype"),
+    FileKind("a picture", (), lambda g: g.text.lstrip().startswith("<svg") or g.head.startswith(_PNG)),
+    FileKind("a file of measurements", ("import measurements FILE",), lambda g: _has_measurements(g)),
+    FileKind("a program in our text form", ("check --program FILE", "schedule convert FILE --as csv"),
+             lambda g: _is_schedule(g, "text")),
     FileKind("a schedule in PyTorch's CSV", ("schedule convert FILE --as text", "check --from torch-csv FILE"),
              lambda g: _is_schedule(g, "csv"), "torch-csv"),
     FileKind("a schedule in the strings of Fleet", ("schedule convert FILE --as text",),
              lambda g: _is_schedule(g, "fleet")),
-    FileKind("a program in our text form", ("check --program FILE", "schedule convert FILE --as csv"),
-             lambda g: _is_schedule(g, "text")),
 )  # fmt: skip
 """Kinds, the more specific ones first."""
 
@@ -140,6 +196,14 @@ def _is_schedule(given: Given, form: str) -> bool:
     from pipeproof.schedule.formats.text_form import looks_like_program
 
     return {"csv": looks_like_csv, "fleet": looks_like_fleet, "text": looks_like_program}[form](given.text)
+
+
+def _has_measurements(given: Given) -> bool:
+    if given.path.suffix != ".csv" or not given.head:
+        return False
+    from pipeproof.interop.board.accuracy_board import set_of_table
+
+    return set_of_table(given.text.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}").partition("\n")[0]) is not None
 
 
 def kind_of(path: Path) -> FileKind | None:
@@ -180,19 +244,23 @@ def note_of_kind(path: Path) -> str | None:
     if context is None or kind is None:
         return None
     words = context.command_path.split()[1:]
-    if kind is PLAN and context.params.get("kind") is None and _reads_plans(context.command, words):
-        return None
     options = [f"--{name}" for name in ("log", "program") if context.params.get(name) is not None]
+    is_plan_read = context.params.get("kind") is None and not options and _reads_plans(context, words)
+    if kind is PLAN and is_plan_read:
+        return None
     if context.params.get("kind") is not None and words != ["sweep"]:  # there it is that of the plan in the file
         options += ["--from", context.params["kind"]]
-    if any(_reads(command.split(), words, options) for command in kind.commands):
+    if any(_reads(command.split(), words, options) for command in kind.commands if "DIRECTORY" not in command):
         return None
     commands = kind.commands
     given = _arguments(context)
-    if kind.importer is not None and not options and str(path) in given and _reads_plans(context.command, words):
+    takes_from = any(one.name == "kind" for one in context.command.params)
+    if kind.importer is not None and not options and takes_from and str(path) in given and words != ["sweep"]:
         here = " ".join((*words, "--from", kind.importer, *given))
         commands = (here, *(command for command in commands if not command.startswith("check ")))
-    named = " or ".join(f"`pipeproof {command.replace('FILE', str(path))}`" for command in commands)
+    places = {"FILE": str(path), "DIRECTORY": str(path.parent)}
+    filled = (" ".join(places.get(word, word) for word in command.split(" ")) for command in commands)
+    named = " or ".join(f"`pipeproof {command}`" for command in filled)
     return f"{path} looks like {kind.noun}" + (f": {named}" if named else "")
 
 
@@ -202,10 +270,12 @@ def _arguments(context: click.Context) -> list[str]:
     return [str(file) for value in given for file in (value if isinstance(value, tuple) else (value,))]
 
 
-def _reads_plans(command: click.Command, words: list[str]) -> bool:
+def _reads_plans(context: click.Context, words: list[str]) -> bool:
     """True if a plan is among the files of a command, whose own message then has the reason."""
-    named = any(isinstance(one, click.Argument) and "PLAN" in (one.metavar or "") for one in command.params)
-    return named or words in (["compare"], ["state", "reshard"], ["state", "aoa"])
+    if words == ["state", "aoa"]:  # its file has statements, or is a plan whose names are asked for
+        return context.params.get("names") is not None
+    arguments = (one for one in context.command.params if isinstance(one, click.Argument))
+    return words in (["compare"], ["state", "reshard"]) or any("PLAN" in (one.metavar or "") for one in arguments)
 
 
 def _reads(command: list[str], words: list[str], options: list[str]) -> bool:

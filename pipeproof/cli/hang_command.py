@@ -16,12 +16,14 @@ import click
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, writable
 from pipeproof.cli.progress import showing_progress
+from pipeproof.cli.set_option import set_option
 from pipeproof.diagnostics.finding import Severity
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.exec.monitor.job import JobNow
     from pipeproof.exec.monitor.lateness import Lateness
     from pipeproof.exec.monitor.plan_ops import PlanOps
@@ -39,6 +41,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--stacks", metavar="DIR", type=click.Path(path_type=Path, exists=True, file_okay=False),
               help="Dumps of py-spy, one for each rank; without them an installed py-spy is asked.")  # fmt: skip
 @click.option("--plan", type=_FILE, help="The plan that the job executes: operations get their names in it.")
+@set_option
 @click.option("--follow", is_flag=True, help="Watch the rings of a running job until it hangs or ends.")
 @click.option(
     "--timeout",
@@ -76,9 +79,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
               help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
 def hang(
-    directory: Path | None, ras: str | None, trigger: Path | None, stacks: Path | None, plan: Path | None, follow: bool,
-    patience_s: float, slow_s: float, timeout_s: float | None, on_hang: str | None, html: Path | None,
-    metrics: Path | None, form: Literal["text", "json"], color: str,
+    directory: Path | None, ras: str | None, trigger: Path | None, stacks: Path | None, plan: Path | None,
+    settings: dict[KeyPath, object], follow: bool, patience_s: float, slow_s: float, timeout_s: float | None,
+    on_hang: str | None, html: Path | None, metrics: Path | None, form: Literal["text", "json"], color: str,
 ) -> None:  # fmt: skip
     """Report which rank is the cause of a hang, and what the others wait for.
 
@@ -95,6 +98,8 @@ def hang(
     for name, given in (("--output", html), ("--plan", plan), ("--trigger", trigger)):
         if ras is not None and given is not None:
             raise click.UsageError(f"{name} needs rings or dumps: RAS has no single operations")
+    if settings and plan is None:
+        raise click.UsageError("--set is for the plan that the job executes: give --plan")
     if trigger is not None and follow:
         raise click.UsageError("--trigger asks for dumps, and --follow watches rings: give one of them")
     output = _Output(on_hang, html, metrics, stacks, form, color)
@@ -116,7 +121,7 @@ def hang(
             if trigger is None and stacks is None and stack_files(directory):
                 _from_stacks(directory, form, color)
             _from_dumps(directory, trigger, stacks, form, color)
-        _from_rings(directory, plan, follow, (patience_s, slow_s, timeout_s), output)
+        _from_rings(directory, plan, settings, follow, (patience_s, slow_s, timeout_s), output)
 
 
 def _from_dumps(
@@ -201,7 +206,8 @@ def _from_ras(ras: str, follows: bool, patience_s: float, timeout_s: float | Non
 
 
 def _from_rings(
-    directory: Path, plan: Path | None, follows: bool, limits: tuple[float, float, float | None], output: _Output
+    directory: Path, plan: Path | None, settings: Mapping[KeyPath, object], follows: bool,
+    limits: tuple[float, float, float | None], output: _Output,
 ) -> NoReturn:  # fmt: skip
     from pipeproof.exec.monitor.check_job import check_job
     from pipeproof.exec.monitor.follow import Follower, follow
@@ -214,7 +220,7 @@ def _from_rings(
         from pipeproof.specs.load_plan import load_plan
 
         with showing_progress(f"lowering {plan}"):
-            ops = output.plan = PlanOps(load_plan(plan))
+            ops = output.plan = PlanOps(load_plan(plan, settings))
     if follows:
         follower = Follower(directory, patience_s, slow_s, ops)
         output.end(follow(follower, report=output.report, timeout_s=timeout_s))

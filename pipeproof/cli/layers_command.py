@@ -12,7 +12,7 @@ import click
 
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.completion import PlanFile
-from pipeproof.cli.console import echo, refusing_bad_plans
+from pipeproof.cli.console import echo, note_kind, refusing_bad_plans
 from pipeproof.cli.set_option import set_option
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _CONSTANTS = ("true", "false", "null")
 
 
 @click.command("layers")
-@click.argument("plan", metavar="PLAN", type=PlanFile(dir_okay=False))
+@click.argument("plan", metavar="PLAN", type=PlanFile())
 @set_option
 @click.option("--write", is_flag=True, help="Put the declarations into the plan file, in place of `model.layers`.")
 def layers(plan: Path, settings: dict[KeyPath, object], write: bool) -> None:
@@ -67,6 +67,7 @@ def _without_declarations(
         load_plan(plan, settings)  # which raises with the problems
     assert isinstance(model, Mapping)
     if model.get("kind") != "layers":
+        note_kind(plan)
         raise click.UsageError(f"{plan} is of `model.kind: {model.get('kind')}`; custom layers are of kind layers")
     given = model.get("layers")
     names = [str(layer.get("name")) for layer in given if isinstance(layer, Mapping)] if isinstance(given, list) else []

@@ -14,7 +14,7 @@ import click
 
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.completion import GivenPath
-from pipeproof.cli.console import console_for, echo, format_option, writable
+from pipeproof.cli.console import console_for, echo, format_option, note_kind, writable
 from pipeproof.cli.progress import showing_progress
 from pipeproof.exit_status import ExitStatus
 
@@ -60,6 +60,8 @@ def measurements(
         files, unread = read_measurements(directories or (MEASUREMENTS,))
     except MeasurementFileError as error:
         echo(f"error: {error}", err=True)
+        for directory in directories:
+            note_kind(directory)
         sys.exit(ExitStatus.BAD_INPUT)
     for line in unread:
         echo(f"note: not read: {line}", err=True)

@@ -22,8 +22,13 @@ from pipeproof.cli.timeline_option import timeline_file, write_timeline
               help="Write the measured timeline of all ranks, in the forms of `simulate -o`.")  # fmt: skip
 @click.option("--profile", "profile_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write measured times, for `cost: {profile: FILE}`, of a run with `--profile`.")  # fmt: skip
+@click.option("-v", "--verbose", is_flag=True, help="Print what is equal, too: every gradient, and how both computed.")
 def merge(
-    directories: tuple[Path, ...], report_file: Path | None, output: Path | None, profile_file: Path | None
+    directories: tuple[Path, ...],
+    report_file: Path | None,
+    output: Path | None,
+    profile_file: Path | None,
+    verbose: bool,
 ) -> None:
     """Merge what the hosts of one run kept: the verdict of `run`, with the logs of all ranks.
 
@@ -46,5 +51,5 @@ def merge(
         console.print(line, soft_wrap=True)
     write = None if output is None else partial(write_timeline, output, f"{directories[0].name}, merged")
     with refusing_bad_plans("text", directories[0]):
-        status = show_run(result, console, report_file, profile_file, write)
+        status = show_run(result, console, report_file, profile_file, write, verbose=verbose)
     sys.exit(status)

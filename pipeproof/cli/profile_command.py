@@ -70,7 +70,7 @@ def profile(
     """
     if plan is None and (output is not None or message_us is not None or scales or settings):
         raise click.UsageError("other options need --plan: a profile has the times of a plan's operations")
-    with refusing_bad_plans("text", plan or files[0]):
+    with refusing_bad_plans("text", plan or files[0], noted=files):
         from pipeproof.interop.profiles.profile_from_traces import measured_files, profile_of_files
         from pipeproof.specs.load_plan import load_plan
 

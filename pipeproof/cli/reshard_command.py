@@ -11,16 +11,20 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeproof.cli.completion import PLACE, PlanFile, complete_convention, is_plan
-from pipeproof.cli.console import echo, format_option, opening_checkpoints, refusing_bad_plans, writable
+from pipeproof.cli.console import echo, format_option, note_kind, opening_checkpoints, refusing_bad_plans, writable
 from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.reshard_output import Outcome, draw, show_findings, show_outcome, showing_copy
+from pipeproof.cli.set_option import set_option
 from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.exit_status import ExitStatus
 from pipeproof.system_calls import num_cores
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pipeproof.cli.check_report import Form
     from pipeproof.comm.lowered_plan import LoweredPlan
+    from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.state.checkpoint import Checkpoint
     from pipeproof.state.reshard.reshard_targets import ReshardTask
     from pipeproof.state.reshard.shard_layout import ShardLayout
@@ -39,6 +43,8 @@ class ReshardOptions:
 
     source: Path
     plan: Path | None
+    settings: Mapping[KeyPath, object]
+    """Values for keys of ``plan``, in place of its own."""
     out: Path | None
     aoa: Path | None
     names: str | None
@@ -58,10 +64,13 @@ def _require_consistent(options: ReshardOptions, *, check: bool) -> None:
     if check == (options.out is not None):
         raise click.UsageError("give -o OUT, the output, or --check to prove only")
     if is_plan(options.source) and not check:
-        raise click.UsageError("SOURCE is a plan, which has no tensors to write: give --check")
+        note_kind(options.source)
+        raise click.UsageError("SOURCE is no checkpoint: name a state to write it, or give --check for two plans")
     if options.plan is not None and (options.plan.is_dir() or options.plan.suffix == FILE):
         kind = "a directory" if options.plan.is_dir() else "a file of tensors"
         raise click.UsageError(f"{options.plan} is {kind}: --to names the plan that resumes")
+    if options.settings and options.plan is None:
+        raise click.UsageError("--set is for the plan that resumes: give --to PLAN")
     if options.save_format == "flex" and (options.plan is None or options.out is None):
         raise click.UsageError("--save-format flex is for the state of a plan: give --to PLAN and -o OUT")
     if options.save_format == _DCP:
@@ -100,6 +109,7 @@ def _svg_file(context: click.Context, parameter: click.Parameter, value: Path | 
 @click.argument("source", type=PLACE)
 @click.argument("target_plan", type=PlanFile(), required=False)
 @click.option("--to", "to_plan", type=PlanFile(), metavar="PLAN", help="The plan that resumes; same as TARGET_PLAN.")
+@set_option
 @click.option("--check", is_flag=True, help="Prove that nothing is lost or mixed, and write nothing.")
 @click.option("-o", "--output", "out", type=PLACE, metavar="OUT",
               help="The output: a directory, or if it ends with .safetensors, one file with all tensors.")  # fmt: skip
@@ -118,23 +128,27 @@ def _svg_file(context: click.Context, parameter: click.Parameter, value: Path | 
               help="Number of parallel files, at most 16; by default two per core.")  # fmt: skip
 @format_option()
 def reshard(
-    source: Path, target_plan: Path | None, to_plan: Path | None, check: bool, out: Path | None, aoa: Path | None,
-    names: str | None, weights_only: bool, save_format: str, picture: Path | None, jobs: int | None, form: Form,
+    source: Path, target_plan: Path | None, to_plan: Path | None, settings: dict[KeyPath, object], check: bool,
+    out: Path | None, aoa: Path | None, names: str | None, weights_only: bool, save_format: str,
+    picture: Path | None, jobs: int | None, form: Form,
 ) -> None:  # fmt: skip
     """Reshard a checkpoint for another plan, or merge it into one file, after a proof that nothing is lost.
 
     SOURCE is a state of `run --save` (or the newest below a directory), a safetensors file, a directory of them as
     Hugging Face has it, or a checkpoint of Paddle's or PyTorch's (DCP); with --check, also a plan. The output appears
-    complete or not at all. If the command is interrupted, run the same command again to resume.
+    complete or not at all. If the command is interrupted, run the same command again to resume. --set is for the
+    plan that resumes.
     """
     if target_plan is not None and to_plan is not None:
         raise click.UsageError("give the plan once: as TARGET_PLAN or with --to")
     cores = num_cores()  # two jobs per core: one computes while the other waits for the disk
     plan = to_plan if target_plan is None else target_plan
     jobs = jobs or min(2 * cores, _MOST_JOBS)
-    options = ReshardOptions(source, plan, out, aoa, names, weights_only, save_format, picture, jobs, form == "json")
+    options = ReshardOptions(
+        source, plan, settings, out, aoa, names, weights_only, save_format, picture, jobs, form == "json"
+    )
     _require_consistent(options, check=check)
-    with refusing_bad_plans(form, source if plan is None else plan), opening_checkpoints():
+    with refusing_bad_plans(form, source if plan is None else plan, noted=(source,)), opening_checkpoints():
         status = _check_plan(options) if is_plan(source) else _reshard_checkpoint(options)
     sys.exit(status)
 
@@ -148,7 +162,7 @@ def _check_plan(options: ReshardOptions) -> ExitStatus:
 
     assert options.plan is not None
     with showing_progress("lowering both plans"):
-        before, after = _lowered(options.source), _lowered(options.plan)
+        before, after = _lowered(options.source, {}), _lowered(options.plan, options.settings)
     for plan in (before, after):
         require_unique_buffers(plan)
     source, target = layout_of_plan(before, str(options.source)), layout_of_plan(after, str(options.plan))
@@ -253,7 +267,7 @@ def _task_and_findings(source: Checkpoint, options: ReshardOptions) -> tuple[Res
 
     plan, digest = None, ""
     if options.plan is not None:
-        plan, digest = _with_digest(options.plan)
+        plan, digest = _with_digest(options.plan, options.settings)
     weights_only = options.weights_only or (plan is not None and not has_training_steps(source))
     if weights_only and not options.weights_only:
         echo(
@@ -349,17 +363,17 @@ def _prove(
     return ExitStatus.FAILED if failed else ExitStatus.OK, outcome
 
 
-def _lowered(path: Path) -> LoweredPlan:
+def _lowered(path: Path, settings: Mapping[KeyPath, object]) -> LoweredPlan:
     from pipeproof.comm.lower import lower_loaded
     from pipeproof.specs.load_plan import load_plan
 
-    return lower_loaded(load_plan(path))
+    return lower_loaded(load_plan(path, settings))
 
 
-def _with_digest(path: Path) -> tuple[LoweredPlan, str]:
+def _with_digest(path: Path, settings: Mapping[KeyPath, object]) -> tuple[LoweredPlan, str]:
     from pipeproof.specs.load_plan import load_plan
     from pipeproof.verify.certificate import graph_digest
     from pipeproof.verify.subject import make_subject
 
-    subject = make_subject(load_plan(path))
+    subject = make_subject(load_plan(path, settings))
     return subject.plan, graph_digest(subject)

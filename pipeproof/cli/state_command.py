@@ -80,7 +80,7 @@ def _opening(paths: Sequence[Path], form: Form, *, verify: bool) -> Iterator[tup
         if is_plan(path) and path.is_file():
             note_kind(path)
             raise click.UsageError(f"{path} is no checkpoint: name a state that runs of a plan saved")
-    with refusing_bad_plans(form, paths[0]), opening_checkpoints():
+    with refusing_bad_plans(form, paths[0], noted=paths), opening_checkpoints():
         if verify and not _verify(paths, as_json=form == "json"):
             sys.exit(ExitStatus.FAILED)
         from pipeproof.state.open_checkpoint import open_checkpoint

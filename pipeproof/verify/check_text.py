@@ -103,7 +103,8 @@ def _size(report: Report) -> str:
     if lowered is None:
         return f"{graph.num_ops} operations on {_plural(graph.num_ranks, 'rank')}, checked without a plan"
     if lowered.folded:
-        return f"{graph.num_ops} operations on {graph.num_ranks} ranks, which stand for {lowered.mesh.num_ranks}"
+        ranks = f"{graph.num_ranks} of {lowered.mesh.num_ranks} ranks (the others repeat them)"
+        return f"{graph.num_ops} operations on {ranks}"
     return f"{graph.num_ops} operations on {_plural(graph.num_ranks, 'rank')}"
 
 

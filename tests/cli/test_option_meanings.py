@@ -55,13 +55,14 @@ def test_every_command_that_reads_a_plan_takes_set(make_options):
         if isinstance(argument, click.Argument) and "PLAN" in (argument.metavar or "")
     }
     assert readers >= {"check", "simulate", "show", "advise", "run", "rehearse", "schedule solve", "job file"}
-    assert readers - set(make_options.options()["--set"]) == set()
+    by_option = {"state reshard", "state aoa", "job hang", "import profile"}
+    assert (readers | by_option) - set(make_options.options()["--set"]) == set()
 
 
 def test_every_command_that_reads_a_plan_takes_files_of_other_tools(make_options):
-    """But ``import layers``: no other tool's file has custom layers."""
+    """But ``import layers``, as no other tool's file has custom layers, and commands that read a plan by an option."""
     found = make_options.options()
-    readers = {words for words in found["--set"] if words.split()[0] not in ("init", "import")}
+    readers = {words for words in found["--set"] if words.split()[0] not in ("init", "import", "state")} - {"job hang"}
     assert readers >= {"check", "simulate", "show", "advise", "tune", "sweep", "compare", "run", "rehearse", "job file"}
     assert readers - set(found["--from"]) == set()
     for option in ("--model-config", "--world-size"):
@@ -148,3 +149,16 @@ def test_an_unknown_command_is_answered_with_the_nearest(words, fix):
     refused = invoke(*words)
     assert refused.exit_code == 2
     assert fix.replace("pipeproof", "main") in " ".join(refused.stderr.split())
+
+
+def test_set_is_for_the_plan_that_an_option_names(tmp_path):
+    plan, state = EXAMPLES / "gpt_pp4.yaml", tmp_path / "none"
+    reshard = ("state", "reshard", plan, "--to", plan, "--check", "--set")
+    assert invoke(*reshard, "topology.pp=2").exit_code == 0
+    assert "model.vocab_size was 256 and is 64" in invoke(*reshard, "model.vocab_size=64").output
+    assert "given by `--set topology.pp=..`" in invoke(*reshard, "topology.pp=0").output
+    assert "--to PLAN" in invoke("state", "reshard", state, "--check", "--names", "megatron", "--set", "a=1").stderr
+    assert "give --plan" in invoke("job", "hang", tmp_path, "--set", "topology.pp=2").stderr
+    names = ("state", "aoa", plan, "--names", "pipeproof", "--to-names", "megatron")
+    assert "given by `--set model.num_layers=..`" in invoke(*names, "--set", "model.num_layers=0").output
+    assert "--set is for plans" in invoke("state", "aoa", plan, "--source", tmp_path, "--set", "a=1").stderr

@@ -2,13 +2,16 @@
 
 import re
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.cli.commands import EXAMPLES, REPOSITORY, invoke
 
 IMPORTING = EXAMPLES / "importing"
 GOOD, BAD = EXAMPLES / "gpt_pp4.yaml", EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml"
 BROKEN = REPOSITORY / "tests" / "specs" / "broken" / "unknown_keys.yaml"
+SMALL, CORRUPTING = EXAMPLES / "gpt_pp2_text.yaml", EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml"
 PUBLISHED = EXAMPLES / "published" / "llama3_405b.yaml"
 SWEEP = """
 plan: {plan}
@@ -51,6 +54,36 @@ COMMANDS = (
     ("schedule", "show", "1f1b", "-p", "2", "-m", "3"),
     ("schedule", "jitter", GOOD, "--runs", "20"),
     ("import", "deepspeed", IMPORTING / "deepspeed.json", "--world-size", "8", "-o", "{plan}"),
+    *(
+        ("import", kind, *words, "-o", "{plan}")
+        for kind, *words in (
+            ("megatron", IMPORTING / "megatron.sh"),
+            ("paddleformers", IMPORTING / "full_tp_pp.yaml"),
+            ("fleet", IMPORTING / "strategy.prototxt"),
+            ("torchtitan", IMPORTING / "torchtitan.toml"),
+            ("ms-swift", IMPORTING / "ms_swift.sh"),
+            ("nemo-rl", IMPORTING / "nemo_rl.yaml"),
+            ("verl", IMPORTING / "verl.sh"),
+            ("torch-csv", EXAMPLES / "schedules" / "zbv_pp2.csv"),
+            ("fleet", IMPORTING / "megatron.sh"),
+        )
+    ),
+    ("import", "measurements", "--only", "own"),
+    ("import", "measurements", "--only", "dualpipe", "--rows"),
+    ("import", "measurements", GOOD),
+    ("state", "show", "{saved}"),
+    ("state", "show", "{saved}", "--verify"),
+    ("state", "show", GOOD),
+    ("state", "show", IMPORTING / "dumps"),
+    ("state", "diff", "{saved}", "{saved}"),
+    ("state", "reshard", "--check", GOOD, EXAMPLES / "alignment" / "zb_v.yaml"),
+    ("state", "reshard", "{saved}", "--to", GOOD, "--check"),
+    ("state", "aoa", EXAMPLES / "aoa" / "names.aoa", "--source", "{saved}"),
+    ("state", "align", GOOD, GOOD),
+    ("run", BAD),
+    ("run", BROKEN),
+    ("rehearse", BAD),
+    ("job", "merge", IMPORTING),
     ("job", "hang", IMPORTING / "dumps"),
     ("job", "file", GOOD, "--for", "slurm", "-o", "{job}"),
 )
@@ -61,7 +94,9 @@ WORDS_OF_WIDE_PICTURES = {"with", "the", "micro", "batch", "where", "fits", "dot
 def output(monkeypatch, tmp_path, words, columns):
     """Standard output and error of a command."""
     (monkeypatch.delenv("COLUMNS", raising=False) if columns is None else monkeypatch.setenv("COLUMNS", str(columns)))
-    files = {"sweep": tmp_path / "sweep.yaml", "plan": tmp_path / "plan.yaml", "job": tmp_path / "job.sh"}
+    files = {"sweep": tmp_path / "sweep.yaml", "plan": tmp_path / "plan.yaml", "job": tmp_path / "job.sh",
+             "saved": tmp_path / "model.safetensors"}  # fmt: skip
+    save_file({f"layer.{layer}.attn.qkv.weight": np.zeros((4, 4)) for layer in range(3)}, files["saved"])
     (tmp_path / "sweep.results.jsonl").unlink(missing_ok=True)
     files["sweep"].write_text(SWEEP.format(plan=GOOD), encoding="utf-8")
     given = [str(word) for word in words]
@@ -79,8 +114,35 @@ def words_of(text):
     return set(re.findall(r"[A-Za-z]{3,}", text))
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(getattr(w, "name", w) for w in words)[:50])
+def named(words):
+    """The words of a command, for the name of its test."""
+    return " ".join(getattr(word, "name", word) for word in words)[:50]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=named)
 def test_lines_fit_and_no_word_is_divided(monkeypatch, tmp_path, words):
+    require_whole_lines(monkeypatch, tmp_path, words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", SMALL),
+        ("run", "--verbose", SMALL),
+        ("run", "--unsafe", CORRUPTING),
+        ("rehearse", SMALL),
+        ("doctor", "--backend", "paddle"),
+        ("job", "fleet", EXAMPLES / "custom_layers" / "fleet_conv.yaml"),
+    ],
+    ids=named,
+)
+def test_lines_of_commands_with_processes_fit(monkeypatch, tmp_path, words):
+    require_whole_lines(monkeypatch, tmp_path, words)
+
+
+def require_whole_lines(monkeypatch, tmp_path, words):
+    """Fail if a line is longer than 80 or 140 columns, or if a word there is none of the words in a pipe."""
     piped = output(monkeypatch, tmp_path, words, None)
     for columns in (80, 140):
         shown = output(monkeypatch, tmp_path, words, columns)

@@ -387,6 +387,34 @@ def test_the_verdict_is_the_last_line(verified, differs, verdict):
     assert verdict in stream.getvalue().splitlines()[-1]
 
 
+def printed(report, **options):
+    stream = io.StringIO()
+    render_run(report, Console(file=stream, width=200), **options)
+    return stream.getvalue()
+
+
+def test_a_run_that_matches_prints_the_log_and_the_verdict_alone():
+    report = report_of(whole_of_one(), whole_of_one())
+    log, verdict = printed(report).splitlines()
+    assert log.startswith("executed log equals the verified graph")
+    assert verdict == "matches: every loss and every gradient, bit for bit"
+    assert all(name in printed(report, verbose=True) for name in whole_of_one())
+
+
+def test_a_run_lists_only_the_gradients_that_differ():
+    ours = whole_of_one()
+    first, second = list(ours)[1], list(ours)[3]
+    ours[first].flat[0] += 1
+    ours[second].flat[0] += 1
+    report = report_of(ours, whole_of_one())
+    short = printed(report)
+    table = short[short.index("gradients of step 0") :]
+    assert f"gradients of step 0: 2 of {len(ours)} differ" in table
+    assert {name for name in ours if f" {name} " in table} == {first, second}
+    verbose = printed(report, verbose=True)
+    assert {name for name in ours if f" {name} " in verbose[verbose.index("gradients of step 0") :]} == set(ours)
+
+
 def test_a_step_line_counts_the_gradients():
     ours = whole_of_one()
     next(iter(ours.values())).flat[0] += 1

@@ -177,6 +177,7 @@ def test_the_mend_counts_the_bytes_that_plans_move(tmp_path, tp):
         ("hybrid_configs: 3", 1, "must be a message"),
         ("amp: [true]", 1, "not valid in protobuf's text format"),
         ("amp: }", 1, "a value is expected"),
+        ("# nothing\n", 1, "no field of a strategy"),
         ("qat_configs {" * 20, 1, "more than 16 nested messages"),
     ],
 )

@@ -106,12 +106,17 @@ def read_measurements(directories: Sequence[Path]) -> tuple[list[MeasurementFile
     return files, others
 
 
+def set_of_table(header: str) -> str | None:
+    """Return the set to which a CSV file belongs, by its first line; None for another file."""
+    found = {name.strip() for name in header.split(",")}
+    return next((name for name, columns, _ in _TABLES if columns <= found), None)
+
+
 def _read_table(path: Path) -> MeasurementFile | None:
     with path.open(encoding="utf-8-sig") as stream:
-        first = stream.readline()
-    header = {name.strip() for name in first.split(",")}
-    for name, columns, read in _TABLES:
-        if columns <= header:
+        set_name = set_of_table(stream.readline())
+    for name, _, read in _TABLES:
+        if name == set_name:
             return MeasurementFile(path, name, tuple(read(path)))
     return None
 

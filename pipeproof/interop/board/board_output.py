@@ -64,7 +64,8 @@ def print_board(predictions: Sequence[Prediction], console: Console, *, rows: bo
             for note in notes_of(members):
                 console.print(f"  approximate: {note}", soft_wrap=True, markup=False)
             console.print()
-    print_table(_right(ACCURACY_HEADINGS, 2, 8), map(accuracy_cells, accuracies(predictions)), console)
+    headings = _right(ACCURACY_HEADINGS, 2, 8)
+    print_table(headings, map(accuracy_cells, accuracies(predictions)), console, optional=("median", "without a plan"))
 
 
 def _right(headings: Sequence[str], first: int, last: int) -> list[str]:

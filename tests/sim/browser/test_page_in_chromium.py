@@ -1,8 +1,10 @@
 """The timeline page, opened and used: pointer, keys, buttons, search, colours, print and size."""
 
+import io
 from itertools import pairwise
 
 import pytest
+from matplotlib.image import imread
 
 from pipeproof.sim.simulate import simulate
 from pipeproof.views.html.timeline_page import write_html
@@ -356,5 +358,32 @@ def test_texts_in_the_picture_neither_overlap_nor_leave_it(browser, page, width)
             assert before is None or before[1] <= left + 0.5, (before, text)
             lines[round(y)] = (text, right)
         assert browser.run("return document.documentElement.scrollWidth") == width
+    finally:
+        browser.command("Emulation.setDeviceMetricsOverride", width=1200, height=800, deviceScaleFactor=1, mobile=False)
+
+
+def test_a_table_wider_than_the_window_has_a_shade_where_it_continues(browser, page):
+    """The right edge of the table is darker until the table is scrolled to its end; then the left edge is."""
+    browser.command("Emulation.setDeviceMetricsOverride", width=390, height=900, deviceScaleFactor=1, mobile=False)
+    try:
+        browser.open(page(("interleaved", 4, 8, 2)))
+        browser.settle()
+        browser.press("n")
+        left, right, y, hidden = browser.run("""
+            const box = document.getElementById("breakdown"), {left, right, bottom} = box.getBoundingClientRect();
+            return [left, left + box.clientWidth, bottom - 3, box.scrollWidth - box.clientWidth];
+        """)
+        assert hidden > 0
+
+        def brightness():
+            browser.settle()
+            picture = imread(io.BytesIO(browser.screenshot()))
+            return [float(picture[round(y), round(x), :3].mean()) for x in (left + 1, right - 2)]
+
+        at_start = brightness()
+        browser.run("document.getElementById('breakdown').scrollLeft = 10 ** 6")
+        at_end = brightness()
+        assert at_start[0] - at_end[0] > 0.1
+        assert at_end[1] - at_start[1] > 0.1
     finally:
         browser.command("Emulation.setDeviceMetricsOverride", width=1200, height=800, deviceScaleFactor=1, mobile=False)

@@ -125,7 +125,7 @@ def test_options_that_make_no_sense_together_are_refused(tmp_path):
         ([source, plan], "give -o OUT"),
         ([source, plan, "--check", "-o", "x"], "give -o OUT"),
         ([source, plan, "--to", plan, "--check"], "give the plan once"),
-        ([plan, plan, "-o", "x"], "has no tensors to write"),
+        ([plan, plan, "-o", "x"], "SOURCE is no checkpoint"),
         ([plan, "--check"], "--check needs a target"),
         ([plan, "--check", "--names", "pipeproof"], "give the plan"),
         ([source, "-o", tmp_path / "x"], "an OUT that ends with .safetensors"),

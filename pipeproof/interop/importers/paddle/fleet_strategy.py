@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, nearest_name
 from pipeproof.diagnostics.source import LINE_BREAK, read_text
 from pipeproof.interop.importers.draft import Draft
@@ -84,6 +85,8 @@ def import_fleet(files: Sequence[Path], flags: Flags) -> Imported:
     name = str(files[0])
     text = read_text(name)
     message = parse_prototxt(text, name)
+    if not message.fields:
+        raise unreadable("the file has no field of a strategy", Location(name), "save it with `save_to_prototxt`")
     for path, known in FIELDS.items():
         _only_known(message, path, known)
 

@@ -58,9 +58,21 @@ _OTHERS = (
     "gradient_accumulation_steps", "per_device_train_batch_size", "num_empty_layers_add_in_head",
     "num_empty_layers_add_in_tail", "num_nextn_predict_layers", "pp_seg_method", "hybrid_parallel_topo_order", TOKENS,
 )  # fmt: skip
-_PIPELINE_NAMES = (*(name for names in DEGREES.values() for name in names), *SWITCHES, *_OTHERS)
+_DEGREE_NAMES = tuple(name for names in DEGREES.values() for name in names)
+_PIPELINE_NAMES = (*_DEGREE_NAMES, *SWITCHES, *_OTHERS)
 _OF_FLEETX = frozenset({"dp_degree", "mp_degree", "pp_degree"})
 """Settings of PaddleFleetX, which these trainers do not have."""
+_DEEPSPEED = ("DeepSpeed's configuration", "use `--from deepspeed`, or give the training arguments")
+_AUTOMODEL = ("a recipe of NeMo Automodel", "use `--from automodel`, or give the training arguments")
+_MODEL = ("a model's configuration", "give the training arguments, and this file with `--model-config`")
+_OF_OTHERS = {
+    "train_batch_size": _DEEPSPEED,
+    "train_micro_batch_size_per_gpu": _DEEPSPEED,
+    "pp_size": _AUTOMODEL,
+    "architectures": _MODEL,
+    "model_type": _MODEL,
+}
+"""Keys of other files that have some names in common with training arguments: whose key, and the fix."""
 _KNOWN_ELSEWHERE = frozenset(
     {"moe_sharding_parallel_size", "expert_tensor_model_parallel_size", "expert_tensor_parallel_degree",
      "pp_need_data_degree", "tensor_parallel_config", "sharding_parallel_config", "data_parallel_config",
@@ -313,7 +325,12 @@ def _require_known_trainer(settings: Settings) -> None:
             automatic.location,
             f"`{automatic.setting}: false` trains by Fleet's pipeline, which is checked",
         )
-    known = (*_PIPELINE_NAMES, *_SEQUENCE, *CONFIG_NAMES, *_COMMON)
+    known = (*_PIPELINE_NAMES, *_SEQUENCE, *_COMMON)
+    if not any(name in settings for name in (*_DEGREE_NAMES, "per_device_train_batch_size")):
+        for name in settings.values:
+            if name in _OF_OTHERS:
+                whose, fix = _OF_OTHERS[name]
+                raise unreadable(f"`{name}` is a key of {whose}", settings.location(name), fix)
     if not any(name in settings for name in known):
         raise unreadable(
             "no setting here is one of PaddleFormers, PaddleNLP or ERNIE that a plan needs",

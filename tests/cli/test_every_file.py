@@ -1,0 +1,182 @@
+"""Every kind of file, given to every command that reads files: it is read, or refused with the name of its command."""
+
+import gzip
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from pipeproof.cli.file_kinds import KINDS, RESULTS, kind_of
+from tests.cli.commands import EXAMPLES, REPOSITORY, invoke
+
+IMPORTING, SCHEDULES = EXAMPLES / "importing", EXAMPLES / "schedules"
+MEASUREMENTS = REPOSITORY / "pipeproof" / "interop" / "board" / "measurements"
+PLAN = EXAMPLES / "gpt_pp4.yaml"
+
+EXISTING = {
+    "plan": PLAN,
+    "schedule CSV": SCHEDULES / "zbv_pp2.csv",
+    "program": SCHEDULES / "two_by_two.txt",
+    "prototxt": IMPORTING / "strategy.prototxt",
+    "shell script": IMPORTING / "megatron.sh",
+    "recipe": IMPORTING / "bridge_recipe.py",
+    "DeepSpeed": IMPORTING / "deepspeed.json",
+    "PaddleFormers": IMPORTING / "full_tp_pp.yaml",
+    "torchtitan": IMPORTING / "torchtitan.toml",
+    "registry": IMPORTING / "titan_registry.py",
+    "Automodel": IMPORTING / "automodel.yaml",
+    "ms-swift": IMPORTING / "ms_swift.sh",
+    "NeMo-RL": IMPORTING / "nemo_rl.yaml",
+    "verl": IMPORTING / "verl.sh",
+    "dump": IMPORTING / "dumps" / "nccl_trace_rank_0.json",
+    "dumps": IMPORTING / "dumps",
+    "logs": EXAMPLES / "recording" / "crossed",
+    "log": EXAMPLES / "recording" / "crossed" / "rank_0.jsonl",
+    "AOA": EXAMPLES / "aoa" / "names.aoa",
+    "measurements": MEASUREMENTS / "megatron_bridge_perf.csv",
+}
+WRITTEN = {
+    "Fleet's schedule": ("fleet.txt", "f0;b0;\n"),
+    "pickle": ("dump_0", b"\x80\x04K\x01."),
+    "record": ("record/record.jsonl", '{"kind": "record", "format": 1}\n'),
+    "index": ("sharded/model.safetensors.index.json",
+              json.dumps({"metadata": {}, "weight_map": {"w": "m.safetensors"}})),
+    "our index": ("saved/index.json", json.dumps({"pipeproof_state": 1})),
+    "profile": ("profile.json", json.dumps({"profile": 1, "stages": []})),
+    "trace": ("trace.json", json.dumps({"traceEvents": []})),
+    "compressed trace": ("t.json.gz", gzip.compress(b"{}")),
+    "Nsight": ("x.sqlite", b"SQLite format 3\0"),
+    "timers": ("train.log", " iteration 1/ 10 | elapsed time per iteration (ms): 10 |\n"),
+    "traces": ("traces/rank0.pt.trace.json", json.dumps({"traceEvents": []})),
+    "arguments": ("training.log", f"{'-' * 24} arguments {'-' * 24}\n  hidden_size ...... 2\n"),
+    "sweep": ("sweep.yaml", f"plan: {PLAN}\ngrid: {{schedule.kind: [1f1b]}}\n"),
+    "points": ("sweep.jsonl", '{"pipeproof_sweep": 1}\n'),
+    "report": ("report.json", json.dumps({"log_matches_graph": True, "timeline": []})),
+    "config": ("config.json", json.dumps({"model_type": "llama", "num_hidden_layers": 2})),
+    "table": ("timeline.csv", "rank,queue,op,kind,stage,micro_batch\n"),
+    "page": ("timeline.html", "<!doctype html><html></html>"),
+    "svg": ("timeline.svg", "<svg></svg>"),
+    "rehearsal": ("times.json", json.dumps({"rehearsal": 1, "edges": []})),
+    "ring": ("rings/rank_0.ring", b"\0" * 64),
+    "host": ("host/job.json", "{}"),
+    "states": ("states/step-00000002/none", ""),
+    **{f"result of {name}": (f"{number}.json", json.dumps(dict.fromkeys(keys))) for number, (name, keys) in
+       enumerate(RESULTS.items())},
+}  # fmt: skip
+DIRECTORIES = {
+    "record directory": "record",
+    "sharded": "sharded",
+    "rings": "rings",
+    "all traces": "traces",
+    "host directory": "host",
+    "all states": "states",
+}
+UNKNOWN = {
+    "an empty file": ("empty", ""),
+    "other bytes": ("bytes", bytes(range(256)) * 4),
+    "prose": ("a.md", "# Title\n\nText.\n"),
+}
+
+READS_PLANS = (
+    "check",
+    "show",
+    "simulate",
+    "advise",
+    "schedule jitter",
+    "rehearse",
+    "run",
+    "job fleet",
+    "import layers",
+)
+"""Commands with a plan as their file."""
+IMPORTERS = {
+    "megatron": {"shell script", "arguments"},
+    "fleet": {"prototxt"},
+    "deepspeed": {"DeepSpeed"},
+    "paddleformers": {"PaddleFormers"},
+    "torch-csv": {"schedule CSV", "program", "Fleet's schedule"},
+    "torchtitan": {"torchtitan", "registry"},
+    "automodel": {"Automodel"},
+    "verl": {"verl"},
+    "ms-swift": {"ms-swift"},
+    "nemo-rl": {"NeMo-RL"},
+    "megatron-bridge": {"recipe"},
+}
+"""Kinds of `import`, and the files that each reads."""
+COMMANDS = {
+    **{command: (command.split(), {"plan"}) for command in READS_PLANS},
+    "check --log": (["check", "--log"], {"logs"}),
+    "check --program": (["check", "--program"], {"program"}),
+    "tune": (["tune", "--gpus", "1", "--device", "h100", "--global-batch", "1", "--workers", "1"],
+             {"plan", "shell script", "torchtitan", "registry", "config"}),
+    "sweep": (["sweep", "--workers", "1"], {"sweep"}),
+    "compare": (["compare", PLAN], {"plan", "trace", "traces", "table", "report"}),
+    "schedule convert": (["schedule", "convert", "--as", "text"], IMPORTERS["torch-csv"]),
+    "schedule solve": (["schedule", "solve", "-o", "{out}/s.csv", "--time-limit", "1"], {"plan"}),
+    "job file": (["job", "file", "--for", "slurm", "-o", "{out}/job.sh"], {"plan"}),
+    "job hang": (["job", "hang"], {"dumps", "rings"}),
+    "job merge": (["job", "merge"], {"host directory"}),
+    "state show": (["state", "show"], {"checkpoint", "index", "our index", "sharded", "all states"}),
+    "state diff": (["state", "diff", "{checkpoint}"], {"checkpoint", "index", "our index", "sharded", "all states"}),
+    "state reshard": (["state", "reshard", "--to", PLAN, "-o", "{out}/state"],
+                      {"plan", "checkpoint", "index", "our index", "sharded", "all states"}),
+    "state aoa": (["state", "aoa", "--source", "{checkpoint}"], {"AOA"}),
+    "state align": (["state", "align", PLAN], {"record directory"}),
+    "import profile": (["import", "profile", "--plan", PLAN],
+                       {"trace", "traces", "all traces", "compressed trace", "Nsight", "timers", "arguments"}),
+    "import measurements": (["import", "measurements"], {"measurements"}),
+    **{f"import {kind}": (["import", kind, "-o", "{out}/plan.yaml"], files) for kind, files in IMPORTERS.items()},
+}  # fmt: skip
+"""Commands with their words, and the files that they read (and may still refuse, with their own reasons)."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Every kind of file, by name."""
+    root = tmp_path_factory.mktemp("files")
+    written = {}
+    for name, (file, content) in {**WRITTEN, **UNKNOWN}.items():
+        written[name] = root / file
+        written[name].parent.mkdir(parents=True, exist_ok=True)
+        written[name].write_bytes(content if isinstance(content, bytes) else content.encode())
+    save_file({"w": np.zeros(2)}, root / "w.safetensors")
+    shutil.copy(root / "w.safetensors", root / "sharded" / "m.safetensors")
+    return {
+        **EXISTING, **written, "checkpoint": root / "w.safetensors",
+        **{name: root / directory for name, directory in DIRECTORIES.items()},
+    }  # fmt: skip
+
+
+def test_every_kind_is_among_the_files(files):
+    found = {kind.noun for name in files if (kind := kind_of(files[name])) is not None}
+    assert {kind.noun for kind in KINDS} == found
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_reads_a_file_or_names_the_one_that_does(command, files, tmp_path):
+    words, reads = COMMANDS[command]
+    filled = [str(word).format(out=tmp_path, checkpoint=files["checkpoint"]) for word in words]
+    for name, file in files.items():
+        if name in reads:
+            continue  # its own tests read it
+        refused = invoke(*filled, file)
+        assert refused.exit_code == 2, name
+        assert "did not expect" not in refused.output, name
+        kind = kind_of(file)
+        noted = [line for line in refused.stderr.splitlines() if line.startswith(f"note: {file} looks like ")]
+        assert bool(noted) == (kind is not None), (name, refused.output)
+        if kind is not None:
+            assert kind.noun in noted[0], name
+            assert "`pipeproof " in noted[0] or not kind.commands, name
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_are_known_by_keys_of_their_schema(name):
+    titles = {"check": "check --format json", "check --write-baseline": "check --write-baseline"}
+    schemas = [json.loads(path.read_text("utf-8")) for path in (REPOSITORY / "docs" / "schemas").glob("*.json")]
+    wanted = f"pipeproof {titles.get(name, name if '--' in name else f'{name} --format json')}"
+    schema = next(schema for schema in schemas if schema.get("title") == wanted)
+    text = json.dumps(schema.get("required") or schema["$defs"])
+    assert all(f'"{key}"' in text for key in RESULTS[name])
