@@ -2,7 +2,7 @@
 
 ``python validation/check_configs.py megatron CASES --glob '**/model_config.yaml' --world-size 8`` prints a line for
 each configuration with at least ``--min-pp`` pipeline ranks, then their numbers.
-docs/configurations.md has the results.
+validation/pages/make_configurations.py keeps the verdicts on public repositories.
 """
 
 from __future__ import annotations

@@ -7,8 +7,10 @@ from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop import Flags, check_imported, import_files
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.model_family import stage_layers
+from pipeproof.verify.check_plan import check_subject
 from tests.cli.commands import invoke
 from tests.interop.importing import REAL
+from tests.verify.programs import mutated
 
 GPT3 = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --vocab-size 1000 "
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
@@ -269,6 +271,22 @@ def test_the_transport_of_older_versions(tmp_path, flags, transport):
     made = imported(tmp_path, f"run {SIZES}{BATCHES}{PP2}--tensor-model-parallel-size 2 {flags}")
     assert made.plan["transport"] == {**transport, "connections": "lazy"}
     assert errors(made) == []
+
+
+@pytest.mark.parametrize("flags", ["", f"{PER_CHUNK} 1 ", f"{PER_CHUNK} 1 --no-overlap-p2p-communication "])
+def test_connections_open_at_first_use(tmp_path, flags):
+    """In Megatron-LM's order they all open; a rank that posts a gradient's receive first waits for its own send."""
+    made = imported(tmp_path, f"run {SIZES}{BATCHES}--pipeline-model-parallel-size 4 {flags}")
+    assert made.plan["transport"]["connections"] == "lazy"
+    report = check_imported(made)
+    assert "PP413" not in {finding.code for finding in report.findings}
+
+    def post_first(rows):
+        (first, *_) = (i for i, row in enumerate(rows[0]) if str(row.op).startswith("0RECV_B"))
+        rows[0].insert(0, rows[0].pop(first))
+
+    early = check_subject(mutated(report.subject, post_first))
+    assert ("PP413", Severity.ERROR) in {(finding.code, finding.severity) for finding in early.findings}
 
 
 @pytest.mark.parametrize("chunks", ["", "--num-layers-per-virtual-pipeline-stage 1 "])

@@ -1,0 +1,64 @@
+"""Verdicts on public configurations: what is counted as which, and what the page states of the kept verdicts."""
+
+import importlib
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import EXAMPLES
+
+DOCS = Path(__file__).parents[2] / "docs"
+RESULTS = json.loads((DOCS / "configurations.json").read_text(encoding="utf-8"))
+RECIPE = (EXAMPLES / "importing" / "automodel.yaml").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS.parent / "validation" / "pages"))
+    return importlib.import_module("make_configurations")
+
+
+def test_configurations_are_counted_by_their_verdict(tool, tmp_path, capsys):
+    source = next(one for one in tool.SOURCES if one.kind == "automodel")
+    folder = tmp_path / source.repository / source.folder / "recipes"
+    folder.mkdir(parents=True)
+    texts = {
+        "good": RECIPE,
+        "refused": RECIPE.replace("strategy: fsdp2", "strategy: ddp"),
+        "unknown": RECIPE.replace("meta-llama/Llama-3.1-70B", "someone/own-model"),
+        "other": "trainer: {gpus: 8}\n",
+        "single": "distributed: {pp_size: 1}\n",
+    }
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+    rows = tool.judged(source, tmp_path)
+    assert {row["name"]: row["outcome"] for row in rows} == {
+        "recipes/good.yaml": "no error",
+        "recipes/refused.yaml": "refused",
+        "recipes/unknown.yaml": "blocks unknown",
+    }
+    assert [row.get("code") for row in rows] == [None, "PP171", "PP170"]
+    assert len(capsys.readouterr().out.splitlines()) == len(rows)
+
+
+def test_every_repository_has_verdicts(tool):
+    assert set(RESULTS) == {source.repository for source in tool.SOURCES}
+    for repository, rows in RESULTS.items():
+        assert rows, repository
+        assert len({row["name"] for row in rows}) == len(rows)
+        assert {row["outcome"] for row in rows} <= set(tool.OUTCOMES)
+
+
+def test_all_functional_tests_of_megatron_are_judged():
+    assert Counter(row["outcome"] for row in RESULTS["NVIDIA/Megatron-LM"]) == {"no error": 139}
+
+
+def test_the_eight_recipes_that_cannot_start():
+    """Pull request 5884 of Megatron-Bridge: 60 blocks on 8 ranks."""
+    rows = [
+        row for row in RESULTS["NVIDIA-NeMo/Megatron-Bridge"] if "60 layers do not divide by" in row.get("reason", "")
+    ]
+    assert len(rows) == 8
+    assert all("397b_a17b" in row["name"] and row["code"] == "PP171" for row in rows)

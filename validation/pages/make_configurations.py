@@ -1,0 +1,161 @@
+"""Judge configurations of public repositories; keep verdicts in docs/configurations.json, and write the table of them.
+
+    python validation/pages/make_configurations.py --checkouts DIRECTORY
+
+judges the files below ``DIRECTORY/OWNER/NAME``, which are checkouts of the commits in ``SOURCES`` and no part of this
+project; ``--only NAME`` judges one repository, and keeps the other verdicts. Without arguments the table is written
+from the verdicts, and ``--check`` exits 1 if the page is stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from check_configs import Verdict, verdicts
+from pages import DOCS, fill, table
+from pages import main as write
+
+from pipeproof.atomic_write import write_json
+from pipeproof.interop import Flags
+
+PAGE: Final = DOCS / "configurations.md"
+RESULTS: Final = DOCS / "configurations.json"
+_SCRIPT: Final = "validation/pages/make_configurations.py"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one repository at one commit, and how they are judged."""
+
+    repository: str
+    commit: str
+    licence: str
+    title: str
+    kind: str
+    folder: str
+    pattern: str
+    world_size: int | None = None
+    without: str | None = None
+
+
+SOURCES: Final = (
+    Source("NVIDIA/Megatron-LM", "d98e8a6", "Apache 2.0 and BSD 3-Clause", "functional tests of training", "megatron",
+           "tests/functional_tests/test_cases", "*/*/model_config.yaml", 8, "^MODE: (inference|rl)"),
+    Source("NVIDIA-NeMo/Megatron-Bridge", "067f987", "Apache 2.0", "recipes of Qwen3.5-VL", "megatron-bridge",
+           "src/megatron/bridge/perf_recipes/qwen_vl", "*/qwen35_vl.py"),
+    Source("NVIDIA-NeMo/RL", "7ea279a", "Apache 2.0", "examples and recipes", "nemo-rl", "examples", "**/*.yaml"),
+    Source("NVIDIA-NeMo/Automodel", "36044ad", "Apache 2.0", "examples", "automodel", "examples", "**/*.yaml"),
+    Source("volcengine/verl", "b178a3c", "Apache 2.0", "examples with the Megatron backend", "verl",
+           "examples", "**/*.sh"),
+    Source("modelscope/ms-swift", "3602360", "Apache 2.0", "examples of Megatron training", "ms-swift",
+           "examples/megatron", "**/*.sh"),
+    Source("pytorch/torchtitan", "b5bcd76", "BSD 3-Clause", "registries of models", "torchtitan",
+           "torchtitan/models", "*/config_registry.py"),
+)  # fmt: skip
+"""Where the configurations are; those with fewer than two pipeline ranks are left out."""
+
+_OF_ANOTHER_KIND: Final = (
+    "which has the degrees of parallelism, is not in the file", "the policy trains without a pipeline",
+    "which has the pipeline, is not in the file", "no command here", "`MODEL_ARGS` must be a mapping",
+    "--data.global-batch-size is no flag",
+)  # fmt: skip
+"""Parts of the messages on files that do not configure such a training at all; the last one has arguments of NeMo."""
+_ONE_RANK: Final = frozenset(
+    {"gpt/gpt3_mcore_reruns_resume_check_grads/model_config.yaml",
+     *(f"nemo_gym/nemotron-3-ultra/{name}.yaml" for name in ("mopd", "reasoning_teacher", "student_rlvr1",
+                                                             "student_rlvr2"))}
+)  # fmt: skip
+"""Files with one pipeline rank that are refused: the first of five trainings has too small a batch for 8 processes; the
+others have numbers of nodes that their launch script overrides."""
+_UNKNOWN_DEPTH: Final = "the number of blocks "
+OUTCOMES: Final = ("no error", "refused", "blocks unknown", "not imported")
+
+
+def outcome(verdict: Verdict) -> str | None:
+    """Return the outcome of a configuration with a pipeline; None for files of another kind."""
+    if verdict.outcome != "refused":
+        return ("no error" if verdict.outcome == "passed" else "refused") if verdict.pp > 1 else None
+    finding = verdict.findings[0]
+    if finding.code != "PP170":
+        return "refused"
+    if any(part in finding.message for part in _OF_ANOTHER_KIND):
+        return None
+    return "blocks unknown" if finding.message.startswith(_UNKNOWN_DEPTH) else "not imported"
+
+
+def judged(source: Source, checkouts: Path) -> list[dict[str, str]]:
+    """Return name, outcome and reason of each configuration of a repository."""
+    root = checkouts / source.repository / source.folder
+    found = []
+    for name, verdict in verdicts(source.kind, root, source.pattern, Flags(world_size=source.world_size),
+                                  source.without):  # fmt: skip
+        kept = outcome(verdict)
+        if kept is None or name in _ONE_RANK:
+            continue
+        row = {"name": name, "outcome": kept}
+        if verdict.findings:
+            row |= {"code": verdict.findings[0].code, "reason": verdict.findings[0].message}
+        found.append(row)
+        print(f"{kept:14} {name} {row.get('reason', '')}", flush=True)
+    return found
+
+
+def counts(rows: Sequence[Mapping[str, str]]) -> Counter[str]:
+    """Return the number of configurations of each outcome."""
+    return Counter(row["outcome"] for row in rows)
+
+
+def verdicts_part(results: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
+    """Return the table with a row for each repository."""
+    rows = []
+    for source in SOURCES:
+        found = counts(results[source.repository])
+        name = f"`{source.repository}`, {source.commit}, {source.licence}: {source.title}"
+        rows.append((name, str(found.total()), *(str(found[one]) for one in OUTCOMES)))
+    return table(("repository, commit, licence", "configurations", *OUTCOMES), rows)
+
+
+def refusals_part(results: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
+    """Return the list of the configurations that their own framework refuses."""
+    rows = [
+        (f"`{source.repository}`", f"`{row['name']}`", row["reason"])
+        for source in SOURCES
+        for row in results[source.repository]
+        if row["outcome"] == "refused"
+    ]
+    return table(("repository", "configuration", "reason"), rows)
+
+
+def pages() -> dict[Path, str]:
+    """Return the page with its current tables."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return {PAGE: fill(PAGE, {"verdicts": verdicts_part(results), "refusals": refusals_part(results)})}
+
+
+def judge(arguments: Sequence[str]) -> None:
+    """Judge the repositories, and keep their verdicts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkouts", type=Path, required=True)
+    parser.add_argument("--only", help="owner/name of a repository")
+    options = parser.parse_args(arguments)
+    results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    for source in SOURCES:
+        if options.only in (None, source.repository):
+            results[source.repository] = judged(source, options.checkouts)
+            write_json(RESULTS, results)
+
+
+if __name__ == "__main__":
+    if "--checkouts" in sys.argv[1:]:
+        judge(sys.argv[1:])
+        sys.argv[1:] = []
+    sys.exit(write(_SCRIPT, pages()))
