@@ -31,7 +31,10 @@ def measure() -> dict[str, Any]:
 
 
 def _stage(torch: Any, *, hidden: int, heads: int, ffn: int, seq: int, blocks: int) -> dict[str, int]:
-    """Memory of a micro-batch in addition to weights and gradients: after its forward, and at the peak."""
+    """Memory of a micro-batch in addition to weights and gradients: after its forward, and at the peak.
+
+    ``allocated`` and ``reserved`` are peaks of the whole process, without what earlier stages left in the allocator.
+    """
     norm, swiglu = _fused(torch)
     shapes = ((hidden,), (hidden, 3 * hidden), (hidden, hidden), (hidden,), (hidden, 2 * ffn), (ffn, hidden))
     cos, sin = torch.rand(2, seq, 1, 1, hidden // heads // 2, dtype=torch.bfloat16, device="cuda")
@@ -55,6 +58,8 @@ def _stage(torch: Any, *, hidden: int, heads: int, ffn: int, seq: int, blocks: i
         gate, up = (norm.apply(middle, norm2) @ gate_up).chunk(2, dim=-1)
         return middle + swiglu.apply(gate, up) @ down
 
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     begin = torch.cuda.memory_allocated()
     stage = [[weight(*shape) for shape in shapes] for _ in range(blocks)]
     states = torch.cuda.memory_allocated()
@@ -77,6 +82,8 @@ def _stage(torch: Any, *, hidden: int, heads: int, ffn: int, seq: int, blocks: i
         "states": states - begin,
         "micro_batch": (forward - states) // HELD,
         "most": torch.cuda.max_memory_allocated() - begin,
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
     }
 
 
@@ -138,6 +145,8 @@ def compare(measured: dict[str, Any]) -> None:
             actual = measured["bytes"][name][key]
             line = f"{actual / 2**20:9.1f} {predicted / 2**20:9.1f}  {predicted / actual:.3f}"
             sys.stdout.write(f"{key.replace('_', '-'):<20} {line}\n")
+        fragmentation = measured["bytes"][name]["reserved"] / measured["bytes"][name]["allocated"] - 1
+        sys.stdout.write(f"fragmentation        {fragmentation:.1%}\n")
 
 
 def _plan(hidden: int, heads: int, ffn: int, seq: int, blocks: int) -> dict[str, Any]:

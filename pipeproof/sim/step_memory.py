@@ -4,6 +4,7 @@
   of messages are held for the whole step.
 - Activations are held from the start of F for the lifetimes of
   ``stages.describe.activation_memory``.
+- The allocator's fragmentation is a share of the tensors at the peak, and held for the whole step.
 - What is offloaded is held until its FREE, and again from the start of its reload. Host memory is not counted.
 - A received input is held from its post. From the start of F it is the tensor
   that the first layer keeps, and is counted there. Other tensors of the same
@@ -29,6 +30,7 @@ from math import ceil
 import numpy as np
 
 from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.cost.measured_curves import exact
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.ops import KIND_CODE, RECV_KINDS, SEND_KINDS, OpKind
@@ -55,7 +57,13 @@ def memory_of(
     """
     step = _Step(lowered, Clock(lowered.graph, *(np.array(times, dtype=np.int64) for times in (starts, ends))))
     holdings = [*step.activations(), *step.received(), *step.gathered(), *step.sent(), *step.slices()]
-    return curves_of(step.lasting(), holdings, ticks)
+    lasting, fragmentation = step.lasting(), exact(lowered.spec.memory.fragmentation)
+    curves = curves_of(lasting, holdings, ticks)
+    if not fragmentation:
+        return curves
+    for held, curve in zip(lasting, curves, strict=True):  # an allocator keeps what it has reserved
+        held[Part.OVERHEAD] += ceil(fragmentation * (curve.peak - held[Part.OVERHEAD]))
+    return curves_of(lasting, holdings, ticks)
 
 
 def stage_holdings(lowered: LoweredPlan, stage: int, variant: int = 0) -> tuple[StoredActivation, ...]:

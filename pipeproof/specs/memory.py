@@ -102,3 +102,10 @@ class MemorySpec(Section):
         description="Further memory of the framework and the communication library (contexts, buffers, "
         "fragmentation), in GiB: your measurement.",
     )
+    fragmentation: float = Field(
+        default=0,
+        ge=0,
+        le=10,
+        description="Memory that the allocator reserves at the peak and no tensor uses, as a share of the tensors: "
+        "`memory_reserved` / `memory_allocated` - 1 of a run. It is held for the whole step, as part of the overhead.",
+    )

@@ -87,6 +87,38 @@ def test_a_peak_is_the_sum_of_its_parts_and_all_is_given_back(sections):
         assert held[list(times).index(int(curve.peak_at_us * curve.ticks_per_us))] == curve.peak
 
 
+@pytest.mark.parametrize("sections", [{}, {"memory": {"overhead_gib": 0.5}}])
+def test_fragmentation_is_a_share_of_the_tensors_at_the_peak(sections):
+    """A quarter more than the tensors, all along; contexts and buffers outside of the allocator do not fragment."""
+    plain = simulate(lowered(**sections)).memory
+    memory = {**sections.get("memory", {}), "fragmentation": 0.25}
+    for before, after in zip(plain, simulate(lowered(memory=memory)).memory, strict=True):
+        tensors = before.peak - before.make_up[Part.OVERHEAD]
+        assert after.peak - before.peak == -(-tensors // 4)
+        assert after.peak_at_us == before.peak_at_us
+        assert after.make_up[Part.OVERHEAD] - before.make_up[Part.OVERHEAD] == after.peak - before.peak
+        assert sum(after.make_up.values()) == after.peak
+        assert after.held[-1] == sum(after.lasting.values())
+
+
+def test_offloaded_blocks_are_not_held_between_forward_and_backward():
+    """GPipe holds all 4 micro-batches before the first backward: of blocks only what one F or I has."""
+    sections = {"schedule": {"kind": "gpipe", "num_micro_batches": 4}, "memory": {"offload_blocks": 2}}
+    plan = lowered(**sections)
+
+    def held(stage, *lifetimes):
+        return sum(h.num_bytes for h in stage_holdings(plan, stage) if h.lifetime in lifetimes and not h.is_logits)
+
+    expected = [
+        4 * held(stage, Lifetime.TO_INPUT, Lifetime.TO_WEIGHT)
+        + max(held(stage, Lifetime.IN_FORWARD), held(stage, Lifetime.IN_INPUT))
+        for stage in range(2)
+    ]
+    assert parts_of(Part.ACTIVATIONS, **sections) == expected
+    without = parts_of(Part.ACTIVATIONS, schedule=sections["schedule"])
+    assert all(few < many for few, many in zip(expected, without, strict=True))
+
+
 def parts_of(part, **sections):
     """The most of one part on each rank, over the whole step."""
     found = []

@@ -33,7 +33,7 @@ _NOT_LAUNCHED = ("pipeproof", "cost", "suppress", "buffers")
 
 _NOT_IN_MEMORY = (
     "budget_gib", "overhead_gib", "dtype", "attention", "gradient_dtype", "optimizer_bytes", "optimizer_ranks",
-    "offload_blocks", "product_inputs",
+    "offload_blocks", "product_inputs", "fragmentation",
 )  # fmt: skip
 """Keys of ``memory`` that a simulation needs and a launch does not."""
 
