@@ -383,6 +383,12 @@ def test_buffers_of_attention_and_of_the_loss(tmp_path, flags, memory):
 MOE = f"run {SIZES}{BATCHES}{PP2}--num-experts 8 --moe-router-topk 2 "
 
 
+@pytest.mark.parametrize(("named", "ours"), [("allgather", "all_gather"), ("alltoall", None), ("flex", None)])
+def test_the_dispatcher_of_tokens(tmp_path, named, ours):
+    made = imported(tmp_path, f"{MOE}--moe-token-dispatcher-type {named}")
+    assert made.plan["model"]["moe"].get("dispatcher") == ours
+
+
 @pytest.mark.parametrize(
     ("frequency", "dense", "note"),
     [
