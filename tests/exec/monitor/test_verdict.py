@@ -7,7 +7,7 @@ import pytest
 
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.exec.monitor.check_job import check_job
-from pipeproof.exec.monitor.follow import metrics_text
+from pipeproof.exec.monitor.follow import Follower, metrics_text
 from pipeproof.exec.monitor.hang_page import hang_html
 from pipeproof.exec.monitor.job import JobNow, read_job, ring_files
 from pipeproof.exec.monitor.lateness import Lateness
@@ -142,6 +142,27 @@ def test_a_rank_without_a_ring_is_named(tmp_path):
     rank.begin("all_reduce")
     verdict = check_job(job_of(tmp_path))
     assert (verdict.kind, verdict.causes, verdict.missing) == ("absent", (1,), (1,))
+
+
+@pytest.mark.parametrize("has_ring", [False, True], ids=["no_ring", "no_operation"])
+def test_a_followed_rank_that_has_not_begun_has_time_to(tmp_path, has_ring):
+    """On a busy machine ranks begin seconds apart, and the first ones wait."""
+    rank = Rank(tmp_path, 0, 2)
+    other = Rank(tmp_path, 1, 2) if has_ring else None
+    rank.begin("all_reduce")
+    time.sleep(0.5)
+
+    def look(slow_s):
+        follower = Follower(tmp_path, patience_s=0.2, slow_s=slow_s)
+        follower.look()
+        time.sleep(0.2)  # more than half of the patience without an event
+        return follower.look()[0]
+
+    assert (look(60).status, look(60).causes) == ("running", ())
+    assert (look(0.4).status, look(0.4).kind, look(0.4).causes) == ("hang", "absent", (1,))
+    if other is not None:
+        other.ring.close(None)
+        assert (look(60).status, look(60).kind, look(60).causes) == ("hang", "ended", (1,))
 
 
 def test_rings_of_several_hosts_and_of_different_jobs(tmp_path):
