@@ -81,6 +81,9 @@ FLAGS: Final = frozenset(
         "--recompute-activations",
         "--recompute-granularity",
         "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--ddp-bucket-size",
+        "--ddp-num-buckets",
         "--bf16",
         "--fp16",
         "--clip-grad",
@@ -128,7 +131,6 @@ NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
 
 WITHOUT_BEARING: Final = frozenset(
     [
-        "--overlap-param-gather",
         "--tp-comm-overlap",
         "--moe-grouped-gemm",
         "--moe-permute-fusion",
