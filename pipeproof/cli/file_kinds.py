@@ -18,6 +18,8 @@ _SHELL = re.compile(r"\A#!.*sh\b|--tensor-model-parallel-size|--pipeline-model-p
 _PROTOTXT = re.compile(r"^\s*(hybrid_configs|pipeline_configs)\s*:?\s*\{", re.MULTILINE)
 _TOML_SECTION = re.compile(r"^\[(parallelism|training|experimental)\]\s*$", re.MULTILINE)
 _TRAINING_KEYS = re.compile(r"^(tensor|pipeline|sharding|expert)(_model)?_parallel_(size|degree)$")
+_DEGREES = re.compile(r"^(tensor|pipeline|sharding)_parallel_degree$")
+_ERNIEKIT = frozenset({"compute_type", "fine_tuning"})
 _DEEPSPEED = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"})
 _TIMER = re.compile(r"elapsed time per iteration|time across ranks|interval_runtime")
 _ARGUMENTS = re.compile(r"-{24} arguments -{24}|^MODEL_ARGS:\s*$", re.MULTILINE)
@@ -96,6 +98,8 @@ KINDS: tuple[FileKind, ...] = (
              lambda g: bool(g.keys & {"model_type", "architectures"}) and "num_hidden_layers" in g.keys),
     _imported("a configuration of DeepSpeed", "deepspeed",
               lambda g: bool(g.keys & _DEEPSPEED)),
+    _imported("a configuration of ERNIEKit", "ernie",
+              lambda g: any(map(_DEGREES.match, g.keys)) and bool(g.keys & _ERNIEKIT) and "ERNIE" in g.text),
     _imported("training arguments of PaddleFormers or PaddleNLP", "paddleformers",
               lambda g: any(map(_TRAINING_KEYS.match, g.keys))),
     _imported("a Fleet DistributedStrategy", "fleet",

@@ -36,6 +36,7 @@ COMMANDS = {
     "doctor": [],
     "import automodel": [str(EXAMPLES / "importing" / "automodel.yaml")],
     "import deepspeed": [str(EXAMPLES / "importing" / "deepspeed.json"), "--world-size", "8"],
+    "import ernie": [str(EXAMPLES / "importing" / "erniekit.yaml")],
     "import fleet": [str(EXAMPLES / "importing" / "strategy.prototxt"), "-o", "fleet.yaml"],
     "import layers": [str(EXAMPLES / "custom_layers" / "mixer.yaml")],
     "import measurements": ["--only", "mlperf"],

@@ -28,7 +28,7 @@ class Kind:
 
 
 _FORMERS = Kind(
-    "training arguments of PaddleFormers, PaddleNLP or ERNIE (YAML or JSON)", "paddle.training_arguments:import_formers"
+    "training arguments of PaddleFormers or PaddleNLP (YAML or JSON)", "paddle.training_arguments:import_formers"
 )
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
@@ -36,7 +36,10 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "fleet": Kind("a Fleet DistributedStrategy saved as prototxt", "paddle.fleet_strategy:import_fleet"),
         "paddleformers": _FORMERS,
         "paddlenlp": _FORMERS,
-        "ernie": _FORMERS,
+        "ernie": Kind(
+            "a configuration of ERNIEKit, or other training arguments of ERNIE (YAML or JSON)",
+            "paddle.erniekit:import_ernie",
+        ),
         "megatron": Kind(
             "a shell script or a file with the arguments of Megatron-LM", "megatron.megatron_importer:import_megatron"
         ),

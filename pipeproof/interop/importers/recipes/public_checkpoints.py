@@ -2,9 +2,9 @@
 
 Each number was compared with a second source: model definitions of torchtitan (b5bcd76), Megatron-Bridge (067f987) and
 gemma_pytorch (014acb7), documentation of Megatron-Bridge and Automodel (36044ad), launch scripts of slime (624b824),
-Pai-Megatron-Patch (a098ca5) and Megatron-LM (d98e8a6), the pull requests 5884 and 4604 of Megatron-Bridge, and the card
-of a cut of Kimi-K2.5. Multimodal models have the number of their text part. Other sizes change times and bytes alone,
-and ``--model-config`` supplies them.
+Pai-Megatron-Patch (a098ca5) and Megatron-LM (d98e8a6), the pull requests 5884 and 4604 of Megatron-Bridge, the card of
+a cut of Kimi-K2.5, and of ERNIE a catalogue of models. Multimodal models have the number of their text part. Other
+sizes change times and bytes alone, and ``--model-config`` supplies them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from typing import Final
 NUM_LAYERS: Final[Mapping[str, int]] = MappingProxyType(
     {
         "allenai/OLMoE-1B-7B": 16,
+        "baidu/ERNIE-4.5-21B-A3B": 28,
+        "baidu/ERNIE-4.5-300B-A47B": 54,
+        "baidu/ERNIE-4.5-VL-28B-A3B": 28,
+        "baidu/ERNIE-4.5-VL-424B-A47B": 54,
         "deepseek-ai/DeepSeek-V2": 60,
         "deepseek-ai/DeepSeek-V2-Lite": 27,
         "deepseek-ai/DeepSeek-V3": 61,
@@ -93,7 +97,7 @@ NUM_LAYERS: Final[Mapping[str, int]] = MappingProxyType(
     }
 )
 
-_VARIANT: Final = re.compile(r"(?:-(?:Instruct|Base|Chat|Thinking|base|chat|it|hf|\d{4}))+/?$", re.ASCII)
+_VARIANT: Final = re.compile(r"(?:-(?:Instruct|Base|Chat|Thinking|base|chat|it|hf|PT|Paddle|\d{4}))+/?$", re.ASCII)
 """Names of trainings of one architecture, at the end of a checkpoint's name."""
 
 
