@@ -36,7 +36,7 @@ def write_file(path: Path, arrays: Mapping[str, ByteArray]) -> tuple[int, str]:
     start, header = make_header({name: (array.dtype, array.shape) for name, array in arrays.items()}, {})
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as stream:
-        contents = (memoryview(np.ascontiguousarray(arrays[name].content)) for name in header.arrays)
+        contents = (np.ascontiguousarray(arrays[name].content).data for name in header.arrays)
         for content in (memoryview(start), *contents):
             digest.update(content)
             write_all(stream.fileno(), content)
