@@ -17,8 +17,10 @@ from pathlib import Path
 from pipeproof.diagnostics.finding import BadPlanError, Finding
 from pipeproof.interop import Flags, check_imported, import_files
 from pipeproof.interop.importers.imported import Imported
-from pipeproof.interop.importers.recipes.megatron_bridge import recipes_of
+from pipeproof.interop.importers.recipes import megatron_bridge, torchtitan_registry
 from pipeproof.interop.importers.recipes.modules import Modules
+
+_RECIPES = {"megatron-bridge": megatron_bridge.recipes_of, "torchtitan": torchtitan_registry.recipes_of}
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def verdicts(
         if file.suffix != ".py":
             yield name, verdict_on(kind, file, flags)
             continue
-        for recipe in recipes_of(Modules().read(file)):
+        for recipe in _RECIPES[kind](Modules().read(file)):
             yield f"{name} {recipe}", verdict_on(kind, file, replace(flags, recipe=recipe))
 
 

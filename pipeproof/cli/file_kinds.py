@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
+
+from pipeproof.foreign_text import decode_json
 
 _HEAD_BYTES = 2**16
 _MOST_JSON_BYTES = 2**24
@@ -17,6 +18,8 @@ _SHELL = re.compile(r"\A#!.*sh\b|--tensor-model-parallel-size|--pipeline-model-p
 _PROTOTXT = re.compile(r"^\s*(hybrid_configs|pipeline_configs)\s*:?\s*\{", re.MULTILINE)
 _TOML_SECTION = re.compile(r"^\[(parallelism|training|experimental)\]\s*$", re.MULTILINE)
 _TRAINING_KEYS = re.compile(r"^(tensor|pipeline|sharding|expert)(_model)?_parallel_(size|degree)$")
+_DEGREES = re.compile(r"^(tensor|pipeline|sharding)_parallel_degree$")
+_ERNIEKIT = frozenset({"compute_type", "fine_tuning"})
 _DEEPSPEED = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"})
 _TIMER = re.compile(r"elapsed time per iteration|time across ranks|interval_runtime")
 _ARGUMENTS = re.compile(r"-{24} arguments -{24}|^MODEL_ARGS:\s*$", re.MULTILINE)
@@ -24,6 +27,8 @@ _RECIPE = re.compile(r"^def \w+_(config|recipe)\(|\bConfigContainer\b", re.MULTI
 _NEMO_RL = re.compile(r"^  megatron_cfg:\s*$", re.MULTILINE)
 _VERL = re.compile(r"\b(actor_rollout_ref\.actor\.megatron|engine)\.\w*parallel_size=")
 _SWIFT = re.compile(r"\bmegatron\s+(?:sft|pt|rlhf)\b")
+_AUTOMODEL = re.compile(r"^  pp_size:", re.MULTILINE)
+_REGISTRY = re.compile(r"\bmodel_registry\(|\bTrainer\.Config\b")
 _PICKLE, _GZIP, _SQLITE = b"\x80", b"\x1f\x8b", b"SQLite format 3"
 
 
@@ -93,6 +98,8 @@ KINDS: tuple[FileKind, ...] = (
              lambda g: bool(g.keys & {"model_type", "architectures"}) and "num_hidden_layers" in g.keys),
     _imported("a configuration of DeepSpeed", "deepspeed",
               lambda g: bool(g.keys & _DEEPSPEED)),
+    _imported("a configuration of ERNIEKit", "ernie",
+              lambda g: any(map(_DEGREES.match, g.keys)) and bool(g.keys & _ERNIEKIT) and "ERNIE" in g.text),
     _imported("training arguments of PaddleFormers or PaddleNLP", "paddleformers",
               lambda g: any(map(_TRAINING_KEYS.match, g.keys))),
     _imported("a Fleet DistributedStrategy", "fleet",
@@ -102,6 +109,10 @@ KINDS: tuple[FileKind, ...] = (
     FileKind("a file with the arguments of Megatron-LM",
              ("check --from megatron FILE", "import megatron FILE -o plan.yaml", "import profile FILE --plan PLAN"),
              lambda g: bool(_ARGUMENTS.search(g.text)), "megatron"),
+    _imported("a configuration registry of torchtitan", "torchtitan",
+              lambda g: g.path.suffix == ".py" and bool(_REGISTRY.search(g.text))),
+    _imported("a recipe of NeMo Automodel", "automodel",
+              lambda g: "distributed" in g.keys and bool(_AUTOMODEL.search(g.text))),
     _imported("a Python recipe of Megatron-Bridge", "megatron-bridge",
               lambda g: g.path.suffix == ".py" and bool(_RECIPE.search(g.text))),
     _imported("a configuration of NeMo-RL", "nemo-rl",
@@ -153,7 +164,7 @@ def _keys(path: Path, head: bytes) -> Iterator[str]:
         yield from _TOP_KEY.findall(text)
     elif path.stat().st_size <= _MOST_JSON_BYTES:
         try:
-            data = json.loads(path.read_bytes())
+            data = decode_json(path.read_bytes())
         except ValueError:
             return
         yield from data

@@ -156,18 +156,13 @@ def _from_stacks(directory: Path, form: Literal["text", "json"], color: str) -> 
     from pipeproof.interop.hang.py_spy import read_stacks
 
     found = RankStacks(read_stacks(directory))
-    ranks, different = sorted(found.stacks), found.different
     if form == "json":
-        click.echo(json.dumps({"different": list(different), "stacks": found.to_json()}, indent=2))
+        report = {"outside": list(found.outside), "different": list(found.different), "stacks": found.to_json()}
+        click.echo(json.dumps(report, indent=2))
     else:
         console = console_for(color=color)
-        for line in found.lines(ranks):
+        for line in (*found.lines(sorted(found.stacks)), found.comparison()):
             console.print(line, markup=False, soft_wrap=True)
-        if not different:
-            console.print("all ranks are in one call")
-        elif len(different) < len(ranks):
-            names = f"rank{'s' if len(different) > 1 else ''} {', '.join(map(str, different))}"
-            console.print(f"in another call than the others: {names}")
     sys.exit(ExitStatus.OK)
 
 

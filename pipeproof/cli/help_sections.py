@@ -25,6 +25,7 @@ EXAMPLES: Final = MappingProxyType(
         "check": "pipeproof check plan.yaml",
         "compare": "pipeproof compare plan.yaml run.json",
         "doctor": "pipeproof doctor --backend torch",
+        "import automodel": "pipeproof import automodel recipe.yaml --world-size 64 -o plan.yaml",
         "import deepspeed": "pipeproof import deepspeed ds_config.json --world-size 8 -o plan.yaml",
         "import ernie": "pipeproof import ernie pretrain.yaml -o plan.yaml",
         "import fleet": "pipeproof import fleet strategy.prototxt -o plan.yaml",

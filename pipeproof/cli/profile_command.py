@@ -11,6 +11,7 @@ import click
 from pipeproof.atomic_write import write_json
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.number_text import fraction_of
 from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.set_option import set_option
 
@@ -23,11 +24,8 @@ if TYPE_CHECKING:
 
 def _number(text: str, name: str) -> Fraction:
     """The exact number of a text, from 0 to 10^9."""
-    try:
-        number = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        number = Fraction(-1)
-    if not 0 <= number <= 10**9:
+    number = fraction_of(text)
+    if number is None or not 0 <= number <= 10**9:
         raise click.BadParameter(f"{text!r} is not {name}")
     return number
 
@@ -40,7 +38,7 @@ def _scales(context: click.Context, parameter: click.Parameter, values: tuple[st
     scales = {}
     for value in values:
         stage, _, factor = value.partition("=")
-        if not stage.isdecimal():
+        if not stage.isdecimal() or len(stage) > 9:
             raise click.BadParameter(f"{value!r} is not STAGE=FACTOR, such as 3=0.9")
         scales[int(stage)] = _number(factor, "a factor, 0 or more")
     return scales

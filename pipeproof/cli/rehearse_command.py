@@ -5,7 +5,6 @@ It imports what it needs when it runs.
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -16,6 +15,7 @@ import click
 
 from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.number_text import fraction_of
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.rank_options import rank_options
@@ -24,15 +24,8 @@ if TYPE_CHECKING:
     from pipeproof.exec.launch.job_files import RunOptions
 
 
-_SCALE = re.compile(r"[+-]?[0-9]{0,9}(/[0-9]{1,9}|(\.[0-9]{0,9})?([eE][+-]?[0-9]{1,2})?)")
-"""A fraction or a decimal number; an exponent of eight digits would be a number of a hundred million digits."""
-
-
 def _scale(context: click.Context, parameter: click.Parameter, value: str) -> Fraction:
-    try:
-        scale = Fraction(value) if _SCALE.fullmatch(value) else None
-    except (ValueError, ZeroDivisionError):
-        scale = None
+    scale = fraction_of(value)
     if scale is None:
         raise click.BadParameter(f"{value[:40]!r} is not a number such as 1/8")
     if not 0 < scale <= 1 or scale.denominator > 2**16:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
+from pipeproof.foreign_text import ForeignTextError, IncompleteValueError, decode_json_value
+
 MAX_VALUE = 2**24
 """Largest single value, in characters."""
 _CHUNK = 2**20
@@ -68,11 +70,13 @@ class JsonStream:
         self.peek()
         while True:
             try:
-                found, end = self._decoder.raw_decode(self._text, self._at)
-            except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a ValueError
+                found, end = decode_json_value(self._decoder, self._text, self._at)
+            except IncompleteValueError as error:
                 if len(self._text) - self._at > MAX_VALUE or not self._fill():
                     raise self.error("not a JSON value") from error
                 continue
+            except ForeignTextError as error:
+                raise self.error(f"not a JSON value: {error}") from error
             if end == len(self._text) and self._fill():
                 continue  # a number may continue in the next part
             self._at = end

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from pipeproof.diagnostics.finding import Finding
+from pipeproof.foreign_text import decode_json
 from pipeproof.state.array_files import require_whole
 from pipeproof.state.checkpoint import (
     FIX,
@@ -130,9 +130,9 @@ def _of_many(directory: Path) -> Checkpoint:
         content = file.read_bytes()
     try:
         names_of = dict[str, list[str]]()
-        for name, file_name in _weight_map(json.loads(content)).items():
+        for name, file_name in _weight_map(decode_json(content)).items():
             names_of.setdefault(_file_name(file_name), []).append(name)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise StateError(f"{file} is no index of safetensors files: {error}", FIX) from error
     return _of_whole_tensors(directory, {directory / name: names for name, names in sorted(names_of.items())})
 

@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from pipeproof.foreign_text import decode_json
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.state.state_codes import StateError, reading, regular_size
 
@@ -87,7 +88,7 @@ def read_header(path: Path) -> Header:
                 raise StateError(f"{path} is cut short, or no safetensors file: it has {size} bytes", _FIX)
             content = stream.read(length)
     try:
-        table = json.loads(content, object_pairs_hook=_once)
+        table = decode_json(content, object_pairs_hook=_once)
         metadata = _texts(table.pop(METADATA, {}))
         entries = sorted(
             (_entry(name, fields) for name, fields in table.items()), key=lambda entry: (entry[2], entry[3], entry[0])
@@ -95,7 +96,7 @@ def read_header(path: Path) -> Header:
     except _UnknownTypeError as error:
         fix = "remove such tensors, or convert them to one of these types"
         raise StateError(f"{path}: {error}, and the supported types are {', '.join(_TYPES)}", fix) from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StateError(f"{path} is damaged: its header cannot be read: {error}", _FIX) from error
     position, arrays = 0, {}
     for name, array, start, stop in entries:

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
+from pipeproof.foreign_text import decode_json
 from pipeproof.state.regions import Region, flat_regions
 from pipeproof.state.state_codes import StateError, reading, regular_size
 
@@ -253,7 +254,7 @@ def index_text(index: StateIndex) -> str:
 
 def _sha256_without_itself(content: bytes | str) -> str:
     try:
-        whole = json.loads(content)
+        whole = decode_json(content)
     except ValueError:  # a number with more digits than Python reads: not from a saved index
         return ""
     bare = {key: value for key, value in whole.items() if key != "sha256"}

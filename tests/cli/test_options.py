@@ -115,3 +115,11 @@ def test_a_scale_that_is_no_small_number_is_refused_at_once(value, good, started
     assert result.exit_code == 2
     assert "is not a number such as 1/8" in " ".join(result.stderr.split())
     assert started == []
+
+
+@pytest.mark.parametrize("value", ["1e-99999999", "1e99999999", "1/0", "nan", "-1"])
+@pytest.mark.parametrize("option", ["--message-us", "--stage-factor"])
+def test_a_number_of_a_profile_is_refused_at_once(option, value, tmp_path):
+    result = invoke("import", "profile", tmp_path, option, f"0={value}" if option == "--stage-factor" else value)
+    assert result.exit_code == 2
+    assert " is not a " in " ".join(result.stderr.split())

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.fuzz.readers import ROOT, Reader
+from tests.fuzz.readers import ROOT, SWEEP, Reader
 
 LIMIT_S = 30
 """Processor time of a command, in seconds: a mutant of a small file takes less than one."""
@@ -73,8 +73,10 @@ def _written(reader: Reader, content: bytes, directory: Path) -> Path:
     path = directory / "input" / reader.file
     path.parent.mkdir()
     path.write_bytes(content)
-    if reader.name == "sweep":
+    if reader.name in ("sweep", "results"):
         (path.parent / "plan.yaml").write_bytes((ROOT / "examples" / "gpt_pp4.yaml").read_bytes())
+    if reader.name == "results":
+        (path.parent / "sweep.yaml").write_bytes(SWEEP)
     return path
 
 

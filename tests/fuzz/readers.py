@@ -7,12 +7,19 @@ import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from pipeproof.analysis.sweep.evaluate_point import evaluate
+from pipeproof.analysis.sweep.results_file import open_results
+from pipeproof.analysis.sweep.sweep_file import load_sweep
 from tests.interop.hang.written import Recorder
+from tests.plans import subject
+from tests.state.tiny import write_state
 
 ROOT = Path(__file__).parents[2]
 SEEDS = Path(__file__).parent / "seeds"
 """Mutants that were not handled once, kept by reader: ``READER.NAME``."""
+SWEEP = b"plan: plan.yaml\ngrid: {schedule.num_micro_batches: [2, 4]}\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,31 @@ def _log() -> bytes:
     ).encode()
 
 
+def _results() -> bytes:
+    with TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "plan.yaml").write_bytes((ROOT / "examples" / "gpt_pp4.yaml").read_bytes())
+        (directory / "sweep.yaml").write_bytes(SWEEP)
+        sweep = load_sweep(str(directory / "sweep.yaml"))
+        with open_results(directory / "results.jsonl", sweep) as results:
+            for point in sweep.points:
+                results.append(evaluate(point, sweep.plan_file))
+        return (directory / "results.jsonl").read_bytes()
+
+
+def _kineto() -> bytes:
+    event = {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": 10.5, "dur": 3.25}
+    events = [event | {"args": {"correlation": 1}}, event | {"cat": "cuda_runtime", "args": {"correlation": 1}}]
+    events += [event | {"cat": "user_annotation", "name": "forward 0"}, event | {"cat": "cpu_op", "name": "aten::mm"}]
+    header = {"baseTimeNanoseconds": 5, "distributedInfo": {"rank": 0}, "deviceProperties": [{"name": "H100"}]}
+    return json.dumps({**header, "traceEvents": events}).encode()
+
+
+def _state_index() -> bytes:
+    with TemporaryDirectory() as directory:
+        return (write_state(subject(topology={"pp": 2}), Path(directory)) / "index.json").read_bytes()
+
+
 def _readers() -> tuple[Reader, ...]:
     header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'.ljust(64)
     toml = (
@@ -102,8 +134,19 @@ def _readers() -> tuple[Reader, ...]:
         Reader("record", "record.jsonl", (_record(),), lambda path: ["state", "align", path, path]),
         Reader("loss_log", "train.log", (loss_log,), lambda path: ["state", "align", path, path]),
         Reader("log", "rank_0.jsonl", (_log(),), lambda path: ["check", "--log", path.parent]),
-        Reader("sweep", "sweep.yaml", (b"plan: plan.yaml\nsweep: {schedule.num_micro_batches: [2, 4]}\n",),
-               lambda path: ["sweep", path]),
+        Reader("sweep", "sweep.yaml", (SWEEP,), lambda path: ["sweep", path, "--workers", "1"]),
+        Reader("results", "sweep.results.jsonl", (_results(),),
+               lambda path: ["sweep", path.parent / "sweep.yaml", "--workers", "1"]),
+        Reader("timeline", "trace.json", _files("tests/goldens/trace_1f1b_pp2_m2.json"),
+               lambda path: ["compare", path, path]),
+        Reader("kineto", "trace.json", (_kineto(),), lambda path: ["import", "profile", path]),
+        Reader("measurements", "runs.json",
+               (b'{"sizes": [{"a": 1}], "num_ranks": 2}', b'{"traceEvents": [{"ph": "X"}]}'),
+               lambda path: ["import", "measurements", path.parent]),
+        Reader("state_index", "index.json", (_state_index(),), lambda path: ["state", "show", path.parent]),
+        Reader("hf_index", "model.safetensors.index.json",
+               (b'{"metadata": {"total_size": 4}, "weight_map": {"a": "model.safetensors"}}',),
+               lambda path: ["state", "show", path.parent]),
     )  # fmt: skip
 
 

@@ -11,11 +11,12 @@ from pipeproof.analysis.align.align_errors import AlignmentError
 from pipeproof.analysis.align.read_record import RecordFile
 from pipeproof.analysis.align.training_logs import LogForm, read_log
 from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.foreign_text import MAX_DEPTH
 from pipeproof.interop.hang.diagnose_hang import diagnose_dumps
 from pipeproof.interop.importers.megatron.shell_script import read_script
 from pipeproof.interop.importers.megatron.shell_values import MAX_EXPANDED, evaluate
 from pipeproof.interop.importers.megatron.shell_words import ShellTextError
-from pipeproof.interop.importers.torchtitan import MAX_DEPTH, read_toml
+from pipeproof.interop.importers.sectioned_file import read_toml
 from pipeproof.interop.traces.trace_log import read_logs
 from pipeproof.state.flex import pickles
 from pipeproof.state.flex.flex_codes import FlexError
@@ -121,7 +122,7 @@ def test_toml_is_shallow(tmp_path, text):
 
 
 def test_toml_of_the_limit_is_read(tmp_path):
-    (tmp_path / "job.toml").write_text(".".join("a" * (MAX_DEPTH - 1)) + " = 1")
+    (tmp_path / "job.toml").write_text(".".join("a" * MAX_DEPTH) + " = 1")
     assert read_toml(tmp_path / "job.toml").name
 
 

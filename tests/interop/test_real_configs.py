@@ -57,6 +57,8 @@ def test_the_configurations_of_the_oracle(tmp_path, config):
         ("dpo_full_tp_pp.yaml", "1f1b", {"pp": 2, "tp": 2}, []),
         ("pt_full_tp_pp.yaml", "1f1b", {"pp": 2, "tp": 2}, ["PP175"]),
         ("ernie_pretrain_300b.yaml", "1f1b", {"pp": 2, "ep": 4, "dp": 1}, []),
+        ("erniekit_sft_32k.yaml", "1f1b", {"pp": 12, "tp": 8, "dp": 1}, ["PP173"]),
+        ("ernie_pretrain_96.yaml", "1f1b", {"pp": 12, "ep": 8, "dp": 1, "tp": 1}, []),
         ("dsv3_pretrain_nlp.json", "dualpipe_v", {"pp": 2, "ep": 4, "dp": 1}, []),
         ("llama_pretrain_nlp.json", "1f1b", {"pp": 1, "tp": 2}, []),
     ],

@@ -1,6 +1,7 @@
 """The results file: appended to, gone on from, mended where its last line was cut, refused where it is another's."""
 
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -73,13 +74,25 @@ def test_what_is_no_results_file_is_left_alone(text, made, tmp_path):
     assert path.read_text() == text
 
 
+def ok_line(makespan, **others):
+    """A line of an evaluated point."""
+    figures = {"sequence": 1, "idle_ratio": 0, "most_idle_ratio": 0, "peak_activations": 1, "warnings": []}
+    return json.dumps({"id": 16 * "0", "set": {}, "status": "ok", "makespan": makespan, **figures, **others})
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
+        (ok_line("3/2"), "has no point 0000"),
         ("{", "the line is no result"),
         ("{}", "the line is no result"),
         ('{"id":"0000000000000000","set":{},"status":"refused","code":"PP140","message":"m"}', "has no point 0000"),
         ('{"id":"0000000000000000","set":{},"status":"good"}', "the line is no result"),
+        (ok_line("1/0"), "the line is no result"),
+        (ok_line("1e-99999999"), "the line is no result"),
+        (ok_line(math.inf), "the line is no result"),
+        (ok_line(1, peak_activations=math.inf), "the line is no result"),
+        ("[" * 100_000, "the line is no result"),
     ],
 )
 def test_damage_in_the_middle_is_named_by_its_line(line, words, made, tmp_path):

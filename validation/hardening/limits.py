@@ -18,9 +18,9 @@ from attack import Ended, keep, kept, pipeproof
 from pipeproof.analysis.align.read_record import MAX_LINE
 from pipeproof.comm.size_limit import MAX_OPERATIONS
 from pipeproof.diagnostics.source import MAX_BYTES
+from pipeproof.foreign_text import MAX_DEPTH as TEXT_DEPTH
 from pipeproof.interop.hang.flight_recorder import MAX_BYTES as DUMP_BYTES
 from pipeproof.interop.importers.megatron.shell_values import MAX_EXPANDED
-from pipeproof.interop.importers.torchtitan import MAX_DEPTH as TOML_DEPTH
 from pipeproof.state.flex.pickles import MAX_DEPTH
 from pipeproof.state.flex.pickles import MAX_OPERATIONS as PICKLE_OPERATIONS
 
@@ -69,7 +69,7 @@ def script(directory: Path) -> Arguments:
 
 def toml(directory: Path) -> Arguments:
     """A job file in TOML, nested beyond the limit."""
-    (directory / "job.toml").write_text("a = " + "[" * (TOML_DEPTH + 1) + "]" * (TOML_DEPTH + 1))
+    (directory / "job.toml").write_text("a = " + "[" * (TEXT_DEPTH + 1) + "]" * (TEXT_DEPTH + 1))
     return ["import", "torchtitan", directory / "job.toml"]
 
 
@@ -116,7 +116,7 @@ LIMITS = (
     Limit("operations of a step", f"{MAX_OPERATIONS:,}", plan_of(MAX_OPERATIONS // (64 * 15))),
     Limit("operations of a step, beyond", f"{MAX_OPERATIONS:,}", plan_of(10_000)),
     Limit("expansions of a shell script, beyond", f"{MAX_EXPANDED:,} characters", script),
-    Limit("depth of TOML, beyond", f"{TOML_DEPTH}", toml),
+    Limit("depth of TOML, beyond", f"{TEXT_DEPTH}", toml),
     Limit("operations of a pickle", f"{PICKLE_OPERATIONS:,}",
           dump(b"\x80\x02](" + b"N" * (PICKLE_OPERATIONS - 7) + b"e.")),
     Limit("depth of a pickle, beyond", f"{MAX_DEPTH}", dump(b"\x80\x02)" + b"\x85" * 100_000 + b".")),

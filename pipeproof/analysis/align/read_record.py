@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import IO, Any
 
 from pipeproof.analysis.align.align_errors import AlignmentError
 from pipeproof.analysis.align.record_format import FORMAT, RECORD_FILE, Header, OtherRecorded, Recorded, RecordedStep
+from pipeproof.foreign_text import ForeignTextError, decode_json
 
 MAX_LINE = 2**24
 """Longest line of a record or of a training log, in characters."""
@@ -77,11 +77,9 @@ class RecordFile:
         if not line.endswith("\n"):
             raise AlignmentError(f"{self.file}:{number}: the last line is cut off; copy the file again")
         try:
-            content = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise AlignmentError(f"{self.file}:{number}: no JSON: {error.msg}") from error
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, deep nesting
-            raise AlignmentError(f"{self.file}:{number}: no line of a record: {error}") from error
+            content = decode_json(line)
+        except ForeignTextError as error:
+            raise AlignmentError(f"{self.file}:{number}: no JSON: {error}; copy the file again") from error
         if not isinstance(content, dict):
             raise AlignmentError(f"{self.file}:{number}: a line of a record is an object")
         return content

@@ -8,7 +8,6 @@ table has all operations, exactly or to nine digits.
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeproof.comm.lower import blaming_plan, lower_loaded
+from pipeproof.foreign_text import decode_json
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import Op, parse_op
 from pipeproof.sim.simulate import simulate
@@ -98,7 +98,7 @@ def _json_object(path: Path) -> dict[str, Any] | None:
             if not stream.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
                 return None
             stream.seek(0)
-            content = json.loads(stream.read())
+            content = decode_json(stream.read())
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None

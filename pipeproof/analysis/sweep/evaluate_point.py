@@ -5,6 +5,8 @@ This runs in worker processes: what goes in and comes out can be pickled.
 
 from __future__ import annotations
 
+import math
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +38,7 @@ class Status(StrEnum):
 
 _EXACT = ("makespan", "sequence", "idle_ratio", "most_idle_ratio")
 """Exact numbers of a result, by their keys in JSON."""
+_FRACTION = re.compile(r"[0-9]+/[1-9][0-9]*")
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class PointResult:
         """Read what ``to_json`` wrote.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, ValueError, OverflowError: it is something else.
         """
         name, settings, status = str(data["id"]), dict(data["set"]), Status(data["status"])
         if status is not Status.OK:
@@ -92,7 +95,7 @@ class PointResult:
                 message=str(data["message"]),
                 traceback=data.get("traceback"),
             )
-        exact = {key: Fraction(data.get(f"{key}_exact", data[key])) for key in _EXACT}
+        exact = {key: _exact_number(data.get(f"{key}_exact", data[key])) for key in _EXACT}
         return cls(
             name,
             settings,
@@ -105,6 +108,18 @@ class PointResult:
             warnings=tuple(map(str, data["warnings"])),
             details=dict(data.get("details", {})),
         )
+
+
+def _exact_number(value: Any) -> Fraction:
+    """Return a number of a results file: an integer, a float as it is, or the text of a fraction.
+
+    Raises:
+        ValueError: it is none, or not finite.
+    """
+    is_number = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    if not is_number and not (isinstance(value, str) and _FRACTION.fullmatch(value)):
+        raise ValueError("a figure is not a finite number")
+    return Fraction(value)
 
 
 Evaluate = Callable[[Point, str], PointResult]

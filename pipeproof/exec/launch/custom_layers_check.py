@@ -19,6 +19,7 @@ from pipeproof.comm.lower import blaming_plan
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
 from pipeproof.exec.launch.job_files import Job, end_process
 from pipeproof.exec.launch.rendezvous import process_environment
+from pipeproof.foreign_text import decode_json
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.custom.custom_codes import cannot_build
@@ -53,7 +54,7 @@ def require_custom_layers(job: Job, loaded: LoadedPlan, timeout_s: float) -> Non
                 raise cannot_build(message, "give `--timeout` more seconds, or load less in `build`") from error
         if not job.custom_layers_file.exists():
             raise cannot_build(f"trying the layers ended with status {done.returncode}", _last_lines(output))
-        result = json.loads(job.custom_layers_file.read_text())
+        result = decode_json(job.custom_layers_file.read_text())
         if "weights" not in result:
             finding = Finding(result["code"], Severity.ERROR, result["message"], help=result["help"])
             raise BadPlanAtError(finding, tuple(result["path"]))
@@ -67,7 +68,7 @@ def require_same_start(job: Job, weights: Mapping[str, Any]) -> None:
     Raises:
         RuntimeError: the weights differ, so that ranks would train different models.
     """
-    known = json.loads(job.custom_layers_file.read_text())["weights"]
+    known = decode_json(job.custom_layers_file.read_text())["weights"]
     for name, weight in weights.items():
         if hashlib.md5(weight.tobytes(), usedforsecurity=False).hexdigest() != known[name]:
             raise RuntimeError(

@@ -43,6 +43,7 @@ from pipeproof.exec.launch.watchdog import JobState, RankState
 from pipeproof.exec.run_codes import DIED
 from pipeproof.exec.store.answering_store import AnsweringStore
 from pipeproof.exec.store.store import get_json, has_json, put_json
+from pipeproof.foreign_text import decode_json
 from pipeproof.system_calls import kill
 
 _POLL_S, _STORE_POLL_S = 0.05, 0.5
@@ -237,7 +238,7 @@ class HostWatch:
                 identity = self._meeting.local[rank].process
                 stopped, alive = is_stopped(identity.pid), identity.is_alive
                 if self._file("position", rank).exists():
-                    positions[str(rank)] = json.loads(self._file("position", rank).read_text())
+                    positions[str(rank)] = decode_json(self._file("position", rank).read_text())
                 elif stopped or not alive or time.monotonic() > ends:
                     finished = self._file(_FINISHED, rank).exists()
                     reason = "stopped" if stopped else "finished" if finished else "ended" if not alive else "silent"
@@ -250,7 +251,7 @@ class HostWatch:
 
     def _last_note(self, rank: int) -> Any:
         try:
-            return json.loads(self._file("note", rank).read_text())
+            return decode_json(self._file("note", rank).read_text())
         except (OSError, ValueError):
             return {}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import selectors
@@ -24,6 +23,7 @@ from pipeproof.exec.launch.process_state import is_ending, is_stopped
 from pipeproof.exec.launch.rendezvous import process_environment, rank_environment, reserved_ports
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.run_codes import DIED, HUNG
+from pipeproof.foreign_text import decode_json
 from pipeproof.system_calls import address_space_limit, open_files_limit
 
 START_UP_TIMEOUT_S = 60.0
@@ -173,7 +173,7 @@ class Launcher:
             return
         *lines, worker.unread = (worker.unread + data).split(b"\n")
         for line in lines:
-            event = json.loads(line)
+            event = decode_json(line)
             if worker.rank is not None:
                 self._state.handle(worker.rank, event, time.monotonic())
             elif event["kind"] == "step":

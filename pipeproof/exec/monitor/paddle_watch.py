@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import paddle
 import paddle.distributed as dist
+from paddle.distributed.communication.group import _GroupManager
 
 from pipeproof.exec.monitor.ring import CAPACITY
 from pipeproof.exec.monitor.ring_recorder import RingRecorder, Watch, ring_directory
@@ -38,4 +40,18 @@ def watch(
         ring_directory(directory), dist.get_rank(), dist.get_world_size(), f"paddle {paddle.__version__}",
         only=None if group is None else frozenset({str(group.id)}), shared=shared, capacity=capacity,
     )  # fmt: skip
-    return Watch(recorder, PaddleCalls(recorder))
+    return Watch(recorder, _WatchedCalls(recorder))
+
+
+class _WatchedCalls(PaddleCalls):
+    """Calls of the groups that Paddle knows; other ranks cannot find another one by its name.
+
+    Such groups are those of ``pipeproof.paddle.Pipeline``, which writes its messages itself.
+    """
+
+    def _call(
+        self, method: str, on_stream: bool, function: Callable[..., Any], group: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if all(known.process_group is not group for known in _GroupManager.group_map_by_id.values()):
+            return function(group, *args, **kwargs)
+        return super()._call(method, on_stream, function, group, *args, **kwargs)

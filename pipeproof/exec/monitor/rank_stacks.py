@@ -42,10 +42,31 @@ class RankStacks:
         ]
 
     @property
+    def outside(self) -> tuple[int, ...]:
+        """Ranks that are not in communication while others are."""
+        ranks = tuple(sorted(rank for rank, stack in self.stacks.items() if not stack.is_communicating))
+        return ranks if len(ranks) < len(self.stacks) else ()
+
+    @property
     def different(self) -> tuple[int, ...]:
         """Ranks that are in another call of the program than most; all of them without a most frequent one."""
         calls = {rank: stack.own[:1] or stack.frames[:1] for rank, stack in self.stacks.items()}
         return minority(calls) if len(set(calls.values())) > 1 else ()
+
+    def comparison(self) -> str:
+        """Return which ranks to look at first, in one line."""
+        outside, different = self.outside, self.different
+        if outside:
+            return f"not in communication: {_named(outside)}"
+        if not different:
+            return "all ranks are in one call"
+        if len(different) < len(self.stacks):
+            return f"in another call than the others: {_named(different)}"
+        return "the ranks are in different calls"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def ask_for_causes(job: JobNow, causes: Sequence[int]) -> RankStacks:

@@ -29,6 +29,7 @@ from typing import Any, Final
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.exec.monitor.monitor_codes import UNREADABLE_RING
+from pipeproof.foreign_text import decode_json
 
 MAGIC: Final = b"PPRING01"
 RECORD_BYTES: Final = 128
@@ -434,7 +435,7 @@ def _string(strings: bytes, offset: int) -> str:
 def _group(text: str) -> RingGroup:
     if not text:  # the table of strings was full
         return RingGroup("?", (), "", "")
-    data: dict[str, Any] = json.loads(text)
+    data: dict[str, Any] = decode_json(text)
     return RingGroup(str(data["name"]), tuple(map(int, data["ranks"])), str(data["backend"]), str(data["about"]))
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any, Protocol
 
+from pipeproof.foreign_text import ForeignTextError, decode_json
+
 MOST_BYTES = 2**16
 """Largest value, in bytes."""
 _MOST_PARTS = 2**10
@@ -79,9 +81,9 @@ def get_json(store: Store, key: str, timeout_s: float) -> Any:
         raise ValueError(f"{key} in the store does not begin with its number of parts")
     rest = [_bounded(store.get(f"{key}/{number}", timeout_s), key) for number in range(1, int(count))]
     try:
-        return json.loads("".join([first, *rest]))
-    except RecursionError:
-        raise ValueError(f"{key} in the store is nested too deeply") from None
+        return decode_json("".join([first, *rest]))
+    except ForeignTextError as error:
+        raise ForeignTextError(f"{key} in the store: {error}") from error
 
 
 def has_json(store: Store, key: str) -> bool:

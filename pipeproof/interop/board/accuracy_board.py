@@ -12,6 +12,7 @@ from typing import Any
 from pipeproof.comm.lower import lower
 from pipeproof.cost.plan_times import resolved_cost
 from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.foreign_text import decode_json
 from pipeproof.interop.board.dualpipe_pair_rows import read_pair_summary, read_pair_trace
 from pipeproof.interop.board.measurement import GIB, Measurement, MeasurementFileError, Quantity
 from pipeproof.interop.board.megatron_bridge_rows import COLUMNS as BRIDGE_COLUMNS
@@ -117,7 +118,7 @@ def _read_table(path: Path) -> MeasurementFile | None:
 
 def _read_json(path: Path) -> MeasurementFile | None:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = decode_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise MeasurementFileError(f"{path}: no JSON: {error}; write the file again") from error
     if isinstance(content, list) and content and isinstance(content[0], dict) and set(content[0]) >= GOLDEN_KEYS:

@@ -7,7 +7,6 @@ the importer of Megatron-LM's arguments turns into a plan.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.foreign_text import decode_json
 from pipeproof.interop.board.measurement import (
     EXPERTS_OVER_TP,
     GIB,
@@ -101,7 +101,7 @@ def _device_in(machine: str) -> str:
 
 @cache
 def _cases() -> Mapping[str, Mapping[str, str]]:
-    cases: Mapping[str, Mapping[str, str]] = json.loads(CASES.read_text(encoding="utf-8"))["cases"]
+    cases: Mapping[str, Mapping[str, str]] = decode_json(CASES.read_text(encoding="utf-8"))["cases"]
     return cases
 
 

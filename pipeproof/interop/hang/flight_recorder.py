@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, Final
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.foreign_text import decode_json
 from pipeproof.interop.hang.hang_codes import UNREADABLE_DUMP
 from pipeproof.interop.hang.recorder_names import END_OF_BATCH, WITHOUT_PEER, op_of
 from pipeproof.interop.json_stream import JsonStream
@@ -308,8 +308,8 @@ def _groups(config: Any, file: str) -> dict[str, Group]:
     for name, record in config.items():
         try:
             ranks = record["ranks"]
-            members = tuple(int(rank) for rank in (json.loads(ranks) if isinstance(ranks, str) else ranks))
-        except (TypeError, KeyError, ValueError, RecursionError) as error:
+            members = tuple(int(rank) for rank in (decode_json(ranks) if isinstance(ranks, str) else ranks))
+        except (TypeError, KeyError, ValueError) as error:
             raise unreadable_dump(f"`{file}`: the ranks of group {name} cannot be read", file) from error
         groups[str(name)] = Group(str(name), str(record.get("desc", "")), members)
     return groups

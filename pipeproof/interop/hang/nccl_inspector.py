@@ -7,13 +7,13 @@ it. An operation that is not finished is in no log.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from pipeproof.foreign_text import decode_json
 from pipeproof.interop.hang.flight_recorder import unreadable_dump
 
 _VERSION: Final = re.compile(r"v?4\.\d+", re.ASCII)
@@ -113,14 +113,14 @@ def _read(path: Path, file: Any, ops: list[FinishedOp], lost: dict[tuple[str, in
     context: _Context | None = None
     for number, line in enumerate(_lines(path, file), start=1):
         try:
-            record = json.loads(line)
+            record = decode_json(line)
             context = header, metadata = _context(path, record, context)
             if "dump_stats" in record:
                 key = str(header["id"]), int(header["rank"]), Process(str(metadata["hostname"]), int(metadata["pid"]))
                 lost[key] = sum(int(record["dump_stats"].get(name, 0)) for name in _DROPPED)
             kinds = (kind for kind in ("coll", "p2p") if f"{kind}_perf" in record)
             ops.extend(_op(kind, record[f"{kind}_perf"], header, metadata) for kind in kinds)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             if not line.endswith("\n"):  # the rank is writing it
                 return
             why = f"line {number} is not understood: {type(error).__name__}: {error}"

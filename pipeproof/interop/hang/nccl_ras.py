@@ -11,7 +11,6 @@ NCCL's user guide.
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.foreign_text import decode_json
 from pipeproof.interop.hang.hang_codes import UNREADABLE_STATUS
 
 PORT: Final = 28028
@@ -117,7 +117,7 @@ def status_from_json(output: str, address: str) -> RasStatus:
     """
     try:
         communicators = {}
-        for each in json.loads(output)["communicators"]:
+        for each in decode_json(output)["communicators"]:
             ranks = {}
             for data in (*each["ranks"], *each["missing_ranks"]):
                 rank, status = _json_rank(data), data["status"]

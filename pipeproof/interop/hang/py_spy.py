@@ -7,7 +7,6 @@ note in place of a stack.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from pipeproof.foreign_text import decode_json
 from pipeproof.interop.hang.flight_recorder import unreadable_dump
 
 MAX_BYTES: Final = 2**24
@@ -68,6 +68,12 @@ class Stack:
     def own(self) -> tuple[StackFrame, ...]:
         """The calls of the program itself."""
         return tuple(frame for frame in self.frames if not frame.is_library)
+
+    @property
+    def is_communicating(self) -> bool:
+        """True if the program is in a call of a framework's ``distributed`` package."""
+        inner = self.frames[: self.frames.index(self.own[0])] if self.own else self.frames
+        return any("distributed" in re.split(r"[/\\]", frame.file) for frame in inner)
 
     @property
     def text(self) -> str:
@@ -175,7 +181,7 @@ def _begins_as_stack(path: Path) -> bool:
 
 
 def _from_json(text: str) -> Stack:
-    threads = json.loads(text)
+    threads = decode_json(text)
     if not isinstance(threads, list) or not threads:
         raise ValueError("it has no threads")
     main = _main([(thread["os_thread_id"], thread["thread_name"], thread) for thread in threads], threads[0]["pid"])

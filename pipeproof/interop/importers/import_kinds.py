@@ -28,7 +28,7 @@ class Kind:
 
 
 _FORMERS = Kind(
-    "training arguments of PaddleFormers, PaddleNLP or ERNIE (YAML or JSON)", "paddle.training_arguments:import_formers"
+    "training arguments of PaddleFormers or PaddleNLP (YAML or JSON)", "paddle.training_arguments:import_formers"
 )
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
@@ -36,7 +36,10 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "fleet": Kind("a Fleet DistributedStrategy saved as prototxt", "paddle.fleet_strategy:import_fleet"),
         "paddleformers": _FORMERS,
         "paddlenlp": _FORMERS,
-        "ernie": _FORMERS,
+        "ernie": Kind(
+            "a configuration of ERNIEKit, or other training arguments of ERNIE (YAML or JSON)",
+            "paddle.erniekit:import_ernie",
+        ),
         "megatron": Kind(
             "a shell script or a file with the arguments of Megatron-LM", "megatron.megatron_importer:import_megatron"
         ),
@@ -49,7 +52,10 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "ms-swift": Kind(
             "a shell script or a YAML file for ms-swift's Megatron trainer", "recipes.ms_swift:import_ms_swift"
         ),
-        "torchtitan": Kind("a TOML job configuration of torchtitan", "torchtitan:import_torchtitan"),
+        "automodel": Kind("a YAML recipe of NeMo Automodel", "recipes.automodel:import_automodel"),
+        "torchtitan": Kind(
+            "a TOML job configuration, or a Python registry, of torchtitan", "torchtitan:import_torchtitan"
+        ),
         "deepspeed": Kind("a JSON configuration for DeepSpeed's pipeline engine", "deepspeed:import_deepspeed"),
         "torch-csv": Kind("a schedule that PyTorch wrote as CSV", "torch_csv:import_torch_csv"),
     }

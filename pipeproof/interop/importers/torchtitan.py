@@ -1,145 +1,36 @@
-"""Importer of TOML job configurations of torchtitan.
+"""Importer of job configurations of torchtitan: TOML files, and functions of a ``config_registry.py``.
 
 The keys have the meaning of torchtitan/distributed/pipeline_parallel.py and
 config/job_config.py (the releases that are configured by TOML); older names of
-the sections ``experimental`` and ``training`` are read too.
+the sections ``experimental`` and ``training`` are read too. The sections of
+the releases that are configured by Python have other names for batches
+(commit b5bcd76: torchtitan/config/configs.py).
 """
 
 from __future__ import annotations
 
-import re
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from pipeproof.diagnostics.finding import Location
-from pipeproof.diagnostics.problems import listed, nearest_name
-from pipeproof.diagnostics.rule_doc import RuleDoc
-from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap, read_text
+from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import Draft, count, misspelt
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_parts import take_parts_of_type
 from pipeproof.interop.importers.model_sizes import Needs, assume_model
-
-_SECTION = re.compile(r"\s*\[\s*([\w.\-\" ]+?)\s*\]")
-_KEY = re.compile(r"\s*([\w\-]+)\s*=")
-MAX_DEPTH: Final = 64
-"""Most values of a TOML file inside one another."""
-_AT = re.compile(r"\(at line (\d+), column (\d+)\)")
-
-
-class TomlFile:
-    """Sections with plain keys, with locations; nested tables are values."""
-
-    def __init__(self, name: str, lines: tuple[str, ...], data: dict[str, Any]) -> None:
-        self.name = name
-        self.lines = lines
-        self._data = data
-        self._locations = dict(_locations(name, lines))
-
-    def has(self, section: str, key: str) -> bool:
-        """Return True if the key is in the file."""
-        table = self._data.get(section)
-        return isinstance(table, dict) and key in table
-
-    def get(self, section: str, key: str, default: Any) -> Any:
-        """Return the value of a key, or ``default``."""
-        table = self._data.get(section)
-        return table.get(key, default) if isinstance(table, dict) else default
-
-    def names(self, section: str) -> tuple[str, ...]:
-        """Return the keys of a section."""
-        table = self._data.get(section)
-        return tuple(table) if isinstance(table, dict) else ()
-
-    def key_location(self, section: str, key: str) -> Location | None:
-        """Return the location of a key; None if it is left out."""
-        return self._locations.get((section, key))
-
-    def location(self, section: str, key: str) -> Location:
-        """Return the location of a key, else of its section, else the top of the file."""
-        top = Location(self.name)
-        return self._locations.get((section, key)) or self._locations.get((section, "")) or top
-
-    @property
-    def sections(self) -> tuple[str, ...]:
-        """Names of the sections."""
-        return tuple(self._data)
-
-    def refused(
-        self, message: str, section: str, key: str, *, help: str | None = None, code: RuleDoc = UNREADABLE
-    ) -> PlanFileError:
-        """Return the error for a value."""
-        finding = code.finding(message, self.location(section, key), help)
-        return PlanFileError(finding, source=SourceMap(self.name, self.lines))
-
-
-def read_toml(path: Path) -> TomlFile:
-    """Read a TOML file.
-
-    Raises:
-        PlanFileError: PP100 if it cannot be read, PP170 if it is no TOML.
-    """
-    name = str(path)
-    text = read_text(name)
-    lines = tuple(LINE_BREAK.split(text))
-    try:
-        data = tomllib.loads(text)
-        _require_shallow(data)
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a plain ValueError
-        match = _AT.search(str(error))
-        location = Location(name, int(match[1]), int(match[2])) if match else Location(name, len(lines), 1)
-        message = _AT.sub("", str(error)).strip()
-        if isinstance(error, RecursionError):
-            location, message = Location(name), f"values are nested more than {MAX_DEPTH} deep"
-        finding = UNREADABLE.finding(f"no valid TOML: {message}", location)
-        raise PlanFileError(finding, source=SourceMap(name, lines)) from error
-    return TomlFile(name, lines, data)
-
-
-def _require_shallow(data: dict[str, Any]) -> None:
-    """Raise RecursionError for values more than ``MAX_DEPTH`` deep. Does not recurse."""
-    level: list[Any] = [data]
-    for _ in range(MAX_DEPTH):
-        inner = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list))
-        level = [value for values in inner for value in values]
-        if not level:
-            return
-    raise RecursionError
-
-
-def _locations(name: str, lines: tuple[str, ...]) -> Iterator[tuple[tuple[str, str], Location]]:
-    section = ""
-    for number, line in enumerate(lines, start=1):
-        if match := _SECTION.match(line):
-            section = match[1]
-            yield (section, ""), Location(name, number).part(*match.span(1))
-        elif match := _KEY.match(line):
-            yield (section, match[1]), Location(name, number).part(*match.span(1))
-
-
-SCHEDULES: Final[Mapping[str, tuple[str, int]]] = MappingProxyType(
-    {
-        "1F1B": ("1f1b", 1),
-        "GPipe": ("gpipe", 1),
-        "Interleaved1F1B": ("interleaved", 2),
-        "LoopedBFS": ("looped_bfs", 2),
-        "InterleavedZeroBubble": ("interleaved_zb", 2),
-        "ZBVZeroBubble": ("zb_v", 2),
-        "DualPipeV": ("dualpipe_v", 2),
-    }
+from pipeproof.interop.importers.recipes.torchtitan_registry import read_registry
+from pipeproof.interop.importers.sectioned_file import SectionedFile, read_toml
+from pipeproof.interop.importers.torch_pipelining import (
+    MAX_LAYERS,
+    known_schedules,
+    module_named,
+    schedule_named,
+    stages_of,
 )
-"""PyTorch's names, ours, and the default number of stages of a rank."""
 
-_MODULES: Final[Mapping[str, str]] = MappingProxyType(
-    {"tok_embeddings": "embed", "norm": "norm", "output": "head", "lm_head": "head"}
-)
-_MAX_LAYERS: Final = 100_000
-"""Most blocks of a model, as in plans."""
-
+TOKENS: Final = "num_tokens_per_microbatch_per_dp_rank"
 _PARALLELISM: Final = ("parallelism", "experimental", "training")
 _READ: Final = frozenset(
     {
@@ -147,14 +38,17 @@ _READ: Final = frozenset(
         "pipeline_parallel_microbatch_size", "pipeline_parallel_layers_per_stage", "module_fqns_per_model_part",
         "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers",
         "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree", "expert_tensor_parallel_degree",
-        "data_parallel_replicate_degree", "data_parallel_shard_degree",
+        "data_parallel_replicate_degree", "data_parallel_shard_degree", "enable_sequence_parallel",
+        "num_pp_microbatches",
     }
 )  # fmt: skip
 _READ_ELSEWHERE: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
-        "training": frozenset({"local_batch_size", "batch_size", "global_batch_size", "seq_len", "max_norm"}),
+        "training": frozenset(
+            {"local_batch_size", "batch_size", "global_batch_size", "seq_len", "max_norm", "max_context_length", TOKENS}
+        ),
         "activation_checkpoint": frozenset({"mode"}),
-        "model": frozenset({"name", "flavor"}),
+        "model": frozenset({"name", "flavor", "num_layers"}),
     }
 )
 """Keys that are read from other sections than those of parallelism."""
@@ -162,20 +56,22 @@ _WITHOUT_BEARING: Final = frozenset(
     {
         "fsdp_reshard_after_forward", "enable_async_tensor_parallel", "disable_loss_parallel",
         "enable_compiled_autograd", "context_parallel_rotate_method", "context_parallel_load_balancer",
+        "context_parallel_ptrr_mask_key", "enable_fsdp_symm_mem", "spmd_backend",
     }
 )  # fmt: skip
 
 
 def import_torchtitan(files: Sequence[Path], flags: Flags) -> Imported:
-    """Import one TOML file of torchtitan.
+    """Import one TOML file of torchtitan, or the function of a Python file that ``flags.recipe`` names.
 
     Raises:
         PlanFileError: PP100 or PP170 if it cannot be read, PP171 if torchtitan refuses the settings.
     """
     if len(files) != 1:
-        message = f"a job of torchtitan is one TOML file, found {len(files)}"
+        message = f"a job of torchtitan is one TOML or Python file, found {len(files)}"
         raise PlanFileError(UNREADABLE.finding(message))
-    job = _Job(read_toml(files[0]), Draft("torchtitan", flags))
+    file = read_registry(files[0], flags, _READ) if files[0].suffix == ".py" else read_toml(files[0])
+    job = _Job(file, Draft("torchtitan", flags))
     job.read()
     return job.draft.imported(job.file.name, job.file.lines)
 
@@ -183,7 +79,7 @@ def import_torchtitan(files: Sequence[Path], flags: Flags) -> Imported:
 class _Job:
     """The file, and the draft of its plan."""
 
-    def __init__(self, file: TomlFile, draft: Draft) -> None:
+    def __init__(self, file: SectionedFile, draft: Draft) -> None:
         self.file = file
         self.draft = draft
 
@@ -194,14 +90,18 @@ class _Job:
         tp = self._degree("tensor_parallel_degree", "tp")
         self._degree("context_parallel_degree", "cp")
         ep = self._degree("expert_parallel_degree", "ep")
-        if tp > 1:
+        has_sequences = self.file.get("parallelism", "enable_sequence_parallel", True) is not False
+        if tp > 1 and has_sequences:
             self._take("tensor_parallel_degree", ("topology", "sequence_parallel"), value=True)
+        if self.file.has("model", "num_layers"):
+            layers = self._number("model", "num_layers", 1)
+            self.draft.set(("model", "num_layers"), layers, "num_layers", self.file.location("model", "num_layers"))
         self._data_parallel(pp, tp, ep)
         num_chunks, csv = self._schedule(pp)
         num_stages = num_chunks * pp
+        self._batches()
         self._model(num_stages)
         self._stages(pp, num_stages, csv=csv)
-        self._batches()
         if num_chunks == 1 and not csv:
             self._require_micro_batches(num_stages)
         self._rest()
@@ -309,13 +209,10 @@ class _Job:
         if path:
             self._take("pipeline_parallel_schedule_csv", ("schedule", "kind"), "file")
             self._take("pipeline_parallel_schedule_csv", ("schedule", "path"), str(Path(path).resolve()))
-        known = {pytorch.lower(): pytorch for pytorch in SCHEDULES}
-        schedule = SCHEDULES.get(known.get(given.lower(), ""))
+        schedule = schedule_named(given)
         single = given.lower() == "pipelineschedulesingle"
         if schedule is None and not path:
-            near = nearest_name(given, SCHEDULES)
-            suggestion = f"did you mean {near}?" if near else f"known are {listed(list(SCHEDULES), 'and')}"
-            raise self.file.refused(f"`{given}` is no schedule of PyTorch", *source, help=suggestion)
+            raise self.file.refused(f"`{given}` is no schedule of PyTorch", *source, help=known_schedules(given))
         kind, chunks = schedule or ("file", 1 if single else 2)
         if pp == 1:
             kind, chunks = "1f1b", 1
@@ -359,19 +256,14 @@ class _Job:
             self._take("module_fqns_per_model_part", ("stages",), [self._named(part, source) for part in parts])
             return
         num_layers = count(self.draft, "model", "num_layers")
-        if num_layers > _MAX_LAYERS or num_stages > _MAX_LAYERS:
+        if num_layers > MAX_LAYERS or num_stages > MAX_LAYERS:
             source = self._setting("pipeline_parallel_degree") or ("parallelism", "pipeline_parallel_degree")
             raise self.file.refused(
                 f"{num_layers} layers in {num_stages} stages are more than a plan can have", *source
             )
         sizes = self._cut(num_stages, num_layers)
-        stages, block = [], 0
-        for size in sizes:
-            stages.append([f"layer.{index}" for index in range(block, block + size)])
-            block += size
-        stages[0].insert(0, "embed")
-        stages[-1] += ["norm", "head"]
-        if all(stages) and block == num_layers and not csv:
+        stages = stages_of(sizes)
+        if all(stages) and sum(sizes) == num_layers and not csv:
             self._take("pipeline_parallel_degree", ("stages",), stages)
 
     def _cut(self, num_stages: int, num_layers: int) -> list[int]:
@@ -392,21 +284,21 @@ class _Job:
     def _named(self, part: Any, source: tuple[str, str]) -> list[str]:
         names = []
         for module in part if isinstance(part, list) else [part]:
-            kind, _, number = str(module).partition(".")
-            if kind == "layers" and number.isdecimal():
-                names.append(f"layer.{number}")
-            elif module in _MODULES:
-                names.append(_MODULES[module])
-            else:
+            name = module_named(str(module), "tok_embeddings")
+            if name is None:
                 raise self.file.refused(
                     f"`{module}` is none of tok_embeddings, layers.N, norm and output", *source,
                     help="other modules are not described",
                 )  # fmt: skip
+            names.append(name)
         return names
 
     def _batches(self) -> None:
         """Set the micro-batches of a step's local batch; a larger global batch repeats the whole schedule."""
         draft = self.draft
+        if self.file.has("training", TOKENS):
+            self._batches_of_tokens()
+            return
         local = ("training", "local_batch_size" if self.file.has("training", "local_batch_size") else "batch_size")
         total = self._number(*local, 8)
         name = "pipeline_parallel_microbatch_size"
@@ -427,15 +319,31 @@ class _Job:
                 "global_batch_size", "one run of the schedule is checked, which accumulation repeats", location
             )
 
+    def _batches_of_tokens(self) -> None:
+        """Set the micro-batches of the releases whose batches are counted in tokens; sequences are packed there."""
+        draft, file = self.draft, self.file
+        tokens, length = self._number("training", TOKENS, 1), self._number("training", "max_context_length", 2048)
+        if tokens % length:
+            length = tokens
+        location = file.location("training", TOKENS)
+        draft.set(("model", "seq_length"), length, TOKENS, location)
+        draft.set(("schedule", "micro_batch_size"), tokens // length, TOKENS, location)
+        name = "num_pp_microbatches"
+        number = self._number(*(self._setting(name) or ("parallelism", name)), 1)
+        self._take(name, ("schedule", "num_micro_batches"), number)
+
     def _require_micro_batches(self, num_stages: int) -> None:
         """Refuse fewer micro-batches than stages, as ``PipelineScheduleSingle`` does; schedules from a file run so."""
         num_micro_batches = count(self.draft, "schedule", "num_micro_batches")
         if num_micro_batches < num_stages:
             name = "local_batch_size" if self.file.has("training", "local_batch_size") else "batch_size"
+            place, fix = ("training", name), f"raise `{name}`, or lower `pipeline_parallel_microbatch_size`"
+            if self.file.has("training", TOKENS):
+                place, fix = ("parallelism", "num_pp_microbatches"), "raise `num_pp_microbatches`"
             raise self.file.refused(
                 f"PyTorch refuses this: {num_micro_batches} micro-batches on {num_stages} stages, and a schedule with "
                 "one stage on each rank (1F1B, GPipe) needs as many micro-batches as stages",
-                "training", name, code=REFUSED, help=f"raise `{name}`, or lower `pipeline_parallel_microbatch_size`",
+                *place, code=REFUSED, help=fix,
             )  # fmt: skip
 
     def _rest(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pipeproof.interop.importers.torchtitan import SCHEDULES
+from pipeproof.interop.importers.torch_pipelining import SCHEDULES
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.model_family import stage_layers
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any, Final, NoReturn
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.foreign_text import decode_json
 from pipeproof.interop.traces.recorder import VERSION
 from pipeproof.interop.traces.trace_codes import UNREADABLE_LOG
 
@@ -211,9 +211,9 @@ class _Reader:
         for text in self._lines():
             self._line += 1
             try:
-                data = json.loads(text)
+                data = decode_json(text)
                 self._take(data["event"], data)
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
                 problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
                 _raise_unreadable(f"this is not a line of a log: {problem}", self._here)
         if self._start is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from pipeproof.diagnostics.problems import nearest_name, shortened
+from pipeproof.foreign_text import decode_json
 from pipeproof.schedule.columns import NONE, REDUCTIONS, Row
 from pipeproof.schedule.formats.located_text import Findings, Placed
 from pipeproof.specs.schedule_file import BAD_LINE
@@ -37,7 +38,7 @@ def unquoted(text: str) -> str:
     if _BARE.fullmatch(text):
         return text
     if text.startswith('"'):
-        name = json.loads(text)  # whose error is a ValueError
+        name = decode_json(text)  # whose error is a ValueError
         if isinstance(name, str):
             return name
     raise ValueError(f"{text!r} is not a name")

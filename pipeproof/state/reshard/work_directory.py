@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from pipeproof.foreign_text import decode_json
 from pipeproof.state.reshard.reshard_codes import OUTPUT_UNUSABLE, RefusedError
 from pipeproof.state.state_index import ShardFile, provenance_file
 from pipeproof.system_calls import lock_file, sync
@@ -127,7 +128,7 @@ def leftover_work_directory(output: Path, job: Mapping[str, object], one_file: s
             yield False
             return
         output_files = directory / _NEW if one_file is None else directory / _NEW / one_file
-        is_same_job = _recorded_job(directory) == json.loads(_job_text(job)) and not output_files.exists()
+        is_same_job = _recorded_job(directory) == decode_json(_job_text(job)) and not output_files.exists()
         yield is_same_job
         if is_same_job:
             _remove(directory)
@@ -190,7 +191,7 @@ def _require_same_job(directory: Path, job: Mapping[str, object]) -> None:
         _write_atomically(file, text)
         return
     recorded = _recorded_job(directory)
-    if recorded != json.loads(text):
+    if recorded != decode_json(text):
         differs = next((key for key in job if recorded.get(key) != job[key]), "what it made")
         raise RefusedError(
             OUTPUT_UNUSABLE,
@@ -214,8 +215,8 @@ def _recorded_job(directory: Path) -> dict[str, object]:
 def _job_of(content: bytes) -> dict[str, object]:
     """Return the job that a record has; empty if it is damaged."""
     try:
-        recorded = json.loads(content)
-    except (ValueError, RecursionError):
+        recorded = decode_json(content)
+    except ValueError:
         return {}
     return recorded if isinstance(recorded, dict) else {}
 

@@ -81,8 +81,20 @@ def test_the_command_names_the_rank_that_is_elsewhere():
     assert result.stdout.endswith("in another call than the others: rank 1\n")
     report = json.loads(invoke("job", "hang", STACKS / "json", "--format", "json").stdout)
     require_fit("hang", report)
-    assert report["different"] == [1]
+    assert (report["outside"], report["different"]) == ([], [1])
     assert report["stacks"][1]["frames"][2]["line"] == 4
+
+
+def test_ranks_that_are_not_in_communication_are_named(tmp_path):
+    for rank, line in ((0, 17), (1, 9), (2, 15)):
+        calls = (
+            ["    wait (threading.py:327)"] if rank == 1 else ["    send (torch/distributed/distributed_c10d.py:2900)"]
+        )
+        text = "\n".join((f"Process {rank + 5}: python", f'Thread {rank + 5} (idle): "MainThread"', *calls))
+        (tmp_path / f"rank_{rank}.txt").write_text(f"{text}\n    main (train.py:{line})\n")
+    assert invoke("job", "hang", tmp_path).stdout.endswith("not in communication: rank 1\n")
+    (tmp_path / "rank_1.txt").unlink()
+    assert invoke("job", "hang", tmp_path).stdout.endswith("the ranks are in different calls\n")
 
 
 def test_stacks_are_shown_with_dumps(tmp_path):

@@ -19,6 +19,7 @@ from pipeproof.comm.channel_models import message_bytes
 from pipeproof.exec.rank.group_channels import PostedTransfer, connecting
 from pipeproof.exec.rank.slot_protocol import NUM_SLOTS, SlotEnd
 from pipeproof.exec.rank.torch.peer_memory import CudaCopyStream, SharedWords, mapped_memory, new_memory
+from pipeproof.foreign_text import decode_json
 from pipeproof.schedule.op_table import Channel, OpGraph
 from pipeproof.schedule.ops import SEND_KINDS
 
@@ -135,7 +136,7 @@ class _Meeting:
         own, other = names if self.is_sender else reversed(names)
         self._store.set(own, json.dumps(content))
         self._store.wait([other], self._timeout)
-        theirs = json.loads(self._store.get(other))
+        theirs = decode_json(self._store.get(other))
         for reason in (content["error"], theirs["error"]):
             if reason is not None:
                 raise self.refusal(reason)

@@ -28,6 +28,7 @@ from pipeproof.exec.store.paddle_store import PaddleStore
 from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.paddle.gloo_groups import gloo_pairs, process_group
 from pipeproof.exec.train.paddle.meetings import Meeting, connect_meetings
+from pipeproof.foreign_text import decode_json
 from pipeproof.schedule.op_table import Channel, Group, OpGraph
 
 Tensor: TypeAlias = paddle.Tensor
@@ -146,7 +147,7 @@ class StoreCopies:
             if self._has_ended.wait(pause):
                 raise TransfersEnded("the pipeline has failed")
             pause = min(2 * pause, _LONGEST_POLL_S)
-        tensor.set_value(np.array(json.loads(self._store.get("copy", _GET_S)), dtype="float64"))
+        tensor.set_value(np.array(decode_json(self._store.get("copy", _GET_S)), dtype="float64"))
 
     def abort(self) -> None:
         """Let nobody wait any more."""

@@ -53,6 +53,7 @@ from pipeproof.exec.train.torch.model_names import (
     outline_of,
     ties_of,
 )
+from pipeproof.foreign_text import decode_json
 from pipeproof.state.dcp.dcp_checkpoint import RESERVED, require_content
 from pipeproof.state.dcp.dcp_codes import DcpError, DcpMismatchError
 from pipeproof.state.dcp.dcp_metadata import DcpMetadata
@@ -227,7 +228,7 @@ def _info(objects: StoredObjects) -> _Info:
     if _INFO not in objects.table:
         return _Info()
     try:
-        return _Info(**json.loads(objects.read(_INFO)))
+        return _Info(**decode_json(objects.read(_INFO)))
     except (ValueError, TypeError) as error:
         raise DcpError(f"{objects.path}: {_INFO} is damaged: {error}", "copy the checkpoint again") from error
 

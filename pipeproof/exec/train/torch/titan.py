@@ -28,7 +28,7 @@ from torch import nn
 from pipeproof.exec.train.torch.module_stage import StepData
 from pipeproof.exec.train.torch.pipeline import Pipeline, Split
 from pipeproof.exec.train.train_errors import PipelineError
-from pipeproof.interop.importers.torchtitan import SCHEDULES
+from pipeproof.interop.importers.torch_pipelining import SCHEDULES
 
 Arguments = Sequence[tuple[Any, ...]]
 """Positional arguments of the first stage, by micro-batch."""

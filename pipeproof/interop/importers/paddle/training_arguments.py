@@ -10,7 +10,7 @@ those tokens. Both turn partial sends off under sequence parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipeproof.diagnostics.finding import Location
@@ -67,6 +67,11 @@ _KNOWN_ELSEWHERE = frozenset(
      "sequence_parallel_config", "context_parallel_config", "use_expert_parallel", "reorder_pipeline_priority",
      "enable_auto_parallel"}
 )  # fmt: skip
+READ = frozenset(
+    {*_PIPELINE_NAMES, *_SEQUENCE, *CONFIG_NAMES, *_KNOWN_ELSEWHERE, "batch_size", "bf16", "fp16", "sharding",
+     "recompute", "recompute_granularity", "enable_mtp_magic_send", "multi_token_pred_depth"}
+)  # fmt: skip
+"""Settings that are read, or whose effect on a pipeline is known to be none."""
 _ORDERS = {
     "sharding_first": ("dp", "sharding", "pp", "sep", "cp", "mp"),
     "pp_first": ("dp", "pp", "sharding", "sep", "cp", "mp"),
@@ -79,12 +84,24 @@ def import_formers(files: Sequence[Path], flags: Flags) -> Imported:
     Raises:
         PlanFileError: a file cannot be read (PP100 to PP103, PP170), or the trainer refuses the job (PP171).
     """
-    settings = read_settings(files)
+    return import_settings(read_settings(files), flags)
+
+
+def import_settings(
+    settings: Settings, flags: Flags, adapt: Callable[[FleetJob, Draft], FleetJob] | None = None
+) -> Imported:
+    """Return the plan of training arguments; ``adapt`` changes the job as a program around the trainer does.
+
+    Raises:
+        PlanFileError: PP170 or PP171, as for ``import_formers``.
+    """
     draft = Draft("paddleformers", flags)
     _require_known_trainer(settings)
     _report_unknown_settings(settings, draft)
     job = _job(settings, draft)
     take_model(draft, {name: settings.values[name] for name in CONFIG_NAMES if name in settings})
+    if adapt is not None:
+        job = adapt(job, draft)
     magic = settings.flag("enable_mtp_magic_send", default=False)
     if magic.value and job.mtp is not None and job.mtp.value:
         draft.set(("model", "mtp", "magic_send"), magic.value, magic.setting, magic.location)
@@ -93,7 +110,7 @@ def import_formers(files: Sequence[Path], flags: Flags) -> Imported:
     return draft.imported(settings.first.file, settings.first.lines, rephrasing(job))
 
 
-def _is_old(settings: Settings) -> bool:
+def is_old(settings: Settings) -> bool:
     """Return True if the trainer of this file applies the tokens of ``pipeline_parallel_config``."""
     new = any(names[0] in settings for names in DEGREES.values())
     old = any(name in settings for names in DEGREES.values() for name in names[1:2])
@@ -101,7 +118,7 @@ def _is_old(settings: Settings) -> bool:
 
 
 def _job(settings: Settings, draft: Draft) -> FleetJob:
-    old = _is_old(settings)
+    old = is_old(settings)
     switches = _by_tokens(settings, draft) if old else _by_switches(settings, draft)
     names = {axis: (known[1:] if old else (known[0], *known[2:])) for axis, known in DEGREES.items()}
     if not old:
@@ -254,7 +271,7 @@ def _memory(settings: Settings, job: FleetJob, draft: Draft) -> None:
     stage, granularity = settings.text("sharding"), settings.text("recompute_granularity")
     if stage is not None and "stage1" in stage.value.split() and job.sharding.value != 1:
         draft.set(("memory", "shard_optimizer"), "dp", stage.setting, stage.location)
-    switch = settings.flag("recompute", default=not _is_old(settings) and granularity is not None)
+    switch = settings.flag("recompute", default=not is_old(settings) and granularity is not None)
     if not switch.value:
         return
     kind = "full" if granularity is None else granularity.value
@@ -305,6 +322,11 @@ def _require_known_trainer(settings: Settings) -> None:
         )
 
 
+def concerns_pipeline(name: str) -> bool:
+    """Return True if the name of a setting has a term of pipelines or parallelism."""
+    return any(term in name for term in ("paral", "p2p", "partial_send", "pipeline", "virtual_pp"))
+
+
 def _report_unknown_settings(settings: Settings, draft: Draft) -> None:
     """Report settings that look like one of the pipeline's and are unknown.
 
@@ -318,7 +340,7 @@ def _report_unknown_settings(settings: Settings, draft: Draft) -> None:
         if known is not None:
             message = f"`{name}` is no setting of these trainers"
             raise unreadable(message, settings.location(name), f"did you mean `{known}`?")
-        if not any(term in name for term in ("paral", "p2p", "partial_send", "pipeline", "virtual_pp")):
+        if not concerns_pipeline(name):
             continue
         near = nearest_name(name, _PIPELINE_NAMES)
         why = f"an unknown setting; did you mean `{near}`?" if near else "an unknown setting"

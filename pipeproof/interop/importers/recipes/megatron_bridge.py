@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.diagnostics.problems import nearest_name
-from pipeproof.diagnostics.source import PlanFileError, SourceMap
+from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.megatron.flag_values import Arguments, Setting
@@ -28,26 +27,21 @@ from pipeproof.interop.importers.recipes.megatron_settings import (
 )
 from pipeproof.interop.importers.recipes.modules import Module, Modules
 from pipeproof.interop.importers.recipes.public_checkpoints import depth_of
+from pipeproof.interop.importers.recipes.recipe_choice import chosen_recipe, factories_of
 from pipeproof.interop.importers.recipes.static_python import Evaluator
 from pipeproof.interop.importers.recipes.static_values import Placed, Record, Unknown
 
 _NUM_GPUS: Final = re.compile(r"_(\d{1,6})gpus?_")
-_MOST_NAMED: Final = 8
 
 
 def recipes_of(module: Module) -> tuple[str, ...]:
     """Return the names of the functions of a module that can be recipes: public, and called without arguments."""
-    return tuple(
-        name
-        for name, node in module.definitions.items()
-        if isinstance(node, ast.FunctionDef) and not name.startswith("_") and _is_factory(node)
-    )
+    return factories_of(module, _returns_recipe)
 
 
-def _is_factory(node: ast.FunctionDef) -> bool:
-    required = len(node.args.args) - len(node.args.defaults)
+def _returns_recipe(node: ast.FunctionDef) -> bool:
     returned = ast.unparse(node.returns) if node.returns is not None else ""
-    return required <= 0 and (returned.endswith("ConfigContainer") or node.name.endswith(("_config", "_recipe")))
+    return returned.endswith("ConfigContainer") or node.name.endswith(("_config", "_recipe"))
 
 
 def import_megatron_bridge(files: Sequence[Path], flags: Flags) -> Imported:
@@ -62,7 +56,7 @@ def import_megatron_bridge(files: Sequence[Path], flags: Flags) -> Imported:
         raise PlanFileError(UNREADABLE.finding(message))
     modules = Modules()
     module = modules.read(files[0])
-    name = _chosen(module, flags)
+    name = chosen_recipe(module, recipes_of(module), flags)
     node = module.definitions[name]
     evaluator = Evaluator(modules)
     config = evaluator.result(module, name)
@@ -104,25 +98,6 @@ def _require_depth(modules: Modules, model: Placed, settings: dict[str, Setting]
     )  # fmt: skip
 
 
-def _chosen(module: Module, flags: Flags) -> str:
-    names = recipes_of(module)
-    if flags.recipe is None and len(names) == 1:
-        return names[0]
-    location = Location(module.file)
-    if flags.recipe in names:
-        return str(flags.recipe)
-    if not names:
-        message, fix = "no function here returns a configuration and can be called without arguments", None
-    elif flags.recipe is None:
-        shown = ", ".join(names[:_MOST_NAMED]) + (", .." if names[_MOST_NAMED:] else "")
-        message, fix = f"this file has {len(names)} recipes: {shown}", f"choose one: `--recipe {names[0]}`"
-    else:
-        near = nearest_name(flags.recipe, names)
-        message = f"`{flags.recipe}` is no recipe of this file"
-        fix = f"did you mean `{near}`?" if near else f"the first recipe is `{names[0]}`"
-    raise PlanFileError(UNREADABLE.finding(message, location, fix), source=SourceMap(module.file, module.lines))
-
-
 def _settings(config: Record, model: Record, recipe: Location) -> Iterator[Setting]:
     """Yield the flags of Megatron-LM that mean the same as the configuration."""
     sequence = config.get("dataset", "seq_length") or config.get("dataset", "sequence_length")
@@ -134,8 +109,9 @@ def _settings(config: Record, model: Record, recipe: Location) -> Iterator[Setti
         yield Setting("--untie-embeddings-and-output-weights", (), shared.location, shared.location)
     for name in ("global_batch_size", "micro_batch_size"):
         yield from plain_setting(f"--{name.replace('_', '-')}", config.get("train", name), f"cfg.train.{name}")
-    for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
+    for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
         yield from plain_setting(f"--{name.replace('_', '-')}", config.get("ddp", name), f"cfg.ddp.{name}")
+    yield from plain_setting("--ddp-bucket-size", config.get("ddp", "bucket_size"), "cfg.ddp.bucket_size")
     overlap = config.get("comm_overlap")
     if overlap is not None and isinstance(overlap.value, Record):
         yield from settings_of(iter(overlap.value.attributes.items()), OVERLAP_FLAGS, "cfg.comm_overlap.")

@@ -1,9 +1,10 @@
 """Numbers of blocks of public checkpoints, by their names on Hugging Face, for recipes that name a checkpoint only.
 
 Each number was compared with a second source: model definitions of torchtitan (b5bcd76), Megatron-Bridge (067f987) and
-gemma_pytorch (014acb7), launch scripts of slime (624b824), Pai-Megatron-Patch (a098ca5) and Megatron-LM (d98e8a6), the
-pull requests 5884 and 4604 of Megatron-Bridge, and the card of a cut of Kimi-K2.5. Multimodal models have the number
-of their text part. Other sizes change times and bytes alone, and ``--model-config`` supplies them.
+gemma_pytorch (014acb7), documentation of Megatron-Bridge and Automodel (36044ad), launch scripts of slime (624b824),
+Pai-Megatron-Patch (a098ca5) and Megatron-LM (d98e8a6), the pull requests 5884 and 4604 of Megatron-Bridge, the card of
+a cut of Kimi-K2.5, and of ERNIE a catalogue of models. Multimodal models have the number of their text part. Other
+sizes change times and bytes alone, and ``--model-config`` supplies them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ from typing import Final
 NUM_LAYERS: Final[Mapping[str, int]] = MappingProxyType(
     {
         "allenai/OLMoE-1B-7B": 16,
+        "baidu/ERNIE-4.5-21B-A3B": 28,
+        "baidu/ERNIE-4.5-300B-A47B": 54,
+        "baidu/ERNIE-4.5-VL-28B-A3B": 28,
+        "baidu/ERNIE-4.5-VL-424B-A47B": 54,
         "deepseek-ai/DeepSeek-V2": 60,
         "deepseek-ai/DeepSeek-V2-Lite": 27,
         "deepseek-ai/DeepSeek-V3": 61,
+        "deepseek-ai/DeepSeek-V4-Flash": 43,
         "google/gemma-2-27b": 46,
         "google/gemma-2-2b": 26,
         "google/gemma-2-9b": 42,
@@ -34,9 +40,11 @@ NUM_LAYERS: Final[Mapping[str, int]] = MappingProxyType(
         "meta-llama/Meta-Llama-3.1-405B": 126,
         "meta-llama/Meta-Llama-3.1-70B": 80,
         "meta-llama/Meta-Llama-3.1-8B": 32,
+        "MiniMaxAI/MiniMax-M3": 60,
         "mistralai/Mixtral-8x7B-v0.1": 32,
         "moonshotai/Kimi-K2": 61,
         "moonshotai/Kimi-K2.5": 61,
+        "moonshotai/Kimi-K3": 93,
         "moonshotai/Moonlight-16B-A3B": 27,
         "openai/gpt-oss-120b": 36,
         "openai/gpt-oss-20b": 24,
@@ -77,13 +85,19 @@ NUM_LAYERS: Final[Mapping[str, int]] = MappingProxyType(
         "Qwen/Qwen3.5-397B-A17B": 60,
         "Qwen/Qwen3.5-4B": 32,
         "Qwen/Qwen3.5-9B": 32,
+        "stepfun-ai/Step-3.5-Flash": 45,
+        "stepfun-ai/Step-3.7-Flash": 45,
         "XiaomiMiMo/MiMo-7B-RL": 36,
         "zai-org/GLM-4.5": 92,
         "zai-org/GLM-4.5-Air": 46,
+        "zai-org/GLM-4.7": 92,
+        "zai-org/GLM-5": 78,
+        "zai-org/GLM-5.1": 78,
+        "zai-org/GLM-5.2": 78,
     }
 )
 
-_VARIANT: Final = re.compile(r"(?:-(?:Instruct|Base|Chat|Thinking|base|chat|it|hf|\d{4}))+/?$", re.ASCII)
+_VARIANT: Final = re.compile(r"(?:-(?:Instruct|Base|Chat|Thinking|base|chat|it|hf|PT|Paddle|\d{4}))+/?$", re.ASCII)
 """Names of trainings of one architecture, at the end of a checkpoint's name."""
 
 

@@ -36,6 +36,16 @@ _MAX_STEPS: Final = 500_000
 _MAX_SIZE: Final = 100_000
 """Longest list or text of an expression."""
 
+
+def _range(*ends: int) -> list[int]:
+    """Return the numbers of a range; ValueError for more than ``_MAX_SIZE``, which makes the result unknown."""
+    numbers = range(*ends)
+    if numbers[_MAX_SIZE:]:
+        message = f"a range of more than {_MAX_SIZE} numbers"
+        raise ValueError(message)
+    return list(numbers)
+
+
 _BINARY: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = MappingProxyType(
     {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
      ast.Div: operator.truediv, ast.Mod: operator.mod}
@@ -46,7 +56,7 @@ _COMPARE: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], Any]]] = MappingPr
 )  # fmt: skip
 _BUILTINS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {"len": len, "min": min, "max": max, "int": int, "float": float, "str": str, "bool": bool, "abs": abs,
-     "dict": dict, "list": list, "tuple": tuple, "sum": sum}
+     "dict": dict, "list": list, "tuple": tuple, "sum": sum, "range": _range}
 )  # fmt: skip
 _OF_TEXTS: Final = frozenset({"lower", "upper", "strip", "startswith", "endswith", "split", "replace"})
 _OF_MAPPINGS: Final = frozenset({"get", "items", "keys", "values", "pop", "update"})
@@ -149,6 +159,9 @@ class Evaluator:
         location = module.location(node)
         name = ast.unparse(node.func)
         match called:
+            case Function(node=ast.FunctionDef(name="field"), module=file) if Path(file).name == "dataclasses.py":
+                factory = named.get("default_factory")
+                return named.get("default") if factory is None else self.call(factory, [], {}, module, node)
             case Function(node=ast.FunctionDef() as function, module=file):
                 return self._run(function, self.modules.read(Path(file)), args, named)
             case Function(node=ast.ClassDef() as definition, module=file):
@@ -156,6 +169,9 @@ class Evaluator:
                 self._defaults(definition, self.modules.read(Path(file)), record, 0)
                 record.attributes.update(_keywords(node, named, module))
                 return record
+            case Method(owner=Function(node=ast.ClassDef() as outer, module=file), name=inner) if inner[:1].isupper():
+                return self._of_inner_class(outer, file, Record(name, location, arguments=tuple(args)),
+                                            _keywords(node, named, module), inner)  # fmt: skip
             case Method(owner=owner, name=method):
                 return _of_value(owner, method, args, named, Record(name, location, arguments=tuple(args)))
             case Missing(name="getattr") if len(args) >= 2 and isinstance(args[0], Record) and isinstance(args[1], str):
@@ -180,6 +196,15 @@ class Evaluator:
                 record.attributes.update(_keywords(node, named, module))
                 return record if source or simple.isupper() else Unknown(f"the result of {name}", location)
         return Record(name, location, arguments=tuple(args))
+
+    def _of_inner_class(self, outer: ast.ClassDef, file: str, record: Record, attributes: Mapping[str, Placed],
+                        name: str) -> Record:  # fmt: skip
+        """Return an object of a class inside of another one; without that class, it has the arguments of the call."""
+        definition = next((one for one in outer.body if isinstance(one, ast.ClassDef) and one.name == name), None)
+        if definition is not None:
+            self._defaults(definition, self.modules.read(Path(file)), record, 0)
+        record.attributes.update(attributes)
+        return record
 
     def _defaults(self, node: ast.ClassDef, module: Module, record: Record, depth: int) -> None:
         """Set the attributes that a class and its bases give with a value."""
@@ -355,9 +380,13 @@ class _Frame:
         """Make every name and attribute that changes inside unknown."""
         names, records = dict(self.names), list(_reachable(self.names))
         before = [(record, dict(record.attributes)) for record in records]
+        lists = [(value, list(value)) for value in _lists(names, records)]
         try:
             yield
         finally:
+            for items, kept in lists:
+                if len(items) != len(kept):  # lists grow only
+                    items[:] = [*kept, unknown]
             for name, value in self.names.items():
                 if name not in names or names[name] is not value:
                     self.names[name] = unknown
@@ -530,3 +559,9 @@ def _reachable(names: Mapping[str, Any]) -> Iterator[Record]:
             seen.add(id(record))
             yield record
             waiting += [found for placed in record.attributes.values() for found in records_in(placed.value)]
+
+
+def _lists(names: Mapping[str, Any], records: Sequence[Record]) -> Iterator[list[Any]]:
+    """Yield the lists that names mean, and those that are attributes of the records."""
+    yield from (value for value in names.values() if isinstance(value, list))
+    yield from (one.value for record in records for one in record.attributes.values() if isinstance(one.value, list))

@@ -1,0 +1,92 @@
+"""JSON and TOML decoded with a limit of depth: one error for all texts that cannot be decoded.
+
+Python's own limit of depth differs between its versions, and is met as a RecursionError; a value that it still decodes
+can be too deep for what walks it afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+MAX_DEPTH = 64
+"""Most objects and lists in one another."""
+Decoded = TypeVar("Decoded")
+_TOO_DEEP = f"values are nested more than {MAX_DEPTH} deep"
+
+
+class ForeignTextError(ValueError):
+    """A text cannot be decoded, is nested too deeply, has too long a number, or needs more memory than there is."""
+
+
+class IncompleteValueError(ForeignTextError):
+    """No JSON value was found: there is none, or its end is missing."""
+
+
+def decode_json(
+    text: str | bytes | bytearray, *, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:
+    """Decode a JSON text; the hook is that of ``json.loads``.
+
+    Raises:
+        ForeignTextError: It cannot be decoded, or has more than ``MAX_DEPTH`` levels.
+    """
+    value = _guarded(lambda: json.loads(text, object_pairs_hook=object_pairs_hook))
+    brackets = (b"[", b"{") if isinstance(text, bytes | bytearray) else ("[", "{")
+    if sum(map(text.count, brackets)) > MAX_DEPTH:  # type: ignore[arg-type]
+        _require_shallow(value)
+    return value
+
+
+def decode_json_value(decoder: json.JSONDecoder, text: str, at: int) -> tuple[Any, int]:
+    """Decode the JSON value that begins at a place of a text; return it, and the place after it.
+
+    Raises:
+        IncompleteValueError: It is no value, or the text ends in the midst of one.
+        ForeignTextError: It has more than ``MAX_DEPTH`` levels, or a number of too many digits.
+    """
+    try:
+        value, end = _guarded(lambda: decoder.raw_decode(text, at))
+    except ForeignTextError as error:
+        if isinstance(error.__cause__, json.JSONDecodeError):
+            raise IncompleteValueError(str(error)) from error
+        raise
+    if text.count("[", at, end) + text.count("{", at, end) > MAX_DEPTH:
+        _require_shallow(value)
+    return value, end
+
+
+def decode_toml(text: str) -> dict[str, Any]:
+    """Decode a TOML text; a dotted key has a level for each dot.
+
+    Raises:
+        ForeignTextError: It cannot be decoded, or has more than ``MAX_DEPTH`` levels.
+    """
+    import tomllib  # few commands read TOML
+
+    value: dict[str, Any] = _guarded(lambda: tomllib.loads(text))
+    _require_shallow(value)
+    return value
+
+
+def _guarded(decode: Callable[[], Decoded]) -> Decoded:
+    try:
+        return decode()
+    except ValueError as error:  # invalid, no UTF-8, or a number of thousands of digits
+        raise ForeignTextError(str(error)) from error
+    except RecursionError as error:
+        raise ForeignTextError(_TOO_DEEP) from error
+    except MemoryError as error:
+        raise ForeignTextError("its values need more memory than this process can have") from error
+
+
+def _require_shallow(value: Any) -> None:
+    """Raise ForeignTextError if lists and dicts are more than ``MAX_DEPTH`` deep. Does not recurse."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list))
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise ForeignTextError(_TOO_DEEP)
