@@ -33,8 +33,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
         try:
             yield new
             new.replace(path)
-        finally:
+        except BaseException:
             new.unlink(missing_ok=True)
+            raise
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ class _Device(DeviceParam):
         return _CPU if value == _CPU else super().convert(value, param, ctx)
 
 
-class _Schedule(click.ParamType[str]):
+class _Schedule(click.ParamType):  # type: ignore[type-arg]  # generic in some of click's releases
     """A kind of schedule; the kinds are imported when one is given."""
 
     name = "schedule"

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import TensorSpec, serialize_file
 
-from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.state.byte_ranges import RangeReader
-from pipeproof.state.safetensors_header import read_header, require_array
+from pipeproof.state.safetensors_header import make_header, read_header, require_array
 from pipeproof.state.state_codes import StateError, reading, regular_size
 from pipeproof.state.state_index import ShardFile, TensorEntry
 from pipeproof.system_calls import sync
@@ -35,20 +33,25 @@ class ByteArray:
 
 def write_file(path: Path, arrays: Mapping[str, ByteArray]) -> tuple[int, str]:
     """Write a file and sync it to the disk; return its size in bytes and its SHA-256."""
-    specs, buffers = {}, []
-    for name, array in arrays.items():
-        content = np.ascontiguousarray(array.content)
-        assert content.nbytes == prod(array.shape) * dtype_bytes(array.dtype), name
-        buffers.append(content)  # alive until it is written: the library is given addresses
-        specs[name] = TensorSpec(
-            dtype=array.dtype, shape=array.shape, data_ptr=content.ctypes.data, data_len=content.nbytes
-        )
-    path.touch()
-    mode = path.stat().st_mode  # by the umask, as other files of a state; the library's are for their owner alone
-    serialize_file(specs, path)
-    path.chmod(mode)
+    start, header = make_header({name: (array.dtype, array.shape) for name, array in arrays.items()}, {})
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as stream:
+        for content in (
+            memoryview(start),
+            *(np.ascontiguousarray(arrays[name].content).data for name in header.arrays),
+        ):
+            digest.update(content)
+            write_all(stream.fileno(), content)
     sync(path)
-    return path.stat().st_size, digest_of(path)
+    size = path.stat().st_size
+    assert size == header.size_bytes, f"an array of {path} has not the size of its shape"
+    return size, digest.hexdigest()
+
+
+def write_all(handle: int, content: memoryview) -> None:
+    """Write all bytes: Linux writes at most 2 GiB at once, and a network disk may accept less."""
+    while content:
+        content = content[os.write(handle, content) :]
 
 
 def read_file(path: Path) -> dict[str, ByteArray]:

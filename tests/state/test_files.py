@@ -1,5 +1,6 @@
 """The state on disk, without a framework: whole and covered once, found, refused; never half of it."""
 
+import hashlib
 import itertools
 import json
 import os
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save, save_file
 
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.state.array_files import ByteArray, read_file
+from pipeproof.state.array_files import ByteArray, read_file, write_file
 from pipeproof.state.read_state import find_state, read_rank_state, require_free_steps
 from pipeproof.state.resume_check import require_resumable
 from pipeproof.state.state_codes import StateError
@@ -319,6 +320,27 @@ def test_a_state_is_never_written_over(tmp_path):
     with pytest.raises(OSError, match="not empty"):
         write(at, tmp_path)
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
+
+
+@pytest.mark.parametrize("names", [("b", "é\n", "a"), ("bool", "uint8", "int16", "float16", "float32", "int64"), ()])
+def test_a_file_has_the_bytes_that_the_library_writes(names, tmp_path):
+    types = [name if name in ("bool", "uint8", "int16", "float16", "float32") else "int64" for name in names]
+    arrays = {
+        name: np.arange(6 * rows).reshape(rows, 6).astype(dtype)
+        for rows, (name, dtype) in enumerate(zip(names, types, strict=True))
+    }
+    stored = {
+        name: ByteArray(array.dtype.name, array.shape, array.reshape(-1).view("u1")) for name, array in arrays.items()
+    }
+    size, sha256 = write_file(tmp_path / "x", stored)
+    content = (tmp_path / "x").read_bytes()
+    assert content == save(arrays)
+    assert (size, sha256) == (len(content), hashlib.sha256(content).hexdigest())
+
+
+def test_an_array_that_is_not_of_its_shape_is_not_written_as_one(tmp_path):
+    with pytest.raises(AssertionError, match="has not the size of its shape"):
+        write_file(tmp_path / "x", {"a": ByteArray("float32", (3,), np.zeros(8, np.uint8))})
 
 
 def test_arrays_of_every_type_are_read_and_what_is_none_is_refused(tmp_path):

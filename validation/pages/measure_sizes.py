@@ -26,7 +26,6 @@ NEEDED_FOR = {
     "pygments": "part of rich",
     "pyyaml": "plans, with line and column of each key",
     "rich": "text output: tables, colours, progress",
-    "safetensors": "saved states, `state`",
     "scipy": "connected parts of graphs, quantiles of jitter",
     "simpy": "the reference model of the simulator, the virtual clock of `pipeproof.testing`",
     "typing-extensions": "part of pydantic",

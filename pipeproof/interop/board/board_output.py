@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from pipeproof.atomic_write import write_output
 from pipeproof.interop.board.accuracy_board import Accuracy, Prediction, accuracies
 from pipeproof.views.tables import print_table
 
@@ -152,6 +153,6 @@ def write_plans(predictions: Sequence[Prediction], directory: Path) -> int:
         head = f"# {measurement.name}\n# measured: {measurement.measured:.6g} ({measurement.quantity})\n"
         notes = "".join(f"# approximate: {note}\n" for note in measurement.notes)
         plan = yaml.safe_dump(dict(measurement.plan), sort_keys=False, width=120, default_flow_style=None)
-        (directory / f"{index:04d}-{name}.yaml").write_text(head + notes + plan, encoding="utf-8")
+        write_output(directory / f"{index:04d}-{name}.yaml", head + notes + plan)
         number += 1
     return number

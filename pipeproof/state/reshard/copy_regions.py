@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.state.array_files import require_sha256
+from pipeproof.state.array_files import require_sha256, write_all
 from pipeproof.state.byte_ranges import RangeReader
 from pipeproof.state.cast import Bits, bits_dtype
 from pipeproof.state.checkpoint import Checkpoint
@@ -193,11 +193,11 @@ class _TargetWriter:
         path = self._directory / name
         with writing(path), path.open("wb", buffering=0) as stream:
             handle = stream.fileno()
-            _write(handle, memoryview(start))
+            write_all(handle, memoryview(start))
             for block in self._blocks(name, header):
                 self._require_not_stopped()
                 digest.update(block.data)
-                _write(handle, block.data.cast("B"))
+                write_all(handle, block.data.cast("B"))
                 position += block.nbytes
                 if (
                     position - synced >= _WRITE_BACK_BYTES
@@ -259,12 +259,6 @@ class _TargetWriter:
     def _require_not_stopped(self) -> None:
         if self.stop.is_set():
             raise _StoppedError
-
-
-def _write(handle: int, content: memoryview) -> None:
-    """Write all bytes: Linux writes at most 2 GiB at once, and a network disk may accept less."""
-    while content:
-        content = content[os.write(handle, content) :]
 
 
 _FIX = "copy the file again from where it was saved, or name an older state"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from pipeproof.atomic_write import write_output
 from pipeproof.foreign_text import decode_json
 from pipeproof.state.reshard.reshard_codes import OUTPUT_UNUSABLE, RefusedError
 from pipeproof.state.state_index import ShardFile, provenance_file
@@ -54,7 +55,7 @@ class WorkDirectory:
 
     def record(self, file: ShardFile) -> None:
         """Record that a file is on the disk, and right."""
-        _write_atomically(self.directory / _DONE / f"{file.name}.json", file.model_dump_json(exclude_none=True))
+        write_output(self.directory / _DONE / f"{file.name}.json", file.model_dump_json(exclude_none=True))
 
     def publish(self, one_file: str | None) -> None:
         """Give the output its name: the directory of files, or its only file, after the provenance of that.
@@ -188,7 +189,7 @@ def _require_same_job(directory: Path, job: Mapping[str, object]) -> None:
     if not file.exists():
         for name in (_NEW, _DONE):  # begun before the job was recorded: useless
             shutil.rmtree(directory / name, ignore_errors=True)
-        _write_atomically(file, text)
+        write_output(file, text)
         return
     recorded = _recorded_job(directory)
     if recorded != decode_json(text):
@@ -219,14 +220,3 @@ def _job_of(content: bytes) -> dict[str, object]:
     except ValueError:
         return {}
     return recorded if isinstance(recorded, dict) else {}
-
-
-def _write_atomically(file: Path, text: str) -> None:
-    """Write a small file so that it appears whole or not at all."""
-    held = file.with_name(f"{file.name}.part")
-    with held.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    held.rename(file)
-    sync(file.parent)

@@ -12,10 +12,6 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors import serialize
-
-from pipeproof.state import array_files as state_files
-
 _WRITES = ("write", "pwrite", "writev", "pwritev")
 _BY_HANDLE = ("fsync", "fdatasync", "ftruncate", "posix_fallocate")
 _BY_PATH = ("rename", "replace", "link", "symlink", "unlink", "remove", "mkdir", "rmdir", "truncate")
@@ -55,7 +51,6 @@ class Death:
         self._os_open, self._open = os.open, io.open
         os.open = self._opening
         io.open = builtins.open = self._opened
-        state_files.serialize_file = self._serialize_file
         return self
 
     def step(self, operation, partly=lambda num_bytes: None):
@@ -117,14 +112,6 @@ class Death:
         if not isinstance(file, int):
             self.step(Operation("open", path))
         return _Written(self._open(file, mode, *more, **options), path, self)
-
-    def _serialize_file(self, specs, path, *more):
-        """The library writes by itself: its bytes, by what it gives to those who ask for bytes, in two shards."""
-        content = serialize(specs, *more)
-        with self._opened(path, "wb") as stream:
-            half = len(content) // 2
-            stream.write(content[:half])
-            stream.write(content[half:])
 
 
 _REAL = {name: getattr(os, name) for name in _WRITES}
