@@ -7,8 +7,11 @@ import errno
 import json
 import os
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from pipeproof.system_calls import sync
@@ -18,19 +21,48 @@ from pipeproof.system_calls import sync
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield the path of a hidden file to write, which replaces ``path`` at the end of the block.
 
-    After an error the hidden file is removed. If the process is killed in the block, ``path`` is unchanged and
-    ``.NAME.PID`` remains. Nothing is synchronized: a power loss may leave an empty file. `output_file` synchronizes.
+    After an error, and before SIGTERM, SIGHUP or SIGQUIT ends the process, the hidden file is removed. If SIGKILL ends
+    it in the block, ``path`` is unchanged and ``.NAME.PID`` remains. Nothing is synchronized: a power loss may leave an
+    empty file. `output_file` synchronizes.
 
     Raises:
         OSError: the file cannot take its place.
     """
     new = path.with_name(f".{path.name}.{os.getpid()}")
+    with _removed_at_the_end_of_the_process(new):
+        try:
+            yield new
+            new.replace(path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def _removed_at_the_end_of_the_process(file: Path) -> Iterator[None]:
+    """Let signals that end the process, and that nothing else handles, remove a file first; in the main thread."""
+    if threading.current_thread() is not threading.main_thread():  # others cannot set what a signal does
+        yield
+        return
+
+    own = os.getpid()
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        if os.getpid() == own:  # and not a fork
+            file.unlink(missing_ok=True)
+        signal.signal(signum, signal.SIG_DFL)
+        signal.raise_signal(signum)
+
+    known = [getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP", "SIGQUIT")]
+    handled = [signum for signum in known if signum is not None and signal.getsignal(signum) is signal.SIG_DFL]
+    for signum in handled:
+        signal.signal(signum, end)
     try:
-        yield new
-        new.replace(path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
+        yield
+    finally:
+        for signum in handled:
+            if signal.getsignal(signum) is end:
+                signal.signal(signum, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -36,8 +36,10 @@ def write_file(path: Path, arrays: Mapping[str, ByteArray]) -> tuple[int, str]:
     start, header = make_header({name: (array.dtype, array.shape) for name, array in arrays.items()}, {})
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as stream:
-        contents = (np.ascontiguousarray(arrays[name].content).data for name in header.arrays)
-        for content in (memoryview(start), *contents):
+        for content in (
+            memoryview(start),
+            *(np.ascontiguousarray(arrays[name].content).data for name in header.arrays),
+        ):
             digest.update(content)
             write_all(stream.fileno(), content)
     sync(path)

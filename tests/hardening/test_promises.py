@@ -1,6 +1,7 @@
 """The page of promises: its tests exist and assert, and its figures show that all attacks were handled."""
 
 import ast
+import importlib
 import json
 import re
 from functools import cache
@@ -13,6 +14,7 @@ PAGE = (ROOT / "docs" / "promises.md").read_text()
 PROMISES, TRIED = PAGE.split("## Tried and handled")
 ROWS = [line.strip("|").split(" | ") for line in PROMISES.splitlines() if line.startswith("| ")][2:]
 """Promise and tests of each row."""
+ENVIRONMENTS = ("disk", "signals", "users")
 NODES = sorted({node for _, tests in ROWS for node in tests.strip().split("<br>")})
 
 
@@ -58,10 +60,25 @@ def test_the_test_of_a_promise_exists_and_asserts(node):
 def test_all_that_was_tried_was_handled():
     results = json.loads((ROOT / "docs" / "hardening.json").read_text())
     assert all(row["problem"] is None for row in results["limits"])
-    for tool in ("strangers", "disk", "signals", "users"):
+    for tool in ("strangers", *ENVIRONMENTS):
         assert all(run["problem"] is None for run in results[tool]["runs"]), tool
     assert results["fuzz"]["not_handled"] == 0
-    assert results["kills"]["equal"] == results["kills"]["kills"]
-    assert results["kills"]["processes_left"] == 0
-    assert results["starts"]["passed"] == results["starts"]["starts"]
+    for where in ("", "_on_gpus"):
+        kills, starts = results[f"kills{where}"], results[f"starts{where}"]
+        assert (kills["equal"], kills["processes_left"]) == (kills["kills"], 0)
+        assert starts["passed"] == starts["starts"]
+    assert sum(results[f"kills{where}"]["kills"] for where in ("", "_on_gpus")) >= 100
+    assert sum(results[f"starts{where}"]["starts"] for where in ("", "_on_gpus")) >= 200
     assert results["soak"]["status"] == 0
+
+
+def test_the_environments_are_of_every_command(monkeypatch):
+    for folder in ("hardening", "pages"):
+        monkeypatch.syspath_prepend(str(ROOT / "validation" / folder))
+    commands = {words for words, _ in importlib.import_module("make_options").commands()}
+    results = json.loads((ROOT / "docs" / "hardening.json").read_text())
+    attacked = {"of the tool": [command.words for command in importlib.import_module("environments").COMMANDS]}
+    attacked |= {tool: [run["command"] for run in results[tool]["runs"]] for tool in ENVIRONMENTS}
+    for tool, of_tool in attacked.items():
+        missing = {words for words in commands if not any(f"{each} ".startswith(f"{words} ") for each in of_tool)}
+        assert not missing, tool

@@ -164,6 +164,7 @@ COMMANDS = (
     ),
     Command("import megatron-bridge IN --recipe small_pretrain_16gpu_config -o OUT.yaml",
             _EXAMPLES / "importing" / "bridge_recipe.py", ".py"),
+    Command("import automodel IN --world-size 64 -o OUT.yaml", _EXAMPLES / "importing" / "automodel.yaml"),
     Command("import nemo-rl IN -o OUT.yaml", _EXAMPLES / "importing" / "nemo_rl.yaml"),
     Command("import verl IN -o OUT.yaml", _EXAMPLES / "importing" / "verl.sh", ".sh"),
     Command("import ms-swift IN -o OUT.yaml", _EXAMPLES / "importing" / "ms_swift.sh", ".sh"),

@@ -32,9 +32,34 @@ def limits_table() -> str:
     return table(("input", "limit", "time", "peak memory", "exit status"), rows)
 
 
+_PLACES = (("", ""), ("_on_gpus", ", on two GPUs with NCCL, 12 or 20 runs at a time"))
+"""Suffix of the figures of kills and starts, and where they were measured."""
+
+
+def kills_row(suffix: str, where: str) -> tuple[str, ...]:
+    """Return the row of kills."""
+    kills = RESULTS[f"kills{suffix}"]
+    return (
+        "kill", "`validation/hardening/kill_resume.py`",
+        (f"{kills['kills']} launchers killed, then the run completed ({kills['resumed_from_a_state']} from a state), "
+        f"compared bit for bit{where}"),
+        f"{kills['equal']}; {kills['processes_left']} processes left, the last ended after {kills['longest_end_s']} s",
+        f"{kills['seconds']:,} s",
+    )  # fmt: skip
+
+
+def starts_row(suffix: str, where: str) -> tuple[str, ...]:
+    """Return the row of starts."""
+    starts = RESULTS[f"starts{suffix}"]
+    return (
+        "start", "`validation/hardening/kill_resume.py`", f"{starts['starts']} runs started in a row{where}",
+        f"{starts['passed']}", f"{starts['seconds']:,} s",
+    )  # fmt: skip
+
+
 def tried_table() -> str:
     """Return what each tool tried and how much of it was handled."""
-    fuzz, kills, starts, soak = (RESULTS[name] for name in ("fuzz", "kills", "starts", "soak"))
+    fuzz, soak = RESULTS["fuzz"], RESULTS["soak"]
     limits = RESULTS["limits"]
     environments = [
         (name, f"`validation/hardening/{file}.py`", f"{len(RESULTS[name]['runs'])} {tried}",
@@ -48,13 +73,8 @@ def tried_table() -> str:
          f"{fuzz['mutants'] - fuzz['not_handled']:,}", f"{fuzz['seconds']} s"),
         ("limits", "`validation/hardening/limits.py`", f"{len(limits)} inputs at or beyond a limit", f"{num_handled}",
          f"{sum(row['seconds'] for row in limits):.0f} s"),
-        ("kill", "`validation/hardening/kill_resume.py`", (
-             f"{kills['kills']} launchers killed, most of them after a state was saved, then "
-             f"the run completed ({kills['resumed_from_a_state']} from a state), compared bit for bit"),
-         f"{kills['equal']}; {kills['processes_left']} processes left, the last ended after {kills['longest_end_s']} s",
-         f"{kills['seconds']} s"),
-        ("start", "`validation/hardening/kill_resume.py`", f"{starts['starts']} runs started in a row",
-         f"{starts['passed']}", f"{starts['seconds']} s"),
+        *(kills_row(suffix, where) for suffix, where in _PLACES),
+        *(starts_row(suffix, where) for suffix, where in _PLACES),
         ("soak", "`validation/hardening/kill_resume.py`", (f"{soak['steps']:,} steps with 20 checkpoints, "
          f"{soak['processes']} processes"), (f"status {soak['status']}; resident memory in 1,000 steps: {growths}; "
          f"{soak['descriptors_grown']} descriptors more"),
