@@ -31,6 +31,7 @@ FEATURES = {
     "experts": {"model": {"moe": _MOE}},
     "losses of routers": {"model": {"moe": {**_MOE, "score": "sigmoid", "aux_loss": 0.1, "z_loss": 0.01}}},
     "biases of experts": {"model": {"moe": {**_MOE, "expert_bias_rate": 0.003}}},
+    "experts by all-gather": {"model": {"moe": {**_MOE, "dispatcher": "all_gather"}}},
     "hyper-connections": {"model": {"hyper_connections": {"streams": 2}}},
     "MTP": {"model": {"mtp": {"num_modules": 2}}},
     "MTP, magic send": {"model": {"mtp": {"num_modules": 1, "magic_send": True}}},

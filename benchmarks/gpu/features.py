@@ -56,6 +56,13 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
             yield f"sequence 4096, {kind}, graphs, replayed", {**long, "run": {**replayed, **graphs}}
     for name, sections in FEATURES.items():
         yield name, plan_dict(**{**copy.deepcopy(sections), "run": {**sections.get("run", {}), **run}})
+    experts = {"num_experts": 8, "top_k": 4, "ffn_size": 256, "dispatcher": "all_gather", "aux_loss": 0.1}
+    gathered = {"pipeproof": 1, "model": {"kind": "gpt", **LONG, "seq_length": 256, "moe": experts},
+                "topology": {"pp": 1, "ep": 2}, "schedule": {"kind": "1f1b", **batch}}  # fmt: skip
+    yield "experts by all-gather, ep 2", {**gathered, "run": {**run, "dtype": "bfloat16"}}
+    if device == "gpu":  # in one product for all experts of a rank, with more rows than visits
+        replayed = {**run, "dtype": "bfloat16", "replay": True, "steps": 4}
+        yield "experts by all-gather, ep 2, replayed", {**gathered, "run": replayed}
     for name, topology in GROUPS.items():
         model = {"model": FEATURES["experts"]["model"]} if name == "ep 2" else {}
         yield name, plan_dict(topology={"pp": 1, **topology}, stages=None, run=run, **copy.deepcopy(model))

@@ -4,9 +4,9 @@
 
 The first argument is the size (hidden, sequence, blocks of a rank, micro-batches),
 the second the experts of a block (how many, how many for a token, inner size).
-First no pipeline, and experts shared out over all ranks (``ep``): the rival is a
-plain loop over micro-batches, with an all-to-all each way. Then pipelines of the
-given schedules with all experts of a block on its rank: the rival is
+First no pipeline, and experts shared out over all ranks (``ep``), with both
+dispatchers: the rival is a plain loop over micro-batches, with an all-to-all each
+way. Then pipelines of the given schedules with all experts of a block on its rank: the rival is
 ``torch.distributed.pipelining``. Both sides multiply all experts in one kernel.
 
 Forward and backward of all micro-batches, bfloat16, no optimizer; gradients that
@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 from measure import Times, captured_anew, forget, timed
@@ -27,6 +28,14 @@ from rival import plain_step, rival_step
 from sizes import Size
 
 ALONE = Times(warm_up=1, steps=3, series=1)
+
+
+DISPATCHERS = ("all_to_all", "all_gather")
+
+
+def _shared_out(size: Size, dispatcher: str, num_ranks: int) -> dict[str, Any]:
+    assert size.moe is not None
+    return replace(size, moe={**size.moe, "dispatcher": dispatcher}).plan("1f1b", 1, ep=num_ranks)
 
 
 def main() -> None:
@@ -40,28 +49,30 @@ def main() -> None:
         f"{size.num_micro_batches} micro-batches, {num_experts} experts of {ffn}, {top_k} a token")  # fmt: skip
     report(f"{'':18} {'rival':>8} {'ours':>8} {'ratio':>6} {'graph':>8} {'ratio':>6} {'work':>8}   GiB: rival, ours")
     for kind in ["", *(sys.argv[3] if len(sys.argv) > 3 else "1f1b,dualpipe_v,zb_v").split(",")]:
-        if kind:
-            made = rival_step(kind, size, rank, num_ranks, device)
-            data = size.plan(kind, num_ranks)
-        else:
-            made = plain_step(size, device, is_shared_out=True)
-            data = size.plan("1f1b", 1, ep=num_ranks)
+        made = rival_step(kind, size, rank, num_ranks, device) if kind else plain_step(size, device, is_shared_out=True)
         theirs = timed(made, device, Times())
         del made
         forget(device)
-        step = OurStep(data, framework)
-        ours = timed(step, device, Times())
-        graph = f"{'':15}"
-        if kind:  # else the host reads how many rows go where
-            replay = captured_anew(step, device)
-            graph = timed(replay, device, Times()).ratio_to(theirs)
-            del replay
-        del step
-        forget(device)
-        work = timed(OurStep(data, framework, alone=True), device, ALONE)
-        forget(device)
-        report(f"{f'pp {num_ranks} {kind}' if kind else f'ep {num_ranks}':18} {theirs.ms:8.2f} {ours.ratio_to(theirs)} "
-            f"{graph} {work.ms:8.2f}   {theirs.gib:.2f} {ours.gib:.2f}")  # fmt: skip
+        if kind:
+            plans = {f"pp {num_ranks} {kind}": size.plan(kind, num_ranks)}
+        else:
+            plans = {f"ep {num_ranks} {name}": _shared_out(size, name, num_ranks) for name in DISPATCHERS}
+        for name, data in plans.items():
+            step = OurStep(data, framework)
+            ours = timed(step, device, Times())
+            del step
+            forget(device)
+            graph = f"{'':15}"
+            if kind or "all_gather" in name:  # else the host reads how many rows go where
+                step = OurStep({**data, "run": {**data["run"], "replay": device.type == "cuda"}}, framework)
+                replay = captured_anew(step, device)
+                graph = timed(replay, device, Times()).ratio_to(theirs)
+                del replay, step
+                forget(device)
+            work = timed(OurStep(data, framework, alone=True), device, ALONE)
+            forget(device)
+            report(f"{name:18} {theirs.ms:8.2f} {ours.ratio_to(theirs)} {graph} {work.ms:8.2f}   "
+                f"{theirs.gib:.2f} {ours.gib:.2f}")  # fmt: skip
     dist.barrier()
     os._exit(0)  # communicators of captured graphs would hold a normal exit up
 

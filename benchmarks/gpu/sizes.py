@@ -20,7 +20,7 @@ class Size:
     vocab_size: int = 4096
     dtype: torch.dtype = torch.bfloat16
     activation_order: str = "bsh"
-    moe: Mapping[str, int] | None = None
+    moe: Mapping[str, Any] | None = None
     """The model section of a plan."""
 
     @classmethod

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from pipeproof.cost.network_times import Network, Shape, shapes_of
+from pipeproof.cost.network_times import Network, Shape
 from pipeproof.schedule.columns import IntColumn
 from pipeproof.schedule.ops import OpKind
 from pipeproof.specs.dtypes import dtype_bytes
@@ -70,11 +70,15 @@ class Links:
         """Return True if groups of ``axis`` use the network."""
         return crosses_nodes(self.plan.topology, axis, self.network.ranks_per_node)
 
+    def leaves_switch(self, axis: str) -> bool:
+        """Return True if groups of ``axis`` are below several switches."""
+        below = self.network.ranks_per_switch
+        return below is not None and crosses_nodes(self.plan.topology, axis, below)
+
     def shapes(self, axis: str) -> frozenset[Shape]:
         """Shapes of the groups of ``axis``."""
         if axis not in self._shapes:
-            groups, network = groups_of(self.plan.topology, axis), self.network
-            self._shapes[axis] = shapes_of(groups, network.ranks_per_node, network.ranks_per_nic)
+            self._shapes[axis] = self.network.shapes(groups_of(self.plan.topology, axis))
         return self._shapes[axis]
 
     def collective_bytes(self, collective: Collective, item_bytes: int) -> Fraction:
@@ -110,7 +114,9 @@ class Links:
 
     def _one_message_us(self, boundary: Boundary, transport: str) -> Fraction:
         num_bytes = Fraction(message_bytes(boundary, transport))
-        time = self.network.slowest_message_us(num_bytes, crosses=self.crosses("pp"))
+        time = self.network.slowest_message_us(
+            num_bytes, crosses=self.crosses("pp"), leaves_switch=self.leaves_switch("pp")
+        )
         if _is_sliced(boundary, transport):
             share = prod(boundary.local_shape) // boundary.num_tp_ranks
             gather = Collective(CollectiveKind.ALL_GATHER, "tp", share, boundary.member)

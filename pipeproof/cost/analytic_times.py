@@ -14,7 +14,7 @@ collectives up, before they are added.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
@@ -35,6 +35,7 @@ from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.exact_times import GRID_US, MAX_TIME_US, rounded_up
 from pipeproof.specs.memory import Recompute
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.activation_memory import copied_bytes, offloaded_blocks
 from pipeproof.stages.describe.boundary import MicroBatchSize, work_item_sizes
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import Collective, Layer, is_block, layer_kind, weight_calls
@@ -76,7 +77,8 @@ class PhaseTime:
 
     ``compute_us`` is of the operations that their FLOPs bound, ``memory_us``
     of those that their bytes bound, ``links_us`` of collectives. ``host_us``
-    is what the host takes to start them, meanwhile.
+    is what the host takes to start them, meanwhile, and ``copies_us`` what the
+    copies of activations to or from host memory take.
     """
 
     flops: Fraction = _ZERO
@@ -86,6 +88,7 @@ class PhaseTime:
     memory_us: Fraction = _ZERO
     links_us: Fraction = _ZERO
     host_us: Fraction = _ZERO
+    copies_us: Fraction = _ZERO
 
     @property
     def device_us(self) -> Fraction:
@@ -94,8 +97,8 @@ class PhaseTime:
 
     @property
     def us(self) -> Fraction:
-        """The whole time: the device never waits for the host, or always."""
-        return max(self.device_us, self.host_us)
+        """The whole time: the device never waits for the host or for copies, or always."""
+        return max(self.device_us, self.host_us, self.copies_us)
 
     def __add__(self, other: PhaseTime) -> PhaseTime:
         return PhaseTime(*map(add, _PARTS(self), _PARTS(other)))
@@ -166,7 +169,24 @@ class AnalyticCosts:
                 }
             )
         stages[0][Phase.FORWARD] += PhaseTime(host_us=exact(self.analytic.input_us))
+        for stage, names in zip(stages, stage_layers(self._plan), strict=True):
+            for phase in (Phase.FORWARD, Phase.INPUT):
+                stage[phase] += PhaseTime(copies_us=self._copies_us(names))
         return tuple(stages)
+
+    def _copies_us(self, names: Sequence[str]) -> Fraction:
+        """Time in which the offloaded blocks of a stage are copied to host memory, or back, for a micro-batch."""
+        offloaded = offloaded_blocks(self._plan, names)
+        num_bytes = sum((copied_bytes(self._plan, name, self.size) for name in offloaded), _ZERO)
+        return self.num_splits * num_bytes / (exact(self.host_bandwidth) * 1000)
+
+    @property
+    def host_bandwidth(self) -> float:
+        """GB/s of copies between the memory of the device and its host."""
+        share = self.analytic.link_efficiency
+        return self._plan.cost.host_bandwidth or self.device.host * (
+            DEFAULT_LINK_EFFICIENCY if share is None else share
+        )
 
     def layer(self, layer: Layer) -> Mapping[Phase, PhaseTime]:
         """Time of each phase of one layer for a whole micro-batch."""
@@ -239,7 +259,7 @@ class AnalyticCosts:
             is_lent = lends and number == len(stages) - 1
             held = [layer.parameters if is_lent else (*layer.parameters, *layer.borrowed) for layer in described]
             states.append(state_of_weights(self._plan, dict.fromkeys(chain.from_iterable(held))))
-        return tuple(self._moved_us(moved_by_update(self._plan, state)) for state in states)
+        return tuple(self._moved_us(moved_by_update(state)) for state in states)
 
     def work(self, work: Work) -> PhaseTime:
         """One operation: bound by its FLOPs or by its bytes, with the casts for it and the end of a weight gradient.

@@ -43,12 +43,11 @@ def resolved_cost(plan: PlanSpec) -> CostSpec:
     if analytic is None:
         return plan.cost if plan.cost.network is None else _by_network(plan, plan.cost.network)
     from pipeproof.cost.analytic_times import AnalyticCosts
-    from pipeproof.cost.network_times import DEFAULT_LINK_EFFICIENCY
 
     costs, given = AnalyticCosts(plan, analytic), plan.cost.recv_slowdown
     times = _slowed_down(costs.resolved(plan.cost.p2p), costs.device.recv_slowdown if given is None else given)
-    share = DEFAULT_LINK_EFFICIENCY if analytic.link_efficiency is None else analytic.link_efficiency
-    return _with_host(times, plan.cost.host_bandwidth or costs.device.host * share)
+    buckets = {"bucket_size": plan.cost.bucket_size, "gather_weights": plan.cost.gather_weights}
+    return _with_host(times, costs.host_bandwidth).model_copy(update=buckets)
 
 
 def link_times(plan: PlanSpec) -> LinkTimes | None:

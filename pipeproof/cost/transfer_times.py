@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from pipeproof.cost.network_times import Link, Network, Shape, shapes_of
+from pipeproof.cost.network_times import Link, Network, Shape
 from pipeproof.schedule.columns import IntColumn
 from pipeproof.schedule.ops import OpKind
 from pipeproof.specs.exact_times import GRID_US
@@ -64,20 +64,31 @@ class NetworkTimes:
 
     def message_us(self, pairs: IntColumn, num_bytes: int) -> Fraction:
         """Of the slowest of these messages."""
-        sender, receiver = (pairs // self.network.ranks_per_node).T
         edges = [self._edges.get((a, b)) for a, b in pairs.tolist()] if self._edges else [None] * len(pairs)
-        ways = {edge or crosses for edge, crosses in zip(edges, (sender != receiver).tolist(), strict=True)}
+        crosses = self._is_between(pairs, self.network.ranks_per_node)
+        leaves = self._is_between(pairs, self.network.ranks_per_switch)
+        ways = {edge or (node, switch) for edge, node, switch in zip(edges, crosses, leaves, strict=True)}
         size = Fraction(num_bytes)
         return max(
-            way.message_us(size) if isinstance(way, Link) else self.network.message_us(size, crosses=way)
+            way.message_us(size)
+            if isinstance(way, Link)
+            else self.network.message_us(size, crosses=way[0], leaves_switch=way[1])
             for way in ways
         )
+
+    @staticmethod
+    def _is_between(pairs: IntColumn, block: int | None) -> list[bool]:
+        """For each pair, True if its ranks are in different blocks of consecutive ranks."""
+        if block is None:
+            return [False] * len(pairs)
+        sender, receiver = (pairs // block).T
+        return list((sender != receiver).tolist())
 
     def collective_us(self, kind: OpKind, groups: IntColumn, num_bytes: int) -> Fraction:
         """Of the slowest of these groups."""
         key = groups.shape[1], groups.tobytes()
         if key not in self._shapes:
-            self._shapes[key] = shapes_of(groups, self.network.ranks_per_node, self.network.ranks_per_nic)
+            self._shapes[key] = self.network.shapes(groups)
         return max(self._of_shape(kind, shape, num_bytes) for shape in self._shapes[key])
 
     def _of_shape(self, kind: OpKind, shape: Shape, num_bytes: int) -> Fraction:

@@ -1,13 +1,15 @@
 """Shared links: messages and collectives as flows that compete, where ``cost.network.contention`` is true.
 
 Every rank has an outgoing and an incoming link inside its node, every network
-card one to other nodes and one from them. After its latency a message is a flow
-over the two links that it uses; if a rank has less bandwidth to one peer than to
+card one to other nodes and one from them, every oversubscribed switch one to
+other switches and one from them. After its latency a message is a flow
+over the links that it uses; if a rank has less bandwidth to one peer than to
 its whole node, that limits the message too. A collective is a ring: a flow from
 each rank to the next in group order, after the latencies of its steps; it ends
 with the last flow. An all-to-all is a flow between every two ranks. Flows share
 links fairly (``fair_shares``). Without competition all times equal those of
-``cost.network_times``.
+``cost.network_times``, but for transfers between oversubscribed switches, which
+there have the share of their cards alone.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ class SharedLinks:
         kind, num_bytes = KINDS[graph.kind[calls[0]]], Fraction(max(self._bytes[call] for call in calls))
         if len(ranks) == 1:
             return self._env.timeout(0)
-        shape = Shape.of([*ranks], network.ranks_per_node, network.ranks_per_nic)
+        shape = Shape.of([*ranks], network.ranks_per_node, network.ranks_per_nic, network.ranks_per_switch)
         if kind is OpKind.ALL_TO_ALL:
             return self._carry([flow for rank in ranks for flow in self._sent(rank, ranks, shape, num_bytes)])
         cost = network.way(kind, shape, num_bytes)
@@ -126,9 +128,13 @@ class SharedLinks:
         return source // self._network.ranks_per_node != target // self._network.ranks_per_node
 
     def _path(self, source: int, target: int) -> tuple[Link, ...]:
-        """Links between two ranks: over their network cards, or inside their node."""
+        """Links between two ranks: over their network cards and switches, or inside their node."""
         if self._crosses(source, target):
-            return (OUT, "card", self._card(source)), (IN, "card", self._card(target))
+            cards: tuple[Link, ...] = ((OUT, "card", self._card(source)), (IN, "card", self._card(target)))
+            below = self._network.ranks_per_switch
+            if below is None or source // below == target // below:
+                return cards
+            return (*cards, (OUT, "switch", source // below), (IN, "switch", target // below))
         return (OUT, "node", source), (IN, "node", target)
 
     def _card(self, rank: int) -> int:
@@ -138,6 +144,9 @@ class SharedLinks:
         """Bytes per tick."""
         assert isinstance(link, tuple)
         network = self._network
+        if link[1] == "switch":
+            assert network.switches is not None
+            return network.uplink(network.switches.ranks // network.ranks_per_nic).bytes_per_us / self._per_us
         link_spec = network.peer if link[0] == PEER else network.between if link[1] == "card" else network.node
         return link_spec.bytes_per_us / self._per_us
 

@@ -14,6 +14,7 @@ from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import packed
 from pipeproof.schedule.op_table import Group
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, KIND_CODE, KINDS, META_KINDS, SEND_KINDS, OpKind
+from pipeproof.sim.gradient_buckets import bucket_times
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.exact_times import GRID_US, rounded_up
 
@@ -46,6 +47,9 @@ def link_durations(lowered: LoweredPlan, links: LinkTimes) -> LinkDurations:
     for rows, example in _distinct(calls, graph.kind, graph.group, num_bytes):
         kind, groups = KINDS[graph.kind[example]], ranks.of_group(int(graph.group[example]))
         collectives[rows] = rounded_up(links.collective_us(kind, groups, int(num_bytes[example]))) / GRID_US
+    if lowered.spec.cost.bucket_size is not None:
+        for op_id, us in bucket_times(lowered, links, num_bytes).items():
+            collectives[op_id] = rounded_up(us) / GRID_US
     sends = np.flatnonzero(graph.is_kind(SEND_KINDS))
     for rows, example in _distinct(sends, graph.channel, num_bytes):
         pairs = ranks.of_channel(int(graph.channel[example]))

@@ -127,6 +127,7 @@ class _Step:
         extent = {
             Lifetime.TO_INPUT: (begins, i_ends),
             Lifetime.TO_WEIGHT: (begins, w_ends),
+            Lifetime.IN_FORWARD: (begins, clock.ends[rows]),
             Lifetime.IN_INPUT: (i_begins, i_ends),
             Lifetime.BETWEEN: (i_ends, w_ends),
         }

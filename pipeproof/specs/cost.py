@@ -46,6 +46,9 @@ Execution = Literal["eager", "compiled", "graph"]
 Algorithm = Literal["ring", "tree", "auto"]
 """Algorithm of all-reduces; every other collective has one algorithm."""
 
+BucketSize = Annotated[int, Field(ge=1, le=10**12)] | Literal["megatron", "stage"]
+"""Elements of a bucket of gradients, or how many there are."""
+
 ProfilePath = Annotated[str, Field(min_length=1)]
 """A file that `pipeproof run PLAN --profile FILE` or `pipeproof import profile` wrote, relative to the plan file."""
 
@@ -217,11 +220,24 @@ class EdgeSpec(Section):
     )
 
 
+class SwitchSpec(Section):
+    """Switches that network cards are connected to, with fewer or slower links to each other than to the cards."""
+
+    ranks: int = Field(
+        ge=1, le=2**20, description="Number of consecutive global ranks below one switch, a multiple of a node's."
+    )
+    oversubscription: float = Field(
+        ge=1,
+        le=1000,
+        description="Bandwidth of all cards below a switch, divided by that of its links to other switches.",
+    )
+
+
 class NetworkSpec(Section):
     """The links between ranks, which give messages and collectives their times.
 
     Together with ``cost.analytic``, whose data sheet describes the links, only
-    ``ranks_per_nic``, ``algorithm``, ``contention`` and ``edges`` are allowed.
+    ``ranks_per_nic``, ``switch``, ``algorithm``, ``contention`` and ``edges`` are allowed.
     """
 
     ranks_per_node: int | None = Field(
@@ -231,6 +247,11 @@ class NetworkSpec(Section):
     between: LinkSpec | None = Field(default=None, description="Link of a network card to other nodes.")
     ranks_per_nic: int = Field(
         default=1, ge=1, le=2**16, description="Number of consecutive ranks of a node that share a network card."
+    )
+    switch: SwitchSpec | None = Field(
+        default=None,
+        description="Switches with less bandwidth to each other than to their cards; without it, only cards limit "
+        "transfers between nodes.",
     )
     launch_us: Time | None = Field(
         default=None,
@@ -300,6 +321,20 @@ class CostSpec(Section):
         "each direction, in GB/s (10^9 bytes). Without it, that of the device of `analytic`; else copies take no time.",
     )
 
+    bucket_size: BucketSize | None = Field(
+        default=None,
+        description="Sums of gradients, and gathers of weights of a sharded optimizer, go by buckets of at least as "
+        "many elements, each a single collective: megatron, Megatron-LM's default, 40000000 or 1000000 for each rank "
+        "of dp, cp and ep, the larger one; stage, all of a stage. Without it, each weight goes by itself. The first "
+        "stage alone has several buckets, as in Megatron-LM; with `schedule.reduce_gradients: when_ready` their sums "
+        "overlap with its last backward.",
+    )
+    gather_weights: Literal["at_end", "first_forward"] = Field(
+        default="at_end",
+        description="When the weights of a sharded optimizer are gathered: at_end, after its step; first_forward, "
+        "during the first forward of the next step, of which only the rest that is not hidden counts "
+        "(`--overlap-param-gather` of Megatron-LM). Needs `bucket_size`.",
+    )
     analytic: AnalyticSpec | None = Field(
         default=None, description="The device whose data sheet gives all times, in place of the times here."
     )

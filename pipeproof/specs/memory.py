@@ -56,11 +56,31 @@ class MemorySpec(Section):
         description="Whether each of the dp ranks keeps only a shard of the optimizer state (arXiv:1910.02054, stage "
         "1): gradients are reduce-scattered, each rank updates its shard of each weight, and weights are gathered.",
     )
+    optimizer_ranks: Literal["dp", "replicas"] = Field(
+        default="dp",
+        description="With `shard_optimizer: dp`, the ranks that share the state of a weight: dp, those of dp, as in a "
+        "run; replicas, all that hold the weight, also those of cp, and of ep outside of experts, as in Megatron-LM's "
+        "distributed optimizer. Memory and times follow it, a run does not.",
+    )
     recompute: Recompute = Field(
         default="none",
         description="Activations that the backward computes again: selective, those of the core of attention; full, "
         "each transformer block from its input, with the collectives of its forward. `cost.analytic` counts the time; "
         "given times are used unchanged.",
+    )
+    offload_blocks: int = Field(
+        default=0,
+        ge=0,
+        le=10**6,
+        description="Number of first blocks of each stage whose activations are copied to host memory during F, and "
+        "back before their backward. `cost.analytic` counts the time at the bandwidth of the host, next to "
+        "computations; given times are used unchanged. A run does not follow it.",
+    )
+    product_inputs: Literal["dtype", "matmul_dtype"] = Field(
+        default="dtype",
+        description="Type in which products of blocks keep their inputs until W, except those of routers: dtype, that "
+        "of activations; matmul_dtype, that of `cost.analytic.matmul_dtype` with its scales, as Transformer Engine "
+        "does. Flash attention then also keeps its output in `dtype` until I. A run does not follow it.",
     )
     sequence_parallel_activations: Literal["keep", "regather"] = Field(
         default="keep",

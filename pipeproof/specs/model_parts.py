@@ -61,6 +61,13 @@ class MoeSpec(Section):
         description="Step of the expert biases, which are added to the scores for the choice only: after each step, "
         "each bias moves by this towards the mean load (arXiv:2408.15664). Without it there are no biases.",
     )
+    dispatcher: Literal["all_to_all", "all_gather"] = Field(
+        default="all_to_all",
+        description="How tokens come to the experts of other EP ranks, and results back. `all_to_all`: each token goes "
+        "to the ranks of its experts, once for each expert. `all_gather`: every rank gets the tokens and router "
+        "outputs of all ranks, and the ranks' results are added by a reduce-scatter. That moves less if a token has "
+        "more experts than there are ranks, and no rank has to know how many tokens come.",
+    )
     nodes_per_token: int | None = Field(
         default=None,
         ge=1,

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, model_validator
 
 from pipeproof.specs.checks.batch_checks import check_global_batch, with_micro_batches
 from pipeproof.specs.checks.boundary_checks import check_boundaries
-from pipeproof.specs.checks.cost_checks import check_analytic, check_network
+from pipeproof.specs.checks.cost_checks import check_activations, check_analytic, check_buckets, check_network
 from pipeproof.specs.checks.custom_layer_checks import check_custom_layers
 from pipeproof.specs.checks.model_checks import check_expert_parallel, check_mtp, check_splits, check_tensor_parallel
 from pipeproof.specs.checks.run_checks import check_main_grad, check_run
@@ -44,6 +44,7 @@ class PlanSpec(PlanSections):
                     *check_lengths(self),
                     *check_global_batch(self),
                     *check_network(self),
+                    *check_buckets(self),
                     *check_run(self),
                 ]
             )
@@ -59,7 +60,9 @@ class PlanSpec(PlanSections):
                 *check_cut(self),
                 *check_splits(self),
                 *check_analytic(self),
+                *check_activations(self),
                 *check_network(self),
+                *check_buckets(self),
                 *check_boundaries(self),
                 *check_main_grad(self),
                 *check_run(self),

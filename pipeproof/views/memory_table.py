@@ -80,6 +80,10 @@ def _assumptions(lowered: LoweredPlan) -> str:
     spec = lowered.spec
     attention = "flash" if is_flash(spec) else "unfused"
     again = "" if spec.memory.recompute == "none" else f", {spec.memory.recompute} recompute"
+    if spec.memory.offload_blocks:
+        again += f", {spec.memory.offload_blocks} blocks of each stage offloaded"
+    if spec.memory.product_inputs == "matmul_dtype":
+        again += ", inputs of products in the type of products"
     shared = " shared by dp ranks" if spec.memory.shard_optimizer == "dp" else ""
     return (
         f"{memory_dtype(spec)}, gradients in {spec.gradient_dtype}, {optimizer_bytes(spec):g} optimizer bytes a "

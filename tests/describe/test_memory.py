@@ -4,8 +4,9 @@ from fractions import Fraction
 
 import pytest
 
+from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.stages.describe.activation_memory import Lifetime
+from pipeproof.stages.describe.activation_memory import Lifetime, copied_bytes
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.model_family import keeps_input, stored_activations
@@ -20,10 +21,9 @@ SEQ, ROWS = 2048, 1
 def plan(hidden=64, heads=8, ffn=None, tp=1, sp=False, dtype="bfloat16", attention="unfused", seq=SEQ, **sections):
     memory = {"dtype": dtype, "attention": attention, **sections.pop("memory", {})}
     model = {"hidden_size": hidden, "num_heads": heads, "ffn_size": ffn or 4 * hidden, "seq_length": seq}
-    model |= sections.pop("model", {})
+    model |= {"num_layers": 2, **sections.pop("model", {})}
     schedule = {"micro_batch_size": ROWS, **sections.pop("schedule", {})}
     topology = {"pp": 1, "tp": tp, "sequence_parallel": sp, **sections.pop("topology", {})}
-    model |= {"num_layers": 2, **sections.pop("model", {})}
     return plan_from_dict(plan_dict(model=model, topology=topology, schedule=schedule, memory=memory, **sections)).spec
 
 
@@ -117,6 +117,58 @@ def test_full_recompute_keeps_inputs_and_one_block_at_a_time():
     assert total(both, Lifetime.TO_WEIGHT, Lifetime.BETWEEN) == for_w
 
 
+def test_offloaded_blocks_are_on_the_device_while_they_are_copied():
+    """Of 4 blocks 3 are in host memory between F and I; two of them are on the device while F or I runs."""
+    four = {"num_layers": 4}
+    names = [f"layer.{index}" for index in range(4)]
+    whole = held(plan(model=four), names)
+    spec = plan(model=four, memory={"offload_blocks": 3})
+    offloaded = held(spec, names)
+    block = total(whole) / 4
+    assert total(offloaded) == block
+    assert total(offloaded, Lifetime.IN_FORWARD) == total(offloaded, Lifetime.IN_INPUT) == 2 * block
+    for_w = total(whole, Lifetime.TO_WEIGHT) * Fraction(3, 4)
+    assert total(offloaded, Lifetime.BETWEEN) == total(whole, Lifetime.BETWEEN) + for_w
+    assert sum(copied_bytes(spec, name, MicroBatchSize(SEQ, ROWS)) for name in names[:3]) == 3 * block
+    one = held(plan(model=four, memory={"offload_blocks": 1}), names)
+    assert (total(one), total(one, Lifetime.IN_FORWARD)) == (3 * block, block)
+
+
+def test_full_recompute_copies_inputs_alone():
+    spec = plan(memory={"recompute": "full", "offload_blocks": 2})
+    two = held(spec, ["layer.0", "layer.1"])
+    assert total(two) == 0
+    assert total(two, Lifetime.IN_FORWARD) == 2 * SEQ * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "item"), [("float8", 1), ("float8_block", Fraction(33, 32)), ("float4", Fraction(9, 16))]
+)
+def test_inputs_of_products_in_fewer_bits(dtype, item):
+    """Inputs of a token: h, h, h and 4 h elements; attention also stores its output, 2 h bytes."""
+    cost = {"analytic": {"device": "b200", "matmul_dtype": dtype}}
+    sizes = {"hidden": 64, "attention": "flash", "cost": cost}
+    wide = held(plan(**sizes))
+    narrow = held(plan(**sizes, memory={"product_inputs": "matmul_dtype"}))
+    assert total(wide) - total(narrow) == SEQ * 64 * (7 * (2 - item) - 2)
+    unfused = {**sizes, "attention": "unfused"}
+    saved = total(held(plan(**unfused))) - total(held(plan(**unfused, memory={"product_inputs": "matmul_dtype"})))
+    assert saved == SEQ * 64 * 7 * (2 - item)
+
+
+@pytest.mark.parametrize(
+    ("memory", "sections"),
+    [
+        ({"product_inputs": "matmul_dtype"}, {}),
+        ({"product_inputs": "matmul_dtype"}, {"cost": {"analytic": "h100"}}),
+        ({"offload_blocks": 1}, {"buffers": {"receive_slots": 2}}),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(memory, sections):
+    with pytest.raises(BadPlanError, match="PP106"):
+        plan(memory=memory, **sections)
+
+
 def test_flash_attention_keeps_a_number_for_each_query_in_place_of_probabilities():
     unfused, flash = (total(held(plan(attention=kind))) for kind in ("unfused", "flash"))
     heads = 8
@@ -199,8 +251,27 @@ def test_states_and_what_a_step_moves_of_them():
     state = state_of(alone, layers)
     assert (state.parameters, state.gradients, state.optimizer) == (2 * numel, 4 * numel, 12 * numel)
     assert state_of(spec, layers).optimizer == 3 * numel
-    assert moved_by_update(alone, state) == (2 * 2 + 4 + 2 * 12) * numel
-    assert moved_by_update(spec, state_of(spec, layers)) == Fraction((2 * 2 + 4 + 2 * 12) * numel, 4)
+    assert moved_by_update(state) == (2 * 2 + 4 + 2 * 12) * numel
+    assert moved_by_update(state_of(spec, layers)) == Fraction((2 * 2 + 4 + 2 * 12) * numel, 4)
+
+
+def test_all_ranks_that_hold_a_weight_share_its_state():
+    """Megatron-LM's distributed optimizer: dp x cp of experts, dp x cp x ep of all others."""
+    moe = {"num_experts": 8, "top_k": 2, "ffn_size": 32}
+    topology = {"dp": 4, "cp": 2, "ep": 4}
+    spec, over_dp = (
+        plan(model={"moe": moe}, topology=topology, memory={"shard_optimizer": "dp", "optimizer_ranks": ranks})
+        for ranks in ("replicas", "dp")
+    )
+    layers = describe_gpt(spec)
+    experts, whole = 2 * 8 * 3 * 64 * 32 // 4, state_of(spec, layers).parameters // 2
+    others = whole - experts
+    assert state_of(over_dp, layers).optimizer == 12 * (experts + others) // 4
+    assert state_of(spec, layers).optimizer == 12 * (experts // (4 * 2) + others // (4 * 2 * 4))
+    moved = moved_by_update(state_of(spec, layers))
+    assert moved == (2 * 2 + 4 + 2 * 12) * (Fraction(experts, 4 * 2) + Fraction(others, 4 * 2 * 4))
+    one = plan(model={"moe": moe}, topology=topology, memory={"optimizer_ranks": "replicas"})
+    assert state_of(one, layers).optimizer == 12 * whole
 
 
 def test_experts_are_sharded_over_ep():

@@ -24,7 +24,13 @@ attentions = st.one_of(
     st.sampled_from([{"mla": MLA}, {"mla": {**MLA, "q_rank": 10}}]),
 )
 feed_forwards = st.sampled_from(
-    [{}, {"moe": MOE}, {"moe": {**MOE, "num_shared_experts": 2}}, {"moe": {**MOE, "dense_layers": 2, "top_k": 8}}]
+    [
+        {},
+        {"moe": MOE},
+        {"moe": {**MOE, "num_shared_experts": 2}},
+        {"moe": {**MOE, "dense_layers": 2, "top_k": 8}},
+        {"moe": {**MOE, "num_shared_experts": 1, "dispatcher": "all_gather"}},
+    ]
 )
 gpt_parts = st.fixed_dictionaries(
     {
@@ -96,6 +102,35 @@ def test_what_the_types_of_experts_mean():
     assert block.partial_over["mlp.router.weight"] == ("tp", "cp", "ep")
     assert block.partial_over["mlp.experts.up.weight"] == ("cp",)  # not over ep: it got the tokens of all ranks there
     assert block.partial_over["mlp.shared.up.weight"] == ("cp", "ep")
+
+
+def test_what_the_types_of_gathered_experts_mean():
+    """Of the tokens of all EP ranks each rank has an addend of the results."""
+    model = {"moe": {**MOE, "num_shared_experts": 1, "dispatcher": "all_gather"}}
+    block = typed_gpt(spec_of(model, tp=2, cp=2, ep=2, sequence_parallel=True))["moe_block"]
+    assert block.values["slots"].types == {"tp": REPLICATED, "cp": cut("u"), "ep": REPLICATED}
+    assert block.values["own.slots"].types == {"tp": REPLICATED, "cp": cut("u"), "ep": cut("x")}
+    assert block.values["routed"].types == {"tp": PARTIAL, "cp": cut("s"), "ep": PARTIAL}
+    assert block.values["mlp.addends"].types == {"tp": PARTIAL, "cp": cut("s"), "ep": cut("b")}
+    assert block.partial_over["mlp.router.weight"] == ("tp", "cp", "ep")
+    assert block.partial_over["mlp.experts.up.weight"] == ("cp",)
+    assert block.partial_over["mlp.shared.up.weight"] == ("cp", "ep")
+
+
+def test_a_block_with_gathered_experts_by_hand():
+    """16 tokens in 2 rows, hidden 16, 8 experts, cut over 2 EP ranks: each puts in what it has of the tokens."""
+    spec = spec_of({"moe": {**MOE, "dispatcher": "all_gather"}}, ep=2)
+    (block, *_) = (layer for layer in describe_gpt(spec) if layer.name == "layer.0")
+    tokens = 16 * 2
+    assert [(str(c.kind), c.numel, c.label) for c in block.forward_collectives] == [
+        ("all_gather", tokens * 8, "layer.0.mlp.route"), ("all_gather", tokens * 16, "layer.0.mlp.tokens"),
+        ("reduce_scatter", 2 * tokens * 16, "layer.0.mlp.sum"),
+    ]  # fmt: skip
+    assert [(str(c.kind), c.numel, c.label) for c in block.backward_collectives] == [
+        ("all_gather", tokens * 16, "layer.0.mlp.sum.grad"),
+        ("reduce_scatter", 2 * tokens * 16, "layer.0.mlp.tokens.grad"),
+        ("reduce_scatter", 2 * tokens * 8, "layer.0.mlp.route.grad"),
+    ]  # fmt: skip
 
 
 def test_a_block_with_experts_by_hand():

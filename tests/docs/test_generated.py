@@ -46,6 +46,7 @@ def docs_module(monkeypatch):
         "make_alignment_log.py",
         "make_hardening.py",
         "make_configurations.py",
+        "make_hangs.py",
     ],
 )
 def test_generated_pages_are_current(script):

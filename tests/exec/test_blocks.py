@@ -15,6 +15,7 @@ GROUPS = {"num_kv_heads": 2, "head_size": 6}
 MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
 """More than ten, so that numbers are not their texts' order; the first stage has a dense block and one with experts."""
 MLA = {"q_rank": 6, "kv_rank": 4, "nope_head_size": 2, "rope_head_size": 4, "value_head_size": 3}
+GATHERED = {"dispatcher": "all_gather"}
 PLANS = {
     "groups": ({"tp": 2}, {}, GROUPS),
     "groups, sp, split backward": ({"tp": 2, "sequence_parallel": True}, {"kind": "zb_h1"}, GROUPS),
@@ -29,6 +30,15 @@ PLANS = {
     "ep, sp": ({"ep": 2, "tp": 2, "sequence_parallel": True}, {}, {"moe": {**MOE, "score": "sigmoid"}}),
     "ep, copies of stages": ({"ep": 4}, {"kind": "dualpipe"}, {"moe": {**MOE, "normalize": False}}),
     "ep, sequence splits": ({"ep": 2}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {"moe": MOE}),
+    "gathered": ({"ep": 2}, {}, {"moe": {**MOE, **GATHERED}, **GROUPS}),
+    "gathered, dp, split backward": (
+        {"ep": 2, "dp": 2}, {"kind": "zb_h1"}, {"moe": {**MOE, **GATHERED}, "activation_order": "bsh"},
+    ),
+    "gathered, sp, losses": (
+        {"ep": 2, "tp": 2, "sequence_parallel": True}, {},
+        {"moe": {**MOE, **GATHERED, "score": "sigmoid", "aux_loss": 0.1, "expert_bias_rate": 0.01}},
+    ),
+    "gathered, copies of stages": ({"ep": 4}, {"kind": "dualpipe"}, {"moe": {**MOE, **GATHERED}}),
     "latent": ({}, {}, {"mla": MLA}),
     "latent, plain queries": ({}, {"kind": "zb_h1"}, {"mla": {**MLA, "q_rank": None}, "activation_order": "bsh"}),
     "latent, tp": ({"tp": 2}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {"mla": MLA}),
@@ -79,6 +89,8 @@ def lowered(topology, schedule, model, **sections):
         "latent, plain queries",
         "latent, sp",
         "ep without experts",
+        "gathered",
+        "gathered, sp, losses",
         "ep, sp",
         "groups, sp, split backward",
         "ep, sizes of micro-batches",

@@ -26,6 +26,7 @@ from pipeproof.specs.exact_times import GRID_US
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec, plan_json_schema
 from pipeproof.specs.topology import TopologySpec
+from pipeproof.stages.describe.activation_memory import copied_bytes
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import Collective, CollectiveKind
 from pipeproof.stages.describe.op_work import ComputeUnit, Phase, Work, layer_work
@@ -187,6 +188,26 @@ def test_large_products_are_bound_by_compute_and_small_ones_and_norms_by_memory(
     assert of.work(one(plan(), "mlp_norm", Phase.FORWARD)).compute_us == 0
     tiny = plan(model={**MODEL, "seq_length": 16})
     assert costs(tiny).work(one(tiny, "mlp.down", Phase.FORWARD)).compute_us == 0
+
+
+def test_copies_to_host_memory_run_next_to_computations():
+    """A stage takes the longer one of its computations and its copies: the bytes of its first blocks at 1 GB/s."""
+    sizes = {**MODEL, "num_layers": 4}
+    memory = {"dtype": "bfloat16", "offload_blocks": 2}
+
+    def stage(memory, **cost):
+        cost = {"analytic": {"device": "h200", "dtype": "bfloat16"}, **cost}
+        sections = {"model": sizes, "topology": {"pp": 2}, "memory": memory, "cost": cost}
+        spec = plan_from_dict(plan_dict(**sections)).spec
+        return spec, costs(spec).stages[0]
+
+    spec, slow = stage(memory, host_bandwidth=1)
+    _, fast = stage(memory, host_bandwidth=10**6)
+    _, without = stage({"dtype": "bfloat16"})
+    us = sum(copied_bytes(spec, f"layer.{index}", costs(spec).size) for index in range(2)) / 1000
+    for phase in (Phase.FORWARD, Phase.INPUT):
+        assert slow[phase].us == us > without[phase].us == fast[phase].us
+    assert slow[Phase.WEIGHT] == without[Phase.WEIGHT]
 
 
 def test_float32_uses_its_own_peak_and_size():

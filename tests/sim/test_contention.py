@@ -66,6 +66,17 @@ def test_two_messages_over_one_card_take_twice_as_long():
     assert ends(plan) == {(2, "1RECV_F0"): 20, (3, "1RECV_F1"): 20}
 
 
+def test_two_messages_between_switches_share_their_links():
+    """Two cards of 10 bytes/us below a switch have 2 * 10 / 2 to the other switch: 5 for each of two, 10 for one."""
+    switch = {"ranks_per_node": 1, "switch": {"ranks": 2, "oversubscription": 2}}
+    plan = network_of([send(2, 200)], [send(3, 200, 1)], receive(0, 200), receive(1, 200, 1), network=switch)
+    assert ends(plan) == {(2, "1RECV_F0"): 40, (3, "1RECV_F1"): 40}
+    plan = network_of([send(2, 200)], [], receive(0, 200), [], network=switch)
+    assert ends(plan) == {(2, "1RECV_F0"): 20}
+    plan = network_of([send(1, 200)], receive(0, 200), [send(3, 200, 1)], receive(2, 200, 1), network=switch)
+    assert ends(plan) == {(1, "1RECV_F0"): 20, (3, "1RECV_F1"): 20}
+
+
 def test_both_directions_are_free():
     # 0 -> 2 and 2 -> 0 use the way out of one card and the way in of the other, each alone: 200 / 10.
     plan = network_of([send(2, 200), *receive(2, 200, 1)], [], [send(0, 200, 1), *receive(0, 200)], [])

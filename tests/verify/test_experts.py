@@ -18,6 +18,7 @@ from pipeproof.verify.check_plan import check_subject
 from tests.plans import subject
 
 MOE = {"num_experts": 4, "top_k": 2, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
+GATHERED = {**MOE, "dispatcher": "all_gather"}
 MLA = {"q_rank": 6, "kv_rank": 4, "nope_head_size": 2, "rope_head_size": 2, "value_head_size": 4}
 
 
@@ -43,7 +44,9 @@ def children(one, axis):
     ep=st.sampled_from([1, 2, 4]),
     dp=st.sampled_from([1, 2]),
     sequence_parallel=st.booleans(),
-    parts=st.sampled_from([{"moe": MOE}, {"moe": MOE, "mla": MLA}, {"mla": MLA}, {"num_kv_heads": 2, "head_size": 6}]),
+    parts=st.sampled_from(
+        [{"moe": MOE}, {"moe": GATHERED}, {"moe": MOE, "mla": MLA}, {"mla": MLA}, {"num_kv_heads": 2, "head_size": 6}]
+    ),
     kind=st.sampled_from(["1f1b", "zb_h1"]),
 )
 def test_right_plans_are_clean(tp, cp, ep, dp, sequence_parallel, parts, kind):
@@ -158,6 +161,34 @@ def test_an_exchange_that_all_ranks_leave_out_is_found(where):
         return [row for row in program if str(row.op) != where]
 
     assert "PP208" in codes(with_rows(experts(), without))
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["0F0/0.ALL_GATHER:ep", "0F0/1.ALL_GATHER:ep", "0F0/2.REDUCE_SCATTER:ep", "0B1/0.ALL_GATHER:ep",
+     "0B1/1.REDUCE_SCATTER:ep"],
+)  # fmt: skip
+def test_a_gather_of_tokens_or_a_sum_of_results_that_all_ranks_leave_out_is_found(where):
+    def without(rank, program, groups):
+        return [row for row in program if str(row.op) != where]
+
+    one = experts(GATHERED)
+    assert any(str(row.op) == where for row in one.graph.rows()[0])
+    assert codes(with_rows(one, without)) == {"PP208"}
+    assert codes(with_rows(one, lambda rank, program, groups: program)) == set()
+
+
+def test_results_that_are_gathered_and_not_summed_are_found():
+    """Each rank would have the results of its own experts alone."""
+
+    def gathered(rank, program, groups):
+        return [
+            replace(row, op=child_of(row.op.target, 2, OpKind.ALL_GATHER, "ep"))
+            if str(row.op) == "0F0/2.REDUCE_SCATTER:ep" else row
+            for row in program
+        ]  # fmt: skip
+
+    assert "PP208" in codes(with_rows(experts(GATHERED), gathered))
 
 
 COUNTS = "0F0/0.ALL_TO_ALL:ep"

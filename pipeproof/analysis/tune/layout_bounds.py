@@ -118,7 +118,7 @@ class _CellCosts:
     @cached_property
     def update_us(self) -> _Times:
         """Microseconds of the optimizer's step before sharding."""
-        updates = [float(moved_by_update(self._spec, state_of(self._spec, [layer]))) for layer in self.layers.values()]
+        updates = [float(moved_by_update(state_of(self._spec, [layer]))) for layer in self.layers.values()]
         return np.array(updates) / (self._costs.device.memory * 1000 * float(self._costs.shares.memory))
 
     @cached_property
@@ -141,6 +141,7 @@ class Bounds:
     def __init__(self, base: Mapping[str, Any], spec: PlanSpec) -> None:
         self._base, self._spec = base, spec
         self._overhead = spec.memory.overhead_gib * GIB
+        self._optimizer_ranks = base.get("memory", {}).get("optimizer_ranks", "dp")
         self._names = layer_order(spec.gpt)
         self._kind_of = {name: layer_kind(spec.gpt, name) for name in self._names}
         self._totals = Counter(self._kind_of.values())
@@ -194,8 +195,7 @@ class Bounds:
         whole = np.maximum(device, host)
         forward, backward_input, weight = alone if is_split else whole
         updates = counts @ cell.costs.update_us
-        if layout.shard_optimizer == "dp":
-            updates = updates / layout.dp
+        updates = updates / self._num_shards(layout)
         backward = backward_input if is_split else backward_input + weight
         before_forward = np.concatenate([[0.0], np.cumsum(forward)])
         before_backward = np.concatenate([[0.0], np.cumsum(backward)])
@@ -218,7 +218,14 @@ class Bounds:
 
     def _states(self, layout: Layout, cell: _Cell) -> _Times:
         """Bytes of weights, gradients and optimizer state of a layer of each kind on one rank."""
-        return cell.states + cell.optimizer / (layout.dp if layout.shard_optimizer == "dp" else 1)
+        return cell.states + cell.optimizer / self._num_shards(layout)
+
+    def _num_shards(self, layout: Layout) -> int:
+        """The ranks that share the state of a weight: the most of any weight."""
+        if layout.shard_optimizer != "dp":
+            return 1
+        shares_all = self._optimizer_ranks == "replicas"
+        return layout.dp * (layout.cp * layout.ep if shares_all else 1)
 
     def _stages_of_ranks(self, layout: Layout) -> list[list[int]]:
         if SCHEDULE_KINDS[layout.kind].placement is Placement.V:

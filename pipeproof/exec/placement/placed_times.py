@@ -52,10 +52,13 @@ class _PlacedLinks:
 
 
 class PlacedTimes:
-    """Step times of one plan with ranks on any nodes. The plan is folded: the slowest replica counts."""
+    """Step times of one plan with ranks on any nodes. The plan is folded: the slowest replica counts.
+
+    Switches do not count: nodes are numbered, and below which switch they are is unknown.
+    """
 
     def __init__(self, lowered: LoweredPlan, links: NetworkTimes) -> None:
-        network = replace(links.network, edges=(), contention=False)
+        network = replace(links.network, edges=(), contention=False, switches=None)
         self.network = network
         self._links = NetworkTimes(network, links.dtype, links.gradient_dtype)
         self._lowered = replace(lowered, graph=lowered.canonical, links=self._links)

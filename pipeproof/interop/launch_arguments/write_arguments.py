@@ -31,7 +31,10 @@ from pipeproof.stages.describe.model_family import stage_layers
 _NOT_LAUNCHED = ("pipeproof", "cost", "suppress", "buffers")
 """Sections that have no part in a launch."""
 
-_NOT_IN_MEMORY = ("budget_gib", "overhead_gib", "dtype", "attention", "gradient_dtype", "optimizer_bytes")
+_NOT_IN_MEMORY = (
+    "budget_gib", "overhead_gib", "dtype", "attention", "gradient_dtype", "optimizer_bytes", "optimizer_ranks",
+    "offload_blocks", "product_inputs",
+)  # fmt: skip
 """Keys of ``memory`` that a simulation needs and a launch does not."""
 
 

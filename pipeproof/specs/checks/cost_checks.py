@@ -35,6 +35,40 @@ def check_analytic(plan: PlanSections) -> list[Problem]:
     return problems
 
 
+def check_activations(plan: PlanSections) -> list[Problem]:
+    """PP106: inputs of products have a type, and what is copied to host memory is in no slot."""
+    analytic, problems = plan.cost.analytic, list[Problem]()
+    if plan.memory.product_inputs == "matmul_dtype" and (analytic is None or analytic.matmul_dtype is None):
+        message = "`memory.product_inputs` is matmul_dtype, without `cost.analytic.matmul_dtype`"
+        fix = "add matmul_dtype, such as float8, or remove product_inputs"
+        problems.append(Problem("PP106", ("memory", "product_inputs"), message, help=fix))
+    if plan.memory.offload_blocks and plan.buffers.receive_slots is not None:
+        message = (
+            "`memory.offload_blocks` copies the inputs of stages to host memory, and with `buffers.receive_slots` "
+        )
+        message += "they are in slots that are never free"
+        problems.append(Problem("PP106", ("memory", "offload_blocks"), message, help="remove one of them"))
+    return problems
+
+
+def check_buckets(plan: PlanSections) -> list[Problem]:
+    """PP106: buckets have times of links that nothing else uses; a gather during a forward goes by buckets."""
+    cost, key = plan.cost, ("cost", "bucket_size")
+    if cost.bucket_size is None:
+        if cost.gather_weights == "at_end":
+            return []
+        message = "`cost.gather_weights: first_forward` is given without `cost.bucket_size`"
+        fix = "add bucket_size, such as megatron: the first bucket is never hidden"
+        return [Problem("PP106", ("cost", "gather_weights"), message, help=fix, at_key=True)]
+    if cost.profile is not None:
+        message = "`cost.bucket_size` is given together with `cost.profile`, which measured sums of single weights"
+        return [Problem("PP106", key, message, help="remove one of them", at_key=True)]
+    if cost.network is not None and cost.network.contention:
+        message = "`cost.bucket_size` is given, and with `cost.network.contention` each sum shares links by itself"
+        return [Problem("PP106", key, message, help="remove one of them", at_key=True)]
+    return []
+
+
 def check_network(plan: PlanSections) -> list[Problem]:
     """No time is given twice (PP106), links that the mesh needs are given (PP104), and cards fill nodes (PP106)."""
     cost, network = plan.cost, plan.cost.network
@@ -62,7 +96,13 @@ def check_network(plan: PlanSections) -> list[Problem]:
             for key, fix in _DATA_SHEET_KEYS.items()
             if getattr(network, key) is not None
         ] + _check_edges(plan, network)
-    return [*_check_latency(cost), *_check_links(plan, network), *_check_cards(network), *_check_edges(plan, network)]
+    return [
+        *_check_latency(cost),
+        *_check_links(plan, network),
+        *_check_cards(network),
+        *_check_switch(network),
+        *_check_edges(plan, network),
+    ]
 
 
 def _check_latency(cost: CostSpec) -> list[Problem]:
@@ -102,6 +142,17 @@ def _check_cards(network: NetworkSpec) -> list[Problem]:
     )
     fix = "a network card belongs to one node: choose a divisor"
     return [Problem("PP106", ("cost", "network", "ranks_per_nic"), message, help=fix)]
+
+
+def _check_switch(network: NetworkSpec) -> list[Problem]:
+    """PP106: nodes fill switches. With `cost.analytic` the device has the size of a node, and ``Network`` checks it."""
+    if network.switch is None or network.ranks_per_node is None or network.switch.ranks % network.ranks_per_node == 0:
+        return []
+    message = (
+        f"cost.network.switch.ranks {network.switch.ranks} does not divide by ranks_per_node {network.ranks_per_node}"
+    )
+    fix = "all ranks of a node are below one switch: choose a multiple"
+    return [Problem("PP106", ("cost", "network", "switch", "ranks"), message, help=fix)]
 
 
 def _check_edges(plan: PlanSections, network: NetworkSpec) -> list[Problem]:

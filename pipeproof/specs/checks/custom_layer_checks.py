@@ -144,6 +144,12 @@ def _check_other_sections(plan: PlanSections, model: CustomModelSpec) -> Iterato
             "remove it; a layer may call paddle.distributed.fleet.utils.recompute itself",
         ),
         (
+            memory.offload_blocks > 0,
+            ("memory", "offload_blocks"),
+            "the activations of custom layers are not copied to host memory",
+            "remove it",
+        ),
+        (
             memory.budget_gib is not None and unmeasured is not None,
             ("memory", "budget_gib"),
             f"layer `{unmeasured}` has no `activation_bytes`, so that no budget can be checked",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeproof.diagnostics.problems import KeyPath, Problem, dotted
+from pipeproof.specs.model_parts import MoeSpec
 from pipeproof.specs.plan_sections import PlanSections
 from pipeproof.specs.section import divisors, multiples
 
@@ -37,11 +38,16 @@ def check_tensor_parallel(plan: PlanSections) -> list[Problem]:
 
 
 def check_expert_parallel(plan: PlanSections) -> list[Problem]:
-    """PP108: experts divide over the EP ranks, and so do the tokens sent to them if loads are equal."""
+    """PP108: experts divide over the EP ranks, and so do the tokens sent to them if loads are equal.
+
+    PP106: keys of an all-to-all are not given for another dispatcher.
+    """
     moe, topology = plan.model.moe, plan.topology
-    if moe is None or topology.ep == 1:
+    if moe is None:
         return []
-    problems = []
+    problems = _check_dispatcher(moe)
+    if topology.ep == 1:
+        return problems
     if moe.num_experts % topology.ep:
         problems.append(
             Problem(
@@ -68,6 +74,23 @@ def check_expert_parallel(plan: PlanSections) -> list[Problem]:
                 )
             )
     return problems
+
+
+def _check_dispatcher(moe: MoeSpec) -> list[Problem]:
+    """An all-gather takes every token to every rank, once and as it is."""
+    if moe.dispatcher == "all_to_all":
+        return []
+    return [
+        Problem(
+            "PP106",
+            ("model", "moe", key),
+            f"model.moe.{key} is for tokens that go to the ranks of their experts, and model.moe.dispatcher "
+            f"{moe.dispatcher} takes all tokens to all ranks",
+            help=f"remove {key}, or use `dispatcher: all_to_all`",
+        )
+        for key in ("nodes_per_token", "dispatch_dtype")
+        if getattr(moe, key) is not None
+    ]
 
 
 def check_mtp(plan: PlanSections) -> list[Problem]:

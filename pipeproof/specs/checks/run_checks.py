@@ -83,8 +83,8 @@ def _check_replay(plan: PlanSections) -> list[Problem]:
         return [Problem("PP106", path, message, help="remove it, or use `backend: torch` and `device: gpu`")]
     dynamic = []
     if model.moe is not None and not _has_fused_experts(plan):
-        reason = "the host reads the number of tokens of each expert, except with ep 1, bfloat16 throughout and sizes "
-        dynamic.append(("model.moe", reason + f"that divide by {_ALIGNED}"))
+        reason = "the host reads the number of tokens of each expert, except with ep 1 or `dispatcher: all_gather`, "
+        dynamic.append(("model.moe", reason + f"bfloat16 throughout and sizes that divide by {_ALIGNED}"))
     if model.dropout is not None:
         dynamic.append(("model.dropout", "masks are drawn on the host"))
     if plan.buffers.free_output != "after_backward":
@@ -98,13 +98,14 @@ def _check_replay(plan: PlanSections) -> list[Problem]:
 def _has_fused_experts(plan: PlanSections) -> bool:
     """True if all experts of a rank are one kernel that reads the numbers of tokens on the device.
 
-    The condition is that of ``pipeproof.stages.torch.functional``. With ep above 1, the host must know how many
+    The condition is that of ``pipeproof.stages.torch.functional``. For an all-to-all, the host must know how many
     tokens come from other ranks.
     """
     moe, run, topology = plan.model.moe, plan.run, plan.topology
     assert moe is not None
     is_aligned = not any(size % _ALIGNED for size in (plan.gpt.hidden_size, moe.ffn_size // topology.tp))
-    return is_aligned and topology.ep == 1 and run.dtype == run.weight_dtype == "bfloat16"
+    is_fixed = topology.ep == 1 or moe.dispatcher == "all_gather"
+    return is_aligned and is_fixed and run.dtype == run.weight_dtype == "bfloat16"
 
 
 def check_main_grad(plan: PlanSections) -> list[Problem]:

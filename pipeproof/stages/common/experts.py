@@ -2,7 +2,8 @@
 
 The experts of ``stages.paddle`` and ``stages.torch`` choose, and order rows, on the host and on the device. In both the
 rows of an expert's products are its tokens, by the expert-parallel rank that they come from, then by their position in
-that rank's micro-batch. Gradients move back as their tokens moved.
+that rank's micro-batch. Gradients move back as their tokens moved. With ``dispatcher: all_gather`` the rows of an
+expert are the same ones in the same order, and the sum over the experts of a token is one over ranks of sums.
 
 Shape letters: S sequence, B rows, H hidden, N = S B tokens, E experts, k of them for a token, V visits, M inner size;
 R expert-parallel ranks, each with E / R experts.
@@ -33,6 +34,14 @@ class ExpertCollectives(Protocol):
         """Send ``send[m]`` rows, in order, to each member m; return ``receive[m]`` rows from each, joined in order."""
         ...
 
+    def all_gather(self, tensor: Tensor, dim: int, *, label: str, axis: str) -> Tensor:
+        """Return the tensors of all members, joined along ``dim``."""
+        ...
+
+    def reduce_scatter(self, tensor: Tensor, dim: int, *, label: str, axis: str) -> Tensor:
+        """Return this member's part along ``dim`` of the sum over all members."""
+        ...
+
 
 class ExpertRegion:
     """One rank's view of its expert-parallel group. With one rank nothing is exchanged."""
@@ -61,6 +70,34 @@ class ExpertRegion:
             rows,
         )
         return arrived
+
+    def gather(self, logits: Tensor, tokens: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """Return the router outputs [R N, E] and the tokens [R N, H] of all ranks; their gradients are summed back."""
+        logits, tokens = self.ops.autograd_node(
+            lambda *own: (self._gathered(own[0], f"{name}.route"), self._gathered(own[1], f"{name}.tokens")),
+            lambda *gradients: tuple(reversed([
+                self._summed(gradients[1], f"{name}.tokens.grad"), self._summed(gradients[0], f"{name}.route.grad"),
+            ])),
+            logits, tokens,
+        )  # fmt: skip
+        return logits, tokens
+
+    def sum_results(self, addends: Tensor, name: str) -> Tensor:
+        """Return this rank's rows [N, H] of the sum of all ranks' addends [R N, H]."""
+        (results,) = self.ops.autograd_node(
+            lambda own: (self._summed(own, f"{name}.sum"),),
+            lambda gradient: (self._gathered(gradient, f"{name}.sum.grad"),),
+            addends,
+        )
+        return results
+
+    def _gathered(self, tensor: Tensor, label: str) -> Tensor:
+        assert self._collectives is not None
+        return self._collectives.all_gather(tensor.contiguous(), 0, label=label, axis="ep")
+
+    def _summed(self, tensor: Tensor, label: str) -> Tensor:
+        assert self._collectives is not None
+        return self._collectives.reduce_scatter(tensor.contiguous(), 0, label=label, axis="ep")
 
     def _all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], label: str) -> Tensor:
         assert self._collectives is not None
@@ -94,12 +131,34 @@ class Experts(ABC):
             mark(source, to_router, *to_shared)
         logits = self._weights.product(to_router, self._weight("router"))
         logits = router.enter(logits.reshape([-1, self._moe.num_experts]))
+        tokens = to_experts.reshape([-1, entered.shape[-1]])
+        routes = self._gathered if self._gathers else self._visited
+        routed = routes(logits, tokens, router).reshape(entered.shape)
+        return routed + self._shared(to_shared[0]) if shared else routed
+
+    @property
+    def _gathers(self) -> bool:
+        return self._moe.dispatcher == "all_gather" and self._region.num_ranks > 1
+
+    def _visited(self, logits: Tensor, tokens: Tensor, router: RouterBalance) -> Tensor:
+        """Send tokens [N, H] to their experts and back."""
         chosen, gains = self._choose(logits, self._moe, router.bias)
         counts = self._counts(chosen)
         router.count(counts)
-        visited = self._visit(to_experts.reshape([-1, entered.shape[-1]]), chosen, counts)
-        routed = self._weighted(visited, gains).reshape(entered.shape)
-        return routed + self._shared(to_shared[0]) if shared else routed
+        return self._weighted(self._visit(tokens, chosen, counts), gains)
+
+    def _gathered(self, logits: Tensor, tokens: Tensor, router: RouterBalance) -> Tensor:
+        """Run the tokens of all ranks through this rank's experts, and add the ranks' results for its own [N, H]."""
+        rank, (num_tokens, _) = self._region.rank, tokens.shape
+        logits, tokens = self._region.gather(logits, tokens, self._name)
+        chosen, gains = self._choose(logits, self._moe, router.bias)
+        router.count(self._counts(chosen[rank * num_tokens : (rank + 1) * num_tokens]))
+        return self._region.sum_results(self._visit_own(tokens, chosen, gains), self._name)
+
+    @property
+    def _own_experts(self) -> range:
+        num_own = self._moe.num_experts // self._region.num_ranks
+        return range(self._region.rank * num_own, (self._region.rank + 1) * num_own)
 
     def _swiglu(self, rows: Tensor, groups: Any) -> Tensor:
         """Run rows through this rank's experts; ``groups`` has the number of rows of each."""
@@ -133,6 +192,10 @@ class Experts(ABC):
     @abstractmethod
     def _visit(self, tokens: Tensor, chosen: Indices, counts: Indices) -> Tensor:
         """The outputs of each token's experts: tokens [N, H] and experts [N, k] to [N, k, H]."""
+
+    @abstractmethod
+    def _visit_own(self, tokens: Tensor, chosen: Indices, gains: Tensor) -> Tensor:
+        """The weighted sum of the outputs of ``_own_experts`` for tokens [N, H], experts and weights [N, k]: [N, H]."""
 
     @staticmethod
     @abstractmethod

@@ -22,16 +22,23 @@ needs the gradients of the outputs of products and norms, from the end of I on.
 - Sequence parallelism shards the inputs of norms over TP. The gathered inputs of products are stored whole, because W
   has no collectives, unless the plan gathers them again.
 
+Inputs of products may have the type in which products are computed, with its scales
+(``memory.product_inputs``). Then flash attention stores its output apart from the input of the next product.
+
+Offload: of the first ``memory.offload_blocks`` blocks of a stage nothing is on the device between F and I. While F or I
+runs, two of them are: one that is computed and one that is copied.
+
 Recomputation: ``selective`` stores nothing for the core of attention, ``full`` only the input of a block. Both hold the
 rest of one block while I runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
+from types import MappingProxyType
 from typing import TypeAlias
 
 from pipeproof.specs.dtypes import dtype_bytes
@@ -50,6 +57,20 @@ TOKEN_ID = 8
 """Bytes of a token id."""
 
 _CORE = "attn.core"
+
+_NARROW_BYTES: Mapping[str, Fraction] = MappingProxyType(
+    {
+        "float8": Fraction(1),
+        "float8_block": 1 + Fraction(4, 128),
+        "float4": Fraction(1, 2) + Fraction(1, 16),
+    }
+)
+"""Bytes of an element of a product's input by ``matmul_dtype``: with a float32 scale for each 128 elements, or one of
+eight bits for each 16."""
+
+_AT_ONCE = 2
+"""Offloaded blocks that are on the device while a stage computes."""
+
 _ZERO = Fraction(0)
 
 
@@ -58,6 +79,7 @@ class Lifetime(StrEnum):
 
     TO_INPUT = "from F to the end of I"
     TO_WEIGHT = "from F to the end of W"
+    IN_FORWARD = "while F runs"
     IN_INPUT = "while I runs"
     BETWEEN = "from the end of I to that of W"
 
@@ -93,21 +115,41 @@ def gpt_activations(plan: PlanSpec, layers: Sequence[Layer], size: MicroBatchSiz
     total: dict[tuple[str, Lifetime], Fraction] = {}
     recomputed: dict[tuple[str, Lifetime], Fraction] = {}
     by_kind: dict[str, _StoredAndRecomputed] = {}
+    offloaded = offloaded_blocks(plan, [layer.name for layer in layers])
+    at_once: dict[tuple[str, Lifetime], Fraction] = {}
     for layer in layers:
         kind = layer_kind(plan.model, layer.name)
         if kind not in by_kind:
             by_kind[kind] = _of_layer(plan, layer.name, size)
         stored, in_backward = by_kind[kind]
+        if layer.name in offloaded:
+            copied = [held for held in stored if held.lifetime.is_from_forward]
+            for held in copied:
+                num_bytes = min(_AT_ONCE, len(offloaded)) * held.num_bytes
+                for key in ((held.name, Lifetime.IN_FORWARD), (held.name, Lifetime.IN_INPUT)):
+                    at_once[key] = max(at_once.get(key, _ZERO), num_bytes)
+            for_w = [replace(h, lifetime=Lifetime.BETWEEN) for h in copied if h.lifetime is Lifetime.TO_WEIGHT]
+            stored = [held for held in stored if not held.lifetime.is_from_forward] + for_w
         for held in stored:
             total[held.name, held.lifetime] = total.get((held.name, held.lifetime), _ZERO) + held.num_bytes
         for held in in_backward:  # one block after the other
             key = held.name, Lifetime.IN_INPUT
             recomputed[key] = max(recomputed.get(key, _ZERO), held.num_bytes)
-    for key, num_bytes in recomputed.items():
+    for key, num_bytes in (*recomputed.items(), *at_once.items()):
         total[key] = total.get(key, _ZERO) + num_bytes
     return tuple(
         StoredActivation(name, lifetime, num_bytes) for (name, lifetime), num_bytes in total.items() if num_bytes
     )
+
+
+def offloaded_blocks(plan: PlanSpec, names: Sequence[str]) -> frozenset[str]:
+    """Names of a stage's layers whose activations are in host memory between F and I: its first blocks."""
+    return frozenset([name for name in names if is_block(name)][: plan.memory.offload_blocks])
+
+
+def copied_bytes(plan: PlanSpec, name: str, size: MicroBatchSize) -> Fraction:
+    """Bytes that an offloaded block copies to host memory for a work item of ``size``, and back."""
+    return sum((held.num_bytes for held in _of_layer(plan, name, size)[0] if held.lifetime.is_from_forward), _ZERO)
 
 
 def gpt_keeps_input(plan: PlanSpec, layers: Sequence[Layer]) -> bool:
@@ -151,6 +193,9 @@ class _RankMemory:
         self._dropped, self._recomputes = dropout_sites(plan), plan.memory.recompute == "full"
         self._regathers = plan.memory.sequence_parallel_activations == "regather"
         self._cross_entropy = plan.memory.cross_entropy
+        analytic = plan.cost.analytic
+        narrow = None if analytic is None or plan.memory.product_inputs == "dtype" else analytic.matmul_dtype
+        self._narrow = None if narrow is None else _NARROW_BYTES[narrow]
         self._num_splits = plan.schedule.num_sequence_splits
         self._read = set[tuple[str, Fraction]]()
 
@@ -204,7 +249,9 @@ class _RankMemory:
         sizes, name = self._sizes, product.name
         rows, (inner, columns, _) = sizes.rows(product.rows), sizes.product(product)
         stored = sizes.between if product.entered and self._regathers else rows
-        item = self._item if product.dtype is None else dtype_bytes(product.dtype)
+        item: Fraction | int = self._item if product.dtype is None else dtype_bytes(product.dtype)
+        if product.dtype is None and product.narrow and self._narrow is not None:
+            item = self._narrow
         if (product.reads, stored) not in self._read:
             yield StoredActivation(name, Lifetime.TO_WEIGHT, item * stored * inner)
         if product.reads:
@@ -223,3 +270,6 @@ class _RankMemory:
             num_bytes += self._item + MASK_BYTES
         factors = FLOAT32 * self._sizes.tokens * core.num_heads / tp
         yield StoredActivation(_CORE, Lifetime.TO_INPUT, factors if self._is_flash else num_bytes * scores)
+        if self._is_flash and self._narrow is not None:
+            mixed = self._sizes.tokens * core.mixed / tp
+            yield StoredActivation(f"{_CORE}_out", Lifetime.TO_INPUT, self._item * mixed)

@@ -102,12 +102,23 @@ class _Describer:
                 numel = int(sizes.rows(ops.VISITS) * self._plan.gpt.hidden_size)
                 forward = Collective(kind, "ep", numel, label, dtype=operation.dtype)
                 return (forward,), (replace(forward, label=back, dtype=operation.grad_dtype),)
+            case ops.GatherTokens() if sizes.ep > 1:
+                gather = Collective(CollectiveKind.ALL_GATHER, "ep", int(sizes.tokens * operation.size), label)
+                return (gather,), (self._results(operation.size, back),)
+            case ops.SumResults() if sizes.ep > 1:
+                gather = Collective(CollectiveKind.ALL_GATHER, "ep", int(sizes.tokens * operation.size), back)
+                return (self._results(operation.size, label),), (gather,)
             case ops.Loss() if sizes.tp > 1:  # one number per token, three times
                 kind, numel, dtype = CollectiveKind.ALL_REDUCE, int(sizes.tokens), loss_dtype(self._plan.run.dtype)
                 steps = (("max", "max"), ("sum_exp", "sum"), ("target", "sum"))
                 return tuple(Collective(kind, "tp", numel, f"{label}.{step}", how, dtype) for step, how in steps), ()
             case _:
                 return (), ()
+
+    def _results(self, size: int, label: str) -> Collective:
+        """The sum of the EP ranks' addends for all their tokens."""
+        numel = int(self._sizes.rows(ops.GATHERED) * size)
+        return Collective(CollectiveKind.REDUCE_SCATTER, "ep", numel, label)
 
     def _gather(self, numel: int, label: str, *, feeds_weights: bool = False) -> tuple[Collective, ...]:
         """With sequence parallelism a gather of all tokens, which every rank enters with its own part of them."""

@@ -25,7 +25,9 @@ class RankSizes:
         self.tokens = Fraction(self.size.num_tokens, topology.cp)
         self.between = self.tokens / self.tp if self.is_sharded_between else self.tokens
         visits = self.tokens * (0 if plan.model.moe is None else plan.model.moe.top_k)
-        self._rows = {ops.INSIDE: self.tokens, ops.BETWEEN: self.between, ops.VISITS: visits}
+        self._rows = {
+            ops.INSIDE: self.tokens, ops.BETWEEN: self.between, ops.VISITS: visits, ops.GATHERED: self.tokens * self.ep,
+        }  # fmt: skip
 
     def rows(self, rows: ops.Rows) -> Fraction:
         """The number of rows."""

@@ -4,8 +4,9 @@ With ``memory.shard_optimizer: dp`` (stage 1 of arXiv:1910.02054) a rank's part 
 split into as many equal shards as there are dp ranks. The last shards are shorter, or empty, if the number of elements
 does not divide. Rank k has the optimizer state of shard k and updates it. For communication shards are padded with
 zeros to equal size. Fleet's ``DygraphShardingOptimizerV2`` and Megatron-LM's distributed optimizer split buffers of
-many weights in the same way; here each weight is a separate buffer. Fleet's first version assigns whole weights to
-ranks.
+many weights in the same way; here each weight is a separate buffer. Megatron-LM's shards are over all ranks that hold
+a weight (``memory.optimizer_ranks: replicas``), which memory and times follow. Fleet's first version assigns whole
+weights to ranks.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of a stage's training state on one rank."""
+    """Bytes of a stage's training state on one rank; ``updated`` are weights and gradients that its optimizer moves."""
 
     parameters: int
     gradients: int
     optimizer: int
+    updated: Fraction
 
 
 def memory_dtype(plan: PlanSpec) -> str:
@@ -56,25 +58,39 @@ def state_of(plan: PlanSpec, layers: Iterable[Layer]) -> StateBytes:
 def state_of_weights(plan: PlanSpec, weights: Iterable[Parameter]) -> StateBytes:
     """Bytes on one rank for some weights."""
     axes = {"tp": plan.topology.tp, "ep": plan.topology.ep}
-    sizes = [prod(weight.local_shape(axes)) for weight in weights]
-    numel, shards = sum(sizes), num_shards(plan)
+    sizes: dict[int, list[int]] = {}  # by number of shards
+    for weight in weights:
+        sizes.setdefault(state_shards(plan, weight), []).append(prod(weight.local_shape(axes)))
+    numel = sum(map(sum, sizes.values()))
+    item, gradient_item = dtype_bytes(memory_dtype(plan)), dtype_bytes(plan.gradient_dtype)
+    held = sum(shard_numel(size, shards) for shards, of_shards in sizes.items() for size in of_shards)
+    updated = sum((Fraction(sum(of_shards), shards) for shards, of_shards in sizes.items()), Fraction(0))
     return StateBytes(
-        numel * dtype_bytes(memory_dtype(plan)),
-        numel * dtype_bytes(plan.gradient_dtype),
-        ceil(sum(shard_numel(size, shards) for size in sizes) * Fraction(optimizer_bytes(plan))),
+        numel * item,
+        numel * gradient_item,
+        ceil(held * Fraction(optimizer_bytes(plan))),
+        updated * (2 * item + gradient_item),
     )
 
 
-def moved_by_update(plan: PlanSpec, state: StateBytes) -> Fraction:
+def moved_by_update(state: StateBytes) -> Fraction:
     """Bytes that an optimizer step reads and writes: it reads gradients, and reads and writes weights and its state.
 
     If the optimizer is sharded, each rank updates its shard of the weights.
     """
-    return Fraction(2 * state.parameters + state.gradients, num_shards(plan)) + 2 * state.optimizer
+    return state.updated + 2 * state.optimizer
+
+
+def state_shards(plan: PlanSpec, weight: Parameter) -> int:
+    """The number of ranks that share the optimizer state of a weight, in memory and in time."""
+    topology = plan.topology
+    if plan.memory.shard_optimizer == "none" or plan.memory.optimizer_ranks == "dp":
+        return num_shards(plan)
+    return topology.dp * topology.cp * (1 if "ep" in weight.sharded_over else topology.ep)
 
 
 def num_shards(plan: PlanSpec) -> int:
-    """The number of optimizer shards of each weight; 1 without sharding."""
+    """The number of optimizer shards of each weight in the graph and in a run, over dp; 1 without sharding."""
     return plan.topology.dp if plan.memory.shard_optimizer == "dp" else 1
 
 

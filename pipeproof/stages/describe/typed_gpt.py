@@ -252,32 +252,58 @@ class _GptWriter:
     def _experts(self, p: ProgramBuilder, x: str) -> str:
         """``n`` experts = ``x`` EP ranks x ``y`` each, with the inner dim ``m``; ``k`` experts per token.
 
-        ``u`` tokens of a row go to the experts of one EP rank. The ranks first exchange the numbers of tokens for each
-        expert: each of ``x_from`` x ``c_from`` ranks over ``ep`` and ``cp`` has its own counts.
+        ``u`` tokens of a row go to the experts of one EP rank.
         """
         entered, moe = self._enter(p, "mlp.in", x), self._model.moe
-        sent_as = None if moe is None else moe.dispatch_dtype
         p.parameter("mlp.router.weight", "h n")
-        p.apply("scores", p.multiply("logits", entered, "mlp.router.weight", over="h"), along="n")
-        weights = p.select("top.scores", "scores", "n", "k")
-        p.detach("top.ids", weights)
-        slots = p.dispatch("slots", entered, "top.ids", dim="s", into="x u")
+        logits = p.multiply("logits", entered, "mlp.router.weight", over="h")
+        if moe is not None and moe.dispatcher == "all_gather":
+            routed = self._gathered_experts(p, entered, logits)
+        else:
+            routed = self._visited_experts(p, entered, logits, None if moe is None else moe.dispatch_dtype)
+        if "m_shared" in self._sizes:
+            routed = p.add("mlp.addends", routed, self._swiglu(p, "mlp.shared", entered, "m_shared"))
+        return self._leave(p, "mlp.out", routed)
+
+    def _visited_experts(self, p: ProgramBuilder, entered: str, logits: str, sent_as: str | None) -> str:
+        """Tokens go to the ranks of their experts and back.
+
+        The ranks first exchange the numbers of tokens for each expert: each of ``x_from`` x ``c_from`` ranks over
+        ``ep`` and ``cp`` has its own counts.
+        """
+        weights, slots = self._slots(p, entered, logits)
         counts = p.constant("counts", "x y x_from c_from", cp="S(c_from)", ep="S(x_from)")
         p.all_to_all("mlp.counts", counts, "ep", "x", dtype=COUNTS_DTYPE)
-        p.all_to_all("mlp.dispatch", slots, "ep", "x", dtype=sent_as)
+        results = self._expert_mlp(p, p.all_to_all("mlp.dispatch", slots, "ep", "x", dtype=sent_as))
+        p.all_to_all("mlp.combine", results, "ep", "b", grad_dtype=sent_as)
+        gains = p.multiply("gains", weights, over="k")
+        return p.combine("routed", "mlp.combine", "top.ids", gains, slot_dims="x u", dim="s")
+
+    def _gathered_experts(self, p: ProgramBuilder, entered: str, logits: str) -> str:
+        """Every rank has the tokens of all, and an addend of the result: that of its own experts."""
+        p.all_gather("mlp.route", logits, "ep")
+        weights, slots = self._slots(p, p.all_gather("mlp.tokens", entered, "ep"), "mlp.route")
+        results = self._expert_mlp(p, p.cut("own.slots", slots, "ep", "x"))
+        gains = p.multiply("gains", weights, over="k")
+        p.combine("routed", results, "top.ids", gains, slot_dims="x u", dim="s")
+        return p.reduce_scatter("mlp.sum", "routed", "ep", "b")
+
+    def _slots(self, p: ProgramBuilder, tokens: str, logits: str) -> tuple[str, str]:
+        """The routing weights of tokens, and the tokens in the slots of their experts."""
+        p.apply("scores", logits, along="n")
+        weights = p.select("top.scores", "scores", "n", "k")
+        p.detach("top.ids", weights)
+        return weights, p.dispatch("slots", tokens, "top.ids", dim="s", into="x u")
+
+    def _expert_mlp(self, p: ProgramBuilder, slots: str) -> str:
+        """Each slot through its expert; an EP rank has the slots of its own experts."""
         p.constant("slot.expert", "x u b", cp="S(u)", ep="S(x)")
         for name, dims in (("gate", "x y h m"), ("up", "x y h m"), ("down", "x y m h")):
             p.parameter(f"mlp.experts.{name}.weight", dims, tp="S(m)", ep="S(x)")
             p.pick(f"slot.{name}", f"mlp.experts.{name}.weight", "slot.expert", over="y")
-        p.apply("expert.gate", p.multiply("plain.gate", "mlp.dispatch", "slot.gate", over="h"))
-        p.multiply("expert.inner", "expert.gate", p.multiply("expert.up", "mlp.dispatch", "slot.up", over="h"))
-        p.multiply("expert.addends", "expert.inner", "slot.down", over="m")
-        p.all_to_all("mlp.combine", "expert.addends", "ep", "b", grad_dtype=sent_as)
-        gains = p.multiply("gains", weights, over="k")
-        routed = p.combine("routed", "mlp.combine", "top.ids", gains, slot_dims="x u", dim="s")
-        if "m_shared" in self._sizes:
-            routed = p.add("mlp.addends", routed, self._swiglu(p, "mlp.shared", entered, "m_shared"))
-        return self._leave(p, "mlp.out", routed)
+        p.apply("expert.gate", p.multiply("plain.gate", slots, "slot.gate", over="h"))
+        p.multiply("expert.inner", "expert.gate", p.multiply("expert.up", slots, "slot.up", over="h"))
+        return p.multiply("expert.addends", "expert.inner", "slot.down", over="m")
 
 
 def _head_sizes(model: ModelSpec) -> Mapping[str, int]:

@@ -50,6 +50,34 @@ def visits(tokens: Tensor, order: Indices, num_visits: int) -> Tensor:
     return reorder(copies.reshape([-1, tokens.shape[-1]]), order)
 
 
+def _selected(rows: Tensor, order: Indices) -> Tensor:
+    """Row ``order[i]`` as row i. Rows that are left out have a gradient of zero."""
+    num_rows = len(rows)
+    (selected,) = OPS.autograd_node(
+        lambda own: (_take(own, order),), lambda gradient: (_spread(gradient, order, num_rows),), rows
+    )
+    return selected
+
+
+def _placed(rows: Tensor, order: Indices, num_rows: int) -> Tensor:
+    """Row i as row ``order[i]`` of ``num_rows``; the others are zero. The adjoint of ``_selected``."""
+    (placed,) = OPS.autograd_node(
+        lambda own: (_spread(own, order, num_rows),), lambda gradient: (_take(gradient, order),), rows
+    )
+    return placed
+
+
+def _take(rows: Tensor, order: Indices) -> Tensor:
+    return OPS.take_rows(rows, paddle.to_tensor(order)) if len(order) else rows[:0]
+
+
+def _spread(rows: Tensor, order: Indices, num_rows: int) -> Tensor:
+    source = np.full(num_rows, len(order))  # the row of zeros behind the others
+    source[order] = np.arange(len(order))
+    with_zeros = paddle.concat([rows, paddle.zeros([1, rows.shape[-1]], dtype=rows.dtype)])
+    return OPS.take_rows(with_zeros, paddle.to_tensor(source))
+
+
 def weighted(results: Tensor, weights: Tensor) -> Tensor:
     """Implement ``Experts``' weighted sum, in the order of each token's choice."""
     addends = [
@@ -84,6 +112,17 @@ class PaddleExperts(common.Experts):
         outputs = reorder(self._swiglu(reorder(arrived, by_expert), sizes), np.argsort(by_expert))
         back = region.exchange(outputs, receive, send, f"{self._name}.combine")
         return reorder(back, np.argsort(order)).reshape([*chosen.shape, tokens.shape[-1]])
+
+    def _visit_own(self, tokens: Tensor, chosen: Indices, gains: Tensor) -> Tensor:
+        own, (_, top_k) = self._own_experts, chosen.shape
+        experts = chosen.reshape(-1) - own.start
+        is_own = (experts >= 0) & (experts < len(own))
+        order = np.flatnonzero(is_own)
+        order = order[np.argsort(experts[order], kind="stable")]  # by expert, then by token
+        sizes = np.bincount(experts[order], minlength=len(own)).tolist()
+        copies = paddle.stack(fork(tokens, top_k), axis=1).reshape([-1, tokens.shape[-1]])
+        outputs = self._swiglu(_selected(copies, order), sizes)
+        return weighted(_placed(outputs, order, len(experts)).reshape([*chosen.shape, tokens.shape[-1]]), gains)
 
     def _activation(self, gate: Tensor, up: Tensor, groups: Sequence[int]) -> Tensor:
         """Apply the activation function to the rows of each expert separately."""

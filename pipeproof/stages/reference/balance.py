@@ -62,7 +62,14 @@ class Routers:
         counts: bool = True,
         sequence_dim: int | None = None,
     ) -> Routing:
-        """Choose experts by a router's outputs [.., E].
+        """Choose experts by a router's outputs [.., E], see ``routes``."""
+        (routing,) = self.routes(logits, name, 1, counts=counts, sequence_dim=sequence_dim)
+        return routing
+
+    def routes(
+        self, logits: Tensor, name: str, num_readers: int, *, counts: bool = True, sequence_dim: int | None = None
+    ) -> list[Routing]:
+        """Choose experts by a router's outputs [.., E], and compute the weights of each reader separately.
 
         ``counts`` is False for the outputs of another tensor-parallel shard for the same tokens, whose losses and
         visits already count. With ``sequence_dim`` the outputs are those of whole sequences, and each sequence split of
@@ -76,10 +83,11 @@ class Routers:
             parts = for_losses.split(num_splits, axis=sequence_dim) if is_split else [for_losses]
             for offset, part in enumerate(parts):
                 self._add_losses(part, name, offset)
-        routing = route(logits, moe, self.biases.get(name))
+        copies = Copies.apply(logits, num_readers) if num_readers > 1 else [logits]
+        routings = [route(copy, moe, self.biases.get(name)) for copy in copies]
         if counts and name in self.visits:
-            np.add.at(self.visits[name], routing.experts.reshape(-1), 1)
-        return routing
+            np.add.at(self.visits[name], routings[0].experts.reshape(-1), 1)
+        return routings
 
     def _add_losses(self, logits: Tensor, name: str, offset: int) -> None:
         moe = self._plan.model.moe

@@ -9,7 +9,7 @@ Shape letters: N tokens, E experts, k of them for a token, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -50,12 +50,42 @@ def route(logits: Tensor, moe: MoeSpec, bias: npt.NDArray[Any] | None = None) ->
     return Routing(experts, gains.split(moe.top_k, axis=-1))
 
 
+def gathered_mixture(
+    inputs: Sequence[Tensor],
+    routings: Sequence[Sequence[Routing]],
+    weights: Sequence[Tensor],
+    swiglu_limit: float | None = None,
+) -> list[Tensor]:
+    """``mixture`` where each of R ranks adds the results of its experts, and the ranks' addends are added in order.
+
+    ``routings`` has R of each rank's tokens, one for each rank that computes with them.
+    """
+    num_ranks, num_own = len(inputs), weights[0].shape[0] // len(inputs)
+    copies = [Copies.apply(x, num_ranks) for x in inputs]
+    addends = [
+        mixture(
+            [readers[rank] for readers in copies],
+            [readers[rank] for readers in routings],
+            weights,
+            swiglu_limit,
+            range(rank * num_own, (rank + 1) * num_own),
+        )
+        for rank in range(num_ranks)
+    ]
+    return [add(list(of_rank)) for of_rank in zip(*addends, strict=True)]
+
+
 def mixture(
-    inputs: Sequence[Tensor], routings: Sequence[Routing], weights: Sequence[Tensor], swiglu_limit: float | None = None
+    inputs: Sequence[Tensor],
+    routings: Sequence[Routing],
+    weights: Sequence[Tensor],
+    swiglu_limit: float | None = None,
+    own: Container[int] | None = None,
 ) -> list[Tensor]:
     """Outputs of the experts for each rank's tokens: tensors of the shapes of ``inputs`` [.., H].
 
-    ``weights`` are gate, up and down of all experts: [E, H, M] twice and [E, M, H].
+    ``weights`` are gate, up and down of all experts: [E, H, M] twice and [E, M, H]. With ``own`` other experts add
+    zero.
     """
     hidden = inputs[0].shape[-1]
     top_k = routings[0].experts.shape[1]
@@ -70,6 +100,9 @@ def mixture(
     gates, ups, downs = (weight.unbind() for weight in weights)
     outputs = []
     for expert, group in zip(visited, paddle.split(PermuteRows.apply(rows, order), sizes.tolist()), strict=True):
+        if own is not None and int(expert) not in own:
+            outputs.append(group * 0.0)
+            continue
         inner = gated(paddle.matmul(group, gates[expert]), paddle.matmul(group, ups[expert]), swiglu_limit)
         outputs.append(paddle.matmul(inner, downs[expert]))
     back = PermuteRows.apply(paddle.concat(outputs), np.argsort(order)).split([x.shape[0] for x in rank_rows])

@@ -19,7 +19,7 @@ from pipeproof.stages.describe.dropout import DropoutSite
 from pipeproof.stages.describe.synthetic import Batch
 from pipeproof.stages.reference.balance import Routers
 from pipeproof.stages.reference.dropout_rng import DropoutRng
-from pipeproof.stages.reference.experts import Routing, mixture
+from pipeproof.stages.reference.experts import Routing, gathered_mixture, mixture
 from pipeproof.stages.reference.layer_math import Heads, LayerMath, bias_of
 from pipeproof.stages.reference.ordered_weights import OrderedWeights
 from pipeproof.stages.reference.sharded_tensors import Copies, RoundedShards, Shards, add, products
@@ -192,34 +192,35 @@ class OrderedLayers(OrderedWeights):
         moe = self.plan.model.moe
         assert moe is not None
         readers = 3 if moe.num_shared_experts else 2
+        gathers = moe.dispatcher == "all_gather" and len(xs) > 1
+        num_readers = len(xs) if gathers else 1
 
         def inputs_of(x: Shards) -> list[Shards]:
             """All tokens, one copy for each shard: for the router, the routed experts and the shared experts."""
             copies = [Copies.apply(entered, readers) for entered in self.enter(x)]
             return [list(reader) for reader in zip(*copies, strict=True)]
 
-        def routings(inputs: list[Shards]) -> list[Routing]:
+        def routings(inputs: list[Shards]) -> list[list[Routing]]:
             self.routers.select(self.indices[self.rank], self.split)
             logits = products(inputs[0], self.used[f"{name}.router.weight"])
-            return [self.routers.route(x, name, counts=shard == 0) for shard, x in enumerate(logits)]
+            return [self.routers.routes(x, name, num_readers, counts=shard == 0) for shard, x in enumerate(logits)]
 
         per_rank = self.each(inputs_of, xs)
         routed = self.each(routings, per_rank)
-        outputs = [
-            mixture(
-                [inputs[1][shard] for inputs in per_rank],
-                [routing[shard] for routing in routed],
-                [self.used[f"{name}.experts.{part}.weight"][shard] for part in ("gate", "up", "down")],
-                self.plan.gpt.swiglu_limit,
-            )
-            for shard in range(self.num_shards)
-        ]
+
+        def outputs(shard: int) -> list[Tensor]:
+            inputs, choices = [inputs[1][shard] for inputs in per_rank], [routing[shard] for routing in routed]
+            weights = [self.used[f"{name}.experts.{part}.weight"][shard] for part in ("gate", "up", "down")]
+            limit = self.plan.gpt.swiglu_limit
+            if gathers:
+                return gathered_mixture(inputs, choices, weights, limit)
+            return mixture(inputs, [choice for (choice,) in choices], weights, limit)
 
         def left(inputs: list[Shards], *addends: Tensor) -> Shards:
             shared = self.mlp_addends(inputs[2], f"{name}.shared") if moe.num_shared_experts else None
             return self.leave(list(addends) if shared is None else self.add(list(addends), shared))
 
-        return self.each(left, per_rank, *outputs)
+        return self.each(left, per_rank, *map(outputs, range(self.num_shards)))
 
     def cross_entropy(self, logits: Shards, batch: Batch) -> Tensor:
         """The summed cross-entropy; logits are [S, B, V / T] each."""

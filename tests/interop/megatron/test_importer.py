@@ -83,8 +83,9 @@ def test_a_real_script_with_conditions_whose_layers_do_not_divide():
     assert "12 layers do not divide by --pipeline-model-parallel-size 8" in caught.value.findings[0].message
     made = real("megatron_gptoss_20b.sh", settings={("model", "num_layers"): 16})
     assert made.plan["model"]["vocab_size"] == 128256
-    memory = {"shard_optimizer": "dp", "recompute": "selective", "cross_entropy": "in_place"}
-    assert made.plan["memory"] == memory
+    memory = {"shard_optimizer": "dp", "optimizer_ranks": "replicas", "recompute": "selective"}
+    assert made.plan["memory"] == {**memory, "cross_entropy": "in_place"}
+    assert made.plan["cost"] == {"bucket_size": "megatron", "gather_weights": "first_forward"}
     assert errors(made) == []
 
 
@@ -94,6 +95,35 @@ def test_a_real_script_that_takes_its_model_from_another_file():
     assert made.plan["topology"] == {"tp": 8, "pp": 4, "cp": 4, "sequence_parallel": True, "ep": 1, "dp": 1}
     assert [len(stage) for stage in made.plan["stages"]] == [17, 16, 16, 15]  # 16 + embed, 16, 16, 13 + norm and head
     assert any("are not read" in setting.why for setting in made.ignored)
+
+
+@pytest.mark.parametrize(
+    ("flags", "cost", "when"),
+    [
+        ("", {"bucket_size": "stage"}, None),
+        ("--ddp-bucket-size 1000", {"bucket_size": "stage"}, None),
+        ("--overlap-grad-reduce", {"bucket_size": "megatron"}, "when_ready"),
+        ("--overlap-grad-reduce --ddp-bucket-size 1000", {"bucket_size": 1000}, "when_ready"),
+        ("--overlap-grad-reduce --overlap-param-gather", {"bucket_size": "megatron"}, "when_ready"),
+        (
+            "--overlap-grad-reduce --use-distributed-optimizer --overlap-param-gather",
+            {"bucket_size": "megatron", "gather_weights": "first_forward"},
+            "when_ready",
+        ),
+    ],
+)
+def test_buckets_of_gradients(tmp_path, flags, cost, when):
+    made = imported(tmp_path, f"python pretrain_gpt.py {SIZES}{BATCHES}{PP2}{flags}", world_size=4)
+    assert made.plan["cost"] == cost
+    assert made.plan["schedule"].get("reduce_gradients") == when
+    assert not made.ignored
+    assert errors(made) == []
+
+
+def test_a_number_of_buckets_is_named(tmp_path):
+    flags = "--overlap-grad-reduce --ddp-num-buckets 4"
+    made = imported(tmp_path, f"python pretrain_gpt.py {SIZES}{BATCHES}{PP2}{flags}", world_size=4)
+    assert [setting.name for setting in made.ignored] == ["--ddp-num-buckets"]
 
 
 @pytest.mark.parametrize(
@@ -399,6 +429,12 @@ def test_buffers_of_attention_and_of_the_loss(tmp_path, flags, memory):
 
 
 MOE = f"run {SIZES}{BATCHES}{PP2}--num-experts 8 --moe-router-topk 2 "
+
+
+@pytest.mark.parametrize(("named", "ours"), [("allgather", "all_gather"), ("alltoall", None), ("flex", None)])
+def test_the_dispatcher_of_tokens(tmp_path, named, ours):
+    made = imported(tmp_path, f"{MOE}--moe-token-dispatcher-type {named}")
+    assert made.plan["model"]["moe"].get("dispatcher") == ours
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,28 @@ def experts() -> list[Case]:
             (Held((4, 3)),),
             num_ranks=2,
         ),
-        *(_experts(num_ranks, limit) for num_ranks in (1, 2) for limit in (None, 0.6)),
+        Case(
+            "gather",
+            ("ExpertRegion.gather",),
+            lambda r, logits, tokens: r.experts.gather(logits, tokens, "x"),
+            (Held((4, 2)), Held((4, 3))),
+            num_ranks=2,
+        ),
+        Case(
+            "sum of results",
+            ("ExpertRegion.sum_results",),
+            lambda r, addends: r.experts.sum_results(addends, "x"),
+            (Held((8, 3)),),
+            num_ranks=2,
+        ),
+        *(_experts(MOE, num_ranks, limit) for num_ranks in (1, 2) for limit in (None, 0.6)),
+        _experts(MOE.model_copy(update={"dispatcher": "all_gather"}), 2, 0.6),
     ]
 
 
-def _experts(num_ranks: int, limit: float | None) -> Case:
+def _experts(moe: MoeSpec, num_ranks: int, limit: float | None) -> Case:
     """Of expert-parallel ranks: each with tokens, a router and shared experts of its own, as its gradients are."""
-    own = MOE.num_experts // num_ranks
+    own = moe.num_experts // num_ranks
     shapes = {
         "router": (7, 4), "experts.gate": (own, 7, 5), "experts.up": (own, 7, 5), "experts.down": (own, 5, 7),
         "shared.gate": (7, 5), "shared.up": (7, 5), "shared.down": (5, 7),
@@ -52,9 +67,15 @@ def _experts(num_ranks: int, limit: float | None) -> Case:
     def function(rank: Rank, x: paddle.Tensor, *tensors: paddle.Tensor) -> paddle.Tensor:
         weights = {f"mlp.{name}.weight": tensor for name, tensor in zip(shapes, tensors, strict=True)}
         router = PaddleBalance(make_plan(), (), adds_losses=False).of("mlp", 0, 0)
-        return PaddleExperts(MOE, "mlp", rank.weights, weights.__getitem__, rank.experts, gated(swiglu, limit)).forward(
+        return PaddleExperts(moe, "mlp", rank.weights, weights.__getitem__, rank.experts, gated(swiglu, limit)).forward(
             x, router
         )
 
     inputs = (Held((3, 2, 7)), *map(Held, shapes.values()))
-    return Case(f"experts of {num_ranks} ranks, limit {limit}", ("Experts.forward",), function, inputs, num_ranks)
+    return Case(
+        f"experts of {num_ranks} ranks, {moe.dispatcher}, limit {limit}",
+        ("Experts.forward",),
+        function,
+        inputs,
+        num_ranks,
+    )

@@ -64,7 +64,7 @@ class Case:
 
 
 class Exchanges:
-    """All-to-alls between ranks in memory."""
+    """Collectives of expert-parallel ranks in memory."""
 
     def __init__(self, world: InMemoryWorld, rank: int) -> None:
         self._world, self._rank = world, rank
@@ -78,6 +78,14 @@ class Exchanges:
         mine = [parts_of[self._rank] for parts_of in every]
         assert [len(part) for part in mine] == list(receive)
         return paddle.concat(mine)
+
+    def all_gather(self, tensor: paddle.Tensor, dim: int, *, label: str, axis: str) -> paddle.Tensor:
+        assert axis == "ep"
+        return self._world.ranks[self._rank].all_gather(tensor, dim, label=label)
+
+    def reduce_scatter(self, tensor: paddle.Tensor, dim: int, *, label: str, axis: str) -> paddle.Tensor:
+        assert axis == "ep"
+        return self._world.ranks[self._rank].reduce_scatter(tensor, dim, label=label)
 
 
 def on_ranks(case: Case, values: Sequence[Sequence[np.ndarray]], work: Callable[..., Any]) -> list[Any]:

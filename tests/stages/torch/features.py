@@ -51,6 +51,9 @@ FEATURES = {
     "clipped": {"run": {"clip_norm": 0.1}},
     "data ranks": {"topology": {"dp": 2}, **TWO, "model": {"moe": {**MOE, **EVEN}}},
     "ranks of experts": {"topology": {"ep": 2}, **TWO, "model": {"moe": {**MOE, **EVEN}}},
+    "ranks of experts, gathered": {
+        "topology": {"ep": 2}, **TWO, "model": {"moe": {**MOE, **EVEN, "dispatcher": "all_gather"}},
+    },
     "sizes": {"schedule": {"seq_lengths": [8, 4, 6], "last_micro_batch_size": 1}},
     "mean of micro-batches": {"loss": {"normalization": "mean_of_micro_batches"}},
 }  # fmt: skip

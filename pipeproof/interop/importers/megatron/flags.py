@@ -41,6 +41,7 @@ FLAGS: Final = frozenset(
         "--v-head-dim",
         "--num-experts",
         "--moe-router-topk",
+        "--moe-token-dispatcher-type",
         "--moe-ffn-hidden-size",
         "--moe-layer-freq",
         "--moe-shared-expert-intermediate-size",
@@ -80,6 +81,9 @@ FLAGS: Final = frozenset(
         "--recompute-activations",
         "--recompute-granularity",
         "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--ddp-bucket-size",
+        "--ddp-num-buckets",
         "--bf16",
         "--fp16",
         "--clip-grad",
@@ -127,10 +131,8 @@ NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
 
 WITHOUT_BEARING: Final = frozenset(
     [
-        "--overlap-param-gather",
         "--tp-comm-overlap",
         "--moe-grouped-gemm",
-        "--moe-token-dispatcher-type",
         "--moe-permute-fusion",
         "--moe-router-dtype",
         "--moe-router-fusion",

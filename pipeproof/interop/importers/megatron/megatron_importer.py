@@ -206,8 +206,8 @@ def _import_rest(reader: FlagReader) -> None:
     reader.take("--calculate-per-token-loss", ("loss", "normalization"), loss)
     if reader.has("--use-distributed-optimizer"):
         reader.take("--use-distributed-optimizer", ("memory", "shard_optimizer"), "dp")
-    if reader.has("--overlap-grad-reduce"):
-        reader.take("--overlap-grad-reduce", ("schedule", "reduce_gradients"), "when_ready")
+        reader.take("--use-distributed-optimizer", ("memory", "optimizer_ranks"), "replicas")
+    _import_buckets(reader)
     granularity = reader.text("--recompute-granularity")
     if reader.has("--recompute-activations"):
         reader.take("--recompute-activations", ("memory", "recompute"), "selective")
@@ -215,6 +215,24 @@ def _import_rest(reader: FlagReader) -> None:
         reader.take("--recompute-granularity", ("memory", "recompute"), granularity)
     _import_buffers(reader)
     _import_transport(reader)
+
+
+def _import_buckets(reader: FlagReader) -> None:
+    """Set the buckets of gradients: without an overlap with the backward, Megatron-LM has one for each stage."""
+    size, number = "--ddp-bucket-size", "--ddp-num-buckets"
+    if not reader.has("--overlap-grad-reduce"):
+        reader.draft.set(("cost", "bucket_size"), "stage", "no --overlap-grad-reduce")
+        return
+    reader.take("--overlap-grad-reduce", ("schedule", "reduce_gradients"), "when_ready")
+    elements = reader.number(size)
+    if elements is not None:
+        reader.take(size, ("cost", "bucket_size"), elements)
+    else:
+        reader.draft.set(("cost", "bucket_size"), "megatron", f"no {size}")
+    if reader.has(number):
+        reader.draft.ignore(number, "buckets have a number of elements here", reader.location(number))
+    if reader.has("--overlap-param-gather") and reader.has("--use-distributed-optimizer"):
+        reader.take("--overlap-param-gather", ("cost", "gather_weights"), "first_forward")
 
 
 def _import_buffers(reader: FlagReader) -> None:

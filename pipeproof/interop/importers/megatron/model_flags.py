@@ -155,6 +155,8 @@ def import_experts(reader: FlagReader) -> None:
             flag = "--moe-shared-expert-intermediate-size"
             draft.ignore(flag, why, reader.location(flag))
     _dense_layers(reader)
+    if reader.text("--moe-token-dispatcher-type") == "allgather":
+        reader.take("--moe-token-dispatcher-type", ("model", "moe", "dispatcher"), "all_gather")
     if (reader.text("--moe-router-score-function") or "softmax") == "sigmoid":
         reader.take("--moe-router-score-function", ("model", "moe", "score"), "sigmoid")
     for flag, key in (("--moe-aux-loss-coeff", "aux_loss"), ("--moe-z-loss-coeff", "z_loss")):

@@ -109,8 +109,9 @@ def _settings(config: Record, model: Record, recipe: Location) -> Iterator[Setti
         yield Setting("--untie-embeddings-and-output-weights", (), shared.location, shared.location)
     for name in ("global_batch_size", "micro_batch_size"):
         yield from plain_setting(f"--{name.replace('_', '-')}", config.get("train", name), f"cfg.train.{name}")
-    for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
+    for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
         yield from plain_setting(f"--{name.replace('_', '-')}", config.get("ddp", name), f"cfg.ddp.{name}")
+    yield from plain_setting("--ddp-bucket-size", config.get("ddp", "bucket_size"), "cfg.ddp.bucket_size")
     overlap = config.get("comm_overlap")
     if overlap is not None and isinstance(overlap.value, Record):
         yield from settings_of(iter(overlap.value.attributes.items()), OVERLAP_FLAGS, "cfg.comm_overlap.")

@@ -42,6 +42,7 @@ MODEL_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
         "multi_latent_attention": "--multi-latent-attention",
         "num_moe_experts": "--num-experts",
         "moe_router_topk": "--moe-router-topk",
+        "moe_token_dispatcher_type": "--moe-token-dispatcher-type",
         "moe_ffn_hidden_size": "--moe-ffn-hidden-size",
         "moe_layer_freq": "--moe-layer-freq",
         "mtp_num_layers": "--mtp-num-layers",

@@ -20,12 +20,13 @@ Cost: TypeAlias = tuple[int, int]
 SOFTMAX: Cost = 5, 2
 SOFTMAX_BACK: Cost = 4, 3
 
-Rows: TypeAlias = Literal["inside", "between", "visits"]
+Rows: TypeAlias = Literal["inside", "between", "visits", "gathered"]
 """The rows of an operation on one rank: its tokens inside of layers, its tokens between layers (with sequence
-parallelism a part of the former), or the visits of its tokens to experts."""
+parallelism a part of the former), the visits of tokens to its experts, or the tokens of all EP ranks."""
 INSIDE: Rows = "inside"
 BETWEEN: Rows = "between"
 VISITS: Rows = "visits"
+GATHERED: Rows = "gathered"
 
 
 class Weight(NamedTuple):
@@ -208,9 +209,24 @@ class Exchange(NamedTuple):
     counts: int = 0
 
 
+class GatherTokens(NamedTuple):
+    """Collectives that give every EP rank a row of ``size`` elements for each token of all EP ranks."""
+
+    name: str
+    size: int
+
+
+class SumResults(NamedTuple):
+    """Collectives that add the EP ranks' addends for all their tokens; each rank gets its own tokens."""
+
+    name: str
+    size: int
+
+
 _Computed: TypeAlias = Product | Norm | Elementwise | AttentionCore | Dropout | Lookup | Loss
 _OfStreams: TypeAlias = StreamWeights | StreamProduct | Stored
-Operation: TypeAlias = _Computed | _OfStreams | Enter | Leave | GatherKeys | Exchange
+_OfExperts: TypeAlias = Exchange | GatherTokens | SumResults
+Operation: TypeAlias = _Computed | _OfStreams | Enter | Leave | GatherKeys | _OfExperts
 Operations: TypeAlias = tuple[Operation, ...]
 
 
