@@ -45,6 +45,7 @@ def docs_module(monkeypatch):
         "make_seed_experiment.py",
         "make_alignment_log.py",
         "make_hardening.py",
+        "make_hangs.py",
     ],
 )
 def test_generated_pages_are_current(script):

@@ -1,13 +1,15 @@
 """Run the planted hangs and a healthy job; keep seconds and verdicts in docs/planted_hangs.json, and write the page.
 
     python validation/pages/make_hangs.py --healthy-minutes 30
+    python validation/pages/make_hangs.py --healthy-minutes 30 --framework paddle
 
 On two GPUs, where each line is printed when its job has ended:
 
     PLANTED_BACKEND=nccl PLANTED_RANKS=2 python validation/pages/make_hangs.py --jobs 3 --results FILE
 
 ``--results FILE`` writes the results there and no page; ``--add FILE`` adds such results to the page. ``--only NAME``
-runs one planted hang, ``--healthy-only`` and ``--hangs-only`` one half; other results are kept.
+runs one planted hang, ``--healthy-only`` and ``--hangs-only`` one half; other results are kept. ``--check`` exits 1 if
+the page is not that of the kept results.
 """
 
 from __future__ import annotations
@@ -20,21 +22,25 @@ import tempfile
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from pages import DOCS, ROOT, main
+
 sys.path.insert(0, str(ROOT))
 
-from pipeproof.exec.monitor.verdict import PATIENCE_S  # noqa: E402
-from pipeproof.signals import terminate_raises  # noqa: E402
-from tests.exec.monitor.hang_jobs import BACKEND, CAUSES, NUM_RANKS, outcome  # noqa: E402
+from pipeproof.exec.monitor.verdict import PATIENCE_S
+from pipeproof.signals import terminate_raises
+from tests.exec.monitor.hang_jobs import BACKEND, CAUSES, NUM_RANKS, Framework, outcome
 
-PAGE = ROOT / "docs" / "planted-hangs.md"
-RESULTS = ROOT / "docs" / "planted_hangs.json"
+PAGE = DOCS / "planted-hangs.md"
+RESULTS = DOCS / "planted_hangs.json"
 _STEP_S = 0.6
 """Measured seconds of a step of the healthy job, to choose their number; what the page states is counted."""
 _DETECTED_S = 10
+_TITLES: Mapping[Framework, str] = {"torch": "PyTorch", "paddle": "Paddle"}
+_PACKAGES: Mapping[Framework, str] = {"torch": "torch", "paddle": "paddlepaddle"}
 _NAMES = {
     "crossed_sends": "two ranks send to each other first",
     "missing_receive": "a rank leaves out one receive",
@@ -50,8 +56,9 @@ _NAMES = {
 }
 
 
-def _run_hang(name: str, directory: Path, limit_s: float) -> dict[str, Any]:
-    result = outcome(name, directory / name / "rings", patience_s=PATIENCE_S, timeout_s=limit_s)
+def _run_hang(name: str, framework: Framework, directory: Path, limit_s: float) -> dict[str, Any]:
+    rings = directory / name / "rings"
+    result = outcome(name, rings, patience_s=PATIENCE_S, timeout_s=limit_s, framework=framework)
     verdict = result.verdict
     row = {
         "name": name,
@@ -69,11 +76,13 @@ def _run_hang(name: str, directory: Path, limit_s: float) -> dict[str, Any]:
     return row
 
 
-def _run_healthy(directory: Path, seconds: float) -> dict[str, Any]:
+def _run_healthy(framework: Framework, directory: Path, seconds: float) -> dict[str, Any]:
     num_steps = max(8, round(seconds / _STEP_S))
     rings = directory / "healthy" / "rings"
     start = time.monotonic()
-    result = outcome("healthy", rings, patience_s=PATIENCE_S, num_steps=num_steps, timeout_s=seconds)
+    result = outcome(
+        "healthy", rings, patience_s=PATIENCE_S, num_steps=num_steps, timeout_s=seconds, framework=framework
+    )
     status = "running" if result.verdict is None else str(result.verdict.status)
     healthy = {"seconds": int(time.monotonic() - start), "status": status}
     print(f"healthy job: {healthy}", flush=True)
@@ -102,11 +111,11 @@ def _row(row: Mapping[str, Any]) -> str:
 
 
 def _merge(results: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Put new results of each backend in place of older ones."""
-    for backend, values in new.items():
-        old = results.get(backend, {})
+    """Put new results of each framework and backend in place of older ones."""
+    for name, values in new.items():
+        old = results.get(name, {})
         rows = {row["name"]: row for row in (*old.get("hangs", ()), *values.get("hangs", ()))}
-        results[backend] = old | values | {"hangs": [rows[name] for name in _NAMES if name in rows]}
+        results[name] = old | values | {"hangs": [rows[kind] for kind in _NAMES if kind in rows]}
 
 
 def _healthy(result: Mapping[str, Any]) -> str:
@@ -120,10 +129,12 @@ A healthy job with jitter (the last of three ranks sleeps up to 1.5 s more than 
 """
 
 
-def _section(backend: str, result: Mapping[str, Any]) -> str:
+def _section(name: str, result: Mapping[str, Any]) -> str:
     rows = result["hangs"]
     return f"""\
-## {result["num_ranks"]} ranks over {backend}, PyTorch {result["torch"]}, {result["machine"]}
+## {name}
+
+{result["num_ranks"]} ranks, {result["framework"]}, {result["machine"]}.
 
 | planted | cause | seconds | kind | named cause | right |
 | --- | --- | ---: | --- | --- | --- |
@@ -135,8 +146,8 @@ def _section(backend: str, result: Mapping[str, Any]) -> str:
 
 
 def page_text(results: Mapping[str, Any]) -> str:
-    """Return the page of the results of each backend."""
-    sections = "\n".join(_section(backend, results[backend]) for backend in sorted(results))
+    """Return the page of the results of each framework and backend."""
+    sections = "\n".join(_section(name, results[name]) for name in sorted(results))
     return f"""\
 # Planted hangs
 
@@ -149,14 +160,19 @@ default `--timeout` of {PATIENCE_S:g} s.
 
 
 def _machine() -> str:
+    if BACKEND != "nccl":
+        return f"one machine with {os.cpu_count()} processors"
     import torch
 
-    name = f"{NUM_RANKS} x {torch.cuda.get_device_name()}" if BACKEND == "nccl" else f"{os.cpu_count()} processors"
-    return f"one machine with {name}"
+    return f"one machine with {NUM_RANKS} x {torch.cuda.get_device_name()}"
 
 
-def main() -> None:
-    """Measure, keep the results, and write the page."""
+def _version(framework: Framework) -> str:
+    return f"{_TITLES[framework]} {version(_PACKAGES[framework]).partition('+')[0]}"
+
+
+def run() -> int:
+    """Measure, keep the results, and write the page; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--healthy-minutes", type=float, default=1.0)
     parser.add_argument("--jobs", type=int, default=1, help="planted hangs at a time")
@@ -166,30 +182,35 @@ def main() -> None:
     parser.add_argument("--healthy-only", action="store_true")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--add", type=Path, help="add results of another machine, and measure nothing")
+    parser.add_argument("--framework", choices=["torch", "paddle"], default="torch")
+    parser.add_argument("--check", action="store_true", help="measure nothing, and compare the page")
     arguments = parser.parse_args()
     file: Path = arguments.results
     results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if arguments.add is not None:
         _merge(results, json.loads(arguments.add.read_text(encoding="utf-8")))
-    else:
-        import torch
+    elif not arguments.check:
+        _merge(results, {f"{_TITLES[arguments.framework]} over {BACKEND}": _measure(arguments)})
+    if not arguments.check:
+        file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    sys.argv[1:] = ["--check"] if arguments.check else []
+    return main("validation/pages/make_hangs.py", {PAGE: page_text(results)}) if file == RESULTS else 0
 
-        result: dict[str, Any] = {"num_ranks": NUM_RANKS, "torch": torch.__version__.partition("+")[0]}
-        result["machine"] = _machine()
-        with terminate_raises(), tempfile.TemporaryDirectory() as directory:
-            path = Path(directory)
-            if not arguments.healthy_only:
-                with ThreadPoolExecutor(arguments.jobs) as pool:
-                    names = arguments.only or list(_NAMES)
-                    futures = [pool.submit(_run_hang, name, path, arguments.limit) for name in names]
-                    result["hangs"] = [future.result() for future in futures]
-            if not (arguments.hangs_only or arguments.only):
-                result["healthy"] = _run_healthy(path, arguments.healthy_minutes * 60)
-        _merge(results, {BACKEND: result})
-    file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    if file == RESULTS:
-        PAGE.write_text(page_text(results), encoding="utf-8")
+
+def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    framework: Framework = arguments.framework
+    result: dict[str, Any] = {"num_ranks": NUM_RANKS, "framework": _version(framework), "machine": _machine()}
+    with terminate_raises(), tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        if not arguments.healthy_only:
+            with ThreadPoolExecutor(arguments.jobs) as pool:
+                names = arguments.only or list(_NAMES)
+                futures = [pool.submit(_run_hang, name, framework, path, arguments.limit) for name in names]
+                result["hangs"] = [future.result() for future in futures]
+        if not (arguments.hangs_only or arguments.only):
+            result["healthy"] = _run_healthy(framework, path, arguments.healthy_minutes * 60)
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run())

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def check_job(
     job: JobNow, *, patience_s: float = PATIENCE_S, slow_s: float = SLOW_S, busy: frozenset[int] = frozenset(),
-    plan: PlanOps | None = None,
+    starting: frozenset[int] = frozenset(), plan: PlanOps | None = None,
 ) -> Verdict:  # fmt: skip
     """Return the verdict about a job.
 
@@ -42,6 +42,7 @@ def check_job(
         patience_s: wait of a rank, in seconds, from which the job counts as hung.
         slow_s: the same for a wait for a rank of ``busy``, which computes.
         busy: ranks whose processes use a processor.
+        starting: ranks that may not have begun yet: a wait for one of them is no hang.
         plan: the plan that the job executes, for names of its operations.
     """
     analysis = analyse(job, plan)
@@ -49,7 +50,7 @@ def check_job(
     oldest = max((wait.seconds for wait in waits), default=0.0)
     failure = certain_failure(analysis, oldest >= patience_s)
     if failure is None and oldest >= patience_s:
-        failure = follow_waits(analysis, waits, patience_s, slow_s, busy)
+        failure = follow_waits(analysis, waits, patience_s, slow_s, busy, starting)
     states = {rank.rank: rank.state for rank in job.ranks}
     late = job_lateness(job)
     if failure is None:
@@ -75,7 +76,12 @@ def _plan_notes(job: JobNow, causes: Sequence[int], plan: PlanOps | None) -> Ite
 
 
 def follow_waits(
-    analysis: Analysis, waits: Sequence[Wait], patience_s: float, slow_s: float, busy: frozenset[int]
+    analysis: Analysis,
+    waits: Sequence[Wait],
+    patience_s: float,
+    slow_s: float,
+    busy: frozenset[int],
+    starting: frozenset[int],
 ) -> Failure | None:
     """Follow the waits of the rank that has waited longest to a rank that waits for nobody, or to a cycle."""
     for start in waits:
@@ -86,6 +92,8 @@ def follow_waits(
         if len(component) > 1:
             return _cycle(analysis, component)
         (rank,) = component
+        if rank in starting:
+            continue
         failure = _end_of_waits(analysis, rank, start, slow_s, rank in busy)
         if failure is not None:
             return failure

@@ -35,12 +35,13 @@ class Follower:
     A look at a job that makes progress reads the headers only. A rank is busy
     if its process used a processor for more than half of the last two seconds.
     A job that has survived a longer wait (its checkpoints, its evaluation) gets
-    twice that much patience.
+    twice that much patience. Ranks begin at different times: one that has not
+    issued an operation yet is awaited for ``slow_s``.
 
     Args:
         directory: directory of the rings, or of one directory per host.
         patience_s: wait of a rank, in seconds, from which the job counts as hung.
-        slow_s: the same for a wait for a rank that computes.
+        slow_s: the same for a wait for a rank that computes, or that has not begun.
         plan: the plan that the job executes, for names of its operations.
     """
 
@@ -69,7 +70,9 @@ class Follower:
         job = read_job(files)
         patience_s = max(self.patience_s, _LONGER * self._longest_gap_s)
         slow_s = max(self.slow_s, patience_s)
-        verdict = check_job(job, patience_s=patience_s, slow_s=slow_s, busy=self._busy(), plan=self.plan)
+        verdict = check_job(
+            job, patience_s=patience_s, slow_s=slow_s, busy=self._busy(), starting=self._starting(job), plan=self.plan
+        )
         return verdict, job
 
     def _look_for_stragglers(self, files: dict[int, Path]) -> tuple[Verdict, JobNow] | None:
@@ -102,6 +105,14 @@ class Follower:
             is_still = (now_ns - since_ns) / 1e9 > self.patience_s / 2
             progresses = progresses and state is ProcessState.RUNNING and not is_still
         return progresses
+
+    def _starting(self, job: JobNow) -> frozenset[int]:
+        """Ranks that may not have begun: those without an operation or a ring, not long after the first ring."""
+        idle = [rank for rank in job.ranks if rank.last is None and rank.state is ProcessState.RUNNING]
+        started = {rank.rank: rank.ring.header.started_ns for rank in idle}
+        first_ns = min(rank.ring.header.started_ns for rank in job.ranks)
+        started |= dict.fromkeys(job.missing, first_ns)
+        return frozenset(rank for rank, since_ns in started.items() if (job.now_ns - since_ns) / 1e9 < self.slow_s)
 
     def _busy(self) -> frozenset[int]:
         busy = set()

@@ -11,10 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pipeproof.exec.monitor.follow import Follower, follow
 from pipeproof.exec.monitor.verdict import Verdict
+from tests.interop.record.processes import world
 
+Framework = Literal["torch", "paddle"]
 ROOT = Path(__file__).parents[3]
 BACKEND = os.environ.get("PLANTED_BACKEND", "gloo")
 NUM_RANKS = int(os.environ.get("PLANTED_RANKS", "3"))
@@ -37,17 +40,20 @@ class Outcome:
 
 
 @contextmanager
-def running(name: str, directory: Path, num_steps: int = 8) -> Iterator[list[subprocess.Popen[bytes]]]:
+def running(
+    name: str, directory: Path, num_steps: int = 8, framework: Framework = "torch"
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Run a job until the block ends; then no process of it is left. ``directory/../log`` has what the ranks print."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     directory.mkdir(parents=True)
-    command = [sys.executable, str(Path(__file__).with_name("planted_hangs.py")), name]
+    command = [sys.executable, str(Path(__file__).with_name("planted_hangs.py")), framework, name]
+    of_rank = world(NUM_RANKS)
     with (directory.parent / "log").open("wb") as log:
         processes = [
             subprocess.Popen(
-                [*command, str(rank), str(NUM_RANKS), str(directory), str(num_steps)], cwd=ROOT, env=environment,
-                stdout=log, stderr=log,
+                [*command, str(rank), str(NUM_RANKS), str(directory), str(num_steps)], cwd=ROOT,
+                env={**environment, **of_rank(rank)}, stdout=log, stderr=log,
             )
             for rank in range(NUM_RANKS)
         ]  # fmt: skip
@@ -60,9 +66,12 @@ def running(name: str, directory: Path, num_steps: int = 8) -> Iterator[list[sub
             process.wait()
 
 
-def outcome(name: str, directory: Path, *, patience_s: float, num_steps: int = 8, timeout_s: float = 300) -> Outcome:
+def outcome(
+    name: str, directory: Path, *, patience_s: float, num_steps: int = 8, timeout_s: float = 300,
+    framework: Framework = "torch",
+) -> Outcome:  # fmt: skip
     """Run a job, follow it until it hangs or ends, and end it."""
-    with running(name, directory, num_steps):
+    with running(name, directory, num_steps, framework):
         followed = follow(
             Follower(directory, patience_s=patience_s), report=lambda verdict, job: None, timeout_s=timeout_s
         )  # fmt: skip

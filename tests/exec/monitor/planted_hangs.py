@@ -1,6 +1,6 @@
-"""Small training jobs with one planted kind of hang; arguments: name, rank, number of ranks, directory, steps.
+"""Small training jobs with one planted kind of hang; arguments: framework, name, rank, ranks, directory, steps.
 
-They run over gloo, or with PLANTED_BACKEND=nccl on one GPU for each rank.
+They run over gloo with PyTorch or Paddle, or with PLANTED_BACKEND=nccl with PyTorch on one GPU for each rank.
 A step sends each micro-batch from rank 0 to rank 1, and so on to the last rank, and ends with all-reduces of all ranks.
 The hang comes in step ``BAD_STEP``; the steps before it are sound.
 """
@@ -14,42 +14,60 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from pipeproof.exec.monitor.torch_watch import watch
 from pipeproof.signals import die_with_parent
 
 die_with_parent(os.getppid())
-name, rank, num_ranks, directory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+framework, name, rank, num_ranks = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+directory, num_steps = Path(sys.argv[5]), int(sys.argv[6])
 BAD_STEP, NUM_MICRO_BATCHES = 4, 3
-num_steps = int(sys.argv[5]) if len(sys.argv) > 5 else 8
 jitter = random.Random(rank)
-
-store = dist.FileStore(str(directory.with_name("store")), num_ranks)
-backend = os.environ.get("PLANTED_BACKEND", "gloo")
-device = torch.device("cpu" if backend == "gloo" else f"cuda:{rank}")
-if device.type == "cuda":
-    torch.cuda.set_device(device)
-dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
 last = num_ranks - 1
-pair = dist.new_group([last - 1, last])
+backend = os.environ.get("PLANTED_BACKEND", "gloo")
+is_small = backend == "gloo"
+
+links: list[Any]
+"""The group of the messages of each rank and the next one; None for the group of all ranks."""
+if framework == "torch":
+    import torch
+    import torch.distributed as dist
+
+    from pipeproof.torch import watch
+
+    store = dist.FileStore(str(directory.with_name("store")), num_ranks)
+    device = torch.device("cpu" if backend == "gloo" else f"cuda:{rank}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
+    pair, links = dist.new_group([last - 1, last]), [None] * last
+    ones, synchronize = torch.ones, torch.cuda.synchronize
+    options = {"device": device}
+else:
+    import paddle
+    import paddle.distributed as dist
+
+    from pipeproof.paddle import watch
+
+    # Over gloo, Paddle matches messages of a group by a count of each rank, so that it hangs if a rank of the group
+    # has sent others meanwhile.
+    dist.init_parallel_env()
+    links = [dist.new_group([other, other + 1]) for other in range(last)]
+    pair, ones, options = links[-1], paddle.ones, {}
 watch(directory=directory)
 
 # NCCL lets a sender pass once its message fits into the buffers: 4 MiB on each of up to 64 channels. Only a larger
 # message waits for its receive.
-is_small = device.type == "cpu"
 sizes = ((64, 64), (256,), (1,)) if is_small else ((16384, 16384), (1 << 24,), (1,))
-activation, gradient, loss = (torch.ones(size, device=device) for size in sizes)
+activation, gradient, loss = (ones(size, **options) for size in sizes)
 
 
 def pipeline(num_micro_batches: int, skipped: int = -1) -> None:
     for micro_batch in range(num_micro_batches):
         if rank > 0 and micro_batch != skipped:
-            dist.recv(activation, rank - 1)
+            dist.recv(activation, rank - 1, group=links[rank - 1])
         if rank < num_ranks - 1:
-            dist.send(activation, rank + 1)
+            dist.send(activation, rank + 1, group=links[rank])
 
 
 def next_batch(*, stuck: bool) -> None:
@@ -76,8 +94,8 @@ for step in range(num_steps):
     if bad and name == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     if step == BAD_STEP and name == "crossed_sends" and rank in (last - 1, last):
-        dist.send(activation, 2 * last - 1 - rank)
-        dist.recv(activation, 2 * last - 1 - rank)
+        dist.send(activation, 2 * last - 1 - rank, group=links[-1])
+        dist.recv(activation, 2 * last - 1 - rank, group=links[-1])
     counts = NUM_MICRO_BATCHES + (rank == last and step == BAD_STEP and name == "micro_batch_counts")
     pipeline(counts, skipped=1 if bad and name == "missing_receive" else -1)
     if bad and name == "extra_collective":
@@ -94,6 +112,6 @@ for step in range(num_steps):
         dist.all_reduce(gradient, group=pair)
     else:
         dist.all_reduce(gradient)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    if backend == "nccl":
+        synchronize()
 dist.barrier()

@@ -10,6 +10,7 @@ import pytest
 
 from pipeproof.exec.monitor.check_job import check_job
 from pipeproof.exec.monitor.follow import Follower, follow
+from pipeproof.exec.monitor.hang_page import hang_html
 from pipeproof.exec.monitor.job import JobNow, read_job, ring_files
 from pipeproof.exec.monitor.plan_ops import PlanOps
 from pipeproof.exec.monitor.ring_recorder import RingRecorder
@@ -82,6 +83,9 @@ def test_a_wait_has_its_operation_of_the_plan_and_the_cause_its_position(tmp_pat
     assert verdict.plan == ("rank 1: after 1RECV_F2 in step 2, before 1SEND_B2 it is in 1F2, 1B2",)
     assert "  by the plan, rank 1: after 1RECV_F2" in "\n".join(verdict.lines())
     assert verdict.to_json()["plan"] == list(verdict.plan)
+    job = job_of(tmp_path)
+    assert "0RECV_B2" in hang_html(verdict, job, names)
+    assert ">0RECV_B2<" not in hang_html(verdict, job)
 
 
 def test_an_operation_that_differs_from_the_plan_is_named_with_the_difference(tmp_path):

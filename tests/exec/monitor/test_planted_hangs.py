@@ -10,8 +10,12 @@ from tests.cli.commands import invoke
 from tests.docs.test_schemas import require_fit
 from tests.exec.monitor.hang_jobs import CAUSES, outcome, running
 
-pytestmark = pytest.mark.needs_torch
-
+WITH = {"torch": pytest.mark.needs_torch, "paddle": pytest.mark.needs_paddle}
+JOBS = [
+    pytest.param(framework, name, id=f"{framework}-{name}", marks=mark)
+    for framework, mark in WITH.items()
+    for name in CAUSES
+]
 KINDS = {
     "crossed_sends": "cycle", "missing_receive": "cycle", "extra_collective": "mismatch",
     "rank_local_keys": "mismatch", "exception": "raised", "killed": "killed", "stopped": "stopped",
@@ -22,20 +26,24 @@ CODES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow(but=["missing_receive", "killed"])
-@pytest.mark.parametrize("name", CAUSES, ids=list(CAUSES))
-def test_the_cause_of_a_planted_hang_is_named(tmp_path, name):
-    verdict = outcome(name, tmp_path / "rings", patience_s=5).verdict
+@pytest.mark.slow(but=["torch-missing_receive", "torch-killed", "paddle-missing_receive"])
+@pytest.mark.parametrize(("framework", "name"), JOBS)
+def test_the_cause_of_a_planted_hang_is_named(tmp_path, framework, name):
+    found = outcome(name, tmp_path / "rings", patience_s=5, framework=framework)
+    verdict = found.verdict
+    assert verdict is not None, found.log
     assert (verdict.status, verdict.kind, verdict.causes) == ("hang", KINDS[name], CAUSES[name])
     assert verdict.findings[0].code == CODES[verdict.kind]
     assert any("planted_hangs.py:" in finding.message for finding in verdict.findings)
 
 
 @pytest.mark.slow
-def test_a_jittery_but_healthy_job_is_no_hang(tmp_path):
-    assert outcome("healthy", tmp_path / "rings", patience_s=20).verdict.status == "ended"
+@pytest.mark.parametrize("framework", [pytest.param(name, marks=mark) for name, mark in WITH.items()])
+def test_a_jittery_but_healthy_job_is_no_hang(tmp_path, framework):
+    assert outcome("healthy", tmp_path / "rings", patience_s=20, framework=framework).verdict.status == "ended"
 
 
+@pytest.mark.needs_torch
 def test_the_command_prints_the_cause_and_writes_page_metrics_and_json(tmp_path):
     rings = tmp_path / "rings"
     with running("data_loader_stuck", rings):

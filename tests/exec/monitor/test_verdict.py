@@ -7,7 +7,7 @@ import pytest
 
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.exec.monitor.check_job import check_job
-from pipeproof.exec.monitor.follow import metrics_text
+from pipeproof.exec.monitor.follow import Follower, metrics_text
 from pipeproof.exec.monitor.hang_page import hang_html
 from pipeproof.exec.monitor.job import JobNow, read_job, ring_files
 from pipeproof.exec.monitor.lateness import Lateness
@@ -23,9 +23,9 @@ class Rank:
         self.ring = RingRecorder(directory, rank, num_ranks, "none 1.0", marker=marker)
         self.ring.group("0", range(num_ranks), "nccl" if on_device else "gloo")
 
-    def begin(self, op, peer=None, size=4, at=1):
+    def begin(self, op, peer=None, size=4, at=1, dtype="float32"):
         """Issue an operation at a line of train.py, and wait for it."""
-        call = f"seq = ring.issue({op!r}, '0', {peer}, 0, 'float32', ({size},), {size}, {size})"
+        call = f"seq = ring.issue({op!r}, '0', {peer}, 0, {dtype!r}, ({size},), {size}, {size})"
         names = {"ring": self.ring}
         exec(compile("\n" * (at - 1) + call, "train.py", "exec"), names)
         self.seq = names["seq"]
@@ -128,13 +128,25 @@ def test_a_rank_that_ended_is_the_cause_only_if_the_others_do_as_before(tmp_path
     assert (verdict.kind, verdict.causes) == ("ended", (2,))
 
 
-def test_a_mismatch_names_the_rank_that_differs(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"size": 5}, "of [5] float32"),
+        ({"dtype": "bfloat16"}, "of [4] bfloat16"),
+        ({"op": "broadcast"}, "broadcast"),
+    ],
+    ids=["size", "dtype", "operation"],
+)
+def test_a_mismatch_names_the_rank_that_differs(tmp_path, change, named):
     ranks = ranks_in(tmp_path, 3)
     two_steps(ranks)
     for rank in ranks:
-        rank.begin("all_reduce", size=5 if rank is ranks[2] else 4, at=10)
+        rank.begin(**({"op": "all_reduce", "at": 10} | (change if rank is ranks[2] else {})))
     verdict = check_job(job_of(tmp_path))
     assert (verdict.kind, verdict.causes, verdict.findings[0].code) == ("mismatch", (2,), "PP932")
+    line = next(line for line in verdict.findings[0].message.splitlines() if line.startswith("rank 2 issued"))
+    assert named in line
+    assert line.endswith("train.py:10")
 
 
 def test_a_rank_without_a_ring_is_named(tmp_path):
@@ -142,6 +154,27 @@ def test_a_rank_without_a_ring_is_named(tmp_path):
     rank.begin("all_reduce")
     verdict = check_job(job_of(tmp_path))
     assert (verdict.kind, verdict.causes, verdict.missing) == ("absent", (1,), (1,))
+
+
+@pytest.mark.parametrize("has_ring", [False, True], ids=["no_ring", "no_operation"])
+def test_a_followed_rank_that_has_not_begun_has_time_to(tmp_path, has_ring):
+    """On a busy machine ranks begin seconds apart, and the first ones wait."""
+    rank = Rank(tmp_path, 0, 2)
+    other = Rank(tmp_path, 1, 2) if has_ring else None
+    rank.begin("all_reduce")
+    time.sleep(0.5)
+
+    def look(slow_s):
+        follower = Follower(tmp_path, patience_s=0.2, slow_s=slow_s)
+        follower.look()
+        time.sleep(0.2)  # more than half of the patience without an event
+        return follower.look()[0]
+
+    assert (look(60).status, look(60).causes) == ("running", ())
+    assert (look(0.4).status, look(0.4).kind, look(0.4).causes) == ("hang", "absent", (1,))
+    if other is not None:
+        other.ring.close(None)
+        assert (look(60).status, look(60).kind, look(60).causes) == ("hang", "ended", (1,))
 
 
 def test_rings_of_several_hosts_and_of_different_jobs(tmp_path):

@@ -53,16 +53,16 @@ def run_ranks(
             process.communicate()
 
 
-def world():
-    """The environment of each of two ranks, at ports that are free."""
-    sockets = [socket.socket() for _ in range(3)]
+def world(num_ranks: int = 2) -> Callable[[int], Mapping[str, str]]:
+    """The environment of each rank of a Paddle job over gloo, at ports that are free."""
+    sockets = [socket.socket() for _ in range(num_ranks + 1)]
     for one in sockets:
         one.bind(("127.0.0.1", 0))
     ends = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
     for one in sockets:
         one.close()
     shared = {
-        "PADDLE_TRAINERS_NUM": "2", "PADDLE_TRAINER_ENDPOINTS": ",".join(ends[:2]), "PADDLE_MASTER": ends[2],
-        "PADDLE_DISTRI_BACKEND": "gloo",
+        "PADDLE_TRAINERS_NUM": str(num_ranks), "PADDLE_TRAINER_ENDPOINTS": ",".join(ends[:-1]),
+        "PADDLE_MASTER": ends[-1], "PADDLE_DISTRI_BACKEND": "gloo",
     }  # fmt: skip
     return lambda rank: {**shared, "PADDLE_TRAINER_ID": str(rank), "PADDLE_CURRENT_ENDPOINT": ends[rank]}
