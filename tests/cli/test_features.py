@@ -18,17 +18,18 @@ WIDE = {"model": {"hidden_size": 512, "ffn_size": 2048, "vocab_size": 2048}}
 """So wide that what a feature adds is many nanoseconds, in which times are computed."""
 
 MORE_WORK = {
-    "experts", "losses of routers", "biases of experts", "hyper-connections", "MTP", "MTP, magic send", "dropout",
-    "selective recomputation", "full recomputation", "receives early", "norms of heads", "biases",
-    "biases of queries, keys and values", "main gradients",
+    "experts", "experts by all-gather", "losses of routers", "biases of experts", "hyper-connections", "MTP",
+    "MTP, magic send", "dropout", "selective recomputation", "full recomputation", "receives early", "norms of heads",
+    "biases", "biases of queries, keys and values", "main gradients",
 }  # fmt: skip
 """What ranks compute longer for; a receive that waits on the device slows the computations next to it, and wider
 gradients of weights are more bytes to add to."""
 LESS_WORK = {"grouped queries", "head size", "latent attention", "learned positions", "GELU", "GELU with tanh"}
 """Smaller projections with these sizes, no rotation, or no gate. A LayerNorm moves as many bytes as an RMSNorm."""
 MORE_MEMORY = {
-    "experts", "losses of routers", "biases of experts", "hyper-connections", "MTP", "MTP, magic send", "dropout",
-    "main gradients", "empty layers", "norm before the tail", "words that cross", "receives early", "slots",
+    "experts", "experts by all-gather", "losses of routers", "biases of experts", "hyper-connections", "MTP",
+    "MTP, magic send", "dropout", "main gradients", "empty layers", "norm before the tail",
+    "words that cross", "receives early", "slots",
     "norms of heads", "LayerNorm", "learned positions", "biases", "biases of queries, keys and values",
 }  # fmt: skip
 LESS_MEMORY = {

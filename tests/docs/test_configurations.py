@@ -33,7 +33,7 @@ def test_configurations_are_counted_by_their_verdict(tool, tmp_path, capsys):
     }
     for name, text in texts.items():
         (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
-    rows = tool.judged(source, tmp_path)
+    rows = tool.verdicts_on(source, tmp_path)
     assert {row["name"]: row["outcome"] for row in rows} == {
         "recipes/good.yaml": "no error",
         "recipes/refused.yaml": "refused",
@@ -51,7 +51,7 @@ def test_every_repository_has_verdicts(tool):
         assert {row["outcome"] for row in rows} <= set(tool.OUTCOMES)
 
 
-def test_all_functional_tests_of_megatron_are_judged():
+def test_all_functional_tests_of_megatron_have_a_verdict():
     assert Counter(row["outcome"] for row in RESULTS["NVIDIA/Megatron-LM"]) == {"no error": 139}
 
 

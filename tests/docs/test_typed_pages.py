@@ -49,6 +49,7 @@ EXEMPT = {
     "flex.md": "states, and runs of Paddle that save them; tests/state/flex",
     "fleet.md": "runs of Fleet's pipeline beside ours; tests/interop",
     "copy-engines.md": "GPUs",
+    "gpu-measurements.md": "GPUs",
     "gpus.md": "GPUs",
     "measured.md": "measures the machine; tests/exec/test_profile.py",
     "many-hosts.md": "several hosts; tests/exec/test_many_hosts.py",

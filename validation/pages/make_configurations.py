@@ -1,9 +1,9 @@
-"""Judge configurations of public repositories; keep verdicts in docs/configurations.json, and write the table of them.
+"""Check configurations of public repositories; keep verdicts in docs/configurations.json, and write the table of them.
 
     python validation/pages/make_configurations.py --checkouts DIRECTORY
 
-judges the files below ``DIRECTORY/OWNER/NAME``, which are checkouts of the commits in ``SOURCES`` and no part of this
-project; ``--only NAME`` judges one repository, and keeps the other verdicts. Without arguments the table is written
+checks the files below ``DIRECTORY/OWNER/NAME``, which are checkouts of the commits in ``SOURCES`` and no part of this
+project; ``--only NAME`` checks one repository, and keeps the other verdicts. Without arguments the table is written
 from the verdicts, and ``--check`` exits 1 if the page is stale.
 """
 
@@ -34,7 +34,7 @@ _SCRIPT: Final = "validation/pages/make_configurations.py"
 
 @dataclass(frozen=True)
 class Source:
-    """Files of one repository at one commit, and how they are judged."""
+    """Files of one repository at one commit, and how they are checked."""
 
     repository: str
     commit: str
@@ -61,7 +61,7 @@ SOURCES: Final = (
     Source("pytorch/torchtitan", "b5bcd76", "BSD 3-Clause", "registries of models", "torchtitan",
            "torchtitan/models", "*/config_registry.py"),
 )  # fmt: skip
-"""Where the configurations are; those with fewer than two pipeline ranks are left out."""
+"""The places of the configurations; those with fewer than two pipeline ranks are left out."""
 
 _OF_ANOTHER_KIND: Final = (
     "which has the degrees of parallelism, is not in the file", "the policy trains without a pipeline",
@@ -92,7 +92,7 @@ def outcome(verdict: Verdict) -> str | None:
     return "blocks unknown" if finding.message.startswith(_UNKNOWN_DEPTH) else "not imported"
 
 
-def judged(source: Source, checkouts: Path) -> list[dict[str, str]]:
+def verdicts_on(source: Source, checkouts: Path) -> list[dict[str, str]]:
     """Return name, outcome and reason of each configuration of a repository."""
     root = checkouts / source.repository / source.folder
     found = []
@@ -141,8 +141,8 @@ def pages() -> dict[Path, str]:
     return {PAGE: fill(PAGE, {"verdicts": verdicts_part(results), "refusals": refusals_part(results)})}
 
 
-def judge(arguments: Sequence[str]) -> None:
-    """Judge the repositories, and keep their verdicts."""
+def check_checkouts(arguments: Sequence[str]) -> None:
+    """Check the repositories, and keep their verdicts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkouts", type=Path, required=True)
     parser.add_argument("--only", help="owner/name of a repository")
@@ -150,12 +150,12 @@ def judge(arguments: Sequence[str]) -> None:
     results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for source in SOURCES:
         if options.only in (None, source.repository):
-            results[source.repository] = judged(source, options.checkouts)
+            results[source.repository] = verdicts_on(source, options.checkouts)
             write_json(RESULTS, results)
 
 
 if __name__ == "__main__":
     if "--checkouts" in sys.argv[1:]:
-        judge(sys.argv[1:])
+        check_checkouts(sys.argv[1:])
         sys.argv[1:] = []
     sys.exit(write(_SCRIPT, pages()))
