@@ -157,9 +157,13 @@ PART_KEYS = ("norm", "qk_norm", "positions", "mlp", "biases")
 def model_content(model: Section, exclude: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The keys of a model as JSON values, for digests and saved states.
 
-    Parts came later than other keys and are left out at their default, so that a plan without them keeps its digest.
+    Parts and the dispatcher of experts came later than other keys and are left out at their default, so that a plan
+    without them keeps its digest, and states of it can be resumed.
     """
     content = model.model_dump(mode="json", exclude=None if exclude is None else dict(exclude))
+    moe = content.get("moe") or {}
+    if moe.get("dispatcher") == MoeSpec.model_fields["dispatcher"].default:
+        del moe["dispatcher"]
     fields = type(model).model_fields
     return {key: value for key, value in content.items() if key not in PART_KEYS or value != fields[key].default}
 

@@ -5,6 +5,7 @@ import pytest
 
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.specs.model import model_content
 from pipeproof.specs.plan import plan_json_schema
 from tests.plans import plan_dict
 
@@ -77,3 +78,15 @@ def test_the_dense_size_need_not_divide_where_no_block_has_it():
     assert plan_from_dict(plan_dict(model=model, topology={"tp": 2})).spec.model.ffn_size == 7
     with pytest.raises(BadPlanError, match=r"model\.ffn_size 7"):
         plan_from_dict(plan_dict(model={**model, "moe": {**MOE, "dense_layers": 1}}, topology={"tp": 2}))
+
+
+def test_a_dispatcher_of_experts_is_part_of_the_content_unless_it_is_the_default():
+    """States of releases without the key can be resumed."""
+
+    def moe_of(**keys):
+        model = {"moe": {"num_experts": 4, "top_k": 2, "ffn_size": 8, **keys}}
+        return model_content(plan_from_dict(plan_dict(model=model)).spec.model)["moe"]
+
+    assert "dispatcher" not in moe_of()
+    assert moe_of() == moe_of(dispatcher="all_to_all")
+    assert moe_of(dispatcher="all_gather") == {**moe_of(), "dispatcher": "all_gather"}

@@ -153,7 +153,7 @@ def edit(directory, change):
         ({"run": {"dtype": "float64"}}, 'run.dtype was "float32" and is "float64"'),
         ({"model": {"hidden_size": 16}}, "model.hidden_size was 8 and is 16"),
         ({"backend": "torch"}, "saved by paddle, and the plan runs on torch"),
-        ({"model": {"moe": MOE}}, "model.moe.aux_loss was missing and is 0.1, .*, and 8 more keys"),
+        ({"model": {"moe": MOE}}, "model.moe.aux_loss was missing and is 0.1, .*, and 7 more keys"),
         ({"steps": 1}, "is the state after step 0, and the plan has 1 steps"),
     ],
 )
