@@ -109,7 +109,7 @@ def baseline_json_schema() -> dict[str, Any]:
 
 def entry_files(files: Iterable[Path], baseline: Path) -> tuple[str, ...]:
     """Return file names as entries have them: relative to the directory of the baseline file, with slashes."""
-    folder = baseline.resolve().parent
+    folder = Path(os.path.realpath(baseline)).parent  # ``resolve`` fails at links that lead to themselves
     return tuple(Path(os.path.relpath(file.resolve(), folder)).as_posix() for file in files)
 
 
@@ -223,7 +223,7 @@ def compare_with_baseline(
 
 def missing_file_notes(baseline: LoadedBaseline) -> tuple[Finding, ...]:
     """Return a note for each entry whose plan file no longer exists, so that no check can match it."""
-    folder = baseline.path.resolve().parent
+    folder = Path(os.path.realpath(baseline.path)).parent
     return tuple(
         STALE.finding(
             f"{entry.code} is known of {' '.join(missing)}, which no longer exists",

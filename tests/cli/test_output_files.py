@@ -1,6 +1,7 @@
 """Outputs appear whole, or what exists survives; on a full disk, too."""
 
 import errno
+import json
 import os
 import resource
 import stat
@@ -73,6 +74,31 @@ def test_links_that_lead_to_themselves_are_an_error_with_their_name(tmp_path):
     with pytest.raises(OSError, match=str(first)) as raised, output_file(first):
         pass
     assert raised.value.errno == errno.ELOOP
+
+
+def test_a_baseline_that_is_a_link_to_itself_is_refused_by_its_name(tmp_path):
+    loop = tmp_path / "known.yaml"
+    loop.symlink_to(loop)
+    result = invoke("check", EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml", "--write-baseline", loop, "--reason", "known")
+    assert result.exit_code == 2
+    assert "known.yaml" in result.stderr
+    assert os.strerror(errno.ELOOP) in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("form", ["text", "json", "sarif"])
+def test_findings_about_a_file_whose_name_is_no_utf_8_are_printed(form, tmp_path):
+    plan = tmp_path / os.fsdecode(b"plan-\xff.yaml")
+    plan.write_bytes((EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml").read_bytes())
+    command = [sys.executable, "-B", "-m", "pipeproof", "check", plan, "--format", form]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    result = subprocess.run(command, capture_output=True, timeout=120, check=False, env=environment)
+    printed = (result.stdout + result.stderr).decode("utf-8")
+    assert result.returncode == 1
+    assert "plan-" in printed
+    assert "Traceback" not in printed
+    if form != "text":
+        json.loads(result.stdout)
 
 
 @pytest.mark.parametrize(
