@@ -107,6 +107,7 @@ def test_options_that_cannot_be_meant_are_refused_before_the_work(options, words
     assert list(tmp_path.glob("*.jsonl")) == []
 
 
+@pytest.mark.needs("matplotlib")
 def test_a_picture(sweep, tmp_path):
     result = invoke("sweep", sweep, "--plot", tmp_path / "out.svg", "--sort", "peak")
     assert result.exit_code == 0, result.output
