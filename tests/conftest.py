@@ -26,6 +26,7 @@ QUICK_EXAMPLES = 10
 """The most examples of a property test in ``make test``: its profile is ``quick``."""
 
 OPTIONAL = {
+    "dask": "the extra `dask`",
     "distributed": "the extra `dask`",
     "grimp": "the extra `dev`",
     "hatchling": "the extra `dev`",

@@ -168,6 +168,7 @@ def test_the_output_on_the_page_is_that_of_its_commands(monkeypatch):
         assert lines == output.rstrip("\n").splitlines()
 
 
+@pytest.mark.needs("matplotlib")
 @pytest.mark.parametrize(("suffix", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_pictures(plan, tmp_path, suffix, begins):
     path = tmp_path / f"picture.{suffix}"
@@ -176,6 +177,7 @@ def test_pictures(plan, tmp_path, suffix, begins):
     assert path.read_bytes().startswith(begins)
 
 
+@pytest.mark.needs("matplotlib")
 def test_a_picture_of_one_rank_without_noise(tmp_path):
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(plan_dict(topology={"pp": 1})))
@@ -198,7 +200,7 @@ def test_a_picture_of_one_rank_without_noise(tmp_path):
         (["--cv", "-1"], "is not in the range"),
         (["--runs", "0"], "is not in the range"),
         (["-o", "a.html"], "pictures end with .png, .svg, .pdf"),
-        (["-o", "nowhere/a.png"], "there is no directory"),
+        pytest.param(["-o", "nowhere/a.png"], "there is no directory", marks=pytest.mark.needs("matplotlib")),
     ],
 )
 def test_what_is_wrong_is_said(plan, arguments, message):
