@@ -118,7 +118,7 @@ def test_full_recompute_keeps_inputs_and_one_block_at_a_time():
 
 
 def test_offloaded_blocks_are_on_the_device_while_they_are_copied():
-    """Of 4 blocks 3 are in host memory between F and I; two of them are on the device while F or I runs."""
+    """Three of four blocks are in host memory between F and I; two of them are on the device while F or I runs."""
     four = {"num_layers": 4}
     names = [f"layer.{index}" for index in range(4)]
     whole = held(plan(model=four), names)

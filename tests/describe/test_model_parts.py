@@ -105,7 +105,7 @@ def test_what_the_types_of_experts_mean():
 
 
 def test_what_the_types_of_gathered_experts_mean():
-    """Of the tokens of all EP ranks each rank has an addend of the results."""
+    """Each rank has an addend of the results for the tokens of all EP ranks."""
     model = {"moe": {**MOE, "num_shared_experts": 1, "dispatcher": "all_gather"}}
     block = typed_gpt(spec_of(model, tp=2, cp=2, ep=2, sequence_parallel=True))["moe_block"]
     assert block.values["slots"].types == {"tp": REPLICATED, "cp": cut("u"), "ep": REPLICATED}

@@ -289,7 +289,7 @@ def test_the_launcher_is_terminated(signum, status, tmp_path):
 
 
 def test_a_reader_of_one_line(tmp_path):
-    """As ``run | head -1``: neither a proof nor a failure."""
+    """The status of ``run | head -1``, which is neither a proof nor a failure."""
     (tmp_path / "plan.json").write_text(json.dumps(LONG))
     with subprocess.Popen(
         [sys.executable, "-m", "pipeproof", "run", str(tmp_path / "plan.json")],

@@ -57,7 +57,7 @@ def all_reduce_us(elements, ranks=2):
 
 
 def half_us(elements, ranks=2):
-    """Of a reduce-scatter or of an all-gather."""
+    """Time of a reduce-scatter or an all-gather."""
     return all_reduce_us(elements, ranks) / 2
 
 

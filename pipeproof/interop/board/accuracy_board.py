@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
+from types import MappingProxyType
 from typing import Any
 
 from pipeproof.comm.lower import lower
@@ -32,12 +33,14 @@ MEASUREMENTS = Path(__file__).parent / "measurements"
 """The measurements that come with pipeproof."""
 
 _MICRO = 10**6
-_TABLES: Sequence[tuple[str, frozenset[str], Callable[[Path], Iterator[Measurement]]]] = (
-    ("mlperf", MLPERF_COLUMNS, read_mlperf),
-    ("vtrain", VTRAIN_COLUMNS, read_vtrain),
-    ("megatron-bridge", BRIDGE_COLUMNS, read_megatron_bridge),
+_TABLES: Mapping[str, tuple[frozenset[str], Callable[[Path], Iterator[Measurement]]]] = MappingProxyType(
+    {
+        "mlperf": (MLPERF_COLUMNS, read_mlperf),
+        "vtrain": (VTRAIN_COLUMNS, read_vtrain),
+        "megatron-bridge": (BRIDGE_COLUMNS, read_megatron_bridge),
+    }
 )
-"""Sets in CSV files, each with the columns that it is known by."""
+"""Sets in CSV files, each with the columns that it is known by, and its reader."""
 
 SETS = ("mlperf", "vtrain", "megatron", "megatron-bridge", "dualpipe", "own")
 
@@ -109,16 +112,16 @@ def read_measurements(directories: Sequence[Path]) -> tuple[list[MeasurementFile
 def set_of_table(header: str) -> str | None:
     """Return the set to which a CSV file belongs, by its first line; None for another file."""
     found = {name.strip() for name in header.split(",")}
-    return next((name for name, columns, _ in _TABLES if columns <= found), None)
+    return next((name for name, (columns, _) in _TABLES.items() if columns <= found), None)
 
 
 def _read_table(path: Path) -> MeasurementFile | None:
     with path.open(encoding="utf-8-sig") as stream:
-        set_name = set_of_table(stream.readline())
-    for name, _, read in _TABLES:
-        if name == set_name:
-            return MeasurementFile(path, name, tuple(read(path)))
-    return None
+        name = set_of_table(stream.readline())
+    if name is None:
+        return None
+    _, read = _TABLES[name]
+    return MeasurementFile(path, name, tuple(read(path)))
 
 
 def _read_json(path: Path) -> MeasurementFile | None:

@@ -45,8 +45,8 @@ def check_activations(plan: PlanSections) -> list[Problem]:
     if plan.memory.offload_blocks and plan.buffers.receive_slots is not None:
         message = (
             "`memory.offload_blocks` copies the inputs of stages to host memory, and with `buffers.receive_slots` "
+            "they are in slots that are never free"
         )
-        message += "they are in slots that are never free"
         problems.append(Problem("PP106", ("memory", "offload_blocks"), message, help="remove one of them"))
     return problems
 

@@ -73,13 +73,15 @@ class ExpertRegion:
 
     def gather(self, logits: Tensor, tokens: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """Return the router outputs [R N, E] and the tokens [R N, H] of all ranks; their gradients are summed back."""
-        logits, tokens = self.ops.autograd_node(
-            lambda *own: (self._gathered(own[0], f"{name}.route"), self._gathered(own[1], f"{name}.tokens")),
-            lambda *gradients: tuple(reversed([
-                self._summed(gradients[1], f"{name}.tokens.grad"), self._summed(gradients[0], f"{name}.route.grad"),
-            ])),
-            logits, tokens,
-        )  # fmt: skip
+
+        def forward(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+            return self._gathered(logits, f"{name}.route"), self._gathered(tokens, f"{name}.tokens")
+
+        def backward(of_logits: Tensor, of_tokens: Tensor) -> tuple[Tensor, Tensor]:
+            of_own_tokens = self._summed(of_tokens, f"{name}.tokens.grad")  # first, as in the graph
+            return self._summed(of_logits, f"{name}.route.grad"), of_own_tokens
+
+        logits, tokens = self.ops.autograd_node(forward, backward, logits, tokens)
         return logits, tokens
 
     def sum_results(self, addends: Tensor, name: str) -> Tensor:

@@ -79,18 +79,19 @@ class TorchExperts(common.Experts):
         own, top_k = self._own_experts, chosen.shape[1]
         experts = chosen.flatten() - own.start
         elsewhere = (experts < 0) | (experts >= len(own))
-        order = experts.masked_fill(elsewhere, len(own)).argsort(stable=True)  # by expert, then by token; others last
+        experts = experts.masked_fill(elsewhere, len(own))
+        order = experts.argsort(stable=True)  # by expert, then by token; others last
         counts = torch.zeros(len(own) + 1, dtype=torch.int64, device=order.device)
-        counts = counts.scatter_add_(0, experts.masked_fill(elsewhere, len(own)), torch.ones_like(experts))[:-1]
+        counts = counts.scatter_add_(0, experts, torch.ones_like(experts))[:-1]
         num_rows = len(tokens) * min(top_k, len(own)) if self.fixed_shapes else int(counts.sum())
         places = Places(
             F.pad(order[:num_rows], (0, int(self.fixed_shapes))),
             inverse(order).masked_fill(elsewhere, num_rows).view(-1, top_k),
             self.fixed_shapes,
         )
-        outputs = self._swiglu(_ToRows.apply(tokens, places), Groups(counts))
-        gains = _ToRows.apply(gains.reshape(-1, 1), places._replace(rows=places.rows.view(-1, 1)))
-        return _ToTokens.apply(outputs * gains, places)
+        outputs = self._swiglu(places.to_rows(tokens), Groups(counts))
+        gains = places._replace(rows=places.rows.view(-1, 1)).to_rows(gains.reshape(-1, 1))
+        return places.to_tokens(outputs * gains)
 
     def _activation(self, gate: Tensor, up: Tensor, groups: Groups) -> Tensor:
         return self._gated(gate, up)
@@ -129,41 +130,24 @@ class Places(NamedTuple):
     rows: Tensor
     has_spare: bool
 
-    def of_visits(self, values: Tensor) -> Tensor:
-        """The value [V / k, H] of the token of each row."""
+    def to_rows(self, values: Tensor) -> Tensor:
+        """The value [V / k, H] of the token of each row [n, H]. Its gradient is the sum over the token's rows."""
+        (rows,) = OPS.autograd_node(lambda own: (self._taken(own),), lambda given: (self._summed(given),), values)
+        return rows
+
+    def to_tokens(self, values: Tensor) -> Tensor:
+        """Each token's sum [V / k, H] over its rows of values [n, H]: the adjoint of ``to_rows``."""
+        (sums,) = OPS.autograd_node(lambda own: (self._summed(own),), lambda given: (self._taken(given),), values)
+        return sums
+
+    def _taken(self, values: Tensor) -> Tensor:
         return values.index_select(0, self.order // self.rows.shape[1])
 
-    def summed(self, values: Tensor) -> Tensor:
-        """Each token's sum over its rows of values [n, H], without reading those of no visit."""
+    def _summed(self, values: Tensor) -> Tensor:
+        """Sums that do not read the rows of no visit."""
         if not self.has_spare:
             values = F.pad(values, (0, 0, 0, 1))
         return F.embedding_bag(self.rows, values, mode="sum", padding_idx=len(values) - 1)
-
-
-class _ToRows(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
-    """Values [V / k, H] for each row of ``places``. Backward adds the visits of each."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, places: Places) -> Tensor:
-        ctx.places = places
-        return places.of_visits(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return ctx.places.summed(gradient), None
-
-
-class _ToTokens(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
-    """Sums over the visits of each token [V / k, H], from rows [n, H]: the adjoint of ``_ToRows``."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Places) -> Tensor:
-        ctx.places = places
-        return places.summed(rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return ctx.places.of_visits(gradient), None
 
 
 class _Visits(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
