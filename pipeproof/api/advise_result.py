@@ -9,7 +9,7 @@ from pipeproof.analysis.advise.advice_report import advice_to_json
 from pipeproof.analysis.advise.search import Advice, Group
 from pipeproof.analysis.advise.search import advise as find_advice
 from pipeproof.api.given_plan import GivenPlan, Settings, load_given, name_of
-from pipeproof.api.result import Records, Result, html_table, html_text, printed
+from pipeproof.api.result import Records, Result, html_table, html_text, noted, printed
 
 _WIDTH = 110
 
@@ -21,10 +21,11 @@ class AdviseResult(Result):
         self.advice, self.name = advice, name
 
     def __repr__(self) -> str:
-        """Return the number of candidates and the best one."""
+        """Return the number of candidates, the best one, and a note about times."""
         rows = self.to_records()
         best = f"; best {rows[0]['schedule']}, {rows[0]['makespan_us']:,.3f} us" if rows else ""
-        return f"<advise: {self.name}, {len(rows)} candidates{best}>"
+        note = self.advice.candidates.spec.cost.placeholder_note
+        return f"<advise: {self.name}, {len(rows)} candidates{best}{noted(note)}>"
 
     def _dict(self) -> dict[str, Any]:
         return advice_to_json(self.advice)

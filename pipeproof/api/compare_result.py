@@ -24,11 +24,13 @@ class CompareResult(Result):
         self.comparison, self.note, self.step = comparison, note, step
 
     def __repr__(self) -> str:
-        """Return both makespans."""
+        """Return both makespans, and notes about the costs."""
         steps = "; ".join(
             f"{float(step.makespan_a):,.3f} us and {float(step.makespan_b):,.3f} us" for step in self.comparison.steps
         )
-        return f"<compare: {self.comparison.a.file} and {self.comparison.b.file}, {steps}>"
+        notes = dict.fromkeys((self.comparison.a.note, self.comparison.b.note, self.note))
+        text = f"{self.comparison.a.file} and {self.comparison.b.file}, {steps}"
+        return f"<compare: {'; '.join(filter(None, (text, *notes)))}>"
 
     def _dict(self) -> dict[str, Any]:
         return comparison_to_json(self.comparison, worst=len(self.comparison.pairs), note=self.note)
@@ -46,7 +48,7 @@ class CompareResult(Result):
         """Return one page with both timelines, A above B."""
         from pipeproof.analysis.compare.compare_page import comparison_html
 
-        return comparison_html(self.comparison.a, self.comparison.b, self.step)
+        return comparison_html(self.comparison.a, self.comparison.b, self.step, self.note)
 
 
 def compare(a: GivenPlan, b: GivenPlan, step: int | None = None) -> CompareResult:

@@ -140,6 +140,11 @@ def plain_data(value: Any, *, exact: bool) -> Any:
     return value
 
 
+def noted(note: str) -> str:
+    """Return a note behind the other words of a ``repr``; nothing of an empty one."""
+    return f"; {note}" if note else ""
+
+
 def html_table(records: Sequence[Mapping[str, Any]], title: str = "") -> str:
     """Return the first rows of a table as HTML; nothing of an empty one."""
     if not records:

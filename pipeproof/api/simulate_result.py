@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeproof.api.given_plan import GivenPlan, Settings, load_given, name_of
-from pipeproof.api.result import Records, Result, html_table
+from pipeproof.api.result import Records, Result, html_table, noted
 from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.lower import blaming_plan, lower_loaded
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.sim.simulate import Engine, Simulation, simulation_to_json
 from pipeproof.sim.simulate import simulate as simulate_lowered
-from pipeproof.specs.cost import CostSource
+from pipeproof.specs.cost import CostSource, CostSpec
 
 _GIB = 2**30
 
@@ -44,11 +44,11 @@ class SimulateResult(Simulation, Result):
         return float(sum(own.bubble_makespan_ratio for own in self.figures) / len(self.figures))
 
     def __repr__(self) -> str:
-        """Return the makespan, the idle time and the largest memory peak."""
+        """Return the makespan, the idle time, the largest memory peak, and a note about times."""
         peak = max(curve.peak for curve in self.memory) / _GIB
         return (
             f"<simulate: {self.name}, {len(self.figures)} ranks, {self.makespan_us:,.3f} us, "
-            f"{self.idle_ratio:.1%} idle, {peak:.3f} GiB at most>"
+            f"{self.idle_ratio:.1%} idle, {peak:.3f} GiB at most{noted(self.note)}>"
         )
 
     def _dict(self) -> dict[str, Any]:
@@ -129,15 +129,14 @@ def simulate(
     if isinstance(plan, LoweredPlan):
         if settings:
             raise ValueError("settings are for a plan, and this one is lowered already")
-        return _result(simulate_lowered(plan, backend, engine=engine), plan, plan.spec.cost.source, "", "plan")
+        return _result(simulate_lowered(plan, backend, engine=engine), plan, plan.spec.cost, "plan")
     loaded = load_given(plan, settings)
     with blaming_plan(loaded):
         lowered = lower_loaded(loaded)
         simulation = simulate_lowered(lowered, backend, engine=engine)
-    cost = loaded.spec.cost
-    return _result(simulation, lowered, cost.source, cost.placeholder_note, name_of(plan))
+    return _result(simulation, lowered, loaded.spec.cost, name_of(plan))
 
 
-def _result(simulation: Simulation, plan: LoweredPlan, source: CostSource, note: str, name: str) -> SimulateResult:
+def _result(simulation: Simulation, plan: LoweredPlan, cost: CostSpec, name: str) -> SimulateResult:
     given = {key: value for key, value in vars(simulation).items() if key not in ("timeline", "memory")}
-    return SimulateResult(**given, name=name, plan=plan, cost_source=source, note=note)
+    return SimulateResult(**given, name=name, plan=plan, cost_source=cost.source, note=cost.placeholder_note)

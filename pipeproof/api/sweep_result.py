@@ -12,7 +12,7 @@ from pipeproof.analysis.sweep.results_table import FIGURES, best_first, sweep_to
 from pipeproof.analysis.sweep.run_sweep import run_sweep
 from pipeproof.analysis.sweep.sweep_file import Sweep, load_sweep, sweep_of_plan
 from pipeproof.api.given_plan import GivenPlan, load_given, name_of, plan_data
-from pipeproof.api.result import Records, Result, html_table
+from pipeproof.api.result import Records, Result, html_table, noted
 
 
 class SweepResult(Result):
@@ -22,13 +22,14 @@ class SweepResult(Result):
         self.sweep, self.points, self.name = sweep, tuple(points), name
 
     def __repr__(self) -> str:
-        """Return the number of points and the fastest."""
+        """Return the number of points, the fastest, and a note about times."""
         best = best_first(self.points, "makespan")
         text = ""
         if best:
             settings = ", ".join(f"{key}={value}" for key, value in best[0].settings.items())
             text = f"; best {settings}, {float(best[0].makespan or 0):,.3f} us"
-        return f"<sweep: {self.name}, {len(self.points)} points, {len(best)} timed{text}>"
+        note = noted(self.sweep.placeholder_note)
+        return f"<sweep: {self.name}, {len(self.points)} points, {len(best)} timed{text}{note}>"
 
     def _dict(self) -> dict[str, Any]:
         return sweep_to_json(self.sweep, self.points)

@@ -67,7 +67,7 @@ def compare(
         with refusing_bad_plans("text", a), showing_progress(f"writing {output}"):
             from pipeproof.analysis.compare.compare_page import comparison_html
 
-            write_output(output, comparison_html(first, second, step))
+            write_output(output, comparison_html(first, second, step, note))
     if form == "json":
         click.echo(json.dumps(comparison_to_json(comparison, worst=worst, note=note), indent=2))
     else:

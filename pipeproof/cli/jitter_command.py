@@ -110,7 +110,7 @@ def jitter(
         if output is not None:
             from pipeproof.analysis.jitter.jitter_plot import plot_jitter
 
-            plot_jitter(runs, late, plan.stem, output)
+            plot_jitter(runs, late, plan.stem, output, loaded.spec.cost.placeholder_note)
     if form == "json":
         click.echo(json.dumps(jitter_to_json(runs, late, loaded.spec.cost.source), indent=2))
     else:

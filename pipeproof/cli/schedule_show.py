@@ -30,6 +30,7 @@ from pipeproof.schedule.kinds import SCHEDULE_KINDS, ScheduleKind
 from pipeproof.schedule.programs import Schedule, stages_of
 from pipeproof.sim.figures import RankFigures, figures_of, figures_to_json, number_to_json
 from pipeproof.sim.timeline import timeline_of
+from pipeproof.specs.cost import cost_source, placeholder_note
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.verify.schedule_verdict import Outcome, ScheduleVerdict, check_schedule
 from pipeproof.views.schedule_svg import schedule_svg
@@ -57,8 +58,9 @@ class ScheduleRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """A schedule with its plan, its times, and the verdict of the rules if they ran."""
+    """A requested schedule with its plan, its times, and the verdict of the rules if they ran."""
 
+    request: ScheduleRequest
     plan: LoadedPlan
     schedule: Schedule
     costs: StageCosts
@@ -77,7 +79,7 @@ def show_schedule(request: ScheduleRequest, form: str, *, verify: bool, color: s
         costs = stage_costs(plan.spec)
         on_progress(f"checking {request.kind}", 0, 0)
         verdict = check_schedule(plan) if verify else None
-        shown = _Shown(plan, schedule, costs, asap(schedule, costs), verdict)
+        shown = _Shown(request, plan, schedule, costs, asap(schedule, costs), verdict)
     if form == "json":
         click.echo(json.dumps(_to_json(shown), indent=2))
     else:
@@ -94,7 +96,9 @@ def write_requested(request: ScheduleRequest, target: str) -> None:
     """
     plan, schedule = _requested(request, target)
     if target == "svg":
-        click.echo(schedule_svg(asap(schedule, stage_costs(plan.spec)), _title(plan)), nl=False)
+        note = _placeholder_note(request)
+        title = f"{_title(plan)} ({note})" if note else _title(plan)
+        click.echo(schedule_svg(asap(schedule, stage_costs(plan.spec)), title), nl=False)
         return
     try:
         click.echo(write_schedule(schedule, target), nl=False)
@@ -205,6 +209,8 @@ def _render(shown: _Shown, console: Console) -> None:
     render_timeline(timeline, console, _title(shown.plan), unit="")
     console.print()
     console.print(Text(_costs_text(shown.costs)), soft_wrap=True)
+    if note := _placeholder_note(shown.request):
+        console.print(Text(note), soft_wrap=True)
     print_lines(figures_lines((str(figures.rank), figures) for figures in figures_of(timeline)), console)
     if shown.verdict is None:
         return
@@ -224,6 +230,11 @@ def _title(plan: LoadedPlan) -> str:
     return ", ".join(parts)
 
 
+def _placeholder_note(request: ScheduleRequest) -> str:
+    """A sentence about the times that no option gives; empty if there are none."""
+    return placeholder_note(request.cost, forward="1", backward="2")
+
+
 def _costs_text(costs: StageCosts) -> str:
     """The times of the picture; one if all stages have the same."""
     named = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
@@ -233,7 +244,7 @@ def _costs_text(costs: StageCosts) -> str:
     for name, times in named.items():
         shown = times[:1] if len(set(times)) == 1 else times
         texts.append(f"{name} {','.join(str(time) for time in shown)}")
-    return f"times: {'; '.join(texts)}; B = I + W; latency {format_us(Fraction(costs.latency))}"
+    return f"times of a stage: {'; '.join(texts)}; B = I + W; latency {format_us(Fraction(costs.latency))}"
 
 
 def _to_json(shown: _Shown) -> dict[str, Any]:
@@ -248,6 +259,7 @@ def _to_json(shown: _Shown) -> dict[str, Any]:
         "num_micro_batches": schedule.num_micro_batches,
         "num_chunks": schedule.num_chunks,
         "num_sequence_splits": schedule.num_sequence_splits,
+        "cost_source": cost_source(shown.request.cost),
         **number_to_json("makespan", Fraction(shown.timed.makespan)),
         "verdict": None if shown.verdict is None else _verdict_to_json(shown.verdict),
         "ranks": [_rank_to_json(shown, own, stages[own.rank]) for own in figures],

@@ -57,6 +57,8 @@ def solve_plan(plan: Path, loaded: LoadedPlan, output: Path, time_limit_s: float
     for line in _verdict(solution):
         console.print(line, soft_wrap=True)
     console.print(f"the plan's own schedule ({spec.schedule.kind}): {_own_makespan(own, spec)}{unfit}", soft_wrap=True)
+    if note := loaded.spec.cost.placeholder_note:
+        console.print(note, soft_wrap=True)
     console.print(f"written to {output}; in the plan:\n", soft_wrap=True, markup=False)
     console.print(_section(spec, output, plan), soft_wrap=True, no_wrap=True, markup=False)
 

@@ -74,9 +74,9 @@ def _show_costs(plan: Path, source: PlanSource) -> None:
                 "their times"
             )
         if analytic is None:
+            has = "gives its times itself" if loaded.spec.cost.source != "placeholder" else "names no device"
             raise click.UsageError(
-                f"{plan} gives its times itself; --costs shows times computed for a device: write "
-                "`cost: {analytic: h200}` in the plan"
+                f"{plan} {has}; --costs shows times computed for a device: write `cost: {{analytic: h200}}` in the plan"
             )
         with blaming_plan(loaded):
             costs = AnalyticCosts(loaded.spec, analytic)

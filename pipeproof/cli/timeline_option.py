@@ -71,7 +71,7 @@ def write_timeline(
     """Write the file in the format of its suffix, and return a message for the user.
 
     ``memory`` has the curve of each rank, for pages, pictures and traces. ``plan``, as it was read, adds a note on
-    placeholder times to the title, and to a page its sizes, and its MFU where its devices are known.
+    placeholder times to the title or the trace, and to a page its sizes, and its MFU where its devices are known.
 
     Raises:
         OSError: the file cannot be written.
@@ -104,7 +104,8 @@ def write_timeline(
         case ".json":
             from pipeproof.views.chrome_trace import write_trace
 
-            write_trace(timeline, path, curves)
+            about = {} if plan is None else {"cost_source": plan.cost.source, "note": plan.cost.placeholder_note}
+            write_trace(timeline, path, curves, {key: text for key, text in about.items() if text})
             return f"trace written to {path}; open it in chrome://tracing or ui.perfetto.dev"
     from pipeproof.views.timeline_picture import write_picture
 

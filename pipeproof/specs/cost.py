@@ -409,13 +409,19 @@ class CostSpec(Section):
         return _DEFAULT_BACKWARD_US
 
 
-def _placeholders(given: Collection[str]) -> list[str]:
+def _placeholders(
+    given: Collection[str],
+    forward: str = f"{_DEFAULT_FORWARD_US} us",
+    backward: str = f"{_DEFAULT_BACKWARD_US} us",
+) -> list[str]:
     """Times of computations that a plan leaves out, for the keys of its section ``cost``."""
     if "analytic" in given or "profile" in given:
         return []
-    forward = [] if "forward_us" in given else [f"{_DEFAULT_FORWARD_US} us forward"]
     is_backward_given = any(key.startswith("backward_") for key in given)
-    return forward + ([] if is_backward_given else [f"{_DEFAULT_BACKWARD_US} us backward"])
+    return [
+        *([] if "forward_us" in given else [f"{forward} forward"]),
+        *([] if is_backward_given else [f"{backward} backward"]),
+    ]
 
 
 def cost_source(given: Collection[str]) -> CostSource:
@@ -430,9 +436,12 @@ def cost_source(given: Collection[str]) -> CostSource:
     return "placeholder" if _placeholders(given) else "given"
 
 
-def placeholder_note(given: Collection[str] = ()) -> str:
-    """Return a sentence about the times that the keys of a section ``cost`` leave out; empty if there are none."""
-    times = _placeholders(given)
+def placeholder_note(given: Collection[str] = (), **defaults: str) -> str:
+    """Return a sentence about the times that the keys of a section ``cost`` leave out; empty if there are none.
+
+    ``defaults`` are ``forward`` and ``backward`` times with their units, where they are not those of a plan.
+    """
+    times = _placeholders(given, **defaults)
     return f"times are placeholders ({', '.join(times)} per stage): proportions only" if times else ""
 
 

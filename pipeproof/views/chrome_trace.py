@@ -19,6 +19,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pipeproof.atomic_write import write_output
@@ -33,12 +34,16 @@ _SEND, _ARRIVAL, _SLICE, _COUNTER = range(4)
 """Order of events at one time. A viewer binds an arrow to the slice that was opened last on the thread when it
 reads the arrow: a tail must follow its send, and a head must come before the next slice of its thread."""
 
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+
 ARRIVAL = "arrival"
 """The category of the marks that arrows lead to; they are no operations."""
 
 
-def trace_json(timeline: Timeline, curves: Sequence[Curve] = ()) -> str:
+def trace_json(timeline: Timeline, curves: Sequence[Curve] = (), about: Mapping[str, str] = _NOTHING) -> str:
     """The trace file's text, one event a line; the same bytes for the same timeline. ``curves`` are counters, too.
+
+    ``about`` is added to ``otherData``, such as the origin of the times.
 
     First the names of processes and threads, then slices, arrows and counters
     by time. Spans of no length are left out, except compute and transfers.
@@ -48,17 +53,19 @@ def trace_json(timeline: Timeline, curves: Sequence[Curve] = ()) -> str:
     timed = [*_slices(slices, threads), *_arrows(slices, threads), *_counters(slices, all_curves(timeline, curves))]
     timed.sort(key=itemgetter(0))
     lines = ",\n".join([*_names(slices, threads), *(event for _, event in timed)])
-    other = json.dumps({"clock": timeline.clock}, separators=(",", ":"))
+    other = json.dumps({"clock": timeline.clock, **about}, separators=(",", ":"))
     return f'{{"traceEvents":[\n{lines}\n],"displayTimeUnit":"ns","otherData":{other}}}\n'
 
 
-def write_trace(timeline: Timeline, path: Path, curves: Sequence[Curve] = ()) -> None:
-    """Write the trace file, overwriting what is there.
+def write_trace(
+    timeline: Timeline, path: Path, curves: Sequence[Curve] = (), about: Mapping[str, str] = _NOTHING
+) -> None:
+    """Write the file of ``trace_json``, overwriting what is there.
 
     Raises:
         OSError: the file cannot be written.
     """
-    write_output(path, trace_json(timeline, curves))
+    write_output(path, trace_json(timeline, curves, about))
 
 
 _Key = tuple[int, int, int, int, int, int, int]

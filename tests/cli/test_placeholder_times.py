@@ -1,17 +1,41 @@
 """Every output about times that no plan gave says so once; JSON has the origin of the times."""
 
+import importlib
 import json
 import re
 
 import pytest
 from click.testing import CliRunner
 
+import pipeproof as pp
 from pipeproof.cli.main import main
 from pipeproof.specs.cost import CostSpec
 from pipeproof.specs.load_plan import load_plan
+from tests.cli.commands import REPOSITORY
 from tests.plans import plan_dict
 
 NOTE = "imes are placeholders (100 us forward, 200 us backward per stage): proportions only"
+
+
+PREDICTING = {"advise", "compare", "schedule jitter", "schedule show", "schedule solve", "simulate", "sweep", "tune"}
+"""Commands that print times that nobody measured; tests below call each of them, in each of its forms."""
+PLAY = {"play"}
+"""Its page shows the times in fields, and whether they are of a stage or of a rank."""
+COMPUTED = {"import measurements", "show"}
+"""Their times are computed for devices; `show --costs` refuses a plan that names none."""
+WITHOUT_PREDICTED_TIMES = {
+    *(f"import {kind}" for kind in ("automodel", "deepspeed", "ernie", "fleet", "layers", "megatron", "megatron-bridge",
+      "ms-swift", "nemo-rl", "paddleformers", "paddlenlp", "profile", "torch-csv", "torchtitan", "verl")),
+    *(f"job {part}" for part in ("file", "fleet", "hang", "merge")),
+    *(f"state {part}" for part in ("align", "aoa", "diff", "reshard", "show")),
+    "check", "doctor", "init", "rehearse", "run", "schedule convert", "schedule list",
+}  # fmt: skip
+
+
+def test_each_command_is_in_one_of_the_lists(monkeypatch):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "validation" / "pages"))
+    commands = {words for words, _ in importlib.import_module("make_options").commands()}
+    assert commands == PREDICTING | PLAY | COMPUTED | WITHOUT_PREDICTED_TIMES
 
 
 def invoke(*arguments):
@@ -73,6 +97,75 @@ def test_the_page_has_the_note_in_its_title(plan, tmp_path):
     assert NOTE not in (tmp_path / "t.html").read_text()
 
 
+@pytest.mark.needs("matplotlib")
+@pytest.mark.parametrize(
+    "command", [("simulate",), ("schedule", "jitter", "--runs", "2", "--no-delays"), ("sweep", "--workers", "1")]
+)
+def test_pictures_have_the_note(plan, sweep_of, tmp_path, command):
+    path, picture = plan(), tmp_path / "picture.svg"
+    option = "-o"
+    if command[0] == "sweep":
+        path, option = sweep_of(path), "--plot"
+    invoke(*command, path, option, picture)
+    assert NOTE in re.sub(r"\s+", " ", picture.read_text())
+
+
+def test_a_trace_has_the_note_and_the_origin_of_the_times_and_compare_reads_them(plan, tmp_path):
+    path, trace = plan(), tmp_path / "trace.json"
+    invoke("simulate", path, "-o", trace)
+    assert json.loads(trace.read_text())["otherData"] == {
+        "clock": "simulated", "cost_source": "placeholder", "note": f"t{NOTE}"
+    }  # fmt: skip
+    assert invoke("compare", trace, trace).count(NOTE) == 1
+    assert json.loads(invoke("compare", trace, path, "--format", "json"))["a"]["cost_source"] == "placeholder"
+    invoke("simulate", plan(cost={"analytic": "h100"}), "-o", trace)
+    assert json.loads(trace.read_text())["otherData"] == {"clock": "simulated", "cost_source": "analytic"}
+    assert NOTE not in invoke("compare", trace, trace)
+
+
+def test_a_schedule_by_itself_has_units_in_place_of_times(plan):
+    sizes = ("schedule", "show", "interleaved", "-p", "2", "-m", "4", "-v", "2")
+    note = "times are placeholders (1 forward, 2 backward per stage): proportions only"
+    assert invoke(*sizes).count(note) == 1
+    assert f"2 stages a rank ({note}): makespan" in invoke(*sizes, "--as", "svg")
+    assert json.loads(invoke(*sizes, "--format", "json"))["cost_source"] == "placeholder"
+    given = (*sizes, "--cost", "1,1,1")
+    assert "placeholders" not in invoke(*given) + invoke(*given, "--as", "svg")
+    assert json.loads(invoke(*given, "--format", "json"))["cost_source"] == "given"
+    assert "(2 backward per stage)" in invoke(*sizes, "--forward", "1")
+
+
+@pytest.mark.needs("ortools")
+def test_a_solved_schedule_has_the_note(plan, tmp_path):
+    assert invoke("schedule", "solve", plan(), "-o", tmp_path / "s.csv").count(NOTE) == 1
+
+
+def test_tuned_layouts_have_computed_times(plan):
+    text = invoke("tune", plan(), "--gpus", "2", "--device", "h100", "--workers", "1", "--format", "json")
+    assert json.loads(text)["cost_source"] == "analytic"
+
+
+def test_costs_of_a_plan_without_times_are_refused_as_such(plan):
+    done = CliRunner().invoke(main, ["show", str(plan()), "--costs"])
+    assert done.exit_code == 2
+    assert "names no device" in done.output
+
+
+def test_results_have_the_note_in_their_repr_and_on_their_page(plan):
+    path = plan()
+    grid = {"schedule.kind": ["1f1b", "gpipe"]}
+    results = [
+        pp.simulate(path), pp.simulate(pp.lower(load_plan(path).spec)), pp.advise(path), pp.compare(path, path),
+        pp.sweep(path, grid, workers=1),
+    ]  # fmt: skip
+    for result in results:
+        assert repr(result).count(NOTE) == 1
+        assert re.search(NOTE[1:].replace("(", r"\(").replace(")", r"\)"), result.to_html())
+    computed = plan(cost={"analytic": "h100"})
+    for result in (pp.simulate(computed), pp.advise(computed), pp.compare(computed, computed)):
+        assert "placeholders" not in repr(result)
+
+
 def test_a_sweep_says_how_many_points_have_placeholders(plan, sweep_of, tmp_path):
     out = tmp_path / "results.jsonl"
     path = sweep_of(plan())
@@ -107,6 +200,10 @@ def test_placeholders_of_plans_with_other_stages_are_per_layer(plan, tmp_path):
     assert "costs are per layer, as in A: A has 2 stages, B 4" in text
     comparison = json.loads(invoke("compare", a, b, "--format", "json"))
     assert comparison["costs"] == "costs are per layer, as in A: A has 2 stages, B 4"
+    page = tmp_path / "page.html"
+    invoke("compare", a, b, "-o", page)
+    assert f"proportions only; {comparison['costs']})" in page.read_text()
+    assert comparison["costs"] in repr(pp.compare(a, b))
     assert comparison["a"]["cost_source"] == comparison["b"]["cost_source"] == "placeholder"
     forward = next(kind for kind in comparison["kinds"] if kind["kind"] == "F")
     assert forward["median_ratio"] == 0.5

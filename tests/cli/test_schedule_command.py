@@ -109,7 +109,7 @@ def test_the_figures_are_those_of_asap_and_latency_counts():
 
 def test_costs_may_differ_by_stage_and_are_exact():
     text = shown("1f1b", "-p", 2, "-m", 2, "--forward", "1/3,0.5", "--backward-input", "1", "--backward-weight", "0")
-    assert "times: F 1/3,1/2; I 1; W 0; B = I + W; latency 0" in text
+    assert "times of a stage: F 1/3,1/2; I 1; W 0; B = I + W; latency 0" in text
     assert json.loads(shown("1f1b", "-p", 1, "-m", 2, "--cost", "1/3,0.5,1/6", "--format", "json")) | {
         "makespan": 2
     } == json.loads(shown("1f1b", "-p", 1, "-m", 2, "--cost", "1/3,2/3,0", "--format", "json"))

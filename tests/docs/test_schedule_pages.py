@@ -242,7 +242,9 @@ def test_a_picture_has_every_computation_at_its_place(kind, docs, made):
 
 
 def test_the_command_draws_the_picture_of_a_page(made):
-    drawn = CliRunner().invoke(main, ["schedule", "show", "gpipe", "-p", "4", "-m", "8", "--as", "svg"])
+    drawn = CliRunner().invoke(
+        main, ["schedule", "show", "gpipe", "-p", "4", "-m", "8", "--cost", "1,1,1", "--as", "svg"]
+    )
     assert drawn.exit_code == 0
     assert drawn.stdout == made[PICTURES / "gpipe.svg"]
 

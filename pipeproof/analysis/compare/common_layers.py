@@ -47,4 +47,5 @@ def with_common_layers(a: TimelineFile, b: TimelineFile) -> tuple[TimelineFile, 
     kept = {**times, "backward_us": None, "overlapped_us": None}
     spec = plan_b.model_copy(update={"cost": plan_b.cost.model_copy(update=kept)})
     normalized = simulated_plan(b.file, replace(b.loaded, spec=spec))
-    return replace(normalized, loaded=b.loaded), f"costs are per layer, as in A: {text}"
+    restored = replace(normalized, loaded=b.loaded, cost_source=b.cost_source, note=b.note)
+    return restored, f"costs are per layer, as in A: {text}"

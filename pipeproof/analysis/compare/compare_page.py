@@ -11,8 +11,10 @@ from pipeproof.sim.timeline import Span, Timeline
 from pipeproof.views.html.timeline_page import timeline_html
 
 
-def comparison_html(a: TimelineFile, b: TimelineFile, step: int | None = None) -> str:
+def comparison_html(a: TimelineFile, b: TimelineFile, step: int | None = None, note: str = "") -> str:
     """The page of one step of each: ``step`` where a file has several, else the last that both have.
+
+    ``note`` is about the costs of two plans, and is added to the title of B.
 
     Steps begin at 0 and count as the same one. Messages and bytes are shown
     where the graph is known: that of a plan, which serves the other side too
@@ -29,8 +31,8 @@ def comparison_html(a: TimelineFile, b: TimelineFile, step: int | None = None) -
         graph = next((graph for graph in (file.graph, *graphs) if graph is not None and _is_of(ops, graph)), None)
         several = len({op.step for op in file.ops}) > 1
         title = f"{file.file}, step {number}" if several else file.file
-        if file.loaded is not None and (note := file.loaded.spec.cost.placeholder_note):
-            title += f" ({note})"
+        if notes := "; ".join(filter(None, (file.note, note if file is b else ""))):
+            title += f" ({notes})"
         titled.append((title, _timeline(file, ops, graph), graph))
     return timeline_html(titled)
 

@@ -28,9 +28,9 @@ def render_comparison(comparison: Comparison, console: Console, *, worst: int, n
         clock = "measured" if file.measured else "simulated"
         about = _WORDS[file.source] + (f", {clock}" if file.source in ("trace", "table") else "")
         console.print(f"{name}  {file.file}: {about}, {len(file.ops)} operations", soft_wrap=True, markup=False)
-    for sentence in dict.fromkeys((*map(_placeholders, (comparison.a, comparison.b)), note)):
+    for sentence in dict.fromkeys((comparison.a.note, comparison.b.note, note)):
         if sentence:
-            console.print(sentence, soft_wrap=True)
+            console.print(sentence, soft_wrap=True, markup=False)
     clocks = "at the first operation of each rank" if comparison.per_rank_clocks else "at the first start of all"
     console.print(f"clocks are set equal {clocks}; errors are B - A, in microseconds\n", soft_wrap=True)
 
@@ -75,10 +75,6 @@ def render_comparison(comparison: Comparison, console: Console, *, worst: int, n
         ]  # fmt: skip
         console.print("\nfarthest apart in length:")
         print_table(("op", ">rank", ">step", ">A", ">B", ">error", ">start"), ops, console)
-
-
-def _placeholders(file: TimelineFile) -> str:
-    return "" if file.loaded is None else file.loaded.spec.cost.placeholder_note
 
 
 def _parting_text(parting: Parting | None) -> str:
@@ -146,7 +142,7 @@ def _file_to_json(file: TimelineFile) -> dict[str, Any]:
         "source": file.source,
         "measured": file.measured,
         "num_ops": len(file.ops),
-        "cost_source": None if file.loaded is None else file.loaded.spec.cost.source,
+        "cost_source": file.cost_source,
     }
 
 

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pipeproof.comm.lower import blaming_plan, lower_loaded
 from pipeproof.foreign_text import decode_json
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import Op, parse_op
 from pipeproof.sim.simulate import simulate
+from pipeproof.specs.cost import CostSource
 from pipeproof.specs.load_plan import LoadedPlan, load_plan
 from pipeproof.views.chrome_trace import ARRIVAL
 from pipeproof.views.timeline_csv import COLUMNS
@@ -55,13 +56,16 @@ class TimedOp:
 class TimelineFile:
     """The operations of a file and its kind; ``measured`` is true for measured times.
 
-    ``graph`` and ``loaded`` are those of a plan; other files have none.
+    ``cost_source`` is the origin of simulated times, and ``note`` a sentence about times that the plan leaves out; of
+    a plan, and of a trace that states them. ``graph`` and ``loaded`` are those of a plan; other files have none.
     """
 
     file: str
     source: Source
     measured: bool
     ops: tuple[TimedOp, ...]
+    cost_source: str | None = None
+    note: str = ""
     graph: OpGraph | None = field(default=None, repr=False, compare=False)
     loaded: LoadedPlan | None = field(default=None, repr=False, compare=False)
 
@@ -118,7 +122,11 @@ def simulated_plan(file: str, loaded: LoadedPlan) -> TimelineFile:
         TimedOp(s.rank, s.step, s.queue, parse_op(s.op), timeline.us(s.start), timeline.us(s.end), s.op_id)
         for s in timeline.spans
     )
-    return TimelineFile(file, "plan", measured=False, ops=tuple(ops), graph=lowered.graph, loaded=loaded)
+    cost = loaded.spec.cost
+    return TimelineFile(
+        file, "plan", measured=False, ops=tuple(ops), cost_source=cost.source, note=cost.placeholder_note,
+        graph=lowered.graph, loaded=loaded,
+    )  # fmt: skip
 
 
 def _of_trace(name: str, content: Mapping[str, Any]) -> TimelineFile:
@@ -140,8 +148,12 @@ def _of_trace(name: str, content: Mapping[str, Any]) -> TimelineFile:
     shown = [event for event in events if event.get("ph") == "X" and event.get("cat") != ARRIVAL]
     ops = tuple(_each(name, "slice", shown, of_slice))
     other = content.get("otherData")
-    measured = isinstance(other, dict) and other.get("clock") == "measured"
-    return TimelineFile(name, "trace", measured, _some(name, ops))
+    about = other if isinstance(other, dict) else {}
+    source = about.get("cost_source")
+    return TimelineFile(
+        name, "trace", about.get("clock") == "measured", _some(name, ops),
+        cost_source=source if source in get_args(CostSource) else None, note=str(about.get("note", "")),
+    )  # fmt: skip
 
 
 def _is_table(path: Path) -> bool:

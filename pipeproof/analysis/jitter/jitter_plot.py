@@ -20,8 +20,10 @@ _BLUE, _ORANGE, _GREY = "#0072b2", "#d55e00", "#555555"
 
 
 @default_style()
-def plot_jitter(runs: JitterRuns, delays: Delays | None, title: str, path: Path) -> None:
+def plot_jitter(runs: JitterRuns, delays: Delays | None, title: str, path: Path, note: str = "") -> None:
     """Write a picture whose form the suffix names (png, svg, pdf), overwriting what is there.
+
+    ``note`` is about the times of the plan.
 
     Raises:
         ValueError: the suffix is none of png, svg and pdf.
@@ -32,7 +34,8 @@ def plot_jitter(runs: JitterRuns, delays: Delays | None, title: str, path: Path)
     heights = [1.3, *(1 for _ in charts)]
     axes = drawing.subplots(1 + len(charts), 1, gridspec_kw={"height_ratios": heights}, squeeze=False)[:, 0]
     _draw_histogram(axes[0], runs)
-    drawing.suptitle(f"{title}: {len(runs.makespans)} runs, {noise_text(runs.noise)}", fontsize="small")
+    heading = f"{title}: {len(runs.makespans)} runs, {noise_text(runs.noise)}"
+    drawing.suptitle("\n".join(filter(None, (heading, note))), fontsize="small")
     for place, part in enumerate(charts):
         assert delays is not None
         of_ranks = part is delays.ranks

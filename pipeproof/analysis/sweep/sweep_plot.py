@@ -66,6 +66,7 @@ def plot_sweep(sweep: Sweep, results: Sequence[PointResult], path: Path, figure:
         axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
+    drawing.suptitle(sweep.placeholder_note, fontsize="small", wrap=True)
     write_figure(drawing, path, title)
 
 

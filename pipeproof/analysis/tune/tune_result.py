@@ -83,6 +83,7 @@ class TuneResult:
             "memory_gib": self.memory_gib,
             "global_batch": self.global_batch,
             "seq_length": self.seq_length,
+            "cost_source": "analytic",
             "assumptions": list(self.assumptions),
             "rows": [_row_to_json(row) for row in self.rows],
             "counts": asdict(self.counts),
