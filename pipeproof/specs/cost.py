@@ -28,8 +28,8 @@ DeviceName = Literal["a100", "h100", "h200", "h800", "b200", "gb200", "b300", "g
 MatmulDtype = Literal["float8", "float8_block", "float4"]
 """A type narrower than that of weights and activations, for matrix products only.
 
-``float8`` has a scale for each tensor; ``float8_block`` one for each block, as DeepSeek-V3 and MXFP8; ``float4`` one
-for each block of 16, as NVFP4."""
+``float8`` has a scale for each tensor, or those of MXFP8, which tensor cores apply as fast; ``float8_block`` one for
+each block, as DeepSeek-V3; ``float4`` one for each block of 16, as NVFP4."""
 
 NO_MATMUL: Mapping[MatmulDtype, frozenset[DeviceName]] = MappingProxyType(
     {

@@ -48,6 +48,7 @@ class Draft:
         self._origins: dict[KeyPath, Origin] = {}
         self._assumptions: list[Assumption] = []
         self._ignored: list[IgnoredSetting] = []
+        self._for_device: dict[KeyPath, tuple[object, Origin]] = {}
         self._findings: list[Finding] = []
         for path, value in flags.settings.items():
             self._values[path] = value
@@ -75,6 +76,13 @@ class Draft:
             self._values[path] = value
             self._origins[path] = Origin(setting, location)
 
+    def set_for_device(self, path: KeyPath, value: object, setting: str, location: Location | None = None) -> None:
+        """Set a value that counts only if times are computed for a device, which the files do not name."""
+        if ("cost", "analytic", "device") in self:
+            self.set(path, value, setting, location)
+        elif path not in self:
+            self._for_device[path] = value, Origin(setting, location)
+
     def assume(self, path: KeyPath, value: object, why: str, location: Location | None = None) -> None:
         """Set an assumed value unless one is known; the assumption is reported."""
         if path not in self:
@@ -99,6 +107,7 @@ class Draft:
             tuple(self._ignored),
             tuple(self._findings),
             rephrase,
+            self._for_device,
         )
 
     def _nested(self) -> Mapping[str, Any]:

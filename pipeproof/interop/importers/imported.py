@@ -94,6 +94,8 @@ class Imported:
     ignored: tuple[IgnoredSetting, ...] = ()
     findings: tuple[Finding, ...] = ()
     rephrase: Rephrase | None = None
+    for_device: Mapping[KeyPath, tuple[object, Origin]] = field(default_factory=dict)
+    """Values that a plan has only if its times are computed for a device."""
 
 
 Importer = Callable[[Sequence[Path], Flags], Imported]
@@ -112,6 +114,9 @@ def with_device(imported: Imported, device: DeviceName) -> Imported:
     """
     plan = dict(imported.plan)
     origins = dict(imported.source.origins)
+    for path, (value, origin) in imported.for_device.items():
+        set_at(plan, path, value)
+        origins[path] = origin
     cost = dict(plan.get("cost", {}))
     analytic = {**cost.get("analytic", {}), "device": device}
     origins["cost", "analytic", "device"] = Origin(f"--device {device}")
@@ -125,6 +130,14 @@ def with_device(imported: Imported, device: DeviceName) -> Imported:
         analytic.setdefault("attention", attention)
     plan["cost"] = {**cost, "analytic": analytic}
     return replace(imported, plan=plan, source=replace(imported.source, origins=origins))
+
+
+def set_at(plan: dict[str, Any], path: KeyPath, value: object) -> None:
+    """Set a value of a plan unless it has one; sections on the way are copied, or made."""
+    section = plan
+    for part in path[:-1]:
+        section[str(part)] = section = dict(section.get(str(part), {}))
+    section.setdefault(str(path[-1]), value)
 
 
 def plan_text(imported: Imported, kind: str) -> str:

@@ -71,6 +71,7 @@ def _experts(spec: PlanSpec) -> Iterator[Sequence[str]]:
     yield "--num-experts", str(moe.num_experts)
     yield "--moe-router-topk", str(moe.top_k)
     yield "--moe-ffn-hidden-size", str(moe.ffn_size)
+    yield "--moe-token-dispatcher-type", {"all_to_all": "alltoall", "all_gather": "allgather"}[moe.dispatcher]
     if moe.num_shared_experts:
         yield "--moe-shared-expert-intermediate-size", str(moe.num_shared_experts * moe.ffn_size)
     if moe.dense_layers:

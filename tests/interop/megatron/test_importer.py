@@ -5,6 +5,7 @@ import pytest
 from pipeproof.diagnostics.finding import Severity
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop import Flags, check_imported, import_files
+from pipeproof.interop.importers.imported import plan_text, with_device
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.model_family import stage_layers
 from pipeproof.verify.check_plan import check_subject
@@ -435,6 +436,85 @@ MOE = f"run {SIZES}{BATCHES}{PP2}--num-experts 8 --moe-router-topk 2 "
 def test_the_dispatcher_of_tokens(tmp_path, named, ours):
     made = imported(tmp_path, f"{MOE}--moe-token-dispatcher-type {named}")
     assert made.plan["model"]["moe"].get("dispatcher") == ours
+    exchange = with_device(made, "h100").plan["cost"]["analytic"].get("exchange")
+    assert exchange == ("by_node" if named == "flex" else None)
+
+
+def test_without_a_dispatcher_megatron_gathers_tokens_unless_the_model_is_elsewhere(tmp_path):
+    made = imported(tmp_path, MOE)
+    assert made.plan["model"]["moe"]["dispatcher"] == "all_gather"
+    assert "# no --moe-token-dispatcher-type: Megatron-LM gathers all tokens" in plan_text(made, "megatron")
+    elsewhere = imported(tmp_path, f"run {BATCHES}{PP2}--num-experts 8")
+    assert "dispatcher" not in elsewhere.plan["model"]["moe"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ("", None), ("--fp8-format hybrid", "float8"), ("--fp8-format e4m3 --fp8-recipe blockwise", "float8_block"),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "float8"), ("--fp4-format e2m1", "float4"),
+        ("--fp8-format e4m3 --fp8-recipe custom", None), ("--fp8-recipe blockwise", None),
+    ],
+)  # fmt: skip
+def test_products_and_their_inputs_have_the_type_of_the_recipe_on_a_device(tmp_path, flags, dtype):
+    made = imported(tmp_path, f"run {SIZES}{BATCHES}{PP2}--bf16 {flags}")
+    assert "analytic" not in made.plan["cost"]
+    assert "product_inputs" not in made.plan["memory"]
+    assert any("custom" in setting.name for setting in made.ignored) == ("custom" in flags)
+    plan = plan_from_dict(with_device(made, "b200").plan).spec
+    assert plan.cost.analytic.matmul_dtype == dtype
+    assert plan.memory.product_inputs == ("dtype" if dtype is None else "matmul_dtype")
+    of_set = imported(
+        tmp_path, f"run {SIZES}{BATCHES}{PP2}--bf16 {flags}", settings={("cost", "analytic", "device"): "b200"}
+    )
+    assert plan_from_dict(of_set.plan).spec.cost.analytic.matmul_dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("flags", "blocks", "message"),
+    [
+        ("--cpu-offloading-num-layers 3", 3, None), ("--cpu-offloading-num-layers 0", 0, None),
+        (f"--cpu-offloading-num-layers 3 {PP2}", 0, "several pipeline ranks"),
+        ("--cpu-offloading-num-layers 8", 0, "not all blocks"),
+        ("--cpu-offloading-num-layers 3 --recompute-granularity selective", 0, "--recompute-granularity is given"),
+    ],
+)  # fmt: skip
+def test_offloaded_blocks(tmp_path, flags, blocks, message):
+    text = f"run {SIZES}{BATCHES}{flags}"
+    if message is not None:
+        finding = refusal(tmp_path, text)
+        assert (finding.code, message in finding.message) == ("PP171", True)
+        return
+    assert imported(tmp_path, text).plan["memory"].get("offload_blocks", 0) == blocks
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_bytes"),
+    [
+        ("", None), ("--exp-avg-dtype bf16", None), ("--use-precision-aware-optimizer", 10),
+        ("--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8", 5),
+        ("--use-precision-aware-optimizer --no-store-param-remainders", 12),
+        ("--use-precision-aware-optimizer --main-params-dtype fp16", 10),
+    ],
+)  # fmt: skip
+def test_bytes_of_the_optimizers_state(tmp_path, flags, num_bytes):
+    assert imported(tmp_path, f"run {SIZES}{BATCHES}--bf16 {flags}").plan["memory"].get("optimizer_bytes") == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("flags", "keys"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", {"overlap": ["tp"]}),
+        ("--tensor-model-parallel-size 2 --tp-comm-overlap", {}),
+        ("--cuda-graph-impl full_iteration", {"execution": "graph"}),
+        ("--cuda-graph-impl local --cuda-graph-scope full_iteration", {"execution": "graph"}),
+        ("--cuda-graph-impl local", {}), ("--cuda-graph-impl none", {}),
+    ],
+)  # fmt: skip
+def test_overlap_and_graphs_on_a_device(tmp_path, flags, keys):
+    made = imported(tmp_path, f"run {SIZES}{BATCHES}{flags} --bf16")
+    assert with_device(made, "h100").plan["cost"]["analytic"] == {"device": "h100", **keys}
+    assert any(setting.name == "--cuda-graph-impl local" for setting in made.ignored) == flags.endswith("local")
 
 
 @pytest.mark.parametrize(
@@ -506,7 +586,8 @@ def test_experts_over_ranks_of_one_replica(tmp_path, flags, world, topology):
         (f"{CHUNKS} 2 --expert-model-parallel-size 2", "neither --bf16"),
         (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 --recompute-granularity full", "full is given"),
         (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 --mtp-num-layers 2", "2 modules"),
-        (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16", None),
+        (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16", "tokens are gathered"),
+        (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 --moe-token-dispatcher-type alltoall", None),
     ],
 )
 def test_overlapped_all_to_alls(tmp_path, flags, message):
@@ -517,6 +598,7 @@ def test_overlapped_all_to_alls(tmp_path, flags, message):
         return
     made = imported(tmp_path, text)
     assert any("one more forward" in setting.why for setting in made.ignored)
+    assert with_device(made, "h100").plan["cost"]["analytic"]["overlap"] == ["ep"]
     assert refusal(tmp_path, f"{MOE}--delay-wgrad-compute").code == "PP171"
 
 

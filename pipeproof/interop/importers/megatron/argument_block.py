@@ -26,7 +26,12 @@ _NAME_AND_DOTS: Final = 48
 """Characters of a name and the dots after it; a name of that many characters has no dots."""
 
 _NEGATED: Final[Mapping[str, str]] = MappingProxyType(
-    {**PART_NEGATED, "overlap_p2p_comm": "--no-overlap-p2p-communication"}
+    {
+        **PART_NEGATED,
+        "overlap_p2p_comm": "--no-overlap-p2p-communication",
+        "store_param_remainders": "--no-store-param-remainders",
+        "fp8_wgrad": "--no-fp8-wgrad",
+    }
 )
 """Arguments that are true by default, and the flags that make them false."""
 
@@ -35,6 +40,8 @@ _RENAMED: Final[Mapping[str, str]] = MappingProxyType(
         "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
         "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
         "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+        "fp8": "--fp8-format",
+        "fp4": "--fp4-format",
         "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
         "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
     }
@@ -49,7 +56,13 @@ _RESOLVED: Final = frozenset({"--num-layers-per-virtual-pipeline-stage", "--deco
 """Flags that another argument of the block follows from."""
 
 _LAYOUT, _CHUNKS = "--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"
-_DEFAULTS: Final = frozenset({("num_distributed_optimizer_instances", "1"), ("recompute_modules", "['core_attn']")})
+_DEFAULTS: Final = frozenset(
+    {
+        ("num_distributed_optimizer_instances", "1"),
+        ("recompute_modules", "['core_attn']"),
+        ("main_grads_dtype", "torch.float32"),
+    }
+)
 """Values of arguments that a plan does not show, at which they change nothing."""
 
 

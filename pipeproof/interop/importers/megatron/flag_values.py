@@ -265,6 +265,10 @@ class FlagReader:
         """Set a plan value from the flag."""
         self.draft.set(key, value, self.shown(flag), self.location(flag))
 
+    def take_for_device(self, flag: str, key: KeyPath, value: object) -> None:
+        """Set a plan value from the flag that counts only if times are computed for a device."""
+        self.draft.set_for_device(key, value, self.shown(flag), self.location(flag))
+
     def refuse(self, message: str, location: Location, help: str | None = None, code: RuleDoc = UNREADABLE) -> NoReturn:
         """End the import.
 

@@ -95,6 +95,18 @@ FLAGS: Final = frozenset(
         "--use-flash-attn",
         "--cross-entropy-loss-fusion",
         "--cross-entropy-fusion-impl",
+        "--fp8-format",
+        "--fp8-recipe",
+        "--fp4-format",
+        "--cpu-offloading-num-layers",
+        "--use-precision-aware-optimizer",
+        "--exp-avg-dtype",
+        "--exp-avg-sq-dtype",
+        "--main-params-dtype",
+        "--no-store-param-remainders",
+        "--tp-comm-overlap",
+        "--cuda-graph-impl",
+        "--cuda-graph-scope",
         "--seed",
     ]
 )
@@ -104,8 +116,8 @@ NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
     {
         "--overlap-p2p-communication-warmup-flush": "the plan's transfers overlap as its schedule has them",
         "--overlap-moe-expert-parallel-comm": (
-            "the plain interleaved schedule is checked; Megatron-LM has one more forward before the first backward, "
-            "and runs all-to-alls of a forward next to the products of a backward"
+            "the plain interleaved schedule is checked; Megatron-LM has one more forward before the first backward. "
+            "With --device, all-to-alls run during computations"
         ),
         "--delay-wgrad-compute": "the plan's backwards are whole",
         "--defer-embedding-wgrad-compute": "the plan's backwards are whole",
@@ -121,6 +133,14 @@ NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
         "--distribute-saved-activations": "saved activations are not sharded over ranks here",
         "--moe-expert-capacity-factor": "no token is dropped here",
         "--num-distributed-optimizer-instances": "the optimizer state is sharded over all dp ranks here",
+        "--fp8-param-gather": "weights are gathered in their own type here",
+        "--fp4-param-gather": "weights are gathered in their own type here",
+        "--first-last-layers-bf16": "products of all blocks have one type here",
+        "--no-fp8-wgrad": "products for gradients have the type of others here",
+        "--grad-reduce-in-bf16": "gradients are summed in float32 here",
+        "--main-grads-dtype": "gradients are summed in float32 here",
+        "--fine-grained-activation-offloading": "activations of whole blocks are offloaded here, or none",
+        "--optimizer-cpu-offload": "the state of the optimizer is on the device here",
         "--encoder-num-layers": "models with an encoder are not described",
         "--encoder-tensor-model-parallel-size": "models with an encoder are not described",
         "--encoder-pipeline-model-parallel-size": "models with an encoder are not described",
@@ -131,7 +151,8 @@ NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
 
 WITHOUT_BEARING: Final = frozenset(
     [
-        "--tp-comm-overlap",
+        "--offload-modules",
+        "--optimizer-offload-fraction",
         "--moe-grouped-gemm",
         "--moe-permute-fusion",
         "--moe-router-dtype",

@@ -15,7 +15,8 @@ from pipeproof.interop.importers.megatron.argument_files import read_arguments
 from pipeproof.interop.importers.megatron.batch_flags import import_batches
 from pipeproof.interop.importers.megatron.flag_values import Arguments, FlagReader
 from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN, WITHOUT_BEARING, concerns_parallelism
-from pipeproof.interop.importers.megatron.model_flags import import_model
+from pipeproof.interop.importers.megatron.model_flags import dispatcher_of, import_model
+from pipeproof.interop.importers.megatron.precision_flags import import_precision
 from pipeproof.interop.importers.megatron.stage_flags import CHUNKS, import_stages
 
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -120,6 +121,7 @@ def _check_expert_overlap(reader: FlagReader, pp: int, num_chunks: int, num_mtp:
         (num_mtp > 1, f"there are {num_mtp} modules of multi-token prediction, and at most one is supported", None),
         (not (reader.has("--bf16") or reader.has("--fp16")), "neither --bf16 nor --fp16 is given", None),
         (reader.has("--moe-shared-expert-overlap"), "--moe-shared-expert-overlap is given", None),
+        (dispatcher_of(reader) == "allgather", "tokens are gathered", "give --moe-token-dispatcher-type alltoall"),
     )
     for is_refused, why, fix in conditions:
         if is_refused:
@@ -214,6 +216,7 @@ def _import_rest(reader: FlagReader) -> None:
     elif granularity in ("selective", "full"):
         reader.take("--recompute-granularity", ("memory", "recompute"), granularity)
     _import_buffers(reader)
+    import_precision(reader)
     _import_transport(reader)
 
 

@@ -155,8 +155,11 @@ def import_experts(reader: FlagReader) -> None:
             flag = "--moe-shared-expert-intermediate-size"
             draft.ignore(flag, why, reader.location(flag))
     _dense_layers(reader)
-    if reader.text("--moe-token-dispatcher-type") == "allgather":
-        reader.take("--moe-token-dispatcher-type", ("model", "moe", "dispatcher"), "all_gather")
+    dispatcher = dispatcher_of(reader)
+    if dispatcher == "allgather":
+        flag = "--moe-token-dispatcher-type"
+        setting = reader.shown(flag) if reader.has(flag) else f"no {flag}: Megatron-LM gathers all tokens"
+        draft.set(("model", "moe", "dispatcher"), "all_gather", setting, reader.location(flag))
     if (reader.text("--moe-router-score-function") or "softmax") == "sigmoid":
         reader.take("--moe-router-score-function", ("model", "moe", "score"), "sigmoid")
     for flag, key in (("--moe-aux-loss-coeff", "aux_loss"), ("--moe-z-loss-coeff", "z_loss")):
@@ -167,6 +170,17 @@ def import_experts(reader: FlagReader) -> None:
         rate = reader.real("--moe-router-bias-update-rate")
         if rate is None or rate > 0:
             reader.take("--moe-router-enable-expert-bias", ("model", "moe", "expert_bias_rate"), rate or 1e-3)
+
+
+def dispatcher_of(reader: FlagReader) -> str | None:
+    """Return the dispatcher of tokens: that of the flag, or Megatron-LM's default; None if it is not known.
+
+    A script without --hidden-size has its model elsewhere, with a dispatcher of its own.
+    """
+    flag = "--moe-token-dispatcher-type"
+    if reader.has(flag):
+        return reader.text(flag)
+    return "allgather" if reader.has("--num-experts") and reader.has("--hidden-size") else None
 
 
 def _dense_layers(reader: FlagReader) -> None:

@@ -1,0 +1,116 @@
+"""Products in fewer bits, stored activations and the optimizer's state, from the flags of Megatron-LM.
+
+Names and defaults are those of megatron/core/transformer/transformer_config.py and megatron/training/arguments.py
+(Megatron-LM, commit d98e8a6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from pipeproof.interop.importers.draft import count
+from pipeproof.interop.importers.megatron.flag_values import FlagReader
+from pipeproof.specs.cost import MatmulDtype
+
+_OFFLOADED, _PRECISE, _GRAPHS = "--cpu-offloading-num-layers", "--use-precision-aware-optimizer", "--cuda-graph-impl"
+_TP_OVERLAP, _EP_OVERLAP = "--tp-comm-overlap", "--overlap-moe-expert-parallel-comm"
+
+_TYPE_OF_RECIPE: Final[Mapping[str, MatmulDtype]] = MappingProxyType(
+    {"delayed": "float8", "tensorwise": "float8", "mxfp8": "float8", "blockwise": "float8_block"}
+)
+"""Types of products by ``--fp8-recipe``. Products of Blackwell apply the scales of MXFP8 themselves, as fast as one
+scale for a tensor; those for blocks of 128 are applied by further instructions."""
+
+_BYTES: Final = MappingProxyType(
+    {"float32": 4, "fp32": 4, "float16": 2, "fp16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1, "uint8": 1}
+)
+"""Bytes by names of types: those of the flags, and those in the printed block of arguments after ``torch.``."""
+
+
+def import_precision(reader: FlagReader) -> None:
+    """Set ``memory.offload_blocks``, ``memory.optimizer_bytes``, and keys of computed times.
+
+    Raises:
+        PlanFileError: PP170, a value cannot be read; PP171, Megatron-LM refuses it.
+    """
+    _import_product_type(reader)
+    _import_offload(reader)
+    _import_optimizer_state(reader)
+    _import_execution(reader)
+
+
+def _import_product_type(reader: FlagReader) -> None:
+    """Set the type of products, in which Transformer Engine also keeps their inputs for the gradients of weights."""
+    flag, recipe = "--fp8-format", "--fp8-recipe"
+    dtype: MatmulDtype | None = None
+    if reader.has("--fp4-format"):
+        flag, dtype = "--fp4-format", "float4"
+    elif reader.has(flag):
+        name = reader.text(recipe) or "delayed"
+        flag, dtype = recipe if reader.has(recipe) else flag, _TYPE_OF_RECIPE.get(name)
+        if dtype is None:  # `custom`
+            reader.draft.ignore(
+                reader.shown(recipe), "the plan's products have no type of their own", reader.location(recipe)
+            )
+    if dtype is not None:
+        reader.take_for_device(flag, ("cost", "analytic", "matmul_dtype"), dtype)
+        reader.take_for_device(flag, ("memory", "product_inputs"), "matmul_dtype")
+
+
+def _import_offload(reader: FlagReader) -> None:
+    """Set the blocks whose activations are copied to the host: the first ones, of a model without pipeline ranks."""
+    number = reader.number(_OFFLOADED, at_least=0)
+    if not number:
+        return
+    conditions = (
+        (count(reader.draft, "topology", "pp") > 1, "there are several pipeline ranks"),
+        (reader.has("--recompute-granularity"), "--recompute-granularity is given"),
+        (number >= count(reader.draft, "model", "num_layers"), "not all blocks can be offloaded"),
+    )
+    for is_refused, why in conditions:
+        if is_refused:
+            reader.megatron_refuses(f"with {_OFFLOADED} {number}, {why}", _OFFLOADED)
+    reader.take(_OFFLOADED, ("memory", "offload_blocks"), number)
+
+
+def _import_optimizer_state(reader: FlagReader) -> None:
+    """Set the bytes of two moments and of the copy of weights, where they have types of their own.
+
+    Of the copy of weights in bfloat16, only the 16 bits are stored that the weights lack (``store_param_remainders``).
+    """
+    if not reader.has(_PRECISE):
+        return
+    names = [
+        (reader.text(flag) or "fp32").removeprefix("torch.")
+        for flag in ("--exp-avg-dtype", "--exp-avg-sq-dtype", "--main-params-dtype")
+    ]
+    if all(name in _BYTES for name in names):
+        moments, copy = sum(_BYTES[name] for name in names[:2]), _BYTES[names[2]]
+        has_remainders = reader.has("--bf16") and not reader.has("--no-store-param-remainders")
+        shared = 2 if has_remainders and copy == 4 else 0
+        reader.take(_PRECISE, ("memory", "optimizer_bytes"), moments + copy - shared)
+
+
+def _import_execution(reader: FlagReader) -> None:
+    """Set what runs next to computations, the exchange of tokens, and whether the host starts each operation."""
+    draft = reader.draft
+    overlapped = []
+    if reader.has(_TP_OVERLAP) and draft.get("topology", "sequence_parallel"):
+        overlapped.append((_TP_OVERLAP, "tp"))
+    if reader.has(_EP_OVERLAP):
+        overlapped.append((_EP_OVERLAP, "ep"))
+    if overlapped:
+        reader.take_for_device(overlapped[0][0], ("cost", "analytic", "overlap"), [axis for _, axis in overlapped])
+    dispatcher = "--moe-token-dispatcher-type"
+    if reader.text(dispatcher) == "flex":
+        reader.take_for_device(dispatcher, ("cost", "analytic", "exchange"), "by_node")
+    scope = "--cuda-graph-scope"
+    for flag in (_GRAPHS, scope):
+        if reader.has(flag) and reader.text(flag) == "full_iteration":
+            reader.take_for_device(flag, ("cost", "analytic", "execution"), "graph")
+            return
+    if reader.has(_GRAPHS) and reader.text(_GRAPHS) != "none":
+        why = "the host starts each operation here; only --cuda-graph-impl full_iteration is replayed whole"
+        draft.ignore(reader.shown(_GRAPHS), why, reader.location(_GRAPHS))
