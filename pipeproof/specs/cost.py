@@ -170,6 +170,17 @@ class AnalyticSpec(Section):
         description="All-to-alls of experts: direct, a token goes once to each of its experts; by_node, once to each "
         "rank and over the network once to each node that has some of them, as in DeepEP.",
     )
+    fused_experts: bool = Field(
+        default=False,
+        description="Whether the activation of experts, and the casts next to it, are part of their products, forward "
+        "and backward, as in Transformer Engine's grouped MLP (`--use-transformer-engine-op-fuser`).",
+    )
+    expert_biases: bool = Field(
+        default=False,
+        description="Whether the outputs of experts get biases, which experts of a plan lack, by operations of their "
+        "own, as in Megatron-LM with grouped experts: products with the routing weights, additions and a "
+        "concatenation.",
+    )
     launch_us: float = Field(
         default=20, ge=0, le=10**6, description="Time of a message or a collective before its first byte moves."
     )

@@ -220,3 +220,53 @@ def test_devices_without_eight_bits_say_so():
     assert finding.code == "PP106"
     assert "in which a100 computes no products" in finding.message
     assert "h100, h200, h800, b200, gb200, b300, gb300 or mi300x" in finding.help
+
+
+VISITS = TOKENS * MOE["top_k"]
+
+
+@pytest.mark.parametrize(
+    ("moe", "ep", "analytic", "regroups"),
+    [
+        ({}, 2, {}, True), ({}, 1, {}, False), ({"dispatcher": "all_gather"}, 2, {}, False),
+        ({}, 8, {}, False), ({}, 2, {"exchange": "by_node"}, False), ({"nodes_per_token": 1}, 2, {}, False),
+    ],
+    ids=["several experts of a rank", "one rank", "gathered", "one expert of a rank", "by node", "nodes_per_token"],
+)  # fmt: skip
+def test_visits_of_an_all_to_all_are_grouped_again_by_the_experts_of_a_rank(moe, ep, analytic, regroups):
+    spec = plan({"moe": {**MOE, **moe}}, {"ep": ep}, analytic)
+    chunks = [work for work in works(spec) if work.name.endswith(".chunks")]
+    expected = [
+        (f"mlp.{way}.chunks", phase, 2 * 2 * VISITS * 16)  # 16 of hidden, each read and written
+        for way in ("permute", "unpermute") for phase in (Phase.FORWARD, Phase.INPUT)
+    ]  # fmt: skip
+    assert [(work.name, work.phase, work.num_bytes) for work in chunks] == (expected if regroups else [])
+
+
+def test_biases_of_experts_outputs_by_hand():
+    spec, without = (plan({"moe": MOE}, {}, {"expert_biases": given}) for given in (True, False))
+    added = [work for work in works(spec) if work not in works(without)]
+    assert [(work.name, work.phase) for work in added] == [
+        ("mlp.experts.bias", Phase.FORWARD), ("mlp.experts.bias", Phase.INPUT)
+    ]  # fmt: skip
+    assert [work.num_bytes for work in added] == [6 * 2 * VISITS * 16, 8 * 2 * VISITS * 16]
+
+
+def test_fused_experts_have_no_activation_and_no_casts_next_to_it():
+    spec, without = (
+        plan({"moe": MOE}, {}, {"matmul_dtype": "float8", "fused_experts": given}) for given in (True, False)
+    )
+    gone = {(work.name, work.phase) for work in works(without)} - {(work.name, work.phase) for work in works(spec)}
+    assert gone == {("mlp.experts.swiglu", Phase.FORWARD), ("mlp.experts.swiglu", Phase.INPUT)}
+    casts = {
+        (work.name, work.phase): (one(without, work.name, work.phase).cast, work.cast)
+        for work in works(spec) if work.name.startswith("mlp.experts") and work.phase is not Phase.WEIGHT
+    }  # fmt: skip
+    assert casts == {
+        ("mlp.experts.gate_up", Phase.FORWARD): (16 * VISITS, 16 * VISITS),
+        ("mlp.experts.gate_up", Phase.INPUT): (2 * 24 * VISITS, 0),
+        ("mlp.experts.down", Phase.FORWARD): (24 * VISITS, 0),
+        ("mlp.experts.down", Phase.INPUT): (16 * VISITS, 16 * VISITS),
+    }
+    dense = list(works(spec, "layer.0"))
+    assert dense == list(works(without, "layer.0"))

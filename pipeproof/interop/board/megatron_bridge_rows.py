@@ -105,7 +105,9 @@ def _plan(cells: Cells, model: PublicModel) -> tuple[dict[str, Any], tuple[str, 
     analytic: dict[str, Any] = {"device": device, "dtype": "bfloat16", "exchange": exchange}
     is_replayed = _is_replayed(cells, device)
     if is_replayed:
-        analytic["execution"] = "graph"
+        analytic |= {"execution": "graph", "fused_experts": True}
+    elif cells.text("model").lower() == _BY_ALL_TO_ALL:
+        analytic["expert_biases"] = True
     overlaps_exchange = is_replayed or (cells.text("model").lower(), device) in _OVERLAPS_EXCHANGE
     overlap = [name for name, is_given in (
         ("tp", tp > 1), ("ep", ep > 1 and overlaps_exchange and (pp == 1 or num_chunks > 1)),

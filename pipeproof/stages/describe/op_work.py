@@ -43,6 +43,15 @@ its queries to all of the keys."""
 LOSS_LAUNCHES = 3
 """Further operations of a cross-entropy over tp, in F and in I, that no kernel fuses: maximum, mask, choice, sums."""
 
+_CHUNK_COSTS: tuple[ops.Cost, ops.Cost] = (0, 2), (0, 2)
+"""Costs, forward and backward, of moving visits that came from all ranks into the order of a rank's experts."""
+
+_BIAS_COSTS: tuple[ops.Cost, ops.Cost] = (2, 6), (4, 8)
+"""Costs, forward and backward, of biases b of experts' outputs t with routing weights p (Megatron-LM's
+``TEGroupedMLP._apply_bias``, commit d98e8a6). b p is written; t and b p are read and t + b p is written; the experts'
+parts are read and written as one. Backward copies the gradient g; g p and g b are computed from g, written, and read
+for their sums, the gradients of b and p."""
+
 ATTENTION_CORE = frozenset({"attn.core", "attn.scores", "attn.softmax", "attn.core_dropout", "attn.mix", "attn.merge"})
 """The operations of the core of attention, from q, k and v to the mixed values. Over a ring of cp each step's result is
 added to that of the steps before: two reads and a write of the output, and backward of the gradients of q, k and v."""
@@ -126,7 +135,24 @@ def product_flops(plan: PlanSpec, layers: Sequence[str], size: MicroBatchSize) -
 
 def _routes(operation: ops.Elementwise) -> bool:
     """True for the scores of a router, and for moving tokens into the order of experts and back."""
-    return operation.is_float32 or (operation.rows == ops.VISITS and operation.whole > 0)
+    return operation.is_float32 or _moves_visits(operation)
+
+
+def _moves_visits(operation: ops.Elementwise) -> bool:
+    """True for moving tokens into the order of experts, and back."""
+    return operation.rows == ops.VISITS and operation.whole > 0
+
+
+def _regroups(plan: PlanSpec) -> bool:
+    """True if a rank groups the tokens that it receives by its experts, and back before they return.
+
+    An all-to-all puts together the tokens of each rank that sends them. Kernels that send a token once to each rank, or
+    node, write tokens into the order of experts themselves.
+    """
+    moe, analytic, ep = plan.gpt.moe, plan.cost.analytic, plan.topology.ep
+    if moe is None or not 1 < ep < moe.num_experts or moe.dispatcher != "all_to_all":
+        return False
+    return moe.nodes_per_token is None and (analytic is None or analytic.exchange == "direct")
 
 
 def _is_bias(operation: ops.Elementwise) -> bool:
@@ -142,6 +168,10 @@ class _RankWork:
         self._gradient = dtype_bytes(plan.gradient_dtype)
         self._hidden, self._dropped = plan.gpt.hidden_size, dropout_sites(plan)
         self._fused_loss = plan.memory.cross_entropy in ("compiled", "fused")
+        analytic = plan.cost.analytic
+        self._fused_experts = analytic is not None and analytic.fused_experts
+        self._expert_biases = analytic is not None and analytic.expert_biases
+        self._regroups = _regroups(plan)
         size, num_splits = sizes.size, plan.schedule.num_sequence_splits
         whole = size.seq_length * num_splits
         keys_of_row = Fraction(size.seq_length * (num_splits + 1), 2)  # of the other splits on average half
@@ -156,7 +186,11 @@ class _RankWork:
             case ops.Product():
                 rows, narrow = sizes.rows(operation.rows), operation.narrow
                 inner, columns, num_weights = sizes.product(operation)
-                yield from self._matmul(name, rows, inner, columns, num_weights, narrow=narrow)
+                works = self._matmul(name, rows, inner, columns, num_weights, narrow=narrow)
+                if self._fused_experts and operation.rows == ops.VISITS:
+                    phase = Phase.FORWARD if len(operation.weights) == 1 else Phase.INPUT
+                    works = (replace(work, cast=Fraction(0)) if work.phase is phase else work for work in works)
+                yield from works
                 if operation.biased:  # forward adds it to the product before that is written
                     biases = self._elementwise(f"{name}.bias", rows * columns, (1, 0), None, (1, 1))
                     yield from (replace(work, launches=0) for work in biases)
@@ -165,11 +199,18 @@ class _RankWork:
             case ops.Norm():
                 numel = sizes.vectors(operation) * operation.size
                 yield from self._elementwise(name, numel, operation.forward, operation.backward, operation.weight)
+            case ops.Elementwise(rows=ops.VISITS, whole=0) if self._fused_experts:  # the activation
+                return
             case ops.Elementwise():
                 numel = sizes.rows(operation.rows) * sizes.elements(operation)
                 works = self._elementwise(name, numel, operation.forward, operation.backward, operation.weight)
                 launches = ROUTING_LAUNCHES if _routes(operation) else 0 if _is_bias(operation) else 1
                 yield from (replace(work, launches=launches) for work in works)
+                if self._regroups and _moves_visits(operation):
+                    yield from self._elementwise(f"{name}.chunks", numel, *_CHUNK_COSTS)
+                if self._expert_biases and operation.stored and _moves_visits(operation):  # on the way back
+                    biases = self._elementwise("mlp.experts.bias", numel, *_BIAS_COSTS)
+                    yield from (replace(work, launches=ROUTING_LAUNCHES) for work in biases)
             case ops.Loss():  # read for the maximum, and for the sum
                 works = self._elementwise(name, sizes.tokens * sizes.elements(operation), ops.SOFTMAX, (2, 2))
                 further = 0 if sizes.tp == 1 or self._fused_loss else LOSS_LAUNCHES

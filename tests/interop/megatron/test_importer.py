@@ -471,6 +471,21 @@ def test_products_and_their_inputs_have_the_type_of_the_recipe_on_a_device(tmp_p
 
 
 @pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        ("--moe-grouped-gemm", None), ("--moe-grouped-gemm --add-bias-linear", "expert_biases"), ("", None),
+        ("--moe-grouped-gemm --use-transformer-engine-op-fuser", "fused_experts"),
+    ],
+)  # fmt: skip
+def test_operations_of_grouped_experts_on_a_device(tmp_path, flags, key):
+    text = f"{MOE}--bf16 {flags}"
+    if "--add-bias-linear" in flags:
+        text = text.replace("--disable-bias-linear", "").replace("--add-bias-linear", "")
+    analytic = with_device(imported(tmp_path, text), "h100").plan["cost"]["analytic"]
+    assert {name for name in ("expert_biases", "fused_experts") if analytic.get(name)} == ({key} if key else set())
+
+
+@pytest.mark.parametrize(
     ("flags", "blocks", "message"),
     [
         ("--cpu-offloading-num-layers 3", 3, None), ("--cpu-offloading-num-layers 0", 0, None),

@@ -106,6 +106,8 @@ FLAGS: Final = frozenset(
         "--no-store-param-remainders",
         "--tp-comm-overlap",
         "--cuda-graph-impl",
+        "--moe-grouped-gemm",
+        "--use-transformer-engine-op-fuser",
         "--cuda-graph-scope",
         "--seed",
     ]
@@ -153,7 +155,6 @@ WITHOUT_BEARING: Final = frozenset(
     [
         "--offload-modules",
         "--optimizer-offload-fraction",
-        "--moe-grouped-gemm",
         "--moe-permute-fusion",
         "--moe-router-dtype",
         "--moe-router-fusion",

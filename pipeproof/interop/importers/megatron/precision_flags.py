@@ -106,6 +106,11 @@ def _import_execution(reader: FlagReader) -> None:
     dispatcher = "--moe-token-dispatcher-type"
     if reader.text(dispatcher) == "flex":
         reader.take_for_device(dispatcher, ("cost", "analytic", "exchange"), "by_node")
+    fuser = "--use-transformer-engine-op-fuser"
+    if reader.has("--num-experts") and reader.has(fuser):
+        reader.take_for_device(fuser, ("cost", "analytic", "fused_experts"), value=True)
+    elif reader.has("--num-experts") and reader.has("--moe-grouped-gemm") and not reader.has("--disable-bias-linear"):
+        reader.take_for_device("--moe-grouped-gemm", ("cost", "analytic", "expert_biases"), value=True)
     scope = "--cuda-graph-scope"
     for flag in (_GRAPHS, scope):
         if reader.has(flag) and reader.text(flag) == "full_iteration":
