@@ -127,8 +127,19 @@ def fit(chosen: list[Row]) -> tuple[np.ndarray, float]:
     return unpacked(least_squares(errors, start, bounds=(0, upper), loss="soft_l1", f_scale=0.1).x)
 
 
-def main() -> None:
-    """Print the fit and the errors with and without a case."""
+@dataclass(frozen=True)
+class LeftOut:
+    """A fit to some cases: its constants as text, and the mean errors of cases in the fit and left out of it."""
+
+    name: str
+    constants: str
+    num_rows: int
+    within: float
+    without: float
+
+
+def left_out() -> list[LeftOut]:
+    """Return the fits of the host by machine and of the input, each case left out in turn, on all its machines."""
     known = rows()
     times, local = fit(known)
     without = defaultdict[int, list[float]](list)
@@ -139,20 +150,27 @@ def main() -> None:
             if row.case == case:
                 without[row.machine].append(abs(row.predict(*others) / row.measured - 1))
                 within[row.machine].append(abs(row.predict(times, local) / row.measured - 1))
-    print(f"share of local modules {local:.2f}")
-    print("device      host_us fill_us  step_us rows  MAPE  left out")
+    found = []
     for index, name in enumerate(MACHINES):
         host, fill, step = times[:, index]
         fill *= any(row.is_deterministic for row in known if row.machine == index)
-        print(f"{name:12}{host:7.0f}{fill:8.0f}{step:9.0f}{len(within[index]):5}"
-              f"{100 * fmean(within[index]):5.1f}%{100 * fmean(without[index]):8.1f}%")  # fmt: skip
+        constants = f"host_us {host:.0f}, fill_us {fill:.0f}, step_us {step:.0f}, local {local:.2f}"
+        found.append(LeftOut(name, constants, len(within[index]), fmean(within[index]), fmean(without[index])))
     cases = input_rows()
     read = fit_input(cases)
     alone = {name: fit_input({other: of for other, of in cases.items() if other != name}) for name in cases}
     errors = [_input_errors(cases, alone[name])[name] for name in cases]
-    print(f"input_us {1e6 * read:.0f}, {len(cases)} cases, {100 * fmean(_input_errors(cases, read).values()):.1f}%, "
-          f"left out {100 * fmean(errors):.1f}% ({1e6 * min(alone.values()):.0f} to {1e6 * max(alone.values()):.0f})"
-          )  # fmt: skip
+    span = f"input_us {1e6 * read:.0f} ({1e6 * min(alone.values()):.0f} to {1e6 * max(alone.values()):.0f})"
+    return [
+        *found,
+        LeftOut("one GB200 node", span, len(cases), fmean(_input_errors(cases, read).values()), fmean(errors)),
+    ]
+
+
+def main() -> None:
+    """Print the fits and the errors with and without a case."""
+    for one in left_out():
+        print(f"{one.name:16}{one.num_rows:3} rows {one.within:6.1%}, left out {one.without:6.1%}: {one.constants}")
 
 
 if __name__ == "__main__":

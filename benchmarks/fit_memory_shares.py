@@ -44,14 +44,29 @@ def best(sizes: Iterable[Mapping[float, float]]) -> float:
     return min(SHARES, key=lambda share: fmean(of[share] for of in known))
 
 
-def main() -> None:
-    """Print the share of each group, and the errors with and without each size in the fit."""
+Fit = tuple[str, float, float]
+"""Of a group, or of a size that is left out: the name, the share of the fit, and the mean error."""
+
+
+def left_out() -> list[tuple[Fit, list[Fit]]]:
+    """Return the fit of each group, and those without each of its sizes, if it has several."""
+    found = []
     for group, sizes in errors().items():
         share = best(sizes.values())
-        print(f"{group}: {share}, {100 * fmean(of[share] for of in sizes.values()):.1f} %")
+        fits = []
         for name in sizes if len(sizes) > 1 else ():
             without = best(of for other, of in sizes.items() if other != name)
-            print(f"  {name} left out: {without}, {100 * sizes[name][without]:.1f} %")
+            fits.append((name, without, sizes[name][without]))
+        found.append(((group, share, fmean(of[share] for of in sizes.values())), fits))
+    return found
+
+
+def main() -> None:
+    """Print the share of each group, and the errors with and without each size in the fit."""
+    for (group, share, error), fits in left_out():
+        print(f"{group}: {share}, {error:.1%}")
+        for name, without, alone in fits:
+            print(f"  {name} left out: {without}, {alone:.1%}")
 
 
 if __name__ == "__main__":
