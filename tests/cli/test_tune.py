@@ -97,7 +97,10 @@ def test_a_config_of_hugging_face_gets_a_stated_sequence_length(tmp_path):
 def test_nothing_that_fits_is_status_1(plan):
     result = invoke("tune", plan, *OPTIONS, "--memory-gib", "0.001")
     assert result.exit_code == 1
-    assert "No layout fits" in result.stdout
+    assert "No layout fits. Of " in result.stdout
+    none = invoke("tune", plan, "--gpus", "31", "--device", "h100", "--global-batch", "32")
+    assert none.exit_code == 1
+    assert "No layout is possible on 31 devices. Not tried: " in none.stdout
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,11 @@ def test_nothing_that_fits_is_status_1(plan):
     [
         ("llama3-70x", OPTIONS, "did you mean `llama3_70b`"),
         ("qwen3_next_80b", OPTIONS, "linear attention"),
-        ("llama3_8b", ("--gpus", "8", "--global-batch", "8"), "--device"),
+        (
+            "llama3_8b",
+            ("--gpus", "8", "--global-batch", "8"),
+            "--device is missing: the plan names no device; known are a100",
+        ),
         ("llama3_8b", ("--gpus", "8", "--device", "h100"), "--global-batch"),
         ("llama3_8b", (*OPTIONS, "--fix", "tpp=2"), "did you mean tp"),
         ("llama3_8b", (*OPTIONS, "--fix", "tp"), "NAME=VALUE"),

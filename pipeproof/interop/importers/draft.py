@@ -99,6 +99,7 @@ class Draft:
             tuple(self._ignored),
             tuple(self._findings),
             rephrase,
+            self.flags.settings,
         )
 
     def _nested(self) -> Mapping[str, Any]:

@@ -94,6 +94,8 @@ class Imported:
     ignored: tuple[IgnoredSetting, ...] = ()
     findings: tuple[Finding, ...] = ()
     rephrase: Rephrase | None = None
+    settings: Mapping[KeyPath, object] = field(default_factory=dict)
+    """Values of the command line, which ``plan`` has already; findings about them name ``--set``."""
 
 
 Importer = Callable[[Sequence[Path], Flags], Imported]
