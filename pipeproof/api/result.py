@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pipeproof.atomic_write import write_output
+from pipeproof.diagnostics.install_command import install_package
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,7 +82,8 @@ class Result:
         try:
             import pandas as pd
         except ImportError as error:
-            message = "to_pandas needs pandas (pip install pandas); to_records returns the same rows as dicts"
+            fix = install_package("pandas")
+            message = f"to_pandas needs pandas ({fix}); to_records returns the same rows as dicts"
             raise ImportError(message) from error
         return pd.DataFrame.from_records(records, columns=columns)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from math import inf
 from os import cpu_count
 from pathlib import Path

@@ -15,11 +15,11 @@ from pipeproof.sim.figures import number_to_json
 class TuneRow:
     """A layout that passed ``check``, with its figures.
 
-    ``step`` is the simulated time of a step in seconds, exact. ``parts_s`` has the parts of a step in seconds, which add up
-    to it (``evaluate_layout.PARTS``). Rates are per device: ``tflops_per_gpu`` counts the model's products without
-    recomputation, and ``mfu`` is its share of the device's peak. ``peak_gib`` is the memory of the rank that holds
-    most. ``plan`` has the keys of a plan file, ``notes`` are the codes of warnings and notes of its check, ``why`` is a
-    sentence that compares the row with the first one.
+    ``step`` is the simulated time of a step in seconds, exact. ``parts_s`` has the parts of a step in seconds, which
+    add up to it (``evaluate_layout.PARTS``). Rates are per device: ``tflops_per_gpu`` counts the model's products
+    without recomputation, and ``mfu`` is its share of the device's peak. ``peak_gib`` is the memory of the rank that
+    holds most. ``plan`` has the keys of a plan file, ``notes`` are the codes of warnings and notes of its check,
+    ``why`` is a sentence that compares the row with the first one.
     """
 
     rank: int
