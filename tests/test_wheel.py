@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import pipeproof
+from pipeproof.diagnostics.install_command import install_extra, install_package
 
 pytest.importorskip("hatchling", reason="builds the wheel with hatchling, of the extra dev")
 
@@ -178,6 +179,24 @@ def test_every_extra_that_is_recommended_exists_and_is_explained():
     assert {"cpu", "plot", "solve"} <= named <= extras
     table = re.search(r"\| extra .*?\n\n", (ROOT / "docs" / "installation.md").read_text(), re.DOTALL).group().strip()
     assert {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])} == extras
+
+
+def test_an_extra_is_recommended_with_the_pip_of_this_python(tmp_path, monkeypatch):
+    python = tmp_path / ".venv" / "bin" / "python"
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr("shutil.which", lambda name: str(python.with_name(name)))
+    assert install_extra("plot") == "pip install 'pipeproof[plot]'"
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")  # not of the environment
+    assert install_extra("plot") == f"{python} -m pip install 'pipeproof[plot]'"
+    monkeypatch.chdir(tmp_path)
+    assert install_extra("plot") == ".venv/bin/python -m pip install 'pipeproof[plot]'"
+    assert install_package("pandas") == ".venv/bin/python -m pip install pandas"
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.distribution", missing)
+    assert install_extra("plot") == f".venv/bin/python -m pip install -e '{ROOT}[plot]'"
 
 
 @pytest.mark.needs("matplotlib")

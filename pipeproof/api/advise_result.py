@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from pipeproof.analysis.advise.advice_report import advice_to_json
@@ -12,10 +13,21 @@ from pipeproof.api.given_plan import GivenPlan, Settings, load_given, name_of
 from pipeproof.api.result import Records, Result, html_table, html_text, noted, printed
 
 _WIDTH = 110
+_SIZES = (
+    "schedule", "variant", "num_chunks", "num_micro_batches", "micro_batch_size", "num_sequence_splits",
+)  # fmt: skip
 
 
 class AdviseResult(Result):
     """Result of ``advise``: the advice, with the table ``candidates``; times in microseconds."""
+
+    _columns = MappingProxyType(
+        {
+            "candidates": (
+                "group", *_SIZES, "makespan_us", "saved_us", "idle_ratio", "peak_activations", "deadlock", "why", "set",
+            ),
+        }
+    )  # fmt: skip
 
     def __init__(self, advice: Advice, name: str) -> None:
         self.advice, self.name = advice, name
@@ -36,15 +48,14 @@ class AdviseResult(Result):
         for group in Group:
             for candidate in content[group.value] or ():
                 figures = candidate["figures"]
-                sizes = {key: value for key, value in candidate.items() if key in content["plan"]}
                 rows.append(
                     {
                         "group": group.value,
-                        **{key: value for key, value in sizes.items() if key != "figures"},
-                        "makespan_us": figures["makespan"],
-                        "saved_us": candidate["saved"],
-                        "idle_ratio": figures["idle_ratio"],
-                        "peak_activations": figures["peak_activations"],
+                        **{key: candidate[key] for key in _SIZES},
+                        **_numbers("makespan_us", figures, "makespan"),
+                        **_numbers("saved_us", candidate, "saved"),
+                        **_numbers("idle_ratio", figures, "idle_ratio"),
+                        **_numbers("peak_activations", figures, "peak_activations"),
                         "deadlock": candidate["deadlock"],
                         "why": candidate["why"],
                         "set": {change["key"]: change["value"] for change in candidate["set"]},
@@ -59,6 +70,12 @@ class AdviseResult(Result):
         yield html_table([{**row, "set": settings_text(row["set"])} for row in self.to_records()], "candidates")
 
 
+def _numbers(column: str, content: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A number of the JSON form under another name, with its exact text where there is one."""
+    exact = content.get(f"{key}_exact")
+    return {column: content[key], **({} if exact is None else {f"{column}_exact": exact})}
+
+
 def settings_text(settings: dict[str, Any]) -> str:
     """Return values by key on one line."""
     return ", ".join(f"{key}={value}" for key, value in settings.items())
@@ -70,6 +87,7 @@ def advise(
     *,
     top: int = 5,
     with_over_limit: bool = False,
+    every_schedule: bool = False,
     settings: Settings | None = None,
 ) -> AdviseResult:
     """Find better schedules, chunk counts and micro-batch counts for a plan.
@@ -79,11 +97,15 @@ def advise(
         memory_limit: Most activations of the largest stage that a rank may hold; by default that of the plan.
         top: Candidates of each group.
         with_over_limit: Also list candidates over the limit.
+        every_schedule: Also try schedules that the framework which the plan names does not have.
         settings: Values by dotted key, which win over those of the plan.
 
     Raises:
         BadPlanError: it is not a valid plan, or cannot be lowered.
         NoTrainingError: the plan has no backwards.
     """
-    advice = find_advice(load_given(plan, settings), memory_limit, top=top, with_over_limit=with_over_limit)
+    advice = find_advice(
+        load_given(plan, settings), memory_limit, top=top, with_over_limit=with_over_limit,
+        every_schedule=every_schedule,
+    )  # fmt: skip
     return AdviseResult(advice, name_of(plan))

@@ -9,9 +9,11 @@ from enum import Enum
 from fractions import Fraction
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pipeproof.atomic_write import write_output
+from pipeproof.diagnostics.install_command import install_package
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,6 +37,9 @@ class Result:
     Numbers are floats, or with ``exact`` the fractions that were computed. ``save`` writes a page (``.html``), JSON or
     a table (``.csv``). In a notebook, the last expression of a cell shows the result.
     """
+
+    _columns: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    """Columns of tables that may be empty; an empty data frame or ``.csv`` has them too."""
 
     def _dict(self) -> dict[str, Any]:
         """All of the result; exact numbers are fractions, or have a text under a key that ends with ``_exact``."""
@@ -64,12 +69,7 @@ class Result:
         Raises:
             ValueError: there is no such table.
         """
-        tables = self._tables()
-        name = next(iter(tables)) if table is None else table
-        if name not in tables:
-            raise ValueError(f"there is no table {name!r}; there are {', '.join(tables)}")
-        rows: Records = plain_data(tables[name], exact=exact)
-        return rows
+        return self._table(table, exact=exact)[0]
 
     def to_pandas(self, table: str | None = None) -> pd.DataFrame:
         """Return a table as a data frame of pandas.
@@ -78,13 +78,14 @@ class Result:
             ImportError: pandas is not installed.
             ValueError: there is no such table.
         """
-        records = self.to_records(table)
+        records, columns = self._table(table)
         try:
             import pandas as pd
         except ImportError as error:
-            message = "to_pandas needs pandas (pip install pandas); to_records returns the same rows as dicts"
+            fix = install_package("pandas")
+            message = f"to_pandas needs pandas ({fix}); to_records returns the same rows as dicts"
             raise ImportError(message) from error
-        return pd.DataFrame.from_records(records)
+        return pd.DataFrame.from_records(records, columns=columns)
 
     def to_html(self) -> str:
         """Return the result as one page, which loads nothing from elsewhere."""
@@ -107,10 +108,19 @@ class Result:
             case ".json":
                 write_output(target, json.dumps(self.to_dict(), indent=2) + "\n")
             case ".csv":
-                write_output(target, _csv(self.to_records()))
+                write_output(target, _csv(*self._table(None)))
             case _:
                 raise ValueError(f"{str(path)!r} has another ending than .html, .json or .csv")
         return target
+
+    def _table(self, table: str | None, *, exact: bool = False) -> tuple[Records, list[str]]:
+        """The rows and the columns of a table."""
+        tables = self._tables()
+        name = next(iter(tables)) if table is None else table
+        if name not in tables:
+            raise ValueError(f"there is no table {name!r}; there are {', '.join(tables)}")
+        rows: Records = plain_data(tables[name], exact=exact)
+        return rows, list(dict.fromkeys(key for row in rows for key in row)) or list(self._columns.get(name, ()))
 
     def _repr_html_(self) -> str:
         """Return the form in a notebook."""
@@ -187,14 +197,13 @@ def _cell(value: object) -> str:
     return str(value)
 
 
-def _csv(records: Records) -> str:
+def _csv(records: Records, columns: list[str]) -> str:
     import csv
     from io import StringIO
 
     from pipeproof.views.csv_cells import no_formula
 
     text = StringIO()
-    columns = list(dict.fromkeys(key for row in records for key in row))
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows({key: no_formula(value) for key, value in row.items()} for row in records)

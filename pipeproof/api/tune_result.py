@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from types import MappingProxyType
 from typing import Any
 
+from pipeproof.analysis.tune.layouts import Layout
 from pipeproof.analysis.tune.search_layouts import TuneError
 from pipeproof.analysis.tune.search_layouts import tune as find_layouts
 from pipeproof.analysis.tune.tune_model import model_of_plan
@@ -15,10 +17,15 @@ from pipeproof.api.given_plan import GivenPlan, Settings, load_given, name_of
 from pipeproof.api.result import Records, Result, html_table, html_text, printed
 
 _WIDTH = 110
+_FIGURES = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "peak_gib", "why")
 
 
 class TuneResult(Result):
     """Result of ``tune``: the search ``tuned``, with the table ``layouts``, the fastest first; times in seconds."""
+
+    _columns = MappingProxyType(
+        {"layouts": ("rank", *(field.name for field in fields(Layout)), "step_s", *_FIGURES)},
+    )
 
     def __init__(self, tuned: Tuned, name: str) -> None:
         self.tuned, self.name = tuned, name
@@ -38,12 +45,8 @@ class TuneResult(Result):
                 {
                     "rank": row.rank,
                     **asdict(row.layout),
-                    "step_s": row.step_s,
-                    "tokens_per_s_per_gpu": row.tokens_per_s_per_gpu,
-                    "tflops_per_gpu": row.tflops_per_gpu,
-                    "mfu": row.mfu,
-                    "peak_gib": row.peak_gib,
-                    "why": row.why,
+                    "step_s": row.step,
+                    **{name: getattr(row, name) for name in _FIGURES},
                 }
                 for row in self.tuned.rows
             ]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from pipeproof.diagnostics.finding import BadPlanError, PipeproofError
+from pipeproof.diagnostics.install_command import install_extra
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
@@ -169,5 +170,5 @@ def picture_file(context: click.Context, parameter: click.Parameter, value: Path
     if value is not None and value.suffix.lower() not in SUFFIXES:
         raise click.BadParameter(f"{str(value)!r}: pictures end with {', '.join(SUFFIXES)}")
     if value is not None and importlib.util.find_spec("matplotlib") is None:
-        raise click.BadParameter("pictures need matplotlib: pip install 'pipeproof[plot]'")
+        raise click.BadParameter(f"pictures need matplotlib: {install_extra('plot')}")
     return writable(context, parameter, value)

@@ -11,6 +11,7 @@ import click
 
 from pipeproof.atomic_write import write_json
 from pipeproof.cli.console import console_for, echo, format_option, writable
+from pipeproof.diagnostics.install_command import install_extra
 from pipeproof.exit_status import ExitStatus
 
 
@@ -47,7 +48,7 @@ def _write_costs(path: Path) -> ExitStatus:
     try:
         import torch
     except ImportError:
-        echo("error: PyTorch is not installed: pip install 'pipeproof[torch]'", err=True)
+        echo(f"error: PyTorch is not installed: {install_extra('torch')}", err=True)
         return ExitStatus.BAD_INPUT
     if not torch.cuda.is_available():
         echo("error: PyTorch sees no GPU: use a machine with one, and a build of PyTorch for it", err=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -258,6 +258,21 @@ def note_of_kind(path: Path) -> str | None:
     if kind.importer is not None and not options and takes_from and str(path) in given and words != ["sweep"]:
         here = " ".join((*words, "--from", kind.importer, *given))
         commands = (here, *(command for command in commands if not command.startswith("check ")))
+    return _sentence(path, kind, commands)
+
+
+def note_of_word(path: Path, group: Sequence[str]) -> str | None:
+    """Return that sentence for a file in the place of a command of a group, whose own commands come first.
+
+    None if the kind is not recognised.
+    """
+    kind = kind_of(path)
+    if kind is None:
+        return None
+    return _sentence(path, kind, sorted(kind.commands, key=lambda command: command.split()[: len(group)] != [*group]))
+
+
+def _sentence(path: Path, kind: FileKind, commands: Iterable[str]) -> str:
     places = {"FILE": str(path), "DIRECTORY": str(path.parent)}
     filled = (" ".join(places.get(word, word) for word in command.split(" ")) for command in commands)
     named = " or ".join(f"`pipeproof {command}`" for command in filled)

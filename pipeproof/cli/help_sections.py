@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NoReturn
 
@@ -99,6 +100,12 @@ def _refuse(word: str, context: click.Context) -> NoReturn:
     from pipeproof.diagnostics.problems import nearest_name
 
     root = context.find_root()
+    if Path(word).exists():
+        from pipeproof.cli.file_kinds import note_of_word
+
+        note = note_of_word(Path(word), context.command_path.split()[1:])
+        if note is not None:
+            raise click.UsageError(f"a command is missing before the file: {note}", context)
     assert isinstance(root.command, click.Group)
     places: dict[str, list[str]] = {}
     for words in command_words(root.command):
@@ -107,7 +114,11 @@ def _refuse(word: str, context: click.Context) -> NoReturn:
     for name, place in _OTHER_NAMES.items():
         places.setdefault(name, []).append(place)
     near = nearest_name(word, places)
-    found = " or ".join(f"`{root.info_name} {place}`" for place in dict.fromkeys(places.get(near or "", ())))
+    group = context.command_path.partition(" ")[2]
+    found = " or ".join(
+        f"`{root.info_name} {place}`"
+        for place in sorted(dict.fromkeys(places.get(near or "", ())), key=lambda place: not place.startswith(group))
+    )
     fix = f"did you mean {found}?" if found else f"`{context.command_path} --help` lists the commands"
     raise click.UsageError(f"there is no command {word!r}; {fix}", context)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeproof.cli.console import writable
+from pipeproof.diagnostics.install_command import install_extra
 from pipeproof.views.plot_file import SUFFIXES as PICTURES
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def timeline_file(context: click.Context, parameter: click.Parameter, value: Pat
         raise click.BadParameter(f"{str(value)!r} has another ending than {forms}")
     package, extra = _NEEDS.get(suffix, ("", ""))
     if package and importlib.util.find_spec(package) is None:
-        raise click.BadParameter(f"{FORMS[suffix]} ({suffix}) needs {package}: pip install 'pipeproof[{extra}]'")
+        raise click.BadParameter(f"{FORMS[suffix]} ({suffix}) needs {package}: {install_extra(extra)}")
     return writable(context, parameter, value)
 
 

@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
@@ -86,13 +86,18 @@ def tune(
         raise click.UsageError("give one of --workers and --executor: a cluster has workers of its own")
     with refusing_bad_plans(form, Path(model)):
         from pipeproof.interop.tune_models import tune_model
+        from pipeproof.specs.cost import DeviceName
 
         tuned = tune_model(model, kind=source.kind, flags=source.flags)
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)
         result = _search(
             tuned,
-            _required(device or tuned.device, "--device", "the plan names no device"),
+            _required(
+                device or tuned.device,
+                "--device",
+                f"the plan names no device; known are {', '.join(get_args(DeviceName))}",
+            ),
             _required(global_batch or tuned.global_batch, "--global-batch", "only a plan has a batch"),
             framework or tuned.framework or "megatron",
             output,

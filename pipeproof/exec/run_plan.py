@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
+from pipeproof.diagnostics.install_command import install_extra
 from pipeproof.exec.compare.compare_gradients import (
     StepResult,
     gather_sharded_gradients,
@@ -179,7 +180,7 @@ def _require_backend(run: RunSpec) -> None:
         raise BackendMissingError(
             BACKEND_MISSING.finding(
                 f"the plan runs on {by.name}, which is not installed in this Python",
-                help=f"pip install 'pipeproof[{by.extra}]'  (or {by.requirement})",
+                help=f"{install_extra(by.extra)}  (or {by.requirement})",
             )
         )
 

@@ -23,10 +23,6 @@ DEFAULT_SEQ_LENGTH = 4096
 """Tokens of a sequence for a model whose source does not give the length of training."""
 
 _KIND_OF_SUFFIX = {".sh": "megatron", ".toml": "torchtitan"}
-_FRAMEWORK_OF_KIND = {
-    "megatron": "megatron", "torchtitan": "torch", "fleet": "paddle", "paddleformers": "paddle", "paddlenlp": "paddle",
-    "ernie": "paddle",
-}  # fmt: skip
 _ONE_RANK = {"topology": {}, "schedule": {"kind": "1f1b", "num_micro_batches": 1, "micro_batch_size": 1}}
 
 
@@ -48,8 +44,7 @@ def tune_model(source: str, *, kind: str | None = None, flags: Flags | None = No
         return _public_model(source, flags)
     kind = kind or _KIND_OF_SUFFIX.get(path.suffix.lower())
     if kind is not None:
-        loaded = load_imported(import_files(kind, [path], flags))
-        return model_of_plan(loaded, _FRAMEWORK_OF_KIND.get(kind))
+        return model_of_plan(load_imported(import_files(kind, [path], flags)))
     tree = parse_text(read_text(str(path)), str(path))
     if isinstance(tree.data, dict) and "pipeproof" not in tree.data and not tree.problems:
         names = tree.data.get("text_config", tree.data)
@@ -59,7 +54,7 @@ def tune_model(source: str, *, kind: str | None = None, flags: Flags | None = No
     if flags.settings:
         data = _with_settings(loaded.spec.model_dump(mode="json", exclude_unset=True), flags)
         loaded = LoadedPlan(plan_from_dict(data).spec, loaded.source)
-    return model_of_plan(loaded, None)
+    return model_of_plan(loaded)
 
 
 def _of_config(path: Path, flags: Flags) -> TuneModel:

@@ -80,6 +80,11 @@ class ScheduleSpec(Section):
         default=None,
         description="The tool whose order is used, where tools differ; without it, that of the backend.",
     )
+    framework: Literal["megatron", "torch", "paddle"] | None = Field(
+        default=None,
+        description="The framework that trains: `advise` and `tune` try its schedules only. Without it, that of "
+        "`variant`.",
+    )
     path: str | None = Field(
         default=None,
         description="With kind file, the file of the schedule, relative to the plan file.",

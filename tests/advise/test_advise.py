@@ -8,9 +8,10 @@ import yaml
 
 from pipeproof.analysis.advise import candidates, search
 from pipeproof.analysis.advise.advice_report import change_to
-from pipeproof.analysis.advise.candidates import Changed
+from pipeproof.analysis.advise.candidates import Candidates, Changed
 from pipeproof.analysis.advise.reasons import Cause, caveats, idle_parts, why_better, why_now
 from pipeproof.analysis.advise.search import Group, NoTrainingError, advise
+from pipeproof.analysis.tune.frameworks import named_framework
 from pipeproof.comm.lower import lower
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.schedule.asap import asap
@@ -361,6 +362,26 @@ def test_only_the_framework_that_the_plan_names_unless_all_are_asked_for():
     assert "zb_h1" not in kinds
     assert own.num_timed < every.num_timed
     assert every.candidates.framework is None
+
+
+@pytest.mark.parametrize(
+    ("framework", "num_micro_batches", "tried"),
+    [
+        ("megatron", 8, {("1f1b", None), ("interleaved", "megatron")}),
+        ("paddle", 8, {("1f1b", None), ("interleaved", "fleet"), ("interleaved", "fleet_balanced"),
+                       ("interleaved", "fleet_fthenb"), ("dualpipe_v", None)}),
+        ("paddle", 4, {("1f1b", None), ("interleaved", "fleet_balanced"), ("interleaved", "fleet_fthenb")}),
+    ],
+)  # fmt: skip
+def test_a_framework_that_the_plan_names_has_its_own_orders_and_conditions(framework, num_micro_batches, tried):
+    data = four_ranks(num_layers=8, num_micro_batches=num_micro_batches, micro_batch_size=1)
+    data["schedule"]["framework"] = framework
+    found = Candidates(loaded(data), None, framework=named_framework(loaded(data).spec))
+    choices = [*found.choices(None)]
+    assert ("interleaved", None) not in {(choice.kind, choice.variant) for choice in choices}
+    assert {(choice.kind, choice.variant) for choice in choices} <= tried
+    interleaved = next(choice for choice in choices if choice.kind == "interleaved")
+    assert found.plan_of(interleaved).schedule.variant == interleaved.variant
 
 
 def test_the_backend_of_runs_is_no_framework_for_every_schedule_runs_on_it():

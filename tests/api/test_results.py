@@ -127,6 +127,23 @@ def test_numbers_are_floats_and_exact_on_request(result):
     assert all(isinstance(row, dict) for name in result.tables for row in result.to_records(name, exact=True))
 
 
+@pytest.mark.parametrize(
+    ("name", "table", "column"),
+    [
+        ("simulate", "ranks", "bubble_ratio"),
+        ("advise", "candidates", "idle_ratio"),
+        ("sweep", "points", "makespan"),
+        ("compare", "steps", "makespan_a"),
+        ("tune", "layouts", "step_s"),
+    ],
+)
+def test_exact_times_are_fractions_in_records(name, table, column):
+    found = FUNCTIONS[name](plan_dict(cost=ONE_THIRD))
+    exact, rounded = found.to_records(table, exact=True)[0][column], found.to_records(table)[0][column]
+    assert isinstance(exact, Fraction)
+    assert rounded == float(exact) != exact
+
+
 def test_exact_numbers_are_those_that_were_computed():
     step = pp.simulate(plan_dict(cost=ONE_THIRD))
     assert step.makespan.denominator == 3
@@ -155,6 +172,12 @@ def test_another_file_or_table_is_refused(result, tmp_path):
         result.save(tmp_path / "result.xlsx")
     with pytest.raises(ValueError, match=f"there are {result.tables[0]}"):
         result.to_records("nonsense")
+
+
+def test_an_empty_table_has_the_columns_of_one_with_rows(result):
+    for table, columns in type(result)._columns.items():
+        rows = result.to_records(table)
+        assert not rows or list(rows[0]) == list(columns)
 
 
 def test_the_figures_are_those_of_the_commands(path):
@@ -192,17 +215,19 @@ def test_data_frames(monkeypatch):
     """A stand-in for pandas: it is an optional package, and this is all that is asked of it."""
 
     class Frame:
-        def __init__(self, records):
-            self.records = records
+        def __init__(self, records, columns):
+            self.records, self.columns = records, columns
 
         @classmethod
-        def from_records(cls, records):
-            return cls(records)
+        def from_records(cls, records, columns):
+            return cls(records, columns)
 
     step = pp.simulate(plan_dict())
     monkeypatch.setitem(sys.modules, "pandas", type(sys)("pandas"))
     sys.modules["pandas"].DataFrame = Frame
     assert step.to_pandas("ops").records == step.to_records("ops")
+    assert step.to_pandas("ops").columns == ["rank", "queue", "op", "start_us", "end_us"]
+    assert pp.check(plan_dict()).to_pandas().columns == ["code", "severity", "message", "file", "line", "help"]
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="pip install pandas"):
         step.to_pandas()

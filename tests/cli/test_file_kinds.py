@@ -105,6 +105,23 @@ def test_a_refusal_names_the_command_that_reads_the_file(words, file, reader):
 
 
 @pytest.mark.parametrize(
+    ("group", "file", "first"),
+    [
+        ((), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
+        ((), IMPORTING / "strategy.prototxt", "check --from fleet FILE"),
+        (("import",), IMPORTING / "strategy.prototxt", "import fleet FILE -o plan.yaml"),
+        (("schedule",), SCHEDULES / "zbv_pp2.csv", "schedule convert FILE --as text"),
+    ],
+)
+def test_a_file_in_the_place_of_a_command_is_recognised(group, file, first):
+    refused = invoke(*group, file)
+    assert refused.exit_code == 2
+    message = " ".join(refused.stderr.split())
+    assert "a command is missing before the file" in message
+    assert f": `pipeproof {first.replace('FILE', str(file))}`" in message
+
+
+@pytest.mark.parametrize(
     ("words", "text"),
     [
         (("check",), "pipeproof: 1\nmodel: {}\n"),

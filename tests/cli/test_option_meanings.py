@@ -142,6 +142,7 @@ def test_compare_refuses_a_kind_that_nothing_has(good):
         (("monitor",), "did you mean `pipeproof job hang --follow`?"),
         (("chek",), "did you mean `pipeproof check`?"),
         (("import", "megatorn"), "did you mean `pipeproof import megatron`?"),
+        (("schedule", "shw"), "did you mean `pipeproof schedule show` or `pipeproof show`"),
         (("qqqqqqqq",), "`pipeproof --help` lists the commands"),
     ],
 )
@@ -157,6 +158,10 @@ def test_set_is_for_the_plan_that_an_option_names(tmp_path):
     assert invoke(*reshard, "topology.pp=2").exit_code == 0
     assert "model.vocab_size was 256 and is 64" in invoke(*reshard, "model.vocab_size=64").output
     assert "given by `--set topology.pp=..`" in invoke(*reshard, "topology.pp=0").output
+    imported = ("check", "--from", "fleet", EXAMPLES / "importing" / "strategy.prototxt", "--set")
+    refused = " ".join(invoke(*imported, "topology.sequence_paralel=true").output.split())
+    assert "given by `--set topology.sequence_paralel=..`" in refused
+    assert "strategy.prototxt:" not in refused
     assert "--to PLAN" in invoke("state", "reshard", state, "--check", "--names", "megatron", "--set", "a=1").stderr
     assert "give --plan" in invoke("job", "hang", tmp_path, "--set", "topology.pp=2").stderr
     names = ("state", "aoa", plan, "--names", "pipeproof", "--to-names", "megatron")

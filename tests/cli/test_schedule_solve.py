@@ -6,6 +6,7 @@ import sys
 import pytest
 import yaml
 
+from pipeproof.diagnostics.install_command import install_extra
 from tests.cli.commands import invoke
 from tests.plans import plan_dict
 
@@ -138,7 +139,7 @@ def test_without_the_solver_it_says_what_to_install(solve, monkeypatch):
     result, _ = solve()
     assert result.exit_code == 2
     assert "error[PP142]" in result.stderr
-    assert "help: pip install 'pipeproof[solve]'" in result.stderr
+    assert f"help: {install_extra('solve')}" in result.stderr
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_any_search(solve):

@@ -3,6 +3,7 @@
 import pytest
 
 from pipeproof.cli.timeline_option import FORMS
+from pipeproof.diagnostics.install_command import install_extra
 from tests.cli.commands import invoke
 
 BEGINS = {
@@ -47,8 +48,8 @@ def test_other_endings_are_refused_before_the_work(command, name, good, tmp_path
 @pytest.mark.parametrize(
     ("suffix", "words"),
     [
-        (".png", "a picture (.png) needs matplotlib: pip install 'pipeproof[plot]'"),
-        (".pftrace", "a Perfetto trace (.pftrace) needs perfetto: pip install 'pipeproof[trace]'"),
+        (".png", f"a picture (.png) needs matplotlib: {install_extra('plot')}"),
+        (".pftrace", f"a Perfetto trace (.pftrace) needs perfetto: {install_extra('trace')}"),
     ],
 )
 def test_a_missing_extra_is_named_before_the_work(suffix, words, good, tmp_path, started, monkeypatch):

@@ -79,6 +79,18 @@ def test_a_script_of_megatron_is_tuned_for_megatron():
     assert content["global_batch"] == 32
 
 
+@pytest.mark.parametrize("flags", [(), ("--pipeline-model-parallel-size", "2")])
+def test_a_plan_that_was_imported_is_tuned_for_its_framework(tmp_path, flags):
+    script = tmp_path / "train.sh"
+    sizes = {"num-layers": 4, "hidden-size": 256, "num-attention-heads": 4, "seq-length": 256, "vocab-size": 1024}
+    sizes |= {"max-position-embeddings": 256, "micro-batch-size": 1, "global-batch-size": 8}
+    words = " ".join(f"--{name} {value}" for name, value in sizes.items())
+    script.write_text(f"torchrun --nproc-per-node 4 pretrain_gpt.py {words} {' '.join(flags)} --bf16\n")
+    assert invoke("import", "megatron", script, "-o", tmp_path / "imported.yaml", "--device", "h100").exit_code == 0
+    result = invoke("tune", tmp_path / "imported.yaml", "--gpus", "2", "--workers", "1", "--top", "1", "--fix", "tp=1")
+    assert "Megatron-LM." in result.stdout.splitlines()[0]
+
+
 def test_a_config_of_hugging_face_gets_a_stated_sequence_length(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(
@@ -97,7 +109,10 @@ def test_a_config_of_hugging_face_gets_a_stated_sequence_length(tmp_path):
 def test_nothing_that_fits_is_status_1(plan):
     result = invoke("tune", plan, *OPTIONS, "--memory-gib", "0.001")
     assert result.exit_code == 1
-    assert "No layout fits" in result.stdout
+    assert "No layout fits. Of " in result.stdout
+    none = invoke("tune", plan, "--gpus", "31", "--device", "h100", "--global-batch", "32")
+    assert none.exit_code == 1
+    assert "No layout is possible on 31 devices. Not tried: " in none.stdout
 
 
 @pytest.mark.parametrize(
@@ -105,7 +120,11 @@ def test_nothing_that_fits_is_status_1(plan):
     [
         ("llama3-70x", OPTIONS, "did you mean `llama3_70b`"),
         ("qwen3_next_80b", OPTIONS, "linear attention"),
-        ("llama3_8b", ("--gpus", "8", "--global-batch", "8"), "--device"),
+        (
+            "llama3_8b",
+            ("--gpus", "8", "--global-batch", "8"),
+            "--device is missing: the plan names no device; known are a100",
+        ),
         ("llama3_8b", ("--gpus", "8", "--device", "h100"), "--global-batch"),
         ("llama3_8b", (*OPTIONS, "--fix", "tpp=2"), "did you mean tp"),
         ("llama3_8b", (*OPTIONS, "--fix", "tp"), "NAME=VALUE"),

@@ -34,7 +34,7 @@ def test_numbers_and_names_stay(cell):
 
 
 def test_no_cell_of_a_result_is_a_formula():
-    assert _csv([{"settings": "=1+1", "change": -2}]) == "settings,change\n'=1+1,-2\n"
+    assert _csv([{"settings": "=1+1", "change": -2}], ["settings", "change"]) == "settings,change\n'=1+1,-2\n"
 
 
 def test_names_of_files_do_not_control_the_terminal(tmp_path):

@@ -46,7 +46,7 @@ def test_a_configuration_is_a_plan_with_places(tmp_path):
     text = "".join(f"{key}: {value}\n" for key, value in KIT.items())
     made = imported("ernie", tmp_path, text, world_size=16)
     plan = made.plan
-    assert plan["schedule"] == {"num_micro_batches": 8, "micro_batch_size": 1, "kind": "1f1b"}
+    assert plan["schedule"] == {"num_micro_batches": 8, "micro_batch_size": 1, "kind": "1f1b", "framework": "paddle"}
     assert {axis: plan["topology"][axis] for axis in ("pp", "tp", "dp")} == {"pp": 4, "tp": 2, "dp": 2}
     assert plan["model"]["num_layers"] == 28
     assert made.source.locate(("topology", "pp")).line == 4

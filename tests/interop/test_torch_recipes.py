@@ -65,7 +65,12 @@ def test_a_recipe_of_automodel_is_a_plan_with_places(tmp_path):
     made = automodel(tmp_path, world_size=16)
     topology = made.plan["topology"]
     assert (topology["pp"], topology["tp"], topology["dp"]) == (4, 2, 2)
-    assert made.plan["schedule"] == {"kind": "1f1b", "micro_batch_size": 1, "num_micro_batches": 8}
+    assert made.plan["schedule"] == {
+        "kind": "1f1b",
+        "micro_batch_size": 1,
+        "num_micro_batches": 8,
+        "framework": "torch",
+    }
     assert blocks(made) == [16, 16, 16, 16]
     assert made.source.locate(("topology", "pp")).line == 7
     assert not check_imported(made).errors
@@ -168,7 +173,12 @@ def test_experts_and_shards_of_automodel(tmp_path):
 def test_a_registry_of_torchtitan_is_a_plan_with_places(tmp_path):
     made = registry(tmp_path, world_size=16)
     assert (made.plan["topology"]["pp"], made.plan["topology"]["dp"]) == (4, 2)
-    assert made.plan["schedule"] == {"kind": "1f1b", "micro_batch_size": 2, "num_micro_batches": 8}
+    assert made.plan["schedule"] == {
+        "kind": "1f1b",
+        "micro_batch_size": 2,
+        "num_micro_batches": 8,
+        "framework": "torch",
+    }
     assert made.plan["model"]["seq_length"] == 4096
     assert blocks(made) == [8, 9, 8, 7]  # embedding and head count as one layer of 34
     assert made.source.locate(("topology", "pp")).line == 11

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeproof.diagnostics.install_command import install_extra
 from pipeproof.schedule.asap import StageCosts, asap, even_costs
 from pipeproof.schedule.generators.gpipe import gpipe
 from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
@@ -206,4 +207,4 @@ def test_without_the_solver_it_says_what_to_install(monkeypatch):
         solve(loop(2), 3, even_costs(2))
     (finding,) = error.value.findings
     assert finding.code == "PP142"
-    assert finding.help == "pip install 'pipeproof[solve]'"
+    assert finding.help == install_extra("solve")

@@ -19,7 +19,7 @@ from pipeproof.analysis.sweep.evaluate_point import Status, evaluate
 from pipeproof.analysis.sweep.results_file import ResultsFile
 from pipeproof.analysis.sweep.run_sweep import run_sweep
 from tests.cli.commands import invoke
-from tests.sweep.files import dies_at_four, dies_once, raises_at_four, sweep_of, write_sweep
+from tests.sweep.files import dies_at_four, dies_once, raises_at_four, sweep_of, tune_command, write_sweep
 
 GRID = {"schedule.kind": ["1f1b", "gpipe"], "schedule.num_micro_batches": [3, 4, 5]}
 
@@ -84,6 +84,19 @@ def test_the_command_writes_the_same_results_as_with_processes(tmp_path, cluster
     assert json.loads((tmp_path / "here.json").read_text()) == json.loads((tmp_path / "there.json").read_text())
     again = invoke("sweep", sweep, "-o", tmp_path / "there.jsonl", "--executor", f"dask:{cluster}")
     assert f"6 of 6 points are in {tmp_path / 'there.jsonl'}" in again.stderr
+
+
+def test_tune_finds_the_same_layouts_and_resumes(tmp_path, cluster):
+    words, out = tune_command(tmp_path), tmp_path / "layouts"
+    here = invoke(*words, "--workers", "1")
+    there = invoke(*words, "--executor", f"dask:{cluster}", "-o", out)
+    assert there.exit_code == 0, there.stderr
+    assert there.stdout == here.stdout
+    lines = (out / "results.jsonl").read_text().splitlines()
+    (out / "results.jsonl").write_text("".join(f"{line}\n" for line in lines[:3]))  # as after an interrupt
+    again = invoke(*words, "--executor", f"dask:{cluster}", "-o", out)
+    assert again.stdout == here.stdout
+    assert sorted((out / "results.jsonl").read_text().splitlines()) == sorted(lines)
 
 
 def free_port():

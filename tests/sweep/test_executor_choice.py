@@ -8,6 +8,7 @@ from pipeproof.analysis.sweep import executor_choice
 from pipeproof.analysis.sweep.cluster import Cluster
 from pipeproof.analysis.sweep.executor_choice import PACKAGES, parse_executor
 from pipeproof.analysis.sweep.slurm_arrays import SlurmOptions
+from pipeproof.diagnostics.install_command import install_extra
 from tests.cli.commands import invoke
 from tests.sweep.files import write_sweep
 
@@ -78,7 +79,7 @@ def test_without_its_package_the_extra_is_named(kind, text, tmp_path, monkeypatc
     result = invoke("sweep", write_sweep(tmp_path, {"grid": {"topology.pp": [2]}}), "--executor", text)
     assert result.exit_code == 2
     message = " ".join(result.stderr.split())
-    assert f"needs the package {PACKAGES[kind]}: pip install 'pipeproof[{kind}]'" in message
+    assert f"needs the package {PACKAGES[kind]}: {install_extra(kind)}" in message
 
 
 def test_processes_of_ours_and_a_cluster_exclude_each_other(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from pipeproof.analysis.sweep.evaluate_point import Status, evaluate
 from pipeproof.analysis.sweep.ray_cluster import open_ray
 from pipeproof.analysis.sweep.run_sweep import run_sweep
 from tests.cli.commands import REPOSITORY, invoke
-from tests.sweep.files import dies_at_four, raises_at_four, sweep_of, write_sweep
+from tests.sweep.files import dies_at_four, raises_at_four, sweep_of, tune_command, write_sweep
 
 GRID = {"schedule.kind": ["1f1b", "gpipe"], "schedule.num_micro_batches": [3, 4, 5]}
 
@@ -47,6 +47,13 @@ def test_the_command_prints_the_table_of_processes(tmp_path, connected):
         tables.append(result.stdout)
     assert tables[0] == tables[1]
     assert len(tables[0].splitlines()) == 1 + 8
+
+
+def test_tune_finds_the_same_layouts(tmp_path, connected):
+    words = tune_command(tmp_path)
+    there = invoke(*words, "--executor", "ray")
+    assert there.exit_code == 0, there.stderr
+    assert there.stdout == invoke(*words, "--workers", "1").stdout
 
 
 def test_chunks_give_the_same(tmp_path, cluster):

@@ -1,6 +1,7 @@
 """The search against all layouts simulated one by one, and its bounds against the simulator."""
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -117,6 +118,14 @@ def test_a_row_that_fails_its_check_is_replaced(monkeypatch):
 def test_processes_give_the_rows_of_this_process():
     options = {"gpus": 4, "device": "h100", "global_batch": 8, "top": 3, "fix": {"tp": [1, 2]}}
     assert tune(to_tune(), workers=2, **options) == tune(to_tune(), workers=1, **options)
+
+
+def test_an_executor_of_the_caller_gives_them_too_and_stays_open():
+    options = {"gpus": 4, "device": "h100", "global_batch": 8, "top": 3, "fix": {"tp": [1], "cp": [1]}}
+    with ThreadPoolExecutor(2) as pool:
+        found = tune(to_tune(), executor=pool, **options)
+        assert pool.submit(int).result() == 0
+    assert found == tune(to_tune(), workers=1, **options)
 
 
 @pytest.mark.slow

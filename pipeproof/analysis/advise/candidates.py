@@ -59,6 +59,7 @@ class Choice:
     num_micro_batches: int
     micro_batch_size: int
     num_sequence_splits: int = 1
+    variant: str | None = None
     placement: str | None = None
     memory_limit: int | None = None
 
@@ -107,14 +108,23 @@ class Candidates:
         limit is given, a schedule that is made for one is tried with that too.
         """
         for kind in SCHEDULE_KINDS.values():
-            if self.framework is not None and kind.name not in self.framework.kinds:
-                continue
             for num_micro_batches, size in self._batches:
                 for num_chunks in self._chunk_counts(kind):
                     is_more = num_micro_batches > self.spec.schedule.num_micro_batches
                     if is_more and self.spec.topology.pp * num_chunks * num_micro_batches > MAX_FORWARDS:
                         continue
-                    yield from self._variations(kind, Choice(kind.name, num_chunks, num_micro_batches, size), held)
+                    choice = self._of_framework(Choice(kind.name, num_chunks, num_micro_batches, size))
+                    if choice is not None:
+                        yield from self._variations(kind, choice, held)
+
+    def _of_framework(self, choice: Choice) -> Choice | None:
+        """A choice with the framework's variant of its kind; None if the framework does not run it."""
+        if self.framework is None:
+            return choice
+        own = self.framework.schedule_of(
+            choice.kind, self.spec.topology.pp, choice.num_micro_batches, choice.num_chunks, self.spec.schedule.variant
+        )
+        return None if own is None else replace(choice, variant=own.variant)
 
     def changes(self, choice: Choice) -> frozenset[Changed]:
         """Changes of a choice in addition to the order of work."""
@@ -149,6 +159,7 @@ class Candidates:
         chosen = {
             "kind": choice.kind,
             **{key: given[key] for key in own if key in given},
+            **({} if choice.variant is None else {"variant": choice.variant}),
             "num_micro_batches": choice.num_micro_batches,
             "micro_batch_size": choice.micro_batch_size,
             "num_chunks": choice.num_chunks if choice.num_chunks > 1 else None,
@@ -230,7 +241,8 @@ class Candidates:
 
     def _variations(self, kind: ScheduleKind, base: Choice, held: Fraction | None) -> Iterator[Choice]:
         """The same sizes with the splits, placements and memory limits that a schedule takes."""
-        placements = (None, "v") if kind.placement is Placement.ANY and base.num_chunks > 1 else (None,)
+        is_free = kind.placement is Placement.ANY and base.num_chunks > 1 and self.framework is None
+        placements = (None, "v") if is_free else (None,)
         length = self.spec.model.seq_length
         splits = [n for n in range(2, MAX_SPLITS + 1) if length % n == 0] if kind.splits_sequences else [1]
         limits = self._limits(base, held) if kind.name == _OPTIMAL else [None]

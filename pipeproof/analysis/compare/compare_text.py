@@ -7,7 +7,7 @@ from dataclasses import asdict
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from pipeproof.analysis.compare.compare_timelines import Comparison, PairedOp, Parting, StepTimes
+from pipeproof.analysis.compare.compare_timelines import Comparison, PairedOp, Parting
 from pipeproof.analysis.compare.timeline_files import TimelineFile
 from pipeproof.schedule.ops import OpKind
 
@@ -109,14 +109,27 @@ def _ratio(ratio: Fraction | None) -> str:
 
 def comparison_to_json(comparison: Comparison, *, worst: int, note: str = "") -> dict[str, Any]:
     """The form of ``compare --format json``; see ``docs/schemas/compare.schema.json``."""
+    data = comparison_data(comparison, worst=worst, note=note)
+    return data | {name: [_floats(row) for row in data[name]] for name in ("steps", "kinds", "worst")}
+
+
+def comparison_data(comparison: Comparison, *, worst: int, note: str = "") -> dict[str, Any]:
+    """The same with exact times and ratios, as fractions."""
     return {
         "unit": "us",
         "costs": note or None,
         "a": _file_to_json(comparison.a),
         "b": _file_to_json(comparison.b),
         "clocks": "per_rank" if comparison.per_rank_clocks else "common",
-        "steps": [_step_to_json(step) for step in comparison.steps],
-        "kinds": [_floats(asdict(kind)) for kind in comparison.kinds],
+        "steps": [
+            {
+                **asdict(step),
+                "makespan_ratio": _quotient(step.makespan_b, step.makespan_a),
+                "compute_ratio": _quotient(step.compute_b, step.compute_a),
+            }
+            for step in comparison.steps
+        ],
+        "kinds": [asdict(kind) for kind in comparison.kinds],
         "only_a": _counts(comparison.only_a),
         "only_b": _counts(comparison.only_b),
         "parting": None if comparison.parting is None else asdict(comparison.parting),
@@ -126,10 +139,10 @@ def comparison_to_json(comparison: Comparison, *, worst: int, note: str = "") ->
                 "op": str(pair.a.op),
                 "step_a": pair.a.step,
                 "step_b": pair.b.step,
-                "duration_a": float(pair.a.duration),
-                "duration_b": float(pair.b.duration),
-                "error": float(pair.duration_error),
-                "start_error": float(pair.start_error),
+                "duration_a": pair.a.duration,
+                "duration_b": pair.b.duration,
+                "error": pair.duration_error,
+                "start_error": pair.start_error,
             }
             for pair in comparison.worst(worst)
         ],
@@ -144,16 +157,6 @@ def _file_to_json(file: TimelineFile) -> dict[str, Any]:
         "num_ops": len(file.ops),
         "cost_source": file.cost_source,
     }
-
-
-def _step_to_json(step: StepTimes) -> dict[str, Any]:
-    return _floats(
-        {
-            **asdict(step),
-            "makespan_ratio": _quotient(step.makespan_b, step.makespan_a),
-            "compute_ratio": _quotient(step.compute_b, step.compute_a),
-        }
-    )
 
 
 def _floats(content: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeproof.analysis.sweep.cluster import Cluster
 from pipeproof.analysis.sweep.slurm_arrays import SlurmOptions, open_slurm
+from pipeproof.diagnostics.install_command import install_extra
 from pipeproof.diagnostics.problems import nearest_name
 
 PACKAGES = {"dask": "distributed", "ray": "ray", "slurm": "submitit"}
@@ -34,7 +35,7 @@ class ExecutorChoice:
         """
         package = PACKAGES[self.kind]
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"{self.kind} needs the package {package}: pip install 'pipeproof[{self.kind}]'")
+            raise ValueError(f"{self.kind} needs the package {package}: {install_extra(self.kind)}")
 
 
 def parse_executor(text: str) -> ExecutorChoice:

@@ -64,6 +64,19 @@ class Framework:
         """Values of ``schedule.kind`` that it has."""
         return frozenset(schedule.kind for schedule in self.schedules)
 
+    def schedule_of(
+        self, kind: str, num_ranks: int, num_micro_batches: int, num_chunks: int, variant: str | None = None
+    ) -> FrameworkSchedule | None:
+        """Its schedule of a kind for these sizes, that of ``variant`` if there are several; None if it has none."""
+        fitting = [
+            schedule
+            for schedule in self.schedules
+            if schedule.kind == kind
+            and schedule.fits(num_ranks, num_micro_batches)
+            and num_chunks >= schedule.min_chunks
+        ]
+        return next((schedule for schedule in fitting if schedule.variant == variant), next(iter(fitting), None))
+
 
 _MIXED = {"device": "gpu", "dtype": "bfloat16", "main_grad_dtype": "float32", "clip_norm": 1.0}
 
@@ -132,8 +145,10 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType({framework.name: framewor
 
 
 def named_framework(spec: PlanSpec) -> Framework | None:
-    """The framework that a plan names by ``schedule.variant``, as imported plans do; None without one."""
-    variant = spec.schedule.variant
+    """The framework that a plan names by ``schedule.framework`` or ``schedule.variant``; None without both."""
+    name, variant = spec.schedule.framework, spec.schedule.variant
+    if name is not None:
+        return FRAMEWORKS[name]
     if variant is None:
         return None
     return FRAMEWORKS["paddle" if variant.startswith("fleet") else variant]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from math import inf
 from os import cpu_count
 from pathlib import Path
@@ -349,13 +348,14 @@ class _Search:
     def _row(self, rank: int, result: PointResult, parts: Mapping[str, float], flops: float, why: str) -> TuneRow:
         request, layout = self._request, self._points[result.id]
         assert result.makespan is not None
-        step_s = float(result.makespan / Fraction(10**6))
+        step = result.makespan / 10**6
+        step_s = float(step)
         tokens = request.global_batch * request.spec.gpt.seq_length
         tflops = flops / step_s / request.num_gpus / 10**12
         return TuneRow(
             rank=rank,
             layout=layout,
-            step_s=step_s,
+            step=step,
             tokens_per_s=tokens / step_s,
             tokens_per_s_per_gpu=tokens / step_s / request.num_gpus,
             tflops_per_gpu=tflops,

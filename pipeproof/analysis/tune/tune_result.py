@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from pipeproof.analysis.tune.layouts import Layout
+from pipeproof.sim.figures import number_to_json
 
 
 @dataclass(frozen=True)
 class TuneRow:
     """A layout that passed ``check``, with its figures.
 
-    ``step_s`` is the simulated time of a step in seconds. ``parts_s`` has the parts of a step in seconds, which add up
-    to it (``evaluate_layout.PARTS``). Rates are per device: ``tflops_per_gpu`` counts the model's products without
-    recomputation, and ``mfu`` is its share of the device's peak. ``peak_gib`` is the memory of the rank that holds
-    most. ``plan`` has the keys of a plan file, ``notes`` are the codes of warnings and notes of its check, ``why`` is a
-    sentence that compares the row with the first one.
+    ``step`` is the simulated time of a step in seconds, exact. ``parts_s`` has the parts of a step in seconds, which
+    add up to it (``evaluate_layout.PARTS``). Rates are per device: ``tflops_per_gpu`` counts the model's products
+    without recomputation, and ``mfu`` is its share of the device's peak. ``peak_gib`` is the memory of the rank that
+    holds most. ``plan`` has the keys of a plan file, ``notes`` are the codes of warnings and notes of its check,
+    ``why`` is a sentence that compares the row with the first one.
     """
 
     rank: int
     layout: Layout
-    step_s: float
+    step: Fraction
     tokens_per_s: float
     tokens_per_s_per_gpu: float
     tflops_per_gpu: float
@@ -33,6 +35,11 @@ class TuneRow:
     digest: str
     notes: tuple[str, ...]
     plan: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def step_s(self) -> float:
+        """Time of a step in seconds."""
+        return float(self.step)
 
 
 @dataclass(frozen=True)
@@ -92,4 +99,5 @@ class TuneResult:
 
 def _row_to_json(row: TuneRow) -> dict[str, Any]:
     content = asdict(row)
-    return {**content, "notes": list(row.notes), "parts_s": dict(row.parts_s), "plan": dict(row.plan)}
+    step = number_to_json("step_s", content.pop("step"))
+    return {**content, **step, "notes": list(row.notes), "parts_s": dict(row.parts_s), "plan": dict(row.plan)}

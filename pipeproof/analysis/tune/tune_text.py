@@ -29,7 +29,8 @@ def render_tune(result: TuneResult, console: Console) -> None:
         _print(f"Assumed: {assumption}.", console)
     console.print()
     if not result.rows:
-        _print(f"No layout fits. {_counts_text(result)}", console)
+        none = "No layout fits." if result.counts.tried else f"No layout is possible on {result.num_gpus} devices."
+        _print(f"{none} {_counts_text(result)}", console)
         return
     columns = [column for column in _COLUMNS if len({getattr(row.layout, column[1]) for row in result.rows}) > 1]
     shared = [
@@ -65,19 +66,20 @@ def _figures(row: TuneRow) -> tuple[str, ...]:
 
 
 def _counts_text(result: TuneResult) -> str:
-    counts = result.counts
-    text = (
-        f"Of {counts.tried:,} layouts, {counts.over_memory:,} need more memory by their lower bound and "
-        f"{counts.unfit:,} have no such schedule; {counts.simulated:,} of the other {counts.bounded:,} were simulated, "
-        f"the rest cannot be faster than the last row; {counts.over_memory_simulated:,} simulated ones needed more "
-        "memory."
-    )
+    counts, sentences = result.counts, []
+    if counts.tried:
+        sentences.append(
+            f"Of {counts.tried:,} layouts, {counts.over_memory:,} need more memory by their lower bound and "
+            f"{counts.unfit:,} have no such schedule; {counts.simulated:,} of the other {counts.bounded:,} were "
+            f"simulated, the rest cannot be faster than the last row; {counts.over_memory_simulated:,} simulated ones "
+            "needed more memory."
+        )
     if counts.removed:
         reasons = "; ".join(f"{reason} ({number:,})" for reason, number in counts.removed.items())
-        text += f" Not tried: {reasons}."
+        sentences.append(f"Not tried: {reasons}.")
     if counts.refused:
-        text += f" Refused: {', '.join(f'{code} ({number})' for code, number in counts.refused.items())}."
-    return text
+        sentences.append(f"Refused: {', '.join(f'{code} ({number})' for code, number in counts.refused.items())}.")
+    return " ".join(sentences)
 
 
 def _print(text: str, console: Console) -> None:

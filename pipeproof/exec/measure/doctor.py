@@ -15,6 +15,7 @@ import numpy as np
 import pipeproof
 from pipeproof.comm.backend_rows import BackendTable, Row, RowValue
 from pipeproof.comm.backends import backend_table
+from pipeproof.diagnostics.install_command import install_extra
 from pipeproof.exec.installed_backends import INSTALLED_BY, installed_version
 from pipeproof.exec.measure.endpoint_pair import BackendStartError, backend_pair
 from pipeproof.exec.measure.link_curve import SIZES, Curve, device_facts, failure_text, measure_curve
@@ -103,7 +104,7 @@ def run_doctor(
     measured = _Measured()
     name, extra = INSTALLED_BY[backend].name, INSTALLED_BY[backend].extra
     if importlib.util.find_spec(backend) is None:
-        fix = f"pip install 'pipeproof[{extra}]'"
+        fix = install_extra(extra)
         measured.problems.append(f"{name} is not installed, so plans cannot be run on it: {fix}")
     elif not CAN_START_RANKS:
         measured.problems.append(f"Transports are measured on Linux, and this system is {sys.platform}: nothing was.")

@@ -19,9 +19,9 @@ def load_imported(imported: Imported) -> LoadedPlan:
     """Load the imported plan; its source map points into the user's files.
 
     Raises:
-        PlanFileError: the settings do not form a plan; with locations in those files.
+        PlanFileError: the settings do not form a plan; with locations in those files, or the ``--set`` of a value.
     """
-    return plan_from_dict(imported.plan, source=imported.source)
+    return plan_from_dict(imported.plan, imported.settings, source=imported.source)
 
 
 def check_imported(

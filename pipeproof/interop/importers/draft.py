@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any
 
 from pipeproof.diagnostics.finding import Finding, Location
@@ -31,6 +32,15 @@ Of the 1,200 flags of Megatron-LM that are not read, none is as similar to one t
 def misspelt(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that an unknown one is a misspelling of; None if none is that similar."""
     return next(iter(get_close_matches(name, known, n=1, cutoff=_MISSPELT)), None)
+
+
+_FRAMEWORKS = MappingProxyType(
+    {
+        "megatron": "megatron", "torchtitan": "torch", "automodel": "torch", "torch-csv": "torch", "fleet": "paddle",
+        "paddleformers": "paddle",
+    }
+)  # fmt: skip
+"""The framework of a plan by the kind of its files, unless they leave it open."""
 
 
 class Draft:
@@ -99,6 +109,8 @@ class Draft:
 
     def imported(self, file: str, lines: tuple[str, ...], rephrase: Rephrase | None = None) -> Imported:
         """Return the result; ``file`` and ``lines`` of the first file locate values that no setting gave."""
+        if self._kind in _FRAMEWORKS:
+            self.set(("schedule", "framework"), _FRAMEWORKS[self._kind], f"files of kind {self._kind}")
         return Imported(
             self._kind,
             self._nested(),
@@ -108,6 +120,7 @@ class Draft:
             tuple(self._findings),
             rephrase,
             self._for_device,
+            self.flags.settings,
         )
 
     def _nested(self) -> Mapping[str, Any]:

@@ -96,6 +96,8 @@ class Imported:
     rephrase: Rephrase | None = None
     for_device: Mapping[KeyPath, tuple[object, Origin]] = field(default_factory=dict)
     """Values that a plan has only if its times are computed for a device."""
+    settings: Mapping[KeyPath, object] = field(default_factory=dict)
+    """Values of the command line, which ``plan`` has already; findings about them name ``--set``."""
 
 
 Importer = Callable[[Sequence[Path], Flags], Imported]

@@ -95,6 +95,7 @@ def differences(spec: PlanSpec, other: PlanSpec) -> Iterator[str]:
 def _launched(spec: PlanSpec) -> dict[str, Any]:
     data = {key: value for key, value in spec.model_dump(mode="json").items() if key not in _NOT_LAUNCHED}
     data["memory"] = {key: value for key, value in data["memory"].items() if key not in _NOT_IN_MEMORY}
+    data["schedule"].pop("framework")  # only `advise` and `tune` read it
     data["stages"] = [list(names) for names in stage_layers(spec)]
     model = data["model"]
     if model["dropout"] is None:

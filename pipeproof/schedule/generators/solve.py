@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeproof.diagnostics.finding import BadPlanError
+from pipeproof.diagnostics.install_command import install_extra
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.schedule.asap import StageCosts, Time, asap
 from pipeproof.schedule.generators.optimal import best_order
@@ -134,7 +135,7 @@ def _cp_model() -> Any:
         from ortools.sat.python import cp_model
     except ImportError as error:
         message = f"schedules are solved with OR-tools, which cannot be imported: {error}"
-        finding = SOLVER_MISSING.finding(message, help="pip install 'pipeproof[solve]'")
+        finding = SOLVER_MISSING.finding(message, help=install_extra("solve"))
         raise SolverMissingError(finding) from error
     return cp_model
 

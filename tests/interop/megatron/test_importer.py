@@ -46,7 +46,8 @@ def test_a_real_script_with_experts():
     made = real("megatron_mixtral_8x7b.sh", world_size=64)
     assert made.plan["topology"] == {"tp": 1, "pp": 4, "ep": 8, "dp": 2}
     assert made.plan["schedule"] == {
-        "kind": "1f1b", "micro_batch_size": 1, "num_micro_batches": 16, "reduce_gradients": "when_ready",
+        "kind": "1f1b", "framework": "megatron", "micro_batch_size": 1, "num_micro_batches": 16,
+        "reduce_gradients": "when_ready",
     }  # fmt: skip
     assert made.plan["model"]["moe"] == {"num_experts": 8, "top_k": 2, "ffn_size": 14336, "aux_loss": 0.01}
     assert [assumption.key for assumption in made.assumptions] == [("model", "vocab_size")]

@@ -1,0 +1,39 @@
+"""The commands that messages recommend to install what is missing in the Python that runs."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+
+def install_extra(extra: str) -> str:
+    """Return the command that adds an extra of pipeproof.
+
+    pip keeps an installed pipeproof, from a wheel or from a checkout. A checkout that is only on Python's path is
+    installed with it, because no package index may have it.
+    """
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    name = "pipeproof"
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        checkout = Path(__file__).parents[2]
+        if (checkout / "pyproject.toml").exists():
+            return f"{_pip()} install -e '{checkout}[{extra}]'"
+    return f"{_pip()} install '{name}[{extra}]'"
+
+
+def install_package(requirement: str) -> str:
+    """Return the command that installs a package of others."""
+    return f"{_pip()} install {requirement}"
+
+
+def _pip() -> str:
+    """``pip`` where the shell finds that of this Python, else this Python's by its path."""
+    python, found = Path(sys.executable), shutil.which("pip")
+    if found is not None and Path(found).parent == python.parent:
+        return "pip"
+    here = Path.cwd()
+    return f"{python.relative_to(here) if python.is_relative_to(here) else python} -m pip"
