@@ -1,7 +1,7 @@
 """Dropout masks as operations on the device, with the bits of ``stages.describe.dropout``.
 
-The state of the generator is a tensor, the keys of the masks: so a graph can draw, and each run of it draws the masks of
-its own step and micro-batch.
+The states of the generators are a tensor, an input of the graph: so each run of a graph draws the masks of its own step
+and micro-batch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _WORDS = 4
 """Words of a count."""
 
 
-class MaskKeys:
-    """The keys of the masks of a graph, in the order in which its trace draws them."""
+class MaskStates:
+    """The generators of the masks of a graph, in the order in which its trace draws them."""
 
     def __init__(self, plan: PlanSpec, num_layers: int, device: torch.device) -> None:
         self._plan, self._device = plan, device
@@ -48,50 +48,53 @@ class MaskKeys:
         return len(self._drawn) - 1
 
     def of(self, step: int, index: int) -> list[Tensor]:
-        """The keys of a micro-batch as an input of the graph, int64 [masks, 2]; none without dropout."""
+        """The states of a micro-batch as an input of the graph, int64 [masks, 3]; none without dropout."""
         if not self._num_masks:
             return []
-        keys = [mask_key(self._plan, step, index, layer, site) for site, layer in self._drawn]
-        halves = [[_signed(key & (2**64 - 1)), _signed(key >> 64)] for key in keys]
-        halves += [[0, 0]] * (self._num_masks - len(keys))
-        return [torch.tensor(halves, dtype=torch.int64, device=self._device)]
+        states = [state_of(mask_key(self._plan, step, index, layer, site)) for site, layer in self._drawn]
+        states += [state_of(0)] * (self._num_masks - len(states))
+        return [torch.tensor(states, dtype=torch.int64, device=self._device)]
 
 
 @dataclass(frozen=True, slots=True)
 class TracedMasks(DropoutKeys):
-    """Masks that a trace draws from ``keys``, an input of its graph."""
+    """Masks that a trace draws from ``values``, the input of its graph."""
 
-    keys: Any
-    drawn: MaskKeys
+    values: Any
+    states: MaskStates
 
     def _kept(
         self, site: str, layer: str, rate: float, shape: Sequence[int], ranges: Sequence[tuple[int, int]]
     ) -> Any:
-        key = self.keys[self.drawn.add(site, layer)]
-        return kept(key, rate, shape, ranges)
+        return kept(self.values[self.states.add(site, layer)], rate, shape, ranges)
 
 
-def kept(key: Tensor, rate: float, shape: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """The mask of ``ranges`` of all dims except the last, which is whole: bool, for a key int64 [2]."""
+def state_of(key: int) -> list[int]:
+    """The two words of a key, and the first count: numpy counts before it draws."""
+    return [_signed(key & (2**64 - 1)), _signed(key >> 64), 1]
+
+
+def kept(state: Tensor, rate: float, shape: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """The mask of ``ranges`` of all dims except the last, which is whole: bool, for a state int64 [3]."""
     bounds = [*ranges, (0, shape[-1])]
-    index = torch.zeros((), dtype=torch.int64, device=key.device)
+    index = torch.zeros((), dtype=torch.int64, device=state.device)
     for dim, (start, stop) in enumerate(bounds):
-        places = torch.arange(start, stop, device=key.device) * math.prod(shape[dim + 1 :])
+        places = torch.arange(start, stop, device=state.device) * math.prod(shape[dim + 1 :])
         index = index + places.view(-1, *[1] * (len(bounds) - 1 - dim))
     if shape[-1] % _WORDS == 0:  # the words of a count are neighbours
-        words = torch.stack(_words(key, index[..., ::_WORDS] // _WORDS), -1).flatten(-2)
+        words = torch.stack(_words(state, index[..., ::_WORDS] // _WORDS), -1).flatten(-2)
     else:
-        of_count = torch.stack(_words(key, index // _WORDS), -1)
+        of_count = torch.stack(_words(state, index // _WORDS), -1)
         words = of_count.gather(-1, (index % _WORDS).unsqueeze(-1)).squeeze(-1)
     least = -(2**63)  # the order of words without a sign is that of words with one whose highest bit is flipped
     return (words ^ least) >= (_signed(draw_threshold(rate)) ^ least)
 
 
-def _words(key: Tensor, count: Tensor) -> list[Tensor]:
+def _words(state: Tensor, count: Tensor) -> list[Tensor]:
     """The four words of each count, as numpy's generator has them after ``advance(count)``."""
-    first, second = key[0], key[1]
+    first, second, start = state.unbind()  # a compiler would compute with a start that it knows, without wrapping
     zero = torch.zeros_like(count)
-    words = [count + 1, zero, zero, zero]  # numpy counts before it draws
+    words = [count + start, zero, zero, zero]
     for number in range(_ROUNDS):
         if number:
             first, second = first + _signed(_KEY_STEPS[0]), second + _signed(_KEY_STEPS[1])

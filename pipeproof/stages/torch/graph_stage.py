@@ -40,7 +40,7 @@ from pipeproof.stages.torch.graph_capture import (
     captured_graphs,
     values_of,
 )
-from pipeproof.stages.torch.graph_dropout import MaskKeys, TracedMasks
+from pipeproof.stages.torch.graph_dropout import MaskStates, TracedMasks
 from pipeproof.stages.torch.graph_errors import GraphOperationError
 from pipeproof.stages.torch.stage import TorchStage
 from pipeproof.stages.torch.weights import SplitWeights, View, Weight, WeightGradients, each_column, normalized
@@ -186,8 +186,8 @@ class GraphStage(TorchStage):
         self._used = self._held.used()
         self._end = "head" if layers[-1].name == "head" else ""
         self._graphs: dict[torch.Size, Callable[..., Any]] = {}
-        self._mask_keys: dict[torch.Size, MaskKeys] = {}
-        self._traced_masks: tuple[Tensor, MaskKeys] | None = None
+        self._mask_states: dict[torch.Size, MaskStates] = {}
+        self._traced_masks: tuple[Tensor, MaskStates] | None = None
         self._work_item_number = 0, 0
         self.kept: list[KeptBytes] = []
         """Memory that a forward keeps, of each size of micro-batches, without what runs operation by operation."""
@@ -221,7 +221,7 @@ class GraphStage(TorchStage):
             activation = super()._run_layers(self._before, activation, work_item, step, index, split, watch)
         assert activation is not None
         self._work_item_number = step, index
-        masks = self._mask_keys[work_item.tokens.shape].of(step, index)
+        masks = self._mask_states[work_item.tokens.shape].of(step, index)
         with _errors_at(f"stage {self._number}, micro-batch {index}"):
             output, *losses = graphs(*self._inputs([w.value for w in self._used], activation, work_item, masks))
         if self._end == "head":
@@ -252,7 +252,7 @@ class GraphStage(TorchStage):
             joined[region.sequence_dim] //= region.num_ranks
         width = width_after(model, before)
         activation = torch.zeros(*joined, width, dtype=dtype, device=self._device, requires_grad=True)
-        masks = MaskKeys(self._plan, len(self._captured), self._device)
+        masks = MaskStates(self._plan, len(self._captured), self._device)
         weights = [nn.Parameter(w.value) for w in self._used]
         example = self._inputs(weights, activation, work_item, masks.of(0, index))
         run, kept = captured_graphs(
@@ -262,17 +262,17 @@ class GraphStage(TorchStage):
             example, self._compiler, self._traced_weights.defer, _adder,
             weights=dict(enumerate(self._used)), in_product=True,
         )  # fmt: skip
-        self._graphs[work_item.tokens.shape], self._mask_keys[work_item.tokens.shape] = run, masks
+        self._graphs[work_item.tokens.shape], self._mask_states[work_item.tokens.shape] = run, masks
         self.kept.append(kept)
 
-    def _traced(self, index: int, masks: MaskKeys, *inputs: Tensor) -> list[Tensor]:
+    def _traced(self, index: int, masks: MaskStates, *inputs: Tensor) -> list[Tensor]:
         """The stage from its inputs to its output, for a trace; with MTP modules also the losses."""
         num, num_ids = len(self._used), 2 * (1 + num_modules(self._plan.gpt))
         cos, sin, activation, scale, *rest = inputs[num:]
-        ids, keys = rest[:num_ids], rest[num_ids:]
+        ids, states = rest[:num_ids], rest[num_ids:]
         work_item = WorkItem(tuple(map(MtpStream, ids[::2], ids[1::2])), scale)
         positions, self._positions = self._positions, Positions(OPS, self._plan, self._traced_weights, (cos, sin))
-        self._traced_masks = (keys[0], masks) if keys else None
+        self._traced_masks = (states[0], masks) if states else None
         self._calls.begin()
         masks.begin()
         try:
