@@ -25,10 +25,12 @@ _NAMES = ORDERED, DEFERRED = "ordered_call", "deferred_call"
 
 
 class _Call:
-    """A call of one graph: what runs, and what it returns of fake tensors. Neither returns or keeps its inputs."""
+    """A call of one graph: what runs with its first inputs, and what it returns of fake ones."""
 
-    def __init__(self, run: Callable[..., Sequence[Tensor]], like: Callable[..., Sequence[Tensor]]) -> None:
-        self.run, self.like = run, like
+    def __init__(
+        self, num_inputs: int, run: Callable[..., Sequence[Tensor]], like: Callable[..., Sequence[Tensor]]
+    ) -> None:
+        self.num_inputs, self.run, self.like = num_inputs, run, like
 
 
 _CALLS: WeakValueDictionary[int, _Call] = WeakValueDictionary()
@@ -36,11 +38,13 @@ _numbers = itertools.count()
 
 
 def _run(inputs: Sequence[Tensor], after: Tensor | None, number: int) -> list[Tensor]:
-    return [*_CALLS[number].run(*inputs), inputs[0].new_empty(0)]
+    call = _CALLS[number]
+    return [*call.run(*inputs[: call.num_inputs]), inputs[0].new_empty(0)]
 
 
 def _fake(inputs: Sequence[Tensor], after: Tensor | None, number: int) -> list[Tensor]:
-    return [*_CALLS[number].like(*inputs), inputs[0].new_empty(0)]
+    call = _CALLS[number]
+    return [*call.like(*inputs[: call.num_inputs]), inputs[0].new_empty(0)]
 
 
 for _name in _NAMES:
@@ -55,6 +59,7 @@ class GraphCalls:
     def __init__(self) -> None:
         self._calls: list[_Call] = []
         self._last: dict[str, Tensor] = {}
+        self._gradient: Tensor | None = None
         self.is_tracing = False
         """True while graphs are made: then collectives are calls."""
 
@@ -72,18 +77,27 @@ class GraphCalls:
         """Begin a trace: its first call follows none."""
         self._last.clear()
 
+    @contextmanager
+    def deferred(self, gradient: Tensor) -> Iterator[None]:
+        """Leave the calls that are traced within the context to W. They wait for ``gradient``, which W reads."""
+        self._gradient = gradient
+        try:
+            yield
+        finally:
+            self._gradient = None
+
     def call(
-        self, run: Callable[..., Sequence[Tensor]], like: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor],
-        order: str = ORDERED,
-    ) -> list[Tensor]:  # fmt: skip
+        self, run: Callable[..., Sequence[Tensor]], like: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
+    ) -> list[Tensor]:
         """The results of ``run``, which may not be its inputs, in the graph that is traced.
 
         ``like`` returns fake results for fake inputs.
         """
-        self._calls.append(call := _Call(run, like))
+        self._calls.append(call := _Call(len(inputs), run, like))
         _CALLS[number := next(_numbers)] = call
+        order, given = (ORDERED, [*inputs]) if self._gradient is None else (DEFERRED, [*inputs, self._gradient])
         with _saved():
-            *results, self._last[order] = getattr(torch.ops.pipeproof, order)(list(inputs), self._last.get(order), number)
+            *results, self._last[order] = getattr(torch.ops.pipeproof, order)(given, self._last.get(order), number)
         return results
 
 
@@ -118,7 +132,7 @@ class GraphCollectives:
             result: Tensor = self._collectives.all_reduce(own.contiguous(), label=label, reduction=reduction)
             return result
 
-        return self._issue(run, tensor, tensor.shape, label)
+        return self._issue(run, tensor, tensor.shape)
 
     def all_gather(self, tensor: Tensor, dim: int, *, label: str, axis: str = "tp") -> Tensor:
         """Implement ``TensorParallelCollectives.all_gather``, and that of the other axes."""
@@ -128,7 +142,7 @@ class GraphCollectives:
             return result
 
         size = tensor.shape[dim] * self._sizes[axis]
-        return self._issue(run, tensor, [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]], label)
+        return self._issue(run, tensor, [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]])
 
     def reduce_scatter(self, tensor: Tensor, dim: int, *, label: str, axis: str = "tp") -> Tensor:
         """Implement ``TensorParallelCollectives.reduce_scatter``, and that of the other axes."""
@@ -138,18 +152,17 @@ class GraphCollectives:
             return result
 
         size = tensor.shape[dim] // self._sizes[axis]
-        return self._issue(run, tensor, [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]], label)
+        return self._issue(run, tensor, [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]])
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], *, label: str) -> Tensor:
         """Implement ``ExpertCollectives.all_to_all``; the host knows the numbers of rows, so it is in no graph."""
         result: Tensor = self._collectives.all_to_all(tensor, send, receive, label=label)
         return result
 
-    def _issue(self, run: Callable[[Tensor], Tensor], tensor: Tensor, shape: Sequence[int], label: str) -> Tensor:
+    def _issue(self, run: Callable[[Tensor], Tensor], tensor: Tensor, shape: Sequence[int]) -> Tensor:
         if not self._calls.is_tracing:
             return run(tensor)
-        order = DEFERRED if label.endswith(".again") else ORDERED  # W gathers again
-        (result,) = self._calls.call(lambda own: [run(own)], lambda own: [own.new_empty(shape)], [tensor], order)
+        (result,) = self._calls.call(lambda own: [run(own)], lambda own: [own.new_empty(shape)], [tensor])
         return result
 
 

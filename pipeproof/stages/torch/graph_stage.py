@@ -51,9 +51,9 @@ Tensor: TypeAlias = torch.Tensor
 class TracedWeights(SplitWeights):
     """``SplitWeights`` that are plain operations on traced tensors, by weight, within ``traced``."""
 
-    def __init__(self, device: torch.device, stage: int) -> None:
+    def __init__(self, device: torch.device, stage: int, calls: GraphCalls) -> None:
         super().__init__(device)
-        self._stage = stage
+        self._stage, self._calls = stage, calls
         self._leaves: Mapping[int, Tensor] | None = None
 
     @contextmanager
@@ -71,7 +71,7 @@ class TracedWeights(SplitWeights):
             return super().product(activation, weight, transposed=transposed)
         leaf, source = self._leaves[id(weight)], source_of(activation)
         if source is not None:
-            return _RegatheredProduct.apply(activation, leaf, transposed, source)
+            return _RegatheredProduct.apply(activation, leaf, transposed, source, self._calls)
         output = torch.mm(activation.reshape(-1, activation.shape[-1]), leaf.t() if transposed else leaf)
         return output.view(*activation.shape[:-1], output.shape[-1])
 
@@ -145,20 +145,24 @@ class _RegatheredProduct(torch.autograd.Function):  # type: ignore[misc]  # chec
     """A product whose W gathers its input again."""
 
     @staticmethod
-    def forward(ctx: Any, activation: Tensor, weight: Tensor, transposed: bool, source: GatheredInput) -> Tensor:
+    def forward(
+        ctx: Any, activation: Tensor, weight: Tensor, transposed: bool, source: GatheredInput, calls: GraphCalls
+    ) -> Tensor:
         source.use()
         ctx.save_for_backward(weight)
-        ctx.transposed, ctx.source = transposed, source
+        ctx.transposed, ctx.source, ctx.calls = transposed, source, calls
         output = torch.mm(activation.reshape(-1, activation.shape[-1]), weight.t() if transposed else weight)
         return output.view(*activation.shape[:-1], output.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         (weight,), transposed = ctx.saved_tensors, ctx.transposed
-        outputs, inputs = gradient.reshape(-1, gradient.shape[-1]), ctx.source.take().flatten(0, -2)
+        outputs = gradient.reshape(-1, gradient.shape[-1])
+        with ctx.calls.deferred(outputs):
+            inputs = ctx.source.take().flatten(0, -2)
         back = torch.mm(outputs, weight if transposed else weight.t())
         left, right = (outputs, inputs) if transposed else (inputs, outputs)
-        return back.view(*gradient.shape[:-1], back.shape[-1]), torch.mm(left.t(), right), None, None
+        return back.view(*gradient.shape[:-1], back.shape[-1]), torch.mm(left.t(), right), None, None, None
 
 
 class GraphStage(TorchStage):
@@ -172,7 +176,8 @@ class GraphStage(TorchStage):
         lent: Mapping[str, Weight] | None = None, coords: Mapping[str, int] | None = None, collectives: Any = None,
     ) -> None:  # fmt: skip
         assert plan.run.compiler is not None, "the plan has no run.compiler"
-        weights, topology, self._calls = TracedWeights(device, number), plan.topology, GraphCalls()
+        topology, self._calls = plan.topology, GraphCalls()
+        weights = TracedWeights(device, number, self._calls)
         sizes = {"tp": topology.tp, "ep": topology.ep, "cp": topology.cp}
         coords = dict.fromkeys(sizes, 0) if coords is None else coords
         of_graphs = None if collectives is None else GraphCollectives(self._calls, collectives, sizes)
