@@ -1,14 +1,13 @@
 """Dropout on one rank: its part of the masks of ``describe.dropout``, in the layout of the tensor that they multiply.
 
-Masks are drawn on the host and copied when they are needed, unless ``keys`` draws them elsewhere. On a GPU the host waits
-for the copy, so a plan with dropout is for comparisons and is not replayed.
+Masks are drawn on the host and copied when they are needed, unless ``keys`` draws them elsewhere. On a GPU the host
+waits for the copy, so a plan with dropout is for comparisons and is not replayed.
 
 Shape letters: S sequence, B rows, H hidden, K heads of keys and values of this rank, G query heads of each.
 """
 
 from __future__ import annotations
 
-from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.backend_ops import BackendOps, Tensor
 from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 from pipeproof.stages.describe.boundary import micro_batch_size
@@ -21,9 +20,7 @@ class Dropouts:
     Calls are independent of each other, so a part that is recomputed in backward has the same masks.
     """
 
-    def __init__(
-        self, ops: BackendOps, keys: DropoutKeys, split: int, region: TensorParallelRegion
-    ) -> None:
+    def __init__(self, ops: BackendOps, keys: DropoutKeys, split: int, region: TensorParallelRegion) -> None:
         self._ops, self._keys, self._split, self._region = ops, keys, split, region
         self._plan = plan = keys.plan
         size = micro_batch_size(plan, keys.index % plan.schedule.num_micro_batches)

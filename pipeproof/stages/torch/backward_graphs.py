@@ -1,9 +1,10 @@
 """Partition of a stage's backward graph into I and W.
 
-I computes the gradients of the stage's inputs, and makes the calls of the backward. W computes products that only weights need (matrix products,
-convolutions, rows of an embedding) and what follows from them. What both could compute is where fewer bytes are kept
-between I and W, by a minimum cut: a reduction to the small gradient of a norm or a bias is in I, where it is fused with
-what makes its operands, and of silu(a) * b the result is kept, or a and b if W reads these anyway.
+I computes the gradients of the stage's inputs, and makes the calls of the backward. W computes products that only
+weights need (matrix products, convolutions, rows of an embedding) and what follows from them. What both could compute
+is where fewer bytes are kept between I and W, by a minimum cut: a reduction to the small gradient of a norm or a bias
+is in I, where it is fused with what makes its operands, and of silu(a) * b the result is kept, or a and b if W reads
+these anyway.
 """
 
 from __future__ import annotations

@@ -14,6 +14,13 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import fx
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _dispatch_tls_local_exclude_set,
+    _dispatch_tls_local_include_set,
+    _ForceDispatchKeyGuard,
+)
 from torch.utils.checkpoint import CheckpointPolicy
 
 Tensor: TypeAlias = torch.Tensor
@@ -97,8 +104,9 @@ class GraphCalls:
         _CALLS[number := next(_numbers)] = call
         order, given = (ORDERED, [*inputs]) if self._gradient is None else (DEFERRED, [*inputs, self._gradient])
         with _saved():
-            *results, self._last[order] = getattr(torch.ops.pipeproof, order)(given, self._last.get(order), number)
-        return results
+            found: list[Tensor] = getattr(torch.ops.pipeproof, order)(given, self._last.get(order), number)
+        self._last[order] = found.pop()
+        return found
 
 
 @contextmanager
@@ -169,8 +177,8 @@ class GraphCollectives:
 class Island:
     """A part of a stage that runs operation by operation inside of its graphs.
 
-    The host may read values in it, and its shapes inside may change. Its weights add their gradients as ``SplitWeights``
-    do. ``compute`` takes a tensor and returns one of the same shape.
+    The host may read values in it, and its shapes inside may change. Its weights add their gradients as
+    ``SplitWeights`` does. ``compute`` takes a tensor and returns one of the same shape.
     """
 
     def __init__(self, calls: GraphCalls, compute: Callable[[Tensor], Tensor]) -> None:
@@ -187,7 +195,9 @@ class Island:
     def backward(self, gradient: Tensor) -> Sequence[Tensor]:
         """The gradient of the input, in the graph that is traced."""
         assert self._ticket is not None, "a backward is traced after its forward"
-        return self._calls.call(self._run_backward, lambda given, _: [torch.empty_like(given)], [gradient, self._ticket])
+        return self._calls.call(
+            self._run_backward, lambda given, _: [torch.empty_like(given)], [gradient, self._ticket]
+        )
 
     def _run_forward(self, activation: Tensor) -> Sequence[Tensor]:
         # The part keeps its input: a copy, because a compiler reuses memory whose readers have run.
@@ -212,8 +222,6 @@ def _with_ticket(activation: Tensor) -> Sequence[Tensor]:
 @contextmanager
 def _autograd() -> Iterator[None]:
     """Record operations for a backward, also below autograd, where graphs run."""
-    dispatch = torch._C  # noqa: SLF001 - the keys of this thread have no other interface
-    included, excluded = dispatch._dispatch_tls_local_include_set(), dispatch._dispatch_tls_local_exclude_set()
-    autograd = dispatch.DispatchKeySet(dispatch.DispatchKey.AutogradFunctionality)
-    with dispatch._ForceDispatchKeyGuard(included, excluded - autograd), torch.enable_grad():
+    excluded = _dispatch_tls_local_exclude_set() - DispatchKeySet(DispatchKey.AutogradFunctionality)
+    with _ForceDispatchKeyGuard(_dispatch_tls_local_include_set(), excluded), torch.enable_grad():
         yield

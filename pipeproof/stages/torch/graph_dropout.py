@@ -19,7 +19,7 @@ from pipeproof.stages.describe.dropout import DropoutKeys, draw_threshold, mask_
 Tensor: TypeAlias = torch.Tensor
 
 MASKS_PER_LAYER = 4
-"""The most masks of a layer: of an MTP module's embedding, attention's probabilities, and the outputs of both halves."""
+"""The most masks of a layer: an MTP module's embedding, attention's probabilities, and the outputs of both halves."""
 
 _FACTORS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
 _KEY_STEPS = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
@@ -63,9 +63,7 @@ class TracedMasks(DropoutKeys):
     values: Any
     states: MaskStates
 
-    def _kept(
-        self, site: str, layer: str, rate: float, shape: Sequence[int], ranges: Sequence[tuple[int, int]]
-    ) -> Any:
+    def _kept(self, site: str, layer: str, rate: float, shape: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Any:
         return kept(self.values[self.states.add(site, layer)], rate, shape, ranges)
 
 

@@ -138,7 +138,7 @@ def _errors_at(where: str) -> Iterator[None]:
 
 def _has_same_type(weight: Weight) -> bool:
     """Return False if a graph would round the gradient to the type of the run before the buffer adds it."""
-    return weight.gradient.dtype == weight.value.dtype
+    return bool(weight.gradient.dtype == weight.value.dtype)
 
 
 class _RegatheredProduct(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
@@ -202,8 +202,7 @@ class GraphStage(TorchStage):
     def capture(self) -> None:
         """Make the graphs of all sizes of micro-batches, or give ``reason``."""
         try:
-            if all(is_empty(layer.name) for layer in self._captured):
-                raise NotCapturedError("its layers compute nothing but lookups")
+            self._require_layers()
             indices = range(self._plan.schedule.num_micro_batches)
             first = {micro_batch_size(self._plan, index): index for index in reversed(indices)}
             for size, index in first.items():
@@ -213,6 +212,10 @@ class GraphStage(TorchStage):
             self._graphs.clear()
             self.kept.clear()
             self.reason = _reason(error)
+
+    def _require_layers(self) -> None:
+        if all(is_empty(layer.name) for layer in self._captured):
+            raise NotCapturedError("its layers compute nothing but lookups")
 
     def _run_layers(
         self, layers: Sequence[Layer], activation: Tensor | None, work_item: WorkItem, step: int, index: int,

@@ -6,10 +6,10 @@ import paddle
 
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.dropout import Dropouts
-from pipeproof.stages.describe.dropout import DropoutKeys
 from pipeproof.stages.common.embedding_and_head import EmbeddingAndHead
 from pipeproof.stages.common.positions import Positions
 from pipeproof.stages.common.work_items import MtpStream, split_mtp_streams
+from pipeproof.stages.describe.dropout import DropoutKeys
 from pipeproof.stages.describe.mtp_streams import shifted_batch
 from pipeproof.stages.describe.synthetic import micro_batch
 from pipeproof.stages.paddle.backend_ops import OPS
