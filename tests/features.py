@@ -55,7 +55,8 @@ FEATURES = {
     "full recomputation": {"memory": {"recompute": "full"}},
     "words that cross": {"boundaries": [{"name": "hidden", "dims": "sbh"}, *_WORDS]},
     "words in one message": {
-        "boundaries": [{"name": "hidden", "dims": "sbh"}, *_WORDS], "transport": {"messages": "packed"},
+        "boundaries": [{"name": "hidden", "dims": "sbh"}, *_WORDS],
+        "transport": {"messages": "packed"},
     },
     "partial": {"transport": "partial"},
     "receives early": {"transport": {"recv_order": "prefetch_one"}},

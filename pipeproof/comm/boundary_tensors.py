@@ -15,7 +15,6 @@ from pipeproof.specs.transport import TransportSpec
 from pipeproof.stages.describe.boundary import Boundary, Edge
 from pipeproof.stages.describe.layer import COUNTS_DTYPE, Layer
 
-
 PACKED = -1
 """In place of a member: the packed message of all that cross in its direction."""
 

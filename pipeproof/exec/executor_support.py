@@ -108,8 +108,8 @@ def _transport_refusals(spec: PlanSpec) -> Iterator[Refusal]:
 def _rehearsal_refusals(spec: PlanSpec) -> Iterator[Refusal]:
     """Messages that cannot be rehearsed.
 
-    A packed one has no elements that could be marked, but bytes; and Paddle on a GPU makes views of a slot with kernels,
-    which may fail silently.
+    A packed one has bytes in place of elements that could be marked. Paddle on a GPU makes views of a slot with
+    kernels, which may fail silently.
     """
     if spec.transport.messages == "packed":
         yield ("transport", "messages"), "the plan has packed messages and is rehearsed"

@@ -99,7 +99,9 @@ def _check_packed(transport: TransportSpec) -> list[Problem]:
     """PP106: a packed message is whole, and its shape is known."""
     fix = "use `messages: per_tensor`"
     problems = [
-        Problem("PP106", (direction,), "`messages: packed` has no slices of one tensor, which `partial` sends", help=fix)
+        Problem(
+            "PP106", (direction,), "`messages: packed` has no slices of one tensor, which `partial` sends", help=fix
+        )
         for direction in ("forward", "backward")
         if getattr(transport, direction) == "partial"
     ]
