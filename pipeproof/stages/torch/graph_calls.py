@@ -1,7 +1,8 @@
 """Python code that graphs call: collectives, and parts of a stage that run operation by operation.
 
 A call is one operation of a graph. Each call returns a token that the next call of its order takes, so no compiler
-changes their order, joins equal calls, or leaves out one that others follow. Partitioners are told to repeat none.
+changes their order, joins equal calls, or leaves out one that others follow. Partitioners keep what a call returns,
+and repeat none.
 """
 
 from __future__ import annotations

@@ -5,8 +5,11 @@ import pytest
 import torch
 
 from pipeproof.stages.describe.dropout import DropoutKeys, mask_key
+from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.reference.bound import parallel_bound
+from pipeproof.stages.torch.batches import StepBatches
 from pipeproof.stages.torch.graph_dropout import kept, state_of
+from pipeproof.stages.torch.graph_errors import GraphOperationError
 from pipeproof.stages.torch.graph_stage import GraphStage
 from tests.stages.torch.features import EVEN, MLA, MOE, TWO, make_plan
 from tests.stages.torch.staged_run import CPU, StagedRun
@@ -94,3 +97,28 @@ def test_masks_on_the_device_have_the_bits_of_those_on_the_host(shape, ranges):
     on_host = DropoutKeys(plan, 1, 2)._kept("hidden", "layer.0.mlp", rate, shape, ranges)
     assert np.array_equal(kept(state, rate, shape, ranges).numpy(), on_host)
     assert 0 < on_host.mean() < 1
+
+
+class _LostError(Exception):
+    """A collective cannot be issued."""
+
+
+class _LostCollectives:
+    """Collectives whose peers are gone."""
+
+    def all_reduce(self, tensor, *, label, reduction="sum"):
+        raise _LostError(label)
+
+
+def test_an_error_of_a_collective_names_the_stage_the_call_and_the_layer():
+    plan = plan_of("tp", "eager")
+    layers = describe_gpt(plan)[1:2]
+    stage = GraphStage(plan, layers, CPU, 3, None, {"tp": 0, "ep": 0, "cp": 0}, _LostCollectives())
+    stage.capture()
+    batches = StepBatches(plan, 0, CPU)
+    batches.load(0)
+    work_item = batches.work_item(1)
+    activation = torch.ones(*work_item.tokens.shape, plan.gpt.hidden_size, requires_grad=True)
+    named = "stage 3, micro-batch 1: `pipeproof.ordered_call` of module `layer.0.attn` in the graph of the forward"
+    with pytest.raises(GraphOperationError, match=f"{named} raised _LostError: layer.0.attn.out"):
+        stage.forward(activation, work_item, step=0, index=1)
