@@ -54,6 +54,10 @@ FEATURES = {
     "selective recomputation": {"memory": {"recompute": "selective"}},
     "full recomputation": {"memory": {"recompute": "full"}},
     "words that cross": {"boundaries": [{"name": "hidden", "dims": "sbh"}, *_WORDS]},
+    "words in one message": {
+        "boundaries": [{"name": "hidden", "dims": "sbh"}, *_WORDS],
+        "transport": {"messages": "packed"},
+    },
     "partial": {"transport": "partial"},
     "receives early": {"transport": {"recv_order": "prefetch_one"}},
     "slots": {"buffers": {"receive_slots": 4, "send_slots": 4}},

@@ -66,6 +66,10 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
     for name, topology in GROUPS.items():
         model = {"model": FEATURES["experts"]["model"]} if name == "ep 2" else {}
         yield name, plan_dict(topology={"pp": 1, **topology}, stages=None, run=run, **copy.deepcopy(model))
+        if name != "dp 2":
+            graphs = {"topology": {"pp": 1, **topology}, "stages": None, "run": {**run, "compiler": "inductor"}}
+            with_dropout = {"model": {**model.get("model", {}), "dropout": 0.1}}
+            yield f"{name}, dropout, graphs", plan_dict(**graphs, **copy.deepcopy(with_dropout))
 
 
 def outcome(name: str, plan: Plan) -> tuple[bool, str]:

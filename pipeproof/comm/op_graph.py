@@ -29,7 +29,7 @@ def lower_context(plan: PlanContext) -> OpGraph:
     """The folded op graph of a plan. Linear in operations."""
     fold = _fold_axes(plan)
     groups = _Groups.of(plan, fold)
-    tensors = tensors_of(plan.edges, plan.layers, num_loads(plan.spec))
+    tensors = tensors_of(plan.edges, plan.layers, plan.spec.transport, num_loads(plan.spec))
     reduce_axes = _reduce_axes(plan)
     blocks, given = Blocks(num_splits=plan.num_splits), []
     for index, rank in enumerate(groups.ranks):

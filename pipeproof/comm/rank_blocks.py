@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from pipeproof.comm.boundary_tensors import BoundaryTensors
+from pipeproof.comm.boundary_tensors import PACKED, BoundaryTensors, is_packed
 from pipeproof.comm.plan_context import PlanContext
 from pipeproof.comm.step_end_rows import StepEnd
 from pipeproof.schedule.blocks import ANY
@@ -246,7 +246,7 @@ class RankBlocks:
         return pp not in (NONE, self._coords["pp"])
 
     def _messages(self, op: Op, variant: int) -> list[_Message]:
-        """The messages of a transfer of this rank: each tensor of the boundary, in order."""
+        """The messages of a transfer of this rank: each tensor of the boundary, in order, or all in one."""
         incoming = op.kind in RECV_KINDS
         side = "input" if incoming == op.is_forward else "output"
         name = side if op.is_forward else f"{side}_grad"
@@ -254,7 +254,11 @@ class RankBlocks:
         if not 0 <= edge < len(self._plan.edges):
             return []  # a program that is wrong: the first stage receives, the last sends on
         messages: list[_Message] = []
-        for place, boundary in enumerate(self._plan.edges[edge].variants[variant]):
+        members = self._plan.edges[edge].variants[variant]
+        if is_packed(members, self._plan.spec.transport, gradient=not op.is_forward):
+            tensor = self._tensors.index[name, op.stage, variant, PACKED]
+            return [_Message(tensor, 0, self._tensors.specs[tensor].numel, self._coords["tp"], Transport.FULL)]
+        for place, boundary in enumerate(members):
             if not op.is_forward and not boundary.has_gradient:
                 continue
             tensor = self._tensors.index[name, op.stage, variant, place]

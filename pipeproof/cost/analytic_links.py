@@ -17,6 +17,7 @@ import numpy as np
 
 from pipeproof.cost.network_times import Network, Shape
 from pipeproof.schedule.columns import IntColumn
+from pipeproof.schedule.op_parts import part_starts
 from pipeproof.schedule.ops import OpKind
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.plan import PlanSpec
@@ -98,6 +99,8 @@ class Links:
 
     def message_us(self, boundaries: Iterable[Boundary], transport: str) -> Fraction:
         """Time from a stage's ranks to those of the next: their tensors one after the other, gathers included."""
+        if self.plan.transport.messages == "packed":
+            return self._slowest_us(sum(message_sizes(boundaries, transport, packed=True)))
         return sum((self._one_message_us(boundary, transport) for boundary in boundaries), Fraction(0))
 
     def messages(self) -> tuple[Fraction, ...]:
@@ -113,15 +116,23 @@ class Links:
         )
 
     def _one_message_us(self, boundary: Boundary, transport: str) -> Fraction:
-        num_bytes = Fraction(message_bytes(boundary, transport))
-        time = self.network.slowest_message_us(
-            num_bytes, crosses=self.crosses("pp"), leaves_switch=self.leaves_switch("pp")
-        )
+        time = self._slowest_us(message_bytes(boundary, transport))
         if _is_sliced(boundary, transport):
             share = prod(boundary.local_shape) // boundary.num_tp_ranks
             gather = Collective(CollectiveKind.ALL_GATHER, "tp", share, boundary.member)
             time += self.collective_us(gather, dtype_bytes(boundary.dtype))
         return time
+
+    def _slowest_us(self, num_bytes: int) -> Fraction:
+        return self.network.slowest_message_us(
+            Fraction(num_bytes), crosses=self.crosses("pp"), leaves_switch=self.leaves_switch("pp")
+        )
+
+
+def message_sizes(boundaries: Iterable[Boundary], transport: str, *, packed: bool) -> list[int]:
+    """Bytes of each message that carries the tensors of an edge: one for each tensor, or one packed one."""
+    sizes = [message_bytes(boundary, transport) for boundary in boundaries]
+    return [part_starts(sizes)[-1]] if packed and len(sizes) > 1 else sizes
 
 
 def message_bytes(boundary: Boundary, transport: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel
 
-from pipeproof.cost.analytic_links import message_bytes
+from pipeproof.cost.analytic_links import message_sizes
 from pipeproof.cost.measured_curves import exact
 from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, GATHER_KINDS, OpKind
@@ -156,11 +156,11 @@ class ProfileTimes:
             return Fraction(0)
         transport = plan.transport
         sizes = [
-            message_bytes(boundary, name)
+            size
             for edge in describe_boundaries(plan)
             for members in edge.variants
-            for boundary in members
             for name in {transport.forward, transport.backward}
+            for size in message_sizes(members, name, packed=transport.messages == "packed")
         ]
         return self.message_us(max(sizes)) if sizes else Fraction(0)
 

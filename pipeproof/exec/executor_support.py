@@ -54,7 +54,7 @@ def require_issuable(subject: Subject) -> None:
         PipeproofError: PP909, with the location in the plan.
     """
     spec = subject.plan.spec
-    _refuse(subject, (*_transport_refusals(spec), *_rehearsed_slot_refusals(spec), *_graph_refusals(subject)))
+    _refuse(subject, (*_transport_refusals(spec), *_rehearsal_refusals(spec), *_graph_refusals(subject)))
 
 
 def _refuse(subject: Subject, refusals: Iterable[Refusal]) -> None:
@@ -105,8 +105,14 @@ def _transport_refusals(spec: PlanSpec) -> Iterator[Refusal]:
         yield ("transport", "queue"), f"the plan has queue {queue}, and {transfers} only wait for those of their edge"
 
 
-def _rehearsed_slot_refusals(spec: PlanSpec) -> Iterator[Refusal]:
-    """Slots that Paddle cannot rehearse on a GPU: it makes views of a buffer with kernels, which may fail silently."""
+def _rehearsal_refusals(spec: PlanSpec) -> Iterator[Refusal]:
+    """Messages that cannot be rehearsed.
+
+    A packed one has bytes in place of elements that could be marked. Paddle on a GPU makes views of a slot with
+    kernels, which may fail silently.
+    """
+    if spec.transport.messages == "packed":
+        yield ("transport", "messages"), "the plan has packed messages and is rehearsed"
     if spec.run.backend == "paddle" and spec.run.device == "gpu":
         for key in ("receive_slots", "send_slots"):
             if getattr(spec.buffers, key) is not None:

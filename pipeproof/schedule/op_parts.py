@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
@@ -10,6 +10,7 @@ from typing import NamedTuple, overload
 
 from pipeproof.schedule.columns import Columns, IntColumn, op_from_columns
 from pipeproof.schedule.ops import Op
+from pipeproof.specs.dtypes import dtype_bytes
 
 
 class BoundaryPosition(NamedTuple):
@@ -21,6 +22,38 @@ class BoundaryPosition(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class TensorPart:
+    """A tensor whose bytes are in a packed message, as one rank holds it; the fields are those of ``TensorSpec``.
+
+    ``index`` is its position among the members of its boundary; it takes no part in equality.
+    """
+
+    member: str
+    shape: tuple[int, ...]
+    dtype: str
+    placement: str
+    dims: str
+    index: int = field(default=0, compare=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the local tensor."""
+        return prod(self.shape) * dtype_bytes(self.dtype)
+
+
+PART_ALIGNMENT = 16
+"""The start of each part of a packed message is a multiple of these bytes, as the types of a GPU need it."""
+
+
+def part_starts(sizes: Iterable[int]) -> list[int]:
+    """Return the first byte of each part of a packed message, from the parts' bytes, and then the message's bytes."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // PART_ALIGNMENT) * PART_ALIGNMENT)
+    return starts
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A tensor as one rank holds it: what crosses a stage boundary, on one of its sides.
 
@@ -28,7 +61,7 @@ class TensorSpec:
     its text form; ``dims`` names the dims (``sbh``). ``member``
     distinguishes the tensors that cross a boundary together (``mask``, ``hidden``).
     ``strides`` are in elements; None is C order without holes. ``position`` is the boundary member that a tensor of
-    a lowered plan is; it takes no part in equality.
+    a lowered plan is; it takes no part in equality. A packed message has ``parts``, and is a vector of bytes.
     """
 
     name: str
@@ -39,6 +72,7 @@ class TensorSpec:
     member: str = ""
     strides: tuple[int, ...] | None = None
     position: BoundaryPosition | None = field(default=None, compare=False)
+    parts: tuple[TensorPart, ...] = ()
 
     @property
     def numel(self) -> int:

@@ -12,7 +12,8 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.cost.transfer_times import LinkTimes
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import packed
-from pipeproof.schedule.op_table import Group
+from pipeproof.schedule.op_parts import TensorPart, part_starts
+from pipeproof.schedule.op_table import Group, TensorSpec
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, KIND_CODE, KINDS, META_KINDS, SEND_KINDS, OpKind
 from pipeproof.sim.gradient_buckets import bucket_times
 from pipeproof.specs.dtypes import dtype_bytes
@@ -67,16 +68,21 @@ def bytes_of(lowered: LoweredPlan, links: LinkTimes) -> IntColumn:
     graph = lowered.graph
     declared = {entry.name for entry in lowered.spec.boundaries if entry.dtype is not None}
     run_dtype = lowered.spec.run.dtype
-    dtypes = (
-        links.dtype if tensor.dtype == run_dtype and tensor.member not in declared else tensor.dtype
-        for tensor in graph.tensors
-    )
-    of_tensors = np.array([*map(dtype_bytes, dtypes), dtype_bytes(links.dtype)], dtype=np.int64)
+
+    def item_bytes(tensor: TensorSpec | TensorPart) -> int:
+        is_of_model = tensor.dtype == run_dtype and tensor.member not in declared
+        return dtype_bytes(links.dtype if is_of_model else tensor.dtype)
+
+    of_tensors = np.array([*map(item_bytes, graph.tensors), dtype_bytes(links.dtype)], dtype=np.int64)
     item = of_tensors[graph.tensor]  # the last entry where there is no tensor
     children = np.flatnonzero(graph.parent != NONE)
     reduced = children[graph.kind[graph.parent[children]] == KIND_CODE[OpKind.REDUCE_GRAD]]
     item[reduced] = dtype_bytes(links.gradient_dtype)
     result: IntColumn = (graph.stop - graph.start) * item
+    for number, tensor in enumerate(graph.tensors):
+        if tensor.parts:
+            sizes = [prod(part.shape) * item_bytes(part) for part in tensor.parts]
+            result[graph.tensor == number] = part_starts(sizes)[-1]
     shapes = np.flatnonzero(graph.is_kind(META_KINDS))
     num_dims = np.array([*(len(tensor.shape) for tensor in graph.tensors), _USUAL_DIMS], dtype=np.int64)
     result[shapes] = num_dims[graph.tensor[shapes]] * dtype_bytes("int64")

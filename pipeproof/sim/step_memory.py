@@ -25,14 +25,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
-from math import ceil
+from math import ceil, prod
 
 import numpy as np
 
+from pipeproof.comm.boundary_tensors import message_name
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.cost.measured_curves import exact
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, packed
+from pipeproof.schedule.op_parts import TensorPart, TensorSpec, part_starts
 from pipeproof.schedule.ops import KIND_CODE, RECV_KINDS, SEND_KINDS, OpKind
 from pipeproof.sim.host_copies import COPIED
 from pipeproof.sim.memory_curve import GIB, Clock, Holdings, MemoryCurve, Part, curves_of
@@ -76,11 +78,20 @@ class _Step:
         self._lowered, self._clock, self._graph = lowered, clock, lowered.graph
         self._buffers = lowered.spec.buffers
         graph, item = self._graph, dtype_bytes(memory_dtype(lowered.spec))
-        self._item = np.array(  # tensors of the model have the type of the section memory
-            [item if t.dtype == lowered.spec.run.dtype else dtype_bytes(t.dtype) for t in graph.tensors] or [0]
-        )
-        self._numel = np.array([tensor.numel for tensor in graph.tensors] or [0])
-        self._moved = (graph.stop - graph.start) * self._item[graph.tensor]
+
+        def item_bytes(tensor: TensorSpec | TensorPart) -> int:
+            """Bytes of an element; tensors of the model have the type of the section memory."""
+            return item if tensor.dtype == lowered.spec.run.dtype else dtype_bytes(tensor.dtype)
+
+        def num_bytes(tensor: TensorSpec) -> int:
+            sizes = [prod(part.shape) * item_bytes(part) for part in tensor.parts]
+            return part_starts(sizes)[-1] if sizes else tensor.numel * item_bytes(tensor)
+
+        self._bytes = np.array([*map(num_bytes, graph.tensors)] or [0])
+        items = np.array([*map(item_bytes, graph.tensors)] or [0])
+        is_packed = np.array([bool(tensor.parts) for tensor in graph.tensors] or [False])
+        moved = (graph.stop - graph.start) * items[graph.tensor]
+        self._moved = np.where(is_packed[graph.tensor], self._bytes[graph.tensor], moved)
 
     def lasting(self) -> list[dict[Part, int]]:
         """Bytes that each rank holds for the whole step."""
@@ -228,13 +239,14 @@ class _Step:
 
     def _whole(self, rows: IntColumn) -> IntColumn:
         """Bytes of the whole tensors that these operations name."""
-        tensor = self._graph.tensor[rows]
-        return np.asarray(self._numel[tensor] * self._item[tensor])
+        return np.asarray(self._bytes[self._graph.tensor[rows]])
 
     def _is_kept(self, rows: IntColumn) -> BoolColumn:
         """Mask of the inputs that the first layer keeps: the first tensor of the boundary."""
         lowered, tensor = self._lowered, self._graph.tensor[rows]
-        first = ["", *(edge.variants[0][0].member if edge.variants[0] else "" for edge in lowered.edges)]
+        transport = lowered.spec.transport
+        firsts = (edge.variants[0] for edge in lowered.edges)
+        first = ["", *(message_name(members, transport) if members else "" for members in firsts)]
         names = sorted({tensor.member for tensor in self._graph.tensors} | set(first))
         kept = [
             names.index(member) if keeps_input(lowered.spec, lowered.layers_of(stage)) else NONE

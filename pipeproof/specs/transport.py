@@ -46,6 +46,12 @@ class TransportSpec(Section):
         description="What moves messages: backend, the send and receive of run.backend; copy_engine, copies into "
         "mapped memory of another GPU of the host, which occupy no multiprocessor (PyTorch on GPUs).",
     )
+    messages: Literal["per_tensor", "packed"] = Field(
+        default="per_tensor",
+        description="Messages of a boundary with several tensors: per_tensor, one for each; packed, one of fixed shape "
+        "with the bytes of all of them, in the order of the boundary. Fixed shapes need the transport full and one "
+        "layout on both sides.",
+    )
     shape_exchange: Literal["none", "per_message"] = Field(
         default="none",
         description="Messages that carry shapes: none, all ranks know the shapes; per_message, before each tensor an "
@@ -79,12 +85,30 @@ class TransportSpec(Section):
             message = f"`recv_order: {self.recv_order}` posts receives before their shapes have come"
             fix = "remove recv_order, or shape_exchange"
             refuse([Problem("PP106", ("recv_order",), message, help=fix)])
+        if self.messages == "packed":
+            refuse(_check_packed(self))
         return self
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Return the schema of the mapping, or of the plain string."""
         return shorthand_schema(schema, handler, lambda _: {"type": "string", "enum": ["full", "partial"]})
+
+
+def _check_packed(transport: TransportSpec) -> list[Problem]:
+    """PP106: a packed message is whole, and its shape is known."""
+    fix = "use `messages: per_tensor`"
+    problems = [
+        Problem(
+            "PP106", (direction,), "`messages: packed` has no slices of one tensor, which `partial` sends", help=fix
+        )
+        for direction in ("forward", "backward")
+        if getattr(transport, direction) == "partial"
+    ]
+    if transport.shape_exchange == "per_message":
+        message = "`messages: packed` has fixed shapes, and `shape_exchange: per_message` exchanges those of tensors"
+        problems.append(Problem("PP106", ("shape_exchange",), message, help=fix))
+    return problems
 
 
 class BoundarySpec(Section):

@@ -123,7 +123,9 @@ def _facts_content(value: object) -> object:
 
 def _by_value(tensor: TensorSpec) -> tuple[object, ...]:
     """The fields by which tensors are equal."""
-    return tuple(getattr(tensor, field.name) for field in fields(tensor) if field.compare)
+    values = tuple(getattr(tensor, field.name) for field in fields(tensor) if field.compare and field.name != "parts")
+    parts = tuple(tuple(getattr(part, field.name) for field in fields(part) if field.compare) for part in tensor.parts)
+    return (*values, parts) if parts else values
 
 
 def _plain(value: object) -> list[Any]:

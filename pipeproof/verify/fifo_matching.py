@@ -253,12 +253,14 @@ def _check_identity(subject: Subject) -> Iterator[Finding]:
         | (graph.stage[receive] != graph.stage[send] + step[graph.kind[send]])
         | (graph.work_item[receive] != graph.work_item[send])
     )
-    other_member = pairs.differ(lambda tensor: tensor.member)
+    other_member = pairs.differ(_members_in_order)
     for sent, received in pairs.where(other | other_member):
         meant = partner_of(graph.ops[sent])
         of_sent = of_received = ""
         if graph.ops[received] == meant:  # so that the members differ, and both ends name a tensor
-            of_sent, of_received = (f" of `{graph.tensors[int(graph.tensor[i])].member}`" for i in (sent, received))
+            of_sent, of_received = (
+                f" of `{' + '.join(_members_in_order(graph.tensors[int(graph.tensor[i])]))}`" for i in (sent, received)
+            )
         yield IDENTITY.finding(
             f"on channel {channel_text(graph, int(graph.channel[sent]))} the send at FIFO position "
             f"{int(graph.position[sent])} is {graph.ops[sent]}{of_sent} and means {meant}, but the receive there is "
@@ -266,6 +268,11 @@ def _check_identity(subject: Subject) -> Iterator[Finding]:
             help="issue the receives in the order of the sends; a FIFO has no tags to distinguish them",
             witness=subject.witness(sent, received),
         )
+
+
+def _members_in_order(tensor: TensorSpec) -> tuple[str, ...]:
+    """The member of the boundary that a message carries, or those that a packed one has, in order."""
+    return tuple(part.member for part in tensor.parts) or (tensor.member,)
 
 
 RULES = (Rule(UNMATCHED, _check_unmatched), Rule(IDENTITY, _check_identity))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.problems import listed
 from pipeproof.diagnostics.rule_doc import RuleDoc
-from pipeproof.schedule.op_table import NONE, OpGraph
+from pipeproof.schedule.op_parts import TensorPart
+from pipeproof.schedule.op_table import NONE, OpGraph, TensorSpec
 from pipeproof.verify.fifo_matching import Pairs, rank_of
 from pipeproof.verify.subject import Rule, Subject
 
@@ -37,7 +39,7 @@ SIZE = RuleDoc(
 def _check_size(subject: Subject) -> Iterator[Finding]:
     graph, pairs = subject.graph, Pairs(subject.graph)
     num_sent, num_wanted = pairs.num_elements()
-    other_form = pairs.differ(lambda tensor: (tensor.shape, tensor.dims)) & pairs.is_payload() & ~pairs.may_reshard()
+    other_form = pairs.differ(_form) & pairs.is_payload() & ~pairs.may_reshard()
     for send, receive in pairs.where((num_sent != num_wanted) | other_form):
         yield SIZE.finding(
             f"{graph.ops[send]} on rank {rank_of(graph, send)} sends {_elements(graph, send)}, but "
@@ -47,12 +49,25 @@ def _check_size(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def _form(tensor: TensorSpec) -> object:
+    """Shape and dims, and those of the parts of a packed message in the order of their names.
+
+    The rule on the identity of messages compares the order of parts.
+    """
+    return tensor.shape, tensor.dims, tuple((part.shape, part.dims) for part in _by_name(tensor))
+
+
+def _by_name(tensor: TensorSpec) -> list[TensorPart]:
+    return sorted(tensor.parts, key=lambda part: part.member)
+
+
 def _elements(graph: OpGraph, op_id: int) -> str:
     count, tensor = int(graph.stop[op_id] - graph.start[op_id]), int(graph.tensor[op_id])
     if tensor == NONE:
         return f"{count} elements"
     spec = graph.tensors[tensor]
-    return f"{count} elements of {spec.dims} {list(spec.shape)}"
+    parts = ", ".join(f"`{part.member}` {part.dims} {list(part.shape)}" for part in spec.parts)
+    return f"{count} bytes of {parts}" if parts else f"{count} elements of {spec.dims} {list(spec.shape)}"
 
 
 DTYPE = RuleDoc(
@@ -80,14 +95,19 @@ DTYPE = RuleDoc(
 
 def _check_dtype(subject: Subject) -> Iterator[Finding]:
     graph, pairs = subject.graph, Pairs(subject.graph)
-    for send, receive in pairs.where(pairs.differ(lambda tensor: tensor.dtype) & pairs.is_payload()):
+    for send, receive in pairs.where(pairs.differ(_dtypes) & pairs.is_payload()):
         sent, wanted = (graph.tensors[int(graph.tensor[i])] for i in (send, receive))
         yield DTYPE.finding(
-            f"{graph.ops[send]} on rank {rank_of(graph, send)} sends {sent.dtype}, but "
-            f"{graph.ops[receive]} on rank {rank_of(graph, receive)} expects {wanted.dtype}",
-            help=f"receive as {sent.dtype}, or cast before the send",
+            f"{graph.ops[send]} on rank {rank_of(graph, send)} sends {listed(_dtypes(sent), 'and')}, but "
+            f"{graph.ops[receive]} on rank {rank_of(graph, receive)} expects {listed(_dtypes(wanted), 'and')}",
+            help=f"receive as {listed(_dtypes(sent), 'and')}, or cast before the send",
             witness=subject.witness(send, receive),
         )
+
+
+def _dtypes(tensor: TensorSpec) -> tuple[str, ...]:
+    """The type, or those of the parts of a packed message."""
+    return tuple(part.dtype for part in _by_name(tensor)) or (tensor.dtype,)
 
 
 LAYOUT = RuleDoc(
@@ -115,14 +135,20 @@ LAYOUT = RuleDoc(
 
 def _check_layout(subject: Subject) -> Iterator[Finding]:
     graph, pairs = subject.graph, Pairs(subject.graph)
-    wrong = pairs.differ(lambda tensor: tensor.placement) & pairs.is_payload() & ~pairs.may_reshard()
+    wrong = pairs.differ(_placements) & pairs.is_payload() & ~pairs.may_reshard()
     for send, receive in pairs.where(wrong):
         sent, wanted = (graph.tensors[int(graph.tensor[i])] for i in (send, receive))
         yield LAYOUT.finding(
-            f"the {sent.name} is {sent.placement} over tp, but the {wanted.name} is declared {wanted.placement}",
+            f"the {sent.name} is {listed(_placements(sent), 'and')} over tp, but the {wanted.name} is declared "
+            f"{listed(_placements(wanted), 'and')}",
             help="declare the same layout on both sides, or add the reshard between them",
             witness=subject.witness(send, receive),
         )
+
+
+def _placements(tensor: TensorSpec) -> tuple[str, ...]:
+    """The placement, or those of the parts of a packed message."""
+    return tuple(part.placement for part in _by_name(tensor)) or (tensor.placement,)
 
 
 RULES = (Rule(SIZE, _check_size), Rule(DTYPE, _check_dtype), Rule(LAYOUT, _check_layout))

@@ -29,7 +29,7 @@ LESS_WORK = {"grouped queries", "head size", "latent attention", "learned positi
 MORE_MEMORY = {
     "experts", "experts by all-gather", "losses of routers", "biases of experts", "hyper-connections", "MTP",
     "MTP, magic send", "dropout", "main gradients", "empty layers", "norm before the tail",
-    "words that cross", "receives early", "slots",
+    "words that cross", "words in one message", "receives early", "slots",
     "norms of heads", "LayerNorm", "learned positions", "biases", "biases of queries, keys and values",
 }  # fmt: skip
 LESS_MEMORY = {
@@ -88,7 +88,7 @@ def test_figures_say_what_a_feature_does(name, write):
 )
 @pytest.mark.parametrize("name", FEATURES)
 def test_every_command_takes_every_feature(name, write):
-    topology = "tp 2" if name in {"words that cross", "partial"} else "tp 2, SP"
+    topology = "tp 2" if name in {"words that cross", "words in one message", "partial"} else "tp 2, SP"
     file = write(mixed([name], topology, **ANALYTIC))
     ends_well(file)
     sweep = file.with_name("sweep.json")

@@ -73,10 +73,14 @@ PAIRS_REFUSED = {
     ("head size", "latent attention"): "PP106",
     ("hyper-connections", "MTP"): "PP106",
     ("hyper-connections", "MTP, magic send"): "PP106",
-    ("MTP", "words that cross"): "PP909",
-    ("MTP, magic send", "words that cross"): "PP909",
-    ("bsh", "words that cross"): "PP909",
-    ("words that cross", "tp 2, SP"): "PP209",
+    **{
+        pair: code
+        for words in ("words that cross", "words in one message")
+        for pair, code in {
+            ("MTP", words): "PP909", ("MTP, magic send", words): "PP909", ("bsh", words): "PP909",
+            (words, "tp 2, SP"): "PP209",
+        }.items()
+    },
     ("partial", "tp 2, SP"): "PP201",
     ("latent attention", "cp 2"): "PP909",
     ("losses of routers", "cp 2"): "PP909",
@@ -87,13 +91,17 @@ PAIRS_REFUSED = {
     **{
         (mlp, other): "PP106"
         for mlp in ("GELU", "GELU with tanh")
-        for other in ("experts", "losses of routers", "biases of experts", "clamped SwiGLU")
+        for other in (
+            "experts", "experts by all-gather", "losses of routers", "biases of experts", "clamped SwiGLU"
+        )
     },
     **{
         ("biases", other): "PP106"
-        for other in ("latent attention", "experts", "losses of routers", "biases of experts")
+        for other in (
+            "latent attention", "experts", "experts by all-gather", "losses of routers", "biases of experts"
+        )
     },
-}
+}  # fmt: skip
 """Pairs of what ``tests.features`` has that are in no plan that runs, each in a row of the tables, but for the last:
 four slots are too few where four tensors cross an edge together."""
 

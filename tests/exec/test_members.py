@@ -51,6 +51,15 @@ PLANS = {
         "boundaries": [hidden(), *BATCH_MEMBERS],
         "buffers": {"receive_slots": 16, "send_slots": 16, "free_output": "after_send_done"},
     },
+    "packed": {
+        "boundaries": [hidden(), *BATCH_MEMBERS], "transport": {"messages": "packed"},
+        "schedule": {"kind": "zb_h1", "seq_lengths": [8, 4, 8, 6], "last_micro_batch_size": 1},
+    },
+    "packed in parts, in slots": {
+        "topology": {"pp": 2, "tp": 2, "sequence_parallel": True}, "transport": {"messages": "packed"},
+        "boundaries": [BATCH_MEMBERS[2], hidden(tp="sharded(s)"), BATCH_MEMBERS[0]],
+        "buffers": {"receive_slots": 16, "send_slots": 16, "free_output": "after_send_done"},
+    },
     "two stages of one rank": {"boundaries": [hidden(), *BATCH_MEMBERS], "schedule": {"kind": "zb_v", "num_chunks": 2}},
     "sequence splits": {
         "boundaries": [hidden(), *BATCH_MEMBERS], "schedule": {"kind": "seq1f1b", "num_sequence_splits": 2},

@@ -48,17 +48,32 @@ def test_pipeline_parallelism_alone_has_the_bits_of_the_unpartitioned_model(tmp_
     assert "matches: every loss and every gradient, bit for bit" in ended.output
 
 
-@pytest.mark.slow  # two processes trace and run the graphs of two stages
-def test_stages_as_graphs_are_within_the_bound_and_a_stage_without_them_is_named(tmp_path):
-    moe = {**MOE, "dense_layers": 2}
-    changes = {"schedule": {"kind": "zb_h1"}, "model": {"moe": moe}, "run": {"compiler": "eager", "steps": 2}}
-    ended = Run(tmp_path, torch_plan(**changes)).end()
+@pytest.mark.slow  # processes trace and run the graphs of their stages
+@pytest.mark.parametrize(
+    ("changes", "without"),
+    [
+        (
+            {
+                "schedule": {"kind": "zb_h1"}, "model": {"num_layers": 1},
+                "stages": [["embed"], ["layer.0", "norm", "head"]],
+            },
+            {"0": "its layers compute nothing but lookups"},
+        ),
+        (
+            {"topology": {"pp": 1, "tp": 2, "ep": 2, "sequence_parallel": True}, "model": {"moe": MOE, "dropout": 0.1}},
+            {},
+        ),
+    ],
+    ids=["a stage without graphs", "ranks of tensors and experts"],
+)  # fmt: skip
+def test_stages_as_graphs_are_within_the_bound_and_those_without_are_named(tmp_path, changes, without):
+    ended = Run(tmp_path, torch_plan(**{**changes, "run": {"compiler": "eager", "steps": 2}})).end()
     assert ended.status == 0, ended.output
     assert (ended.report["judged_by"], ended.report["log_matches_graph"]) == ("bound", True)
-    without = {"1": "its routers have losses or biases, which other code reads"}
     assert ended.report["graphs"] == {"compiler": "eager", "without": without}
+    assert not without or "1 of 2 stages run as graphs (eager)" in ended.output
     assert all(one["uncut_max_rel_diff"] <= ended.report["parallel_bound"] for one in ended.report["gradients"])
-    assert "1 of 2 stages run as graphs (eager)" in ended.output
+    assert all(one["replicas_agree"] for one in ended.report["gradients"])
 
 
 @pytest.mark.parametrize(

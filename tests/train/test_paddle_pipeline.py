@@ -56,6 +56,7 @@ def test_lists_of_layers_train_as_the_unpartitioned_model(tmp_path):
             else:
                 assert (facts["wrong"], facts["greatest"]) == ([], 0.0), case
         assert of_rank["again"]["digest"] == of_rank["interleaved"]["digest"]
+        assert of_rank["packed"]["digest"] != of_rank["per_tensor"]["digest"]
     assert [of_rank["zb_v"]["schedule"]["num_chunks"] for of_rank in found] == [2, 2]
     layers = [{int(name.partition(".")[0]) for name in of_rank["declared"]["names"]} for of_rank in found]
     assert layers == [{0, 1, 2}, {3}]

@@ -39,8 +39,11 @@ class Arrays(Protocol):
         """Return a tensor of zeros on the device of the run."""
         ...
 
-    def shaped(self, memory: Tensor, shape: Sequence[int], dtype: str) -> Tensor:
-        """Return a tensor that shares the beginning of ``memory``, which is flat and of type uint8."""
+    def shaped(self, memory: Tensor, shape: Sequence[int], dtype: str, start: int = 0) -> Tensor:
+        """Return a tensor that shares ``memory``, flat and of type uint8, from byte ``start`` on.
+
+        If ``start`` is not 0, it and the size of the memory are multiples of the size of an element.
+        """
         ...
 
     def copy_into(self, target: Tensor, source: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 A boundary's value is a tuple of tensors, one for each member of the edge. A message carries one member whole, a slice
 of it (the partial transport; a gather joins slices again), or, where the layouts of both sides differ, the range that
-the receiver needs.
+the receiver needs. A packed message carries the bytes of all members.
 
 Each end of a channel executes its transfers in the order of their posts. Where the plan orders more (a queue of another
 name, or ``transport.queue``), a transfer also follows the earlier transfers of that queue. Transfers of one batch are
@@ -34,6 +34,7 @@ from pipeproof.exec.rank.machine import ProtocolError
 from pipeproof.exec.rank.message_buffers import Slice, SliceChannels, SliceCollectives, Slots, whole_of
 from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.schedule.columns import work_item_of
+from pipeproof.schedule.op_parts import TensorPart, part_starts
 from pipeproof.schedule.op_table import Channel
 from pipeproof.schedule.ops import RECV_KINDS, SEND_KINDS, Op, OpKind
 
@@ -89,6 +90,13 @@ class _Message:
     member: int
     """Index of the member in its edge."""
     changes_layout: bool
+    parts: tuple[TensorPart, ...]
+    """The members of a packed message, whose ``shape`` is in bytes."""
+
+    @property
+    def members(self) -> list[int]:
+        """Indices of all members that it carries."""
+        return [part.index for part in self.parts] or [self.member]
 
     @property
     def is_slice(self) -> bool:
@@ -191,6 +199,8 @@ class RankTransfers:
         """Buffer of a send."""
         forward, member = message.is_forward, message.member
         buffer: Tensor | Slice
+        if message.parts:
+            return self._packed(op_id, message, channel, tensors)
         if message.is_slice:
             buffer = tensors.sliced.pop((forward, member))
         else:
@@ -204,6 +214,26 @@ class RankTransfers:
         slot = self._send_slots.take(op_id, (channel, forward), list(buffer.shape), message.dtype)
         return self._arrays.copy_into(slot, buffer)
 
+    def _packed(self, op_id: int, message: _Message, channel: Channel, tensors: WorkItemTensors) -> Tensor:
+        """A copy of the members in one buffer."""
+        if self._send_slots is None:
+            buffer = self._arrays.empty(message.shape, message.dtype)
+        else:
+            buffer = self._send_slots.take(op_id, (channel, message.is_forward), message.shape, message.dtype)
+        for part, place in zip(message.parts, self._places(message, buffer), strict=True):
+            self._arrays.copy_into(place, tensors.outgoing(part.index, forward=message.is_forward).detach())
+            if op_id in self._last_sends:
+                del tensors.input_grad[part.index]
+        return buffer
+
+    def _places(self, message: _Message, buffer: Tensor) -> list[Tensor]:
+        """The members of a packed message as tensors that share its memory."""
+        starts = part_starts(part.num_bytes for part in message.parts)
+        return [
+            self._arrays.shaped(buffer, part.shape, part.dtype, start)
+            for part, start in zip(message.parts, starts, strict=False)
+        ]
+
     def _incoming(self, op_id: int, message: _Message, channel: Channel, tensors: WorkItemTensors) -> Tensor | Slice:
         """Buffer of a receive."""
         forward, member = message.is_forward, message.member
@@ -216,7 +246,10 @@ class RankTransfers:
             buffer = self._arrays.empty(shape, message.dtype)
         else:
             buffer = self._receive_slots.take(op_id, (channel, forward), shape, message.dtype)
-        if message.is_whole:
+        if message.parts:
+            places = self._places(message, buffer)
+            tensors.incoming(forward=forward).update(zip(message.members, places, strict=True))
+        elif message.is_whole:
             tensors.incoming(forward=forward)[member] = buffer
         elif message.is_slice:
             tensors.received[forward, member] = buffer
@@ -386,7 +419,7 @@ class RankTransfers:
         tensors = self._tensors.get((message.op.stage, work_item_of(message.op, self._num_splits)))
         if tensors is None:  # a look at the state must not make them
             return False
-        is_held = message.member in tensors.incoming(forward=message.is_forward)
+        is_held = not tensors.incoming(forward=message.is_forward).keys().isdisjoint(message.members)
         is_slice = (message.is_forward, message.member) in tensors.received
         return not message.is_send and (is_held if message.is_whole else is_slice)
 
@@ -403,7 +436,7 @@ class RankTransfers:
             op, spec = row.op, self._plan.graph.tensors[row.tensor]
             assert spec.position is not None  # transfers move tensors of boundaries only
             edge, variant, member = spec.position
-            boundary = self._plan.edges[edge].variants[variant][member]
+            changes_layout = not spec.parts and self._plan.edges[edge].variants[variant][member].changes_layout
             message = self._messages[op_id] = _Message(
                 op,
                 str(op),
@@ -415,7 +448,8 @@ class RankTransfers:
                 row.stop,
                 row.stop - row.start == spec.numel,
                 member,
-                boundary.changes_layout,
+                changes_layout,
+                spec.parts,
             )
         return message
 

@@ -34,7 +34,7 @@ class Arrivals:
         self.graph, self.rank, self._arrays = subject.graph, rank, arrays
         self.step, self.checked = -1, ArrivalChecks()
         plan, graph = subject.plan, subject.graph
-        self._numbers = tensors_of(plan.edges, plan.layers).index
+        self._numbers = tensors_of(plan.edges, plan.layers, plan.spec.transport).index
         places = places_of(subject)
         self._layouts = Layouts(subject, places)
         self._deliveries: dict[Reader, list[Delivery]] = {}

@@ -80,7 +80,8 @@ class RehearsalArrays:
 
     zeros = empty
 
-    def shaped(self, memory: RehearsalTensor, shape: Sequence[int], dtype: str) -> RehearsalTensor:
+    def shaped(self, memory: RehearsalTensor, shape: Sequence[int], dtype: str, start: int = 0) -> RehearsalTensor:
+        assert start == 0, "packed messages are not rehearsed"
         if memory.buffer is None:
             memory.buffer = self.real.zeros(memory.shape, memory.dtype)
         buffer = self.real.shaped(memory.buffer, [prod(shape)], dtype)

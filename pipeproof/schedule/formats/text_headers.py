@@ -7,8 +7,10 @@ import re
 from typing import Any, cast
 
 from pipeproof.diagnostics.problems import nearest_name, shortened
+from pipeproof.foreign_text import decode_json
 from pipeproof.schedule.formats.located_text import Findings, Placed
 from pipeproof.schedule.formats.text_tokens import attributes, quoted, shape_text, to_number, to_shape, unquoted
+from pipeproof.schedule.op_parts import TensorPart
 from pipeproof.schedule.op_table import Group, TensorSpec
 from pipeproof.schedule.ops import AXES
 from pipeproof.specs.axis_layout import parse_placement
@@ -60,6 +62,9 @@ def tensor_line(tensor: TensorSpec) -> str:
         texts.append(f"member={quoted(tensor.member)}")
     if tensor.strides is not None:
         texts.append(f"strides={shape_text(tensor.strides)}")
+    if tensor.parts:
+        parts = [[p.member, p.dtype, p.placement, p.dims, shape_text(p.shape)] for p in tensor.parts]
+        texts.append(f"parts={json.dumps(json.dumps(parts))}")
     return f"tensor {tensor.name if bare else json.dumps(tensor.name)}: {' '.join(texts)}"
 
 
@@ -69,6 +74,20 @@ def _placement(text: str) -> str:
     return text
 
 
+def _parts(text: str) -> tuple[TensorPart, ...]:
+    """The parts of a packed message: a string with the JSON of their members, types, placements, dims and shapes."""
+    found = decode_json(unquoted(text))
+    if not isinstance(found, list) or not all(isinstance(part, list) and len(part) == _NUM_FIELDS for part in found):
+        raise ValueError(f"{shortened(text)} is no list of parts")
+    if not all(isinstance(value, str) for part in found for value in part):
+        raise ValueError(f"{shortened(text)} has a value that is no string")
+    return tuple(
+        TensorPart(member, to_shape(shape), dtype, _placement(placement), dims, index)
+        for index, (member, dtype, placement, dims, shape) in enumerate(found)
+    )
+
+
+_NUM_FIELDS = 5
 _TENSOR_KEYS = {
     "shape": (to_shape, "4x8"),
     "dtype": (unquoted, "float32"),
@@ -76,6 +95,7 @@ _TENSOR_KEYS = {
     "dims": (unquoted, "sbh"),
     "member": (unquoted, "mask"),
     "strides": (to_shape, "8x1"),
+    "parts": (_parts, json.dumps('[["mask","bool","invariant","sb","4x8"]]')),
 }
 
 

@@ -29,6 +29,10 @@ def check_boundaries(plan: PlanSections) -> list[Problem]:
             message = f"`{entry.name}` crosses the same edge as entry {conflict} of the same name"
             problems.append(Problem("PP106", (*path, "name"), message, help="give each tensor of an edge its own name"))
         names.setdefault((entry.edge, entry.name), index)
+        if plan.transport.messages == "packed" and entry.receiver_tp not in (None, entry.tp):
+            message = f"`{entry.name}` changes its layout from {entry.tp} to {entry.receiver_tp}, and a packed message "
+            fix = "give both sides one layout, or use `transport: {messages: per_tensor}`"
+            problems.append(Problem("PP106", (*path, "receiver_tp"), message + "has one layout", help=fix))
         problems += _check_shards(plan, entry, path)
         problems += _check_gradient(plan, entry, path)
     return problems

@@ -53,19 +53,16 @@ def check_run(plan: PlanSections) -> list[Problem]:
 
 
 def _check_compiler(plan: PlanSections) -> list[Problem]:
-    """A graph is of the GPT on PyTorch, and has no communication, no state between work items, and no host values."""
+    """A graph is of the GPT on PyTorch, and has no state between work items."""
     path, run = ("run", "compiler"), plan.run
     if run.backend != "torch" or plan.is_custom:
         fact = "the model has custom layers" if plan.is_custom else "run.backend is paddle"
         message = f"run.compiler makes graphs of a GPT with PyTorch, and {fact}"
         fix = "remove it; `split='graph'` of pipeproof.torch.Pipeline is for modules" if plan.is_custom else "remove it"
         return [Problem("PP106", path, message, help=fix)]
-    axes = [axis for axis in ("tp", "cp", "ep") if getattr(plan.topology, axis) > 1]
-    refused = [(f"topology.{axis} above 1", "its collectives are inside of the stages' layers") for axis in axes]
+    refused = []
     if plan.schedule.num_sequence_splits > 1:
         refused.append(("schedule.num_sequence_splits", "the splits of a sequence share keys and values"))
-    if plan.gpt.dropout is not None:
-        refused.append(("model.dropout", "masks are drawn on the host"))
     if plan.memory.recompute == "full":
         refused.append(("memory.recompute: full", "the compiler chooses what is kept and what is computed again"))
     return [

@@ -1,14 +1,13 @@
 """Dropout on one rank: its part of the masks of ``describe.dropout``, in the layout of the tensor that they multiply.
 
-Masks are drawn on the host and copied when they are needed. On a GPU the host waits for the copy, so a plan with
-dropout is for comparisons and is not captured in a graph.
+Masks are drawn on the host and copied when they are needed, unless ``keys`` draws them elsewhere. On a GPU the host
+waits for the copy, so a plan with dropout is for comparisons and is not replayed.
 
 Shape letters: S sequence, B rows, H hidden, K heads of keys and values of this rank, G query heads of each.
 """
 
 from __future__ import annotations
 
-from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.backend_ops import BackendOps, Tensor
 from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 from pipeproof.stages.describe.boundary import micro_batch_size
@@ -21,12 +20,10 @@ class Dropouts:
     Calls are independent of each other, so a part that is recomputed in backward has the same masks.
     """
 
-    def __init__(
-        self, ops: BackendOps, plan: PlanSpec, step: int, index: int, split: int, region: TensorParallelRegion
-    ) -> None:
-        self._ops, self._plan, self._split, self._region = ops, plan, split, region
-        self._keys = DropoutKeys(plan, step, index)
-        size = micro_batch_size(plan, index % plan.schedule.num_micro_batches)
+    def __init__(self, ops: BackendOps, keys: DropoutKeys, split: int, region: TensorParallelRegion) -> None:
+        self._ops, self._keys, self._split, self._region = ops, keys, split, region
+        self._plan = plan = keys.plan
+        size = micro_batch_size(plan, keys.index % plan.schedule.num_micro_batches)
         self._length = size.seq_length // (plan.schedule.num_sequence_splits * plan.topology.cp)
         self._batch_first = plan.gpt.activation_order == "bsh"
 
@@ -36,7 +33,7 @@ class Dropouts:
         if not rate:
             return activation
         mask = self._keys.of_tokens(layer, rate, self.positions_of(activation))
-        return activation * self._factors(mask if self._batch_first else mask.transpose([1, 0, 2]), rate, activation)
+        return activation * self._factors(mask if self._batch_first else mask.swapaxes(0, 1), rate, activation)
 
     def positions_of(self, activation: Tensor) -> tuple[int, int]:
         """The first position, and the one after the last, of an activation between layers, [S, B, H] or [B, S, H]."""

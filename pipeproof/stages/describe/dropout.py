@@ -51,6 +51,16 @@ def dropout_gain(rate: float) -> float:
     return 1.0 / (1.0 - rate)
 
 
+def draw_threshold(rate: float) -> int:
+    """The least word of an element that is kept."""
+    return round(rate * 2.0**64)
+
+
+def mask_key(plan: PlanSpec, step: int, index: int, layer: str, site: str) -> int:
+    """The key of a mask, 128 bits; ``index`` counts over all data ranks."""
+    return key_of("dropout", plan.run.seed, step, index, layer, site)
+
+
 @dataclass(frozen=True, slots=True)
 class DropoutKeys:
     """The masks of one micro-batch of a step; ``index`` counts over all data ranks."""
@@ -76,8 +86,8 @@ class DropoutKeys:
         self, site: str, layer: str, rate: float, shape: Sequence[int], ranges: Sequence[tuple[int, int]]
     ) -> DropoutMask:
         """The mask of ``ranges`` of all dims except the last, which is whole."""
-        key = key_of("dropout", self.plan.run.seed, self.step, self.index, layer, site)
-        threshold = np.uint64(round(rate * 2.0**64))
+        key = mask_key(self.plan, self.step, self.index, layer, site)
+        threshold = np.uint64(draw_threshold(rate))
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         *outer, (start, stop) = ranges
         run = (stop - start) * shape[-1]  # consecutive elements

@@ -74,7 +74,7 @@ class TorchOps:
     @staticmethod
     def masked_gain(mask: npt.NDArray[Any], gain: float, like: Tensor) -> Tensor:
         """Implement ``BackendOps.masked_gain``; the host waits for the copy to a GPU."""
-        return torch.tensor(mask, device=like.device).to(like.dtype) * gain
+        return torch.as_tensor(mask, device=like.device).to(like.dtype) * gain
 
     @staticmethod
     def regather_input(tensor: Tensor, gather: Callable[[], Tensor]) -> None:

@@ -1,9 +1,10 @@
 """Partition of a stage's backward graph into I and W.
 
-I computes the gradients of the stage's inputs. W computes products that only weights need (matrix products,
-convolutions, rows of an embedding) and what follows from them. What both could compute is where fewer bytes are kept
-between I and W, by a minimum cut: a reduction to the small gradient of a norm or a bias is in I, where it is fused with
-what makes its operands, and of silu(a) * b the result is kept, or a and b if W reads these anyway.
+I computes the gradients of the stage's inputs, and makes the calls of the backward. W computes products that only
+weights need (matrix products, convolutions, rows of an embedding) and what follows from them. What both could compute
+is where fewer bytes are kept between I and W, by a minimum cut: a reduction to the small gradient of a norm or a bias
+is in I, where it is fused with what makes its operands, and of silu(a) * b the result is kept, or a and b if W reads
+these anyway.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from pipeproof.stages.torch.graph_calls import DEFERRED, ORDERED
+
 aten = torch.ops.aten
 
 _PRODUCTS = {
     "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "convolution_backward",
     "embedding_dense_backward", "_embedding_bag_dense_backward", "index_put", "_unsafe_index_put", "index_add",
-    "scatter_add", "scatter_reduce",
+    "scatter_add", "scatter_reduce", DEFERRED,
 }  # fmt: skip
 """ATen operations that are left to W if only weights need them."""
 
@@ -77,6 +80,7 @@ def split_backward(backward: fx.GraphModule, weights: AbstractSet[int], *, in_pr
     of_weights = {n: x for n, x in enumerate(outputs) if n in weights and isinstance(x, fx.Node)}
     of_inputs = {n: x for n, x in enumerate(outputs) if n not in weights and isinstance(x, fx.Node)}
     shared = _ancestors(of_inputs.values()) if of_inputs else _of_several(backward.graph, of_weights)
+    shared |= _ancestors(node for node in backward.graph.nodes if getattr(node.target, "_opname", None) == ORDERED)
     rest = {node for node in backward.graph.nodes if node.op == "call_function"} - shared
     terms = [
         (n, term)

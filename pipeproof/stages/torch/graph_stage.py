@@ -2,7 +2,8 @@
 
 The stage's own Python runs once for each size of micro-batches, on what AOTAutograd traces, with its weights as inputs.
 So all that the layers do is in the graphs, and no guard runs in a step. Lookups of tokens are outside of them: their
-gradients are rows of a table, which the buffer gets as they are.
+gradients are rows of a table, which the buffer gets as they are. Collectives, and experts whose numbers of tokens the
+host reads, are calls that the graphs make in the order of the layers (``graph_calls``).
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from torch import fx, nn
 
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.dropout import Dropouts
+from pipeproof.stages.common.gathered_input import GatheredInput, source_of
 from pipeproof.stages.common.positions import Positions
 from pipeproof.stages.common.work_items import MtpStream, WorkItem
 from pipeproof.stages.describe.boundary import MicroBatchSize, micro_batch_size
+from pipeproof.stages.describe.dropout import DropoutKeys
 from pipeproof.stages.describe.layer import Layer, is_empty, layer_order
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.describe.mtp_streams import mtp_streams_into, num_modules
@@ -29,6 +32,7 @@ from pipeproof.stages.describe.residual_streams import width_after
 from pipeproof.stages.torch.backend_ops import OPS
 from pipeproof.stages.torch.backward_graphs import Addend
 from pipeproof.stages.torch.functional import Groups, grouped_product, is_one_kernel, wide_type
+from pipeproof.stages.torch.graph_calls import GraphCalls, GraphCollectives, Island
 from pipeproof.stages.torch.graph_capture import (
     KeptBytes,
     NotCapturedError,
@@ -36,6 +40,7 @@ from pipeproof.stages.torch.graph_capture import (
     captured_graphs,
     values_of,
 )
+from pipeproof.stages.torch.graph_dropout import MaskStates, TracedMasks
 from pipeproof.stages.torch.graph_errors import GraphOperationError
 from pipeproof.stages.torch.stage import TorchStage
 from pipeproof.stages.torch.weights import SplitWeights, View, Weight, WeightGradients, each_column, normalized
@@ -46,9 +51,9 @@ Tensor: TypeAlias = torch.Tensor
 class TracedWeights(SplitWeights):
     """``SplitWeights`` that are plain operations on traced tensors, by weight, within ``traced``."""
 
-    def __init__(self, device: torch.device, stage: int) -> None:
+    def __init__(self, device: torch.device, stage: int, calls: GraphCalls) -> None:
         super().__init__(device)
-        self._stage = stage
+        self._stage, self._calls = stage, calls
         self._leaves: Mapping[int, Tensor] | None = None
 
     @contextmanager
@@ -64,7 +69,9 @@ class TracedWeights(SplitWeights):
         """Implement ``SplitWeights.product``."""
         if self._leaves is None:
             return super().product(activation, weight, transposed=transposed)
-        leaf = self._leaves[id(weight)]
+        leaf, source = self._leaves[id(weight)], source_of(activation)
+        if source is not None:
+            return _RegatheredProduct.apply(activation, leaf, transposed, source, self._calls)
         output = torch.mm(activation.reshape(-1, activation.shape[-1]), leaf.t() if transposed else leaf)
         return output.view(*activation.shape[:-1], output.shape[-1])
 
@@ -87,16 +94,9 @@ class TracedWeights(SplitWeights):
         return activation * each_column(self._leaves[id(scale)], sizes) + self._leaves[id(shift)]
 
     def grouped(self, activation: Tensor, weight: Weight, groups: Groups) -> Tensor:
-        """Implement ``SplitWeights.grouped``.
-
-        Raises:
-            NotCapturedError: the host would read the numbers of rows, or the buffer is wider than the gradient.
-        """
+        """Implement ``SplitWeights.grouped``."""
         if self._leaves is None:
             return super().grouped(activation, weight, groups)
-        _require_same_type(weight, "products of experts")
-        if not is_one_kernel(activation, weight.value):
-            raise NotCapturedError("the host reads the number of tokens of each expert")
         return grouped_product(activation, self._leaves[id(weight)], groups)
 
     def rows(self, indices: Tensor, weight: Weight) -> Tensor:
@@ -107,7 +107,9 @@ class TracedWeights(SplitWeights):
         """
         if self._leaves is None:
             return super().rows(indices, weight)
-        _require_same_type(weight, "lookups of an MTP module")
+        if not _has_same_type(weight):
+            kind = str(weight.gradient.dtype).removeprefix("torch.")
+            raise NotCapturedError(f"gradients of lookups of an MTP module are added in {kind}")
         return F.embedding(indices, self._leaves[id(weight)])
 
     def backward(self, output: Tensor, gradient: Tensor | None) -> WeightGradients:
@@ -134,34 +136,66 @@ def _errors_at(where: str) -> Iterator[None]:
         raise GraphOperationError(f"{where}: {error}") from error.__cause__
 
 
-def _require_same_type(weight: Weight, what: str) -> None:
-    """A graph would round these gradients to the type of the run before the buffer adds them."""
-    if weight.gradient.dtype != weight.value.dtype:
-        raise NotCapturedError(f"gradients of {what} are added in {str(weight.gradient.dtype).removeprefix('torch.')}")
+def _has_same_type(weight: Weight) -> bool:
+    """Return False if a graph would round the gradient to the type of the run before the buffer adds it."""
+    return bool(weight.gradient.dtype == weight.value.dtype)
+
+
+class _RegatheredProduct(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
+    """A product whose W gathers its input again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, activation: Tensor, weight: Tensor, transposed: bool, source: GatheredInput, calls: GraphCalls
+    ) -> Tensor:
+        source.use()
+        ctx.save_for_backward(weight)
+        ctx.transposed, ctx.source, ctx.calls = transposed, source, calls
+        output = torch.mm(activation.reshape(-1, activation.shape[-1]), weight.t() if transposed else weight)
+        return output.view(*activation.shape[:-1], output.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        (weight,), transposed = ctx.saved_tensors, ctx.transposed
+        outputs = gradient.reshape(-1, gradient.shape[-1])
+        with ctx.calls.deferred(outputs):
+            inputs = ctx.source.take().flatten(0, -2)
+        back = torch.mm(outputs, weight if transposed else weight.t())
+        left, right = (outputs, inputs) if transposed else (inputs, outputs)
+        return back.view(*gradient.shape[:-1], back.shape[-1]), torch.mm(left.t(), right), None, None, None
 
 
 class GraphStage(TorchStage):
-    """Stage ``number``, a ``TorchStage`` whose layers run as graphs after ``capture``.
+    """Stage ``number``, a ``TorchStage`` whose layers run as graphs after ``capture``. ``run.compiler`` makes them.
 
-    ``run.compiler`` makes them. A plan that has it has no tensor, context or expert parallelism.
+    ``coords`` are the rank's coordinates by axis; ``collectives`` are those of all axes, None for a single rank.
     """
 
     def __init__(
         self, plan: PlanSpec, layers: Sequence[Layer], device: torch.device, number: int,
-        lent: Mapping[str, Weight] | None = None,
+        lent: Mapping[str, Weight] | None = None, coords: Mapping[str, int] | None = None, collectives: Any = None,
     ) -> None:  # fmt: skip
         assert plan.run.compiler is not None, "the plan has no run.compiler"
-        weights = TracedWeights(device, number)
-        super().__init__(plan, layers, device, lent=lent, weights=weights)
+        topology, self._calls = plan.topology, GraphCalls()
+        weights = TracedWeights(device, number, self._calls)
+        sizes = {"tp": topology.tp, "ep": topology.ep, "cp": topology.cp}
+        coords = dict.fromkeys(sizes, 0) if coords is None else coords
+        of_graphs = None if collectives is None else GraphCollectives(self._calls, collectives, sizes)
+        super().__init__(
+            plan, layers, device, coords["tp"], of_graphs, coords["ep"], of_graphs, lent, of_graphs, weights
+        )
         self._traced_weights, self._compiler, self._device = weights, plan.run.compiler, device
-        self._number = number
+        self._number, self._split = number, coords["cp"]
         self._before = [layer for layer in layers if layer.name == "embed"]
         self._captured = [layer for layer in layers if layer.name != "embed"]
         self._used = self._held.used()
         self._end = "head" if layers[-1].name == "head" else ""
         self._graphs: dict[torch.Size, Callable[..., Any]] = {}
+        self._mask_states: dict[torch.Size, MaskStates] = {}
+        self._traced_masks: tuple[Tensor, MaskStates] | None = None
+        self._work_item_number = 0, 0
         self.kept: list[KeptBytes] = []
-        """Memory that a forward keeps, of each size of micro-batches."""
+        """Memory that a forward keeps, of each size of micro-batches, without what runs operation by operation."""
         self.reason = ""
         """Why the stage does not run as graphs, empty if it does."""
 
@@ -172,7 +206,8 @@ class GraphStage(TorchStage):
             indices = range(self._plan.schedule.num_micro_batches)
             first = {micro_batch_size(self._plan, index): index for index in reversed(indices)}
             for size, index in first.items():
-                self._capture(size, index)
+                with self._calls.tracing():
+                    self._capture(size, index)
         except Exception as error:  # noqa: BLE001 - a compiler may raise anything, and the stage runs without it
             self._graphs.clear()
             self.kept.clear()
@@ -181,8 +216,6 @@ class GraphStage(TorchStage):
     def _require_layers(self) -> None:
         if all(is_empty(layer.name) for layer in self._captured):
             raise NotCapturedError("its layers compute nothing but lookups")
-        if self.balance.has_values and any(name.endswith(".router.weight") for name in self.parameters):
-            raise NotCapturedError("its routers have losses or biases, which other code reads")
 
     def _run_layers(
         self, layers: Sequence[Layer], activation: Tensor | None, work_item: WorkItem, step: int, index: int,
@@ -195,22 +228,27 @@ class GraphStage(TorchStage):
         if self._before:
             activation = super()._run_layers(self._before, activation, work_item, step, index, split, watch)
         assert activation is not None
+        self._work_item_number = step, index
+        masks = self._mask_states[work_item.tokens.shape].of(step, index)
         with _errors_at(f"stage {self._number}, micro-batch {index}"):
-            output, *losses = graphs(*self._inputs([w.value for w in self._used], activation, work_item))
+            output, *losses = graphs(*self._inputs([w.value for w in self._used], activation, work_item, masks))
         if self._end == "head":
             self.losses = losses[0] if losses else output.detach()
         result: Tensor = output
         return result
 
-    def _inputs(self, weights: Sequence[Tensor], activation: Tensor, work_item: WorkItem) -> list[Tensor]:
+    def _inputs(
+        self, weights: Sequence[Tensor], activation: Tensor, work_item: WorkItem, masks: Sequence[Tensor]
+    ) -> list[Tensor]:
         """The inputs of a graph, in order."""
         streams = [ids for stream in work_item.streams for ids in (stream.tokens, stream.labels)]
-        return [*weights, *self._tables, activation, work_item.scale, *streams]
+        return [*weights, *self._tables, activation, work_item.scale, *streams, *masks]
 
     def _capture(self, size: MicroBatchSize, index: int) -> None:
         """Make the graphs of one size; ``index`` is a micro-batch that has it."""
-        model = self._plan.gpt
-        shape = (size.num_rows, size.seq_length) if self._batch_first else (size.seq_length, size.num_rows)
+        model, region = self._plan.gpt, self._region
+        length = size.seq_length // self._plan.topology.cp
+        shape = (size.num_rows, length) if self._batch_first else (length, size.num_rows)
         dtype, num_streams = getattr(torch, self._plan.run.dtype), 1 + num_modules(model)
         ids = [torch.zeros(shape, dtype=torch.int64, device=self._device) for _ in range(2 * num_streams)]
         scale = torch.ones((), dtype=wide_type(dtype), device=self._device)
@@ -218,29 +256,66 @@ class GraphStage(TorchStage):
         first = self._captured[0].name
         joined, before = list(shape), layer_order(model)[: layer_order(model).index(first)]
         joined[self._rows_dim] *= mtp_streams_into(model, first)
+        if region.sequence_dim is not None:
+            joined[region.sequence_dim] //= region.num_ranks
         width = width_after(model, before)
         activation = torch.zeros(*joined, width, dtype=dtype, device=self._device, requires_grad=True)
-        example = self._inputs([nn.Parameter(w.value) for w in self._used], activation, work_item)
+        masks = MaskStates(self._plan, len(self._captured), self._device)
+        weights = [nn.Parameter(w.value) for w in self._used]
+        example = self._inputs(weights, activation, work_item, masks.of(0, index))
         run, kept = captured_graphs(
-            _graph_of(partial(self._traced, index), example, 2 if self._end == "head" and num_streams > 1 else 1),
+            _graph_of(
+                partial(self._traced, index, masks), example, 2 if self._end == "head" and num_streams > 1 else 1
+            ),
             example, self._compiler, self._traced_weights.defer, _adder,
             weights=dict(enumerate(self._used)), in_product=True,
         )  # fmt: skip
-        self._graphs[work_item.tokens.shape] = run
+        self._graphs[work_item.tokens.shape], self._mask_states[work_item.tokens.shape] = run, masks
         self.kept.append(kept)
 
-    def _traced(self, index: int, *inputs: Tensor) -> list[Tensor]:
+    def _traced(self, index: int, masks: MaskStates, *inputs: Tensor) -> list[Tensor]:
         """The stage from its inputs to its output, for a trace; with MTP modules also the losses."""
-        num = len(self._used)
-        cos, sin, activation, scale, *ids = inputs[num:]
+        num, num_ids = len(self._used), 2 * (1 + num_modules(self._plan.gpt))
+        cos, sin, activation, scale, *rest = inputs[num:]
+        ids, states = rest[:num_ids], rest[num_ids:]
         work_item = WorkItem(tuple(map(MtpStream, ids[::2], ids[1::2])), scale)
         positions, self._positions = self._positions, Positions(OPS, self._plan, self._traced_weights, (cos, sin))
+        self._traced_masks = (states[0], masks) if states else None
+        self._calls.begin()
+        masks.begin()
         try:
             with self._traced_weights.traced(self._used, inputs[:num]), _in_module(self._end):
-                output = super()._run_layers(self._captured, activation, work_item, 0, index, 0, None)
+                output = super()._run_layers(self._captured, activation, work_item, 0, index, self._split, None)
             return [output, self.losses] if self.losses is not None and self.losses.dim() else [output]
         finally:
-            self._positions, self.losses = positions, None
+            self._positions, self._traced_masks, self.losses = positions, None, None
+
+    def _dropout_keys(self, step: int, index: int) -> DropoutKeys:
+        if self._traced_masks is None:
+            return super()._dropout_keys(step, index)
+        return TracedMasks(self._plan, step, index, *self._traced_masks)
+
+    def _is_island(self, activation: Tensor, name: str) -> bool:
+        """True for experts that a graph cannot have: they run operation by operation."""
+        if f"{name}.router.weight" not in self.parameters:
+            return False
+        weight = self.parameters[f"{name}.experts.gate.weight"]
+        is_fixed = self._plan.topology.ep == 1 and is_one_kernel(activation, weight.value)
+        return not is_fixed or not _has_same_type(weight) or self.balance.has_values
+
+    def _on_island(self, activation: Tensor, name: str) -> Tensor:
+        """Experts of the graph that is traced, which run as those of a ``TorchStage`` do."""
+        if self._plan.memory.sequence_parallel_activations == "regather" and self._region.sequence_dim is not None:
+            raise NotCapturedError("W gathers inputs of its experts again, operation by operation")
+
+        def compute(own: Tensor) -> Tensor:
+            step, index = self._work_item_number
+            dropouts = Dropouts(OPS, self._dropout_keys(step, index), self._split, self._region)
+            return super(GraphStage, self)._mlp(own, name, (index, self._split), dropouts)
+
+        island = Island(self._calls, compute)
+        (output,) = OPS.autograd_node(island.forward, island.backward, activation)
+        return output
 
     # The names of modules, as errors of the graphs have them.
 
@@ -254,6 +329,8 @@ class GraphStage(TorchStage):
 
     def _mlp(self, activation: Tensor, name: str, work_item: tuple[int, int], dropouts: Dropouts) -> Tensor:
         with _in_module(name):
+            if self._calls.is_tracing and self._is_island(activation, name):
+                return self._on_island(activation, name)
             return super()._mlp(activation, name, work_item, dropouts)
 
     def _norm(self, activation: Tensor, name: str) -> Tensor:

@@ -13,6 +13,7 @@ from pipeproof.stages.common.dropout import Dropouts
 from pipeproof.stages.common.latent_attention import with_positions
 from pipeproof.stages.common.positions import Positions
 from pipeproof.stages.common.sequence_splits import EarlierSplits, GatheredKeys
+from pipeproof.stages.describe.dropout import DropoutKeys
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import (
     causal_attention,
@@ -132,11 +133,11 @@ def _piece(earlier: EarlierSplits, number: int, key: paddle.Tensor, value: paddl
 def _dropped() -> list[Case]:
     def between(rank: Rank, x: paddle.Tensor) -> paddle.Tensor:
         plan = make_plan(model={"dropout": 0.4}, topology=_topology(rank))
-        return Dropouts(OPS, plan, 0, 0, 0, rank.region).between(x, "hidden", "layer.0.attn")
+        return Dropouts(OPS, DropoutKeys(plan, 0, 0), 0, rank.region).between(x, "hidden", "layer.0.attn")
 
     def attention(rank: Rank, *inputs: paddle.Tensor) -> paddle.Tensor:
         plan = make_plan(model={"dropout": 0.4}, topology=_topology(rank))
-        dropouts = Dropouts(OPS, plan, 0, 0, 0, rank.region)
+        dropouts = Dropouts(OPS, DropoutKeys(plan, 0, 0), 0, rank.region)
         return causal_attention(*inputs, dropouts.of_attention("layer.0.attn", inputs[0]))
 
     heads = [((2, 2, 1, 8, 4), "own"), ((2, 2, 8, 4), "own"), ((2, 2, 8, 4), "own")]

@@ -9,6 +9,7 @@ from pipeproof.stages.common.dropout import Dropouts
 from pipeproof.stages.common.embedding_and_head import EmbeddingAndHead
 from pipeproof.stages.common.positions import Positions
 from pipeproof.stages.common.work_items import MtpStream, split_mtp_streams
+from pipeproof.stages.describe.dropout import DropoutKeys
 from pipeproof.stages.describe.mtp_streams import shifted_batch
 from pipeproof.stages.describe.synthetic import micro_batch
 from pipeproof.stages.paddle.backend_ops import OPS
@@ -55,7 +56,7 @@ def ends() -> list[Case]:
 
 
 def _of(rank: Rank, *weights: paddle.Tensor, plan: PlanSpec = PLAN) -> tuple[EmbeddingAndHead, Dropouts]:
-    dropouts = Dropouts(OPS, plan, 0, 0, 0, rank.region)
+    dropouts = Dropouts(OPS, DropoutKeys(plan, 0, 0), 0, rank.region)
     vocabulary = PaddleVocabulary(rank.weights, tied=False)
 
     def weight_of(layer: str, name: str) -> paddle.Tensor:

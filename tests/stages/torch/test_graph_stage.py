@@ -9,7 +9,7 @@ from pipeproof.stages.torch.batches import StepBatches
 from pipeproof.stages.torch.graph_errors import GraphOperationError
 from pipeproof.stages.torch.graph_stage import GraphStage
 from pipeproof.stages.torch.stage import TorchStage
-from tests.stages.torch.features import MOE, make_plan
+from tests.stages.torch.features import make_plan
 from tests.stages.torch.staged_run import CPU
 
 pytestmark = pytest.mark.needs_torch
@@ -102,21 +102,12 @@ def test_an_error_names_the_stage_the_operation_and_the_layer(plain):
         stages[1].forward(activation, work_item, step=0, index=1)
 
 
-@pytest.mark.parametrize(
-    ("model", "cut", "reason"),
-    [
-        ({"moe": {**MOE, "dense_layers": 0}}, 2, "the host reads the number of tokens"),
-        ({"moe": {**MOE, "dense_layers": 0, "aux_loss": 0.1}}, 2, "its routers have losses or biases"),
-        ({}, 1, "its layers compute nothing but lookups"),
-    ],
-    ids=["experts", "losses of routers", "embedding alone"],
-)
-def test_a_stage_without_graphs_has_a_reason_and_the_bits_of_its_operations(model, cut, reason):
-    plan = plan_of(**model)
-    stages = stages_of(plan, GraphStage, cut)
+def test_a_stage_without_graphs_has_a_reason_and_the_bits_of_its_operations():
+    plan = plan_of()
+    stages = stages_of(plan, GraphStage, cut=1)
     first = stages[0]
     first.capture()
-    assert first.reason.startswith(reason)
+    assert first.reason == "its layers compute nothing but lookups"
     assert first.kept == []
-    found, expected = step(plan, stages), step(plan, stages_of(plan, TorchStage, cut))
+    found, expected = step(plan, stages), step(plan, stages_of(plan, TorchStage, cut=1))
     assert all(torch.equal(found[1][key], gradient) for key, gradient in expected[1].items())

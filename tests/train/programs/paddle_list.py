@@ -33,6 +33,31 @@ def tied():
     return [first, *(LayerDesc(Block) for _ in range(4)), last]
 
 
+class Pair(nn.Layer):
+    """A tensor, or the two of a pair, to a pair: what a block makes, and what skips it."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        x, skipped = x if isinstance(x, tuple) else (x, x)
+        return self.block(x), x + skipped
+
+
+class Joined(nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.last = Last()
+
+    def forward(self, pair):
+        return self.last(pair[0] * pair[1])
+
+
+def pairs():
+    return [*(LayerDesc(Pair) for _ in range(3)), LayerDesc(Joined)]
+
+
 def adamw(weights):
     return paddle.optimizer.AdamW(0.01, parameters=weights, weight_decay=0.1)
 
@@ -123,6 +148,13 @@ def same_as_unpartitioned(output):
     pipe.close()
     found["declared"], pipe = compared(lambda: blocks(4), square, floats, plan=declared())
     pipe.close()
+    for messages in ("per_tensor", "packed"):  # of two tensors with gradients
+        plan = {
+            "pipeproof": 1, "schedule": {"kind": "zb_v", "num_micro_batches": COUNT},
+            "transport": {"messages": messages},
+        }  # fmt: skip
+        found[messages], pipe = compared(pairs, square, floats, plan=plan)
+        pipe.close()
     return found
 
 

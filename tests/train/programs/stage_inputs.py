@@ -69,7 +69,17 @@ def structured():
     torch.manual_seed(5)
     ids, y = torch.randint(11, (ROWS, 3)), torch.randint(11, (ROWS, 3))
     mask, scale = torch.rand(ROWS, 3) < 0.3, torch.tensor([0.5, 2.0, 1.5]).reshape(1, 3, 1)
-    for split, ties in (("whole", True), ("linear", True), ("linear", False)):
+    for split, ties, messages in (
+        ("whole", True, "per_tensor"),
+        ("linear", True, "per_tensor"),
+        ("linear", False, "per_tensor"),
+        ("whole", False, "packed"),
+    ):
+        plan = {
+            "pipeproof": 1,
+            "schedule": {"kind": "zb_v", "num_micro_batches": NUM_MICRO_BATCHES},
+            "transport": {"messages": messages},
+        }
         modules = [Embed(), Mixed(), Masked(), Head()]
         numbers = stages_of_rank("zb_v", 2, 4, dist.get_rank())
         if ties:  # the first and the last stage are on one rank: one Parameter
@@ -80,7 +90,7 @@ def structured():
                 nn.init.normal_(weight)
         own = {n: module for n, module in zip(range(4), copied(modules), strict=True) if n in numbers}
         pipe = Pipeline(
-            own, schedule="zb_v", num_micro_batches=NUM_MICRO_BATCHES, loss_fn=entropy, example=(ids[:2], mask[:2]),
+            own, plan=plan, loss_fn=entropy, example=(ids[:2], mask[:2]),
             example_kwargs={"scale": scale}, same_kwargs=["scale"], split=split,
             tied=[{0: "table.weight", 3: "out.weight"}] if ties else (),
         )  # fmt: skip
@@ -117,7 +127,7 @@ def structured():
             assert value is None
             assert output is None
         pipe.close()
-        say("structured", split=split, ties=ties)
+        say("structured", split=split, ties=ties, messages=messages)
 
 
 def copied(modules):

@@ -23,7 +23,10 @@ class PaddleArrays:
     def zeros(self, shape: Sequence[int], dtype: str) -> paddle.Tensor:
         return paddle.zeros(list(shape), dtype=dtype)
 
-    def shaped(self, memory: paddle.Tensor, shape: Sequence[int], dtype: str) -> paddle.Tensor:
+    def shaped(self, memory: paddle.Tensor, shape: Sequence[int], dtype: str, start: int = 0) -> paddle.Tensor:
+        if start:  # first the type: Paddle takes the offset of a view in bytes for one in elements of its new type
+            first = start // dtype_bytes(dtype)
+            return memory.view(dtype)[first : first + prod(shape)].view(list(shape)).detach()
         return memory[: prod(shape) * dtype_bytes(dtype)].view(dtype).view(list(shape)).detach()
 
     def copy_into(self, target: paddle.Tensor, source: paddle.Tensor) -> paddle.Tensor:

@@ -27,8 +27,8 @@ class TorchArrays:
     def zeros(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
 
-    def shaped(self, memory: torch.Tensor, shape: Sequence[int], dtype: str) -> torch.Tensor:
-        return memory[: prod(shape) * dtype_bytes(dtype)].view(getattr(torch, dtype)).view(shape)
+    def shaped(self, memory: torch.Tensor, shape: Sequence[int], dtype: str, start: int = 0) -> torch.Tensor:
+        return memory[start : start + prod(shape) * dtype_bytes(dtype)].view(getattr(torch, dtype)).view(shape)
 
     def copy_into(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         return target.copy_(source)

@@ -66,7 +66,7 @@ class TorchStages:
         """Return a stage, with the weights that the rank's other stages lend it."""
         spec, layers = self._plan.spec, self._plan.layers_of(number)
         if spec.run.compiler is not None:
-            stage: TorchStage = GraphStage(spec, layers, self._device, number, lent)
+            stage: TorchStage = GraphStage(spec, layers, self._device, number, lent, self._coords, self._collectives)
         else:
             ranks = self._coords["tp"], self._collectives, self._coords["ep"], self._collectives
             stage = TorchStage(spec, layers, self._device, *ranks, lent=lent, context=self._collectives)
