@@ -87,6 +87,8 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
     activation = boundary or describe_boundary(plan)
     context = PlanContext(plan, mesh, layers, stages, activation, edges, schedule, foreign, links=links, device=device)
     require_own_updates(context)
+    if plan.schedule.turns is not None and foreign is not None:
+        _require_pairs(foreign)
     is_early = plan.transport.recv_order != "just_in_time"
     if is_early:
         context = replace(context, receives=_received_early(context))
@@ -107,6 +109,25 @@ def _received_early(plan: PlanContext) -> tuple[Posts, ...]:
         fix = "remove recv_order, or move them in the file"
         raise BadPlanAtError(Finding("PP106", Severity.ERROR, message, help=fix), ("transport", "recv_order"))
     return early_receives(plan, 1 if recv_order == "prefetch_one" else None)
+
+
+def _require_pairs(foreign: ForeignSchedule) -> None:
+    """Refuse ``schedule.overlap`` where no computations overlap, or their program is given with its communication.
+
+    Raises:
+        BadPlanAtError: PP106.
+    """
+    if not foreign.computes_only:
+        why, fix = "has its own communication", "give computations alone"
+    elif not any(foreign.schedule.pairs):
+        why, fix = "has no computations that overlap", "write pairs as in (0F7;7B3)OVERLAP_F_B"
+    else:
+        return
+    message = f"`schedule.overlap` is of pairs that overlap, and the schedule of the plan {why}"
+    raise BadPlanAtError(Finding("PP106", Severity.ERROR, message, help=f"{fix}, or remove overlap"), _OVERLAP)
+
+
+_OVERLAP = ("schedule", "overlap")
 
 
 def _calls(plan: PlanSpec, layer: Layer) -> tuple[tuple[Collective, ...], ...]:
