@@ -20,7 +20,7 @@ from pipeproof.schedule.ops import COPY_KINDS, KINDS, PART_KINDS
 from pipeproof.specs.model import model_content
 from pipeproof.verify.subject import Subject
 
-RULE_SET_VERSION = 10
+RULE_SET_VERSION = 11
 """Raised whenever a rule is added or gives other verdicts. It is part of a certificate, and of no digest."""
 _OF_CUSTOM_LAYERS = {"kind": True, "buffers": True, "activation_bytes": True}
 _NO_PART_OF_A_GRAPH: Mapping[str, Any] = {
