@@ -17,7 +17,11 @@ from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, KIND_CODE, PART_KINDS, OpKind
 from pipeproof.verify.subject import Rule, Subject
 
-_CALL = "0.ALL_TO_ALL:ep{group=0 range=0..8 queue=ep}"
+
+def _example(rank: str) -> str:
+    return f"group ep: 0 1\nrank 0: {rank}\nrank 1: {rank}"
+
+
 PARTS = RuleDoc(
     code="PP145",
     title="the parts of a computation are out of order",
@@ -29,12 +33,24 @@ PARTS = RuleDoc(
         "PARTs that deferred its weight gradients, and the last one at its end. Nothing else is between the row and "
         "the last part: a send there would carry a tensor that is not complete."
     ),
-    wrong=f"group ep: 0 1\nrank 0: 0F0 0F0/0.PART 0F0/1.PART 0F0/{_CALL}\nrank 1: 0F0 0F0/0.PART 0F0/1.PART 0F0/{_CALL}",
-    right=f"group ep: 0 1\nrank 0: 0F0 0F0/0.PART 0F0/{_CALL} 0F0/1.PART\nrank 1: 0F0 0F0/0.PART 0F0/{_CALL} 0F0/1.PART",
+    wrong=_example("0F0 0F0/0.PART 0F0/1.PART 0F0/0.ALL_TO_ALL:ep{group=0 range=0..8 queue=ep}"),
+    right=_example("0F0 0F0/0.PART 0F0/0.ALL_TO_ALL:ep{group=0 range=0..8 queue=ep} 0F0/1.PART"),
 )
 _PART, _WEIGHTS, _WHOLE = (KIND_CODE[kind] for kind in (OpKind.PART, OpKind.WEIGHTS, OpKind.BACKWARD))
 _TOGETHER = [KIND_CODE[OpKind.ALL_GATHER], KIND_CODE[OpKind.REDUCE_SCATTER]]
 _EP = AXES.index("ep")
+
+
+_MISNUMBERED = "is not the next of its computation", "number parts in their order, from 0"
+_MISPLACED = (
+    "is not where a PART and an exchange alternate",
+    "begin and end with a PART, and put one between each two exchanges",
+)
+_WRONG_WEIGHTS = (
+    "is not followed, or preceded, by the weight gradients that it defers",
+    "put WEIGHTS behind the PARTs of a whole backward that defer them, the last one at its end",
+)
+_BETWEEN = "is between a computation and its last part", "put it before or behind them"
 
 
 def _check(subject: Subject) -> Iterator[Finding]:
@@ -45,15 +61,13 @@ def _check(subject: Subject) -> Iterator[Finding]:
         return
     has_parts = np.zeros(graph.num_ops, dtype=bool)
     has_parts[graph.parent[parts[graph.parent[parts] != NONE]]] = True
-    for rows, what, fix in (
-        (parts[graph.parent[parts] == NONE], "has no computation before it", "put its computation before it"),
-        (_misnumbered(graph, has_parts), "is not the next of its computation", "number parts in their order, from 0"),
-        (_misplaced(graph, has_parts), "is not where a PART and an exchange alternate", "begin and end with a PART, "
-         "and put one between each two exchanges"),
-        (_wrong_weights(graph, has_parts), "is not followed, or preceded, by the weight gradients that it defers",
-         "put WEIGHTS behind the PARTs of a whole backward that defer them, the last one at its end"),
-        (_between(graph, has_parts), "is between a computation and its last part", "put it before or behind them"),
-    ):  # fmt: skip
+    for rows, (what, fix) in (
+        (parts[graph.parent[parts] == NONE], ("has no computation before it", "put its computation before it")),
+        (_misnumbered(graph, has_parts), _MISNUMBERED),
+        (_misplaced(graph, has_parts), _MISPLACED),
+        (_wrong_weights(graph, has_parts), _WRONG_WEIGHTS),
+        (_between(graph, has_parts), _BETWEEN),
+    ):
         _, first, count = np.unique(graph.rank[rows], return_index=True, return_counts=True)
         for row, times in zip(rows[first].tolist(), count.tolist(), strict=True):
             more = f", as {times - 1} more there" if times > 1 else ""

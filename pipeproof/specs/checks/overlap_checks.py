@@ -13,7 +13,7 @@ def check_overlap(plan: PlanSections) -> list[Problem]:
     """PP106: there are pairs, and all-to-alls in them to hide; their parts are known, and timed once."""
     schedule, path = plan.schedule, ("schedule", "overlap")
     if schedule.turns is None:
-        return []
+        return _unused_slowdown(plan)
     problems = []
     if schedule.kind not in _KINDS_WITH_PAIRS:
         message = f"`schedule.overlap` is of pairs that overlap, and `kind: {schedule.kind}` has none"
@@ -26,6 +26,14 @@ def check_overlap(plan: PlanSections) -> list[Problem]:
         message = f"`schedule.overlap` hides the all-to-alls of experts, and there are none: {lacks}"
         problems.append(Problem("PP106", path, message, help="remove overlap, or use experts with ep > 1"))
     return [*problems, *(_conflict(key, value, why, fix) for key, value, why, fix in _conflicts(plan))]
+
+
+def _unused_slowdown(plan: PlanSections) -> list[Problem]:
+    if plan.cost.collective_slowdown is None:
+        return []
+    message = "`cost.collective_slowdown` is of collectives on a queue of their own, and `schedule.overlap` is none"
+    fix = "remove it, or add schedule.overlap"
+    return [Problem("PP106", ("cost", "collective_slowdown"), message, help=fix, at_key=True)]
 
 
 def _conflict(key: KeyPath, value: str, why: str, fix: str) -> Problem:

@@ -1,7 +1,7 @@
 """The waits of ``events`` on whole columns: the form that the rules use for graphs of any size.
 
-Compute cannot block, so it has no node, except parts that follow or precede a collective. What remains is contracted: the two
-ends of a pair at rendezvous are done together and share a node, as do the
+Compute cannot block, so it has no node, except parts next to a collective.
+What remains is contracted: the two ends of a pair at rendezvous are done together and share a node, as do the
 members of a collective; a post has a node (a *gate*) only where more than one
 done follows it. Everything is numpy on columns, linear in rows but for sorts.
 
