@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeproof.diagnostics.problems import KeyPath, Problem, dotted, listed
 from pipeproof.specs.plan_sections import PlanSections
 
-_KINDS_WITH_PAIRS = ("dualpipe", "dualpipe_v", "file", "custom")
+_KINDS_WITH_PAIRS = ("dualpipe", "dualpipe_v", "1f1b", "interleaved", "file", "custom")
 """Kinds of schedules in which a forward and a backward may overlap."""
 
 

@@ -95,6 +95,8 @@ FLAGS: Final = frozenset(
         "--use-flash-attn",
         "--cross-entropy-loss-fusion",
         "--cross-entropy-fusion-impl",
+        "--delay-wgrad-compute",
+        "--overlap-moe-expert-parallel-comm",
         "--seed",
     ]
 )
@@ -103,11 +105,6 @@ FLAGS: Final = frozenset(
 NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
     {
         "--overlap-p2p-communication-warmup-flush": "the plan's transfers overlap as its schedule has them",
-        "--overlap-moe-expert-parallel-comm": (
-            "the plain interleaved schedule is checked; Megatron-LM has one more forward before the first backward, "
-            "and runs all-to-alls of a forward next to the products of a backward"
-        ),
-        "--delay-wgrad-compute": "the plan's backwards are whole",
         "--defer-embedding-wgrad-compute": "the plan's backwards are whole",
         "--overlap-param-gather-with-optimizer-step": "the plan gathers parameters at the end of a step",
         "--hybrid-layer-pattern": "layers other than attention with an MLP or experts are not described",
