@@ -17,7 +17,7 @@ when:
   hold everything that the rank issues later;
 - entries of a queue of another name follow each other;
 - a part of a computation, and a collective between two parts, also follow the
-  one before them of the same computation, on whatever queue that is;
+  one before them of the same computation, which may be on another queue;
 - transfers follow the one before them on their channel end and, on default
   queues, on the model's FIFO; with one FIFO for the device, all communication
   of the rank is one order;

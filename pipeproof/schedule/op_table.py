@@ -87,7 +87,7 @@ class OpGraph:
     - ``waits_for``: the op id that a WAIT waits for, of one with collectives below it the last of these;
     - ``parent``: the op id that a child collective or a part belongs to;
     - ``part_before``: of a PART, and of a collective of a computation that has PARTs, the one before it of the same
-      computation, which it follows on whatever queue it runs.
+      computation, which it follows and which may be on another queue.
 
     ``NONE`` means that there is no such value. ``offsets[r] : offsets[r + 1]``
     are the op ids of rank r. ``global_rank[r]`` is the rank of the mesh that

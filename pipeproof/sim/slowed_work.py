@@ -25,7 +25,7 @@ class _Running:
 
 
 RECEIVE, EXCHANGE = 0, 1
-"""What slows computations down: a receive that is under way, and a collective on a queue of its own."""
+"""Causes of slower computations: a receive that is under way, and a collective on a queue of its own."""
 
 
 class SlowedWork:

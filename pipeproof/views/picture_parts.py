@@ -108,7 +108,7 @@ def _row(slices: Slices, rank: int, spans: list[Span], place: int, parts: Parts)
 
 
 def _is_inner(op: Op) -> bool:
-    """True for a collective inside a computation, on whatever queue, and for a part of one."""
+    """True for a collective inside a computation, on any queue, and for a part of one."""
     return op.kind in CHILD_KINDS | PART_KINDS and op.target is not None and op.target.kind in COMPUTE_KINDS
 
 
