@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.comm import TorchWorld, connect
 from pipeproof.exec.rank.torch.copy_channels import slot_sizes
 from pipeproof.exec.rank.torch.stages import TorchStages
+from pipeproof.exec.rank.torch.thread_state import as_this_thread
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.stages.torch.functional import wide_type
 from pipeproof.stages.torch.optimizer import GradientClip, ShardedOptimizer, StageOptimizer
@@ -36,6 +38,9 @@ class TorchFramework:
 
     def num_threads(self) -> int:
         return int(torch.get_num_threads())
+
+    def as_this_thread(self) -> Callable[[], AbstractContextManager[None]]:
+        return as_this_thread(self.device)
 
     def connect(self, rank: int, plan: LoweredPlan, progress: Callable[[str], None]) -> TorchWorld:
         graph = plan.graph
