@@ -225,7 +225,9 @@ def connect_groups(
     token = torch.ones(1, device=device)
     messages = BatchedMessages(device) if device.type == "cuda" else dist
     with_group = channels if slots is None else ()
-    by_channel, by_group = connected_groups(messages, _group, rank, token, with_group, groups, progress)
+    by_channel, by_group = connected_groups(
+        messages, _group, rank, token, with_group, groups, progress, _prior_group if device.type == "cuda" else _group
+    )
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     collectives = {index: GroupCollectives(rank, groups[index].ranks, group) for index, group in by_group.items()}
@@ -245,7 +247,16 @@ def _attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def _group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    process_group = dist.new_group(list(ranks), timeout=CONNECT_TIMEOUT)
+def _group(ranks: Sequence[int], options: Any = None) -> dist.ProcessGroup:
+    process_group = dist.new_group(list(ranks), timeout=CONNECT_TIMEOUT, pg_options=options)
     assert process_group is not None
     return process_group
+
+
+def _prior_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Make a group on NCCL whose kernels come before those of computations that wait for a multiprocessor.
+
+    Where pairs overlap, a product would otherwise hold up the exchange of tokens that should run beside it.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    return _group(ranks, options)
