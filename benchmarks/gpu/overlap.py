@@ -11,8 +11,8 @@ Forward and backward of all micro-batches, bfloat16, no optimizer. The two sides
 step counts from a common start to the end of the slowest rank. Printed are medians, and of pairs of steps the median,
 smallest and largest ratio. In one more step of each side the device times all operations: ``comm`` is the time of the
 collectives over ``ep``, ``exposed`` the part of it in which the rank computed nothing, and ``busy`` the time in which
-it computed, of the rank where most is exposed. ``GiB`` is the peak of a step above what it found. The bits of losses and
-gradients are compared with kernels that add in one order.
+it computed, of the rank where most is exposed. ``GiB`` is the peak of a step above what it found. The bits of losses
+and gradients are compared with kernels that add in one order.
 """
 
 from __future__ import annotations

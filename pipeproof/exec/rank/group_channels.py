@@ -81,8 +81,8 @@ def connected_groups(
 ) -> tuple[dict[Channel, Any], dict[int, Any]]:
     """Make the group of every channel and of every group of the graph, and use each once with ``token``.
 
-    ``new_experts_group`` makes those over ``ep``, by default ``new_group`` does. Returns the channels' groups, and those
-    that have this rank by index of the graph's groups. Every rank must call this with the same channels and groups.
+    ``new_experts_group`` makes those over ``ep``, by default ``new_group`` does. Returns the channels' groups, and
+    those that have this rank by index of the graph's groups. Every rank must call this with the same ones.
     """
     by_channel: dict[Channel, Any] = {}
     for channel in channels:
