@@ -18,6 +18,7 @@ from pipeproof.schedule.ops import (
     COMPUTE_KINDS,
     GATHER_KINDS,
     META_KINDS,
+    PART_KINDS,
     SLICE_KINDS,
     TRANSFER_KINDS,
     UPDATE_KINDS,
@@ -30,7 +31,7 @@ from pipeproof.verify.subject import Subject
 _KNOWN = (
     TRANSFER_KINDS - META_KINDS | SLICE_KINDS | GATHER_KINDS
     | COMPUTE_KINDS | UPDATE_KINDS | {OpKind.WAIT, OpKind.FREE, OpKind.STEP}
-    | {OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL}
+    | {OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL} | PART_KINDS
 )  # fmt: skip
 """Kinds of operations that the adapter executes."""
 
@@ -54,7 +55,8 @@ def require_issuable(subject: Subject) -> None:
         PipeproofError: PP909, with the location in the plan.
     """
     spec = subject.plan.spec
-    _refuse(subject, (*_transport_refusals(spec), *_rehearsed_slot_refusals(spec), *_graph_refusals(subject)))
+    refusals = (*_transport_refusals(spec), *_rehearsed_slot_refusals(spec), *_rehearsed_turn_refusals(spec))
+    _refuse(subject, (*refusals, *_graph_refusals(subject)))
 
 
 def _refuse(subject: Subject, refusals: Iterable[Refusal]) -> None:
@@ -79,6 +81,8 @@ def _plan_refusals(subject: Subject) -> Iterator[Refusal]:
     yield from _transport_refusals(spec)
     if spec.topology.cp > 1:
         yield from _context_parallel_refusals(spec)
+    if spec.schedule.turns is not None and spec.run.backend != "torch":
+        yield ("schedule", "overlap"), "the plan has schedule.overlap and backend paddle, whose collectives all block"
     for key in ("nodes_per_token", "dispatch_dtype"):
         if getattr(spec.model.moe, key, None) is not None:
             yield ("model", "moe", key), f"the plan has model.moe.{key}"
@@ -113,6 +117,15 @@ def _rehearsed_slot_refusals(spec: PlanSpec) -> Iterator[Refusal]:
                 yield ("buffers", key), f"the plan has buffers.{key} and is rehearsed by Paddle on a GPU"
 
 
+def _rehearsed_turn_refusals(spec: PlanSpec) -> Iterator[Refusal]:
+    """Turns, which stages without values do not take."""
+    if spec.schedule.turns is not None:
+        yield (
+            ("schedule", "overlap"),
+            "the plan is rehearsed with schedule.overlap",
+        )
+
+
 def _has_threads(spec: PlanSpec) -> bool:
     """Return True if each channel has a thread, which can wait for transfers on other channels."""
     return spec.run.backend == "paddle" and spec.run.device == "cpu"
@@ -138,6 +151,7 @@ def _graph_refusals(subject: Subject) -> Iterator[Refusal]:
     on_other_queue = ~transfers & ~np.isin(graph.queue, (NONE, COMPUTE_QUEUE, HOST_QUEUE))
     if spec.schedule.reduce_gradients == "when_ready" and GRADIENTS_QUEUE in graph.queues:
         on_other_queue &= graph.queue != graph.queues.index(GRADIENTS_QUEUE)
+    on_other_queue &= graph.part_before == NONE  # collectives of pairs that take turns run while the rank computes
     if not _has_threads(spec):
         on_other_queue |= transfers & (graph.queue != NONE)
     for op_id in np.flatnonzero(on_other_queue)[:1].tolist():
