@@ -107,7 +107,6 @@ class PairTurns:
         self._owner = NONE
         self._open: LogEntry | None = None
         self._ended: set[int] = set()
-        self._containers: dict[int, LogEntry] = {}
 
     def run(
         self,
@@ -127,7 +126,8 @@ class PairTurns:
         pair, host = self._pair, self._host
         for op_id, text in pair.containers:
             host.enter(op_id)
-            self._containers[op_id] = host.begin_entry(HOST_QUEUE, text)
+            entry = host.begin_entry(HOST_QUEUE, text)
+            entry.end_ns = entry.start_ns  # its parts take the time, as in a simulation
         self._weights = weights
         self._helper = Helper(
             f"turns of {self._text(pair.backward)}", lambda: self._run(pair.backward, backward), context
@@ -159,7 +159,6 @@ class PairTurns:
         self._begin_part()
         work()
         self._end_part()
-        self._containers[owner].end_ns = self._host.now()
         self._ended.add(owner)
         if self._is_at(owner):
             raise ProtocolError(f"{self._text(owner)} has ended before {self._pair.rows[self._at].text}")
@@ -174,7 +173,6 @@ class PairTurns:
                 self._begin_part(OpKind.WEIGHTS)
                 self._weights()
                 self._end_part()
-                self._containers[row.owner].end_ns = self._host.now()
             elif pair.backward in self._ended:
                 raise ProtocolError(f"{self._text(row.owner)} has ended before {row.text}")
             else:
