@@ -27,7 +27,7 @@ from pipeproof.exec.rank.framework_protocol import (
 )
 from pipeproof.exec.rank.machine import Instruction, ProtocolError
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, HostClock, LogEntry, Traffic
-from pipeproof.exec.rank.overlapped_pair import OverlappedPair, PairTurns, overlapped_pairs
+from pipeproof.exec.rank.overlapped_pair import OverlappedPair, PairTurns, SeamTurns, overlapped_pairs, whole_pairs
 from pipeproof.exec.rank.step_end import RankRouters, StepEnd
 from pipeproof.exec.rank.transfers import RankTransfers
 from pipeproof.schedule.columns import work_item_of
@@ -42,8 +42,9 @@ class RankAdapter:
     ``enter`` is called with the step and id of each host operation and each child collective before it is executed.
     ``watch`` gets the tensors at the borders between layers. ``clock`` times the operations; the default is the host's.
     ``make_step_end`` makes the end of a step from the plan, the coordinates, the stages, and the two issuers.
-    ``frees_sends`` is as of ``RankTransfers``. ``annotate`` makes the context in which an operation is executed, from
-    its text: a range in the trace of a profiler.
+    ``frees_sends`` is as of ``RankTransfers``. ``seams`` makes the context of each overlapped pair whose computations
+    take turns at seams that the graph does not have; without it those take turns that have parts in the graph.
+    ``annotate`` makes the context in which an operation is executed, from its text: a range in the trace of a profiler.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class RankAdapter:
         make_step_end: Callable[..., StepEnd] = StepEnd,
         *,
         frees_sends: bool = False,
+        seams: Callable[[SeamTurns], AbstractContextManager[object]] | None = None,
         annotate: Callable[[str], AbstractContextManager[object]] | None = None,
     ) -> None:
         self.rank = rank
@@ -92,7 +94,8 @@ class RankAdapter:
         self._traffic: list[tuple[LogEntry, Callable[[], Traffic]]] = []
         """Entries of this step whose rows are not counted yet, for which the host would wait."""
         self._texts: dict[int, str] = {}
-        self._pairs = overlapped_pairs(plan.graph, rank)
+        self._seams = seams
+        self._pairs = overlapped_pairs(plan.graph, rank) if seams is None else whole_pairs(plan.graph, rank)
         self._paired = {op_id for pair in self._pairs.values() for op_id, _ in pair.containers} - self._pairs.keys()
         self._computes: dict[OpKind, Callable[[Op], None]] = {
             OpKind.FORWARD: self._forward,
@@ -266,24 +269,24 @@ class RankAdapter:
         """Execute both computations of a pair."""
         assert isinstance(self._framework, ThreadedFramework)
         forward, backward = (self._plan.graph.ops[op_id] for op_id in (pair.forward, pair.backward))
-        stage = self._stages[backward.stage]
-        assert isinstance(stage, DeferringStage)
 
         def add_weights() -> None:
-            deferred = self.transfers.of(backward).weights
-            if deferred is None:  # the backward is under way, or has not begun
-                stage.accumulate_deferred()
-            else:
+            deferred, stage = self.transfers.of(backward).weights, self._stages[backward.stage]
+            if deferred is not None:
                 deferred.accumulate()
+            else:  # the backward is under way, or has not begun
+                assert isinstance(stage, DeferringStage)
+                stage.accumulate_deferred()
 
-        turns = PairTurns(pair, self)
-        with self._children.issued_by(turns):
-            turns.run(
-                lambda: self._forward(forward),
-                lambda: self._backward_input(backward),
-                add_weights,
-                self._framework.as_this_thread(),
-            )
+        sides = (lambda: self._forward(forward)), (lambda: self._backward_input(backward))
+        if self._seams is None:
+            turns = PairTurns(pair, self, add_weights)
+            with self._children.issued_by(turns):
+                turns.run(*sides, self._framework.as_this_thread())
+        else:
+            at_seams = SeamTurns(pair, self)
+            with self._seams(at_seams):
+                at_seams.run(*sides, self._framework.as_this_thread())
         if backward.kind is OpKind.BACKWARD:
             self._backward_weight(backward)
 

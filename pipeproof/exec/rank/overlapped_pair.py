@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 from pipeproof.exec.rank.child_collectives import Call
@@ -17,7 +18,7 @@ from pipeproof.exec.rank.machine import ProtocolError
 from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, log_queue
 from pipeproof.exec.rank.turns import Helper
 from pipeproof.schedule.op_table import NONE, OpGraph
-from pipeproof.schedule.ops import FORWARD_KINDS, PART_KINDS, Op, OpKind
+from pipeproof.schedule.ops import COMPUTE_KINDS, FORWARD_KINDS, PART_KINDS, Op, OpKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,18 @@ def overlapped_pairs(graph: OpGraph, rank: int) -> dict[int, OverlappedPair]:
     return pairs
 
 
+def whole_pairs(graph: OpGraph, rank: int) -> dict[int, OverlappedPair]:
+    """Return the pairs of a rank whose computations have no parts, by the op id of the first one."""
+    pairs: dict[int, OverlappedPair] = {}
+    ids = [i for i in graph.rank_ops(rank) if graph.batch[i] != NONE and graph.ops[i].kind in COMPUTE_KINDS]
+    for first, second in pairwise(ids):
+        if graph.batch[first] == graph.batch[second]:
+            is_forward = graph.ops[first].kind in FORWARD_KINDS
+            both = (first, second) if is_forward else (second, first)
+            pairs[first] = OverlappedPair(*both, ((first, str(graph.ops[first])), (second, str(graph.ops[second]))), ())
+    return pairs
+
+
 class Host(Protocol):
     """Rank on which a pair runs; its log is that of the step."""
 
@@ -98,10 +111,13 @@ class Host(Protocol):
 
 
 class PairTurns:
-    """One execution of a pair; a ``child_collectives.Issuer`` of the collectives of both computations."""
+    """One execution of a pair by its rows; a ``child_collectives.Issuer`` of the collectives of both computations.
 
-    def __init__(self, pair: OverlappedPair, host: Host) -> None:
-        self._pair, self._host = pair, host
+    ``weights`` adds the weight gradients that the backward has deferred.
+    """
+
+    def __init__(self, pair: OverlappedPair, host: Host, weights: Callable[[], None]) -> None:
+        self._pair, self._host, self._weights = pair, host, weights
         self._at = 0
         """Place in the rows of the one that runs, or that is next."""
         self._owner = NONE
@@ -112,12 +128,9 @@ class PairTurns:
         self,
         forward: Callable[[], None],
         backward: Callable[[], None],
-        weights: Callable[[], None],
         context: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Run both computations; ``weights`` adds the weight gradients that the backward has deferred.
-
-        ``context`` is that of the helper thread.
+        """Run both computations; ``context`` is that of the helper thread.
 
         Raises:
             ProtocolError: a computation does not issue the collectives of its rows.
@@ -128,7 +141,6 @@ class PairTurns:
             host.enter(op_id)
             entry = host.begin_entry(HOST_QUEUE, text)
             entry.end_ns = entry.start_ns  # its parts take the time, as in a simulation
-        self._weights = weights
         self._helper = Helper(
             f"turns of {self._text(pair.backward)}", lambda: self._run(pair.backward, backward), context
         )
@@ -245,6 +257,63 @@ class PairTurns:
 
     def _text(self, op_id: int) -> str:
         return dict(self._pair.containers).get(op_id, "neither")
+
+
+class SeamTurns:
+    """One execution of a pair without rows: its computations hand over at their seams, the backward first."""
+
+    def __init__(self, pair: OverlappedPair, host: Host) -> None:
+        self._pair, self._host = pair, host
+        self._is_backward = True
+
+    def run(
+        self,
+        forward: Callable[[], None],
+        backward: Callable[[], None],
+        context: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Run both computations; ``context`` is that of the helper thread.
+
+        Raises:
+            Exception: any error of a computation, with the pair as a note.
+        """
+        pair, host = self._pair, self._host
+        entries = {}
+        for op_id, text in pair.containers:
+            host.enter(op_id)
+            entries[op_id] = host.begin_entry(HOST_QUEUE, text)
+
+        def run_backward() -> None:
+            backward()
+            entries[pair.backward].end_ns = host.now()
+
+        texts = " and ".join(text for _, text in pair.containers)
+        self._helper = Helper(f"turns of {dict(pair.containers)[pair.backward]}", run_backward, context)
+        try:
+            self._resume()
+            forward()
+            entries[pair.forward].end_ns = host.now()
+            while not self._helper.has_ended:
+                self._resume()
+        except Exception as error:
+            error.add_note(f"{texts} take turns at their seams")
+            raise
+        finally:
+            self._helper.close()
+
+    def hand_over(self) -> None:
+        """Let the other computation run up to its next seam or its end."""
+        if self._is_backward:
+            self._helper.give_back()
+            self._is_backward = True
+        else:
+            self._resume()
+
+    def _resume(self) -> None:
+        if not self._helper.has_ended:
+            self._is_backward = True
+            self._helper.resume()
+        self._is_backward = False
 
 
 @dataclass(frozen=True, slots=True)
