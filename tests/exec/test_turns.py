@@ -1,15 +1,14 @@
 """Turns of two computations in two threads: strict hand-over, errors of either side, and no thread that is left."""
 
 import threading
-from contextlib import contextmanager, nullcontext
 
 import pytest
 
 from pipeproof.exec.rank.turns import Helper, TurnsEndedError
 
 
-def helper_of(work, context=nullcontext):
-    return Helper("a helper", work, context)
+def helper_of(work, set_up=lambda: None):
+    return Helper("a helper", work, set_up)
 
 
 def has_helper():
@@ -88,18 +87,11 @@ def test_a_helper_without_a_turn_has_no_thread():
     assert not has_helper()
 
 
-def test_the_work_runs_inside_of_the_context_in_the_thread():
+def test_the_thread_is_set_up_before_the_work():
     entered = []
-
-    @contextmanager
-    def context():
-        entered.append(threading.current_thread().name)
-        yield
-        entered.append("end")
-
-    helper = helper_of(lambda: entered.append("work"), context)
+    helper = helper_of(lambda: entered.append("work"), lambda: entered.append(threading.current_thread().name))
     helper.resume()
-    assert entered == ["a helper", "work", "end"]
+    assert entered == ["a helper", "work"]
 
 
 @pytest.mark.needs_torch

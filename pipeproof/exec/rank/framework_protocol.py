@@ -8,7 +8,6 @@ ranges of the first dim) and ``Arrays``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -374,8 +373,8 @@ class Clip(Protocol):
 class ThreadedFramework(Protocol):
     """A framework with which two threads of a rank compute in turns."""
 
-    def as_this_thread(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a context for another thread, in which it computes as this one does now: same device, same bits."""
+    def as_this_thread(self) -> Callable[[], None]:
+        """Return a function that a new thread calls to compute as this one does now: same device, same bits."""
         ...
 
 

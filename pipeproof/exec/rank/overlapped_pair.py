@@ -7,7 +7,6 @@ the next row is not its own, it hands the turn over, and waits for the collectiv
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -128,9 +127,9 @@ class PairTurns:
         self,
         forward: Callable[[], None],
         backward: Callable[[], None],
-        context: Callable[[], AbstractContextManager[None]],
+        set_up: Callable[[], None],
     ) -> None:
-        """Run both computations; ``context`` is that of the helper thread.
+        """Run both computations; ``set_up`` is called first in the thread of the backward.
 
         Raises:
             ProtocolError: a computation does not issue the collectives of its rows.
@@ -141,9 +140,8 @@ class PairTurns:
             host.enter(op_id)
             entry = host.begin_entry(HOST_QUEUE, text)
             entry.end_ns = entry.start_ns  # its parts take the time, as in a simulation
-        self._helper = Helper(
-            f"turns of {self._text(pair.backward)}", lambda: self._run(pair.backward, backward), context
-        )
+        name = f"turns of {self._text(pair.backward)}"
+        self._helper = Helper(name, lambda: self._run(pair.backward, backward), set_up)
         try:
             self._take_turns(forward)
         except Exception as error:
@@ -270,9 +268,9 @@ class SeamTurns:
         self,
         forward: Callable[[], None],
         backward: Callable[[], None],
-        context: Callable[[], AbstractContextManager[None]],
+        set_up: Callable[[], None],
     ) -> None:
-        """Run both computations; ``context`` is that of the helper thread.
+        """Run both computations; ``set_up`` is called first in the thread of the backward.
 
         Raises:
             Exception: any error of a computation, with the pair as a note.
@@ -288,7 +286,7 @@ class SeamTurns:
             entries[pair.backward].end_ns = host.now()
 
         texts = " and ".join(text for _, text in pair.containers)
-        self._helper = Helper(f"turns of {dict(pair.containers)[pair.backward]}", run_backward, context)
+        self._helper = Helper(f"turns of {dict(pair.containers)[pair.backward]}", run_backward, set_up)
         try:
             self._resume()
             forward()

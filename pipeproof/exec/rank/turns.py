@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 JOIN_S = 10.0
 """Time that an abandoned helper has for its end. Only one that hangs in communication needs longer; it is a daemon."""
@@ -23,13 +22,11 @@ class TurnsEndedError(RuntimeError):
 class Helper:
     """A computation that runs in a thread of its own while the rank's thread waits in ``resume``, and only then.
 
-    ``name`` is that of the thread. ``work`` runs inside of ``context``, which is entered in the thread.
+    ``name`` is that of the thread, in which ``set_up`` is called before ``work``.
     """
 
-    def __init__(
-        self, name: str, work: Callable[[], None], context: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._work, self._context = work, context
+    def __init__(self, name: str, work: Callable[[], None], set_up: Callable[[], None]) -> None:
+        self._work, self._set_up = work, set_up
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._turn, self._back = threading.Lock(), threading.Lock()  # each is released to hand the turn over
         self._turn.acquire()
@@ -76,8 +73,8 @@ class Helper:
 
     def _run(self) -> None:
         try:
-            with self._context():
-                self._work()
+            self._set_up()
+            self._work()
         except BaseException as error:  # noqa: BLE001 - raised in the rank's thread
             self._error = error
         self.has_ended = True

@@ -259,4 +259,5 @@ def _prior_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     Where pairs overlap, a product would otherwise hold up the exchange of tokens that should run beside it.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = CONNECT_TIMEOUT  # noqa: SLF001 - as `new_group` sets it, which warns of another one
     return _group(ranks, options)

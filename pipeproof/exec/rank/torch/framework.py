@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ class TorchFramework:
     def num_threads(self) -> int:
         return int(torch.get_num_threads())
 
-    def as_this_thread(self) -> Callable[[], AbstractContextManager[None]]:
+    def as_this_thread(self) -> Callable[[], None]:
         return as_this_thread(self.device)
 
     def connect(self, rank: int, plan: LoweredPlan, progress: Callable[[str], None]) -> TorchWorld:

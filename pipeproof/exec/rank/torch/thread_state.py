@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
 
 import torch
 
 
-def as_this_thread(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Return a context for another thread, in which PyTorch computes as it does here now.
+def as_this_thread(device: torch.device) -> Callable[[], None]:
+    """Return a function that a new thread calls to compute with PyTorch as this one does now.
 
     That is on the same device and stream, which may be captured, with the same number of threads (on which the bits of
     products depend), gradient mode and autocast.
@@ -19,15 +18,16 @@ def as_this_thread(device: torch.device) -> Callable[[], AbstractContextManager[
     is_cast, cast_to = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     keeps_casts = torch.is_autocast_cache_enabled()
 
-    @contextmanager
-    def context() -> Iterator[None]:
-        with ExitStack() as stack:
-            torch.set_num_threads(num_threads)
-            if stream is not None:
-                torch.cuda.set_device(device)
-                stack.enter_context(torch.cuda.stream(stream))
-            stack.enter_context(torch.set_grad_enabled(records))
-            stack.enter_context(torch.autocast(device.type, cast_to, enabled=is_cast, cache_enabled=keeps_casts))
-            yield
+    def set_up() -> None:
+        torch.set_num_threads(num_threads)
+        if stream is not None:
+            torch.cuda.set_device(device)
+            torch.cuda.set_stream(stream)
+        torch.set_grad_enabled(records)
+        torch.set_autocast_enabled(device.type, is_cast)
+        torch.set_autocast_dtype(device.type, cast_to)
+        torch.set_autocast_cache_enabled(keeps_casts)
+        if is_cast:  # else the end of a nested autocast would clear the casts of all threads
+            torch.autocast_increment_nesting()
 
-    return context
+    return set_up

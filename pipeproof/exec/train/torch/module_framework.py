@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ class TorchModules(ScriptFramework[ModuleStage]):
         super().__init__(TorchArrays(device), stages)
         self._device = device
 
-    def as_this_thread(self) -> Callable[[], AbstractContextManager[None]]:
+    def as_this_thread(self) -> Callable[[], None]:
         return as_this_thread(self._device)
 
     def gradient(self, weight: nn.Parameter) -> torch.Tensor:
