@@ -75,7 +75,7 @@ def _merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _without(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
-    """What is in the intervals and not in the others."""
+    """The intervals without the others."""
     left: list[Interval] = []
     cuts = _merged(others)
     for begin, end in _merged(intervals):

@@ -158,7 +158,7 @@ class PairTurns:
         issued = []
         for call in calls:
             issued.append(self._begin(call))
-            self._hand_over(owner)
+            self._pass_turn(owner)
         results = [self._wait(one) for one in issued]
         self._begin_part()
         return results
@@ -195,7 +195,7 @@ class PairTurns:
         if left := {self._pair.forward, self._pair.backward} - self._ended:
             raise ProtocolError(f"all rows of the pair have run, and {self._text(min(left))} has not ended")
 
-    def _hand_over(self, owner: int) -> None:
+    def _pass_turn(self, owner: int) -> None:
         """Let others execute their rows, until the next one is the owner's."""
         if self._is_at(owner):
             return
@@ -258,7 +258,7 @@ class PairTurns:
 
 
 class SeamTurns:
-    """One execution of a pair without rows: its computations hand over at their seams, the backward first."""
+    """One execution of a pair without rows: its computations pass the turn at their seams, the backward first."""
 
     def __init__(self, pair: OverlappedPair, host: Host) -> None:
         self._pair, self._host = pair, host
@@ -299,7 +299,7 @@ class SeamTurns:
         finally:
             self._helper.close()
 
-    def hand_over(self) -> None:
+    def pass_turn(self) -> None:
         """Let the other computation run up to its next seam or its end."""
         if self._is_backward:
             self._helper.give_back()

@@ -52,7 +52,7 @@ class Helper:
                 raise self._error
 
     def give_back(self) -> None:
-        """Give the turn back and wait for the next one; call this inside the work, in whatever thread it runs.
+        """Give the turn back and wait for the next one; call this inside the work, also in another of its threads.
 
         Raises:
             TurnsEndedError: there is no next turn.

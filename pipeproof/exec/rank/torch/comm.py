@@ -256,7 +256,7 @@ def _group(ranks: Sequence[int], options: Any = None) -> dist.ProcessGroup:
 def _prior_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Make a group on NCCL whose kernels come before those of computations that wait for a multiprocessor.
 
-    Where pairs overlap, a product would otherwise hold up the exchange of tokens that should run beside it.
+    Where pairs overlap, a product would otherwise hold up the exchange of tokens that should run next to it.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = CONNECT_TIMEOUT  # noqa: SLF001 - as `new_group` sets it, which warns of another one

@@ -1,4 +1,4 @@
-"""Seams of a script's modules: places at which the two computations of an overlapped pair hand over to each other."""
+"""Seams of a script's modules: places at which the two computations of an overlapped pair pass the turn."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def seam(work: Work) -> None:
     Outside of a pair it only waits. Modules call it in their forward, and in the backward of their autograd functions.
     """
     if _running:
-        _running[-1].hand_over()
+        _running[-1].pass_turn()
     work.wait()
 
 
 @contextmanager
 def at_seams(turns: SeamTurns) -> Iterator[None]:
-    """Within the context ``seam`` hands over by ``turns``."""
+    """Within the context ``seam`` passes the turn by ``turns``."""
     _running.append(turns)
     try:
         yield
