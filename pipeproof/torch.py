@@ -15,6 +15,7 @@ from pipeproof.exec.train.torch.cut_sequential import stages_of_sequential
 from pipeproof.exec.train.torch.cut_transformers import causal_lm_loss, stages_of_transformers
 from pipeproof.exec.train.torch.model_stages import ModelStages
 from pipeproof.exec.train.torch.pipeline import Pipeline
+from pipeproof.exec.train.torch.seams import seam
 from pipeproof.exec.train.torch.stage_values import MicroBatches
 from pipeproof.exec.train.train_errors import PipelineError, PlanRefused
 
@@ -31,6 +32,7 @@ __all__ = [
     "check_backwards",
     "load_dcp",
     "save_dcp",
+    "seam",
     "stages_of_rank",
     "stages_of_sequential",
     "stages_of_transformers",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from measure import captured_anew
 
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.adapter import RankAdapter
@@ -78,6 +79,9 @@ class _Exchangeable:
     def now(self) -> int:
         return self.clock.now()
 
+    def end_of(self, block: Callable[[], object]) -> int:
+        return self.clock.end_of(block)
+
     def timed_entries(self, entries: Sequence[LogEntry]) -> Sequence[LogEntry]:
         return self.clock.timed_entries(entries)
 
@@ -125,12 +129,17 @@ class OurRank:
         self._forget_alone()
         return log
 
-    def replayed(self, num_replays: int) -> list[tuple[int, int]]:
-        """Starts and ends of replays of the whole step."""
+    def captured(self) -> Callable[[], tuple[int, int]]:
+        """A replay of the whole step, which returns its start and end."""
         self._use(self._plain)
         self.adapter.begin(0)
-        replay = captured(self._execute, self._device)
-        return [self._edges(replay) for _ in range(num_replays + 1)][1:]
+        replay = captured_anew(self._execute, self._device)
+        return lambda: self._edges(replay)
+
+    def replayed(self, num_replays: int) -> list[tuple[int, int]]:
+        """Starts and ends of replays of the whole step."""
+        replay = self.captured()
+        return [replay() for _ in range(num_replays + 1)][1:]
 
     def replayed_alone(self, num_replays: int) -> list[tuple[int, int]]:
         """The same of all that the rank computes, without any message: the least that its step can take."""

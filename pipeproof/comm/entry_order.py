@@ -16,6 +16,8 @@ when:
 - what runs on the ``host`` queue, and a transfer whose post holds the host,
   hold everything that the rank issues later;
 - entries of a queue of another name follow each other;
+- a part of a computation, and a collective between two parts, also follow the
+  one before them of the same computation, which may be on another queue;
 - transfers follow the one before them on their channel end and, on default
   queues, on the model's FIFO; with one FIFO for the device, all communication
   of the rank is one order;
@@ -95,6 +97,7 @@ class EntryOrder:
         self._peer: list[int] = graph.peer.tolist()
         self._group: list[int] = graph.group.tolist()
         self._rank: list[int] = graph.rank.tolist()
+        self._part_before: list[int] = graph.part_before.tolist()
         self._call: dict[int, list[int]] = {}
         calls: dict[tuple[int, int], list[int]] = defaultdict(list)
         number = calls_of(graph)
@@ -140,6 +143,8 @@ class EntryOrder:
             holds_host = holds_host or self._holds_host(op_id)
             by_default = by_default or self._queue[op_id] == NONE
             orders.update(dict.fromkeys(self.orders(op_id)))
+            if self._part_before[op_id] != NONE:
+                before.append(done(self._part_before[op_id]))
             if op_id in self._ahead:
                 before += map(done, self.members(self._ahead[op_id]))
         if goes_with_host or by_default:

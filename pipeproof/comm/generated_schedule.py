@@ -51,6 +51,7 @@ def plan_schedule(plan: PlanSpec) -> Schedule:
             costs=stage_costs(plan),
             memory_limit=schedule.memory_limit,
             placement=stages_of_ranks(plan) if kind.placement is Placement.ANY else None,
+            overlaps=schedule.turns is not None,
         )
         generated = kind.generate(request)
         return generated if placement is None or kind.placement is Placement.ANY else assigned(generated, placement)

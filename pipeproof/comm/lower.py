@@ -36,7 +36,7 @@ from pipeproof.comm.plan_context import PlanContext
 from pipeproof.comm.receive_order import Posts, early_receives, receives_as_sent, used_as_sent
 from pipeproof.comm.size_limit import TOO_LARGE, require_moderate_size
 from pipeproof.comm.step_end_rows import require_own_updates
-from pipeproof.cost.plan_times import link_times, with_times
+from pipeproof.cost.plan_times import link_times, shares_of_parts, with_times
 from pipeproof.diagnostics.finding import BadPlanAtError, BadPlanError, Finding, Severity
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.schedule.formats.read_schedule import (
@@ -81,12 +81,15 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
     require_moderate_size(plan, sum(len(calls) for layer in layers for calls in _calls(plan, layer)))
     stages = stage_layers(plan)
     device = None if plan.cost.analytic is None else plan.cost.analytic.device
-    links, plan = link_times(plan), with_times(plan)
+    shares, links, plan = shares_of_parts(plan), link_times(plan), with_times(plan)
     schedule = foreign.schedule if foreign is not None else plan_schedule(plan)
     edges = describe_boundaries(plan) if boundary is None else (Edge(((boundary,),)),) * (plan.num_stages - 1)
     activation = boundary or describe_boundary(plan)
-    context = PlanContext(plan, mesh, layers, stages, activation, edges, schedule, foreign, links=links, device=device)
+    context = PlanContext(plan, mesh, layers, stages, activation, edges, schedule, foreign, links=links, device=device,
+                          part_shares=shares)  # fmt: skip
     require_own_updates(context)
+    if plan.schedule.turns is not None and foreign is not None:
+        _require_pairs(foreign)
     is_early = plan.transport.recv_order != "just_in_time"
     if is_early:
         context = replace(context, receives=_received_early(context))
@@ -107,6 +110,25 @@ def _received_early(plan: PlanContext) -> tuple[Posts, ...]:
         fix = "remove recv_order, or move them in the file"
         raise BadPlanAtError(Finding("PP106", Severity.ERROR, message, help=fix), ("transport", "recv_order"))
     return early_receives(plan, 1 if recv_order == "prefetch_one" else None)
+
+
+def _require_pairs(foreign: ForeignSchedule) -> None:
+    """Refuse ``schedule.overlap`` where no computations overlap, or their program is given with its communication.
+
+    Raises:
+        BadPlanAtError: PP106.
+    """
+    if not foreign.computes_only:
+        why, fix = "has its own communication", "give computations alone"
+    elif not any(foreign.schedule.pairs):
+        why, fix = "has no computations that overlap", "write pairs as in (0F7;7B3)OVERLAP_F_B"
+    else:
+        return
+    message = f"`schedule.overlap` is of pairs that overlap, and the schedule of the plan {why}"
+    raise BadPlanAtError(Finding("PP106", Severity.ERROR, message, help=f"{fix}, or remove overlap"), _OVERLAP)
+
+
+_OVERLAP = ("schedule", "overlap")
 
 
 def _calls(plan: PlanSpec, layer: Layer) -> tuple[tuple[Collective, ...], ...]:

@@ -21,6 +21,7 @@ from pipeproof.stages.describe.boundary import Boundary, Edge, MicroBatchSize, w
 from pipeproof.stages.describe.layer import Layer, Parameter
 
 if TYPE_CHECKING:  # most plans need none of what times links
+    from pipeproof.cost.part_shares import PartShares
     from pipeproof.cost.transfer_times import LinkTimes
 
 
@@ -36,6 +37,7 @@ class PlanContext:
     before their use; see ``receive_order``. ``links`` has the times of
     messages and collectives; without, each message takes ``p2p_latency_us``
     and collectives nothing. ``device`` is that of ``cost.analytic``.
+    ``part_shares`` are those of computations that take turns.
     """
 
     spec: PlanSpec
@@ -49,6 +51,7 @@ class PlanContext:
     receives: tuple[Mapping[int, tuple[Op, ...]], ...] = ()
     links: LinkTimes | None = None
     device: DeviceName | None = None
+    part_shares: PartShares | None = None
 
     @property
     def programs(self) -> Programs:

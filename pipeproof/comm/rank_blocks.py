@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 from pipeproof.comm.boundary_tensors import PACKED, BoundaryTensors, is_packed
@@ -23,12 +24,19 @@ from pipeproof.schedule.ops import (
     OpKind,
     child_of,
     free_of,
+    part_of,
     wait_for,
 )
 from pipeproof.schedule.programs import Program
+from pipeproof.schedule.turns import turns_of_pair
+from pipeproof.specs.schedule import Side
 from pipeproof.stages.describe.boundary import Boundary
+from pipeproof.stages.describe.exchanges import exchanges
 from pipeproof.stages.describe.layer import Collective, CollectiveKind, backward_calls, weight_calls
 from pipeproof.stages.describe.transports import Transport, effective_transport, slice_range
+
+EXPERTS_QUEUE = "ep"
+"""The queue of the collectives over ``ep`` of computations that take turns."""
 
 _CHILD_KIND = {
     CollectiveKind.ALL_REDUCE: OpKind.ALL_REDUCE,
@@ -181,6 +189,40 @@ class RankBlocks:
         yield Row(op, batch=ANY)
         yield from self._children(op, work.variant)
 
+    def take_turns(self, works: Sequence[Work], batches: Sequence[int], order: Sequence[Side]) -> Iterator[Row]:
+        """A forward and a backward that take turns at the seams of each, in the cycle ``order``.
+
+        The two computations come first, as containers of their parts and collectives, and take no time themselves.
+        """
+        for work, batch in zip(works, batches, strict=True):
+            yield Row(Op(work.kind, work.stage, batch), batch=ANY)
+        sides: list[tuple[Op, list[list[Row]]]] = []
+        for work, batch in sorted(zip(works, batches, strict=True), key=lambda use: use[0].kind is not OpKind.FORWARD):
+            op = Op(work.kind, work.stage, batch)
+            sides.append((op, self._turns(op, work.variant)))
+        (_, forward), (backward_op, backward) = sides
+        defers = backward_op.kind is OpKind.BACKWARD
+        for turn in turns_of_pair(len(forward) - 1, len(backward) - 1, order, defers=defers):
+            if turn.side == "W":
+                yield Row(part_of(backward_op, turn.number, OpKind.WEIGHTS))
+            else:
+                yield from (forward if turn.side == "F" else backward)[turn.number]
+
+    def _turns(self, op: Op, variant: int) -> list[list[Row]]:
+        """The parts and collectives of a computation by turn: a part between each two exchanges."""
+        collectives = self._collectives(op, variant)
+        calls = iter(self._issued(op, collectives))
+        turns: list[list[Row]] = [[]]
+        cut = exchanges(collectives)
+        for index, exchange in enumerate(cut):
+            turns[-1].append(Row(part_of(op, index, OpKind.PART)))
+            for call in islice(calls, exchange.num_collectives):
+                turns[-1].append(replace(call, queue=EXPERTS_QUEUE) if call.op.axis == "ep" else call)
+            if exchange.is_seam:
+                turns.append([])
+        turns[-1].append(Row(part_of(op, len(cut), OpKind.PART)))
+        return turns
+
     def after(self, work: Work, batch: int) -> Iterator[Row]:
         """Sending the output of a computation."""
         send = self.send_of(work, batch)
@@ -317,7 +359,11 @@ class RankBlocks:
                 yield Row(op, NONE, m.tensor, m.start, m.stop, group, shift=self._shift(m))
 
     def _children(self, op: Op, variant: int) -> Iterator[Row]:
-        """The collectives inside a computation; their sizes go with the tokens of the micro-batch."""
+        """The collectives inside a computation."""
+        return self._issued(op, self._collectives(op, variant))
+
+    def _collectives(self, op: Op, variant: int) -> list[Collective]:
+        """Those inside a computation; their sizes go with the tokens of the micro-batch."""
         spec = self._plan.spec
         length = spec.model.seq_length
         full = length * spec.schedule.micro_batch_size  # what the layers are described for
@@ -329,11 +375,10 @@ class RankBlocks:
             parts = {OpKind.BACKWARD_INPUT: [backward_calls], OpKind.BACKWARD_WEIGHT: [weight_calls]}
             calls = parts.get(op.kind, [backward_calls, weight_calls])
             collectives = [c for part in calls for layer in reversed(layers) for c in part(spec, layer)]
-        scaled = (
+        return [
             replace(c, numel=c.numel * num_tokens // full) if num_tokens != full and c.per_token else c
             for c in collectives
-        )
-        yield from self._issued(op, scaled)
+        ]
 
     def _issued(self, parent: Op, collectives: Iterable[Collective]) -> Iterator[Row]:
         for index, collective in enumerate(collectives):

@@ -8,6 +8,7 @@ from pipeproof.comm.rank_blocks import RankBlocks, Work
 from pipeproof.schedule.blocks import ANY, ANY_OTHER, Blocks
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.ops import Op, OpKind
+from pipeproof.specs.schedule import Side
 
 
 class RankWriter:
@@ -15,10 +16,18 @@ class RankWriter:
 
     ``posts`` has for some places of the rank's program whose inputs are to be
     received before the computation there; before any other one its own is.
+    ``turns`` is the cycle in which overlapped computations take turns; without
+    it each of them is whole.
     """
 
-    def __init__(self, rank: RankBlocks, blocks: Blocks, posts: Mapping[int, Sequence[Op]]) -> None:
-        self._rank, self._blocks, self._posts = rank, blocks, posts
+    def __init__(
+        self,
+        rank: RankBlocks,
+        blocks: Blocks,
+        posts: Mapping[int, Sequence[Op]],
+        turns: Sequence[Side] | None = None,
+    ) -> None:
+        self._rank, self._blocks, self._posts, self._turns = rank, blocks, posts, turns
         self._single: dict[Work, tuple[int, int | None]] = {}
         self._others: dict[tuple[tuple[Work, ...], bool], int] = {}
         self._receives: dict[Work, int] = {}
@@ -110,10 +119,17 @@ class RankWriter:
         return work_item, work
 
     def _rows(self, works: Sequence[Work], *, received: bool = False) -> Iterator[Row]:
+        batches = (ANY, ANY_OTHER)[: len(works)]
         before = self._rank.ready if received else self._rank.before
-        for part in (before, self._rank.compute, self._rank.after):
-            for work, batch in zip(works, (ANY, ANY_OTHER), strict=False):
-                yield from part(work, batch)
+        for work, batch in zip(works, batches, strict=True):
+            yield from before(work, batch)
+        if self._turns is not None and len(works) > 1:
+            yield from self._rank.take_turns(works, batches, self._turns)
+        else:
+            for work, batch in zip(works, batches, strict=True):
+                yield from self._rank.compute(work, batch)
+        for work, batch in zip(works, batches, strict=True):
+            yield from self._rank.after(work, batch)
 
     def _wait_block(self, work: Work) -> int | None:
         if work not in self._waits:

@@ -20,6 +20,9 @@ gather, and one to spare for the step's end."""
 _MOST_SHAPE_OPS = 8
 """Two META messages each way, with their waits."""
 
+_MOST_PARTS = 3
+"""The last parts of a forward and of a backward, and its last weight gradients."""
+
 TOO_LARGE = RuleDoc(
     code="PP116",
     title="the plan has more operations than this release holds in memory",
@@ -47,6 +50,8 @@ def require_moderate_size(plan: PlanSpec, num_collectives: int = 0) -> None:
     num_items = num_batches * plan.num_stages
     kind = SCHEDULE_KINDS.get(schedule.kind)
     most = num_batches * num_collectives + _MOST_TRANSFER_OPS * num_items
+    if schedule.turns is not None:  # a part behind each collective, and weight gradients behind those of backward
+        most += 2 * num_batches * num_collectives + _MOST_PARTS * num_items
     most += _MOST_SHAPE_OPS * num_items if plan.transport.shape_exchange == "per_message" else 0
     most += _MOST_COMPUTATIONS * num_items if kind is None else kind.num_computations(plan.topology.pp, num_items)
     if most > MAX_OPERATIONS:

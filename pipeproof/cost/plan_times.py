@@ -10,6 +10,7 @@ from pipeproof.specs.exact_times import rounded_up
 from pipeproof.specs.plan import PlanSpec
 
 if TYPE_CHECKING:
+    from pipeproof.cost.part_shares import PartShares
     from pipeproof.cost.transfer_times import LinkTimes
 
 
@@ -37,7 +38,7 @@ def resolved_cost(plan: PlanSpec) -> CostSpec:
     if plan.cost.profile is not None:
         from pipeproof.cost.measured_profile import ProfileTimes
 
-        profile = _slowed_down(ProfileTimes.of_plan(plan).resolved(plan), plan.cost.recv_slowdown)
+        profile = _slowed_down(ProfileTimes.of_plan(plan).resolved(plan), plan, plan.cost.recv_slowdown)
         return _with_host(profile, plan.cost.host_bandwidth)
     analytic = plan.cost.analytic
     if analytic is None:
@@ -45,9 +46,18 @@ def resolved_cost(plan: PlanSpec) -> CostSpec:
     from pipeproof.cost.analytic_times import AnalyticCosts
 
     costs, given = AnalyticCosts(plan, analytic), plan.cost.recv_slowdown
-    times = _slowed_down(costs.resolved(plan.cost.p2p), costs.device.recv_slowdown if given is None else given)
+    times = _slowed_down(costs.resolved(plan.cost.p2p), plan, costs.device.recv_slowdown if given is None else given)
     buckets = {"bucket_size": plan.cost.bucket_size, "gather_weights": plan.cost.gather_weights}
     return _with_host(times, costs.host_bandwidth).model_copy(update=buckets)
+
+
+def shares_of_parts(plan: PlanSpec) -> PartShares | None:
+    """The shares of the parts of each stage; None for plans whose computations take no turns."""
+    if plan.schedule.turns is None:
+        return None
+    from pipeproof.cost.part_shares import part_shares
+
+    return part_shares(plan)
 
 
 def link_times(plan: PlanSpec) -> LinkTimes | None:
@@ -101,6 +111,7 @@ def _with_host(cost: CostSpec, bandwidth: float | None) -> CostSpec:
     return cost if bandwidth is None else cost.model_copy(update={"host_bandwidth": bandwidth})
 
 
-def _slowed_down(cost: CostSpec, recv_slowdown: Fraction | None) -> CostSpec:
-    """With what a receive that is under way costs the computations of its rank, which is none of the times."""
-    return cost if recv_slowdown is None else cost.model_copy(update={"recv_slowdown": recv_slowdown})
+def _slowed_down(cost: CostSpec, plan: PlanSpec, recv_slowdown: Fraction | None) -> CostSpec:
+    """With what a receive, or an all-to-all, that is under way costs the computations of its rank."""
+    shares = {"recv_slowdown": recv_slowdown, "collective_slowdown": plan.cost.collective_slowdown}
+    return cost.model_copy(update={key: share for key, share in shares.items() if share is not None})

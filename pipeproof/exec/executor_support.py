@@ -18,6 +18,7 @@ from pipeproof.schedule.ops import (
     COMPUTE_KINDS,
     GATHER_KINDS,
     META_KINDS,
+    PART_KINDS,
     SLICE_KINDS,
     TRANSFER_KINDS,
     UPDATE_KINDS,
@@ -30,7 +31,7 @@ from pipeproof.verify.subject import Subject
 _KNOWN = (
     TRANSFER_KINDS - META_KINDS | SLICE_KINDS | GATHER_KINDS
     | COMPUTE_KINDS | UPDATE_KINDS | {OpKind.WAIT, OpKind.FREE, OpKind.STEP}
-    | {OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL}
+    | {OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL} | PART_KINDS
 )  # fmt: skip
 """Kinds of operations that the adapter executes."""
 
@@ -79,6 +80,8 @@ def _plan_refusals(subject: Subject) -> Iterator[Refusal]:
     yield from _transport_refusals(spec)
     if spec.topology.cp > 1:
         yield from _context_parallel_refusals(spec)
+    if spec.schedule.turns is not None and spec.run.backend != "torch":
+        yield ("schedule", "overlap"), "the plan has schedule.overlap and backend paddle, whose collectives all block"
     for key in ("nodes_per_token", "dispatch_dtype"):
         if getattr(spec.model.moe, key, None) is not None:
             yield ("model", "moe", key), f"the plan has model.moe.{key}"
@@ -106,13 +109,15 @@ def _transport_refusals(spec: PlanSpec) -> Iterator[Refusal]:
 
 
 def _rehearsal_refusals(spec: PlanSpec) -> Iterator[Refusal]:
-    """Messages that cannot be rehearsed.
+    """Messages and turns that cannot be rehearsed.
 
-    A packed one has bytes in place of elements that could be marked. Paddle on a GPU makes views of a slot with
+    A packed one has bytes in place of elements that could be marked. Stages without values take no turns. Paddle on a GPU makes views of a slot with
     kernels, which may fail silently.
     """
     if spec.transport.messages == "packed":
         yield ("transport", "messages"), "the plan has packed messages and is rehearsed"
+    if spec.schedule.turns is not None:
+        yield ("schedule", "overlap"), "the plan is rehearsed with schedule.overlap"
     if spec.run.backend == "paddle" and spec.run.device == "gpu":
         for key in ("receive_slots", "send_slots"):
             if getattr(spec.buffers, key) is not None:
@@ -144,6 +149,7 @@ def _graph_refusals(subject: Subject) -> Iterator[Refusal]:
     on_other_queue = ~transfers & ~np.isin(graph.queue, (NONE, COMPUTE_QUEUE, HOST_QUEUE))
     if spec.schedule.reduce_gradients == "when_ready" and GRADIENTS_QUEUE in graph.queues:
         on_other_queue &= graph.queue != graph.queues.index(GRADIENTS_QUEUE)
+    on_other_queue &= graph.part_before == NONE  # collectives of pairs that take turns run while the rank computes
     if not _has_threads(spec):
         on_other_queue |= transfers & (graph.queue != NONE)
     for op_id in np.flatnonzero(on_other_queue)[:1].tolist():

@@ -11,6 +11,7 @@ the matching of messages, the lifetimes of buffers, or the sums of gradients.
 - ``reads``, ``writes`` and ``frees`` name memory that an operation uses while
   it runs. A WAIT uses none, a FREE only frees, and an exchange of shapes and
   a barrier carry no elements.
+- A PART or WEIGHTS is no part of a call, since turns have an order. Its computation has the sums and scales.
 - ``peer`` and ``communicator`` select the channel of a transfer. A broadcast
   has a peer too: its root.
 - ``tensor`` and ``range`` are the elements that a transfer carries, a SLICE
@@ -82,6 +83,7 @@ TABLE = (
     Legal("ALL_REDUCE REDUCE_SCATTER", f"{_RUNS} group tensor range reduction scale", "sum avg max", "REDUCE_GRAD"),
     Legal("ALL_GATHER ALL_TO_ALL", f"{_RUNS} group tensor range"),
     Legal("ALL_GATHER ALL_TO_ALL", f"{_RUNS} group tensor range reduction", "sum", _PARENTS),
+    Legal("PART WEIGHTS", "queue reads writes frees"),
     Legal("BROADCAST", f"{_RUNS} group tensor range peer"),
     Legal("BARRIER", "queue batch group"),
 )

@@ -22,6 +22,7 @@ from pipeproof.schedule.ops import (
     FORWARD_KINDS,
     KIND_CODE,
     KINDS,
+    PART_KINDS,
     SEND_KINDS,
     TRANSFER_KINDS,
     UPDATE_KINDS,
@@ -226,10 +227,10 @@ def with_children(waits_for: IntColumn, parent: IntColumn) -> IntColumn:
 
 
 def parent_column(columns: Columns, rank: IntColumn) -> IntColumn:
-    """The computation, reduction or gather that each child collective belongs to: the last of that name before it."""
+    """The computation, reduction or gather that each child collective or part is of: the last of that name before."""
     values = columns.values
     parent = np.full(len(rank), NONE, dtype=np.int64)
-    children = np.flatnonzero(is_kind(values["kind"], CHILD_KINDS) & (values["target_kind"] != NONE))
+    children = np.flatnonzero(is_kind(values["kind"], CHILD_KINDS | PART_KINDS) & (values["target_kind"] != NONE))
     if not len(children):
         return parent
     owns = is_kind(values["kind"], COMPUTE_KINDS | UPDATE_KINDS)
@@ -242,21 +243,39 @@ def parent_column(columns: Columns, rank: IntColumn) -> IntColumn:
     own_axis = values["axis"][candidate]
     fits &= ~of_update | (own_axis == values["axis"][children]) | (own_axis == NONE)
     parent[children[fits]] = candidate[fits]
-    for child in children[~fits].tolist():
-        parent[child] = _last_parent(columns, child, int(columns.offsets[rank[child]]), np.flatnonzero(owns))
+    if not fits.all():
+        parent[children[~fits]] = _last_of_name(columns, rank, children[~fits], np.flatnonzero(owns))
     return parent
 
 
-def _last_parent(columns: Columns, child: int, first: int, owners: IntColumn) -> int:
-    values = columns.values
-    before = owners[(owners >= first) & (owners < child)]
-    same = (
-        (values["kind"][before] == values["target_kind"][child])
-        & (values["stage"][before] == values["stage"][child])
-        & (values["work_item"][before] == values["work_item"][child])
-    )
-    matching = before[same]
-    return int(matching[-1]) if len(matching) else NONE
+def _last_of_name(columns: Columns, rank: IntColumn, children: IntColumn, owners: IntColumn) -> IntColumn:
+    """For each child the last before it of ``owners`` that has the kind of its target, its stage and work item."""
+    values, both = columns.values, np.concatenate([owners, children])
+    named = np.concatenate([values["kind"][owners], values["target_kind"][children]])
+    key = packed(rank[both], named, values["stage"][both], values["work_item"][both])
+    order = np.lexsort((both, key))  # an owner of a key is before the children that follow it
+    is_owner = order < len(owners)
+    last = np.maximum.accumulate(np.where(is_owner, np.arange(len(order)), NONE))
+    known = last >= _group_starts(key[order])
+    found = np.where(known, both[order][np.where(known, last, 0)], NONE)
+    result = np.empty(len(both), dtype=np.int64)
+    result[order] = found
+    return result[len(owners) :]
+
+
+def part_before_column(columns: Columns, parent: IntColumn) -> IntColumn:
+    """For each PART and each collective of a computation that has PARTs: the one before it of the same computation."""
+    before = np.full(len(parent), NONE, dtype=np.int64)
+    kind = columns.values["kind"]
+    parts = np.flatnonzero((kind == KIND_CODE[OpKind.PART]) & (parent != NONE))
+    if len(parts):
+        has_parts = np.zeros(len(parent), dtype=bool)
+        has_parts[parent[parts]] = True
+        rows = np.flatnonzero((parent != NONE) & (kind != KIND_CODE[OpKind.WEIGHTS]))
+        rows = rows[has_parts[parent[rows]]]
+        edges = chain_edges(rows, parent[rows])
+        before[edges[:, 1]] = edges[:, 0]
+    return before
 
 
 READS: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(

@@ -47,7 +47,8 @@ class Request:
 
     ``costs`` has the times of every stage, in any unit. ``memory_limit`` is
     the most chunk activations that a rank may hold. ``group_size`` is how many
-    micro-batches go through a chunk at a time.
+    micro-batches go through a chunk at a time. ``overlaps`` asks for a
+    schedule in which forwards overlap with backwards.
     """
 
     num_ranks: int
@@ -59,6 +60,7 @@ class Request:
     costs: StageCosts | None = None
     memory_limit: int | None = None
     placement: tuple[tuple[int, ...], ...] | None = None
+    overlaps: bool = False
 
     @property
     def stage_costs(self) -> StageCosts:
@@ -152,6 +154,7 @@ _KINDS = (
         "a short warm-up, then alternately one forward and one backward",
         "Narayanan et al., PipeDream, arXiv:1806.03377; with the flush, arXiv:2104.04473",
         generator="one_f_one_b",
+        arguments=lambda r: (*_sizes(r), r.overlaps),
     ),
     ScheduleKind(
         "eager_1f1b",
@@ -162,7 +165,7 @@ _KINDS = (
         "interleaved",
         "1F1B that alternates between several stages of each rank",
         "Narayanan et al., Megatron-LM, arXiv:2104.04473",
-        arguments=lambda r: (*_sizes(r), r.num_chunks, r.variant or VARIANTS[0], r.group_size),
+        arguments=lambda r: (*_sizes(r), r.num_chunks, r.variant or VARIANTS[0], r.group_size, r.overlaps),
         min_chunks=2,
         max_chunks=None,
         variants=VARIANTS,

@@ -36,6 +36,7 @@ from pipeproof.schedule.derive import (
     match_column,
     packed,
     parent_column,
+    part_before_column,
     position_column,
     sorted_edges,
     waits_for_column,
@@ -84,7 +85,9 @@ class OpGraph:
       those that its rank issues on its group;
     - ``match``: the op id of a transfer's other end;
     - ``waits_for``: the op id that a WAIT waits for, of one with collectives below it the last of these;
-    - ``parent``: the op id that a child collective belongs to.
+    - ``parent``: the op id that a child collective or a part belongs to;
+    - ``part_before``: of a PART, and of a collective of a computation that has PARTs, the one before it of the same
+      computation, which it follows and which may be on another queue.
 
     ``NONE`` means that there is no such value. ``offsets[r] : offsets[r + 1]``
     are the op ids of rank r. ``global_rank[r]`` is the rank of the mesh that
@@ -117,6 +120,7 @@ class OpGraph:
         self.position = position_column(columns, self.rank, self.channel)
         self.match = match_column(self.kind, self.channel, self.position)
         self.parent = parent_column(columns, self.rank)
+        self.part_before = part_before_column(columns, self.parent)
         self.waits_for = with_children(waits_for_column(columns, self.rank), self.parent)
         self.ops: Sequence[Op] = OpsById(columns)
         self.edges: Mapping[EdgeKind, IntColumn] = EdgesByKind(self._edges_of)
@@ -252,7 +256,12 @@ class OpGraph:
                 waits = np.flatnonzero(self.waits_for != NONE)
                 return sorted_edges(self.waits_for[waits], waits)
             case EdgeKind.DATA:
-                return data_edges(self.kind, self.rank, self.stage, self.work_item)
+                of_tensors = data_edges(self.kind, self.rank, self.stage, self.work_item)
+                later = np.flatnonzero(self.part_before != NONE)
+                if not len(later):
+                    return of_tensors
+                between = np.concatenate([of_tensors, np.stack([self.part_before[later], later], axis=1)])
+                return sorted_edges(between[:, 0], between[:, 1])
 
     @cached_property
     def nx(self) -> nx.DiGraph[int]:

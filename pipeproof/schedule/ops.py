@@ -6,7 +6,8 @@ overlap (``2F0``, ``3SEND_F1``, ``1RECV_B0``, ``2UNSHARD``) and extends it:
 
 EBNF::
 
-    op         = compute | copy | transfer | transport | collective | child | update | scale | stage_op | wait | free ;
+    op         = compute | copy | transfer | transport | collective | child | part | update | scale | stage_op | wait
+               | free ;
     compute    = stage , ( "F" | "B" | "I" | "W" ) , work_item ;
     copy       = stage , ( "OFFLOAD" | "RELOAD" ) , work_item ;
     transfer   = stage , ( "SEND" | "RECV" ) , [ "_META" ] , direction , work_item ;
@@ -15,6 +16,7 @@ EBNF::
     direction  = "_F" | "_B" ;
     collective = stage , call , [ micro_batch ] , ":" , axis ;
     child      = ( compute | update ) , "/" , index , "." , call , ":" , axis ;
+    part       = compute , "/" , index , "." , ( "PART" | "WEIGHTS" ) ;
     call       = "ALL_REDUCE" | "ALL_GATHER" | "REDUCE_SCATTER" | "ALL_TO_ALL" | "BROADCAST" | "BARRIER" ;
     update     = stage , ( "REDUCE_GRAD" | "GATHER_WEIGHT" ) , [ ":" , axis ] ;
     scale      = stage , "SCALE_GRAD" , [ micro_batch ] ;
@@ -30,6 +32,8 @@ split of a micro-batch (``2F0.s1``). A ``META`` transfer is an exchange of shape
 ``OFFLOAD`` copies what a forward keeps for its backward into host memory, ``RELOAD`` copies it back.
 ``UNSHARD`` and ``RESHARD`` gather and drop a stage's sharded weights (FSDP).
 ``GATHER_WEIGHT`` joins the shares of a stage's weights that ranks have updated (a sharded optimizer).
+``PART`` is what a computation does between two of its collectives, ``WEIGHTS`` the weight gradients that a backward
+has deferred: the parts of a pair that takes turns (``schedule.overlap``).
 Parsing matches the whole string: ``2F0x``, ``02F0`` and ``2f0`` are refused.
 """
 
@@ -77,6 +81,8 @@ class OpKind(StrEnum):
     GATHER_WEIGHT = "GATHER_WEIGHT"
     OFFLOAD = "OFFLOAD"
     RELOAD = "RELOAD"
+    PART = "PART"
+    WEIGHTS = "WEIGHTS"
 
     __hash__ = str.__hash__  # the enum's own is Python code, and every operation of a graph is hashed
 
@@ -86,6 +92,8 @@ KINDS: tuple[OpKind, ...] = tuple(OpKind)
 KIND_CODE: Mapping[OpKind, int] = MappingProxyType({kind: code for code, kind in enumerate(KINDS)})
 
 COMPUTE_KINDS = frozenset({OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
+PART_KINDS = frozenset({OpKind.PART, OpKind.WEIGHTS})
+"""Parts of a computation that takes turns with another one; its own row is their container."""
 COPY_KINDS = frozenset({OpKind.OFFLOAD, OpKind.RELOAD})
 """Copies of a work item's activations between device and host memory."""
 META_KINDS = frozenset(
@@ -138,7 +146,7 @@ class Op(NamedTuple):
     ``micro_batch`` is None for operations of a whole step; ``split`` is the
     split of its sequences, if these are split. ``target`` is what
     a ``WAIT`` waits for and a ``FREE`` frees, or the parent of a child
-    collective; ``index`` is the child's place among its parent's collectives;
+    collective or part; ``index`` is the child's place among its parent's collectives, or its parts of one kind;
     ``axis`` the mesh axis of a reduction or collective.
     """
 
@@ -155,6 +163,8 @@ class Op(NamedTuple):
             return f"{self.kind}({self.target})"
         if self.kind in CHILD_KINDS and self.target is not None:
             return f"{self.target}/{self.index}.{self.kind}:{self.axis}"
+        if self.kind in PART_KINDS:
+            return f"{self.target}/{self.index}.{self.kind}"
         micro_batch = "" if self.micro_batch is None else self.micro_batch
         split = "" if self.split is None else f".s{self.split}"
         axis = "" if self.axis is None else f":{self.axis}"
@@ -181,6 +191,11 @@ def child_of(parent: Op, index: int, kind: OpKind, axis: str) -> Op:
     return Op(kind, parent.stage, parent.micro_batch, target=parent, index=index, axis=axis, split=parent.split)
 
 
+def part_of(parent: Op, index: int, kind: OpKind) -> Op:
+    """The ``index``-th part of ``parent``: PART or WEIGHTS."""
+    return Op(kind, parent.stage, parent.micro_batch, target=parent, index=index, split=parent.split)
+
+
 def _names(kinds: frozenset[OpKind]) -> str:
     """A pattern for the kinds' marks; longer marks first, for one may begin another."""
     return "|".join(sorted((str(kind) for kind in kinds), key=lambda name: (-len(name), name)))
@@ -196,6 +211,7 @@ _SCALE = re.compile(rf"{_NUMBER}SCALE_GRAD{_NUMBER}?", re.ASCII)
 _STAGE_OP = re.compile(rf"{_NUMBER}(STEP|UNSHARD|RESHARD)", re.ASCII)
 _TARGETED = re.compile(r"(WAIT|FREE)\(([^()]*)\)")
 _CHILD = re.compile(rf"([^/]*)/{_NUMBER}\.({_names(CHILD_KINDS)}):{_AXIS}", re.ASCII)
+_PART = re.compile(rf"([^/]*)/{_NUMBER}\.({_names(PART_KINDS)})", re.ASCII)
 
 
 def parse_op(text: str) -> Op:
@@ -224,4 +240,9 @@ def parse_op(text: str) -> Op:
                 f"{text!r}: a child collective belongs to a compute, REDUCE_GRAD or GATHER_WEIGHT op, not {parent}"
             )
         return child_of(parent, int(match[2]), OpKind(match[3]), match[4])
+    if match := _PART.fullmatch(text):
+        parent = parse_op(match[1])
+        if parent.kind not in COMPUTE_KINDS:
+            raise ValueError(f"{text!r}: a part belongs to a compute op, not {parent}")
+        return part_of(parent, int(match[2]), OpKind(match[3]))
     raise ValueError(f"{text!r} is not an operation; examples: 2F0, 3SEND_B1, WAIT(1RECV_F0), 0STEP")

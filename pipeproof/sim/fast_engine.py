@@ -144,6 +144,8 @@ class _Run:
             or (graph.queue != NONE)[self._is_transfer].any()
         ):
             raise NotTimedError("operations are on named queues other than reductions and copies")
+        if (graph.part_before != NONE).any():
+            raise NotTimedError("computations take turns")
         if (graph.batch != NONE)[~graph.is_kind(COMPUTE_KINDS)].any():
             raise NotTimedError("operations are called in batches")
         if self._durations.recv_slowdown and self._computes_during_receives():

@@ -23,6 +23,7 @@ from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import COMPUTE_KINDS, Op, OpKind
 from pipeproof.sim.host_copies import copy_times
 from pipeproof.sim.link_costs import LinkDurations, link_durations
+from pipeproof.sim.part_times import part_ticks, takes_turns
 from pipeproof.sim.sim_codes import NO_ROOM
 from pipeproof.specs.cost import CostSpec
 from pipeproof.specs.exact_times import GRID_US
@@ -50,7 +51,8 @@ class Durations:
     ``message_ticks`` holds the time of each message at the op id of its send,
     where they differ; without it, each takes ``latency_ticks``.
     ``recv_slowdown`` is the share by which a computation gets longer while a
-    receive of its rank is pending.
+    receive of its rank is pending, ``collective_slowdown`` while an exchange
+    of a pair that takes turns is under way.
     """
 
     ticks: tuple[int, ...]
@@ -59,6 +61,7 @@ class Durations:
     overlapped: Mapping[int, int] = field(default_factory=dict)
     message_ticks: tuple[int, ...] | None = None
     recv_slowdown: Fraction = Fraction(0)
+    collective_slowdown: Fraction = Fraction(0)
 
     def message(self, send: int) -> int:
         """Ticks from the start of a message to its arrival."""
@@ -69,7 +72,8 @@ def durations_of(lowered: LoweredPlan) -> Durations:
     """Durations of the operations of a plan's graph.
 
     F, B, I and W take the time that the plan gives for their stage, a sequence
-    split its share of that, and STEP the time of the optimizer. Copies to and from
+    split its share of that, and STEP the time of the optimizer. One that takes
+    turns takes no time itself, and its parts share that time. Copies to and from
     host memory take the time of their bytes. Messages and
     collectives take the times of ``lowered.links``. The time of a stage
     includes its collectives: their time on the slowest rank, for the largest
@@ -83,10 +87,10 @@ def durations_of(lowered: LoweredPlan) -> Durations:
     overlapped = _overlapped(graph)
     works = _Works(lowered, timed, overlapped)
     copies = copy_times(lowered)
-    slowdown = cost.recv_slowdown or _ZERO
+    slowdown, of_collectives = cost.recv_slowdown or _ZERO, cost.collective_slowdown or _ZERO
     times = (cost.p2p_latency_us, *works.own_us, *works.pairs_us.values(), *(() if links is None else links.grid_us))
-    # a slowed computation ends on a tick, so ticks are at most this long
-    grid = (GRID_US,) if slowdown or copies else ()
+    # slowed computations and parts end on a tick, so ticks are at most this long
+    grid = (GRID_US,) if slowdown or of_collectives or copies or works.have_parts else ()
     ticks_per_us = lcm(*(time.denominator for time in (*times, *grid)))
     ticks = works.ticks(ticks_per_us)
     for op_id, copy_us in copies.items():
@@ -99,7 +103,13 @@ def durations_of(lowered: LoweredPlan) -> Durations:
             ticks[op_id] = time * per_ns
         messages = tuple(time * per_ns for time in timed.messages.tolist())
     return Durations(
-        tuple(ticks), int(cost.p2p_latency_us * ticks_per_us), ticks_per_us, overlapped, messages, slowdown
+        tuple(ticks),
+        int(cost.p2p_latency_us * ticks_per_us),
+        ticks_per_us,
+        overlapped,
+        messages,
+        slowdown,
+        of_collectives,
     )
 
 
@@ -113,6 +123,8 @@ class _Works:
         self._lowered, graph = lowered, lowered.graph
         cost, share = lowered.spec.cost, max(1, graph.num_splits)
         self._rows = np.flatnonzero(graph.is_kind(_WORK_KINDS))
+        self._taking_turns = takes_turns(graph)
+        self.have_parts = bool(self._taking_turns.any())
         _, examples, sort = np.unique(
             packed(graph.kind[self._rows], graph.stage[self._rows]), return_index=True, return_inverse=True
         )
@@ -140,6 +152,12 @@ class _Works:
         """Ticks by op id, 0 for operations of other kinds."""
         table = [0, *(int(time * ticks_per_us) for time in self.own_us)]
         ticks = [table[place] for place in self._place.tolist()]
+        if self.have_parts:
+            for container in np.flatnonzero(self._taking_turns).tolist():
+                ticks[container] = 0
+            rows, of_parts = part_ticks(self._lowered, lambda op_id: self.own_us[self._place[op_id] - 1], ticks_per_us)
+            for op_id, num_ticks in zip(rows.tolist(), of_parts, strict=True):
+                ticks[op_id] = num_ticks
         for first, time in self.pairs_us.items():
             ticks[first] = int(time * ticks_per_us)
         return ticks
@@ -155,8 +173,8 @@ class _Works:
 
 
 def _overlapped(graph: OpGraph) -> dict[int, int]:
-    """The overlapped pairs: the second of two computations of a batch, by the first."""
-    computes = np.flatnonzero(graph.is_kind(COMPUTE_KINDS) & (graph.batch != NONE))
+    """The overlapped pairs that run as wholes: the second of two computations of a batch, by the first."""
+    computes = np.flatnonzero(graph.is_kind(COMPUTE_KINDS) & (graph.batch != NONE) & ~takes_turns(graph))
     first, second = computes[:-1], computes[1:]
     same = (graph.batch[first] == graph.batch[second]) & (graph.rank[first] == graph.rank[second])
     return dict(zip(first[same].tolist(), second[same].tolist(), strict=True))

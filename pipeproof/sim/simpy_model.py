@@ -15,10 +15,11 @@ channel model: which operations share a FIFO, which block the host. An operation
 - a collective is done when its duration has passed since its last member
   started; the k-th calls of all members of a group are one collective;
 - a computation is slowed down while a receive of its rank is pending (posted and
-  not done), on devices whose receives spin.
+  not done), on devices whose receives spin, and while an exchange of a pair that
+  takes turns is under way, from the start of its last member.
 
-The collectives inside a computation follow it in its program. The computation
-ends with the last of them.
+The collectives inside a computation follow it in its program, and so do its
+parts if it takes turns. The computation ends with the last of them.
 
 The model never chooses between two possible events, so all times follow from
 the graph alone. The k-th send of a channel matches its k-th receive. The model
@@ -40,7 +41,8 @@ from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
 from pipeproof.sim.op_durations import Durations
 from pipeproof.sim.outcome import Outcome
-from pipeproof.sim.slowed_work import SlowedWork
+from pipeproof.sim.part_times import exchanges_of_pairs
+from pipeproof.sim.slowed_work import EXCHANGE, RECEIVE, SlowedWork
 
 
 class Wires(Protocol):
@@ -91,8 +93,9 @@ class _Model:
         self._held: dict[int, list[int]] = defaultdict(list)
         """Sends that wait for buffer room, by the receive that frees it."""
         self._met: dict[tuple[int, int], list[int]] = defaultdict(list)
-        slowdown = durations.recv_slowdown
-        self._work = SlowedWork(self._env, graph.num_ranks, slowdown, self._computed) if slowdown else None
+        slowdowns = durations.recv_slowdown, durations.collective_slowdown
+        self._work = SlowedWork(self._env, graph.num_ranks, slowdowns, self._computed) if any(slowdowns) else None
+        self._is_exchange = set(exchanges_of_pairs(graph).tolist()) if durations.collective_slowdown else set()
 
     def run(self) -> Outcome:
         for rank in range(self._graph.num_ranks):
@@ -186,10 +189,19 @@ class _Model:
             return
         over = self._wires.collective(met) if self._wires else None
         for member in met:
+            then = self._done
+            if self._work is not None and member in self._is_exchange:
+                self._work.transfer_starts(self._rank[member], EXCHANGE)
+                then = self._exchanged
             if over is not None:
-                self._when(over, self._done, member)
+                self._when(over, then, member)
             else:
-                self._later(self._durations.ticks[member], self._done, member)
+                self._later(self._durations.ticks[member], then, member)
+
+    def _exchanged(self, op_id: int) -> None:
+        assert self._work is not None
+        self._work.transfer_ends(self._rank[op_id], EXCHANGE)
+        self._done(op_id)
 
     def _send(self, op_id: int) -> None:
         receive, awaited = self._match[op_id], self._awaited.get(op_id)
@@ -208,7 +220,7 @@ class _Model:
 
     def _receive(self, op_id: int) -> None:
         if self._work is not None:
-            self._work.receive_starts(self._rank[op_id])
+            self._work.transfer_starts(self._rank[op_id], RECEIVE)
         send = self._match[op_id]
         if send == NONE:
             return
@@ -247,7 +259,7 @@ class _Model:
 
     def _received(self, op_id: int) -> None:
         if self._work is not None:
-            self._work.receive_ends(self._rank[op_id])
+            self._work.transfer_ends(self._rank[op_id], RECEIVE)
         self._done(op_id)
         for send in self._held.pop(op_id, ()):
             self._begin(send)

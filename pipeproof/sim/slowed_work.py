@@ -1,4 +1,4 @@
-"""Computations slowed down by receives: on some devices a pending receive spins and occupies part of the chip."""
+"""Computations slowed down by transfers: a pending receive spins on some devices, and a collective holds processors."""
 
 from __future__ import annotations
 
@@ -24,17 +24,26 @@ class _Running:
     ends_at: int = -1
 
 
-class SlowedWork:
-    """Runs computations; while any receive of their rank is under way, each takes 1 + ``slowdown`` times as long.
+RECEIVE, EXCHANGE = 0, 1
+"""Causes of slower computations: a receive that is under way, and a collective on a queue of its own."""
 
-    A computation ends with the tick in which its work is done.
+
+class SlowedWork:
+    """Runs computations; while a transfer of their rank is under way, each takes longer.
+
+    It takes 1 + the sum of the ``slowdowns`` of the kinds that are under way, RECEIVE and EXCHANGE, times as long,
+    however many there are of a kind. A computation ends with the tick in which its work is done.
     """
 
     def __init__(
-        self, env: simpy.Environment, num_ranks: int, slowdown: Fraction, finished: Callable[[int], None]
+        self,
+        env: simpy.Environment,
+        num_ranks: int,
+        slowdowns: tuple[Fraction, Fraction],
+        finished: Callable[[int], None],
     ) -> None:
-        self._env, self._finished, self._slow = env, finished, 1 + slowdown
-        self._receives = [0] * num_ranks
+        self._env, self._finished, self._slowdowns = env, finished, slowdowns
+        self._pending = [[0, 0] for _ in range(num_ranks)]
         self._running: list[list[_Running]] = [[] for _ in range(num_ranks)]
 
     def begin(self, rank: int, op_id: int, ticks: int) -> None:
@@ -43,32 +52,36 @@ class SlowedWork:
         self._running[rank].append(work)
         self._aim(rank, work)
 
-    def receive_starts(self, rank: int) -> None:
-        """Record that a receive of ``rank`` begins now."""
-        if not self._receives[rank]:
-            self._change(rank, +1)
+    def transfer_starts(self, rank: int, kind: int) -> None:
+        """Record that a transfer of ``rank`` begins now."""
+        if self._pending[rank][kind]:
+            self._pending[rank][kind] += 1
         else:
-            self._receives[rank] += 1
+            self._change(rank, kind, +1)
 
-    def receive_ends(self, rank: int) -> None:
-        """Record that a receive of ``rank`` ends now."""
-        if self._receives[rank] == 1:
-            self._change(rank, -1)
+    def transfer_ends(self, rank: int, kind: int) -> None:
+        """Record that a transfer of ``rank`` ends now."""
+        if self._pending[rank][kind] > 1:
+            self._pending[rank][kind] -= 1
         else:
-            self._receives[rank] -= 1
+            self._change(rank, kind, -1)
 
-    def _change(self, rank: int, by: int) -> None:
-        """Change the number of pending receives, and with it the speed."""
+    def _change(self, rank: int, kind: int, by: int) -> None:
+        """Change the number of pending transfers of a kind, and with it the speed."""
+        if not self._slowdowns[kind]:
+            self._pending[rank][kind] += by
+            return
         now = int(self._env.now)
         for work in self._running[rank]:
             work.left -= (now - work.since) / self._pace(rank)
             work.since = now
-        self._receives[rank] += by
+        self._pending[rank][kind] += by
         for work in self._running[rank]:
             self._aim(rank, work)
 
     def _pace(self, rank: int) -> Fraction:
-        return self._slow if self._receives[rank] else Fraction(1)
+        pending = zip(self._slowdowns, self._pending[rank], strict=True)
+        return 1 + sum((slowdown for slowdown, number in pending if number), Fraction(0))
 
     def _aim(self, rank: int, work: _Running) -> None:
         """Schedule the end of a computation; a change of speed before then replaces it."""

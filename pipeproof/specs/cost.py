@@ -324,6 +324,11 @@ class CostSpec(Section):
         description="Share of its time, 0 to 1, by which a computation gets longer while a receive of its rank is in "
         "progress. Without it, the measured share of the device of `analytic`, else 0.",
     )
+    collective_slowdown: Slowdown = Field(
+        default=None,
+        description="Share of its time, 0 to 1, by which a computation gets longer while a collective of experts of "
+        "its rank is in progress on a queue of its own (`schedule.overlap`). Without it, 0.",
+    )
     host_bandwidth: float | None = Field(
         default=None,
         gt=0,

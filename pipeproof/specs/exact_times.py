@@ -145,16 +145,16 @@ PositiveTimeByStage = Annotated[
 """A time > 0, or a list of those by global stage."""
 
 
-def _validate_share(value: object) -> Fraction | None:
+def _validate_share(value: object, info: ValidationInfo) -> Fraction | None:
     """An exact share of 1, written as a number or as ``a/b``."""
     if value is None:
         return None
     share = as_fraction(value)
     if share is None:
-        message = f"`recv_slowdown` must be a share from 0 to 1, found {describe_value(value)}"
+        message = f"`{info.field_name}` must be a share from 0 to 1, found {describe_value(value)}"
         raise problems_error([Problem("PP105", (), message, help="write a number such as 0.1, or a fraction: 1/8")])
     if not 0 <= share <= 1 or share.denominator > MAX_DENOMINATOR:
-        message = f"`recv_slowdown` must be from 0 to 1, not finer than 1/{MAX_DENOMINATOR}, found "
+        message = f"`{info.field_name}` must be from 0 to 1, not finer than 1/{MAX_DENOMINATOR}, found "
         raise problems_error([Problem("PP106", (), message + describe_value(value), help="0.1 is a tenth of its time")])
     return share
 

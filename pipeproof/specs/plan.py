@@ -17,6 +17,7 @@ from pipeproof.specs.checks.boundary_checks import check_boundaries
 from pipeproof.specs.checks.cost_checks import check_activations, check_analytic, check_buckets, check_network
 from pipeproof.specs.checks.custom_layer_checks import check_custom_layers
 from pipeproof.specs.checks.model_checks import check_expert_parallel, check_mtp, check_splits, check_tensor_parallel
+from pipeproof.specs.checks.overlap_checks import check_overlap
 from pipeproof.specs.checks.run_checks import check_main_grad, check_run
 from pipeproof.specs.checks.stage_checks import check_cut, check_lengths, check_placed_ranks
 from pipeproof.specs.plan_sections import PlanSections
@@ -46,6 +47,7 @@ class PlanSpec(PlanSections):
                     *check_network(self),
                     *check_buckets(self),
                     *check_run(self),
+                    *check_overlap(self),
                 ]
             )
             return self
@@ -66,6 +68,7 @@ class PlanSpec(PlanSections):
                 *check_boundaries(self),
                 *check_main_grad(self),
                 *check_run(self),
+                *check_overlap(self),
             ]
         )
         return self

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
 
@@ -15,6 +16,14 @@ ScheduleName = Literal[
     "v_min", "dualpipe", "dualpipe_v", "chimera", "seq1f1b", "optimal", "custom", "file",
 ]  # fmt: skip
 """A kind of schedule; ``pipeproof.schedule.kinds`` describes each."""
+
+Side = Literal["F", "B", "W"]
+"""A side of an overlapped pair: its forward, its backward, or the weight gradients that the backward has deferred."""
+
+PAIRS: tuple[Side, ...] = ("B", "W", "F")
+"""The cycle of turns of ``overlap: pairs``: that of DeepSeek's DualPipe and of Megatron-LM's combined 1F1B."""
+
+_SIDES = get_args(Side)
 
 _MAX_STAGE = 2**32
 """Largest number of a stage."""
@@ -67,6 +76,50 @@ StagePlacement = Annotated[
     ),
 ]
 """``loop``, ``v``, or the stages of each pipeline rank."""
+
+
+def _validate_overlap(value: object) -> Literal["none", "pairs"] | tuple[Side, ...]:
+    if value == "none" or value == "pairs":  # a comparison with each narrows the type
+        return value
+    order = value.get("order") if isinstance(value, Mapping) and set(value) == {"order"} else value
+    if not isinstance(order, list | tuple):
+        code, what = ("PP106" if isinstance(value, str) else "PP105"), "none, pairs or {order: [B, W, F]}"
+        message = f"`schedule.overlap` must be {what}, found {describe_value(value)}"
+        raise problems_error([Problem(code, (), message)])
+    sides: list[Side] = [side for side in _SIDES if side in order]
+    if sorted(sides) != sorted(map(str, order)) or not {"F", "B"} <= set(sides):
+        message = f"`schedule.overlap.order` must have F and B once each, and W at most once, found {list(order)}"
+        raise problems_error([Problem("PP106", (), message, help="write for example [B, W, F]")])
+    return tuple(sorted(sides, key=order.index))
+
+
+Overlap = Annotated[
+    Literal["none", "pairs"] | tuple[Side, ...],
+    PlainValidator(_validate_overlap),
+    PlainSerializer(lambda value: value if isinstance(value, str) else {"order": list(value)}, when_used="json"),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "enum": ["none", "pairs"]},
+                {
+                    "type": "object",
+                    "properties": {
+                        "order": {
+                            "type": "array",
+                            "items": {"type": "string", "enum": ["F", "B", "W"]},
+                            "minItems": 2,
+                            "maxItems": 3,
+                            "uniqueItems": True,
+                        }
+                    },
+                    "required": ["order"],
+                    "additionalProperties": False,
+                },
+            ]
+        }
+    ),
+]
+"""``none``, ``pairs``, or a cycle of turns."""
 
 
 class ScheduleSpec(Section):
@@ -146,12 +199,26 @@ class ScheduleSpec(Section):
         "stage after the last computation that adds to them, in parallel with later computations. Gradients of a stage "
         "with copies are always summed at the end.",
     )
+    overlap: Overlap = Field(
+        default="none",
+        description="How a forward and a backward that overlap share their rank: none, as two whole computations; "
+        "pairs, in turns up to each all-to-all of experts, which runs during the turn of the other one: dispatch of "
+        "the forward next to the backward of the experts, and so on; or a cycle of turns of one's own, such as "
+        "`{order: [B, W, F]}`, in which W are the weight gradients that B has deferred (without it, at the end).",
+    )
     placement: StagePlacement | None = Field(
         default=None,
         description="Assignment of stages to ranks: loop (round-robin), v (there and back), or the stages of each "
         "pipeline rank; a stage listed on several ranks has a copy on each. Without it, as the schedule needs, and "
         "with kinds file and custom as they compute them.",
     )
+
+    @property
+    def turns(self) -> tuple[Side, ...] | None:
+        """The cycle of turns of overlapped pairs; None if pairs are whole computations."""
+        if self.overlap == "none":
+            return None
+        return PAIRS if self.overlap == "pairs" else self.overlap
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:

@@ -16,11 +16,11 @@ from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.schedule.columns import COLUMN_NAMES
 from pipeproof.schedule.op_table import OpGraph, TensorSpec
-from pipeproof.schedule.ops import COPY_KINDS, KINDS
+from pipeproof.schedule.ops import COPY_KINDS, KINDS, PART_KINDS
 from pipeproof.specs.model import model_content
 from pipeproof.verify.subject import Subject
 
-RULE_SET_VERSION = 10
+RULE_SET_VERSION = 11
 """Raised whenever a rule is added or gives other verdicts. It is part of a certificate, and of no digest."""
 _OF_CUSTOM_LAYERS = {"kind": True, "buffers": True, "activation_bytes": True}
 _NO_PART_OF_A_GRAPH: Mapping[str, Any] = {
@@ -55,6 +55,10 @@ class Certificate:
 def certificate_of(subject: Subject, digest: str, verdict: Verdict) -> Certificate:
     """The certificate that this version of pipeproof gives to a subject whose graph digest is ``digest``."""
     return Certificate(digest, RULE_SET_VERSION, backend_table_version(subject.backend), verdict)
+
+
+_ADDED_KINDS = (COPY_KINDS, PART_KINDS)
+"""Kinds that came later: they are in a digest where they are used."""
 
 
 def backend_table_version(table: BackendTable) -> str:
@@ -95,8 +99,9 @@ def _columns(graph: OpGraph) -> Iterator[NDArray[np.int64]]:
 def _content(subject: Subject, graph: OpGraph) -> dict[str, Any]:
     """All but the columns: tables of the graph, and the plan around it; fields by position, so that names are free."""
     columns = graph.columns
+    unused = {kind for kinds in _ADDED_KINDS if not graph.is_kind(kinds).any() for kind in kinds}
     return {
-        "kinds": KINDS if graph.is_kind(COPY_KINDS).any() else [kind for kind in KINDS if kind not in COPY_KINDS],
+        "kinds": [kind for kind in KINDS if kind not in unused],
         "num_rows": columns.num_rows,
         "num_splits": columns.num_splits,
         "tables": [columns.reductions, columns.communicators, columns.queues, columns.scales, columns.buffers],

@@ -27,7 +27,7 @@ from typing import IO, Any
 
 from pipeproof.atomic_write import output_file
 from pipeproof.schedule.op_table import OpGraph
-from pipeproof.schedule.ops import SEND_KINDS
+from pipeproof.schedule.ops import CHILD_KINDS, PART_KINDS, SEND_KINDS, Op
 from pipeproof.sim.timeline import Span, Timeline
 from pipeproof.views.memory_curves import Curve, all_curves
 from pipeproof.views.trace_slices import Queue, Slices
@@ -210,6 +210,10 @@ class _Writer:
         packet.track_event.counter_value = value
 
 
+_INSIDE = CHILD_KINDS | PART_KINDS
+"""Kinds of what may be inside of another operation."""
+
+
 def _by_queue(slices: Slices) -> Iterator[tuple[Queue, list[Span]]]:
     """The shown spans of each queue by time; what is longer comes first, and contains what begins with it."""
     found: dict[Queue, list[Span]] = defaultdict(list)
@@ -224,16 +228,24 @@ def _by_queue(slices: Slices) -> Iterator[tuple[Queue, list[Span]]]:
 
 
 def _nesting(slices: Slices, spans: Sequence[Span]) -> list[list[Span]]:
-    """Assign the spans, in order, to the fewest tracks in which the spans of a track nest or follow each other."""
+    """Assign the spans, in order, to the fewest tracks in which the spans of a track nest or follow each other.
+
+    A part of a computation goes to the track of that.
+    """
     at = slices.nanoseconds
     tracks: list[list[Span]] = []
+    track_of: dict[tuple[int, Op], int] = {}
     open_ends: list[list[int]] = []
     for span in spans:
         start, end = at(span.start), at(span.end)
         for ends in open_ends:
             while ends and ends[-1] <= start:
                 ends.pop()
-        free = next((k for k, ends in enumerate(open_ends) if not ends or end <= ends[-1]), len(tracks))
+        op = slices.ops[span.op]
+        own = track_of.get((span.step, op.target)) if op.target is not None and op.kind in _INSIDE else None
+        fits = (k for k, ends in enumerate(open_ends) if own in (None, k) and (not ends or end <= ends[-1]))
+        free = next(fits, len(tracks))
+        track_of[span.step, op] = free
         if free == len(tracks):
             tracks.append([])
             open_ends.append([])

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeproof.schedule.ops import CHILD_KINDS, COLLECTIVE_KINDS, COMPUTE_KINDS, UPDATE_KINDS, Op, OpKind
+from pipeproof.schedule.ops import CHILD_KINDS, COLLECTIVE_KINDS, COMPUTE_KINDS, PART_KINDS, UPDATE_KINDS, Op, OpKind
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Span
-from pipeproof.views.colours import COLLECTIVE, OTHER, colour_of
+from pipeproof.views.colours import COLLECTIVE, OTHER, PART, colour_of
 from pipeproof.views.memory_curves import Curve
 from pipeproof.views.picture_rows import RankRow, work_item_text
 from pipeproof.views.trace_slices import Slices
@@ -46,6 +46,7 @@ class Parts:
     kinds: set[OpKind] = field(default_factory=set)
     num_chunks: int = 1
     has_collectives: bool = False
+    has_parts: bool = False
     has_others: bool = False
     has_pairs: bool = False
 
@@ -63,7 +64,8 @@ def parts_of(slices: Slices, rows: Sequence[RankRow]) -> Parts:
     parts.messages = [_message(slices, *message, parts.lane) for message in shown]
     by_rank: dict[int, list[Span]] = {row.ranks[0]: [] for row in rows}
     for span in slices.shown:
-        if span.queue == COMPUTE_QUEUE and span.start < span.end and span.rank in by_rank:
+        is_here = span.queue == COMPUTE_QUEUE or _is_inner(slices.ops[span.op])
+        if is_here and span.start < span.end and span.rank in by_rank:
             by_rank[span.rank].append(span)
     inner: list[tuple[str, Box]] = []
     for place, row in enumerate(rows):
@@ -97,15 +99,17 @@ def _row(slices: Slices, rank: int, spans: list[Span], place: int, parts: Parts)
             continue
         is_collective = op.kind in COLLECTIVE_KINDS | UPDATE_KINDS
         parts.has_collectives |= is_collective
-        parts.has_others |= not is_collective
+        parts.has_parts |= op.kind in PART_KINDS
+        parts.has_others |= not is_collective and op.kind not in PART_KINDS
         parent = blocks.get((span.step, op.target)) if _is_inner(op) else None
         top, bottom = (_foot(parent), parent[3]) if parent else (float(place), place + parts.lane)
-        yield (COLLECTIVE if is_collective else OTHER), _box(slices, span, top, bottom)
+        colour = COLLECTIVE if is_collective else PART if op.kind in PART_KINDS else OTHER
+        yield colour, _box(slices, span, top, bottom)
 
 
 def _is_inner(op: Op) -> bool:
-    """True for a collective inside a computation."""
-    return op.kind in CHILD_KINDS and op.target is not None and op.target.kind in COMPUTE_KINDS
+    """True for a collective inside a computation, on any queue, and for a part of one."""
+    return op.kind in CHILD_KINDS | PART_KINDS and op.target is not None and op.target.kind in COMPUTE_KINDS
 
 
 def _foot(block: Box) -> float:

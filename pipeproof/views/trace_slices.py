@@ -12,6 +12,7 @@ from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import (
     COLLECTIVE_KINDS,
     COMPUTE_KINDS,
+    PART_KINDS,
     TRANSFER_KINDS,
     UPDATE_KINDS,
     Op,
@@ -28,7 +29,7 @@ Queue = tuple[int, str]
 
 
 def _category(kind: OpKind) -> str:
-    if kind in COMPUTE_KINDS:
+    if kind in COMPUTE_KINDS | PART_KINDS:
         return "compute"
     if kind in TRANSFER_KINDS:
         return "transfer"

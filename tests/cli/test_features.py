@@ -10,7 +10,7 @@ import pytest
 from pipeproof.analysis.advise import candidates
 from pipeproof.analysis.sweep import run_sweep as sweep_run
 from tests.cli.commands import EXAMPLES, invoke
-from tests.features import FEATURES, TOPOLOGIES, mixed
+from tests.features import FEATURES, TOPOLOGIES, merged, mixed
 from tests.plans import FLAT
 
 ANALYTIC = {"cost": {"analytic": {"device": "h200", **FLAT}}}
@@ -98,6 +98,17 @@ def test_every_command_takes_every_feature(name, write):
     points = json.loads(done.stdout)["points"]
     assert [point["status"] for point in points] == ["ok", "ok"]
     assert all(point["makespan"] > 0 for point in points)
+
+
+@pytest.mark.parametrize("kind", ["dualpipe_v", "1f1b"])
+@pytest.mark.parametrize("name", ["experts", "experts by all-gather"])
+def test_every_command_takes_pairs_that_take_turns(kind, name, write):
+    plan = mixed([name], "ep 2", kind, **ANALYTIC, **WIDE)
+    alone, together = (
+        figures(write(merged(plan, {"schedule": {"overlap": overlap}}))) for overlap in ("none", "pairs")
+    )
+    assert together[0] < (2 if kind == "1f1b" else 1.5) * alone[0]
+    ends_well(write(merged(plan, {"schedule": {"overlap": "pairs"}, "cost": {"collective_slowdown": 0.1}})))
 
 
 @pytest.mark.parametrize("name", ["mixer", "fleet_conv"])

@@ -27,6 +27,7 @@ OTHERS = {
     "jitter.md": {},
     "job-files.md": {},
     "memory.md": {},
+    "overlap.md": {},
     "pictures.md": {},
     "play.md": {},
     "profiles-from-traces.md": {},

@@ -27,7 +27,7 @@ WAIT_S = 60.0
 class _World:
     def __init__(self, framework, library):
         self.arrays, self.library = framework.arrays, library
-        self.turn = threading.Condition()
+        self.turn = threading.Condition(threading.Lock())  # a rank may run in a thread of its turns, which waits too
         self.failure = None
         self.sent = {}
         self.put = {}
@@ -71,38 +71,82 @@ class _Collectives:
     def __init__(self, world, rank, index, ranks):
         self.world, self.rank, self.index, self.ranks, self.calls = world, rank, index, ranks, 0
 
+    @property
+    def begun(self):
+        return _Begun(self)
+
     def gather(self, tensor):
-        return self._met(tensor.detach().clone())
+        return self.meet(tensor.detach().clone())()
 
     def all_gather(self, tensor, dim):
-        return self.world.library.concat(self.gather(tensor), dim)
+        return self.begun.all_gather(tensor, dim).wait()
 
     def reduce_scatter(self, tensor, dim):
-        total, place = self.reduce(tensor, "sum"), self.ranks.index(self.rank)
-        return self.world.library.chunk(total, len(self.ranks), dim)[place].contiguous()
+        return self.begun.reduce_scatter(tensor, dim).wait()
 
-    def _met(self, given):
+    def exchange(self, rows, send, receive):
+        return self.begun.exchange(rows, send, receive).wait()
+
+    def reduce(self, tensor, reduction):
+        return self.combined(self.gather(tensor), reduction)
+
+    def meet(self, given):
+        """Give something, and return a function that waits for what all have given."""
         met = self.world.put.setdefault((self.index, self.calls), {})
         self.calls += 1
         met[self.rank] = given
         self.world.turn.notify_all()
-        self.world.wait_for(lambda: len(met) == len(self.ranks))
-        return [met[rank] for rank in self.ranks]
 
-    def exchange(self, rows, send, receive):
-        ends = list(itertools.accumulate(send))
-        parts = [rows[end - size : end] if size else None for size, end in zip(send, ends, strict=True)]
-        place = self.ranks.index(self.rank)
-        mine = [part for parts_of in self._met(parts) if (part := parts_of[place]) is not None]
-        assert sum(len(part) for part in mine) == sum(receive)
-        library = self.world.library
-        return library.concat(mine) if mine else library.zeros([0, *rows.shape[1:]], dtype=rows.dtype)
+        def wait():
+            self.world.wait_for(lambda: len(met) == len(self.ranks))
+            return [met[rank] for rank in self.ranks]
 
-    def reduce(self, tensor, reduction):
-        total, *others = self.gather(tensor)
+        return wait
+
+    def combined(self, parts, reduction):
+        total, *others = parts
         for other in others:
             total = {"sum": self.world.library.add, "max": self.world.library.maximum}[reduction](total, other)
         return total
+
+
+class _BegunCollective:
+    def __init__(self, wait):
+        self.wait = self.block = wait
+
+
+class _Begun:
+    """Collectives that are given at once, and whose results are waited for later."""
+
+    def __init__(self, collectives):
+        self.of, self.library = collectives, collectives.world.library
+        self.place = collectives.ranks.index(collectives.rank)
+
+    def all_gather(self, tensor, dim):
+        met = self.of.meet(tensor.detach().clone())
+        return _BegunCollective(lambda: self.library.concat(met(), dim))
+
+    def reduce_scatter(self, tensor, dim):
+        met = self.of.meet(tensor.detach().clone())
+
+        def own_part():
+            total = self.of.combined(met(), "sum")
+            return self.library.chunk(total, len(self.of.ranks), dim)[self.place].contiguous()
+
+        return _BegunCollective(own_part)
+
+    def exchange(self, rows, send, receive):
+        ends = list(itertools.accumulate(send))
+        met = self.of.meet(
+            [rows[end - size : end].clone() if size else None for size, end in zip(send, ends, strict=True)]
+        )
+
+        def joined():
+            mine = [part for parts_of in met() if (part := parts_of[self.place]) is not None]
+            assert sum(len(part) for part in mine) == sum(receive)
+            return self.library.concat(mine) if mine else self.library.zeros([0, *rows.shape[1:]], dtype=rows.dtype)
+
+        return _BegunCollective(joined)
 
 
 @dataclass

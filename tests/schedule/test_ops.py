@@ -10,6 +10,7 @@ from pipeproof.schedule.ops import (
     COMPUTE_KINDS,
     COPY_KINDS,
     GATHER_KINDS,
+    PART_KINDS,
     SLICE_KINDS,
     TRANSFER_KINDS,
     Op,
@@ -17,6 +18,7 @@ from pipeproof.schedule.ops import (
     child_of,
     free_of,
     parse_op,
+    part_of,
     wait_for,
 )
 
@@ -50,6 +52,7 @@ targets = st.one_of(
     st.builds(lambda kind, s: Op(kind, s), st.sampled_from([OpKind.STEP, OpKind.UNSHARD, OpKind.RESHARD]), numbers),
     st.builds(lambda s, m: Op(OpKind.SCALE_GRAD, s, m), numbers, maybe),
     st.builds(child_of, parents, numbers, st.sampled_from(sorted(CHILD_KINDS)), axes),
+    st.builds(part_of, computes, numbers, st.sampled_from(sorted(PART_KINDS))),
 )
 ops = st.one_of(targets, st.builds(wait_for, targets), st.builds(free_of, targets))
 

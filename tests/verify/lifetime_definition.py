@@ -11,6 +11,8 @@ Each operation has two events, *start* and *done*. What an event comes after:
 - what the host waits for is done before anything issued later starts. So is a
   transfer, where the backend's posts hold the host;
 - done(WAIT(x)) after done(x);
+- start of a PART, or of a collective between PARTs, after the done of the one
+  before it of the same computation;
 - done(receive) after start(send) of its pair; where a send is done with its
   receive, also done(send) after start(receive);
 - a collective's dones come after all its starts;
@@ -55,6 +57,8 @@ def event_graph(graph: OpGraph, backend: BackendTable) -> nx.DiGraph[Event]:
         target, partner = int(graph.waits_for[op]), int(graph.match[op])
         if target != NONE:
             events.add_edge(("done", target), ("done", op))
+        if graph.part_before[op] != NONE:
+            events.add_edge(("done", int(graph.part_before[op])), ("start", op))
         if partner != NONE and (graph.ops[op].kind in SEND_KINDS or backend.send_completes == "rendezvous"):
             events.add_edge(("start", op), ("done", partner))
         if graph.ops[op].kind in COLLECTIVE_KINDS:

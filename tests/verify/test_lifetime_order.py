@@ -66,6 +66,11 @@ def graphs(draw, *, regular=False):
                     at = next(i for i, row in enumerate(rows[rank]) if row.op == target)
                     wait = Row(wait_for(target), queue=draw(st.sampled_from(QUEUES)))
                     rows[rank].insert(draw(st.integers(at + 1, len(rows[rank]))), wait)
+    if draw(st.booleans()):
+        for program in rows:
+            for text in ("0F9", "0F9/0.PART", "0F9/0.ALL_TO_ALL:ep", "0F9/1.PART"):
+                group, queue = (0, draw(st.sampled_from(QUEUES[:5]))) if text.endswith("ep") else (NONE, "")
+                program.append(Row(parse_op(text), group=group, queue=queue, reads=(draw(st.sampled_from(NAMES)),)))
     return build_graph(rows, (), [Group("pp", tuple(range(num_ranks)))])
 
 

@@ -98,6 +98,14 @@ def random_rows(draw):
             if draw(st.booleans()):
                 wait = Row(parse_op(f"WAIT({text})"), queue=draw(queues))
                 program.insert(draw(st.integers(where, len(program))), wait)
+    if draw(st.booleans()):  # a computation in parts, with its exchange on a queue of any kind
+        for rank in groups[1].ranks:
+            where = 0
+            for text in ("0F0", "0F0/0.PART", "0F0/0.ALL_TO_ALL:ep", "0F0/1.PART"):
+                where = draw(st.integers(where, len(rows[rank])))
+                group, queue = (1, draw(queues)) if text.endswith("ep") else (NONE, "")
+                rows[rank].insert(where, Row(parse_op(text), group=group, queue=queue))
+                where += 1
     return rows, tensors, groups
 
 

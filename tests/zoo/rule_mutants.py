@@ -41,6 +41,24 @@ def with_a_stranger_s_forward():
     return one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups))
 
 
+def taking_turns():
+    """A plan whose overlapped pairs take turns at the exchanges of experts."""
+    return subject(
+        model={"moe": {"num_experts": 4, "top_k": 2, "ffn_size": 16}},
+        topology={"pp": 2, "ep": 2},
+        schedule={"kind": "dualpipe_v", "num_chunks": 2, "overlap": "pairs"},
+    )
+
+
+def sent_too_early():
+    """Such a plan; the first rank sends the output of its first pair before the last part of the forward."""
+    one = taking_turns()
+    rows = one.graph.rows()
+    ops = [str(row.op) for row in rows[0]]
+    rows[0].insert(ops.index("0F3/3.PART"), rows[0].pop(ops.index("0SEND_F3")))
+    return one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups))
+
+
 def with_layers(change):
     """A plan under sequence parallelism whose layers were described otherwise."""
     one = subject(topology={"pp": 2, "tp": 2, "sequence_parallel": True})
@@ -287,6 +305,13 @@ CASES = (
         "rank 0: 0F0 0B0 0SCALE_GRAD{scale=1/2} 0STEP",
         (" 0SCALE_GRAD{scale=1/2} 0STEP", " 0STEP{scale=1/2}"),
         kills=("PP144",),
+    ),
+    Case(
+        "PP145",
+        "a forward that takes turns with a backward sends its output before its last part",
+        taking_turns,
+        sent_too_early,
+        kills=("PP145",),
     ),
     Case(
         "PP207",

@@ -1,7 +1,7 @@
 """Write the terminal pictures of the README, ``docs/images/*.svg``, from the output of the real commands.
 
-``python validation/pages/make_pictures.py`` writes those of ``check`` and ``simulate``, and the picture that
-``reshard`` draws; with ``--run`` also that of ``run``, which starts real Paddle processes. The output of the others
+``python validation/pages/make_pictures.py`` writes those of ``check`` and ``simulate``, and the pictures that
+``reshard`` and ``simulate`` draw; with ``--run`` also that of ``run``, which starts real Paddle processes. The output of the others
 is the same on every machine.
 """
 
@@ -75,20 +75,33 @@ def moves() -> str:
         return Path(folder, "moves.svg").read_text(encoding="utf-8")
 
 
+def turns() -> str:
+    """Return the picture of ``simulate -o`` of pairs that take turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = Path(folder, "overlap.svg")
+        command = [sys.executable, "-m", "pipeproof", "simulate", "examples/moe_overlap.yaml", "-o", str(drawn)]
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+        return drawn.read_text(encoding="utf-8")
+
+
+_DRAWN = {"reshard": moves, "overlap": turns}
+
+
 def write(name: str) -> Path:
     """Write one picture and return its path."""
     path = IMAGES / f"{name}.svg"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(moves() if name == "reshard" else picture(name, output_of(name)), encoding="utf-8")
+    drawn = _DRAWN[name]() if name in _DRAWN else picture(name, output_of(name))
+    path.write_text(drawn, encoding="utf-8")
     return path
 
 
 if __name__ == "__main__":
     match sys.argv[1:]:
         case []:
-            names = ["check", "simulate", "reshard"]
+            names = ["check", "simulate", *_DRAWN]
         case ["--run"]:
-            names = [*COMMANDS, "reshard"]
+            names = [*COMMANDS, *_DRAWN]
         case _:
             sys.exit("usage: python validation/pages/make_pictures.py [--run]")
     for each in names:

@@ -100,7 +100,8 @@ def clock_of(lowered: LoweredPlan) -> Clock:
         ValueError: likewise.
     """
     slows = bool(lowered.spec.cost.recv_slowdown) and any(lowered.receives)
-    if lowered.spec.cost.p2p == "async" and not slows:
+    takes_turns = lowered.spec.schedule.turns is not None
+    if lowered.spec.cost.p2p == "async" and not slows and not takes_turns:
         return asap_clock(lowered.schedule, lowered.spec)
     return simulated_clock(lowered)
 
@@ -109,13 +110,15 @@ def simulated_clock(lowered: LoweredPlan) -> Clock:
     """When a lowered plan's computations run as the reference model has it, with what its messages wait for.
 
     As in ``asap_clock``, every message takes what the slowest does, and no
-    links are shared: candidates are compared by one measure.
+    links are shared: candidates are compared by one measure. Computations that
+    take turns have the times of their exchanges, and with them those of messages.
 
     Raises:
         SimulationError: it cannot finish.
         BadPlanError: the backend is not simulated.
     """
-    timeline = simulate(replace(lowered, links=None)).timeline
+    links = None if lowered.spec.schedule.turns is None else lowered.links
+    timeline = simulate(replace(lowered, links=links)).timeline
     latency = lowered.spec.cost.p2p_latency_us
     computations = [
         (span.rank, timeline.us(span.start), timeline.us(span.end))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
 
 from pipeproof.diagnostics.finding import Finding, OpsWitness, WitnessOp
-from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, Traffic, collective_dtype, moves_rows
+from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, Traffic, collective_dtype, log_queue, moves_rows
 from pipeproof.exec.run_codes import LOG_DIFFERS
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import TRANSFER_KINDS, Op, OpKind, parse_op
@@ -32,7 +32,8 @@ def expected_facts(graph: OpGraph, rank: int, dtype: str, weight_dtype: str | No
         elif graph.group[op_id] != NONE:
             ranks = graph.groups[int(graph.group[op_id])].ranks
             moved = collective_dtype(graph, op_id, dtype, weight_dtype)
-            facts[HOST_QUEUE].append((str(op), ranks, 0 if moves_rows(op.kind, moved) else numel, moved))
+            fact = (str(op), ranks, 0 if moves_rows(op.kind, moved) else numel, moved)
+            facts.setdefault(log_queue(graph, op_id), []).append(fact)
         else:
             facts[HOST_QUEUE].append((str(op), (), 0, ""))
     return facts
@@ -116,7 +117,8 @@ def compare_exchanges(graph: OpGraph, rank: int, entries: Iterable[LogEntry]) ->
         if graph.ops[i].kind is OpKind.ALL_TO_ALL
     }
     counts: dict[tuple[int, int, int | None, int | None], list[Traffic]] = {}
-    is_way_back = False
+    on_way_back: set[tuple[int, Op | None]] = set()
+    """Computations, of which two may take turns, that have sent rows and not got them back."""
     for entry in entries:
         if not entry.traffic:
             continue
@@ -125,7 +127,8 @@ def compare_exchanges(graph: OpGraph, rank: int, entries: Iterable[LogEntry]) ->
         if not moves_rows(op.kind, entry.dtype):
             layers.append(entry.traffic)
             continue
-        announced = layers[-1]
+        announced, computation = layers[-1], (entry.step, op.target)
+        is_way_back = computation in on_way_back
         expected = tuple((received, sent) for sent, received in announced) if is_way_back else announced
         visits, rows = (sum(sent for sent, _ in traffic) for traffic in (announced, entry.traffic))
         if entry.traffic != expected:
@@ -138,7 +141,7 @@ def compare_exchanges(graph: OpGraph, rank: int, entries: Iterable[LogEntry]) ->
             )
         if is_way_back and _is_backward(op):
             layers.pop()
-        is_way_back = not is_way_back
+        on_way_back ^= {computation}
 
 
 def _is_backward(op: Op) -> bool:

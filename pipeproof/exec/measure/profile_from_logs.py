@@ -29,7 +29,7 @@ from pipeproof.exec.measure.step_limits import (
 )
 from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, Timing, accuracy_between_ns, op_ids_of
 from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
-from pipeproof.schedule.ops import GATHER_KINDS, OpKind
+from pipeproof.schedule.ops import GATHER_KINDS, PART_KINDS, Op, OpKind
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.measured_spreads import by_size, spread_of
 from pipeproof.specs.profile_file import (
@@ -142,12 +142,19 @@ class _MeasuredStep:
         """Yield each timed operation with and without its collectives, and the two parts of each whole backward."""
         for op_ids in self._hosts:
             inside: dict[str, list[LogEntry]] = defaultdict(list)
-            for op_id in op_ids:
-                if is_child(self._graph.ops[op_id]):
-                    inside[str(self._graph.ops[op_id].target)].append(self._entries[op_id])
+            parts: dict[Op, dict[OpKind, int]] = defaultdict(lambda: defaultdict(int))
             for op_id in op_ids:
                 op = self._graph.ops[op_id]
-                if op.kind in _TIMED:
+                if is_child(op):
+                    inside[str(op.target)].append(self._entries[op_id])
+                elif op.kind in PART_KINDS and op.target is not None:
+                    parts[op.target][op.kind] += _duration(self._entries[op_id])
+            for op_id in op_ids:
+                op = self._graph.ops[op_id]
+                if op in parts:
+                    for kind, whole in _in_turns(op.kind, parts[op]):
+                        yield _TimedOp(kind, op.stage, whole, whole)
+                elif op.kind in _TIMED:
                     for kind, whole, children in _parts(op.kind, self._entries[op_id], inside[str(op)]):
                         yield _TimedOp(kind, op.stage, whole, whole - sum(map(_duration, children)))
 
@@ -176,8 +183,10 @@ class _MeasuredStep:
     def gaps(self) -> Iterator[int]:
         """Yield the nanoseconds between consecutive operations of a host."""
         for op_ids in self._hosts:
-            walk = [self._entries[op_id] for op_id in op_ids if not is_child(self._graph.ops[op_id])]
-            yield from (after.start_ns - before.end_ns for before, after in pairwise(walk))
+            walk = [op_id for op_id in op_ids if not is_child(self._graph.ops[op_id])]
+            for before, after in pairwise(walk):
+                if self._graph.ops[after].kind not in PART_KINDS:  # a part may wait for a collective
+                    yield self._entries[after].start_ns - self._entries[before].end_ns
 
     def delays(self) -> Iterator[int]:
         """Yield the nanoseconds from the end of a transfer to the end of its wait, if the wait began before."""
@@ -237,6 +246,17 @@ def _parts(
         yield OpKind.BACKWARD_INPUT, entry.split_ns - entry.start_ns, before
         after = [child for child in children if child.start_ns >= entry.split_ns]
         yield OpKind.BACKWARD_WEIGHT, entry.end_ns - entry.split_ns, after
+
+
+def _in_turns(kind: OpKind, parts: Mapping[OpKind, int]) -> Iterator[tuple[OpKind, int]]:
+    """Yield the nanoseconds of a computation that took turns, from those of its parts, and of both parts of a backward.
+
+    They contain what the collectives of the other computation slowed it down by.
+    """
+    yield kind, sum(parts.values())
+    if kind is OpKind.BACKWARD:
+        yield OpKind.BACKWARD_INPUT, parts[OpKind.PART]
+        yield OpKind.BACKWARD_WEIGHT, parts[OpKind.WEIGHTS]
 
 
 def _duration(entry: LogEntry) -> int:

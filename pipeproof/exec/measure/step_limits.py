@@ -3,7 +3,7 @@
 A step lasts from the first computation of any rank to the last end of an operation, as the makespan of a simulation,
 on all ranks. Each nanosecond of a rank belongs to one part of one stage:
 
-- computation: inside of F, B, I or W, without its collectives;
+- computation: inside of F, B, I or W, without its collectives, or inside of parts of pairs that take turns;
 - messages, collectives: exposed communication. A wait, or a collective, while the data is under way: all ends of it
   are posted, by the clocks of their ranks;
 - bubble: the rank depends on another one. The message that the rank waits for is not posted at its other end, the last
@@ -25,8 +25,9 @@ from enum import StrEnum
 from fractions import Fraction
 
 from pipeproof.exec.rank.op_log import LogEntry, Timing
+from pipeproof.schedule.columns import HOST_QUEUE
 from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
-from pipeproof.schedule.ops import CHILD_KINDS, COLLECTIVE_KINDS, COMPUTE_KINDS, Op, OpKind
+from pipeproof.schedule.ops import CHILD_KINDS, COLLECTIVE_KINDS, COMPUTE_KINDS, PART_KINDS, Op, OpKind
 from pipeproof.specs.profile_file import LargestLoss, LossCause, ProductPeak, StageLimits, StepLimits
 from pipeproof.stages.describe.boundary import work_item_sizes
 from pipeproof.stages.describe.model_family import stage_layers
@@ -127,8 +128,11 @@ class _Division:
                 clock.until(entry.start_ns, TimePart.LAUNCH_BOUND)
                 self._collective(clock, op_id)
             else:
+                awaited = int(self._graph.part_before[op_id])
+                if awaited in self._last_arrival and self._graph.queue[awaited] > HOST_QUEUE:
+                    self._collective(clock, awaited, entry.start_ns)
                 clock.until(entry.start_ns, TimePart.LAUNCH_BOUND)
-                part = TimePart.COMPUTATION if op.kind in COMPUTE_KINDS else TimePart.UPDATE
+                part = TimePart.COMPUTATION if op.kind in COMPUTE_KINDS | PART_KINDS else TimePart.UPDATE
                 part = TimePart.LAUNCH_BOUND if op.kind is OpKind.WAIT else part  # for what is done already
                 for child in inside[op]:
                     clock.until(self._entries[child].start_ns, part)
@@ -145,8 +149,10 @@ class _Division:
         clock.until(done, TimePart.MESSAGES)
         clock.until(wait.end_ns, TimePart.LAUNCH_BOUND)
 
-    def _collective(self, clock: _PartClock, op_id: int) -> None:
+    def _collective(self, clock: _PartClock, op_id: int, latest: int | None = None) -> None:
+        """Give time to a collective until its end, or to what is left of one that the rank waits for, to ``latest``."""
         end = self._entries[op_id].end_ns
+        end = end if latest is None else min(end, latest)
         clock.until(min(self._last_arrival[op_id], end), TimePart.BUBBLE)
         clock.until(end, TimePart.COLLECTIVES)
 

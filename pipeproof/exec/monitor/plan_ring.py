@@ -15,7 +15,17 @@ from dataclasses import dataclass
 from typing import Any, Self, cast
 
 from pipeproof.exec.monitor.ring_recorder import DIRECTORY_VARIABLE, RingRecorder, active_recorder
-from pipeproof.exec.rank.framework_protocol import Arrays, Channels, Collectives, Tensor, Transfer, World
+from pipeproof.exec.rank.framework_protocol import (
+    Arrays,
+    AsyncCollectives,
+    BegunCollective,
+    Channels,
+    Collectives,
+    OverlappedCollectives,
+    Tensor,
+    Transfer,
+    World,
+)
 from pipeproof.exec.rank.message_buffers import Slice, SliceChannels, SliceCollectives, whole_of
 from pipeproof.schedule.columns import NONE
 from pipeproof.schedule.op_table import Channel, OpGraph
@@ -252,6 +262,11 @@ class RingCollectives:
         with self._written("all_to_all", rows):
             return self._collectives.exchange(rows, send, receive)
 
+    @property
+    def begun(self) -> RingBegunCollectives:
+        """The collectives of a group that can be begun, written into the ring."""
+        return RingBegunCollectives(cast("OverlappedCollectives", self._collectives).begun, self._group, self._ring)
+
     @contextmanager
     def _written(self, op: str, tensor: Tensor) -> Iterator[None]:
         recorder = self._ring.recorder
@@ -262,6 +277,55 @@ class RingCollectives:
             recorder.failed((number,), error)
             raise
         recorder.done((number,))
+
+
+class RingBegunCollectives:
+    """Collectives over one group that the rank waits for later, each written into the ring; an ``AsyncCollectives``."""
+
+    def __init__(self, collectives: AsyncCollectives, group: int, ring: PlanRing) -> None:
+        self._collectives, self._group, self._ring = collectives, group, ring
+
+    def all_gather(self, tensor: Tensor, dim: int) -> RingBegun:
+        """Begin ``Collectives.all_gather``."""
+        return self._written("all_gather", tensor, lambda: self._collectives.all_gather(tensor, dim))
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> RingBegun:
+        """Begin ``Collectives.reduce_scatter``."""
+        return self._written("reduce_scatter", tensor, lambda: self._collectives.reduce_scatter(tensor, dim))
+
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> RingBegun:
+        """Begin ``Collectives.exchange``."""
+        return self._written("all_to_all", rows, lambda: self._collectives.exchange(rows, send, receive))
+
+    def _written(self, op: str, tensor: Tensor, begin: Callable[[], BegunCollective]) -> RingBegun:
+        recorder = self._ring.recorder
+        number = self._ring.issue_collective(op, self._group, tensor)
+        try:
+            begun = begin()
+        except BaseException as error:
+            recorder.failed((number,), error)
+            raise
+        recorder.issued(number)
+        return RingBegun(begun, number, recorder)
+
+
+class RingBegun:
+    """A collective that has begun and whose wait is in the ring; a ``BegunCollective``."""
+
+    def __init__(self, begun: BegunCollective, number: int, recorder: RingRecorder) -> None:
+        self._begun, self._number, self._recorder = begun, number, recorder
+        self.block = begun.block
+
+    def wait(self) -> Tensor:
+        """Wait, write when the wait begins and ends, and return the result."""
+        self._recorder.waits((self._number,))
+        try:
+            result = self._begun.wait()
+        except BaseException as error:
+            self._recorder.failed((self._number,), error)
+            raise
+        self._recorder.done((self._number,))
+        return result
 
 
 class RingSliceCollectives(RingCollectives):

@@ -8,15 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 
 import numpy as np
 
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.launch.job_files import Loss, StepOutcome
-from pipeproof.exec.rank.child_collectives import ChildCollectives
-from pipeproof.exec.rank.framework_protocol import Collectives, Framework, RankStage, Tensor, Weight, World
+from pipeproof.exec.rank.child_collectives import Call, ChildCollectives
+from pipeproof.exec.rank.framework_protocol import (
+    Collectives,
+    DeferringStage,
+    Framework,
+    RankStage,
+    Tensor,
+    ThreadedFramework,
+    Weight,
+    World,
+)
 from pipeproof.exec.rank.machine import Instruction, ProtocolError
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, HostClock, LogEntry, Traffic
+from pipeproof.exec.rank.overlapped_pair import OverlappedPair, PairTurns, SeamTurns, overlapped_pairs, whole_pairs
 from pipeproof.exec.rank.step_end import RankRouters, StepEnd
 from pipeproof.exec.rank.transfers import RankTransfers
 from pipeproof.schedule.columns import work_item_of
@@ -31,8 +42,9 @@ class RankAdapter:
     ``enter`` is called with the step and id of each host operation and each child collective before it is executed.
     ``watch`` gets the tensors at the borders between layers. ``clock`` times the operations; the default is the host's.
     ``make_step_end`` makes the end of a step from the plan, the coordinates, the stages, and the two issuers.
-    ``frees_sends`` is as of ``RankTransfers``. ``annotate`` makes the context in which an operation is executed, from
-    its text: a range in the trace of a profiler.
+    ``frees_sends`` is as of ``RankTransfers``. ``seams`` makes the context of each overlapped pair whose computations
+    take turns at seams that the graph does not have; without it those take turns that have parts in the graph.
+    ``annotate`` makes the context in which an operation is executed, from its text: a range in the trace of a profiler.
     """
 
     def __init__(
@@ -47,6 +59,7 @@ class RankAdapter:
         make_step_end: Callable[..., StepEnd] = StepEnd,
         *,
         frees_sends: bool = False,
+        seams: Callable[[SeamTurns], AbstractContextManager[object]] | None = None,
         annotate: Callable[[str], AbstractContextManager[object]] | None = None,
     ) -> None:
         self.rank = rank
@@ -54,6 +67,7 @@ class RankAdapter:
         self._clock = HostClock() if clock is None else clock
         self._log_start = self._split_ns = 0
         self._plan, self._arrays, self._enter, self._watch = plan, framework.arrays, enter, watch
+        self._framework = framework
         self._num_splits = plan.num_splits
         self._coords = plan.mesh.coords(rank)
         self._data_rank = self._coords["dp"] * plan.mesh.size("ep") + self._coords["ep"]
@@ -77,7 +91,12 @@ class RankAdapter:
         self._value = framework.value
         self._step = -1
         self._losses: list[tuple[Op, Tensor]] = []
+        self._traffic: list[tuple[LogEntry, Callable[[], Traffic]]] = []
+        """Entries of this step whose rows are not counted yet, for which the host would wait."""
         self._texts: dict[int, str] = {}
+        self._seams = seams
+        self._pairs = overlapped_pairs(plan.graph, rank) if seams is None else whole_pairs(plan.graph, rank)
+        self._paired = {op_id for pair in self._pairs.values() for op_id, _ in pair.containers} - self._pairs.keys()
         self._computes: dict[OpKind, Callable[[Op], None]] = {
             OpKind.FORWARD: self._forward,
             OpKind.BACKWARD_INPUT: self._backward_input,
@@ -126,6 +145,7 @@ class RankAdapter:
         self.transfers.begin()
         self._routers.begin()
         self._losses.clear()
+        self._traffic.clear()
         self.outcome = StepOutcome()
         self._step_end.begin()
         self._log_start = len(self.log)
@@ -141,9 +161,13 @@ class RankAdapter:
         """Drop the tensors of a step that has ended, or failed."""
         self.transfers.begin()
         self._losses.clear()
+        self._traffic.clear()
 
     def finish(self) -> None:
-        """End a step: put the times into its log, and read its results into ``outcome``."""
+        """End a step: put times and counted rows into its log, and read its results into ``outcome``."""
+        for entry, traffic in self._traffic:
+            entry.traffic = traffic()
+        self._traffic.clear()
         self.log[self._log_start :] = self._clock.timed_entries(self.log[self._log_start :])
         loss: Loss | None = None
         not_finite = ""
@@ -172,6 +196,11 @@ class RankAdapter:
         op_id = instruction.op_id
         if instruction.is_transfer:
             self.transfers.post(op_id)
+            return
+        if op_id in self._pairs:
+            self._take_turns(self._pairs[op_id])
+            return
+        if op_id in self._paired:  # it ran with the first computation of its pair
             return
         op = instruction.row.op
         kind = op.kind
@@ -211,21 +240,22 @@ class RankAdapter:
         """Return the time on the clock of the log."""
         return self._clock.now()
 
-    def log_collective(self, op: Op, collectives: Collectives, tensor: Tensor, start_ns: int, traffic: Traffic) -> None:
-        """Log a collective that just ended."""
-        self.log.append(
-            LogEntry(
-                self._step,
-                HOST_QUEUE,
-                str(op),
-                start_ns,
-                self.now(),
-                collectives.ranks,
-                self._arrays.numel(tensor),
-                self._arrays.dtype(tensor),
-                traffic=traffic,
-            )
-        )
+    def end_of(self, block: Callable[[], object]) -> int:
+        """Return the time on the clock of the log at which the work ends that ``block`` waits for, see ``Clock``."""
+        return self._clock.end_of(block)
+
+    def begin_entry(self, queue: str, text: str) -> LogEntry:
+        """Append an entry that starts now to the log."""
+        entry = LogEntry(self._step, queue, text, self.now(), 0)
+        self.log.append(entry)
+        return entry
+
+    def fill_in(self, entry: LogEntry, collectives: Collectives, call: Call, result: Tensor) -> None:
+        """Complete the entry of a collective that has ended."""
+        entry.ranks = collectives.ranks
+        entry.numel, entry.dtype = self._arrays.numel(call.tensor), self._arrays.dtype(call.tensor)
+        if call.traffic_of is not None:
+            self._traffic.append((entry, partial(call.traffic_of, result)))
 
     def collectives_over(self, axis: str, stage: int, weight: str = "") -> Collectives:
         """Return the collectives along a mesh axis; along ``pp`` those of the holders of a stage's weight."""
@@ -234,6 +264,31 @@ class RankAdapter:
         indices = self._plan.shared_weights.places(stage, weight) if axis == "pp" else range(num_ranks)
         ranks = tuple(self._plan.mesh.rank({**self._coords, axis: index}) for index in indices)
         return self._collectives[axis, ranks]
+
+    def _take_turns(self, pair: OverlappedPair) -> None:
+        """Execute both computations of a pair."""
+        assert isinstance(self._framework, ThreadedFramework)
+        forward, backward = (self._plan.graph.ops[op_id] for op_id in (pair.forward, pair.backward))
+
+        def add_weights() -> None:
+            deferred, stage = self.transfers.of(backward).weights, self._stages[backward.stage]
+            if deferred is not None:
+                deferred.accumulate()
+            else:  # the backward is under way, or has not begun
+                assert isinstance(stage, DeferringStage)
+                stage.accumulate_deferred()
+
+        sides = (lambda: self._forward(forward)), (lambda: self._backward_input(backward))
+        if self._seams is None:
+            turns = PairTurns(pair, self, add_weights)
+            with self._children.issued_by(turns):
+                turns.run(*sides, self._framework.as_this_thread())
+        else:
+            at_seams = SeamTurns(pair, self)
+            with self._seams(at_seams):
+                at_seams.run(*sides, self._framework.as_this_thread())
+        if backward.kind is OpKind.BACKWARD:
+            self._backward_weight(backward)
 
     def _forward(self, op: Op) -> None:
         tensors = self.transfers.of(op)

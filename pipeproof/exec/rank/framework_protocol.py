@@ -8,7 +8,7 @@ ranges of the first dim) and ``Arrays``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -134,6 +134,44 @@ class Collectives(Protocol):
         ...
 
 
+class BegunCollective(Protocol):
+    """A collective that has begun. Its tensors stay allocated as long as it is referenced."""
+
+    def block(self) -> None:
+        """Block the host until it has ended; on a GPU block the current stream instead."""
+        ...
+
+    def wait(self) -> Tensor:
+        """Block, and return the result; call this once."""
+        ...
+
+
+class AsyncCollectives(Protocol):
+    """Collectives over one group that run while the rank computes; the caller waits for each."""
+
+    def all_gather(self, tensor: Tensor, dim: int) -> BegunCollective:
+        """Begin ``Collectives.all_gather``."""
+        ...
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> BegunCollective:
+        """Begin ``Collectives.reduce_scatter``."""
+        ...
+
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> BegunCollective:
+        """Begin ``Collectives.exchange``."""
+        ...
+
+
+@runtime_checkable
+class OverlappedCollectives(Protocol):
+    """Collectives that can also be begun and waited for later."""
+
+    @property
+    def begun(self) -> AsyncCollectives:
+        """The same collectives, each of which is only begun."""
+        ...
+
+
 class World(Protocol):
     """Connected communication of one rank."""
 
@@ -164,12 +202,29 @@ class StageCollectives(ContextCollectives, TensorParallelCollectives, Protocol):
         """Exchange rows over EP ranks."""
         ...
 
+    def all_gather_each(self, tensors: Sequence[Tensor], *, labels: Sequence[str], axis: str) -> Sequence[Tensor]:
+        """Return the parts of all EP ranks of each tensor, joined along dim 0."""
+        ...
+
+    def reduce_scatter_each(self, tensors: Sequence[Tensor], *, labels: Sequence[str], axis: str) -> Sequence[Tensor]:
+        """Return this rank's part along dim 0 of the sum of each tensor over EP ranks."""
+        ...
+
 
 class WeightGradients(Protocol):
     """Deferred weight gradients of one work item."""
 
     def accumulate(self) -> None:
         """Compute the weight gradients and add them to the gradients."""
+        ...
+
+
+@runtime_checkable
+class DeferringStage(Protocol):
+    """A stage whose deferred weight gradients can be computed while its backward is under way."""
+
+    def accumulate_deferred(self) -> None:
+        """Compute the weight gradients that the running backward has deferred so far."""
         ...
 
 
@@ -314,6 +369,15 @@ class Clip(Protocol):
 
     def clip(self, weights: Mapping[str, Weight]) -> None:
         """Scale the gradients down to the limit."""
+        ...
+
+
+@runtime_checkable
+class ThreadedFramework(Protocol):
+    """A framework with which two threads of a rank compute in turns."""
+
+    def as_this_thread(self) -> Callable[[], None]:
+        """Return a function that a new thread calls to compute as this one does now: same device, same bits."""
         ...
 
 

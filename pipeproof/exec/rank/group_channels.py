@@ -77,11 +77,12 @@ def connected_groups(
     channels: Sequence[Channel],
     groups: Sequence[Group],
     progress: Callable[[str], None],
+    new_experts_group: Callable[[list[int]], Any] | None = None,
 ) -> tuple[dict[Channel, Any], dict[int, Any]]:
     """Make the group of every channel and of every group of the graph, and use each once with ``token``.
 
-    Returns the channels' groups, and those that have this rank by index of the graph's groups. Every rank must call
-    this with the same channels and groups.
+    ``new_experts_group`` makes those over ``ep``, by default ``new_group`` does. Returns the channels' groups, and
+    those that have this rank by index of the graph's groups. Every rank must call this with the same ones.
     """
     by_channel: dict[Channel, Any] = {}
     for channel in channels:
@@ -94,7 +95,8 @@ def connected_groups(
     own: dict[int, Any] = {}
     for index, group in enumerate(groups):
         progress(f"connecting {group.axis} group {', '.join(map(str, group.ranks))}")
-        made = new_group(list(group.ranks))
+        make = new_experts_group if new_experts_group is not None and group.axis == "ep" else new_group
+        made = make(list(group.ranks))
         if rank in group.ranks:
             own[index] = made
             dist.all_reduce(token, group=made)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -27,11 +27,13 @@ HOST_QUEUE = "compute"
 class LogEntry:
     """One executed operation.
 
-    ``queue`` is ``compute`` or the channel's text; ``ranks`` are the members of the communicator (empty for compute);
-    ``numel`` and ``dtype`` are those of its tensor (0 and "" for compute). Times are the machine's monotonic clock in
-    nanoseconds; a transfer was posted at ``posted_ns`` and starts when its channel reaches it. For an all-to-all,
-    ``traffic`` has the rows sent to and received from each member; for an all-to-all of counts, the rows that the
-    counts announce. A whole backward has the input gradient at ``split_ns``, and computes weight gradients after it.
+    ``queue`` is ``compute``, the channel's text, or the queue of a collective that runs while its rank computes.
+    ``ranks`` are the members of the communicator (empty for compute); ``numel`` and ``dtype`` are those of its tensor
+    (0 and "" for compute). Times are the machine's monotonic clock in nanoseconds; a transfer was posted at
+    ``posted_ns`` and starts when its channel reaches it, and so does a collective on a queue of its own. For an
+    all-to-all, ``traffic`` has the rows sent to and received from each member; for an all-to-all of counts, the rows
+    that the counts announce. A whole backward has the input gradient at ``split_ns``, and computes weight gradients
+    after it.
     """
 
     step: int
@@ -66,6 +68,13 @@ def _is_of_weights(graph: OpGraph, op_id: int) -> bool:
     return graph.ops[parent].kind in (OpKind.REDUCE_GRAD, OpKind.GATHER_WEIGHT)
 
 
+def log_queue(graph: OpGraph, op_id: int) -> str:
+    """Queue of an operation in the log: its channel, the queue that a collective of a part runs on, or ``compute``."""
+    if graph.ops[op_id].kind in TRANSFER_KINDS:
+        return str(graph.channels[int(graph.channel[op_id])])
+    return graph.queues[int(graph.queue[op_id])] if graph.part_before[op_id] != NONE else HOST_QUEUE
+
+
 def op_ids_of(graph: OpGraph, rank: int, entries: Sequence[LogEntry]) -> list[int | None]:
     """Return the graph's operation for each entry of a rank's log, None for an entry that the graph does not have.
 
@@ -74,9 +83,7 @@ def op_ids_of(graph: OpGraph, rank: int, entries: Sequence[LogEntry]) -> list[in
     """
     ids: dict[tuple[str, str], list[int]] = {}
     for op_id in graph.rank_ops(rank):
-        op = graph.ops[op_id]
-        queue = str(graph.channels[int(graph.channel[op_id])]) if op.kind in TRANSFER_KINDS else HOST_QUEUE
-        ids.setdefault((queue, str(op)), []).append(op_id)
+        ids.setdefault((log_queue(graph, op_id), str(graph.ops[op_id])), []).append(op_id)
     counts: Counter[tuple[int, str, str]] = Counter()
     op_ids: list[int | None] = []
     for entry in entries:
@@ -105,6 +112,10 @@ class Clock(Protocol):
         """Return the time in nanoseconds, or the number of a marker that ``timed_entries`` replaces."""
         ...
 
+    def end_of(self, block: Callable[[], object]) -> int:
+        """Return the time at which the work ends that ``block`` waits for; 0 if only a host that waits knows it."""
+        ...
+
     def timed_entries(self, entries: Sequence[LogEntry]) -> Sequence[LogEntry]:
         """Return a step's entries with all times in nanoseconds of the host's monotonic clock."""
         ...
@@ -119,6 +130,10 @@ class HostClock:
     def now(self) -> int:
         """Return nanoseconds."""
         return time.monotonic_ns()
+
+    def end_of(self, block: Callable[[], object]) -> int:
+        """Return 0: the host does not wait."""
+        return 0
 
     def timed_entries(self, entries: Sequence[LogEntry]) -> Sequence[LogEntry]:
         """Return the entries unchanged."""

@@ -15,6 +15,7 @@ from pipeproof.exec.monitor.plan_ring import PlanRing
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.framework_protocol import Framework, World
 from pipeproof.exec.rank.op_log import Clock
+from pipeproof.exec.rank.overlapped_pair import SeamTurns
 from pipeproof.exec.rank.rank_program import RankProgram
 from pipeproof.exec.rank.step_end import StepEnd
 from pipeproof.exec.store.finding_content import finding_content, finding_of
@@ -150,7 +151,8 @@ def _require_same(derived: list[list[Any]]) -> None:
 class TrainRank(RankProgram):
     """The program of one rank for one plan; ``index`` is the rank's place in the pipeline.
 
-    ``enter`` is called with the step and number of each host operation before it runs. With ``ring`` operations are
+    ``enter`` is called with the step and number of each host operation before it runs. ``seams`` is as of
+    ``RankAdapter``. With ``ring`` operations are
     written into the ring of a watched process.
     """
 
@@ -165,6 +167,7 @@ class TrainRank(RankProgram):
         clock: Clock | None = None,
         *,
         is_proved: bool,
+        seams: Callable[[SeamTurns], AbstractContextManager[object]] | None = None,
         annotate: Callable[[str], AbstractContextManager[object]] | None = None,
         ring: PlanRing | None = None,
     ) -> None:
@@ -178,7 +181,7 @@ class TrainRank(RankProgram):
         adapter = RankAdapter(
             plan, plan.graph.global_rank[index], framework, world if ring is None else ring.world(world),
             enter if ring is None else enter_both, clock=clock, make_step_end=make_step_end, frees_sends=True,
-            annotate=annotate,
+            seams=seams, annotate=annotate,
         )  # fmt: skip
         super().__init__(plan.graph, index, adapter, is_proved=is_proved)
 

@@ -116,6 +116,9 @@ def _schedule(spec: PlanSpec) -> Iterator[Sequence[str]]:
     yield "--global-batch-size", str(batch)
     if schedule.reduce_gradients == "when_ready":
         yield ("--overlap-grad-reduce",)
+    if schedule.overlap == "pairs":
+        yield ("--overlap-moe-expert-parallel-comm",)
+        yield ("--delay-wgrad-compute",)
 
 
 def layout_string(stages: Sequence[Sequence[str]]) -> str:

@@ -28,11 +28,13 @@ def interleaved(
     num_chunks: int,
     variant: str = VARIANTS[0],
     group_size: int | None = None,
+    overlaps: bool = False,  # noqa: FBT002
 ) -> Schedule:
     """One program per pipeline rank; stage ``c * p + r`` is chunk ``c`` of rank ``r``.
 
     ``group_size`` is how many micro-batches go through a chunk at a time, in
-    ``megatron`` only; the others derive it.
+    ``megatron`` only; the others derive it. So is that a forward ``overlaps`` the
+    backward after it: its combined 1F1B.
 
     Raises:
         UnfitSizesError: the variant does not exist for these sizes; its help names the nearest that fit.
@@ -43,11 +45,18 @@ def interleaved(
             help="use variant megatron, or remove the key",
             key=("schedule", "micro_batch_group_size"),
         )
+    if overlaps and variant != "megatron":
+        raise UnfitSizesError(
+            f"a forward overlaps with a backward in interleaved 1F1B as Megatron-Core has it, and the variant is "
+            f"{variant}",
+            help="use variant megatron, or remove schedule.overlap",
+            key=("schedule", "overlap"),
+        )
     match variant:
         case "torch":
             return interleaved_torch(num_ranks, num_micro_batches, num_chunks)
         case "megatron":
-            return interleaved_megatron(num_ranks, num_micro_batches, num_chunks, group_size)
+            return interleaved_megatron(num_ranks, num_micro_batches, num_chunks, group_size, overlaps=overlaps)
         case "fleet":
             return fleet(num_ranks, num_micro_batches, num_chunks)
         case "fleet_fthenb":
@@ -72,14 +81,15 @@ def interleaved_torch(num_ranks: int, num_micro_batches: int, num_chunks: int) -
 
 
 def interleaved_megatron(
-    num_ranks: int, num_micro_batches: int, num_chunks: int, group_size: int | None = None
+    num_ranks: int, num_micro_batches: int, num_chunks: int, group_size: int | None = None, *, overlaps: bool = False
 ) -> Schedule:
     """Megatron-Core's interleaved schedule (``megatron/core/pipeline_parallel/schedules.py``, 2026).
 
     ``group_size`` is its ``microbatch_group_size_per_vp_stage``, by default
     ``p``: so many micro-batches go through a chunk at a time, in the last
     group those that are left. Rank ``r`` begins with
-    ``(v - 1) group_size + 2 (p - 1 - r)`` forwards.
+    ``(v - 1) group_size + 2 (p - 1 - r)`` forwards, and if forwards overlap with
+    backwards (``--overlap-moe-expert-parallel-comm``), with one more.
 
     Raises:
         UnfitSizesError: fewer micro-batches than ranks, a group smaller than the ranks or larger than all
@@ -95,7 +105,7 @@ def interleaved_megatron(
             f"in the last group at least as many as there are ranks, {num_ranks}: {num_micro_batches} leaves {left}",
             help=f"use {below} or {below + num_ranks}",
         )
-    return in_groups(num_ranks, num_chunks, [size] * num_groups + ([left] if left else []))
+    return in_groups(num_ranks, num_chunks, [size] * num_groups + ([left] if left else []), overlaps=overlaps)
 
 
 def _check_group_size(num_ranks: int, num_micro_batches: int, size: int) -> None:

@@ -3,24 +3,31 @@
 Narayanan et al., "PipeDream", arXiv:1806.03377 (the order), and
 "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", arXiv:2104.04473 (with the flush at the end of the step, as here).
+
+With overlaps it is the combined 1F1B of Megatron-Core (``megatron/core/pipeline_parallel/combined_1f1b.py``, 2026),
+which has it for one rank: one more warm-up forward, so that the forward and the backward of each later pair do not
+depend on each other. Here any number of ranks does so.
 """
 
 from __future__ import annotations
 
+from pipeproof.schedule.generators.round_robin import steady_pairs
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import Schedule
 
 
-def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
+def one_f_one_b(num_ranks: int, num_micro_batches: int, overlaps: bool = False) -> Schedule:  # noqa: FBT002
     """One program per pipeline rank ``r``, with ``min(m, p - 1 - r)`` warm-up forwards.
 
-    At most ``min(m, p - r)`` micro-batches are in flight on rank ``r``.
+    At most ``min(m, p - r)`` micro-batches are in flight on rank ``r``. If a forward ``overlaps`` the backward after
+    it, there is one forward and one micro-batch in flight more.
     """
-    return Schedule(tuple(_rank_program(stage, num_ranks, num_micro_batches) for stage in range(num_ranks)))
+    num_warmup = [min(num_micro_batches, num_ranks - 1 - stage + overlaps) for stage in range(num_ranks)]
+    programs = tuple(_rank_program(stage, warmup, num_micro_batches) for stage, warmup in enumerate(num_warmup))
+    return Schedule(programs, steady_pairs(num_micro_batches, num_warmup) if overlaps else ())
 
 
-def _rank_program(stage: int, num_ranks: int, num_micro_batches: int) -> tuple[Op, ...]:
-    num_warmup = min(num_micro_batches, num_ranks - 1 - stage)
+def _rank_program(stage: int, num_warmup: int, num_micro_batches: int) -> tuple[Op, ...]:
     forwards = [Op(OpKind.FORWARD, stage, k) for k in range(num_micro_batches)]
     backwards = [Op(OpKind.BACKWARD, stage, k) for k in range(num_micro_batches)]
     program = forwards[:num_warmup]

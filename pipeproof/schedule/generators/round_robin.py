@@ -9,6 +9,7 @@ the remaining backwards.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from pipeproof.schedule.generators.stage_ops import stage_ops
 from pipeproof.schedule.ops import Op, OpKind
@@ -60,19 +61,28 @@ def in_groups(
     *,
     backwards: Sequence[ChunkStep] | None = None,
     warmup_per_hop: int = 2,
+    overlaps: bool = False,
 ) -> Schedule:
     """The micro-batches go through the chunks in groups of these sizes.
 
     The last rank begins with the forwards that the first group has before its
     last chunk; each rank before it with ``warmup_per_hop`` more. ``backwards``
     are in the order of the forwards, from the last chunk, where none is given.
+    If a forward ``overlaps`` the backward after it, each rank begins with one
+    forward more, so that the two do not depend on each other.
     """
     forwards = order_of_groups(group_sizes, num_chunks)
     if backwards is None:
         backwards = from_the_last_chunk(forwards, num_chunks)
     before = (num_chunks - 1) * group_sizes[0]
-    num_warmup = [before + warmup_per_hop * (num_ranks - 1 - rank) for rank in range(num_ranks)]
-    return round_robin(num_chunks, forwards, backwards, num_warmup)
+    num_warmup = [before + warmup_per_hop * (num_ranks - 1 - rank) + overlaps for rank in range(num_ranks)]
+    schedule = round_robin(num_chunks, forwards, backwards, num_warmup)
+    return replace(schedule, pairs=steady_pairs(len(forwards), num_warmup)) if overlaps else schedule
+
+
+def steady_pairs(num_forwards: int, num_warmup: Iterable[int]) -> tuple[frozenset[int], ...]:
+    """By rank the places of the forwards behind its warm-up, each of which has a backward behind it."""
+    return tuple(frozenset(range(warmup, 2 * num_forwards - warmup, 2)) for warmup in num_warmup)
 
 
 def round_robin(

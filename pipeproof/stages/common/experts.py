@@ -34,12 +34,12 @@ class ExpertCollectives(Protocol):
         """Send ``send[m]`` rows, in order, to each member m; return ``receive[m]`` rows from each, joined in order."""
         ...
 
-    def all_gather(self, tensor: Tensor, dim: int, *, label: str, axis: str) -> Tensor:
-        """Return the tensors of all members, joined along ``dim``."""
+    def all_gather_each(self, tensors: Sequence[Tensor], *, labels: Sequence[str], axis: str) -> Sequence[Tensor]:
+        """Return all members' parts of each tensor, joined along dim 0. All are issued before the first is needed."""
         ...
 
-    def reduce_scatter(self, tensor: Tensor, dim: int, *, label: str, axis: str) -> Tensor:
-        """Return this member's part along ``dim`` of the sum over all members."""
+    def reduce_scatter_each(self, tensors: Sequence[Tensor], *, labels: Sequence[str], axis: str) -> Sequence[Tensor]:
+        """Return this member's part along dim 0 of the sum of each tensor over all members; issued likewise."""
         ...
 
 
@@ -75,11 +75,13 @@ class ExpertRegion:
         """Return the router outputs [R N, E] and the tokens [R N, H] of all ranks; their gradients are summed back."""
 
         def forward(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-            return self._gathered(logits, f"{name}.route"), self._gathered(tokens, f"{name}.tokens")
+            route, of_all = self._gathered([logits, tokens], [f"{name}.route", f"{name}.tokens"])
+            return route, of_all
 
         def backward(of_logits: Tensor, of_tokens: Tensor) -> tuple[Tensor, Tensor]:
-            of_own_tokens = self._summed(of_tokens, f"{name}.tokens.grad")  # first, as in the graph
-            return self._summed(of_logits, f"{name}.route.grad"), of_own_tokens
+            labels = [f"{name}.tokens.grad", f"{name}.route.grad"]  # in this order, as in the graph
+            of_own_tokens, of_own_logits = self._summed([of_tokens, of_logits], labels)
+            return of_own_logits, of_own_tokens
 
         logits, tokens = self.ops.autograd_node(forward, backward, logits, tokens)
         return logits, tokens
@@ -87,19 +89,19 @@ class ExpertRegion:
     def sum_results(self, addends: Tensor, name: str) -> Tensor:
         """Return this rank's rows [N, H] of the sum of all ranks' addends [R N, H]."""
         (results,) = self.ops.autograd_node(
-            lambda own: (self._summed(own, f"{name}.sum"),),
-            lambda gradient: (self._gathered(gradient, f"{name}.sum.grad"),),
+            lambda own: self._summed([own], [f"{name}.sum"]),
+            lambda gradient: self._gathered([gradient], [f"{name}.sum.grad"]),
             addends,
         )
         return results
 
-    def _gathered(self, tensor: Tensor, label: str) -> Tensor:
+    def _gathered(self, tensors: Sequence[Tensor], labels: Sequence[str]) -> Sequence[Tensor]:
         assert self._collectives is not None
-        return self._collectives.all_gather(tensor.contiguous(), 0, label=label, axis="ep")
+        return self._collectives.all_gather_each([each.contiguous() for each in tensors], labels=labels, axis="ep")
 
-    def _summed(self, tensor: Tensor, label: str) -> Tensor:
+    def _summed(self, tensors: Sequence[Tensor], labels: Sequence[str]) -> Sequence[Tensor]:
         assert self._collectives is not None
-        return self._collectives.reduce_scatter(tensor.contiguous(), 0, label=label, axis="ep")
+        return self._collectives.reduce_scatter_each([each.contiguous() for each in tensors], labels=labels, axis="ep")
 
     def _all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], label: str) -> Tensor:
         assert self._collectives is not None

@@ -47,6 +47,13 @@ def describe_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> tuple[La
     return tuple(layers)
 
 
+def operation_collectives(
+    plan: PlanSpec, name: str, size: MicroBatchSize
+) -> tuple[tuple[tuple[Collective, ...], tuple[Collective, ...]], ...]:
+    """The collectives of forward and of backward of each operation of a layer, in the order of forward."""
+    return _Describer(plan, name, size).collectives(layer_operations(plan.gpt, name))
+
+
 class _Describer:
     """Parameters and collectives of the operations of one layer."""
 
@@ -57,7 +64,7 @@ class _Describer:
 
     def layer(self, operations: ops.Operations) -> Layer:
         seen = [(weight, rows) for weights, rows in map(ops.weights_of, operations) for weight in weights]
-        steps = [self._collectives(operation) for operation in operations]
+        steps = self.collectives(operations)
         return Layer(
             self._name,
             tuple(self._parameter(weight, rows) for weight, rows in seen if not weight.borrowed),
@@ -65,6 +72,12 @@ class _Describer:
             tuple(c for _, backward in reversed(steps) for c in backward),
             tuple(self._parameter(weight, rows) for weight, rows in seen if weight.borrowed),
         )
+
+    def collectives(
+        self, operations: ops.Operations
+    ) -> tuple[tuple[tuple[Collective, ...], tuple[Collective, ...]], ...]:
+        """Those of forward and of backward, by operation."""
+        return tuple(self._collectives(operation) for operation in operations)
 
     def _parameter(self, weight: ops.Weight, rows: ops.Rows) -> Parameter:
         """The parameter of a weight: each TP rank has an addend of the gradient if it sees other rows or columns."""

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
+from itertools import chain
 from typing import NamedTuple
 
 from pipeproof.specs.dtypes import dtype_bytes
@@ -117,8 +118,15 @@ def layer_work(
 
     ``layer`` is a name as in ``stages``, ``item_bytes`` the size of an element of weights and activations.
     """
+    return tuple(chain.from_iterable(operation_works(plan, layer, size, item_bytes, flash=flash)))
+
+
+def operation_works(
+    plan: PlanSpec, layer: str, size: MicroBatchSize, item_bytes: int, *, flash: bool = True
+) -> tuple[tuple[Work, ...], ...]:
+    """``layer_work`` by operation of ``layer_operations``, each with its F, I and W."""
     rank = _RankWork(plan, RankSizes(plan, layer, size), item_bytes, flash=flash)
-    return tuple(work for operation in layer_operations(plan.gpt, layer) for work in rank.works(operation))
+    return tuple(tuple(rank.works(operation)) for operation in layer_operations(plan.gpt, layer))
 
 
 def product_flops(plan: PlanSpec, layers: Sequence[str], size: MicroBatchSize) -> Mapping[Phase, Fraction]:

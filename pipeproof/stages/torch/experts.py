@@ -56,20 +56,28 @@ class TorchExperts(common.Experts):
         return counts.scatter_add_(0, flat, torch.ones_like(flat))  # bincount would make the host wait
 
     def _visit(self, tokens: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
+        arrivals = None if self._region.num_ranks == 1 else self._announced(counts)
         order = chosen.flatten().argsort(stable=True)  # by expert, then by token
         back = inverse(order)
         rows = visits(tokens, order, back)
-        is_local = self._region.num_ranks == 1
-        outputs = self._swiglu(rows, Groups(counts)) if is_local else self._exchanged(rows, counts)
+        outputs = self._swiglu(rows, Groups(counts)) if arrivals is None else self._exchanged(rows, *arrivals)
         return reorder(outputs, back, order).reshape(*chosen.shape, tokens.shape[-1])
 
-    def _exchanged(self, rows: Tensor, sent: Tensor) -> Tensor:
-        """Run rows through the experts of all ranks. Rows are ordered by expert; ``sent`` [E] counts them."""
+    def _announced(self, sent: Tensor) -> tuple[Tensor, HostCopy]:
+        """Exchange the counts of visits, from ``sent`` [E]; return those received, and the rows of each rank.
+
+        The numbers of rows [2, R] are on their way to the host, which has other kernels to launch before it waits.
+        """
+        received = self._region.counts(sent, f"{self._name}.counts")  # [R, E / R]
+        by_rank = torch.stack([sent.reshape(self._region.num_ranks, -1).sum(1), received.sum(1)])
+        return received, HostCopy(by_rank)
+
+    def _exchanged(self, rows: Tensor, received: Tensor, sizes: HostCopy) -> Tensor:
+        """Run rows, which are ordered by expert, through the experts of all ranks."""
         region = self._region
-        received = region.counts(sent, f"{self._name}.counts")  # [R, E / R]
-        send, receive = torch.stack([sent.reshape(region.num_ranks, -1).sum(1), received.sum(1)]).tolist()
+        send, receive = sizes.read()
         arrived = region.exchange(rows, send, receive, f"{self._name}.dispatch")
-        experts = torch.arange(received.shape[1], device=sent.device).repeat(len(received))
+        experts = torch.arange(received.shape[1], device=rows.device).repeat(len(received))
         by_expert = experts.repeat_interleave(received.flatten(), output_size=sum(receive)).argsort(stable=True)
         by_rank = inverse(by_expert)  # rows arrive by rank; by expert, they are ordered by rank, then by token
         outputs = self._swiglu(reorder(arrived, by_expert, by_rank), Groups(received.sum(0)))
@@ -95,6 +103,25 @@ class TorchExperts(common.Experts):
 
     def _activation(self, gate: Tensor, up: Tensor, groups: Groups) -> Tensor:
         return self._gated(gate, up)
+
+
+class HostCopy:
+    """A copy of a tensor in the host's memory, for which the host waits when it reads it.
+
+    It waits for the copy only, and not for kernels that were launched after it.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor.to("cpu", non_blocking=True)
+        self._event = torch.cuda.Event() if tensor.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    def read(self) -> Any:
+        """Return the values as nested lists."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy.tolist()
 
 
 class FixedTorchExperts(TorchExperts):

@@ -118,6 +118,10 @@ class SplitWeights:
         collected, self._collected = self._collected, WeightGradients()
         return collected
 
+    def accumulate_deferred(self) -> None:
+        """Add the gradients that the running backward has deferred so far."""
+        self._collected.accumulate()
+
     def product(self, activation: Tensor, weight: Weight, *, transposed: bool = False) -> Tensor:
         """``activation @ weight``: [.., K] and [K, M] to [.., M]; transposed, the weight is [M, K].
 

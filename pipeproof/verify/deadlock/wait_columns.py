@@ -1,7 +1,7 @@
 """The waits of ``events`` on whole columns: the form that the rules use for graphs of any size.
 
-Compute cannot block, so it has no node. What remains is contracted: the two
-ends of a pair at rendezvous are done together and share a node, as do the
+Compute cannot block, so it has no node, except parts next to a collective.
+What remains is contracted: the two ends of a pair at rendezvous are done together and share a node, as do the
 members of a collective; a post has a node (a *gate*) only where more than one
 done follows it. Everything is numpy on columns, linear in rows but for sorts.
 
@@ -28,7 +28,7 @@ from pipeproof.schedule.ops import COLLECTIVE_KINDS, SEND_KINDS, TRANSFER_KINDS,
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Transfers, collectives over a group, WAITs, what they wait for, and members of calls; compute has no part.
+    """Transfers, collectives over a group, WAITs, what they wait for, members of calls, and parts next to collectives.
 
     ``op`` are op ids in order; the other columns have an entry for each of
     them. ``place`` is the op id of the last member of the row's call, its own
@@ -62,7 +62,9 @@ def rows_of(graph: OpGraph, first: int | None = None) -> Rows:
     transfer, wait = is_kind(kind, TRANSFER_KINDS), is_kind(kind, frozenset({OpKind.WAIT}))
     call = is_kind(kind, COLLECTIVE_KINDS) & (group != NONE)
     here = np.zeros(graph.num_ops, dtype=bool)
-    here[among] = transfer | call | wait | (calls[among] != NONE)
+    part_before = graph.part_before[among]
+    here[among] = transfer | call | wait | (calls[among] != NONE) | (part_before != NONE)
+    here[part_before[part_before != NONE]] = True
     target = graph.waits_for[among[wait]]
     here[target[target != NONE]] = True
     chosen = here[among]
@@ -248,6 +250,7 @@ class _Writing:
         """All waits."""
         self._order_hosts()
         self._order_queues()
+        self._order_parts()
         self._complete_calls()
         self._complete_waits()
         self._complete_sends()
@@ -320,6 +323,12 @@ class _Writing:
             case "pair":
                 key = packed(rank, graph.peer[chosen])
         self._chain(key, entry[selected])
+
+    def _order_parts(self) -> None:
+        """Parts of a computation, and the collectives between them, follow each other."""
+        before = self.graph.part_before[self.rows.op]
+        later = np.flatnonzero(before != NONE)
+        self._link(self.entry[np.searchsorted(self.rows.op, before[later])], self.entry[later])
 
     def _complete_calls(self) -> None:
         """A batch: its members begin together, and it is done when all of them are."""

@@ -77,7 +77,8 @@ class Order:
 
     ``rank``, ``queue``, ``channel``, ``waits_for``, ``match``, ``group`` and
     ``position`` are as in ``OpGraph`` (``group`` of collectives only). ``run``
-    is equal for the operations of one batch, which have no order among them.
+    is equal for the operations of one batch, which have no order among them,
+    except that parts of a computation follow each other (``part_before``).
     ``home`` is the operation's id in the graph of one step, and ``step``
     counts from 0.
     """
@@ -88,6 +89,7 @@ class Order:
     is_send: BoolColumn
     run: IntColumn
     waits_for: IntColumn
+    part_before: IntColumn
     match: IntColumn
     group: IntColumn
     position: IntColumn
@@ -215,6 +217,7 @@ def order_of(graph: OpGraph, backend: BackendTable, *, num_steps: int = 1) -> Or
         is_send=graph.is_kind(SEND_KINDS),
         run=run,
         waits_for=graph.waits_for,
+        part_before=graph.part_before,
         match=graph.match,
         group=np.where(graph.is_kind(COLLECTIVE_KINDS), graph.group, NONE),
         position=graph.position,
@@ -243,6 +246,7 @@ def _repeated(one: Order, offsets: IntColumn, num_steps: int) -> Order:
         **{name: getattr(one, name)[home] for name in ("rank", "queue", "channel", "is_send", "group", "position")},
         run=one.run[home] + step * (int(one.run.max(initial=0)) + 1),
         waits_for=moved(one.waits_for),
+        part_before=moved(one.part_before),
         match=moved(one.match),
         home=home,
         step=step,
@@ -264,12 +268,14 @@ def event_edges(order: Order) -> IntColumn:
     held_done = call_begun + int(call.max(initial=NONE)) + 1
     later = np.flatnonzero(followed != NONE)
     waits = np.flatnonzero(order.waits_for != NONE)
+    parts_later = np.flatnonzero(order.part_before != NONE)
     matched = np.flatnonzero((order.match != NONE) & (order.is_send | order.rendezvous))
     parts = (
         (2 * op, 2 * op + 1),
         (2 * op + 1, entry_done + entry_of),
         (entry_done + followed[later], 2 * later),
         (2 * order.waits_for[waits] + 1, 2 * waits + 1),
+        (2 * order.part_before[parts_later] + 1, 2 * parts_later),
         (2 * matched, 2 * order.match[matched] + 1),
         (2 * members, call_begun + call),
         (call_begun + call, 2 * members + 1),

@@ -2,8 +2,8 @@
 
 It is walked back from the last end. What an operation follows is what ended
 last of all that it had to wait for: the operation before it on its rank, the
-transfer before it on its queue, the other end of a message, or the last
-member to come to a collective. The first collective inside a computation
+transfer before it on its queue, the part before it of its computation, the
+other end of a message, or the last member to come to a collective. The first collective inside a computation
 follows the work of that. On simulated timelines the parts then abut
 exactly; on measured ones there are gaps where clocks and hosts have theirs.
 """
@@ -95,7 +95,7 @@ def _held_by(relations: Relations, i: int) -> int | None:
 
 def _before(relations: Relations, i: int) -> int | None:
     """The last to end among the operations that had to end before span i could begin."""
-    spans, found = relations.spans, [relations.before_on_host(i)]
+    spans, found = relations.spans, [relations.before_on_host(i), relations.part_before(i)]
     if spans[i].queue != COMPUTE_QUEUE:
         found.append(relations.before_on_queue(i))
     known = [j for j in found if j is not None]

@@ -22,6 +22,7 @@ from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import (
     COLLECTIVE_KINDS,
     COMPUTE_KINDS,
+    PART_KINDS,
     RECV_KINDS,
     SEND_KINDS,
     TRANSFER_KINDS,
@@ -162,6 +163,8 @@ def _category(op: Op) -> int:
     kind = op.kind
     if kind in COMPUTE_KINDS:
         return CATEGORIES.index(kind.value)
+    if kind in PART_KINDS and op.target is not None:
+        return CATEGORIES.index("W" if kind is OpKind.WEIGHTS else op.target.kind.value)
     if kind in SEND_KINDS:
         return CATEGORIES.index("send")
     if kind in RECV_KINDS:

@@ -47,6 +47,13 @@ class Relations:
             found = posted[place][1] if place >= 0 else None
         return found if found is not None and self.spans[found].queue != COMPUTE_QUEUE else None
 
+    def part_before(self, i: int) -> int | None:
+        """The part, or the exchange between parts, that span i follows in its computation."""
+        if self._graph is None:
+            return None
+        before = int(self._graph.part_before[self.spans[i].op_id])
+        return None if before == NONE else self._by_key.get((self.spans[i].step, before))
+
     @property
     def knows_members(self) -> bool:
         """True if it is known which spans belong to one collective."""

@@ -613,8 +613,11 @@ def test_overlapped_all_to_alls(tmp_path, flags, message):
         assert (finding.code, message in finding.message) == ("PP171", True)
         return
     made = imported(tmp_path, text)
-    assert any("one more forward" in setting.why for setting in made.ignored)
-    assert with_device(made, "h100").plan["cost"]["analytic"]["overlap"] == ["ep"]
+    assert made.plan["schedule"]["overlap"] == "pairs"
+    assert errors(made) == []
+    assert any("turns of their own" in setting.why for setting in made.ignored)
+    delayed = imported(tmp_path, f"{text} --delay-wgrad-compute")
+    assert not any("turns of their own" in setting.why for setting in delayed.ignored)
     assert refusal(tmp_path, f"{MOE}--delay-wgrad-compute").code == "PP171"
 
 

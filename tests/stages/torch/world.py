@@ -41,6 +41,14 @@ class RankCollectives:
         total = self._combined(Issued("reduce_scatter", axis, tensor.numel(), label), tensor)
         return total.chunk(self._world.sizes[axis], dim)[self.coords[axis]].contiguous()
 
+    def all_gather_each(self, tensors, *, labels, axis):
+        return [self.all_gather(each, 0, label=label, axis=axis) for each, label in zip(tensors, labels, strict=True)]
+
+    def reduce_scatter_each(self, tensors, *, labels, axis):
+        return [
+            self.reduce_scatter(each, 0, label=label, axis=axis) for each, label in zip(tensors, labels, strict=True)
+        ]
+
     def all_to_all(self, tensor, send, receive, *, label):
         issued = Issued("all_to_all", "ep", tensor.numel(), label)
         parts = [parts[self.coords["ep"]] for parts in self._meet(issued, tensor, list(send))]

@@ -7,10 +7,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,61 +25,85 @@ from pipeproof.exec.store.torch_store import CONNECT_TIMEOUT, process_store
 from pipeproof.schedule.op_table import Channel, Group
 
 
-class GroupCollectives:
-    """Collectives over one group of ranks. Each takes contiguous tensors and returns new ones."""
+class Begun:
+    """A collective that has begun; a ``BegunCollective``. It keeps its tensors until it is dropped."""
 
-    def __init__(self, rank: int, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
-        self.ranks, self._group_rank, self._group = ranks, ranks.index(rank), group
+    __slots__ = ("_join", "_kept", "_works")
+
+    def __init__(self, works: Sequence[Any], join: Callable[[], torch.Tensor], *kept: torch.Tensor) -> None:
+        self._works, self._join, self._kept = works, join, kept
+
+    def block(self) -> None:
+        """Block the host until it has ended; on a GPU block the current stream instead."""
+        for work in self._works:
+            work.wait()
+
+    def wait(self) -> torch.Tensor:
+        """Block, and return the result."""
+        self.block()
+        return self._join()
+
+
+class BegunCollectives:
+    """Collectives over one group that the caller waits for, see ``Begun``; an ``AsyncCollectives``.
+
+    On NCCL they run on the group's stream after all that the current stream has launched so far. With ``at_once`` they
+    have ended, for the next kernel of the current stream, when the call returns.
+    """
+
+    def __init__(self, rank: int, ranks: tuple[int, ...], group: dist.ProcessGroup, *, at_once: bool) -> None:
+        self.ranks, self._group_rank, self._group, self._is_async = ranks, ranks.index(rank), group, not at_once
         self._native = dist.get_backend(group) == "nccl"
 
-    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the tensors of all members, joined along ``dim`` in group order; shapes and types must be equal."""
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> Begun:
+        """Begin ``Collectives.all_gather``."""
         if self._native and _is_outermost(tensor, dim):
             shape = list(tensor.shape)
             shape[dim] *= len(self.ranks)
             joined = tensor.new_empty(shape)
-            dist.all_gather_into_tensor(joined.view(-1), tensor.view(-1), group=self._group)
-            return joined
-        return torch.cat(self._parts(tensor), dim)
+            into = joined.view(-1), tensor.view(-1)
+            work = dist.all_gather_into_tensor(*into, group=self._group, async_op=self._is_async)
+            return Begun(_works(work), lambda: joined, tensor)
+        parts, works = self._parts(tensor)
+        return Begun(works, lambda: torch.cat(parts, dim), tensor)
 
-    def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
-        """Return the ``sum`` or ``max`` over the members; on gloo taken in group order."""
+    def reduce(self, tensor: torch.Tensor, reduction: str) -> Begun:
+        """Begin ``Collectives.reduce``."""
         if self._native:
             result = tensor.clone()
-            dist.all_reduce(result, op=_NATIVE[reduction], group=self._group)
-            return result
-        combine = {"sum": torch.add, "max": torch.maximum}[reduction]
-        first, *others = self._parts(tensor)
-        for part in others:
-            first = combine(first, part)
-        return first
+            work = dist.all_reduce(result, op=_NATIVE[reduction], group=self._group, async_op=self._is_async)
+            return Begun(_works(work), lambda: result)
+        parts, works = self._parts(tensor)
+        return Begun(works, lambda: _combined(parts, reduction), tensor)
 
-    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        parts = [torch.empty_like(tensor) for _ in self.ranks]
-        dist.all_gather(parts, tensor, group=self._group)
-        return parts
-
-    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this member's part along ``dim`` of the sum over all members; on gloo added in group order."""
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> Begun:
+        """Begin ``Collectives.reduce_scatter``."""
         if not self._native:
-            return self.reduce(tensor, "sum").chunk(len(self.ranks), dim)[self._group_rank].contiguous()
+            addends, works = self._parts(tensor)
+
+            def own_part() -> torch.Tensor:
+                return _combined(addends, "sum").chunk(len(self.ranks), dim)[self._group_rank].contiguous()
+
+            return Begun(works, own_part, tensor)
         if _is_outermost(tensor, dim) and tensor.shape[dim] % len(self.ranks) == 0:
             shape = list(tensor.shape)
             shape[dim] //= len(self.ranks)
             result = tensor.new_empty(shape)
-            dist.reduce_scatter_tensor(result.view(-1), tensor.view(-1), group=self._group)
-            return result
+            into = result.view(-1), tensor.view(-1)
+            work = dist.reduce_scatter_tensor(*into, group=self._group, async_op=self._is_async)
+            return Begun(_works(work), lambda: result, tensor)
         parts = [part.contiguous() for part in tensor.chunk(len(self.ranks), dim)]
         result = torch.empty_like(parts[0])
-        dist.reduce_scatter(result, parts, group=self._group)
-        return result
+        work = dist.reduce_scatter(result, parts, group=self._group, async_op=self._is_async)
+        return Begun(_works(work), lambda: result, *parts)
 
-    def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
-        """Send ``send[m]`` rows to each member m; return ``receive[m]`` rows of each, joined in group order."""
+    def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> Begun:
+        """Begin ``Collectives.exchange``."""
         result = rows.new_empty([sum(receive), *rows.shape[1:]])
         if self._native:
-            dist.all_to_all_single(result, rows, list(receive), list(send), group=self._group)
-            return result
+            sizes = list(receive), list(send)
+            work = dist.all_to_all_single(result, rows, *sizes, group=self._group, async_op=self._is_async)
+            return Begun(_works(work), lambda: result, rows)
         outgoing, incoming = rows.split(list(send)), result.split(list(receive))
         incoming[self._group_rank].copy_(outgoing[self._group_rank])
         works = []
@@ -87,10 +113,41 @@ class GroupCollectives:
                     works.append(dist.isend(outgoing[member].contiguous(), dst=rank, group=self._group))
                 if receive[member]:
                     works.append(dist.irecv(incoming[member], src=rank, group=self._group))
-        for work in works:
-            assert work is not None
-            work.wait()
-        return result
+        return Begun(works, lambda: result, rows)
+
+    def _parts(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], list[Any]]:
+        parts = [torch.empty_like(tensor) for _ in self.ranks]
+        return parts, _works(dist.all_gather(parts, tensor, group=self._group, async_op=self._is_async))
+
+
+class GroupCollectives:
+    """Collectives over one group of ranks. Each takes contiguous tensors and returns new ones."""
+
+    def __init__(self, rank: int, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
+        self.ranks = ranks
+        self._now = BegunCollectives(rank, ranks, group, at_once=True)
+        self.begun = BegunCollectives(rank, ranks, group, at_once=False)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the tensors of all members, joined along ``dim`` in group order; shapes and types must be equal."""
+        return self._now.all_gather(tensor, dim).wait()
+
+    def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        """Return the ``sum`` or ``max`` over the members; on gloo taken in group order."""
+        return self._now.reduce(tensor, reduction).wait()
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this member's part along ``dim`` of the sum over all members; on gloo added in group order."""
+        return self._now.reduce_scatter(tensor, dim).wait()
+
+    def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        """Send ``send[m]`` rows to each member m; return ``receive[m]`` rows of each, joined in group order."""
+        return self._now.exchange(rows, send, receive).wait()
+
+
+def _works(work: Any) -> list[Any]:
+    """Handles of a collective: none of one that was not asynchronous."""
+    return [] if work is None else [work]
 
 
 def _is_outermost(tensor: torch.Tensor, dim: int) -> bool:
@@ -99,6 +156,11 @@ def _is_outermost(tensor: torch.Tensor, dim: int) -> bool:
 
 
 _NATIVE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+def _combined(parts: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
+    """Return the ``sum`` or ``max`` of tensors, taken in their order."""
+    return functools.reduce({"sum": torch.add, "max": torch.maximum}[reduction], parts)
 
 
 @dataclass(frozen=True)
@@ -163,7 +225,9 @@ def connect_groups(
     token = torch.ones(1, device=device)
     messages = BatchedMessages(device) if device.type == "cuda" else dist
     with_group = channels if slots is None else ()
-    by_channel, by_group = connected_groups(messages, _group, rank, token, with_group, groups, progress)
+    by_channel, by_group = connected_groups(
+        messages, _group, rank, token, with_group, groups, progress, _prior_group if device.type == "cuda" else _group
+    )
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     collectives = {index: GroupCollectives(rank, groups[index].ranks, group) for index, group in by_group.items()}
@@ -183,7 +247,17 @@ def _attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def _group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    process_group = dist.new_group(list(ranks), timeout=CONNECT_TIMEOUT)
+def _group(ranks: Sequence[int], options: Any = None) -> dist.ProcessGroup:
+    process_group = dist.new_group(list(ranks), timeout=CONNECT_TIMEOUT, pg_options=options)
     assert process_group is not None
     return process_group
+
+
+def _prior_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Make a group on NCCL whose kernels come before those of computations that wait for a multiprocessor.
+
+    Where pairs overlap, a product would otherwise hold up the exchange of tokens that should run next to it.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = CONNECT_TIMEOUT  # noqa: SLF001 - as `new_group` sets it, which warns of another one
+    return _group(ranks, options)

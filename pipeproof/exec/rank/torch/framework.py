@@ -14,6 +14,7 @@ from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.comm import TorchWorld, connect
 from pipeproof.exec.rank.torch.copy_channels import slot_sizes
 from pipeproof.exec.rank.torch.stages import TorchStages
+from pipeproof.exec.rank.torch.thread_state import as_this_thread
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.stages.torch.functional import wide_type
 from pipeproof.stages.torch.optimizer import GradientClip, ShardedOptimizer, StageOptimizer
@@ -36,6 +37,9 @@ class TorchFramework:
 
     def num_threads(self) -> int:
         return int(torch.get_num_threads())
+
+    def as_this_thread(self) -> Callable[[], None]:
+        return as_this_thread(self.device)
 
     def connect(self, rank: int, plan: LoweredPlan, progress: Callable[[str], None]) -> TorchWorld:
         graph = plan.graph

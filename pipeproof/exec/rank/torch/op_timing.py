@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,7 @@ class DeviceClock:
         self._device = device
         self._events: list[torch.cuda.Event] = []
         self._num_used = 0
+        self._side: torch.cuda.Stream | None = None
         self._anchor, self._anchor_ns = torch.cuda.Event(enable_timing=True), 0
         self.accuracy_ns = 0
         """Largest error of a time: half of the time between the two reads of the clock, the maximum of all steps."""
@@ -67,6 +68,14 @@ class DeviceClock:
         self._events[self._num_used].record()
         self._num_used += 1
         return self._num_used
+
+    def end_of(self, block: Callable[[], object]) -> int:
+        """Record an event on another stream, which ``block`` makes wait for the work."""
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._side):
+            block()
+            return self.now()
 
     def timed_entries(self, entries: Sequence[LogEntry]) -> list[LogEntry]:
         """Wait for the GPU and read the events; a transfer starts when it is posted and its channel is free."""

@@ -37,6 +37,10 @@ class TorchGptStage(GptStage):
         self._torch_stage.capture()
         return self._torch_stage.reason
 
+    def accumulate_deferred(self) -> None:
+        """Compute the weight gradients that the running backward has deferred so far."""
+        self._torch_stage.accumulate_deferred()
+
     def _work_item(self, step: int, index: int, split: int) -> WorkItem:
         return self._batches.work_item(index, split)
 

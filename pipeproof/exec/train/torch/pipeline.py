@@ -19,7 +19,7 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.monitor.plan_ring import PlanRing, ring_of_process
 from pipeproof.exec.monitor.torch_watch import watch
 from pipeproof.exec.rank.op_log import Clock, LogEntry
-from pipeproof.exec.rank.torch.arrays import TorchArrays
+from pipeproof.exec.rank.overlapped_pair import whole_pairs
 from pipeproof.exec.rank.torch.cuda_graph import CaptureStream, TorchProgress
 from pipeproof.exec.rank.torch.op_ranges import op_range
 from pipeproof.exec.store.torch_store import TorchStore
@@ -67,6 +67,7 @@ from pipeproof.exec.train.torch.pipeline_start import (
     tied_layouts,
 )
 from pipeproof.exec.train.torch.replayed_step import ReplayedStep, require_replayable
+from pipeproof.exec.train.torch.seams import at_seams
 from pipeproof.exec.train.torch.split_linear import require_splittable
 from pipeproof.exec.train.torch.stage_facts import StageDescriber
 from pipeproof.exec.train.torch.stage_values import joined_outputs, micro_batches
@@ -127,6 +128,8 @@ class Pipeline:
         check_finite: whether each output is tested for NaN and infinity, for which the host waits.
         replay: whether steps are replayed as one CUDA graph from the third on, which leaves the host no work. Shapes
             and values other than tensors must stay as they are, and no module may read a value on the host.
+        overlap: whether the forward and the backward of an overlapped pair (of DualPipe and DualPipeV) take turns at
+            the seams of their modules, see ``seam``.
         timeout_s: time without progress after which a report is printed and all ranks end.
         unsafe: train by a plan that is not proved.
 
@@ -156,6 +159,7 @@ class Pipeline:
         scale_grads: bool = True,
         check_finite: bool = False,
         replay: bool = False,
+        overlap: bool = False,
         timeout_s: float = 600.0,
         unsafe: bool = False,
     ) -> None:
@@ -166,7 +170,7 @@ class Pipeline:
         self._store = store
         self._agreement = agreement = Agreement(TorchStore(store), self.rank, self.num_ranks, timeout_s)
         self._same_kwargs, self._scale_grads, self._loss_fn = frozenset(same_kwargs), scale_grads, loss_fn
-        self._compiler = compiler
+        self._compiler, self._takes_turns = compiler, overlap
         shards = None if data_group is None else process_group(data_group)
 
         def request() -> dict[str, Any]:
@@ -208,6 +212,7 @@ class Pipeline:
                     "same_kwargs": sorted(same_kwargs),
                     "scale_grads": scale_grads,
                     "replay": replay,
+                    "overlap": overlap,
                     "unsafe": unsafe,
                 },
                 "whole": len(stages) if isinstance(stages, ModelStages) else None,
@@ -252,6 +257,8 @@ class Pipeline:
         self.plan = checked_plan(content, agreement, "plan", unsafe=unsafe)
         lowered = self.plan.lowered
         require_supported(lowered.spec)
+        if overlap and not whole_pairs(lowered.graph, self.rank):
+            raise PipelineError("overlap=True, and no computations of the schedule overlap: use kind dualpipe_v")
         splitting = (
             {op.stage for op in lowered.programs[self.rank] if op.kind is OpKind.BACKWARD_WEIGHT}
             if split != "whole"
@@ -281,7 +288,7 @@ class Pipeline:
         )  # fmt: skip
         self._failures = PipelineFailures(agreement, self._world.abort)
         share_start(self._world, lowered, self._modules, self.rank)
-        self._framework = TorchModules(TorchArrays(self._device), self._modules)
+        self._framework = TorchModules(self._device, self._modules)
         self._progress = TorchProgress() if self._device.type == "cuda" else None
         self._train = self._replayed = self._rank_of(lowered)
         self._replay: ReplayedStep | None = None
@@ -430,7 +437,8 @@ class Pipeline:
         framework, world = cast("Framework", self._framework), cast("World", own)  # without optimizers
         return TrainRank(
             lowered, self.rank, framework, world, self._enter, step_end, clock, is_proved=not self.plan.findings,
-            annotate=op_range, ring=None if channels is not None else self._ring_of(lowered),
+            seams=at_seams if self._takes_turns and channels is None else None, annotate=op_range,
+            ring=None if channels is not None else self._ring_of(lowered),
         )  # fmt: skip
 
     def _ring_of(self, lowered: LoweredPlan) -> PlanRing | None:

@@ -109,6 +109,8 @@ FLAGS: Final = frozenset(
         "--moe-grouped-gemm",
         "--use-transformer-engine-op-fuser",
         "--cuda-graph-scope",
+        "--delay-wgrad-compute",
+        "--overlap-moe-expert-parallel-comm",
         "--seed",
     ]
 )
@@ -117,11 +119,6 @@ FLAGS: Final = frozenset(
 NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
     {
         "--overlap-p2p-communication-warmup-flush": "the plan's transfers overlap as its schedule has them",
-        "--overlap-moe-expert-parallel-comm": (
-            "the plain interleaved schedule is checked; Megatron-LM has one more forward before the first backward. "
-            "With --device, all-to-alls run during computations"
-        ),
-        "--delay-wgrad-compute": "the plan's backwards are whole",
         "--defer-embedding-wgrad-compute": "the plan's backwards are whole",
         "--overlap-param-gather-with-optimizer-step": "the plan gathers parameters at the end of a step",
         "--hybrid-layer-pattern": "layers other than attention with an MLP or experts are not described",

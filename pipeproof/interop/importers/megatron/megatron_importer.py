@@ -22,6 +22,7 @@ from pipeproof.interop.importers.megatron.stage_flags import CHUNKS, import_stag
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 _CP, _EP, _ETP = "--context-parallel-size", "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 _SP, _OVERLAP = "--sequence-parallel", "--overlap-moe-expert-parallel-comm"
+_DELAYED = "--delay-wgrad-compute"
 _KNOWN = FLAGS | frozenset(NOT_SHOWN) | WITHOUT_BEARING
 _MOST_NAMED = 6
 """Flags that are not read and are named in one note; the note has their number."""
@@ -58,6 +59,7 @@ def import_arguments(arguments: Arguments, flags: Flags) -> Imported:
     _import_schedule(reader, pp, num_chunks)
     _check_expert_overlap(reader, pp, num_chunks, num_mtp)
     import_batches(reader, _data_parallel(reader, arguments, tp, pp), num_chunks)
+    _import_expert_overlap(reader)
     _import_rest(reader)
     _note_others(reader)
     return draft.imported(arguments.file, arguments.lines)
@@ -108,9 +110,8 @@ def _import_schedule(reader: FlagReader, pp: int, num_chunks: int) -> None:
 
 def _check_expert_overlap(reader: FlagReader, pp: int, num_chunks: int, num_mtp: int) -> None:
     """Refuse overlapped all-to-alls where transformer_config.py does."""
-    delayed = "--delay-wgrad-compute"
-    if reader.has(delayed) and not reader.has(_OVERLAP):
-        reader.megatron_refuses(f"{delayed} is given without {_OVERLAP}", delayed)
+    if reader.has(_DELAYED) and not reader.has(_OVERLAP):
+        reader.megatron_refuses(f"{_DELAYED} is given without {_OVERLAP}", _DELAYED)
     if not reader.has(_OVERLAP):
         return
     granularity, recomputed = reader.text("--recompute-granularity"), "--recompute-granularity full"
@@ -126,6 +127,19 @@ def _check_expert_overlap(reader: FlagReader, pp: int, num_chunks: int, num_mtp:
     for is_refused, why, fix in conditions:
         if is_refused:
             reader.megatron_refuses(f"with {_OVERLAP}, {why}", _OVERLAP, fix)
+
+
+def _import_expert_overlap(reader: FlagReader) -> None:
+    """Set the overlap of pairs, where the plan has all-to-alls of experts."""
+    if not reader.has(_OVERLAP):
+        return
+    if count(reader.draft, "topology", "ep") == 1:
+        reader.draft.ignore(_OVERLAP, "the plan has no expert-parallel ranks", reader.location(_OVERLAP))
+        return
+    reader.take(_OVERLAP, ("schedule", "overlap"), "pairs")
+    if not reader.has(_DELAYED):
+        why = f"weight gradients of a pair have turns of their own, as with {_DELAYED}"
+        reader.draft.ignore(f"no {_DELAYED}", why, reader.location(_OVERLAP))
 
 
 def _data_parallel(reader: FlagReader, arguments: Arguments, tp: int, pp: int) -> int:

@@ -15,7 +15,7 @@ from pipeproof.interop.importers.megatron.flag_values import FlagReader
 from pipeproof.specs.cost import MatmulDtype
 
 _OFFLOADED, _PRECISE, _GRAPHS = "--cpu-offloading-num-layers", "--use-precision-aware-optimizer", "--cuda-graph-impl"
-_TP_OVERLAP, _EP_OVERLAP = "--tp-comm-overlap", "--overlap-moe-expert-parallel-comm"
+_TP_OVERLAP = "--tp-comm-overlap"
 
 _TYPE_OF_RECIPE: Final[Mapping[str, MatmulDtype]] = MappingProxyType(
     {"delayed": "float8", "tensorwise": "float8", "mxfp8": "float8", "blockwise": "float8_block"}
@@ -96,13 +96,8 @@ def _import_optimizer_state(reader: FlagReader) -> None:
 def _import_execution(reader: FlagReader) -> None:
     """Set what runs next to computations, the exchange of tokens, and whether the host starts each operation."""
     draft = reader.draft
-    overlapped = []
     if reader.has(_TP_OVERLAP) and draft.get("topology", "sequence_parallel"):
-        overlapped.append((_TP_OVERLAP, "tp"))
-    if reader.has(_EP_OVERLAP):
-        overlapped.append((_EP_OVERLAP, "ep"))
-    if overlapped:
-        reader.take_for_device(overlapped[0][0], ("cost", "analytic", "overlap"), [axis for _, axis in overlapped])
+        reader.take_for_device(_TP_OVERLAP, ("cost", "analytic", "overlap"), ["tp"])
     dispatcher = "--moe-token-dispatcher-type"
     if reader.text(dispatcher) == "flex":
         reader.take_for_device(dispatcher, ("cost", "analytic", "exchange"), "by_node")

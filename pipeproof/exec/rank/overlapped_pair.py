@@ -1,0 +1,324 @@
+"""Overlapped pairs: a forward and a backward of one rank that take turns, in the order of the graph's rows.
+
+The forward runs in the rank's thread and the backward in a helper thread. When one of them has issued a collective and
+the next row is not its own, it hands the turn over, and waits for the collective when it has the turn again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from pipeproof.exec.rank.child_collectives import Call
+from pipeproof.exec.rank.framework_protocol import BegunCollective, Collectives, OverlappedCollectives, Tensor
+from pipeproof.exec.rank.machine import ProtocolError
+from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, log_queue
+from pipeproof.exec.rank.turns import Helper
+from pipeproof.schedule.op_table import NONE, OpGraph
+from pipeproof.schedule.ops import COMPUTE_KINDS, FORWARD_KINDS, PART_KINDS, Op, OpKind
+
+
+@dataclass(frozen=True, slots=True)
+class PairRow:
+    """A part or collective of a pair. ``owner`` is the op id of its computation; ``queue`` is that of its log entry."""
+
+    op_id: int
+    op: Op
+    text: str
+    owner: int
+    queue: str
+
+
+@dataclass(frozen=True, slots=True)
+class OverlappedPair:
+    """The rows of a pair, in the order in which they are issued. ``containers`` are its two computations."""
+
+    forward: int
+    backward: int
+    containers: tuple[tuple[int, str], tuple[int, str]]
+    """Op id and text of each, in the order of the graph."""
+    rows: tuple[PairRow, ...]
+
+
+def overlapped_pairs(graph: OpGraph, rank: int) -> dict[int, OverlappedPair]:
+    """Return the pairs of a rank that take turns, by the op id of the first computation."""
+    rows: dict[int, list[int]] = {}
+    with_parts: dict[int, int] = {}
+    for op_id in graph.rank_ops(rank):
+        parent = int(graph.parent[op_id])
+        if parent != NONE and graph.batch[parent] != NONE:
+            rows.setdefault(int(graph.batch[parent]), []).append(op_id)
+            if graph.ops[op_id].kind in PART_KINDS:
+                with_parts.setdefault(parent, int(graph.batch[parent]))
+    pairs: dict[int, OverlappedPair] = {}
+    for batch in dict.fromkeys(with_parts.values()):
+        first, second = sorted(parent for parent, of_batch in with_parts.items() if of_batch == batch)
+        is_forward = graph.ops[first].kind in FORWARD_KINDS
+        pairs[first] = OverlappedPair(
+            *((first, second) if is_forward else (second, first)),
+            ((first, str(graph.ops[first])), (second, str(graph.ops[second]))),
+            tuple(
+                PairRow(i, graph.ops[i], str(graph.ops[i]), int(graph.parent[i]), log_queue(graph, i))
+                for i in rows[batch]
+            ),
+        )
+    return pairs
+
+
+def whole_pairs(graph: OpGraph, rank: int) -> dict[int, OverlappedPair]:
+    """Return the pairs of a rank whose computations have no parts, by the op id of the first one."""
+    pairs: dict[int, OverlappedPair] = {}
+    ids = [i for i in graph.rank_ops(rank) if graph.batch[i] != NONE and graph.ops[i].kind in COMPUTE_KINDS]
+    for first, second in pairwise(ids):
+        if graph.batch[first] == graph.batch[second]:
+            is_forward = graph.ops[first].kind in FORWARD_KINDS
+            both = (first, second) if is_forward else (second, first)
+            pairs[first] = OverlappedPair(*both, ((first, str(graph.ops[first])), (second, str(graph.ops[second]))), ())
+    return pairs
+
+
+class Host(Protocol):
+    """Rank on which a pair runs; its log is that of the step."""
+
+    log: list[LogEntry]
+
+    def enter(self, op_id: int) -> None:
+        """Report the operation that is about to run."""
+        ...
+
+    def now(self) -> int:
+        """Return the time on the clock of its log."""
+        ...
+
+    def end_of(self, block: Callable[[], object]) -> int:
+        """Return the time on the clock of its log at which ``block`` ends; 0 if only a caller that waits knows it."""
+        ...
+
+    def begin_entry(self, queue: str, text: str) -> LogEntry:
+        """Append an entry that starts now to its log."""
+        ...
+
+    def collectives_over(self, axis: str, stage: int, weight: str = "") -> Collectives:
+        """Return the collectives along a mesh axis."""
+        ...
+
+    def fill_in(self, entry: LogEntry, collectives: Collectives, call: Call, result: Tensor) -> None:
+        """Complete the entry of a collective that has ended."""
+        ...
+
+
+class PairTurns:
+    """One execution of a pair by its rows; a ``child_collectives.Issuer`` of the collectives of both computations.
+
+    ``weights`` adds the weight gradients that the backward has deferred.
+    """
+
+    def __init__(self, pair: OverlappedPair, host: Host, weights: Callable[[], None]) -> None:
+        self._pair, self._host, self._weights = pair, host, weights
+        self._at = 0
+        """Place in the rows of the one that runs, or that is next."""
+        self._owner = NONE
+        self._open: LogEntry | None = None
+        self._ended: set[int] = set()
+
+    def run(
+        self,
+        forward: Callable[[], None],
+        backward: Callable[[], None],
+        set_up: Callable[[], None],
+    ) -> None:
+        """Run both computations; ``set_up`` is called first in the thread of the backward.
+
+        Raises:
+            ProtocolError: a computation does not issue the collectives of its rows.
+            Exception: any error of a computation, with the place in the pair as a note.
+        """
+        pair, host = self._pair, self._host
+        for op_id, text in pair.containers:
+            host.enter(op_id)
+            entry = host.begin_entry(HOST_QUEUE, text)
+            entry.end_ns = entry.start_ns  # its parts take the time, as in a simulation
+        name = f"turns of {self._text(pair.backward)}"
+        self._helper = Helper(name, lambda: self._run(pair.backward, backward), set_up)
+        try:
+            self._take_turns(forward)
+        except Exception as error:
+            place = pair.rows[self._at].text if self._at < len(pair.rows) else "its end"
+            texts = " and ".join(text for _, text in pair.containers)
+            error.add_note(f"{texts} take turns; the turn is {self._text(self._owner)}'s, and the pair is at {place}")
+            raise
+        finally:
+            self._helper.close()
+
+    def issue(self, calls: Sequence[Call]) -> list[Tensor]:
+        """Issue collectives of the computation that has the turn, one after the other; return their results."""
+        owner = self._owner
+        issued = []
+        for call in calls:
+            issued.append(self._begin(call))
+            self._pass_turn(owner)
+        results = [self._wait(one) for one in issued]
+        self._begin_part()
+        return results
+
+    def _run(self, owner: int, work: Callable[[], None]) -> None:
+        """Run one computation, in its thread."""
+        self._owner = owner
+        self._begin_part()
+        work()
+        self._end_part()
+        self._ended.add(owner)
+        if self._is_at(owner):
+            raise ProtocolError(f"{self._text(owner)} has ended before {self._pair.rows[self._at].text}")
+
+    def _others(self) -> None:
+        """Execute rows that are not the forward's, in the rank's thread, until one is; the backward's in its own."""
+        pair = self._pair
+        while self._at < len(pair.rows) and not self._is_at(pair.forward):
+            row = pair.rows[self._at]
+            self._owner = row.owner
+            if row.op.kind is OpKind.WEIGHTS:
+                self._begin_part(OpKind.WEIGHTS)
+                self._weights()
+                self._end_part()
+            elif pair.backward in self._ended:
+                raise ProtocolError(f"{self._text(row.owner)} has ended before {row.text}")
+            else:
+                self._helper.resume()
+
+    def _take_turns(self, forward: Callable[[], None]) -> None:
+        self._others()
+        self._run(self._pair.forward, forward)
+        self._others()
+        if left := {self._pair.forward, self._pair.backward} - self._ended:
+            raise ProtocolError(f"all rows of the pair have run, and {self._text(min(left))} has not ended")
+
+    def _pass_turn(self, owner: int) -> None:
+        """Let others execute their rows, until the next one is the owner's."""
+        if self._is_at(owner):
+            return
+        if owner == self._pair.forward:
+            self._others()
+        else:
+            self._helper.give_back()
+        self._owner = owner
+
+    def _is_at(self, owner: int) -> bool:
+        """Return True if the next row is what the thread of a computation executes."""
+        if self._at == len(self._pair.rows):
+            return False
+        row = self._pair.rows[self._at]
+        return row.owner == owner and row.op.kind is not OpKind.WEIGHTS
+
+    def _begin_part(self, kind: OpKind = OpKind.PART) -> None:
+        """Begin the next row if it is a part of this kind of the computation that has the turn."""
+        rows = self._pair.rows
+        if self._at < len(rows) and rows[self._at].owner == self._owner and rows[self._at].op.kind is kind:
+            self._host.enter(rows[self._at].op_id)
+            self._open = self._host.begin_entry(HOST_QUEUE, rows[self._at].text)
+
+    def _end_part(self) -> None:
+        if self._open is not None:
+            self._open.end_ns = self._host.now()
+            self._open = None
+            self._at += 1
+
+    def _begin(self, call: Call) -> _Issued:
+        """Begin a collective, which must be the next row; one on the compute queue has ended on return."""
+        self._end_part()
+        host, row = self._host, self._pair.rows[self._at] if self._at < len(self._pair.rows) else None
+        if row is None or row.owner != self._owner or (row.op.kind, row.op.axis) != (call.kind, call.axis):
+            found = "nothing more" if row is None else row.text
+            raise ProtocolError(f"{self._text(self._owner)} issues {call.kind}:{call.axis}, and the graph has {found}")
+        host.enter(row.op_id)
+        collectives = host.collectives_over(call.axis, row.op.stage, call.weight)
+        entry = host.begin_entry(row.queue, row.text)
+        self._at += 1
+        if row.queue == HOST_QUEUE:
+            result = call.act(collectives)
+            entry.end_ns = host.now()
+            return _Issued(call, collectives, entry, lambda: result)
+        assert isinstance(collectives, OverlappedCollectives)
+        begun: BegunCollective = call.act(collectives.begun)
+        entry.posted_ns, entry.end_ns = entry.start_ns, host.end_of(begun.block)
+        return _Issued(call, collectives, entry, begun.wait)
+
+    def _wait(self, issued: _Issued) -> Tensor:
+        """Wait for a collective and return its result."""
+        result = issued.wait()
+        if not issued.entry.end_ns:
+            issued.entry.end_ns = self._host.now()
+        self._host.fill_in(issued.entry, issued.collectives, issued.call, result)
+        return result
+
+    def _text(self, op_id: int) -> str:
+        return dict(self._pair.containers).get(op_id, "neither")
+
+
+class SeamTurns:
+    """One execution of a pair without rows: its computations pass the turn at their seams, the backward first."""
+
+    def __init__(self, pair: OverlappedPair, host: Host) -> None:
+        self._pair, self._host = pair, host
+        self._is_backward = True
+
+    def run(
+        self,
+        forward: Callable[[], None],
+        backward: Callable[[], None],
+        set_up: Callable[[], None],
+    ) -> None:
+        """Run both computations; ``set_up`` is called first in the thread of the backward.
+
+        Raises:
+            Exception: any error of a computation, with the pair as a note.
+        """
+        pair, host = self._pair, self._host
+        entries = {}
+        for op_id, text in pair.containers:
+            host.enter(op_id)
+            entries[op_id] = host.begin_entry(HOST_QUEUE, text)
+
+        def run_backward() -> None:
+            backward()
+            entries[pair.backward].end_ns = host.now()
+
+        texts = " and ".join(text for _, text in pair.containers)
+        self._helper = Helper(f"turns of {dict(pair.containers)[pair.backward]}", run_backward, set_up)
+        try:
+            self._resume()
+            forward()
+            entries[pair.forward].end_ns = host.now()
+            while not self._helper.has_ended:
+                self._resume()
+        except Exception as error:
+            error.add_note(f"{texts} take turns at their seams")
+            raise
+        finally:
+            self._helper.close()
+
+    def pass_turn(self) -> None:
+        """Let the other computation run up to its next seam or its end."""
+        if self._is_backward:
+            self._helper.give_back()
+            self._is_backward = True
+        else:
+            self._resume()
+
+    def _resume(self) -> None:
+        if not self._helper.has_ended:
+            self._is_backward = True
+            self._helper.resume()
+        self._is_backward = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    """A collective that was issued, with its entry in the log."""
+
+    call: Call
+    collectives: Collectives
+    entry: LogEntry
+    wait: Callable[[], Tensor]

@@ -1,0 +1,138 @@
+"""Simulation of pairs that take turns: times of parts, both queues, and collectives that slow computations down."""
+
+from collections import defaultdict
+from fractions import Fraction
+
+import pytest
+import simpy
+
+from pipeproof.comm.lower import lower
+from pipeproof.cost.part_shares import part_shares, split_time
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.schedule.op_table import NONE
+from pipeproof.schedule.ops import COMPUTE_KINDS, PART_KINDS, OpKind
+from pipeproof.sim.op_durations import durations_of
+from pipeproof.sim.simpy_model import run_model
+from pipeproof.sim.simulate import channel_model_of, simulate
+from pipeproof.sim.slowed_work import EXCHANGE, RECEIVE, SlowedWork
+from pipeproof.stages.describe.op_work import Phase
+from tests.comm.test_overlap_pairs import MOE, V, plan
+
+NETWORK = {"ranks_per_node": 8, "node": {"latency_us": 2, "bandwidth": 1}}
+TIMES = {"forward_us": 100, "backward_input_us": 120, "backward_weight_us": 80, "network": NETWORK}
+
+
+def lowered(cost=TIMES, **sections):
+    return lower(plan(cost=cost, **sections).spec)
+
+
+@pytest.mark.parametrize("cost", [TIMES, {"analytic": {"device": "h100"}}], ids=["given", "analytic"])
+def test_parts_share_the_time_of_their_computation(cost):
+    one = lowered(cost)
+    graph, durations = one.graph, durations_of(one)
+    alone, parts = defaultdict(set), defaultdict(Fraction)
+    for op_id, op in enumerate(graph.ops):
+        if op.kind in PART_KINDS:
+            parts[int(graph.parent[op_id])] += durations.ticks[op_id]
+    for op_id, op in enumerate(graph.ops):
+        if op.kind in COMPUTE_KINDS and op_id not in parts:
+            alone[op.kind, op.stage].add(durations.ticks[op_id])
+    assert parts
+    for op_id, time in parts.items():
+        assert durations.ticks[op_id] == 0
+        same = alone[graph.ops[op_id].kind, graph.ops[op_id].stage]
+        assert not same or same == {time}
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
+def test_shares_of_a_layer_with_experts(dispatcher):
+    (forward, *_), backward = (
+        [stage[phase] for stage in part_shares(plan(moe={**MOE, "dispatcher": dispatcher}).spec).stages]
+        for phase in (Phase.FORWARD, Phase.WEIGHT)
+    )
+    sizes = [float(share) for share in forward]
+    assert sum(forward) == 1
+    assert sizes[0] > 0  # attention and the router
+    assert sizes[-2] > 0  # experts
+    assert sizes[-1] == 0  # the first stage has one block, and no product behind its experts
+    assert all(sum(shares) == 1 for shares in backward)
+
+
+def test_split_times_end_on_a_grid_and_with_the_whole():
+    ends = split_time(Fraction(10, 3), [Fraction(1, 3)] * 3, Fraction(1, 10))
+    assert ends == [Fraction(11, 10), Fraction(22, 10), Fraction(10, 3)]
+
+
+def by_hand(one):
+    """Starts and ends of a folded graph of one rank: two FIFOs, and parts that follow each other."""
+    graph, ticks = one.graph, durations_of(one).ticks
+    free, ends, last = defaultdict(int), {}, {}
+    for op_id in graph.rank_ops(0):
+        op, queue, parent = graph.ops[op_id], int(graph.queue[op_id]), int(graph.parent[op_id])
+        assert op.kind is not OpKind.WAIT
+        start = free[queue]
+        if graph.part_before[op_id] != NONE:
+            start = max(start, last[parent])
+        free[queue] = ends[op_id] = start + ticks[op_id]
+        if op.kind is not OpKind.WEIGHTS:
+            last[parent] = ends[op_id]
+        if parent != NONE:
+            ends[parent] = max(ends[parent], ends[op_id])
+    return ends
+
+
+@pytest.mark.parametrize("overlap", ["pairs", {"order": ["F", "B"]}, {"order": ["F", "W", "B"]}])
+@pytest.mark.parametrize("moe", [MOE, {**MOE, "dispatcher": "all_gather", "num_shared_experts": 1}])
+@pytest.mark.parametrize("bandwidth", [0.002, 0.01, 1])
+def test_both_queues_by_hand(overlap, moe, bandwidth):
+    network = {"ranks_per_node": 8, "node": {"latency_us": 2, "bandwidth": bandwidth}}
+    times = {"forward_us": 5000, "backward_us": 9000, "network": network}
+    one = lowered(times, moe=moe, topology={"pp": 1}, schedule={**V, "overlap": overlap})
+    outcome = run_model(one.graph, durations_of(one), channel_model_of(one))
+    ends = by_hand(one)
+    assert [outcome.ends[op_id] for op_id in one.graph.rank_ops(0)] == [ends[i] for i in one.graph.rank_ops(0)]
+
+
+def test_exchanges_hide_behind_the_other_computation():
+    both = [simulate(lowered(TIMES, schedule={**V, **more})) for more in ({}, {"overlap": "none"})]
+    assert both[0].makespan < both[1].makespan
+
+
+def test_collectives_slow_computations_down():
+    slow = {**TIMES, "collective_slowdown": 0.5}
+    one, other = simulate(lowered(TIMES)), simulate(lowered(slow))
+    assert one.makespan < other.makespan < Fraction(3, 2) * one.makespan
+    assert other.engine == "simpy"
+
+
+def ends_of(slowdowns, *transfers):
+    """The end of a computation of 10 ticks from 0 on, with (kind, begin, end) of the transfers of its rank."""
+    env, ends = simpy.Environment(), []
+    work = SlowedWork(env, 1, slowdowns, lambda _: ends.append(env.now))
+    work.begin(0, 0, 10)
+
+    def transfer(kind, begin, end):
+        yield env.timeout(begin)
+        work.transfer_starts(0, kind)
+        yield env.timeout(end - begin)
+        work.transfer_ends(0, kind)
+
+    for each in transfers:
+        env.process(transfer(*each))
+    env.run()
+    return ends
+
+
+def test_slowdowns_of_receives_and_exchanges_add_up():
+    half, quarter = Fraction(1, 2), Fraction(1, 4)
+    assert ends_of((half, quarter)) == [10]
+    assert ends_of((half, quarter), (EXCHANGE, 2, 7)) == [11]  # 5 ticks do the work of 4
+    assert ends_of((half, quarter), (RECEIVE, 0, 6)) == [12]
+    assert ends_of((half, quarter), (RECEIVE, 0, 7), (EXCHANGE, 0, 7)) == [13]  # 7 ticks do the work of 4
+    assert ends_of((half, Fraction(0)), (EXCHANGE, 0, 100)) == [10]
+    assert ends_of((Fraction(0), half), (EXCHANGE, 0, 3), (EXCHANGE, 1, 6)) == [12]
+
+
+def test_a_slowdown_without_an_overlap_is_refused():
+    with pytest.raises(PlanFileError, match=r"cost\.collective_slowdown"):
+        plan(schedule={**V, "overlap": "none"}, cost={**TIMES, "collective_slowdown": 0.5})
