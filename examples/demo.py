@@ -86,6 +86,11 @@ def scenes(directory: Path) -> tuple[Scene, ...]:
             0,
         ),
         Scene(
+            "a mixture of experts whose forwards and backwards take turns, so that all-to-alls run next to computations",
+            ("check", "examples/moe_overlap.yaml"),
+            0,
+        ),
+        Scene(
             "a schedule written by hand: every send, receive and wait as text",
             ("check", "examples/gpt_pp2_text.yaml"),
             0,
