@@ -86,7 +86,7 @@ def scenes(directory: Path) -> tuple[Scene, ...]:
             0,
         ),
         Scene(
-            "a mixture of experts whose forwards and backwards take turns, so that all-to-alls run next to computations",
+            "a mixture of experts whose all-to-alls run next to the computations of another micro-batch",
             ("check", "examples/moe_overlap.yaml"),
             0,
         ),

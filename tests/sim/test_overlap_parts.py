@@ -1,17 +1,23 @@
 """Simulation of pairs that take turns: times of parts, both queues, and collectives that slow computations down."""
 
 from collections import defaultdict
+from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import simpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeproof.comm.lower import lower
 from pipeproof.cost.part_shares import part_shares, split_time
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import COMPUTE_KINDS, PART_KINDS, OpKind
+from pipeproof.sim.fast_engine import run_fast
 from pipeproof.sim.op_durations import durations_of
+from pipeproof.sim.part_times import takes_turns
 from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import channel_model_of, simulate
 from pipeproof.sim.slowed_work import EXCHANGE, RECEIVE, SlowedWork
@@ -96,6 +102,45 @@ def test_both_queues_by_hand(overlap, moe, bandwidth):
 def test_exchanges_hide_behind_the_other_computation():
     both = [simulate(lowered(TIMES, schedule={**V, **more})) for more in ({}, {"overlap": "none"})]
     assert both[0].makespan < both[1].makespan
+
+
+SCHEDULES = [
+    V,
+    {**V, "overlap": {"order": ["F", "B"]}, "reduce_gradients": "when_ready"},
+    {"kind": "dualpipe", "overlap": "pairs"},
+    {"kind": "1f1b", "overlap": {"order": ["F", "W", "B"]}},
+    {"kind": "interleaved", "num_chunks": 2, "variant": "megatron", "overlap": "pairs", "num_micro_batches": 8},
+]
+
+
+@pytest.mark.parametrize("p2p", ["async", "rendezvous"])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["v", "order", "dualpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("topology", [{}, {"tp": 2}], ids=["ep", "tp"])
+@given(seed=st.integers(0, 2**32), dispatcher=st.sampled_from(["all_to_all", "all_gather"]))
+@settings(max_examples=12, deadline=None)
+def test_both_engines_give_the_same_times(p2p, schedule, topology, seed, dispatcher):
+    one = lowered({**TIMES, "p2p": p2p}, moe={**MOE, "dispatcher": dispatcher}, schedule=schedule, topology=topology)
+    durations = durations_of(one)
+    drawn = np.random.default_rng(seed).integers(0, 10, one.graph.num_ops).tolist()
+    for op_id in np.flatnonzero(takes_turns(one.graph)).tolist():
+        drawn[op_id] = 0
+    by_group = {}
+    for op_id in range(one.graph.num_ops):  # the members of a collective take the same time
+        if one.graph.group[op_id] != NONE:
+            key = int(one.graph.group[op_id]), int(one.graph.position[op_id])
+            drawn[op_id] = by_group.setdefault(key, drawn[op_id])
+    durations = replace(durations, ticks=tuple(drawn), message_ticks=None, latency_ticks=3)
+    model = channel_model_of(one)
+    expected = run_model(one.graph, durations, model)
+    assert None not in expected.ends
+    found = run_fast(one.graph, durations, model)
+    assert tuple(found.ends.tolist()) == expected.ends
+    assert tuple(found.starts.tolist()) == expected.starts
+
+
+def test_plans_are_timed_by_the_fast_engine_unless_exchanges_slow_computations_down():
+    assert simulate(lowered(TIMES)).engine == "fast"
+    assert simulate(lowered({**TIMES, "collective_slowdown": 0.1})).engine == "simpy"
 
 
 def test_collectives_slow_computations_down():
