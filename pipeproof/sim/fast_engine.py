@@ -290,7 +290,7 @@ class _Run:
         """Mask of the calls that follow a part on another track."""
         before = self._graph.part_before[self._calls]
         number = self._tracks.number
-        return (before != NONE) & (number[before] != number[self._calls])
+        return np.asarray((before != NONE) & (number[before] != number[self._calls]))
 
     def _into_messages(self) -> _Edges:
         sends = self._sends

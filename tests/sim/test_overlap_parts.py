@@ -3,6 +3,7 @@
 from collections import defaultdict
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from pipeproof.comm.lower import lower
 from pipeproof.cost.part_shares import part_shares, split_time
 from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.interop.board.dualpipe_pair_rows import read_pair_summary
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import COMPUTE_KINDS, PART_KINDS, OpKind
 from pipeproof.sim.fast_engine import run_fast
@@ -21,6 +23,7 @@ from pipeproof.sim.part_times import takes_turns
 from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import channel_model_of, simulate
 from pipeproof.sim.slowed_work import EXCHANGE, RECEIVE, SlowedWork
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.op_work import Phase
 from tests.comm.test_overlap_pairs import MOE, V, plan
 
@@ -181,3 +184,20 @@ def test_slowdowns_of_receives_and_exchanges_add_up():
 def test_a_slowdown_without_an_overlap_is_refused():
     with pytest.raises(PlanFileError, match=r"cost\.collective_slowdown"):
         plan(schedule={**V, "overlap": "none"}, cost={**TIMES, "collective_slowdown": 0.5})
+
+
+def test_deepseeks_profiled_pair_by_its_parts():
+    """128.5 ms of four blocks, ep 64 on H800 (deepseek-ai/profile-data): exchanges hide, and hold 20 of 132 processors."""
+    summary = {"device": "NVIDIA H800", "ranks": 64, "streams": [{"busy_us": 1, "first_us": 0, "last_us": 128537}]}
+    (measurement,) = read_pair_summary(Path("summary.json"), summary)
+    taken = {"collective_slowdown": "20/112"}
+    data = {**measurement.plan, "cost": {**measurement.plan["cost"], **taken}}
+    data["schedule"] = {**data["schedule"], "overlap": "pairs"}
+    one = lower(plan_from_dict(data).spec)
+    timeline, graph = simulate(one).timeline, one.graph
+    first = next(i for i in range(graph.num_ops) if graph.batch[i] != NONE and graph.stage[i] in (1, 2))
+    inside = [timeline.spans[i] for i in range(graph.num_ops) if graph.parent[i] in (first, first + 1)]
+    pair = float(timeline.us(max(s.end for s in inside) - min(s.start for s in inside))) / 1000
+    computing = sum(float(timeline.us(s.end - s.start)) for s in inside if s.queue == "compute") / 1000
+    assert abs(pair / measurement.measured - 1) < 0.1
+    assert pair - computing < 0.01 * pair  # nearly all of the exchanges is hidden
