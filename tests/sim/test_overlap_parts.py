@@ -187,7 +187,7 @@ def test_a_slowdown_without_an_overlap_is_refused():
 
 
 def test_deepseeks_profiled_pair_by_its_parts():
-    """128.5 ms of four blocks, ep 64 on H800 (deepseek-ai/profile-data): exchanges hide, and hold 20 of 132 processors."""
+    """Four blocks, ep 64 on H800 (deepseek-ai/profile-data): 128.5 ms; exchanges hold 20 of 132 processors."""
     summary = {"device": "NVIDIA H800", "ranks": 64, "streams": [{"busy_us": 1, "first_us": 0, "last_us": 128537}]}
     (measurement,) = read_pair_summary(Path("summary.json"), summary)
     taken = {"collective_slowdown": "20/112"}
