@@ -86,6 +86,11 @@ def scenes(directory: Path) -> tuple[Scene, ...]:
             0,
         ),
         Scene(
+            "a mixture of experts whose all-to-alls run next to the computations of another micro-batch",
+            ("check", "examples/moe_overlap.yaml"),
+            0,
+        ),
+        Scene(
             "a schedule written by hand: every send, receive and wait as text",
             ("check", "examples/gpt_pp2_text.yaml"),
             0,

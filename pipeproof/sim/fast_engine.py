@@ -19,7 +19,8 @@ walk, in Python or compiled, visits few *nodes*.
 - With rendezvous each message is a node too: its time after both posts and
   after the message before it on its channel.
 - Reductions, gathers and copies on a named queue form a *track* of their own
-  (``tracks``); a wait between two tracks is a stop.
+  (``tracks``), and so do the exchanges of pairs that take turns. A wait between
+  two tracks is a stop, and so is a part behind an exchange on another track.
 """
 
 from __future__ import annotations
@@ -110,8 +111,13 @@ class _Run:
             raise NotTimedError("operations wait for each other")
         starts = value[self._node_before] + self._shift_before + self._work
         ends = starts + self._duration
-        ends[self._waits] = value[1 : 1 + len(self._waits)] + self._work[self._waits]
+        stopped_until = value[1 : 1 + len(self._waits)] + self._work[self._waits]
+        ends[self._waits] = stopped_until + self._duration[self._waits]
+        is_part = self._graph.part_before[self._waits] != NONE
+        starts[self._waits[is_part]] = stopped_until[is_part]
         ends[self._calls] = value[self._meeting] + self._duration[self._calls]
+        behind, parts = self._calls[self._behind_parts], self._graph.part_before[self._calls[self._behind_parts]]
+        starts[behind] = np.maximum(starts[behind], ends[parts])
         self._fill_transfers(starts, ends, value)
         first, second = self._pairs
         starts[second], ends[second] = starts[first], ends[first]
@@ -144,8 +150,8 @@ class _Run:
             or (graph.queue != NONE)[self._is_transfer].any()
         ):
             raise NotTimedError("operations are on named queues other than reductions and copies")
-        if (graph.part_before != NONE).any():
-            raise NotTimedError("computations take turns")
+        if self._durations.collective_slowdown and (graph.part_before != NONE).any():
+            raise NotTimedError("computations are slowed down by exchanges")
         if (graph.batch != NONE)[~graph.is_kind(COMPUTE_KINDS)].any():
             raise NotTimedError("operations are called in batches")
         if self._durations.recv_slowdown and self._computes_during_receives():
@@ -195,6 +201,8 @@ class _Run:
         """(operations at which a host may idle, operations that they await), in order: transfers and other tracks."""
         graph = self._graph
         awaited = np.where(graph.kind == KIND_CODE[OpKind.WAIT], graph.waits_for, np.arange(graph.num_ops))
+        is_part = (graph.kind == KIND_CODE[OpKind.PART]) & (graph.part_before != NONE)
+        awaited = np.where(is_part, graph.part_before, awaited)
         if (awaited == NONE).any():
             raise NotTimedError("a wait has no posted target")
         stops = self._is_transfer[awaited]
@@ -247,10 +255,11 @@ class _Run:
     def _end(self, rows: IntColumn) -> tuple[IntColumn, IntColumn]:
         """(node, offset to its value) of the end times of ``rows``, which are no transfers."""
         node, shift = self._arrival(rows)
-        meeting = np.zeros(self._graph.num_ops, dtype=np.int64)
-        meeting[self._calls] = self._meeting
-        is_call = meeting[rows] > 0
-        return np.where(is_call, meeting[rows], node), np.where(is_call, 0, shift) + self._duration[rows]
+        own, since = np.zeros((2, self._graph.num_ops), dtype=np.int64)
+        own[self._waits], since[self._waits] = np.arange(1, 1 + len(self._waits)), self._work[self._waits]
+        own[self._calls] = self._meeting
+        has_own = own[rows] > 0
+        return np.where(has_own, own[rows], node), np.where(has_own, since[rows], shift) + self._duration[rows]
 
     def _into_waits(self) -> _Edges:
         rows, work = self._waits, self._work[self._waits]
@@ -268,9 +277,20 @@ class _Run:
         return _Edges(np.full(len(rows), 2), source.ravel(), weight.ravel())
 
     def _into_meetings(self) -> _Edges:
-        order = np.argsort(self._meeting, kind="stable")
-        counts = np.bincount(self._meeting - 1 - len(self._waits), minlength=self._num_meetings)
-        return _Edges(counts, *self._arrival(self._calls[order]))
+        node, since = self._arrival(self._calls)
+        parts, since_parts = self._end(self._graph.part_before[self._calls[self._behind_parts]])
+        meeting = np.concatenate([self._meeting, self._meeting[self._behind_parts]])
+        order = np.argsort(meeting, kind="stable")
+        counts = np.bincount(meeting - 1 - len(self._waits), minlength=self._num_meetings)
+        source, weight = np.concatenate([node, parts])[order], np.concatenate([since, since_parts])[order]
+        return _Edges(counts, source, weight)
+
+    @cached_property
+    def _behind_parts(self) -> BoolColumn:
+        """Mask of the calls that follow a part on another track."""
+        before = self._graph.part_before[self._calls]
+        number = self._tracks.number
+        return np.asarray((before != NONE) & (number[before] != number[self._calls]))
 
     def _into_messages(self) -> _Edges:
         sends = self._sends

@@ -1,20 +1,29 @@
 """Simulation of pairs that take turns: times of parts, both queues, and collectives that slow computations down."""
 
 from collections import defaultdict
+from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
+import numpy as np
 import pytest
 import simpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeproof.comm.lower import lower
 from pipeproof.cost.part_shares import part_shares, split_time
 from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.interop.board.dualpipe_pair_rows import read_pair_summary
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import COMPUTE_KINDS, PART_KINDS, OpKind
+from pipeproof.sim.fast_engine import run_fast
 from pipeproof.sim.op_durations import durations_of
+from pipeproof.sim.part_times import takes_turns
 from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import channel_model_of, simulate
 from pipeproof.sim.slowed_work import EXCHANGE, RECEIVE, SlowedWork
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.op_work import Phase
 from tests.comm.test_overlap_pairs import MOE, V, plan
 
@@ -98,6 +107,45 @@ def test_exchanges_hide_behind_the_other_computation():
     assert both[0].makespan < both[1].makespan
 
 
+SCHEDULES = [
+    V,
+    {**V, "overlap": {"order": ["F", "B"]}, "reduce_gradients": "when_ready"},
+    {"kind": "dualpipe", "overlap": "pairs"},
+    {"kind": "1f1b", "overlap": {"order": ["F", "W", "B"]}},
+    {"kind": "interleaved", "num_chunks": 2, "variant": "megatron", "overlap": "pairs", "num_micro_batches": 8},
+]
+
+
+@pytest.mark.parametrize("p2p", ["async", "rendezvous"])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["v", "order", "dualpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("topology", [{}, {"tp": 2}], ids=["ep", "tp"])
+@given(seed=st.integers(0, 2**32), dispatcher=st.sampled_from(["all_to_all", "all_gather"]))
+@settings(max_examples=12, deadline=None)
+def test_both_engines_give_the_same_times(p2p, schedule, topology, seed, dispatcher):
+    one = lowered({**TIMES, "p2p": p2p}, moe={**MOE, "dispatcher": dispatcher}, schedule=schedule, topology=topology)
+    durations = durations_of(one)
+    drawn = np.random.default_rng(seed).integers(0, 10, one.graph.num_ops).tolist()
+    for op_id in np.flatnonzero(takes_turns(one.graph)).tolist():
+        drawn[op_id] = 0
+    by_group = {}
+    for op_id in range(one.graph.num_ops):  # the members of a collective take the same time
+        if one.graph.group[op_id] != NONE:
+            key = int(one.graph.group[op_id]), int(one.graph.position[op_id])
+            drawn[op_id] = by_group.setdefault(key, drawn[op_id])
+    durations = replace(durations, ticks=tuple(drawn), message_ticks=None, latency_ticks=3)
+    model = channel_model_of(one)
+    expected = run_model(one.graph, durations, model)
+    assert None not in expected.ends
+    found = run_fast(one.graph, durations, model)
+    assert tuple(found.ends.tolist()) == expected.ends
+    assert tuple(found.starts.tolist()) == expected.starts
+
+
+def test_plans_are_timed_by_the_fast_engine_unless_exchanges_slow_computations_down():
+    assert simulate(lowered(TIMES)).engine == "fast"
+    assert simulate(lowered({**TIMES, "collective_slowdown": 0.1})).engine == "simpy"
+
+
 def test_collectives_slow_computations_down():
     slow = {**TIMES, "collective_slowdown": 0.5}
     one, other = simulate(lowered(TIMES)), simulate(lowered(slow))
@@ -136,3 +184,20 @@ def test_slowdowns_of_receives_and_exchanges_add_up():
 def test_a_slowdown_without_an_overlap_is_refused():
     with pytest.raises(PlanFileError, match=r"cost\.collective_slowdown"):
         plan(schedule={**V, "overlap": "none"}, cost={**TIMES, "collective_slowdown": 0.5})
+
+
+def test_deepseeks_profiled_pair_by_its_parts():
+    """Four blocks, ep 64 on H800 (deepseek-ai/profile-data): 128.5 ms; exchanges hold 20 of 132 processors."""
+    summary = {"device": "NVIDIA H800", "ranks": 64, "streams": [{"busy_us": 1, "first_us": 0, "last_us": 128537}]}
+    (measurement,) = read_pair_summary(Path("summary.json"), summary)
+    taken = {"collective_slowdown": "20/112"}
+    data = {**measurement.plan, "cost": {**measurement.plan["cost"], **taken}}
+    data["schedule"] = {**data["schedule"], "overlap": "pairs"}
+    one = lower(plan_from_dict(data).spec)
+    timeline, graph = simulate(one).timeline, one.graph
+    first = next(i for i in range(graph.num_ops) if graph.batch[i] != NONE and graph.stage[i] in (1, 2))
+    inside = [timeline.spans[i] for i in range(graph.num_ops) if graph.parent[i] in (first, first + 1)]
+    pair = float(timeline.us(max(s.end for s in inside) - min(s.start for s in inside))) / 1000
+    computing = sum(float(timeline.us(s.end - s.start)) for s in inside if s.queue == "compute") / 1000
+    assert abs(pair / measurement.measured - 1) < 0.1
+    assert pair - computing < 0.01 * pair  # nearly all of the exchanges is hidden

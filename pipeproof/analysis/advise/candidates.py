@@ -26,6 +26,7 @@ from pipeproof.analysis.advise.recut import layer_times, num_blocks, stage_times
 from pipeproof.analysis.advise.schedule_figures import block_sequences
 from pipeproof.analysis.tune.frameworks import Framework
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, ScheduleKind
+from pipeproof.specs.checks.overlap_checks import GENERATED_WITH_PAIRS, check_overlap
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.layer import counts_in_even_cut, layer_order
@@ -43,7 +44,7 @@ tried with the plan's own micro-batches only, and with few chunks."""
 
 _CHOSEN = (
     "kind", "variant", "path", "format", "programs", "num_micro_batches", "micro_batch_size", "num_chunks",
-    "micro_batch_group_size", "num_sequence_splits", "placement", "memory_limit",
+    "micro_batch_group_size", "num_sequence_splits", "placement", "memory_limit", "overlap",
 )  # fmt: skip
 """Keys of the schedule that a candidate replaces."""
 _TIMES = ("forward_us", "backward_us", "backward_input_us", "backward_weight_us", "overlapped_us")
@@ -62,6 +63,8 @@ class Choice:
     variant: str | None = None
     placement: str | None = None
     memory_limit: int | None = None
+    overlap: Any = None
+    """As a plan has it; None without."""
 
 
 class Changed(Enum):
@@ -166,7 +169,10 @@ class Candidates:
             "num_sequence_splits": choice.num_sequence_splits if choice.num_sequence_splits > 1 else None,
             "placement": choice.placement,
             "memory_limit": choice.memory_limit,
+            "overlap": choice.overlap,
         }
+        if choice.overlap is not None and choice.kind == "interleaved":
+            chosen["variant"] = "megatron"  # no other has pairs
         if "memory_limit" in given and choice.memory_limit is None and self.room is not None:
             chosen["memory_limit"] = max(1, int(self.room // self._largest_activation(choice)))
         kept = {key: value for key, value in given.items() if key not in _CHOSEN}
@@ -246,8 +252,30 @@ class Candidates:
         length = self.spec.model.seq_length
         splits = [n for n in range(2, MAX_SPLITS + 1) if length % n == 0] if kind.splits_sequences else [1]
         limits = self._limits(base, held) if kind.name == _OPTIMAL else [None]
-        for placement, num_splits, limit in product(placements, splits, limits):
-            yield replace(base, placement=placement, num_sequence_splits=num_splits, memory_limit=limit)
+        for placement, num_splits, limit, overlap in product(placements, splits, limits, self._overlaps(kind.name)):
+            yield replace(
+                base, placement=placement, num_sequence_splits=num_splits, memory_limit=limit, overlap=overlap
+            )
+
+    def _overlaps(self, kind: str) -> tuple[Any, ...]:
+        """The values of ``schedule.overlap`` for a kind: what is given, else none, and pairs where they hide anything.
+
+        Of a framework, only those that it has.
+        """
+        given = self.data["schedule"].get("overlap")
+        if kind not in GENERATED_WITH_PAIRS or not self._can_overlap:
+            return (None,)
+        if given not in (None, "none"):
+            return (given,)
+        has_pairs = self.framework is None or kind in self.framework.kinds_that_overlap
+        return (None, "pairs") if has_pairs else (None,)
+
+    @cached_property
+    def _can_overlap(self) -> bool:
+        """True if the plan may have pairs that take turns, with another kind of schedule."""
+        update = {"kind": "dualpipe", "overlap": "pairs"}
+        other = self.spec.model_copy(update={"schedule": self.spec.schedule.model_copy(update=update)})
+        return not check_overlap(other)
 
     def _limits(self, base: Choice, held: Fraction | None) -> list[int | None]:
         """The memory limits to make a schedule for: the given one; without it, what the plan holds, and none."""

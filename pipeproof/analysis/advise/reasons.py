@@ -169,6 +169,8 @@ def name_of(spec: PlanSpec) -> str:
         parts.append(schedule.placement)
     if schedule.num_sequence_splits > 1:
         parts.append(f"splits={schedule.num_sequence_splits}")
+    if schedule.turns is not None:
+        parts.append(f"overlap={schedule.overlap if isinstance(schedule.overlap, str) else ','.join(schedule.turns)}")
     return " ".join(parts)
 
 

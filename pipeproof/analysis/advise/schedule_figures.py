@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import lcm
+from operator import add
 
 from pipeproof.analysis.advise.critical_path import CriticalPath, critical_path
 from pipeproof.analysis.advise.recut import num_blocks
@@ -79,10 +80,15 @@ def block_sequences(spec: PlanSpec) -> tuple[Fraction, ...]:
 def asap_clock(schedule: Schedule, spec: PlanSpec) -> Clock:
     """When a schedule's computations run where no message waits for another.
 
+    A pair that takes turns takes as long as the longer of its computations, which is the least that it may take.
+
     Raises:
         ValueError: it cannot finish.
     """
     costs = stage_costs(spec)
+    if spec.schedule.turns is not None:
+        backward = min(map(add, costs.backward_input, costs.backward_weight))
+        costs = replace(costs, overlapped=tuple(max(time, backward) for time in costs.forward))
     rows = [costs.forward, costs.backward_input, costs.backward_weight, costs.overlapped or (), (costs.latency,)]
     ticks_per_us = lcm(*(Fraction(time).denominator for row in rows for time in row))
     forward, backward_input, backward_weight, overlapped, (latency,) = (

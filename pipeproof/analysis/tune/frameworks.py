@@ -25,7 +25,8 @@ class FrameworkSchedule:
     """A schedule of a framework: values of ``schedule.kind`` and ``schedule.variant``, and what it needs there.
 
     The framework needs ``min_ranks`` pipeline ranks, ``min_chunks`` stages on each of them, and ``min_rounds`` times as
-    many micro-batches as pipeline ranks, in addition to the conditions of the schedule itself.
+    many micro-batches as pipeline ranks, in addition to the conditions of the schedule itself. If it ``overlaps``, it
+    may run a forward and a backward in turns (``schedule.overlap``).
     """
 
     kind: str
@@ -33,6 +34,7 @@ class FrameworkSchedule:
     min_ranks: int = 1
     min_chunks: int = 1
     min_rounds: int = 0
+    overlaps: bool = False
 
     def fits(self, num_ranks: int, num_micro_batches: int) -> bool:
         """True if the framework runs it with these pipeline ranks and micro-batches."""
@@ -77,6 +79,11 @@ class Framework:
         ]
         return next((schedule for schedule in fitting if schedule.variant == variant), next(iter(fitting), None))
 
+    @property
+    def kinds_that_overlap(self) -> frozenset[str]:
+        """Those in which a forward and a backward take turns."""
+        return frozenset(schedule.kind for schedule in self.schedules if schedule.overlaps)
+
 
 _MIXED = {"device": "gpu", "dtype": "bfloat16", "main_grad_dtype": "float32", "clip_norm": 1.0}
 
@@ -86,7 +93,7 @@ _ALL = (
         "Megatron-LM",
         (
             FrameworkSchedule("1f1b"),
-            FrameworkSchedule("interleaved", "megatron", min_ranks=2),
+            FrameworkSchedule("interleaved", "megatron", min_ranks=2, overlaps=True),
         ),
         ("none", "selective", "full"),
         ("none", "dp"),

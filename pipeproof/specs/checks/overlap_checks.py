@@ -5,8 +5,10 @@ from __future__ import annotations
 from pipeproof.diagnostics.problems import KeyPath, Problem, dotted, listed
 from pipeproof.specs.plan_sections import PlanSections
 
-_KINDS_WITH_PAIRS = ("dualpipe", "dualpipe_v", "1f1b", "interleaved", "file", "custom")
-"""Kinds of schedules in which a forward and a backward may overlap."""
+GENERATED_WITH_PAIRS = ("dualpipe", "dualpipe_v", "1f1b", "interleaved")
+"""Kinds of generated schedules in which a forward and a backward may overlap."""
+
+_KINDS_WITH_PAIRS = (*GENERATED_WITH_PAIRS, "file", "custom")
 
 
 def check_overlap(plan: PlanSections) -> list[Problem]:
