@@ -46,6 +46,11 @@ class TransportSpec(Section):
         description="What moves messages: backend, the send and receive of run.backend; copy_engine, copies into "
         "mapped memory of another GPU of the host, which occupy no multiprocessor (PyTorch on GPUs).",
     )
+    experts: Literal["backend", "copy_engine"] = Field(
+        default="backend",
+        description="What moves tokens between expert-parallel ranks: backend, the collectives of run.backend; "
+        "copy_engine, copies as with send_recv.",
+    )
     shape_exchange: Literal["none", "per_message"] = Field(
         default="none",
         description="Messages that carry shapes: none, all ranks know the shapes; per_message, before each tensor an "

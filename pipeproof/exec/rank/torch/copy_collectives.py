@@ -1,0 +1,94 @@
+"""Collectives over GPUs of one host as copies by copy engines: each member sends to every other on its own channel.
+
+Kernels take part only in copying what stays on the rank, and in adding for a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
+
+import torch
+
+from pipeproof.exec.rank.group_channels import PostedTransfer
+from pipeproof.schedule.op_table import Channel, Group
+
+SLOT_BYTES: Final = 2**26
+"""Bytes of a slot; larger tensors move in pieces, each of which costs the host some calls and the GPU about 10 us."""
+
+
+def pair_channels(groups: Iterable[Group]) -> dict[Channel, int]:
+    """A channel between any two members of each group, with the bytes of its slots, in an order of all ranks."""
+    return {
+        Channel(group.axis, source, target): SLOT_BYTES
+        for group in groups
+        for source in group.ranks
+        for target in group.ranks
+        if source != target
+    }
+
+
+class Reductions(Protocol):
+    """What is left to the backend."""
+
+    def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        """Return the ``sum`` or ``max`` over the members."""
+        ...
+
+
+class Posts(Protocol):
+    """Ends of the channels of a rank."""
+
+    def post(self, channel: Channel, buffer: torch.Tensor) -> PostedTransfer:
+        """Start moving a contiguous buffer over this rank's end."""
+        ...
+
+
+class CopyCollectives:
+    """Collectives over one group of ranks, see ``exec.rank.framework_protocol.Collectives``.
+
+    ``channels`` has the ends of ``pair_channels`` on this rank. Calls of all members come in one order.
+    """
+
+    def __init__(self, rank: int, group: Group, backend: Reductions, channels: Posts) -> None:
+        self.ranks, self._own, self._axis = group.ranks, group.ranks.index(rank), group.axis
+        self._backend, self._channels = backend, channels
+
+    def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        """Return the reduction over the members, as the backend makes it."""
+        return self._backend.reduce(tensor, reduction)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the tensors of all members, joined along ``dim`` in group order; shapes and types must be equal."""
+        parts = tensor.new_empty([len(self.ranks), *tensor.shape])
+        self._move([tensor] * len(self.ranks), list(parts))
+        return parts.flatten(0, 1) if dim == 0 else torch.cat(list(parts), dim)
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this member's part along ``dim`` of the sum over all members, added in group order."""
+        outgoing = [part.contiguous() for part in tensor.chunk(len(self.ranks), dim)]
+        own = outgoing[self._own]
+        incoming = [own if m == self._own else torch.empty_like(own) for m in range(len(self.ranks))]
+        self._move(outgoing, incoming)
+        total = incoming[0] + incoming[1]
+        for addend in incoming[2:]:
+            total += addend
+        return total
+
+    def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        """Send ``send[m]`` rows to each member m; return ``receive[m]`` rows of each, joined in group order."""
+        result = rows.new_empty([sum(receive), *rows.shape[1:]])
+        self._move(rows.split(list(send)), result.split(list(receive)))
+        return result
+
+    def _move(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
+        """Send each member its tensor and receive from each, from the next member on, so that no link has all."""
+        size, ranks, transfers = len(self.ranks), self.ranks, []
+        for distance in range(1, size):
+            target, source = (self._own + distance) % size, (self._own - distance) % size
+            ends = (self._own, target, outgoing[target]), (source, self._own, incoming[source])
+            transfers += [self._channels.post(Channel(self._axis, ranks[a], ranks[b]), part) for a, b, part in ends]
+        if incoming[self._own] is not outgoing[self._own]:
+            incoming[self._own].copy_(outgoing[self._own])
+        for transfer in transfers:
+            transfer.wait()
