@@ -182,7 +182,7 @@ class TorchWorld:
 
 @dataclass(frozen=True)
 class Copied:
-    """What copy engines move instead of the backend.
+    """Communication that copy engines carry out instead of the backend.
 
     ``slots`` has the bytes of a slot of each channel, if they move messages. ``axis`` is the mesh axis whose
     collectives are copies, those that reduce to all members excepted.
@@ -193,7 +193,7 @@ class Copied:
 
     @classmethod
     def of(cls, plan: LoweredPlan) -> Copied:
-        """What the plan's ``transport`` has copy engines move."""
+        """Return the communication that the ``transport`` of a plan leaves to copy engines."""
         transport = plan.spec.transport
         slots = slot_sizes(plan.graph) if transport.send_recv == "copy_engine" else None
         return cls(slots, "ep" if transport.experts == "copy_engine" else None)

@@ -29,7 +29,7 @@ def pair_channels(groups: Iterable[Group]) -> dict[Channel, int]:
 
 
 class Reductions(Protocol):
-    """What is left to the backend."""
+    """Collectives that the backend keeps."""
 
     def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
         """Return the ``sum`` or ``max`` over the members."""
