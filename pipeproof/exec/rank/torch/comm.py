@@ -182,7 +182,7 @@ class TorchWorld:
 
 @dataclass(frozen=True)
 class Copied:
-    """Communication that copy engines carry out instead of the backend.
+    """Communication by copy engines instead of the backend.
 
     ``slots`` has the bytes of a slot of each channel, if they move messages. ``axis`` is the mesh axis whose
     collectives are copies, those that reduce to all members excepted.
