@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -21,29 +20,11 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import Channels, Collectives
 from pipeproof.exec.rank.group_channels import GroupChannels, connected_groups
 from pipeproof.exec.rank.torch.batched_messages import BatchedMessages
+from pipeproof.exec.rank.torch.begun import Begun, combined
 from pipeproof.exec.rank.torch.copy_channels import connect_copies, slot_sizes
 from pipeproof.exec.rank.torch.copy_collectives import CopyCollectives, pair_channels
 from pipeproof.exec.store.torch_store import CONNECT_TIMEOUT, process_store
 from pipeproof.schedule.op_table import Channel, Group
-
-
-class Begun:
-    """A collective that has begun; a ``BegunCollective``. It keeps its tensors until it is dropped."""
-
-    __slots__ = ("_join", "_kept", "_works")
-
-    def __init__(self, works: Sequence[Any], join: Callable[[], torch.Tensor], *kept: torch.Tensor) -> None:
-        self._works, self._join, self._kept = works, join, kept
-
-    def block(self) -> None:
-        """Block the host until it has ended; on a GPU block the current stream instead."""
-        for work in self._works:
-            work.wait()
-
-    def wait(self) -> torch.Tensor:
-        """Block, and return the result."""
-        self.block()
-        return self._join()
 
 
 class BegunCollectives:
@@ -76,7 +57,7 @@ class BegunCollectives:
             work = dist.all_reduce(result, op=_NATIVE[reduction], group=self._group, async_op=self._is_async)
             return Begun(_works(work), lambda: result)
         parts, works = self._parts(tensor)
-        return Begun(works, lambda: _combined(parts, reduction), tensor)
+        return Begun(works, lambda: combined(parts, reduction), tensor)
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> Begun:
         """Begin ``Collectives.reduce_scatter``."""
@@ -84,7 +65,7 @@ class BegunCollectives:
             addends, works = self._parts(tensor)
 
             def own_part() -> torch.Tensor:
-                return _combined(addends, "sum").chunk(len(self.ranks), dim)[self._group_rank].contiguous()
+                return combined(addends, "sum").chunk(len(self.ranks), dim)[self._group_rank].contiguous()
 
             return Begun(works, own_part, tensor)
         if _is_outermost(tensor, dim) and tensor.shape[dim] % len(self.ranks) == 0:
@@ -158,11 +139,6 @@ def _is_outermost(tensor: torch.Tensor, dim: int) -> bool:
 
 
 _NATIVE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-
-
-def _combined(parts: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
-    """Return the ``sum`` or ``max`` of tensors, taken in their order."""
-    return functools.reduce({"sum": torch.add, "max": torch.maximum}[reduction], parts)
 
 
 @dataclass(frozen=True)

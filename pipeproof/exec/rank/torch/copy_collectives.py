@@ -11,6 +11,7 @@ from typing import Final, Protocol
 import torch
 
 from pipeproof.exec.rank.group_channels import PostedTransfer
+from pipeproof.exec.rank.torch.begun import Begun, combined
 from pipeproof.schedule.op_table import Channel, Group
 
 SLOT_BYTES: Final = 2**26
@@ -44,6 +45,51 @@ class Posts(Protocol):
         ...
 
 
+class BegunCopies:
+    """Collectives over one group that the caller waits for; an ``AsyncCollectives``.
+
+    They begin after all that the current stream has launched so far.
+    """
+
+    def __init__(self, rank: int, group: Group, channels: Posts) -> None:
+        self._ranks, self._own, self._axis, self._channels = group.ranks, group.ranks.index(rank), group.axis, channels
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> Begun:
+        """Begin ``Collectives.all_gather``."""
+        parts = tensor.new_empty([len(self._ranks), *tensor.shape])
+        transfers = self._begin([tensor] * len(self._ranks), list(parts))
+
+        def joined() -> torch.Tensor:
+            return parts.flatten(0, 1) if dim == 0 else torch.cat(list(parts), dim)
+
+        return Begun(transfers, joined, tensor)
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> Begun:
+        """Begin ``Collectives.reduce_scatter``, which adds in group order."""
+        outgoing = [part.contiguous() for part in tensor.chunk(len(self._ranks), dim)]
+        own = outgoing[self._own]
+        incoming = [own if m == self._own else torch.empty_like(own) for m in range(len(self._ranks))]
+        return Begun(self._begin(outgoing, incoming), lambda: combined(incoming, "sum"), *outgoing)
+
+    def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> Begun:
+        """Begin ``Collectives.exchange``."""
+        result = rows.new_empty([sum(receive), *rows.shape[1:]])
+        transfers = self._begin(rows.split(list(send)), result.split(list(receive)))
+        return Begun(transfers, lambda: result, rows)
+
+    def _begin(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> list[PostedTransfer]:
+        """Send each member its tensor and receive from each, from the next member on, so that no link has all."""
+        size, ranks = len(self._ranks), self._ranks
+        transfers = []
+        for distance in range(1, size):
+            target, source = (self._own + distance) % size, (self._own - distance) % size
+            ends = (self._own, target, outgoing[target]), (source, self._own, incoming[source])
+            transfers += [self._channels.post(Channel(self._axis, ranks[a], ranks[b]), part) for a, b, part in ends]
+        if incoming[self._own] is not outgoing[self._own]:
+            incoming[self._own].copy_(outgoing[self._own])
+        return transfers
+
+
 class CopyCollectives:
     """Collectives over one group of ranks, see ``exec.rank.framework_protocol.Collectives``.
 
@@ -51,8 +97,8 @@ class CopyCollectives:
     """
 
     def __init__(self, rank: int, group: Group, backend: Reductions, channels: Posts) -> None:
-        self.ranks, self._own, self._axis = group.ranks, group.ranks.index(rank), group.axis
-        self._backend, self._channels = backend, channels
+        self.ranks, self._backend = group.ranks, backend
+        self.begun = BegunCopies(rank, group, channels)
 
     def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
         """Return the reduction over the members, as the backend makes it."""
@@ -60,35 +106,12 @@ class CopyCollectives:
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the tensors of all members, joined along ``dim`` in group order; shapes and types must be equal."""
-        parts = tensor.new_empty([len(self.ranks), *tensor.shape])
-        self._move([tensor] * len(self.ranks), list(parts))
-        return parts.flatten(0, 1) if dim == 0 else torch.cat(list(parts), dim)
+        return self.begun.all_gather(tensor, dim).wait()
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this member's part along ``dim`` of the sum over all members, added in group order."""
-        outgoing = [part.contiguous() for part in tensor.chunk(len(self.ranks), dim)]
-        own = outgoing[self._own]
-        incoming = [own if m == self._own else torch.empty_like(own) for m in range(len(self.ranks))]
-        self._move(outgoing, incoming)
-        total = incoming[0] + incoming[1]
-        for addend in incoming[2:]:
-            total += addend
-        return total
+        return self.begun.reduce_scatter(tensor, dim).wait()
 
     def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         """Send ``send[m]`` rows to each member m; return ``receive[m]`` rows of each, joined in group order."""
-        result = rows.new_empty([sum(receive), *rows.shape[1:]])
-        self._move(rows.split(list(send)), result.split(list(receive)))
-        return result
-
-    def _move(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
-        """Send each member its tensor and receive from each, from the next member on, so that no link has all."""
-        size, ranks, transfers = len(self.ranks), self.ranks, []
-        for distance in range(1, size):
-            target, source = (self._own + distance) % size, (self._own - distance) % size
-            ends = (self._own, target, outgoing[target]), (source, self._own, incoming[source])
-            transfers += [self._channels.post(Channel(self._axis, ranks[a], ranks[b]), part) for a, b, part in ends]
-        if incoming[self._own] is not outgoing[self._own]:
-            incoming[self._own].copy_(outgoing[self._own])
-        for transfer in transfers:
-            transfer.wait()
+        return self.begun.exchange(rows, send, receive).wait()
