@@ -4,8 +4,8 @@
 
 The first argument is the size (hidden, sequence, blocks of a pipeline rank, micro-batches), the second the experts of
 a block (how many, how many for a token, inner size), the third schedules. ``--pp N`` is the number of pipeline ranks,
-by default 1; the experts of a block are shared out over the others. Both dispatchers; operation by operation, and the
-all-gather also as one CUDA graph.
+by default 1; the experts of a block are shared out over the others. Both dispatchers, over the values of
+``transport.experts`` that ``--movers`` names; operation by operation, and the all-gather also as one CUDA graph.
 
 Forward and backward of all micro-batches, bfloat16, no optimizer. The two sides are timed one step after the other; a
 step counts from a common start to the end of the slowest rank. Printed are medians, and of pairs of steps the median,
@@ -18,6 +18,7 @@ and gradients are compared with kernels that add in one order.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from timed_rank import OurRank
 
 from pipeproof.comm.lower import lower
 from pipeproof.exec.rank.op_log import LogEntry
-from pipeproof.exec.rank.torch.comm import connect_groups
+from pipeproof.exec.rank.torch.comm import Copied, connect_groups
 from pipeproof.exec.rank.torch.framework import TorchFramework
 from pipeproof.schedule.ops import CHILD_KINDS, COMPUTE_KINDS, PART_KINDS, parse_op
 from pipeproof.specs.load_plan import plan_from_dict
@@ -101,7 +102,7 @@ class Side:
         self._device = framework.device
         plan = lower(plan_from_dict({**data, "schedule": schedule, "run": run}).spec).unfolded()
         rank, graph = dist.get_rank(), plan.graph
-        world = connect_groups(rank, self._device, graph.channels, graph.groups, lambda _: None)
+        world = connect_groups(rank, self._device, graph.channels, graph.groups, lambda _: None, Copied.of(plan))
         self.ours = OurRank(plan, rank, framework, world)
         self.gib = 0.0
 
@@ -180,6 +181,8 @@ def main() -> None:
     parser.add_argument("kinds")
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--movers", default="backend")
+    parser.add_argument("--dispatchers", default=",".join(DISPATCHERS))
     options = parser.parse_args()
     framework, report = start()
     ep = dist.get_world_size() // options.pp
@@ -189,10 +192,12 @@ def main() -> None:
     report(f"hidden {size.hidden}, sequence {size.seq_length}, {size.num_layers} blocks a pipeline rank, "
            f"{size.num_micro_batches} micro-batches, {num_experts} experts of {ffn}, {top_k} a token, "
            f"pp {options.pp}, ep {ep}, {NUM_PAIRS} pairs of steps")  # fmt: skip
-    for kind in options.kinds.split(","):
-        for dispatcher in DISPATCHERS:
+    kinds, movers, dispatchers = (each.split(",") for each in (options.kinds, options.movers, options.dispatchers))
+    for kind, mover in itertools.product(kinds, movers):
+        for dispatcher in dispatchers:
             data = replace(size, moe={**moe, "dispatcher": dispatcher}).plan(kind, options.pp, ep=ep)
-            title = f"{kind} {dispatcher}"
+            data["transport"] = {"experts": mover}
+            title = f"{kind} {dispatcher}{', copies' if mover == 'copy_engine' else ''}"
             sides = [Side(data, overlap, framework, replay=False) for overlap in ("none", "pairs")]
             medians, ratio = _alternated([side.step_ms for side in sides])
             report(f"{title}, op by op: none {medians[0]:8.2f} pairs {medians[1]:8.2f} ratio {ratio}")
