@@ -180,6 +180,7 @@ def main() -> None:
     parser.add_argument("experts")
     parser.add_argument("kinds")
     parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=1, help="sequences of a micro-batch")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--movers", default="backend")
     parser.add_argument("--dispatchers", default=",".join(DISPATCHERS))
@@ -190,13 +191,14 @@ def main() -> None:
     moe = {"num_experts": num_experts, "top_k": top_k, "ffn_size": ffn}
     size = replace(Size.read(options.size), dtype=getattr(torch, options.dtype))
     report(f"hidden {size.hidden}, sequence {size.seq_length}, {size.num_layers} blocks a pipeline rank, "
-           f"{size.num_micro_batches} micro-batches, {num_experts} experts of {ffn}, {top_k} a token, "
+           f"{size.num_micro_batches} micro-batches of {options.rows}, {num_experts} experts of {ffn}, {top_k} a token, "
            f"pp {options.pp}, ep {ep}, {NUM_PAIRS} pairs of steps")  # fmt: skip
     kinds, movers, dispatchers = (each.split(",") for each in (options.kinds, options.movers, options.dispatchers))
     for kind, mover in itertools.product(kinds, movers):
         for dispatcher in dispatchers:
             data = replace(size, moe={**moe, "dispatcher": dispatcher}).plan(kind, options.pp, ep=ep)
             data["transport"] = {"experts": mover}
+            data["schedule"]["micro_batch_size"] = options.rows
             title = f"{kind} {dispatcher}{', copies' if mover == 'copy_engine' else ''}"
             sides = [Side(data, overlap, framework, replay=False) for overlap in ("none", "pairs")]
             medians, ratio = _alternated([side.step_ms for side in sides])
