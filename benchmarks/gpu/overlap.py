@@ -191,8 +191,9 @@ def main() -> None:
     moe = {"num_experts": num_experts, "top_k": top_k, "ffn_size": ffn}
     size = replace(Size.read(options.size), dtype=getattr(torch, options.dtype))
     report(f"hidden {size.hidden}, sequence {size.seq_length}, {size.num_layers} blocks a pipeline rank, "
-           f"{size.num_micro_batches} micro-batches of {options.rows}, {num_experts} experts of {ffn}, {top_k} a token, "
-           f"pp {options.pp}, ep {ep}, {NUM_PAIRS} pairs of steps")  # fmt: skip
+           f"{size.num_micro_batches} micro-batches of {options.rows}, "
+           f"{num_experts} experts of {ffn}, {top_k} a token, pp {options.pp}, ep {ep}, {NUM_PAIRS} pairs of steps"
+    )  # fmt: skip
     kinds, movers, dispatchers = (each.split(",") for each in (options.kinds, options.movers, options.dispatchers))
     for kind, mover in itertools.product(kinds, movers):
         for dispatcher in dispatchers:

@@ -48,12 +48,22 @@ class CopyChannels:
 
     def __init__(self, rank: int, ends: Mapping[Channel, SlotEnd], words: Mapping[Channel, SharedWords]) -> None:
         self._rank, self._ends, self._words = rank, ends, words
+        self._local: CudaCopyStream | None = None
 
     def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[PostedTransfer] = ()) -> PostedTransfer:
         """Start moving a contiguous buffer over this rank's end; ``after`` is on the same channel, a FIFO."""
         posted_ns = time.monotonic_ns()
         end = self._ends[channel]
         return PostedTransfer(buffer, end.post(buffer.data_ptr(), buffer.numel() * buffer.element_size()), posted_ns)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> PostedTransfer:
+        """Start copying between contiguous tensors of this rank, on a stream of its own."""
+        posted_ns = time.monotonic_ns()
+        if self._local is None:
+            self._local = CudaCopyStream()
+        self._local.begin()
+        self._local.copy(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+        return PostedTransfer(target, self._local.end(), posted_ns)
 
     def close(self) -> None:
         """Do nothing: the rank has waited for every transfer, and the memory ends with the process."""

@@ -1,6 +1,6 @@
 """Collectives over GPUs of one host as copies by copy engines: each member sends to every other on its own channel.
 
-Kernels take part only in copying what stays on the rank, and in adding for a reduce-scatter.
+Kernels only add, for a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ class Posts(Protocol):
         """Start moving a contiguous buffer over this rank's end."""
         ...
 
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> PostedTransfer:
+        """Start copying between contiguous tensors of this rank."""
+        ...
+
 
 class BegunCopies:
     """Collectives over one group that the caller waits for; an ``AsyncCollectives``.
@@ -85,8 +89,9 @@ class BegunCopies:
             target, source = (self._own + distance) % size, (self._own - distance) % size
             ends = (self._own, target, outgoing[target]), (source, self._own, incoming[source])
             transfers += [self._channels.post(Channel(self._axis, ranks[a], ranks[b]), part) for a, b, part in ends]
-        if incoming[self._own] is not outgoing[self._own]:
-            incoming[self._own].copy_(outgoing[self._own])
+        kept = outgoing[self._own]
+        if kept.numel() and incoming[self._own] is not kept:
+            transfers.append(self._channels.copy(incoming[self._own], kept))
         return transfers
 
 
