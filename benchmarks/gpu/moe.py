@@ -6,8 +6,9 @@ The first argument is the size (hidden, sequence, blocks of a rank, micro-batche
 the second the experts of a block (how many, how many for a token, inner size).
 First no pipeline, and experts shared out over all ranks (``ep``), with both
 dispatchers over NCCL and over copy engines, and with pairs that take turns: the
-rival is a plain loop over micro-batches, with an all-to-all each way. Then pipelines of the given schedules with all experts of a block on its rank: the rival is
-``torch.distributed.pipelining``. Both sides multiply all experts in one kernel.
+rival is a plain loop over micro-batches, with an all-to-all each way. Then
+pipelines of the given schedules with all experts of a block on its rank: the rival
+is ``torch.distributed.pipelining``. Both sides multiply all experts in one kernel.
 
 Forward and backward of all micro-batches, bfloat16, no optimizer; gradients that
 ranks of experts share are summed. ``work`` is ours without communication, as if
