@@ -144,7 +144,7 @@ class Side:
         return gathered
 
     def slowdown(self) -> float:
-        """How much longer products take while experts exchange rows, as a share; 0 without GPUs."""
+        """Share by which products take longer while experts exchange rows; 0 without GPUs."""
         if self._device.type != "cuda":
             return 0.0
         collectives: Any = next(c for i, c in self.world.collectives.items() if self.plan.graph.groups[i].axis == "ep")
@@ -165,9 +165,9 @@ class Side:
             dist.barrier()
             return begin.elapsed_time(end)
 
-        alone, beside = (median(products_ms(number) for _ in range(NUM_PAIRS)) for number in (0, NUM_EXCHANGES))
+        alone, slowed = (median(products_ms(number) for _ in range(NUM_PAIRS)) for number in (0, NUM_EXCHANGES))
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, beside / alone - 1)
+        dist.all_gather_object(gathered, slowed / alone - 1)
         return max(0.0, *gathered)
 
     def _measured(self, work: Callable[[], Interval]) -> float:
