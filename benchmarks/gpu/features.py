@@ -63,6 +63,10 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
     if device == "gpu":  # in one product for all experts of a rank, with more rows than visits
         replayed = {**run, "dtype": "bfloat16", "replay": True, "steps": 4}
         yield "experts by all-gather, ep 2, replayed", {**gathered, "run": replayed}
+        copies = {**gathered, "transport": {"experts": "copy_engine"}}
+        sent = {**copies, "model": {**copies["model"], "moe": {**experts, "dispatcher": "all_to_all"}}}
+        yield "experts by all-gather, ep 2, copies, replayed", {**copies, "run": replayed}
+        yield "experts by all-to-all, ep 2, copies", {**sent, "run": {**run, "dtype": "bfloat16"}}
     for name, topology in GROUPS.items():
         model = {"model": FEATURES["experts"]["model"]} if name == "ep 2" else {}
         yield name, plan_dict(topology={"pp": 1, **topology}, stages=None, run=run, **copy.deepcopy(model))

@@ -5,9 +5,10 @@
 The first argument is the size (hidden, sequence, blocks of a rank, micro-batches),
 the second the experts of a block (how many, how many for a token, inner size).
 First no pipeline, and experts shared out over all ranks (``ep``), with both
-dispatchers: the rival is a plain loop over micro-batches, with an all-to-all each
-way. Then pipelines of the given schedules with all experts of a block on its rank: the rival is
-``torch.distributed.pipelining``. Both sides multiply all experts in one kernel.
+dispatchers over NCCL and over copy engines, and with pairs that take turns: the
+rival is a plain loop over micro-batches, with an all-to-all each way. Then
+pipelines of the given schedules with all experts of a block on its rank: the rival
+is ``torch.distributed.pipelining``. Both sides multiply all experts in one kernel.
 
 Forward and backward of all micro-batches, bfloat16, no optimizer; gradients that
 ranks of experts share are summed. ``work`` is ours without communication, as if
@@ -16,6 +17,7 @@ every rank sent what it is sent.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from dataclasses import replace
@@ -33,9 +35,17 @@ ALONE = Times(warm_up=1, steps=3, series=1)
 DISPATCHERS = ("all_to_all", "all_gather")
 
 
-def _shared_out(size: Size, dispatcher: str, num_ranks: int) -> dict[str, Any]:
+def _shared_out(size: Size, num_ranks: int, *, on_gpus: bool) -> dict[str, dict[str, Any]]:
+    """Plans by name."""
     assert size.moe is not None
-    return replace(size, moe={**size.moe, "dispatcher": dispatcher}).plan("1f1b", 1, ep=num_ranks)
+    plans = {}
+    movers, overlaps = (("backend", "copy_engine"), ("none", "pairs")) if on_gpus else (("backend",), ("none",))
+    for mover, overlap, dispatcher in itertools.product(movers, overlaps, DISPATCHERS):
+        plan = replace(size, moe={**size.moe, "dispatcher": dispatcher}).plan("1f1b", 1, ep=num_ranks)
+        plan["schedule"]["overlap"] = overlap
+        name = f"ep {num_ranks} {dispatcher}{', copies' * (mover != 'backend')}{', pairs' * (overlap != 'none')}"
+        plans[name] = {**plan, "transport": {"experts": mover}}
+    return plans
 
 
 def main() -> None:
@@ -47,8 +57,9 @@ def main() -> None:
     size = replace(Size.read(sys.argv[1]), moe=moe)
     report(f"hidden {size.hidden}, sequence {size.seq_length}, {size.num_layers} blocks a rank, "
         f"{size.num_micro_batches} micro-batches, {num_experts} experts of {ffn}, {top_k} a token")  # fmt: skip
-    report(f"{'':18} {'rival':>8} {'ours':>8} {'ratio':>6} {'graph':>8} {'ratio':>6} {'work':>8}   GiB: rival, ours")
-    for kind in ["", *(sys.argv[3] if len(sys.argv) > 3 else "1f1b,dualpipe_v,zb_v").split(",")]:
+    report(f"{'':32} {'rival':>8} {'ours':>8} {'ratio':>6} {'graph':>8} {'ratio':>6} {'work':>8}   GiB: rival, ours")
+    kinds = sys.argv[3] if len(sys.argv) > 3 else "1f1b,dualpipe_v,zb_v"  # "" for none
+    for kind in ["", *filter(None, kinds.split(","))]:
         made = rival_step(kind, size, rank, num_ranks, device) if kind else plain_step(size, device, is_shared_out=True)
         theirs = timed(made, device, Times())
         del made
@@ -56,7 +67,7 @@ def main() -> None:
         if kind:
             plans = {f"pp {num_ranks} {kind}": size.plan(kind, num_ranks)}
         else:
-            plans = {f"ep {num_ranks} {name}": _shared_out(size, name, num_ranks) for name in DISPATCHERS}
+            plans = _shared_out(size, num_ranks, on_gpus=device.type == "cuda")
         for name, data in plans.items():
             step = OurStep(data, framework)
             ours = timed(step, device, Times())
@@ -69,9 +80,11 @@ def main() -> None:
                 graph = timed(replay, device, Times()).ratio_to(theirs)
                 del replay, step
                 forget(device)
-            work = timed(OurStep(data, framework, alone=True), device, ALONE)
-            forget(device)
-            report(f"{name:18} {theirs.ms:8.2f} {ours.ratio_to(theirs)} {graph} {work.ms:8.2f}   "
+            work = f"{'':8}"
+            if "pairs" not in name:  # turns need communication
+                work = f"{timed(OurStep(data, framework, alone=True), device, ALONE).ms:8.2f}"
+                forget(device)
+            report(f"{name:32} {theirs.ms:8.2f} {ours.ratio_to(theirs)} {graph} {work}   "
                 f"{theirs.gib:.2f} {ours.gib:.2f}")  # fmt: skip
     dist.barrier()
     os._exit(0)  # communicators of captured graphs would hold a normal exit up

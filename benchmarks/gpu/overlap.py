@@ -4,21 +4,25 @@
 
 The first argument is the size (hidden, sequence, blocks of a pipeline rank, micro-batches), the second the experts of
 a block (how many, how many for a token, inner size), the third schedules. ``--pp N`` is the number of pipeline ranks,
-by default 1; the experts of a block are shared out over the others. Both dispatchers; operation by operation, and the
-all-gather also as one CUDA graph.
+by default 1; the experts of a block are shared out over the others. Both dispatchers, over the values of
+``transport.experts`` that ``--movers`` names; operation by operation, and the all-gather also as one CUDA graph.
 
 Forward and backward of all micro-batches, bfloat16, no optimizer. The two sides are timed one step after the other; a
 step counts from a common start to the end of the slowest rank. Printed are medians, and of pairs of steps the median,
 smallest and largest ratio. In one more step of each side the device times all operations: ``comm`` is the time of the
 collectives over ``ep``, ``exposed`` the part of it in which the rank computed nothing, and ``busy`` the time in which
 it computed, of the rank where most is exposed. ``GiB`` is the peak of a step above what it found. The bits of losses
-and gradients are compared with kernels that add in one order.
+and gradients are compared with kernels that add in one order. ``predicted`` are simulated steps: with a profile of the
+plan without overlap, and with the slowdown of products next to exchanges as it was measured by itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -32,13 +36,20 @@ from sizes import Size
 from timed_rank import OurRank
 
 from pipeproof.comm.lower import lower
+from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.rank.op_log import LogEntry
-from pipeproof.exec.rank.torch.comm import connect_groups
+from pipeproof.exec.rank.torch.comm import Copied, connect_groups
 from pipeproof.exec.rank.torch.framework import TorchFramework
 from pipeproof.schedule.ops import CHILD_KINDS, COMPUTE_KINDS, PART_KINDS, parse_op
+from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.verify.certificate import graph_digest
+from pipeproof.verify.subject import make_subject
 
 NUM_PAIRS = 10
+NUM_TIMED = 3
+NUM_ROWS, NUM_PRODUCTS, NUM_EXCHANGES = 2**15, 8, 10
+"""For the slowdown: rows of an exchange, and products that end before the exchanges do."""
 DISPATCHERS = ("all_to_all", "all_gather")
 Interval = tuple[int, int]
 
@@ -99,10 +110,11 @@ class Side:
         schedule = {**data["schedule"], "overlap": overlap}
         run = {**data["run"], "replay": replay and framework.device.type == "cuda"}
         self._device = framework.device
-        plan = lower(plan_from_dict({**data, "schedule": schedule, "run": run}).spec).unfolded()
+        self.data = {**data, "schedule": schedule, "run": run}
+        self.plan = plan = lower(plan_from_dict(self.data).spec).unfolded()
         rank, graph = dist.get_rank(), plan.graph
-        world = connect_groups(rank, self._device, graph.channels, graph.groups, lambda _: None)
-        self.ours = OurRank(plan, rank, framework, world)
+        self.world = connect_groups(rank, self._device, graph.channels, graph.groups, lambda _: None, Copied.of(plan))
+        self.ours = OurRank(plan, rank, framework, self.world)
         self.gib = 0.0
 
     def step_ms(self) -> float:
@@ -124,12 +136,39 @@ class Side:
         whole = {name: gradient.cpu().clone() for name, gradient in found.items()}
         return whole if loss is None else {**whole, "loss": torch.as_tensor(loss)}
 
-    def exposed(self) -> Exposed:
-        """Of the rank on which most is exposed; the second of two timed steps, for the first makes its events."""
-        self.ours.timed_step(0)
+    def timed(self) -> list[list[LogEntry]]:
+        """The logs of all ranks of ``NUM_TIMED`` steps, operations timed, after one that makes the events."""
+        log = [entry for number in range(NUM_TIMED + 1) for entry in self.ours.timed_step(number)]
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, Exposed.of(self.ours.timed_step(0)))
-        return max(gathered, key=lambda each: each.exposed)
+        dist.all_gather_object(gathered, log)
+        return gathered
+
+    def slowdown(self) -> float:
+        """Share by which products take longer while experts exchange rows; 0 without GPUs."""
+        if self._device.type != "cuda":
+            return 0.0
+        collectives: Any = next(c for i, c in self.world.collectives.items() if self.plan.graph.groups[i].axis == "ep")
+        sizes = [NUM_ROWS // len(collectives.ranks)] * len(collectives.ranks)
+        rows = torch.randn(NUM_ROWS, 2048, device=self._device, dtype=torch.bfloat16)
+        weight = torch.randn(2048, 1024, device=self._device, dtype=torch.bfloat16)
+
+        def products_ms(num_exchanges: int) -> float:
+            begun = [collectives.begun.exchange(rows, sizes, sizes) for _ in range(num_exchanges)]
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(NUM_PRODUCTS):
+                torch.mm(rows, weight)
+            end.record()
+            for each in begun:
+                each.wait()
+            torch.cuda.synchronize(self._device)
+            dist.barrier()
+            return begin.elapsed_time(end)
+
+        alone, slowed = (median(products_ms(number) for _ in range(NUM_PAIRS)) for number in (0, NUM_EXCHANGES))
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, slowed / alone - 1)
+        return max(0.0, *gathered)
 
     def _measured(self, work: Callable[[], Interval]) -> float:
         on_gpu = self._device.type == "cuda"
@@ -147,6 +186,23 @@ class Side:
         return ns / 1e6
 
 
+def _predicted_ms(plain: Side, pairs: Side, logs: Sequence[Sequence[LogEntry]], slowdown: float) -> list[float]:
+    """Simulated milliseconds of both sides, by a profile of the first."""
+    subject = make_subject(plan_from_dict(plain.data))
+    profile = measured_profile(subject, graph_digest(subject), dict(enumerate(logs)), {}, 1)
+    content = profile.model_dump(mode="json", by_alias=True)
+    for stage in content["stages"]:  # these steps have no optimizer
+        free = {name: 0 if name != "count" else 1 for name in stage["ops"][0]["whole"]}
+        stage["ops"].append({**stage["ops"][0], "kind": "STEP", "whole": free, "own": free})
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(content, file)
+        file.flush()
+        costs = {"profile": file.name}, {"profile": file.name, "collective_slowdown": round(slowdown, 3)}
+        sides = zip((plain, pairs), costs, strict=True)
+        plans = [lower(plan_from_dict({**side.data, "cost": cost}).spec) for side, cost in sides]
+        return [float(simulate(plan).timeline.makespan_us) / 1e3 for plan in plans]
+
+
 def _alternated(steps: Sequence[Callable[[], float]]) -> tuple[list[float], str]:
     """The medians of both sides, and the median, smallest and largest ratio of the second to the first."""
     for step in steps:
@@ -156,6 +212,12 @@ def _alternated(steps: Sequence[Callable[[], float]]) -> tuple[list[float], str]
     ratios = [second / first for first, second in pairs]
     medians = [median(side) for side in zip(*pairs, strict=True)]
     return medians, f"{median(ratios):6.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def _most_exposed(logs: Sequence[Sequence[LogEntry]]) -> Exposed:
+    """Of the last step, on the rank on which most is exposed."""
+    last = [Exposed.of(entry for entry in log if entry.step == NUM_TIMED) for log in logs]
+    return max(last, key=lambda each: each.exposed)
 
 
 def _equal_bits(sides: Sequence[Side]) -> str:
@@ -179,7 +241,10 @@ def main() -> None:
     parser.add_argument("experts")
     parser.add_argument("kinds")
     parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=1, help="sequences of a micro-batch")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--movers", default="backend")
+    parser.add_argument("--dispatchers", default=",".join(DISPATCHERS))
     options = parser.parse_args()
     framework, report = start()
     ep = dist.get_world_size() // options.pp
@@ -187,19 +252,29 @@ def main() -> None:
     moe = {"num_experts": num_experts, "top_k": top_k, "ffn_size": ffn}
     size = replace(Size.read(options.size), dtype=getattr(torch, options.dtype))
     report(f"hidden {size.hidden}, sequence {size.seq_length}, {size.num_layers} blocks a pipeline rank, "
-           f"{size.num_micro_batches} micro-batches, {num_experts} experts of {ffn}, {top_k} a token, "
-           f"pp {options.pp}, ep {ep}, {NUM_PAIRS} pairs of steps")  # fmt: skip
-    for kind in options.kinds.split(","):
-        for dispatcher in DISPATCHERS:
+           f"{size.num_micro_batches} micro-batches of {options.rows}, "
+           f"{num_experts} experts of {ffn}, {top_k} a token, pp {options.pp}, ep {ep}, {NUM_PAIRS} pairs of steps"
+    )  # fmt: skip
+    kinds, movers, dispatchers = (each.split(",") for each in (options.kinds, options.movers, options.dispatchers))
+    for kind, mover in itertools.product(kinds, movers):
+        for dispatcher in dispatchers:
             data = replace(size, moe={**moe, "dispatcher": dispatcher}).plan(kind, options.pp, ep=ep)
-            title = f"{kind} {dispatcher}"
+            data["transport"] = {"experts": mover}
+            data["schedule"]["micro_batch_size"] = options.rows
+            title = f"{kind} {dispatcher}{', copies' if mover == 'copy_engine' else ''}"
             sides = [Side(data, overlap, framework, replay=False) for overlap in ("none", "pairs")]
             medians, ratio = _alternated([side.step_ms for side in sides])
             report(f"{title}, op by op: none {medians[0]:8.2f} pairs {medians[1]:8.2f} ratio {ratio}")
-            found = [side.exposed() for side in sides]
+            logs = [side.timed() for side in sides]
+            found = [_most_exposed(of_side) for of_side in logs]
             for name, one, side in zip(("none", "pairs"), found, sides, strict=True):
                 report(f"{title}, {name:5}: comm {one.comm:8.2f} exposed {one.exposed:8.2f} busy {one.busy:8.2f}   "
                        f"GiB {side.gib:.2f}")  # fmt: skip
+            slowdown = sides[1].slowdown()
+            predicted = _predicted_ms(*sides, logs[0], slowdown)
+            report(f"{title}, predicted: none {predicted[0]:8.2f} pairs {predicted[1]:8.2f} "
+                   f"ratio {predicted[1] / predicted[0]:.3f}, products slower by {slowdown:.3f}; pairs "
+                   f"{predicted[1] / medians[1] - 1:+.1%} of the step")  # fmt: skip
             hidden = 1 - found[1].exposed / found[0].exposed
             report(f"{title}: {hidden:.0%} of the exposed communication is hidden; {_equal_bits(sides)}")
             del sides

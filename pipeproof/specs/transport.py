@@ -51,6 +51,10 @@ class TransportSpec(Section):
         description="Messages of a boundary with several tensors: per_tensor, one for each; packed, one of fixed shape "
         "with the bytes of all of them, in the order of the boundary. Fixed shapes need the transport full and one "
         "layout on both sides.",
+    experts: Literal["backend", "copy_engine"] = Field(
+        default="backend",
+        description="What moves tokens between expert-parallel ranks: backend, the collectives of run.backend; "
+        "copy_engine, copies as with send_recv.",
     )
     shape_exchange: Literal["none", "per_message"] = Field(
         default="none",

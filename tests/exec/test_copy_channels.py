@@ -64,15 +64,18 @@ def test_messages_arrive_in_order_whatever_moves_first(monkeypatch, seed):
         assert all(torch.equal(a, b) for a, b in zip(sent[channel], received[channel], strict=True))
 
 
-def test_a_message_that_is_larger_than_a_slot_is_refused(monkeypatch):
+@pytest.mark.parametrize("size", [0, 1, 512, 513, 1024, 5000])
+def test_a_message_that_is_larger_than_a_slot_moves_in_pieces(monkeypatch, size):
     import torch
 
     from tests.exec.emulated_gpu import emulate
 
     emulate(monkeypatch)
-    first, _ = connected({FORTH: 512})
-    with pytest.raises(ValueError, match="a message of 513 bytes is larger than the slots of its channel, 512"):
-        first.post(FORTH, torch.zeros(513, dtype=torch.uint8))
+    first, second = connected({FORTH: 512})
+    sent, received = torch.randint(0, 256, (size,), dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    for transfer in (second.post(FORTH, received), first.post(FORTH, sent)):
+        transfer.wait()
+    assert torch.equal(sent, received)
 
 
 def test_the_host_releases_streams_that_wait_for_a_peer(monkeypatch):

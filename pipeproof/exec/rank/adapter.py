@@ -254,7 +254,8 @@ class RankAdapter:
         """Complete the entry of a collective that has ended."""
         entry.ranks = collectives.ranks
         entry.numel, entry.dtype = self._arrays.numel(call.tensor), self._arrays.dtype(call.tensor)
-        if call.traffic_of is not None:
+        entry.traffic = call.traffic
+        if call.traffic_of is not None:  # the tensors are kept until then, and those of counts are small
             self._traffic.append((entry, partial(call.traffic_of, result)))
 
     def collectives_over(self, axis: str, stage: int, weight: str = "") -> Collectives:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,8 +24,10 @@ class Call:
     tensor: Tensor
     act: Callable[[Any], Any]
     weight: str = ""
+    traffic: Traffic = ()
+    """Rows sent to and received from each member, of an all-to-all of tokens."""
     traffic_of: Callable[[Tensor], Traffic] | None = None
-    """Rows sent and received, of the result; read at the end of the step. None except for an all-to-all."""
+    """The same of an all-to-all of counts, from its result, at the end of the step: rows that the counts announce."""
 
 
 class Issuer(Protocol):
@@ -107,15 +109,13 @@ class ChildCollectives:
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], *, label: str) -> Tensor:
         """Exchange ``send[m]`` and ``receive[m]`` rows with each EP rank m."""
 
-        def traffic_of(result: Tensor) -> Traffic:
-            if self._arrays.dtype(tensor) == COUNTS_DTYPE:  # the rows that the counts announce
-                send_rows, receive_rows = self._sums(tensor, send), self._sums(result, receive)
-                return tuple(zip(send_rows, receive_rows, strict=True))
-            return tuple(zip(send, receive, strict=True))
+        def announced(received: Tensor) -> Traffic:
+            return tuple(zip(self._sums(tensor, send), self._sums(received, receive), strict=True))
 
-        return self._issue(
-            Call(OpKind.ALL_TO_ALL, "ep", tensor, lambda c: c.exchange(tensor, send, receive), traffic_of=traffic_of)
-        )
+        call = Call(OpKind.ALL_TO_ALL, "ep", tensor, lambda c: c.exchange(tensor, send, receive))
+        if self._arrays.dtype(tensor) == COUNTS_DTYPE:
+            return self._issue(replace(call, traffic_of=announced))
+        return self._issue(replace(call, traffic=tuple(zip(send, receive, strict=True))))
 
     def sum_scattered(self, axis: str, flat: Tensor) -> Tensor:
         """Return this rank's part of the sum of a flat tensor over an axis, in rank order."""

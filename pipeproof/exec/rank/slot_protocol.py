@@ -111,18 +111,16 @@ class SlotEnd:
         self.slot_bytes, self._is_sender, self._steps, self._slot = slot_bytes, is_sender, steps, 0
 
     def post(self, address: int, num_bytes: int) -> Ended:
-        """Launch the next message, from or to ``address``.
+        """Launch the next message, from or to ``address``; one that is larger than a slot moves in equal pieces."""
+        self.stream.begin()
+        piece = -(-num_bytes // max(1, -(-num_bytes // self.slot_bytes)))
+        for first in range(0, max(num_bytes, 1), max(piece, 1)):
+            self._move(address + first, min(piece, num_bytes - first))
+        return self.stream.end()
 
-        Raises:
-            ValueError: it is larger than a slot.
-        """
-        if num_bytes > self.slot_bytes:
-            raise ValueError(
-                f"a message of {num_bytes} bytes is larger than the slots of its channel, {self.slot_bytes}"
-            )
+    def _move(self, address: int, num_bytes: int) -> None:
         stream, slot = self.stream, self._slot
         self._slot = (slot + 1) % len(self._slots)
-        stream.begin()
         for step in self._steps:
             if step is Step.AWAIT:
                 stream.await_word(self._own[slot])
@@ -133,4 +131,3 @@ class SlotEnd:
             elif num_bytes:
                 target, source = (self._slots[slot], address) if self._is_sender else (address, self._slots[slot])
                 stream.copy(target, source, num_bytes)
-        return stream.end()

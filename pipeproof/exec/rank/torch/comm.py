@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -17,31 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeproof.exec.rank.framework_protocol import Channels
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.rank.framework_protocol import Channels, Collectives
 from pipeproof.exec.rank.group_channels import GroupChannels, connected_groups
 from pipeproof.exec.rank.torch.batched_messages import BatchedMessages
-from pipeproof.exec.rank.torch.copy_channels import connect_copies
+from pipeproof.exec.rank.torch.begun import Begun, combined
+from pipeproof.exec.rank.torch.copy_channels import connect_copies, slot_sizes
+from pipeproof.exec.rank.torch.copy_collectives import CopyCollectives, pair_channels
 from pipeproof.exec.store.torch_store import CONNECT_TIMEOUT, process_store
 from pipeproof.schedule.op_table import Channel, Group
-
-
-class Begun:
-    """A collective that has begun; a ``BegunCollective``. It keeps its tensors until it is dropped."""
-
-    __slots__ = ("_join", "_kept", "_works")
-
-    def __init__(self, works: Sequence[Any], join: Callable[[], torch.Tensor], *kept: torch.Tensor) -> None:
-        self._works, self._join, self._kept = works, join, kept
-
-    def block(self) -> None:
-        """Block the host until it has ended; on a GPU block the current stream instead."""
-        for work in self._works:
-            work.wait()
-
-    def wait(self) -> torch.Tensor:
-        """Block, and return the result."""
-        self.block()
-        return self._join()
 
 
 class BegunCollectives:
@@ -74,7 +57,7 @@ class BegunCollectives:
             work = dist.all_reduce(result, op=_NATIVE[reduction], group=self._group, async_op=self._is_async)
             return Begun(_works(work), lambda: result)
         parts, works = self._parts(tensor)
-        return Begun(works, lambda: _combined(parts, reduction), tensor)
+        return Begun(works, lambda: combined(parts, reduction), tensor)
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> Begun:
         """Begin ``Collectives.reduce_scatter``."""
@@ -82,7 +65,7 @@ class BegunCollectives:
             addends, works = self._parts(tensor)
 
             def own_part() -> torch.Tensor:
-                return _combined(addends, "sum").chunk(len(self.ranks), dim)[self._group_rank].contiguous()
+                return combined(addends, "sum").chunk(len(self.ranks), dim)[self._group_rank].contiguous()
 
             return Begun(works, own_part, tensor)
         if _is_outermost(tensor, dim) and tensor.shape[dim] % len(self.ranks) == 0:
@@ -158,11 +141,6 @@ def _is_outermost(tensor: torch.Tensor, dim: int) -> bool:
 _NATIVE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-def _combined(parts: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
-    """Return the ``sum`` or ``max`` of tensors, taken in their order."""
-    return functools.reduce({"sum": torch.add, "max": torch.maximum}[reduction], parts)
-
-
 @dataclass(frozen=True)
 class TorchWorld:
     """Connected communication of one rank."""
@@ -170,12 +148,31 @@ class TorchWorld:
     rank: int
     device: torch.device
     channels: Channels
-    collectives: dict[int, GroupCollectives]
+    collectives: dict[int, Collectives]
     """Collectives of the groups that this rank is a member of, by index of the graph's groups."""
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
         dist.barrier()
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Communication by copy engines instead of the backend.
+
+    ``slots`` has the bytes of a slot of each channel, if they move messages. ``axis`` is the mesh axis whose
+    collectives are copies, those that reduce to all members excepted.
+    """
+
+    slots: Mapping[Channel, int] | None = None
+    axis: str | None = None
+
+    @classmethod
+    def of(cls, plan: LoweredPlan) -> Copied:
+        """Return the communication that the ``transport`` of a plan leaves to copy engines."""
+        transport = plan.spec.transport
+        slots = slot_sizes(plan.graph) if transport.send_recv == "copy_engine" else None
+        return cls(slots, "ep" if transport.experts == "copy_engine" else None)
 
 
 def connect(
@@ -185,12 +182,11 @@ def connect(
     channels: tuple[Channel, ...],
     groups: tuple[Group, ...],
     progress: Callable[[str], None],
-    slots: Mapping[Channel, int] | None = None,
+    copied: Copied | None = None,
 ) -> TorchWorld:
     """Join the world at ``MASTER_ADDR`` and ``MASTER_PORT``, make every group and use each once.
 
-    With ``slots`` copy engines move the messages, see ``connect_groups``. Every rank must call this with the same
-    channels and groups.
+    Copy engines move what is ``copied``. Every rank must call this with the same channels and groups.
     """
     progress("joining the world group")
     on_gpu = device.type == "cuda"
@@ -203,7 +199,7 @@ def connect(
         timeout=CONNECT_TIMEOUT,
         device_id=device if on_gpu else None,
     )
-    return connect_groups(rank, device, channels, groups, progress, slots)
+    return connect_groups(rank, device, channels, groups, progress, copied)
 
 
 def connect_groups(
@@ -212,34 +208,45 @@ def connect_groups(
     channels: tuple[Channel, ...],
     groups: tuple[Group, ...],
     progress: Callable[[str], None],
-    slots: Mapping[Channel, int] | None = None,
+    copied: Copied | None = None,
 ) -> TorchWorld:
     """Make every group of a joined world, in one order on all ranks, and use each once.
 
-    ``slots`` has the bytes of a slot of each channel where copy engines move the messages; the channels then have no
-    groups.
+    Copy engines move what is ``copied``; channels whose messages they move have no groups.
 
     Raises:
-        RuntimeError: copy engines are not possible between the GPUs of a channel.
+        RuntimeError: copy engines are not possible between the GPUs of a channel or group.
     """
     token = torch.ones(1, device=device)
     messages = BatchedMessages(device) if device.type == "cuda" else dist
-    with_group = channels if slots is None else ()
+    copied = Copied() if copied is None else copied
+    with_group = channels if copied.slots is None else ()
     by_channel, by_group = connected_groups(
         messages, _group, rank, token, with_group, groups, progress, _prior_group if device.type == "cuda" else _group
     )
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    collectives = {index: GroupCollectives(rank, groups[index].ranks, group) for index, group in by_group.items()}
+    collectives: dict[int, Collectives] = {
+        index: GroupCollectives(rank, groups[index].ranks, group) for index, group in by_group.items()
+    }
     ends: Channels = GroupChannels(messages, rank, by_channel)
-    if slots is not None:
-        store = process_store().part(f"copies/{_attempt()}.{next(_CONNECTIONS)}/").of_groups
-        ends = connect_copies(slots, rank, device, store, progress, CONNECT_TIMEOUT.total_seconds())
+    if copied.slots is not None:
+        ends = connect_copies(copied.slots, rank, device, _new_store(), progress, CONNECT_TIMEOUT.total_seconds())
+    if copied.axis is not None:
+        pairs = pair_channels(group for group in groups if group.axis == copied.axis)
+        copies = connect_copies(pairs, rank, device, _new_store(), progress, CONNECT_TIMEOUT.total_seconds(), "experts")
+        for index in [index for index in collectives if groups[index].axis == copied.axis]:
+            collectives[index] = CopyCollectives(rank, groups[index], collectives[index], copies)
     return TorchWorld(rank, device, ends, collectives)
 
 
 _CONNECTIONS = itertools.count()
 """Connections by copies that this process has made, the same on all ranks: their keys are in one store."""
+
+
+def _new_store() -> dist.Store:
+    """A store of one connection by copies, the same on all ranks."""
+    return process_store().part(f"copies/{_attempt()}.{next(_CONNECTIONS)}/").of_groups
 
 
 def _attempt() -> str:

@@ -48,12 +48,22 @@ class CopyChannels:
 
     def __init__(self, rank: int, ends: Mapping[Channel, SlotEnd], words: Mapping[Channel, SharedWords]) -> None:
         self._rank, self._ends, self._words = rank, ends, words
+        self._local: CudaCopyStream | None = None
 
     def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[PostedTransfer] = ()) -> PostedTransfer:
         """Start moving a contiguous buffer over this rank's end; ``after`` is on the same channel, a FIFO."""
         posted_ns = time.monotonic_ns()
         end = self._ends[channel]
         return PostedTransfer(buffer, end.post(buffer.data_ptr(), buffer.numel() * buffer.element_size()), posted_ns)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> PostedTransfer:
+        """Start copying between contiguous tensors of this rank, on a stream of its own."""
+        posted_ns = time.monotonic_ns()
+        if self._local is None:
+            self._local = CudaCopyStream()
+        self._local.begin()
+        self._local.copy(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+        return PostedTransfer(target, self._local.end(), posted_ns)
 
     def close(self) -> None:
         """Do nothing: the rank has waited for every transfer, and the memory ends with the process."""
@@ -86,10 +96,12 @@ def connect_copies(
     store: dist.Store,
     progress: Callable[[str], None],
     timeout_s: float,
+    key: str = "send_recv",
 ) -> CopyChannels:
     """Map the memory of every channel of this rank, and move a first message over each.
 
-    ``slots`` has the bytes of a slot of each channel, the same on all ranks. Every rank must call this.
+    ``slots`` has the bytes of a slot of each channel, the same on all ranks. ``key`` of ``transport`` asks for them.
+    Every rank must call this.
 
     Raises:
         RuntimeError: the two GPUs of a channel are on different hosts, the driver refuses a call, or the first message
@@ -102,7 +114,7 @@ def connect_copies(
         for channel, slot_bytes in slots.items():
             progress(connecting(channel))
             if rank in (channel.src, channel.dst):
-                meeting = _Meeting(channel, store, timeout_s, is_sender=rank == channel.src)
+                meeting = _Meeting(channel, store, timeout_s, key, is_sender=rank == channel.src)
                 connect = _sending if meeting.is_sender else _receiving
                 ends[channel], words[channel] = connect(meeting, slot_bytes)
                 try:
@@ -116,8 +128,8 @@ def connect_copies(
 class _Meeting:
     """Exchanges of both ends of a channel over the store."""
 
-    def __init__(self, channel: Channel, store: dist.Store, timeout_s: float, *, is_sender: bool) -> None:
-        self._channel, self.is_sender, self._timeout = channel, is_sender, timedelta(seconds=timeout_s)
+    def __init__(self, channel: Channel, store: dist.Store, timeout_s: float, key: str, *, is_sender: bool) -> None:
+        self._channel, self.is_sender, self._timeout, self._key = channel, is_sender, timedelta(seconds=timeout_s), key
         self._store, self._round = dist.PrefixStore(f"copies/{channel}/", store), 0
 
     def agree(self, offer: Callable[[], Any]) -> Any:
@@ -145,7 +157,8 @@ class _Meeting:
     def refusal(self, reason: str) -> RuntimeError:
         """The error of a channel that cannot be connected."""
         return RuntimeError(
-            f"`transport.send_recv: copy_engine` is not possible on {self._channel}: {reason}; use `send_recv: backend`"
+            f"`transport.{self._key}: copy_engine` is not possible on {self._channel}: {reason}; use "
+            f"`{self._key}: backend`"
         )
 
     def require_one_host(self) -> None:

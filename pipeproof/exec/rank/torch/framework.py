@@ -11,8 +11,7 @@ import torch
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import StageCollectives
 from pipeproof.exec.rank.torch.arrays import TorchArrays
-from pipeproof.exec.rank.torch.comm import TorchWorld, connect
-from pipeproof.exec.rank.torch.copy_channels import slot_sizes
+from pipeproof.exec.rank.torch.comm import Copied, TorchWorld, connect
 from pipeproof.exec.rank.torch.stages import TorchStages
 from pipeproof.exec.rank.torch.thread_state import as_this_thread
 from pipeproof.specs.plan_sections import RunSpec
@@ -42,9 +41,8 @@ class TorchFramework:
         return as_this_thread(self.device)
 
     def connect(self, rank: int, plan: LoweredPlan, progress: Callable[[str], None]) -> TorchWorld:
-        graph = plan.graph
-        slots = slot_sizes(graph) if plan.spec.transport.send_recv == "copy_engine" else None
-        return connect(rank, plan.mesh.num_ranks, self.device, graph.channels, graph.groups, progress, slots)
+        graph, num_ranks = plan.graph, plan.mesh.num_ranks
+        return connect(rank, num_ranks, self.device, graph.channels, graph.groups, progress, Copied.of(plan))
 
     def stages(self, plan: LoweredPlan, coords: Mapping[str, int], collectives: StageCollectives) -> TorchStages:
         return TorchStages(plan, coords, collectives, self.device)

@@ -1,0 +1,122 @@
+"""Collectives over GPUs of one host as copies by copy engines: each member sends to every other on its own channel.
+
+Kernels only add, for a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
+
+import torch
+
+from pipeproof.exec.rank.group_channels import PostedTransfer
+from pipeproof.exec.rank.torch.begun import Begun, combined
+from pipeproof.schedule.op_table import Channel, Group
+
+SLOT_BYTES: Final = 2**26
+"""Bytes of a slot; larger tensors move in pieces, each of which costs the host some calls and the GPU about 10 us."""
+
+
+def pair_channels(groups: Iterable[Group]) -> dict[Channel, int]:
+    """A channel between any two members of each group, with the bytes of its slots, in an order of all ranks."""
+    return {
+        Channel(group.axis, source, target): SLOT_BYTES
+        for group in groups
+        for source in group.ranks
+        for target in group.ranks
+        if source != target
+    }
+
+
+class Reductions(Protocol):
+    """Collectives that the backend keeps."""
+
+    def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        """Return the ``sum`` or ``max`` over the members."""
+        ...
+
+
+class Posts(Protocol):
+    """Ends of the channels of a rank."""
+
+    def post(self, channel: Channel, buffer: torch.Tensor) -> PostedTransfer:
+        """Start moving a contiguous buffer over this rank's end."""
+        ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> PostedTransfer:
+        """Start copying between contiguous tensors of this rank."""
+        ...
+
+
+class BegunCopies:
+    """Collectives over one group that the caller waits for; an ``AsyncCollectives``.
+
+    They begin after all that the current stream has launched so far.
+    """
+
+    def __init__(self, rank: int, group: Group, channels: Posts) -> None:
+        self._ranks, self._own, self._axis, self._channels = group.ranks, group.ranks.index(rank), group.axis, channels
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> Begun:
+        """Begin ``Collectives.all_gather``."""
+        parts = tensor.new_empty([len(self._ranks), *tensor.shape])
+        transfers = self._begin([tensor] * len(self._ranks), list(parts))
+
+        def joined() -> torch.Tensor:
+            return parts.flatten(0, 1) if dim == 0 else torch.cat(list(parts), dim)
+
+        return Begun(transfers, joined, tensor)
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> Begun:
+        """Begin ``Collectives.reduce_scatter``, which adds in group order."""
+        outgoing = [part.contiguous() for part in tensor.chunk(len(self._ranks), dim)]
+        own = outgoing[self._own]
+        incoming = [own if m == self._own else torch.empty_like(own) for m in range(len(self._ranks))]
+        return Begun(self._begin(outgoing, incoming), lambda: combined(incoming, "sum"), *outgoing)
+
+    def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> Begun:
+        """Begin ``Collectives.exchange``."""
+        result = rows.new_empty([sum(receive), *rows.shape[1:]])
+        transfers = self._begin(rows.split(list(send)), result.split(list(receive)))
+        return Begun(transfers, lambda: result, rows)
+
+    def _begin(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> list[PostedTransfer]:
+        """Send each member its tensor and receive from each, from the next member on, so that no link has all."""
+        size, ranks = len(self._ranks), self._ranks
+        transfers = []
+        for distance in range(1, size):
+            target, source = (self._own + distance) % size, (self._own - distance) % size
+            ends = (self._own, target, outgoing[target]), (source, self._own, incoming[source])
+            transfers += [self._channels.post(Channel(self._axis, ranks[a], ranks[b]), part) for a, b, part in ends]
+        kept = outgoing[self._own]
+        if kept.numel() and incoming[self._own] is not kept:
+            transfers.append(self._channels.copy(incoming[self._own], kept))
+        return transfers
+
+
+class CopyCollectives:
+    """Collectives over one group of ranks, see ``exec.rank.framework_protocol.Collectives``.
+
+    ``channels`` has the ends of ``pair_channels`` on this rank. Calls of all members come in one order.
+    """
+
+    def __init__(self, rank: int, group: Group, backend: Reductions, channels: Posts) -> None:
+        self.ranks, self._backend = group.ranks, backend
+        self.begun = BegunCopies(rank, group, channels)
+
+    def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        """Return the reduction over the members, as the backend makes it."""
+        return self._backend.reduce(tensor, reduction)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the tensors of all members, joined along ``dim`` in group order; shapes and types must be equal."""
+        return self.begun.all_gather(tensor, dim).wait()
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this member's part along ``dim`` of the sum over all members, added in group order."""
+        return self.begun.reduce_scatter(tensor, dim).wait()
+
+    def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        """Send ``send[m]`` rows to each member m; return ``receive[m]`` rows of each, joined in group order."""
+        return self.begun.exchange(rows, send, receive).wait()
