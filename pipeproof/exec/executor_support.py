@@ -111,8 +111,8 @@ def _transport_refusals(spec: PlanSpec) -> Iterator[Refusal]:
 def _rehearsal_refusals(spec: PlanSpec) -> Iterator[Refusal]:
     """Messages and turns that cannot be rehearsed.
 
-    A packed one has bytes in place of elements that could be marked. Stages without values take no turns. Paddle on a GPU makes views of a slot with
-    kernels, which may fail silently.
+    A packed one has bytes in place of elements that could be marked. Stages without values take no turns. Paddle on a
+    GPU makes views of a slot with kernels, which may fail silently.
     """
     if spec.transport.messages == "packed":
         yield ("transport", "messages"), "the plan has packed messages and is rehearsed"

@@ -51,6 +51,7 @@ class TransportSpec(Section):
         description="Messages of a boundary with several tensors: per_tensor, one for each; packed, one of fixed shape "
         "with the bytes of all of them, in the order of the boundary. Fixed shapes need the transport full and one "
         "layout on both sides.",
+    )
     experts: Literal["backend", "copy_engine"] = Field(
         default="backend",
         description="What moves tokens between expert-parallel ranks: backend, the collectives of run.backend; "

@@ -163,6 +163,15 @@ class GraphCollectives:
         size = tensor.shape[dim] // self._sizes[axis]
         return self._issue(run, tensor, [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]])
 
+    def all_gather_each(self, tensors: Sequence[Tensor], *, labels: Sequence[str], axis: str) -> list[Tensor]:
+        """Implement ``ExpertCollectives.all_gather_each``."""
+        return [self.all_gather(each, 0, label=label, axis=axis) for each, label in zip(tensors, labels, strict=True)]
+
+    def reduce_scatter_each(self, tensors: Sequence[Tensor], *, labels: Sequence[str], axis: str) -> list[Tensor]:
+        """Implement ``ExpertCollectives.reduce_scatter_each``."""
+        labelled = zip(tensors, labels, strict=True)
+        return [self.reduce_scatter(each, 0, label=label, axis=axis) for each, label in labelled]
+
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], *, label: str) -> Tensor:
         """Implement ``ExpertCollectives.all_to_all``; the host knows the numbers of rows, so it is in no graph."""
         result: Tensor = self._collectives.all_to_all(tensor, send, receive, label=label)
