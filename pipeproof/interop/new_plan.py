@@ -83,6 +83,8 @@ def new_plan(answers: Answers) -> tuple[dict[str, Any], tuple[str, ...]]:
         raise AnswerError("pp", f"{spec.gpt.num_layers} blocks do not fill {layout.num_stages} stages")
     stages = Bounds(base, spec).stages_of(layout)
     data = plan_data(base, framework, layout, None if even_stages(stages) else stages)
+    if answers.device is None:
+        del data["schedule"]["framework"]  # our own executor runs every schedule
     changed, problems = with_settings(data, answers.settings)
     if problems or not isinstance(changed, dict):
         plan_from_dict(data, answers.settings)  # which reports them

@@ -85,6 +85,7 @@ def plan_data(
     schedule: dict[str, Any] = {"kind": layout.kind}
     if layout.variant is not None:
         schedule["variant"] = layout.variant
+    schedule["framework"] = framework.name
     schedule["num_micro_batches"] = layout.num_micro_batches
     schedule["micro_batch_size"] = layout.mbs
     if layout.vpp > 1:
