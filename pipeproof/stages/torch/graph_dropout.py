@@ -48,7 +48,7 @@ class MaskStates:
         return len(self._drawn) - 1
 
     def of(self, step: int, index: int) -> list[Tensor]:
-        """The states of a micro-batch as an input of the graph, int64 [masks, 3]; none without dropout."""
+        """The states of a micro-batch as an input of the graph, int64 [masks, 2]; none without dropout."""
         if not self._num_masks:
             return []
         states = [state_of(mask_key(self._plan, step, index, layer, site)) for site, layer in self._drawn]
@@ -68,31 +68,51 @@ class TracedMasks(DropoutKeys):
 
 
 def state_of(key: int) -> list[int]:
-    """The two words of a key, and the first count: numpy counts before it draws."""
-    return [_signed(key & (2**64 - 1)), _signed(key >> 64), 1]
+    """The two words of a key."""
+    return [_signed(key & (2**64 - 1)), _signed(key >> 64)]
 
 
 def kept(state: Tensor, rate: float, shape: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """The mask of ``ranges`` of all dims except the last, which is whole: bool, for a state int64 [3]."""
-    bounds = [*ranges, (0, shape[-1])]
+    """The mask of ``ranges`` of all dims except the last, which is whole: bool, for a state int64 [2].
+
+    It is one operation of a graph: a compiler takes minutes for its hundreds of operations.
+    """
+    bounds = [bound for limits in (*ranges, (0, shape[-1])) for bound in limits]
+    mask: Tensor = torch.ops.pipeproof.dropout_mask(state, _signed(draw_threshold(rate)), list(shape), bounds)
+    return mask
+
+
+def _kept(state: Tensor, threshold: int, shape: Sequence[int], bounds: Sequence[int]) -> Tensor:
+    limits = list(zip(bounds[::2], bounds[1::2], strict=True))
     index = torch.zeros((), dtype=torch.int64, device=state.device)
-    for dim, (start, stop) in enumerate(bounds):
+    for dim, (start, stop) in enumerate(limits):
         places = torch.arange(start, stop, device=state.device) * math.prod(shape[dim + 1 :])
-        index = index + places.view(-1, *[1] * (len(bounds) - 1 - dim))
+        index = index + places.view(-1, *[1] * (len(limits) - 1 - dim))
     if shape[-1] % _WORDS == 0:  # the words of a count are neighbours
         words = torch.stack(_words(state, index[..., ::_WORDS] // _WORDS), -1).flatten(-2)
     else:
         of_count = torch.stack(_words(state, index // _WORDS), -1)
         words = of_count.gather(-1, (index % _WORDS).unsqueeze(-1)).squeeze(-1)
     least = -(2**63)  # the order of words without a sign is that of words with one whose highest bit is flipped
-    return (words ^ least) >= (_signed(draw_threshold(rate)) ^ least)
+    return (words ^ least) >= (threshold ^ least)
+
+
+def _like(state: Tensor, threshold: int, shape: Sequence[int], bounds: Sequence[int]) -> Tensor:
+    sizes = [stop - start for start, stop in zip(bounds[::2], bounds[1::2], strict=True)]
+    return state.new_empty(sizes, dtype=torch.bool)
+
+
+_LIBRARY = torch.library.Library("pipeproof", "FRAGMENT")
+_LIBRARY.define("dropout_mask(Tensor state, int threshold, int[] shape, int[] bounds) -> Tensor")
+_LIBRARY.impl("dropout_mask", _kept, "CompositeExplicitAutograd")
+torch.library.register_fake("pipeproof::dropout_mask", _like, lib=_LIBRARY)
 
 
 def _words(state: Tensor, count: Tensor) -> list[Tensor]:
     """The four words of each count, as numpy's generator has them after ``advance(count)``."""
-    first, second, start = state.unbind()  # a compiler would compute with a start that it knows, without wrapping
+    first, second = state.unbind()
     zero = torch.zeros_like(count)
-    words = [count + start, zero, zero, zero]
+    words = [count + 1, zero, zero, zero]  # numpy counts before it draws
     for number in range(_ROUNDS):
         if number:
             first, second = first + _signed(_KEY_STEPS[0]), second + _signed(_KEY_STEPS[1])
