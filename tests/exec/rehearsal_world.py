@@ -215,6 +215,7 @@ def rehearsed(subject, faults=None, num_steps=2, around=lambda world: world, pre
         for step in range(num_steps):
             adapter.begin(step)
             program.run(step)
+            adapter.finish()
 
     threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(graph.num_ranks)]
     for thread in threads:

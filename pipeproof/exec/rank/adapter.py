@@ -95,7 +95,8 @@ class RankAdapter:
         """Entries of this step whose rows are not counted yet, for which the host would wait."""
         self._texts: dict[int, str] = {}
         self._seams = seams
-        self._pairs = overlapped_pairs(plan.graph, rank) if seams is None else whole_pairs(plan.graph, rank)
+        index = plan.graph.global_rank.index(rank)
+        self._pairs = (overlapped_pairs if seams is None else whole_pairs)(plan.graph, index)
         self._paired = {op_id for pair in self._pairs.values() for op_id, _ in pair.containers} - self._pairs.keys()
         self._computes: dict[OpKind, Callable[[Op], None]] = {
             OpKind.FORWARD: self._forward,
