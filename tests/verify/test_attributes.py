@@ -16,6 +16,7 @@ from pipeproof.schedule.op_table import Group, TensorSpec, build_graph
 from pipeproof.schedule.ops import (
     CHILD_KINDS,
     KINDS,
+    PART_KINDS,
     TARGET_KINDS,
     TRANSFER_KINDS,
     UPDATE_KINDS,
@@ -23,6 +24,7 @@ from pipeproof.schedule.ops import (
     OpKind,
     child_of,
     parse_op,
+    part_of,
 )
 from pipeproof.specs.load_plan import load_plan
 from pipeproof.verify.attribute_rule import RULES
@@ -200,6 +202,8 @@ def an_op(kind, below):
         return Op(kind, 0, 0, target=parse_op("0F0"))
     if below:
         return child_of(parse_op(PARENTS[OpKind(below)]), 0, kind, "dp")
+    if kind in PART_KINDS:
+        return part_of(parse_op("0F0"), 0, kind)
     if kind in CHILD_KINDS | UPDATE_KINDS:
         return Op(kind, 1, axis="dp")  # the parents of drawn collectives are of stage 0
     return parse_op(f"0{kind}0") if kind not in STAGE_OPS else Op(kind, 0)

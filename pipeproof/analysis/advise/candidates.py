@@ -64,7 +64,7 @@ class Choice:
     placement: str | None = None
     memory_limit: int | None = None
     overlap: Any = None
-    """As a plan has it; None without."""
+    """The value in a plan; None without one."""
 
 
 class Changed(Enum):
