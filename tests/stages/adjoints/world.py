@@ -79,13 +79,19 @@ class Exchanges:
         assert [len(part) for part in mine] == list(receive)
         return paddle.concat(mine)
 
-    def all_gather(self, tensor: paddle.Tensor, dim: int, *, label: str, axis: str) -> paddle.Tensor:
+    def all_gather_each(
+        self, tensors: Sequence[paddle.Tensor], *, labels: Sequence[str], axis: str
+    ) -> list[paddle.Tensor]:
         assert axis == "ep"
-        return self._world.ranks[self._rank].all_gather(tensor, dim, label=label)
+        own, labelled = self._world.ranks[self._rank], zip(tensors, labels, strict=True)
+        return [own.all_gather(each, 0, label=label) for each, label in labelled]
 
-    def reduce_scatter(self, tensor: paddle.Tensor, dim: int, *, label: str, axis: str) -> paddle.Tensor:
+    def reduce_scatter_each(
+        self, tensors: Sequence[paddle.Tensor], *, labels: Sequence[str], axis: str
+    ) -> list[paddle.Tensor]:
         assert axis == "ep"
-        return self._world.ranks[self._rank].reduce_scatter(tensor, dim, label=label)
+        own, labelled = self._world.ranks[self._rank], zip(tensors, labels, strict=True)
+        return [own.reduce_scatter(each, 0, label=label) for each, label in labelled]
 
 
 def on_ranks(case: Case, values: Sequence[Sequence[np.ndarray]], work: Callable[..., Any]) -> list[Any]:
