@@ -60,6 +60,8 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
     gathered = {"pipeproof": 1, "model": {"kind": "gpt", **LONG, "seq_length": 256, "moe": experts},
                 "topology": {"pp": 1, "ep": 2}, "schedule": {"kind": "1f1b", **batch}}  # fmt: skip
     yield "experts by all-gather, ep 2", {**gathered, "run": {**run, "dtype": "bfloat16"}}
+    turns = {**gathered, "schedule": {**gathered["schedule"], "overlap": "pairs"}}
+    yield "experts by all-gather, ep 2, turns", {**turns, "run": {**run, "dtype": "bfloat16"}}
     if device == "gpu":  # in one product for all experts of a rank, with more rows than visits
         replayed = {**run, "dtype": "bfloat16", "replay": True, "steps": 4}
         yield "experts by all-gather, ep 2, replayed", {**gathered, "run": replayed}
@@ -67,6 +69,9 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
         sent = {**copies, "model": {**copies["model"], "moe": {**experts, "dispatcher": "all_to_all"}}}
         yield "experts by all-gather, ep 2, copies, replayed", {**copies, "run": replayed}
         yield "experts by all-to-all, ep 2, copies", {**sent, "run": {**run, "dtype": "bfloat16"}}
+        yield "experts by all-gather, ep 2, turns, replayed", {**turns, "run": replayed}
+        turns_of_copies = {**sent, "schedule": turns["schedule"], "run": {**run, "dtype": "bfloat16"}}
+        yield "experts by all-to-all, ep 2, turns, copies", turns_of_copies
     for name, topology in GROUPS.items():
         model = {"model": FEATURES["experts"]["model"]} if name == "ep 2" else {}
         yield name, plan_dict(topology={"pp": 1, **topology}, stages=None, run=run, **copy.deepcopy(model))
