@@ -86,10 +86,32 @@ GROUP = "group ep: 0 1\n"
         ("0F0 0B0 0B0/0.PART", {"PP145"}),
         ("0F0 0I0 0I0/0.PART 0W0", set()),
         ("0F0 0F0/1.PART", {"PP145"}),
+        ("0F0 0F0/0.PART 0F0/0.ALL_GATHER:ep", {"PP145"}),
+        ("0F0 0F0/0.PART 0F0/0.ALL_GATHER:ep 0F0/1.PART", set()),
+        ("0F0 0F0/0.PART 0F0/0.ALL_GATHER:ep 0F0/1.ALL_GATHER:ep 0F0/1.PART", set()),
+        ("0F0 0F0/0.PART 0F0/0.ALL_GATHER:ep 0F0/1.REDUCE_SCATTER:ep 0F0/1.PART", {"PP145"}),
+        ("0F0 0F0/0.PART 0F0/0.ALL_TO_ALL:ep 0F0/1.ALL_TO_ALL:ep 0F0/1.PART", {"PP145"}),
+        ("0F0 0F0/0.PART 0F0/0.ALL_GATHER:tp 0F0/1.ALL_GATHER:ep 0F0/1.PART", {"PP145"}),
+        ("0F0 0F0/0.PART 0F0/0.ALL_GATHER:ep 0F0/1.ALL_GATHER:tp 0F0/1.PART", {"PP145"}),
+        ("0F0 0F0/0.PART 0F0/0.ALL_GATHER:tp 0F0/1.ALL_GATHER:tp 0F0/1.PART", {"PP145"}),
+        ("0F0 0F0/0.PART 0F0/0.ALL_GATHER:ep 0F0/1.PART 0F0/1.ALL_GATHER:ep 0F0/2.PART", {"PP145"}),
+        (
+            "0F0 0F0/0.PART 0F0/0.ALL_GATHER:ep 0F0/1.PART 0F1 0F1/0.PART 0F1/0.ALL_GATHER:ep 0F1/1.PART",
+            set(),
+        ),
     ],
 )
 def test_small_programs(text, found):
     assert {code for code in codes(program(text)) if code == "PP145"} == found
+
+
+@pytest.mark.parametrize(
+    ("text", "more"),
+    [("0F0 0F0/1.PART", ""), ("0F0 0F0/1.PART 0F1 0F1/1.PART", ", as 1 more there")],
+)
+def test_rows_of_one_kind_are_counted(text, more):
+    (finding,) = [each for each in errors(program(text)) if each.code == "PP145"]
+    assert finding.message.endswith(f": 0F0/1.PART is not the next of its computation{more}")
 
 
 def test_the_message_names_the_row_and_the_remedy():
