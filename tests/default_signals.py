@@ -1,11 +1,11 @@
 """Signals as a terminal starts a program with them, whatever started the tests.
 
-``nohup`` has SIGHUP ignored, a shell its background jobs SIGINT, and each child inherits that.
+``nohup`` has SIGHUP ignored, a shell its background jobs SIGINT and SIGQUIT, and each child inherits that.
 """
 
 import signal
 
-SIGNALS = (signal.SIGINT, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def default_signals():
