@@ -6,6 +6,7 @@ waits, collectives, gradient reductions and the optimizer step.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeproof.schedule.columns import NONE, Row
@@ -54,6 +55,11 @@ class UnfitSizesError(ValueError):
         super().__init__(message)
         self.help = help
         self.key = key
+
+
+def steady_pairs(num_forwards: int, num_warmup: Iterable[int]) -> tuple[frozenset[int], ...]:
+    """By rank the places of the forwards behind its warm-up, each of which has a backward behind it."""
+    return tuple(frozenset(range(warmup, 2 * num_forwards - warmup, 2)) for warmup in num_warmup)
 
 
 def stages_of(programs: Programs) -> tuple[tuple[int, ...], ...]:

@@ -11,9 +11,8 @@ depend on each other. Here any number of ranks does so.
 
 from __future__ import annotations
 
-from pipeproof.schedule.generators.round_robin import steady_pairs
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Schedule
+from pipeproof.schedule.programs import Schedule, steady_pairs
 
 
 def one_f_one_b(num_ranks: int, num_micro_batches: int, overlaps: bool = False) -> Schedule:  # noqa: FBT002

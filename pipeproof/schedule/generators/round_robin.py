@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from pipeproof.schedule.generators.stage_ops import stage_ops
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Schedule, UnfitSizesError
+from pipeproof.schedule.programs import Schedule, UnfitSizesError, steady_pairs
 
 
 def equal_rounds(title: str, num_ranks: int, num_micro_batches: int) -> list[int]:
@@ -78,11 +78,6 @@ def in_groups(
     num_warmup = [before + warmup_per_hop * (num_ranks - 1 - rank) + overlaps for rank in range(num_ranks)]
     schedule = round_robin(num_chunks, forwards, backwards, num_warmup)
     return replace(schedule, pairs=steady_pairs(len(forwards), num_warmup)) if overlaps else schedule
-
-
-def steady_pairs(num_forwards: int, num_warmup: Iterable[int]) -> tuple[frozenset[int], ...]:
-    """By rank the places of the forwards behind its warm-up, each of which has a backward behind it."""
-    return tuple(frozenset(range(warmup, 2 * num_forwards - warmup, 2)) for warmup in num_warmup)
 
 
 def round_robin(
