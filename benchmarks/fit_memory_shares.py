@@ -45,7 +45,7 @@ def best(sizes: Iterable[Mapping[float, float]]) -> float:
 
 
 Fit = tuple[str, float, float]
-"""Of a group, or of a size that is left out: the name, the share of the fit, and the mean error."""
+"""The name of a group, or of a size that is left out, the share of its fit, and its mean error."""
 
 
 def left_out() -> list[tuple[Fit, list[Fit]]]:

@@ -215,7 +215,7 @@ def _alternated(steps: Sequence[Callable[[], float]]) -> tuple[list[float], str]
 
 
 def _most_exposed(logs: Sequence[Sequence[LogEntry]]) -> Exposed:
-    """Of the last step, on the rank on which most is exposed."""
+    """The times of the last step on the rank where most is exposed."""
     last = [Exposed.of(entry for entry in log if entry.step == NUM_TIMED) for log in logs]
     return max(last, key=lambda each: each.exposed)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.plan import PlanSpec
@@ -30,13 +31,11 @@ class PartShares:
     stages: tuple[Mapping[Phase, Shares], ...]
 
 
-class _Step:
+class _Step(NamedTuple):
     """One operation in one direction: its work by phase, then its collectives."""
 
-    __slots__ = ("calls", "work")
-
-    def __init__(self, work: Mapping[Phase, Fraction], calls: tuple[Collective, ...]) -> None:
-        self.work, self.calls = work, calls
+    work: Mapping[Phase, Fraction]
+    calls: tuple[Collective, ...]
 
 
 def part_shares(plan: PlanSpec) -> PartShares:

@@ -52,7 +52,7 @@ from pipeproof.schedule.op_parts import (
     OpsById,
     TensorSpec,
 )
-from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS, Op, OpKind
+from pipeproof.schedule.ops import COMPUTE_KINDS, SEND_KINDS, TRANSFER_KINDS, Op, OpKind
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -262,6 +262,14 @@ class OpGraph:
                     return of_tensors
                 between = np.concatenate([of_tensors, np.stack([self.part_before[later], later], axis=1)])
                 return sorted_edges(between[:, 0], between[:, 1])
+
+    @cached_property
+    def pairs(self) -> IntColumn:
+        """The overlapped pairs: two computations of one batch that follow each other on a rank; shape [n, 2]."""
+        computes = np.flatnonzero(self.is_kind(COMPUTE_KINDS) & (self.batch != NONE))
+        first, second = computes[:-1], computes[1:]
+        same = (self.batch[first] == self.batch[second]) & (self.rank[first] == self.rank[second])
+        return np.stack([first[same], second[same]], axis=1)
 
     @cached_property
     def nx(self) -> nx.DiGraph[int]:

@@ -19,7 +19,7 @@ import numpy as np
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.schedule.derive import packed
-from pipeproof.schedule.op_table import NONE, OpGraph
+from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import COMPUTE_KINDS, Op, OpKind
 from pipeproof.sim.host_copies import copy_times
 from pipeproof.sim.link_costs import LinkDurations, link_durations
@@ -174,10 +174,8 @@ class _Works:
 
 def _overlapped(graph: OpGraph) -> dict[int, int]:
     """The overlapped pairs that run as wholes: the second of two computations of a batch, by the first."""
-    computes = np.flatnonzero(graph.is_kind(COMPUTE_KINDS) & (graph.batch != NONE) & ~takes_turns(graph))
-    first, second = computes[:-1], computes[1:]
-    same = (graph.batch[first] == graph.batch[second]) & (graph.rank[first] == graph.rank[second])
-    return dict(zip(first[same].tolist(), second[same].tolist(), strict=True))
+    first, second = graph.pairs[~takes_turns(graph)[graph.pairs].any(axis=1)].T
+    return dict(zip(first.tolist(), second.tolist(), strict=True))
 
 
 def _pair_us(first: Op, second: Op, cost: CostSpec) -> Fraction:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 from pipeproof.exec.rank.child_collectives import Call
@@ -17,7 +16,7 @@ from pipeproof.exec.rank.machine import ProtocolError
 from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, log_queue
 from pipeproof.exec.rank.turns import Helper
 from pipeproof.schedule.op_table import NONE, OpGraph
-from pipeproof.schedule.ops import COMPUTE_KINDS, FORWARD_KINDS, PART_KINDS, Op, OpKind
+from pipeproof.schedule.ops import FORWARD_KINDS, PART_KINDS, Op, OpKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +69,10 @@ def overlapped_pairs(graph: OpGraph, rank: int) -> dict[int, OverlappedPair]:
 def whole_pairs(graph: OpGraph, rank: int) -> dict[int, OverlappedPair]:
     """Return the pairs of a rank whose computations have no parts, by the op id of the first one."""
     pairs: dict[int, OverlappedPair] = {}
-    ids = [i for i in graph.rank_ops(rank) if graph.batch[i] != NONE and graph.ops[i].kind in COMPUTE_KINDS]
-    for first, second in pairwise(ids):
-        if graph.batch[first] == graph.batch[second]:
-            is_forward = graph.ops[first].kind in FORWARD_KINDS
-            both = (first, second) if is_forward else (second, first)
-            pairs[first] = OverlappedPair(*both, ((first, str(graph.ops[first])), (second, str(graph.ops[second]))), ())
+    for first, second in graph.pairs[graph.rank[graph.pairs[:, 0]] == rank].tolist():
+        is_forward = graph.ops[first].kind in FORWARD_KINDS
+        both = (first, second) if is_forward else (second, first)
+        pairs[first] = OverlappedPair(*both, ((first, str(graph.ops[first])), (second, str(graph.ops[second]))), ())
     return pairs
 
 

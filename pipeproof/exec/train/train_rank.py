@@ -152,8 +152,7 @@ class TrainRank(RankProgram):
     """The program of one rank for one plan; ``index`` is the rank's place in the pipeline.
 
     ``enter`` is called with the step and number of each host operation before it runs. ``seams`` is as of
-    ``RankAdapter``. With ``ring`` operations are
-    written into the ring of a watched process.
+    ``RankAdapter``. With ``ring`` operations are written into the ring of a watched process.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ none, because the host reads its result before it can send tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipeproof.stages.describe.layer import Collective, CollectiveKind
@@ -36,8 +36,3 @@ def _goes_with(first: Collective, second: Collective) -> bool:
     """True for two of the all-gather dispatcher; a combine is of the other kind than the dispatch before and after."""
     together = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
     return first.axis == second.axis == "ep" and first.kind == second.kind and first.kind in together
-
-
-def num_seams(cut: Iterable[Exchange]) -> int:
-    """Number of seams among some exchanges."""
-    return sum(exchange.is_seam for exchange in cut)

@@ -7,7 +7,7 @@ import pytest
 from tests.cli.commands import REPOSITORY
 
 TOLERANCE = 0.003
-"""Of an error as a share: processors differ in the last bits of a fit."""
+"""Difference of two errors, as shares: processors differ in the last bits of a fit."""
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from pipeproof.exec.rank.framework_protocol import AsyncCollectives
+
 
 class Begun:
     """A collective that has begun; a ``BegunCollective``. It keeps its tensors until it is dropped."""
@@ -26,6 +28,25 @@ class Begun:
         """Block, and return the result."""
         self.block()
         return self._join()
+
+
+class WaitedCollectives:
+    """Collectives over the group ``ranks`` as ``begin`` has them, each waited for at once."""
+
+    def __init__(self, ranks: tuple[int, ...], begin: AsyncCollectives) -> None:
+        self.ranks, self._begin = ranks, begin
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the tensors of all members, joined along ``dim`` in group order; shapes and types must be equal."""
+        return self._begin.all_gather(tensor, dim).wait()
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this member's part along ``dim`` of the sum over all members; added in group order, NCCL excepted."""
+        return self._begin.reduce_scatter(tensor, dim).wait()
+
+    def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        """Send ``send[m]`` rows to each member m; return ``receive[m]`` rows of each, joined in group order."""
+        return self._begin.exchange(rows, send, receive).wait()
 
 
 def combined(parts: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:

@@ -20,7 +20,7 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import Channels, Collectives
 from pipeproof.exec.rank.group_channels import GroupChannels, connected_groups
 from pipeproof.exec.rank.torch.batched_messages import BatchedMessages
-from pipeproof.exec.rank.torch.begun import Begun, combined
+from pipeproof.exec.rank.torch.begun import Begun, WaitedCollectives, combined
 from pipeproof.exec.rank.torch.copy_channels import connect_copies, slot_sizes
 from pipeproof.exec.rank.torch.copy_collectives import CopyCollectives, pair_channels
 from pipeproof.exec.store.torch_store import CONNECT_TIMEOUT, process_store
@@ -103,29 +103,17 @@ class BegunCollectives:
         return parts, _works(dist.all_gather(parts, tensor, group=self._group, async_op=self._is_async))
 
 
-class GroupCollectives:
+class GroupCollectives(WaitedCollectives):
     """Collectives over one group of ranks. Each takes contiguous tensors and returns new ones."""
 
     def __init__(self, rank: int, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
-        self.ranks = ranks
         self._now = BegunCollectives(rank, ranks, group, at_once=True)
+        super().__init__(ranks, self._now)
         self.begun = BegunCollectives(rank, ranks, group, at_once=False)
-
-    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the tensors of all members, joined along ``dim`` in group order; shapes and types must be equal."""
-        return self._now.all_gather(tensor, dim).wait()
 
     def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
         """Return the ``sum`` or ``max`` over the members; on gloo taken in group order."""
         return self._now.reduce(tensor, reduction).wait()
-
-    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this member's part along ``dim`` of the sum over all members; on gloo added in group order."""
-        return self._now.reduce_scatter(tensor, dim).wait()
-
-    def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
-        """Send ``send[m]`` rows to each member m; return ``receive[m]`` rows of each, joined in group order."""
-        return self._now.exchange(rows, send, receive).wait()
 
 
 def _works(work: Any) -> list[Any]:

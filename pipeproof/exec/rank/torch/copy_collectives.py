@@ -11,7 +11,7 @@ from typing import Final, Protocol
 import torch
 
 from pipeproof.exec.rank.group_channels import PostedTransfer
-from pipeproof.exec.rank.torch.begun import Begun, combined
+from pipeproof.exec.rank.torch.begun import Begun, WaitedCollectives, combined
 from pipeproof.schedule.op_table import Channel, Group
 
 SLOT_BYTES: Final = 2**26
@@ -95,28 +95,16 @@ class BegunCopies:
         return transfers
 
 
-class CopyCollectives:
+class CopyCollectives(WaitedCollectives):
     """Collectives over one group of ranks, see ``exec.rank.framework_protocol.Collectives``.
 
     ``channels`` has the ends of ``pair_channels`` on this rank. Calls of all members come in one order.
     """
 
     def __init__(self, rank: int, group: Group, backend: Reductions, channels: Posts) -> None:
-        self.ranks, self._backend = group.ranks, backend
-        self.begun = BegunCopies(rank, group, channels)
+        self.begun, self._backend = BegunCopies(rank, group, channels), backend
+        super().__init__(group.ranks, self.begun)
 
     def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
         """Return the reduction over the members, as the backend makes it."""
         return self._backend.reduce(tensor, reduction)
-
-    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the tensors of all members, joined along ``dim`` in group order; shapes and types must be equal."""
-        return self.begun.all_gather(tensor, dim).wait()
-
-    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this member's part along ``dim`` of the sum over all members, added in group order."""
-        return self.begun.reduce_scatter(tensor, dim).wait()
-
-    def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
-        """Send ``send[m]`` rows to each member m; return ``receive[m]`` rows of each, joined in group order."""
-        return self.begun.exchange(rows, send, receive).wait()
