@@ -62,6 +62,10 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
     yield "experts by all-gather, ep 2", {**gathered, "run": {**run, "dtype": "bfloat16"}}
     turns = {**gathered, "schedule": {**gathered["schedule"], "overlap": "pairs"}}
     yield "experts by all-gather, ep 2, turns", {**turns, "run": {**run, "dtype": "bfloat16"}}
+    for by in ("all_gather", "all_to_all"):
+        model = {**gathered["model"], "moe": {**experts, "dispatcher": by}}
+        graphs = {**turns, "model": model, "run": {**run, "dtype": "bfloat16", "compiler": "inductor"}}
+        yield f"experts by {by.replace('_', '-')}, ep 2, turns, graphs", graphs
     if device == "gpu":  # in one product for all experts of a rank, with more rows than visits
         replayed = {**run, "dtype": "bfloat16", "replay": True, "steps": 4}
         yield "experts by all-gather, ep 2, replayed", {**gathered, "run": replayed}

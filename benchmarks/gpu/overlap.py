@@ -5,7 +5,9 @@
 The first argument is the size (hidden, sequence, blocks of a pipeline rank, micro-batches), the second the experts of
 a block (how many, how many for a token, inner size), the third schedules. ``--pp N`` is the number of pipeline ranks,
 by default 1; the experts of a block are shared out over the others. Both dispatchers, over the values of
-``transport.experts`` that ``--movers`` names; operation by operation, and the all-gather also as one CUDA graph.
+``transport.experts`` that ``--movers`` names; operation by operation or, with ``--compiler``, by compiled graphs, and
+the all-gather also as one CUDA graph. ``--timeline FILE`` draws the last timed step of both sides, with the device's
+times: its suffix is one of those of ``pipeproof run -o``.
 
 Forward and backward of all micro-batches, bfloat16, no optimizer. The two sides are timed one step after the other; a
 step counts from a common start to the end of the slowest rank. Printed are medians, and of pairs of steps the median,
@@ -25,6 +27,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -35,11 +38,14 @@ from our_step import start
 from sizes import Size
 from timed_rank import OurRank
 
+from pipeproof.cli.timeline_option import write_timeline
 from pipeproof.comm.lower import lower
 from pipeproof.exec.measure.profile_from_logs import measured_profile
+from pipeproof.exec.rank.framework_choice import capture_graphs
 from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.exec.rank.torch.comm import Copied, connect_groups
 from pipeproof.exec.rank.torch.framework import TorchFramework
+from pipeproof.exec.run_report import measured_timeline
 from pipeproof.schedule.ops import CHILD_KINDS, COMPUTE_KINDS, PART_KINDS, parse_op
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict
@@ -115,6 +121,8 @@ class Side:
         rank, graph = dist.get_rank(), plan.graph
         self.world = connect_groups(rank, self._device, graph.channels, graph.groups, lambda _: None, Copied.of(plan))
         self.ours = OurRank(plan, rank, framework, self.world)
+        if plan.spec.run.compiler is not None and (without := capture_graphs(self.ours.adapter.stages, lambda _: None)):
+            raise SystemExit(f"rank {rank} has no graphs: {without}")
         self.gib = 0.0
 
     def step_ms(self) -> float:
@@ -214,6 +222,13 @@ def _alternated(steps: Sequence[Callable[[], float]]) -> tuple[list[float], str]
     return medians, f"{median(ratios):6.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
 
 
+def _draw(side: Side, logs: Sequence[Sequence[LogEntry]], file: Path, title: str) -> None:
+    """Write the timeline of the last timed step."""
+    last = {rank: [entry for entry in log if entry.step == NUM_TIMED] for rank, log in enumerate(logs)}
+    subject = make_subject(plan_from_dict(side.data))
+    write_timeline(file, title, measured_timeline(subject, last), subject.graph)
+
+
 def _most_exposed(logs: Sequence[Sequence[LogEntry]]) -> Exposed:
     """The times of the last step on the rank where most is exposed."""
     last = [Exposed.of(entry for entry in log if entry.step == NUM_TIMED) for log in logs]
@@ -221,8 +236,11 @@ def _most_exposed(logs: Sequence[Sequence[LogEntry]]) -> Exposed:
 
 
 def _equal_bits(sides: Sequence[Side]) -> str:
-    """Compare the results of both sides, and of the first one with its own."""
-    torch.use_deterministic_algorithms(mode=True)
+    """Compare the results of both sides, and of the first one with its own.
+
+    Graphs keep the kernels with which they were made.
+    """
+    torch.use_deterministic_algorithms(mode=sides[0].plan.spec.run.compiler is None)
     torch.utils.deterministic.fill_uninitialized_memory = False
     plain, again, other = (side.results() for side in (sides[0], *sides))
     torch.use_deterministic_algorithms(mode=False)
@@ -245,6 +263,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--movers", default="backend")
     parser.add_argument("--dispatchers", default=",".join(DISPATCHERS))
+    parser.add_argument("--compiler", choices=["eager", "inductor"])
+    parser.add_argument("--timeline", type=Path)
     options = parser.parse_args()
     framework, report = start()
     ep = dist.get_world_size() // options.pp
@@ -261,12 +281,19 @@ def main() -> None:
             data = replace(size, moe={**moe, "dispatcher": dispatcher}).plan(kind, options.pp, ep=ep)
             data["transport"] = {"experts": mover}
             data["schedule"]["micro_batch_size"] = options.rows
+            if options.compiler is not None:
+                data["run"]["compiler"] = options.compiler
             title = f"{kind} {dispatcher}{', copies' if mover == 'copy_engine' else ''}"
+            how = "op by op" if options.compiler is None else f"graphs ({options.compiler})"
             sides = [Side(data, overlap, framework, replay=False) for overlap in ("none", "pairs")]
             medians, ratio = _alternated([side.step_ms for side in sides])
-            report(f"{title}, op by op: none {medians[0]:8.2f} pairs {medians[1]:8.2f} ratio {ratio}")
+            report(f"{title}, {how}: none {medians[0]:8.2f} pairs {medians[1]:8.2f} ratio {ratio}")
             logs = [side.timed() for side in sides]
             found = [_most_exposed(of_side) for of_side in logs]
+            if options.timeline is not None and dist.get_rank() == 0:
+                for name, side, log in zip(("none", "pairs"), sides, logs, strict=True):
+                    file = options.timeline.with_stem(f"{options.timeline.stem}-{dispatcher}-{mover}-{name}")
+                    _draw(side, log, file, f"{title}, overlap: {name}")
             for name, one, side in zip(("none", "pairs"), found, sides, strict=True):
                 report(f"{title}, {name:5}: comm {one.comm:8.2f} exposed {one.exposed:8.2f} busy {one.busy:8.2f}   "
                        f"GiB {side.gib:.2f}")  # fmt: skip

@@ -19,7 +19,7 @@ KIND_COLOURS: Mapping[OpKind, tuple[str, str]] = MappingProxyType(
     }
 )
 """Of a rank's first stage, and of its last: the later, the paler."""
-COLLECTIVE, PART, OTHER, IDLE, HELD, MESSAGE = "#b03a9b", "#24292f", "#7d7d7d", "#eef0f3", "#8250df", "#57606a"
+COLLECTIVE, OTHER, IDLE, HELD, MESSAGE = "#b03a9b", "#7d7d7d", "#eef0f3", "#8250df", "#57606a"
 """Collectives, other work, idle time, what is held, and the arrows of messages."""
 TEXT, FAINT, PAPER = "#24292f", "#57606a", "#ffffff"
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeproof.schedule.ops import CHILD_KINDS, COLLECTIVE_KINDS, COMPUTE_KINDS, PART_KINDS, UPDATE_KINDS, Op, OpKind
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Span
-from pipeproof.views.colours import COLLECTIVE, OTHER, PART, colour_of
+from pipeproof.views.colours import COLLECTIVE, OTHER, colour_of
 from pipeproof.views.memory_curves import Curve
 from pipeproof.views.picture_rows import RankRow, work_item_text
 from pipeproof.views.trace_slices import Slices
@@ -23,7 +23,7 @@ MOST_MESSAGES = 160
 _LANES = (0.86, 0.74)
 """Height of a row's lane without messages, and where the rest of the row is for them."""
 _INNER = 0.2
-"""The part of a block's height at its foot that shows what runs inside of it."""
+"""The share of a block's height at its foot that shows the collectives inside of it."""
 
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
@@ -46,7 +46,6 @@ class Parts:
     kinds: set[OpKind] = field(default_factory=set)
     num_chunks: int = 1
     has_collectives: bool = False
-    has_parts: bool = False
     has_others: bool = False
     has_pairs: bool = False
 
@@ -81,30 +80,41 @@ def _row(slices: Slices, rank: int, spans: list[Span], place: int, parts: Parts)
     parts.num_chunks = max(parts.num_chunks, len(stages))
     children = [span for span in spans if _is_inner(slices.ops[span.op])]
     with_children = {(span.step, slices.ops[span.op].target) for span in children}
+    in_parts = {(s.step, slices.ops[s.op].target) for s in children if slices.ops[s.op].kind in PART_KINDS}
     blocks: dict[tuple[int, Op | None], Box] = {}
-    for span, above, below in _heights([s for s in spans if slices.ops[s.op].kind in COMPUTE_KINDS]):
+    lane = (float(place), place + parts.lane)
+
+    def add_block(kind: OpKind, computation: Op, box: Box, free: Box) -> None:
+        colour = colour_of(kind, stages[computation.stage], len(stages))
+        parts.boxes.setdefault(colour, []).append(box)
+        parts.kinds.add(kind)
+        parts.labels.append((free, f"{kind.value}{work_item_text(computation)}", colour))
+
+    whole = [span for span in spans if slices.ops[span.op].kind in COMPUTE_KINDS]
+    for span, above, below in _heights([s for s in whole if (s.step, slices.ops[s.op]) not in in_parts]):
         op = slices.ops[span.op]
-        colour = colour_of(op.kind, stages[op.stage], len(stages))
         box = _box(slices, span, place + above * parts.lane, place + below * parts.lane)
         blocks[span.step, op] = box
-        parts.boxes.setdefault(colour, []).append(box)
-        parts.kinds.add(op.kind)
         parts.has_pairs |= below - above < 1
-        number = work_item_text(op)
-        free = (*box[:3], _foot(box)) if (span.step, op) in with_children else box
-        parts.labels.append((free, f"{op.kind.value}{number}", colour))
+        add_block(op.kind, op, box, (*box[:3], _foot(box)) if (span.step, op) in with_children else box)
     for span in spans:
         op = slices.ops[span.op]
         if op.kind in COMPUTE_KINDS or op.kind is OpKind.WAIT:
             continue
+        if op.kind in PART_KINDS:
+            assert op.target is not None
+            kind = OpKind.BACKWARD_WEIGHT if op.kind is OpKind.WEIGHTS else op.target.kind
+            box = _box(slices, span, lane[0], _foot((0.0, lane[0], 0.0, lane[1])))
+            add_block(kind, op.target, box, box)
+            continue
         is_collective = op.kind in COLLECTIVE_KINDS | UPDATE_KINDS
         parts.has_collectives |= is_collective
-        parts.has_parts |= op.kind in PART_KINDS
-        parts.has_others |= not is_collective and op.kind not in PART_KINDS
+        parts.has_others |= not is_collective
         parent = blocks.get((span.step, op.target)) if _is_inner(op) else None
-        top, bottom = (_foot(parent), parent[3]) if parent else (float(place), place + parts.lane)
-        colour = COLLECTIVE if is_collective else PART if op.kind in PART_KINDS else OTHER
-        yield colour, _box(slices, span, top, bottom)
+        if parent is None and _is_inner(op):  # of a computation that is drawn as its parts
+            parent = (0.0, lane[0], 0.0, lane[1])
+        top, bottom = (_foot(parent), parent[3]) if parent else lane
+        yield COLLECTIVE if is_collective else OTHER, _box(slices, span, top, bottom)
 
 
 def _is_inner(op: Op) -> bool:

@@ -257,8 +257,6 @@ class Drawing:
             marks.append(Line2D([], [], linestyle="none", label="halves: side by side"))
         if parts.has_collectives:
             marks.append(Patch(facecolor=colours.COLLECTIVE, label="collective"))
-        if parts.has_parts:
-            marks.append(Patch(facecolor=colours.PART, label="part of a pair"))
         if parts.has_others:
             marks.append(Patch(facecolor=colours.OTHER, label="other"))
         marks.append(Patch(facecolor=colours.IDLE, label="idle"))

@@ -12,7 +12,7 @@ from matplotlib.image import imread
 
 from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.timeline import Span, Timeline
-from pipeproof.views.colours import COLLECTIVE, OTHER, colour_of
+from pipeproof.views.colours import COLLECTIVE, KIND_COLOURS, OTHER, colour_of
 from pipeproof.views.memory_curves import Curve
 from pipeproof.views.picture_parts import MOST_MESSAGES, parts_of, steps_of
 from pipeproof.views.picture_rows import rows_of
@@ -86,6 +86,26 @@ def test_what_runs_inside_of_one_of_a_pair_lies_at_the_foot_of_that_one():
     )
     half = found.lane / 2
     assert [(left, bottom) for left, _, _, bottom in found.boxes[COLLECTIVE]] == [(1, half), (2, found.lane)]
+
+
+def test_a_pair_that_takes_turns_is_drawn_as_its_parts_above_its_exchanges():
+    spans = [
+        ("0F1", 0, 9), ("0B0", 0, 9), ("0B0/0.PART", 0, 2), ("0F1/0.PART", 2, 4), ("0B0/0.WEIGHTS", 5, 6),
+        ("0F1/1.PART", 6, 9),
+    ]  # fmt: skip
+    exchanges = [("0B0/0.ALL_TO_ALL:ep", 2, 5), ("0F1/0.ALL_TO_ALL:ep", 5, 6)]
+    on_queues = [("compute", *span) for span in spans] + [("ep", *span) for span in exchanges]
+    found = parts(Timeline(tuple(Span(0, queue, i, *span) for i, (queue, *span) in enumerate(on_queues)), ({"pp": 0},)))
+    (top, bottom), *_ = {(box[1], box[3]) for box in found.boxes[COLLECTIVE]}
+    assert bottom == found.lane
+    drawn = {kind: found.boxes[colour_of(kind, 0, 1)] for kind in KIND_COLOURS if colour_of(kind, 0, 1) in found.boxes}
+    assert drawn == {
+        OpKind.FORWARD: [(2, 0, 4, top), (6, 0, 9, top)],
+        OpKind.BACKWARD: [(0, 0, 2, top)],
+        OpKind.BACKWARD_WEIGHT: [(5, 0, 6, top)],
+    }
+    assert {(box[0], box[2]) for box in found.boxes[COLLECTIVE]} == {(2, 5), (5, 6)}
+    assert [text for _, text, _ in found.labels] == ["B0", "F1", "W0", "F1"]
 
 
 def test_later_stages_of_a_rank_are_paler():

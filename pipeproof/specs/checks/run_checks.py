@@ -86,10 +86,6 @@ def _check_compiler(plan: PlanSections) -> list[Problem]:
         refused.append(("schedule.num_sequence_splits", "the splits of a sequence share keys and values"))
     if plan.memory.recompute == "full":
         refused.append(("memory.recompute: full", "the compiler chooses what is kept and what is computed again"))
-    if plan.schedule.turns is not None:
-        refused.append(
-            ("schedule.overlap", "a graph runs from its first operation to its last, and hands over nowhere")
-        )
     return [
         Problem("PP106", path, f"run.compiler with {key}: {reason}", help="remove run.compiler")
         for key, reason in refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -41,30 +42,43 @@ class TorchBalance(Balance):
         return np.array(value.cpu().numpy())
 
     def _losses_of(self, logits: Tensor) -> tuple[Mapping[str, Tensor], Tensor | None]:
+        """Implement ``Balance._losses_of``, without autograd.
+
+        Its thread of a GPU may hold a backward that has handed over to the forward which asks for this.
+        """
         assert self._moe is not None
-        leaf = OPS.leaf(OPS.widened(logits.detach()))
-        with torch.enable_grad():
-            losses = {name: _LOSSES[name](leaf, self._moe) * weight for name, weight in self._weights.items()}
-        detached = {name: loss.detach() for name, loss in losses.items()}
-        if not logits.requires_grad:
-            return detached, None
-        torch.autograd.backward(list(losses.values()))
-        return detached, leaf.grad.to(logits.dtype)
+        outputs = OPS.widened(logits.detach())
+        with torch.no_grad():
+            found = {name: _LOSSES[name](outputs, self._moe, weight) for name, weight in self._weights.items()}
+            losses = {name: loss for name, (loss, _) in found.items()}
+            if not logits.requires_grad:
+                return losses, None
+            return losses, functools.reduce(torch.add, [slope for _, slope in found.values()]).to(logits.dtype)
 
 
-def _even_loads(logits: Tensor, moe: MoeSpec) -> Tensor:
-    if moe.score == "softmax":
-        scores = parts = logits.softmax(-1)
-    else:
-        scores = logits.sigmoid()
-        parts = scores / scores.sum(-1, keepdim=True)
-    largest = scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, : moe.top_k]
+def _even_loads(logits: Tensor, moe: MoeSpec, weight: float) -> tuple[Tensor, Tensor]:
+    """The auxiliary loss times its weight, and its gradient [N, E]: the operations that autograd would run."""
+    scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
+    totals = None if moe.score == "softmax" else scores.sum(-1, keepdim=True)
+    parts = scores if totals is None else scores / totals
+    largest = scores.sort(dim=-1, descending=True, stable=True).indices[:, : moe.top_k]
     visits = torch.zeros_like(logits).scatter_(-1, largest, 1.0).sum(0)  # bincount would make the host wait
-    return (parts.mean(0) * (visits * (moe.num_experts / largest.numel()))).sum()
+    loads = visits * (moe.num_experts / largest.numel())
+    loss = (parts.mean(0) * loads).sum() * weight
+    of_parts = (loads * weight).expand_as(parts) / len(parts)
+    if totals is None:
+        return loss, torch.ops.aten._softmax_backward_data(of_parts, scores, -1, scores.dtype)  # noqa: SLF001 - its name
+    of_totals = (-of_parts * (scores / totals / totals)).sum(-1, keepdim=True)
+    return loss, torch.ops.aten.sigmoid_backward(of_parts / totals + of_totals, scores)
 
 
-def _small_outputs(logits: Tensor, moe: MoeSpec) -> Tensor:
-    return logits.logsumexp(-1).square().mean()
+def _small_outputs(logits: Tensor, _: MoeSpec, weight: float) -> tuple[Tensor, Tensor]:
+    """The z loss times its weight, and its gradient [N, E]: the operations that autograd would run."""
+    sizes = logits.logsumexp(-1)
+    of_sizes = (sizes * 2) * (torch.full_like(sizes, weight) / len(sizes))
+    return sizes.square().mean() * weight, of_sizes.unsqueeze(-1) * (logits - sizes.unsqueeze(-1)).exp()
 
 
-_LOSSES: Mapping[str, Callable[[Tensor, MoeSpec], Tensor]] = {"aux": _even_loads, "z": _small_outputs}
+_LOSSES: Mapping[str, Callable[[Tensor, MoeSpec, float], tuple[Tensor, Tensor]]] = {
+    "aux": _even_loads, "z": _small_outputs,
+}  # fmt: skip

@@ -33,12 +33,16 @@ _NAMES = ORDERED, DEFERRED = "ordered_call", "deferred_call"
 
 
 class _Call:
-    """A call of one graph: what runs with its first inputs, and what it returns of fake ones."""
+    """A call of one graph: what runs with its first inputs, and what it returns of fake ones.
+
+    ``take`` gets its other inputs before.
+    """
 
     def __init__(
         self, num_inputs: int, run: Callable[..., Sequence[Tensor]], like: Callable[..., Sequence[Tensor]]
     ) -> None:
         self.num_inputs, self.run, self.like = num_inputs, run, like
+        self.take: Callable[[Sequence[Tensor]], None] | None = None
 
 
 _CALLS: WeakValueDictionary[int, _Call] = WeakValueDictionary()
@@ -47,6 +51,8 @@ _numbers = itertools.count()
 
 def _run(inputs: Sequence[Tensor], after: Tensor | None, number: int) -> list[Tensor]:
     call = _CALLS[number]
+    if call.take is not None:
+        call.take(inputs[call.num_inputs :])
     return [*call.run(*inputs[: call.num_inputs]), inputs[0].new_empty(0)]
 
 
@@ -59,6 +65,35 @@ for _name in _NAMES:
     _LIBRARY.define(_name + _SCHEMA)
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pipeproof::{_name}", _fake, lib=_LIBRARY)
+
+
+def is_ordered_call(node: fx.Node) -> bool:
+    """Return True for a call of F or I."""
+    return getattr(node.target, "_opname", None) == ORDERED
+
+
+def number_of(call: fx.Node) -> int:
+    """Return the number of a call."""
+    number: int = call.args[2]
+    return number
+
+
+def give_also(call: fx.Node, values: Sequence[fx.Node]) -> None:
+    """Give more inputs to a call of a graph, which do not change what it returns."""
+    inputs, *rest = call.args
+    call.args = ([*inputs, *values], *rest)
+    if _TRACED in call.meta:  # Inductor goes through these side by side with the inputs
+        (examples, *others), named = call.meta[_TRACED]
+        call.meta[_TRACED] = ([*examples, *(node.meta["val"] for node in values)], *others), named
+
+
+_TRACED = "eager_input_vals"
+"""PyTorch's key for the inputs with which an operation was traced, of which Inductor keeps the strides."""
+
+
+def take_at(number: int, take: Callable[[Sequence[Tensor]], None]) -> None:
+    """Have ``take`` called with the values of ``give_also``, before the call itself runs."""
+    _CALLS[number].take = take
 
 
 class GraphCalls:
@@ -137,51 +172,70 @@ class GraphCollectives:
     def all_reduce(self, tensor: Tensor, *, label: str, reduction: str = "sum") -> Tensor:
         """Implement ``TensorParallelCollectives.all_reduce``."""
 
-        def run(own: Tensor) -> Tensor:
-            result: Tensor = self._collectives.all_reduce(own.contiguous(), label=label, reduction=reduction)
-            return result
+        def run(own: Tensor) -> Sequence[Tensor]:
+            return [self._collectives.all_reduce(own, label=label, reduction=reduction)]
 
-        return self._issue(run, tensor, tensor.shape)
+        (result,) = self._issue(run, [tensor], [tensor.shape])
+        return result
 
     def all_gather(self, tensor: Tensor, dim: int, *, label: str, axis: str = "tp") -> Tensor:
         """Implement ``TensorParallelCollectives.all_gather``, and that of the other axes."""
 
-        def run(own: Tensor) -> Tensor:
-            result: Tensor = self._collectives.all_gather(own.contiguous(), dim, label=label, axis=axis)
-            return result
+        def run(own: Tensor) -> Sequence[Tensor]:
+            return [self._collectives.all_gather(own, dim, label=label, axis=axis)]
 
-        size = tensor.shape[dim] * self._sizes[axis]
-        return self._issue(run, tensor, [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]])
+        (result,) = self._issue(run, [tensor], [_resized(tensor, dim, tensor.shape[dim] * self._sizes[axis])])
+        return result
 
     def reduce_scatter(self, tensor: Tensor, dim: int, *, label: str, axis: str = "tp") -> Tensor:
         """Implement ``TensorParallelCollectives.reduce_scatter``, and that of the other axes."""
 
-        def run(own: Tensor) -> Tensor:
-            result: Tensor = self._collectives.reduce_scatter(own.contiguous(), dim, label=label, axis=axis)
-            return result
+        def run(own: Tensor) -> Sequence[Tensor]:
+            return [self._collectives.reduce_scatter(own, dim, label=label, axis=axis)]
 
-        size = tensor.shape[dim] // self._sizes[axis]
-        return self._issue(run, tensor, [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]])
+        (result,) = self._issue(run, [tensor], [_resized(tensor, dim, tensor.shape[dim] // self._sizes[axis])])
+        return result
 
-    def all_gather_each(self, tensors: Sequence[Tensor], *, labels: Sequence[str], axis: str) -> list[Tensor]:
+    def all_gather_each(self, tensors: Sequence[Tensor], *, labels: Sequence[str], axis: str) -> Sequence[Tensor]:
         """Implement ``ExpertCollectives.all_gather_each``."""
-        return [self.all_gather(each, 0, label=label, axis=axis) for each, label in zip(tensors, labels, strict=True)]
 
-    def reduce_scatter_each(self, tensors: Sequence[Tensor], *, labels: Sequence[str], axis: str) -> list[Tensor]:
+        def run(*own: Tensor) -> Sequence[Tensor]:
+            gathered: Sequence[Tensor] = self._collectives.all_gather_each(own, labels=labels, axis=axis)
+            return gathered
+
+        return self._issue(run, tensors, [_resized(x, 0, len(x) * self._sizes[axis]) for x in tensors])
+
+    def reduce_scatter_each(self, tensors: Sequence[Tensor], *, labels: Sequence[str], axis: str) -> Sequence[Tensor]:
         """Implement ``ExpertCollectives.reduce_scatter_each``."""
-        labelled = zip(tensors, labels, strict=True)
-        return [self.reduce_scatter(each, 0, label=label, axis=axis) for each, label in labelled]
+
+        def run(*own: Tensor) -> Sequence[Tensor]:
+            parts: Sequence[Tensor] = self._collectives.reduce_scatter_each(own, labels=labels, axis=axis)
+            return parts
+
+        return self._issue(run, tensors, [_resized(x, 0, len(x) // self._sizes[axis]) for x in tensors])
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], *, label: str) -> Tensor:
         """Implement ``ExpertCollectives.all_to_all``; the host knows the numbers of rows, so it is in no graph."""
         result: Tensor = self._collectives.all_to_all(tensor, send, receive, label=label)
         return result
 
-    def _issue(self, run: Callable[[Tensor], Tensor], tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        if not self._calls.is_tracing:
-            return run(tensor)
-        (result,) = self._calls.call(lambda own: [run(own)], lambda own: [own.new_empty(shape)], [tensor])
-        return result
+    def _issue(
+        self, run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]
+    ) -> Sequence[Tensor]:
+        def contiguous(*own: Tensor) -> Sequence[Tensor]:
+            return run(*(each.contiguous() for each in own))
+
+        def like(*own: Tensor) -> Sequence[Tensor]:
+            return [each.new_empty(shape) for each, shape in zip(own, shapes, strict=True)]
+
+        return self._calls.call(contiguous, like, tensors) if self._calls.is_tracing else run(*tensors)
+
+
+def _resized(tensor: Tensor, dim: int, size: int) -> list[int]:
+    """The shape of a tensor with another size of one dim."""
+    shape = list(tensor.shape)
+    shape[dim] = size
+    return shape
 
 
 class Island:

@@ -3,7 +3,8 @@
 The stage's own Python runs once for each size of micro-batches, on what AOTAutograd traces, with its weights as inputs.
 So all that the layers do is in the graphs, and no guard runs in a step. Lookups of tokens are outside of them: their
 gradients are rows of a table, which the buffer gets as they are. Collectives, and experts whose numbers of tokens the
-host reads, are calls that the graphs make in the order of the layers (``graph_calls``).
+host reads, are calls that the graphs make in the order of the layers (``graph_calls``). In an overlapped pair F and I
+hand over in these calls, and W is in parts, by the calls before which they are ready.
 """
 
 from __future__ import annotations
@@ -268,7 +269,7 @@ class GraphStage(TorchStage):
                 partial(self._traced, index, masks), example, 2 if self._end == "head" and num_streams > 1 else 1
             ),
             example, self._compiler, self._traced_weights.defer, _adder,
-            weights=dict(enumerate(self._used)), in_product=True,
+            weights=dict(enumerate(self._used)), in_product=True, at_calls=self._plan.schedule.turns is not None,
         )  # fmt: skip
         self._graphs[work_item.tokens.shape], self._mask_states[work_item.tokens.shape] = run, masks
         self.kept.append(kept)
