@@ -40,7 +40,7 @@ class PhaseParts(NamedTuple):
 
     ``shares`` are those of the device's time without collectives, with the sum 1. ``host_us`` are the microseconds in
     which the host launches a part and the exchange behind it, less the time of a collective before it that blocks the
-    compute queue, because the host goes on meanwhile; 0 where they are not known.
+    compute queue, because the host launches more meanwhile; 0 where they are not known.
     """
 
     shares: tuple[Fraction, ...]
@@ -158,5 +158,5 @@ class _PartWork:
         return PhaseParts(tuple(shares), tuple(host_us))
 
     def _blocked_us(self, costs: AnalyticCosts, call: Collective) -> Fraction:
-        """Time for which a collective keeps the compute queue from going on: that of experts is on its own queue."""
+        """Time for which a collective blocks the compute queue: those of experts are on a queue of their own."""
         return _ZERO if call.axis == "ep" else rounded_up(costs.links.collective_us(call, dtype_bytes(costs.dtype)))
