@@ -3,8 +3,9 @@
 ``python benchmarks/tune_published.py [TABLE.csv] [-o docs/tune.json]`` reads a table of Megatron-Bridge's performance
 summary, by default the one that comes with pipeproof. For each training with a plan it searches the layouts of
 Megatron-LM on the same devices with the same batch and types. The limit of memory is that of the device, or what the
-published layout needs by the same model where that is more. ``--match`` compares some trainings only. Results are added
-to the file as they come, with the commit that computed them; the same command resumes.
+published layout needs by the same model where that is more. No layout has pairs that take turns, which the table does
+not name. ``--match`` compares some trainings only. Results are added to the file as they come, with the commit that
+computed them; the same command resumes.
 ``validation/pages/make_tune.py`` makes the tables of docs/tune.md from them.
 """
 
@@ -64,7 +65,7 @@ def compare(spec: PlanSpec, workers: int | None) -> dict[str, Any]:
     start = time.perf_counter()
     result = tune(
         LoadedPlan(spec), gpus=spec.topology.num_ranks, device=device, global_batch=batch, memory_gib=limit, top=TOP,
-        workers=workers,
+        fix={"overlap": ["none"]}, workers=workers,
     )  # fmt: skip
     return {
         "device": device,

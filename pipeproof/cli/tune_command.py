@@ -54,7 +54,7 @@ def _fixed(context: click.Context, parameter: click.Parameter, values: tuple[str
 @click.option("--top", type=click.IntRange(1, 1000), default=10, show_default=True, help="Number of rows.")
 @click.option("--fix", multiple=True, metavar="NAME=VALUE", callback=_fixed,
               help="Try only these values, such as tp=8 or pp=4,8; repeatable. Names are tp, cp, ep, dp, pp, vpp, mbs, "
-                   "schedule, cut, recompute and shard_optimizer.")  # fmt: skip
+                   "schedule, cut, recompute, shard_optimizer and overlap.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), callback=writable,
               help="Write the plan of each row, its launch arguments, and results.jsonl, from which the same command "
                    "resumes, to this directory.")  # fmt: skip

@@ -62,20 +62,15 @@ def tensors_of(
             if not 0 <= edge < len(edges):
                 continue
             for variant, members in enumerate(edges[edge].variants):
-                packed = [gradient for gradient in (False, True) if is_packed(members, transport, gradient=gradient)]
-                for number, member in enumerate(members):
-                    position = BoundaryPosition(edge, variant, number)
-                    for gradient in (False, True) if member.has_gradient else (False,):
-                        if gradient not in packed:
-                            name = f"{side}_grad" if gradient else side
-                            index[name, stage, variant, number] = len(specs)
-                            title = f"{name.replace('_', ' ')} of stage {stage}"
-                            specs.append(_tensor(title, member, side, gradient, position))
-                for gradient in packed:
+                for number, gradient in _messages(members, transport):
                     name = f"{side}_grad" if gradient else side
-                    index[name, stage, variant, PACKED] = len(specs)
                     title = f"{name.replace('_', ' ')} of stage {stage}"
-                    specs.append(_packed(title, members, side, gradient, BoundaryPosition(edge, variant, PACKED)))
+                    position = BoundaryPosition(edge, variant, number)
+                    index[name, stage, variant, number] = len(specs)
+                    if number == PACKED:
+                        specs.append(_packed(title, members, side, gradient, position))
+                    else:
+                        specs.append(_tensor(title, members[number], side, gradient, position))
     largest = {COUNTS_DTYPE: num_loads} if num_loads else dict[str, int]()
     for layer in layers:
         for collective in (*layer.forward_collectives, *layer.backward_collectives):
@@ -84,6 +79,18 @@ def tensors_of(
     inside = {dtype: len(specs) + place for place, dtype in enumerate(largest)}
     specs += [TensorSpec(f"{dtype} inside layers", (n,), dtype, str(INVARIANT), "x") for dtype, n in largest.items()]
     return BoundaryTensors(tuple(specs), index, inside)
+
+
+def _messages(members: Sequence[Boundary], transport: TransportSpec) -> list[tuple[int, bool]]:
+    """The members of an edge that cross one by one, and ``PACKED``; each with whether it is the gradient."""
+    packed = [gradient for gradient in (False, True) if is_packed(members, transport, gradient=gradient)]
+    alone = [
+        (number, gradient)
+        for number, member in enumerate(members)
+        for gradient in ((False, True) if member.has_gradient else (False,))
+        if gradient not in packed
+    ]
+    return alone + [(PACKED, gradient) for gradient in packed]
 
 
 def _packed(

@@ -136,7 +136,8 @@ class AnalyticCosts:
         if self.table is not None and analytic.memory_efficiency is None:
             self._start_us = exact(self.table.elementwise_us)
         replays, collective_us = analytic.execution == "graph", analytic.collective_us
-        self._collective_us = self._operation_us if replays or collective_us is None else exact(collective_us)
+        self.collective_host_us = self._operation_us if replays or collective_us is None else exact(collective_us)
+        """Time of the host for a collective inside a layer."""
         self._fill_us = _ZERO if replays else exact(analytic.fill_us)
         self.dtype: str = analytic.dtype or plan.run.dtype
         run = plan.run.model_copy(update={"dtype": self.dtype})
@@ -155,24 +156,28 @@ class AnalyticCosts:
         kinds = {layer: layer_kind(model, layer) for names in stage_layers(self._plan) for layer in names}
         described = {layer_kind(model, layer.name): layer for layer in describe_gpt(self._few_blocks(), self.size)}
         by_kind = {kind: self.layer(described[kind]) for kind in set(kinds.values())}
-        around = PhaseTime(host_us=_PHASE_LAUNCHES * self._operation_us * self.num_splits)
         stages = list[dict[Phase, PhaseTime]]()
-        for names in stage_layers(self._plan):
+        for number, names in enumerate(stage_layers(self._plan)):
             counts = Counter(kinds[name] for name in names)
             stages.append(
                 {
                     phase: sum(
                         (by_kind[kind][phase].times(n) for kind, n in counts.items()),
-                        around if names and phase is not Phase.WEIGHT else PhaseTime(),
+                        PhaseTime(host_us=self.num_splits * self.host_around_us(phase, names, is_first=number == 0)),
                     )
                     for phase in Phase
                 }
             )
-        stages[0][Phase.FORWARD] += PhaseTime(host_us=exact(self.analytic.input_us))
         for stage, names in zip(stages, stage_layers(self._plan), strict=True):
             for phase in (Phase.FORWARD, Phase.INPUT):
                 stage[phase] += PhaseTime(copies_us=self._copies_us(names))
         return tuple(stages)
+
+    def host_around_us(self, phase: Phase, names: Sequence[str], *, is_first: bool) -> Fraction:
+        """Time of the host around a phase of a work item on a stage with these layers: batch, messages, schedule."""
+        launches = _PHASE_LAUNCHES if names and phase is not Phase.WEIGHT else 0
+        reads = is_first and phase is Phase.FORWARD
+        return launches * self._operation_us + (exact(self.analytic.input_us) / self.num_splits if reads else _ZERO)
 
     def _copies_us(self, names: Sequence[str]) -> Fraction:
         """Time in which the offloaded blocks of a stage are copied to host memory, or back, for a micro-batch."""
@@ -223,7 +228,7 @@ class AnalyticCosts:
         for call in calls:
             us = rounded_up(self.links.collective_us(call, item_bytes))  # as it is simulated
             total += PhaseTime(link_bytes=self.links.collective_bytes(call, item_bytes), links_us=us,
-                               host_us=self._collective_us)  # fmt: skip
+                               host_us=self.collective_host_us)  # fmt: skip
             if call.axis in self.analytic.overlap and call.per_token:
                 over[call.axis] += us
         hidden = min(over["tp"] * (1 - Fraction(1, self._plan.topology.tp)), time.compute_us)

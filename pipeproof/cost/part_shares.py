@@ -2,121 +2,161 @@
 
 A part is what a computation does between two of its exchanges. With ``cost.analytic`` the share of a part is that of
 its operations in the time of the stage; otherwise of their FLOPs in products and in attention.
+
+The host launches the operations of both sides of a pair one after the other, and their exchanges too. Its time is
+therefore not hidden by turns, and ``cost.analytic`` gives it for each part. A computation without parts takes the time
+of the device or that of the host, whichever is longer, because the host runs ahead of the device inside it. The same
+holds for the parts of a computation together: a part ends when the device has done it and all before it, and the host
+has launched it and all before it. A limit of each part by itself would make a computation longer by being cut: in a
+long part the host launches the short ones behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.exact_times import rounded_up
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.boundary import MicroBatchSize, work_item_sizes
+from pipeproof.stages.describe.boundary import work_item_sizes
 from pipeproof.stages.describe.exchanges import exchanges
 from pipeproof.stages.describe.gpt import operation_collectives
 from pipeproof.stages.describe.layer import Collective, layer_kind
 from pipeproof.stages.describe.model_family import stage_layers
 from pipeproof.stages.describe.op_work import ATTENTION_CORE, ComputeUnit, Phase, Work, operation_works
 
-Shares = tuple[Fraction, ...]
-"""One for each part, with the sum 1."""
+if TYPE_CHECKING:  # given times need none of it
+    from pipeproof.cost.analytic_times import AnalyticCosts
+
+_ZERO = Fraction(0)
 
 
-@dataclass(frozen=True, slots=True)
+class PhaseParts(NamedTuple):
+    """The parts of a phase of a stage, for one work item: a micro-batch or a split of one.
+
+    ``shares`` are those of the device's time without collectives, with the sum 1. ``host_us`` are the microseconds in
+    which the host launches a part and the exchange behind it, less the time of a collective before it that blocks the
+    compute queue, because the host launches more meanwhile; 0 where they are not known.
+    """
+
+    shares: tuple[Fraction, ...]
+    host_us: tuple[Fraction, ...]
+
+    def ends(self, device_us: Fraction, grid_us: Fraction) -> list[Fraction]:
+        """The end of each part from the begin of all, of a phase that keeps the device busy for ``device_us``.
+
+        All are multiples of ``grid_us``, except ``device_us`` at the end.
+        """
+        ends, share, launched = [_ZERO], _ZERO, _ZERO
+        for number, host_us in enumerate(self.host_us):
+            share += self.shares[number]
+            launched += host_us
+            done = min(device_us, round(device_us * share / grid_us) * grid_us)
+            ends.append(max(ends[-1], done, round(launched / grid_us) * grid_us))
+        return [*ends[1:-1], max(device_us, ends[-1])]
+
+
+@dataclass(frozen=True)
 class PartShares:
-    """By global stage and phase, the share of each part; W has the parts of the backward that defers it."""
+    """The parts of the stages of a plan whose computations take turns; described at their first use."""
 
-    stages: tuple[Mapping[Phase, Shares], ...]
+    plan: PlanSpec
+
+    @cached_property
+    def stages(self) -> tuple[Mapping[Phase, PhaseParts], ...]:
+        """By global stage and phase; W has the parts of the backward that defers it."""
+        work = _PartWork(self.plan)
+        return tuple(work.stage(number, names) for number, names in enumerate(stage_layers(self.plan)))
 
 
 class _Step(NamedTuple):
-    """One operation in one direction: its work by phase, then its collectives."""
+    """One operation in one direction: by phase its work and its microseconds of the host, then its collectives."""
 
     work: Mapping[Phase, Fraction]
+    host_us: Mapping[Phase, Fraction]
     calls: tuple[Collective, ...]
 
 
-def part_shares(plan: PlanSpec) -> PartShares:
-    """The shares of the stages of a plan whose computations take turns."""
-    size = max(work_item_sizes(plan)[0], key=lambda size: (size.num_tokens, size.seq_length))
-    weigh, item_bytes, flash = _weights(plan)
-    described: dict[str, tuple[list[_Step], list[_Step]]] = {}
-    stages = []
-    for names in stage_layers(plan):
+class _PartWork:
+    """The work of parts: microseconds of the device with ``cost.analytic``, otherwise FLOPs."""
+
+    def __init__(self, plan: PlanSpec) -> None:
+        self._plan = plan
+        self._costs: AnalyticCosts | None = None
+        if plan.cost.analytic is not None:
+            from pipeproof.cost.analytic_times import AnalyticCosts
+
+            self._costs = AnalyticCosts(plan, plan.cost.analytic)
+        self._size = max(work_item_sizes(plan)[0], key=lambda size: (size.num_tokens, size.seq_length))
+        self._described: dict[str, tuple[list[_Step], list[_Step]]] = {}
+
+    def stage(self, number: int, names: Sequence[str]) -> Mapping[Phase, PhaseParts]:
+        """The parts of a stage with these layers."""
         forward: list[_Step] = []
         backward: list[_Step] = []
         for name in names:
-            kind = layer_kind(plan.model, name)
-            if kind not in described:
-                described[kind] = _steps(plan, name, size, weigh, item_bytes, flash=flash)
-            forward += described[kind][0]
-            backward = described[kind][1] + backward
-        stages.append(
-            {
-                Phase.FORWARD: _shares(forward, Phase.FORWARD),
-                Phase.INPUT: _shares(backward, Phase.INPUT),
-                Phase.WEIGHT: _shares(backward, Phase.WEIGHT),
-            }
-        )
-    return PartShares(tuple(stages))
+            kind = layer_kind(self._plan.model, name)
+            if kind not in self._described:
+                self._described[kind] = self._steps(name)
+            forward += self._described[kind][0]
+            backward = self._described[kind][1] + backward
+        steps = {Phase.FORWARD: forward, Phase.INPUT: backward, Phase.WEIGHT: backward}
+        around = dict.fromkeys(Phase, _ZERO)
+        if self._costs is not None:
+            around = {phase: self._costs.host_around_us(phase, names, is_first=number == 0) for phase in Phase}
+        return {phase: self._parts(phase, steps[phase], around[phase]) for phase in Phase}
 
+    def _steps(self, name: str) -> tuple[list[_Step], list[_Step]]:
+        """The operations of a layer in forward and in backward."""
+        plan, forward, backward = self._plan, list[_Step](), list[_Step]()
+        item_bytes, flash = 1, True
+        if self._costs is not None:
+            item_bytes, flash = dtype_bytes(self._costs.dtype), self._costs.analytic.attention == "flash"
+        works = operation_works(plan, name, self._size, item_bytes, flash=flash)
+        for work, (calls, calls_back) in zip(works, operation_collectives(plan, name, self._size), strict=True):
+            time, host = dict.fromkeys(Phase, _ZERO), dict.fromkeys(Phase, _ZERO)
+            for one in work:
+                phases = [one.phase]
+                if one.phase is Phase.FORWARD and one.name in ATTENTION_CORE and plan.memory.recompute == "selective":
+                    phases.append(Phase.INPUT)
+                device_us, host_us = self._weigh(one)
+                for phase in phases:
+                    time[phase] += device_us
+                    host[phase] += host_us
+            forward.append(_Step(time, host, calls))
+            backward.append(_Step(time, host, calls_back))
+        return forward, backward[::-1]
 
-def _weights(plan: PlanSpec) -> tuple[Callable[[Work], Fraction], int, bool]:
-    """(weight of an operation, bytes of an element, whether attention is flash)."""
-    if plan.cost.analytic is None:
-        return (lambda work: Fraction(0) if work.unit is ComputeUnit.VECTOR else work.flops), 1, True
-    from pipeproof.cost.analytic_times import AnalyticCosts
+    def _weigh(self, work: Work) -> tuple[Fraction, Fraction]:
+        """(work of the device, microseconds of the host) of one operation."""
+        if self._costs is None:
+            return _ZERO if work.unit is ComputeUnit.VECTOR else work.flops, _ZERO
+        time = self._costs.work(work)
+        return time.device_us, time.host_us
 
-    costs = AnalyticCosts(plan, plan.cost.analytic)
-    return (lambda work: costs.work(work).device_us), dtype_bytes(costs.dtype), costs.analytic.attention == "flash"
+    def _parts(self, phase: Phase, steps: Sequence[_Step], around_us: Fraction) -> PhaseParts:
+        calls = [call for step in steps for call in step.calls]
+        exchange_of = [number for number, one in enumerate(exchanges(calls)) for _ in range(one.num_collectives)]
+        work = [_ZERO] * (2 + max(exchange_of, default=-1))
+        host_us = [around_us, *work[1:]]
+        numbers, part = iter(exchange_of), 0
+        for step in steps:
+            work[part] += step.work[phase]
+            host_us[part] += step.host_us[phase]
+            for call in step.calls:
+                before = next(numbers)
+                part = before + 1
+                if self._costs is not None and phase is not Phase.WEIGHT:  # which has no collectives
+                    host_us[before] += self._costs.collective_host_us
+                    host_us[part] -= self._blocked_us(self._costs, call)
+        whole = sum(work)
+        shares = [one / whole for one in work] if whole else [Fraction(1), *work[1:]]
+        return PhaseParts(tuple(shares), tuple(host_us))
 
-
-def _steps(
-    plan: PlanSpec, name: str, size: MicroBatchSize, weigh: Callable[[Work], Fraction], item_bytes: int, *, flash: bool
-) -> tuple[list[_Step], list[_Step]]:
-    """The operations of a layer in forward and in backward."""
-    forward, backward = [], []
-    works = operation_works(plan, name, size, item_bytes, flash=flash)
-    for work, (calls, calls_back) in zip(works, operation_collectives(plan, name, size), strict=True):
-        time = dict.fromkeys(Phase, Fraction(0))
-        for one in work:
-            time[one.phase] += weigh(one)
-            if one.phase is Phase.FORWARD and one.name in ATTENTION_CORE and plan.memory.recompute == "selective":
-                time[Phase.INPUT] += weigh(one)
-        forward.append(_Step(time, calls))
-        backward.append(_Step(time, calls_back))
-    return forward, backward[::-1]
-
-
-def _shares(steps: Sequence[_Step], phase: Phase) -> Shares:
-    """The share of each part in one phase; all of it in the first part of a phase without work."""
-    parts = [*_parts(steps, phase)]
-    whole = sum(parts)
-    return tuple(part / whole for part in parts) if whole else (Fraction(1), *parts[1:])
-
-
-def _parts(steps: Sequence[_Step], phase: Phase) -> Iterator[Fraction]:
-    calls = [call for step in steps for call in step.calls]
-    cut = iter(exchanges(calls))
-    work, left = Fraction(0), 0
-    for step in steps:
-        work += step.work[phase]
-        for _ in step.calls:
-            if not left:
-                left = next(cut).num_collectives
-                yield work
-                work = Fraction(0)
-            left -= 1
-    yield work
-
-
-def split_time(time: Fraction, shares: Iterable[Fraction], grid: Fraction) -> list[Fraction]:
-    """The end of each part of a time, from its begin; all but the last are multiples of ``grid``."""
-    ends, so_far = [], Fraction(0)
-    for share in shares:
-        so_far += share
-        ends.append(min(time, round(time * so_far / grid) * grid))
-    ends[-1] = time
-    return ends
+    def _blocked_us(self, costs: AnalyticCosts, call: Collective) -> Fraction:
+        """Time for which a collective blocks the compute queue: those of experts are on a queue of their own."""
+        return _ZERO if call.axis == "ep" else rounded_up(costs.links.collective_us(call, dtype_bytes(costs.dtype)))

@@ -55,9 +55,9 @@ def shares_of_parts(plan: PlanSpec) -> PartShares | None:
     """The shares of the parts of each stage; None for plans whose computations take no turns."""
     if plan.schedule.turns is None:
         return None
-    from pipeproof.cost.part_shares import part_shares
+    from pipeproof.cost.part_shares import PartShares
 
-    return part_shares(plan)
+    return PartShares(plan)
 
 
 def link_times(plan: PlanSpec) -> LinkTimes | None:

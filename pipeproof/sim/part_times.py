@@ -1,4 +1,4 @@
-"""Times of the parts of computations that take turns: shares of the time of their stage."""
+"""Times of the parts of computations that take turns: shares of the time of their stage, or of the host's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from fractions import Fraction
 import numpy as np
 
 from pipeproof.comm.lowered_plan import LoweredPlan
-from pipeproof.cost.part_shares import split_time
 from pipeproof.schedule.columns import HOST_QUEUE, NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.op_table import OpGraph
@@ -69,11 +68,8 @@ def _ends(lowered: LoweredPlan, op_id: int, own_us: Fraction) -> tuple[list[Frac
     graph, cost = lowered.graph, lowered.spec.cost
     kind, stage = KINDS[graph.kind[op_id]], int(graph.stage[op_id])
     assert lowered.part_shares is not None, "a plan with parts has their shares"
-    shares, weights_us = lowered.part_shares.stages[stage], _ZERO
+    parts, weights_us = lowered.part_shares.stages[stage], _ZERO
     if kind is OpKind.BACKWARD:
         weights_us = min(own_us, cost.backward_weight_of(stage) / max(1, graph.num_splits))
     phase = Phase.FORWARD if kind is OpKind.FORWARD else Phase.INPUT
-    return (
-        split_time(own_us - weights_us, shares[phase], GRID_US),
-        split_time(weights_us, shares[Phase.WEIGHT], GRID_US),
-    )
+    return (parts[phase].ends(own_us - weights_us, GRID_US), parts[Phase.WEIGHT].ends(weights_us, GRID_US))

@@ -7,7 +7,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from tests.cli.commands import REPOSITORY, invoke
-from tests.tune.models import DENSE
+from tests.tune.models import DENSE, LARGE_EXPERTS, REPLAYED
 
 SCHEMA = Draft202012Validator(json.loads((REPOSITORY / "docs" / "schemas" / "tune.schema.json").read_text()))
 OPTIONS = ("--gpus", "8", "--device", "h100", "--global-batch", "16", "--workers", "1", "--top", "3")
@@ -40,6 +40,20 @@ def test_text_has_the_rows_and_the_reasons(plan):
     assert "Why row 1:" in result.stdout
     assert "Row 3 against row 1:" in result.stdout
     assert "80 GiB, that of h100's data sheet" in " ".join(result.stdout.split())
+
+
+def test_text_says_what_pairs_do(tmp_path):
+    file = tmp_path / "plan.yaml"
+    schedule = {"kind": "1f1b", "num_micro_batches": 4, "micro_batch_size": 2}
+    data = {"pipeproof": 1, "model": LARGE_EXPERTS, "topology": {"dp": 2}, "schedule": schedule, "cost": REPLAYED}
+    file.write_text(json.dumps(data))
+    options = (*OPTIONS, "--fix", "cp=1", "--fix", "tp=1", "--fix", "ep=4", "--fix", "mbs=1")
+    result = invoke("tune", file, *options)
+    assert result.exit_code == 0, result.stderr
+    assert "take turns at the all-to-alls of experts" in " ".join(result.stdout.split())
+    none = invoke("tune", file, *options, "--fix", "overlap=none")
+    assert "overlap none" in " ".join(none.stdout.split())
+    assert "take turns" not in none.stdout
 
 
 def test_device_and_batch_of_a_plan_are_defaults(plan):

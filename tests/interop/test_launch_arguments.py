@@ -18,7 +18,7 @@ from pipeproof.interop.launch_arguments.write_arguments import (
 )
 from pipeproof.interop.tune_models import tune_model
 from pipeproof.specs.load_plan import plan_from_dict
-from tests.tune.models import to_tune
+from tests.tune.models import LARGE_EXPERTS, to_tune
 
 WITHOUT = {
     ("torch", "deepseekv3"): "mtp",
@@ -70,6 +70,24 @@ def test_parts_of_a_model_have_flags_of_megatron(parts):
     layouts = SearchSpace(to_tune(data).spec, FRAMEWORKS["megatron"], 4, 8, 8, {"tp": [1], "pp": [2]}).layouts()
     layout = next(iter(layouts))
     launch_of(plan_from_dict(plan_data(base, FRAMEWORKS["megatron"], layout, None)).spec, "megatron", "x")
+
+
+def test_pairs_have_flags_of_megatron():
+    framework, loaded = FRAMEWORKS["megatron"], to_tune(LARGE_EXPERTS)
+    base = base_data(loaded.spec, framework, "h100")
+    fix = {"overlap": ["pairs"], "pp": [1, 2], "vpp": [1, 2], "ep": [2], "cut": ["even"]}
+    layouts = [*SearchSpace(loaded.spec, framework, 4, 8, 8, fix).layouts()]
+    assert {layout.kind for layout in layouts} == {"1f1b", "interleaved"}
+    for layout in layouts:
+        spec = plan_from_dict(plan_data(base, framework, layout, None)).spec
+        launch = launch_of(spec, "megatron", "x")
+        (text,) = launch.files.values()
+        assert not [*differences(spec, imported_again(launch, spec.topology.num_ranks))]
+        for flag in ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"):
+            assert flag in text
+            text = text.replace(flag, "--seed 1")
+        changed = replace(launch, files={"x.sh": text})
+        assert [*differences(spec, imported_again(changed, spec.topology.num_ranks))]
 
 
 def test_a_changed_argument_is_another_plan():

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.comm.lower import lower
-from pipeproof.cost.part_shares import part_shares, split_time
+from pipeproof.cost.analytic_times import AnalyticCosts
+from pipeproof.cost.part_shares import PartShares, PhaseParts
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.board.dualpipe_pair_rows import read_pair_summary
 from pipeproof.schedule.op_table import NONE
@@ -26,6 +27,7 @@ from pipeproof.sim.slowed_work import EXCHANGE, RECEIVE, SlowedWork
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.op_work import Phase
 from tests.comm.test_overlap_pairs import MOE, V, plan
+from tests.plans import plan_dict
 
 NETWORK = {"ranks_per_node": 8, "node": {"latency_us": 2, "bandwidth": 1}}
 TIMES = {"forward_us": 100, "backward_input_us": 120, "backward_weight_us": 80, "network": NETWORK}
@@ -35,7 +37,11 @@ def lowered(cost=TIMES, **sections):
     return lower(plan(cost=cost, **sections).spec)
 
 
-@pytest.mark.parametrize("cost", [TIMES, {"analytic": {"device": "h100"}}], ids=["given", "analytic"])
+REPLAYED = {"analytic": {"device": "h100", "execution": "graph"}}
+EAGER = {"analytic": {"device": "h100", "execution": "eager"}}
+
+
+@pytest.mark.parametrize("cost", [TIMES, REPLAYED], ids=["given", "analytic"])
 def test_parts_share_the_time_of_their_computation(cost):
     one = lowered(cost)
     graph, durations = one.graph, durations_of(one)
@@ -56,7 +62,7 @@ def test_parts_share_the_time_of_their_computation(cost):
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
 def test_shares_of_a_layer_with_experts(dispatcher):
     (forward, *_), backward = (
-        [stage[phase] for stage in part_shares(plan(moe={**MOE, "dispatcher": dispatcher}).spec).stages]
+        [stage[phase].shares for stage in PartShares(plan(moe={**MOE, "dispatcher": dispatcher}).spec).stages]
         for phase in (Phase.FORWARD, Phase.WEIGHT)
     )
     sizes = [float(share) for share in forward]
@@ -67,9 +73,77 @@ def test_shares_of_a_layer_with_experts(dispatcher):
     assert all(sum(shares) == 1 for shares in backward)
 
 
-def test_split_times_end_on_a_grid_and_with_the_whole():
-    ends = split_time(Fraction(10, 3), [Fraction(1, 3)] * 3, Fraction(1, 10))
-    assert ends == [Fraction(11, 10), Fraction(22, 10), Fraction(10, 3)]
+def test_parts_end_on_a_grid_and_with_the_whole():
+    thirds, grid = (Fraction(1, 3),) * 3, Fraction(1, 10)
+    free = PhaseParts(thirds, (Fraction(0),) * 3)
+    assert free.ends(Fraction(10, 3), grid) == [Fraction(11, 10), Fraction(22, 10), Fraction(10, 3)]
+
+
+@pytest.mark.parametrize(
+    ("host_us", "ends"),
+    [
+        ((1, 1, 1), [4, 8, 12]),  # the device is the limit
+        ((6, 1, 1), [6, 8, 12]),  # the host is late with the first part, and ahead again behind the second
+        ((6, 6, 6), [6, 12, 18]),  # the host is the limit
+        ((10, -5, 10), [10, 10, 15]),  # it goes on while a collective blocks the queue
+    ],
+)
+def test_a_part_ends_when_the_device_has_done_it_and_the_host_has_launched_it(host_us, ends):
+    parts = PhaseParts((Fraction(1, 3),) * 3, tuple(map(Fraction, host_us)))
+    assert parts.ends(Fraction(12), Fraction(1, 1000)) == ends
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("input_us", [0, 700])
+def test_the_host_of_the_parts_is_that_of_their_stage(recompute, dispatcher, input_us):
+    cost = {"analytic": {**EAGER["analytic"], "input_us": input_us, "collective_us": 40}}
+    spec = plan(cost=cost, moe={**MOE, "dispatcher": dispatcher}, memory={"recompute": recompute}).spec
+    whole = AnalyticCosts(spec, spec.cost.analytic).stages
+    for parts, times in zip(PartShares(spec).stages, whole, strict=True):
+        assert {phase: sum(parts[phase].host_us) for phase in Phase} == {phase: times[phase].host_us for phase in Phase}
+
+
+def test_the_host_goes_on_during_collectives_that_block_the_compute_queue():
+    spec = plan(cost=EAGER, topology={"tp": 2}).spec
+    one = lower(spec)
+    graph, durations = one.graph, durations_of(one)
+    forwards = [i for i in np.flatnonzero(takes_turns(graph)).tolist() if graph.ops[i].kind is OpKind.FORWARD]
+    assert forwards
+    for op_id in forwards:
+        stage = graph.ops[op_id].stage
+        over_tp = [i for i in np.flatnonzero(graph.parent == op_id) if graph.ops[i].axis == "tp"]
+        blocked = Fraction(sum(durations.ticks[i] for i in over_tp), durations.ticks_per_us)
+        whole = AnalyticCosts(spec, spec.cost.analytic).stages[stage][Phase.FORWARD].host_us
+        assert blocked
+        assert sum(PartShares(spec).stages[stage][Phase.FORWARD].host_us) == whole - blocked
+
+
+def step_us(cost, overlap, dispatcher="all_to_all", **schedule):
+    """Microseconds of a step on one pipeline rank with two expert-parallel ranks."""
+    experts = {"num_experts": 64, "top_k": 8, "ffn_size": 1024, "dispatcher": dispatcher}
+    model = {"kind": "gpt", "num_layers": 4, "hidden_size": 2048, "num_heads": 16, "ffn_size": 8192}
+    data = {
+        "pipeproof": 1,
+        "model": {**model, "vocab_size": 4096, "seq_length": 4096, "moe": experts},
+        "topology": {"pp": 1, "ep": 2},
+        "schedule": {"kind": "1f1b", "num_micro_batches": 8, "overlap": overlap, **schedule},
+        "cost": cost,
+        "run": {"backend": "torch", "device": "gpu", "dtype": "bfloat16"},
+    }
+    return simulate(lower(plan_from_dict(data).spec)).makespan
+
+
+@pytest.mark.parametrize(
+    ("execution", "micro_batch_size", "gains"),
+    [("eager", 1, False), ("compiled", 1, False), ("graph", 1, True), ("eager", 2, True)],
+)
+def test_turns_hide_no_time_of_the_host(execution, micro_batch_size, gains):
+    cost = {"analytic": {"device": "h200", "execution": execution}}
+    none, pairs = (step_us(cost, overlap, micro_batch_size=micro_batch_size) for overlap in ("none", "pairs"))
+    assert (pairs < Fraction(9, 10) * none) == gains
+    if not gains:
+        assert none <= pairs < Fraction(101, 100) * none
 
 
 def by_hand(one):
@@ -137,6 +211,27 @@ def test_both_engines_give_the_same_times(p2p, schedule, topology, seed, dispatc
     expected = run_model(one.graph, durations, model)
     assert None not in expected.ends
     found = run_fast(one.graph, durations, model)
+    assert tuple(found.ends.tolist()) == expected.ends
+    assert tuple(found.starts.tolist()) == expected.starts
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["v", "order", "dualpipe", "1f1b", "interleaved"])
+@given(
+    host_us=st.sampled_from([0, 2, 30, 400]),
+    collective_us=st.sampled_from([None, 50]),
+    tp=st.sampled_from([1, 2]),
+    dispatcher=st.sampled_from(["all_to_all", "all_gather"]),
+    hidden_size=st.sampled_from([16, 512, 2048]),
+)
+@settings(max_examples=12, deadline=None)
+def test_both_engines_give_the_same_times_with_a_host(schedule, host_us, collective_us, tp, dispatcher, hidden_size):
+    analytic = {"device": "h200", "host_us": host_us, "collective_us": collective_us}
+    model = {"num_layers": 8, "num_heads": 4, "hidden_size": hidden_size, "seq_length": 64}
+    sections = {"model": {**model, "moe": {**MOE, "dispatcher": dispatcher}}, "schedule": schedule}
+    data = plan_dict(topology={"pp": 2, "ep": 2, "tp": tp}, cost={"analytic": analytic}, **sections)
+    one = lower(plan_from_dict(data).spec)
+    durations, model = durations_of(one), channel_model_of(one)
+    expected, found = run_model(one.graph, durations, model), run_fast(one.graph, durations, model)
     assert tuple(found.ends.tolist()) == expected.ends
     assert tuple(found.starts.tolist()) == expected.starts
 

@@ -8,6 +8,13 @@ DENSE = {
 }  # fmt: skip
 EXPERTS = {**DENSE, "moe": {"num_experts": 8, "top_k": 2, "ffn_size": 512, "dense_layers": 1}}
 
+LARGE_EXPERTS = {
+    **DENSE, "hidden_size": 2048, "num_heads": 16, "moe": {"num_experts": 8, "top_k": 4, "ffn_size": 1024},
+}  # fmt: skip
+"""Experts whose exchanges take long enough to be hidden."""
+
+REPLAYED = {"analytic": {"device": "h100", "execution": "graph"}}
+
 
 def to_tune(model=DENSE, **sections):
     return plan_from_dict(

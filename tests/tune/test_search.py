@@ -2,8 +2,11 @@
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeproof.analysis.sweep.evaluate_point import Status
 from pipeproof.analysis.sweep.results_file import ResultsFileError
@@ -21,7 +24,7 @@ from pipeproof.sim.memory_curve import GIB
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.stages.describe.layer import layer_order
 from pipeproof.verify.check_plan import check
-from tests.tune.models import DENSE, EXPERTS, to_tune
+from tests.tune.models import DENSE, EXPERTS, LARGE_EXPERTS, REPLAYED, to_tune
 
 
 def all_layouts(loaded, framework, *, gpus, batch, fix=None):
@@ -49,6 +52,88 @@ def test_no_simulation_is_below_its_bounds(framework, model):
         assert bound.step_us <= result.makespan * (1 + 1e-9), layout
         assert bound.peak_bytes <= result.details["peak_bytes"] + 1, layout
     assert kinds == FRAMEWORKS[framework].kinds
+
+
+@given(
+    host_us=st.sampled_from([0, 5, 105]),
+    ranks_per_node=st.sampled_from([1, 2, 8]),
+    link_efficiency=st.sampled_from([0.05, 0.3, 0.9]),
+    overlap=st.sampled_from([[], ["tp"]]),
+    slowdown=st.sampled_from([None, 0.2]),
+    place=st.floats(0, 1, exclude_max=True),
+)
+@settings(max_examples=40, deadline=None)
+def test_no_simulation_of_pairs_is_below_its_bounds(host_us, ranks_per_node, link_efficiency, overlap, slowdown, place):
+    analytic = {"device": "h100", "host_us": host_us, "ranks_per_node": ranks_per_node}
+    analytic |= {"link_efficiency": link_efficiency, "overlap": overlap}
+    spec, framework = to_tune(LARGE_EXPERTS, cost={"analytic": analytic}).spec, FRAMEWORKS["megatron"]
+    base = base_data(spec, framework, "h100")
+    if slowdown is not None:
+        base["cost_of_pairs"] = {"collective_slowdown": slowdown}
+    bounds = Bounds(base, spec)
+    fix = {"overlap": ["pairs"], "cp": [1], "mbs": [1], "tp": [1, 2]}
+    layouts = [*SearchSpace(spec, framework, 8, 16, 8, fix).layouts()]
+    begin = int(place * len(layouts))
+    layout = next(one for one in (*layouts[begin:], *layouts) if bounds.of(one) is not None)
+    bound, stages = bounds.of(layout), bounds.stages_of(layout)
+    plan = plan_data(base, framework, layout, None if even_stages(stages) else stages)
+    result = simulate_layout(Point({}, plan, "0" * 16), "")
+    assert plan["cost"].get("collective_slowdown") == slowdown
+    assert bound.step_us <= result.makespan * (1 + 1e-9), layout
+    assert bound.peak_bytes <= result.details["peak_bytes"] + 1, layout
+
+
+def overlapping(model, framework="megatron", gpus=8, **sections):
+    """The layouts with pairs that are tried."""
+    spec = to_tune(model, **sections).spec
+    layouts = [*SearchSpace(spec, FRAMEWORKS[framework], gpus, 16, 8, {"cp": [1], "mbs": [1]}).layouts()]
+    return [layout for layout in layouts if layout.overlap == "pairs"]
+
+
+def test_pairs_are_tried_where_megatron_has_them():
+    found = overlapping(LARGE_EXPERTS)
+    assert {layout.kind for layout in found} == {"1f1b", "interleaved"}
+    for layout in found:
+        assert layout.ep > 1
+        assert layout.recompute != "full"
+        assert layout.pp == 1 if layout.kind == "1f1b" else layout.vpp > 1
+
+
+@pytest.mark.parametrize(
+    ("model", "framework", "cost"),
+    [
+        (DENSE, "megatron", {}),
+        (LARGE_EXPERTS, "torch", {}),
+        (LARGE_EXPERTS, "paddle", {}),
+        ({**LARGE_EXPERTS, "moe": {**LARGE_EXPERTS["moe"], "dispatcher": "all_gather"}}, "megatron", {}),
+        ({**LARGE_EXPERTS, "mtp": {"num_modules": 2}}, "megatron", {}),
+        (LARGE_EXPERTS, "megatron", {"analytic": {"device": "h100", "overlap": ["ep"]}}),
+    ],
+    ids=["dense", "torch", "paddle", "all_gather", "two_modules", "hidden_already"],
+)
+def test_pairs_are_not_tried_elsewhere(model, framework, cost):
+    assert overlapping(model, framework, cost=cost) == []
+
+
+@pytest.mark.slow
+def test_pairs_that_save_time_are_listed_with_parts_that_add_up():
+    options = {"gpus": 4, "device": "h100", "global_batch": 16, "workers": 1, "top": 3}
+    fix = {"tp": [1], "cp": [1], "ep": [2, 4], "mbs": [1]}
+    model = to_tune(LARGE_EXPERTS, cost=REPLAYED)
+    both, without = (tune(model, fix={**fix, **more}, **options) for more in ({}, {"overlap": ["none"]}))
+    assert both.rows[0].layout.overlap == "pairs"
+    assert both.rows[0].plan["schedule"]["overlap"] == "pairs"
+    assert both.rows[0].step < without.rows[0].step
+    assert {row.layout.overlap for row in without.rows} == {"none"}
+    for row in both.rows:
+        assert min(row.parts_s.values()) >= 0
+        assert sum(row.parts_s.values()) == pytest.approx(row.step_s)
+        assert not check(LoadedPlan(plan_from_dict(row.plan).spec)).errors
+    best = {}
+    for layout, _, result in all_layouts(model, "megatron", gpus=4, batch=16, fix=fix):
+        group = replace(layout, cut="", recompute="", shard_optimizer="", overlap="")
+        best[group] = min(best.get(group, result.makespan), result.makespan)
+    assert [row.step_s for row in both.rows] == [float(us / 10**6) for us in sorted(best.values())[:3]]
 
 
 @pytest.mark.slow

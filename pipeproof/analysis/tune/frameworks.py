@@ -26,7 +26,7 @@ class FrameworkSchedule:
 
     The framework needs ``min_ranks`` pipeline ranks, ``min_chunks`` stages on each of them, and ``min_rounds`` times as
     many micro-batches as pipeline ranks, in addition to the conditions of the schedule itself. If it ``overlaps``, it
-    may run a forward and a backward in turns (``schedule.overlap``).
+    may run a forward and a backward in turns (``schedule.overlap``); if it ``overlaps_alone``, on one pipeline rank.
     """
 
     kind: str
@@ -35,10 +35,15 @@ class FrameworkSchedule:
     min_chunks: int = 1
     min_rounds: int = 0
     overlaps: bool = False
+    overlaps_alone: bool = False
 
     def fits(self, num_ranks: int, num_micro_batches: int) -> bool:
         """True if the framework runs it with these pipeline ranks and micro-batches."""
         return num_ranks >= self.min_ranks and num_micro_batches >= self.min_rounds * num_ranks
+
+    def has_pairs(self, num_ranks: int, num_chunks: int) -> bool:
+        """True if a forward and a backward may run in turns with these pipeline ranks and stages of each."""
+        return (self.overlaps and num_chunks > 1) or (self.overlaps_alone and num_ranks == 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,7 @@ _ALL = (
         "megatron",
         "Megatron-LM",
         (
-            FrameworkSchedule("1f1b"),
+            FrameworkSchedule("1f1b", overlaps_alone=True),
             FrameworkSchedule("interleaved", "megatron", min_ranks=2, overlaps=True),
         ),
         ("none", "selective", "full"),

@@ -6,7 +6,8 @@ some layout of the cell may fit into the memory.
 
 The time is bounded from below by each pipeline rank: its first computation follows the forwards of the stages before
 it, its last one precedes their backwards or its own optimizer step, and between the two is all of its work. Transfers,
-gradient sums and waits for other ranks only add to this.
+gradient sums and waits for other ranks only add to this. Where pairs take turns, all collectives count as hidden, but
+no time of the host.
 
 The memory is bounded by training states and by the activations that the order of the program holds at once, on the
 first two pipeline ranks and on the last one: the first stage may have the embedding alone.
@@ -157,7 +158,7 @@ class Bounds:
         if layout.cut != "balanced":
             key: tuple[Any, ...] = (layout.cut, layout.num_stages)
         else:
-            key = (layout.num_stages, layout.tp, layout.cp, layout.ep, layout.mbs, layout.recompute)
+            key = (layout.num_stages, layout.tp, layout.cp, layout.ep, layout.mbs, layout.recompute, layout.overlap)
         if key not in self._cuts:
             if layout.cut == "even":
                 times = {name: float(self._kind_of[name] in ("block", "moe_block")) for name in self._names}
@@ -166,7 +167,8 @@ class Bounds:
                 return self._cuts[key]
             else:
                 cell = self._cell(layout)
-                by_kind = dict(zip(cell.kinds, cell.times[:, 0].sum(axis=0), strict=True))
+                device, alone, _ = cell.times.sum(axis=0)
+                by_kind = dict(zip(cell.kinds, device if layout.overlap == "none" else alone, strict=True))
                 times = {name: by_kind[kind] for name, kind in self._kind_of.items()}
             self._cuts[key] = balanced_cut(self._spec, times, layout.num_stages)
         return self._cuts[key]
@@ -201,7 +203,12 @@ class Bounds:
         before_backward = np.concatenate([[0.0], np.cumsum(backward)])
         bounds = []
         for stages in self._stages_of_ranks(layout):
-            busy = max(alone[:, stages].sum(), host[:, stages].sum()) if is_split else whole[:, stages].sum()
+            if is_split:
+                busy = max(alone[:, stages].sum(), host[:, stages].sum())
+            elif layout.overlap != "none":
+                busy = np.maximum(alone, host)[:, stages].sum()
+            else:
+                busy = whole[:, stages].sum()
             work = layout.num_micro_batches * busy
             after = updates[stages].sum() if is_split else max(before_backward[stages[0]], updates[stages].sum())
             bounds.append(before_forward[stages[0]] + work + after)
@@ -263,18 +270,21 @@ class Bounds:
         num, pp = layout.num_micro_batches, layout.pp
         if layout.kind not in ("gpipe", "looped_bfs") and num > 4 * pp and num % pp == 0:
             num = 4 * pp
-        return layout.kind, layout.variant, pp, num, layout.vpp
+        return layout.kind, layout.variant, pp, num, layout.vpp, layout.overlap
 
     def _program(self, layout: Layout) -> tuple[Program, ...] | None:
         key = self._program_key(layout)
         if key not in self._programs:
-            kind, variant, pp, num, vpp = key
+            kind, variant, pp, num, vpp, overlap = key
             placement = None
             if SCHEDULE_KINDS[kind].placement is Placement.ANY:
                 placement = tuple(tuple(range(rank, pp * vpp, pp)) for rank in range(pp))
             try:
-                schedule = SCHEDULE_KINDS[kind].generate(Request(pp, num, vpp, variant=variant, placement=placement))
-                self._programs[key] = schedule.programs
+                overlaps = overlap != "none"
+                request = Request(pp, num, vpp, variant=variant, placement=placement, overlaps=overlaps)
+                schedule = SCHEDULE_KINDS[kind].generate(request)
+                has_turns = any(schedule.pairs) or not overlaps  # too few micro-batches have no pairs
+                self._programs[key] = schedule.programs if has_turns else None
             except UnfitSizesError:
                 self._programs[key] = None
         return self._programs[key]

@@ -14,6 +14,10 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.layer import is_block, layer_order
 
 _KEPT_SECTIONS = ("model", "loss", "transport", "buffers", "cost", "memory", "run", "suppress")
+_OF_PAIRS = "cost_of_pairs"
+"""In ``base_data``: keys of ``cost`` that only layouts with an overlap have."""
+
+_WRITTEN_APART = ("pipeproof", "model", "schedule", "memory", _OF_PAIRS)
 _VARIED_MEMORY = ("recompute", "shard_optimizer", "budget_gib")
 
 
@@ -44,7 +48,7 @@ def _refused(message: str, help: str) -> BadPlanError:
 
 
 def base_data(spec: PlanSpec, framework: Framework, device: str) -> dict[str, Any]:
-    """The sections of the given plan that all layouts share, with what the framework sets and times of the device."""
+    """The sections of the given plan that layouts share, with what the framework sets and times of the device."""
     given = spec.model_dump(mode="json", exclude_unset=True)
     data = {key: dict(given[key]) for key in _KEPT_SECTIONS if isinstance(given.get(key), Mapping)}
     if "suppress" in given:
@@ -66,7 +70,9 @@ def base_data(spec: PlanSpec, framework: Framework, device: str) -> dict[str, An
     schedule = {**framework.sections.get("schedule", {})}
     if "reduce_gradients" in given["schedule"]:
         schedule["reduce_gradients"] = given["schedule"]["reduce_gradients"]
-    return {"pipeproof": 1, **data, "memory": memory, "cost": {**cost, "analytic": analytic}, "schedule": schedule}
+    of_pairs = {key: value for key, value in given.get("cost", {}).items() if key == "collective_slowdown"}
+    cost["analytic"] = analytic
+    return {"pipeproof": 1, **data, "memory": memory, "cost": cost, _OF_PAIRS: of_pairs, "schedule": schedule}
 
 
 def plan_data(
@@ -90,6 +96,10 @@ def plan_data(
     schedule["micro_batch_size"] = layout.mbs
     if layout.vpp > 1:
         schedule["num_chunks"] = layout.vpp
+    cost = base["cost"]
+    if layout.overlap != "none":
+        schedule["overlap"] = layout.overlap
+        cost = {**cost, **base[_OF_PAIRS]}
     memory = {**base["memory"], "recompute": layout.recompute, "shard_optimizer": layout.shard_optimizer}
     if budget_gib is not None:
         memory["budget_gib"] = budget_gib
@@ -98,7 +108,8 @@ def plan_data(
         "model": base["model"],
         "topology": topology,
         "schedule": {**schedule, **base["schedule"]},
-        **{key: value for key, value in base.items() if key not in ("pipeproof", "model", "schedule", "memory")},
+        **{key: value for key, value in base.items() if key not in _WRITTEN_APART},
+        "cost": cost,
         "memory": memory,
     }
     if layout.pp > 1 and framework.transport:

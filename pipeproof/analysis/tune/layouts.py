@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 from pipeproof.analysis.tune.frameworks import Framework, FrameworkSchedule
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
+from pipeproof.specs.checks.overlap_checks import check_overlap
 from pipeproof.specs.plan import PlanSpec
 
 MAX_CP = 16
@@ -25,7 +27,7 @@ MAX_MICRO_BATCH = 8
 MAX_CHUNKS = 20
 """Most stages of a rank that are tried unless ``fix`` names more."""
 
-FIXABLE = ("tp", "cp", "ep", "dp", "pp", "vpp", "mbs", "schedule", "cut", "recompute", "shard_optimizer")
+FIXABLE = ("tp", "cp", "ep", "dp", "pp", "vpp", "mbs", "schedule", "cut", "recompute", "shard_optimizer", "overlap")
 """Names that ``fix`` takes, in the order of the table."""
 
 
@@ -35,7 +37,7 @@ class Layout:
 
     ``vpp`` is the number of stages of a pipeline rank. ``cut`` is ``even`` (equal numbers of blocks), ``near_even``
     (equal but for the ends, where they do not divide) or ``balanced`` (stages of nearly equal times). ``mbs`` is the
-    number of sequences in a micro-batch.
+    number of sequences in a micro-batch. ``overlap`` is ``schedule.overlap``: ``none`` or ``pairs``.
     """
 
     pp: int
@@ -51,6 +53,7 @@ class Layout:
     cut: str
     recompute: str
     shard_optimizer: str
+    overlap: str = "none"
 
     @property
     def num_stages(self) -> int:
@@ -87,10 +90,11 @@ class SearchSpace:
                 for schedule, vpp in self._schedules(pp, num_micro_batches):
                     for cut in self._cuts(pp * vpp):
                         for recompute, sharding in self._memory_settings(dp, ep):
-                            yield Layout(
-                                pp, vpp, tp, cp, ep, dp, mbs, num_micro_batches, schedule.kind, schedule.variant, cut,
-                                recompute, sharding,
-                            )  # fmt: skip
+                            for overlap in self._overlaps(schedule, pp, vpp, ep, recompute):
+                                yield Layout(
+                                    pp, vpp, tp, cp, ep, dp, mbs, num_micro_batches, schedule.kind, schedule.variant,
+                                    cut, recompute, sharding, overlap,
+                                )  # fmt: skip
 
     def _meshes(self) -> Iterator[tuple[int, int, int, int]]:
         model, seq = self.spec.gpt, self.spec.gpt.seq_length
@@ -190,6 +194,29 @@ class SearchSpace:
         for recompute, sharding in product(self.framework.recompute, known):
             if self._allows("recompute", recompute) and self._allows("shard_optimizer", sharding):
                 yield recompute, sharding
+
+    def _overlaps(self, schedule: FrameworkSchedule, pp: int, vpp: int, ep: int, recompute: str) -> Iterator[str]:
+        has_pairs = schedule.has_pairs(pp, vpp) and ep > 1 and recompute != "full" and self._can_overlap
+        yield from (overlap for overlap in ("none", "pairs")[: 1 + has_pairs] if self._allows("overlap", overlap))
+
+    @cached_property
+    def _can_overlap(self) -> bool:
+        """True if pairs may take turns at the all-to-alls of experts, by the keys that all layouts share.
+
+        Megatron-LM has this with at most one module of multi-token prediction, and not where tokens are gathered.
+        """
+        spec, model = self.spec, self.spec.gpt
+        if model.moe is None or model.moe.dispatcher == "all_gather":
+            return False
+        if model.mtp is not None and model.mtp.num_modules > 1:
+            return False
+        sections = {
+            "schedule": spec.schedule.model_copy(update={"kind": "1f1b", "overlap": "pairs"}),
+            "topology": spec.topology.model_copy(update={"ep": 2}),
+            "memory": spec.memory.model_copy(update={"recompute": "none"}),
+            "cost": spec.cost.model_copy(update={"overlapped_us": None}),
+        }
+        return not check_overlap(spec.model_copy(update=sections))
 
     def _allows(self, name: str, value: object) -> bool:
         return name not in self.fix or value in self.fix[name]

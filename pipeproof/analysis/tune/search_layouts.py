@@ -1,8 +1,8 @@
 """The search: lower bounds of all layouts first, then simulations in the order of the bounds until none can be better.
 
 A layout is simulated only if its bound is not above the time of the last row, so that no layout with a shorter step is
-missed. Layouts that differ only in their cut, recomputation and sharding form one group, of which the fastest is
-listed. The rows do not depend on the number of workers.
+missed. Layouts that differ only in their cut, recomputation, sharding and overlap form one group, of which the fastest
+is listed. The rows do not depend on the number of workers.
 """
 
 from __future__ import annotations

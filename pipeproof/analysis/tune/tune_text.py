@@ -12,6 +12,7 @@ from pipeproof.views.tables import print_table
 _COLUMNS = (
     ("PP", "pp"), ("VPP", "vpp"), ("TP", "tp"), ("CP", "cp"), ("EP", "ep"), ("DP", "dp"), ("MBS", "mbs"),
     ("schedule", "schedule_name"), ("cut", "cut"), ("recompute", "recompute"), ("shard optimizer", "shard_optimizer"),
+    ("overlap", "overlap"),
 )  # fmt: skip
 """Headings of what is varied, and the attributes of a layout."""
 
@@ -32,10 +33,12 @@ def render_tune(result: TuneResult, console: Console) -> None:
         none = "No layout fits." if result.counts.tried else f"No layout is possible on {result.num_gpus} devices."
         _print(f"{none} {_counts_text(result)}", console)
         return
-    columns = [column for column in _COLUMNS if len({getattr(row.layout, column[1]) for row in result.rows}) > 1]
+    has_exchanges = any(row.layout.ep > 1 for row in result.rows)  # without, there is nothing to overlap
+    varied = [column for column in _COLUMNS if column[1] != "overlap" or has_exchanges]
+    columns = [column for column in varied if len({getattr(row.layout, column[1]) for row in result.rows}) > 1]
     shared = [
         f"{heading} {getattr(result.rows[0].layout, name)}"
-        for heading, name in _COLUMNS
+        for heading, name in varied
         if (heading, name) not in columns
     ]
     headings = [
@@ -48,6 +51,8 @@ def render_tune(result: TuneResult, console: Console) -> None:
     print_table(headings, rows, console, optional=("TFLOP/s", "comm.", "bubble", "MFU"))
     if shared:
         _print(f"All rows: {', '.join(shared)}.", console)
+    if any(row.layout.overlap != "none" for row in result.rows):
+        _print("Overlap pairs: a forward and a backward take turns at the all-to-alls of experts.", console)
     console.print()
     _print(f"Why row 1: {result.rows[0].why}.", console)
     for row in result.rows[1:]:

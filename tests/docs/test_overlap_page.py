@@ -1,0 +1,40 @@
+"""The simulated figures of docs/overlap.md are those of the simulator."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeproof.comm.lower import lower
+from pipeproof.sim.simulate import simulate
+from pipeproof.specs.load_plan import plan_from_dict
+from tests.sim.test_overlap_parts import step_us
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "overlap.md").read_text(encoding="utf-8")
+
+
+def rows(heading):
+    """The cells of the table with this first heading, without backquotes."""
+    lines = PAGE[PAGE.index(f"| {heading} |") :].split("\n\n")[0].splitlines()[2:]
+    assert lines
+    return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize(("overlap", "step"), rows("`schedule.overlap`"))
+def test_steps_of_the_example(overlap, step):
+    data = yaml.safe_load((ROOT / "examples" / "moe_overlap.yaml").read_text(encoding="utf-8"))
+    data["schedule"]["overlap"] = yaml.safe_load(overlap)
+    simulation = simulate(lower(plan_from_dict(data).spec))
+    assert f"{float(simulation.makespan) / 1000:.1f} ms" == step
+
+
+@pytest.mark.parametrize(("size", "dispatcher", "execution", "ratio", "measured"), rows("sequences of a micro-batch"))
+def test_ratios_next_to_measured_ones(size, dispatcher, execution, ratio, measured):
+    sections = {"micro_batch_size": int(size), "dispatcher": dispatcher}
+    sections["num_micro_batches"] = 8 * int(size)
+    cost = {"analytic": {"device": "h200", "execution": execution}}
+    pairs = step_us({**cost, "collective_slowdown": 0.23}, "pairs", **sections)
+    found = float(pairs / step_us(cost, "none", **sections))
+    assert f"{found:.2f}" == ratio
+    assert (found < 1) == (float(measured.split()[0]) < 1)
