@@ -1,7 +1,7 @@
 """One training of a Llama's modules that goes on with another topology through DCP checkpoints, in bfloat16.
 
     torchrun --nproc-per-node 4 benchmarks/gpu/module_topologies.py 2048,1024,4,16
-    torchrun --nproc-per-node 4 benchmarks/gpu/module_topologies.py 128,16,2,16    # without GPUs, over gloo
+    torchrun --nproc-per-node 4 benchmarks/gpu/module_topologies.py 256,16,2,16    # without GPUs, over gloo
 
 The argument is the size: hidden, sequence, blocks for each rank of the world, rows of tokens in a step. Each topology
 builds modules with other weights, loads the checkpoint of the one before it (``load_dcp``), trains two steps of AdamW
