@@ -53,8 +53,8 @@ class Way:
 
     def __str__(self) -> str:
         blocks = "compiled" if self.is_compiled else "eager" if not self.split else ""
-        said = filter(None, ("ours" if self.split else "rival", self.split, blocks, "replayed" * self.replay))
-        return ", ".join(said)
+        words = filter(None, ("ours" if self.split else "rival", self.split, blocks, "replayed" * self.replay))
+        return ", ".join(words)
 
 
 COMPILED_RIVAL = Way(is_compiled=True)
@@ -129,8 +129,8 @@ class Job:
             gradients = {name: local(weight.grad) for name, weight in weights.items() if weight.grad is not None}
             bits.append(joined((f"{name} {self.layout.shard}", own) for name, own in bits_of(gradients).items()))
             optimizer.step()
-        said = joined([] if loss is None else [("loss", float(loss))])
-        return bits, float(str(said["loss"]))
+        losses = joined([] if loss is None else [("loss", float(loss))])
+        return bits, float(str(losses["loss"]))
 
 
 def main() -> None:

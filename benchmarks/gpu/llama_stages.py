@@ -98,7 +98,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def joined(own: Iterable[tuple[str, object]]) -> dict[str, object]:
-    """What all ranks say, by name; for one name the first rank's."""
+    """Values of all ranks by name; for a name of several ranks, that of the first."""
     everyone: list[dict[str, object]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, dict(own))
     return {name: value for of_rank in reversed(everyone) for name, value in of_rank.items()}

@@ -1,4 +1,4 @@
-"""One training of a Llama's modules that goes on with another topology through DCP checkpoints, in bfloat16.
+"""One training of a Llama's modules that continues on other topologies through DCP checkpoints, in bfloat16.
 
     torchrun --nproc-per-node 4 benchmarks/gpu/module_topologies.py 2048,1024,4,16
     torchrun --nproc-per-node 4 benchmarks/gpu/module_topologies.py 256,16,2,16    # without GPUs, over gloo
@@ -39,7 +39,7 @@ TOPOLOGIES: Mapping[str, tuple[str, int, str, int]] = {
     "pp 2, FSDP 2, interleaved": ("fsdp", 2, "interleaved", 4),
     "pp 4 again": ("pp", 1, "1f1b", 4),
 }
-"""What is inside of a stage, over how many ranks, the schedule, and the number of stages."""
+"""Inside of a stage (see ``Layout``), its number of ranks, the schedule, and the number of stages."""
 EVERY = 2
 """Steps on each topology."""
 

@@ -1,4 +1,4 @@
-"""``benchmarks/gpu/four.py``: the table of its commands, and the time limit of each."""
+"""``benchmarks/gpu/four.py``: the table of its commands, the time limit of each, and one of them over gloo."""
 
 import shlex
 from collections import defaultdict
@@ -36,3 +36,13 @@ def test_a_command_that_hangs_is_stopped_and_has_a_row(four, tmp_path):
     )
     assert (row["status"], row["output"]) == (3, [f"2 {tmp_path}"])
     assert row["seconds"] < 60
+
+
+@pytest.mark.slow
+@pytest.mark.needs_torch
+@pytest.mark.needs("transformers")
+def test_a_llama_keeps_every_tensor_from_topology_to_topology(four, tmp_path):
+    (command,) = (each for each in four.COMMANDS if each.name == "7")
+    row = four.carry_out(command.name, command.cpu, command.cpu_s, tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    assert row["status"] == 0, row["output"]
+    assert sum(" tensors equal " in line for line in row["output"]) == 6
