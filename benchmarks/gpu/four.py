@@ -48,7 +48,7 @@ COMMANDS = (
             f"{LLAMA}1-fsdp.jsonl 200 128,16,2,8 fsdp 1f1b,zb_v"),
     Command("1-tp", f"{LLAMA}1-tp.jsonl 110 4096,4096,4,8 tp", 150, f"{LLAMA}1-tp.jsonl 200 256,16,1,8 tp 1f1b,zb_v"),
     Command("1b-pp", f"{LLAMA}1b-pp.jsonl 110 2048,1024,2,8 pp deterministic", 150,
-            f"{LLAMA}1b-pp.jsonl 60 128,16,2,8 pp 1f1b deterministic"),
+            f"{LLAMA}1b-pp.jsonl 150 128,16,2,8 pp 1f1b deterministic"),
     Command("1b-fsdp", f"{LLAMA}1b-fsdp.jsonl 80 2048,1024,2,8 fsdp deterministic", 120,
             f"{LLAMA}1b-fsdp.jsonl 60 128,16,2,8 fsdp 1f1b deterministic"),
     Command("1b-tp", f"{LLAMA}1b-tp.jsonl 80 2048,1024,2,8 tp deterministic", 120,
