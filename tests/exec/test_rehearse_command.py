@@ -35,6 +35,7 @@ def test_paddle_moves_every_element_correctly_and_every_edge_is_measured(tmp_pat
     assert (report["scale"], report["messages"], report["steps"]) == ("1/2", 2 * 4 * 2, 2)
     assert report["collectives"] > 0
     assert "correct: every element" in ended.output
+    assert "`network` of `--output`" in ended.output
     measured = json.loads(profile.read_text())
     require_fit("rehearsal_profile", measured)
     assert [edge["channel"] for edge in measured["edges"]] == ["forward 0->1", "backward 1->0"]

@@ -7,9 +7,9 @@ On two GPUs, where each line is printed when its job has ended:
 
     PLANTED_BACKEND=nccl PLANTED_RANKS=2 python validation/pages/make_hangs.py --jobs 3 --results FILE
 
-``--results FILE`` writes the results there and no page; ``--add FILE`` adds such results to the page. ``--only NAME``
-runs one planted hang, ``--healthy-only`` and ``--hangs-only`` one half; other results are kept. ``--check`` exits 1 if
-the page is not that of the kept results.
+``--results FILE`` writes the results there and no page, with status 1 if a cause was not named right; ``--add FILE``
+adds such results to the page. ``--only NAME`` runs one planted hang, ``--healthy-only`` and ``--hangs-only`` one half;
+other results are kept. ``--check`` exits 1 if the page is not that of the kept results.
 """
 
 from __future__ import annotations
@@ -194,7 +194,9 @@ def run() -> int:
     if not arguments.check:
         file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     sys.argv[1:] = ["--check"] if arguments.check else []
-    return main("validation/pages/make_hangs.py", {PAGE: page_text(results)}) if file == RESULTS else 0
+    if file == RESULTS:
+        return main("validation/pages/make_hangs.py", {PAGE: page_text(results)})
+    return int(not all(_is_right(row) for result in results.values() for row in result.get("hangs", ())))
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:

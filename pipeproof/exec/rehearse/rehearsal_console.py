@@ -120,7 +120,7 @@ def _network_line(result: Rehearsal) -> str:
         f"{link['latency_us']:g} us and {link['bandwidth']:g} GB/s" if link else ""
         for link in (result.network["node"], result.network.get("between"))
     )
-    use = "`network` of `--profile` is for `cost.network` of a plan on"
+    use = "`network` of `--output` is for `cost.network` of a plan on"
     if len(result.seconds_by_host) == 1:
         return f"all edges together: {node}; {use} this machine"
     if not between:
@@ -136,7 +136,7 @@ def _print_edges(result: Rehearsal, console: Console) -> None:
     shown, title = result.edges, f"edges, one message at a time, by the {clock}'s clock"
     if len(shown) > _MOST_EDGES:
         shown = tuple(sorted(shown, key=lambda edge: edge.link.bandwidth)[:_MOST_EDGES])
-        title += f": the slowest {len(shown)} of {len(result.edges)} (`--profile` has all)"
+        title += f": the slowest {len(shown)} of {len(result.edges)} (`--output` has all)"
     headings = ("edge", ">latency us", ">GB/s", ">fit error", *(["path"] if result.paths else []))
     rows = [
         (edge.channel, f"{edge.link.latency_us:g}", f"{edge.link.bandwidth:g}", f"{edge.link.residual:.0%}")

@@ -1,0 +1,185 @@
+"""Steps of a Llama's modules by ``pipeproof.torch`` next to PyTorch's own pipelines, with one or two ranks in a stage.
+
+    torchrun --nproc-per-node 4 benchmarks/gpu/llama_pipelines.py RESULTS.jsonl 540 4096,4096,4,8 pp
+    torchrun --nproc-per-node 4 benchmarks/gpu/llama_pipelines.py RESULTS.jsonl 540 4096,4096,4,8 fsdp
+    torchrun --nproc-per-node 4 benchmarks/gpu/llama_pipelines.py RESULTS.jsonl 300 256,16,2,8 tp 1f1b    # over gloo
+
+The second argument is the time in seconds after which no further row begins, the third the size: hidden, sequence,
+blocks for each rank of the world, micro-batches of one row. A stage is on one rank (``pp``), or on two by FSDP2
+(``fsdp``) or DTensor (``tp``). Then come, if wanted, schedules with ``,`` between, and ``deterministic`` for PyTorch's
+deterministic algorithms. Forward and backward of all micro-batches, bfloat16, a GPU a rank.
+
+Each row is one way to run a schedule: milliseconds, the ratio to the best compiled row of the rival so far (it cannot
+split the backward of compiled blocks), GiB, the loss of the last of ``NUM_STEPS`` steps of SGD, and ``as_first``: the
+gradients of all these steps have the bits of the first way.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from llama_stages import Layout, joined, llama, local, weights_of
+from measure import Measured, Times, forget, timed
+from our_step import start
+from plan_graphs import Rows, bits_of
+from rival import CLASSES
+from sizes import Size
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from pipeproof.torch import Pipeline, causal_lm_loss
+
+NUM_STEPS = 4
+"""First steps whose bits are compared: a replayed step begins with the third."""
+SPLIT = ("interleaved_zb", "zb_v", "dualpipe_v")
+"""Schedules with I and W."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a schedule; ``split`` is empty for the rival."""
+
+    split: str = ""
+    is_compiled: bool = False
+    replay: bool = False
+
+    def __str__(self) -> str:
+        blocks = "compiled" if self.is_compiled else "eager" if not self.split else ""
+        words = filter(None, ("ours" if self.split else "rival", self.split, blocks, "replayed" * self.replay))
+        return ", ".join(words)
+
+
+COMPILED_RIVAL = Way(is_compiled=True)
+
+
+def ways(kind: str, inside: str, *, on_gpu: bool) -> Iterator[Way]:
+    """Those that a schedule and a layout allow."""
+    yield Way()
+    if kind not in SPLIT:
+        yield COMPILED_RIVAL
+    yield Way("whole")
+    yield Way("whole", is_compiled=True)
+    if kind in SPLIT and inside != "fsdp":
+        yield Way("linear")
+    if inside == "pp":
+        yield Way("graph")
+        if on_gpu:
+            yield Way("graph", replay=True)
+
+
+class Job:
+    """The model of all ways, and how each of them runs."""
+
+    def __init__(self, size: Size, layout: Layout, device: torch.device) -> None:
+        self.size, self.layout, self.device = size, layout, device
+        generator = torch.Generator().manual_seed(layout.replica)
+        shape = size.num_micro_batches, size.seq_length
+        self.tokens = torch.randint(0, size.vocab_size, shape, generator=generator).to(device)
+
+    def stages(self, kind: str, way: Way) -> tuple[int, dict[int, nn.Module]]:
+        """The number of stages, and this rank's."""
+        num_stages = self.layout.num_pp * self.size.chunks(kind)
+        stages = self.layout.stages(llama(self.size, self.device), kind, num_stages)
+        if way.is_compiled:
+            for block in (block for stage in stages.values() for block in stage.blocks.values()):
+                block.compile()
+        return num_stages, stages
+
+    def ours(self, kind: str, stages: Mapping[int, nn.Module], way: Way) -> tuple[Pipeline, Callable[[], Any]]:
+        """A ``Pipeline``, and its step."""
+        pipe = Pipeline(
+            stages, schedule=kind, num_micro_batches=self.size.num_micro_batches, loss_fn=causal_lm_loss,
+            example=(self.tokens[:1],), split=way.split, replay=way.replay, group=self.layout.mesh["pp"], timeout_s=120,
+        )  # fmt: skip
+        return pipe, lambda: pipe.step(self.tokens, target=self.tokens)
+
+    def theirs(self, kind: str, num_stages: int, stages: Mapping[int, nn.Module]) -> Callable[[], Any]:
+        """A step of PyTorch's pipeline."""
+        group = self.layout.mesh["pp"].get_group()
+        made = [PipelineStage(stage, number, num_stages, self.device, group=group) for number, stage in stages.items()]
+        schedule = getattr(schedules, CLASSES[kind])(
+            made if len(made) > 1 else made[0], self.size.num_micro_batches, loss_fn=causal_lm_loss
+        )
+        inputs = (self.tokens,) if 0 in stages else ()
+
+        def step() -> torch.Tensor | None:
+            losses: list[torch.Tensor] = []
+            last = {"target": self.tokens, "losses": losses} if num_stages - 1 in stages else {}
+            schedule.step(*inputs, **last)
+            return torch.stack(losses).detach().mean() if losses else None
+
+        return step
+
+    def first_steps(self, step: Callable[[], Any], stages: Mapping[int, nn.Module]) -> tuple[list[Any], float]:
+        """The bits of the gradients of the first steps on all ranks, and the last loss."""
+        weights = weights_of(stages)
+        optimizer = torch.optim.SGD(weights.values(), lr=0.1, foreach=False)
+        bits, loss = list[Any](), None
+        for _ in range(NUM_STEPS):
+            optimizer.zero_grad()
+            loss = step()
+            gradients = {name: local(weight.grad) for name, weight in weights.items() if weight.grad is not None}
+            bits.append(joined((f"{name} {self.layout.shard}", own) for name, own in bits_of(gradients).items()))
+            optimizer.step()
+        losses = joined([] if loss is None else [("loss", float(loss))])
+        return bits, float(str(losses["loss"]))
+
+
+def main() -> None:
+    """Measure the schedules that the command line names."""
+    file, end = Path(sys.argv[1]), time.monotonic() + float(sys.argv[2])
+    size = Size.read(sys.argv[3])
+    inside, *more = sys.argv[4:]
+    is_deterministic = "deterministic" in more
+    kinds = next((each.split(",") for each in more if each != "deterministic"), list(CLASSES))
+    torch.use_deterministic_algorithms(is_deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    framework, _ = start()
+    device = framework.device
+    layout = Layout.of(inside, 1 if inside == "pp" else 2, device)
+    job = Job(size, layout, device)
+    rows = Rows(file, end, device)
+    first: list[Any] = []
+    best: Measured | None = None
+    for kind in kinds:
+        for way in ways(kind, inside, on_gpu=device.type == "cuda"):
+            if not rows.has_time():
+                break
+            row = {"layout": inside, "size": sys.argv[3], "schedule": kind, "way": str(way),
+                   "deterministic": is_deterministic}  # fmt: skip
+            pipe, without = None, dict[int, str]()
+            num_stages, stages = job.stages(kind, way)
+            if way.split:
+                pipe, step = job.ours(kind, stages, way)
+            else:
+                step = job.theirs(kind, num_stages, stages)
+            bits, loss = job.first_steps(step, stages)
+            if pipe is not None:
+                without = {number: split for number, split in pipe.splits.items() if split != way.split}
+            first = first or bits
+            took = timed(step, device, Times(warm_up=1, steps=4, series=2))
+            if way == COMPILED_RIVAL and (best is None or took.ms < best.ms):
+                best = took
+            ratio = None if best is None else round(took.ms / best.ms, 3)
+            rows.put(
+                {**row, "ms": round(took.ms, 2), "ratio": ratio, "gib": round(took.gib, 2), "loss": loss},
+                {"as_first": bits == first, "without": without},
+            )
+            if pipe is not None:
+                pipe.close()
+            pipe = step = stages = None
+            forget(device)
+    dist.barrier()
+    os._exit(0)  # communicators of captured graphs would hold a normal exit up
+
+
+if __name__ == "__main__":
+    main()

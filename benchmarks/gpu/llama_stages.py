@@ -1,0 +1,104 @@
+"""Stages of a Llama of Hugging Face with random weights, each on one rank, sharded by FSDP2, or cut by DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from sizes import Size
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pipeproof.torch import stages_of_rank, stages_of_transformers
+
+COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+ROWS = ("self_attn.o_proj", "mlp.down_proj")
+"""Linear modules of a block that DTensor cuts by columns and by rows."""
+
+
+def llama(size: Size, device: torch.device, seed: int = 0) -> LlamaForCausalLM:
+    """The whole model on a device, equal on all ranks, with ``size.num_layers`` blocks for each rank of the world."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=size.hidden, intermediate_size=size.hidden * 8 // 3 // 64 * 64, vocab_size=size.vocab_size,
+        num_hidden_layers=size.num_layers * dist.get_world_size(), num_attention_heads=size.num_heads,
+        max_position_embeddings=size.seq_length,
+    )  # fmt: skip
+    torch.set_default_dtype(size.dtype)
+    with device:
+        model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Pipeline ranks times the ranks that hold one stage together: ``inside`` is ``pp`` (one), ``fsdp`` or ``tp``."""
+
+    inside: str
+    mesh: DeviceMesh
+
+    @classmethod
+    def of(cls, inside: str, num_inside: int, device: torch.device) -> Layout:
+        """A layout of the whole world; neighbours hold a stage together."""
+        shape = dist.get_world_size() // num_inside, num_inside
+        return cls(inside, init_device_mesh(device.type, shape, mesh_dim_names=("pp", "inside")))
+
+    @property
+    def num_pp(self) -> int:
+        """Pipeline ranks."""
+        return self.mesh["pp"].size()
+
+    @property
+    def replica(self) -> int:
+        """Number of this rank's data: ranks with ``fsdp`` have batches of their own."""
+        return self.mesh.get_local_rank("inside") if self.inside == "fsdp" else 0
+
+    @property
+    def shard(self) -> int:
+        """Number of this rank's part of a stage."""
+        return self.mesh.get_local_rank("inside")
+
+    def numbers(self, kind: str, num_stages: int) -> list[int]:
+        """The stages of this rank."""
+        return list(stages_of_rank(kind, self.num_pp, num_stages, self.mesh.get_local_rank("pp")))
+
+    def stages(self, model: LlamaForCausalLM, kind: str, num_stages: int) -> dict[int, nn.Module]:
+        """This rank's stages of a model, sharded or cut."""
+        cut = stages_of_transformers(model, num_stages)
+        own = {number: cut[number] for number in self.numbers(kind, num_stages)}
+        for stage in own.values():
+            if self.inside == "fsdp":
+                for block in stage.blocks.values():
+                    fully_shard(block, mesh=self.mesh["inside"])
+                fully_shard(stage, mesh=self.mesh["inside"])
+            elif self.inside == "tp":
+                plan = {**dict.fromkeys(COLUMNS, ColwiseParallel()), **dict.fromkeys(ROWS, RowwiseParallel())}
+                for block in stage.blocks.values():
+                    parallelize_module(block, self.mesh["inside"], plan)
+        return own
+
+
+def weights_of(stages: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]:
+    """Weights by their names in the whole model."""
+    return {
+        name.replace("_orig_mod.", ""): weight for stage in stages.values() for name, weight in stage.named_parameters()
+    }
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def joined(own: Iterable[tuple[str, object]]) -> dict[str, object]:
+    """Values of all ranks by name; for a name of several ranks, that of the first."""
+    everyone: list[dict[str, object]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, dict(own))
+    return {name: value for of_rank in reversed(everyone) for name, value in of_rank.items()}
