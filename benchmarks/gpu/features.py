@@ -66,12 +66,21 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
         model = {**gathered["model"], "moe": {**experts, "dispatcher": by}}
         graphs = {**turns, "model": model, "run": {**run, "dtype": "bfloat16", "compiler": "inductor"}}
         yield f"experts by {by.replace('_', '-')}, ep 2, turns, graphs", graphs
-    if device == "gpu":  # in one product for all experts of a rank, with more rows than visits
+    if device == "gpu":
+        for name, compiled in {"dropout, replayed": {}, "dropout, graphs, replayed": {"compiler": "inductor"}}.items():
+            with_dropout = {
+                **copy.deepcopy(FEATURES["dropout"]),
+                "run": {**run, "replay": True, "steps": 4, **compiled},
+            }
+            yield name, plan_dict(**with_dropout)
+        # in one product for all experts of a rank, with more rows than visits
         replayed = {**run, "dtype": "bfloat16", "replay": True, "steps": 4}
         yield "experts by all-gather, ep 2, replayed", {**gathered, "run": replayed}
         copies = {**gathered, "transport": {"experts": "copy_engine"}}
         sent = {**copies, "model": {**copies["model"], "moe": {**experts, "dispatcher": "all_to_all"}}}
         yield "experts by all-gather, ep 2, copies, replayed", {**copies, "run": replayed}
+        dropped = {**gathered, "model": {**gathered["model"], "dropout": 0.1}, "run": replayed}
+        yield "experts by all-gather, ep 2, dropout, replayed", dropped
         yield "experts by all-to-all, ep 2, copies", {**sent, "run": {**run, "dtype": "bfloat16"}}
         yield "experts by all-gather, ep 2, turns, replayed", {**turns, "run": replayed}
         turns_of_copies = {**sent, "schedule": turns["schedule"], "run": {**run, "dtype": "bfloat16"}}

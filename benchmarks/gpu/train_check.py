@@ -1,7 +1,7 @@
 """Every schedule kind and split on real GPUs: `Pipeline.compare` with the unpartitioned module, in float32.
 
 torchrun --nproc-per-node 2 benchmarks/gpu/train_check.py
-torchrun --nproc-per-node 2 benchmarks/gpu/train_check.py --replay  # bits of replayed steps, and of plain ones
+torchrun --nproc-per-node 2 benchmarks/gpu/train_check.py --replay linear  # bits of replayed steps, and of plain ones
 torchrun --nproc-per-node 2 benchmarks/gpu/train_check.py --fail    # an error in a module ends both ranks
 """
 
@@ -67,8 +67,9 @@ def main() -> None:
             print(f"rank {rank} ended after {time.perf_counter() - start:.1f} s", flush=True)
         return
     if "--replay" in sys.argv:
+        split = sys.argv[sys.argv.index("--replay") + 1]
         for kind in ("1f1b", "interleaved", "zb_v", "dualpipe_v"):
-            check_replay(kind, device, x, y)
+            check_replay(kind, split, device, x, y)
         dist.destroy_process_group()
         return
     for kind, chunks in KINDS.items():
@@ -88,7 +89,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def check_replay(kind: str, device: torch.device, x: torch.Tensor, y: torch.Tensor) -> None:
+def check_replay(kind: str, split: str, device: torch.device, x: torch.Tensor, y: torch.Tensor) -> None:
     """Train two copies of a model with dropout, one by replayed steps; print whether losses and weights are equal."""
     rank, num = dist.get_rank(), x.shape[0] // 2
     num_stages, size = KINDS[kind] * dist.get_world_size(), x.shape[-1]
@@ -100,7 +101,7 @@ def check_replay(kind: str, device: torch.device, x: torch.Tensor, y: torch.Tens
             modules[number] = nn.Sequential(Block(number, size), nn.Dropout(0.1)).to(device)
         optimizer = torch.optim.AdamW([w for module in modules.values() for w in module.parameters()], 1e-3)
         with Pipeline(
-            modules, schedule=kind, num_micro_batches=num, loss_fn=F.mse_loss, example=(x[:2],), split="linear",
+            modules, schedule=kind, num_micro_batches=num, loss_fn=F.mse_loss, example=(x[:2],), split=split,
             replay=replay,
         ) as pipe:  # fmt: skip
             torch.manual_seed(7)
@@ -117,7 +118,7 @@ def check_replay(kind: str, device: torch.device, x: torch.Tensor, y: torch.Tens
         assert plain is None or replayed is None or torch.isfinite(plain)
     same_losses = all(a is None or torch.equal(a, b) for a, b in zip(losses[False], losses[True], strict=True))
     same_weights = all(map(torch.equal, weights[False], weights[True]))
-    found = {"schedule": kind, "rank": rank, "same losses": same_losses, "same weights": same_weights}
+    found = {"schedule": kind, "split": split, "rank": rank, "same losses": same_losses, "same weights": same_weights}
     print(json.dumps({**found, "seconds": round(seconds, 2)}), flush=True)
 
 

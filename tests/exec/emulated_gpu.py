@@ -109,6 +109,8 @@ class EmulatedStream:
     def wait_stream(self, stream):
         """Computation on the CPU is over when it returns."""
 
+    wait_event = wait_stream  # of the current stream
+
     def record_event(self):
         event = threading.Event()
         with self.driver.lock:
@@ -129,6 +131,9 @@ class CurrentStream:
 
     def wait_event(self, event):
         self.driver.run_until(event.is_set)
+
+    def record_event(self):
+        """Return an event that nobody needs to wait for."""
 
 
 def emulate(monkeypatch, seed=0):

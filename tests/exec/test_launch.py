@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import selectors
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeproof.exec.launch import supervisor as launch
-from pipeproof.exec.launch.job_files import Job, dump_plan, save_json
+from pipeproof.exec.launch.job_files import EventSink, Job, dump_plan, save_json
 from pipeproof.exec.launch.supervisor import Launcher, WorkerFailedError, job_directory
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.signals import TerminatedError, terminate_raises
@@ -201,3 +202,15 @@ def test_a_file_that_another_rank_waits_for_appears_whole(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="space"):
         save_json(tmp_path / "rank0.log.json", [1, 2], list[int])
     assert not (tmp_path / "rank0.log.json").exists()
+
+
+def test_events_are_lines_of_json():
+    reader, writer = os.pipe()
+    sink = EventSink(writer)
+    sink.send("at", step=3, op=17)
+    sink.send("setup", what='a "word"')
+    os.close(writer)
+    with os.fdopen(reader) as lines:
+        assert [json.loads(line) for line in lines] == [
+            {"kind": "at", "step": 3, "op": 17}, {"kind": "setup", "what": 'a "word"'},
+        ]  # fmt: skip

@@ -73,7 +73,15 @@ SIXTEEN = {**GPU, "dtype": "bfloat16"}
 EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_size": 8}
 
 
-@pytest.mark.parametrize("sections", [{"run": GPU}, {"run": SIXTEEN, "model": {"moe": EXPERTS}}])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"run": GPU},
+        {"run": SIXTEEN, "model": {"moe": EXPERTS}},
+        {"run": GPU, "model": {"dropout": 0.1}},
+        {"run": {**GPU, "compiler": "inductor"}, "model": {"dropout": 0.1}},
+    ],
+)
 def test_a_step_of_fixed_shapes_is_replayed(sections):
     assert plan_from_dict(plan_dict(**sections)).spec.run.replay
 
@@ -82,7 +90,6 @@ def test_a_step_of_fixed_shapes_is_replayed(sections):
     ("sections", "fact"),
     [
         ({"run": {"backend": "torch", "replay": True}}, "run.device is cpu"),
-        ({"run": GPU, "model": {"dropout": 0.1}}, "model.dropout"),
         ({"run": GPU, "model": {"moe": EXPERTS}}, "model.moe"),
         ({"run": {**SIXTEEN, "main_grad_dtype": "float32"}, "model": {"moe": EXPERTS}}, "model.moe"),
         ({"run": SIXTEEN, "model": {"moe": {**EXPERTS, "ffn_size": 12}}}, "model.moe"),

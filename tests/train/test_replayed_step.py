@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeproof.exec.rank.torch.cuda_graph import CaptureStream
 from pipeproof.exec.train.torch.module_stage import StepData
 from pipeproof.exec.train.torch.replayed_step import ReplayedStep, require_replayable
 from pipeproof.exec.train.train_errors import PipelineError
@@ -16,10 +17,12 @@ pytestmark = pytest.mark.needs_torch
 class Trained:
     """A module with its steps, replayed or not, and the stream that captures; ``unused`` never receives a gradient."""
 
-    def __init__(self, *, is_replayed):
+    def __init__(self, *, is_replayed, device="cpu"):
         torch.manual_seed(0)
-        self.module = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
-        self.replay = ReplayedStep(self.parameters, self) if is_replayed else None
+        self.module = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)}).to(device)
+        self.dropout = nn.Dropout(0.5)
+        stream = self if device == "cpu" else CaptureStream(torch.device(device))
+        self.replay = ReplayedStep(self.parameters, stream) if is_replayed else None
         self.num_captured = 0
 
     def parameters(self):
@@ -36,7 +39,7 @@ class Trained:
         ((x, factor),) = values
         losses = {}
         for index, part in enumerate(x.split(2)):
-            loss = (factor * self.module["used"](part)).pow(2).sum()
+            loss = (factor * self.dropout(self.module["used"](part))).pow(2).sum()
             loss.backward()
             losses[index] = loss.detach()
         return StepData(losses=losses)
@@ -51,13 +54,20 @@ def batches(num, rows=4):
     return [torch.randn(rows, 3, generator=generator) for _ in range(num)]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 @pytest.mark.parametrize("reset", ["to_none", "to_zero", "never", "replaced"])
-def test_replayed_steps_give_the_losses_and_gradients_of_plain_ones(reset):
-    plain, replayed = Trained(is_replayed=False), Trained(is_replayed=True)
+def test_replayed_steps_give_the_losses_and_gradients_of_plain_ones(reset, device):
+    if device != "cpu" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    plain, replayed = (Trained(is_replayed=each, device=device) for each in (False, True))
     optimizers = [torch.optim.AdamW(each.module.parameters(), 0.1, weight_decay=0.5) for each in (plain, replayed)]
     kept = []
     for number, x in enumerate(batches(6)):
-        first, second = plain.step(x), replayed.step(x)
+        results = []
+        for trained in (plain, replayed):
+            torch.manual_seed(number)  # both draw the same masks
+            results.append(trained.step(x.to(device)))
+        first, second = results
         kept.append((first.losses, second.losses))
         for a, b in zip(plain.module.parameters(), replayed.module.parameters(), strict=True):
             assert (a.grad is None) == (b.grad is None)
@@ -71,7 +81,8 @@ def test_replayed_steps_give_the_losses_and_gradients_of_plain_ones(reset):
                 optimizer.zero_grad(set_to_none=reset != "to_zero")
         for a, b in zip(plain.module.parameters(), replayed.module.parameters(), strict=True):
             assert torch.equal(a, b)
-    assert replayed.num_captured == 1
+    assert replayed.replay.is_captured
+    assert replayed.num_captured == (device == "cpu")
     for first, second in kept:  # of all steps: a later replay does not write to losses that the script holds
         assert first.keys() == second.keys()
         assert all(torch.equal(first[index], second[index]) for index in first)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import cast
 
 import numpy as np
 
@@ -76,6 +77,8 @@ class RankAdapter:
             (plan.graph.groups[index].axis, collectives.ranks): collectives
             for index, collectives in world.collectives.items()
         }
+        self._used_over: dict[tuple[str, int, str], Collectives] = {}
+        """Those that were asked for, by axis, stage and weight."""
         self._children = ChildCollectives(self, framework.arrays)
         self._stages: dict[int, RankStage] = {}
         lent: dict[str, Weight] = {}
@@ -262,33 +265,35 @@ class RankAdapter:
     def collectives_over(self, axis: str, stage: int, weight: str = "") -> Collectives:
         """Return the collectives along a mesh axis; along ``pp`` those of the holders of a stage's weight."""
         self.transfers.drain()
-        num_ranks = self._plan.mesh.size(axis)
-        indices = self._plan.shared_weights.places(stage, weight) if axis == "pp" else range(num_ranks)
-        ranks = tuple(self._plan.mesh.rank({**self._coords, axis: index}) for index in indices)
-        return self._collectives[axis, ranks]
+        found = self._used_over.get((axis, stage, weight))
+        if found is None:
+            num_ranks = self._plan.mesh.size(axis)
+            indices = self._plan.shared_weights.places(stage, weight) if axis == "pp" else range(num_ranks)
+            ranks = tuple(self._plan.mesh.rank({**self._coords, axis: index}) for index in indices)
+            found = self._used_over[axis, stage, weight] = self._collectives[axis, ranks]
+        return found
 
     def _take_turns(self, pair: OverlappedPair) -> None:
         """Execute both computations of a pair."""
-        assert isinstance(self._framework, ThreadedFramework)
+        framework = cast(ThreadedFramework, self._framework)  # executor_support refuses the others
         forward, backward = (self._plan.graph.ops[op_id] for op_id in (pair.forward, pair.backward))
 
         def add_weights() -> None:
-            deferred, stage = self.transfers.of(backward).weights, self._stages[backward.stage]
+            deferred = self.transfers.of(backward).weights
             if deferred is not None:
                 deferred.accumulate()
             else:  # the backward is under way, or has not begun
-                assert isinstance(stage, DeferringStage)
-                stage.accumulate_deferred()
+                cast(DeferringStage, self._stages[backward.stage]).accumulate_deferred()
 
         sides = (lambda: self._forward(forward)), (lambda: self._backward_input(backward))
         if self._seams is None:
             turns = PairTurns(pair, self, add_weights)
             with self._children.issued_by(turns):
-                turns.run(*sides, self._framework.as_this_thread())
+                turns.run(*sides, framework.as_this_thread())
         else:
             at_seams = SeamTurns(pair, self)
             with self._seams(at_seams):
-                at_seams.run(*sides, self._framework.as_this_thread())
+                at_seams.run(*sides, framework.as_this_thread())
         if backward.kind is OpKind.BACKWARD:
             self._backward_weight(backward)
 

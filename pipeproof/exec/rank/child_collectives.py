@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -72,6 +72,7 @@ class ChildCollectives:
         self._parent: Op | None = None
         self._parent_id = self._index = 0
         self._issuer: Issuer | None = None
+        self._texts: dict[tuple[int, OpKind, str], str] = {}
 
     def begin(self, op_id: int, op: Op) -> None:
         """Begin a host operation: the following collectives are its children."""
@@ -112,10 +113,16 @@ class ChildCollectives:
         def announced(received: Tensor) -> Traffic:
             return tuple(zip(self._sums(tensor, send), self._sums(received, receive), strict=True))
 
-        call = Call(OpKind.ALL_TO_ALL, "ep", tensor, lambda c: c.exchange(tensor, send, receive))
-        if self._arrays.dtype(tensor) == COUNTS_DTYPE:
-            return self._issue(replace(call, traffic_of=announced))
-        return self._issue(replace(call, traffic=tuple(zip(send, receive, strict=True))))
+        of_counts = self._arrays.dtype(tensor) == COUNTS_DTYPE
+        call = Call(
+            OpKind.ALL_TO_ALL,
+            "ep",
+            tensor,
+            lambda c: c.exchange(tensor, send, receive),
+            traffic=() if of_counts else tuple(zip(send, receive, strict=True)),
+            traffic_of=announced if of_counts else None,
+        )
+        return self._issue(call)
 
     def sum_scattered(self, axis: str, flat: Tensor) -> Tensor:
         """Return this rank's part of the sum of a flat tensor over an axis, in rank order."""
@@ -141,11 +148,14 @@ class ChildCollectives:
     def _issue_child(self, call: Call) -> Tensor:
         """Issue a collective below the operation that runs, and let it end."""
         assert self._parent is not None
-        op = child_of(self._parent, self._index, call.kind, call.axis)
+        key = self._parent_id + self._index + 1, call.kind, call.axis  # children follow their parent in the graph
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = str(child_of(self._parent, self._index, call.kind, call.axis))
         self._index += 1
-        self._host.enter(self._parent_id + self._index)  # children follow their parent in the graph
+        self._host.enter(key[0])
         collectives = self._host.collectives_over(call.axis, self._parent.stage, call.weight)
-        entry = self._host.begin_entry(HOST_QUEUE, str(op))
+        entry = self._host.begin_entry(HOST_QUEUE, text)
         result = call.act(collectives)
         entry.end_ns = self._host.now()
         self._host.fill_in(entry, collectives, call, result)

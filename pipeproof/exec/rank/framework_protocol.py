@@ -8,7 +8,7 @@ ranges of the first dim) and ``Arrays``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -162,7 +162,6 @@ class AsyncCollectives(Protocol):
         ...
 
 
-@runtime_checkable
 class OverlappedCollectives(Protocol):
     """Collectives that can also be begun and waited for later."""
 
@@ -219,7 +218,6 @@ class WeightGradients(Protocol):
         ...
 
 
-@runtime_checkable
 class DeferringStage(Protocol):
     """A stage whose deferred weight gradients can be computed while its backward is under way."""
 
@@ -372,7 +370,6 @@ class Clip(Protocol):
         ...
 
 
-@runtime_checkable
 class ThreadedFramework(Protocol):
     """A framework with which two threads of a rank compute in turns."""
 

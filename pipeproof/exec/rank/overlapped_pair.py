@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from pipeproof.exec.rank.child_collectives import Call
 from pipeproof.exec.rank.framework_protocol import BegunCollective, Collectives, OverlappedCollectives, Tensor
@@ -237,8 +237,7 @@ class PairTurns:
             result = call.act(collectives)
             entry.end_ns = host.now()
             return _Issued(call, collectives, entry, lambda: result)
-        assert isinstance(collectives, OverlappedCollectives)
-        begun: BegunCollective = call.act(collectives.begun)
+        begun: BegunCollective = call.act(cast(OverlappedCollectives, collectives).begun)
         entry.posted_ns, entry.end_ns = entry.start_ns, host.end_of(begun.block)
         return _Issued(call, collectives, entry, begun.wait)
 

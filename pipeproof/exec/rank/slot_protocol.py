@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 NUM_SLOTS = 2
 """Slots of a channel: one is filled while the other is read."""
@@ -51,16 +51,16 @@ STEPS = (Step.AWAIT, Step.CLEAR, Step.COPY, Step.SIGNAL)
 class Ended(Protocol):
     """The end of a message on a stream."""
 
-    def wait(self) -> None:
-        """Make the current stream wait for it."""
+    def wait(self, stream: Any = None) -> None:
+        """Make a stream wait for it, by default the current one."""
         ...
 
 
 class CopyStream(Protocol):
     """A stream of one end of a channel. Words, targets and sources are addresses; calls launch, and do not wait."""
 
-    def begin(self) -> None:
-        """Make what follows wait for the work that the current stream has got so far."""
+    def begin(self, after: Any = None) -> None:
+        """Make what follows wait for an event, by default for the work that the current stream has got so far."""
         ...
 
     def await_word(self, word: int) -> None:
@@ -110,9 +110,12 @@ class SlotEnd:
         self.stream, self._own, self._other, self._slots = stream, own_words, other_words, slots
         self.slot_bytes, self._is_sender, self._steps, self._slot = slot_bytes, is_sender, steps, 0
 
-    def post(self, address: int, num_bytes: int) -> Ended:
-        """Launch the next message, from or to ``address``; one that is larger than a slot moves in equal pieces."""
-        self.stream.begin()
+    def post(self, address: int, num_bytes: int, after: Any = None) -> Ended:
+        """Launch the next message, from or to ``address``; one that is larger than a slot moves in equal pieces.
+
+        It waits for ``after``, see ``CopyStream.begin``.
+        """
+        self.stream.begin(after)
         piece = -(-num_bytes // max(1, -(-num_bytes // self.slot_bytes)))
         for first in range(0, max(num_bytes, 1), max(piece, 1)):
             self._move(address + first, min(piece, num_bytes - first))

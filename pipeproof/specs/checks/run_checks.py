@@ -103,8 +103,6 @@ def _check_replay(plan: PlanSections) -> list[Problem]:
     if model.moe is not None and not _has_fused_experts(plan):
         reason = "the host reads the number of tokens of each expert, except with ep 1 or `dispatcher: all_gather`, "
         dynamic.append(("model.moe", reason + f"bfloat16 throughout and sizes that divide by {_ALIGNED}"))
-    if model.dropout is not None:
-        dynamic.append(("model.dropout", "masks are drawn on the host"))
     if plan.buffers.free_output != "after_backward":
         dynamic.append(("buffers.free_output", "memory that is freed early moves"))
     return [

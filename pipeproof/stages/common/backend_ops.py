@@ -89,7 +89,7 @@ class BackendOps(Protocol):
         ...
 
     def masked_gain(self, mask: npt.NDArray[Any], gain: float, like: Tensor, /) -> Tensor:
-        """``gain`` where the mask (booleans on the host) is true, else 0, with the type and device of ``like``."""
+        """``gain`` where the mask (booleans as ``Dropouts`` has them) is true, else 0; type and device of ``like``."""
         ...
 
     def regather_input(self, tensor: Tensor, gather: Callable[[], Tensor], /) -> None:

@@ -1,7 +1,6 @@
 """Dropout on one rank: its part of the masks of ``describe.dropout``, in the layout of the tensor that they multiply.
 
-Masks are drawn on the host and copied when they are needed, unless ``keys`` draws them elsewhere. On a GPU the host
-waits for the copy, so a plan with dropout is for comparisons and is not replayed.
+Masks are drawn on the host and copied when they are needed, unless ``keys`` draws them on the device.
 
 Shape letters: S sequence, B rows, H hidden, K heads of keys and values of this rank, G query heads of each.
 """

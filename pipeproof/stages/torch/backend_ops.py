@@ -73,7 +73,7 @@ class TorchOps:
 
     @staticmethod
     def masked_gain(mask: npt.NDArray[Any], gain: float, like: Tensor) -> Tensor:
-        """Implement ``BackendOps.masked_gain``; the host waits for the copy to a GPU."""
+        """Implement ``BackendOps.masked_gain``; a mask that was drawn on the device stays there."""
         return torch.as_tensor(mask, device=like.device).to(like.dtype) * gain
 
     @staticmethod

@@ -32,6 +32,7 @@ from pipeproof.stages.describe.mtp_streams import mtp_streams_into, num_modules
 from pipeproof.stages.describe.residual_streams import width_after
 from pipeproof.stages.torch.backend_ops import OPS
 from pipeproof.stages.torch.backward_graphs import Addend
+from pipeproof.stages.torch.device_masks import DeviceMasks
 from pipeproof.stages.torch.functional import Groups, grouped_product, is_one_kernel, wide_type
 from pipeproof.stages.torch.graph_calls import GraphCalls, GraphCollectives, Island
 from pipeproof.stages.torch.graph_capture import (
@@ -41,7 +42,6 @@ from pipeproof.stages.torch.graph_capture import (
     captured_graphs,
     values_of,
 )
-from pipeproof.stages.torch.graph_dropout import MaskStates, TracedMasks
 from pipeproof.stages.torch.graph_errors import GraphOperationError
 from pipeproof.stages.torch.stage import TorchStage
 from pipeproof.stages.torch.weights import SplitWeights, View, Weight, WeightGradients, each_column, normalized
@@ -192,8 +192,7 @@ class GraphStage(TorchStage):
         self._used = self._held.used()
         self._end = "head" if layers[-1].name == "head" else ""
         self._graphs: dict[torch.Size, Callable[..., Any]] = {}
-        self._mask_states: dict[torch.Size, MaskStates] = {}
-        self._traced_masks: tuple[Tensor, MaskStates] | None = None
+        self._traced_masks: Tensor | None = None
         self._work_item_number = 0, 0
         self.kept: list[KeptBytes] = []
         """Memory that a forward keeps, of each size of micro-batches, without what runs operation by operation."""
@@ -230,18 +229,16 @@ class GraphStage(TorchStage):
             activation = super()._run_layers(self._before, activation, work_item, step, index, split, watch)
         assert activation is not None
         self._work_item_number = step, index
-        masks = self._mask_states[work_item.tokens.shape].of(step, index)
         with _errors_at(f"stage {self._number}, micro-batch {index}"):
-            output, *losses = graphs(*self._inputs([w.value for w in self._used], activation, work_item, masks))
+            output, *losses = graphs(*self._inputs([w.value for w in self._used], activation, work_item, index))
         if self._end == "head":
             self.losses = losses[0] if losses else output.detach()
         result: Tensor = output
         return result
 
-    def _inputs(
-        self, weights: Sequence[Tensor], activation: Tensor, work_item: WorkItem, masks: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def _inputs(self, weights: Sequence[Tensor], activation: Tensor, work_item: WorkItem, index: int) -> list[Tensor]:
         """The inputs of a graph, in order."""
+        masks = [self._mask_states.of(index)] if self._draws_on_device else []
         streams = [ids for stream in work_item.streams for ids in (stream.tokens, stream.labels)]
         return [*weights, *self._tables, activation, work_item.scale, *streams, *masks]
 
@@ -261,29 +258,25 @@ class GraphStage(TorchStage):
             joined[region.sequence_dim] //= region.num_ranks
         width = width_after(model, before)
         activation = torch.zeros(*joined, width, dtype=dtype, device=self._device, requires_grad=True)
-        masks = MaskStates(self._plan, len(self._captured), self._device)
         weights = [nn.Parameter(w.value) for w in self._used]
-        example = self._inputs(weights, activation, work_item, masks.of(0, index))
+        example = self._inputs(weights, activation, work_item, index)
         run, kept = captured_graphs(
-            _graph_of(
-                partial(self._traced, index, masks), example, 2 if self._end == "head" and num_streams > 1 else 1
-            ),
+            _graph_of(partial(self._traced, index), example, 2 if self._end == "head" and num_streams > 1 else 1),
             example, self._compiler, self._traced_weights.defer, _adder,
             weights=dict(enumerate(self._used)), in_product=True, at_calls=self._plan.schedule.turns is not None,
         )  # fmt: skip
-        self._graphs[work_item.tokens.shape], self._mask_states[work_item.tokens.shape] = run, masks
+        self._graphs[work_item.tokens.shape] = run
         self.kept.append(kept)
 
-    def _traced(self, index: int, masks: MaskStates, *inputs: Tensor) -> list[Tensor]:
+    def _traced(self, index: int, *inputs: Tensor) -> list[Tensor]:
         """The stage from its inputs to its output, for a trace; with MTP modules also the losses."""
         num, num_ids = len(self._used), 2 * (1 + num_modules(self._plan.gpt))
         cos, sin, activation, scale, *rest = inputs[num:]
         ids, states = rest[:num_ids], rest[num_ids:]
         work_item = WorkItem(tuple(map(MtpStream, ids[::2], ids[1::2])), scale)
         positions, self._positions = self._positions, Positions(OPS, self._plan, self._traced_weights, (cos, sin))
-        self._traced_masks = (states[0], masks) if states else None
+        self._traced_masks = states[0] if states else None
         self._calls.begin()
-        masks.begin()
         try:
             with self._traced_weights.traced(self._used, inputs[:num]), _in_module(self._end):
                 output = super()._run_layers(self._captured, activation, work_item, 0, index, self._split, None)
@@ -294,7 +287,7 @@ class GraphStage(TorchStage):
     def _dropout_keys(self, step: int, index: int) -> DropoutKeys:
         if self._traced_masks is None:
             return super()._dropout_keys(step, index)
-        return TracedMasks(self._plan, step, index, *self._traced_masks)
+        return DeviceMasks(self._plan, step, index, self._traced_masks, self._mask_states.positions)
 
     def _is_island(self, activation: Tensor, name: str) -> bool:
         """True for experts that a graph cannot have: they run operation by operation."""

@@ -19,9 +19,11 @@ from pipeproof.stages.common.stage import LayerOps, Stage
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives
 from pipeproof.stages.common.weights import WeightMaker
 from pipeproof.stages.common.work_items import WorkItem, join_mtp_streams, split_mtp_streams
+from pipeproof.stages.describe.dropout import DropoutKeys
 from pipeproof.stages.describe.layer import Layer
 from pipeproof.stages.torch.backend_ops import OPS
 from pipeproof.stages.torch.balance import TorchBalance
+from pipeproof.stages.torch.device_masks import DeviceMasks, MaskStates
 from pipeproof.stages.torch.experts import FixedTorchExperts, TorchExperts
 from pipeproof.stages.torch.functional import mlp_activation, rotary_tables
 from pipeproof.stages.torch.vocabulary import TorchVocabulary
@@ -68,6 +70,8 @@ class TorchStage(Stage[WorkItem]):
         run, model = plan.run, plan.gpt
         dtype: torch.dtype = getattr(torch, run.dtype)
         self._split_weights = SplitWeights(device) if weights is None else weights
+        self._mask_states = MaskStates(plan, layers, device)
+        self._draws_on_device = model.dropout is not None and (run.device == "gpu" or run.compiler is not None)
         self._tables = rotary_tables(model.seq_length, model.rotary_size, dtype, device)
         experts = ExpertRegion(OPS, ep_rank, plan.topology.ep, exchanges)
 
@@ -88,9 +92,19 @@ class TorchStage(Stage[WorkItem]):
         )
         super().__init__(layer_ops, plan, layers, tp_rank, collectives, experts, lent, context)
 
+    def load_masks(self, step: int, first: int) -> None:
+        """Put the states of a step's dropout masks on the device, of the micro-batches from ``first`` on."""
+        if self._draws_on_device:
+            self._mask_states.load(step, first)
+
     def accumulate_deferred(self) -> None:
         """Add the weight gradients that the running backward has deferred so far."""
         self._split_weights.accumulate_deferred()
+
+    def _dropout_keys(self, step: int, index: int) -> DropoutKeys:
+        if not self._draws_on_device:
+            return super()._dropout_keys(step, index)
+        return DeviceMasks(self._plan, step, index, self._mask_states.of(index), self._mask_states.positions)
 
     def _work_item(self, batch: WorkItem, step: int, index: int, split: int) -> WorkItem:
         return batch

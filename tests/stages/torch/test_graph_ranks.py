@@ -8,7 +8,7 @@ from pipeproof.stages.describe.dropout import DropoutKeys, mask_key
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.stages.torch.batches import StepBatches
-from pipeproof.stages.torch.graph_dropout import kept, state_of
+from pipeproof.stages.torch.device_masks import kept, state_of
 from pipeproof.stages.torch.graph_errors import GraphOperationError
 from pipeproof.stages.torch.graph_stage import GraphStage
 from tests.stages.torch.features import EVEN, MLA, MOE, TWO, make_plan

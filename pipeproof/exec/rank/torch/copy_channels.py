@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pipeproof.comm.channel_models import message_bytes
 from pipeproof.exec.rank.group_channels import PostedTransfer, connecting
-from pipeproof.exec.rank.slot_protocol import NUM_SLOTS, SlotEnd
+from pipeproof.exec.rank.slot_protocol import NUM_SLOTS, Ended, SlotEnd
 from pipeproof.exec.rank.torch.peer_memory import CudaCopyStream, SharedWords, mapped_memory, new_memory
 from pipeproof.foreign_text import decode_json
 from pipeproof.schedule.op_table import Channel, OpGraph
@@ -41,29 +41,39 @@ def slot_sizes(graph: OpGraph) -> dict[Channel, int]:
 
 
 class CopyChannels:
-    """Ends of the channels of one rank; a ``Channels``.
+    """Ends of the channels of one rank, whose GPU is the current one; a ``Channels``.
 
     ``words`` are the words of each channel, of which this rank awaits half.
     """
 
     def __init__(self, rank: int, ends: Mapping[Channel, SlotEnd], words: Mapping[Channel, SharedWords]) -> None:
         self._rank, self._ends, self._words = rank, ends, words
+        self._device = torch.cuda.current_device()
         self._local: CudaCopyStream | None = None
 
     def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[PostedTransfer] = ()) -> PostedTransfer:
         """Start moving a contiguous buffer over this rank's end; ``after`` is on the same channel, a FIFO."""
         posted_ns = time.monotonic_ns()
         end = self._ends[channel]
-        return PostedTransfer(buffer, end.post(buffer.data_ptr(), buffer.numel() * buffer.element_size()), posted_ns)
+        return PostedTransfer(buffer, end.post(buffer.data_ptr(), _bytes_of(buffer)), posted_ns)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> PostedTransfer:
-        """Start copying between contiguous tensors of this rank, on a stream of its own."""
-        posted_ns = time.monotonic_ns()
-        if self._local is None:
-            self._local = CudaCopyStream()
-        self._local.begin()
-        self._local.copy(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
-        return PostedTransfer(target, self._local.end(), posted_ns)
+    def move(
+        self, messages: Sequence[tuple[Channel, torch.Tensor]], copied: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> AllEnded:
+        """Start moving contiguous buffers over this rank's ends; all of them wait for one event of the current stream.
+
+        ``copied`` are a target and a source, contiguous tensors of this rank, copied on a stream of their own.
+        """
+        after = torch.cuda.current_stream(self._device).record_event()
+        ends = [self._ends[channel].post(part.data_ptr(), _bytes_of(part), after) for channel, part in messages]
+        if copied is not None:
+            if self._local is None:
+                self._local = CudaCopyStream()
+            target, source = copied
+            self._local.begin(after)
+            self._local.copy(target.data_ptr(), source.data_ptr(), _bytes_of(source))
+            ends.append(self._local.end())
+        return AllEnded(ends, self._device)
 
     def close(self) -> None:
         """Do nothing: the rank has waited for every transfer, and the memory ends with the process."""
@@ -82,6 +92,26 @@ class CopyChannels:
             if all(stream.is_idle() for stream in streams):
                 return
             time.sleep(_RELEASE_POLL_S)
+
+
+class AllEnded:
+    """The ends of several messages and copies."""
+
+    __slots__ = ("_device", "_ends")
+
+    def __init__(self, ends: Sequence[Ended], device: int) -> None:
+        self._ends, self._device = ends, device
+
+    def wait(self) -> None:
+        """Make the current stream wait for all."""
+        stream = torch.cuda.current_stream(self._device)
+        for end in self._ends:
+            end.wait(stream)
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    num_bytes: int = tensor.numel() * tensor.element_size()
+    return num_bytes
 
 
 def _awaited(*, is_sender: bool) -> range:
@@ -109,8 +139,8 @@ def connect_copies(
     """
     ends: dict[Channel, SlotEnd] = {}
     words: dict[Channel, SharedWords] = {}
-    channels = CopyChannels(rank, ends, words)
     with torch.cuda.device(device):
+        channels = CopyChannels(rank, ends, words)
         for channel, slot_bytes in slots.items():
             progress(connecting(channel))
             if rank in (channel.src, channel.dst):

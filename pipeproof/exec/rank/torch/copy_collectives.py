@@ -10,8 +10,8 @@ from typing import Final, Protocol
 
 import torch
 
-from pipeproof.exec.rank.group_channels import PostedTransfer
 from pipeproof.exec.rank.torch.begun import Begun, WaitedCollectives, combined
+from pipeproof.exec.rank.torch.copy_channels import AllEnded
 from pipeproof.schedule.op_table import Channel, Group
 
 SLOT_BYTES: Final = 2**26
@@ -37,15 +37,13 @@ class Reductions(Protocol):
         ...
 
 
-class Posts(Protocol):
+class Moves(Protocol):
     """Ends of the channels of a rank."""
 
-    def post(self, channel: Channel, buffer: torch.Tensor) -> PostedTransfer:
-        """Start moving a contiguous buffer over this rank's end."""
-        ...
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> PostedTransfer:
-        """Start copying between contiguous tensors of this rank."""
+    def move(
+        self, messages: Sequence[tuple[Channel, torch.Tensor]], copied: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> AllEnded:
+        """Start moving contiguous buffers over this rank's ends, and copying from the second tensor to the first."""
         ...
 
 
@@ -55,8 +53,15 @@ class BegunCopies:
     They begin after all that the current stream has launched so far.
     """
 
-    def __init__(self, rank: int, group: Group, channels: Posts) -> None:
-        self._ranks, self._own, self._axis, self._channels = group.ranks, group.ranks.index(rank), group.axis, channels
+    def __init__(self, rank: int, group: Group, channels: Moves) -> None:
+        size, own = len(group.ranks), group.ranks.index(rank)
+        self._ranks, self._own, self._channels = group.ranks, own, channels
+        # From the next member on, so that no link has the messages of all.
+        others = [((own + distance) % size, (own - distance) % size) for distance in range(1, size)]
+        self._messages = [
+            (to, Channel(group.axis, rank, group.ranks[to]), source, Channel(group.axis, group.ranks[source], rank))
+            for to, source in others
+        ]
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> Begun:
         """Begin ``Collectives.all_gather``."""
@@ -78,21 +83,17 @@ class BegunCopies:
     def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> Begun:
         """Begin ``Collectives.exchange``."""
         result = rows.new_empty([sum(receive), *rows.shape[1:]])
-        transfers = self._begin(rows.split(list(send)), result.split(list(receive)))
+        transfers = self._begin(rows.split_with_sizes(list(send)), result.split_with_sizes(list(receive)))
         return Begun(transfers, lambda: result, rows)
 
-    def _begin(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> list[PostedTransfer]:
-        """Send each member its tensor and receive from each, from the next member on, so that no link has all."""
-        size, ranks = len(self._ranks), self._ranks
-        transfers = []
-        for distance in range(1, size):
-            target, source = (self._own + distance) % size, (self._own - distance) % size
-            ends = (self._own, target, outgoing[target]), (source, self._own, incoming[source])
-            transfers += [self._channels.post(Channel(self._axis, ranks[a], ranks[b]), part) for a, b, part in ends]
-        kept = outgoing[self._own]
-        if kept.numel() and incoming[self._own] is not kept:
-            transfers.append(self._channels.copy(incoming[self._own], kept))
-        return transfers
+    def _begin(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> list[AllEnded]:
+        """Send each member its tensor and receive from each."""
+        messages: list[tuple[Channel, torch.Tensor]] = []
+        for member, to_member, source, from_source in self._messages:
+            messages += ((to_member, outgoing[member]), (from_source, incoming[source]))
+        target, kept = incoming[self._own], outgoing[self._own]
+        is_copied = kept.numel() and target is not kept
+        return [self._channels.move(messages, (target, kept) if is_copied else None)]
 
 
 class CopyCollectives(WaitedCollectives):
@@ -101,7 +102,7 @@ class CopyCollectives(WaitedCollectives):
     ``channels`` has the ends of ``pair_channels`` on this rank. Calls of all members come in one order.
     """
 
-    def __init__(self, rank: int, group: Group, backend: Reductions, channels: Posts) -> None:
+    def __init__(self, rank: int, group: Group, backend: Reductions, channels: Moves) -> None:
         self.begun, self._backend = BegunCopies(rank, group, channels), backend
         super().__init__(group.ranks, self.begun)
 

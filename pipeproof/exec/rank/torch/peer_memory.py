@@ -164,9 +164,12 @@ class CudaCopyStream:
         self._await, self._write = functions["cuStreamWaitValue32_v2"], functions["cuStreamWriteValue32_v2"]
         self._copy = functions["cuMemcpyDtoDAsync_v2"]
 
-    def begin(self) -> None:
-        """Make what follows wait for the current stream."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+    def begin(self, after: torch.cuda.Event | None = None) -> None:
+        """Make what follows wait for an event, by default for the current stream."""
+        if after is None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        else:
+            self._stream.wait_event(after)
 
     def await_word(self, word: int) -> None:
         """Launch a wait of the stream, which occupies no multiprocessor."""
@@ -193,11 +196,13 @@ class CudaCopyStream:
 
 
 class _EventEnd:
-    """An event that the current stream can wait for."""
+    """An event that a stream can wait for."""
+
+    __slots__ = ("_device", "_event")
 
     def __init__(self, event: torch.cuda.Event, device: int) -> None:
         self._event, self._device = event, device
 
-    def wait(self) -> None:
-        """Make the current stream wait."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Make a stream wait, by default the current one."""
+        (torch.cuda.current_stream(self._device) if stream is None else stream).wait_event(self._event)

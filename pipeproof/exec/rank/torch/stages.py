@@ -64,7 +64,9 @@ class TorchStages:
     ) -> None:
         self._plan, self._coords, self._collectives, self._device = plan, coords, collectives, device
         data_rank = coords["dp"] * plan.mesh.size("ep") + coords["ep"]
-        self._batches = StepBatches(plan.spec, data_rank * plan.spec.schedule.num_micro_batches, device)
+        self._first = data_rank * plan.spec.schedule.num_micro_batches
+        self._batches = StepBatches(plan.spec, self._first, device)
+        self._made: list[TorchStage] = []
 
     def make(self, number: int, lent: Mapping[str, Weight]) -> RankStage:
         """Return a stage, with the weights that the rank's other stages lend it."""
@@ -74,6 +76,7 @@ class TorchStages:
         else:
             ranks = self._coords["tp"], self._collectives, self._coords["ep"], self._collectives
             stage = TorchStage(spec, layers, self._device, *ranks, lent=lent, context=self._collectives)
+        self._made.append(stage)
         return TorchGptStage(self._plan, number, self._coords, stage, self._batches)
 
     def routers(self, stage: RankStage) -> TorchRouters | None:
@@ -88,8 +91,10 @@ class TorchStages:
         """Do nothing: a GPT has no buffers."""
 
     def load(self, step: int) -> None:
-        """Draw a step's micro-batches and copy them to the device."""
+        """Draw a step's micro-batches and copy them to the device, with the states of its dropout masks."""
         self._batches.load(step)
+        for stage in self._made:
+            stage.load_masks(step, self._first)
 
 
 class TorchRouters(GptRouters):

@@ -89,7 +89,7 @@ class ReplayedStep:
                 first = first.__context__
             raise PipelineError(
                 f"replay=True: the step cannot be captured as a CUDA graph, use replay=False: {first}; a module may "
-                "read a value on the host"
+                "read a value on the host, or draw from a generator other than the GPU's default"
             ) from error
         for name, weight in self._parameters.items():
             if weight.grad is not self._gradients.get(name):

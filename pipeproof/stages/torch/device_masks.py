@@ -1,13 +1,13 @@
 """Dropout masks as operations on the device, with the bits of ``stages.describe.dropout``.
 
-The states of the generators are a tensor, an input of the graph: so each run of a graph draws the masks of its own step
-and micro-batch.
+The states of the generators are a tensor that each step finds in the same memory. So a graph that reads it, of a stage
+or of a whole step, draws the masks of the step in which it runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,11 +15,10 @@ import torch
 
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.dropout import DropoutKeys, draw_threshold, mask_key
+from pipeproof.stages.describe.layer import Layer, is_empty
+from pipeproof.stages.describe.mtp_streams import MTP, is_mtp, num_modules
 
 Tensor: TypeAlias = torch.Tensor
-
-MASKS_PER_LAYER = 4
-"""The most masks of a layer: an MTP module's embedding, attention's probabilities, and the outputs of both halves."""
 
 _FACTORS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
 _KEY_STEPS = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
@@ -31,40 +30,51 @@ _WORDS = 4
 
 
 class MaskStates:
-    """The generators of the masks of a graph, in the order in which its trace draws them."""
+    """The generators of the masks of ``layers``, for each micro-batch of a step."""
 
-    def __init__(self, plan: PlanSpec, num_layers: int, device: torch.device) -> None:
-        self._plan, self._device = plan, device
-        self._num_masks = MASKS_PER_LAYER * num_layers if plan.gpt.dropout is not None else 0
-        self._drawn: list[tuple[str, str]] = []
+    def __init__(self, plan: PlanSpec, layers: Sequence[Layer], device: torch.device) -> None:
+        masks = dict.fromkeys(_masks_of(plan, layers))
+        self.positions: Mapping[tuple[str, str], int] = {mask: number for number, mask in enumerate(masks)}
+        """The position of each site and layer among the states of a micro-batch."""
+        self._plan, self._first = plan, 0
+        sizes = plan.schedule.num_micro_batches, len(self.positions), 2
+        self._values = torch.zeros(sizes, dtype=torch.int64, device=device)
 
-    def begin(self) -> None:
-        """Begin a trace."""
-        self._drawn.clear()
+    def load(self, step: int, first: int) -> None:
+        """Put the states of a step in place, of the micro-batches from ``first`` on over all data ranks."""
+        self._first = first
+        states = [
+            [state_of(mask_key(self._plan, step, first + number, layer, site)) for site, layer in self.positions]
+            for number in range(len(self._values))
+        ]
+        self._values.copy_(torch.tensor(states))
 
-    def add(self, site: str, layer: str) -> int:
-        """Note a mask that is drawn; return its position."""
-        self._drawn.append((site, layer))
-        return len(self._drawn) - 1
+    def of(self, index: int) -> Tensor:
+        """The states of a micro-batch of the step that is loaded, int64 [masks, 2]."""
+        return self._values[index - self._first]
 
-    def of(self, step: int, index: int) -> list[Tensor]:
-        """The states of a micro-batch as an input of the graph, int64 [masks, 2]; none without dropout."""
-        if not self._num_masks:
-            return []
-        states = [state_of(mask_key(self._plan, step, index, layer, site)) for site, layer in self._drawn]
-        states += [state_of(0)] * (self._num_masks - len(states))
-        return [torch.tensor(states, dtype=torch.int64, device=self._device)]
+
+def _masks_of(plan: PlanSpec, layers: Sequence[Layer]) -> Iterator[tuple[str, str]]:
+    """The site and the layer of every mask that layers may draw."""
+    for name in (layer.name for layer in layers):
+        if name == "embed":  # it may embed for all modules
+            yield "hidden", name
+            yield from (("hidden", f"{MTP}.{number}.embed") for number in range(num_modules(plan.gpt)))
+        elif name not in ("norm", "head") and not is_empty(name):
+            if is_mtp(name):
+                yield "hidden", f"{name}.embed"
+            yield from (("attention", f"{name}.attn"), ("hidden", f"{name}.attn"), ("hidden", f"{name}.mlp"))
 
 
 @dataclass(frozen=True, slots=True)
-class TracedMasks(DropoutKeys):
-    """Masks that a trace draws from ``values``, the input of its graph."""
+class DeviceMasks(DropoutKeys):
+    """Masks that the device draws from ``states`` of a micro-batch, which may be traced."""
 
-    values: Any
-    states: MaskStates
+    states: Tensor
+    positions: Mapping[tuple[str, str], int]
 
     def _kept(self, site: str, layer: str, rate: float, shape: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Any:
-        return kept(self.values[self.states.add(site, layer)], rate, shape, ranges)
+        return kept(self.states[self.positions[site, layer]], rate, shape, ranges)
 
 
 def state_of(key: int) -> list[int]:
@@ -88,13 +98,11 @@ def _kept(state: Tensor, threshold: int, shape: Sequence[int], bounds: Sequence[
     for dim, (start, stop) in enumerate(limits):
         places = torch.arange(start, stop, device=state.device) * math.prod(shape[dim + 1 :])
         index = index + places.view(-1, *[1] * (len(limits) - 1 - dim))
-    if shape[-1] % _WORDS == 0:  # the words of a count are neighbours
-        words = torch.stack(_words(state, index[..., ::_WORDS] // _WORDS), -1).flatten(-2)
-    else:
-        of_count = torch.stack(_words(state, index // _WORDS), -1)
-        words = of_count.gather(-1, (index % _WORDS).unsqueeze(-1)).squeeze(-1)
     least = -(2**63)  # the order of words without a sign is that of words with one whose highest bit is flipped
-    return (words ^ least) >= (threshold ^ least)
+    are_whole = shape[-1] % _WORDS == 0  # the words of a count are neighbours
+    counts = (index[..., ::_WORDS] if are_whole else index) // _WORDS
+    of_counts = torch.stack([(words ^ least) >= (threshold ^ least) for words in _words(state, counts)], -1)
+    return of_counts.flatten(-2) if are_whole else of_counts.gather(-1, (index % _WORDS).unsqueeze(-1)).squeeze(-1)
 
 
 def _like(state: Tensor, threshold: int, shape: Sequence[int], bounds: Sequence[int]) -> Tensor:
