@@ -67,6 +67,12 @@ _PHASE_LAUNCHES = 10
 _COMPILED_HOST = Fraction("0.8")
 """Time of the host with each stage compiled as one graph, as a share of eager execution (``docs/costs.md``)."""
 
+_REPLAYED_NAMES: Mapping[str, tuple[str, ...]] = {
+    "attention": ("attn_norm", "attn."),
+    "router": ("mlp_norm", "mlp.router", "mlp.scores", "mlp.shared."),
+}
+"""Beginnings of the names of operations that the replay of a part starts, of ``replayed``."""
+
 _OVERLAPPING = ("dualpipe", "dualpipe_v", "file", "custom")
 """Schedules in which a forward and a backward may run side by side."""
 
@@ -138,6 +144,7 @@ class AnalyticCosts:
         replays, collective_us = analytic.execution == "graph", analytic.collective_us
         self._collective_us = self._operation_us if replays or collective_us is None else exact(collective_us)
         self._fill_us = _ZERO if replays else exact(analytic.fill_us)
+        self._replayed = tuple(name for part in analytic.replayed for name in _REPLAYED_NAMES[part])
         self.dtype: str = analytic.dtype or plan.run.dtype
         run = plan.run.model_copy(update={"dtype": self.dtype})
         self._plan = plan.model_copy(update={"run": run})
@@ -203,6 +210,8 @@ class AnalyticCosts:
         times = {}
         for phase in Phase:
             time = sum((self.work(work) for work in works if work.phase is phase), PhaseTime())
+            if phase is not Phase.WEIGHT:  # which the replay of the backward includes
+                time += PhaseTime(host_us=self._replays(works) * self._operation_us)
             time = self._with_collectives(time, collectives.get(phase, ()), item_bytes)
             times[phase] = time.times(self.num_splits)
         times[Phase.WEIGHT] += self._regathered(layer, item_bytes)
@@ -304,8 +313,16 @@ class AnalyticCosts:
     def _us_of_byte(self) -> Fraction:
         return 1 / (self.device.memory * 1000 * exact(self.shares.memory))
 
+    def _replays(self, works: Iterable[Work]) -> int:
+        """Number of parts of a layer that one replay each starts: a dense block has no router."""
+        names = {work.name for work in works}
+        firsts = {"attention": "attn_norm", "router": "mlp.router"}
+        return sum(firsts[part] in names for part in self.analytic.replayed)
+
     def _host_us_of(self, work: Work) -> Fraction:
-        """Time of the host for one operation."""
+        """Time of the host for one operation; none for one of a part that is replayed."""
+        if self._replayed and work.name.startswith(self._replayed):
+            return _ZERO
         return work.launches * self._operation_us + (self._fill_us if work.launches else _ZERO)
 
     @cached_property
