@@ -165,10 +165,12 @@ class AnalyticSpec(Section):
         le=10**9,
         description="Time to read a micro-batch before its F on the first stage; part of the host's time.",
     )
-    overlap: Annotated[tuple[Literal["tp", "ep"], ...], FROM_LIST] = Field(
+    overlap: Annotated[tuple[Literal["tp", "tp_backward", "ep"], ...], FROM_LIST] = Field(
         default=(),
-        description="Axes whose collectives run during computations: tp, pipelined with the products next to them "
-        "(`--tp-comm-overlap` of Megatron-LM); ep, during the computations of another micro-batch "
+        description="Collectives that run during computations: tp, pipelined with the products next to them "
+        "(`--tp-comm-overlap` of Megatron-LM); tp_backward, in a whole backward of products whose columns are sharded: "
+        "gathers again next to the gradient of the input, and sums of that gradient next to the gradient of the "
+        "weight, as in Megatron-LM without a flag; ep, during the computations of another micro-batch "
         "(`--overlap-moe-expert-parallel-comm`).",
         json_schema_extra={"default": []},
     )

@@ -101,6 +101,8 @@ def _import_execution(reader: FlagReader) -> None:
     draft = reader.draft
     if reader.has(_TP_OVERLAP) and draft.get("topology", "sequence_parallel"):
         reader.take_for_device(_TP_OVERLAP, ("cost", "analytic", "overlap"), ["tp"])
+    elif count(draft, "topology", "tp") > 1:
+        draft.set_for_device(("cost", "analytic", "overlap"), ["tp_backward"], "Megatron-LM overlaps them always")
     dispatcher = "--moe-token-dispatcher-type"
     if reader.text(dispatcher) == "flex":
         reader.take_for_device(dispatcher, ("cost", "analytic", "exchange"), "by_node")
