@@ -277,7 +277,7 @@ class AnalyticCosts:
         computing = dict.fromkeys(Phase, _ZERO)
         for work in entered:
             computing[work.phase] += self.work(work).compute_us
-        sums = ()
+        sums: tuple[Collective, ...] = ()
         if "tp" not in self.analytic.overlap:
             sums = tuple(c for c in layer.backward_collectives if c.axis == "tp" and c.kind in _SUMS and c.per_token)
         for phase, calls, behind in (
