@@ -120,6 +120,10 @@ def _plan(cells: Cells, model: PublicModel) -> tuple[dict[str, Any], tuple[str, 
         },
         "stages": partition(model.keys["num_layers"], pp * num_chunks, mtp.get("num_modules", 0)),
         "cost": {"analytic": analytic},
-        "memory": {"shard_optimizer": "dp", "gradient_dtype": "bfloat16"},
+        "memory": {
+            "shard_optimizer": "dp",
+            "gradient_dtype": "bfloat16",
+            "sequence_parallel_activations": "regather" if tp > 1 else "keep",
+        },
     }
     return plan, tuple(notes)
