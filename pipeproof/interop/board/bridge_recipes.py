@@ -22,7 +22,7 @@ _REPLAYED = {"attn": "attention", "moe_router": "router"}
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe sets: how tokens go to experts, what a replay starts, and what is hidden, fused and recomputed.
+    """Settings of a recipe: the way of tokens to experts, and what is replayed, hidden, fused and recomputed.
 
     ``replayed`` has the parts of ``cost.analytic.replayed``; ``is_replayed_whole`` is true for graphs of whole steps.
     ``recomputed`` has Megatron-LM's names of modules.
