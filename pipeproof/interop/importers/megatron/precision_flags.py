@@ -109,7 +109,7 @@ def _import_execution(reader: FlagReader) -> None:
     rotary, unfused = "--position-embedding-type", "--no-rope-fusion"
     if reader.text(rotary) == "yarn":  # Transformer Engine's operation lacks its factor
         reader.take_for_device(rotary, ("cost", "analytic", "fused_rotary"), value=False)
-    elif draft.get("model", "positions", default="rotary") == "rotary" and reader.has(unfused):
+    elif reader.has(unfused):
         reader.take_for_device(unfused, ("cost", "analytic", "fused_rotary"), value=False)
     fuser = "--use-transformer-engine-op-fuser"
     if reader.has("--num-experts") and reader.has(fuser):
