@@ -38,9 +38,11 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.activation_memory import copied_bytes, offloaded_blocks
 from pipeproof.stages.describe.boundary import MicroBatchSize, work_item_sizes
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.layer import Collective, Layer, is_block, layer_kind, weight_calls
+from pipeproof.stages.describe.layer import Collective, CollectiveKind, Layer, is_block, layer_kind, weight_calls
+from pipeproof.stages.describe.layers.layer_operations import layer_operations
+from pipeproof.stages.describe.layers.operations import Product
 from pipeproof.stages.describe.model_family import stage_layers
-from pipeproof.stages.describe.op_work import ATTENTION_CORE, ComputeUnit, Phase, Work, layer_work
+from pipeproof.stages.describe.op_work import ATTENTION_CORE, ComputeUnit, Phase, Work, operation_works
 from pipeproof.stages.describe.training_state import moved_by_update, state_of_weights
 
 _ZERO = Fraction(0)
@@ -55,6 +57,8 @@ _LINK_PROCESSORS = Fraction(16, 132)
 """Share of a chip's processors that a collective takes from products: 16 of the 132 of an H100 (TransformerEngine's
 default for pipelined collectives)."""
 
+_SUMS = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
+
 _PAIR_PROCESSORS = Fraction(20, 132)
 """Share of a chip's processors that the collectives of an overlapped pair hold."""
 
@@ -66,6 +70,12 @@ _PHASE_LAUNCHES = 10
 
 _COMPILED_HOST = Fraction("0.8")
 """Time of the host with each stage compiled as one graph, as a share of eager execution (``docs/costs.md``)."""
+
+_REPLAYED_NAMES: Mapping[str, tuple[str, ...]] = {
+    "attention": ("attn_norm", "attn."),
+    "router": ("mlp_norm", "mlp.router", "mlp.scores", "mlp.shared."),
+}
+"""Beginnings of the names of operations that the replay of a part starts, of ``replayed``."""
 
 _OVERLAPPING = ("dualpipe", "dualpipe_v", "file", "custom")
 """Schedules in which a forward and a backward may run side by side."""
@@ -139,6 +149,7 @@ class AnalyticCosts:
         self.collective_host_us = self._operation_us if replays or collective_us is None else exact(collective_us)
         """Time of the host for a collective inside a layer."""
         self._fill_us = _ZERO if replays else exact(analytic.fill_us)
+        self._replayed = tuple(name for part in analytic.replayed for name in _REPLAYED_NAMES[part])
         self.dtype: str = analytic.dtype or plan.run.dtype
         run = plan.run.model_copy(update={"dtype": self.dtype})
         self._plan = plan.model_copy(update={"run": run})
@@ -203,14 +214,26 @@ class AnalyticCosts:
         """``layer`` for each of some values of ``memory.recompute``; their operations are timed once."""
         item_bytes = dtype_bytes(self.dtype)
         flash = self.analytic.attention == "flash"
-        works = layer_work(self._plan, layer.name, self.size, item_bytes, flash=flash)
+        by_operation = operation_works(self._plan, layer.name, self.size, item_bytes, flash=flash)
+        works = tuple(chain.from_iterable(by_operation))
         collectives = {Phase.FORWARD: layer.forward_collectives, Phase.INPUT: layer.backward_collectives}
         times = {}
         for phase in Phase:
             time = sum((self.work(work) for work in works if work.phase is phase), PhaseTime())
-            time = self._with_collectives(time, collectives.get(phase, ()), item_bytes)
-            times[phase] = time.times(self.num_splits)
-        times[Phase.WEIGHT] += self._regathered(layer, item_bytes)
+            if phase is not Phase.WEIGHT:  # which the replay of the backward includes
+                time += PhaseTime(host_us=self._replays(works) * self._operation_us)
+            times[phase] = self._with_collectives(time, collectives.get(phase, ()), item_bytes)
+        times[Phase.WEIGHT] += self._collectives_time(weight_calls(self._plan, layer), item_bytes)
+        if self._hides_backward:
+            operations = layer_operations(self._plan.gpt, layer.name)
+            entered = [
+                work
+                for operation, one in zip(operations, by_operation, strict=True)
+                if isinstance(operation, Product) and operation.entered
+                for work in one
+            ]
+            self._hide_backward(times, layer, entered, item_bytes)
+        times = {phase: time.times(self.num_splits) for phase, time in times.items()}
         if not is_block(layer.name):
             return tuple(times for _ in recomputes)
         again = (self._recomputed(works, times[Phase.FORWARD], recompute) for recompute in recomputes)
@@ -226,11 +249,10 @@ class AnalyticCosts:
         """
         total, over = time, dict.fromkeys(("tp", "ep"), _ZERO)
         for call in calls:
-            us = rounded_up(self.links.collective_us(call, item_bytes))  # as it is simulated
-            total += PhaseTime(link_bytes=self.links.collective_bytes(call, item_bytes), links_us=us,
-                               host_us=self.collective_host_us)  # fmt: skip
+            one = self._collectives_time((call,), item_bytes)
+            total += one
             if call.axis in self.analytic.overlap and call.per_token:
-                over[call.axis] += us
+                over[call.axis] += one.links_us
         hidden = min(over["tp"] * (1 - Fraction(1, self._plan.topology.tp)), time.compute_us)
         hidden += min(over["ep"], time.compute_us + time.memory_us - hidden)
         return replace(total, links_us=total.links_us - hidden * (1 - _LINK_PROCESSORS))
@@ -244,13 +266,41 @@ class AnalyticCosts:
         core = [work for work in works if work.phase is Phase.FORWARD and work.name in ATTENTION_CORE]
         return sum((self.work(work) for work in core), PhaseTime()).times(self.num_splits)
 
-    def _regathered(self, layer: Layer, item_bytes: int) -> PhaseTime:
-        """Time of the collectives that a layer repeats for the gradients of its weights."""
+    @property
+    def _hides_backward(self) -> bool:
+        return not {"tp", "tp_backward"}.isdisjoint(self.analytic.overlap) and self._plan.topology.tp > 1
+
+    def _hide_backward(
+        self, times: dict[Phase, PhaseTime], layer: Layer, entered: Iterable[Work], item_bytes: int
+    ) -> None:
+        """Take from I and W what the products that gathered tensors enter hide of the backward's collectives.
+
+        The gather for a weight's gradient runs next to the product for the input's gradient, and the sum of the latter
+        next to the product for the weight's gradient (``LinearWithGradAccumulationAndAsyncCommunication.backward`` of
+        Megatron-LM, and Transformer Engine's linear layers). With ``tp`` sums are pipelined already.
+        """
+        computing = dict.fromkeys(Phase, _ZERO)
+        for work in entered:
+            computing[work.phase] += self.work(work).compute_us
+        sums: tuple[Collective, ...] = ()
+        if "tp" not in self.analytic.overlap:
+            sums = tuple(c for c in layer.backward_collectives if c.axis == "tp" and c.kind in _SUMS and c.per_token)
+        for phase, calls, behind in (
+            (Phase.WEIGHT, weight_calls(self._plan, layer), Phase.INPUT),
+            (Phase.INPUT, sums, Phase.WEIGHT),
+        ):
+            hidden = min(self._collectives_time(calls, item_bytes).links_us, computing[behind])
+            time = times[phase]
+            times[phase] = replace(time, links_us=time.links_us - hidden * (1 - _LINK_PROCESSORS))
+
+    def _collectives_time(self, calls: Iterable[Collective], item_bytes: int) -> PhaseTime:
+        """Time of collectives that nothing hides."""
         time = PhaseTime()
-        for call in weight_calls(self._plan, layer):
-            link_bytes, us = self.links.collective_bytes(call, item_bytes), self.links.collective_us(call, item_bytes)
-            time += PhaseTime(link_bytes=link_bytes, links_us=us)
-        return time.times(self.num_splits)
+        for call in calls:
+            us = rounded_up(self.links.collective_us(call, item_bytes))  # as it is simulated
+            time += PhaseTime(link_bytes=self.links.collective_bytes(call, item_bytes), links_us=us,
+                              host_us=self.collective_host_us)  # fmt: skip
+        return time
 
     @cached_property
     def updates(self) -> tuple[Fraction, ...]:
@@ -309,8 +359,16 @@ class AnalyticCosts:
     def _us_of_byte(self) -> Fraction:
         return 1 / (self.device.memory * 1000 * exact(self.shares.memory))
 
+    def _replays(self, works: Iterable[Work]) -> int:
+        """Number of parts of a layer that one replay each starts: a dense block has no router."""
+        names = {work.name for work in works}
+        firsts = {"attention": "attn_norm", "router": "mlp.router"}
+        return sum(firsts[part] in names for part in self.analytic.replayed)
+
     def _host_us_of(self, work: Work) -> Fraction:
-        """Time of the host for one operation."""
+        """Time of the host for one operation; none for one of a part that is replayed."""
+        if self._replayed and work.name.startswith(self._replayed):
+            return _ZERO
         return work.launches * self._operation_us + (self._fill_us if work.launches else _ZERO)
 
     @cached_property

@@ -147,10 +147,10 @@ _SOURCES: Mapping[DeviceName, _Source] = {
     "h100": _Source(_TABLES, "h100", "h100", 0.55, 105),
     "h200": _Source(_TABLES, "h200", "h200", 0.55, 105),
     "h800": _Source(f"H100 in {_TABLES}; collectives by the ratio of links", "h100", "h100", 0.55, 105, 200 / 450),
-    "b200": _Source(_TABLES, "b200", "b200", 0.4, 120),
-    "gb200": _Source(f"B200 in {_TABLES}", "b200", "b200", 0.4, 120),
-    "b300": _Source(f"B200 in {_TABLES}, products as gb300", "gb300", "b200", 0.4, 120),
-    "gb300": _Source(f"B200 in {_TABLES}, at a constant clock", "gb300", "b200", 0.4, 120),
+    "b200": _Source(_TABLES, "b200", "b200", 0.4, 140),
+    "gb200": _Source(f"B200 in {_TABLES}", "b200", "b200", 0.4, 140),
+    "b300": _Source(f"B200 in {_TABLES}, products as gb300", "gb300", "b200", 0.4, 140),
+    "gb300": _Source(f"B200 in {_TABLES}, at a constant clock", "gb300", "b200", 0.4, 140),
 }  # fmt: skip
 """By device. Shares of memory bandwidth and times of the host are fits: ``docs/costs.md`` has to what."""
 

@@ -125,6 +125,13 @@ class AnalyticSpec(Section):
         description="How the host starts operations: eager, one by one; compiled, each stage as one compiled graph; "
         "graph, all by one replay. A phase takes the time of the host or that of the device, the longer one.",
     )
+    replayed: Annotated[tuple[Literal["attention", "router"], ...], FROM_LIST] = Field(
+        default=(),
+        description="Parts of each block that one replay starts, forward and backward, while the host starts all other "
+        "operations one by one: attention, with its norm; router, with the norm before it and shared experts "
+        "(`--cuda-graph-modules attn moe_router` of Megatron-LM).",
+        json_schema_extra={"default": []},
+    )
     host_us: float | None = Field(
         default=None,
         ge=0,
@@ -158,10 +165,12 @@ class AnalyticSpec(Section):
         le=10**9,
         description="Time to read a micro-batch before its F on the first stage; part of the host's time.",
     )
-    overlap: Annotated[tuple[Literal["tp", "ep"], ...], FROM_LIST] = Field(
+    overlap: Annotated[tuple[Literal["tp", "tp_backward", "ep"], ...], FROM_LIST] = Field(
         default=(),
-        description="Axes whose collectives run during computations: tp, pipelined with the products next to them "
-        "(`--tp-comm-overlap` of Megatron-LM); ep, during the computations of another micro-batch "
+        description="Collectives that run during computations: tp, pipelined with the products next to them "
+        "(`--tp-comm-overlap` of Megatron-LM); tp_backward, in a whole backward of products whose columns are sharded: "
+        "gathers again next to the gradient of the input, and sums of that gradient next to the gradient of the "
+        "weight, as in Megatron-LM without a flag; ep, during the computations of another micro-batch "
         "(`--overlap-moe-expert-parallel-comm`).",
         json_schema_extra={"default": []},
     )
@@ -180,6 +189,11 @@ class AnalyticSpec(Section):
         description="Whether the outputs of experts get biases, which experts of a plan lack, by operations of their "
         "own, as in Megatron-LM with grouped experts: products with the routing weights, additions and a "
         "concatenation.",
+    )
+    fused_rotary: bool = Field(
+        default=True,
+        description="Whether rotary positions are one operation for queries and keys. Megatron-LM has an operation for "
+        "each step of the formula with `--no-rope-fusion`, and with YaRN's factor for cosines and sines (GPT OSS).",
     )
     launch_us: float = Field(
         default=20, ge=0, le=10**6, description="Time of a message or a collective before its first byte moves."

@@ -270,3 +270,33 @@ def test_fused_experts_have_no_activation_and_no_casts_next_to_it():
     }
     dense = list(works(spec, "layer.0"))
     assert dense == list(works(without, "layer.0"))
+
+
+def test_rotary_positions_step_by_step_by_hand():
+    fused, steps = (plan({"num_kv_heads": 2, "head_size": 6}, {}, {"fused_rotary": given}) for given in (True, False))
+    rotated = 2 * TOKENS * 36  # bytes of queries and keys
+    found = [one(spec, "attn.rotary", phase) for phase in (Phase.FORWARD, Phase.INPUT) for spec in (fused, steps)]
+    assert [work.num_bytes / rotated for work in found] == [2, 12, 2, 14]
+    assert [work.launches for work in found] == [1, 24, 1, 14]
+    assert [work for work in works(fused) if work.name != "attn.rotary"] == [
+        work for work in works(steps) if work.name != "attn.rotary"
+    ]
+
+
+@pytest.mark.parametrize(("replayed", "names"), [
+    (["attention"], ("attn_norm", "attn.")), (["router"], ("mlp_norm", "mlp.router", "mlp.scores", "mlp.shared.")),
+])  # fmt: skip
+def test_a_part_that_is_replayed_takes_the_host_one_operation_each_way(replayed, names):
+    alone, spec = (
+        plan({"moe": MOE}, {}, {"host_us": 100, "replayed": parts, "fill_us": 7}) for parts in ([], replayed)
+    )
+    blocks = {layer.name: layer for layer in describe_gpt(spec)}
+    for layer in ("layer.0", "layer.1"):  # dense, and with experts
+        before, after = (costs(each).layer(blocks[layer]) for each in (alone, spec))
+        is_there = layer == "layer.1" or replayed == ["attention"]
+        for phase in Phase:
+            gone = [w for w in works(spec, layer) if w.phase is phase and w.name.startswith(names)]
+            starts = 100 * sum(w.launches for w in gone) + 7 * sum(w.launches > 0 for w in gone)
+            replays = 100 * (is_there and phase is not Phase.WEIGHT)
+            assert before[phase].host_us - after[phase].host_us == starts - replays
+            assert before[phase].device_us == after[phase].device_us

@@ -14,6 +14,7 @@ from pipeproof.comm.lower import lower
 from pipeproof.cost.plan_times import resolved_cost
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.foreign_text import decode_json
+from pipeproof.interop.board.bridge_recipes import RECIPES
 from pipeproof.interop.board.dualpipe_pair_rows import read_pair_summary, read_pair_trace
 from pipeproof.interop.board.measurement import GIB, Measurement, MeasurementFileError, Quantity
 from pipeproof.interop.board.megatron_bridge_rows import COLUMNS as BRIDGE_COLUMNS
@@ -119,7 +120,7 @@ def _read_table(path: Path) -> MeasurementFile | None:
     with path.open(encoding="utf-8-sig") as stream:
         name = set_of_table(stream.readline())
     if name is None:
-        return None
+        return MeasurementFile(path, "", ()) if path == RECIPES else None  # which rows of Megatron-Bridge refer to
     _, read = _TABLES[name]
     return MeasurementFile(path, name, tuple(read(path)))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeproof.interop.board.bridge_recipes import recipe_of
 from pipeproof.interop.board.measurement import (
     EXPERTS_OVER_TP,
     Cells,
@@ -28,25 +28,8 @@ COLUMNS = frozenset(
 )  # fmt: skip
 _PRECISIONS = {"BF16": None, "FP8": "float8", "MXFP8": "float8", "NVFP4": "float4"}
 
-_OVERLAPS_EXCHANGE = {("deepseekv3", "b200"), ("qwen3_235b_a22b", "h100")}
-"""Models and devices whose recipes overlap the exchanges of experts in every release (perf_recipes of Megatron-Bridge,
-commit 067f987). Megatron-LM requires interleaving for it."""
-_REPLAYED_FROM, _REPLAYED_ON = (26, 6), frozenset({"gb200", "gb300", "b300"})
-"""Release and devices from which on recipes in MXFP8 with experts replay whole steps and overlap exchanges; Kimi K2 has
-a recipe of its own, without."""
-_BY_ALL_TO_ALL = "gpt oss 120b"
-"""Model whose recipes in bfloat16 name no dispatcher, so that tokens go by an all-to-all
-(scripts/performance/configs/gpt_oss of Megatron-Bridge; ``moe_token_dispatcher_type`` of its provider)."""
-_RELEASE = re.compile(r"(\d+)\.(\d+)", re.ASCII)
-
-
-def _is_replayed(cells: Cells, device: str) -> bool:
-    release = _RELEASE.match(cells.text("release"))
-    if release is None or cells.text("Precision") != "MXFP8" or device not in _REPLAYED_ON:
-        return False
-    model = cells.text("model").lower()
-    has_experts = model in MODELS and MODELS[model].has_experts
-    return has_experts and model != "kimi_k2" and (int(release[1]), int(release[2])) >= _REPLAYED_FROM
+_WITH_BIASES = "gpt oss 120b"
+"""Model whose experts have biases, and whose rotary positions have YaRN's factor, which no fused operation has."""
 
 
 def read_megatron_bridge(path: Path) -> Iterator[Measurement]:
@@ -92,7 +75,8 @@ def _plan(cells: Cells, model: PublicModel) -> tuple[dict[str, Any], tuple[str, 
     tp, pp, cp = (cells.count(name, 1) for name in ("TP", "PP", "CP"))
     num_chunks, ep = cells.count("VP", 1), cells.count("EP", 1)
     replicas = divided(cells.count("#-GPUs"), tp * pp * cp, "ranks over tp, pp and cp")
-    if replicas % ep and ep % tp == 0:
+    over_tp = replicas % ep != 0 and ep % tp == 0
+    if over_tp:
         notes.append(EXPERTS_OVER_TP.format(ep=ep, tp=tp, rest=ep // tp))
         ep //= tp
     dp = divided(replicas, ep, "data-parallel ranks over ep")
@@ -100,17 +84,24 @@ def _plan(cells: Cells, model: PublicModel) -> tuple[dict[str, Any], tuple[str, 
     schedule: dict[str, Any] = {"kind": "1f1b"}
     if num_chunks > 1:
         schedule = {"kind": "interleaved", "variant": "megatron", "num_chunks": num_chunks}
-    by_all_to_all = cells.text("model").lower() == _BY_ALL_TO_ALL and precision == "BF16"
-    exchange = "direct" if by_all_to_all else "by_node"
+    sizes = (tp, pp, num_chunks, cells.count("EP", 1), size)
+    release = cells.text("release").split()[0]
+    recipe = recipe_of(cells.text("model").lower(), cells.text("System"), precision, release, sizes)
+    # Each rank sends the tokens of all tp ranks here, so of experts over tp too: once to each node comes closest.
+    exchange = "direct" if recipe.by_all_to_all and not over_tp else "by_node"
     analytic: dict[str, Any] = {"device": device, "dtype": "bfloat16", "exchange": exchange}
-    is_replayed = _is_replayed(cells, device)
-    if is_replayed:
-        analytic |= {"execution": "graph", "fused_experts": True}
-    elif cells.text("model").lower() == _BY_ALL_TO_ALL:
-        analytic["expert_biases"] = True
-    overlaps_exchange = is_replayed or (cells.text("model").lower(), device) in _OVERLAPS_EXCHANGE
+    if recipe.recomputed:
+        notes.append(f"recomputed parts of a block are counted as kept: {', '.join(recipe.recomputed)}")
+    if recipe.is_replayed_whole:
+        analytic["execution"] = "graph"
+    if recipe.replayed:
+        analytic["replayed"] = list(recipe.replayed)
+    if cells.text("model").lower() == _WITH_BIASES:
+        analytic |= {"fused_rotary": False, "expert_biases": not recipe.has_fused_experts}
+    if recipe.has_fused_experts:
+        analytic["fused_experts"] = True
     overlap = [name for name, is_given in (
-        ("tp", tp > 1), ("ep", ep > 1 and overlaps_exchange and (pp == 1 or num_chunks > 1)),
+        ("tp", tp > 1), ("ep", ep > 1 and recipe.overlaps_exchange and (pp == 1 or num_chunks > 1)),
     ) if is_given]  # fmt: skip
     if overlap:
         analytic["overlap"] = overlap
@@ -129,6 +120,10 @@ def _plan(cells: Cells, model: PublicModel) -> tuple[dict[str, Any], tuple[str, 
         },
         "stages": partition(model.keys["num_layers"], pp * num_chunks, mtp.get("num_modules", 0)),
         "cost": {"analytic": analytic},
-        "memory": {"shard_optimizer": "dp", "gradient_dtype": "bfloat16"},
+        "memory": {
+            "shard_optimizer": "dp",
+            "gradient_dtype": "bfloat16",
+            "sequence_parallel_activations": "regather" if tp > 1 else "keep",
+        },
     }
     return plan, tuple(notes)

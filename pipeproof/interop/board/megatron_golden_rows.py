@@ -42,13 +42,13 @@ _NOT_DESCRIBED = {
     "--experimental-attention-variant": "sparse attention has no key in a plan",
     "--fine-grained-activation-offloading": "offloaded activations of a part of a block have no key in a plan",
 }
-_HOST = {"a100": (100, 44, 45_000), "h100": (64, 37, 47_000), "h100_2nd": (83, 0, 16_000), "gb200": (115, 33, 0)}
+_HOST = {"a100": (94, 46, 49_000), "h100": (61, 40, 48_000), "h100_2nd": (80, 0, 18_000), "gb200": (111, 37, 0)}
 """Microseconds by device, fitted to its dense cases, which the host bounds: of an operation, of the filling of a tensor
 with ``--deterministic-mode``, and of a step. The values of second runs on H100 (``_2nd``) were stored four months
 before those of the first."""
-_LOCAL = 0.85
+_LOCAL = 0.86
 """Time of the host with Megatron-LM's own modules, as a share of that with Transformer Engine's."""
-_INPUT_US = 210_000
+_INPUT_US = 190_000
 """Reading of a micro-batch of four sequences in cases of one GB200 node: their steps vary between 1.2 and 2.7 s."""
 _BERT = (
     "Bert's attention in both directions is counted as unfused attention, which computes all pairs; its pooler and "

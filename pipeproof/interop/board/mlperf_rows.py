@@ -76,5 +76,9 @@ def _plan(cells: Cells, model: dict[str, Any], device: str, num_ranks: int) -> d
                 "execution": "graph" if "_cg" in cells.text("config") else "eager",
             }
         },
-        "memory": {"shard_optimizer": "dp", "gradient_dtype": "bfloat16"},
+        "memory": {
+            "shard_optimizer": "dp",
+            "gradient_dtype": "bfloat16",
+            "sequence_parallel_activations": "regather" if tp > 1 else "keep",
+        },
     }

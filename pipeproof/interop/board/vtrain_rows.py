@@ -24,6 +24,8 @@ COLUMNS = frozenset(
 _VOCABULARY = 51200
 """GPT-2's vocabulary as Megatron-LM pads it for eight tensor-parallel ranks."""
 _RANKS_PER_NODE = 8
+_RANKS_PER_CARD = 2
+"""Four cards of 200 Gb/s for the eight GPUs of a node (``inter_node_bandwidth`` of vTrain's validation, 800 Gb/s)."""
 
 
 def read_vtrain(path: Path) -> Iterator[Measurement]:
@@ -55,6 +57,9 @@ def _plan(cells: Cells, mesh: tuple[int, int, int], num_micro_batches: int) -> d
     if tp * dp * pp != cells.count("# GPUs"):
         raise NoPlanError(f"tp x dp x pp is {tp * dp * pp}")
     hidden = cells.count("hidden size")
+    cost: dict[str, Any] = {"analytic": {"device": "a100", "dtype": "bfloat16", "attention": "unfused"}}
+    if tp * dp * pp > _RANKS_PER_NODE:
+        cost["network"] = {"ranks_per_nic": _RANKS_PER_CARD}
     return {
         "pipeproof": 1,
         "model": {
@@ -67,6 +72,6 @@ def _plan(cells: Cells, mesh: tuple[int, int, int], num_micro_batches: int) -> d
         "schedule": {
             "kind": "1f1b", "num_micro_batches": num_micro_batches, "micro_batch_size": cells.count("micro batch"),
         },
-        "cost": {"analytic": {"device": "a100", "dtype": "bfloat16", "attention": "unfused"}},
+        "cost": cost,
         "memory": {"recompute": "full"},
     }  # fmt: skip

@@ -33,9 +33,10 @@ _NOT_LAUNCHED = ("pipeproof", "cost", "suppress", "buffers")
 
 _NOT_IN_MEMORY = (
     "budget_gib", "overhead_gib", "dtype", "attention", "gradient_dtype", "optimizer_bytes", "optimizer_ranks",
-    "offload_blocks", "product_inputs", "fragmentation",
+    "offload_blocks", "product_inputs", "fragmentation", "sequence_parallel_activations",
 )  # fmt: skip
-"""Keys of ``memory`` that a simulation needs and a launch does not."""
+"""Keys of ``memory`` that a simulation needs and a launch does not, or that no argument changes: Megatron-LM always
+gathers sequence-parallel activations again."""
 
 
 class NoArgumentsError(ValueError):

@@ -53,6 +53,16 @@ _BIAS_COSTS: tuple[ops.Cost, ops.Cost] = (2, 6), (4, 8)
 parts are read and written as one. Backward copies the gradient g; g p and g b are computed from g, written, and read
 for their sums, the gradients of b and p."""
 
+_ROTARY_COSTS: tuple[ops.Cost, ops.Cost] = (3, 12), (6, 14)
+"""Costs, forward and backward, of rotary positions step by step (Megatron-LM's ``_apply_rotary_pos_emb_bshd``, commit
+d98e8a6). Forward: two products, the negation of a half, two concatenations, a sum. Backward: two products, the negation
+of a half, a concatenation, a sum; and the elements behind the rotated ones, of which there are none, have a gradient of
+zeros that is filled and added."""
+
+_ROTARY_LAUNCHES = 24, 14
+"""Operations of both calls, for queries and for keys: six of the above and six for cosines and sines forward; seven
+backward."""
+
 ATTENTION_CORE = frozenset({"attn.core", "attn.scores", "attn.softmax", "attn.core_dropout", "attn.mix", "attn.merge"})
 """The operations of the core of attention, from q, k and v to the mixed values. Over a ring of cp each step's result is
 added to that of the steps before: two reads and a write of the output, and backward of the gradients of q, k and v."""
@@ -179,6 +189,7 @@ class _RankWork:
         analytic = plan.cost.analytic
         self._fused_experts = analytic is not None and analytic.fused_experts
         self._expert_biases = analytic is not None and analytic.expert_biases
+        self._fused_rotary = analytic is None or analytic.fused_rotary
         self._regroups = _regroups(plan)
         size, num_splits = sizes.size, plan.schedule.num_sequence_splits
         whole = size.seq_length * num_splits
@@ -209,6 +220,10 @@ class _RankWork:
                 yield from self._elementwise(name, numel, operation.forward, operation.backward, operation.weight)
             case ops.Elementwise(rows=ops.VISITS, whole=0) if self._fused_experts:  # the activation
                 return
+            case ops.Elementwise(name="attn.rotary") if not self._fused_rotary:
+                numel = sizes.rows(operation.rows) * sizes.elements(operation)
+                works = self._elementwise(name, numel, *_ROTARY_COSTS)
+                yield from (replace(work, launches=n) for work, n in zip(works, _ROTARY_LAUNCHES, strict=True))
             case ops.Elementwise():
                 numel = sizes.rows(operation.rows) * sizes.elements(operation)
                 works = self._elementwise(name, numel, operation.forward, operation.backward, operation.weight)

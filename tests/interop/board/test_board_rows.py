@@ -6,6 +6,7 @@ import json
 import pytest
 
 from pipeproof.interop.board.accuracy_board import MEASUREMENTS, SETS, Predictor, read_measurements
+from pipeproof.interop.board.bridge_recipes import NO_RECIPE, recipe_of
 from pipeproof.interop.board.measurement import MeasurementFileError, NoPlanError, Quantity, known_device, partition
 from pipeproof.interop.board.public_models import MODELS
 from pipeproof.specs.load_plan import plan_from_dict
@@ -76,6 +77,7 @@ def test_vtrain_row(tmp_path):
     assert (one.group, several.group) == ("vTrain, one node", "vTrain, several nodes")
     assert one.plan["memory"] == {"recompute": "full"}
     assert one.measured == pytest.approx(0.372160408)
+    assert "network" not in one.plan["cost"]
     assert wrong.reason == "tp x dp x pp is 4"
 
 
@@ -243,3 +245,25 @@ def test_a_golden_value_that_is_no_number_is_refused(tmp_path, row, message):
 def test_a_golden_row_without_a_key_is_refused(tmp_path):
     with pytest.raises(MeasurementFileError, match=r"row 1 has no `mem`; add it"):
         rows_of(goldens(tmp_path, GOLDEN, {k: v for k, v in GOLDEN.items() if k != "mem"}))
+
+
+def test_recipes_are_those_of_the_release_and_the_sizes_of_a_row():
+    deepseek = "deepseekv3", "DGX-B200", "MXFP8"
+    stages, chunks = recipe_of(*deepseek, "26.04", (1, 16, 1, 8, 1)), recipe_of(*deepseek, "26.04", (1, 8, 2, 32, 1))
+    assert (stages.overlaps_exchange, stages.replayed, stages.recomputed) == (False, (), ("mla_up_proj",))
+    assert (chunks.overlaps_exchange, chunks.replayed) == (True, ("attention", "router"))
+    assert chunks == recipe_of(*deepseek, "26.04.01", (1, 8, 2, 32, 1))  # the nearest release with these sizes
+    gpt = "gpt oss 120b", "DGX-GB200", "BF16"
+    dispatchers = {
+        release: recipe_of(*gpt, release, (1, 1, 1, 64, 4)).by_all_to_all
+        for release in ("26.02.01", "26.04", "26.04.01")
+    }
+    assert dispatchers == {"26.02.01": True, "26.04": False, "26.04.01": True}
+    whole = recipe_of("qwen3_30b_a3b", "DGX-GB300", "MXFP8", "26.06", (1, 1, 1, 8, 8))
+    assert (whole.is_replayed_whole, whole.overlaps_exchange, whole.has_fused_experts) == (True, True, True)
+    assert recipe_of("qwen3_30b_a3b", "DGX-A100", "BF16", "26.06", (1, 1, 1, 8, 8)) == NO_RECIPE
+
+
+def test_vtrain_has_two_gpus_on_a_network_card():
+    plans = [row.plan for row in rows_of(MEASUREMENTS / "vtrain_ground_truth_multi.csv")]
+    assert all(plan["cost"]["network"] == {"ranks_per_nic": 2} for plan in plans)

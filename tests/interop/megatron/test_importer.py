@@ -504,6 +504,16 @@ def test_offloaded_blocks(tmp_path, flags, blocks, message):
     assert imported(tmp_path, text).plan["memory"].get("offload_blocks", 0) == blocks
 
 
+@pytest.mark.parametrize(("flags", "kept"), [
+    ("--tensor-model-parallel-size 2 --sequence-parallel", "regather"), ("--tensor-model-parallel-size 2", None),
+    ("--sequence-parallel", None),
+])  # fmt: skip
+def test_inputs_of_sharded_products_are_gathered_again(tmp_path, flags, kept):
+    made = imported(tmp_path, f"run {SIZES}{BATCHES}{flags}")
+    assert made.plan.get("memory", {}).get("sequence_parallel_activations") == kept
+    assert errors(made) == []
+
+
 @pytest.mark.parametrize(
     ("flags", "num_bytes"),
     [
@@ -521,7 +531,12 @@ def test_bytes_of_the_optimizers_state(tmp_path, flags, num_bytes):
     ("flags", "keys"),
     [
         ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", {"overlap": ["tp"]}),
-        ("--tensor-model-parallel-size 2 --tp-comm-overlap", {}),
+        ("--tensor-model-parallel-size 2 --tp-comm-overlap", {"overlap": ["tp_backward"]}),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", {"overlap": ["tp_backward"]}),
+        ("--no-rope-fusion", {"fused_rotary": False}), ("--position-embedding-type yarn", {"fused_rotary": False}),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess",
+         {"replayed": ["attention", "router"]}),
+        ("--cuda-graph-impl local --cuda-graph-scope attn mlp", {"replayed": ["attention"]}),
         ("--cuda-graph-impl full_iteration", {"execution": "graph"}),
         ("--cuda-graph-impl local --cuda-graph-scope full_iteration", {"execution": "graph"}),
         ("--cuda-graph-impl local", {}), ("--cuda-graph-impl none", {}),
@@ -616,6 +631,10 @@ def test_overlapped_all_to_alls(tmp_path, flags, message):
     assert made.plan["schedule"]["overlap"] == "pairs"
     assert errors(made) == []
     assert any("turns of their own" in setting.why for setting in made.ignored)
+    split = imported(tmp_path, f"{text} --tensor-model-parallel-size 2 --sequence-parallel", world_size=8)
+    assert "sequence_parallel_activations" not in split.plan["memory"]
+    assert any("gathers them again" in setting.why for setting in split.ignored)
+    assert errors(split) == []
     delayed = imported(tmp_path, f"{text} --delay-wgrad-compute")
     assert not any("turns of their own" in setting.why for setting in delayed.ignored)
     assert refusal(tmp_path, f"{MOE}--delay-wgrad-compute").code == "PP171"

@@ -60,6 +60,7 @@ def import_arguments(arguments: Arguments, flags: Flags) -> Imported:
     _check_expert_overlap(reader, pp, num_chunks, num_mtp)
     import_batches(reader, _data_parallel(reader, arguments, tp, pp), num_chunks)
     _import_expert_overlap(reader)
+    _import_gathers(reader)
     _import_rest(reader)
     _note_others(reader)
     return draft.imported(arguments.file, arguments.lines)
@@ -140,6 +141,17 @@ def _import_expert_overlap(reader: FlagReader) -> None:
     if not reader.has(_DELAYED):
         why = f"weight gradients of a pair have turns of their own, as with {_DELAYED}"
         reader.draft.ignore(f"no {_DELAYED}", why, reader.location(_OVERLAP))
+
+
+def _import_gathers(reader: FlagReader) -> None:
+    """Set what a sharded product keeps for the gradient of its weight: Megatron-LM gathers its input again."""
+    if not (reader.has(_SP) and reader.draft.get("topology", "sequence_parallel")):
+        return
+    if reader.draft.get("schedule", "overlap") is not None:
+        why = "pairs keep gathered inputs of products here, where Megatron-LM gathers them again"
+        reader.draft.ignore(f"{_SP} with {_OVERLAP}", why, reader.location(_SP))
+        return
+    reader.take(_SP, ("memory", "sequence_parallel_activations"), "regather")
 
 
 def _data_parallel(reader: FlagReader, arguments: Arguments, tp: int, pp: int) -> int:

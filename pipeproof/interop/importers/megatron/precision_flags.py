@@ -27,6 +27,9 @@ _BYTES: Final = MappingProxyType(
     {"float32": 4, "fp32": 4, "float16": 2, "fp16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1, "uint8": 1}
 )
 """Bytes by names of types: those of the flags, and those in the printed block of arguments after ``torch.``."""
+_REPLAYED = {"attn": "attention", "moe_router": "router"}
+"""Parts of a block in ``cost.analytic.replayed`` by their names in Megatron-LM; its choice and counting of visits
+(``moe_preprocess``) are no operations of their own here."""
 
 
 def import_precision(reader: FlagReader) -> None:
@@ -98,19 +101,38 @@ def _import_execution(reader: FlagReader) -> None:
     draft = reader.draft
     if reader.has(_TP_OVERLAP) and draft.get("topology", "sequence_parallel"):
         reader.take_for_device(_TP_OVERLAP, ("cost", "analytic", "overlap"), ["tp"])
+    elif count(draft, "topology", "tp") > 1:
+        draft.set_for_device(("cost", "analytic", "overlap"), ["tp_backward"], "Megatron-LM overlaps them always")
     dispatcher = "--moe-token-dispatcher-type"
     if reader.text(dispatcher) == "flex":
         reader.take_for_device(dispatcher, ("cost", "analytic", "exchange"), "by_node")
+    rotary, unfused = "--position-embedding-type", "--no-rope-fusion"
+    if reader.text(rotary) == "yarn":  # Transformer Engine's operation lacks its factor
+        reader.take_for_device(rotary, ("cost", "analytic", "fused_rotary"), value=False)
+    elif reader.has(unfused):
+        reader.take_for_device(unfused, ("cost", "analytic", "fused_rotary"), value=False)
     fuser = "--use-transformer-engine-op-fuser"
     if reader.has("--num-experts") and reader.has(fuser):
         reader.take_for_device(fuser, ("cost", "analytic", "fused_experts"), value=True)
     elif reader.has("--num-experts") and reader.has("--moe-grouped-gemm") and not reader.has("--disable-bias-linear"):
         reader.take_for_device("--moe-grouped-gemm", ("cost", "analytic", "expert_biases"), value=True)
-    scope = "--cuda-graph-scope"
-    for flag in (_GRAPHS, scope):
+    _import_graphs(reader)
+
+
+def _import_graphs(reader: FlagReader) -> None:
+    """Set what the host starts by a replay: whole steps, or the parts of blocks that are named."""
+    draft, scopes = reader.draft, ("--cuda-graph-modules", "--cuda-graph-scope")
+    for flag in (_GRAPHS, *scopes):
         if reader.has(flag) and reader.text(flag) == "full_iteration":
             reader.take_for_device(flag, ("cost", "analytic", "execution"), "graph")
             return
-    if reader.has(_GRAPHS) and reader.text(_GRAPHS) != "none":
-        why = "the host starts each operation here; only --cuda-graph-impl full_iteration is replayed whole"
-        draft.ignore(reader.shown(_GRAPHS), why, reader.location(_GRAPHS))
+    if not reader.has(_GRAPHS) or reader.text(_GRAPHS) == "none":
+        return
+    for flag in scopes:
+        given = reader.arguments.flags[flag].values if reader.has(flag) else ()
+        parts = [part for name, part in _REPLAYED.items() if name in given]
+        if parts:
+            reader.take_for_device(flag, ("cost", "analytic", "replayed"), parts)
+            return
+    why = "the host starts each operation here; attn, moe_router and full_iteration are replayed"
+    draft.ignore(reader.shown(_GRAPHS), why, reader.location(_GRAPHS))
