@@ -4,7 +4,7 @@ The stage's own Python runs once for each size of micro-batches, on what AOTAuto
 So all that the layers do is in the graphs, and no guard runs in a step. Lookups of tokens are outside of them: their
 gradients are rows of a table, which the buffer gets as they are. Collectives, and experts whose numbers of tokens the
 host reads, are calls that the graphs make in the order of the layers (``graph_calls``). In an overlapped pair F and I
-hand over in these calls, and W is in parts, by the calls before which they are ready.
+give each other the turn in these calls, and W is in parts, by the calls before which they are ready.
 """
 
 from __future__ import annotations
