@@ -42,6 +42,7 @@ OPTIONAL = {
     "torch": "the extra `torch`",
     "torchtitan": "`make test-rest`",
     "transformers": "the extra `transformers`",
+    "triton": "PyTorch for GPUs",
 }
 """Packages that a test may need, by the name that it imports, and what installs them."""
 

@@ -29,7 +29,7 @@ DropoutSite = Literal["embedding", "attention", "hidden"]
 MASK_BYTES = 1
 """Bytes of an element of a mask that frameworks store from forward to backward."""
 
-_WORDS_OF_COUNT = 4
+WORDS_OF_COUNT = 4
 """Words per count of the generator."""
 
 
@@ -101,7 +101,7 @@ class DropoutKeys:
 def _words(key: int, first: int, num_words: int) -> npt.NDArray[np.uint64]:
     """``num_words`` words of the key's generator, from word ``first`` on."""
     generator = np.random.Philox(key=key)
-    generator.advance(first // _WORDS_OF_COUNT)
-    skipped = first % _WORDS_OF_COUNT
+    generator.advance(first // WORDS_OF_COUNT)
+    skipped = first % WORDS_OF_COUNT
     words: npt.NDArray[np.uint64] = generator.random_raw(skipped + num_words)
     return words[skipped:]

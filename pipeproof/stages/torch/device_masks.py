@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.dropout import DropoutKeys, draw_threshold, mask_key
+from pipeproof.stages.describe.dropout import WORDS_OF_COUNT, DropoutKeys, draw_threshold, mask_key
 from pipeproof.stages.describe.layer import Layer, is_empty
 from pipeproof.stages.describe.mtp_streams import MTP, is_mtp, num_modules
 
@@ -25,8 +25,6 @@ _KEY_STEPS = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
 """Constants of Philox4x64 (Salmon et al., SC 2011), which numpy has with ten rounds."""
 _ROUNDS = 10
 _LOW = (1 << 32) - 1
-_WORDS = 4
-"""Words of a count."""
 
 
 class MaskStates:
@@ -99,10 +97,20 @@ def _kept(state: Tensor, threshold: int, shape: Sequence[int], bounds: Sequence[
         places = torch.arange(start, stop, device=state.device) * math.prod(shape[dim + 1 :])
         index = index + places.view(-1, *[1] * (len(limits) - 1 - dim))
     least = -(2**63)  # the order of words without a sign is that of words with one whose highest bit is flipped
-    are_whole = shape[-1] % _WORDS == 0  # the words of a count are neighbours
-    counts = (index[..., ::_WORDS] if are_whole else index) // _WORDS
+    are_whole = shape[-1] % WORDS_OF_COUNT == 0  # the words of a count are neighbours
+    counts = (index[..., ::WORDS_OF_COUNT] if are_whole else index) // WORDS_OF_COUNT
     of_counts = torch.stack([(words ^ least) >= (threshold ^ least) for words in _words(state, counts)], -1)
-    return of_counts.flatten(-2) if are_whole else of_counts.gather(-1, (index % _WORDS).unsqueeze(-1)).squeeze(-1)
+    return (
+        of_counts.flatten(-2) if are_whole else of_counts.gather(-1, (index % WORDS_OF_COUNT).unsqueeze(-1)).squeeze(-1)
+    )
+
+
+def _kept_on_gpu(state: Tensor, threshold: int, shape: Sequence[int], bounds: Sequence[int]) -> Tensor:
+    if shape[-1] % WORDS_OF_COUNT:
+        return _kept(state, threshold, shape, bounds)
+    from pipeproof.stages.torch.mask_kernel import draw_mask  # Triton comes with PyTorch for GPUs
+
+    return draw_mask(state, threshold, shape, bounds)
 
 
 def _like(state: Tensor, threshold: int, shape: Sequence[int], bounds: Sequence[int]) -> Tensor:
@@ -113,6 +121,7 @@ def _like(state: Tensor, threshold: int, shape: Sequence[int], bounds: Sequence[
 _LIBRARY = torch.library.Library("pipeproof", "FRAGMENT")
 _LIBRARY.define("dropout_mask(Tensor state, int threshold, int[] shape, int[] bounds) -> Tensor")
 _LIBRARY.impl("dropout_mask", _kept, "CompositeExplicitAutograd")
+_LIBRARY.impl("dropout_mask", _kept_on_gpu, "CUDA")
 torch.library.register_fake("pipeproof::dropout_mask", _like, lib=_LIBRARY)
 
 

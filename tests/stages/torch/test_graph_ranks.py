@@ -1,5 +1,8 @@
 """Graphs of stages on several ranks and with dropout: collectives, masks and bits are those of the plan."""
 
+import importlib
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -97,6 +100,21 @@ def test_masks_on_the_device_have_the_bits_of_those_on_the_host(shape, ranges):
     on_host = DropoutKeys(plan, 1, 2)._kept("hidden", "layer.0.mlp", rate, shape, ranges)
     assert np.array_equal(kept(state, rate, shape, ranges).numpy(), on_host)
     assert 0 < on_host.mean() < 1
+
+
+@pytest.mark.needs("triton")
+@pytest.mark.parametrize(
+    ("shape", "bounds"), [((2, 6, 8), [0, 2, 1, 5, 0, 8]), ((2, 3, 6, 8), [0, 2, 1, 3, 2, 5, 0, 8])],
+    ids=["tokens", "attention"],
+)  # fmt: skip
+def test_the_kernel_of_gpus_draws_the_same_bits(shape, bounds, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.delitem(sys.modules, "pipeproof.stages.torch.mask_kernel", raising=False)
+    kernel = importlib.import_module("pipeproof.stages.torch.mask_kernel")
+    monkeypatch.delitem(sys.modules, kernel.__name__)  # others get the compiled one
+    state, threshold = torch.tensor([-5, 7**20]), 2**62
+    ranges = list(zip(bounds[::2], bounds[1::2], strict=True))[:-1]
+    assert torch.equal(kernel.draw_mask(state, threshold, shape, bounds), kept(state, 0.25, shape, ranges))
 
 
 class _LostError(Exception):
