@@ -63,8 +63,15 @@ def test_pipeline_parallelism_alone_has_the_bits_of_the_unpartitioned_model(tmp_
             {"topology": {"pp": 1, "tp": 2, "ep": 2, "sequence_parallel": True}, "model": {"moe": MOE, "dropout": 0.1}},
             {},
         ),
+        (
+            {
+                "topology": {"pp": 1, "ep": 2}, "model": {"moe": {**MOE, "dispatcher": "all_gather"}},
+                "schedule": {"kind": "1f1b", "overlap": "pairs"},
+            },
+            {},
+        ),
     ],
-    ids=["a stage without graphs", "ranks of tensors and experts"],
+    ids=["a stage without graphs", "ranks of tensors and experts", "pairs that take turns"],
 )  # fmt: skip
 def test_stages_as_graphs_are_within_the_bound_and_those_without_are_named(tmp_path, changes, without):
     ended = Run(tmp_path, torch_plan(**{**changes, "run": {"compiler": "eager", "steps": 2}})).end()
@@ -83,9 +90,10 @@ def test_stages_as_graphs_are_within_the_bound_and_those_without_are_named(tmp_p
         {"topology": {"tp": 2, "sequence_parallel": True}},
         {"topology": {"dp": 2}},
         {"topology": {"ep": 2}, "model": {"moe": MOE}},
+        {"topology": {"pp": 1, "ep": 2}, "model": {"moe": MOE}, "schedule": {"kind": "1f1b", "overlap": "pairs"}},
         {"topology": {"tp": 2, "sequence_parallel": True}, "model": {**GPT3, **QWEN3}},
     ],
-    ids=["dualpipe", "sequence parallel", "dp", "experts", "parts of GPT-3 and Qwen3"],
+    ids=["dualpipe", "sequence parallel", "dp", "experts", "pairs that take turns", "parts of GPT-3 and Qwen3"],
 )
 def test_plans_that_add_in_another_order_are_within_the_bound_in_each_step(tmp_path, changes):
     ended = Run(tmp_path, torch_plan(**changes), "--verbose").end()
