@@ -19,6 +19,7 @@ from pipeproof.exec.rank.framework_protocol import (
     Collectives,
     DeferringStage,
     Framework,
+    OverlappingFramework,
     RankStage,
     Tensor,
     ThreadedFramework,
@@ -282,7 +283,8 @@ class RankAdapter:
 
         sides = (lambda: self._forward(forward)), (lambda: self._backward_input(backward))
         if self._seams is None:
-            turns = PairTurns(pair, self, add_weights)
+            assert isinstance(self._framework, OverlappingFramework)
+            turns = PairTurns(pair, self, add_weights, self._framework.side_stream)
             with self._children.issued_by(turns):
                 turns.run(*sides, self._framework.as_this_thread())
         else:
