@@ -212,19 +212,19 @@ class RankBlocks:
         (_, forward), (backward_op, backward) = sides
         defers = backward_op.kind is OpKind.BACKWARD
         late: list[Row] = []
-        late_side: Side = "F"
+        before: Side | None = None
         for turn in turns_of_pair(len(forward) - 1, len(backward) - 1, order, defers=defers):
             if turn.side == "W":
-                rows, held = [Row(part_of(backward_op, turn.number, OpKind.WEIGHTS))], []
+                of_turn = _TurnRows([Row(part_of(backward_op, turn.number, OpKind.WEIGHTS))], [])
             else:
-                rows, held = (forward if turn.side == "F" else backward)[turn.number]
-            for row in rows:
-                if turn.side == late_side or row.queue == EXPERTS_QUEUE:
+                of_turn = (forward if turn.side == "F" else backward)[turn.number]
+            for row in of_turn.rows:
+                if turn.side == before or row.queue == EXPERTS_QUEUE:
                     yield from late
                     late = []
                 yield row
             yield from late
-            late, late_side = held, turn.side
+            late, before = of_turn.late, turn.side
 
     def _turns(self, op: Op, variant: int) -> list[_TurnRows]:
         """The parts and collectives of a computation by turn: a part between each two exchanges."""
