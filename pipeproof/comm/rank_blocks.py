@@ -71,6 +71,13 @@ class Work(NamedTuple):
     after: int
 
 
+class _TurnRows(NamedTuple):
+    """The rows of one turn of a side, and its seam where that is late: issued in the next turn."""
+
+    rows: list[Row]
+    late: list[Row]
+
+
 class RankBlocks:
     """Writes the program of the rank at ``coords``; ``graph_rank`` finds peers.
 
@@ -192,35 +199,47 @@ class RankBlocks:
     def take_turns(self, works: Sequence[Work], batches: Sequence[int], order: Sequence[Side]) -> Iterator[Row]:
         """A forward and a backward that take turns at the seams of each, in the cycle ``order``.
 
-        The two computations come first, as containers of their parts and collectives, and take no time themselves.
+        The two computations come first, as containers of their parts and collectives, and take no time themselves. A
+        late seam is issued in the next turn, if that is not its own side's: behind the parts, and before the first
+        collective on the queue ``ep``.
         """
         for work, batch in zip(works, batches, strict=True):
             yield Row(Op(work.kind, work.stage, batch), batch=ANY)
-        sides: list[tuple[Op, list[list[Row]]]] = []
+        sides: list[tuple[Op, list[_TurnRows]]] = []
         for work, batch in sorted(zip(works, batches, strict=True), key=lambda use: use[0].kind is not OpKind.FORWARD):
             op = Op(work.kind, work.stage, batch)
             sides.append((op, self._turns(op, work.variant)))
         (_, forward), (backward_op, backward) = sides
         defers = backward_op.kind is OpKind.BACKWARD
+        late: list[Row] = []
+        before: Side | None = None
         for turn in turns_of_pair(len(forward) - 1, len(backward) - 1, order, defers=defers):
             if turn.side == "W":
-                yield Row(part_of(backward_op, turn.number, OpKind.WEIGHTS))
+                of_turn = _TurnRows([Row(part_of(backward_op, turn.number, OpKind.WEIGHTS))], [])
             else:
-                yield from (forward if turn.side == "F" else backward)[turn.number]
+                of_turn = (forward if turn.side == "F" else backward)[turn.number]
+            for row in of_turn.rows:
+                if turn.side == before or row.queue == EXPERTS_QUEUE:
+                    yield from late
+                    late = []
+                yield row
+            yield from late
+            late, before = of_turn.late, turn.side
 
-    def _turns(self, op: Op, variant: int) -> list[list[Row]]:
+    def _turns(self, op: Op, variant: int) -> list[_TurnRows]:
         """The parts and collectives of a computation by turn: a part between each two exchanges."""
         collectives = self._collectives(op, variant)
         calls = iter(self._issued(op, collectives))
-        turns: list[list[Row]] = [[]]
+        turns = [_TurnRows([], [])]
         cut = exchanges(collectives)
         for index, exchange in enumerate(cut):
-            turns[-1].append(Row(part_of(op, index, OpKind.PART)))
+            turns[-1].rows.append(Row(part_of(op, index, OpKind.PART)))
+            issued = turns[-1].late if exchange.is_late else turns[-1].rows
             for call in islice(calls, exchange.num_collectives):
-                turns[-1].append(replace(call, queue=EXPERTS_QUEUE) if call.op.axis == "ep" else call)
+                issued.append(replace(call, queue=EXPERTS_QUEUE) if call.op.axis == "ep" else call)
             if exchange.is_seam:
-                turns.append([])
-        turns[-1].append(Row(part_of(op, len(cut), OpKind.PART)))
+                turns.append(_TurnRows([], []))
+        turns[-1].rows.append(Row(part_of(op, len(cut), OpKind.PART)))
         return turns
 
     def after(self, work: Work, batch: int) -> Iterator[Row]:

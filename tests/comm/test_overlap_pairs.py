@@ -39,8 +39,8 @@ def test_rows_of_a_pair():
     assert first_pair(graph()) == [
         "0F3", "3B1",
         "3B1/0.PART", "3B1/0.ALL_TO_ALL:ep", "3B1/0.WEIGHTS",
-        "0F3/0.PART", "0F3/0.ALL_TO_ALL:ep", "0F3/1.PART", "0F3/1.ALL_TO_ALL:ep",
-        "3B1/1.PART", "3B1/1.ALL_TO_ALL:ep", "3B1/1.WEIGHTS",
+        "0F3/0.PART", "0F3/0.ALL_TO_ALL:ep", "0F3/1.PART",
+        "3B1/1.PART", "0F3/1.ALL_TO_ALL:ep", "3B1/1.ALL_TO_ALL:ep", "3B1/1.WEIGHTS",
         "0F3/2.PART", "0F3/2.ALL_TO_ALL:ep",
         "3B1/2.PART", "3B1/2.WEIGHTS",
         "0F3/3.PART",
@@ -52,6 +52,46 @@ def test_an_order_of_one_s_own():
     assert rows[2] == "0F3/0.PART"
     assert rows[-1] == "3B1/0.WEIGHTS"
     assert sum("WEIGHTS" in row for row in rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("order", "around"),
+    [
+        (["B", "F", "W"], ("3B1/0.WEIGHTS", "3B1/1.PART")),
+        (["F", "B"], ("3B1/0.PART", "3B1/0.ALL_TO_ALL:ep")),
+        (["B", "W", "F"], ("3B1/1.PART", "3B1/1.ALL_TO_ALL:ep")),
+    ],
+)
+def test_a_dispatch_is_issued_behind_what_the_other_side_computes(order, around):
+    rows = first_pair(graph(schedule={**V, "overlap": {"order": order}}))
+    place = rows.index("0F3/1.ALL_TO_ALL:ep")
+    assert (rows[place - 1], rows[place + 1]) == around
+    assert rows.index("0F3/1.PART") < place
+
+
+def test_collectives_of_the_other_side_on_the_compute_queue_are_no_end_of_its_turn():
+    rows = first_pair(graph(topology={"tp": 2}, schedule={**V, "overlap": {"order": ["F", "B"]}}))
+    place = rows.index("0F3/3.ALL_TO_ALL:ep")
+    assert rows[place - 4 : place + 2] == [
+        "0F3/3.PART",
+        "3B1/0.PART", "3B1/0.ALL_REDUCE:tp", "3B1/1.PART", "0F3/3.ALL_TO_ALL:ep", "3B1/1.ALL_TO_ALL:ep",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (["F", "B"], ["3F2/1.PART", "0B0/0.PART", "3F2/1.ALL_TO_ALL:ep", "3F2/2.PART"]),
+        (["F", "W", "B"], ["3F2/1.PART", "0B0/0.PART", "3F2/1.ALL_TO_ALL:ep", "3F2/2.PART"]),
+        (["B", "W", "F"], ["0B0/0.WEIGHTS", "3F2/0.PART", "3F2/0.ALL_TO_ALL:ep", "3F2/1.PART", "3F2/1.ALL_TO_ALL:ep"]),
+        (["B", "F", "W"], ["3F2/1.PART", "0B0/0.WEIGHTS", "3F2/1.ALL_TO_ALL:ep", "3F2/2.PART"]),
+    ],
+)
+def test_a_dispatch_at_the_end_of_the_other_side(order, expected):
+    made = graph(moe={**MOE, "dense_layers": 2}, schedule={**V, "overlap": {"order": order}})
+    rows = [str(made.ops[i]) for i in made.rank_ops(0)]
+    place = rows.index(expected[0])
+    assert rows[place : place + len(expected)] == expected
 
 
 def test_gathers_of_tokens_are_issued_together():

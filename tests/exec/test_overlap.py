@@ -1,6 +1,7 @@
 """Runs of overlapped pairs that take turns: bits of the run without overlap, logs in the graph's order, failures."""
 
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -59,7 +60,10 @@ PLANS = {
 GRAPHS = ["all-to-all", "all-gather", "bfloat16", "sequence parallel"]
 
 
-@pytest.mark.parametrize("overlap", ["pairs", {"order": ["F", "B"]}], ids=["pairs", "F, B"])
+ORDERS = ["pairs", {"order": ["F", "B"]}, {"order": ["F", "W", "B"]}]
+
+
+@pytest.mark.parametrize("overlap", ORDERS, ids=["pairs", "F, B", "F, W, B"])
 @pytest.mark.parametrize("changes", PLANS.values(), ids=PLANS)
 def test_turns_have_the_bits_of_whole_computations(changes, overlap):
     from tests.exec.in_memory import require_logged, run_all
@@ -118,6 +122,90 @@ def test_the_log_has_the_times_of_parts_and_of_collectives_that_run_next_to_them
     assert container.start_ns == container.end_ns <= part.start_ns
 
 
+def test_the_host_reads_sizes_while_the_other_side_computes(monkeypatch):
+    from pipeproof.stages.torch.experts import HostCopy
+    from tests.exec.in_memory import run_all
+
+    plan = plan_of(pp=1)
+    seen, rank_of, read = [[], []], {}, HostCopy.read
+
+    def prepare(adapter, arrays, rank):
+        def enter(step, op_id):
+            rank_of[threading.get_ident()] = rank
+            seen[rank].append(str(plan.graph.ops[op_id]))
+
+        adapter._enter = enter
+
+    def noted(copy):
+        seen[rank_of[threading.get_ident()]].append("read")
+        return read(copy)
+
+    monkeypatch.setattr(HostCopy, "read", noted)
+    run_all(plan, prepare=prepare)
+    for of_rank in seen:
+        place = of_rank.index("1F1/1.PART")
+        assert of_rank[place : place + 5] == [
+            "1F1/1.PART", "0B0/1.PART", "read", "1F1/1.ALL_TO_ALL:ep", "0B0/1.ALL_TO_ALL:ep",
+        ]  # fmt: skip
+
+
+class RecordedStream:
+    """A side stream that notes what is launched on it, and what the other side launches meanwhile."""
+
+    def __init__(self, seen):
+        self.seen, self.kept = seen, []
+
+    def follow(self):
+        self.seen.append("follow")
+
+    @contextmanager
+    def launching(self):
+        self.seen.append("side {")
+        yield
+        self.seen.append("}")
+
+    def keep(self, tensor):
+        self.kept.append(tensor.shape)
+
+
+def test_counts_and_dispatch_are_on_the_side_stream_and_nothing_else(monkeypatch):
+    from pipeproof.exec.rank.torch.framework import TorchFramework
+    from pipeproof.stages.torch import experts
+    from tests.exec.in_memory import run_all
+
+    plan = plan_of(pp=1)
+    streams = {}
+
+    def stream_of(framework):  # the ranks of the test share a framework
+        return streams.setdefault(threading.get_ident(), RecordedStream([]))
+
+    class NotedCopy(experts.HostCopy):
+        def __init__(self, tensor):
+            stream = streams.get(threading.get_ident())
+            if stream is not None:
+                stream.seen.append("copy")
+            super().__init__(tensor)
+
+    def prepare(adapter, arrays, rank):
+        def enter(step, op_id):
+            pair = plan.graph.batch[plan.graph.parent[op_id]] if plan.graph.parent[op_id] != NONE else NONE
+            if threading.get_ident() in streams and pair != NONE:
+                streams[threading.get_ident()].seen.append(str(plan.graph.ops[op_id]))
+
+        adapter._enter = enter
+
+    monkeypatch.setattr(TorchFramework, "side_stream", property(stream_of))
+    monkeypatch.setattr(experts, "HostCopy", NotedCopy)
+    run_all(plan, prepare=prepare)
+    assert len(streams) == plan.mesh.num_ranks
+    for stream in streams.values():
+        seen = stream.seen
+        place = seen.index("1F1/1.PART")
+        assert seen[place + 1 : place + 8] == ["follow", "side {", "copy", "}", "1F1/1.ALL_TO_ALL:ep", "side {", "}"]
+        assert seen.count("follow") == len(stream.kept)
+        assert seen.count("side {") == seen.count("}") == 2 * len(stream.kept)
+
+
 def failing(plan, text):
     """Run a plan whose rank 0 fails at an operation."""
     from tests.exec import in_memory
@@ -135,7 +223,8 @@ def failing(plan, text):
 
 
 @pytest.mark.parametrize(
-    "text", ["1F1/2.PART", "0B0/1.PART", "0B0/1.WEIGHTS", "1F1/1.ALL_TO_ALL:ep", "0B0/0.ALL_TO_ALL:ep"]
+    "text",
+    ["1F1/2.PART", "0B0/1.PART", "0B0/1.WEIGHTS", "1F1/1.ALL_TO_ALL:ep", "0B0/0.ALL_TO_ALL:ep", "0B0/1.ALL_TO_ALL:ep"],
 )
 def test_a_failure_of_either_side_is_raised_with_the_place_and_ends_both(text):
     error = failing(plan_of(pp=1), text)

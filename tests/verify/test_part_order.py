@@ -45,10 +45,22 @@ def turns_in_another_order(ranks):
         move(rows, text, before="3B1/0.PART")
 
 
+def dispatch_at_once(ranks):
+    """The dispatch of F is issued with its part on rank 0: the queue ``ep`` has the same order, as its members."""
+    move(ranks[0], "0F3/1.ALL_TO_ALL:ep", before="3B1/1.PART")
+
+
+def dispatch_behind_the_exchange(ranks):
+    """The dispatch of F comes behind the next exchange of B on rank 0."""
+    move(ranks[0], "0F3/1.ALL_TO_ALL:ep", before="3B1/1.WEIGHTS")
+
+
 @pytest.mark.parametrize(
     ("change", "code"),
     [
         (turns_in_another_order, "PP306"),
+        (dispatch_behind_the_exchange, "PP306"),
+        (lambda ranks: move(ranks[0], "0F3/1.ALL_TO_ALL:ep", before="0F3/1.PART"), "PP145"),
         (lambda ranks: swap(ranks[0], "0F3/1.PART", "0F3/0.ALL_TO_ALL:ep"), "PP145"),
         (lambda ranks: swap(ranks[0], "3B1/1.PART", "3B1/1.WEIGHTS"), "PP145"),
         (lambda ranks: move(ranks[0], "3B1/2.WEIGHTS", before="3B1/2.PART"), "PP145"),
@@ -57,12 +69,27 @@ def turns_in_another_order(ranks):
         (lambda ranks: remove(ranks[0], "0F3/3.PART"), "PP145"),
         (lambda ranks: swap(ranks[0], "0F3/0.PART", "0F3/1.PART"), "PP145"),
     ],
-    ids=["turns", "part", "weights", "last weights", "send", "no weights", "no part", "numbers"],
+    ids=[
+        "turns",
+        "late dispatch",
+        "dispatch before its part",
+        "part",
+        "weights",
+        "last weights",
+        "send",
+        "no weights",
+        "no part",
+        "numbers",
+    ],
 )
 def test_a_mutant_is_found_by_one_rule(change, code):
     right = of_plan()
     assert codes(right) == set()
     assert codes(mutated(right, change)) == {code}
+
+
+def test_a_dispatch_at_once_on_one_member_is_right():
+    assert codes(mutated(of_plan(), dispatch_at_once)) == set()
 
 
 def test_another_order_of_turns_on_all_members_is_right():

@@ -20,6 +20,7 @@ from pipeproof.exec.rank.framework_protocol import (
     Collectives,
     DeferringStage,
     Framework,
+    OverlappingFramework,
     RankStage,
     Tensor,
     ThreadedFramework,
@@ -287,7 +288,8 @@ class RankAdapter:
 
         sides = (lambda: self._forward(forward)), (lambda: self._backward_input(backward))
         if self._seams is None:
-            turns = PairTurns(pair, self, add_weights)
+            side_stream = cast(OverlappingFramework, self._framework).side_stream
+            turns = PairTurns(pair, self, add_weights, side_stream)
             with self._children.issued_by(turns):
                 turns.run(*sides, framework.as_this_thread())
         else:

@@ -12,6 +12,7 @@ import numpy as np
 from pipeproof.exec.rank.framework_protocol import Arrays, Collectives, Tensor
 from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, Traffic
 from pipeproof.schedule.ops import Op, OpKind, child_of
+from pipeproof.stages.common.experts import Used
 from pipeproof.stages.describe.layer import COUNTS_DTYPE
 
 
@@ -35,6 +36,10 @@ class Issuer(Protocol):
 
     def issue(self, calls: Sequence[Call]) -> list[Tensor]:
         """Issue collectives one after the other; return their results."""
+        ...
+
+    def announce(self, call: Call, use: Callable[[Tensor], Used]) -> Callable[[], Used]:
+        """Issue a collective; return a function that gives what ``use`` makes of its result."""
         ...
 
 
@@ -109,20 +114,20 @@ class ChildCollectives:
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], *, label: str) -> Tensor:
         """Exchange ``send[m]`` and ``receive[m]`` rows with each EP rank m."""
+        return self._issue(self._exchange(tensor, send, receive))
 
-        def announced(received: Tensor) -> Traffic:
-            return tuple(zip(self._sums(tensor, send), self._sums(received, receive), strict=True))
+    def announce(
+        self, counts: Tensor, sizes: Sequence[int], use: Callable[[Tensor], Used], *, label: str
+    ) -> Callable[[], Used]:
+        """Exchange counts, ``sizes[m]`` with each EP rank m; return a function that gives what ``use`` makes of them.
 
-        of_counts = self._arrays.dtype(tensor) == COUNTS_DTYPE
-        call = Call(
-            OpKind.ALL_TO_ALL,
-            "ep",
-            tensor,
-            lambda c: c.exchange(tensor, send, receive),
-            traffic=() if of_counts else tuple(zip(send, receive, strict=True)),
-            traffic_of=announced if of_counts else None,
-        )
-        return self._issue(call)
+        In an overlapped pair that function lets the other computation have its turn first.
+        """
+        call = self._exchange(counts, sizes, sizes)
+        if self._issuer is not None:
+            return self._issuer.announce(call, use)
+        used = use(self._issue_child(call))
+        return lambda: used
 
     def sum_scattered(self, axis: str, flat: Tensor) -> Tensor:
         """Return this rank's part of the sum of a flat tensor over an axis, in rank order."""
@@ -135,6 +140,20 @@ class ChildCollectives:
     def reduce_over(self, axis: str, tensor: Tensor, reduction: str, weight: str = "") -> Tensor:
         """Return the all-reduce over an axis; over ``pp`` among the holders of ``weight``."""
         return self._issue(Call(OpKind.ALL_REDUCE, axis, tensor, lambda c: c.reduce(tensor, reduction), weight))
+
+    def _exchange(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Call:
+        def announced(received: Tensor) -> Traffic:
+            return tuple(zip(self._sums(tensor, send), self._sums(received, receive), strict=True))
+
+        of_counts = self._arrays.dtype(tensor) == COUNTS_DTYPE
+        return Call(
+            OpKind.ALL_TO_ALL,
+            "ep",
+            tensor,
+            lambda c: c.exchange(tensor, send, receive),
+            traffic=() if of_counts else tuple(zip(send, receive, strict=True)),
+            traffic_of=announced if of_counts else None,
+        )
 
     def _issue(self, call: Call) -> Tensor:
         (result,) = self._issue_each([call])

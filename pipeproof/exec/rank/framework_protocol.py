@@ -8,6 +8,7 @@ ranges of the first dim) and ``Arrays``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.schedule.op_table import Channel
 from pipeproof.specs.plan_sections import RunSpec
+from pipeproof.stages.common.experts import Used
 from pipeproof.stages.common.sequence_splits import ContextCollectives
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives
 from pipeproof.stages.describe.layer_records import LayerWatch
@@ -201,6 +203,12 @@ class StageCollectives(ContextCollectives, TensorParallelCollectives, Protocol):
         """Exchange rows over EP ranks."""
         ...
 
+    def announce(
+        self, counts: Tensor, sizes: Sequence[int], use: Callable[[Tensor], Used], *, label: str
+    ) -> Callable[[], Used]:
+        """Exchange counts over EP ranks; return a function that gives what ``use`` makes of those received."""
+        ...
+
     def all_gather_each(self, tensors: Sequence[Tensor], *, labels: Sequence[str], axis: str) -> Sequence[Tensor]:
         """Return the parts of all EP ranks of each tensor, joined along dim 0."""
         ...
@@ -375,6 +383,34 @@ class ThreadedFramework(Protocol):
 
     def as_this_thread(self) -> Callable[[], None]:
         """Return a function that a new thread calls to compute as this one does now: same device, same bits."""
+        ...
+
+
+class SideStream(Protocol):
+    """A second stream of a rank's device, for work that must not wait for what another computation has launched.
+
+    Without a device there is none, and its methods do nothing.
+    """
+
+    def follow(self) -> None:
+        """Let its next work wait for all that the current stream has launched so far."""
+        ...
+
+    def launching(self) -> AbstractContextManager[object]:
+        """Within the context work is launched on it."""
+        ...
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor, which was made within the context, until the current stream does not read it."""
+        ...
+
+
+class OverlappingFramework(ThreadedFramework, Protocol):
+    """A framework with which overlapped pairs take turns at the rows of the graph."""
+
+    @property
+    def side_stream(self) -> SideStream:
+        """The side stream of this rank."""
         ...
 
 

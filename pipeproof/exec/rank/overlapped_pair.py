@@ -2,21 +2,33 @@
 
 The forward runs in the rank's thread and the backward in a helper thread. When one of them has issued a collective and
 the next row is not its own, it hands the turn over, and waits for the collective when it has the turn again.
+
+Where the host must know the result of a collective before the next one, as the counts before the tokens, it waits while
+the device computes for the other side: the next collective is issued after the other's part. It waits for nothing of
+that part, because the result is read, and the next collective begun, on a side stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 from pipeproof.exec.rank.child_collectives import Call
-from pipeproof.exec.rank.framework_protocol import BegunCollective, Collectives, OverlappedCollectives, Tensor
+from pipeproof.exec.rank.framework_protocol import (
+    BegunCollective,
+    Collectives,
+    OverlappedCollectives,
+    SideStream,
+    Tensor,
+)
 from pipeproof.exec.rank.machine import ProtocolError
 from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, log_queue
 from pipeproof.exec.rank.turns import Helper
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import FORWARD_KINDS, PART_KINDS, Op, OpKind
+from pipeproof.stages.common.experts import Used
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +124,15 @@ class PairTurns:
     ``weights`` adds the weight gradients that the backward has deferred.
     """
 
-    def __init__(self, pair: OverlappedPair, host: Host, weights: Callable[[], None]) -> None:
-        self._pair, self._host, self._weights = pair, host, weights
+    def __init__(self, pair: OverlappedPair, host: Host, weights: Callable[[], None], side_stream: SideStream) -> None:
+        self._pair, self._host, self._weights, self._side_stream = pair, host, weights, side_stream
         self._at = 0
         """Place in the rows of the one that runs, or that is next."""
         self._owner = NONE
         self._open: LogEntry | None = None
         self._ended: set[int] = set()
+        self._announced = NONE
+        """The computation whose next collective is begun on the side stream."""
 
     def run(
         self,
@@ -159,6 +173,24 @@ class PairTurns:
         results = [self._wait(one) for one in issued]
         self._begin_part()
         return results
+
+    def announce(self, call: Call, use: Callable[[Tensor], Used]) -> Callable[[], Used]:
+        """Issue a collective of the computation that has the turn; return a function that gives ``use`` of its result.
+
+        The other computation has its turn first. All that the next collective sends is launched before that.
+        """
+        owner, issued = self._owner, self._begin(call)
+        self._begin_part()
+
+        def arrived() -> Used:
+            self._end_part()
+            self._side_stream.follow()
+            self._pass_turn(owner)
+            self._announced = owner
+            with self._side_stream.launching():
+                return use(self._wait(issued))
+
+        return arrived
 
     def _run(self, owner: int, work: Callable[[], None]) -> None:
         """Run one computation, in its thread."""
@@ -204,10 +236,12 @@ class PairTurns:
 
     def _is_at(self, owner: int) -> bool:
         """Return True if the next row is what the thread of a computation executes."""
-        if self._at == len(self._pair.rows):
-            return False
-        row = self._pair.rows[self._at]
-        return row.owner == owner and row.op.kind is not OpKind.WEIGHTS
+        row = self._next()
+        return row is not None and row.owner == owner and row.op.kind is not OpKind.WEIGHTS
+
+    def _next(self) -> PairRow | None:
+        """The row that runs, or that is next; None at the end."""
+        return self._pair.rows[self._at] if self._at < len(self._pair.rows) else None
 
     def _begin_part(self, kind: OpKind = OpKind.PART) -> None:
         """Begin the next row if it is a part of this kind of the computation that has the turn."""
@@ -223,27 +257,40 @@ class PairTurns:
             self._at += 1
 
     def _begin(self, call: Call) -> _Issued:
-        """Begin a collective, which must be the next row; one on the compute queue has ended on return."""
+        """Begin a collective, which must be the next row, or the one behind a late collective of the other computation.
+
+        One on the compute queue has ended on return.
+        """
         self._end_part()
-        host, row = self._host, self._pair.rows[self._at] if self._at < len(self._pair.rows) else None
+        host, row = self._host, self._next()
+        if row is not None and row.owner != self._owner and row.op.kind not in PART_KINDS:
+            self._pass_turn(self._owner)
+            row = self._next()
         if row is None or row.owner != self._owner or (row.op.kind, row.op.axis) != (call.kind, call.axis):
             found = "nothing more" if row is None else row.text
             raise ProtocolError(f"{self._text(self._owner)} issues {call.kind}:{call.axis}, and the graph has {found}")
         host.enter(row.op_id)
         collectives = host.collectives_over(call.axis, row.op.stage, call.weight)
-        entry = host.begin_entry(row.queue, row.text)
         self._at += 1
         if row.queue == HOST_QUEUE:
+            entry = host.begin_entry(row.queue, row.text)
             result = call.act(collectives)
             entry.end_ns = host.now()
             return _Issued(call, collectives, entry, lambda: result)
-        begun: BegunCollective = call.act(cast(OverlappedCollectives, collectives).begun)
-        entry.posted_ns, entry.end_ns = entry.start_ns, host.end_of(begun.block)
-        return _Issued(call, collectives, entry, begun.wait)
+        is_aside = self._announced == row.owner
+        with self._side_stream.launching() if is_aside else nullcontext():
+            entry = host.begin_entry(row.queue, row.text)
+            begun: BegunCollective = call.act(cast(OverlappedCollectives, collectives).begun)
+            entry.posted_ns, entry.end_ns = entry.start_ns, host.end_of(begun.block)
+        if is_aside:
+            self._announced = NONE
+        return _Issued(call, collectives, entry, begun.wait, is_aside)
 
     def _wait(self, issued: _Issued) -> Tensor:
         """Wait for a collective and return its result."""
         result = issued.wait()
+        if issued.is_aside:
+            self._side_stream.keep(result)
         if not issued.entry.end_ns:
             issued.entry.end_ns = self._host.now()
         self._host.fill_in(issued.entry, issued.collectives, issued.call, result)
@@ -318,3 +365,5 @@ class _Issued:
     collectives: Collectives
     entry: LogEntry
     wait: Callable[[], Tensor]
+    is_aside: bool = False
+    """Begun on the side stream, where its result has its memory."""

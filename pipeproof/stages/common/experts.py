@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from pipeproof.specs.model_parts import MoeSpec
 from pipeproof.stages.common.backend_ops import BackendOps, Tensor, Weight
@@ -23,6 +23,8 @@ from pipeproof.stages.common.weights import SplitWeights
 
 Gated: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Activation function of an MLP, of its gate and its other factor."""
+Used = TypeVar("Used")
+"""What a caller makes of the counts that it received."""
 Indices: TypeAlias = Any
 """Integers where the framework's experts count and order: an array on the host, or a tensor on the device."""
 
@@ -32,6 +34,16 @@ class ExpertCollectives(Protocol):
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], *, label: str) -> Tensor:
         """Send ``send[m]`` rows, in order, to each member m; return ``receive[m]`` rows from each, joined in order."""
+        ...
+
+    def announce(
+        self, counts: Tensor, sizes: Sequence[int], use: Callable[[Tensor], Used], *, label: str
+    ) -> Callable[[], Used]:
+        """Exchange counts, ``sizes[m]`` with each member m; return a function that gives ``use`` of those received.
+
+        In an overlapped pair that function lets the other computation have its turn first; else ``use`` has been called
+        before the return. All that the next collective sends must have been launched when the function is called.
+        """
         ...
 
     def all_gather_each(self, tensors: Sequence[Tensor], *, labels: Sequence[str], axis: str) -> Sequence[Tensor]:
@@ -56,9 +68,19 @@ class ExpertRegion:
 
     def counts(self, sent: Tensor, label: str) -> Tensor:
         """Exchange visit counts: from this rank's visits [E] to all ranks' visits to its own experts [R, E / R]."""
-        sizes = [sent.shape[0] // self.num_ranks] * self.num_ranks
+        sizes = self._sizes(sent)
         received = sent if self.num_ranks == 1 else self._all_to_all(sent, sizes, sizes, label)
-        return received.reshape([self.num_ranks, sizes[0]])
+        return received.reshape([self.num_ranks, -1])
+
+    def announce(self, sent: Tensor, label: str, use: Callable[[Tensor], Used]) -> Callable[[], Used]:
+        """Exchange counts as ``counts`` does between several ranks, see ``ExpertCollectives.announce``."""
+        assert self._collectives is not None
+        return self._collectives.announce(
+            sent, self._sizes(sent), lambda received: use(received.reshape([self.num_ranks, -1])), label=label
+        )
+
+    def _sizes(self, sent: Tensor) -> list[int]:
+        return [sent.shape[0] // self.num_ranks] * self.num_ranks
 
     def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], label: str) -> Tensor:
         """Exchange rows: ``send[m]`` of them go to rank m. Their gradients come back under ``label.grad``."""

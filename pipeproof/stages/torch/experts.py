@@ -5,6 +5,7 @@ Shape letters: as in ``stages.common.experts``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -56,21 +57,24 @@ class TorchExperts(common.Experts):
         return counts.scatter_add_(0, flat, torch.ones_like(flat))  # bincount would make the host wait
 
     def _visit(self, tokens: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
-        arrivals = None if self._region.num_ranks == 1 else self._announced(counts)
+        announced = None if self._region.num_ranks == 1 else self._announced(counts)
         order = chosen.flatten().argsort(stable=True)  # by expert, then by token
         back = inverse(order)
         rows = visits(tokens, order, back)
-        outputs = self._swiglu(rows, Groups(counts)) if arrivals is None else self._exchanged(rows, *arrivals)
+        outputs = self._swiglu(rows, Groups(counts)) if announced is None else self._exchanged(rows, *announced())
         return reorder(outputs, back, order).reshape(*chosen.shape, tokens.shape[-1])
 
-    def _announced(self, sent: Tensor) -> tuple[Tensor, HostCopy]:
-        """Exchange the counts of visits, from ``sent`` [E]; return those received, and the rows of each rank.
+    def _announced(self, sent: Tensor) -> Callable[[], tuple[Tensor, HostCopy]]:
+        """Exchange the counts of visits, from ``sent`` [E]; return a function of those received, and of rows by rank.
 
         The numbers of rows [2, R] are on their way to the host, which has other kernels to launch before it waits.
         """
-        received = self._region.counts(sent, f"{self._name}.counts")  # [R, E / R]
-        by_rank = torch.stack([sent.reshape(self._region.num_ranks, -1).sum(1), received.sum(1)])
-        return received, HostCopy(by_rank)
+
+        def copied(received: Tensor) -> tuple[Tensor, HostCopy]:  # [R, E / R]
+            by_rank = torch.stack([sent.reshape(self._region.num_ranks, -1).sum(1), received.sum(1)])
+            return received, HostCopy(by_rank)
+
+        return self._region.announce(sent, f"{self._name}.counts", copied)
 
     def _exchanged(self, rows: Tensor, received: Tensor, sizes: HostCopy) -> Tensor:
         """Run rows, which are ordered by expert, through the experts of all ranks."""

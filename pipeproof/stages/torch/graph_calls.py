@@ -24,6 +24,8 @@ from torch._C import (
 )
 from torch.utils.checkpoint import CheckpointPolicy
 
+from pipeproof.stages.common.experts import Used
+
 Tensor: TypeAlias = torch.Tensor
 
 _LIBRARY = torch.library.Library("pipeproof", "DEF")
@@ -218,6 +220,13 @@ class GraphCollectives:
         """Implement ``ExpertCollectives.all_to_all``; the host knows the numbers of rows, so it is in no graph."""
         result: Tensor = self._collectives.all_to_all(tensor, send, receive, label=label)
         return result
+
+    def announce(
+        self, counts: Tensor, sizes: Sequence[int], use: Callable[[Tensor], Used], *, label: str
+    ) -> Callable[[], Used]:
+        """Implement ``ExpertCollectives.announce``; the host reads the counts, so it is in no graph."""
+        announced: Callable[[], Used] = self._collectives.announce(counts, sizes, use, label=label)
+        return announced
 
     def _issue(
         self, run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]

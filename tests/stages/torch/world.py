@@ -55,6 +55,10 @@ class RankCollectives:
         assert [len(part) for part in parts] == list(receive), label
         return torch.cat(parts)
 
+    def announce(self, counts, sizes, use, *, label):
+        used = use(self.all_to_all(counts, sizes, sizes, label=label))
+        return lambda: used
+
     def _combined(self, issued, tensor):
         total, *others = self._meet(issued, tensor)
         for other in others:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import StageCollectives
 from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.comm import Copied, TorchWorld, connect
+from pipeproof.exec.rank.torch.side_stream import TorchSideStream
 from pipeproof.exec.rank.torch.stages import TorchStages
 from pipeproof.exec.rank.torch.thread_state import as_this_thread
 from pipeproof.specs.plan_sections import RunSpec
@@ -39,6 +41,10 @@ class TorchFramework:
 
     def as_this_thread(self) -> Callable[[], None]:
         return as_this_thread(self.device)
+
+    @cached_property
+    def side_stream(self) -> TorchSideStream:
+        return TorchSideStream(self.device)
 
     def connect(self, rank: int, plan: LoweredPlan, progress: Callable[[str], None]) -> TorchWorld:
         graph, num_ranks = plan.graph, plan.mesh.num_ranks
