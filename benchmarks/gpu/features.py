@@ -81,6 +81,9 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
         yield "experts by all-gather, ep 2, copies, replayed", {**copies, "run": replayed}
         dropped = {**gathered, "model": {**gathered["model"], "dropout": 0.1}, "run": replayed}
         yield "experts by all-gather, ep 2, dropout, replayed", dropped
+        no_loss = {**gathered["model"], "moe": {**experts, "aux_loss": 0.0}}
+        graphs = {**gathered, "model": no_loss, "run": {**replayed, "compiler": "inductor"}}
+        yield "experts by all-gather, ep 2, graphs, replayed", graphs
         yield "experts by all-to-all, ep 2, copies", {**sent, "run": {**run, "dtype": "bfloat16"}}
         yield "experts by all-gather, ep 2, turns, replayed", {**turns, "run": replayed}
         turns_of_copies = {**sent, "schedule": turns["schedule"], "run": {**run, "dtype": "bfloat16"}}

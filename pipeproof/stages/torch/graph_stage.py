@@ -294,7 +294,11 @@ class GraphStage(TorchStage):
         if f"{name}.router.weight" not in self.parameters:
             return False
         weight = self.parameters[f"{name}.experts.gate.weight"]
-        is_fixed = self._plan.topology.ep == 1 and is_one_kernel(activation, weight.value)
+        moe = self._plan.gpt.moe
+        assert moe is not None
+        gathers_for_replays = self._plan.run.replay and moe.dispatcher == "all_gather"
+        has_fixed_rows = self._plan.topology.ep == 1 or gathers_for_replays
+        is_fixed = has_fixed_rows and is_one_kernel(activation, weight.value)
         return not is_fixed or not _has_same_type(weight) or self.balance.has_values
 
     def _on_island(self, activation: Tensor, name: str) -> Tensor:

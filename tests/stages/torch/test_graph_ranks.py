@@ -38,6 +38,10 @@ PLANS = {
     "ep, all-gather, dropout": {
         "topology": {"ep": 2}, "model": {"moe": {**MOE, **EVEN, "dispatcher": "all_gather"}, "dropout": 0.1},
     },
+    "ep, all-gather, replayed": {
+        "topology": {"ep": 2}, "model": {"moe": {**MOE, "dispatcher": "all_gather"}},
+        "run": {"device": "gpu", "replay": True, "dtype": "bfloat16"},
+    },
 }  # fmt: skip
 
 
@@ -54,7 +58,7 @@ class GraphRun(StagedRun):
 
 def plan_of(name, compiler):
     sections = PLANS[name]
-    run = {"backend": "torch", "compiler": compiler, "dtype": "float32", "steps": 2}
+    run = {"backend": "torch", "compiler": compiler, "dtype": "float32", "steps": 2, **sections.get("run", {})}
     return make_plan("plain", **{**sections, "run": run, "schedule": TWO["schedule"]})
 
 
