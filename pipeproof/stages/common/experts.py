@@ -24,7 +24,7 @@ from pipeproof.stages.common.weights import SplitWeights
 Gated: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Activation function of an MLP, of its gate and its other factor."""
 Used = TypeVar("Used")
-"""What a caller makes of the counts that it received."""
+"""Result of a caller's function of the counts that it received."""
 Indices: TypeAlias = Any
 """Integers where the framework's experts count and order: an array on the host, or a tensor on the device."""
 
