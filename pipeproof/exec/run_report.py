@@ -17,6 +17,7 @@ from pipeproof.exec.compare.step_losses import main_loss, module_losses_to_json
 from pipeproof.exec.rank.op_log import LogEntry, op_ids_of
 from pipeproof.exec.run_codes import BEYOND_BOUND, MISMATCH, NEVER_RECEIVED, UNVERIFIED
 from pipeproof.schedule.op_table import EdgeKind
+from pipeproof.schedule.ops import PART_KINDS
 from pipeproof.sim.timeline import Span, Timeline
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.specs.profile_file import Profile
@@ -255,15 +256,25 @@ def _finite(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured_timeline(subject: Subject, logs: Mapping[int, Sequence[LogEntry]]) -> Timeline:
-    """Return the op logs of all ranks as one timeline that begins with the first start; ticks are nanoseconds."""
+    """Return the op logs of all ranks as one timeline that begins with the first start; ticks are nanoseconds.
+
+    A computation in parts, whose log entry takes no time, lasts until the end of its last part, as in a simulation.
+    """
     graph = subject.graph
     origin = min((entry.start_ns for entries in logs.values() for entry in entries), default=0)
     spans = []
     for rank, entries in sorted(logs.items()):
+        found = [
+            (op_id, e) for op_id, e in zip(op_ids_of(graph, rank, entries), entries, strict=True) if op_id is not None
+        ]
+        ends: dict[tuple[int, int], int] = {}
+        for op_id, e in found:
+            if graph.ops[op_id].kind in PART_KINDS:
+                computation = e.step, int(graph.parent[op_id])
+                ends[computation] = max(e.end_ns, ends.get(computation, 0))
         spans += [
-            Span(rank, e.queue, op_id, e.op, e.start_ns - origin, e.end_ns - origin, e.step)
-            for op_id, e in zip(op_ids_of(graph, rank, entries), entries, strict=True)
-            if op_id is not None
+            Span(rank, e.queue, i, e.op, e.start_ns - origin, ends.get((e.step, i), e.end_ns) - origin, e.step)
+            for i, e in found
         ]
     return Timeline(
         tuple(spans),

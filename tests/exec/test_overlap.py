@@ -206,6 +206,20 @@ def test_counts_and_dispatch_are_on_the_side_stream_and_nothing_else(monkeypatch
         assert seen.count("side {") == seen.count("}") == 2 * len(stream.kept)
 
 
+def test_a_measured_timeline_has_computations_that_last_as_long_as_their_parts():
+    from pipeproof.exec.run_report import measured_timeline
+    from tests.exec.in_memory import run_all
+
+    of = subject_of(pp=1, run={"steps": 1})
+    _, adapters = run_all(of.plan.unfolded())
+    timeline = measured_timeline(of, {rank: adapter.log for rank, adapter in enumerate(adapters)})
+    by_text = {span.op: span for span in timeline.spans if span.rank == 0}
+    for computation in ("0B0", "1F1"):
+        parts = [by_text[text] for text in by_text if text.startswith(f"{computation}/") and ":ep" not in text]
+        assert by_text[computation].end == max(part.end for part in parts) > by_text[computation].start
+    assert 0 < timeline.busy_us(0) <= timeline.makespan_us
+
+
 def failing(plan, text):
     """Run a plan whose rank 0 fails at an operation."""
     from tests.exec import in_memory
