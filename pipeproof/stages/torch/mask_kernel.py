@@ -36,7 +36,7 @@ def _draw(  # type: ignore[no-untyped-def]  # noqa: ANN202
     mask, state, threshold, num_counts, size_1, size_2, num_in_row, start_0, start_1, start_2,
     stride_0, stride_1, stride_2, block: tl.constexpr,
 ):  # fmt: skip
-    """Each element of a block draws the four words of one count; sizes are of the part, strides of the whole in counts."""
+    """Each element draws the four words of one count; sizes are of the part, strides of the whole in counts."""
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     is_inside = place < num_counts
     row = place // num_in_row
