@@ -48,7 +48,7 @@ OPTIONAL = {
 
 BROWSER = ("chromium", "chromedriver")
 
-ALLOWED_IN_CI = ("there is a GPU", "there is no GPU", "this kernel")
+ALLOWED_IN_CI = ("there is a GPU", "there is no GPU", "this kernel", "triton is not installed")  # it needs a GPU
 """Reasons of skips that no installation can prevent; what a reason begins with is enough."""
 
 # No deadline: the machine may be busy, and pytest-timeout catches a hang. CI draws the same examples in every run, so

@@ -1,7 +1,9 @@
 """Issue every collective of gloo once, watched, and dump what the Flight Recorder has: rank, directory."""
 
 import os
+import pickle
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -10,6 +12,12 @@ from torch._C._distributed_c10d import _dump_fr_trace
 
 from pipeproof.exec.monitor.torch_watch import watch
 from pipeproof.signals import die_with_parent
+
+
+def _are_under_way(trace):
+    entries = pickle.loads(trace)["entries"]
+    return not all(entry["retired"] or entry["is_p2p"] for entry in entries)
+
 
 die_with_parent(os.getppid())
 rank, directory = int(sys.argv[1]), Path(sys.argv[2])
@@ -32,5 +40,8 @@ with watch(directory=directory / "rings"):
     dist.barrier()
     path = directory / "dumps" / f"nccl_trace_rank_{rank}"
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(_dump_fr_trace())
+    end = time.monotonic() + 20.0
+    while _are_under_way(trace := _dump_fr_trace()) and time.monotonic() < end:
+        time.sleep(0.05)  # a thread of gloo notes the end of a collective after it has woken who waits for it
+    path.write_bytes(trace)
 dist.barrier()
