@@ -82,7 +82,7 @@ def _row(slices: Slices, rank: int, spans: list[Span], place: int, parts: Parts)
     with_children = {(span.step, slices.ops[span.op].target) for span in children}
     in_parts = {(s.step, slices.ops[s.op].target) for s in children if slices.ops[s.op].kind in PART_KINDS}
     blocks: dict[tuple[int, Op | None], Box] = {}
-    lane = (float(place), place + parts.lane)
+    lane: Box = (0.0, float(place), 0.0, place + parts.lane)
 
     def add_block(kind: OpKind, computation: Op, box: Box, free: Box) -> None:
         colour = colour_of(kind, stages[computation.stage], len(stages))
@@ -104,16 +104,15 @@ def _row(slices: Slices, rank: int, spans: list[Span], place: int, parts: Parts)
         if op.kind in PART_KINDS:
             assert op.target is not None
             kind = OpKind.BACKWARD_WEIGHT if op.kind is OpKind.WEIGHTS else op.target.kind
-            box = _box(slices, span, lane[0], _foot((0.0, lane[0], 0.0, lane[1])))
+            box = _box(slices, span, lane[1], _foot(lane))
             add_block(kind, op.target, box, box)
             continue
         is_collective = op.kind in COLLECTIVE_KINDS | UPDATE_KINDS
         parts.has_collectives |= is_collective
         parts.has_others |= not is_collective
-        parent = blocks.get((span.step, op.target)) if _is_inner(op) else None
-        if parent is None and _is_inner(op):  # of a computation that is drawn as its parts
-            parent = (0.0, lane[0], 0.0, lane[1])
-        top, bottom = (_foot(parent), parent[3]) if parent else lane
+        # A computation that is drawn as its parts has the whole lane.
+        around = blocks.get((span.step, op.target), lane) if _is_inner(op) else None
+        top, bottom = (_foot(around), around[3]) if around else (lane[1], lane[3])
         yield COLLECTIVE if is_collective else OTHER, _box(slices, span, top, bottom)
 
 
