@@ -43,7 +43,7 @@ class Command:
 
 COMMANDS = (
     # A script's modules on three layouts of the ranks, next to PyTorch's pipelines: time, memory, bits.
-    Command("1-pp", f"{LLAMA}1-pp.jsonl 200 4096,4096,4,8 pp", 240, f"{LLAMA}1-pp.jsonl 200 128,16,2,8 pp 1f1b,zb_v"),
+    Command("1-pp", f"{LLAMA}1-pp.jsonl 230 4096,4096,4,8 pp", 270, f"{LLAMA}1-pp.jsonl 200 128,16,2,8 pp 1f1b,zb_v"),
     Command("1-fsdp", f"{LLAMA}1-fsdp.jsonl 110 4096,4096,4,8 fsdp", 150,
             f"{LLAMA}1-fsdp.jsonl 200 128,16,2,8 fsdp 1f1b,zb_v"),
     Command("1-tp", f"{LLAMA}1-tp.jsonl 110 4096,4096,4,8 tp", 150, f"{LLAMA}1-tp.jsonl 200 256,16,1,8 tp 1f1b,zb_v"),
