@@ -6,11 +6,10 @@ two chunks on a rank need the times of half a stage. In addition to the step, ea
 has timed three chunks by themselves: embedding and half of the blocks, half of
 the blocks, half of the blocks and head. A chunk of a rank takes what the chunk
 of its sort took there, times what the rank's stage took in the step over what
-its two halves took by themselves. A GPU that waits less is slower: how much of
-1F1B's step the ranks computed, and how much slower they compute without any
-waiting, are measured, and in between the prediction goes by a straight line
-(``Power``). Time between operations goes to the
-forward and the input gradient before it: after them messages are posted.
+its two halves took by themselves. A GPU that waits less may be slower
+(``Power``): how much of 1F1B's step the ranks computed, and how much slower
+they compute without any waiting, are measured. Time between operations goes to
+the forward and the input gradient before it: after them messages are posted.
 """
 
 from __future__ import annotations
@@ -42,11 +41,13 @@ OpTimes = dict[tuple[int, str], float]
 
 @dataclass(frozen=True)
 class Power:
-    """Slowdown of a GPU that waits less: it has a budget of power, and may be warm.
+    """Slowdown of a GPU whose mean power would be above its limit.
 
     ``busy`` is the share of the step that ranks computed when they were timed, ``slower`` how many times as long the
     same computations take one right after the other: means over the ranks, for those of single ones scatter by more
-    than they differ.
+    than they differ. A computation takes the same energy at any clock, and the limit holds the mean power: without
+    waiting the limit is ``1 / slower`` of what the computations would draw, so a rank is slower only where it computes
+    for more than this share of a step.
     """
 
     busy: float
@@ -54,7 +55,7 @@ class Power:
 
     def factor(self, busy: float) -> float:
         """Factor on the time of a rank that computes for this share of a step."""
-        return 1 + (self.slower - 1) * (busy - self.busy) / (1 - self.busy) if self.busy < 1 else 1.0
+        return max(1.0, self.slower * busy) / max(1.0, self.slower * self.busy)
 
     def from_full(self) -> FromFull:
         """The same for times that were taken one right after the other."""
@@ -63,13 +64,20 @@ class Power:
 
 @dataclass(frozen=True)
 class FromFull:
-    """A ``Power`` with times without waiting."""
+    """Speedup of computations that were timed without waiting.
+
+    A replayed step follows others, on a GPU that is still warm, and so it does not get back all of ``slower``: its
+    times are on a straight line between those without waiting and those of ``Power.busy``.
+    """
 
     power: Power
 
     def factor(self, busy: float) -> float:
-        """The factor, as in ``Power``."""
-        return self.power.factor(busy) / self.power.factor(1.0)
+        """Factor on the time of a rank that computes for this share of a step."""
+        power = self.power
+        if power.busy >= 1:
+            return 1.0
+        return (1 + (power.slower - 1) * (busy - power.busy) / (1 - power.busy)) / power.slower
 
 
 @dataclass(frozen=True)
@@ -234,3 +242,11 @@ def start_errors(predicted: OpTimes, measured: OpTimes) -> tuple[float, float]:
     assert predicted.keys() == measured.keys()
     apart = sorted(abs(predicted[key] - measured[key]) for key in predicted)
     return apart[-1], apart[max(0, -(-95 * len(apart) // 100) - 1)]
+
+
+def spans_of(starts: OpTimes, lengths: OpTimes) -> list[list[Any]]:
+    """Rank, operation, start and end, to a microsecond."""
+    return [
+        [rank, op, round(start), round(start + lengths[rank, op])]
+        for (rank, op), start in sorted(starts.items(), key=lambda item: (item[0][0], item[1]))
+    ]

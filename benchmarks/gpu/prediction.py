@@ -36,6 +36,7 @@ from predicting import (
     part_times,
     predicted_starts,
     simulated,
+    spans_of,
     stage_times,
     start_errors,
     with_power,
@@ -169,8 +170,8 @@ class Benchmark:
             "p95_start_error_us": most,
             "predicted_bytes": max(held) if self.on_gpu else None,
             "measured_bytes": max(peaks) if self.on_gpu else None,
-            "predicted": _spans(starts, lengths),
-            "measured": _spans(own_starts, own_lengths),
+            "predicted": spans_of(starts, lengths),
+            "measured": spans_of(own_starts, own_lengths),
         }
         if self.on_gpu:
             result |= self._graphs(plan, data, ours, measured)
@@ -203,14 +204,6 @@ class Benchmark:
         ranks = self.gathered(list(own))
         steps = zip(*ranks, strict=True)
         return median(max(end for _, end in step) - min(start for start, _ in step) for step in steps) / 1e3
-
-
-def _spans(starts: Mapping[tuple[int, str], float], lengths: Mapping[tuple[int, str], float]) -> list[list[Any]]:
-    """Rank, operation, start and end, to a microsecond."""
-    return [
-        [rank, op, round(start), round(start + lengths[rank, op])]
-        for (rank, op), start in sorted(starts.items(), key=lambda item: (item[0][0], item[1]))
-    ]
 
 
 def _line(size: Size, case: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
-"""Writes the tables and pictures of ``docs/prediction.md`` from ``docs/prediction.json``.
+"""Writes the tables and pictures of ``docs/prediction.md`` from ``docs/prediction*.json``.
 
 ``python validation/pages/make_prediction.py`` writes, ``--check`` exits 1 if a part is stale.
 ``benchmarks/gpu/prediction.py`` measures the results on GPUs; without them the page states that there are no figures.
+The pictures are of ``prediction.json``; the other files are of four ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pipeproof.schedule.ops import parse_op
 from pipeproof.views.schedule_svg import schedule_svg
 
 RESULTS = DOCS / "prediction.json"
+FOUR = {"operations": DOCS / "prediction_four.json", "graphs": DOCS / "prediction_four_compiled.json"}
+"""By how stages run."""
 PAGE = DOCS / "prediction.md"
 IMAGES = DOCS / "images" / "prediction"
 NO_FIGURES = "There are no figures yet: the command above measures them."
@@ -96,6 +99,29 @@ def _graph_row(case: Mapping[str, Any]) -> tuple[str, ...]:
     return (f"`{case['kind']}`", str(case["num_micro_batches"]), *times, f"{case['work_us'] / 1e3:.2f}")
 
 
+def four_part() -> str:
+    """Table of each schedule on four ranks, by how stages run: step, starts, memory, and the step as a graph."""
+    header = ("hidden size", "micro-batches", "stages", "schedule", "predicted, ms", "measured, ms", "error",
+              "largest start error", "error of memory", "replayed, ms", "error of replayed")  # fmt: skip
+    rows = [
+        (size["hidden"], stages, case)
+        for stages, file in FOUR.items()
+        for size in json.loads(file.read_text(encoding="utf-8"))["sizes"]
+        for case in size["cases"]
+    ]
+    rows.sort(key=lambda row: -row[0])
+    return table(header, [(str(hidden), *_four_row(stages, case)) for hidden, stages, case in rows])
+
+
+def _four_row(stages: str, case: Mapping[str, Any]) -> tuple[str, ...]:
+    predicted, measured, replayed = case["predicted_us"], case["measured_us"], case["graph_us"]
+    return (
+        str(case["num_micro_batches"]), stages, f"`{case['kind']}`", f"{predicted / 1e3:.2f}", f"{measured / 1e3:.2f}",
+        _error(predicted, measured), _share(case["largest_start_error_us"], measured), _memory(case)[-1],
+        f"{replayed / 1e3:.2f}", _error(case["graph_predicted_us"], replayed),
+    )  # fmt: skip
+
+
 def timelines_part(results: Results) -> str:
     """Markdown of the images of ``pictures``."""
     if not results:
@@ -155,7 +181,8 @@ PARTS: Mapping[str, Callable[[Results], str]] = {
 
 def pages(results: Results) -> dict[Path, str]:
     """Return the page and its pictures by file."""
-    return {PAGE: fill(PAGE, {name: make(results) for name, make in PARTS.items()}), **pictures(results)}
+    parts = {name: make(results) for name, make in PARTS.items()}
+    return {PAGE: fill(PAGE, {**parts, "four": four_part()}), **pictures(results)}
 
 
 if __name__ == "__main__":
