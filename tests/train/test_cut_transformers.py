@@ -153,6 +153,29 @@ def test_sequences_packed_into_one_row_stay_apart():
     assert torch.equal(changed[0, 4:], after[0][0, 4:])
 
 
+def masks_of_attention(stage, *args, **kwargs):
+    """The masks that attention gets in a stage that is captured whole."""
+    masks = []
+
+    def backend(graph, _):
+        calls = graph.graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention)
+        masks.extend(call.kwargs.get("attn_mask") for call in calls)
+        return graph.forward
+
+    torch.compile(stage, backend=backend, fullgraph=True)(*args, **kwargs)
+    return masks
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_captured_stage_has_no_mask_without_packed_sequences(rows):
+    torch.compiler.reset()
+    stages = stages_of_transformers(model_of(), 2)
+    ids, _, _ = batch(rows)
+    assert masks_of_attention(stages[0], ids) == [None, None]
+    positions = torch.arange(10).expand(rows, -1)
+    assert None not in masks_of_attention(stages[0], ids, position_ids=positions)
+
+
 def test_dropout_is_that_of_the_model():
     model = model_of(attention_dropout=0.5)
     stages = stages_of_transformers(model, 2)

@@ -57,6 +57,7 @@ def stages_of_transformers(
         ValueError: The sizes do not fit, the structure is not known, the forward does more than stages would compute,
             ``config.output_router_logits`` is set, or something has replaced a forward.
     """
+    _know_consecutive_positions()
     parts = _parts_of(model)
     _refuse_options(model, parts)
     chosen = chosen_sizes(num_stages, blocks_per_stage, argument="blocks_per_stage")
@@ -78,6 +79,38 @@ def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """
     shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
     return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), shifted.view(-1).to(logits.device))
+
+
+class _Consecutive:
+    """Position ids of which it is known that a row has one sequence.
+
+    Without a mask, models look for packed sequences: they read the ids, for which the host waits, and where they
+    cannot (in a compiled or captured stage) they make a mask, with which attention has no fast kernel. They compare
+    the object, so that a stage in another thread never takes its own ids for these. A plain attribute, which Dynamo
+    can follow.
+    """
+
+    positions: torch.Tensor | None = None
+
+
+_consecutive = _Consecutive()
+
+
+def _know_consecutive_positions() -> None:
+    """Have models not look for packed sequences in the ids of ``_consecutive``."""
+    from transformers import masking_utils
+
+    find = masking_utils.find_packed_sequence_indices
+    if getattr(find, "__module__", "") == __name__:
+        return
+
+    def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
+        if position_ids is _consecutive.positions:
+            return None
+        found: torch.Tensor | None = find(position_ids)
+        return found
+
+    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 
 
 class TransformersStage(nn.Module):  # type: ignore[misc]  # torch is untyped
@@ -127,10 +160,18 @@ class TransformersStage(nn.Module):  # type: ignore[misc]  # torch is untyped
             "use_cache": False,
             "return_dict": True,
         }
-        if not hidden_states.is_meta:
+        if hidden_states.is_meta:
+            with _experts_without_values(self._causal.config):
+                return self._call({**arguments, "attention_mask": _ready_mask(hidden_states)})
+        if attention_mask is not None or position_ids is not None:
             return self._call(arguments)
-        with _experts_without_values(self._causal.config):
-            return self._call({**arguments, "attention_mask": _ready_mask(hidden_states)})
+        batch, length = hidden_states.shape[:2]
+        positions = torch.arange(length, device=hidden_states.device).expand(batch, -1)
+        _consecutive.positions = positions
+        try:
+            return self._call({**arguments, "position_ids": positions})
+        finally:
+            _consecutive.positions = None
 
     def _call(self, arguments: dict[str, Any]) -> torch.Tensor:
         module, result = (self._causal, "logits") if self.is_last else (getattr(self, self._base), "last_hidden_state")
