@@ -170,7 +170,7 @@ class Pipeline:
         self._store = store
         self._agreement = agreement = Agreement(TorchStore(store), self.rank, self.num_ranks, timeout_s)
         self._same_kwargs, self._scale_grads, self._loss_fn = frozenset(same_kwargs), scale_grads, loss_fn
-        self._compiler, self._takes_turns = compiler, overlap
+        self._compiler = compiler
         shards = None if data_group is None else process_group(data_group)
 
         def request() -> dict[str, Any]:
@@ -203,6 +203,7 @@ class Pipeline:
                         common_dtype(weight for module in modules for weight in module.parameters()) or "float32",
                         self.num_ranks,
                         sizes.pop(),
+                        overlap,
                     )
                 ),
                 "settings": {
@@ -257,8 +258,12 @@ class Pipeline:
         self.plan = checked_plan(content, agreement, "plan", unsafe=unsafe)
         lowered = self.plan.lowered
         require_supported(lowered.spec)
-        if overlap and not whole_pairs(lowered.graph, self.rank):
-            raise PipelineError("overlap=True, and no computations of the schedule overlap: use kind dualpipe_v")
+        self._takes_turns = lowered.spec.schedule.turns is not None or overlap
+        if self._takes_turns and not any(whole_pairs(lowered.graph, rank) for rank in range(self.num_ranks)):
+            raise PipelineError(
+                "overlap=True, and no computations of the schedule overlap: use kind 1f1b, interleaved, dualpipe or "
+                "dualpipe_v, or a file with pairs"
+            )
         splitting = (
             {op.stage for op in lowered.programs[self.rank] if op.kind is OpKind.BACKWARD_WEIGHT}
             if split != "whole"
