@@ -128,8 +128,8 @@ class Pipeline:
         check_finite: whether each output is tested for NaN and infinity, for which the host waits.
         replay: whether steps are replayed as one CUDA graph from the third on, which leaves the host no work. Shapes
             and values other than tensors must stay as they are, and no module may read a value on the host.
-        overlap: whether the forward and the backward of an overlapped pair (of DualPipe and DualPipeV) take turns at
-            the seams of their modules, see ``seam``.
+        overlap: whether the forward and the backward of an overlapped pair (of DualPipe, DualPipeV, 1F1B or interleaved
+            1F1B) take turns at the seams of their modules, see ``seam``. Also by ``schedule.overlap`` of the plan.
         timeout_s: time without progress after which a report is printed and all ranks end.
         unsafe: train by a plan that is not proved.
 
