@@ -2,7 +2,7 @@
 
 On a GPU both computations launch on one stream, that of the step, and the collectives of the script run on those of
 their groups. The forward runs in the rank's thread. Autograd runs the backward in its own thread for the GPU, which
-stands still while the forward has its turn; a ``wait`` there makes the stream of the step wait, as it does in the
+is blocked while the forward has its turn; a ``wait`` there makes the stream of the step wait, as it does in the
 forward. So what one side launches between ``async_op=True`` and ``wait`` of the other runs next to the collective, in
 a captured step too.
 
