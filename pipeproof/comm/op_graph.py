@@ -44,7 +44,7 @@ def lower_context(plan: PlanContext) -> OpGraph:
         own = plan.schedule.rows(coords["pp"]) if plan.schedule.pairs else None
         posts = plan.receives[coords["pp"]] if plan.receives else {}
         rows = own if foreign is None else foreign.rows[coords["pp"]]
-        RankWriter(writer, blocks, posts, plan.spec.schedule.turns).write(rows, reduce_axes)
+        RankWriter(writer, blocks, posts, plan.spec.turns).write(rows, reduce_axes)
     columns = columns_of(given, plan.num_splits) if given else blocks.expand()
     return OpGraph(columns, tensors.specs, groups.groups, groups.ranks)
 

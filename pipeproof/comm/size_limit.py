@@ -50,7 +50,7 @@ def require_moderate_size(plan: PlanSpec, num_collectives: int = 0) -> None:
     num_items = num_batches * plan.num_stages
     kind = SCHEDULE_KINDS.get(schedule.kind)
     most = num_batches * num_collectives + _MOST_TRANSFER_OPS * num_items
-    if schedule.turns is not None:  # a part behind each collective, and weight gradients behind those of backward
+    if plan.turns is not None:  # a part behind each collective, and weight gradients behind those of backward
         most += 2 * num_batches * num_collectives + _MOST_PARTS * num_items
     most += _MOST_SHAPE_OPS * num_items if plan.transport.shape_exchange == "per_message" else 0
     most += _MOST_COMPUTATIONS * num_items if kind is None else kind.num_computations(plan.topology.pp, num_items)

@@ -385,7 +385,7 @@ class AnalyticCosts:
         opposite, as in DualPipe; in an order of one's own, of any stage.
         """
         kind, num_stages = self._plan.schedule.kind, len(self.stages)
-        if kind not in _OVERLAPPING or self._plan.schedule.turns is not None:  # then parts have the times
+        if kind not in _OVERLAPPING or self._plan.turns is not None:  # then parts have the times
             return None
         opposite = kind in ("dualpipe", "dualpipe_v")
         return tuple(

@@ -53,7 +53,7 @@ def resolved_cost(plan: PlanSpec) -> CostSpec:
 
 def shares_of_parts(plan: PlanSpec) -> PartShares | None:
     """The shares of the parts of each stage; None for plans whose computations take no turns."""
-    if plan.schedule.turns is None:
+    if plan.turns is None:
         return None
     from pipeproof.cost.part_shares import PartShares
 

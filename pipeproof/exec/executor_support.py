@@ -82,6 +82,11 @@ def _plan_refusals(subject: Subject) -> Iterator[Refusal]:
         yield from _context_parallel_refusals(spec)
     if spec.schedule.turns is not None and spec.run.backend != "torch":
         yield ("schedule", "overlap"), "the plan has schedule.overlap and backend paddle, whose collectives all block"
+    if spec.schedule.turns is not None and spec.is_custom:
+        yield (
+            ("schedule", "overlap"),
+            "the plan has custom layers and schedule.overlap, which a script's modules execute",
+        )
     for key in ("nodes_per_token", "dispatch_dtype"):
         if getattr(spec.model.moe, key, None) is not None:
             yield ("model", "moe", key), f"the plan has model.moe.{key}"

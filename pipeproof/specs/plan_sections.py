@@ -12,7 +12,7 @@ from pipeproof.specs.cost import CostSpec
 from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.memory import MemorySpec
 from pipeproof.specs.model import ModelSpec
-from pipeproof.specs.schedule import ScheduleSpec
+from pipeproof.specs.schedule import ScheduleSpec, Side
 from pipeproof.specs.section import FROM_LIST, Section, int_only, refuse
 from pipeproof.specs.stage_cut import StageCut
 from pipeproof.specs.topology import TopologySpec
@@ -179,6 +179,11 @@ class PlanSections(Section):
     def is_custom(self) -> bool:
         """True if the model is a sequence of custom layers."""
         return isinstance(self.model, CustomModelSpec)
+
+    @property
+    def turns(self) -> tuple[Side, ...] | None:
+        """The cycle of turns of overlapped pairs; None if pairs are whole in the graph, as those of custom layers."""
+        return None if self.is_custom else self.schedule.turns
 
     @property
     def gradient_dtype(self) -> str:

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipeproof.comm.lower import lower
+from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.exec.executor_support import require_executable
 from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.module_plan import (
     Request,
@@ -20,18 +23,19 @@ from pipeproof.exec.train.module_plan import (
 )
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.exec.train.train_rank import checked_plan
-from pipeproof.schedule.ops import parse_op
+from pipeproof.schedule.ops import PART_KINDS, parse_op
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
+from pipeproof.verify.subject import make_subject
 from tests.plans import plan_dict
 from tests.train.fake_store import FakeStore, on_ranks
 
 OUT = [{"shape": ["b", 8], "dtype": "float32", "gradient": True}]
 
 
-def request(plan=None, schedule="1f1b", num_micro_batches=4, num_ranks=2, num_replicas=1):
+def request(plan=None, schedule="1f1b", num_micro_batches=4, num_ranks=2, num_replicas=1, *, overlap=False):
     section = schedule_section(schedule)
-    return Request(plan, section, num_micro_batches, "torch", "cpu", "float32", num_ranks, num_replicas)
+    return Request(plan, section, num_micro_batches, "torch", "cpu", "float32", num_ranks, num_replicas, overlap)
 
 
 def facts(num_stages):
@@ -49,6 +53,40 @@ def completed(num_stages=2, tied=(), **options):
 def test_a_plan_of_modules_is_proved(schedule, num_stages):
     report = check(plan_from_dict(completed(num_stages, schedule=schedule)))
     assert not report.errors
+
+
+@pytest.mark.parametrize(("schedule", "num_stages"), [("1f1b", 2), ("interleaved", 4), ("dualpipe_v", 4)])
+def test_pairs_of_modules_are_whole_in_the_graph_and_proved(schedule, num_stages):
+    plan = plan_from_dict(completed(num_stages, schedule=schedule, num_micro_batches=8, overlap=True))
+    assert not check(plan).errors
+    graph = lower(plan.spec).graph
+    assert len(graph.pairs)
+    assert not {op.kind for op in graph.ops} & PART_KINDS
+
+
+def test_a_schedule_without_pairs_is_left_as_it_is():
+    assert "overlap" not in completed(schedule="zb_h1", overlap=True)["schedule"]
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ({"schedule": {"overlap": {"order": ["B", "F"]}}}, "orders the parts of a GPT's blocks"),
+        ({"cost": {"collective_slowdown": 0.1}, "schedule": {"overlap": "pairs"}}, "the model has custom layers"),
+    ],
+)
+def test_what_custom_layers_have_no_parts_for_is_refused(section, text):
+    plan = completed()
+    for name, keys in section.items():
+        plan.setdefault(name, {}).update(keys)
+    with pytest.raises(PlanFileError) as caught:
+        plan_from_dict(plan)
+    assert text in str([finding.message for finding in caught.value.findings])
+
+
+def test_pairs_of_modules_are_not_run_without_their_script():
+    with pytest.raises(PipeproofError, match="which a script's modules execute"):
+        require_executable(make_subject(plan_from_dict(completed(overlap=True))))
 
 
 def test_a_shared_weight_belongs_to_its_first_stage():

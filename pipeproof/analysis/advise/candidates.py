@@ -267,6 +267,8 @@ class Candidates:
             return (None,)
         if given not in (None, "none"):
             return (given,)
+        if self.spec.is_custom:
+            return (None,)
         has_pairs = self.framework is None or kind in self.framework.kinds_that_overlap
         return (None, "pairs") if has_pairs else (None,)
 

@@ -305,7 +305,9 @@ class SeamTurns:
 
     def __init__(self, pair: OverlappedPair, host: Host) -> None:
         self._pair, self._host = pair, host
-        self._is_backward = True
+        self.is_backward = True
+        """True while the backward has the turn."""
+        self.has_forward_ended_first = False
 
     def run(
         self,
@@ -334,6 +336,7 @@ class SeamTurns:
             self._resume()
             forward()
             entries[pair.forward].end_ns = host.now()
+            self.has_forward_ended_first = not self._helper.has_ended
             while not self._helper.has_ended:
                 self._resume()
         except Exception as error:
@@ -344,17 +347,17 @@ class SeamTurns:
 
     def pass_turn(self) -> None:
         """Let the other computation run up to its next seam or its end."""
-        if self._is_backward:
+        if self.is_backward:
             self._helper.give_back()
-            self._is_backward = True
+            self.is_backward = True
         else:
             self._resume()
 
     def _resume(self) -> None:
         if not self._helper.has_ended:
-            self._is_backward = True
+            self.is_backward = True
             self._helper.resume()
-        self._is_backward = False
+        self.is_backward = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import stages_of
+from pipeproof.specs.checks.overlap_checks import GENERATED_WITH_PAIRS
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.verify.certificate import Certificate
 
@@ -106,6 +107,7 @@ class Request:
     dtype: str
     num_ranks: int
     num_replicas: int
+    overlap: bool = False
 
     def skeleton(self, num_stages: int, given_stages: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
         """The plan without its layers. ``given_stages`` are those that each rank has, for uneven numbers of them.
@@ -133,6 +135,10 @@ class Request:
             schedule["placement"] = [list(stages) for stages in given_stages]
         elif "placement" not in schedule and num_stages > self.num_ranks:
             schedule.setdefault("num_chunks", -(-num_stages // self.num_ranks))
+        if self.overlap and schedule.get("kind") in GENERATED_WITH_PAIRS:
+            schedule.setdefault("overlap", "pairs")
+            if schedule["kind"] == "interleaved":
+                schedule.setdefault("variant", "megatron")
         run = content.setdefault("run", {})
         run |= {"backend": self.backend, "device": self.device}
         run.setdefault("dtype", self.dtype)

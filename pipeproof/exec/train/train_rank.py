@@ -93,6 +93,11 @@ def require_supported(spec: PlanSpec) -> None:
             "a module's backward may read its output",
         ),
         (spec.run.replay, "run.replay", "PyTorch's Pipeline has replay=True"),
+        (
+            spec.schedule.turns is not None and spec.run.backend != "torch",
+            "schedule.overlap",
+            "Paddle's collectives all block",
+        ),
         (spec.transport.queue not in (None, "directed_edge"), "transport.queue", "each channel has its own group"),
     )
     for given, key, fix in refused:

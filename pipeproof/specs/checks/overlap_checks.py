@@ -15,14 +15,18 @@ def check_overlap(plan: PlanSections) -> list[Problem]:
     """PP106: there are pairs, and all-to-alls in them to hide; their parts are known, and timed once."""
     schedule, path = plan.schedule, ("schedule", "overlap")
     if schedule.turns is None:
-        return _unused_slowdown(plan)
+        return _unused_slowdown(plan, "`schedule.overlap` is none")
     problems = []
     if schedule.kind not in _KINDS_WITH_PAIRS:
         message = f"`schedule.overlap` is of pairs that overlap, and `kind: {schedule.kind}` has none"
         problems.append(Problem("PP106", path, message, help=f"use kind {listed(_KINDS_WITH_PAIRS)}, or remove it"))
-    if plan.is_custom:
-        message = "`schedule.overlap` hides the all-to-alls of a GPT's experts, and the model has custom layers"
-        return [*problems, Problem("PP106", path, message, help="remove overlap")]
+    if (
+        plan.is_custom
+    ):  # their computations are whole in the graph, and pass the turn at the seams of a script's modules
+        if schedule.overlap != "pairs":
+            message = "`schedule.overlap` orders the parts of a GPT's blocks, and the model has custom layers"
+            problems.append(Problem("PP106", path, message, help="use overlap: pairs, or remove it"))
+        return [*problems, *_unused_slowdown(plan, "the model has custom layers")]
     if plan.gpt.moe is None or plan.topology.ep == 1:
         lacks = "model.moe is missing" if plan.gpt.moe is None else "topology.ep is 1"
         message = f"`schedule.overlap` hides the all-to-alls of experts, and there are none: {lacks}"
@@ -30,11 +34,11 @@ def check_overlap(plan: PlanSections) -> list[Problem]:
     return [*problems, *(_conflict(key, value, why, fix) for key, value, why, fix in _conflicts(plan))]
 
 
-def _unused_slowdown(plan: PlanSections) -> list[Problem]:
+def _unused_slowdown(plan: PlanSections, why: str) -> list[Problem]:
     if plan.cost.collective_slowdown is None:
         return []
-    message = "`cost.collective_slowdown` is of collectives on a queue of their own, and `schedule.overlap` is none"
-    fix = "remove it, or add schedule.overlap"
+    message = f"`cost.collective_slowdown` is of collectives on a queue of their own, and {why}"
+    fix = "remove it" if plan.is_custom else "remove it, or add schedule.overlap"
     return [Problem("PP106", ("cost", "collective_slowdown"), message, help=fix, at_key=True)]
 
 

@@ -1,4 +1,4 @@
-"""Two processes with experts of a script's own, exchanged between them: pairs of DualPipeV that take turns at seams."""
+"""Two processes with experts of a script's own, exchanged between them: pairs that take turns at seams."""
 
 import copy
 import threading
@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pipeproof.torch import Pipeline, PipelineError, seam
 
@@ -39,40 +40,65 @@ def exchanged(rows, side):
 class Block(nn.Module):
     fails = False
 
-    def __init__(self):
+    def __init__(self, *, recomputes=False):
         super().__init__()
         self.before, self.expert, self.after = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.recomputes = recomputes
 
     def forward(self, x):
+        if self.recomputes:
+            return x + checkpoint(self.experts, x, use_reentrant=False)
+        return x + self.experts(x)
+
+    def experts(self, x):
         arrived = Exchange.apply(self.before(x).tanh())
         if self.fails:
             raise ValueError("planted in the expert")
-        return x + self.after(Exchange.apply(self.expert(arrived).tanh()))
+        back = Exchange.apply(self.expert(arrived).tanh())
+        return self.after(nn.functional.dropout(back, 0.5) if self.recomputes else back)
 
 
-def pipeline(stages, **options):
+def pipeline(stages, schedule="dualpipe_v", **options):
     return Pipeline(
-        stages, schedule="dualpipe_v", num_micro_batches=MICRO_BATCHES, loss_fn=nn.functional.mse_loss,
-        example=(torch.zeros(ROWS, HIDDEN),), group=own_group, **options,
+        stages, schedule=schedule, num_micro_batches=MICRO_BATCHES, loss_fn=nn.functional.mse_loss,
+        example=(torch.zeros(ROWS, HIDDEN),), group=own_group, timeout_s=60, **options,
     )  # fmt: skip
+
+
+def compared(stages, x, y, schedule, **options):
+    """Begins and ends of exchanges without and with overlap, whose losses, gradients and random numbers are equal."""
+    results, orders = [], []
+    for overlap in (False, True):
+        own = copy.deepcopy(stages)
+        torch.manual_seed(1)
+        with pipeline(own, schedule, overlap=overlap, **options) as pipe:
+            calls.clear()
+            loss = pipe.step(x, target=y)
+        orders.append(list(calls))
+        gradients = (weight.grad for stage in own.values() for weight in stage.parameters())
+        results.append([loss, *gradients, torch.get_rng_state()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True)), schedule
+    plain, taken = orders
+    assert len(plain) == len(taken)
+    assert all(first[0] == second[0] for first, second in zip(plain[::2], plain[1::2], strict=True)), plain
+    return ", ".join(taken)
 
 
 def main():
     torch.manual_seed(dist.get_rank())
     stages = {0: Block(), 1: Block()}
     x, y = torch.randn(2, MICRO_BATCHES * ROWS, HIDDEN)
-    gradients, orders = [], []
-    for overlap in (False, True):
-        own = copy.deepcopy(stages)
-        with pipeline(own, overlap=overlap) as pipe:
-            calls.clear()
-            loss = pipe.step(x, target=y)
-        orders.append(list(calls))
-        gradients.append([loss, *(weight.grad for stage in own.values() for weight in stage.parameters())])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-    plain, taken = orders
-    assert all(first[0] == second[0] for first, second in zip(plain[::2], plain[1::2], strict=True)), plain
-    assert "F begins, B ends, B begins, F ends" in ", ".join(taken), taken
+    for schedule, count in (("dualpipe_v", 2), ("1f1b", 1), ("interleaved", 2)):
+        taken = compared({number: stages[number] for number in range(count)}, x, y, schedule)
+        assert "F begins, B ends, B begins, F ends" in taken, taken
+    recomputed = compared({0: Block(recomputes=True)}, x, y, "1f1b", split="linear")
+    assert "F begins, F begins, F ends, F begins, F ends" in recomputed, recomputed  # a forward in the other one
+    with pytest.warns(UserWarning, match="stage 0 does not run as graphs"):
+        compared({0: Block()}, x, y, "1f1b", split="graph", compiler="eager")
+    with pipeline({0: Block()}, plan={"schedule": {"kind": "1f1b", "overlap": "pairs"}}) as pipe:  # overlap of the plan
+        calls.clear()
+        pipe.step(x, target=y)
+    assert "F begins, B ends, B begins, F ends" in ", ".join(calls), calls
 
     with pipeline(stages, overlap=True) as pipe:
         pipe.step(x, target=y)
@@ -82,7 +108,7 @@ def main():
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("turns of")]
     with pytest.raises(PipelineError, match="no computations of the schedule overlap"):
         Pipeline(
-            {0: nn.Linear(HIDDEN, HIDDEN)}, schedule="1f1b", num_micro_batches=2, loss_fn=nn.functional.mse_loss,
+            {0: nn.Linear(HIDDEN, HIDDEN)}, schedule="zb_h1", num_micro_batches=2, loss_fn=nn.functional.mse_loss,
             example=(torch.zeros(ROWS, HIDDEN),), group=own_group, overlap=True,
         )  # fmt: skip
 

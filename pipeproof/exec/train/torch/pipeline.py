@@ -128,8 +128,8 @@ class Pipeline:
         check_finite: whether each output is tested for NaN and infinity, for which the host waits.
         replay: whether steps are replayed as one CUDA graph from the third on, which leaves the host no work. Shapes
             and values other than tensors must stay as they are, and no module may read a value on the host.
-        overlap: whether the forward and the backward of an overlapped pair (of DualPipe and DualPipeV) take turns at
-            the seams of their modules, see ``seam``.
+        overlap: whether the forward and the backward of an overlapped pair (of DualPipe, DualPipeV, 1F1B or interleaved
+            1F1B) take turns at the seams of their modules, see ``seam``. Also by ``schedule.overlap`` of the plan.
         timeout_s: time without progress after which a report is printed and all ranks end.
         unsafe: train by a plan that is not proved.
 
@@ -170,7 +170,7 @@ class Pipeline:
         self._store = store
         self._agreement = agreement = Agreement(TorchStore(store), self.rank, self.num_ranks, timeout_s)
         self._same_kwargs, self._scale_grads, self._loss_fn = frozenset(same_kwargs), scale_grads, loss_fn
-        self._compiler, self._takes_turns = compiler, overlap
+        self._compiler = compiler
         shards = None if data_group is None else process_group(data_group)
 
         def request() -> dict[str, Any]:
@@ -203,6 +203,7 @@ class Pipeline:
                         common_dtype(weight for module in modules for weight in module.parameters()) or "float32",
                         self.num_ranks,
                         sizes.pop(),
+                        overlap,
                     )
                 ),
                 "settings": {
@@ -257,8 +258,12 @@ class Pipeline:
         self.plan = checked_plan(content, agreement, "plan", unsafe=unsafe)
         lowered = self.plan.lowered
         require_supported(lowered.spec)
-        if overlap and not whole_pairs(lowered.graph, self.rank):
-            raise PipelineError("overlap=True, and no computations of the schedule overlap: use kind dualpipe_v")
+        self._takes_turns = lowered.spec.schedule.turns is not None or overlap
+        if self._takes_turns and not any(whole_pairs(lowered.graph, rank) for rank in range(self.num_ranks)):
+            raise PipelineError(
+                "overlap=True, and no computations of the schedule overlap: use kind 1f1b, interleaved, dualpipe or "
+                "dualpipe_v, or a file with pairs"
+            )
         splitting = (
             {op.stage for op in lowered.programs[self.rank] if op.kind is OpKind.BACKWARD_WEIGHT}
             if split != "whole"

@@ -1,4 +1,14 @@
-"""Seams of a script's modules: places at which the two computations of an overlapped pair pass the turn."""
+"""Seams of a script's modules: places at which the two computations of an overlapped pair pass the turn.
+
+On a GPU both computations launch on one stream, that of the step, and the collectives of the script run on those of
+their groups. The forward runs in the rank's thread. Autograd runs the backward in its own thread for the GPU, which
+is blocked while the forward has its turn; a ``wait`` there makes the stream of the step wait, as it does in the
+forward. So what one side launches between ``async_op=True`` and ``wait`` of the other runs next to the collective, in
+a captured step too.
+
+A recomputed forward runs inside of the backward with random numbers of its own. So each side has its own state of
+PyTorch's default generators; that of the forward is the script's.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from pipeproof.exec.rank.overlapped_pair import SeamTurns
+import torch
 
-_running: list[SeamTurns] = []
-"""The pair that runs in this process, if any. Of its threads exactly one runs at any time."""
+from pipeproof.exec.rank.overlapped_pair import SeamTurns
 
 
 class Work(Protocol):
-    """A collective of ``torch.distributed`` that was called with ``async_op=True``."""
+    """A collective of ``torch.distributed`` that was called with ``async_op=True``, or what else a side waits for."""
 
     def wait(self) -> object:
         """Block the host until it has ended; on a GPU block the current stream instead."""
@@ -33,8 +42,55 @@ def seam(work: Work) -> None:
 @contextmanager
 def at_seams(turns: SeamTurns) -> Iterator[None]:
     """Within the context ``seam`` passes the turn by ``turns``."""
-    _running.append(turns)
+    pair = _Pair(turns)
+    _running.append(pair)
     try:
         yield
     finally:
-        _running.remove(turns)
+        _running.remove(pair)
+        pair.end()
+
+
+class _Pair:
+    """A pair that runs, and the state of the generators that its forward has while the backward runs."""
+
+    def __init__(self, turns: SeamTurns) -> None:
+        self._turns, self._of_forward = turns, _Generators()
+
+    def pass_turn(self) -> None:
+        """Let the other side run, with its own state of the generators."""
+        own = _Generators()
+        is_backward = self._turns.is_backward
+        if is_backward:
+            self._of_forward.restore()
+        self._turns.pass_turn()
+        if is_backward:
+            self._of_forward = _Generators()
+        own.restore()
+
+    def end(self) -> None:
+        """Continue with the state of the forward, after which the backward may have run."""
+        if self._turns.has_forward_ended_first:
+            self._of_forward.restore()
+
+
+class _Generators:
+    """The state of PyTorch's default generators: of the CPU, and of the GPU where it is not captured.
+
+    Under capture the state of a GPU cannot be read, and a recomputed forward that would need it cannot be captured.
+    """
+
+    def __init__(self) -> None:
+        is_readable = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+        self._of_cpu = torch.get_rng_state()
+        self._of_gpu = torch.cuda.get_rng_state() if is_readable else None
+
+    def restore(self) -> None:
+        """Put it back."""
+        torch.set_rng_state(self._of_cpu)
+        if self._of_gpu is not None:
+            torch.cuda.set_rng_state(self._of_gpu)
+
+
+_running: list[_Pair] = []
+"""The pair that runs in this process, if any. Of its threads exactly one runs at any time."""
