@@ -54,7 +54,7 @@ class Way:
 
     @property
     def blocks(self) -> str:
-        """How blocks run: ways that agree in it may have equal bits."""
+        """Execution of blocks: ways that agree in it may have equal bits."""
         return "graphs" if self.split == "graph" else "compiled" if self.is_compiled else "eager"
 
     def __str__(self) -> str:
