@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeproof.diagnostics.problems import KeyPath, Problem, dotted, listed
 from pipeproof.specs.plan_sections import PlanSections
 
-GENERATED_WITH_PAIRS = ("dualpipe", "dualpipe_v", "1f1b", "interleaved")
+GENERATED_WITH_PAIRS = ("dualpipe", "dualpipe_v", "1f1b", "interleaved", "optimal")
 """Kinds of generated schedules in which a forward and a backward may overlap."""
 
 _KINDS_WITH_PAIRS = (*GENERATED_WITH_PAIRS, "file", "custom")
