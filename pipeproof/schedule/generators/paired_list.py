@@ -66,10 +66,13 @@ class _PairRun(Run):
     def _go_on(self, rank: int, now: int) -> bool:
         """Begin something, if a rank may."""
         pair = None if self._is_forced else self._pair(rank, now)
-        if pair is not None:
+        if pair is None:
+            choice = self.choose(rank, now)
+        elif self._deferred[pair[1]]:  # weight gradients of a stage are added in index order
+            choice = _W, pair[1]
+        else:
             self._begin_pair(rank, now, *pair)
             return True
-        choice = self.choose(rank, now)
         if choice is not None:
             self.begin(rank, now, choice)
         return choice is not None

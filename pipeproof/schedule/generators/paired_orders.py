@@ -26,11 +26,12 @@ from pipeproof.schedule.asap import AsapRun, Key, Time, asap, source_of
 from pipeproof.schedule.generators.dualpipe_v import dualpipe_v
 from pipeproof.schedule.generators.interleaved import interleaved
 from pipeproof.schedule.generators.list_schedule import Priority, Rule, Weights
-from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
+from pipeproof.schedule.generators.one_f_one_b import in_rounds, one_f_one_b
 from pipeproof.schedule.generators.paired_list import PairRule, paired_list_schedule
+from pipeproof.schedule.generators.stage_ops import stage_ops
 from pipeproof.schedule.generators.workload import Workload, fits, most_held
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Program, Schedule, UnfitSizesError
+from pipeproof.schedule.programs import Program, Schedule, UnfitSizesError, steady_pairs
 
 _F, _B, _I, _W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
 
@@ -45,26 +46,28 @@ _RULES = (
 
 @dataclass(frozen=True, slots=True)
 class TimedSchedule:
-    """A schedule and its makespan in ticks."""
+    """A schedule, its makespan in ticks, and the sum of its ranks' ends, on which the rest of a step depends, too."""
 
     makespan: Time
+    ends: Time
     schedule: Schedule
 
 
 def with_pairs(work: Workload, unpaired: Schedule) -> list[TimedSchedule]:
-    """All that is tried and differs, the shortest first; of equal ones, in the order of the tries."""
+    """All that is tried and differs, the shortest first; of equal ones, that whose ranks end earlier."""
     found: dict[Schedule, TimedSchedule] = {}
     enough = work.least_with_pairs()
     for schedule in _tries(work, unpaired):
         if schedule not in found and fits(schedule, work):
-            timed = found[schedule] = TimedSchedule(asap(schedule, work.costs).makespan, schedule)
+            timed = asap(schedule, work.costs)
+            found[schedule] = TimedSchedule(timed.makespan, sum(ends[-1] for ends in timed.ends), schedule)
             if timed.makespan <= enough:
                 break
-    return sorted(found.values(), key=lambda timed: timed.makespan)
+    return sorted(found.values(), key=lambda timed: (timed.makespan, timed.ends))
 
 
 def _tries(work: Workload, unpaired: Schedule) -> Iterator[Schedule]:
-    orders = [*_fixed_orders(work)]
+    orders = [*_fixed_orders(work), *(_rounds(work) if work.num_stages == len(work.placement) else ())]
     yield from orders
     yield unpaired
     yield _paired(work, unpaired)
@@ -92,6 +95,27 @@ def _fixed_orders(work: Workload) -> Iterator[Schedule]:
     with suppress(UnfitSizesError):
         if work.placement == tuple((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks)):
             yield dualpipe_v(num_ranks, num_batches)
+
+
+def _rounds(work: Workload) -> Iterator[Schedule]:
+    """Warm-ups, then pairs in rounds, where each rank has one stage.
+
+    A pair hands on both its outputs at its end, so that the way to the loss and back takes two pairs for each rank in
+    between, and as many forwards more.
+    """
+    last, num_batches = work.num_stages - 1, work.num_micro_batches
+    for more in (1, 2, 3):
+        warmups: list[int] = []
+        most = num_batches
+        for stage, rank in enumerate(work.rank_of):
+            limit = work.limits[rank]
+            warmups.append(min(most, 2 * (last - stage) + more, limit if limit == num_batches else limit - 1))
+            # the backward of the first pair needs a pair of the next rank, which needs a forward of the warm-up here
+            most = num_batches if warmups[-1] == num_batches else warmups[-1] - 1
+        if warmups[-1] < 1:
+            return
+        programs = [in_rounds(stage, warmups[stage], num_batches) for (stage,) in work.placement]
+        yield Schedule(tuple(programs), steady_pairs(num_batches, [warmups[stage] for (stage,) in work.placement]))
 
 
 def _pair_rules(work: Workload, unpaired: Schedule) -> Iterator[PairRule]:
@@ -124,7 +148,8 @@ def _forwards_until_backward(work: Workload) -> list[int]:
 def _paired(work: Workload, unpaired: Schedule) -> Schedule:
     """The schedule with pairs of what follows each other on a rank, where the inputs of both are there at the first.
 
-    It comes to an end, because no pair needs what begins later.
+    It comes to an end, because no pair needs what begins later. Earlier W of a pair's stage go before it, so that
+    weight gradients are added in index order.
     """
     timed = asap(unpaired, work.costs)
     made: dict[Key, tuple[int, Time]] = {}
@@ -145,6 +170,7 @@ def _paired(work: Workload, unpaired: Schedule) -> Schedule:
         paired: list[Op] = []
         begins: set[int] = set()
         done: set[Op] = set()
+        num_weights = dict.fromkeys(work.placement[rank], 0)
         following = _next_of_no_weights(program)
         for place, op in enumerate(program):
             other = following[place]
@@ -153,11 +179,16 @@ def _paired(work: Workload, unpaired: Schedule) -> Schedule:
             if op.kind is not _W and other is not None and other not in done and is_there(rank, other, starts[place]):
                 forward, backward = (op, other) if op.kind is _F else (other, op)
                 if forward.kind is not backward.kind and work.saved(forward.stage, backward.stage) > 0:
+                    assert backward.micro_batch is not None, "the orders are of micro-batches"
+                    left = range(num_weights[backward.stage], backward.micro_batch)
+                    paired += stage_ops(_W, backward.stage, left)
                     begins.add(len(paired))
                     paired += forward, backward._replace(kind=_B)
-                    done |= {other, backward._replace(kind=_W)}
+                    done |= {other, *stage_ops(_W, backward.stage, (*left, backward.micro_batch))}
+                    num_weights[backward.stage] = backward.micro_batch + 1
                     continue
             paired.append(op)
+            num_weights[op.stage] += op.kind is _W
         programs.append(tuple(paired))
         pairs.append(frozenset(begins))
     return Schedule(tuple(programs), tuple(pairs))
@@ -176,7 +207,7 @@ def _next_of_no_weights(program: Program) -> list[Op | None]:
 def with_late_weights(work: Workload, schedule: Schedule) -> Schedule:
     """The same order of forwards, I and pairs, where each other W runs in a gap that it fits in, or at the end.
 
-    A W also runs where memory has no place for the next forward without it.
+    A W also runs where memory has no place for the next forward without it, and before a later W of its stage.
     """
     return _LateWeights(work, schedule).run()
 
@@ -209,7 +240,9 @@ class _LateWeights(AsapRun):
         program, deferred, limit = self._programs[rank], self._deferred[rank], self._limits[rank]
         while deferred:
             end = self._clock[rank] + self._costs.of(deferred[0])
-            if end > start and (ops[0].kind is not _F or self._held[rank] < limit):
+            is_full = ops[0].kind is _F and self._held[rank] >= limit
+            is_next = ops[-1].kind is _B and any(op.stage == ops[-1].stage for op in deferred)
+            if end > start and not is_full and not is_next:
                 break
             program.append(deferred.popleft())
             self._clock[rank], start = end, max(start, end)
