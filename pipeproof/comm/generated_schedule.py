@@ -38,13 +38,16 @@ PairTime = Callable[[int, int], Time]
 def plan_schedule(plan: PlanSpec, pair_time: PairTime | None = None) -> Schedule:
     """The computations of the plan's schedule, by pipeline rank.
 
-    ``pair_time`` is what ``stage_costs`` takes.
+    ``pair_time`` is of its pairs that take turns. Without it, it is computed if the schedule is made for it; a plan
+    that has got given times in place of others does not have it.
 
     Raises:
         BadPlanAtError: the schedule does not exist for these sizes, or has too many operations (PP116).
     """
     schedule = plan.schedule
     kind = SCHEDULE_KINDS[schedule.kind]
+    if pair_time is None and is_made_for_pairs(plan):
+        pair_time = own_pair_time(plan)
     try:
         _require_fit(plan, kind)
         require_moderate_size(plan)
@@ -77,11 +80,8 @@ def default_variant(kind: ScheduleKind, backend: str) -> str | None:
 def stage_costs(plan: PlanSpec, pair_time: PairTime | None = None) -> StageCosts:
     """The times of one work item by stage, in exact microseconds: a split takes its share of the micro-batch.
 
-    ``pair_time`` is of pairs that take turns. Without it, the plan's own is computed if its kind of schedule is made
-    for it; a plan that has got given times in place of others does not have them.
+    ``pair_time`` is of pairs that take turns.
     """
-    if pair_time is None and has_pair_times(plan):
-        pair_time = own_pair_time(plan)
     cost, stages = resolved_cost(plan), range(plan.num_stages)
     share = plan.schedule.num_sequence_splits
     return StageCosts(
@@ -96,8 +96,8 @@ def stage_costs(plan: PlanSpec, pair_time: PairTime | None = None) -> StageCosts
     )
 
 
-def has_pair_times(plan: PlanSpec) -> bool:
-    """True if the plan's schedule is made for the times of pairs that take turns."""
+def is_made_for_pairs(plan: PlanSpec) -> bool:
+    """True if the plan's schedule is generated for the times of its pairs that take turns."""
     return plan.schedule.turns is not None and plan.schedule.kind == "optimal"
 
 

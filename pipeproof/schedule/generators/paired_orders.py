@@ -67,7 +67,7 @@ def with_pairs(work: Workload, unpaired: Schedule) -> list[TimedSchedule]:
 
 
 def _tries(work: Workload, unpaired: Schedule) -> Iterator[Schedule]:
-    orders = [*_fixed_orders(work), *(_rounds(work) if work.num_stages == len(work.placement) else ())]
+    orders = [*orders_with_pairs(work), *(_rounds(work) if work.num_stages == len(work.placement) else ())]
     yield from orders
     yield unpaired
     yield _paired(work, unpaired)
@@ -80,7 +80,8 @@ def _tries(work: Workload, unpaired: Schedule) -> Iterator[Schedule]:
         yield with_late_weights(work, schedule)
 
 
-def _fixed_orders(work: Workload) -> Iterator[Schedule]:
+def orders_with_pairs(work: Workload) -> Iterator[Schedule]:
+    """The orders of other kinds with pairs where the placement is theirs, whether or not they fit in memory."""
     num_ranks, num_batches, num_chunks = len(work.placement), work.num_micro_batches, len(work.placement[0])
     if work.num_stages == num_ranks:
         by_stage = one_f_one_b(num_ranks, num_batches, overlaps=True)
