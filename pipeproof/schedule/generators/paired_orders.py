@@ -9,7 +9,7 @@ does not fit in memory is left out.
 
 All are timed exactly, and none is proved to be the shortest: the bound
 (``Workload.least_with_pairs``) is that of the busiest rank if each of its
-forwards but one had its best pair.
+forwards had its best pair, but for those of one micro-batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _F, _B, _I, _W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.
 _MAX_OPERATIONS = 50_000
 """Operations that all list schedules together may schedule; the first two may take more."""
 
-_RULES = (
+RULES = (
     Rule(Priority.BACKWARD, Weights.WHEN_IDLE, oldest_first=False, patience=2, reserve=0),
     Rule(Priority.ALTERNATE, Weights.WHEN_FULL, oldest_first=True, patience=1, reserve=2),
 )
@@ -125,7 +125,7 @@ def _pair_rules(work: Workload, unpaired: Schedule) -> Iterator[PairRule]:
     most = [limit - 1 for limit in work.limits]
     wanted = [steady, [ahead + 1 for ahead in steady], most_held(unpaired.programs), [ahead - 1 for ahead in steady], most]
     aheads = dict.fromkeys(tuple(max(0, min(pair)) for pair in zip(ahead, most, strict=True)) for ahead in wanted)
-    for ahead, rule, patient in product(aheads, _RULES, (True, False)):
+    for ahead, rule, patient in product(aheads, RULES, (True, False)):
         yield PairRule(rule, ahead, patient)
 
 

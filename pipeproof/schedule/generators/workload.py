@@ -90,12 +90,12 @@ class Workload:
     def least_with_pairs(self) -> int:
         """Ticks that no schedule beats, with pairs or without.
 
-        The first forward of a rank is before all its backwards, so it has no pair. Each other one saves at most what
-        the best pair of its rank saves.
+        Before the first backward of a rank, a micro-batch goes through all its stages, so as many forwards as it has
+        stages have no pair. Each other one saves at most what the best pair of its rank saves.
         """
         heads, longest = self.heads(), self._alone()
         for rank, stages in enumerate(self.placement):
-            num_pairs = self.num_micro_batches * len(stages) - 1
+            num_pairs = (self.num_micro_batches - 1) * len(stages)
             saved = max(0, *(self.saved(forward, backward) for forward in stages for backward in stages))
             longest = max(longest, min(heads[s] for s in stages) + self.busy(rank) - num_pairs * saved)
         return longest
