@@ -16,6 +16,7 @@ from tests.plans import plan_dict
 
 pytestmark = pytest.mark.needs_torch
 
+NETWORK = {"ranks_per_node": 8, "node": {"latency_us": 2, "bandwidth": 0.1}}
 MOE = {"num_experts": 4, "top_k": 2, "ffn_size": 8, "aux_loss": 0.1, "expert_bias_rate": 0.01}
 
 
@@ -91,9 +92,16 @@ def test_stages_as_graphs_are_within_the_bound_and_those_without_are_named(tmp_p
         {"topology": {"dp": 2}},
         {"topology": {"ep": 2}, "model": {"moe": MOE}},
         {"topology": {"pp": 1, "ep": 2}, "model": {"moe": MOE}, "schedule": {"kind": "1f1b", "overlap": "pairs"}},
+        {
+            "topology": {"pp": 2, "ep": 2}, "model": {"moe": MOE}, "schedule": {"kind": "optimal", "overlap": "pairs"},
+            "cost": {"forward_us": 300, "backward_us": 400, "network": NETWORK},
+        },
         {"topology": {"tp": 2, "sequence_parallel": True}, "model": {**GPT3, **QWEN3}},
     ],
-    ids=["dualpipe", "sequence parallel", "dp", "experts", "pairs that take turns", "parts of GPT-3 and Qwen3"],
+    ids=[
+        "dualpipe", "sequence parallel", "dp", "experts", "pairs that take turns", "pairs of an optimal schedule",
+        "parts of GPT-3 and Qwen3",
+    ],
 )
 def test_plans_that_add_in_another_order_are_within_the_bound_in_each_step(tmp_path, changes):
     ended = Run(tmp_path, torch_plan(**changes), "--verbose").end()
