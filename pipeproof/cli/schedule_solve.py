@@ -131,7 +131,9 @@ def _verdict(solution: Solution) -> Iterator[str]:
 
 def _paired_verdict(choice: PairedChoice, solution: Solution) -> Iterator[str]:
     num_pairs = sum(map(len, choice.schedule.pairs))
-    has = f"with {num_pairs} overlapped pairs" if num_pairs else "without pairs: none of those tried is shorter with them"
+    has = (
+        f"with {num_pairs} overlapped pairs" if num_pairs else "without pairs: none of those tried is shorter with them"
+    )
     yield f"step {_us(choice.step_us)}, simulated, {has}"
     yield (
         f"the shortest of {choice.num_simulated} simulated schedules of {choice.num_tried} tried: not proved to be the "

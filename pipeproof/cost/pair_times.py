@@ -139,7 +139,7 @@ def _with_weights(rows: Iterable[_Row], ends: list[Fraction]) -> Iterable[_Row]:
         num_parts += row.side == "B" and row.sort is _Sort.PART
         if row.sort is _Sort.WEIGHTS:
             end = ends[min(num_parts, len(ends)) - 1] if num_parts else _ZERO
-            row, done = row._replace(us=end - done), end  # noqa: PLW2901 - the same row, timed
+            row, done = row._replace(us=end - done), end
         yield row
 
 
@@ -148,13 +148,13 @@ def _length(rows: list[_Row], slowed: Fraction) -> Fraction:
     before: list[int | None] = []
     last: dict[Side, int] = {}
     queues: tuple[list[int], list[int]] = [], []
-    for place, row in enumerate(rows):
-        queues[row.sort is _Sort.BESIDE].append(place)
+    for number, row in enumerate(rows):
+        queues[row.sort is _Sort.BESIDE].append(number)
         before.append(last.get(row.side))
         if row.sort is not _Sort.WEIGHTS:
-            last[row.side] = place
-    waiting = [iter(queue) for queue in queues]
-    heads: list[int | None] = [next(queue, None) for queue in waiting]
+            last[row.side] = number
+    waiting = [iter(places) for places in queues]
+    heads: list[int | None] = [next(places, None) for places in waiting]
     left, now = [row.us for row in rows], _ZERO
     done: set[int | None] = {None}
     while any(head is not None for head in heads):
@@ -165,10 +165,10 @@ def _length(rows: list[_Row], slowed: Fraction) -> Fraction:
             paces[0] = slowed
         step = min(left[place] * pace for place, pace in zip(running, paces, strict=True) if place is not None)
         now += step
-        for number, (place, pace) in enumerate(zip(running, paces, strict=True)):
+        for queue, (place, pace) in enumerate(zip(running, paces, strict=True)):
             if place is not None:
                 left[place] -= step / pace
                 if not left[place]:
                     done.add(place)
-                    heads[number] = next(waiting[number], None)
+                    heads[queue] = next(waiting[queue], None)
     return now

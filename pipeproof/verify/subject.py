@@ -212,9 +212,7 @@ def make_subject(loaded: LoadedPlan, *, boundary: Boundary | None = None) -> Sub
     lowered = lower_loaded(loaded, boundary=boundary)
     origins = lowered.foreign.origins if lowered.foreign is not None else ()
     made_for = loaded if is_made_for_pairs(loaded.spec) else None
-    return Subject(
-        lowered.graph, declared_backend(loaded.spec), lowered, loaded.source, origins, made_for=made_for
-    )
+    return Subject(lowered.graph, declared_backend(loaded.spec), lowered, loaded.source, origins, made_for=made_for)
 
 
 def graph_subject(

@@ -93,13 +93,20 @@ def test_stages_as_graphs_are_within_the_bound_and_those_without_are_named(tmp_p
         {"topology": {"ep": 2}, "model": {"moe": MOE}},
         {"topology": {"pp": 1, "ep": 2}, "model": {"moe": MOE}, "schedule": {"kind": "1f1b", "overlap": "pairs"}},
         {
-            "topology": {"pp": 2, "ep": 2}, "model": {"moe": MOE}, "schedule": {"kind": "optimal", "overlap": "pairs"},
+            "topology": {"pp": 2, "ep": 2},
+            "model": {"moe": MOE},
+            "schedule": {"kind": "optimal", "overlap": "pairs"},
             "cost": {"forward_us": 300, "backward_us": 400, "network": NETWORK},
         },
         {"topology": {"tp": 2, "sequence_parallel": True}, "model": {**GPT3, **QWEN3}},
     ],
     ids=[
-        "dualpipe", "sequence parallel", "dp", "experts", "pairs that take turns", "pairs of an optimal schedule",
+        "dualpipe",
+        "sequence parallel",
+        "dp",
+        "experts",
+        "pairs that take turns",
+        "pairs of an optimal schedule",
         "parts of GPT-3 and Qwen3",
     ],
 )

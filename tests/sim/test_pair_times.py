@@ -27,7 +27,12 @@ from tests.plans import plan_dict
 MOE = {"num_experts": 4, "top_k": 2, "ffn_size": 16}
 INTERLEAVED = {"kind": "interleaved", "variant": "megatron", "num_chunks": 2, "num_micro_batches": 4}
 NETWORK = {"ranks_per_node": 8, "node": {"latency_us": 2, "bandwidth": 0.02}}
-GIVEN = {"forward_us": [900, 1100, 1000, 1200], "backward_input_us": 1000, "backward_weight_us": 500, "network": NETWORK}
+GIVEN = {
+    "forward_us": [900, 1100, 1000, 1200],
+    "backward_input_us": 1000,
+    "backward_weight_us": 500,
+    "network": NETWORK,
+}
 ANALYTIC = {"device": "h100", "execution": "graph"}
 
 

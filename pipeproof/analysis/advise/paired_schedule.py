@@ -24,8 +24,8 @@ class PairedChoice:
     """The shortest step of all that were simulated.
 
     ``unpaired_us`` is the step of the given schedule without pairs, ``own_us`` that of the plan's own; None if it does
-    not fit or cannot finish. ``bound_us`` is the time of computations that no schedule is below, with pairs or without. ``num_tried`` counts the
-    schedules whose computations were timed.
+    not fit or cannot finish. ``bound_us`` is the time of computations that no schedule is below, with pairs or without.
+    ``num_tried`` counts the schedules whose computations were timed.
     """
 
     schedule: Schedule

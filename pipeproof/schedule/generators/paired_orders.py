@@ -19,8 +19,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import product
+from itertools import accumulate, product
 from math import ceil
+from operator import add
 
 from pipeproof.schedule.asap import AsapRun, Key, Time, asap, source_of
 from pipeproof.schedule.generators.dualpipe_v import dualpipe_v
@@ -120,30 +121,31 @@ def _rounds(work: Workload) -> Iterator[Schedule]:
 
 
 def _pair_rules(work: Workload, unpaired: Schedule) -> Iterator[PairRule]:
-    """Rules with forwards ahead for the time that a backward takes to come, more or fewer."""
-    steady = _forwards_until_backward(work)
+    """Rules with forwards ahead for the time that a backward takes to come, alone or in pairs."""
     most = [limit - 1 for limit in work.limits]
-    wanted = [steady, [ahead + 1 for ahead in steady], most_held(unpaired.programs), [ahead - 1 for ahead in steady], most]
-    aheads = dict.fromkeys(tuple(max(0, min(pair)) for pair in zip(ahead, most, strict=True)) for ahead in wanted)
+    alone, in_pairs = (_forwards_until_backward(work, in_pairs=in_pairs) for in_pairs in (False, True))
+    wanted = [in_pairs, alone, most, most_held(unpaired.programs), [ahead + 1 for ahead in alone]]
+    aheads = dict.fromkeys(tuple(map(min, ahead, most)) for ahead in wanted)
     for ahead, rule, patient in product(aheads, RULES, (True, False)):
         yield PairRule(rule, ahead, patient)
 
 
-def _forwards_until_backward(work: Workload) -> list[int]:
-    """By rank the forwards that begin, one for each pair, from its first forward to its first backward."""
+def _forwards_until_backward(work: Workload, *, in_pairs: bool) -> list[int]:
+    """By rank the forwards that begin, one for each pair, from its first forward to its first backward.
+
+    Behind the rank, the micro-batch goes through computations alone, or through pairs, at whose end it goes on.
+    """
     assert work.pairs is not None, "the work has pairs"
-    heads, edges = work.heads(), work.edges()
-    arrival = heads[-1] + work.forward[-1]
-    arrivals = [0] * work.num_stages
-    for stage in reversed(range(work.num_stages)):
-        arrivals[stage] = arrival
-        arrival += work.backward_input[stage] + (edges[stage - 1] if stage else 0)
-    return [
-        ceil(
-            Fraction((arrivals[stages[-1]] - heads[stages[0]]) * len(stages), sum(work.pairs[s, s] for s in stages) or 1)
-        )
-        for stages in work.placement
-    ]
+    stages = range(work.num_stages)
+    pairs = [work.pairs[stage, stage] for stage in stages]
+    there = [2 * pair for pair in pairs] if in_pairs else list(map(add, work.forward, work.backward_input))
+    edges = (*work.edges(), 0)
+    back = list(accumulate((there[stage] + 2 * edges[stage] for stage in reversed(stages)), initial=0))[::-1]
+    forwards = []
+    for mine in work.placement:
+        time = back[mine[0]] - back[mine[-1]] + work.forward[mine[-1]] + back[mine[-1] + 1]
+        forwards.append(ceil(Fraction(time * len(mine), sum(pairs[stage] for stage in mine) or 1)))
+    return forwards
 
 
 def _paired(work: Workload, unpaired: Schedule) -> Schedule:
