@@ -1,13 +1,13 @@
 """Time of an overlapped pair that takes turns, from its parts and its exchanges.
 
-The rows of a pair, in the order that lowering gives them, run on two queues: parts, weight gradients and collectives
-over other axes than ``ep`` on the compute queue, collectives over ``ep`` beside it. Each queue runs its rows in order,
-and a part or a collective begins after the one before it of its computation. While a collective is under way beside
-it, a part takes longer by ``cost.collective_slowdown``.
+The rows of a pair, in the order that lowering gives them, run on two queues: collectives over ``ep`` on their own, and
+parts, weight gradients and other collectives on the compute queue. Each queue runs its rows in order, and a part or a
+collective begins after the one before it of its computation. While a collective over ``ep`` is under way, a part takes
+longer by ``cost.collective_slowdown``.
 
 A pair begins when both its inputs are there, and hands both outputs on at its end, because receives are before its
-rows, and sends behind them. So one time for each two stages says all about a pair that the order of work needs. It is
-that of the simulation, where no links are shared and all groups of an axis take the same time.
+rows, and sends behind them. So one time for each two stages is all that the order of work needs of a pair. It is that
+of the simulation, where no links are shared and all groups of an axis take the same time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Sort(Enum):
     WEIGHTS = auto()
     CALL = auto()
     """A collective on the compute queue."""
-    BESIDE = auto()
+    EXCHANGE = auto()
     """A collective on the queue ``ep``."""
 
 
@@ -90,7 +90,7 @@ class PairTimes:
             backward.turns,
             order,
             lambda _: _Row("W", _Sort.WEIGHTS),
-            lambda row: row.sort is _Sort.BESIDE,
+            lambda row: row.sort is _Sort.EXCHANGE,
         )
         slowdown = self.plan.cost.collective_slowdown or _ZERO
         return _length(list(_with_weights(rows, backward.weight_ends)), 1 + slowdown)
@@ -122,7 +122,7 @@ class PairTimes:
     def _call(self, side: Side, call: Collective) -> _Row:
         if call not in self._calls:
             self._calls[call] = self._call_us(call)
-        return _Row(side, _Sort.BESIDE if call.axis == "ep" else _Sort.CALL, self._calls[call])
+        return _Row(side, _Sort.EXCHANGE if call.axis == "ep" else _Sort.CALL, self._calls[call])
 
     def _call_us(self, call: Collective) -> Fraction:
         if self.links is None:
@@ -149,7 +149,7 @@ def _length(rows: list[_Row], slowed: Fraction) -> Fraction:
     last: dict[Side, int] = {}
     queues: tuple[list[int], list[int]] = [], []
     for number, row in enumerate(rows):
-        queues[row.sort is _Sort.BESIDE].append(number)
+        queues[row.sort is _Sort.EXCHANGE].append(number)
         before.append(last.get(row.side))
         if row.sort is not _Sort.WEIGHTS:
             last[row.side] = number

@@ -34,7 +34,7 @@ def input_of(op: Op, num_stages: int) -> Key | None:
 
 
 def source_of(op: Op, num_stages: int) -> Key | None:
-    """What a computation needs on any rank: the I of a W and the forward of the last stage among them."""
+    """The input of a computation on any rank: the I of a W and the forward of the last stage among them."""
     if op.kind is _F or (op.kind is not _W and op.stage + 1 < num_stages):
         return input_of(op, num_stages)
     return op.kind is not _W, op.stage, op.micro_batch, op.split

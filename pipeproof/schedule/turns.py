@@ -64,7 +64,7 @@ class Cut(NamedTuple, Generic[_Row]):
 
 @dataclass(frozen=True, slots=True)
 class SideTurn(Generic[_Row]):
-    """What one turn of a side issues, and its seam where that is late: issued in the next turn."""
+    """Rows that one turn of a side issues, and its seam where that is late: issued in the next turn."""
 
     rows: list[_Row] = field(default_factory=list)
     late: list[_Row] = field(default_factory=list)
@@ -87,11 +87,11 @@ def rows_in_turns(
     backward: Sequence[SideTurn[_Row]],
     order: Sequence[Side],
     weights: Callable[[int], _Row] | None,
-    is_beside: Callable[[_Row], bool],
+    is_exchange: Callable[[_Row], bool],
 ) -> Iterator[_Row]:
-    """What a pair issues, in order.
+    """Rows of a pair in the order in which it issues them.
 
-    ``weights`` makes the row of the turns W by their numbers; None if the backward defers nothing. ``is_beside`` is
+    ``weights`` makes the row of the turns W by their numbers; None if the backward defers nothing. ``is_exchange`` is
     true for a collective that runs while the rank computes. A late seam is issued in the next turn, if that is not its
     own side's: behind the parts, and before the first such collective.
     """
@@ -104,7 +104,7 @@ def rows_in_turns(
         else:
             of_turn = (forward if turn.side == "F" else backward)[turn.number]
         for row in of_turn.rows:
-            if turn.side == before or is_beside(row):
+            if turn.side == before or is_exchange(row):
                 yield from late
                 late = []
             yield row

@@ -142,7 +142,7 @@ class Run:
         assert sum(map(len, self.choices)) == self._work.num_operations, "memory has locked"
 
     def choose(self, rank: int, now: int) -> Choice | None:
-        """What a rank that is free begins; None if it waits."""
+        """The computation that a free rank begins; None if it waits."""
         forward, is_blocked, soon = self._forward(rank, now)
         backward, soon = self._input(rank, now, soon)
         weight = self._weight(rank)

@@ -86,7 +86,7 @@ class _PairRun(Run):
         return forward, backward
 
     def choose(self, rank: int, now: int) -> Choice | None:
-        """What a rank begins alone."""
+        """The computation that a rank begins alone; None if it waits."""
         choice = super().choose(rank, now)
         if self._is_forced or choice is None or choice[0] is _W:
             return choice

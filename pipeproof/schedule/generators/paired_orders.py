@@ -133,7 +133,7 @@ def _pair_rules(work: Workload, unpaired: Schedule) -> Iterator[PairRule]:
 def _forwards_until_backward(work: Workload, *, in_pairs: bool) -> list[int]:
     """By rank the forwards that begin, one for each pair, from its first forward to its first backward.
 
-    Behind the rank, the micro-batch goes through computations alone, or through pairs, at whose end it goes on.
+    Behind the rank, the micro-batch goes through computations alone, or through pairs, each to its end.
     """
     assert work.pairs is not None, "the work has pairs"
     stages = range(work.num_stages)
