@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -49,24 +50,29 @@ def solve_plan(plan: Path, loaded: LoadedPlan, output: Path, time_limit_s: float
         limit = memory_limit or spec.schedule.memory_limit
         overlaps = spec.schedule.turns is not None
         costs = stage_costs(spec, own_pair_time(from_here(loaded).spec) if overlaps else None)
-        work = stages_of(own.programs), spec.schedule.num_micro_batches, costs
+        sizes = stages_of(own.programs), spec.schedule.num_micro_batches
         hint = "Ctrl-C keeps the best schedule so far"
         with showing_progress(f"solving; {hint}") as show:
 
             def on_progress(so_far: Progress) -> None:
                 show(f"solving: {_us(so_far.makespan)}, at best {_us(so_far.bound)}; {hint}", 0, 0)
 
-            solution, is_unfit = _solve(own, work, limit, time_limit_s, on_progress)
+            without = sizes, replace(costs, in_turns=None), limit, time_limit_s, on_progress
+            solution, is_unfit = _solve(own, *without)
             if overlaps:
+                paired = solve(
+                    *sizes, costs, limit, time_limit_s=time_limit_s, hint=solution.schedule, on_progress=on_progress
+                )
                 show("simulating schedules with pairs", 0, 0)
-                choice = shortest_step(loaded, make_workload(*work, limit), solution.schedule, own)
+                work = make_workload(*sizes, costs, limit)
+                choice = shortest_step(loaded, work, solution.schedule, paired.schedule, own)
     schedule = choice.schedule if overlaps else solution.schedule
     write_output(output, write_schedule(schedule, "csv"))
     most = max(most_held(own.programs))
     unfit = f", for which a rank holds up to {most} activations" if is_unfit and limit and most > limit else ""
     own_name = f"the plan's own schedule ({spec.schedule.kind})"
     if overlaps:
-        lines = [*_paired_verdict(choice, solution), f"{own_name}: {_step(choice.own_us)}{unfit}"]
+        lines = [*_paired_verdict(choice, paired, solution), f"{own_name}: {_step(choice.own_us)}{unfit}"]
     else:
         lines = [*_verdict(solution), f"{own_name}: {_own_makespan(own, costs)}{unfit}"]
     console = console_for()
@@ -94,16 +100,17 @@ def _own_schedule(loaded: LoadedPlan) -> Schedule:
 
 def _solve(
     own: Schedule,
-    work: tuple[Placement, int, StageCosts],
+    sizes: tuple[Placement, int],
+    costs: StageCosts,
     limit: int | None,
     time_limit_s: float,
     on_progress: Callable[[Progress], None],
 ) -> tuple[Solution, bool]:
     """Return the solution, and whether the plan's own schedule is none."""
     try:
-        return solve(*work, limit, time_limit_s=time_limit_s, hint=own, on_progress=on_progress), False
+        return solve(*sizes, costs, limit, time_limit_s=time_limit_s, hint=own, on_progress=on_progress), False
     except UnfitHintError:
-        return solve(*work, limit, time_limit_s=time_limit_s, on_progress=on_progress), True
+        return solve(*sizes, costs, limit, time_limit_s=time_limit_s, on_progress=on_progress), True
 
 
 @contextmanager
@@ -129,18 +136,24 @@ def _verdict(solution: Solution) -> Iterator[str]:
     yield f"gap {solution.gap:.1%} after {took}; a longer --time-limit may close it"
 
 
-def _paired_verdict(choice: PairedChoice, solution: Solution) -> Iterator[str]:
+def _paired_verdict(choice: PairedChoice, paired: Solution, unpaired: Solution) -> Iterator[str]:
     num_pairs = sum(map(len, choice.schedule.pairs))
     has = (
         f"with {num_pairs} overlapped pairs" if num_pairs else "without pairs: none of those tried is shorter with them"
     )
     yield f"step {_us(choice.step_us)}, simulated, {has}"
     yield (
-        f"the shortest of {choice.num_simulated} simulated schedules of {choice.num_tried} tried: not proved to be the "
-        f"shortest; no schedule computes for less than {_us(choice.bound_us)}, with pairs or without"
+        f"it is the shortest of {choice.num_simulated} simulated schedules, of {choice.num_tried} tried; other steps "
+        "may be shorter"
     )
-    shortest = "proved, none without pairs is shorter" if solution.proved else f"none is below {_us(solution.bound)}"
-    yield f"without pairs: {_step(choice.unpaired_us)}; makespan {_us(solution.makespan)}, {shortest}"
+    yield f"computations with pairs: {_shortest(paired)}"
+    yield f"computations without pairs: {_shortest(unpaired)}; {_step(choice.unpaired_us)}"
+
+
+def _shortest(solution: Solution) -> str:
+    if solution.proved:
+        return f"makespan {_us(solution.makespan)}, proved to be the shortest"
+    return f"makespan {_us(solution.makespan)}, not proved to be the shortest: none is below {_us(solution.bound)}"
 
 
 def _step(step_us: Fraction | None) -> str:

@@ -24,35 +24,36 @@ class PairedChoice:
     """The shortest step of all that were simulated.
 
     ``unpaired_us`` is the step of the given schedule without pairs, ``own_us`` that of the plan's own; None if it does
-    not fit or cannot finish. ``bound_us`` is the time of computations that no schedule is below, with pairs or without.
-    ``num_tried`` counts the schedules whose computations were timed.
+    not fit or cannot finish. ``num_tried`` counts the schedules whose computations were timed.
     """
 
     schedule: Schedule
     step_us: Fraction
     unpaired_us: Fraction | None
     own_us: Fraction | None
-    bound_us: Fraction
     num_tried: int
     num_simulated: int
 
 
-def shortest_step(loaded: LoadedPlan, work: Workload, unpaired: Schedule, own: Schedule) -> PairedChoice:
-    """Choose among the schedules of ``with_pairs`` for ``work``, ``unpaired``, and the plan's ``own`` if it fits.
+def shortest_step(
+    loaded: LoadedPlan, work: Workload, unpaired: Schedule, solved: Schedule, own: Schedule
+) -> PairedChoice:
+    """Choose among the schedules of ``with_pairs`` for ``work``, those solved without pairs and with them, and ``own``.
+
+    ``own`` is the plan's, and is no candidate if it does not fit in memory.
 
     Raises:
         BadPlanError: the plan cannot be lowered, or its messages are not simulated.
     """
     tried = with_pairs(work, unpaired)
-    known = [order for order in (unpaired, *orders_with_pairs(work), own) if fits(order, work)]
+    known = [order for order in (solved, unpaired, *orders_with_pairs(work), own) if fits(order, work)]
     steps = {
         schedule: _step_us(loaded, schedule)
         for schedule in dict.fromkeys([*known, *(timed.schedule for timed in tried[:_MOST_SIMULATED])])
     }
     finished = {schedule: step for schedule, step in steps.items() if step is not None}
     best = min(finished, key=lambda schedule: finished[schedule])
-    bound = Fraction(work.in_units(work.least_with_pairs()))
-    return PairedChoice(best, finished[best], steps[unpaired], steps.get(own), bound, len(tried), len(steps))
+    return PairedChoice(best, finished[best], steps[unpaired], steps.get(own), len(tried), len(steps))
 
 
 def _step_us(loaded: LoadedPlan, schedule: Schedule) -> Fraction | None:

@@ -259,7 +259,7 @@ class _Search:
         model.add_no_overlap(intervals)
 
     def _may_pair(self, forward: Op, backward: Op) -> bool:
-        """True if a pair saves time and may exist: on a stage, the backward is of a micro-batch before the forward's."""
+        """True if a pair saves time and may exist: on one stage, the backward is of an earlier micro-batch."""
         assert forward.micro_batch is not None
         assert backward.micro_batch is not None
         in_order = forward.stage != backward.stage or backward.micro_batch < forward.micro_batch
@@ -314,7 +314,9 @@ class _Search:
 
         programs, pairs = [], []
         for rank, program in enumerate(self._first.programs):
-            backward_of = {forward: backward for (forward, backward), is_pair in self._pairs[rank].items() if value(is_pair)}
+            backward_of = {
+                forward: backward for (forward, backward), is_pair in self._pairs[rank].items() if value(is_pair)
+            }
             in_pairs = {*backward_of.values(), *(op._replace(kind=_W) for op in backward_of.values())}
             ops: list[Op] = []
             begins = set()
