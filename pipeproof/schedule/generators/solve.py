@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 from pipeproof.diagnostics.finding import BadPlanError
@@ -36,6 +36,10 @@ _BOTH = ("start", "end")
 
 _MAX_TICKS = 2**45
 """Longest schedule that is given to the solver, whose integers have 64 bits and which adds many of them."""
+
+
+_MAX_PAIRS = 20_000
+"""Possible pairs up to which schedules with pairs are searched: each has a variable of its own."""
 
 
 SOLVER_MISSING = RuleDoc(
@@ -106,7 +110,8 @@ def solve(
     ``time_limit_s`` is in the solver's deterministic seconds, which count its
     steps: one takes about one to ten seconds. The search begins with the greedy
     schedule or with ``hint``, if that is shorter, and nothing longer comes
-    back. Pairs of a hint are not kept. ``on_progress`` is called with each improvement.
+    back. Pairs of a hint are not kept; with more than 20,000 possible pairs
+    nothing is searched. ``on_progress`` is called with each improvement.
 
     Raises:
         SolverMissingError: OR-tools is not installed.
@@ -132,7 +137,8 @@ def solve(
             key=("cost",),
         )
     best = first
-    if ticks > bound:
+    num_pairs = 0 if work.pairs is None else work.num_micro_batches**2 * len(work.pairs)
+    if ticks > bound and num_pairs <= _MAX_PAIRS:
         best, bound = _Search(cp_model, work, first).run(time_limit_s, on_progress)
         ticks = int(asap(best, work.costs).makespan)
     return Solution(best, work.in_units(ticks), work.in_units(bound), time.perf_counter() - started)
@@ -227,19 +233,19 @@ class _Search:
             self._starts[op], self._ends[op] = (model.new_int_var(0, horizon, f"{what} of {op}") for what in _BOTH)
             model.add_hint(self._starts[op], int(start))
             model.add_hint(self._ends[op], int(end))
-        pairs = self._pairs[rank]
-        for forward, backward in product(hinted, hinted):
-            if (forward.kind, backward.kind) == (_F, _I) and self._may_pair(forward, backward):
-                pairs[forward, backward] = model.new_bool_var(f"{forward} next to {backward}")
-                begins = hinted[forward][0] == hinted[backward][0]
-                model.add_hint(pairs[forward, backward], begins)
+        of_op: dict[Op, dict[tuple[Op, Op], Any]] = {op: {} for op in hinted}
+        backwards = [op for op in hinted if op.kind is _I]
+        for forward in (op for op in hinted if op.kind is _F):
+            for backward in backwards:
+                if _may_pair(self._work, forward, backward):
+                    is_pair = model.new_bool_var(f"{forward} next to {backward}")
+                    model.add_hint(is_pair, hinted[forward][0] == hinted[backward][0])
+                    self._pairs[rank][forward, backward] = is_pair
+                    for op in (forward, backward, backward._replace(kind=_W)):
+                        of_op[op][forward, backward] = is_pair
         intervals = []
-        for op in hinted:
-            mine = {pair: is_pair for pair, is_pair in pairs.items() if op in pair}
+        for op, mine in of_op.items():
             alone = model.new_bool_var(f"{op} alone")
-            if op.kind is _W:
-                backward = op._replace(kind=_I)
-                mine = {pair: is_pair for pair, is_pair in pairs.items() if backward in pair}
             model.add(sum(mine.values()) + alone == 1)
             start, end, duration = self._starts[op], self._ends[op], self._work.costs.of(op)
             if op.kind is _F:
@@ -257,13 +263,6 @@ class _Search:
                 model.add(start == begin).only_enforce_if(is_pair)
                 model.add(end == self._ends[forward]).only_enforce_if(is_pair)
         model.add_no_overlap(intervals)
-
-    def _may_pair(self, forward: Op, backward: Op) -> bool:
-        """True if a pair saves time and may exist: on one stage, the backward is of an earlier micro-batch."""
-        assert forward.micro_batch is not None
-        assert backward.micro_batch is not None
-        in_order = forward.stage != backward.stage or backward.micro_batch < forward.micro_batch
-        return in_order and self._work.saved(forward.stage, backward.stage) > 0
 
     def _add_order(self, stage: int) -> None:
         """Add the inputs of each operation of a stage, and the order of operations of one kind."""
@@ -340,6 +339,14 @@ class _Search:
                 on_progress(Progress(in_units(round(self.objective_value)), in_units(bound)))
 
         return Reporter()
+
+
+def _may_pair(work: Workload, forward: Op, backward: Op) -> bool:
+    """True if a pair saves time and may exist: on one stage, the backward is of an earlier micro-batch."""
+    assert forward.micro_batch is not None
+    assert backward.micro_batch is not None
+    in_order = forward.stage != backward.stage or backward.micro_batch < forward.micro_batch
+    return in_order and work.saved(forward.stage, backward.stage) > 0
 
 
 def _split(program: Program, starts: Sequence[Time] = (), ends: Sequence[Time] = ()) -> dict[Op, tuple[Time, Time]]:
