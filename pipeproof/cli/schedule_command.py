@@ -155,7 +155,9 @@ def show_kind(
 def solve_for(plan: Path, *, source: PlanSource, output: Path, time_limit_s: int, memory_limit: int | None) -> None:
     """Search for the shortest schedule of a plan, for its times, placement and memory limit.
 
-    The result is proved to be the shortest, or the gap is reported. It needs OR-tools: pip install 'pipeproof[solve]'.
+    The result is proved to be the shortest, or the gap is reported. For a plan with schedule.overlap, a second search
+    has overlapped pairs, and the shortest step of those simulated is written. It needs OR-tools: pip install
+    'pipeproof[solve]'.
     """
     with refusing_bad_plans("text", plan):
         from pipeproof.cli.schedule_solve import solve_plan

@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import yaml
 
+from pipeproof.analysis.advise.paired_schedule import PairedChoice, shortest_step
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for
 from pipeproof.cli.progress import showing_progress
-from pipeproof.comm.generated_schedule import UNFIT_SCHEDULE, plan_schedule, stage_costs
-from pipeproof.comm.lower import blaming_plan, own_schedule, with_measured_times
+from pipeproof.comm.generated_schedule import UNFIT_SCHEDULE, own_pair_time, plan_schedule, stage_costs
+from pipeproof.comm.lower import blaming_plan, from_here, own_schedule, with_measured_times
 from pipeproof.diagnostics.finding import BadPlanAtError
-from pipeproof.schedule.asap import asap
+from pipeproof.schedule.asap import StageCosts, asap
 from pipeproof.schedule.formats.write_schedule import write_schedule
 from pipeproof.schedule.generators.solve import Progress, Solution, UnfitHintError, solve
-from pipeproof.schedule.generators.workload import most_held
+from pipeproof.schedule.generators.workload import Placement, make_workload, most_held
 from pipeproof.schedule.programs import Schedule, UnfitSizesError, stages_of
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.specs.plan import PlanSpec
@@ -42,25 +44,45 @@ def solve_plan(plan: Path, loaded: LoadedPlan, output: Path, time_limit_s: float
         BadPlanError: OR-tools is missing (PP142), or there is no schedule (PP140).
     """
     with blaming_plan(loaded), _blaming_sizes():
-        loaded = with_measured_times(loaded)
-        spec = loaded.spec
-        own = _own_schedule(loaded)
+        measured = with_measured_times(loaded)
+        spec = measured.spec
+        own = _own_schedule(measured)
+        limit = memory_limit or spec.schedule.memory_limit
+        overlaps = spec.schedule.turns is not None
+        costs = stage_costs(spec, own_pair_time(from_here(loaded).spec) if overlaps else None)
+        sizes = stages_of(own.programs), spec.schedule.num_micro_batches
         hint = "Ctrl-C keeps the best schedule so far"
         with showing_progress(f"solving; {hint}") as show:
 
             def on_progress(so_far: Progress) -> None:
                 show(f"solving: {_us(so_far.makespan)}, at best {_us(so_far.bound)}; {hint}", 0, 0)
 
-            solution, unfit = _solve(own, spec, memory_limit, time_limit_s, on_progress)
-    write_output(output, write_schedule(solution.schedule, "csv"))
+            without = sizes, replace(costs, in_turns=None), limit, time_limit_s, on_progress
+            solution, is_unfit = _solve(own, *without)
+            if overlaps:
+                paired = solve(
+                    *sizes, costs, limit, time_limit_s=time_limit_s, hint=solution.schedule, on_progress=on_progress
+                )
+                show("simulating schedules with pairs", 0, 0)
+                work = make_workload(*sizes, costs, limit)
+                choice = shortest_step(loaded, work, solution.schedule, paired.schedule, own)
+    schedule = choice.schedule if overlaps else solution.schedule
+    write_output(output, write_schedule(schedule, "csv"))
+    most = max(most_held(own.programs))
+    unfit = f", for which a rank holds up to {most} activations" if is_unfit and limit and most > limit else ""
+    own_name = f"the plan's own schedule ({spec.schedule.kind})"
+    if overlaps:
+        lines = [*_paired_verdict(choice, paired, solution), f"{own_name}: {_step(choice.own_us)}{unfit}"]
+    else:
+        lines = [*_verdict(solution), f"{own_name}: {_own_makespan(own, costs)}{unfit}"]
     console = console_for()
-    for line in _verdict(solution):
+    for line in lines:
         console.print(line, soft_wrap=True)
-    console.print(f"the plan's own schedule ({spec.schedule.kind}): {_own_makespan(own, spec)}{unfit}", soft_wrap=True)
-    if note := loaded.spec.cost.placeholder_note:
+    if note := spec.cost.placeholder_note:
         console.print(note, soft_wrap=True)
     console.print(f"written to {output}; in the plan:\n", soft_wrap=True, markup=False)
-    console.print(_section(spec, output, plan), soft_wrap=True, no_wrap=True, markup=False)
+    section = _section(spec, output, plan, overlaps=any(schedule.pairs))
+    console.print(section, soft_wrap=True, no_wrap=True, markup=False)
 
 
 def _own_schedule(loaded: LoadedPlan) -> Schedule:
@@ -70,26 +92,31 @@ def _own_schedule(loaded: LoadedPlan) -> Schedule:
             help="set num_sequence_splits to 1",
             key=("schedule", "num_sequence_splits"),
         )
+    if loaded.spec.is_custom and loaded.spec.schedule.turns is not None:
+        raise UnfitSizesError(
+            "the solver needs the parts of pairs, and those of custom layers are not known",
+            help="remove overlap",
+            key=("schedule", "overlap"),
+        )
     foreign = own_schedule(loaded)
-    return plan_schedule(loaded.spec) if foreign is None else Schedule(foreign.programs)
+    if foreign is None:
+        return plan_schedule(loaded.spec)
+    return Schedule(foreign.programs) if loaded.spec.schedule.turns is None else foreign.schedule
 
 
 def _solve(
     own: Schedule,
-    spec: PlanSpec,
-    memory_limit: int | None,
+    sizes: tuple[Placement, int],
+    costs: StageCosts,
+    limit: int | None,
     time_limit_s: float,
     on_progress: Callable[[Progress], None],
-) -> tuple[Solution, str]:
-    """Return the solution, and the reason if the plan's own schedule is not a solution."""
-    work = stages_of(own.programs), spec.schedule.num_micro_batches, stage_costs(spec)
-    limit = memory_limit or spec.schedule.memory_limit
+) -> tuple[Solution, bool]:
+    """Return the solution, and whether the plan's own schedule is none."""
     try:
-        return solve(*work, limit, time_limit_s=time_limit_s, hint=own, on_progress=on_progress), ""
+        return solve(*sizes, costs, limit, time_limit_s=time_limit_s, hint=own, on_progress=on_progress), False
     except UnfitHintError:
-        solution = solve(*work, limit, time_limit_s=time_limit_s, on_progress=on_progress)
-        most = max(most_held(own.programs))
-        return solution, f", for which a rank holds up to {most} activations" if limit and most > limit else ""
+        return solve(*sizes, costs, limit, time_limit_s=time_limit_s, on_progress=on_progress), True
 
 
 @contextmanager
@@ -115,16 +142,41 @@ def _verdict(solution: Solution) -> Iterator[str]:
     yield f"gap {solution.gap:.1%} after {took}; a longer --time-limit may close it"
 
 
-def _own_makespan(own: Schedule, spec: PlanSpec) -> str:
+def _paired_verdict(choice: PairedChoice, paired: Solution, unpaired: Solution) -> Iterator[str]:
+    num_pairs = sum(map(len, choice.schedule.pairs))
+    has = (
+        f"with {num_pairs} overlapped pairs" if num_pairs else "without pairs: none of those tried is shorter with them"
+    )
+    yield f"step {_us(choice.step_us)}, simulated, {has}"
+    yield (
+        f"it is the shortest of {choice.num_simulated} simulated schedules, of {choice.num_tried} tried; other steps "
+        "may be shorter"
+    )
+    yield f"computations with pairs: {_shortest(paired)}"
+    yield f"computations without pairs: {_shortest(unpaired)}; {_step(choice.unpaired_us)}"
+
+
+def _shortest(solution: Solution) -> str:
+    if solution.proved:
+        return f"makespan {_us(solution.makespan)}, proved to be the shortest"
+    return f"makespan {_us(solution.makespan)}, not proved to be the shortest: none is below {_us(solution.bound)}"
+
+
+def _step(step_us: Fraction | None) -> str:
+    return "no simulated step" if step_us is None else f"step {_us(step_us)}, simulated"
+
+
+def _own_makespan(own: Schedule, costs: StageCosts) -> str:
     try:
-        return _us(asap(own, stage_costs(spec)).makespan)
+        return _us(asap(own, costs).makespan)
     except ValueError:  # a file may have a schedule that waits for itself
         return "cannot finish"
 
 
-def _section(spec: PlanSpec, output: Path, plan: Path) -> str:
-    """The schedule section that names the file, which is relative to the plan."""
-    other_keys = spec.schedule.model_dump(mode="json", exclude_unset=True, exclude=set(_NOT_OF_FILES))
+def _section(spec: PlanSpec, output: Path, plan: Path, *, overlaps: bool) -> str:
+    """The schedule section that names the file, which is relative to the plan; with its overlap if it has pairs."""
+    excluded = _NOT_OF_FILES if overlaps else _NOT_OF_FILES | {"overlap"}
+    other_keys = spec.schedule.model_dump(mode="json", exclude_unset=True, exclude=set(excluded))
     path = Path(os.path.relpath(output.absolute(), plan.absolute().parent)).as_posix()
     section = {"kind": "file", "path": path, **other_keys}
     if isinstance(spec.schedule.placement, tuple):

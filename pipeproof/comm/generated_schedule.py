@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pipeproof.comm.size_limit import require_moderate_size
 from pipeproof.cost.plan_times import resolved_cost
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
 from pipeproof.diagnostics.problems import listed
 from pipeproof.diagnostics.rule_doc import RuleDoc
-from pipeproof.schedule.asap import StageCosts
+from pipeproof.schedule.asap import StageCosts, Time
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind
 from pipeproof.schedule.programs import Schedule, UnfitSizesError
 from pipeproof.schedule.stage_placement import assigned, stages_of_ranks
@@ -29,14 +31,23 @@ _VARIANT_OF_BACKEND = {"paddle": "fleet"}
 """Default variant by backend; other backends have the first variant."""
 
 
-def plan_schedule(plan: PlanSpec) -> Schedule:
+PairTime = Callable[[int, int], Time]
+"""Microseconds of a forward next to a whole backward that takes turns with it, by their stages."""
+
+
+def plan_schedule(plan: PlanSpec, pair_time: PairTime | None = None) -> Schedule:
     """The computations of the plan's schedule, by pipeline rank.
+
+    ``pair_time`` is of its pairs that take turns. Without it, it is computed if the schedule is made for it; a plan
+    that has got given times in place of others does not have it.
 
     Raises:
         BadPlanAtError: the schedule does not exist for these sizes, or has too many operations (PP116).
     """
     schedule = plan.schedule
     kind = SCHEDULE_KINDS[schedule.kind]
+    if pair_time is None and is_made_for_pairs(plan):
+        pair_time = own_pair_time(plan)
     try:
         _require_fit(plan, kind)
         require_moderate_size(plan)
@@ -48,7 +59,7 @@ def plan_schedule(plan: PlanSpec) -> Schedule:
             num_sequence_splits=schedule.num_sequence_splits,
             variant=schedule.variant or default_variant(kind, plan.run.backend),
             group_size=schedule.micro_batch_group_size,
-            costs=stage_costs(plan),
+            costs=stage_costs(plan, pair_time),
             memory_limit=schedule.memory_limit,
             placement=stages_of_ranks(plan) if kind.placement is Placement.ANY else None,
             overlaps=schedule.turns is not None,
@@ -66,8 +77,11 @@ def default_variant(kind: ScheduleKind, backend: str) -> str | None:
     return variant if variant in kind.variants else next(iter(kind.variants), None)
 
 
-def stage_costs(plan: PlanSpec) -> StageCosts:
-    """The times of one work item by stage, in exact microseconds: a split takes its share of the micro-batch."""
+def stage_costs(plan: PlanSpec, pair_time: PairTime | None = None) -> StageCosts:
+    """The times of one work item by stage, in exact microseconds: a split takes its share of the micro-batch.
+
+    ``pair_time`` is of pairs that take turns.
+    """
     cost, stages = resolved_cost(plan), range(plan.num_stages)
     share = plan.schedule.num_sequence_splits
     return StageCosts(
@@ -78,7 +92,24 @@ def stage_costs(plan: PlanSpec) -> StageCosts:
         overlapped=None
         if cost.overlapped_us is None
         else tuple(cost.overlapped_of(stage, stage) / share for stage in stages),
+        in_turns=pair_time,
     )
+
+
+def is_made_for_pairs(plan: PlanSpec) -> bool:
+    """True if the plan's schedule is generated for the times of its pairs that take turns."""
+    return plan.schedule.turns is not None and plan.schedule.kind == "optimal"
+
+
+def own_pair_time(plan: PlanSpec) -> PairTime:
+    """The times of the plan's pairs that take turns.
+
+    Raises:
+        BadPlanAtError: PP161, a profile lacks some time.
+    """
+    from pipeproof.cost.pair_times import PairTimes
+
+    return PairTimes.of_plan(plan).pair_us
 
 
 def _require_fit(plan: PlanSpec, kind: ScheduleKind) -> None:

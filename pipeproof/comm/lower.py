@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from pipeproof.comm.generated_schedule import UNFIT_SCHEDULE, plan_schedule
+from pipeproof.comm.generated_schedule import UNFIT_SCHEDULE, is_made_for_pairs, own_pair_time, plan_schedule
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.comm.mesh import Mesh
 from pipeproof.comm.op_graph import lower_context
@@ -81,8 +81,9 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
     require_moderate_size(plan, sum(len(calls) for layer in layers for calls in _calls(plan, layer)))
     stages = stage_layers(plan)
     device = None if plan.cost.analytic is None else plan.cost.analytic.device
+    pair_time = own_pair_time(plan) if foreign is None and is_made_for_pairs(plan) else None
     shares, links, plan = shares_of_parts(plan), link_times(plan), with_times(plan)
-    schedule = foreign.schedule if foreign is not None else plan_schedule(plan)
+    schedule = foreign.schedule if foreign is not None else plan_schedule(plan, pair_time)
     edges = describe_boundaries(plan) if boundary is None else (Edge(((boundary,),)),) * (plan.num_stages - 1)
     activation = boundary or describe_boundary(plan)
     context = PlanContext(plan, mesh, layers, stages, activation, edges, schedule, foreign, links=links, device=device,
@@ -173,10 +174,7 @@ def own_schedule(loaded: LoadedPlan) -> ForeignSchedule | None:
     """
     spec, source = loaded.spec, loaded.source
     schedule = spec.schedule
-    placed = schedule.placement if isinstance(schedule.placement, tuple) else None
-    expected = Expected(
-        spec.topology.pp, schedule.num_micro_batches, spec.num_stages, placed, schedule.num_sequence_splits
-    )
+    expected = expected_schedule(spec)
     if schedule.programs is not None:
         if source is None:
             return custom_schedule(schedule.programs, expected)
@@ -191,6 +189,13 @@ def own_schedule(loaded: LoadedPlan) -> ForeignSchedule | None:
     foreign = load_schedule_file(schedule_path(loaded), expected, format=schedule.format)
     require_attributes_kept(foreign)
     return foreign
+
+
+def expected_schedule(spec: PlanSpec) -> Expected:
+    """The sizes that the schedule of a plan has if it is not generated."""
+    schedule = spec.schedule
+    placed = schedule.placement if isinstance(schedule.placement, tuple) else None
+    return Expected(spec.topology.pp, schedule.num_micro_batches, spec.num_stages, placed, schedule.num_sequence_splits)
 
 
 def schedule_path(loaded: LoadedPlan) -> Path:

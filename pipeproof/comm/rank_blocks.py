@@ -28,7 +28,7 @@ from pipeproof.schedule.ops import (
     wait_for,
 )
 from pipeproof.schedule.programs import Program
-from pipeproof.schedule.turns import turns_of_pair
+from pipeproof.schedule.turns import Cut, SideTurn, rows_in_turns, turns_of_side
 from pipeproof.specs.schedule import Side
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.exchanges import exchanges
@@ -69,13 +69,6 @@ class Work(NamedTuple):
     variant: int
     before: int
     after: int
-
-
-class _TurnRows(NamedTuple):
-    """The rows of one turn of a side, and its seam where that is late: issued in the next turn."""
-
-    rows: list[Row]
-    late: list[Row]
 
 
 class RankBlocks:
@@ -199,48 +192,34 @@ class RankBlocks:
     def take_turns(self, works: Sequence[Work], batches: Sequence[int], order: Sequence[Side]) -> Iterator[Row]:
         """A forward and a backward that take turns at the seams of each, in the cycle ``order``.
 
-        The two computations come first, as containers of their parts and collectives, and take no time themselves. A
-        late seam is issued in the next turn, if that is not its own side's: behind the parts, and before the first
-        collective on the queue ``ep``.
+        The two computations come first, as containers of their parts and collectives, and take no time themselves.
         """
         for work, batch in zip(works, batches, strict=True):
             yield Row(Op(work.kind, work.stage, batch), batch=ANY)
-        sides: list[tuple[Op, list[_TurnRows]]] = []
+        sides: list[tuple[Op, list[SideTurn[Row]]]] = []
         for work, batch in sorted(zip(works, batches, strict=True), key=lambda use: use[0].kind is not OpKind.FORWARD):
             op = Op(work.kind, work.stage, batch)
             sides.append((op, self._turns(op, work.variant)))
         (_, forward), (backward_op, backward) = sides
-        defers = backward_op.kind is OpKind.BACKWARD
-        late: list[Row] = []
-        before: Side | None = None
-        for turn in turns_of_pair(len(forward) - 1, len(backward) - 1, order, defers=defers):
-            if turn.side == "W":
-                of_turn = _TurnRows([Row(part_of(backward_op, turn.number, OpKind.WEIGHTS))], [])
-            else:
-                of_turn = (forward if turn.side == "F" else backward)[turn.number]
-            for row in of_turn.rows:
-                if turn.side == before or row.queue == EXPERTS_QUEUE:
-                    yield from late
-                    late = []
-                yield row
-            yield from late
-            late, before = of_turn.late, turn.side
 
-    def _turns(self, op: Op, variant: int) -> list[_TurnRows]:
+        def weights(number: int) -> Row:
+            return Row(part_of(backward_op, number, OpKind.WEIGHTS))
+
+        defers = backward_op.kind is OpKind.BACKWARD
+        yield from rows_in_turns(
+            forward, backward, order, weights if defers else None, lambda row: row.queue == EXPERTS_QUEUE
+        )
+
+    def _turns(self, op: Op, variant: int) -> list[SideTurn[Row]]:
         """The parts and collectives of a computation by turn: a part between each two exchanges."""
         collectives = self._collectives(op, variant)
         calls = iter(self._issued(op, collectives))
-        turns = [_TurnRows([], [])]
-        cut = exchanges(collectives)
-        for index, exchange in enumerate(cut):
-            turns[-1].rows.append(Row(part_of(op, index, OpKind.PART)))
-            issued = turns[-1].late if exchange.is_late else turns[-1].rows
-            for call in islice(calls, exchange.num_collectives):
-                issued.append(replace(call, queue=EXPERTS_QUEUE) if call.op.axis == "ep" else call)
-            if exchange.is_seam:
-                turns.append(_TurnRows([], []))
-        turns[-1].rows.append(Row(part_of(op, len(cut), OpKind.PART)))
-        return turns
+        cuts = []
+        for exchange in exchanges(collectives):
+            issued = islice(calls, exchange.num_collectives)
+            rows = [replace(call, queue=EXPERTS_QUEUE) if call.op.axis == "ep" else call for call in issued]
+            cuts.append(Cut(rows, exchange.is_seam, exchange.is_late))
+        return turns_of_side([Row(part_of(op, index, OpKind.PART)) for index in range(len(cuts) + 1)], cuts)
 
     def after(self, work: Work, batch: int) -> Iterator[Row]:
         """Sending the output of a computation."""

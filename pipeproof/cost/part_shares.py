@@ -17,13 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.exact_times import rounded_up
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import work_item_sizes
-from pipeproof.stages.describe.exchanges import exchanges
+from pipeproof.stages.describe.exchanges import Exchange, exchanges
 from pipeproof.stages.describe.gpt import operation_collectives
 from pipeproof.stages.describe.layer import Collective, layer_kind
 from pipeproof.stages.describe.model_family import stage_layers
@@ -40,11 +41,13 @@ class PhaseParts(NamedTuple):
 
     ``shares`` are those of the device's time without collectives, with the sum 1. ``host_us`` are the microseconds in
     which the host launches a part and the exchange behind it, less the time of a collective before it that blocks the
-    compute queue, because the host launches more meanwhile; 0 where they are not known.
+    compute queue, because the host launches more meanwhile; 0 where they are not known. ``exchanges`` are between the
+    parts of a forward and of I.
     """
 
     shares: tuple[Fraction, ...]
     host_us: tuple[Fraction, ...]
+    exchanges: tuple[tuple[Exchange, tuple[Collective, ...]], ...] = ()
 
     def ends(self, device_us: Fraction, grid_us: Fraction) -> list[Fraction]:
         """The end of each part from the begin of all, of a phase that keeps the device busy for ``device_us``.
@@ -140,7 +143,8 @@ class _PartWork:
 
     def _parts(self, phase: Phase, steps: Sequence[_Step], around_us: Fraction) -> PhaseParts:
         calls = [call for step in steps for call in step.calls]
-        exchange_of = [number for number, one in enumerate(exchanges(calls)) for _ in range(one.num_collectives)]
+        cut = exchanges(calls)
+        exchange_of = [number for number, one in enumerate(cut) for _ in range(one.num_collectives)]
         work = [_ZERO] * (2 + max(exchange_of, default=-1))
         host_us = [around_us, *work[1:]]
         numbers, part = iter(exchange_of), 0
@@ -155,7 +159,9 @@ class _PartWork:
                     host_us[part] -= self._blocked_us(self._costs, call)
         whole = sum(work)
         shares = [one / whole for one in work] if whole else [Fraction(1), *work[1:]]
-        return PhaseParts(tuple(shares), tuple(host_us))
+        each = iter(calls)
+        between = tuple((one, tuple(islice(each, one.num_collectives))) for one in cut)
+        return PhaseParts(tuple(shares), tuple(host_us), between)
 
     def _blocked_us(self, costs: AnalyticCosts, call: Collective) -> Fraction:
         """Time for which a collective blocks the compute queue: those of experts are on a queue of their own."""

@@ -10,7 +10,7 @@ in operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -33,6 +33,13 @@ def input_of(op: Op, num_stages: int) -> Key | None:
     return is_forward, stage, op.micro_batch, op.split
 
 
+def source_of(op: Op, num_stages: int) -> Key | None:
+    """The input of a computation on any rank: the I of a W and the forward of the last stage among them."""
+    if op.kind is _F or (op.kind is not _W and op.stage + 1 < num_stages):
+        return input_of(op, num_stages)
+    return op.kind is not _W, op.stage, op.micro_batch, op.split
+
+
 @dataclass(frozen=True, slots=True)
 class StageCosts:
     """Times of one computation by global stage, in any one unit; ``latency`` is of an edge between two ranks.
@@ -40,6 +47,8 @@ class StageCosts:
     A whole backward takes the sum of both its parts. ``overlapped`` is the
     time of a forward that overlaps with a whole backward, by the stage of the
     forward; without it, and with an I, the time is the sum of the two.
+    ``in_turns`` is that time by the stages of both, where the two take turns;
+    it goes before ``overlapped``.
     """
 
     forward: Sequence[Time]
@@ -47,6 +56,7 @@ class StageCosts:
     backward_weight: Sequence[Time]
     latency: Time = 0
     overlapped: Sequence[Time] | None = None
+    in_turns: Callable[[int, int], Time] | None = None
 
     def of(self, op: Op) -> Time:
         """The time of an F, B, I or W alone."""
@@ -62,9 +72,12 @@ class StageCosts:
 
     def of_pair(self, forward: Op, backward: Op) -> Time:
         """The time of two computations that run side by side."""
-        if self.overlapped is None or backward.kind is not OpKind.BACKWARD:
-            return self.of(forward) + self.of(backward)
-        return self.overlapped[forward.stage]
+        if backward.kind is OpKind.BACKWARD:
+            if self.in_turns is not None:
+                return self.in_turns(forward.stage, backward.stage)
+            if self.overlapped is not None:
+                return self.overlapped[forward.stage]
+        return self.of(forward) + self.of(backward)
 
 
 def even_costs(
@@ -128,10 +141,12 @@ def asap(schedule: Schedule, costs: StageCosts) -> Timed:
     Raises:
         ValueError: it cannot finish; the message names the next operation of each rank.
     """
-    return _Run(schedule, costs).timed()
+    return AsapRun(schedule, costs).timed()
 
 
-class _Run:
+class AsapRun:
+    """One run of a schedule, rank by rank as far as each one can go."""
+
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
         self._schedule, self._costs = schedule, costs
         self._num_stages = 1 + max((op.stage for program in schedule.programs for op in program), default=-1)
@@ -144,6 +159,7 @@ class _Run:
         self._ends: list[list[Time]] = [[] for _ in schedule.programs]
 
     def timed(self) -> Timed:
+        """Run to the end."""
         ready = list(range(len(self._place)))
         while ready:
             ready += self._advance(ready.pop())
@@ -160,16 +176,9 @@ class _Run:
         while self._place[rank] < len(program):
             place = self._place[rank]
             ops = program[place : place + 2] if place in pairs else program[place : place + 1]
-            start = self._clock[rank]
-            for op in ops:
-                source = self._source(op)
-                if source is None:
-                    continue
-                if source not in self._outputs:
-                    self._waiting[source] = rank
-                    return
-                source_rank, time = self._outputs[source]
-                start = max(start, time if source_rank == rank else time + self._costs.latency)
+            start = self._start(rank, ops)
+            if start is None:
+                return
             end = start + (self._costs.of_pair(*ops) if len(ops) > 1 else self._costs.of(ops[0]))
             self._place[rank], self._clock[rank] = place + len(ops), end
             for op in ops:
@@ -181,8 +190,16 @@ class _Run:
                     if made in self._waiting:
                         yield self._waiting.pop(made)
 
-    def _source(self, op: Op) -> Key | None:
-        """The computation that another one needs; None without one."""
-        if op.kind is _F or (op.kind is not _W and op.stage + 1 < self._num_stages):
-            return input_of(op, self._num_stages)
-        return (op.kind is not _W, op.stage, op.micro_batch, op.split)  # the I of a W, the forward of the last stage
+    def _start(self, rank: int, ops: Sequence[Op]) -> Time | None:
+        """When the next computation or pair of a rank begins; None if what it needs is not there yet."""
+        start = self._clock[rank]
+        for op in ops:
+            source = source_of(op, self._num_stages)
+            if source is None:
+                continue
+            if source not in self._outputs:
+                self._waiting[source] = rank
+                return None
+            source_rank, time = self._outputs[source]
+            start = max(start, time if source_rank == rank else time + self._costs.latency)
+        return start

@@ -6,10 +6,13 @@ to its next seam, or to its end, is a *turn*. The two sides take turns in a cycl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
 
 from pipeproof.specs.schedule import Side
+
+_Row = TypeVar("_Row")
 
 
 class Turn(NamedTuple):
@@ -49,3 +52,61 @@ def turns_of_pair(
     if deferred:
         take("W")
     return tuple(turns)
+
+
+class Cut(NamedTuple, Generic[_Row]):
+    """One exchange of a computation: its collectives, whether the computation hands over there, and how late."""
+
+    rows: Sequence[_Row]
+    is_seam: bool
+    is_late: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SideTurn(Generic[_Row]):
+    """Rows that one turn of a side issues, and its seam where that is late: issued in the next turn."""
+
+    rows: list[_Row] = field(default_factory=list)
+    late: list[_Row] = field(default_factory=list)
+
+
+def turns_of_side(parts: Sequence[_Row], cuts: Sequence[Cut[_Row]]) -> list[SideTurn[_Row]]:
+    """The turns of a computation, from its parts and the exchange behind each part but the last."""
+    turns: list[SideTurn[_Row]] = [SideTurn()]
+    for part, cut in zip(parts[:-1], cuts, strict=True):
+        turns[-1].rows.append(part)
+        (turns[-1].late if cut.is_late else turns[-1].rows).extend(cut.rows)
+        if cut.is_seam:
+            turns.append(SideTurn())
+    turns[-1].rows.append(parts[-1])
+    return turns
+
+
+def rows_in_turns(
+    forward: Sequence[SideTurn[_Row]],
+    backward: Sequence[SideTurn[_Row]],
+    order: Sequence[Side],
+    weights: Callable[[int], _Row] | None,
+    is_exchange: Callable[[_Row], bool],
+) -> Iterator[_Row]:
+    """Rows of a pair in the order in which it issues them.
+
+    ``weights`` makes the row of the turns W by their numbers; None if the backward defers nothing. ``is_exchange`` is
+    true for a collective that runs while the rank computes. A late seam is issued in the next turn, if that is not its
+    own side's: behind the parts, and before the first such collective.
+    """
+    late: list[_Row] = []
+    before: Side | None = None
+    for turn in turns_of_pair(len(forward) - 1, len(backward) - 1, order, defers=weights is not None):
+        if turn.side == "W":
+            assert weights is not None, "only what defers has turns W"
+            of_turn = SideTurn([weights(turn.number)])
+        else:
+            of_turn = (forward if turn.side == "F" else backward)[turn.number]
+        for row in of_turn.rows:
+            if turn.side == before or is_exchange(row):
+                yield from late
+                late = []
+            yield row
+        yield from late
+        late, before = of_turn.late, turn.side

@@ -12,6 +12,7 @@ import numpy as np
 
 from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.backends import backend_table, declared_backend
+from pipeproof.comm.generated_schedule import is_made_for_pairs
 from pipeproof.comm.lower import lower_loaded
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.diagnostics.finding import (
@@ -69,7 +70,8 @@ class Subject:
     was made in Python and is checked alone. ``source`` is None for plans made
     in Python. ``origins`` are the places of rows that were read from a file,
     by the graph's ``origin`` column. ``facts`` are stated by a person in
-    addition to the graph.
+    addition to the graph. ``made_for`` is the plan before it got given times,
+    if these are not all that its schedule is made for.
     """
 
     graph: OpGraph
@@ -78,6 +80,7 @@ class Subject:
     source: SourceMap | None = None
     origins: tuple[Location, ...] = ()
     facts: Facts = NO_FACTS
+    made_for: LoadedPlan | None = None
 
     @property
     def plan(self) -> LoweredPlan:
@@ -87,8 +90,8 @@ class Subject:
 
     @property
     def loaded(self) -> LoadedPlan:
-        """The plan as it was loaded."""
-        return LoadedPlan(self.plan.spec, self.source)
+        """A plan that lowers to the same graph: with given times, or as it was loaded."""
+        return self.made_for or LoadedPlan(self.plan.spec, self.source)
 
     def with_graph(self, graph: OpGraph) -> Subject:
         """The same subject with another graph, as mutation tests and users' own graphs need it."""
@@ -208,7 +211,8 @@ def make_subject(loaded: LoadedPlan, *, boundary: Boundary | None = None) -> Sub
     """
     lowered = lower_loaded(loaded, boundary=boundary)
     origins = lowered.foreign.origins if lowered.foreign is not None else ()
-    return Subject(lowered.graph, declared_backend(loaded.spec), lowered, loaded.source, origins)
+    made_for = loaded if is_made_for_pairs(loaded.spec) else None
+    return Subject(lowered.graph, declared_backend(loaded.spec), lowered, loaded.source, origins, made_for=made_for)
 
 
 def graph_subject(

@@ -150,3 +150,58 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_search(solve):
 
 def test_explain_knows_the_missing_solver():
     assert "pip install 'pipeproof[solve]'" in invoke("--explain", "PP142").stdout
+
+
+EXPERTS = {
+    "model": {"num_layers": 4, "moe": {"num_experts": 4, "top_k": 2, "ffn_size": 16}},
+    "topology": {"pp": 2, "ep": 2},
+    "cost": {
+        "forward_us": 900, "backward_input_us": 900, "backward_weight_us": 400, "collective_slowdown": 0.1,
+        "network": {"ranks_per_node": 8, "node": {"latency_us": 2, "bandwidth": 0.02}},
+    },
+}  # fmt: skip
+INTERLEAVED = {"kind": "interleaved", "variant": "megatron", "num_chunks": 2, "num_micro_batches": 6}
+
+
+def step_of(plan, **changes):
+    """The simulated step of a plan, in microseconds, with other keys of the schedule."""
+    content = yaml.safe_load(plan.read_text())
+    schedule = {**content["schedule"], **changes}
+    content["schedule"] = {key: value for key, value in schedule.items() if value is not None}
+    if schedule.get("overlap") is None:
+        content["cost"].pop("collective_slowdown", None)
+    other = plan.with_name("other.yaml")
+    other.write_text(yaml.safe_dump(content))
+    assert invoke("check", other).exit_code == 0
+    return makespan_of(other)
+
+
+def test_pairs_are_chosen_by_simulation_and_nothing_is_claimed_that_is_not_proved(solve):
+    result, plan = solve("--time-limit", "1", **EXPERTS, schedule={**INTERLEAVED, "overlap": "pairs"})
+    assert result.exit_code == 0, result.stderr
+    optimal = {"kind": "optimal", "variant": None}
+    others = [step_of(plan), step_of(plan, **optimal), step_of(plan, **optimal, overlap=None)]
+    section = with_solved_section(result, plan)
+    assert section["overlap"] == "pairs"
+    step = makespan_of(plan)
+    assert invoke("check", plan).exit_code == 0
+    assert step <= min(others)
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith(f"step {step:.3f} us, simulated, with ")
+    assert lines[1].startswith("it is the shortest of ")
+    assert lines[2].startswith("computations with pairs: makespan ")
+    assert lines[3].startswith("computations without pairs: makespan ")
+    assert not any("proved" in line for line in (*lines[:2], lines[4]))
+
+
+def test_where_pairs_need_memory_that_there_is_not_the_file_has_none(solve):
+    schedule = {**INTERLEAVED, "kind": "optimal", "variant": None, "overlap": "pairs", "memory_limit": 2}
+    schedule = {key: value for key, value in schedule.items() if value is not None}
+    result, plan = solve("--time-limit", "1", **EXPERTS, schedule=schedule)
+    assert "without pairs: none of those tried is shorter with them" in result.stdout
+    section = with_solved_section(result, plan)
+    assert "overlap" not in section
+    content = yaml.safe_load(plan.read_text())
+    del content["cost"]["collective_slowdown"]
+    plan.write_text(yaml.safe_dump(content))
+    assert f"step {makespan_of(plan):.3f} us, simulated, without pairs" in result.stdout

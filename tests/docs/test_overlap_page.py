@@ -21,12 +21,24 @@ def rows(heading):
     return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
 
 
+def step_of_example(**schedule):
+    """The step of the example as the page has it, with other keys of the schedule; None removes one."""
+    data = yaml.safe_load((ROOT / "examples" / "moe_overlap.yaml").read_text(encoding="utf-8"))
+    merged = {**data["schedule"], **schedule}
+    data["schedule"] = {key: value for key, value in merged.items() if value is not None}
+    simulation = simulate(lower(plan_from_dict(data).spec))
+    return f"{float(simulation.makespan) / 1000:.1f} ms"
+
+
 @pytest.mark.parametrize(("overlap", "step"), rows("`schedule.overlap`"))
 def test_steps_of_the_example(overlap, step):
-    data = yaml.safe_load((ROOT / "examples" / "moe_overlap.yaml").read_text(encoding="utf-8"))
-    data["schedule"]["overlap"] = yaml.safe_load(overlap)
-    simulation = simulate(lower(plan_from_dict(data).spec))
-    assert f"{float(simulation.makespan) / 1000:.1f} ms" == step
+    assert step_of_example(overlap=yaml.safe_load(overlap)) == step
+
+
+@pytest.mark.parametrize(("schedule", "without", "step"), rows("`schedule`"))
+def test_steps_of_the_example_with_other_schedules(schedule, without, step):
+    keys = {"variant": None, "num_chunks": None, **yaml.safe_load(schedule)}
+    assert (step_of_example(**keys, overlap="none"), step_of_example(**keys)) == (without, step)
 
 
 @pytest.mark.parametrize(("size", "dispatcher", "execution", "ratio", "measured"), rows("sequences of a micro-batch"))

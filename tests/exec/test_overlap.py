@@ -20,12 +20,13 @@ pytestmark = pytest.mark.needs_torch
 MOE = {"num_experts": 4, "top_k": 2, "ffn_size": 8, "num_shared_experts": 1}
 
 
-def subject_of(overlap="pairs", *, pp=2, ep=2, moe=(), topology=(), schedule=(), run=(), model=()):
+def subject_of(overlap="pairs", *, pp=2, ep=2, moe=(), topology=(), schedule=(), run=(), model=(), cost=()):
     return subject(
         topology={"pp": pp, "ep": ep, **dict(topology)},
         schedule={"kind": "dualpipe_v", "num_chunks": 2, "num_micro_batches": 4, "overlap": overlap, **dict(schedule)},
         model={"num_layers": 4, "moe": {**MOE, **dict(moe)}, **dict(model)},
         run={"backend": "torch", "steps": 2, "optimizer": "adamw", **dict(run)},
+        cost=dict(cost),
     )
 
 
@@ -45,6 +46,13 @@ def require_equal(found, expected):
             assert one.routers.keys() == other.routers.keys()
 
 
+SLOW_EXCHANGES = {
+    "forward_us": 300, "backward_input_us": 300, "backward_weight_us": 100,
+    "network": {"ranks_per_node": 8, "node": {"latency_us": 2, "bandwidth": 0.02}},
+}  # fmt: skip
+"""Times for which optimal schedules have pairs."""
+
+
 PLANS = {
     "all-to-all": {},
     "all-gather": {"moe": {"dispatcher": "all_gather"}},
@@ -54,6 +62,7 @@ PLANS = {
     },
     "sequence parallel": {"pp": 1, "topology": {"tp": 2, "sequence_parallel": True}},
     "dense block": {"moe": {"dense_layers": 1}},
+    "optimal": {"schedule": {"kind": "optimal", "num_micro_batches": 6}, "cost": SLOW_EXCHANGES},
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from tests.plans import plan_dict
 
 pytestmark = pytest.mark.needs_torch
 
+NETWORK = {"ranks_per_node": 8, "node": {"latency_us": 2, "bandwidth": 0.02}}
 MOE = {"num_experts": 4, "top_k": 2, "ffn_size": 8, "aux_loss": 0.1, "expert_bias_rate": 0.01}
 
 
@@ -104,6 +105,26 @@ def test_plans_that_add_in_another_order_are_within_the_bound_in_each_step(tmp_p
     assert all(one["uncut_max_rel_diff"] <= report["parallel_bound"] for one in report["gradients"])
     assert all(one["replicas_agree"] for one in report["gradients"])
     assert "each step from the ranks' own weights" in ended.output
+
+
+def test_pairs_of_an_optimal_schedule_have_the_bits_of_one_without_pairs(tmp_path):
+    """Each stage computes and adds in index order in both."""
+    reports = []
+    for overlap in ("none", "pairs"):
+        (tmp_path / overlap).mkdir()
+        schedule = {"kind": "optimal", "num_micro_batches": 6, "overlap": overlap}
+        plan = torch_plan(
+            {"ep": 2}, schedule, {"moe": MOE}, cost={"forward_us": 300, "backward_us": 400, "network": NETWORK}
+        )
+        ended = Run(tmp_path / overlap, plan).end()
+        assert ended.status == 0, ended.output
+        assert ended.report["log_matches_graph"]
+        reports.append(ended.report)
+    none, pairs = reports
+    assert none["digest"] != pairs["digest"]
+    assert [step["loss"] for step in none["steps"]] == [step["loss"] for step in pairs["steps"]]
+    bits = [[(one["name"], one["md5"], one["shards"]) for one in report["gradients"]] for report in reports]
+    assert bits[0] == bits[1]
 
 
 def test_a_rank_that_is_killed_is_named_and_nothing_is_left(tmp_path):

@@ -64,8 +64,9 @@ def test_pairs_of_modules_are_whole_in_the_graph_and_proved(schedule, num_stages
     assert not {op.kind for op in graph.ops} & PART_KINDS
 
 
-def test_a_schedule_without_pairs_is_left_as_it_is():
-    assert "overlap" not in completed(schedule="zb_h1", overlap=True)["schedule"]
+@pytest.mark.parametrize("schedule", ["zb_h1", "optimal"])
+def test_a_schedule_without_pairs_is_left_as_it_is(schedule):
+    assert "overlap" not in completed(schedule=schedule, overlap=True)["schedule"]
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,7 @@ def test_a_schedule_without_pairs_is_left_as_it_is():
     [
         ({"schedule": {"overlap": {"order": ["B", "F"]}}}, "orders the parts of a GPT's blocks"),
         ({"cost": {"collective_slowdown": 0.1}, "schedule": {"overlap": "pairs"}}, "the model has custom layers"),
+        ({"schedule": {"kind": "optimal", "overlap": "pairs"}}, "the solver needs the parts of pairs"),
     ],
 )
 def test_what_custom_layers_have_no_parts_for_is_refused(section, text):

@@ -19,7 +19,7 @@ from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import stages_of
-from pipeproof.specs.checks.overlap_checks import GENERATED_WITH_PAIRS
+from pipeproof.specs.checks.overlap_checks import ORDERED_WITH_PAIRS
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.verify.certificate import Certificate
 
@@ -135,7 +135,7 @@ class Request:
             schedule["placement"] = [list(stages) for stages in given_stages]
         elif "placement" not in schedule and num_stages > self.num_ranks:
             schedule.setdefault("num_chunks", -(-num_stages // self.num_ranks))
-        if self.overlap and schedule.get("kind") in GENERATED_WITH_PAIRS:
+        if self.overlap and schedule.get("kind") in ORDERED_WITH_PAIRS:
             schedule.setdefault("overlap", "pairs")
             if schedule["kind"] == "interleaved":
                 schedule.setdefault("variant", "megatron")

@@ -34,7 +34,7 @@ from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import Schedule
 
 _F, _I, _W = OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
-_Choice = tuple[OpKind, int]
+Choice = tuple[OpKind, int]
 """Kind and stage; the micro-batch is the next one."""
 
 
@@ -78,7 +78,7 @@ class Rule:
 class ListSchedule:
     """The choices of each rank in order, and when the last one ends, in ticks."""
 
-    choices: tuple[tuple[_Choice, ...], ...]
+    choices: tuple[tuple[Choice, ...], ...]
     makespan: int
 
     def schedule(self) -> Schedule:
@@ -96,12 +96,14 @@ class ListSchedule:
 
 def list_schedule(work: Workload, rule: Rule) -> ListSchedule:
     """Run a step by ``rule``."""
-    run = _Run(work, rule)
+    run = Run(work, rule)
     run.to_the_end()
     return ListSchedule(tuple(map(tuple, run.choices)), run.makespan)
 
 
-class _Run:
+class Run:
+    """One run of a step, from its first event to its last."""
+
     def __init__(self, work: Workload, rule: Rule) -> None:
         self._work, self._rule = work, rule
         self._num_batches = work.num_micro_batches
@@ -126,19 +128,21 @@ class _Run:
         ]
         """Memory that micro-batches behind the oldest may take."""
         self._events = [(0, work.rank_of[0])]
-        self.choices: list[list[_Choice]] = [[] for _ in range(num_ranks)]
+        self.choices: list[list[Choice]] = [[] for _ in range(num_ranks)]
         self.makespan = 0
 
     def to_the_end(self) -> None:
+        """Run the step."""
         while self._events:
             now, rank = heappop(self._events)
             if self._free_at[rank] <= now:
-                choice = self._choose(rank, now)
+                choice = self.choose(rank, now)
                 if choice is not None:
-                    self._begin(rank, now, choice)
+                    self.begin(rank, now, choice)
         assert sum(map(len, self.choices)) == self._work.num_operations, "memory has locked"
 
-    def _choose(self, rank: int, now: int) -> _Choice | None:
+    def choose(self, rank: int, now: int) -> Choice | None:
+        """The computation that a free rank begins; None if it waits."""
         forward, is_blocked, soon = self._forward(rank, now)
         backward, soon = self._input(rank, now, soon)
         weight = self._weight(rank)
@@ -202,7 +206,8 @@ class _Run:
         ready = [stage for stage in self._stages[rank] if begun[stage] < self._inputs[stage]]
         return min(ready, key=begun.__getitem__) if ready else None
 
-    def _begin(self, rank: int, now: int, choice: _Choice) -> None:
+    def begin(self, rank: int, now: int, choice: Choice) -> None:
+        """Begin a computation."""
         kind, stage = choice
         self.choices[rank].append(choice)
         if kind is _F:
@@ -210,20 +215,29 @@ class _Run:
             self._forwards[stage] += 1
             self._held[rank] += 1
             self._forward_was_last[rank] = True
-            if stage + 1 < len(self._rank_of):
-                self._arrive(self._forward_arrivals, stage + 1, end + self._edges[stage])
-            else:
-                self._input_arrivals[stage].append(end)
+            self._hand_on_forward(stage, end)
         elif kind is _I:
             end = now + self._work.backward_input[stage]
             self._inputs[stage] += 1
             self._forward_was_last[rank] = False
-            if stage:
-                self._arrive(self._input_arrivals, stage - 1, end + self._edges[stage - 1])
+            self._hand_on_input(stage, end)
         else:
             end = now + self._work.backward_weight[stage]
             self._weights[stage] += 1
             self._held[rank] -= 1
+        self._busy_until(rank, end)
+
+    def _hand_on_forward(self, stage: int, end: int) -> None:
+        if stage + 1 < len(self._rank_of):
+            self._arrive(self._forward_arrivals, stage + 1, end + self._edges[stage])
+        else:
+            self._input_arrivals[stage].append(end)
+
+    def _hand_on_input(self, stage: int, end: int) -> None:
+        if stage:
+            self._arrive(self._input_arrivals, stage - 1, end + self._edges[stage - 1])
+
+    def _busy_until(self, rank: int, end: int) -> None:
         self._free_at[rank] = end
         self.makespan = max(self.makespan, end)
         heappush(self._events, (end, rank))

@@ -22,11 +22,12 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int, overlaps: bool = False) 
     it, there is one forward and one micro-batch in flight more.
     """
     num_warmup = [min(num_micro_batches, num_ranks - 1 - stage + overlaps) for stage in range(num_ranks)]
-    programs = tuple(_rank_program(stage, warmup, num_micro_batches) for stage, warmup in enumerate(num_warmup))
+    programs = tuple(in_rounds(stage, warmup, num_micro_batches) for stage, warmup in enumerate(num_warmup))
     return Schedule(programs, steady_pairs(num_micro_batches, num_warmup) if overlaps else ())
 
 
-def _rank_program(stage: int, num_warmup: int, num_micro_batches: int) -> tuple[Op, ...]:
+def in_rounds(stage: int, num_warmup: int, num_micro_batches: int) -> tuple[Op, ...]:
+    """The program of a rank with one stage: warm-up forwards, then a forward and a backward in turn."""
     forwards = [Op(OpKind.FORWARD, stage, k) for k in range(num_micro_batches)]
     backwards = [Op(OpKind.BACKWARD, stage, k) for k in range(num_micro_batches)]
     program = forwards[:num_warmup]

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from pipeproof.schedule.asap import StageCosts, Time, asap
 from pipeproof.schedule.generators.fixed_orders import fixed_orders
 from pipeproof.schedule.generators.list_schedule import ListSchedule, Priority, Rule, Weights, list_schedule
+from pipeproof.schedule.generators.paired_orders import with_pairs
 from pipeproof.schedule.generators.workload import Placement, Workload, make_workload
 from pipeproof.schedule.programs import Schedule
 
@@ -56,8 +57,10 @@ def optimal(
 ) -> Schedule:
     """One program of F, I and W per rank, whose stages are ``placement[rank]``.
 
-    ``costs`` are by stage, in any exact unit; nothing runs side by side, so
-    that ``costs.overlapped`` is not read. ``memory_limit`` is the most
+    ``costs`` are by stage, in any exact unit. With ``costs.in_turns`` a
+    forward and a whole backward may run side by side, where that makes the
+    step shorter (``paired_orders``); ``costs.overlapped`` is not read.
+    ``memory_limit`` is the most
     activations that a rank may hold from F to the end of W, for all ranks or
     one for each. Never slower than a schedule of ``fixed_orders`` that fits in
     the limit, 1F1B and ZB-H1 among them.
@@ -66,7 +69,9 @@ def optimal(
         UnfitSizesError: a rank may hold fewer activations than it has stages, or a stage is on two ranks.
         ValueError: the placement is none of all stages, or times are missing or negative.
     """
-    return best_order(make_workload(placement, num_micro_batches, costs, memory_limit))
+    work = make_workload(placement, num_micro_batches, costs, memory_limit)
+    unpaired = best_order(work)
+    return unpaired if work.pairs is None else with_pairs(work, unpaired)[0].schedule
 
 
 def best_order(work: Workload) -> Schedule:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pipeproof.diagnostics.problems import KeyPath, Problem, dotted, listed
 from pipeproof.specs.plan_sections import PlanSections
 
-GENERATED_WITH_PAIRS = ("dualpipe", "dualpipe_v", "1f1b", "interleaved")
-"""Kinds of generated schedules in which a forward and a backward may overlap."""
+ORDERED_WITH_PAIRS = ("dualpipe", "dualpipe_v", "1f1b", "interleaved")
+"""Kinds of generated schedules in which a forward and a backward may overlap, whatever their times are."""
+
+GENERATED_WITH_PAIRS = (*ORDERED_WITH_PAIRS, "optimal")
+"""The same, and the kind that pairs them where this is shorter."""
 
 _KINDS_WITH_PAIRS = (*GENERATED_WITH_PAIRS, "file", "custom")
 
@@ -24,6 +27,9 @@ def check_overlap(plan: PlanSections) -> list[Problem]:
         if schedule.overlap != "pairs":
             message = "`schedule.overlap` orders the parts of a GPT's blocks, and the model has custom layers"
             problems.append(Problem("PP106", path, message, help="use overlap: pairs, or remove it"))
+        if schedule.kind == "optimal":
+            message = "the solver needs the parts of pairs, and those of custom layers are not known"
+            problems.append(Problem("PP106", path, message, help="use another kind, or remove overlap"))
         return [*problems, *_unused_slowdown(plan, "the model has custom layers")]
     if plan.gpt.moe is None or plan.topology.ep == 1:
         lacks = "model.moe is missing" if plan.gpt.moe is None else "topology.ep is 1"
