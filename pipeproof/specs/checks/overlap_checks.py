@@ -6,7 +6,7 @@ from pipeproof.diagnostics.problems import KeyPath, Problem, dotted, listed
 from pipeproof.specs.plan_sections import PlanSections
 
 ORDERED_WITH_PAIRS = ("dualpipe", "dualpipe_v", "1f1b", "interleaved")
-"""Kinds of generated schedules in which a forward and a backward may overlap, whatever their times are."""
+"""Kinds of generated schedules in which a forward and a backward may overlap, with any times."""
 
 GENERATED_WITH_PAIRS = (*ORDERED_WITH_PAIRS, "optimal")
 """The same, and the kind that pairs them where this is shorter."""
