@@ -7,7 +7,7 @@ order: by its own earlier steps, by the lines of the other ranks, and by the
 number of ranks on its side.
 
 What is only slow looks like a hang for a while. So a verdict needs patience with
-the very operations that it is about, whatever other ranks wait for meanwhile: for
+the very operations that it is about, and not with others that wait longer: for
 that time, nothing has happened to any part of them, and a host that should issue a
 part has issued nothing. The first call of its kind to a group or a peer makes
 connections, which takes long on a busy machine: where all parts of such an operation

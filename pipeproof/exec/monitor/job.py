@@ -206,8 +206,8 @@ def read_job(files: dict[int, Path]) -> JobNow:
 
     If the last heartbeat of all ranks is old, the time is that heartbeat's: the
     job is checked as it was when it ended. The time is taken before the rings
-    are read, and states before ends: whatever happens meanwhile, no wait looks
-    longer than it was, and no process is gone whose end was not read.
+    are read, so that no wait looks longer than it was; states are read before
+    ends, so that no process that has noted its end counts as gone.
 
     Raises:
         PlanFileError: PP952, a file is no ring, or the rings are of different jobs.
