@@ -5,22 +5,29 @@ a rank that waits for nobody, or a cycle. Of a cycle, and of a collective that
 only some members issued, the probable cause is the rank that left the common
 order: by its own earlier steps, by the lines of the other ranks, and by the
 number of ranks on its side.
+
+What is only slow looks like a hang for a while. So a verdict needs patience with
+the very operations that it is about, and not with others that wait longer: for
+that time, nothing has happened to any part of them, and a host that should issue a
+part has issued nothing. The first call of its kind to a group or a peer makes
+connections, which takes long on a busy machine: where all parts of such an operation
+are issued, and one of these calls has not returned, it gets the longer time. Where a
+part is not issued, connections cannot be made either, and it gets no more time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import networkx as nx
 
 from pipeproof.diagnostics.finding import CycleWitness, Finding, OpsWitness, WitnessOp
-from pipeproof.exec.monitor.failures import Failure, certain_failure, last_text, stopped
-from pipeproof.exec.monitor.job import JobNow, ProcessState
+from pipeproof.exec.monitor.failures import Failure, certain_failure, last_text, seconds_since_heartbeat, stopped
+from pipeproof.exec.monitor.job import JobNow, ProcessState, RankNow
 from pipeproof.exec.monitor.lateness import job_lateness, straggler_findings
 from pipeproof.exec.monitor.monitor_codes import SLOW_RANK
 from pipeproof.exec.monitor.own_history import minority, parted
-from pipeproof.exec.monitor.ring import OpState
 from pipeproof.exec.monitor.suspects import most_suspect, reasons_for
 from pipeproof.exec.monitor.verdict import MOST_WAITS, PATIENCE_S, SLOW_S, Kind, Status, Verdict, Wait
 from pipeproof.exec.monitor.waits import Analysis, analyse, at_text, location_of, waits_of
@@ -40,7 +47,7 @@ def check_job(
     Args:
         job: the rings and the processes.
         patience_s: wait of a rank, in seconds, from which the job counts as hung.
-        slow_s: the same for a wait for a rank of ``busy``, which computes.
+        slow_s: the same for a wait for a rank of ``busy``, which computes, and for calls that make connections.
         busy: ranks whose processes use a processor.
         starting: ranks that may not have begun yet: a wait for one of them is no hang.
         plan: the plan that the job executes, for names of its operations.
@@ -48,7 +55,7 @@ def check_job(
     analysis = analyse(job, plan)
     waits = waits_of(analysis)
     oldest = max((wait.seconds for wait in waits), default=0.0)
-    failure = certain_failure(analysis, oldest >= patience_s)
+    failure = certain_failure(analysis, patience_s, oldest >= patience_s)
     if failure is None and oldest >= patience_s:
         failure = follow_waits(analysis, waits, patience_s, slow_s, busy, starting)
     states = {rank.rank: rank.state for rank in job.ranks}
@@ -83,75 +90,76 @@ def follow_waits(
     busy: frozenset[int],
     starting: frozenset[int],
 ) -> Failure | None:
-    """Follow the waits of the rank that has waited longest to a rank that waits for nobody, or to a cycle."""
-    for start in waits:
-        if start.seconds < patience_s:
-            break
-        reachable = {start.rank, *nx.descendants(analysis.graph, start.rank)}
-        component = _last_component(analysis.graph.subgraph(reachable))
+    """Follow the waits, the longest first, to ranks that wait for nobody, and to cycles. Hangs come before slowness."""
+    slow = None
+    for component in _ends(analysis, [wait.rank for wait in waits if wait.seconds >= patience_s]):
         if len(component) > 1:
-            return _cycle(analysis, component)
-        (rank,) = component
-        if rank in starting:
+            failure = _cycle(analysis, component, patience_s)
+        elif component[0] in starting:
             continue
-        failure = _end_of_waits(analysis, rank, start, slow_s, rank in busy)
-        if failure is not None:
+        else:
+            failure = _end_of_waits(analysis, component[0], patience_s, slow_s, component[0] in busy)
+        if failure is not None and failure.status is Status.HANG:
             return failure
-    return None
+        slow = slow or failure
+    return slow
 
 
-def _last_component(graph: nx.DiGraph[int]) -> tuple[int, ...]:
-    """Return the ranks of a strongly connected component that no wait leaves."""
-    condensed = nx.condensation(graph)
-    last = [tuple(sorted(condensed.nodes[node]["members"])) for node in condensed if condensed.out_degree(node) == 0]
-    return min(last)
+def _ends(analysis: Analysis, starts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the strongly connected components that no wait leaves, in the order in which waits of ranks lead there."""
+    condensed = nx.condensation(analysis.graph)
+    seen: set[int] = set()
+    for start in starts:
+        node = condensed.graph["mapping"][start]
+        reached = {node, *nx.descendants(condensed, node)} - seen
+        seen |= reached
+        yield from sorted(tuple(sorted(condensed.nodes[end]["members"])) for end in reached if not condensed[end])
 
 
-def _end_of_waits(analysis: Analysis, rank: int, start: Wait, slow_s: float, is_busy: bool) -> Failure | None:
-    """Return the failure of a rank that others wait for, and that waits for nobody."""
+def _end_of_waits(analysis: Analysis, rank: int, patience_s: float, slow_s: float, is_busy: bool) -> Failure | None:
+    """Return the failure of a rank that others wait for, and that waits for nobody; None before the patience ends."""
     now = analysis.job.by_rank.get(rank)
-    issuers = list(analysis.graph.predecessors(rank))
+    if now is not None and now.state in (ProcessState.SILENT, ProcessState.STOPPED):
+        limit_s = slow_s if any(map(now.is_opening, now.blocking)) else patience_s  # a driver may stop the heartbeat
+        is_long = seconds_since_heartbeat(now, analysis.job) >= limit_s
+        is_silent = is_long and now.state is ProcessState.SILENT  # one that is stopped for long was found before
+        return Failure(Kind.STOPPED, (rank,), [stopped(now, analysis.job, "is silent")]) if is_silent else None
+    if now is not None and now.blocking and now.state is not ProcessState.ENDED:
+        return _unfinished(analysis, now, patience_s, slow_s)
+    issuers = sorted(analysis.graph.predecessors(rank))
+    entries = [entry for issuer in issuers for entry in analysis.blocking[issuer] if rank in analysis.missing(entry)]
+    longest = max(entries, key=lambda entry: analysis.seconds_for(entry, rank))
+    seconds = analysis.seconds_for(longest, rank)
+    if seconds < patience_s:
+        return None
+    waiting = f"{longest.text}{at_text(analysis.op(longest))} for rank {rank}"
     if now is None:
-        message = f"rank {start.rank} waits in {start.op}{_wait_at(start)} for rank {rank}, which has no ring"
+        message = f"rank {longest.rank} waits in {waiting}, which has no ring"
         suggested_fix = "it never called `watch`, or its file is not in this directory: look at its log and its process"
-        return Failure(Kind.ABSENT, (rank,), [NEVER_ISSUED.finding(message, location_of(start.at), suggested_fix)])
-    if now.state is ProcessState.SILENT:
-        return Failure(Kind.STOPPED, (rank,), [stopped(now, analysis.job, "is silent")])
+        return Failure(Kind.ABSENT, (rank,), [NEVER_ISSUED.finding(message, longest.location, suggested_fix)])
     if now.state is ProcessState.ENDED:
         candidates = (rank, *issuers)
         ranks = most_suspect(analysis, candidates)
         ranks = (rank,) if set(ranks) == set(candidates) else ranks
         last = f"rank {rank} has ended its program; its last operation is {last_text(now)}"
-        finding = _never_issued(analysis, issuers, rank, last)
+        finding = _never_issued(analysis, entries, rank, last)
         return Failure(Kind.ENDED, ranks, [finding], reasons_for(analysis, ranks))
-    if now.blocking:
-        is_first = all(op.number == 0 and op.state is OpState.ISSUED for op in now.blocking)
-        return None if is_first and start.seconds < slow_s else _unfinished(analysis, rank)
-    seconds = (analysis.job.now_ns - now.since_ns) / 1e9
+    outside_s = (analysis.job.now_ns - now.since_ns) / 1e9
     where = f", in {now.own_line}" if now.own_line else ""
     activity = "it computes" if is_busy else "it is idle"
-    last = f"rank {rank} has been outside of communication for {seconds:.1f} s{where}; {activity}"
+    last = f"rank {rank} has been outside of communication for {outside_s:.1f} s{where}; {activity}"
     if now.last is not None:
         last += f"; its last operation is {last_text(now)}"
-    if is_busy and start.seconds < slow_s:
-        wait = f"rank {start.rank} has waited {start.seconds:.1f} s in {start.op}{_wait_at(start)} for rank {rank}"
+    if is_busy and seconds < slow_s:
         finding = SLOW_RANK.finding(
-            f"{wait}\n{last}",
-            location_of(now.own_line.rpartition(" ")[0]) or location_of(start.at),
+            f"rank {longest.rank} has waited {analysis.seconds(longest):.1f} s in {waiting}\n{last}",
+            location_of(now.own_line.rpartition(" ")[0]) or longest.location,
         )
         return Failure(Kind.NONE, (rank,), [finding], status=Status.SLOW)
-    finding = _never_issued(analysis, issuers, rank, last)
-    return Failure(Kind.ABSENT, (rank,), [finding])
+    return Failure(Kind.ABSENT, (rank,), [_never_issued(analysis, entries, rank, last)])
 
 
-def _wait_at(wait: Wait) -> str:
-    return f" at {wait.at}" if wait.at else ""
-
-
-def _never_issued(analysis: Analysis, issuers: Iterable[int], rank: int, last: str) -> Finding:
-    entries = [
-        entry for issuer in sorted(issuers) for entry in analysis.blocking[issuer] if rank in analysis.missing(entry)
-    ]
+def _never_issued(analysis: Analysis, entries: Sequence[Entry], rank: int, last: str) -> Finding:
     first = entries[0]
     lines = [f"rank {entry.rank} waits in {entry.text}{at_text(analysis.op(entry))} for rank {rank}"
              for entry in entries[:MOST_WAITS]]  # fmt: skip
@@ -160,11 +168,17 @@ def _never_issued(analysis: Analysis, issuers: Iterable[int], rank: int, last: s
     return NEVER_ISSUED.finding(message, first.location, witness=witness)
 
 
-def _unfinished(analysis: Analysis, rank: int) -> Failure:
-    entry = analysis.blocking[rank][0] if rank in analysis.blocking else None
-    if entry is None:  # a receive from any rank
-        text = f"rank {rank} waits in {last_text(analysis.job.by_rank[rank])} for a message from any rank"
+def _unfinished(analysis: Analysis, now: RankNow, patience_s: float, slow_s: float) -> Failure | None:
+    rank = now.rank
+    entries = analysis.blocking.get(rank, ())
+    if not entries:  # a receive from any rank
+        if (analysis.job.now_ns - now.since_ns) / 1e9 < patience_s:
+            return None
+        text = f"rank {rank} waits in {last_text(now)} for a message from any rank"
         return Failure(Kind.UNFINISHED, (rank,), [NOT_FINISHED.finding(text)])
+    entry = next((each for each in entries if _does_not_end(analysis, each, entries, patience_s, slow_s)), None)
+    if entry is None:
+        return None
     suspects = parted({each.rank: each.ring.ops for each in analysis.job.ranks})
     ranks = minority({member: op.at for member, op in suspects.items()}) if suspects else ()
     members = entry.group.ranks if entry.channel is None else (entry.channel.src, entry.channel.dst)
@@ -181,22 +195,35 @@ def _unfinished(analysis: Analysis, rank: int) -> Failure:
     )  # fmt: skip
 
 
-def _cycle(analysis: Analysis, component: Sequence[int]) -> Failure:
-    graph = analysis.graph.subgraph(component)
-    cycle = min(
-        (
-            nx.shortest_path(graph, after, rank)
-            for rank in component
-            for after in sorted(graph.successors(rank))
-        ),
-        key=lambda path: (len(path), path),
-    )  # fmt: skip
+def _does_not_end(
+    analysis: Analysis, entry: Entry, entries: Sequence[Entry], patience_s: float, slow_s: float
+) -> bool:  # fmt: skip
+    """Return True if nothing has happened for long to any part of an operation and, in a batch, of the whole batch."""
+    batch = analysis.op(entry).batch
+    together = [each for each in entries if each is entry or (batch is not None and analysis.op(each).batch == batch)]
+    parts = [part for each in together for part in analysis.parts(each)]
+    limit_s = slow_s if any(map(analysis.is_opening, parts)) else patience_s
+    return min(map(analysis.seconds, parts)) >= limit_s
+
+
+def _cycle(analysis: Analysis, component: Sequence[int], patience_s: float) -> Failure | None:
+    """Return the failure of the shortest cycle of waits that are all long enough; None without one."""
+    inside = analysis.graph.subgraph(component)
+    graph: nx.DiGraph[int] = nx.DiGraph([edge for edge in inside.edges if inside.edges[edge]["seconds"] >= patience_s])
+    cycles = [
+        nx.shortest_path(graph, after, rank)
+        for closed in nx.strongly_connected_components(graph)
+        for rank, after in graph.subgraph(closed).edges
+    ]
+    if not cycles:
+        return None
+    cycle = min(cycles, key=lambda path: (len(path), path))
     first = cycle.index(min(cycle))
     cycle = cycle[first:] + cycle[:first]
     steps = []
     for rank, other in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
-        entry = next(each for each in analysis.blocking[rank] if other in analysis.missing(each))
-        steps.append((rank, other, entry))
+        entries = (each for each in analysis.blocking[rank] if other in analysis.missing(each))
+        steps.append((rank, other, max(entries, key=lambda entry: analysis.seconds_for(entry, other))))
     lines = [
         f"rank {rank} waits in {entry.text}{at_text(analysis.op(entry))} for rank {other}, "
         f"{_absence(analysis, entry, other)}"
@@ -215,8 +242,7 @@ def _cycle(analysis: Analysis, component: Sequence[int]) -> Failure:
 
 def _absence(analysis: Analysis, entry: Entry, other: int) -> str:
     """Return why the part of another rank is missing."""
-    partners = analysis.matches.partners.get((entry.rank, entry.index), ())
-    part = next((partner for partner in partners if partner.rank == other), None)
+    part = analysis.part(entry, other)
     return (
         "which has not issued its part" if part is None else f"whose part{at_text(analysis.op(part))} is queued behind"
     )

@@ -1,4 +1,9 @@
-"""Failures that are certain without following waits: an error, a process that does not run, a mismatch."""
+"""Failures that are found without following waits: an error, a process that does not run, a mismatch.
+
+Two of them need no patience, because no speed ends the job well: the program of
+a rank noted the error that ended it, and a process is gone that noted no end.
+The short grace is for their order: the first of several errors is the cause.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +36,8 @@ class Failure:
     status: Status = Status.HANG
 
 
-def certain_failure(analysis: Analysis, is_waiting: bool) -> Failure | None:
-    """Return a failure that is certain without following waits: a mismatch, an error, a process that does not run."""
+def certain_failure(analysis: Analysis, patience_s: float, is_waiting: bool) -> Failure | None:
+    """Return a failure that is found without following waits: a mismatch, an error, a process that does not run."""
     job = analysis.job
     raised = [rank for rank in job.ranks if rank.state is ProcessState.RAISED]
     in_call = [rank for rank in raised if rank.last is not None and _failed_last(rank)]
@@ -42,7 +47,8 @@ def certain_failure(analysis: Analysis, is_waiting: bool) -> Failure | None:
         header = own[0].ring.header
         message = f"rank {header.rank} raised {header.error}"
         return Failure(Kind.RAISED, (header.rank,), [_rank_failed(analysis, own[0], message)])
-    mismatch = _unfinished_mismatch(analysis) if is_waiting or in_call or gone else None
+    has_failed = bool(in_call or gone)
+    mismatch = _unfinished_mismatch(analysis, 0 if has_failed else patience_s) if has_failed or is_waiting else None
     if mismatch is not None:
         ranks, finding = mismatch
         return Failure(Kind.MISMATCH, ranks, [finding], reasons_for(analysis, ranks))
@@ -50,8 +56,12 @@ def certain_failure(analysis: Analysis, is_waiting: bool) -> Failure | None:
         message = f"the process of rank {gone[0].rank} (PID {gone[0].ring.header.pid}) is gone and noted no end"
         ranks = tuple(rank.rank for rank in gone)
         return Failure(Kind.KILLED, ranks, [_rank_failed(analysis, rank, message) for rank in gone[:1]])
-    halted = [rank for rank in job.ranks if rank.state is ProcessState.STOPPED]
-    if halted and (is_waiting or all(_seconds_since_heartbeat(rank, job) > PATIENCE_S for rank in halted)):
+    halted = [
+        rank
+        for rank in job.ranks
+        if rank.state is ProcessState.STOPPED and seconds_since_heartbeat(rank, job) >= min(patience_s, PATIENCE_S)
+    ]
+    if halted:
         ranks = tuple(rank.rank for rank in halted)
         return Failure(Kind.STOPPED, ranks, [stopped(rank, job, "is stopped (state T)") for rank in halted])
     if in_call and all(_is_old(rank, job) for rank in in_call):
@@ -70,7 +80,8 @@ def _is_old(rank: RankNow, job: JobNow) -> bool:
     return (job.now_ns - max(header.heartbeat_ns, header.end_ns)) / 1e9 > _FAILURE_GRACE_S
 
 
-def _seconds_since_heartbeat(rank: RankNow, job: JobNow) -> float:
+def seconds_since_heartbeat(rank: RankNow, job: JobNow) -> float:
+    """Return the age of the last heartbeat of a rank."""
     return (job.now_ns - rank.ring.header.heartbeat_ns) / 1e9
 
 
@@ -95,7 +106,7 @@ def last_text(rank: RankNow) -> str:
 def stopped(rank: RankNow, job: JobNow, what: str) -> Finding:
     """Return finding PP954 about a rank that does not run."""
     header = rank.ring.header
-    seconds = _seconds_since_heartbeat(rank, job)
+    seconds = seconds_since_heartbeat(rank, job)
     return RANK_STOPPED.finding(
         f"rank {rank.rank} (PID {header.pid} on {header.host}) {what}; its last heartbeat is {seconds:.1f} s old\n"
         f"its last operation is {last_text(rank)}",
@@ -104,12 +115,16 @@ def stopped(rank: RankNow, job: JobNow, what: str) -> Finding:
     )
 
 
-def _unfinished_mismatch(analysis: Analysis) -> tuple[tuple[int, ...], Finding] | None:
-    """Return the ranks that differ, and the finding, of the first mismatch that is not done on one of its ranks."""
+def _unfinished_mismatch(analysis: Analysis, patience_s: float) -> tuple[tuple[int, ...], Finding] | None:
+    """Return the ranks that differ, and the finding, of the first mismatch that is not done on one of its ranks.
+
+    For ``patience_s`` nothing has happened to any part of it.
+    """
     unfinished: list[Disagreement] = [
         disagreement
         for disagreement in disagreements(analysis.matches)
         if any(entry.state is not State.COMPLETED for entry in disagreement.entries)
+        and all(analysis.seconds(entry) >= patience_s for entry in disagreement.entries)
     ]
     if not unfinished:
         return None

@@ -55,13 +55,41 @@ class RankNow:
 
     @cached_property
     def blocking(self) -> tuple[RingOp, ...]:
-        """Operations that the host is in, or else the first one that the device has not finished behind a wait."""
-        in_host = tuple(op for op in self.ring.ops if op.state in (OpState.ISSUED, OpState.WAITED))
-        return in_host or tuple(op for op in self.ring.ops if op.state is OpState.QUEUED)[:1]
+        """Operations that the host is in, and those that block the device where the host waits for the device.
+
+        A host in no operation may wait for its device anywhere. A host in a call waits for its device where the queue
+        of launches is full, but not while the call makes a communicator.
+        """
+        waits_for_device = not self._in_host or any(
+            self.is_behind(op) and not self.is_opening(op) for op in self._in_host
+        )
+        return (*self._in_host, *self._front) if waits_for_device else self._in_host
+
+    @cached_property
+    def _in_host(self) -> tuple[RingOp, ...]:
+        return tuple(op for op in self.ring.ops if op.state in (OpState.ISSUED, OpState.WAITED))
+
+    @cached_property
+    def _front(self) -> tuple[RingOp, ...]:
+        """The first operation that the device has not finished behind a wait, with those of its batch."""
+        queued = tuple(op for op in self.ring.ops if op.state is OpState.QUEUED)
+        return tuple(op for op in queued if op is queued[0] or (op.batch is not None and op.batch == queued[0].batch))
+
+    def is_opening(self, op: RingOp) -> bool:
+        """True while the host is in the first call of its kind to a group or a peer: it makes their connections."""
+        is_first = op.number == 0 or (
+            self.ring.is_whole
+            and not any(
+                (each.op, each.group, each.peer) == (op.op, op.group, op.peer)
+                for each in self.ring.ops
+                if each.seq < op.seq
+            )
+        )
+        return op.state is OpState.ISSUED and is_first
 
     def is_behind(self, op: RingOp) -> bool:
         """True for an operation that the host queued on the device behind the operation that blocks the device."""
-        first = next((op for op in self.ring.ops if op.state is OpState.QUEUED), None)
+        first = next(iter(self._front), None)
         return (
             first is not None
             and op.group.backend == first.group.backend
@@ -79,6 +107,29 @@ class RankNow:
         """Time of the last event that the ring has; the start of the watch without any."""
         times = [max(op.issued_ns, op.waited_ns, op.done_ns) for op in self.ring.ops]
         return max(times, default=self.ring.header.started_ns)
+
+    def since_of(self, op: RingOp) -> int:
+        """Time of the last event of an operation; where it blocks the device, the time since which it does."""
+        own_ns = max(op.issued_ns, op.waited_ns, op.done_ns)
+        return max(own_ns, self._done_ns.get(op.group.backend, 0)) if op.state is OpState.QUEUED else own_ns
+
+    @cached_property
+    def _done_ns(self) -> dict[str, int]:
+        """By backend, the time at which the last operation was done."""
+        done_ns: dict[str, int] = {}
+        for op in self.ring.ops:
+            done_ns[op.group.backend] = max(done_ns.get(op.group.backend, 0), op.done_ns)
+        return done_ns
+
+    @property
+    def host_since_ns(self) -> int:
+        """Time since which the host issues nothing: in its operation, or since its last event outside of any."""
+        return min(map(self.since_of, self._in_host), default=self.since_ns)
+
+    @property
+    def device_since_ns(self) -> int:
+        """Time since which an operation blocks the device; the last event of the rank if none does."""
+        return max(map(self.since_of, self._front), default=self.since_ns)
 
     @property
     def own_line(self) -> str:
@@ -154,19 +205,22 @@ def read_job(files: dict[int, Path]) -> JobNow:
     """Read all rings, and the states of the processes of this host.
 
     If the last heartbeat of all ranks is old, the time is that heartbeat's: the
-    job is checked as it was when it ended.
+    job is checked as it was when it ended. The time is taken before the rings
+    are read, so that no wait looks longer than it was; states are read before
+    ends, so that no process that has noted its end counts as gone.
 
     Raises:
         PlanFileError: PP952, a file is no ring, or the rings are of different jobs.
     """
+    now_ns = time.time_ns()
     headers = read_headers(files)
-    rings = tuple(read_ring(path) for path in files.values())
     states = process_states(headers)
+    rings = tuple(read_ring(path) for path in files.values())
+    states = [_noted_end(ring.header) or state for ring, state in zip(rings, states, strict=True)]
     last_ns = max((max(header.heartbeat_ns, header.end_ns) for header in headers), default=0)
     num_ranks = headers[0].num_ranks if headers else 0
     missing = tuple(rank for rank in range(num_ranks) if rank not in files)
     ranks = tuple(RankNow(ring, state) for ring, state in zip(rings, states, strict=True))
-    now_ns = time.time_ns()
     is_live = ProcessState.STOPPED in states or now_ns - last_ns < _LIVE_S * 1e9
     return JobNow(ranks, missing, now_ns if is_live else last_ns)
 
@@ -181,8 +235,9 @@ def process_states(headers: Sequence[RingHeader]) -> list[ProcessState]:
     last_ns = max((header.heartbeat_ns for header in headers), default=0)
     states = []
     for header in headers:
-        if header.end is not End.NONE:
-            states.append(ProcessState.RAISED if header.end is End.RAISED else ProcessState.ENDED)
+        noted = _noted_end(header)
+        if noted is not None:
+            states.append(noted)
         elif (header.host, header.boot_id) == here and ProcessId(header.pid, header.process_start).is_alive:
             states.append(ProcessState.STOPPED if is_stopped(header.pid) else ProcessState.RUNNING)
         elif (header.host, header.boot_id) == here:
@@ -196,6 +251,10 @@ def process_states(headers: Sequence[RingHeader]) -> list[ProcessState]:
             for header in headers
         ]
     return states
+
+
+def _noted_end(header: RingHeader) -> ProcessState | None:
+    return {End.ENDED: ProcessState.ENDED, End.RAISED: ProcessState.RAISED}.get(header.end)
 
 
 def _refused(path: Path, message: str) -> PlanFileError:

@@ -2,7 +2,9 @@
 
 A rank waits for another one if the operation that blocks it needs an operation
 that the other rank has not issued, or has queued on its device behind one that
-is not done.
+is not done. The second needs a device that has come to the operation itself:
+while a call makes a communicator, hosts wait for hosts; and an operation that
+is behind another one on its own device waits for that one.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from typing import TYPE_CHECKING
 import networkx as nx
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.exec.monitor.job import JobNow, ProcessState
+from pipeproof.exec.monitor.job import JobNow, ProcessState, RankNow
 from pipeproof.exec.monitor.ring import OpState, RingOp
-from pipeproof.exec.monitor.verdict import Wait
+from pipeproof.exec.monitor.verdict import SLOW_S, Wait
 from pipeproof.interop.hang.collective_matches import Matches, match_entries
 from pipeproof.interop.hang.flight_recorder import Channel, Dump, Entry, Group, Launch, State
 
@@ -34,21 +36,57 @@ class Analysis:
     plan: PlanOps | None = None
     blocking: dict[int, list[Entry]] = field(default_factory=dict)
     graph: nx.DiGraph[int] = field(default_factory=nx.DiGraph)
+    """Waits between ranks, each with its ``seconds``."""
 
     def op(self, entry: Entry) -> RingOp:
         """Operation of an entry."""
         return self.ops[entry.rank, entry.index]
 
     def seconds(self, entry: Entry) -> float:
-        """Seconds for which an operation has blocked its rank."""
-        op = self.op(entry)
-        return max(0.0, (self.job.now_ns - (op.waited_ns or op.issued_ns)) / 1e9)
+        """Seconds since the last event of an operation: for one that blocks its rank, since it does."""
+        now, op = self.job.by_rank[entry.rank], self.op(entry)
+        return (
+            self._device_seconds(now, now.since_of(op))
+            if op.state is OpState.QUEUED
+            else self._seconds(now.since_of(op))
+        )
+
+    def seconds_for(self, entry: Entry, other: int) -> float:
+        """Seconds for which an operation has waited for another rank, and nothing has happened there either."""
+        now = self.job.by_rank.get(other)
+        if now is None:
+            return self.seconds(entry)
+        is_issued = self.part(entry, other) is not None
+        other_s = self._device_seconds(now, now.device_since_ns) if is_issued else self._seconds(now.host_since_ns)
+        return min(self.seconds(entry), other_s)
+
+    def _seconds(self, since_ns: int) -> float:
+        return max(0.0, (self.job.now_ns - since_ns) / 1e9)
+
+    def _device_seconds(self, now: RankNow, since_ns: int) -> float:
+        """Seconds until the last heartbeat, which notes ends on the device; until now if it is very old."""
+        heartbeat_ns = now.ring.header.heartbeat_ns
+        seconds = self._seconds(since_ns) - self._seconds(heartbeat_ns)
+        return max(0.0, seconds) if self._seconds(heartbeat_ns) < SLOW_S else self._seconds(since_ns)
+
+    def parts(self, entry: Entry) -> tuple[Entry, ...]:
+        """An operation and its parts on other ranks, as far as they are issued."""
+        return (entry, *self.matches.partners.get((entry.rank, entry.index), ()))
+
+    def part(self, entry: Entry, other: int) -> Entry | None:
+        """Part of an operation on another rank; None if it is not issued."""
+        return next((part for part in self.parts(entry) if part.rank == other), None)
 
     def missing(self, entry: Entry) -> tuple[int, ...]:
         """Ranks that have not issued their part of an operation, or whose device cannot reach it."""
-        key = entry.rank, entry.index
-        behind = (other.rank for other in self.matches.partners.get(key, ()) if self.is_behind(other))
-        return tuple(sorted({*self.matches.missing.get(key, ()), *behind}))
+        missing = set(self.matches.missing.get((entry.rank, entry.index), ()))
+        if self.op(entry).state is not OpState.ISSUED and not self.is_behind(entry):
+            missing.update(part.rank for part in self.parts(entry) if self.is_behind(part))
+        return tuple(sorted(missing))
+
+    def is_opening(self, entry: Entry) -> bool:
+        """True while the call makes connections."""
+        return self.job.by_rank[entry.rank].is_opening(self.op(entry))
 
     def is_behind(self, entry: Entry) -> bool:
         """True for an operation that is queued on its rank's device behind one that is not done."""
@@ -83,7 +121,9 @@ def analyse(job: JobNow, plan: PlanOps | None = None) -> Analysis:
                 analysis.blocking.setdefault(rank.rank, []).append(entry_of)
                 for other in analysis.missing(entry_of):
                     if other != rank.rank:
-                        analysis.graph.add_edge(rank.rank, other)
+                        seconds = analysis.seconds_for(entry_of, other)
+                        known = analysis.graph.get_edge_data(rank.rank, other, {"seconds": 0.0})
+                        analysis.graph.add_edge(rank.rank, other, seconds=max(seconds, known["seconds"]))
     return analysis
 
 

@@ -2,7 +2,8 @@
 
 They run over gloo with PyTorch or Paddle, or with PLANTED_BACKEND=nccl with PyTorch on one GPU for each rank.
 A step sends each micro-batch from rank 0 to rank 1, and so on to the last rank, and ends with all-reduces of all ranks.
-The hang comes in step ``BAD_STEP``; the steps before it are sound.
+The hang comes in step ``BAD_STEP``; the steps before it are sound. In the healthy job ``slow_start``, the first
+two ranks exchange messages for some seconds before the first step, while the others wait for rank 1.
 """
 
 from __future__ import annotations
@@ -80,6 +81,13 @@ def metrics(keys: list[str]) -> None:
         dist.all_reduce(loss)
 
 
+if name == "slow_start" and rank < 2:
+    for _ in range(16):
+        if rank == 0:
+            time.sleep(0.5)
+            dist.send(loss, 1, group=links[0])
+        else:
+            dist.recv(loss, 0, group=links[0])
 for step in range(num_steps):
     bad = step == BAD_STEP and rank == 1  # the planted rank
     if name == "healthy":  # one rank is often slower than the others, and now and then much slower

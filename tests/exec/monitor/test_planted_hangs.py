@@ -43,6 +43,12 @@ def test_a_jittery_but_healthy_job_is_no_hang(tmp_path, framework):
     assert outcome("healthy", tmp_path / "rings", patience_s=20, framework=framework).verdict.status == "ended"
 
 
+@pytest.mark.slow(but=["torch"])
+@pytest.mark.parametrize("framework", [pytest.param(name, marks=mark) for name, mark in WITH.items()])
+def test_a_rank_that_waits_long_for_others_that_make_progress_is_no_hang(tmp_path, framework):
+    assert outcome("slow_start", tmp_path / "rings", patience_s=5, framework=framework).verdict.status == "ended"
+
+
 @pytest.mark.needs_torch
 def test_the_command_prints_the_cause_and_writes_page_metrics_and_json(tmp_path):
     rings = tmp_path / "rings"

@@ -39,7 +39,12 @@ class Rank:
 def job_of(directory, *, after_s=10.0):
     """The job as it is some seconds from now."""
     now = read_job(ring_files(directory))
-    return JobNow(now.ranks, now.missing, time.time_ns() + int(after_s * 1e9))
+    later_ns = time.time_ns() + int(after_s * 1e9)
+    headers = [replace(rank.ring.header, heartbeat_ns=later_ns) for rank in now.ranks]
+    ranks = tuple(
+        replace(rank, ring=replace(rank.ring, header=header)) for rank, header in zip(now.ranks, headers, strict=True)
+    )  # fmt: skip
+    return JobNow(ranks, now.missing, later_ns)
 
 
 def two_steps(ranks):
