@@ -63,10 +63,6 @@ _ROTARY_LAUNCHES = 24, 14
 """Operations of both calls, for queries and for keys: six of the above and six for cosines and sines forward; seven
 backward."""
 
-ATTENTION_CORE = frozenset({"attn.core", "attn.scores", "attn.softmax", "attn.core_dropout", "attn.mix", "attn.merge"})
-"""The operations of the core of attention, from q, k and v to the mixed values. Over a ring of cp each step's result is
-added to that of the steps before: two reads and a write of the output, and backward of the gradients of q, k and v."""
-
 
 class Phase(StrEnum):
     """The part of a stage's work: F, I or W. A whole backward is I and W."""
@@ -281,7 +277,11 @@ class _RankWork:
                 yield Work(name, phase, ComputeUnit.VECTOR, numel, moved)
 
     def _flash_core(self, core: ops.AttentionCore) -> Iterator[Work]:
-        """Reads q, k, v and writes o; in backward reads q, k, v, o, do and writes dq, dk, dv."""
+        """Reads q, k, v and writes o; in backward reads q, k, v, o, do and writes dq, dk, dv.
+
+        Over a ring of cp each step's result is added to that of the steps before: two reads and a write of the output,
+        and backward of the gradients of q, k and v.
+        """
         tp, name = self._sizes.tp, core.name
         scores, mix = 2 * self._pairs * core.queries / tp, 2 * self._pairs * core.mixed / tp
         moved = self._sizes.tokens * (core.queries + core.mixed) / tp + self._keys * (core.keys + core.values) / tp
