@@ -74,4 +74,5 @@ def _plan(cells: Cells, mesh: tuple[int, int, int], num_micro_batches: int) -> d
         },
         "cost": cost,
         "memory": {"recompute": "full"},
+        **({"transport": "partial"} if tp > 1 else {}),
     }  # fmt: skip
