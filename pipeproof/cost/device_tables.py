@@ -153,7 +153,7 @@ class _Source:
 
 _SOURCES: Mapping[DeviceName, _Source] = {
     "a100": _Source(f"H100 in {_TABLES}, at a constant clock; all-reduces of VIA-Research/vTrain (MIT), fitted; other "
-                    "collectives by the ratio of links", "a100", "h100", 0.7, 62, 300 / 450, measured="a100"),
+                    "collectives by the ratio of links", "a100", "h100", 0.6, 64, 300 / 450, measured="a100"),
     "h100": _Source(_TABLES, "h100", "h100", 0.55, 105),
     "h200": _Source(_TABLES, "h200", "h200", 0.55, 105),
     "h800": _Source(f"H100 in {_TABLES}; collectives by the ratio of links", "h100", "h100", 0.55, 105, 200 / 450),
