@@ -55,8 +55,8 @@ _PRODUCTS: Mapping[str, tuple[tuple[ProductType, float, float, float, float, flo
 
 _COLLECTIVES: Mapping[str, tuple[tuple[CollectiveType, int, float, float, float, float], ...]] = {
     "a100": (
-        ("ALL_REDUCE", 2, 38.8, 86.4, 1.13e8, 199), ("ALL_REDUCE", 4, 38.0, 42.1, 1.67e7, 220),
-        ("ALL_REDUCE", 8, 68.0, 121.9, 1.90e8, 233),
+        ("ALL_REDUCE", 2, 38.0, 62.7, 7.19e7, 197), ("ALL_REDUCE", 4, 38.0, 42.1, 1.67e7, 220),
+        ("ALL_REDUCE", 8, 68.0, 122.0, 1.90e8, 233),
     ),
     "h100": (
         ("ALL_GATHER", 2, 5.6, 26.1, 2.79e6, 261), ("ALL_GATHER", 4, 7.6, 33.3, 5.40e6, 326),

@@ -35,8 +35,8 @@ MORE_MEMORY = {
     "recomputed experts",
 }  # fmt: skip
 LESS_MEMORY = {
-    "grouped queries", "head size", "latent attention", "SGD", "selective recomputation", "full recomputation", "recomputed MLPs",
-    "lengths", "GELU", "GELU with tanh",
+    "grouped queries", "head size", "latent attention", "SGD", "selective recomputation", "full recomputation",
+    "recomputed MLPs", "lengths", "GELU", "GELU with tanh",
 }  # fmt: skip
 
 

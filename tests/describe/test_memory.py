@@ -180,7 +180,7 @@ def test_pairs_that_take_turns_issue_no_forward_in_a_backward(module, tp):
     sections = {"model": {"moe": {**MOE, "dense_layers": 1}}, "topology": {"ep": 2, "tp": tp, "pp": 1}}
     schedule = {"kind": "1f1b", "overlap": "pairs"}
     plan(H, schedule=schedule, memory={"recompute": "selective"}, **sections)
-    with pytest.raises(BadPlanError, match="does not go together with `schedule.overlap`"):
+    with pytest.raises(BadPlanError, match=r"does not go together with `schedule.overlap`"):
         plan(H, schedule=schedule, memory={"recompute": "selective", "recompute_modules": [module]}, **sections)
 
 

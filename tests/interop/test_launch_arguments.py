@@ -79,7 +79,7 @@ def test_recomputed_modules_have_flags_of_megatron():
     base = base_data(spec, framework, "h100")
     base["memory"] |= {"recompute_modules": memory["recompute_modules"]}
     layouts = SearchSpace(spec, framework, 64, 256, 8, {"recompute": ["selective"], "overlap": ["none"]}).layouts()
-    layout = next(layout for layout in layouts if layout.pp > 1 and layout.cut == "even" or layout.pp == 1)
+    layout = next(layout for layout in layouts if layout.cut == "even" and layout.vpp == 1)
     made = plan_from_dict(plan_data(base, framework, layout, None)).spec
     launch = launch_of(made, "megatron", "x")
     assert "--recompute-granularity selective --recompute-modules mla_up_proj moe_act" in " ".join(

@@ -670,8 +670,7 @@ def test_experts_over_ranks_of_one_replica(tmp_path, flags, world, topology):
         (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 --recompute-granularity full", "full is given"),
         (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 --mtp-num-layers 2", "2 modules"),
         (
-            f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 --recompute-granularity selective "
-            "--recompute-modules moe",
+            f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 {SELECTIVE}--recompute-modules moe",
             "--recompute-modules has moe",
         ),
         (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16", "tokens are gathered"),
