@@ -115,6 +115,7 @@ REFUSED: tuple[tuple[Part, ...], ...] = (
         _part("`recompute_modules: [shared_experts]`", **_SHARED_AGAIN),
         _part("`regather`", memory={"sequence_parallel_activations": "regather"}),
     ),
+    (_part("`recompute_modules` without `recompute: selective`", memory={"recompute_modules": ["mlp"]}),),
     (_part("`recompute_modules: [mla_up_proj]` without `mla`", memory=_again("mla_up_proj")),),
     (_part("`recompute_modules: [moe]`, `[moe_act]`, `[shared_experts]` without experts", memory=_again("moe")),),
     (_part("`shape_exchange: per_message`", transport={"shape_exchange": "per_message"}),),
