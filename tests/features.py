@@ -52,6 +52,8 @@ FEATURES = {
     "sums when ready": {"schedule": {"reduce_gradients": "when_ready"}},
     "gathered again": {"memory": {"sequence_parallel_activations": "regather"}},
     "selective recomputation": {"memory": {"recompute": "selective"}},
+    "recomputed MLPs": {"memory": {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]}},
+    "recomputed experts": {"model": {"moe": _MOE}, "memory": {"recompute": "selective", "recompute_modules": ["moe"]}},
     "full recomputation": {"memory": {"recompute": "full"}},
     "words that cross": {"boundaries": [{"name": "hidden", "dims": "sbh"}, *_WORDS]},
     "words in one message": {

@@ -42,7 +42,8 @@ from pipeproof.stages.describe.layer import Collective, CollectiveKind, Layer, i
 from pipeproof.stages.describe.layers.layer_operations import layer_operations
 from pipeproof.stages.describe.layers.operations import Product
 from pipeproof.stages.describe.model_family import stage_layers
-from pipeproof.stages.describe.op_work import ATTENTION_CORE, ComputeUnit, Phase, Work, operation_works
+from pipeproof.stages.describe.op_work import ComputeUnit, Phase, Work, operation_works
+from pipeproof.stages.describe.recomputed_modules import is_in_modules, modules_of_block
 from pipeproof.stages.describe.training_state import moved_by_update, state_of_weights
 
 _ZERO = Fraction(0)
@@ -236,7 +237,7 @@ class AnalyticCosts:
         times = {phase: time.times(self.num_splits) for phase, time in times.items()}
         if not is_block(layer.name):
             return tuple(times for _ in recomputes)
-        again = (self._recomputed(works, times[Phase.FORWARD], recompute) for recompute in recomputes)
+        again = (self._recomputed(layer, by_operation, times[Phase.FORWARD], recompute) for recompute in recomputes)
         return tuple({**times, Phase.INPUT: times[Phase.INPUT] + time} for time in again)
 
     def _with_collectives(self, time: PhaseTime, calls: Iterable[Collective], item_bytes: int) -> PhaseTime:
@@ -257,14 +258,32 @@ class AnalyticCosts:
         hidden += min(over["ep"], time.compute_us + time.memory_us - hidden)
         return replace(total, links_us=total.links_us - hidden * (1 - _LINK_PROCESSORS))
 
-    def _recomputed(self, works: Iterable[Work], forward: PhaseTime, recompute: Recompute) -> PhaseTime:
-        """Time of the recomputation before a block's backward: attention's core, or all of the forward."""
+    def _recomputed(
+        self, block: Layer, works: Sequence[Sequence[Work]], forward: PhaseTime, recompute: Recompute
+    ) -> PhaseTime:
+        """Time of the recomputation in a block's backward: forwards of modules, or all of the ``forward``.
+
+        ``works`` are those of each operation.
+        """
         if recompute == "full":
             return forward
         if recompute == "none":
             return PhaseTime()
-        core = [work for work in works if work.phase is Phase.FORWARD and work.name in ATTENTION_CORE]
-        return sum((self.work(work) for work in core), PhaseTime()).times(self.num_splits)
+        modules = modules_of_block(self._plan, block.name)
+        operations = layer_operations(self._plan.gpt, block.name)
+        time = sum(
+            (
+                self.work(work)
+                for operation, one in zip(operations, works, strict=True)
+                if is_in_modules(modules, operation.name)
+                for work in one
+                if work.phase is Phase.FORWARD
+            ),
+            PhaseTime(),
+        )
+        prefix = f"{block.name}."
+        calls = [call for call in block.forward_collectives if is_in_modules(modules, call.label.removeprefix(prefix))]
+        return self._with_collectives(time, calls, dtype_bytes(self.dtype)).times(self.num_splits)
 
     @property
     def _hides_backward(self) -> bool:

@@ -54,6 +54,10 @@ _PRODUCTS: Mapping[str, tuple[tuple[ProductType, float, float, float, float, flo
 """(type, efficiency, spare elements, spare inner, slowdown, start in us), as in ``ProductCurve``."""
 
 _COLLECTIVES: Mapping[str, tuple[tuple[CollectiveType, int, float, float, float, float], ...]] = {
+    "a100": (
+        ("ALL_REDUCE", 2, 38.0, 62.7, 7.19e7, 197), ("ALL_REDUCE", 4, 38.0, 42.1, 1.67e7, 220),
+        ("ALL_REDUCE", 8, 68.0, 122.0, 1.90e8, 233),
+    ),
     "h100": (
         ("ALL_GATHER", 2, 5.6, 26.1, 2.79e6, 261), ("ALL_GATHER", 4, 7.6, 33.3, 5.40e6, 326),
         ("ALL_GATHER", 8, 11.0, 16.6, 2.54e6, 328),
@@ -105,7 +109,10 @@ mean, and 4.5 us to the start of the next kernel of the stream (``benchmarks/fit
 
 @dataclass(frozen=True)
 class _Source:
-    """The curves of a device: whose products, whose collectives with links how many times as fast, and the rest."""
+    """The curves of a device: whose products, whose collectives with links how many times as fast, and the rest.
+
+    ``measured`` names the collectives that were measured on the device itself.
+    """
 
     text: str
     products: str
@@ -113,10 +120,15 @@ class _Source:
     memory_efficiency: float
     host_us: float
     link_ratio: float = 1.0
-    sums_in_switches: bool = True
+    measured: str = ""
 
     def table(self) -> CostTable:
-        """The table; an all-reduce without sums in switches is a ring among any number of ranks."""
+        """The table; collectives that were measured on the device take the place of others of their kind."""
+        own = _COLLECTIVES.get(self.measured, ())
+        kinds = {kind for kind, *_ in own}
+        others = [
+            (*row[:-1], row[-1] * self.link_ratio) for row in _COLLECTIVES[self.collectives] if row[0] not in kinds
+        ]
         products = [
             ProductCurve(dtype=dtype, efficiency=share, spare_elements=elements, spare_inner=inner, slowdown=slower,
                          start_us=start,
@@ -125,9 +137,8 @@ class _Source:
         ]  # fmt: skip
         collectives = [
             CollectiveCurve(kind=kind, num_ranks=ranks, latency_us=latency, ramp_us=ramp, ramp_bytes=size,
-                            bandwidth=bandwidth * self.link_ratio)
-            for kind, ranks, latency, ramp, size, bandwidth in _COLLECTIVES[self.collectives]
-            if self.sums_in_switches or kind != "ALL_REDUCE" or ranks < _NODE
+                            bandwidth=bandwidth)
+            for kind, ranks, latency, ramp, size, bandwidth in (*own, *others)
         ]  # fmt: skip
         return CostTable(
             source=self.text,
@@ -140,10 +151,9 @@ class _Source:
         )
 
 
-_NODE = 8
 _SOURCES: Mapping[DeviceName, _Source] = {
-    "a100": _Source(f"H100 in {_TABLES}, at a constant clock; collectives by the ratio of links, without sums in "
-                    "switches", "a100", "h100", 0.7, 62, 300 / 450, sums_in_switches=False),
+    "a100": _Source(f"H100 in {_TABLES}, at a constant clock; all-reduces of VIA-Research/vTrain (MIT), fitted; other "
+                    "collectives by the ratio of links", "a100", "h100", 0.6, 64, 300 / 450, measured="a100"),
     "h100": _Source(_TABLES, "h100", "h100", 0.55, 105),
     "h200": _Source(_TABLES, "h200", "h200", 0.55, 105),
     "h800": _Source(f"H100 in {_TABLES}; collectives by the ratio of links", "h100", "h100", 0.55, 105, 200 / 450),

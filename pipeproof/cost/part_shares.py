@@ -26,9 +26,11 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import work_item_sizes
 from pipeproof.stages.describe.exchanges import Exchange, exchanges
 from pipeproof.stages.describe.gpt import operation_collectives
-from pipeproof.stages.describe.layer import Collective, layer_kind
+from pipeproof.stages.describe.layer import Collective, is_block, layer_kind
+from pipeproof.stages.describe.layers.layer_operations import layer_operations
 from pipeproof.stages.describe.model_family import stage_layers
-from pipeproof.stages.describe.op_work import ATTENTION_CORE, ComputeUnit, Phase, Work, operation_works
+from pipeproof.stages.describe.op_work import ComputeUnit, Phase, Work, operation_works
+from pipeproof.stages.describe.recomputed_modules import is_in_modules, modules_of_block
 
 if TYPE_CHECKING:  # given times need none of it
     from pipeproof.cost.analytic_times import AnalyticCosts
@@ -119,12 +121,17 @@ class _PartWork:
         item_bytes, flash = 1, True
         if self._costs is not None:
             item_bytes, flash = dtype_bytes(self._costs.dtype), self._costs.analytic.attention == "flash"
+        is_selective = plan.memory.recompute == "selective" and is_block(name)
+        modules = modules_of_block(plan, name) if is_selective else ()
+        operations = layer_operations(plan.gpt, name)
         works = operation_works(plan, name, self._size, item_bytes, flash=flash)
-        for work, (calls, calls_back) in zip(works, operation_collectives(plan, name, self._size), strict=True):
+        collectives = operation_collectives(plan, name, self._size)
+        for operation, work, (calls, calls_back) in zip(operations, works, collectives, strict=True):
+            is_again = is_in_modules(modules, operation.name)
             time, host = dict.fromkeys(Phase, _ZERO), dict.fromkeys(Phase, _ZERO)
             for one in work:
                 phases = [one.phase]
-                if one.phase is Phase.FORWARD and one.name in ATTENTION_CORE and plan.memory.recompute == "selective":
+                if one.phase is Phase.FORWARD and is_again:
                     phases.append(Phase.INPUT)
                 device_us, host_us = self._weigh(one)
                 for phase in phases:

@@ -90,8 +90,21 @@ def _plan_refusals(subject: Subject) -> Iterator[Refusal]:
     for key in ("nodes_per_token", "dispatch_dtype"):
         if getattr(spec.model.moe, key, None) is not None:
             yield ("model", "moe", key), f"the plan has model.moe.{key}"
+    yield from _recompute_refusals(spec)
     if not spec.is_custom:
         yield from unsupported_boundaries(subject.plan)
+
+
+def _recompute_refusals(spec: PlanSpec) -> Iterator[Refusal]:
+    """Modules whose outputs alone are not kept; gathered tokens would be kept for shared experts."""
+    memory, path = spec.memory, ("memory", "recompute_modules")
+    if memory.recompute != "selective":
+        return
+    for module in memory.recompute_modules:
+        if module in ("layernorm", "mla_up_proj", "moe_act"):
+            yield path, f"the plan has recompute_modules [{module}], whose output its reader keeps"
+    if "shared_experts" in memory.recompute_modules and memory.sequence_parallel_activations == "regather":
+        yield path, "the plan has recompute_modules [shared_experts] and regather, whose gathered input is kept"
 
 
 def _context_parallel_refusals(spec: PlanSpec) -> Iterator[Refusal]:

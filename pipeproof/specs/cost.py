@@ -195,6 +195,16 @@ class AnalyticSpec(Section):
         description="Whether rotary positions are one operation for queries and keys. Megatron-LM has an operation for "
         "each step of the formula with `--no-rope-fusion`, and with YaRN's factor for cosines and sines (GPT OSS).",
     )
+    fused_residual: bool = Field(
+        default=False,
+        description="Whether the bias and the dropout behind attention and an MLP are part of the addition of the "
+        "residual, in forward: Megatron-LM's fusion of bias and dropout, its default.",
+    )
+    fused_softmax: bool = Field(
+        default=False,
+        description="Whether the softmax of unfused attention scales, masks and reads scores up to the diagonal only: "
+        "Megatron-LM's fusion of masked softmax, its default.",
+    )
     launch_us: float = Field(
         default=20, ge=0, le=10**6, description="Time of a message or a collective before its first byte moves."
     )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeproof.specs.section import Section
+from pipeproof.specs.section import FROM_LIST, Section
 
 MemoryDtype = Literal["bfloat16", "float16", "float32", "float64"]
 """A type of weights and activations."""
 
 Recompute = Literal["none", "selective", "full"]
 """Activations that the backward computes again instead of keeping them (arXiv:2205.05198, section 5)."""
+
+RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
+"""A module that `selective` computes again, with its name in Megatron-LM's `--recompute-modules`."""
 
 
 CrossEntropy = Literal["separate", "in_place", "compiled", "fused"]
@@ -64,9 +67,19 @@ class MemorySpec(Section):
     )
     recompute: Recompute = Field(
         default="none",
-        description="Activations that the backward computes again: selective, those of the core of attention; full, "
+        description="Activations that the backward computes again: selective, those of `recompute_modules`; full, "
         "each transformer block from its input, with the collectives of its forward. `cost.analytic` counts the time; "
         "given times are used unchanged.",
+    )
+    recompute_modules: Annotated[tuple[RecomputeModule, ...], FROM_LIST] = Field(
+        default=("core_attn",),
+        min_length=1,
+        description="Modules of a block that `recompute: selective` computes again, with the collectives of their "
+        "forward: core_attn, the core of attention; mlp, an MLP without experts; moe, a router with its experts; "
+        "shared_experts; and, of which only the output is not kept, layernorm, the norms before attention and before "
+        "the MLP; mla_up_proj, the products from compressed vectors and rotary positions; moe_act, the activation of "
+        "experts. A run follows the first four.",
+        json_schema_extra={"default": ["core_attn"]},
     )
     offload_blocks: int = Field(
         default=0,

@@ -79,7 +79,10 @@ def _from_forward(held: Iterable[StoredActivation]) -> int:
 def _assumptions(lowered: LoweredPlan) -> str:
     spec = lowered.spec
     attention = "flash" if is_flash(spec) else "unfused"
-    again = "" if spec.memory.recompute == "none" else f", {spec.memory.recompute} recompute"
+    memory = spec.memory
+    again = "" if memory.recompute == "none" else f", {memory.recompute} recompute"
+    if memory.recompute == "selective" and memory.recompute_modules != ("core_attn",):
+        again += f" of {', '.join(memory.recompute_modules)}"
     if spec.memory.offload_blocks:
         again += f", {spec.memory.offload_blocks} blocks of each stage offloaded"
     if spec.memory.product_inputs == "matmul_dtype":

@@ -20,6 +20,7 @@ WIDE = {"model": {"hidden_size": 512, "ffn_size": 2048, "vocab_size": 2048}}
 MORE_WORK = {
     "experts", "experts by all-gather", "losses of routers", "biases of experts", "hyper-connections", "MTP",
     "MTP, magic send", "dropout", "selective recomputation", "full recomputation", "receives early", "norms of heads",
+    "recomputed MLPs", "recomputed experts",
     "biases", "biases of queries, keys and values", "main gradients",
 }  # fmt: skip
 """What ranks compute longer for; a receive that waits on the device slows the computations next to it, and wider
@@ -31,10 +32,11 @@ MORE_MEMORY = {
     "MTP, magic send", "dropout", "main gradients", "empty layers", "norm before the tail",
     "words that cross", "words in one message", "receives early", "slots",
     "norms of heads", "LayerNorm", "learned positions", "biases", "biases of queries, keys and values",
+    "recomputed experts",
 }  # fmt: skip
 LESS_MEMORY = {
     "grouped queries", "head size", "latent attention", "SGD", "selective recomputation", "full recomputation",
-    "lengths", "GELU", "GELU with tanh",
+    "recomputed MLPs", "lengths", "GELU", "GELU with tanh",
 }  # fmt: skip
 
 

@@ -96,6 +96,94 @@ def test_selective_recompute_saves_of_their_block_what_they_say(sizes, saved):
     assert round(100 * theirs / published(h, a, 1, sp=False)) == saved
 
 
+MOE = {"num_experts": 8, "top_k": 2, "ffn_size": 48, "num_shared_experts": 1}
+MLA = {"q_rank": 24, "kv_rank": 16, "nope_head_size": 8, "rope_head_size": 4, "value_head_size": 6}
+T, H = SEQ * ROWS, 64
+INPUT = 2 * T * H
+"""Bytes of a tensor between layers."""
+
+
+def again(modules, **sections):
+    """(Bytes that the modules save, bytes that are there while I runs) of a block."""
+    kept = total(held(plan(H, **sections)))
+    memory = {"recompute": "selective", "recompute_modules": modules}
+    recomputed = held(plan(H, **sections, memory=memory))
+    return kept - total(recomputed), total(recomputed, Lifetime.IN_INPUT)
+
+
+@pytest.mark.parametrize(
+    ("modules", "model", "saved", "in_backward"),
+    [
+        (["core_attn"], {}, 2 * 8 * T * T, 2 * 8 * T * T),
+        (["mlp"], {}, 2 * 3 * T * 4 * H, INPUT + 2 * 3 * T * 4 * H),  # gate, up and their product
+        (["mlp"], {"mlp": "gelu"}, 2 * 2 * T * 4 * H, INPUT + 2 * 2 * T * 4 * H),
+        (["layernorm"], {}, 2 * INPUT + 2 * 4 * T, 2 * INPUT + 2 * 4 * T),  # their results, and float32 factors
+        (["layernorm"], {"norm": "layer"}, 2 * INPUT + 4 * 4 * T, 2 * INPUT + 4 * 4 * T),
+        (["layernorm", "mlp"], {}, 2 * INPUT + 8 * T + 24 * T * H, 2 * INPUT + 8 * T + 24 * T * H),
+        (["moe_act"], {"moe": MOE}, 2 * 2 * T * 48, 2 * 2 * T * 48),
+        (["shared_experts"], {"moe": MOE}, 2 * 3 * T * 48, 2 * 3 * T * 48),
+        (["mla_up_proj"], {"mla": MLA}, 2 * T * (8 * (12 + 12 + 6) - 4), 2 * T * 8 * (12 + 12 + 6)),
+        (["moe"], {}, 0, 0),
+        (["mlp"], {"moe": MOE}, 0, 0),
+    ],
+)
+def test_modules_that_are_computed_again(modules, model, saved, in_backward):
+    if modules == ["moe"]:  # the first block has no experts, and a model without any has no such module
+        model = {"moe": {**MOE, "dense_layers": 1}}
+    assert again(modules, model=model) == (saved, in_backward)
+
+
+def test_a_router_with_its_experts_keeps_its_input():
+    """Scores in float32, the tokens as sent, gate, up, their product, the returned results; and of shared experts."""
+    visits = 2 * T
+    inside = 4 * T * 8 + 2 * visits * (H + 3 * 48 + H) + 2 * T * 3 * 48
+    assert again(["moe"], model={"moe": MOE}) == (inside, INPUT + inside)
+
+
+def test_what_w_needs_of_recomputed_modules_is_there_after_i():
+    """Inputs of gate and up, and of down; with the norms, their results and factors too."""
+    memory = {"recompute": "selective", "recompute_modules": ["mlp"]}
+    plain, mlp = held(plan(H)), held(plan(H, memory=memory))
+    assert total(mlp, Lifetime.BETWEEN) - total(plain, Lifetime.BETWEEN) == INPUT + 2 * T * 4 * H
+    norms = held(plan(H, memory={**memory, "recompute_modules": ["layernorm"]}))
+    assert total(norms, Lifetime.BETWEEN) - total(plain, Lifetime.BETWEEN) == 2 * INPUT + 2 * 4 * T
+
+
+def test_recomputed_modules_with_sequence_parallelism_keep_a_ranks_own_tokens():
+    """Of an MLP the input of one rank of two; gathered for I, and again for W."""
+    sections = {"tp": 2, "sp": True}
+    regather = {"sequence_parallel_activations": "regather"}
+    plain = held(plan(H, **sections, memory=regather))
+    mlp = held(plan(H, **sections, memory={**regather, "recompute": "selective", "recompute_modules": ["mlp"]}))
+    assert total(plain) - total(mlp) == 2 * 3 * T * 4 * H // 2
+    kept = held(plan(H, **sections, memory={"recompute": "selective", "recompute_modules": ["mlp"]}))
+    assert total(kept) - total(mlp) == INPUT // 2, "the gathered input of q, k and v"
+
+
+@pytest.mark.parametrize(
+    ("memory", "model", "topology", "message"),
+    [
+        ({"recompute": "none", "recompute_modules": ["mlp"]}, {}, {}, "and `memory.recompute` is none"),
+        ({"recompute_modules": ["moe_act"]}, {}, {}, "has moe_act, and the model has no experts"),
+        ({"recompute_modules": ["shared_experts"]}, {"moe": {**MOE, "num_shared_experts": 0}}, {}, "shared experts"),
+        ({"recompute_modules": ["mla_up_proj"]}, {}, {}, "no latent attention"),
+        ({"recompute_modules": ["layernorm"]}, {}, {"tp": 2, "sp": True}, "keeps what is gathered"),
+    ],
+)
+def test_modules_that_a_plan_cannot_have(memory, model, topology, message):
+    with pytest.raises(BadPlanError, match=message):
+        plan(H, model=model, memory={"recompute": "selective", **memory}, **topology)
+
+
+@pytest.mark.parametrize(("module", "tp"), [("moe", 1), ("mlp", 2)])
+def test_pairs_that_take_turns_issue_no_forward_in_a_backward(module, tp):
+    sections = {"model": {"moe": {**MOE, "dense_layers": 1}}, "topology": {"ep": 2, "tp": tp, "pp": 1}}
+    schedule = {"kind": "1f1b", "overlap": "pairs"}
+    plan(H, schedule=schedule, memory={"recompute": "selective"}, **sections)
+    with pytest.raises(BadPlanError, match=r"does not go together with `schedule.overlap`"):
+        plan(H, schedule=schedule, memory={"recompute": "selective", "recompute_modules": [module]}, **sections)
+
+
 def test_products_keep_for_w_what_the_zero_bubble_paper_counts():
     """32 sbh between I and W (arXiv:2401.10241, table 1): inputs 14, gradients of outputs 18; ours without the gate."""
     h = 64

@@ -82,6 +82,7 @@ PAIRS_REFUSED = {
         }.items()
     },
     ("partial", "tp 2, SP"): "PP201",
+    **{(modules, "full recomputation"): "PP106" for modules in ("recomputed MLPs", "recomputed experts")},
     ("latent attention", "cp 2"): "PP909",
     ("losses of routers", "cp 2"): "PP909",
     ("words that cross", "slots"): "PP504",
@@ -92,13 +93,15 @@ PAIRS_REFUSED = {
         (mlp, other): "PP106"
         for mlp in ("GELU", "GELU with tanh")
         for other in (
-            "experts", "experts by all-gather", "losses of routers", "biases of experts", "clamped SwiGLU"
+            "experts", "experts by all-gather", "losses of routers", "biases of experts", "clamped SwiGLU",
+            "recomputed experts",
         )
     },
     **{
         ("biases", other): "PP106"
         for other in (
-            "latent attention", "experts", "experts by all-gather", "losses of routers", "biases of experts"
+            "latent attention", "experts", "experts by all-gather", "losses of routers", "biases of experts",
+            "recomputed experts",
         )
     },
 }  # fmt: skip

@@ -47,6 +47,15 @@ def test_it_has_the_bits_of_the_reference(name, recompute):
     assert all(step.bitwise for step in compared(lowered(*PLANS[name], memory={"recompute": recompute})))
 
 
+@pytest.mark.parametrize("name", ["groups, split backward", "latent, experts, tp", "ep, sequence splits"])
+def test_recomputed_modules_have_the_bits_of_the_reference(name):
+    from tests.exec.in_memory import compared
+
+    modules = ["mlp", "moe", "shared_experts"] if "moe" in PLANS[name][2] else ["mlp"]
+    memory = {"recompute": "selective", "recompute_modules": modules}
+    assert all(step.bitwise for step in compared(lowered(*PLANS[name], memory=memory)))
+
+
 def test_slots_and_released_outputs():
     from tests.exec.in_memory import compared
 

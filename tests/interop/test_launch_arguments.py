@@ -72,6 +72,24 @@ def test_parts_of_a_model_have_flags_of_megatron(parts):
     launch_of(plan_from_dict(plan_data(base, FRAMEWORKS["megatron"], layout, None)).spec, "megatron", "x")
 
 
+def test_recomputed_modules_have_flags_of_megatron():
+    memory = {"recompute": "selective", "recompute_modules": ["mla_up_proj", "moe_act"]}
+    spec = tune_model("deepseekv3").plan.spec
+    framework = FRAMEWORKS["megatron"]
+    base = base_data(spec, framework, "h100")
+    base["memory"] |= {"recompute_modules": memory["recompute_modules"]}
+    layouts = SearchSpace(spec, framework, 64, 256, 8, {"recompute": ["selective"], "overlap": ["none"]}).layouts()
+    layout = next(layout for layout in layouts if layout.cut == "even" and layout.vpp == 1)
+    made = plan_from_dict(plan_data(base, framework, layout, None)).spec
+    launch = launch_of(made, "megatron", "x")
+    assert "--recompute-granularity selective --recompute-modules mla_up_proj moe_act" in " ".join(
+        launch.files["x.sh"].replace("\\\n", " ").split()
+    )
+    assert imported_again(launch, made.topology.num_ranks).memory.recompute_modules == ("mla_up_proj", "moe_act")
+    full = replace(layout, recompute="full")
+    assert "recompute_modules" not in plan_data(base, framework, full, None)["memory"]
+
+
 def test_pairs_have_flags_of_megatron():
     framework, loaded = FRAMEWORKS["megatron"], to_tune(LARGE_EXPERTS)
     base = base_data(loaded.spec, framework, "h100")

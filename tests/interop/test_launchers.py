@@ -230,6 +230,11 @@ def test_recomputation_follows_its_switch(tmp_path):
         "activation_checkpointing: false", "activation_checkpointing: true"
     )
     assert nemo(tmp_path, text=switched).plan["memory"]["recompute"] == "full"
+    modules = switched.replace(
+        "activation_checkpointing: true",
+        "activation_checkpointing: true\n    recompute_granularity: selective\n    recompute_modules: [layernorm, mlp]",
+    )
+    assert nemo(tmp_path, text=modules).plan["memory"]["recompute_modules"] == ["layernorm", "mlp"]
 
 
 def test_packed_sequences_leave_the_number_of_micro_batches_open(tmp_path):

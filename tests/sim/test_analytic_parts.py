@@ -283,6 +283,28 @@ def test_rotary_positions_step_by_step_by_hand():
     ]
 
 
+def test_a_fused_residual_by_hand():
+    """Bias, dropout and addition read the sum over tp and the residual, and write the result and a byte of the mask."""
+    model = {"biases": "all", "mlp": "gelu", "dropout": 0.1}
+    steps, fused = (plan(model, {}, {"fused_residual": given}) for given in (False, True))
+    element = 2 * TOKENS * 16
+    for part, bias in (("attn", "attn.out.bias"), ("mlp", "mlp.down.bias")):
+        names = bias, f"{part}.dropout", f"{part}.add"
+        moved = [[one(spec, name, Phase.FORWARD).num_bytes / element for name in names] for spec in (steps, fused)]
+        assert moved == [[2, Fraction(5, 2), 3], [0, Fraction(1, 2), 3]]
+        assert [one(fused, name, Phase.FORWARD).launches for name in names] == [0, 0, 1]
+    backward = [[work for work in works(spec) if work.phase is not Phase.FORWARD] for spec in (steps, fused)]
+    assert backward[0] == backward[1]
+
+
+def test_a_fused_softmax_by_hand():
+    """Half of the scores is read, and all of the result written; backward reads halves of two operands."""
+    spec = plan({}, {}, {"attention": "unfused", "fused_softmax": True})
+    scores = 2 * 2 * 8 * 8 * 4  # bytes of two rows of four heads
+    for phase, halves in ((Phase.FORWARD, 1), (Phase.INPUT, 2)):
+        assert one(spec, "attn.softmax", phase, flash=False).num_bytes == scores * (1 + Fraction(halves, 2))
+
+
 @pytest.mark.parametrize(("replayed", "names"), [
     (["attention"], ("attn_norm", "attn.")), (["router"], ("mlp_norm", "mlp.router", "mlp.scores", "mlp.shared.")),
 ])  # fmt: skip

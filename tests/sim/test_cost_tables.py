@@ -41,10 +41,12 @@ PRODUCTS = [
     ("b200", "float8", 4096, 8192, 8192, 226), ("b200", "float8_block", 8192, 8192, 8192, 411),
     ("b200", "float4", 8192, 8192, 8192, 285),
 ]  # fmt: skip
-# All-gathers and all-reduces of 2^20 and 2^28 elements of two bytes in all, alike.
+# All-gathers and all-reduces of 2^20 and 2^28 elements of two bytes in all, alike; those of A100 by vTrain.
 COLLECTIVES = [
     ("h100", OpKind.ALL_GATHER, 8, 2**21, 22.2), ("h100", OpKind.ALL_GATHER, 8, 2**29, 1401.5),
     ("h100", OpKind.ALL_REDUCE, 4, 2**29, 2299.7), ("h100", OpKind.REDUCE_SCATTER, 2, 2**29, 1077.9),
+    ("a100", OpKind.ALL_REDUCE, 2, 2**29, 2838.4), ("a100", OpKind.ALL_REDUCE, 4, 2**22, 77.3),
+    ("a100", OpKind.ALL_REDUCE, 8, 2**29, 4191.5),
     ("b200", OpKind.ALL_REDUCE, 8, 2**29, 1334.6), ("b200", OpKind.ALL_TO_ALL, 4, 2**29, 825.2),
 ]  # fmt: skip
 

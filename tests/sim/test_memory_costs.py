@@ -9,9 +9,11 @@ from click.testing import CliRunner
 from pipeproof.analysis.advise.candidates import Candidates, Choice
 from pipeproof.cli.main import main
 from pipeproof.comm.lower import lower
+from pipeproof.cost.analytic_times import AnalyticCosts
 from pipeproof.cost.plan_times import with_times
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.stages.describe.op_work import Phase
 from pipeproof.stages.describe.training_state import memory_dtype
 from tests.plans import FLAT, plan_dict
 
@@ -51,6 +53,66 @@ def test_selective_recompute_adds_the_core_of_attention():
     assert abs(selective.backward_input_us[1] - plain.backward_input_us[1] - 2 * one) < Fraction(1, 100)
     assert selective.backward_input_us[0] == plain.backward_input_us[0]
     assert selective.forward_us == plain.forward_us
+
+
+SIZES = {"hidden_size": 4096, "num_heads": 32, "ffn_size": 16384, "seq_length": 4096, "num_layers": 2}
+PEAK, BANDWIDTH = 989 * 10**6 * Fraction(7, 10), 4800 * 1000 * Fraction(4, 5)
+"""FLOPs of products and bytes of an H200 in a microsecond."""
+T = 2 * 4096
+
+
+def time_again(modules, **model):
+    """Microseconds that one block computes again."""
+    stages = [["embed"], ["layer.0", "layer.1", "norm", "head"]]
+    sections = {"stages": stages, "model": {**SIZES, **model}}
+    memory = {"recompute": "selective", "recompute_modules": modules}
+    plain, selective = computed(**sections), computed(memory=memory, **sections)
+    assert selective.forward_us == plain.forward_us
+    assert selective.backward_weight_us == plain.backward_weight_us
+    return (selective.backward_input_us[1] - plain.backward_input_us[1]) / 2
+
+
+@pytest.mark.parametrize(
+    ("modules", "model", "flops", "num_bytes"),
+    [
+        (["mlp"], {}, 3 * 2 * T * 4096 * 16384, 2 * 3 * T * 16384),  # three products; SwiGLU reads two and writes one
+        (["layernorm"], {}, 0, 2 * 2 * 2 * T * 4096),  # two norms, each of which reads and writes
+        (["moe_act"], {"moe": {"num_experts": 8, "top_k": 2, "ffn_size": 2048}}, 0, 2 * 3 * 2 * T * 2048),
+        (
+            ["shared_experts"],
+            {"moe": {"num_experts": 8, "top_k": 2, "ffn_size": 2048, "num_shared_experts": 2}},
+            3 * 2 * T * 4096 * 4096,
+            2 * 3 * T * 4096,
+        ),
+        (
+            ["mla_up_proj"],
+            {
+                "mla": {
+                    "q_rank": 1536, "kv_rank": 1024, "nope_head_size": 128, "rope_head_size": 64, "value_head_size": 128
+                }
+            },
+            2 * T * 32 * (1536 * 192 + 1024 * 256),
+            2 * 2 * T * (32 * 64 + 64),  # rotations of all heads, and of the part of the keys that they share
+        ),
+    ],
+)  # fmt: skip
+def test_modules_add_their_forward(modules, model, flops, num_bytes):
+    expected = Fraction(flops) / PEAK + Fraction(num_bytes) / BANDWIDTH
+    assert abs(time_again(modules, **model) / expected - 1) < Fraction(1, 10**4)
+
+
+def test_a_router_with_its_experts_adds_its_exchanges():
+    moe = {"num_experts": 8, "top_k": 2, "ffn_size": 8}
+    sections = {"model": {"moe": moe}, "topology": {"ep": 2}, "stages": STAGES, "cost": {"analytic": H200}}
+
+    def stage(**memory):
+        spec = spec_of(memory=memory, **sections)
+        return AnalyticCosts(spec, spec.cost.analytic).stages[1]
+
+    plain, again = stage(), stage(recompute="selective", recompute_modules=["moe"])
+    more = again[Phase.INPUT].links_us - plain[Phase.INPUT].links_us
+    assert more == plain[Phase.FORWARD].links_us > 0
+    assert again[Phase.INPUT].flops - plain[Phase.INPUT].flops < plain[Phase.FORWARD].flops
 
 
 def test_gathering_again_adds_the_forwards_gathers_to_w():

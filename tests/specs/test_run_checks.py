@@ -123,6 +123,7 @@ def test_the_compiler_of_graphs_is_part_of_a_plan_and_of_its_digest():
         ({"run": {**GRAPHS, "backend": "paddle"}}, "run.backend is paddle"),
         ({"run": GRAPHS, "schedule": {"num_sequence_splits": 2}}, "schedule.num_sequence_splits"),
         ({"run": GRAPHS, "memory": {"recompute": "full"}}, "memory.recompute: full"),
+        ({"run": GRAPHS, "memory": {"recompute": "selective", "recompute_modules": ["mlp"]}}, "[mlp]"),
     ],
 )
 def test_stages_that_cannot_be_graphs_are_refused(sections, fact):

@@ -24,8 +24,15 @@ MOE = {"moe": {"num_experts": 6, "top_k": 2, "ffn_size": 6, "num_shared_experts"
 AGAIN = ["selective", "full"]
 
 
+MODULES = ["core_attn", "mlp", "moe"]
+
+
 def make(recompute, **sections):
-    return make_plan(memory={"recompute": recompute}, **sections)
+    """A plan with this ``memory.recompute``; ``modules`` and ``shared`` are selective, of MLPs or shared experts."""
+    has_experts = "moe" in sections.get("model", {})
+    modules = {"modules": MODULES[: 2 + has_experts], "shared": ["shared_experts"]}.get(recompute)
+    memory = {"recompute": recompute} if modules is None else {"recompute": "selective", "recompute_modules": modules}
+    return make_plan(memory=memory, **sections)
 
 
 def allocated():
@@ -70,7 +77,7 @@ def test_gradients_have_the_bits_of_those_without(model, tp, sequence_parallel, 
     sections = {"model": model, "topology": {"tp": tp, "sequence_parallel": sequence_parallel}}
     _, kept = gone_back(make("none", **sections), part)
     assert all(gradient.any() for name, gradient in kept.items() if ".experts." not in name)
-    for recompute in AGAIN:
+    for recompute in (*AGAIN, "modules", *(["shared"] if "moe" in model else [])):
         _, again = gone_back(make(recompute, **sections), part)
         assert same_bits(again, kept) == []
 
@@ -113,6 +120,23 @@ def test_what_a_micro_batch_holds_between_its_forward_and_its_backward(model):
     assert core == sum(one.num_bytes for one in counted if one.name == "attn.core")
     assert now["none"][0] - now["selective"][0] == 2 * core
     assert now["none"][1] == now["selective"][1] == now["full"][1] > now["full"][0], "W needs the same of all"
+
+
+@pytest.mark.usefixtures("few_objects")
+def test_a_recomputed_mlp_keeps_nothing_inside():
+    """Gate, up and their product of two blocks are gone, and silu(gate), which Paddle keeps too."""
+    now = {}
+    for recompute in ("selective", "modules"):
+        ranks = Ranks(make(recompute), "middle")
+        before = allocated()
+        given, output = ranks.forward(0, 0)
+        now[recompute] = allocated() - before
+        gradients = ranks.stages[0].backward_input(output, ranks.gradient_of(output, 0))
+        del given, output
+        gradients.accumulate()
+        assert allocated() == before
+    tokens, ffn = 8 * 2, make("none").gpt.ffn_size
+    assert now["selective"] - now["modules"] >= 2 * 4 * 4 * tokens * ffn
 
 
 @pytest.mark.usefixtures("few_objects")

@@ -268,7 +268,8 @@ def test_keys_that_depend_on_the_layout_are_refused():
 
 def test_times_of_cells_are_those_of_their_own_recomputation():
     """Cells that differ in recomputation share the times of operations."""
-    bounds = Bounds(base_data(to_tune(EXPERTS).spec, FRAMEWORKS["megatron"], "h100"), to_tune(EXPERTS).spec)
+    spec = to_tune(EXPERTS, memory={"recompute": "selective", "recompute_modules": ["core_attn", "moe"]}).spec
+    bounds = Bounds(base_data(spec, FRAMEWORKS["megatron"], "h100"), spec)
     for recompute in ("none", "selective", "full"):
         spec = bounds._cell_spec(2, 1, 2, 1, recompute)
         costs = AnalyticCosts(spec, spec.cost.analytic)

@@ -11,15 +11,18 @@ from tests.plans import subject
 
 STAGES = [["embed"], ["layer.0", "layer.1"], ["layer.2", "layer.3"], ["norm", "head"]]
 MOE = {"num_experts": 4, "top_k": 2, "ffn_size": 8, "dense_layers": 3}
+MLA = {"q_rank": 12, "kv_rank": 8, "nope_head_size": 6, "rope_head_size": 4, "value_head_size": 8}
 DENSE = ["ALL_GATHER:tp", "REDUCE_SCATTER:tp"] * 2
 FORWARD = [*DENSE[:3], *["ALL_TO_ALL:ep"] * 3, DENSE[3]]
 BACKWARD = [DENSE[0], *["ALL_TO_ALL:ep"] * 2, *DENSE[1:]]
 
 
-def planned(recompute, kind="zb_h1", **sections):
+def planned(recompute, kind="zb_h1", modules=("core_attn",), *, regather=False, **sections):
     topology = {"pp": 4, "tp": 2, "sequence_parallel": True, **sections.pop("topology", {})}
     schedule = {"kind": kind, "num_micro_batches": 2}
-    return subject(topology=topology, schedule=schedule, stages=STAGES, memory={"recompute": recompute}, **sections)
+    memory = {"recompute": recompute, "recompute_modules": list(modules)}
+    memory |= {"sequence_parallel_activations": "regather"} if regather else {}
+    return subject(topology=topology, schedule=schedule, stages=STAGES, memory=memory, **sections)
 
 
 def issued(one, parent):
@@ -45,6 +48,24 @@ def test_a_backward_issues_both_ways_block_by_block(kind, backward):
     assert issued(full, f"2{backward}0") == FORWARD + BACKWARD + DENSE + DENSE
     for same in ("0F0", "1F0", "2F0", "3F0", f"0{backward}0", f"3{backward}0"):
         assert issued(full, same) == issued(plain, same), "embedding, norm and head are kept"
+
+
+@pytest.mark.parametrize(("kind", "backward"), [("zb_h1", "I"), ("1f1b", "B")])
+def test_a_backward_issues_a_modules_forward_before_its_backward(kind, backward):
+    """The MLP's two collectives, those of the experts, and the gathers of compressed queries and keys."""
+    modules = ["core_attn", "mlp", "moe"]
+    mlps = planned("selective", kind, modules, model={"moe": MOE}, topology={"ep": 2})
+    experts = [DENSE[0], *["ALL_TO_ALL:ep"] * 3, DENSE[1]]
+    assert issued(mlps, f"1{backward}0") == 2 * (DENSE[:2] + DENSE)
+    assert issued(mlps, f"2{backward}0") == experts + BACKWARD + DENSE[:2] + DENSE
+    latent, plain = (
+        planned(which, kind, modules, model={"mla": MLA}, regather=True)
+        for which, modules in (("selective", ["mla_up_proj"]), ("none", ["core_attn"]))
+    )
+    before, after = issued(plain, f"1{backward}0"), issued(latent, f"1{backward}0")
+    assert len(after) == len(before) + 2 * 2
+    assert [one for one in after if one == "ALL_GATHER:tp"].count("ALL_GATHER:tp") == before.count("ALL_GATHER:tp") + 4
+    assert errors(mlps) == errors(latent) == set()
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -53,6 +53,11 @@ def _part(name: str, **sections: Any) -> Part:
     return Part(name, sections)
 
 
+def _again(module: str) -> dict[str, Any]:
+    return {"recompute": "selective", "recompute_modules": [module]}
+
+
+_SHARED_AGAIN = {"model": {"moe": {**_MOE, "num_shared_experts": 1}}, "memory": _again("shared_experts")}
 _SPLITS = _part("sequence splits", schedule={"kind": "seq1f1b", "num_sequence_splits": 2})
 _CP = _part("`cp`", topology={"cp": 2})
 _TP_SP = _part("`sequence_parallel`", topology={"tp": 2, "sequence_parallel": True})
@@ -105,6 +110,14 @@ REFUSED: tuple[tuple[Part, ...], ...] = (
     (_CP, _part("`aux_loss`, `z_loss`", model={"moe": {**_MOE, "aux_loss": 0.1}})),
     (_part("`nodes_per_token`", model={"moe": {**_MOE, "nodes_per_token": 1}}),),
     (_part("`dispatch_dtype`", model={"moe": {**_MOE, "dispatch_dtype": "float8"}}),),
+    (_part("`recompute_modules: [layernorm]`, `[mla_up_proj]`, `[moe_act]`", memory=_again("layernorm")),),
+    (
+        _part("`recompute_modules: [shared_experts]`", **_SHARED_AGAIN),
+        _part("`regather`", memory={"sequence_parallel_activations": "regather"}),
+    ),
+    (_part("`recompute_modules` without `recompute: selective`", memory={"recompute_modules": ["mlp"]}),),
+    (_part("`recompute_modules: [mla_up_proj]` without `mla`", memory=_again("mla_up_proj")),),
+    (_part("`recompute_modules: [moe]`, `[moe_act]`, `[shared_experts]` without experts", memory=_again("moe")),),
     (_part("`shape_exchange: per_message`", transport={"shape_exchange": "per_message"}),),
     (_part("a schedule with `OFFLOAD` and `RELOAD`", schedule=_WITH_COPIES),),
     (_TOKENS, _MTP),

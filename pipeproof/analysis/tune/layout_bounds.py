@@ -312,17 +312,23 @@ class Bounds:
         model = dict(self._base["model"])
         moe = self._spec.gpt.moe
         model["num_layers"] = 1 if moe is None else moe.dense_layers + 1
-        return plan_from_dict(
+        modules = self._base["memory"].get("recompute_modules")
+        memory = {key: value for key, value in self._base["memory"].items() if key != "recompute_modules"}
+        spec = plan_from_dict(
             {
                 "pipeproof": 1,
                 "model": model,
                 "topology": {"tp": tp, "cp": cp, "ep": ep, "sequence_parallel": tp > 1},
                 "schedule": {"kind": "1f1b", "num_micro_batches": 1, "micro_batch_size": mbs},
                 "cost": self._base["cost"],
-                "memory": {**self._base["memory"], "recompute": recompute},
+                "memory": {**memory, "recompute": recompute},
                 "run": self._base["run"],
             }
         ).spec
+        if modules is None:
+            return spec
+        # Costs are of all values of `recompute`: each cell has the modules of `selective`.
+        return spec.model_copy(update={"memory": spec.memory.model_copy(update={"recompute_modules": tuple(modules)})})
 
 
 def _bounding_ranks(pp: int) -> list[int]:

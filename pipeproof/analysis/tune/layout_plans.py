@@ -101,6 +101,8 @@ def plan_data(
         schedule["overlap"] = layout.overlap
         cost = {**cost, **base[_OF_PAIRS]}
     memory = {**base["memory"], "recompute": layout.recompute, "shard_optimizer": layout.shard_optimizer}
+    if layout.recompute != "selective":
+        memory.pop("recompute_modules", None)
     if budget_gib is not None:
         memory["budget_gib"] = budget_gib
     data = {

@@ -25,7 +25,7 @@ class Recipe:
     """Settings of a recipe: the way of tokens to experts, and what is replayed, hidden, fused and recomputed.
 
     ``replayed`` has the parts of ``cost.analytic.replayed``; ``is_replayed_whole`` is true for graphs of whole steps.
-    ``recomputed`` has Megatron-LM's names of modules.
+    ``recomputed`` has modules of ``memory.recompute_modules``.
     """
 
     by_all_to_all: bool = False

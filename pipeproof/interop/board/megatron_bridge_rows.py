@@ -90,8 +90,6 @@ def _plan(cells: Cells, model: PublicModel) -> tuple[dict[str, Any], tuple[str, 
     # Each rank sends the tokens of all tp ranks here, so of experts over tp too: once to each node comes closest.
     exchange = "direct" if recipe.by_all_to_all and not over_tp else "by_node"
     analytic: dict[str, Any] = {"device": device, "dtype": "bfloat16", "exchange": exchange}
-    if recipe.recomputed:
-        notes.append(f"recomputed parts of a block are counted as kept: {', '.join(recipe.recomputed)}")
     if recipe.is_replayed_whole:
         analytic["execution"] = "graph"
     if recipe.replayed:
@@ -124,6 +122,7 @@ def _plan(cells: Cells, model: PublicModel) -> tuple[dict[str, Any], tuple[str, 
             "shard_optimizer": "dp",
             "gradient_dtype": "bfloat16",
             "sequence_parallel_activations": "regather" if tp > 1 else "keep",
+            **({"recompute": "selective", "recompute_modules": list(recipe.recomputed)} if recipe.recomputed else {}),
         },
     }
     return plan, tuple(notes)

@@ -56,7 +56,6 @@ _BERT = (
 )
 _APPROXIMATE = {
     "--squared-relu": "the squared ReLU is counted as GELU",
-    "--recompute-modules": "recomputed parts of a block are counted as kept",
 }
 
 

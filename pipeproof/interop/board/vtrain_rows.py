@@ -57,7 +57,8 @@ def _plan(cells: Cells, mesh: tuple[int, int, int], num_micro_batches: int) -> d
     if tp * dp * pp != cells.count("# GPUs"):
         raise NoPlanError(f"tp x dp x pp is {tp * dp * pp}")
     hidden = cells.count("hidden size")
-    cost: dict[str, Any] = {"analytic": {"device": "a100", "dtype": "bfloat16", "attention": "unfused"}}
+    analytic = {"device": "a100", "dtype": "bfloat16", "attention": "unfused"}
+    cost: dict[str, Any] = {"analytic": {**analytic, "fused_residual": True, "fused_softmax": True}}
     if tp * dp * pp > _RANKS_PER_NODE:
         cost["network"] = {"ranks_per_nic": _RANKS_PER_CARD}
     return {
@@ -74,4 +75,5 @@ def _plan(cells: Cells, mesh: tuple[int, int, int], num_micro_batches: int) -> d
         },
         "cost": cost,
         "memory": {"recompute": "full"},
+        **({"transport": "partial"} if tp > 1 else {}),
     }  # fmt: skip

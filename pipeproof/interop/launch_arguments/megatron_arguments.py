@@ -141,6 +141,8 @@ def _training(spec: PlanSpec) -> Iterator[Sequence[str]]:
         yield ("--calculate-per-token-loss",)
     if memory.recompute == "selective":
         yield "--recompute-granularity", "selective"
+        if memory.recompute_modules != ("core_attn",):
+            yield "--recompute-modules", *memory.recompute_modules
     elif memory.recompute == "full":
         yield "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"
     if memory.attention == "unfused":

@@ -6,6 +6,7 @@ from typing import get_args
 
 from pipeproof.diagnostics.problems import Problem, listed
 from pipeproof.specs.cost import NO_MATMUL, CostSpec, DeviceName, NetworkSpec
+from pipeproof.specs.memory import MemorySpec
 from pipeproof.specs.plan_sections import PlanSections
 
 _DATA_SHEET_KEYS = {
@@ -42,12 +43,47 @@ def check_activations(plan: PlanSections) -> list[Problem]:
         message = "`memory.product_inputs` is matmul_dtype, without `cost.analytic.matmul_dtype`"
         fix = "add matmul_dtype, such as float8, or remove product_inputs"
         problems.append(Problem("PP106", ("memory", "product_inputs"), message, help=fix))
+    problems += _check_recomputed_modules(plan)
     if plan.memory.offload_blocks and plan.buffers.receive_slots is not None:
         message = (
             "`memory.offload_blocks` copies the inputs of stages to host memory, and with `buffers.receive_slots` "
             "they are in slots that are never free"
         )
         problems.append(Problem("PP106", ("memory", "offload_blocks"), message, help="remove one of them"))
+    return problems
+
+
+def _check_recomputed_modules(plan: PlanSections) -> list[Problem]:
+    """PP106: modules are recomputed by `selective`, are in the model, and store no gathered outputs."""
+    memory, path = plan.memory, ("memory", "recompute_modules")
+    modules = memory.recompute_modules
+    if memory.recompute != "selective":
+        if modules == MemorySpec.model_fields["recompute_modules"].default:
+            return []
+        message = f"`memory.recompute_modules` is given, and `memory.recompute` is {memory.recompute}"
+        return [Problem("PP106", path, message, help="add `recompute: selective`, or remove recompute_modules")]
+    moe, problems = plan.gpt.moe, list[Problem]()
+    has_shared = moe is not None and moe.num_shared_experts > 0
+    lacking = {
+        "mla_up_proj": ("latent attention", plan.gpt.mla is None),
+        "moe": ("experts", moe is None),
+        "moe_act": ("experts", moe is None),
+        "shared_experts": ("shared experts", not has_shared),
+    }
+    for module in modules:
+        what, is_lacking = lacking.get(module, ("", False))
+        if is_lacking:
+            message = f"`memory.recompute_modules` has {module}, and the model has no {what}"
+            problems.append(Problem("PP106", path, message, help=f"remove {module}"))
+    gathered = [module for module in ("layernorm", "mla_up_proj") if module in modules]
+    is_sharded = plan.topology.tp > 1 and plan.topology.sequence_parallel
+    if gathered and is_sharded and memory.sequence_parallel_activations == "keep":
+        message = (
+            f"`memory.recompute_modules` has {listed(gathered, 'and')}, whose results are gathered over tp, and "
+            "`memory.sequence_parallel_activations: keep` keeps what is gathered"
+        )
+        fix = "add `sequence_parallel_activations: regather`"
+        problems.append(Problem("PP106", path, message, help=fix))
     return problems
 
 

@@ -57,6 +57,11 @@ def _conflicts(plan: PlanSections) -> list[tuple[KeyPath, str, str, str]]:
     if memory.recompute == "full":
         why = "a backward would run whole forwards, with all-to-alls of their own, in its turns"
         conflicts.append((("memory", "recompute"), "full", why, "use selective, or remove overlap"))
+    issuing = ("moe", "mlp", "mla_up_proj") if plan.topology.tp > 1 else ("moe",)
+    again = [module for module in memory.recompute_modules if module in issuing]
+    if memory.recompute == "selective" and again:
+        why = "a backward would run forwards, with collectives of their own, in its turns"
+        conflicts.append((("memory", "recompute_modules"), f"[{again[0]}]", why, f"remove {again[0]}, or overlap"))
     if memory.sequence_parallel_activations == "regather":
         why = "weight gradients would wait for gathers in their turns"
         key = "memory", "sequence_parallel_activations"

@@ -84,8 +84,12 @@ def _check_compiler(plan: PlanSections) -> list[Problem]:
     refused = []
     if plan.schedule.num_sequence_splits > 1:
         refused.append(("schedule.num_sequence_splits", "the splits of a sequence share keys and values"))
+    chooses = "the compiler chooses what is kept and what is computed again"
     if plan.memory.recompute == "full":
-        refused.append(("memory.recompute: full", "the compiler chooses what is kept and what is computed again"))
+        refused.append(("memory.recompute: full", chooses))
+    others = [module for module in plan.memory.recompute_modules if module != "core_attn"]
+    if plan.memory.recompute == "selective" and others:
+        refused.append((f"memory.recompute_modules: [{others[0]}]", chooses))
     return [
         Problem("PP106", path, f"run.compiler with {key}: {reason}", help="remove run.compiler")
         for key, reason in refused

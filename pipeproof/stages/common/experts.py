@@ -131,7 +131,11 @@ class ExpertRegion:
 
 
 class Experts(ABC):
-    """The experts of one block. ``weight_of`` returns this rank's weights by name, ``gated`` is the activation."""
+    """The experts of one block.
+
+    ``weight_of`` returns this rank's weights by name, ``gated`` is the activation. With ``recomputes_shared`` backward
+    computes shared experts again.
+    """
 
     def __init__(
         self,
@@ -141,9 +145,12 @@ class Experts(ABC):
         weight_of: Callable[[str], Weight],
         region: ExpertRegion,
         gated: Gated,
+        *,
+        recomputes_shared: bool,
     ) -> None:
         self._moe, self._name, self._region = moe, name, region
         self._weights, self._weight_of, self._gated = weights, weight_of, gated
+        self._recomputes_shared = recomputes_shared
 
     def forward(self, entered: Tensor, router: RouterBalance) -> Tensor:
         """This tensor-parallel rank's addend of the output of all experts, shared ones included, from [S, B, H].
@@ -160,7 +167,10 @@ class Experts(ABC):
         tokens = to_experts.reshape([-1, entered.shape[-1]])
         routes = self._gathered if self._gathers else self._visited
         routed = routes(logits, tokens, router).reshape(entered.shape)
-        return routed + self._shared(to_shared[0]) if shared else routed
+        if not shared:
+            return routed
+        again = self._region.ops.recompute_in_backward
+        return routed + (again(self._shared, *to_shared) if self._recomputes_shared else self._shared(*to_shared))
 
     @property
     def _gathers(self) -> bool:

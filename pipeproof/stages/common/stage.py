@@ -101,6 +101,7 @@ class Stage(ABC, Generic[TokenBatch]):
         self._batch_first = boundary.dims == "bsh"
         self._rows_dim = boundary.dims.index("b")
         self._recompute = plan.memory.recompute
+        self._modules = frozenset(plan.memory.recompute_modules if self._recompute == "selective" else ())
         self._sequence_keys = self._make_sequence_keys(context)
         self._held = StageWeights(layers, layer_ops.maker, plan.run.seed, lent or {}, self._region, experts)
         self.parameters = self._held.parameters
@@ -252,7 +253,7 @@ class Stage(ABC, Generic[TokenBatch]):
         key, value = self._sequence_keys.join(key, value, micro_batch=index, layer=name, split=split)
         inputs = query, key, value
         mix = partial(self._ops.causal_attention, factors=dropouts.of_attention(name, query))
-        recomputes = self._recompute == "selective"
+        recomputes = "core_attn" in self._modules
         mixed = self._ops.recompute_in_backward(mix, *inputs) if recomputes else mix(*inputs)  # [B, K, G, S, Z]
         mixed = self._ops.permute(mixed, [0, 3, 1, 2, 4] if self._batch_first else [3, 0, 1, 2, 4])
         return dropouts.between(self._row_parallel(mixed.flatten(2), f"{name}.out", f"{name}.out"), "hidden", name)
@@ -291,20 +292,37 @@ class Stage(ABC, Generic[TokenBatch]):
         return query.unsqueeze(2), key, value
 
     def _mlp(self, activation: Tensor, name: str, work_item: tuple[int, int], dropouts: Dropouts) -> Tensor:
-        entered = self._region.enter(activation, f"{name}.in")
-        if f"{name}.router.weight" in self.parameters:
-            output = self._region.leave(self._routed(entered, name, work_item), f"{name}.out")
-        else:
-            factors = [f"{name}.{part}" for part in ("gate", "up") if f"{name}.{part}.weight" in self.parameters]
-            inner = self._mlp_activation(*(self._product(entered, factor) for factor in factors))
-            output = self._row_parallel(inner, f"{name}.down", f"{name}.out")
+        has_experts = f"{name}.router.weight" in self.parameters
+        compute = partial(self._moe, work_item=work_item) if has_experts else self._dense_mlp
+        compute = partial(compute, name=name)
+        recomputes = ("moe" if has_experts else "mlp") in self._modules
+        output = self._ops.recompute_in_backward(compute, activation) if recomputes else compute(activation)
         return dropouts.between(output, "hidden", name)
+
+    def _dense_mlp(self, activation: Tensor, *, name: str) -> Tensor:
+        entered = self._region.enter(activation, f"{name}.in")
+        factors = [f"{name}.{part}" for part in ("gate", "up") if f"{name}.{part}.weight" in self.parameters]
+        inner = self._mlp_activation(*(self._product(entered, factor) for factor in factors))
+        return self._row_parallel(inner, f"{name}.down", f"{name}.out")
+
+    def _moe(self, activation: Tensor, *, name: str, work_item: tuple[int, int]) -> Tensor:
+        entered = self._region.enter(activation, f"{name}.in")
+        return self._region.leave(self._routed(entered, name, work_item), f"{name}.out")
 
     def _routed(self, entered: Tensor, name: str, work_item: tuple[int, int]) -> Tensor:
         """This rank's addend of the experts' output; ``work_item`` is (micro-batch, split)."""
         moe, weight_of = self._plan.model.moe, self.parameters.__getitem__
         assert moe is not None
-        experts = self._make_experts(moe, name, self._weights, weight_of, self._experts, self._mlp_activation)
+        recomputes_shared = "shared_experts" in self._modules
+        experts = self._make_experts(
+            moe,
+            name,
+            self._weights,
+            weight_of,
+            self._experts,
+            self._mlp_activation,
+            recomputes_shared=recomputes_shared,
+        )
         return experts.forward(entered, self.balance.of(name, *work_item))
 
     def _product(self, activation: Tensor, name: str) -> Tensor:

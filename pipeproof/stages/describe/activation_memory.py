@@ -28,8 +28,8 @@ Inputs of products may have the type in which products are computed, with its sc
 Offload: of the first ``memory.offload_blocks`` blocks of a stage nothing is on the device between F and I. While F or I
 runs, two of them are: one that is computed and one that is copied.
 
-Recomputation: ``selective`` stores nothing for the core of attention, ``full`` only the input of a block. Both hold the
-rest of one block while I runs.
+Recomputation: ``selective`` stores nothing inside its modules, nor the outputs that a module leaves to the backward
+(``recomputed_modules``), ``full`` only the input of a block. Both hold the rest of one block while I runs.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.memory import RecomputeModule
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.dropout import MASK_BYTES, dropout_sites
@@ -50,13 +51,12 @@ from pipeproof.stages.describe.layers import operations as ops
 from pipeproof.stages.describe.layers.layer_operations import layer_operations
 from pipeproof.stages.describe.mtp_streams import mtp_streams_into
 from pipeproof.stages.describe.rank_sizes import RankSizes
+from pipeproof.stages.describe.recomputed_modules import WHOLE_MLP, is_not_stored, modules_of_block
 from pipeproof.stages.describe.residual_streams import residual_streams_of
 from pipeproof.stages.describe.training_state import FLOAT32, memory_dtype
 
 TOKEN_ID = 8
 """Bytes of a token id."""
-
-_CORE = "attn.core"
 
 _NARROW_BYTES: Mapping[str, Fraction] = MappingProxyType(
     {
@@ -177,18 +177,20 @@ def _of_layer(plan: PlanSpec, name: str, size: MicroBatchSize) -> _StoredAndReco
     inputs, others = [h for h in everything if h.is_input], [h for h in everything if not h.is_input]
     if plan.memory.recompute == "none" or not is_block(name):
         return inputs + others, []
+    again = [held for held in others if held.lifetime.is_from_forward]
     if plan.memory.recompute == "selective":
-        return inputs + [h for h in others if h.name != _CORE], [h for h in others if h.name == _CORE]
-    computed = [held for held in others if held.lifetime.is_from_forward]
-    for_w = [replace(held, lifetime=Lifetime.BETWEEN) for held in others if held.lifetime is not Lifetime.TO_INPUT]
-    return [*inputs, *for_w], computed
+        modules = modules_of_block(plan, name)
+        inputs += rank.module_inputs(modules)
+        again = [held for held in again if is_not_stored(modules, held.name)]
+    for_w = [replace(held, lifetime=Lifetime.BETWEEN) for held in again if held.lifetime is Lifetime.TO_WEIGHT]
+    return [*inputs, *(held for held in others if held not in again), *for_w], again
 
 
 class _RankMemory:
     """Activations of the operations of one layer on one rank."""
 
     def __init__(self, plan: PlanSpec, sizes: RankSizes) -> None:
-        self._sizes, self._hidden = sizes, plan.gpt.hidden_size
+        self._sizes, self._hidden, self._mla = sizes, plan.gpt.hidden_size, plan.gpt.mla
         self._item, self._is_flash = dtype_bytes(memory_dtype(plan)), is_flash(plan)
         self._dropped, self._recomputes = dropout_sites(plan), plan.memory.recompute == "full"
         self._regathers = plan.memory.sequence_parallel_activations == "regather"
@@ -244,6 +246,18 @@ class _RankMemory:
             "fused": (self._item, 0),
         }[self._cross_entropy]
 
+    def module_inputs(self, modules: Sequence[RecomputeModule]) -> Iterator[StoredActivation]:
+        """The inputs of recomputed modules that no other operation stores.
+
+        An MLP, or a router with experts, reads the output of its norm, unless that is computed again too. The part of
+        the keys with positions enters their rotation.
+        """
+        sizes, mla = self._sizes, self._mla
+        if set(WHOLE_MLP) & set(modules) and "layernorm" not in modules:
+            yield StoredActivation("mlp.input", Lifetime.TO_INPUT, self._item * sizes.between * self._hidden)
+        if mla is not None and "mla_up_proj" in modules:
+            yield StoredActivation("attn.rotary", Lifetime.TO_INPUT, self._item * sizes.tokens * mla.rope_head_size)
+
     def _product(self, product: ops.Product) -> Iterator[StoredActivation]:
         """The input, which products of one tensor store once: gathered, or as the rank's own tokens."""
         sizes, name = self._sizes, product.name
@@ -269,7 +283,7 @@ class _RankMemory:
         if "attention" in self._dropped:
             num_bytes += self._item + MASK_BYTES
         factors = FLOAT32 * self._sizes.tokens * core.num_heads / tp
-        yield StoredActivation(_CORE, Lifetime.TO_INPUT, factors if self._is_flash else num_bytes * scores)
+        yield StoredActivation(core.name, Lifetime.TO_INPUT, factors if self._is_flash else num_bytes * scores)
         if self._is_flash and self._narrow is not None:
             mixed = self._sizes.tokens * core.mixed / tp
-            yield StoredActivation(f"{_CORE}_out", Lifetime.TO_INPUT, self._item * mixed)
+            yield StoredActivation(f"{core.name}_out", Lifetime.TO_INPUT, self._item * mixed)

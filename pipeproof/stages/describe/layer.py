@@ -17,6 +17,7 @@ from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.recomputed_modules import is_in_modules, modules_of_block
 
 COUNTS_DTYPE = "int64"
 """Type of the numbers of tokens for each expert."""
@@ -123,9 +124,31 @@ def is_block(name: str) -> bool:
 
 
 def backward_calls(plan: PlanSpec, layer: Layer) -> tuple[Collective, ...]:
-    """Collectives of a layer's backward. With full recomputation a block issues those of its forward first."""
-    recomputed = layer.forward_collectives if plan.memory.recompute == "full" and is_block(layer.name) else ()
-    return recomputed + layer.backward_collectives
+    """Collectives of a layer's backward, with those of what it computes again."""
+    prefix = f"{layer.name}."
+    return with_recomputed(plan, layer.name, layer.forward_collectives, layer.backward_collectives, prefix)
+
+
+def with_recomputed(
+    plan: PlanSpec, name: str, forward: Sequence[Collective], backward: Sequence[Collective], prefix: str = ""
+) -> tuple[Collective, ...]:
+    """The collectives of a backward of the layer ``name``, with those of the forwards that it computes again.
+
+    With full recomputation those of a block's forward come first. Those of a module come right before the first one of
+    its own backward. Labels begin with ``prefix``.
+    """
+    if plan.memory.recompute == "none" or not is_block(name):
+        return tuple(backward)
+    if plan.memory.recompute == "full":
+        return (*forward, *backward)
+    calls = list(backward)
+    for module in modules_of_block(plan, name):
+        again = [call for call in forward if is_in_modules((module,), call.label.removeprefix(prefix))]
+        if again:
+            operations = [call.label.removeprefix(prefix).removesuffix(".grad") for call in calls]
+            first = next(i for i, operation in enumerate(operations) if is_in_modules((module,), operation))
+            calls[first:first] = again
+    return tuple(calls)
 
 
 def weight_calls(plan: PlanSpec, layer: Layer) -> tuple[Collective, ...]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from itertools import chain
+from types import MappingProxyType
 from typing import NamedTuple
 
 from pipeproof.specs.dtypes import dtype_bytes
@@ -63,10 +64,6 @@ _ROTARY_LAUNCHES = 24, 14
 """Operations of both calls, for queries and for keys: six of the above and six for cosines and sines forward; seven
 backward."""
 
-ATTENTION_CORE = frozenset({"attn.core", "attn.scores", "attn.softmax", "attn.core_dropout", "attn.mix", "attn.merge"})
-"""The operations of the core of attention, from q, k and v to the mixed values. Over a ring of cp each step's result is
-added to that of the steps before: two reads and a write of the output, and backward of the gradients of q, k and v."""
-
 
 class Phase(StrEnum):
     """The part of a stage's work: F, I or W. A whole backward is I and W."""
@@ -82,6 +79,13 @@ class ComputeUnit(StrEnum):
     MATMUL = "matmul"
     ATTENTION = "attention"
     VECTOR = "vector"
+
+
+_CAUSAL_SHARES: Mapping[Phase, Fraction] = MappingProxyType(
+    {Phase.FORWARD: Fraction(3, 4), Phase.INPUT: Fraction(2, 3)}
+)
+"""Shares of the bytes of a softmax that reads half of its operands, up to the diagonal, and writes a whole result:
+``scaled_upper_triang_masked_softmax`` of Megatron-LM. Forward has one operand, backward two."""
 
 
 class ProductShape(NamedTuple):
@@ -190,6 +194,8 @@ class _RankWork:
         self._fused_experts = analytic is not None and analytic.fused_experts
         self._expert_biases = analytic is not None and analytic.expert_biases
         self._fused_rotary = analytic is None or analytic.fused_rotary
+        self._fused_residual = analytic is not None and analytic.fused_residual
+        self._fused_softmax = analytic is not None and analytic.fused_softmax
         self._regroups = _regroups(plan)
         size, num_splits = sizes.size, plan.schedule.num_sequence_splits
         whole = size.seq_length * num_splits
@@ -226,7 +232,8 @@ class _RankWork:
                 yield from (replace(work, launches=n) for work, n in zip(works, _ROTARY_LAUNCHES, strict=True))
             case ops.Elementwise():
                 numel = sizes.rows(operation.rows) * sizes.elements(operation)
-                works = self._elementwise(name, numel, operation.forward, operation.backward, operation.weight)
+                forward = (1, 0) if self._fused_residual and _is_bias(operation) else operation.forward
+                works = self._elementwise(name, numel, forward, operation.backward, operation.weight)
                 launches = ROUTING_LAUNCHES if _routes(operation) else 0 if _is_bias(operation) else 1
                 yield from (replace(work, launches=launches) for work in works)
                 if self._regroups and _moves_visits(operation):
@@ -239,7 +246,11 @@ class _RankWork:
                 further = 0 if sizes.tp == 1 or self._fused_loss else LOSS_LAUNCHES
                 yield from (replace(work, launches=1 + further) for work in works)
             case ops.Dropout():
-                yield from self._dropout(name, operation.site, sizes.between * self._hidden)
+                numel = sizes.between * self._hidden
+                for work in self._dropout(name, operation.site, numel):
+                    is_fused = self._fused_residual and operation.site == "hidden" and work.phase is Phase.FORWARD
+                    # The addition of the residual reads its input and writes its result; the mask remains.
+                    yield replace(work, num_bytes=MASK_BYTES * numel, launches=0) if is_fused else work
             case ops.Lookup():
                 rows = sizes.tokens * self._hidden
                 local = rows / sizes.tp  # of the tokens whose row this rank has
@@ -281,7 +292,11 @@ class _RankWork:
                 yield Work(name, phase, ComputeUnit.VECTOR, numel, moved)
 
     def _flash_core(self, core: ops.AttentionCore) -> Iterator[Work]:
-        """Reads q, k, v and writes o; in backward reads q, k, v, o, do and writes dq, dk, dv."""
+        """Reads q, k, v and writes o; in backward reads q, k, v, o, do and writes dq, dk, dv.
+
+        Over a ring of cp each step's result is added to that of the steps before: two reads and a write of the output,
+        and backward of the gradients of q, k and v.
+        """
         tp, name = self._sizes.tp, core.name
         scores, mix = 2 * self._pairs * core.queries / tp, 2 * self._pairs * core.mixed / tp
         moved = self._sizes.tokens * (core.queries + core.mixed) / tp + self._keys * (core.keys + core.values) / tp
@@ -301,7 +316,9 @@ class _RankWork:
     def _unfused_core(self, core: ops.AttentionCore) -> Iterator[Work]:
         tp = self._sizes.tp
         scores = self._pairs * core.num_heads / tp
-        yield from self._elementwise("attn.softmax", scores, ops.SOFTMAX, ops.SOFTMAX_BACK)
+        for work in self._elementwise("attn.softmax", scores, ops.SOFTMAX, ops.SOFTMAX_BACK):
+            read = _CAUSAL_SHARES[work.phase] if self._fused_softmax else 1
+            yield replace(work, num_bytes=read * work.num_bytes)
         yield from self._dropout("attn.core_dropout", "attention", scores)
         rows, keys = self._sizes.tokens / self._sizes.size.num_rows, self._keys / self._sizes.size.num_rows
         number = Fraction(self._sizes.size.num_rows * core.num_heads, tp)

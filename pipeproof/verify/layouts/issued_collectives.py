@@ -16,10 +16,10 @@ from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.schedule.derive import BoolColumn, packed, place_in_group
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, CHILD_KINDS, KIND_CODE, OpKind
-from pipeproof.specs.memory import MemorySpec
+from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import work_item_sizes
 from pipeproof.stages.describe.derive_types import TypedLayer
-from pipeproof.stages.describe.layer import Collective, CollectiveKind, is_block, layer_kind
+from pipeproof.stages.describe.layer import Collective, CollectiveKind, layer_kind, with_recomputed
 from pipeproof.stages.describe.model_family import typed_layers
 from pipeproof.verify.subject import Rule, Subject
 
@@ -83,7 +83,7 @@ class _Needed:
             for stage_layers in plan.stages:
                 layers = [(name, typed[layer_kind(plan.spec.model, name)]) for name in stage_layers]
                 for kind in _COMPUTES:
-                    named = list(_calls(kind, layers, plan.spec.memory))
+                    named = list(_calls(kind, layers, plan.spec))
                     self.layers.append([name for name, _ in named])
                     self.calls.append([call for _, call in named])
         self.count = np.array([len(calls) for calls in self.calls], dtype=np.int64)
@@ -127,12 +127,10 @@ class _Needed:
         return np.where(known, slot, NONE)
 
 
-def _calls(
-    kind: OpKind, layers: Sequence[tuple[str, TypedLayer]], memory: MemorySpec
-) -> Iterator[tuple[str, Collective]]:
+def _calls(kind: OpKind, layers: Sequence[tuple[str, TypedLayer]], plan: PlanSpec) -> Iterator[tuple[str, Collective]]:
     """The collectives of one computation, each with the name of its layer.
 
-    A block that is computed again issues those of its forward again, right before those of its backward. The weights'
+    What is computed again issues those of its forward again, right before those of its backward. The weights'
     gradients issue none, unless what they read is gathered again; in a whole backward that comes last.
     """
     if kind in _FORWARDS:
@@ -141,10 +139,8 @@ def _calls(
         return
     if kind in _BACKWARDS:
         for name, layer in reversed(layers):
-            if memory.recompute == "full" and is_block(name):
-                yield from ((name, call) for call in layer.forward)
-            yield from ((name, call) for call in layer.backward)
-    if kind is not OpKind.BACKWARD_INPUT and memory.sequence_parallel_activations == "regather":
+            yield from ((name, call) for call in with_recomputed(plan, name, layer.forward, layer.backward))
+    if kind is not OpKind.BACKWARD_INPUT and plan.memory.sequence_parallel_activations == "regather":
         for name, layer in reversed(layers):
             yield from ((name, call) for call in layer.weights)
 

@@ -78,6 +78,9 @@ def test_vtrain_row(tmp_path):
     assert one.plan["memory"] == {"recompute": "full"}
     assert one.measured == pytest.approx(0.372160408)
     assert "network" not in one.plan["cost"]
+    assert ("transport" in one.plan) == (one.plan["topology"]["tp"] > 1)
+    analytic = one.plan["cost"]["analytic"]
+    assert (analytic["fused_residual"], analytic["fused_softmax"]) == (True, True)
     assert wrong.reason == "tp x dp x pp is 4"
 
 
@@ -267,3 +270,4 @@ def test_recipes_are_those_of_the_release_and_the_sizes_of_a_row():
 def test_vtrain_has_two_gpus_on_a_network_card():
     plans = [row.plan for row in rows_of(MEASUREMENTS / "vtrain_ground_truth_multi.csv")]
     assert all(plan["cost"]["network"] == {"ranks_per_nic": 2} for plan in plans)
+    assert {plan.get("transport") for plan in plans if plan["topology"]["tp"] > 1} == {"partial"}

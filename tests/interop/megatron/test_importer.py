@@ -19,6 +19,7 @@ SIZES = GPT3 + LLAMA
 BATCHES = "--micro-batch-size 1 --global-batch-size 8 "
 PER_CHUNK, CHUNKS = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
 PP2 = "--pipeline-model-parallel-size 2 "
+MOE = f"run {SIZES}{BATCHES}{PP2}--num-experts 8 --moe-router-topk 2 "
 
 
 def imported(tmp_path, text, **flags):
@@ -210,6 +211,60 @@ def test_what_a_run_alone_can_tell_of_sizes_is_assumed(tmp_path):
     why = {assumption.key: assumption.why for assumption in made.assumptions}
     assert "`$(cat hidden)`" in why["model", "hidden_size"]
     assert why["model", "num_heads"] == "no --num-attention-heads is given"
+
+
+LATENT = "--multi-latent-attention --q-lora-rank 96 --kv-lora-rank 64 "
+SELECTIVE = "--recompute-granularity selective "
+
+
+@pytest.mark.parametrize(
+    ("flags", "modules", "ignored"),
+    [
+        (f"{MOE}{SELECTIVE}--recompute-modules moe_act layernorm", ["moe_act", "layernorm"], set()),
+        (f"{MOE}{SELECTIVE}--recompute-modules '[layernorm mlp]'", ["layernorm", "mlp"], set()),
+        (f"{MOE}{SELECTIVE}--recompute-modules core_attn", None, set()),
+        (f"{MOE}{SELECTIVE}", None, set()),
+        (f"{MOE}{SELECTIVE}--recompute-modules mlp mhc shared_experts", ["mlp"], {"mhc", "shared_experts"}),
+        (f"{MOE}--moe-layer-recompute", ["core_attn", "moe"], set()),
+        (f"run {SIZES}{BATCHES}{SELECTIVE}--recompute-modules moe mlp", ["mlp"], {"moe"}),
+        (f"run {SIZES}{BATCHES}{LATENT}{SELECTIVE}--recompute-modules mla_up_proj", ["mla_up_proj"], set()),
+    ],
+)
+def test_modules_that_are_computed_again(tmp_path, flags, modules, ignored):
+    made = imported(tmp_path, flags)
+    assert made.plan["memory"]["recompute"] == "selective"
+    assert made.plan["memory"].get("recompute_modules") == modules
+    named = {one.name.split()[-1] for one in made.ignored if one.name.startswith("--recompute-modules")}
+    assert named == ignored
+
+
+def test_modules_without_selective_recomputation(tmp_path):
+    made = imported(tmp_path, f"run {SIZES}{BATCHES}--recompute-modules mlp")
+    assert "recompute" not in made.plan["memory"]
+    assert "selective` reads it" in next(one.why for one in made.ignored if one.name == "--recompute-modules")
+    none = imported(tmp_path, f"run {SIZES}{BATCHES}{SELECTIVE}--recompute-modules moe")
+    assert "recompute" not in none.plan["memory"], "the model has no experts"
+    unknown = imported(tmp_path, f"run {SIZES}{BATCHES}{SELECTIVE}--recompute-modules $(modules)")
+    assert unknown.plan["memory"]["recompute"] == "selective"
+    assert "--recompute-modules" in {one.name for one in unknown.ignored}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--recompute-modules attention", "has `attention`"),
+        ("--recompute-modules mla_up_proj", "without --multi-latent-attention"),
+        (
+            "--recompute-modules shared_experts --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap",
+            "with --moe-shared-expert-overlap",
+        ),
+    ],
+)
+def test_modules_that_megatron_refuses(tmp_path, flags, message):
+    finding = refusal(tmp_path, f"{MOE}{SELECTIVE}{flags}")
+    assert (finding.code, message in finding.message) == ("PP171", True)
+    full = refusal(tmp_path, f"{MOE}--recompute-granularity full --moe-layer-recompute")
+    assert full.code == "PP171"
 
 
 def test_flags_that_are_not_shown_are_named(tmp_path):
@@ -430,9 +485,6 @@ def test_buffers_of_attention_and_of_the_loss(tmp_path, flags, memory):
     assert imported(tmp_path, SIZES + BATCHES + flags).plan["memory"] == memory
 
 
-MOE = f"run {SIZES}{BATCHES}{PP2}--num-experts 8 --moe-router-topk 2 "
-
-
 @pytest.mark.parametrize(("named", "ours"), [("allgather", "all_gather"), ("alltoall", None), ("flex", None)])
 def test_the_dispatcher_of_tokens(tmp_path, named, ours):
     made = imported(tmp_path, f"{MOE}--moe-token-dispatcher-type {named}")
@@ -617,6 +669,10 @@ def test_experts_over_ranks_of_one_replica(tmp_path, flags, world, topology):
         (f"{CHUNKS} 2 --expert-model-parallel-size 2", "neither --bf16"),
         (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 --recompute-granularity full", "full is given"),
         (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 --mtp-num-layers 2", "2 modules"),
+        (
+            f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 {SELECTIVE}--recompute-modules moe",
+            "--recompute-modules has moe",
+        ),
         (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16", "tokens are gathered"),
         (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 --moe-token-dispatcher-type alltoall", None),
     ],

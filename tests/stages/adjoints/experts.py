@@ -67,9 +67,11 @@ def _experts(moe: MoeSpec, num_ranks: int, limit: float | None) -> Case:
     def function(rank: Rank, x: paddle.Tensor, *tensors: paddle.Tensor) -> paddle.Tensor:
         weights = {f"mlp.{name}.weight": tensor for name, tensor in zip(shapes, tensors, strict=True)}
         router = PaddleBalance(make_plan(), (), adds_losses=False).of("mlp", 0, 0)
-        return PaddleExperts(moe, "mlp", rank.weights, weights.__getitem__, rank.experts, gated(swiglu, limit)).forward(
-            x, router
+        activation = gated(swiglu, limit)
+        experts = PaddleExperts(
+            moe, "mlp", rank.weights, weights.__getitem__, rank.experts, activation, recomputes_shared=False
         )
+        return experts.forward(x, router)
 
     inputs = (Held((3, 2, 7)), *map(Held, shapes.values()))
     return Case(

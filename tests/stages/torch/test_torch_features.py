@@ -106,6 +106,11 @@ MESHES = {
         {}, {"memory": {"recompute": "full"}}, {"mtp": {"num_modules": 1, "magic_send": True}, "tied_embedding": True},
     ),
     "core again": ({"tp": 2}, {"memory": {"recompute": "selective"}}, {"dropout": 0.1}),
+    "experts again": (
+        {**SP, "ep": 2},
+        {"memory": {"recompute": "selective", "recompute_modules": ["core_attn", "mlp", "moe"]}},
+        {"moe": {**MOE, **EVEN}, "dropout": 0.1},
+    ),
     "Qwen3": (SP, REGATHER, QWEN3),
     "GPT-3": (SP, {}, GPT3),
     "LayerNorm of heads": (
@@ -123,8 +128,17 @@ def test_a_mesh_has_the_sums_of_the_unpartitioned_model(name):
     assert_kept(kept_of(StagedRun(plan, cut=(2,)).steps()), kept_of(run_unpartitioned(plan)))
 
 
-@pytest.mark.parametrize("memory", [{"recompute": "full"}, {"recompute": "selective"}])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"recompute": "selective", "recompute_modules": ["mlp", "moe"]},
+        {"recompute": "selective", "recompute_modules": ["core_attn", "shared_experts"]},
+    ],
+)
 def test_what_is_computed_again_has_the_same_bits(memory):
     plan = make_plan("even experts", model={"dropout": 0.1}, memory=memory, run=FAST)
+    assert plan.model.moe.num_shared_experts > 0
     for ours, reference in zip(StagedRun(plan, cut=(2,)).steps(), run_unpartitioned(plan), strict=True):
         assert_same_bits(ours, reference)

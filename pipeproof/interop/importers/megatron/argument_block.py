@@ -59,7 +59,6 @@ _LAYOUT, _CHUNKS = "--pipeline-model-parallel-layout", "--num-virtual-stages-per
 _DEFAULTS: Final = frozenset(
     {
         ("num_distributed_optimizer_instances", "1"),
-        ("recompute_modules", "['core_attn']"),
         ("main_grads_dtype", "torch.float32"),
     }
 )

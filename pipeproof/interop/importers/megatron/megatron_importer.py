@@ -17,6 +17,7 @@ from pipeproof.interop.importers.megatron.flag_values import Arguments, FlagRead
 from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN, WITHOUT_BEARING, concerns_parallelism
 from pipeproof.interop.importers.megatron.model_flags import dispatcher_of, import_model
 from pipeproof.interop.importers.megatron.precision_flags import import_precision
+from pipeproof.interop.importers.megatron.recompute_flags import MODULES, import_recomputation, recomputed_modules
 from pipeproof.interop.importers.megatron.stage_flags import CHUNKS, import_stages
 
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -120,6 +121,7 @@ def _check_expert_overlap(reader: FlagReader, pp: int, num_chunks: int, num_mtp:
         (pp > 1 and num_chunks == 1, f"there is one stage on each of {pp} pipeline ranks", f"give {CHUNKS} 2"),
         ((reader.given_degree(_EP, ("topology", "ep")) or 1) == 1, f"{_EP} is 1", None),
         (granularity == "full", f"{recomputed} is given", None),
+        (granularity == "selective" and "moe" in recomputed_modules(reader), f"{MODULES} has moe", "remove it"),
         (num_mtp > 1, f"there are {num_mtp} modules of multi-token prediction, and at most one is supported", None),
         (not (reader.has("--bf16") or reader.has("--fp16")), "neither --bf16 nor --fp16 is given", None),
         (reader.has("--moe-shared-expert-overlap"), "--moe-shared-expert-overlap is given", None),
@@ -236,11 +238,7 @@ def _import_rest(reader: FlagReader) -> None:
         reader.take("--use-distributed-optimizer", ("memory", "shard_optimizer"), "dp")
         reader.take("--use-distributed-optimizer", ("memory", "optimizer_ranks"), "replicas")
     _import_buckets(reader)
-    granularity = reader.text("--recompute-granularity")
-    if reader.has("--recompute-activations"):
-        reader.take("--recompute-activations", ("memory", "recompute"), "selective")
-    elif granularity in ("selective", "full"):
-        reader.take("--recompute-granularity", ("memory", "recompute"), granularity)
+    import_recomputation(reader)
     _import_buffers(reader)
     import_precision(reader)
     _import_transport(reader)

@@ -32,7 +32,7 @@ KEYS: Final[Mapping[str, str]] = MappingProxyType(
 """Arguments of Megatron-LM and attributes of Megatron-Core, and their flags."""
 
 _WITHOUT_BEARING: Final = frozenset(flag[2:].replace("-", "_") for flag in WITHOUT_BEARING)
-_DEFAULTS: Final = frozenset({("recompute_modules", "['core_attn']"), ("moe_layer_freq", "1")})
+_DEFAULTS: Final = frozenset({("moe_layer_freq", "1")})
 """Values that are no user's choice, as the launchers write them."""
 _ADAPTERS: Final = frozenset({"lora_rank"})
 """Keys of adapters, whose names are similar to a flag of latent attention."""

@@ -49,6 +49,7 @@ MODEL_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
         "attention_dropout": "--attention-dropout",
         "hidden_dropout": "--hidden-dropout",
         "recompute_granularity": "--recompute-granularity",
+        "recompute_modules": "--recompute-modules",
         "recompute_method": "--recompute-method",
         "recompute_num_layers": "--recompute-num-layers",
         "calculate_per_token_loss": "--calculate-per-token-loss",

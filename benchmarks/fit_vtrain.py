@@ -1,0 +1,85 @@
+"""Fits what vTrain's trainings give of an A100: its share of memory bandwidth, the host, and its all-reduces.
+
+``python benchmarks/fit_vtrain.py`` predicts both groups of the board's set `vtrain` with shares in steps of 0.05 and
+times of the host in steps of 2 us (8 minutes of CPU time), and prints the mean and the median size of their errors. The
+share is that of the smallest sum of both means; the host, that of one node with this share.
+
+``python benchmarks/fit_vtrain.py DIRECTORY`` prints the rows of `pipeproof/cost/device_tables.py` for all-reduces among
+2, 4 and 8 A100 of a node instead, with residuals. DIRECTORY has `AR_GPU2_1M_1024M_LUT` and so on of VIA-Research/vTrain
+(MIT; commit f8dda84, `trace/a100`): sizes from 1 MiB to 1 GiB in steps of 1 MiB. Those nearest to quarter powers of two
+are fitted, so that small and large sizes count alike. Fewer ranks start no later than more of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from pipeproof.cost.device_tables import device_table
+from pipeproof.interop.board.accuracy_board import MEASUREMENTS, Predictor, read_measurements
+
+SHARES = (0.5, 0.55, 0.6, 0.65, 0.7)
+HOSTS_US = (60, 62, 64, 66, 68)
+_MIB = 2**20
+
+
+def trainings() -> None:
+    """Print the errors of both groups for each share, and each time of the host."""
+    known = device_table("a100")
+    assert known is not None
+    predictor = Predictor()
+    rows = [
+        row
+        for file in read_measurements([MEASUREMENTS])[0]
+        for row in file.rows
+        if file.set == "vtrain" and row.plan is not None
+    ]
+    for share in SHARES:
+        for host_us in HOSTS_US:
+            table = known.model_copy(update={"memory_efficiency": share, "host_us": host_us}).model_dump(mode="json")
+            errors: dict[str, list[float]] = {}
+            for row in rows:
+                assert row.plan is not None
+                cost = row.plan["cost"]
+                plan = {**row.plan, "cost": {**cost, "analytic": {**cost["analytic"], "table": table}}}
+                errors.setdefault(row.group, []).append(abs(predictor.predict(replace(row, plan=plan)).error))
+            texts = [f"{group} {fmean(of):.2%}, median {median(of):.2%}" for group, of in errors.items()]
+            print(f"share {share}, host {host_us} us: {'; '.join(texts)}", flush=True)
+
+
+def all_reduces(directory: Path) -> None:
+    """Print a row for each number of ranks."""
+    most = 1e3
+    for ranks in (8, 4, 2):
+        size, nanoseconds = np.loadtxt(
+            directory / f"AR_GPU{ranks}_1M_1024M_LUT", delimiter=",", skiprows=1, usecols=(0, 3), unpack=True
+        )
+        kept = sorted({int(np.argmin(abs(size - _MIB * 2 ** (quarter / 4)))) for quarter in range(41)})
+        moved, times = 2 * (ranks - 1) / ranks * size[kept], nanoseconds[kept] / 1000
+
+        def residuals(x: np.ndarray, moved: np.ndarray = moved, times: np.ndarray = times) -> np.ndarray:
+            latency, ramp, ramp_bytes, bandwidth = x
+            us = latency + ramp * moved / (moved + ramp_bytes) + moved / (bandwidth * 1e3)
+            return np.asarray(np.log(us / times))
+
+        bounds = [0, 0, 1e3, 1], [most, 1e4, 1e10, 1e4]
+        start = [30, 50, 5e6, 230]
+        fitted = least_squares(residuals, start, bounds=bounds, loss="soft_l1", f_scale=0.1, x_scale="jac").x
+        latency, ramp, ramp_bytes, bandwidth = fitted
+        most = latency
+        errors = 100 * abs(residuals(fitted))
+        row = f'("ALL_REDUCE", {ranks}, {latency:.1f}, {ramp:.1f}, {ramp_bytes:.3g}, {bandwidth:.0f})'
+        residual = f"residual {np.median(errors):.1f} %, p90 {np.quantile(errors, 0.9):.0f} %"
+        print(f"{row}, {len(kept)} sizes, {residual}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        all_reduces(Path(sys.argv[1]))
+    else:
+        trainings()
