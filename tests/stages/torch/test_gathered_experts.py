@@ -35,7 +35,8 @@ def results(kind, chosen):
     products = SplitWeights(torch.device("cpu"))
     gated = torch.nn.functional.silu
     own = kind(
-        MOE, "mlp", products, weights.__getitem__, ExpertRegion(OPS, 0, RANKS, _Unused()), lambda g, u: gated(g) * u
+        MOE, "mlp", products, weights.__getitem__, ExpertRegion(OPS, 0, RANKS, _Unused()), lambda g, u: gated(g) * u,
+        recomputes_shared=False,
     )  # fmt: skip
     tokens, gains = drawn(TOKENS, HIDDEN).requires_grad_(), drawn(TOKENS, 2).requires_grad_()
     made = own._visit_own(tokens, chosen, gains)
