@@ -46,11 +46,11 @@ def timed(step: Callable[[], object], device: torch.device, times: Times) -> Mea
         step()
     best = float("inf")
     for _ in range(times.series):
-        _meet(device)
+        meet(device)
         start = time.perf_counter()
         for _ in range(times.steps):
             step()
-        _meet(device)
+        meet(device)
         best = min(best, time.perf_counter() - start)
     gib = torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else 0.0
     most = torch.tensor([gib], device=device)
@@ -70,9 +70,14 @@ def forget(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _meet(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def meet(device: torch.device) -> None:
+    """All ranks begin together, each with an idle device."""
+    settle(device)
     dist.barrier()
+    settle(device)
+
+
+def settle(device: torch.device) -> None:
+    """Wait for all that a GPU has been given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

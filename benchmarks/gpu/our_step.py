@@ -6,6 +6,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -183,15 +184,18 @@ class _NoWorld:
         """Nobody else is there."""
 
 
-def start() -> tuple[TorchFramework, Callable[[str], None]]:
-    """Join the world that torchrun describes; PyTorch on this rank's device, and what prints on the first rank."""
+def start(timeout: timedelta | None = None) -> tuple[TorchFramework, Callable[[str], None]]:
+    """Join the world that torchrun describes; PyTorch on this rank's device, and what prints on the first rank.
+
+    ``timeout`` is that of the world's collectives, by default PyTorch's.
+    """
     held.initial_weight = _QuickWeights()
     device = "gpu" if torch.cuda.is_available() else "cpu"
     framework = TorchFramework(device, int(os.environ["LOCAL_RANK"]))
     if device == "gpu":
-        dist.init_process_group("nccl", device_id=framework.device)
+        dist.init_process_group("nccl", timeout=timeout, device_id=framework.device)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
 
     def report(text: str) -> None:
         if dist.get_rank() == 0:

@@ -37,13 +37,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import forget
+from measure import forget, meet, settle
+from our_step import start
 from plain_gpt import PlainBlock, PlainStage, summed_loss, swiglu
 from rival import stage_numbers
 from sizes import Size
 from torch import Tensor, nn
 
-from pipeproof.exec.rank.torch.framework import TorchFramework
 from pipeproof.torch import Pipeline, seam
 
 NUM_PAIRS = 10
@@ -320,28 +320,16 @@ class Job:
     def step_ms(self, step: Callable[[], Any]) -> float:
         """One step, of the slowest rank."""
         _bound()
-        _meet(self._device)
+        meet(self._device)
         start = time.perf_counter()
         step()
-        _wait(self._device)
+        settle(self._device)
         return _most(1e3 * (time.perf_counter() - start), self._device)
 
 
 def _bound(limit_s: float = LIMIT_S) -> None:
     """End this process with the stacks of its threads, unless it comes here again within the time."""
     faulthandler.dump_traceback_later(limit_s, exit=True)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _meet(device: torch.device) -> None:
-    """All ranks begin together."""
-    _wait(device)
-    dist.barrier()
-    _wait(device)
 
 
 def _most(value: float, device: torch.device) -> float:
@@ -424,26 +412,18 @@ def main() -> None:
     options = parser.parse_args()
     _bound(2 * LIMIT_S)
     on_gpu = torch.cuda.is_available()
-    framework = TorchFramework("gpu" if on_gpu else "cpu", int(os.environ["LOCAL_RANK"]))
-    device, limit = framework.device, timedelta(seconds=LIMIT_S)
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=limit, device_id=device if on_gpu else None)
-
-    def report(text: str) -> None:
-        if dist.get_rank() == 0:
-            sys.stdout.write(f"{text}\n")
-            sys.stdout.flush()
-
+    framework, report = start(timedelta(seconds=LIMIT_S))
+    device = framework.device
     groups = _groups(options.pp, on_gpu=on_gpu)
     num_experts, top_k, ffn = map(int, options.experts.split(","))
     size = replace(
         Size.read(options.size), moe={"num_experts": num_experts, "top_k": top_k, "ffn_size": ffn},
         vocab_size=4096 if on_gpu else 64,
     )  # fmt: skip
-    report(f"{torch.cuda.get_device_name() if on_gpu else 'CPU'}, PyTorch {torch.__version__}, hidden {size.hidden}, "
-           f"sequence {size.seq_length}, {size.num_layers} blocks a pipeline rank, {size.num_micro_batches} "
-           f"micro-batches of {options.rows}, {num_experts} experts of {ffn}, {top_k} a token, capacity "
-           f"{options.capacity}, pp {options.pp}, ep {dist.get_world_size() // options.pp}, split {options.split}; "
-           "milliseconds a step")  # fmt: skip
+    report(f"hidden {size.hidden}, sequence {size.seq_length}, {size.num_layers} blocks a pipeline rank, "
+           f"{size.num_micro_batches} micro-batches of {options.rows}, {num_experts} experts of {ffn}, "
+           f"{top_k} a token, capacity {options.capacity}, pp {options.pp}, ep {dist.get_world_size() // options.pp}, "
+           f"split {options.split}")  # fmt: skip
     checked = replace(size, **{name: min(most, getattr(size, name)) for name, most in CHECKED.items()})
     dtypes = options.dtypes.split(",")
 

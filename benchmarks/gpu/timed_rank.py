@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from measure import captured_anew
+from measure import captured_anew, meet
 
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.adapter import RankAdapter
@@ -113,7 +112,7 @@ class OurRank:
         """The log of a step whose operations are timed."""
         self._use(self._timed, self._clock)
         self.adapter.begin(number)
-        self._meet()
+        meet(self._device)
         self._execute(keep_log=True)
         log = [*self._clock.timed_entries(self.adapter.log)]
         self.adapter.log.clear()
@@ -123,7 +122,7 @@ class OurRank:
         """The log of a step in which nothing is sent."""
         self._use(self._alone, self._clock)
         self.adapter.begin(number)
-        self._meet()
+        meet(self._device)
         self._execute(keep_log=True)
         log = [*self._clock.timed_entries(self.adapter.log)]
         self._forget_alone()
@@ -189,21 +188,11 @@ class OurRank:
 
     def _edges(self, work: Callable[[], None]) -> tuple[int, int]:
         self._clock.begin()
-        self._meet()
+        meet(self._device)
         start = self._clock.now()
         work()
         (entry,) = self._clock.timed_entries([LogEntry(0, HOST_QUEUE, "", start, self._clock.now())])
         return entry.start_ns, entry.end_ns
-
-    def _meet(self) -> None:
-        """All ranks begin together."""
-        self._wait()
-        dist.barrier()
-        self._wait()
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _use(self, channels: Channels, clock: Clock | None = None) -> None:
         self._at.channels, self._at.clock = channels, HostClock() if clock is None else clock

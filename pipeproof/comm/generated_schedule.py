@@ -46,8 +46,7 @@ def plan_schedule(plan: PlanSpec, pair_time: PairTime | None = None) -> Schedule
     """
     schedule = plan.schedule
     kind = SCHEDULE_KINDS[schedule.kind]
-    if pair_time is None and is_made_for_pairs(plan):
-        pair_time = own_pair_time(plan)
+    pair_time = pair_time or generating_pair_time(plan)
     try:
         _require_fit(plan, kind)
         require_moderate_size(plan)
@@ -99,6 +98,15 @@ def stage_costs(plan: PlanSpec, pair_time: PairTime | None = None) -> StageCosts
 def is_made_for_pairs(plan: PlanSpec) -> bool:
     """True if the plan's schedule is generated for the times of its pairs that take turns."""
     return plan.schedule.turns is not None and plan.schedule.kind == "optimal"
+
+
+def generating_pair_time(plan: PlanSpec) -> PairTime | None:
+    """The times of pairs for which the plan's schedule is generated; None if it is not generated for any.
+
+    Raises:
+        BadPlanAtError: PP161, a profile lacks some time.
+    """
+    return own_pair_time(plan) if is_made_for_pairs(plan) else None
 
 
 def own_pair_time(plan: PlanSpec) -> PairTime:

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from pipeproof.comm.generated_schedule import UNFIT_SCHEDULE, is_made_for_pairs, own_pair_time, plan_schedule
+from pipeproof.comm.generated_schedule import UNFIT_SCHEDULE, generating_pair_time, plan_schedule
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.comm.mesh import Mesh
 from pipeproof.comm.op_graph import lower_context
@@ -81,7 +81,7 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
     require_moderate_size(plan, sum(len(calls) for layer in layers for calls in _calls(plan, layer)))
     stages = stage_layers(plan)
     device = None if plan.cost.analytic is None else plan.cost.analytic.device
-    pair_time = own_pair_time(plan) if foreign is None and is_made_for_pairs(plan) else None
+    pair_time = generating_pair_time(plan) if foreign is None else None
     shares, links, plan = shares_of_parts(plan), link_times(plan), with_times(plan)
     schedule = foreign.schedule if foreign is not None else plan_schedule(plan, pair_time)
     edges = describe_boundaries(plan) if boundary is None else (Edge(((boundary,),)),) * (plan.num_stages - 1)

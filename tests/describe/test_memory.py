@@ -150,7 +150,7 @@ def test_what_w_needs_of_recomputed_modules_is_there_after_i():
 
 
 def test_recomputed_modules_with_sequence_parallelism_keep_a_ranks_own_tokens():
-    """Of an MLP the input of one rank of two; gathered for I, and again for W."""
+    """The input of an MLP on one rank of two; gathered for I, and again for W."""
     sections = {"tp": 2, "sp": True}
     regather = {"sequence_parallel_activations": "regather"}
     plain = held(plan(H, **sections, memory=regather))

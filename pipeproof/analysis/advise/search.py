@@ -21,7 +21,7 @@ from pipeproof.analysis.advise.receive_timing import OtherPost, other_posts
 from pipeproof.analysis.advise.schedule_figures import Clock, Figures, asap_clock, block_sequences, clock_of, figures_of
 from pipeproof.analysis.tune.frameworks import Framework, named_framework
 from pipeproof.comm.channel_models import ChannelModel
-from pipeproof.comm.generated_schedule import is_made_for_pairs, own_pair_time, plan_schedule
+from pipeproof.comm.generated_schedule import generating_pair_time, plan_schedule
 from pipeproof.comm.lower import blaming_plan, with_measured_times
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.diagnostics.finding import BadPlanError
@@ -208,7 +208,7 @@ class _Search:
             self._report("timing schedules", done, len(choices))
             try:
                 spec = self._candidates.plan_of(choice)
-                pair_time = own_pair_time(spec) if is_made_for_pairs(spec) else None
+                pair_time = generating_pair_time(spec)
                 clock = asap_clock(plan_schedule(spec, pair_time), spec, pair_time)
             except BadPlanError as error:
                 self.impossible[error.findings[0].message] += 1

@@ -193,7 +193,7 @@ def test_a_mismatch_needs_patience_with_its_own_operations():
 
 @pytest.mark.parametrize("state", [ProcessState.STOPPED, ProcessState.SILENT])
 def test_a_process_that_stops_for_a_moment_is_no_hang(state):
-    """As one that py-spy reads, or whose heartbeat comes late over a file server, while another rank waits for long."""
+    """A process that py-spy reads, or whose heartbeat comes late over a file server, while another rank waits."""
     ranks = ([waited("recv", 9, peer=1)], [done("all_reduce", 9, backend="gloo", ranks=(1, 2))])
     assert kind(*ranks, states=[(1, state)], heartbeats=[(1, 3.5)], busy=frozenset({1})) == "running"
     assert kind(*ranks, states=[(1, state)], heartbeats=[(1, 5.5)], busy=frozenset({1})) == "stopped"
