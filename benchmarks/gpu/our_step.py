@@ -15,6 +15,7 @@ import torch.distributed as dist
 from measure import captured_anew
 
 from pipeproof.comm.lower import lower
+from pipeproof.exec.launch.gpu_sharing import shared_gpu
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.framework_choice import capture_graphs
 from pipeproof.exec.rank.machine import Instruction
@@ -187,11 +188,17 @@ class _NoWorld:
 def start(timeout: timedelta | None = None) -> tuple[TorchFramework, Callable[[str], None]]:
     """Join the world that torchrun describes; PyTorch on this rank's device, and what prints on the first rank.
 
+    Ranks share GPUs where there are fewer than ranks: results are right then, and times mean nothing.
     ``timeout`` is that of the world's collectives, by default PyTorch's.
     """
     held.initial_weight = _QuickWeights()
     device = "gpu" if torch.cuda.is_available() else "cpu"
-    framework = TorchFramework(device, int(os.environ["LOCAL_RANK"]))
+    local_rank, note = int(os.environ["LOCAL_RANK"]), ""
+    if device == "gpu":
+        num_ranks, num_gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+        local_rank = shared_gpu(local_rank, num_gpus, num_ranks)
+        note = f"; {num_ranks} share {num_gpus}: times mean nothing" if num_gpus < num_ranks else ""
+    framework = TorchFramework(device, local_rank)
     if device == "gpu":
         dist.init_process_group("nccl", timeout=timeout, device_id=framework.device)
     else:
@@ -202,7 +209,7 @@ def start(timeout: timedelta | None = None) -> tuple[TorchFramework, Callable[[s
             print(text, flush=True)
 
     where = torch.cuda.get_device_name() if device == "gpu" else "CPU"
-    report(f"{where}, PyTorch {torch.__version__}, {dist.get_world_size()} ranks; milliseconds a step")
+    report(f"{where}, PyTorch {torch.__version__}, {dist.get_world_size()} ranks; milliseconds a step{note}")
     return framework, report
 
 

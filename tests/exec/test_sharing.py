@@ -31,6 +31,11 @@ def test_on_one_gpu_each_process_is_a_machine():
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 
 
+def test_four_processes_share_two_gpus():
+    assert [shared_gpu(place, 2, 4) for place in range(4)] == [0, 1, 0, 1]
+    assert NAMES[0] in os.environ
+
+
 def test_an_interface_that_was_chosen_stays(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     shared_gpu(0, 1)

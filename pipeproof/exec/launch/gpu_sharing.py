@@ -12,14 +12,14 @@ def set_own_host_id(local_rank: int) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
-def shared_gpu(local_rank: int, num_gpus: int) -> int:
-    """Return the GPU of one of two processes, which share it where the machine has only one.
+def shared_gpu(local_rank: int, num_gpus: int, num_processes: int = 2) -> int:
+    """Return the GPU of one of a machine's processes, which share GPUs where there are fewer than processes.
 
     Raises:
         RuntimeError: the machine has no visible GPU.
     """
     if num_gpus == 0:
         raise RuntimeError("no GPU is visible here")
-    if num_gpus == 1:
+    if num_gpus < num_processes:
         set_own_host_id(local_rank)
     return local_rank % num_gpus

@@ -1,9 +1,9 @@
 """Small training jobs with one planted kind of hang; arguments: framework, name, rank, ranks, directory, steps.
 
-They run over gloo with PyTorch or Paddle, or with PLANTED_BACKEND=nccl with PyTorch on one GPU for each rank.
-A step sends each micro-batch from rank 0 to rank 1, and so on to the last rank, and ends with all-reduces of all ranks.
-The hang comes in step ``BAD_STEP``; the steps before it are sound. In the healthy job ``slow_start``, the first
-two ranks exchange messages for some seconds before the first step, while the others wait for rank 1.
+They run over gloo with PyTorch or Paddle, or with PLANTED_BACKEND=nccl with PyTorch on GPUs, which ranks share if there
+are too few. A step sends each micro-batch from rank 0 to rank 1, and so on to the last rank, and ends with all-reduces
+of all ranks. The hang comes in step ``BAD_STEP``; the steps before it are sound. In the healthy job ``slow_start``, the
+first two ranks exchange messages for some seconds before the first step, while the others wait for rank 1.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pipeproof.exec.launch.gpu_sharing import shared_gpu
 from pipeproof.signals import die_with_parent
 
 die_with_parent(os.getppid())
@@ -37,8 +38,9 @@ if framework == "torch":
     from pipeproof.torch import watch
 
     store = dist.FileStore(str(directory.with_name("store")), num_ranks)
-    device = torch.device("cpu" if backend == "gloo" else f"cuda:{rank}")
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", shared_gpu(rank, torch.cuda.device_count(), num_ranks))
         torch.cuda.set_device(device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
     pair, links = dist.new_group([last - 1, last]), [None] * last
