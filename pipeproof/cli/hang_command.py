@@ -57,7 +57,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     type=click.FloatRange(min=0.5, max=86400),
     default=60.0,
     show_default=True,
-    help="The same where the awaited rank computes, or a communicator is made.",
+    help="The same where the awaited rank computes, or all parts of an operation are issued.",
 )
 @click.option(
     "--duration",

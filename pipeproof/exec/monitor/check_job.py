@@ -9,10 +9,8 @@ number of ranks on its side.
 What is only slow looks like a hang for a while. So a verdict needs patience with
 the very operations that it is about, and not with others that wait longer: for
 that time, nothing has happened to any part of them, and a host that should issue a
-part has issued nothing. The first call of its kind to a group or a peer makes
-connections, which takes long on a busy machine: where all parts of such an operation
-are issued, and one of these calls has not returned, it gets the longer time. Where a
-part is not issued, connections cannot be made either, and it gets no more time.
+part has issued nothing. An operation that all its ranks have issued gets the longer
+time: a network moves a large message slowly, and a first call makes connections.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ def check_job(
     Args:
         job: the rings and the processes.
         patience_s: wait of a rank, in seconds, from which the job counts as hung.
-        slow_s: the same for a wait for a rank of ``busy``, which computes, and for calls that make connections.
+        slow_s: the same for a wait for a rank of ``busy``, which computes, and for an operation that all have issued.
         busy: ranks whose processes use a processor.
         starting: ranks that may not have begun yet: a wait for one of them is no hang.
         plan: the plan that the job executes, for names of its operations.
@@ -176,7 +174,7 @@ def _unfinished(analysis: Analysis, now: RankNow, patience_s: float, slow_s: flo
             return None
         text = f"rank {rank} waits in {last_text(now)} for a message from any rank"
         return Failure(Kind.UNFINISHED, (rank,), [NOT_FINISHED.finding(text)])
-    entry = next((each for each in entries if _does_not_end(analysis, each, entries, patience_s, slow_s)), None)
+    entry = next((each for each in entries if _seconds_still(analysis, each, entries) >= slow_s), None)
     if entry is None:
         return None
     suspects = parted({each.rank: each.ring.ops for each in analysis.job.ranks})
@@ -195,15 +193,11 @@ def _unfinished(analysis: Analysis, now: RankNow, patience_s: float, slow_s: flo
     )  # fmt: skip
 
 
-def _does_not_end(
-    analysis: Analysis, entry: Entry, entries: Sequence[Entry], patience_s: float, slow_s: float
-) -> bool:  # fmt: skip
-    """Return True if nothing has happened for long to any part of an operation and, in a batch, of the whole batch."""
+def _seconds_still(analysis: Analysis, entry: Entry, entries: Sequence[Entry]) -> float:
+    """Return how long nothing has happened to any part of an operation and, in a batch, of the whole batch."""
     batch = analysis.op(entry).batch
     together = [each for each in entries if each is entry or (batch is not None and analysis.op(each).batch == batch)]
-    parts = [part for each in together for part in analysis.parts(each)]
-    limit_s = slow_s if any(map(analysis.is_opening, parts)) else patience_s
-    return min(map(analysis.seconds, parts)) >= limit_s
+    return min(analysis.seconds(part) for each in together for part in analysis.parts(each))
 
 
 def _cycle(analysis: Analysis, component: Sequence[int], patience_s: float) -> Failure | None:

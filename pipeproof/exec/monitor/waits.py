@@ -84,10 +84,6 @@ class Analysis:
             missing.update(part.rank for part in self.parts(entry) if self.is_behind(part))
         return tuple(sorted(missing))
 
-    def is_opening(self, entry: Entry) -> bool:
-        """True while the call makes connections."""
-        return self.job.by_rank[entry.rank].is_opening(self.op(entry))
-
     def is_behind(self, entry: Entry) -> bool:
         """True for an operation that is queued on its rank's device behind one that is not done."""
         return self.job.by_rank[entry.rank].is_behind(self.op(entry))

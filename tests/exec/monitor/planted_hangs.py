@@ -27,7 +27,7 @@ BAD_STEP, NUM_MICRO_BATCHES = 4, 3
 jitter = random.Random(rank)
 last = num_ranks - 1
 backend = os.environ.get("PLANTED_BACKEND", "gloo")
-is_small = backend == "gloo"
+activations = 64
 
 links: list[Any]
 """The group of the messages of each rank and the next one; None for the group of all ranks."""
@@ -40,7 +40,9 @@ if framework == "torch":
     store = dist.FileStore(str(directory.with_name("store")), num_ranks)
     device = torch.device("cpu")
     if backend == "nccl":
-        device = torch.device("cuda", shared_gpu(rank, torch.cuda.device_count(), num_ranks))
+        num_gpus = torch.cuda.device_count()
+        activations = 16384 if num_gpus >= num_ranks else 4096  # ranks that share a GPU have slow sockets
+        device = torch.device("cuda", shared_gpu(rank, num_gpus, num_ranks))
         torch.cuda.set_device(device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
     pair, links = dist.new_group([last - 1, last]), [None] * last
@@ -59,10 +61,10 @@ else:
     pair, ones, options = links[-1], paddle.ones, {}
 watch(directory=directory)
 
-# NCCL lets a sender pass once its message fits into the buffers: 4 MiB on each of up to 64 channels. Only a larger
-# message waits for its receive.
-sizes = ((64, 64), (256,), (1,)) if is_small else ((16384, 16384), (1 << 24,), (1,))
-activation, gradient, loss = (ones(size, **options) for size in sizes)
+# NCCL lets a sender pass once its message fits into the buffers: 4 MiB on each of up to 64 channels, far fewer over
+# sockets. Only a larger message waits for its receive.
+gradients = 256 if backend == "gloo" else 1 << 24
+activation, gradient, loss = (ones(size, **options) for size in ((activations, activations), (gradients,), (1,)))
 
 
 def pipeline(num_micro_batches: int, skipped: int = -1) -> None:
