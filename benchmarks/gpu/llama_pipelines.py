@@ -2,23 +2,22 @@
 
     torchrun --nproc-per-node 4 benchmarks/gpu/llama_pipelines.py RESULTS.jsonl 540 4096,4096,4,8 pp
     torchrun --nproc-per-node 4 benchmarks/gpu/llama_pipelines.py RESULTS.jsonl 540 4096,4096,4,8 fsdp
-    torchrun --nproc-per-node 4 benchmarks/gpu/llama_pipelines.py RESULTS.jsonl 300 256,16,2,8 tp 1f1b    # over gloo
+    torchrun --nproc-per-node 4 benchmarks/gpu/llama_pipelines.py RESULTS.jsonl 300 256,16,2,8 tp --schedules 1f1b
 
-The second argument is the time in seconds after which no further row begins, the third the size: hidden, sequence,
-blocks for each rank of the world, micro-batches of one row. A stage is on one rank (``pp``), or on two by FSDP2
-(``fsdp``) or DTensor (``tp``). Then come, if wanted, schedules with ``,`` between, and ``deterministic`` for PyTorch's
-deterministic algorithms. Forward and backward of all micro-batches, bfloat16, a GPU a rank.
+The last command runs over gloo where there is no GPU. A stage is on one rank (``pp``), or on two by FSDP2 (``fsdp``) or
+DTensor (``tp``). Forward and backward of all micro-batches, each of one row of tokens, in bfloat16.
 
 Each row is one way to run a schedule: milliseconds, the ratio to the best compiled row of the rival so far (it cannot
 split the backward of compiled blocks), GiB, the loss of the last of ``NUM_STEPS`` steps of SGD, and ``as_first``: the
-gradients of all these steps have the bits of the first row whose blocks run alike (eager, compiled or as graphs). All
-schedules run one way before the next way begins, so that a run which is cut short has all of them.
+gradients of all these steps have the bits of the first row whose blocks run alike: eager, compiled, or as graphs of
+stages that are cut alike. All schedules run one way before the next way begins, so that a run which is cut short has
+all of them.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -52,10 +51,11 @@ class Way:
     is_compiled: bool = False
     replay: bool = False
 
-    @property
-    def blocks(self) -> str:
-        """Execution of blocks: ways that agree in it may have equal bits."""
-        return "graphs" if self.split == "graph" else "compiled" if self.is_compiled else "eager"
+    def blocks(self, num_stages: int) -> str:
+        """Execution of blocks: ways that agree in it may have equal bits. A graph fuses across all of its stage."""
+        if self.split == "graph":
+            return f"graphs of {num_stages} stages"
+        return "compiled" if self.is_compiled else "eager"
 
     def __str__(self) -> str:
         blocks = "compiled" if self.is_compiled else "eager" if not self.split else ""
@@ -144,27 +144,34 @@ class Job:
 
 
 def main() -> None:
-    """Measure the schedules that the command line names."""
-    file, end = Path(sys.argv[1]), time.monotonic() + float(sys.argv[2])
-    size = Size.read(sys.argv[3])
-    inside, *more = sys.argv[4:]
-    is_deterministic = "deterministic" in more
-    kinds = next((each.split(",") for each in more if each != "deterministic"), list(CLASSES))
-    torch.use_deterministic_algorithms(is_deterministic)
+    """Measure what the command line names."""
+    parser = argparse.ArgumentParser(description="Steps of a Llama's modules, ours and PyTorch's.")
+    parser.add_argument("results", type=Path, help="file of the rows, written anew")
+    parser.add_argument("seconds", type=float, help="after which no further row begins")
+    parser.add_argument("size", help="hidden, sequence, blocks for each rank of the world, micro-batches")
+    parser.add_argument("inside", choices=["pp", "fsdp", "tp"], help="ranks of a stage")
+    parser.add_argument("--schedules", default=",".join(CLASSES), help="with ',' between")
+    parser.add_argument("--ways", default="", help="beginnings of names of ways, with ';' between")
+    parser.add_argument("--deterministic", action="store_true", help="PyTorch's deterministic algorithms")
+    options = parser.parse_args()
+    end, size, inside = time.monotonic() + options.seconds, Size.read(options.size), options.inside
+    torch.use_deterministic_algorithms(options.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False
     framework, _ = start()
     device = framework.device
     layout = Layout.of(inside, 1 if inside == "pp" else 2, device)
     job = Job(size, layout, device)
-    rows = Rows(file, end, device)
+    rows = Rows(options.results, end, device)
+    chosen = [way for way in ways(inside, on_gpu=device.type == "cuda")
+              if str(way).startswith(tuple(options.ways.split(";")))]  # fmt: skip
     first = dict[str, list[Any]]()
     best: Measured | None = None
-    for way in ways(inside, on_gpu=device.type == "cuda"):
-        for kind in (kind for kind in kinds if runs(kind, way)):
+    for way in chosen:
+        for kind in (kind for kind in options.schedules.split(",") if runs(kind, way)):
             if not rows.has_time():
                 break
-            row = {"layout": inside, "size": sys.argv[3], "schedule": kind, "way": str(way),
-                   "deterministic": is_deterministic}  # fmt: skip
+            row = {"layout": inside, "size": options.size, "schedule": kind, "way": str(way),
+                   "deterministic": options.deterministic}  # fmt: skip
             pipe, without = None, dict[int, str]()
             num_stages, stages = job.stages(kind, way)
             if way.split:
@@ -174,14 +181,14 @@ def main() -> None:
             bits, loss = job.first_steps(step, stages)
             if pipe is not None:
                 without = {number: split for number, split in pipe.splits.items() if split != way.split}
-            first.setdefault(way.blocks, bits)
+            expected = first.setdefault(way.blocks(num_stages), bits)
             took = timed(step, device, Times(warm_up=1, steps=3, series=2))
             if way == COMPILED_RIVAL and (best is None or took.ms < best.ms):
                 best = took
             ratio = None if best is None else round(took.ms / best.ms, 3)
             rows.put(
                 {**row, "ms": round(took.ms, 2), "ratio": ratio, "gib": round(took.gib, 2), "loss": loss},
-                {"as_first": bits == first[way.blocks], "without": without},
+                {"as_first": bits == expected, "without": without},
             )
             if pipe is not None:
                 pipe.close()
