@@ -191,13 +191,18 @@ def _value(quantity: Quantity, spec: PlanSpec, simulation: Simulation) -> float:
             return float(resolved_cost(spec).overlapped_of(middle - 1, middle)) / 1000
 
 
-def accuracies(predictions: Iterable[Prediction]) -> list[Accuracy]:
-    """Return the errors of each group, in the order of their first rows."""
+def by_group(predictions: Iterable[Prediction]) -> Mapping[tuple[str, Quantity], list[Prediction]]:
+    """Return the predictions of each group and quantity, in the order of their first rows."""
     groups: dict[tuple[str, Quantity], list[Prediction]] = {}
     for prediction in predictions:
         groups.setdefault((prediction.measurement.group, prediction.measurement.quantity), []).append(prediction)
+    return groups
+
+
+def accuracies(predictions: Iterable[Prediction]) -> list[Accuracy]:
+    """Return the errors of each group, in the order of their first rows."""
     result = []
-    for (group, quantity), rows in groups.items():
+    for (group, quantity), rows in by_group(predictions).items():
         errors = [row.error for row in rows if row.predicted is not None]
         sizes = [abs(error) for error in errors]
         result.append(

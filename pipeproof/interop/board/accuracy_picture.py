@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from pipeproof.interop.board.accuracy_board import Prediction, accuracies
-from pipeproof.interop.board.board_output import by_group, percent
+from pipeproof.interop.board.accuracy_board import Prediction, accuracies, by_group
+from pipeproof.interop.board.board_output import percent
+from pipeproof.interop.board.measurement import Quantity
 from pipeproof.views.svg import rect, svg_page, text, tooltip
 
 _LEFT, _WIDTH, _RIGHT, _TOP, _ROW = 250, 480, 120, 58, 26
@@ -31,7 +32,7 @@ def _x(ratio: float) -> float:
     return _LEFT + _WIDTH * (inside - low) / (high - low)
 
 
-def _marks(groups: Sequence[tuple[tuple[str, str], list[Prediction]]], height: int) -> Iterator[str]:
+def _marks(groups: Sequence[tuple[tuple[str, Quantity], list[Prediction]]], height: int) -> Iterator[str]:
     yield text(12, 22, "Predicted / measured; one mark per measurement", "title")
     low, high = _x(0.9), _x(1.1)
     yield rect("band", low, _TOP - 10, high - low, height - _TOP)

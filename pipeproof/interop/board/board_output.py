@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import yaml
 from rich.console import Console
 
 from pipeproof.atomic_write import write_output
-from pipeproof.interop.board.accuracy_board import Accuracy, Prediction, accuracies
+from pipeproof.interop.board.accuracy_board import Accuracy, Prediction, accuracies, by_group
 from pipeproof.views.tables import print_table
 
 
@@ -46,14 +46,6 @@ def row_cells(prediction: Prediction) -> tuple[str, ...]:
     if prediction.predicted is None:
         return measurement.name, measured, "-", prediction.reason
     return measurement.name, measured, f"{prediction.predicted:.4g}", percent(prediction.error, signed=True)
-
-
-def by_group(predictions: Sequence[Prediction]) -> Mapping[tuple[str, str], list[Prediction]]:
-    """Return the predictions of each group and quantity."""
-    groups: dict[tuple[str, str], list[Prediction]] = {}
-    for prediction in predictions:
-        groups.setdefault((prediction.measurement.group, prediction.measurement.quantity), []).append(prediction)
-    return groups
 
 
 def print_board(predictions: Sequence[Prediction], console: Console, *, rows: bool) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeproof.interop.board.measurement import (
     Measurement,
     MeasurementFileError,
-    NoPlanError,
     Quantity,
     known_device,
+    measured_with_plan,
 )
 from pipeproof.interop.board.public_models import MODELS
 
@@ -57,11 +58,7 @@ def _pair(device: str, num_ranks: int, streams: Sequence[tuple[float, float]]) -
     """The pair takes from the first to the last kernel of the stream that computes most."""
     _, length_us = max(streams)
     group, name = "DeepSeek-V3, overlapped pair", f"{_NUM_BLOCKS} blocks, {num_ranks} {device}"
-    try:
-        plan = _plan(known_device(device.replace(" ", "_")), num_ranks)
-    except NoPlanError as error:
-        return Measurement(group, name, Quantity.PAIR, length_us / 1000, None, str(error))
-    return Measurement(group, name, Quantity.PAIR, length_us / 1000, plan)
+    return measured_with_plan(group, name, Quantity.PAIR, length_us / 1000, partial(_plan, device, num_ranks))
 
 
 def _plan(device: str, num_ranks: int) -> dict[str, Any]:
@@ -69,6 +66,7 @@ def _plan(device: str, num_ranks: int) -> dict[str, Any]:
 
     Exchanges are those of arXiv:2412.19437: at most four nodes for a token, in eight bits.
     """
+    device_name = known_device(device.replace(" ", "_"))
     model = MODELS["deepseekv3"].keys
     moe = {**model["moe"], "dense_layers": 0, "nodes_per_token": 4, "dispatch_dtype": "float8"}
     num_stages = 4
@@ -83,5 +81,5 @@ def _plan(device: str, num_ranks: int) -> dict[str, Any]:
         "topology": {"pp": num_stages, "ep": num_ranks},
         "schedule": {"kind": "dualpipe", "num_micro_batches": 2 * num_stages, "micro_batch_size": 1},
         "stages": [["embed"], *stages, ["norm", "head"]],
-        "cost": {"analytic": {"device": device, "dtype": "bfloat16", "matmul_dtype": "float8_block"}},
+        "cost": {"analytic": {"device": device_name, "dtype": "bfloat16", "matmul_dtype": "float8_block"}},
     }  # fmt: skip

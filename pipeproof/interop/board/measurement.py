@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -58,6 +58,16 @@ class MeasurementFileError(ValueError):
 
 class NoPlanError(Exception):
     """A training that no plan can describe; the message is the reason."""
+
+
+def measured_with_plan(
+    group: str, name: str, quantity: Quantity, measured: float, make_plan: Callable[[], Mapping[str, Any]]
+) -> Measurement:
+    """Return a measurement with its plan, or with the reason of the ``NoPlanError`` that ``make_plan`` raises."""
+    try:
+        return Measurement(group, name, quantity, measured, make_plan())
+    except NoPlanError as error:
+        return Measurement(group, name, quantity, measured, None, str(error))
 
 
 def rows_of_table(path: Path, columns: frozenset[str]) -> Iterator[tuple[int, dict[str, str]]]:
@@ -149,6 +159,21 @@ def divided(total: int, parts: int, what: str) -> int:
     if total % parts:
         raise NoPlanError(f"{what}: {total} does not divide by {parts}")
     return total // parts
+
+
+def megatron_schedule(num_chunks: int, batch: int, replicas: int, micro_batch_size: int) -> dict[str, Any]:
+    """Return ``schedule`` of a training by Megatron-LM; ``batch`` are the sequences of a step.
+
+    Raises:
+        NoPlanError: the micro-batches of all replicas do not divide the batch.
+    """
+    order = {"kind": "interleaved", "variant": "megatron", "num_chunks": num_chunks}
+    return {
+        **(order if num_chunks > 1 else {"kind": "1f1b"}),
+        "num_micro_batches": divided(batch, replicas * micro_batch_size, "the batch over micro-batches"),
+        "micro_batch_size": micro_batch_size,
+        "reduce_gradients": "when_ready",
+    }
 
 
 def partition(num_layers: int, num_stages: int, num_modules: int = 0) -> list[list[str]]:

@@ -15,6 +15,7 @@ from pipeproof.interop.board.measurement import (
     Quantity,
     divided,
     known_device,
+    megatron_schedule,
     partition,
     rows_of_table,
 )
@@ -81,9 +82,6 @@ def _plan(cells: Cells, model: PublicModel) -> tuple[dict[str, Any], tuple[str, 
         ep //= tp
     dp = divided(replicas, ep, "data-parallel ranks over ep")
     size = cells.count("MBS")
-    schedule: dict[str, Any] = {"kind": "1f1b"}
-    if num_chunks > 1:
-        schedule = {"kind": "interleaved", "variant": "megatron", "num_chunks": num_chunks}
     sizes = (tp, pp, num_chunks, cells.count("EP", 1), size)
     release = cells.text("release").split()[0]
     recipe = recipe_of(cells.text("model").lower(), cells.text("System"), precision, release, sizes)
@@ -110,12 +108,7 @@ def _plan(cells: Cells, model: PublicModel) -> tuple[dict[str, Any], tuple[str, 
         "pipeproof": 1,
         "model": {"kind": "gpt", **model.keys, "seq_length": cells.count("Sequence Length")},
         "topology": {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": dp, "sequence_parallel": tp > 1},
-        "schedule": {
-            **schedule,
-            "num_micro_batches": divided(cells.count("GBS"), replicas * size, "the batch over micro-batches"),
-            "micro_batch_size": size,
-            "reduce_gradients": "when_ready",
-        },
+        "schedule": megatron_schedule(num_chunks, cells.count("GBS"), replicas, size),
         "stages": partition(model.keys["num_layers"], pp * num_chunks, mtp.get("num_modules", 0)),
         "cost": {"analytic": analytic},
         "memory": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from pipeproof.interop.board.measurement import (
     Quantity,
     divided,
     known_device,
+    measured_with_plan,
+    megatron_schedule,
     partition,
     rows_of_table,
 )
@@ -39,33 +42,21 @@ def read_mlperf(path: Path) -> Iterator[Measurement]:
         group = f"405B on {device_name}"
         name = f"{num_ranks} {device_name}, {cells.text('system')} run {cells.text('run')}"
         measured = cells.number("median_s")
-        try:
-            plan = _plan(cells, dict(model.keys), known_device(device_name), num_ranks)
-        except NoPlanError as error:
-            yield Measurement(group, name, Quantity.STEP, measured, None, str(error))
-        else:
-            yield Measurement(group, name, Quantity.STEP, measured, plan)
+        make_plan = partial(_plan, cells, dict(model.keys), device_name, num_ranks)
+        yield measured_with_plan(group, name, Quantity.STEP, measured, make_plan)
 
 
-def _plan(cells: Cells, model: dict[str, Any], device: str, num_ranks: int) -> dict[str, Any]:
+def _plan(cells: Cells, model: dict[str, Any], device_name: str, num_ranks: int) -> dict[str, Any]:
+    device = known_device(device_name)
     if cells.by_column.get("bench", _BENCHMARK) != _BENCHMARK:
         raise NoPlanError(f"the board has no plan of the benchmark {cells.text('bench')}")
     tp, pp, cp, num_chunks = (cells.count(name, 1) for name in ("tp", "pp", "cp", "vpp"))
     dp = divided(num_ranks, tp * pp * cp, "ranks over tp, pp and cp")
-    size = cells.count("mbs")
-    schedule: dict[str, Any] = {"kind": "1f1b"}
-    if num_chunks > 1:
-        schedule = {"kind": "interleaved", "variant": "megatron", "num_chunks": num_chunks}
     return {
         "pipeproof": 1,
         "model": {"kind": "gpt", **model, "seq_length": cells.count("seq")},
         "topology": {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "sequence_parallel": tp > 1},
-        "schedule": {
-            **schedule,
-            "num_micro_batches": divided(cells.count("gbs"), dp * size, "the batch over micro-batches"),
-            "micro_batch_size": size,
-            "reduce_gradients": "when_ready",
-        },
+        "schedule": megatron_schedule(num_chunks, cells.count("gbs"), dp, cells.count("mbs")),
         "stages": partition(model["num_layers"], pp * num_chunks),
         "cost": {
             "analytic": {

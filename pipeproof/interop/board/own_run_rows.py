@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ from pipeproof.interop.board.measurement import (
     GIB,
     Measurement,
     MeasurementFileError,
-    NoPlanError,
     Quantity,
     known_device,
+    measured_with_plan,
 )
 
 _HEAD_SIZE = 128
@@ -39,25 +40,22 @@ def read_own_runs(path: Path, results: Mapping[str, Any]) -> Iterator[Measuremen
 def _case(device: str, num_ranks: int, size: Mapping[str, Any], case: Mapping[str, Any]) -> Iterator[Measurement]:
     group = f"own runs, {num_ranks} {device.removeprefix('NVIDIA ')}"
     name = f"{case['kind']}, {case['num_micro_batches']} micro-batches, hidden {size['hidden']}"
-    measured = [(Quantity.COMPUTE, f"{group}, step", case["measured_us"] / 1e6)]
+    measured = [(Quantity.COMPUTE, "step", case["measured_us"] / 1e6)]
     if case["measured_bytes"]:
-        measured.append((Quantity.ALLOCATED_ANY, f"{group}, memory", case["measured_bytes"] / GIB))
+        measured.append((Quantity.ALLOCATED_ANY, "memory", case["measured_bytes"] / GIB))
     if case.get("graph_us"):
-        measured.append((Quantity.COMPUTE, f"{group}, replayed", case["graph_us"] / 1e6))
-    for quantity, of_group, value in measured:
-        try:
-            plan = _plan(known_device(device.replace(" ", "_")), num_ranks, size, case)
-            if of_group.endswith("replayed"):
-                plan["cost"]["analytic"]["execution"] = "graph"
-        except NoPlanError as error:
-            yield Measurement(of_group, name, quantity, value, None, str(error))
-        else:
-            yield Measurement(of_group, name, quantity, value, plan)
+        measured.append((Quantity.COMPUTE, "replayed", case["graph_us"] / 1e6))
+    for quantity, label, value in measured:
+        make_plan = partial(_plan, device, num_ranks, size, case, {"execution": "graph"} if label == "replayed" else {})
+        yield measured_with_plan(f"{group}, {label}", name, quantity, value, make_plan)
 
 
-def _plan(device: str, num_ranks: int, size: Mapping[str, Any], case: Mapping[str, Any]) -> dict[str, Any]:
+def _plan(
+    device: str, num_ranks: int, size: Mapping[str, Any], case: Mapping[str, Any], execution: Mapping[str, str]
+) -> dict[str, Any]:
     """Plan of ``benchmarks/gpu/sizes.py``: heads of 128, an MLP four times as wide, one sequence at a time."""
     hidden, kind = size["hidden"], case["kind"]
+    analytic = {"device": known_device(device.replace(" ", "_")), "dtype": "bfloat16"}
     chunks = {} if kind in _ONE_CHUNK else {"num_chunks": 2}
     return {
         "pipeproof": 1,
@@ -70,7 +68,7 @@ def _plan(device: str, num_ranks: int, size: Mapping[str, Any], case: Mapping[st
         "schedule": {
             "kind": kind, **chunks, "num_micro_batches": case["num_micro_batches"], "micro_batch_size": 1,
         },
-        "cost": {"analytic": {"device": device, "dtype": "bfloat16"}, "p2p": "backend"},
+        "cost": {"analytic": {**analytic, **execution}, "p2p": "backend"},
         "memory": {"optimizer_bytes": 0, "gradient_dtype": "bfloat16", "overhead_gib": _WORKSPACES_GIB},
         "run": {"backend": "torch", "device": "gpu", "dtype": "bfloat16"},
     }  # fmt: skip

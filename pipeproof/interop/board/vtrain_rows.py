@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pipeproof.interop.board.measurement import (
     NoPlanError,
     Quantity,
     divided,
+    measured_with_plan,
     rows_of_table,
 )
 
@@ -44,16 +46,13 @@ def read_vtrain(path: Path) -> Iterator[Measurement]:
         group = "vTrain, one node" if gpus <= _RANKS_PER_NODE else "vTrain, several nodes"
         name = f"{gpus} A100, hidden {hidden}, {layers} blocks, tp {tp} dp {dp} pp {pp}, batch {batch} of {size}"
         measured = cells.number("iteration time (ms)") / 1000
-        try:
-            plan = _plan(cells, (tp, dp, pp), divided(batch, size * dp, "the batch over micro-batches"))
-        except NoPlanError as error:
-            yield Measurement(group, name, Quantity.STEP, measured, None, str(error))
-        else:
-            yield Measurement(group, name, Quantity.STEP, measured, plan)
+        yield measured_with_plan(group, name, Quantity.STEP, measured, partial(_plan, cells, (tp, dp, pp)))
 
 
-def _plan(cells: Cells, mesh: tuple[int, int, int], num_micro_batches: int) -> dict[str, Any]:
+def _plan(cells: Cells, mesh: tuple[int, int, int]) -> dict[str, Any]:
     tp, dp, pp = mesh
+    size = cells.count("micro batch")
+    num_micro_batches = divided(cells.count("global batch"), size * dp, "the batch over micro-batches")
     if tp * dp * pp != cells.count("# GPUs"):
         raise NoPlanError(f"tp x dp x pp is {tp * dp * pp}")
     hidden = cells.count("hidden size")
@@ -71,7 +70,7 @@ def _plan(cells: Cells, mesh: tuple[int, int, int], num_micro_batches: int) -> d
         },
         "topology": {"tp": tp, "dp": dp, "pp": pp},
         "schedule": {
-            "kind": "1f1b", "num_micro_batches": num_micro_batches, "micro_batch_size": cells.count("micro batch"),
+            "kind": "1f1b", "num_micro_batches": num_micro_batches, "micro_batch_size": size,
         },
         "cost": cost,
         "memory": {"recompute": "full"},
