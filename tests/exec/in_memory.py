@@ -2,13 +2,11 @@
 
 Channels and collectives are in memory.
 
-Like in ``tests.stages.tensor_parallel`` only one rank runs at any time, until it
-waits for another. A send is done at once.
+A send is done at once.
 """
 
 import importlib
 import itertools
-import threading
 import time
 from dataclasses import dataclass
 
@@ -20,21 +18,22 @@ from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.framework_choice import start_framework
 from pipeproof.exec.rank.rank_program import RankProgram
 from pipeproof.stages.describe.layer_records import LayerWatch
+from tests.rank_threads import RankThreads
 
-WAIT_S = 60.0
 
+class Memory(RankThreads):
+    """What ranks have sent by channel, and put into collectives by group and call.
 
-class _World:
-    def __init__(self, framework, library):
-        self.arrays, self.library = framework.arrays, library
-        self.turn = threading.Condition(threading.Lock())  # a rank may run in a thread of its turns, which waits too
-        self.failure = None
-        self.sent = {}
-        self.put = {}
+    ``message_of(buffer)`` copies a buffer, and ``receive(buffer, channel, place)`` fills it with a channel's message.
+    """
 
-    def wait_for(self, come):
-        assert self.turn.wait_for(lambda: come() or self.failure is not None, timeout=WAIT_S), "a rank waits alone"
-        assert self.failure is None
+    def __init__(self):
+        super().__init__()
+        self.sent, self.put = {}, {}
+
+    def wired(self, rank, channel):
+        """The channel that a rank really uses instead of one."""
+        return channel
 
 
 class _Transfer:
@@ -46,31 +45,78 @@ class _Transfer:
 
 
 class _Channels:
-    def __init__(self, world, rank):
-        self.world, self.rank, self.received = world, rank, {}
+    def __init__(self, memory, rank):
+        self.memory, self.rank, self.received = memory, rank, {}
 
     def post(self, channel, buffer, after=()):
-        sent = self.world.sent.setdefault(channel, [])
-        if channel.src == self.rank:
-            sent.append(buffer.clone())
-            self.world.turn.notify_all()
+        memory, is_send = self.memory, channel.src == self.rank
+        channel = memory.wired(self.rank, channel)
+        sent = memory.sent.setdefault(channel, [])
+        if is_send:
+            sent.append(memory.message_of(buffer))
+            memory.turn.notify_all()
             return _Transfer(buffer, lambda: None)
         place = self.received.get(channel, 0)
         self.received[channel] = place + 1
 
         def wait():
-            self.world.wait_for(lambda: len(sent) > place)
-            self.world.arrays.copy_into(buffer, sent[place])
+            memory.wait_for(lambda: len(sent) > place)
+            memory.receive(buffer, channel, place)
 
         return _Transfer(buffer, wait)
 
 
-class _Collectives:
+class GroupCalls:
     """Calls of a group meet in their order."""
 
-    def __init__(self, world, rank, index, ranks):
-        self.world, self.rank, self.index, self.ranks, self.calls = world, rank, index, ranks, 0
+    def __init__(self, memory, rank, index, ranks):
+        self.memory, self.rank, self.index, self.ranks, self.calls = memory, rank, index, ranks, 0
 
+    def meet(self, given):
+        """Give something, and return a function that waits for what all have given."""
+        met = self.memory.put.setdefault((self.index, self.calls), {})
+        self.calls += 1
+        met[self.rank] = given
+        self.memory.turn.notify_all()
+
+        def wait():
+            self.memory.wait_for(lambda: len(met) == len(self.ranks))
+            return [met[rank] for rank in self.ranks]
+
+        return wait
+
+
+@dataclass
+class _RankWorld:
+    rank: int
+    channels: _Channels
+    collectives: dict
+    barrier: object = None
+
+
+def rank_world(memory, graph, rank, collectives):
+    """A rank's ends of all channels, and an object of the class ``collectives`` for each of its groups."""
+    groups = {
+        index: collectives(memory, rank, index, group.ranks)
+        for index, group in enumerate(graph.groups)
+        if rank in group.ranks
+    }
+    return _RankWorld(rank, _Channels(memory, rank), groups)
+
+
+class _TensorMemory(Memory):
+    def __init__(self, arrays, library):
+        super().__init__()
+        self.arrays, self.library = arrays, library
+
+    def message_of(self, buffer):
+        return buffer.clone()
+
+    def receive(self, buffer, channel, place):
+        self.arrays.copy_into(buffer, self.sent[channel][place])
+
+
+class _Collectives(GroupCalls):
     @property
     def begun(self):
         return _Begun(self)
@@ -90,23 +136,10 @@ class _Collectives:
     def reduce(self, tensor, reduction):
         return self.combined(self.gather(tensor), reduction)
 
-    def meet(self, given):
-        """Give something, and return a function that waits for what all have given."""
-        met = self.world.put.setdefault((self.index, self.calls), {})
-        self.calls += 1
-        met[self.rank] = given
-        self.world.turn.notify_all()
-
-        def wait():
-            self.world.wait_for(lambda: len(met) == len(self.ranks))
-            return [met[rank] for rank in self.ranks]
-
-        return wait
-
     def combined(self, parts, reduction):
         total, *others = parts
         for other in others:
-            total = {"sum": self.world.library.add, "max": self.world.library.maximum}[reduction](total, other)
+            total = {"sum": self.memory.library.add, "max": self.memory.library.maximum}[reduction](total, other)
         return total
 
 
@@ -119,7 +152,7 @@ class _Begun:
     """Collectives that are given at once, and whose results are waited for later."""
 
     def __init__(self, collectives):
-        self.of, self.library = collectives, collectives.world.library
+        self.of, self.library = collectives, collectives.memory.library
         self.place = collectives.ranks.index(collectives.rank)
 
     def all_gather(self, tensor, dim):
@@ -149,13 +182,6 @@ class _Begun:
         return _BegunCollective(joined)
 
 
-@dataclass
-class _RankWorld:
-    rank: int
-    channels: _Channels
-    collectives: dict
-
-
 def run_all(plan, seen=None, *, first_step=0, prepare=None, around=lambda ends: ends):
     """Every step of every rank from ``first_step`` on: the outcomes by step and rank, and the adapters.
 
@@ -164,28 +190,14 @@ def run_all(plan, seen=None, *, first_step=0, prepare=None, around=lambda ends: 
     rank's world.
     """
     framework = start_framework(plan.spec.run)
-    world = _World(framework, importlib.import_module(plan.spec.run.backend))
-    ranks = range(plan.mesh.num_ranks)
-    outcomes = [[None] * len(ranks) for _ in range(plan.spec.run.steps)]
-    adapters = [None] * len(ranks)
-
-    def on_rank(rank):
-        with world.turn:
-            try:
-                run_rank(rank)
-            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-                world.failure = world.failure or error
-                world.turn.notify_all()
+    memory = _TensorMemory(framework.arrays, importlib.import_module(plan.spec.run.backend))
+    num_ranks = plan.mesh.num_ranks
+    outcomes = [[None] * num_ranks for _ in range(plan.spec.run.steps)]
+    adapters = [None] * num_ranks
 
     def run_rank(rank):
-        collectives = {
-            index: _Collectives(world, rank, index, group.ranks)
-            for index, group in enumerate(plan.graph.groups)
-            if rank in group.ranks
-        }
-        channels = _Channels(world, rank)
         watch = None if seen is None else LayerWatch()
-        ends = around(_RankWorld(rank, channels, collectives))
+        ends = around(rank_world(memory, plan.graph, rank, _Collectives))
         adapter = RankAdapter(plan, rank, framework, ends, lambda step, op_id: None, watch)
         adapters[rank], program = adapter, RankProgram(plan.graph, rank, adapter)
         if prepare is not None:
@@ -198,13 +210,7 @@ def run_all(plan, seen=None, *, first_step=0, prepare=None, around=lambda ends: 
             if seen is not None:
                 seen[step, rank] = watch.take()
 
-    threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if world.failure is not None:
-        raise world.failure
+    memory.run(run_rank, num_ranks)
     return outcomes, adapters
 
 

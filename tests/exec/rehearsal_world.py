@@ -1,10 +1,8 @@
 """All ranks of a rehearsal in one process: tensors are bytes, channels and collectives are in memory, faults injected.
 
-Only one rank runs at any time, until it waits for another; a send is done at once.
+A send is done at once.
 """
 
-import threading
-import time
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -21,9 +19,8 @@ from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
+from tests.exec.in_memory import GroupCalls, Memory, rank_world
 from tests.features import FEATURES, TOPOLOGIES, mixed
-
-WAIT_S = 30.0
 
 MIXTURES = (
     st.lists(st.sampled_from(list(FEATURES)), unique=True, max_size=3),
@@ -95,59 +92,26 @@ class Faults:
     """Channel that a rank really uses instead of one."""
 
 
-class _Memory:
+class _FaultyMemory(Memory):
     def __init__(self, faults):
-        self.faults, self.turn, self.failure = faults, threading.Condition(), None
-        self.sent, self.put = {}, {}
+        super().__init__()
+        self.faults = faults
 
-    def wait_for(self, come):
-        assert self.turn.wait_for(lambda: come() or self.failure is not None, timeout=WAIT_S), "a rank waits alone"
-        assert self.failure is None
+    def message_of(self, buffer):
+        return buffer.content.copy()
 
+    def wired(self, rank, channel):
+        return self.faults.wiring(rank, channel)
 
-@dataclass
-class _Transfer:
-    buffer: HostTensor
-    wait: object
-
-    def __post_init__(self):
-        self.posted_ns = self.start_ns = self.end_ns = time.monotonic_ns()
+    def receive(self, buffer, channel, place):
+        message = self.faults.message(channel, place, self.sent[channel])
+        buffer.content[: len(message)] = message
 
 
-class _Channels:
-    def __init__(self, memory, rank):
-        self.memory, self.rank, self.counts = memory, rank, {}
-
-    def post(self, channel, buffer, after=()):
-        memory, is_send = self.memory, channel.src == self.rank
-        channel = memory.faults.wiring(self.rank, channel)
-        sent = memory.sent.setdefault(channel, [])
-        if is_send:
-            sent.append(buffer.content.copy())
-            memory.turn.notify_all()
-            return _Transfer(buffer, lambda: None)
-        place = self.counts.get(channel, 0)
-        self.counts[channel] = place + 1
-
-        def wait():
-            memory.wait_for(lambda: len(sent) > place)
-            came = memory.faults.message(channel, place, sent)
-            buffer.content[: len(came)] = came
-
-        return _Transfer(buffer, wait)
-
-
-class _Collectives:
-    def __init__(self, memory, rank, index, ranks):
-        self.memory, self.rank, self.index, self.ranks, self.calls = memory, rank, index, ranks, 0
-
+class _Collectives(GroupCalls):
     def _met(self, given, dtype):
-        met = self.memory.put.setdefault((self.index, self.calls), {})
-        call, self.calls = self.calls, self.calls + 1
-        met[self.rank] = given
-        self.memory.turn.notify_all()
-        self.memory.wait_for(lambda: len(met) == len(self.ranks))
-        return self.memory.faults.gathered(self.rank, self.index, call, [met[rank].view(dtype) for rank in self.ranks])
+        call, met = self.calls, self.meet(given)()
+        return self.memory.faults.gathered(self.rank, self.index, call, [content.view(dtype) for content in met])
 
     def _made(self, numbers, dtype):
         return HostTensor(np.ascontiguousarray(numbers).view(np.uint8), dtype)
@@ -178,35 +142,14 @@ class _Collectives:
         return self._made(np.concatenate(parts), rows.dtype)
 
 
-@dataclass
-class _World:
-    rank: int
-    channels: _Channels
-    collectives: dict
-    barrier: object = None
-
-
 def rehearsed(subject, faults=None, num_steps=2, around=lambda world: world, prepare=lambda program: None, proved=True):
     """Checks of each rank; the logs must match the graph. ``around`` changes each rank's world."""
     subject = subject.unfolded()
-    graph, memory = subject.graph, _Memory(faults or Faults())
+    graph, memory = subject.graph, _FaultyMemory(faults or Faults())
     adapters, frameworks = [None] * graph.num_ranks, [None] * graph.num_ranks
 
-    def on_rank(rank):
-        with memory.turn:
-            try:
-                run_rank(rank)
-            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-                memory.failure = memory.failure or error
-                memory.turn.notify_all()
-
     def run_rank(rank):
-        collectives = {
-            index: _Collectives(memory, rank, index, group.ranks)
-            for index, group in enumerate(graph.groups)
-            if rank in group.ranks
-        }
-        world = around(_World(rank, _Channels(memory, rank), collectives))
+        world = around(rank_world(memory, graph, rank, _Collectives))
         framework = RehearsalFramework(SimpleNamespace(arrays=HostArrays(), num_threads=lambda: 1), subject, rank)
         frameworks[rank] = framework
         adapter = RankAdapter(subject.plan, rank, framework, framework.world(world), lambda step, op_id: None)
@@ -217,13 +160,7 @@ def rehearsed(subject, faults=None, num_steps=2, around=lambda world: world, pre
             program.run(step)
             adapter.finish()
 
-    threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(graph.num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if memory.failure is not None:
-        raise memory.failure
+    memory.run(run_rank, graph.num_ranks)
     run = subject.plan.spec.run
     for rank, adapter in enumerate(adapters):
         types = {"dtype": run.dtype, "weight_dtype": run.weight_dtype}

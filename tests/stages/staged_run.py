@@ -20,7 +20,7 @@ from pipeproof.stages.paddle.stage import PaddleStage
 from pipeproof.stages.reference.ordered import run_ordered
 from pipeproof.stages.reference.ordered_sums import Orders
 from tests.plans import plan_dict
-from tests.stages.tensor_parallel import InMemoryWorld, Issued
+from tests.stages.world import Issued, World
 
 Gradients = dict[str, np.ndarray]
 
@@ -55,7 +55,7 @@ class StagedRun:
         self.layers = tuple(layers or describe_gpt(plan))
         bounds = [0, *cut, len(self.layers)]
         parts = [self.layers[a:b] for a, b in pairwise(bounds)]
-        self.world = InMemoryWorld(plan.topology.tp)
+        self.world = World(paddle, tp=plan.topology.tp)
         self.stages = [
             [PaddleStage(plan, part, rank, self.world.ranks[rank]) for part in parts]
             for rank in range(plan.topology.tp)

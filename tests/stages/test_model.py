@@ -15,7 +15,7 @@ from pipeproof.stages.reference.unpartitioned import run_unpartitioned
 from tests.features import GPT3, QWEN3
 from tests.stages.slopes import assert_slopes
 from tests.stages.staged_run import StagedRun, make_plan
-from tests.stages.tensor_parallel import InMemoryWorld
+from tests.stages.world import World
 
 pytestmark = pytest.mark.needs_paddle
 
@@ -38,7 +38,7 @@ def test_rotary_uses_each_half_of_its_tables(generic):
 def test_vocabulary_parallel_losses_are_what_one_rank_would_compute(generic, num_ranks):
     """The vocabulary on several ranks, some tokens not counted."""
     logits, labels = 3 * generic(4, 2, 12), np.array([[0, 11], [5, -100], [6, 7], [-100, 2]])
-    world = InMemoryWorld(num_ranks)
+    world = World(paddle, tp=num_ranks)
 
     def on_rank(rank):
         region = TensorParallelRegion(OPS, rank, num_ranks, None, world.ranks[rank])
@@ -51,7 +51,7 @@ def test_vocabulary_parallel_losses_are_what_one_rank_would_compute(generic, num
 
 
 def test_vocabulary_parallel_loss_survives_logits_that_overflow_exp():
-    world = InMemoryWorld(2)
+    world = World(paddle, tp=2)
 
     def on_rank(rank):
         region = TensorParallelRegion(OPS, rank, 2, None, world.ranks[rank])

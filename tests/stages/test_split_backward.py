@@ -12,7 +12,7 @@ from pipeproof.stages.describe.synthetic import micro_batch
 from pipeproof.stages.paddle.stage import PaddleStage
 from tests.features import GPT3, QWEN3
 from tests.stages.staged_run import make_plan, same_bits
-from tests.stages.tensor_parallel import InMemoryWorld
+from tests.stages.world import World
 
 pytestmark = pytest.mark.needs_paddle
 
@@ -27,7 +27,7 @@ class Ranks:
 
     def __init__(self, plan, part):
         self.plan = plan
-        self.world = InMemoryWorld(plan.topology.tp)
+        self.world = World(paddle, tp=plan.topology.tp)
         layers = describe_gpt(plan)[slice(*PARTS[part])]
         self.stages = [PaddleStage(plan, layers, rank, self.world.ranks[rank]) for rank in range(plan.topology.tp)]
         for stage in self.stages:

@@ -9,7 +9,7 @@ from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.stages.reference.unpartitioned import run_unpartitioned, unpartitioned_step
 from tests.stages.staged_run import StagedRun, make_plan, run_in_order, same_bits
-from tests.stages.tensor_parallel import Issued
+from tests.stages.world import Issued
 
 pytestmark = pytest.mark.needs_paddle
 
@@ -134,8 +134,7 @@ def assert_issued_as_described(model, tp, sequence_parallel, cut):
 
 
 def _issued(collective):
-    assert collective.axis == "tp"
-    return Issued(str(collective.kind), collective.numel, collective.label, collective.reduction)
+    return Issued(str(collective.kind), collective.axis, collective.numel, collective.label, collective.reduction)
 
 
 def test_the_bound_grows_with_the_additions_that_differ():

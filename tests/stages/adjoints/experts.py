@@ -36,6 +36,7 @@ def experts() -> list[Case]:
             lambda r, x: r.experts.exchange(x, sent[r.number], [of_rank[r.number] for of_rank in sent], "x"),
             (Held((4, 3)),),
             num_ranks=2,
+            axis="ep",
         ),
         Case(
             "gather",
@@ -43,6 +44,7 @@ def experts() -> list[Case]:
             lambda r, logits, tokens: r.experts.gather(logits, tokens, "x"),
             (Held((4, 2)), Held((4, 3))),
             num_ranks=2,
+            axis="ep",
         ),
         Case(
             "sum of results",
@@ -50,6 +52,7 @@ def experts() -> list[Case]:
             lambda r, addends: r.experts.sum_results(addends, "x"),
             (Held((8, 3)),),
             num_ranks=2,
+            axis="ep",
         ),
         *(_experts(MOE, num_ranks, limit) for num_ranks in (1, 2) for limit in (None, 0.6)),
         _experts(MOE.model_copy(update={"dispatcher": "all_gather"}), 2, 0.6),
@@ -80,4 +83,5 @@ def _experts(moe: MoeSpec, num_ranks: int, limit: float | None) -> Case:
         function,
         inputs,
         num_ranks,
+        axis="ep",
     )

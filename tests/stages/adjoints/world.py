@@ -7,7 +7,6 @@ means, and why the backward of a copy onto several ranks is a sum over them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from pipeproof.stages.common.experts import ExpertRegion
 from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.weights import SplitWeights
-from tests.stages.tensor_parallel import InMemoryRank, InMemoryWorld, Issued
+from tests.stages.world import World
 
 STEP = 1e-5
 """Of central differences in float64: their error is about 1e-10 of the third derivative, their rounding 1e-11."""
@@ -49,7 +48,8 @@ class Case:
 
     ``covers`` are the public names that it goes through. With ``in_turn`` each
     output has a backward of its own, from the last to the first; otherwise
-    there is one for all. ``regathers`` is of the tensor-parallel region.
+    there is one for all. The ranks are along ``axis``. ``regathers`` is of the
+    tensor-parallel region.
     """
 
     name: str
@@ -57,53 +57,23 @@ class Case:
     function: Callable[..., Any]
     inputs: tuple[Held, ...]
     num_ranks: int = 1
+    axis: str = "tp"
     sequence_dim: int | None = None
     outputs_alike: bool = False
     in_turn: bool = False
     regathers: bool = False
 
 
-class Exchanges:
-    """Collectives of expert-parallel ranks in memory."""
-
-    def __init__(self, world: InMemoryWorld, rank: int) -> None:
-        self._world, self._rank = world, rank
-
-    def all_to_all(
-        self, tensor: paddle.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str
-    ) -> paddle.Tensor:
-        ends = [0, *itertools.accumulate(send)]
-        parts = [tensor.detach()[a:b].clone() for a, b in itertools.pairwise(ends)]
-        every = self._world.exchange(self._rank, Issued("all_to_all", 0, label), parts)
-        mine = [parts_of[self._rank] for parts_of in every]
-        assert [len(part) for part in mine] == list(receive)
-        return paddle.concat(mine)
-
-    def all_gather_each(
-        self, tensors: Sequence[paddle.Tensor], *, labels: Sequence[str], axis: str
-    ) -> list[paddle.Tensor]:
-        assert axis == "ep"
-        own, labelled = self._world.ranks[self._rank], zip(tensors, labels, strict=True)
-        return [own.all_gather(each, 0, label=label) for each, label in labelled]
-
-    def reduce_scatter_each(
-        self, tensors: Sequence[paddle.Tensor], *, labels: Sequence[str], axis: str
-    ) -> list[paddle.Tensor]:
-        assert axis == "ep"
-        own, labelled = self._world.ranks[self._rank], zip(tensors, labels, strict=True)
-        return [own.reduce_scatter(each, 0, label=label) for each, label in labelled]
-
-
 def on_ranks(case: Case, values: Sequence[Sequence[np.ndarray]], work: Callable[..., Any]) -> list[Any]:
     """``work(rank, leaves, outputs)`` of each rank, whose inputs are ``values`` of it."""
-    world = InMemoryWorld(case.num_ranks)
+    world = World(paddle, **{case.axis: case.num_ranks})
 
     def on_rank(number: int) -> Any:
-        collectives: InMemoryRank = world.ranks[number]
+        collectives = world.ranks[number]
         rank = Rank(
             number,
             TensorParallelRegion(OPS, number, case.num_ranks, case.sequence_dim, collectives, regathers=case.regathers),
-            ExpertRegion(OPS, number, case.num_ranks, Exchanges(world, number)),
+            ExpertRegion(OPS, number, case.num_ranks, collectives),
             SplitWeights(),
         )
         leaves = [paddle.to_tensor(value, stop_gradient=False) for value in values[number]]

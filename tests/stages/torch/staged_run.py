@@ -9,7 +9,7 @@ from pipeproof.stages.reference.reference_state import StepResult
 from pipeproof.stages.torch.batches import StepBatches
 from pipeproof.stages.torch.optimizer import GradientClip, StageOptimizer
 from pipeproof.stages.torch.stage import TorchStage
-from tests.stages.torch.world import World
+from tests.stages.world import World
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ class StagedRun:
         self.plan, self.delayed, self.watch = plan, delayed, watch
         self.layers = describe_gpt(plan)
         topology = plan.topology
-        self.world = World(tp=topology.tp, ep=topology.ep, cp=topology.cp)
+        self.world = World(torch, tp=topology.tp, ep=topology.ep, cp=topology.cp)
         parts = [self.layers[a:b] for a, b in itertools.pairwise([0, *cut, len(self.layers)])]
         self.stages = [[self._stage(part, rank) for part in parts] for rank in self.world.ranks]
         self.optimizers = [StageOptimizer(plan.run, stage.parameters) for stages in self.stages for stage in stages]

@@ -35,7 +35,7 @@ from pipeproof.stages.torch.vocabulary import summed_cross_entropies
 from pipeproof.stages.torch.weights import SplitWeights, Weight
 from tests.stages.torch.features import EVEN, MLA, MOE, make_plan
 from tests.stages.torch.staged_run import CPU
-from tests.stages.torch.world import World
+from tests.stages.world import World
 
 pytestmark = pytest.mark.needs_torch
 
@@ -258,7 +258,7 @@ def test_across_ranks(name):
         return [[x + step * d for x, d in zip(xs, ds, strict=True)] for xs, ds in zip(inputs, directions, strict=True)]
 
     def outputs(step, back):
-        return [output for output, _ in on_ranks(World(**{axis: 3}), work, moved(step), back)]
+        return [output for output, _ in on_ranks(World(torch, **{axis: 3}), work, moved(step), back)]
 
     shapes = {
         "cp": [(2, 2, 3 * (rank + 1), 4) for rank in range(3)], "tp": [(2,)] * 3, "ep": [(3, 4), (3, 4), (6, 4)],
@@ -267,7 +267,7 @@ def test_across_ranks(name):
     back = [draw(2)] * 3 if axis == "tp" else [draw(*shape) for shape in shapes]
     above, below = (outputs(step, back) for step in (STEP, -STEP))
     slope = sum(((a - b) * g).sum().item() for a, b, g in zip(above, below, back, strict=True)) / (2 * STEP)
-    gradients = [gradient for _, gradient in on_ranks(World(**{axis: 3}), work, inputs, back)]
+    gradients = [gradient for _, gradient in on_ranks(World(torch, **{axis: 3}), work, inputs, back)]
     ours = sum(
         (g * d).sum().item() for gs, ds in zip(gradients, directions, strict=True) for g, d in zip(gs, ds, strict=True)
     )

@@ -17,7 +17,7 @@ from pipeproof.stages.torch.stage import TorchStage
 from tests.plans import subject
 from tests.stages.torch.features import EVEN, MLA, MOE, TWO_AHEAD, make_plan
 from tests.stages.torch.staged_run import CPU, StagedRun
-from tests.stages.torch.world import Issued
+from tests.stages.world import Issued
 
 pytestmark = pytest.mark.needs_torch
 
