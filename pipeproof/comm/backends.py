@@ -199,41 +199,16 @@ _TORCH_NCCL = BackendTable(
 _TRIED_PADDLE = "tried with paddlepaddle-gpu 2.6.2 and NCCL 2.28 on H200s"
 _PADDLE_SOURCE = "Paddle, ProcessGroupNCCL"
 
-_PADDLE_NCCL = BackendTable(
+_PADDLE_NCCL = replace(
+    _TORCH_NCCL,
     name="paddle-nccl",
-    send_completes="rendezvous",
-    host_blocks_on_post=False,
-    queue="directed_edge",
-    isend_blocks_host=False,
-    irecv_blocks_host=False,
-    matching="fifo",
-    tags=False,
-    longer_message="other",
-    shorter_message="other",
-    dtype_checked=False,
-    all_gather="works",
-    all_reduce="works",
-    broadcast="works",
-    barrier="works",
-    reduce_scatter="works",
-    all_to_all="works",
     partial_send_recv="works",
-    all_reduce_float16="works",
-    serial_group_creation=False,
-    max_group_size=4,
-    max_batched_transfers=256,
     sources=MappingProxyType(
         {
-            "send_completes": "NVIDIA/nccl issues 479, 584, 783: buffers are finite, a send may wait for its receive",
+            **_TORCH_NCCL.sources,
             "host_blocks_on_post": f"{_PADDLE_SOURCE}: a call that is not synchronous launches and returns",
-            "queue": "pipeproof's adapter: a communicator with a stream of its own for each edge and direction",
             "isend_blocks_host": f"{_PADDLE_SOURCE}: a call that is not synchronous launches and returns",
             "irecv_blocks_host": f"{_PADDLE_SOURCE}: a call that is not synchronous launches and returns",
-            "matching": f"nccl, enqueue.cc: a FIFO for each peer of a communicator; {_NCCL_DOCS}",
-            "tags": "nccl, enqueue.cc: sends and receives have no tag",
-            "longer_message": "sizes are not negotiated: a mismatch hangs, or leaves a part of the data",
-            "shorter_message": "sizes are not negotiated: a mismatch hangs, or leaves a part of the data",
-            "dtype_checked": "bytes have no dtype",
             "all_gather": _TRIED_PADDLE,
             "all_reduce": _TRIED_PADDLE,
             "broadcast": f"{_PADDLE_SOURCE}: ncclBroadcast",
@@ -242,14 +217,10 @@ _PADDLE_NCCL = BackendTable(
             "reduce_scatter": _TRIED_PADDLE,
             "all_to_all": f"{_PADDLE_SOURCE}: sends and receives in one group",
             "partial_send_recv": f"{_TRIED_PADDLE}: the adapter's partial transport is made of these calls",
-            "all_reduce_float16": "NCCL's documentation, data types",
             "serial_group_creation": "a communicator connects at its first use; the adapter uses each once before the "
             "first step, in one order",
-            "max_group_size": "the largest that was tried; no limit is known",
-            "max_batched_transfers": _NCCL_GROUP_CALL,
         }
     ),
-    also=_NCCL_ALSO,
 )
 
 _SLOTS = "pipeproof's adapter: exec.rank.slot_protocol"
