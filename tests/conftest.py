@@ -220,6 +220,14 @@ KNOWN_NOTES = ("PP202", "PP411")
 
 
 @pytest.fixture(scope="module")
+def paddle_started():
+    """Start Paddle in this process as a worker does: quiet, on the CPU, on one thread."""
+    from pipeproof.stages.paddle.runtime import start_paddle
+
+    start_paddle()
+
+
+@pytest.fixture(scope="module")
 def known_notes():
     """Leave out rules of other notes: a rule that is added later changes nothing that a module with this asserts."""
     from pipeproof.verify import check_plan

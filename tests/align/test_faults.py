@@ -10,14 +10,7 @@ import pytest
 from tests.cli.commands import invoke
 from tests.docs.test_schemas import fits, require_fit
 
-pytestmark = pytest.mark.needs_paddle
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 
 def recorded(**how):

@@ -4,7 +4,7 @@ import pytest
 
 from tests.plans import subject
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 CUTS = {
     "the norm behind a cut": (1, [["embed", "layer.0"], ["layer.1", "mtp.0"], ["empty.0", "norm", "head"]]),
@@ -13,13 +13,6 @@ CUTS = {
     "no cut behind the blocks": (2, [["embed", "layer.0"], ["layer.1", "mtp.0", "mtp.1", "empty.0", "norm", "head"]]),
 }
 SP = {"tp": 2, "sequence_parallel": True}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 def plan_of(cut, topology=(), **model):

@@ -12,14 +12,7 @@ from tests.align.planted import FAULTS, LAYER, SCHEDULES
 from tests.cli.commands import invoke
 from tests.docs.test_schemas import require_fit
 
-pytestmark = pytest.mark.needs_paddle
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 
 @pytest.fixture(scope="module")

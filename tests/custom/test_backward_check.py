@@ -7,14 +7,7 @@ import pytest
 from pipeproof.diagnostics.finding import BadPlanAtError
 from tests.custom.plans import FILES, own_plan
 
-pytestmark = pytest.mark.needs_paddle
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 
 def check(build, rows=2, **run):

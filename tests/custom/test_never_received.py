@@ -4,16 +4,9 @@ import pytest
 
 from tests.custom.plans import FILES, described, own_dict, own_plan
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 SECTIONS = {"schedule": {"num_micro_batches": 2}, "run": {"steps": 2}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 def without_gradient(function, **sections):

@@ -7,7 +7,7 @@ from pipeproof.comm.lower import lower_loaded
 from pipeproof.specs.load_plan import plan_from_dict
 from tests.custom.plans import described, own_dict, own_plan
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 ROWS = {"mixer.py": 2, "fleet_conv.py": 2, "pair.py": 2, "twice.py": 2}
 SCHEDULES = {
@@ -18,13 +18,6 @@ SCHEDULES = {
     "dualpipe": {"kind": "dualpipe"},
     "looped_bfs": {"kind": "looped_bfs", "num_chunks": 2},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 def compared(plan):

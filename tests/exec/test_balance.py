@@ -6,7 +6,7 @@ import pytest
 from tests.exec.processes import Run
 from tests.plans import plan_dict, subject
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
 LOSSES = {"aux_loss": 0.1, "z_loss": 0.01}
@@ -38,13 +38,6 @@ PLANS = {
 }
 WHOLE = {"stages in a line", "split backward", "one loss", "computed again", "gradients of twice the bits"}
 """Placements that add in the order of the unpartitioned model."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 def lowered(topology, schedule, moe, sections=(), **model):

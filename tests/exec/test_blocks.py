@@ -8,7 +8,7 @@ from pipeproof.exec.compare.compare_log import compare_exchanges
 from tests.features import GPT3, QWEN3
 from tests.plans import subject
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 GROUPS = {"num_kv_heads": 2, "head_size": 6}
 """Two query heads to a head of keys and values; 24 elements of queries where the hidden size is 16."""
@@ -64,13 +64,6 @@ PLANS = {
 
 WHOLE = {"one head of keys", "experts", "latent", "latent, plain queries", "Qwen3", "GPT-3", "LayerNorm, ahead"}
 """Placements that add in the order of the unpartitioned model."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 def lowered(topology, schedule, model, **sections):

@@ -10,7 +10,7 @@ from pipeproof.verify.check_plan import check_subject
 from tests.exec.processes import Run
 from tests.plans import plan_dict, subject
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 PLANS = {
     "one rank": ({"pp": 1}, {"kind": "gpipe"}),
@@ -28,13 +28,6 @@ MODELS = {
 }
 SMALL = 0.05
 """A norm that the gradients of these plans exceed."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 def results(name, clip_norm=SMALL, **model):

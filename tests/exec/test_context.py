@@ -10,7 +10,7 @@ from tests.exec.processes import Run
 from tests.exec.test_blocks import GROUPS, MLA, MOE
 from tests.plans import plan_dict, subject
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 PLANS = {
     "four parts": {"topology": {"cp": 4}, "model": {"activation_order": "bsh"}, "schedule": {"kind": "zb_h1"}},
@@ -37,13 +37,6 @@ PLANS = {
     "modules of multi-token prediction": {"topology": {"cp": 2}, "model": {"mtp": {"num_modules": 1}}},
     "dropout": {"topology": {"cp": 2}, "model": {"dropout": {"embedding": 0.1, "attention": 0.1, "hidden": 0.1}}},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 def lowered(**sections):

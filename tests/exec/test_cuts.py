@@ -4,7 +4,7 @@ import pytest
 
 from tests.plans import subject
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 SP = {"tp": 2, "sequence_parallel": True}
 ENDS = {"empty_layers": {"head": 1, "tail": 2}}
@@ -36,13 +36,6 @@ IN_PARALLEL = {
     "sequence splits": ({"pp": 4}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {"stages": MIDDLE}),
     "tied": ({"pp": 4}, {}, {"stages": MIDDLE, "model": {"tied_embedding": True}}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 def lowered(topology, schedule, others, **model):

@@ -6,7 +6,7 @@ from tests.exec.processes import Run
 from tests.exec.test_blocks import GROUPS, MLA, MOE
 from tests.plans import plan_dict, subject
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 RATES = {"embedding": 0.1, "attention": 0.2, "hidden": 0.3}
 SP = {"tp": 2, "sequence_parallel": True}
@@ -24,13 +24,6 @@ PLANS = {
     "cp, sp": ({**SP, "cp": 2}, {}, GROUPS, {}),
     "copies, computed again": ({"ep": 2}, {"kind": "dualpipe"}, {"moe": MOE}, {"recompute": "full"}),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 def lowered(topology, schedule, model, memory, *, steps=2, dropout=RATES):

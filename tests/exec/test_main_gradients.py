@@ -8,7 +8,7 @@ from pipeproof.stages.common import arithmetic
 from tests.exec.test_blocks import GROUPS, MLA, MOE
 from tests.plans import subject
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 SP = {"tp": 2, "sequence_parallel": True}
 LIMIT = 0.05
@@ -26,13 +26,6 @@ PLANS = {
     "streams, dropout": (SP, {"kind": "zb_h1"}, {**STREAMS, "dropout": 0.1, "swiglu_limit": LIMIT}, {}),
     "losses of routers, dropout": ({"tp": 2, "ep": 2}, {}, {"moe": {**MOE, **EVEN}, "dropout": 0.1}, {}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 def lowered(topology, schedule, model, **run):

@@ -8,7 +8,7 @@ from pipeproof.verify.check_plan import check_subject
 from tests.exec.processes import Run
 from tests.plans import plan_dict, subject
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 SP = {"pp": 3, "tp": 2, "sequence_parallel": True}
 BATCH_MEMBERS = [
@@ -78,13 +78,6 @@ PLANS = {
     ),
     "whole, in parts, whole": empty_between(("invariant", "sharded(b)"), ("sharded(b)", "invariant")),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 def lowered(**sections):

@@ -10,7 +10,7 @@ from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
 from tests.features import FEATURES, TOPOLOGIES, merged, mixed
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 RANKS = {
     **TOPOLOGIES,
@@ -21,13 +21,6 @@ RANKS = {
     "cp 2, ep 2": {"pp": 1, "cp": 2, "ep": 2},
 }
 STEPS = {"run": {"steps": 2, "seed": 3}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 def runnable(plan):

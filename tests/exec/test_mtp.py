@@ -9,7 +9,7 @@ from tests.docs.test_schemas import require_fit
 from tests.exec.test_blocks import MLA, MOE
 from tests.plans import subject
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 SP = {"tp": 2, "sequence_parallel": True}
 TWO = {"mtp": {"num_modules": 2, "loss_weight": 0.4}}
@@ -52,13 +52,6 @@ PLANS = {
     for name, (topology, schedule, model, sections) in COMMON.items()
     if name in names
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 def lowered(topology, schedule, model, sections, **run):

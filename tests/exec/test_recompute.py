@@ -10,7 +10,7 @@ from tests.exec.processes import Run
 from tests.exec.test_blocks import GROUPS, MLA, MOE, lowered
 from tests.plans import plan_dict, subject
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 SP = {"tp": 2, "sequence_parallel": True}
 PLANS = {
@@ -20,13 +20,6 @@ PLANS = {
     "ep, copies of stages": ({"ep": 2}, {"kind": "dualpipe"}, {"moe": MOE}),
     "ep, sequence splits": ({"ep": 2}, {"kind": "seq1f1b", "num_sequence_splits": 2}, {"moe": MOE}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 @pytest.mark.slow(

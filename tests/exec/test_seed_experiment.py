@@ -8,18 +8,11 @@ from pipeproof.specs.load_plan import load_plan
 from tests.exec.processes import Run
 from tests.plans import subject
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 SEED = Path(__file__).parents[2] / "examples" / "seed"
 PLACES = ("after_tail_empty", "before_tail_empty")
 SAME_ROWS, OTHER_ROWS, FULL = "whole tokens", "cut tokens", "sent in full"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 def first_step(place, transport, *, tp=2, rows=2, **model):

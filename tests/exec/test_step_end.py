@@ -5,7 +5,7 @@ import pytest
 from tests.exec.processes import Run
 from tests.plans import plan_dict, subject
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 MODEL = {"vocab_size": 33, "ffn_size": 36, "seq_length": 4}
 """33 rows of 16 and 36 columns do not divide evenly by three and four."""
@@ -22,13 +22,6 @@ PLANS = {
 }
 SHARDED = {"memory": {"shard_optimizer": "dp"}}
 COPIES = {"copies": ({"dp": 2}, {"kind": "dualpipe", "num_micro_batches": 4}, {})}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 def make(name, *, steps=2, when="at_end", own=(), more=(), **sections):

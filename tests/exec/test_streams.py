@@ -5,7 +5,7 @@ import pytest
 from tests.exec.test_blocks import MLA, MOE
 from tests.plans import subject
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 STREAMS = {"hyper_connections": {"streams": 3, "sinkhorn_iterations": 3}}
 SP = {"tp": 2, "sequence_parallel": True}
@@ -30,13 +30,6 @@ PLANS = {
 
 WHOLE = {"chunks"}
 """Placements that add in the order of the unpartitioned model."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 def lowered(topology, schedule, model, sections, **run):

@@ -5,7 +5,7 @@ import pytest
 from tests.exec.processes import Run
 from tests.plans import plan_dict, subject
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 PLANS = {
     "one rank": ({"pp": 1}, {"kind": "gpipe"}),
@@ -17,13 +17,6 @@ PLANS = {
     "copies": ({"dp": 2}, {"kind": "dualpipe"}),
     "splits": ({}, {"kind": "seq1f1b", "num_sequence_splits": 2}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 def tied(name, **sections):

@@ -13,14 +13,7 @@ from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS
 from tests.plans import subject
 
-pytestmark = pytest.mark.needs_paddle
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 
 class Channels:

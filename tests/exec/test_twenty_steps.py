@@ -8,7 +8,7 @@ import pytest
 
 from tests.plans import subject
 
-pytestmark = pytest.mark.needs_paddle
+pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 STEPS = 20
 SCHEDULES = {
@@ -23,13 +23,6 @@ MODELS = {
         "moe": {"num_experts": 12, "top_k": 3, "ffn_size": 8, "dense_layers": 1},
     },
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paddle_started():
-    from pipeproof.stages.paddle.runtime import start_paddle
-
-    start_paddle()
 
 
 @pytest.mark.slow(but=["GPT-1f1b"])

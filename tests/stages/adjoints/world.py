@@ -57,11 +57,11 @@ class Case:
     function: Callable[..., Any]
     inputs: tuple[Held, ...]
     num_ranks: int = 1
-    axis: str = "tp"
     sequence_dim: int | None = None
     outputs_alike: bool = False
     in_turn: bool = False
     regathers: bool = False
+    axis: str = "tp"
 
 
 def on_ranks(case: Case, values: Sequence[Sequence[np.ndarray]], work: Callable[..., Any]) -> list[Any]:
