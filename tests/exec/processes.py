@@ -106,6 +106,15 @@ class Run:
             time.sleep(0.05)
 
 
+def bitwise_report(tmp_path, plan):
+    """The report of a run that must succeed: logs equal the graph, and each step has the reference's bits."""
+    ended = Run(tmp_path, plan).end()
+    assert ended.status == 0, ended.output
+    assert ended.report["log_matches_graph"]
+    assert all(step["bitwise"] for step in ended.report["steps"])
+    return ended.report
+
+
 def _pids():
     return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
 

@@ -162,7 +162,7 @@ def test_a_training_has_the_bits_of_the_unpartitioned_model(monkeypatch):
     channels = connected(slot_sizes(plan.graph))
 
     def around(world):
-        driver.pause = lambda: world.channels.world.turn.wait(0.001)
+        driver.pause = lambda: world.channels.memory.turn.wait(0.001)
         return replace(world, channels=channels[world.rank])
 
     for result in compared_with_torch(plan, around=around):

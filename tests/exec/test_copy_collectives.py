@@ -87,7 +87,7 @@ def test_a_training_has_the_bits_of_one_with_other_collectives(monkeypatch, disp
     ends = connected(pair_channels(group for group in groups if group.axis == "ep"))
 
     def around(world):
-        driver.pause = lambda: world.channels.world.turn.wait(0.001)
+        driver.pause = lambda: world.channels.memory.turn.wait(0.001)
         copies = {
             index: CopyCollectives(world.rank, groups[index], each, ends[world.rank])
             if groups[index].axis == "ep"

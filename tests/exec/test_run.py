@@ -14,7 +14,7 @@ from pipeproof.exec.launch.rendezvous import reserved_ports
 from pipeproof.exec.run_plan import RunOptions, run
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
-from tests.exec.processes import PATIENCE_S, REPOSITORY, Run
+from tests.exec.processes import PATIENCE_S, REPOSITORY, Run, bitwise_report
 from tests.plans import plan_dict
 
 pytestmark = pytest.mark.needs_paddle
@@ -170,10 +170,7 @@ def test_a_schedule_file_of_pytorch_runs(tmp_path):
     """Interleaved 1F1B as torch writes it, on four processes."""
     files = REPOSITORY / "tests" / "schedule" / "files"
     schedule = {"kind": "file", "path": str(files / "interleaved_4x2.csv"), "num_micro_batches": 8, "num_chunks": 2}
-    ended = Run(tmp_path, plan_dict(model={"num_layers": 8}, topology={"pp": 4}, schedule=schedule)).end()
-    assert ended.status == 0, ended.output
-    assert ended.report["log_matches_graph"]
-    assert all(step["bitwise"] for step in ended.report["steps"])
+    bitwise_report(tmp_path, plan_dict(model={"num_layers": 8}, topology={"pp": 4}, schedule=schedule))
 
 
 @pytest.mark.parametrize(
