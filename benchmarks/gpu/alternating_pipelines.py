@@ -10,12 +10,11 @@ milliseconds and the smallest and the largest ratio of a pair.
 
 from __future__ import annotations
 
-import os
 import sys
 from statistics import median
 
 import torch.distributed as dist
-from measure import Times, forget, timed
+from measure import Times, forget, leave, timed
 from module_pipelines import our_step
 from our_step import start
 from rival import rival_step
@@ -42,8 +41,7 @@ def main() -> None:
                    f"({min(ratios):.3f} to {max(ratios):.3f})")  # fmt: skip
             del rival, ours
             forget(device)
-    dist.barrier()
-    os._exit(0)  # communicators of the rival would hold a normal exit up
+    leave()
 
 
 if __name__ == "__main__":

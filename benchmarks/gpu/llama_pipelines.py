@@ -17,7 +17,6 @@ all of them.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from llama_stages import Layout, joined, llama, local, weights_of
-from measure import Measured, Times, forget, timed
+from measure import Measured, Times, forget, leave, timed
 from our_step import start
 from plan_graphs import Rows, bits_of
 from rival import CLASSES
@@ -194,8 +192,7 @@ def main() -> None:
                 pipe.close()
             pipe = step = stages = None
             forget(device)
-    dist.barrier()
-    os._exit(0)  # communicators of captured graphs would hold a normal exit up
+    leave()
 
 
 if __name__ == "__main__":

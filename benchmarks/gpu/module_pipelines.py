@@ -13,13 +13,12 @@ split the backward of compiled blocks, so that its ``zb_v`` does not run.
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from measure import Measured, Times, forget, timed
+from measure import Measured, Times, forget, leave, timed
 from our_step import start
 from plain_gpt import summed_loss
 from rival import plain_stage, rival_step, stage_numbers
@@ -76,8 +75,7 @@ def main() -> None:
                 forget(device)
                 way = f"graph{', replayed' * replay}{', copies' * (send_recv != 'backend')}"
                 report(f"{way:24} {kind:12} {ours.ratio_to(best)} {ours.gib:6.2f} GiB")
-    dist.barrier()
-    os._exit(0)  # communicators of captured graphs would hold a normal exit up
+    leave()
 
 
 if __name__ == "__main__":

@@ -13,11 +13,10 @@ operation's time in that replay and messages that take none.
 
 from __future__ import annotations
 
-import os
 import sys
 
 import torch.distributed as dist
-from measure import Times, captured_anew, forget, timed
+from measure import Times, captured_anew, forget, leave, timed
 from our_step import OurStep, start
 from rival import CLASSES, rival_step
 from sizes import Size
@@ -55,8 +54,7 @@ def main() -> None:
                 f"{work_graph.ms:8.2f} {floor:8.2f}   {theirs.gib:.2f} {ours.gib:.2f}")  # fmt: skip
             del alone
             forget(device)
-    dist.barrier()
-    os._exit(0)  # communicators of captured graphs would hold a normal exit up
+    leave()
 
 
 if __name__ == "__main__":

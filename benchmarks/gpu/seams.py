@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import itertools
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import forget, meet, settle
+from measure import forget, leave, meet, settle
 from our_step import start
 from plain_gpt import PlainBlock, PlainStage, summed_loss, swiglu
 from rival import stage_numbers
@@ -439,9 +438,7 @@ def main() -> None:
         job = Job(options, kind, replace(size, dtype=getattr(torch, dtypes[-1])), groups, device)
         _time(job, report, f"{kind} {dtypes[-1]}", replay=replay)
         end(job)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # communicators of captured graphs would hold a normal exit up
+    leave()
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ norms are summed over the ranks. ``work`` is ours without communication.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from measure import Times, captured_anew, forget, timed
+from measure import Times, captured_anew, forget, leave, timed
 from our_step import OurStep, start
 from plain_tensor import TensorStage
 from rival import CLASSES, stage_numbers
@@ -49,8 +48,7 @@ def main() -> None:
     report(f"{'':22} {'rival':>8} {'ours':>8} {'ratio':>6} {'graph':>8} {'ratio':>6} {'work':>8}   GiB: rival, ours")
     report(f"{f'tp {num_tp} pp {num_pp} {kind}':22} {theirs.ms:8.2f} {ours.ratio_to(theirs)} {graph.ratio_to(theirs)} "
         f"{work.ms:8.2f}   {theirs.gib:.2f} {ours.gib:.2f}")  # fmt: skip
-    dist.barrier()
-    os._exit(0)  # communicators of captured graphs would hold a normal exit up
+    leave()
 
 
 def _rival(kind: str, size: Size, num_pp: int, num_tp: int, device: torch.device) -> Callable[[], object]:
