@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from pipeproof.exec.monitor.own_history import deviation, minority, parted
+from pipeproof.exec.monitor.ring import RingOp
 from pipeproof.exec.monitor.waits import Analysis, at_text, ring_entry
 
 _POINTS_PARTED: Final = 4
@@ -17,9 +18,7 @@ def most_suspect(analysis: Analysis, candidates: Iterable[int]) -> tuple[int, ..
     """Return the candidates with the most signs that they left the common order; all of them without a difference."""
     ranks = sorted(set(candidates))
     points = dict.fromkeys(ranks, 0)
-    suspects = parted({each.rank: each.ring.ops for each in analysis.job.ranks})
-    lines = {rank: op.at for rank, op in suspects.items()}
-    odd = minority(lines) if suspects else ()
+    _, odd = _parted(analysis)
     issued = {
         rank: max(analysis.share(entry) for entry in analysis.blocking[rank])
         for rank in ranks
@@ -28,22 +27,27 @@ def most_suspect(analysis: Analysis, candidates: Iterable[int]) -> tuple[int, ..
     # on the side of a rank that has ended are the members that did not issue the operation either
     shares = {rank: issued.get(rank, 1 - max(issued.values(), default=0.0)) for rank in ranks}
     for rank in ranks:
-        points[rank] += _POINTS_PARTED * (rank in odd and len(odd) < len(lines))
+        points[rank] += _POINTS_PARTED * (rank in odd)
         points[rank] += _POINTS_DEVIATES * (deviation(analysis.job.by_rank[rank].ring.ops) is not None)
         points[rank] += _POINTS_FEWER * (shares[rank] < max(shares.values()))
     most = max(points.values())
     return tuple(rank for rank in ranks if points[rank] == most)
 
 
+def _parted(analysis: Analysis) -> tuple[Mapping[int, RingOp], tuple[int, ...]]:
+    """Return the operation of each rank where ranks parted, and the ranks that left the lines of most; maybe none."""
+    first = parted({each.rank: each.ring.ops for each in analysis.job.ranks})
+    odd = minority({rank: op.at for rank, op in first.items()}) if first else ()
+    return first, odd if len(odd) < len(first) else ()
+
+
 def reasons_for(analysis: Analysis, ranks: Iterable[int]) -> tuple[str, ...]:
     """Return what speaks for ranks as the cause, in sentences."""
     reasons = []
-    suspects = parted({each.rank: each.ring.ops for each in analysis.job.ranks})
-    lines = {rank: op.at for rank, op in suspects.items()}
-    odd = minority(lines) if suspects else ()
+    first, odd = _parted(analysis)
     for rank in ranks:
-        if rank in odd and len(odd) < len(lines):
-            op, other = suspects[rank], next(suspects[each] for each in lines if each not in odd)
+        if rank in odd:
+            op, other = first[rank], next(first[each] for each in first if each not in odd)
             text = f"rank {rank} issued collective #{op.number} of its group at {op.at}, "
             reasons.append(f"{text}most others at {other.at}: no step before had these lines together")
         ops = analysis.job.by_rank[rank].ring.ops
