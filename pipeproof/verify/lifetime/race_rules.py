@@ -22,6 +22,7 @@ from pipeproof.verify.lifetime.races import (
     UNORDERED,
     Lifetimes,
     Pair,
+    Races,
     after_free,
     lifetimes,
 )
@@ -214,11 +215,16 @@ def _rule(doc: RuleDoc, code: str, describe: Callable[[UseText, Pair], tuple[str
 
     def check(subject: Subject) -> Iterator[Finding]:
         analysis = subject.once(lifetimes)
-        texts = UseText(analysis, analysis.uses)
-        pairs = analysis.races.pairs.get(code, [])
-        yield from capped(subject, doc, _all(doc, texts, pairs, describe), len(pairs) + analysis.races.unexamined[code])
+        return _findings(UseText(analysis, analysis.uses), analysis.races, doc, code, describe)
 
     return Rule(doc, check)
+
+
+def _findings(
+    texts: UseText, races: Races, doc: RuleDoc, code: str, describe: Callable[[UseText, Pair], tuple[str, str]]
+) -> Iterator[Finding]:
+    pairs = races.pairs.get(code, [])
+    return capped(texts.subject, doc, _all(doc, texts, pairs, describe), len(pairs) + races.unexamined[code])
 
 
 def _all(
@@ -264,13 +270,7 @@ def _check_freed(subject: Subject) -> Iterator[Finding]:
     """Races with a free, and uses that come after one in order."""
     analysis = subject.once(lifetimes)
     texts = UseText(analysis, analysis.uses)
-    pairs = analysis.races.pairs.get(FREED, [])
-    yield from capped(
-        subject,
-        FREED_IN_USE,
-        _all(FREED_IN_USE, texts, pairs, _describe_freed),
-        len(pairs) + analysis.races.unexamined[FREED],
-    )
+    yield from _findings(texts, analysis.races, FREED_IN_USE, FREED, _describe_freed)
     places = after_free(analysis.in_order)
     yield from capped(subject, FREED_IN_USE, _uses_after_free(analysis, places.tolist()), len(places))
 
@@ -292,10 +292,7 @@ def _uses_after_free(analysis: Lifetimes, places: list[int]) -> Iterator[Finding
 def _check_across_steps(subject: Subject) -> Iterator[Finding]:
     analysis = subject.once(lifetimes)
     order, uses, races = analysis.over_steps
-    texts = UseText(analysis, uses, order.home)
-    pairs = races.pairs.get(NEXT_STEP, [])
-    total = len(pairs) + races.unexamined[NEXT_STEP]
-    yield from capped(subject, ACROSS_STEPS, _all(ACROSS_STEPS, texts, pairs, _describe_across), total)
+    yield from _findings(UseText(analysis, uses, order.home), races, ACROSS_STEPS, NEXT_STEP, _describe_across)
 
 
 def _describe_across(texts: UseText, pair: Pair) -> tuple[str, str]:
