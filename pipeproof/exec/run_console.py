@@ -57,24 +57,15 @@ def run_command(
     equal, too.
     """
     report = replace(report, subject=report.subject.unfolded())  # every process runs one rank
-
-    run_spec = report.subject.plan.spec.run
-
-    def execute() -> RunReport:
-        launched = join_launcher(run_spec)
-        return _run(report, options, console) if launched is None else _run_launched(launched, report, options, console)
-
     refusal = "not run: the plan does not pass check (`--unsafe` runs it without a certificate)"
-    result = result_or_status(execute, report, console, refusal)
+    result = launched_or_status(_run, _run_launched, report, options, console, refusal)
     if isinstance(result, int):
         return result
-    if options.share_gpus:
-        console.print(f"[bold yellow]{shared_gpus_text(report.subject)}[/]", soft_wrap=True)
     checkpoint = replace(options.checkpoint, reference_from_state=result.reference_from_state)
     for line in checkpoint_lines(checkpoint, [step.step for step in result.steps]):
         console.print(line, soft_wrap=True)
     status = show_run(result, console, report_file, profile_file, write_timeline, options.record, verbose=verbose)
-    return status if join_launcher(run_spec) is None else end_process(status)
+    return status if join_launcher(report.subject.plan.spec.run) is None else end_process(status)
 
 
 def show_run(
@@ -103,6 +94,26 @@ def show_run(
     if write_timeline is not None:
         console.print(write_timeline(result.timeline, result.subject.graph), soft_wrap=True)
     return ExitStatus.OK if result.passed else ExitStatus.FAILED
+
+
+def launched_or_status(
+    here: Callable[[Report, RunOptions, Console], _Result],
+    launched: Callable[[LaunchedRank, Report, RunOptions, Console], _Result],
+    report: Report,
+    options: RunOptions,
+    console: Console,
+    refusal: str,
+) -> _Result | int:
+    """Return ``result_or_status`` of ``here``, or of ``launched`` on a rank of an external launcher."""
+
+    def execute() -> _Result:
+        rank = join_launcher(report.subject.plan.spec.run)
+        return here(report, options, console) if rank is None else launched(rank, report, options, console)
+
+    result = result_or_status(execute, report, console, refusal)
+    if options.share_gpus and not isinstance(result, int):
+        console.print(f"[bold yellow]{shared_gpus_text(report.subject)}[/]", soft_wrap=True)
+    return result
 
 
 def result_or_status(execute: Callable[[], _Result], report: Report, console: Console, refusal: str) -> _Result | int:

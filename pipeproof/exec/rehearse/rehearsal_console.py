@@ -10,13 +10,12 @@ from rich.console import Console
 from pipeproof.atomic_write import write_json
 from pipeproof.diagnostics.text_output import render_text
 from pipeproof.exec.launch.external_launcher import execute_launched, join_launcher
-from pipeproof.exec.launch.gpu_assignment import shared_gpus_text
 from pipeproof.exec.launch.job_files import RunOptions, end_process
 from pipeproof.exec.launch.launched_rank import LaunchedRank
 from pipeproof.exec.placement.placement_console import render_placement
 from pipeproof.exec.rehearse.rehearsal_report import Rehearsal
 from pipeproof.exec.rehearse.rehearse_plan import RehearsalConclusion, rehearse
-from pipeproof.exec.run_console import result_or_status
+from pipeproof.exec.run_console import launched_or_status
 from pipeproof.exit_status import ExitStatus
 from pipeproof.verify.check_plan import Report
 from pipeproof.views.tables import print_table
@@ -34,21 +33,10 @@ def rehearse_command(
 ) -> int:
     """Rehearse a checked plan, print the findings, write the requested files; return the exit status."""
     report = replace(report, subject=report.subject.unfolded())  # every process runs one rank
-
-    run_spec = report.subject.plan.spec.run
-
-    def execute() -> Rehearsal:
-        launched = join_launcher(run_spec)
-        if launched is None:
-            return _rehearse(report, options, console)
-        return _run_launched(launched, report, options, console)
-
     refusal = "not rehearsed: the plan does not pass check (`--unsafe` rehearses it without a certificate)"
-    result = result_or_status(execute, report, console, refusal)
+    result = launched_or_status(_rehearse, _run_launched, report, options, console, refusal)
     if isinstance(result, int):
         return result
-    if options.share_gpus:
-        console.print(f"[bold yellow]{shared_gpus_text(report.subject)}[/]", soft_wrap=True)
     _render(result, console, timed=not options.share_gpus)
     if report_file is not None:
         write_json(report_file, result.to_json())
@@ -56,7 +44,7 @@ def rehearse_command(
         write_json(profile_file, result.profile())
         console.print(f"profile of {len(result.edges)} edges written to {profile_file}", soft_wrap=True)
     status = ExitStatus.OK if result.passed else ExitStatus.FAILED
-    return status if join_launcher(run_spec) is None else end_process(status)
+    return status if join_launcher(report.subject.plan.spec.run) is None else end_process(status)
 
 
 def _rehearse(report: Report, options: RunOptions, console: Console) -> Rehearsal:
