@@ -10,12 +10,13 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.model_family import stage_layers
 
 _LETTERS = {"embed": "E", "layer": "t", "mtp": "m", "head": "L"}
+_RANKS_PER_NODE = 8
 
 
-def megatron_script(spec: PlanSpec, ranks_per_node: int) -> str:
+def megatron_script(spec: PlanSpec) -> str:
     """The script; what Megatron-LM has no arguments for is left out, which its import shows."""
     world = spec.topology.num_ranks
-    per_node = min(world, ranks_per_node)
+    per_node = min(world, _RANKS_PER_NODE)
     groups = (_model(spec), _parallelism(spec), _schedule(spec), _training(spec))
     lines = [" ".join(shlex.quote(word) for word in flag) for group in groups for flag in group]
     head = f"torchrun --nproc-per-node {per_node} --nnodes {world // per_node} pretrain_gpt.py"

@@ -51,14 +51,14 @@ class Launch:
     files: Mapping[str, str]
 
 
-def launch_of(spec: PlanSpec, framework: str, name: str, ranks_per_node: int = 8) -> Launch:
+def launch_of(spec: PlanSpec, framework: str, name: str) -> Launch:
     """The files that launch a plan; ``name`` begins their names. Importing them gives the same plan.
 
     Raises:
         NoArgumentsError: the framework has no arguments for a key of the plan.
     """
     if framework == "megatron":
-        launch = Launch("megatron", {f"{name}.sh": megatron_script(spec, ranks_per_node)})
+        launch = Launch("megatron", {f"{name}.sh": megatron_script(spec)})
     elif framework == "torch":
         config = json.dumps(model_config(spec), indent=2) + "\n"
         launch = Launch("torchtitan", {f"{name}.toml": torchtitan_job(spec), f"{name}.config.json": config})
@@ -117,13 +117,13 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def launch_of_row(row: TuneRow, framework: str, ranks_per_node: int = 8) -> Launch:
+def launch_of_row(row: TuneRow, framework: str) -> Launch:
     """The files that launch a row, whose names begin with its number.
 
     Raises:
         NoArgumentsError: the framework has no arguments for a key of the plan.
     """
-    return launch_of(plan_from_dict(row.plan).spec, framework, f"{row.rank:02d}", ranks_per_node)
+    return launch_of(plan_from_dict(row.plan).spec, framework, f"{row.rank:02d}")
 
 
 def plan_file(row: TuneRow) -> dict[str, str]:
