@@ -36,7 +36,7 @@ def align(
     forms: tuple[LogForm, LogForm] = (LogForm(), LogForm()),
     report_step: Callable[[int], None] = lambda _: None,
 ) -> Alignment:
-    """Hold ``a`` against ``b``: two records, or two text logs, which ``forms`` describe.
+    """Compare ``a`` with ``b``: two records, or two text logs, which ``forms`` describe.
 
     ``report_step`` is called with the number of each step that is reached.
 

@@ -83,7 +83,7 @@ def paired_steps(
 
 
 class TensorComparison:
-    """Holds the tensors of two records against each other, step by step.
+    """Comparison of the tensors of two records, step by step.
 
     Of layers' tensors those are compared that both have: a record without
     `--record-layers` has none.

@@ -126,10 +126,8 @@ class LossAlignment:
         self.examples[side] = self.examples[side] or observed
 
 
-def align_losses(
-    a: Iterable[Observed], b: Iterable[Observed], tolerance: Tolerance, dtype: str = "float32"
-) -> LossAlignment:
-    """Pair the losses of two streams by kind and position, in any order of the streams.
+def align_losses(a: Iterable[Observed], b: Iterable[Observed], tolerance: Tolerance) -> LossAlignment:
+    """Pair the losses of two logs by kind and position, in any order; ulps are those of float32.
 
     Raises:
         AlignmentError: a stream cannot be read on.
@@ -147,7 +145,7 @@ def align_losses(
                 waiting[side][observed.key] = observed
             else:
                 first, second = (observed, partner) if side == 0 else (partner, observed)
-                found.put(first, second, tolerance, dtype)
+                found.put(first, second, tolerance, "float32")
             if len(waiting[side]) > WINDOW:
                 found.miss(side, waiting[side].pop(next(iter(waiting[side]))))
     for side, left in enumerate(waiting):

@@ -264,10 +264,6 @@ def _compiled_autograd(graph: fx.GraphModule, example: Sequence[Any], capture: _
 _EMBEDDING = torch.ops.aten.embedding_dense_backward.default
 
 
-class _MeasuredError(Exception):
-    """Ends a capture that was made for its size."""
-
-
 def _eager_bytes(graph: fx.GraphModule, example: Sequence[Any], make: Callable[..., _Capture]) -> int:
     """Bytes that the forward keeps in eager mode."""
     capture = make(_boxed, in_product=False, most=-1)

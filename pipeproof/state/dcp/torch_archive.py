@@ -36,7 +36,6 @@ _STORAGES = {
 }
 """Type of the elements by class of the storage; newer types have an untyped storage, and are an argument."""
 _STORAGE_OF = {dtype: storage for storage, dtype in _STORAGES.items()}
-_UNTYPED = GlobalName("torch.storage", "UntypedStorage")
 _REBUILD = {
     GlobalName("torch._utils", "_rebuild_tensor_v2"): False,
     GlobalName("torch._utils", "_rebuild_tensor_v3"): True,

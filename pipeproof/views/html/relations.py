@@ -26,7 +26,7 @@ class Relations:
         self.spans: tuple[Span, ...] = timeline.spans
         parsed = {text: parse_op(text) for text in {span.op for span in self.spans}}
         self.ops: list[Op] = [parsed[span.op] for span in self.spans]
-        self._timeline, self._graph = timeline, graph
+        self._graph = graph
         self._by_key = {(span.step, span.op_id): i for i, span in enumerate(self.spans)}
         self._partner_id = {one: other for pair in timeline.matches for one, other in (pair, pair[::-1])}
 
