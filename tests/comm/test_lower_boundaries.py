@@ -7,14 +7,10 @@ import pytest
 
 from pipeproof.schedule.op_table import NONE, build_graph
 from pipeproof.schedule.ops import CHILD_KINDS, RECV_KINDS, SEND_KINDS, OpKind
-from pipeproof.verify.check_plan import check_subject
 from tests.plans import subject
+from tests.verify.programs import codes
 
 TP2 = {"pp": 2, "tp": 2}
-
-
-def errors(one):
-    return {finding.code for finding in check_subject(one).errors}
 
 
 def transfers(graph, rank, kinds=SEND_KINDS | RECV_KINDS):
@@ -41,7 +37,7 @@ def test_each_tensor_of_a_boundary_has_a_message_and_a_wait_of_its_own():
     ]  # fmt: skip
     back = [graph.tensors[int(graph.tensor[i])].member for i in transfers(graph, 2, SEND_KINDS)]
     assert back == ["hidden"]  # a mask has no gradient
-    assert not errors(one)
+    assert not codes(one)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +55,7 @@ def test_where_layouts_differ_messages_bring_each_element_to_who_wants_it(tp, re
         assert len({int(graph.peer[i]) for i in receives}) == num_messages
         tensor = graph.tensors[int(graph.tensor[receives[0]])]
         assert sum(int(graph.stop[i] - graph.start[i]) for i in receives) == tensor.numel
-    assert not errors(one)
+    assert not codes(one)
 
 
 def test_a_wrong_range_of_a_reshard_is_found():
@@ -69,7 +65,7 @@ def test_a_wrong_range_of_a_reshard_is_found():
     rows = base.graph.rows()
     place = next(i for i, row in enumerate(rows[0]) if row.op.kind is OpKind.SEND_FORWARD)
     rows[0][place] = replace(rows[0][place], start=rows[0][place].start + 1, stop=rows[0][place].stop + 1)
-    assert "PP201" in errors(base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups)))
+    assert "PP201" in codes(base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups)))
 
 
 def test_sizes_of_micro_batches_reach_messages_and_collectives():
@@ -83,8 +79,8 @@ def test_sizes_of_micro_batches_reach_messages_and_collectives():
         for i in np.flatnonzero((graph.parent != NONE) & (graph.work_item == batch) & (graph.rank == 0))[:1]
     }
     assert of_forward == {0: 256, 1: 128, 2: 256, 3: 64}  # the embedding's reduce-scatter of all tokens
-    assert not errors(one)
-    assert not errors(subject(topology=TP2, schedule={"last_micro_batch_size": 1}))
+    assert not codes(one)
+    assert not codes(subject(topology=TP2, schedule={"last_micro_batch_size": 1}))
 
 
 @pytest.mark.parametrize("axes", [{"cp": 2}, {"ep": 2}, {"cp": 2, "tp": 2, "dp": 2, "sequence_parallel": True}])
@@ -95,4 +91,4 @@ def test_context_and_expert_axes_are_lowered_and_right(axes):
     assert own == {axis for axis in ("tp", "cp", "ep", "dp") if axes.get(axis, 1) > 1}
     reductions = {op.axis for op in graph.ops if op.kind is OpKind.REDUCE_GRAD}
     assert reductions == own - (set() if axes.get("sequence_parallel") else {"tp"})
-    assert not errors(one)
+    assert not codes(one)

@@ -67,9 +67,13 @@ def spec_of(model, **topology):
     size=st.sampled_from([None, MicroBatchSize(32, 1), MicroBatchSize(8, 3)]),
 )
 def test_the_description_by_hand_is_what_the_types_say(model, tp, cp, ep, sp, size):
-    spec = spec_of(model, tp=tp, cp=cp, ep=ep, sequence_parallel=sp)
-    typed = typed_gpt(spec, size)
-    layers = describe_gpt(spec, size)
+    assert_described_as_typed(spec_of(model, tp=tp, cp=cp, ep=ep, sequence_parallel=sp), size)
+
+
+def assert_described_as_typed(spec, size):
+    """Collectives, and the parameters with their shards and addends, are those of the types."""
+    degrees = {axis: getattr(spec.topology, axis) for axis in ("tp", "cp", "ep")}
+    typed, layers = typed_gpt(spec, size), describe_gpt(spec, size)
     assert {layer_kind(spec.model, layer.name) for layer in layers} == set(typed)
     for layer in layers:
         needed = typed[layer_kind(spec.model, layer.name)]
@@ -81,14 +85,13 @@ def test_the_description_by_hand_is_what_the_types_say(model, tp, cp, ep, sp, si
             assert [(c.kind, c.axis, c.numel, c.label.removeprefix(f"{layer.name}.")) for c in listed] == [
                 (c.kind, c.axis, c.numel, c.label) for c in wanted
             ]
-        assert len(layer.parameters) == len(needed.partial_over)
+        assert {p.name.removeprefix(f"{layer.name}.") for p in layer.parameters} == set(needed.partial_over)
         for parameter in layer.parameters:
             name = parameter.name.removeprefix(f"{layer.name}.")
-            of_data = ("ep",) if ep > 1 and "ep" not in parameter.sharded_over else ()
+            of_data = ("ep",) if degrees["ep"] > 1 and "ep" not in parameter.sharded_over else ()
             assert needed.partial_over[name] == parameter.partial_over + of_data
-            value = needed.values[name]
-            assert value.local_numel(needed.program.sizes, {"tp": tp, "cp": cp, "ep": ep}) == prod(
-                parameter.local_shape({"tp": tp, "ep": ep})
+            assert needed.values[name].local_numel(needed.program.sizes, degrees) == prod(
+                parameter.local_shape({"tp": degrees["tp"], "ep": degrees["ep"]})
             )
 
 

@@ -26,6 +26,7 @@ from pipeproof.stages.describe.residual_streams import residual_streams_of
 from pipeproof.stages.describe.synthetic import initial_weight
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.verify.check_plan import check, check_subject
+from tests.describe.test_model_parts import assert_described_as_typed
 from tests.plans import plan_dict, subject
 
 MOE = {"num_experts": 8, "top_k": 3, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
@@ -51,27 +52,7 @@ def spec_of(streams, model=(), **sections):
 )
 def test_the_description_by_hand_is_what_the_types_say(streams, num_layers, model, tp, cp, ep, sp, size):
     topology = {"pp": 1, "tp": tp, "cp": cp, "ep": ep, "sequence_parallel": sp}
-    spec = spec_of(streams, {"num_layers": num_layers, **model}, topology=topology)
-    typed, layers = typed_gpt(spec, size), describe_gpt(spec, size)
-    assert {layer_kind(spec.model, layer.name) for layer in layers} == set(typed)
-    for layer in layers:
-        needed = typed[layer_kind(spec.model, layer.name)]
-        assert needed.problems == ()
-        for listed, wanted in (
-            (layer.forward_collectives, needed.forward),
-            (layer.backward_collectives, needed.backward),
-        ):
-            assert [(c.kind, c.axis, c.numel, c.label.removeprefix(f"{layer.name}.")) for c in listed] == [
-                (c.kind, c.axis, c.numel, c.label) for c in wanted
-            ]
-        assert {p.name.removeprefix(f"{layer.name}.") for p in layer.parameters} == set(needed.partial_over)
-        for parameter in layer.parameters:
-            name = parameter.name.removeprefix(f"{layer.name}.")
-            of_data = ("ep",) if ep > 1 and "ep" not in parameter.sharded_over else ()
-            assert needed.partial_over[name] == parameter.partial_over + of_data
-            assert needed.values[name].local_numel(needed.program.sizes, {"tp": tp, "cp": cp, "ep": ep}) == prod(
-                parameter.local_shape({"tp": tp, "ep": ep})
-            )
+    assert_described_as_typed(spec_of(streams, {"num_layers": num_layers, **model}, topology=topology), size)
 
 
 @pytest.mark.parametrize("sp", [False, True])

@@ -1,6 +1,5 @@
 """The page of equalities: what its plans cover, that its results are theirs, that failures are shown and run again."""
 
-import importlib
 import json
 import re
 from collections import defaultdict
@@ -16,12 +15,6 @@ from pipeproof.verify.check_plan import check
 
 DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = json.loads((DOCS / "equality.json").read_text(encoding="utf-8"))
-
-
-@pytest.fixture
-def docs_module(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS.parent / "validation" / "pages"))
-    return importlib.import_module
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Pages and pictures that are made from the code are current, and the check for that can fail."""
 
 import html
-import importlib
 import re
 import subprocess
 import sys
@@ -13,13 +12,6 @@ from pipeproof.specs.load_plan import load_plan
 from pipeproof.verify.check_plan import check
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def docs_module(monkeypatch):
-    """Imports a script of ``docs/`` by name, as it is imported when it runs."""
-    monkeypatch.syspath_prepend(str(ROOT / "validation" / "pages"))
-    return importlib.import_module
 
 
 @pytest.mark.slow(only=["make_published.py", "make_forms.py", "make_receives.py"])

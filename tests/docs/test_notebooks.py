@@ -1,6 +1,5 @@
 """The notebooks of ``docs/notebooks``: executed cell by cell, as Jupyter does, with the outputs that are stored."""
 
-import importlib
 import json
 import re
 from pathlib import Path
@@ -9,14 +8,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
-
-
-@pytest.fixture(scope="module")
-def docs_module():
-    """Imports a script of ``validation/pages`` by name, as it is imported when it runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "validation" / "pages"))
-        yield importlib.import_module
 
 
 def text_of(cell):

@@ -1,6 +1,5 @@
 """What does not go together: every row of the tables is refused kindly, and of pairs there are no others."""
 
-import importlib
 import itertools
 import json
 from pathlib import Path
@@ -13,12 +12,6 @@ from pipeproof.verify.check_plan import check
 from tests.features import FEATURES, TOPOLOGIES, mixed
 
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-@pytest.fixture
-def docs_module(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS.parent / "validation" / "pages"))
-    return importlib.import_module
 
 
 @pytest.fixture

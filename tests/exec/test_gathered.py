@@ -5,13 +5,12 @@ import dataclasses
 import pytest
 
 from pipeproof.comm import lower as lowering
-from pipeproof.diagnostics.finding import Severity
 from pipeproof.schedule.op_table import build_graph
 from pipeproof.sim.simulate import simulate
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.verify.check_plan import check_subject
 from tests.exec.test_blocks import GROUPS, MLA, MOE
 from tests.plans import subject
+from tests.verify.programs import codes
 
 SP = {"pp": 2, "tp": 2, "sequence_parallel": True}
 AGAIN = {"sequence_parallel_activations": "regather"}
@@ -30,10 +29,6 @@ def planned(**sections):
     return subject(topology={**SP, **sections.pop("topology", {})}, **{"memory": AGAIN, **sections})
 
 
-def errors(one):
-    return {finding.code for finding in check_subject(one).findings if finding.severity is Severity.ERROR}
-
-
 @pytest.mark.slow(but=["whole backwards", "split backwards", "latent", "sequence splits"])
 @pytest.mark.needs_paddle
 @pytest.mark.parametrize("name", PLANS)
@@ -44,7 +39,7 @@ def test_a_run_has_the_bits_of_the_reference_and_logs_what_the_graph_says(name):
     from tests.exec.in_memory import compared
 
     one = planned(**PLANS[name], run={"steps": 2})
-    assert errors(one) == set()
+    assert codes(one) == set()
     assert any(str(op).endswith("ALL_GATHER:tp") and str(op.target)[1] in "BW" for op in one.graph.ops)
     assert all(step.bitwise for step in compared(one.unfolded().plan))
 
@@ -120,7 +115,7 @@ def test_a_gather_that_all_ranks_leave_out_is_found(left_out):
     one = planned(schedule={"kind": "zb_h1"})
     rows = [[row for row in rank if str(row.op) != left_out] for rank in one.graph.rows()]
     assert rows != one.graph.rows()
-    assert "PP208" in errors(one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups)))
+    assert "PP208" in codes(one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups)))
 
 
 def test_a_description_that_gathers_for_no_weight_is_found(monkeypatch):
@@ -135,9 +130,9 @@ def test_a_description_that_gathers_for_no_weight_is_found(monkeypatch):
             for layer in describe_gpt(plan, *size)
         )
 
-    assert errors(planned()) == set()
+    assert codes(planned()) == set()
     monkeypatch.setattr(lowering, "describe_layers", wrong)
-    assert errors(planned()) == {"PP207", "PP208"}
+    assert codes(planned()) == {"PP207", "PP208"}
 
 
 def test_positions_of_latent_attention_are_not_gathered_again_for_no_weight_reads_them():

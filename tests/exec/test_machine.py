@@ -15,6 +15,7 @@ from pipeproof.sim.simpy_model import run_model
 from pipeproof.verify.check_plan import check_subject
 from tests.exec.world import HOST, World
 from tests.plans import subject
+from tests.verify.programs import crossing_waits
 
 PLANS = st.fixed_dictionaries(
     {
@@ -81,13 +82,6 @@ def mutated(one, change):
 
 def place(rows, text):
     return next(i for i, row in enumerate(rows) if row.op == parse_op(text))
-
-
-def crossing_waits(rows):
-    """Both ranks wait for their send before they come to the receive that the other's needs."""
-    for mine, text in ((rows[0], "0SEND_F1"), (rows[1], "1SEND_B0")):
-        wait = mine.pop(place(mine, f"WAIT({text})"))
-        mine.insert(place(mine, text) + 1, wait)
 
 
 def forgotten_receive(rows):

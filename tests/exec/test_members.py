@@ -2,10 +2,10 @@
 
 import pytest
 
-from pipeproof.diagnostics.finding import PipeproofError, Severity
+from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.executor_support import require_executable
-from pipeproof.verify.check_plan import check_subject
 from tests.exec.processes import bitwise_report
+from tests.exec.test_context import lowered
 from tests.plans import plan_dict, subject
 
 pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
@@ -78,13 +78,6 @@ PLANS = {
     ),
     "whole, in parts, whole": empty_between(("invariant", "sharded(b)"), ("sharded(b)", "invariant")),
 }  # fmt: skip
-
-
-def lowered(**sections):
-    one = subject(**{"run": {"steps": 2}, **sections}).unfolded()
-    assert [finding for finding in check_subject(one).findings if finding.severity is Severity.ERROR] == []
-    require_executable(one)
-    return one.plan
 
 
 @pytest.mark.parametrize("name", PLANS)

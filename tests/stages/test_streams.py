@@ -1,6 +1,5 @@
 """Hyper-connections: the mathematics, loops without Paddle, slopes, W, and every partition of the model."""
 
-import gc
 import math
 
 import numpy as np
@@ -21,6 +20,7 @@ from pipeproof.stages.reference.unpartitioned import UnpartitionedModel, run_unp
 from tests.stages.adjoints.world import STEP
 from tests.stages.slopes import assert_adjoint, big_weights
 from tests.stages.staged_run import StagedRun, make_plan, same_bits
+from tests.stages.test_recompute import allocated
 
 pytestmark = pytest.mark.needs_paddle
 
@@ -177,11 +177,6 @@ def test_any_cut_is_bitwise_the_unpartitioned_model(num_layers, cut, dtype):
         assert ours.loss.tobytes() == reference.loss.tobytes()
         assert same_bits(ours.gradients, reference.gradients) == []
         assert all(gradient.any() for gradient in reference.gradients.values())
-
-
-def allocated():
-    gc.collect()
-    return paddle.base.core.host_memory_stat_current_value("Allocated", 0)
 
 
 @pytest.mark.usefixtures("few_objects")

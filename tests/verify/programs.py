@@ -51,10 +51,17 @@ def codes(one):
     return {finding.code for finding in errors(one)}
 
 
-def mutated(base, change, tensors=None):
-    """The base subject with ``change`` applied to its rows; ``change`` edits the lists in place."""
+def finding_of(one, code):
+    """The only error finding with this code."""
+    (found,) = [finding for finding in errors(one) if finding.code == code]
+    return found
+
+
+def mutated(base, *changes, tensors=None):
+    """The base subject with ``changes`` applied to its rows; each edits the lists in place."""
     changed = base.graph.rows()
-    change(changed)
+    for change in changes:
+        change(changed)
     return base.with_graph(build_graph(changed, tensors or base.graph.tensors, base.graph.groups))
 
 
@@ -80,3 +87,10 @@ def double(program_rows, text):
 def replace_row(program_rows, text, **changes):
     i = place(program_rows, text)
     program_rows[i] = dataclasses.replace(program_rows[i], **changes)
+
+
+def crossing_waits(rows):
+    """Both ranks wait for their send before they come to the receive that the other's needs."""
+    for mine, text in ((rows[0], "0SEND_F1"), (rows[1], "1SEND_B0")):
+        wait = mine.pop(place(mine, f"WAIT({text})"))
+        mine.insert(place(mine, text) + 1, wait)

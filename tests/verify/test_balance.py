@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.simulate import simulate
 from pipeproof.stages.describe.balance import router_loss_scales, work_item_weight
@@ -12,7 +11,7 @@ from pipeproof.stages.describe.layer import COUNTS_DTYPE
 from pipeproof.verify.certificate import graph_digest
 from tests.plans import subject
 from tests.verify.gradient_mutants import changed, own
-from tests.verify.programs import errors
+from tests.verify.programs import errors, mutated
 
 MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8, "dense_layers": 1}
 LOSSES = {"aux_loss": 0.01, "z_loss": 1e-05}
@@ -21,12 +20,6 @@ MESH = {"pp": 2, "tp": 2, "ep": 2, "dp": 2, "sequence_parallel": True}
 
 def balanced(topology=MESH, schedule=(), **moe):
     return subject(model={"moe": {**MOE, **moe}}, topology=topology, schedule=dict(schedule))
-
-
-def edited(seen, change):
-    rows = seen.graph.rows()
-    change(rows)
-    return seen.with_graph(build_graph(rows, seen.graph.tensors, seen.graph.groups))
 
 
 V = {"kind": "zb_v", "num_chunks": 2}
@@ -75,18 +68,18 @@ WRONG_SCALES = {
 
 @pytest.mark.parametrize("name", WRONG_SCALES)
 def test_a_wrong_factor_is_found_by_the_one_rule_on_auxiliary_losses(name):
-    wrong = edited(balanced(**LOSSES), changed("=1F2=", scale=WRONG_SCALES[name]))
+    wrong = mutated(balanced(**LOSSES), changed("=1F2=", scale=WRONG_SCALES[name]))
     assert {one.code for one in errors(wrong)} == {"PP607"}
     assert own(wrong) == {"PP607"}
 
 
 def test_a_factor_that_is_written_out_is_right():
     scale = "aux:0.01/num_micro_batches/data_ranks,z:0.00001/num_micro_batches/data_ranks"
-    assert errors(edited(balanced(**LOSSES), changed("=1F2=", scale=scale))) == []
+    assert errors(mutated(balanced(**LOSSES), changed("=1F2=", scale=scale))) == []
 
 
 def test_a_stage_without_experts_has_no_loss_of_routers():
-    wrong = edited(balanced(dense_layers=2, **LOSSES), changed("=0F0=", scale="aux:0.01"))
+    wrong = mutated(balanced(dense_layers=2, **LOSSES), changed("=0F0=", scale="aux:0.01"))
     (found,) = errors(wrong)
     assert "stage 0 has no loss `aux`; it has none" in found.message
 
@@ -127,7 +120,7 @@ def lost(seen, axis):
 @pytest.mark.parametrize("axis", ["ep", "dp"])
 def test_loads_that_are_not_summed_are_found(axis):
     seen = balanced(expert_bias_rate=0.001)
-    found = errors(edited(seen, lost(seen, axis)))
+    found = errors(mutated(seen, lost(seen, axis)))
     assert {one.code for one in found} == {"PP601"}
     assert any("router.bias" in one.message for one in found)
 
@@ -141,7 +134,7 @@ def test_loads_that_are_averaged_are_found():
                 dataclasses.replace(row, reduction="avg") if _is_of_loads(seen, row) else row for row in program
             ]
 
-    found = [one for one in errors(edited(seen, change)) if "router.bias" in one.message]
+    found = [one for one in errors(mutated(seen, change)) if "router.bias" in one.message]
     assert found
 
 

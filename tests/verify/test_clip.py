@@ -13,20 +13,13 @@ from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.certificate import graph_digest
 from tests.plans import plan_dict, subject
 from tests.verify.gradient_mutants import changed, double, drop, moved
-from tests.verify.programs import errors
+from tests.verify.programs import errors, mutated
 
 MESH = {"pp": 2, "tp": 2, "dp": 2, "sequence_parallel": True}
 
 
 def clipped(topology=MESH, schedule=(), **model):
     return subject(topology=topology, schedule=dict(schedule), model=model, run={"clip_norm": 1.0})
-
-
-def edited(seen, *changes):
-    rows = seen.graph.rows()
-    for change in changes:
-        change(rows)
-    return seen.with_graph(build_graph(rows, seen.graph.tensors, seen.graph.groups))
 
 
 V = {"kind": "zb_v", "num_chunks": 2}
@@ -105,7 +98,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_another_norm_is_found(name):
     changes, reported = WRONG[name]
-    found = [one for one in errors(edited(clipped(), *changes)) if one.code == "PP611"]
+    found = [one for one in errors(mutated(clipped(), *changes)) if one.code == "PP611"]
     assert found
     assert reported in found[0].message
 
@@ -127,7 +120,7 @@ def test_a_norm_over_a_part_of_the_stages_is_found():
 
 
 def test_a_norm_between_two_optimizer_steps_of_a_rank_is_found():
-    one = edited(clipped(schedule=V), moved("0STEP", "0ALL_REDUCE:pp"))
+    one = mutated(clipped(schedule=V), moved("0STEP", "0ALL_REDUCE:pp"))
     (found,) = [finding for finding in errors(one) if finding.code == "PP611"]
     assert "is summed over pp after 0STEP has used it" in found.message
 
@@ -140,7 +133,7 @@ def test_ranks_with_one_mistake_are_one_finding(ranks, more):
                 replace(row, group=-1) if str(row.op) == f"{rank}ALL_REDUCE:pp" else row for row in rows[rank]
             ]
 
-    (found,) = [finding for finding in errors(edited(clipped({"pp": 2}), without_group)) if finding.code == "PP611"]
+    (found,) = [finding for finding in errors(mutated(clipped({"pp": 2}), without_group)) if finding.code == "PP611"]
     assert found.message.endswith(f"{more}: the norm of the gradients is summed over 0 of 2 pp ranks")
     assert (" more" in found.message) == bool(more)
     assert [op.op for op in found.witness.ops] == ["0ALL_REDUCE:pp"]

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.comm import lower as lowering
-from pipeproof.diagnostics.finding import Severity
 from pipeproof.schedule.columns import NONE
 from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import OpKind, child_of
@@ -16,6 +15,7 @@ from pipeproof.specs.axis_layout import INVARIANT
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.verify.check_plan import check_subject
 from tests.plans import subject
+from tests.verify.programs import codes
 
 MOE = {"num_experts": 4, "top_k": 2, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
 GATHERED = {**MOE, "dispatcher": "all_gather"}
@@ -25,10 +25,6 @@ MLA = {"q_rank": 6, "kv_rank": 4, "nope_head_size": 2, "rope_head_size": 2, "val
 def experts(moe=MOE, **topology):
     """Stage 0 has a dense block and one with experts, stage 1 two with experts."""
     return subject(model={"moe": moe}, topology={"pp": 2, "ep": 2, "dp": 2, **topology})
-
-
-def codes(one):
-    return {finding.code for finding in check_subject(one).findings if finding.severity is Severity.ERROR}
 
 
 def children(one, axis):

@@ -21,12 +21,9 @@ from pipeproof.verify.registry import RULES as ALL_RULES
 from pipeproof.verify.subject import graph_subject
 from tests.describe import moe
 from tests.plans import subject
+from tests.verify.programs import codes
 
 SIZES = {"s": 8, "b": 2, "h": 8, "f": 16, "v": 32, "a": 4, "d": 2, "g": 8}
-
-
-def errors(one):
-    return {finding.code for finding in check_subject(one).findings if finding.severity is Severity.ERROR}
 
 
 def with_facts(**facts):
@@ -153,8 +150,8 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_typed_programs(name):
     code, wrong, right = PROGRAMS[name]
-    assert errors(with_facts(typed_programs=(wrong.build(),))) == {code}
-    assert errors(with_facts(typed_programs=(right.build(),))) == set()
+    assert codes(with_facts(typed_programs=(wrong.build(),))) == {code}
+    assert codes(with_facts(typed_programs=(right.build(),))) == set()
 
 
 def mean_map(*, offset):
@@ -255,8 +252,8 @@ MAPS = {
 @pytest.mark.parametrize("name", MAPS)
 def test_index_maps(name):
     code, wrong, right = MAPS[name]
-    assert errors(with_facts(**wrong)) == {code}
-    assert errors(with_facts(**right)) == set()
+    assert codes(with_facts(**wrong)) == {code}
+    assert codes(with_facts(**right)) == set()
 
 
 def test_the_witness_of_dropped_offsets_is_what_each_rank_repeats():
@@ -304,9 +301,9 @@ def without_backward_gather(layer):
 
 def test_a_layer_that_leaves_out_a_collective_of_its_way_back():
     one = subject(**SP)
-    assert errors(one) == set()
+    assert codes(one) == set()
     wrong = described(one, without_backward_gather)
-    assert errors(wrong) == {"PP207"}
+    assert codes(wrong) == {"PP207"}
     found = [f for f in check_subject(wrong).findings if f.code == "PP207"]
     assert len(found) == 4
     assert "collective 2 of the backward of `layer.0`" in found[0].message
@@ -317,7 +314,7 @@ def test_a_layer_that_lists_one_too_many():
     def doubled(layer):
         return dataclasses.replace(layer, forward_collectives=layer.forward_collectives * 2)
 
-    assert errors(described(subject(**SP), doubled)) == {"PP207"}
+    assert codes(described(subject(**SP), doubled)) == {"PP207"}
 
 
 def test_a_norm_under_sequence_parallelism_that_is_not_marked_partial(monkeypatch):
@@ -399,8 +396,8 @@ ISSUED = {
 @pytest.mark.parametrize("name", ISSUED)
 def test_what_all_members_issue_alike_and_wrongly(name):
     base = subject(topology={"pp": 2, "tp": 2, "dp": 2})
-    assert errors(base) == set()
-    assert errors(mutated(base, ISSUED[name])) == {"PP208"}
+    assert codes(base) == set()
+    assert codes(mutated(base, ISSUED[name])) == {"PP208"}
 
 
 def test_a_whole_data_parallel_replica_that_leaves_one_out():
@@ -410,7 +407,7 @@ def test_a_whole_data_parallel_replica_that_leaves_one_out():
     for rank in (0, 1):
         rows[rank] = [row for row in rows[rank] if str(row.op) != "0F1/1.ALL_REDUCE:tp"]
     wrong = base.with_graph(build_graph(rows, base.graph.tensors, base.graph.groups))
-    assert errors(wrong) == {"PP208"}
+    assert codes(wrong) == {"PP208"}
     (found,) = [f for f in check_subject(wrong).findings if f.code == "PP208"]
     assert found.message.startswith("0F1 on rank 0 (pp 0, dp 0, tp 0) issues 4 collectives and needs 5")
 
@@ -505,7 +502,7 @@ def test_a_stage_of_empty_layers_takes_any_layout_and_hands_it_on(layouts, words
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.doc.kind], ids=lambda rule: rule.doc.code)
 def test_the_examples_of_the_pages(rule):
-    for text, codes in ((rule.doc.wrong, {rule.doc.code}), (rule.doc.right, set())):
+    for text, expected in ((rule.doc.wrong, {rule.doc.code}), (rule.doc.right, set())):
         names = {}
         exec(text, names)
-        assert errors(names["subject"]) == codes
+        assert codes(names["subject"]) == expected

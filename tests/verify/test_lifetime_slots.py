@@ -14,14 +14,11 @@ from pipeproof.verify.lifetime.races import lifetimes
 from pipeproof.verify.lifetime.slot_rule import pools, smallest_slots
 from pipeproof.verify.subject import program_subject
 from tests.plans import subject
+from tests.verify.programs import codes
 
 
 def lifetime_codes(one):
     return {finding.code for rule in RULES for finding in rule.check(one)}
-
-
-def error_codes(one):
-    return {finding.code for finding in check_subject(one).errors}
 
 
 @st.composite
@@ -188,4 +185,4 @@ def test_an_output_may_be_released_after_the_wait_but_not_after_the_post(release
     frees = [str(op) for op in one.graph.ops if op.kind == "FREE"]
     assert len(frees) == 2 * 2 * 4  # on two stages, two tp ranks, four micro-batches
     assert frees[0] == ("FREE(0SEND_F0)" if transport == "full" else "FREE(0SLICE_F0)")
-    assert error_codes(one) == (set() if release == "after_send_done" else {"PP503"})
+    assert codes(one) == (set() if release == "after_send_done" else {"PP503"})

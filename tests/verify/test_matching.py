@@ -17,13 +17,7 @@ from pipeproof.verify.memory_order import has_holes, memory_order
 from pipeproof.verify.subject import program_subject
 from tests.plans import subject
 from tests.verify import matching_definition
-from tests.verify.programs import codes, errors, group, mutated, place, program, remove, replace_row, tensor
-
-
-def finding_of(one, code):
-    (found,) = [finding for finding in errors(one) if finding.code == code]
-    return found
-
+from tests.verify.programs import codes, errors, finding_of, group, mutated, place, program, remove, replace_row, tensor
 
 # --- transfers ---
 

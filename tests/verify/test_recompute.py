@@ -2,12 +2,12 @@
 
 import pytest
 
-from pipeproof.diagnostics.finding import Severity
 from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import CHILD_KINDS, KIND_CODE, OpKind
 from pipeproof.sim.link_costs import link_durations
 from pipeproof.verify.check_plan import check_subject
 from tests.plans import subject
+from tests.verify.programs import codes
 
 STAGES = [["embed"], ["layer.0", "layer.1"], ["layer.2", "layer.3"], ["norm", "head"]]
 MOE = {"num_experts": 4, "top_k": 2, "ffn_size": 8, "dense_layers": 3}
@@ -30,10 +30,6 @@ def issued(one, parent):
     rank = next(rows for rows in one.graph.rows() if any(str(row.op) == parent for row in rows))
     children = [row.op for row in rank if row.op.kind in CHILD_KINDS and str(row.op.target) == parent]
     return [f"{op.kind}:{op.axis}" for op in children]
-
-
-def errors(one):
-    return {finding.code for finding in check_subject(one).findings if finding.severity is Severity.ERROR}
 
 
 @pytest.mark.parametrize(("kind", "backward"), [("zb_h1", "I"), ("1f1b", "B")])
@@ -65,16 +61,16 @@ def test_a_backward_issues_a_modules_forward_before_its_backward(kind, backward)
     before, after = issued(plain, f"1{backward}0"), issued(latent, f"1{backward}0")
     assert len(after) == len(before) + 2 * 2
     assert [one for one in after if one == "ALL_GATHER:tp"].count("ALL_GATHER:tp") == before.count("ALL_GATHER:tp") + 4
-    assert errors(mlps) == errors(latent) == set()
+    assert codes(mlps) == codes(latent) == set()
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_what_a_backward_leaves_out_or_adds_is_found(recompute):
     """On all members alike: the rows of the one plan in the place of the other's."""
     ours, theirs = (planned(which) for which in (recompute, "full" if recompute == "none" else "none"))
-    assert errors(ours) == set()
+    assert codes(ours) == set()
     changed = ours.with_graph(build_graph(theirs.graph.rows(), theirs.graph.tensors, theirs.graph.groups))
-    assert errors(changed) == {"PP208"}
+    assert codes(changed) == {"PP208"}
     (message, *_) = [f.message for f in check_subject(changed).findings if f.code == "PP208"]
     fact = "as its collective 8, and needs none" if recompute == "none" else "issues 8 collectives and needs 16"
     assert fact in message

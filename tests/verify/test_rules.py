@@ -12,7 +12,7 @@ from pipeproof.schedule.ops import RECV_KINDS, OpKind, parse_op
 from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.registry import RULES
 from tests.plans import subject
-from tests.verify.programs import codes, double, mutated, place, remove, replace_row, swap
+from tests.verify.programs import codes, crossing_waits, double, mutated, place, remove, replace_row, swap
 
 # --- mutants of graphs, with exactly the codes that they must bring ---
 
@@ -44,13 +44,6 @@ def forget_both_ends(rows):
     remove(rows[1], "1RECV_F2", "WAIT(1RECV_F2)")
 
 
-def host_waits_for_its_send(rows):
-    """Rank 0 waits for a forward send before it goes on, rank 1 for a backward send: a crossing."""
-    for mine, text in ((rows[0], "0SEND_F1"), (rows[1], "1SEND_B0")):
-        wait = mine.pop(place(mine, f"WAIT({text})"))
-        mine.insert(place(mine, text) + 1, wait)
-
-
 MUTANTS = {
     "backward missing": (drop_backward_and_its_transfers, {"PP121"}),
     "backward doubled": (lambda rows: double(rows[0], "0B1"), {"PP122", "PP605"}),
@@ -61,7 +54,7 @@ MUTANTS = {
     "two receives swapped": (swap_two_receives, {"PP302"}),
     "send too short": (lambda rows: replace_row(rows[0], "0SEND_F2", stop=100), {"PP201", "PP303"}),
     "wait before its receive": (drop_wait_for_posted, {"PP402"}),
-    "crossing blocking sends": (host_waits_for_its_send, {"PP401"}),
+    "crossing blocking sends": (crossing_waits, {"PP401"}),
     "message that neither side knows of": (forget_both_ends, {"PP125"}),
     "stage without a step": (lambda rows: remove(rows[1], "1STEP"), {"PP128"}),
 }
@@ -130,7 +123,7 @@ def test_uneven_but_whole_placement_is_accepted():
 
 
 def test_the_deadlock_witness_is_a_shortest_cycle_over_both_ranks():
-    report = check_subject(mutated(subject(), host_waits_for_its_send))
+    report = check_subject(mutated(subject(), crossing_waits))
     (found,) = [f for f in report.findings if f.code == "PP401"]
     assert isinstance(found.witness, CycleWitness)
     texts = [(op.rank, op.op) for op in found.witness.ops]

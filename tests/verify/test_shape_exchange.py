@@ -17,7 +17,7 @@ from pipeproof.specs.load_plan import PlanFileError, plan_from_dict
 from pipeproof.verify.certificate import graph_digest
 from pipeproof.verify.subject import program_subject
 from tests.plans import plan_dict, subject
-from tests.verify.programs import codes, errors, mutated
+from tests.verify.programs import codes, finding_of, mutated
 from tests.zoo.programs import program
 from tests.zoo.rule_mutants import in_one_group_call
 
@@ -27,12 +27,6 @@ ONE = """
     rank 0: 0F0 0SEND_META_F0 0SEND_F0 WAIT(0SEND_META_F0) WAIT(0SEND_F0)
     rank 1: {}
 """
-
-
-def finding_of(one, code):
-    """The one error finding of a code."""
-    (found,) = [finding for finding in errors(one) if finding.code == code]
-    return found
 
 
 def exchanging(**sections):

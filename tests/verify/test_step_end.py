@@ -14,7 +14,7 @@ from pipeproof.stages.describe.training_state import shard_numel, shard_range
 from pipeproof.verify.certificate import graph_digest
 from tests.plans import subject
 from tests.verify.gradient_mutants import changed, drop, moved, only
-from tests.verify.programs import errors
+from tests.verify.programs import errors, mutated
 
 SHARDED = {"memory": {"shard_optimizer": "dp"}}
 CHUNKS = {"kind": "interleaved", "num_chunks": 2}
@@ -29,13 +29,6 @@ def ready(topology=(), schedule=(), **sections):
 
 def sharded(topology=(), **sections):
     return subject(topology={"dp": 2, **dict(topology)}, **SHARDED, **sections)
-
-
-def edited(seen, *changes):
-    rows = seen.graph.rows()
-    for change in changes:
-        change(rows)
-    return seen.with_graph(build_graph(rows, seen.graph.tensors, seen.graph.groups))
 
 
 def texts(graph, rank, *, after=""):
@@ -154,7 +147,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_weights_that_are_not_put_together_are_found(name):
     changes, reported = WRONG[name]
-    wrong = edited(sharded(), *changes)
+    wrong = mutated(sharded(), *changes)
     found = [one for one in errors(wrong) if one.code == "PP612"]
     assert {one.code for one in errors(wrong)} == {"PP612"}
     weights = [weight.name for weight in wrong.plan.weights_of(0, 0)]
@@ -185,7 +178,7 @@ def test_a_share_of_a_sum_for_a_whole_update_is_found():
                 if "REDUCE_GRAD:dp/" in str(row.op):
                     program[place] = replace(row, op=row.op._replace(kind=OpKind.REDUCE_SCATTER))
 
-    wrong = edited(subject(topology={"dp": 2}), scattered)
+    wrong = mutated(subject(topology={"dp": 2}), scattered)
     assert "leaves a share of a sum, and the plan's optimizer updates whole weights" in only(wrong, "PP612").message
 
 
@@ -196,7 +189,7 @@ def test_sums_that_leave_shares_are_counted_and_the_first_is_shown(num, more):
             if str(row.op).startswith(tuple(f"0REDUCE_GRAD:dp/{i}." for i in range(num))):
                 rows[0][place] = replace(row, op=row.op._replace(kind=OpKind.REDUCE_SCATTER))
 
-    wrong = edited(subject(topology={"pp": 1, "dp": 2}), scattered)
+    wrong = mutated(subject(topology={"pp": 1, "dp": 2}), scattered)
     (found,) = [one for one in errors(wrong) if one.code == "PP612"]
     assert f": 0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp{more} leaves a share" in found.message
     assert [op.op for op in found.witness.ops] == ["0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp"]
@@ -208,7 +201,7 @@ def test_weights_that_nothing_gathers_are_named_and_ranks_counted(tp):
     names = [weight.name for weight in seen.plan.weights_of(0, 0)]
     for left_out in ((1,), (1, 2, 3), (1, 2, 3, 4)):
         changes = [drop(f"0GATHER_WEIGHT:dp/{i}.") for i in left_out]
-        for one in (edited(seen, *changes), edited(seen.unfolded(), *changes)):
+        for one in (mutated(seen, *changes), mutated(seen.unfolded(), *changes)):
             (found,) = [finding for finding in errors(one) if finding.code == "PP612"]
             more = re.findall(r" and (\d) more: 0STEP", found.message)
             assert more == ([] if one.graph.num_ranks == 1 else [str(one.graph.num_ranks - 1)])
@@ -221,7 +214,7 @@ def test_a_weight_that_one_rank_alone_does_not_gather():
     def change(rows):
         rows[1][:] = [row for row in rows[1] if not str(row.op).startswith("0GATHER_WEIGHT:dp/1.")]
 
-    (found,) = [one for one in errors(edited(sharded({"pp": 1, "dp": 2}), change)) if one.code == "PP612"]
+    (found,) = [one for one in errors(mutated(sharded({"pp": 1, "dp": 2}), change)) if one.code == "PP612"]
     assert found.message.startswith("rank 1 (dp 1): 0STEP updates a share of")
 
 
@@ -230,7 +223,7 @@ def test_of_two_gathers_of_a_weight_the_last_one_counts():
         place = next(i for i, row in enumerate(rows[0]) if str(row.op).startswith("0GATHER_WEIGHT:dp/2."))
         rows[0].insert(place + 1, replace(rows[0][place], stop=3))
 
-    (found,) = [one for one in errors(edited(sharded({"pp": 1, "dp": 2}), twice)) if one.code == "PP612"]
+    (found,) = [one for one in errors(mutated(sharded({"pp": 1, "dp": 2}), twice)) if one.code == "PP612"]
     assert "puts in 3 elements of a share of" in found.message
     assert [op.op for op in found.witness.ops] == ["0STEP", "0GATHER_WEIGHT:dp/2.ALL_GATHER:dp"]
 
@@ -266,7 +259,7 @@ def test_an_optimizer_that_does_not_wait_is_found(after):
             program[:] = [row for row in program if row not in waits]
             program += waits if after else []
 
-    assert {one.code for one in errors(edited(ready(), late))} == {"PP507"}
+    assert {one.code for one in errors(mutated(ready(), late))} == {"PP507"}
 
 
 def test_sums_before_the_last_backward_are_found():
@@ -274,7 +267,7 @@ def test_sums_before_the_last_backward_are_found():
         moved("2REDUCE_GRAD", "2B3")(rows)
         drop("WAIT(2B3)")(rows)
 
-    assert "PP604" in {one.code for one in errors(edited(ready(), early))}
+    assert "PP604" in {one.code for one in errors(mutated(ready(), early))}
 
 
 def test_copies_that_come_to_their_sums_in_unlike_orders_are_found():
@@ -286,7 +279,7 @@ def test_copies_that_come_to_their_sums_in_unlike_orders_are_found():
         rows[1][:] = [row for row in rows[1] if row not in mine] + mine
 
     assert errors(seen) == []
-    assert {one.code for one in errors(edited(seen, swapped))} == {"PP306"}
+    assert {one.code for one in errors(mutated(seen, swapped))} == {"PP306"}
 
 
 @pytest.mark.parametrize(

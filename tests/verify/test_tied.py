@@ -10,7 +10,7 @@ from pipeproof.schedule.ops import OpKind, child_of, parse_op
 from pipeproof.verify.gradients.diagnose import diagnose
 from tests.plans import subject
 from tests.verify.gradient_mutants import changed, double, drop, own
-from tests.verify.programs import codes, errors
+from tests.verify.programs import codes, errors, mutated
 
 SCHEDULES = {
     "loop": {"kind": "1f1b"},
@@ -30,13 +30,6 @@ def tied(schedule="loop", **topology):
         topology={"pp": 2, **topology},
         schedule=dict(SCHEDULES[schedule]),
     )
-
-
-def edited(seen, *changes):
-    rows = seen.graph.rows()
-    for change in changes:
-        change(rows)
-    return seen.with_graph(build_graph(rows, seen.graph.tensors, seen.graph.groups))
 
 
 def later(part, before):
@@ -111,7 +104,7 @@ def test_tied_sums_are_no_sums_of_micro_batches_one_by_one():
 
 @pytest.mark.parametrize("schedule", ["loop", "chunks", "copies"])
 def test_a_missing_sum_over_the_holders_is_found(schedule):
-    wrong = edited(tied(schedule, dp=2), drop("REDUCE_GRAD:pp"))
+    wrong = mutated(tied(schedule, dp=2), drop("REDUCE_GRAD:pp"))
     assert codes(wrong) == {"PP608"}
     facts = {problem.parameter: problem.fact for problem in diagnose(wrong)}
     assert facts["embed.weight"].startswith("the weight has copies on stages 0, ")
@@ -119,20 +112,20 @@ def test_a_missing_sum_over_the_holders_is_found(schedule):
 
 def test_a_sum_over_the_holders_after_the_one_over_dp_is_right_too():
     """Both orders add the same; the plan's own is that of ``pp`` first."""
-    assert codes(edited(tied(dp=2), later("REDUCE_GRAD:pp", "STEP"))) == set()
+    assert codes(mutated(tied(dp=2), later("REDUCE_GRAD:pp", "STEP"))) == set()
 
 
 def test_two_holders_in_different_orders_count_gradients_twice():
     """One sums over dp first and puts that in: the other then sums it over dp once more."""
-    assert own(edited(tied(dp=2), later("0REDUCE_GRAD:pp", "STEP"))) == {"PP606", "PP608"}
+    assert own(mutated(tied(dp=2), later("0REDUCE_GRAD:pp", "STEP"))) == {"PP606", "PP608"}
 
 
 def test_a_second_sum_over_the_holders_doubles_the_gradient():
-    assert own(edited(tied(), double("REDUCE_GRAD:pp"))) == {"PP602"}
+    assert own(mutated(tied(), double("REDUCE_GRAD:pp"))) == {"PP602"}
 
 
 def test_a_mean_over_the_holders_halves_the_gradient():
-    assert own(edited(tied(), changed("REDUCE_GRAD:pp/", reduction="avg"))) == {"PP606"}
+    assert own(mutated(tied(), changed("REDUCE_GRAD:pp/", reduction="avg"))) == {"PP606"}
 
 
 def test_a_weight_that_both_stages_of_a_rank_reduce_is_counted_twice():
@@ -152,8 +145,8 @@ def test_a_weight_that_both_stages_of_a_rank_reduce_is_counted_twice():
                 rest[place:place] = [replace(row, op=op) for row, op in zip(children, ops, strict=True)]
                 program[:] = [*rest, step]
 
-    assert own(edited(seen, lambda rows: None)) == set()
-    (problem,) = {problem.cause.value: problem for problem in diagnose(edited(seen, twice))}.values()
+    assert own(mutated(seen, lambda rows: None)) == set()
+    (problem,) = {problem.cause.value: problem for problem in diagnose(mutated(seen, twice))}.values()
     assert (problem.cause.value, problem.parameter) == ("PP602", "embed.weight")
 
 

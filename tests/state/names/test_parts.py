@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from pipeproof.state.names.convention_maps import map_from_own_names
-from pipeproof.state.names.convention_tensors import weights_of
 from tests.state.names.apply_map import apply_map
 from tests.state.names.models import PARTS_AND_MORE, plan_of
 from tests.state.names.open_models import OwnModel, open_model
+from tests.state.names.test_forward import random_weights
 
 CASES = [
     (kind, convention)
@@ -15,12 +15,6 @@ CASES = [
     for convention in conventions
     if "mla" not in model
 ]
-
-
-def random_weights(model):
-    """Norms not all alike, and no bias near zero."""
-    draw = np.random.default_rng(5)
-    return {name: draw.normal(0.2, 0.4, entry.shape) for name, entry in weights_of(model, "float64").items()}
 
 
 def own_model(ours, model):
