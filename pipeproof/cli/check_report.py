@@ -118,7 +118,7 @@ def write_baseline(
     return load_baseline(path)
 
 
-def selection_of(select: Sequence[str], ignore: Sequence[str], others: Sequence[str] = ()) -> Selection:
+def selection_of(select: Sequence[str], ignore: Sequence[str], others: Sequence[str]) -> Selection:
     """Return the rules that the options select; ``others`` are codes besides rules that they may name.
 
     Raises:

@@ -345,7 +345,7 @@ def _prove(
     source: ShardLayout,
     state_map: StateMap,
     target: ShardLayout,
-    more: tuple[Finding, ...] = (),
+    more: tuple[Finding, ...],
 ) -> tuple[ExitStatus, Outcome]:
     """Prove, show the findings and ``more``, and the outcome if nothing will be written."""
     from pipeproof.state.reshard.reshard_proof import prove

@@ -313,7 +313,7 @@ class Network:
         link = self.uplink(1) if leaves_switch else self.between if crosses else self.peer
         return self.launch_us + link.message_us(num_bytes)
 
-    def slowest_message_us(self, num_bytes: Fraction, *, crosses: bool, leaves_switch: bool = False) -> Fraction:
+    def slowest_message_us(self, num_bytes: Fraction, *, crosses: bool, leaves_switch: bool) -> Fraction:
         """The same for unknown ranks: no measured edge takes longer."""
         measured = [link.message_us(num_bytes) for _, link in self.edges]
         return max(self.message_us(num_bytes, crosses=crosses, leaves_switch=leaves_switch), *measured, Fraction(0))

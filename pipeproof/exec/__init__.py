@@ -1,1 +1,1 @@
-"""Running the verified graph on real processes, and holding the result against the reference."""
+"""Running the verified graph on real processes, and comparing the result with the reference."""

@@ -76,7 +76,7 @@ def show_run(
     write_timeline: Callable[[Timeline, OpGraph], str] | None,
     record: RecordOptions | None = None,
     *,
-    verbose: bool = False,
+    verbose: bool,
 ) -> int:
     """Print the report of a run, write the requested files; return the exit status."""
     render_run(result, console, verbose=verbose)

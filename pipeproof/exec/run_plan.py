@@ -156,7 +156,7 @@ def require_runnable(report: Report, options: RunOptions) -> None:
     _require_times(report.subject, options)
 
 
-def _require_environment(subject: Subject, *, share_gpus: bool = False) -> None:
+def _require_environment(subject: Subject, *, share_gpus: bool) -> None:
     """Refuse a plan where Linux, its framework or its devices are missing; with ``share_gpus`` one GPU is enough.
 
     Raises:

@@ -28,7 +28,7 @@ _MOST_CODES = 8
 
 
 def render_report(
-    report: Report, console: Console, brevity: Brevity = BRIEF, compared: BaselineComparison | None = None
+    report: Report, console: Console, brevity: Brevity, compared: BaselineComparison | None = None
 ) -> None:
     """Print the findings, what was set aside, and the verdict with the digest; in detail, what is held in flight, too.
 

@@ -241,7 +241,7 @@ class Rule:
     needs_plan: bool = False
 
 
-def load_program(path: Path, *, backend: BackendTable | None = None) -> Subject:
+def load_program(path: Path, *, backend: BackendTable | None) -> Subject:
     """Subject of the programs of a file; rules that need a plan do not apply.
 
     Raises:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _WORDS = {"plan": "plan, simulated", "trace": "trace", "report": "report of a run", "table": "CSV table"}
 
 
-def render_comparison(comparison: Comparison, console: Console, *, worst: int, note: str = "") -> None:
+def render_comparison(comparison: Comparison, console: Console, *, worst: int, note: str) -> None:
     """Print what the two files are, totals by step, errors by kind, where the order parts and the worst operations.
 
     ``note`` is about the costs of two plans.
@@ -113,7 +113,7 @@ def comparison_to_json(comparison: Comparison, *, worst: int, note: str = "") ->
     return data | {name: [_floats(row) for row in data[name]] for name in ("steps", "kinds", "worst")}
 
 
-def comparison_data(comparison: Comparison, *, worst: int, note: str = "") -> dict[str, Any]:
+def comparison_data(comparison: Comparison, *, worst: int, note: str) -> dict[str, Any]:
     """The same with exact times and ratios, as fractions."""
     return {
         "unit": "us",

@@ -20,7 +20,7 @@ _BLUE, _ORANGE, _GREY = "#0072b2", "#d55e00", "#555555"
 
 
 @default_style()
-def plot_jitter(runs: JitterRuns, delays: Delays | None, title: str, path: Path, note: str = "") -> None:
+def plot_jitter(runs: JitterRuns, delays: Delays | None, title: str, path: Path, note: str) -> None:
     """Write a picture whose form the suffix names (png, svg, pdf), overwriting what is there.
 
     ``note`` is about the times of the plan.

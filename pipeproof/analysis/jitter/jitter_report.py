@@ -38,7 +38,7 @@ def noise_text(noise: Noise) -> str:
     return "; ".join(parts) or "nothing is disturbed"
 
 
-def render_jitter(runs: JitterRuns, delays: Delays | None, console: Console, note: str = "") -> None:
+def render_jitter(runs: JitterRuns, delays: Delays | None, console: Console, note: str) -> None:
     """Print the quantiles, the histogram and what delays cost; ``note`` is about the times of the plan."""
     from rich.text import Text
 

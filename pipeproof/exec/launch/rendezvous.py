@@ -115,7 +115,7 @@ def rank_environment(backend: str, rank: int, num_ranks: int, ports: list[int], 
 
 
 def framework_variables(
-    backend: str, rank: int, num_ranks: int, master: tuple[str, int], device: str = "cpu"
+    backend: str, rank: int, num_ranks: int, master: tuple[str, int], device: str
 ) -> dict[str, str]:
     """Variables from which a framework learns its rank, the number of ranks, and where rank 0's store listens."""
     host, port = master

@@ -40,9 +40,7 @@ _HEAD_START_S = 0.005
 """Time after the barrier in which the receiver posts before the sender."""
 
 
-def time_idle_messages(
-    world: World, arrays: Arrays, graph: OpGraph, *, on_device: bool = False
-) -> list[IdleMessageEnd]:
+def time_idle_messages(world: World, arrays: Arrays, graph: OpGraph, *, on_device: bool) -> list[IdleMessageEnd]:
     """Time all idle messages and return this rank's ends, channel by channel; every rank must call this.
 
     All ranks wait at a barrier before each message, so that only one is under way. A wait does not block the host of a

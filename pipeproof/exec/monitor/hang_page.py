@@ -59,7 +59,7 @@ def _lateness_table(group: str, rows: Sequence[Lateness]) -> str:
     return f"{title}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def hang_svg(verdict: Verdict, job: JobNow, plan: PlanOps | None = None) -> str:
+def hang_svg(verdict: Verdict, job: JobNow, plan: PlanOps | None) -> str:
     """Return the picture: a row for each rank with its last operations, one column each; those not done are red.
 
     Columns count the operations of a rank, not time: while a job hangs, the

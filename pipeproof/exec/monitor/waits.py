@@ -94,7 +94,7 @@ class Analysis:
         return 1 - len(self.missing(entry)) / max(num_members, 1)
 
 
-def analyse(job: JobNow, plan: PlanOps | None = None) -> Analysis:
+def analyse(job: JobNow, plan: PlanOps | None) -> Analysis:
     """Match the operations of all ranks, and return the waits between them; a plan names the operations."""
     dumps, ops = [], {}
     entries: dict[tuple[int, int], Entry] = {}

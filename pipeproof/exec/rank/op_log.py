@@ -53,7 +53,7 @@ Traffic = tuple[tuple[int, int], ...]
 """Rows sent to and received from each member of a group."""
 
 
-def collective_dtype(graph: OpGraph, op_id: int, dtype: str, weight_dtype: str | None = None) -> str:
+def collective_dtype(graph: OpGraph, op_id: int, dtype: str, weight_dtype: str | None) -> str:
     """Type of a collective's elements: its own, ``weight_dtype`` for gradients and weights, else ``dtype``."""
     if graph.tensor[op_id] != NONE:
         return graph.tensors[int(graph.tensor[op_id])].dtype

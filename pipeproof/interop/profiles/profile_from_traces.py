@@ -125,7 +125,7 @@ def read_traces(kind: TraceFormat, paths: Sequence[Path]) -> Iterator[RankTrace]
 def profile_of_files(
     paths: Sequence[Path],
     loaded: LoadedPlan,
-    message_us: Fraction | None = None,
+    message_us: Fraction | None,
     scales: Mapping[int, Fraction] = MappingProxyType({}),
 ) -> Profile:
     """Return the profile of a plan from the files of a run of it.

@@ -136,7 +136,7 @@ def layer_work(
 
 
 def operation_works(
-    plan: PlanSpec, layer: str, size: MicroBatchSize, item_bytes: int, *, flash: bool = True
+    plan: PlanSpec, layer: str, size: MicroBatchSize, item_bytes: int, *, flash: bool
 ) -> tuple[tuple[Work, ...], ...]:
     """``layer_work`` by operation of ``layer_operations``, each with its F, I and W."""
     rank = _RankWork(plan, RankSizes(plan, layer, size), item_bytes, flash=flash)

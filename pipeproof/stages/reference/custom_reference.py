@@ -157,7 +157,7 @@ _WeightUse: TypeAlias = tuple[str, str]
 
 
 def run_custom_ordered(
-    plan: PlanSpec, orders: Orders, watch: LayerWatch | None = None, start: InitialState | None = None
+    plan: PlanSpec, orders: Orders, watch: LayerWatch | None, start: InitialState | None
 ) -> Iterator[StepResult]:
     """Counterpart of ``run_ordered`` for custom layers."""
     model = build_model(plan)

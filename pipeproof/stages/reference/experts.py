@@ -54,7 +54,7 @@ def gathered_mixture(
     inputs: Sequence[Tensor],
     routings: Sequence[Sequence[Routing]],
     weights: Sequence[Tensor],
-    swiglu_limit: float | None = None,
+    swiglu_limit: float | None,
 ) -> list[Tensor]:
     """``mixture`` where each of R ranks adds the results of its experts, and the ranks' addends are added in order.
 

@@ -24,7 +24,7 @@ from pipeproof.stages.torch.runtime import start_torch
 
 
 def run_torch_reference(
-    job: Job, plan: LoweredPlan, on_step: Callable[[int], None], ranks: Sequence[int] | None = None
+    job: Job, plan: LoweredPlan, on_step: Callable[[int], None], ranks: Sequence[int] | None
 ) -> None:
     """Run every step; write ``unpartitioned`` step files, and layer files of steps that the model trains itself.
 

@@ -77,7 +77,7 @@ _LETTERS: Final = MappingProxyType({"embedding": "E", "decoder": "t", "mtp": "m"
 GROUPS: Final = "--num-query-groups"
 
 
-def settings_of(values: Iterator[tuple[str, Placed]], names: Mapping[str, str], shown: str = "") -> Iterator[Setting]:
+def settings_of(values: Iterator[tuple[str, Placed]], names: Mapping[str, str], shown: str) -> Iterator[Setting]:
     """Yield the flags that attributes or keys with these values mean; ``shown`` is put before their names."""
     for name, placed in values:
         negated = NEGATED.get(name)
