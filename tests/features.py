@@ -78,7 +78,7 @@ TOPOLOGIES = {
     "ep 2": {"pp": 2, "ep": 2},
     "cp 2": {"pp": 2, "cp": 2},
 }
-"""Two pipeline ranks, and what may be beside them."""
+"""Two pipeline ranks, and what may be added to them."""
 
 
 def schedule_of(kind):

@@ -60,7 +60,7 @@ def profile_files():
 
 
 def plan_with_profile(folder, name="profile.json", *, profile=None, **sections):
-    """A plan file in ``folder`` whose times come from a profile beside it."""
+    """A plan file in ``folder`` whose times come from a profile next to it."""
     cost = {"profile": name, "p2p": COST["p2p"]}
     if profile is not None:
         (folder / name).write_text(profile)

@@ -1,6 +1,6 @@
 """Faults planted into a real model with tensor and sequence parallelism, and where ``align`` finds them.
 
-Those with stages, expert-parallel ranks, an MTP module and a tied weight beside are in ``test_planted``.
+Those with stages, expert-parallel ranks, an MTP module and a tied weight are in ``test_planted``.
 """
 
 import json

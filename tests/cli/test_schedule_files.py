@@ -17,7 +17,7 @@ MODEL = {"num_layers": 8}
 
 @pytest.fixture
 def plan(tmp_path):
-    """Write a plan beside the schedule file of a name and content; the plan's path."""
+    """Write a plan next to the schedule file of a name and content; the plan's path."""
 
     def write(name, content, **sections):
         pp, num_micro_batches = SIZES[name.removesuffix("_comms")]

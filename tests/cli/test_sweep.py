@@ -156,7 +156,7 @@ def test_ctrl_c_keeps_results_and_the_same_command_goes_on(num_lines, tmp_path):
         children = set()
         while not (len(children) > 1 and _num_lines(results) >= num_lines) and time.monotonic() < deadline:
             time.sleep(0.01)
-            children = set(children_file.read_text().split())  # Python has one of its own beside the worker
+            children = set(children_file.read_text().split())  # Python has one of its own next to the worker
         os.killpg(process.pid, signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
     finally:

@@ -104,7 +104,7 @@ def simulated_plan(loaded, **options):
 
 
 def overlaid(text, folder):
-    """A plan file: the base plan of the tests with the keys of a fragment over its own, and schedules beside it."""
+    """A plan file: the base plan of the tests with the keys of a fragment over its own, and schedules next to it."""
     tree = parse_text(text, "example")
     assert tree.complete, tree.problems
     assert not tree.problems, tree.problems

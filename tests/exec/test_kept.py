@@ -42,7 +42,7 @@ def test_two_runs_do_not_save_in_one_directory(tmp_path):
 
 
 def killed_and_resumed(tmp_path, plan):
-    """A run in one go, and one of the same plan that is killed behind step 1 and goes on: reports of both."""
+    """A run at once, and one of the same plan that is killed after step 1 and resumes: reports of both."""
     whole = Run(tmp_path / "whole", plan).end()
     assert whole.status == 0, whole.output
     states = tmp_path / "states"

@@ -23,9 +23,9 @@ VERDICTS = {
     "tests/config/benchmark/config/pt/GLM4.5-Air.yaml": ("1f1b", None, "full", ["PP173"]),
     "llm/config/deepseek-v2/pretrain_argument.json": ("1f1b", None, "full", ["PP174"]),
 }
-"""Schedule, its variant, transport, and the codes beside assumptions: none of these jobs corrupts anything.
+"""Schedule, its variant, transport, and the codes other than assumptions: none of these jobs corrupts anything.
 
-The first is saved by a guard of the trainer; the last asks for sharding stage 2 beside a pipeline, over one rank.
+The first is saved by a guard of the trainer; the last asks for sharding stage 2 with a pipeline, over one rank.
 """
 
 

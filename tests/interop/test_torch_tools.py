@@ -154,7 +154,7 @@ def deepspeed(tmp_path, tp=1, **more):
 
 
 def test_deepspeed_cuts_what_it_sends_over_tensor_parallel_ranks(tmp_path):
-    """Right while all of them hold the same tensor, and wrong beside sequence parallelism."""
+    """Right while all of them hold the same tensor, and wrong with sequence parallelism."""
     assert codes(deepspeed(tmp_path, tp=2)) == []
     settings = {("topology", "tp"): 2, ("topology", "sequence_parallel"): True}
     wrong = judged("deepspeed", tmp_path, DEEPSPEED, settings=settings)

@@ -171,7 +171,7 @@ def test_a_schedule_that_cannot_run_is_refused_as_a_generated_one_too():
         write_schedule(stuck, "csv-comms")
 
 
-# --- beside the installed PyTorch ---
+# --- next to the installed PyTorch ---
 
 
 def runtime(num_ranks, num_stages, num_micro_batches):

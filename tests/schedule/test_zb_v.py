@@ -1,4 +1,4 @@
-"""ZB-V in exact arithmetic, next to PyTorch's own and beside ZB-H1 on stages of twice the size."""
+"""ZB-V in exact arithmetic, next to PyTorch's own and ZB-H1 on stages of twice the size."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Messages of pairs of ranks that were measured, beside a network that has the rest."""
+"""Messages of pairs of ranks that were measured, next to a network that has the rest."""
 
 from fractions import Fraction
 

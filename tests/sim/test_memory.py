@@ -138,7 +138,7 @@ def level(curve, tick):
 
 
 def test_outputs_are_given_back_when_the_plan_says():
-    """1F1B on two ranks: rank 0 holds the outputs of two micro-batches, and receives a gradient beside them.
+    """1F1B on two ranks: rank 0 holds the outputs of two micro-batches, and receives a gradient next to them.
 
     The wait for a send stands behind that for the gradient; a send is posted as soon as there is an output.
     """

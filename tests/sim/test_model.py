@@ -85,7 +85,7 @@ def test_backend_posts_that_block_hold_the_host(make_plan):
     plan = make_plan(kind="gpipe", p=2, m=2, tf=1, tb=1, c=5, p2p="backend")
     free = backend_table("paddle", "cpu")
     assert simulate(plan, free).makespan == simulate(plan).makespan
-    # Receives at 6 and, free, at 11 with 0F1 beside the first transfer; blocked, 0F1 starts at 6 only.
+    # Receives at 6 and, free, at 11 with 0F1 next to the first transfer; blocked, 0F1 starts at 6 only.
     blocked = simulate(plan, replace(free, host_blocks_on_post=True))
     assert next(s.start for s in blocked.timeline.spans if s.op == "0F1") == 6
     assert next(s.start for s in simulate(plan).timeline.spans if s.op == "0F1") == 1

@@ -138,7 +138,7 @@ def test_just_in_time_nothing_changes(plan, slowdown):
 @given(plan=plans("prefetch_one"), slowdown=slowdowns)
 @some
 def test_one_ahead_each_computation_takes_what_the_receives_beside_it_make_of_it(plan, slowdown):
-    """Its work is the time without a receive, and the time beside one over 1 + slowdown; a tick is all it may wait."""
+    """Its work is the time without a receive, and the time next to one over 1 + slowdown; a tick is all it may wait."""
     graph, usual = plan.graph, durations_of(plan)
     durations = replace(usual, ticks=tuple(100 * t for t in usual.ticks), latency_ticks=100 * usual.latency_ticks,
                         recv_slowdown=slowdown)  # fmt: skip
@@ -186,7 +186,7 @@ def simulated(recv_order, m=8, backward_us=200, **cost):
 def test_1f1b_with_receives_one_ahead_on_two_ranks_by_hand():
     """F2 comes in at 500 while B1 runs from 400, which is half done then: everything behind it is 50 later.
 
-    Rank 0 posts the receive of B2's gradient before its own B1, which takes twice as long beside it, and nobody waits.
+    Rank 0 posts the receive of B2's gradient before its own B1, which takes twice as long next to it, and nobody waits.
     """
     plan = {"backward_us": 100, "m": 3}
     assert simulated("just_in_time", recv_slowdown=1, **plan).makespan == 800

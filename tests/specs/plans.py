@@ -35,7 +35,7 @@ def outcome(load, what):
 
 
 def example_plans():
-    """The plan files of the repository's examples; beside them are files that other programs have written."""
+    """The plan files of the repository's examples; next to them are files that other programs have written."""
     examples = Path(__file__).parents[2] / "examples"
     found = [path for path in sorted(examples.rglob("*.yaml")) if examples / "importing" not in path.parents]
     assert found

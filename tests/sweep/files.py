@@ -1,4 +1,4 @@
-"""Sweep files for tests, beside a small base plan."""
+"""Sweep files for tests, next to a small base plan."""
 
 import json
 import os

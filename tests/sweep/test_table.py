@@ -86,7 +86,7 @@ def test_csv_has_every_point_in_the_sweeps_order():
 
 
 def labels(path):
-    """The texts of a picture, which matplotlib notes beside the shapes of their letters."""
+    """The texts of a picture, which matplotlib notes next to the shapes of their letters."""
     ET.parse(path)  # it is one
     return [line.strip()[5:-4] for line in path.read_text().splitlines() if line.strip().startswith("<!-- ")]
 

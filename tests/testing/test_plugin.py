@@ -18,7 +18,7 @@ LOSSY = SOUND.replace("transport: full", "transport: partial")
 
 @pytest.fixture(scope="module")
 def run_pytest(tmp_path_factory):
-    """Run pytest in a directory, with this checkout as installed: what an installation has beside the package."""
+    """Run pytest in a directory, with this checkout as installed: what an installation has next to the package."""
     installed = tmp_path_factory.mktemp("site")
     meta = installed / "pipeproof-0.dist-info"
     meta.mkdir()
