@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, Self
 from pipeproof.exec.launch.process_state import ProcessId, boot_id
 from pipeproof.exec.monitor.ring import CAPACITY, End, Identity, OpState, RingGroup, RingWriter, group_text, op_number
 from pipeproof.interop.traces.message_hooks import GroupCalls
-from pipeproof.interop.traces.recorder import Call, is_library
+from pipeproof.interop.traces.recorder import Call, CallBatches, is_library
 
 DIRECTORY_VARIABLE: Final = "PIPEPROOF_WATCH"
 """Environment variable with the directory of the rings."""
@@ -39,7 +39,7 @@ IsDone = Callable[[], bool]
 """Function that returns True once the device has finished what was queued before it was made."""
 
 
-class RingRecorder:
+class RingRecorder(CallBatches):
     """Writes calls and waits into the ring of this rank; it has the methods of the recorder of logs.
 
     Args:
@@ -58,6 +58,7 @@ class RingRecorder:
         self, directory: Path, rank: int, num_ranks: int, framework: str, *, only: frozenset[str] | None = None,
         marker: Callable[[str], IsDone | None] | None = None, shared: bool = False, capacity: int = CAPACITY,
     ) -> None:  # fmt: skip
+        super().__init__()
         if capacity < 1:
             raise ValueError(f"a ring keeps at least 1 operation, not {capacity}")
         directory.mkdir(parents=True, exist_ok=True)
@@ -75,8 +76,7 @@ class RingRecorder:
         self._pending: dict[int, tuple[str, bool]] = {}
         """By number: the backend, and True if the call blocks its caller."""
         self._on_device: deque[tuple[int, IsDone]] = deque()
-        self._next_seq = self._next_batch = 0
-        self._batch: list[int] | None = None
+        self._next_seq = 0
         self._marks: list[tuple[int, int, int]] = []
         self._positions: dict[tuple[Any, int], int] = {}
         self._is_library: dict[Any, bool] = {}
@@ -203,23 +203,8 @@ class RingRecorder:
             if self._pending.pop(seq, None) is not None:
                 self._ring.finished(seq, OpState.FAILED, now_ns)
 
-    @property
-    def in_batch(self) -> bool:
-        """True while calls are part of a batch."""
-        return self._batch is not None
-
     def unread(self, method: str, error: Exception) -> None:
         """Do nothing: the call is not in the ring."""
-
-    def begin_batch(self) -> None:
-        """Begin a batch: operations until ``end_batch`` are one call."""
-        self._batch = []
-
-    def end_batch(self) -> tuple[int, ...]:
-        """End the batch, and return its operations."""
-        batch, self._batch = tuple(self._batch or ()), None
-        self._next_batch += 1
-        return batch
 
     def close(self, error: BaseException | None) -> None:
         """Write the end of the program, with the error that it raised, and stop the heartbeat."""

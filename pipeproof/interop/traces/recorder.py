@@ -135,7 +135,30 @@ class CallSink(Protocol):
         """End the recording."""
 
 
-class Recorder:
+class CallBatches:
+    """Batches of a ``CallSink``: operations that are one call."""
+
+    def __init__(self) -> None:
+        self._batch: list[int] | None = None
+        self._next_batch = 0
+
+    @property
+    def in_batch(self) -> bool:
+        """True while calls are part of a batch."""
+        return self._batch is not None
+
+    def begin_batch(self) -> None:
+        """Begin a batch: operations until ``end_batch`` are one call."""
+        self._batch = []
+
+    def end_batch(self) -> tuple[int, ...]:
+        """End the batch, and return its operations."""
+        batch, self._batch = tuple(self._batch or ()), None
+        self._next_batch += 1
+        return batch
+
+
+class Recorder(CallBatches):
     """Writes the log of one rank.
 
     Args:
@@ -147,6 +170,7 @@ class Recorder:
     """
 
     def __init__(self, directory: Path, rank: int, num_ranks: int, framework: str, version_of: Any) -> None:
+        super().__init__()
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"rank_{rank}.jsonl"
         try:
@@ -158,8 +182,6 @@ class Recorder:
         self._groups: set[str] = set()
         self._pending: dict[int, Call] = {}
         self._next_seq = 0
-        self._next_batch = 0
-        self._batch: list[int] | None = None
         self._marks: list[dict[str, Any]] = []
         self.write(
             "start", version=VERSION, rank=rank, num_ranks=num_ranks, framework=framework, epoch_ns=time.time_ns()
@@ -248,24 +270,9 @@ class Recorder:
         """Write that a call or a wait raised an error."""
         self.write("failed", of=list(seqs), error=f"{type(error).__name__}: {error}"[:2000])
 
-    @property
-    def in_batch(self) -> bool:
-        """True while calls are part of a batch."""
-        return self._batch is not None
-
     def unread(self, method: str, error: Exception) -> None:
         """Write that a call with unknown arguments is issued without a record."""
         self.write("unread", call=method, error=f"{type(error).__name__}: {error}"[:2000], at=user_position())
-
-    def begin_batch(self) -> None:
-        """Begin a batch: operations until ``end_batch`` are one call."""
-        self._batch = []
-
-    def end_batch(self) -> tuple[int, ...]:
-        """End the batch, and return its operations."""
-        batch, self._batch = tuple(self._batch or ()), None
-        self._next_batch += 1
-        return batch
 
     def close(self, error: BaseException | None) -> None:
         """End the log; later calls write nothing."""
