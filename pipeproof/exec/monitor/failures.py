@@ -46,7 +46,7 @@ def certain_failure(analysis: Analysis, patience_s: float, is_waiting: bool) -> 
     if own and (in_call or is_waiting or _is_old(own[0], job)):
         header = own[0].ring.header
         message = f"rank {header.rank} raised {header.error}"
-        return Failure(Kind.RAISED, (header.rank,), [_rank_failed(analysis, own[0], message)])
+        return Failure(Kind.RAISED, (header.rank,), [_rank_failed(own[0], message)])
     has_failed = bool(in_call or gone)
     mismatch = _unfinished_mismatch(analysis, 0 if has_failed else patience_s) if has_failed or is_waiting else None
     if mismatch is not None:
@@ -55,7 +55,7 @@ def certain_failure(analysis: Analysis, patience_s: float, is_waiting: bool) -> 
     if gone:
         message = f"the process of rank {gone[0].rank} (PID {gone[0].ring.header.pid}) is gone and noted no end"
         ranks = tuple(rank.rank for rank in gone)
-        return Failure(Kind.KILLED, ranks, [_rank_failed(analysis, rank, message) for rank in gone[:1]])
+        return Failure(Kind.KILLED, ranks, [_rank_failed(rank, message) for rank in gone[:1]])
     halted = [
         rank
         for rank in job.ranks
@@ -67,7 +67,7 @@ def certain_failure(analysis: Analysis, patience_s: float, is_waiting: bool) -> 
     if in_call and all(_is_old(rank, job) for rank in in_call):
         first = min(in_call, key=lambda rank: rank.ring.header.end_ns)
         message = f"rank {first.rank} raised {first.ring.header.error} in {last_text(first)}, before any other rank"
-        return Failure(Kind.RAISED, (first.rank,), [_rank_failed(analysis, first, message)])
+        return Failure(Kind.RAISED, (first.rank,), [_rank_failed(first, message)])
     return None
 
 
@@ -85,7 +85,7 @@ def seconds_since_heartbeat(rank: RankNow, job: JobNow) -> float:
     return (job.now_ns - rank.ring.header.heartbeat_ns) / 1e9
 
 
-def _rank_failed(analysis: Analysis, rank: RankNow, message: str) -> Finding:
+def _rank_failed(rank: RankNow, message: str) -> Finding:
     last = rank.last
     lines = [message, f"its last operation is {last_text(rank)}"]
     suggested_fix = "look at the end of its own log first; the errors of the other ranks follow from it"

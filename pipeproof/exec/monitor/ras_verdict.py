@@ -59,7 +59,7 @@ def check_ras(before: RasStatus, now: RasStatus, seconds: float) -> Verdict:
         number: ProcessState.GONE if rank.is_dead else ProcessState.SILENT if rank.is_silent else ProcessState.RUNNING
         for number, rank in numbers.ranks()
     }
-    broken = _broken(before, now, numbers)
+    broken = _broken(before, numbers)
     if broken is not None:
         kind, causes, finding = broken
         return Verdict(Status.HANG, kind, causes, (), (finding,), (), states, ())
@@ -113,7 +113,7 @@ def _counts(status: RasStatus) -> dict[tuple[str, int], dict[str, int]]:
     }
 
 
-def _broken(before: RasStatus, now: RasStatus, numbers: _Numbers) -> tuple[Kind, tuple[int, ...], Finding] | None:
+def _broken(before: RasStatus, numbers: _Numbers) -> tuple[Kind, tuple[int, ...], Finding] | None:
     """Return what is wrong with processes themselves: dead, without an answer in both looks, with an error."""
     silent_before = {(number, rank.pid) for number, rank in _Numbers(before).ranks() if rank.is_silent}
     dead = {number: rank for number, rank in numbers.ranks() if rank.is_dead}
