@@ -18,7 +18,6 @@ from pipeproof.specs.plan import PlanSpec
 UNFIT_SCHEDULE = RuleDoc(
     code="PP140",
     title="the schedule does not exist for these sizes",
-    severity="error",
     explanation=(
         "Each schedule has its own conditions: how many stages a rank holds, whether the ranks are even in number, how "
         "many micro-batches there are, how stages are placed. `pipeproof schedule list` lists them; the message names "

@@ -26,7 +26,6 @@ _MOST_PARTS = 3
 TOO_LARGE = RuleDoc(
     code="PP116",
     title="the plan has more operations than this release holds in memory",
-    severity="error",
     explanation=(
         "Every operation of a step is a row of the op table. Replicas along tp, cp, ep and dp run the same programs "
         "and are counted once; what counts is the number of stages, micro-batches, sequence splits and collectives "

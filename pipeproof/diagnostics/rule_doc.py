@@ -30,7 +30,7 @@ class ExampleKind(StrEnum):
 class RuleDoc:
     """A stable code, its one-line title, why it matters, and a wrong and a right example.
 
-    ``severity`` is ``error``, ``warning`` or ``note``: that of the code's findings.
+    ``severity`` is that of the code's findings: ``error``, if nothing else is given, ``warning`` or ``note``.
     ``kind`` is the kind of the examples; without it, it follows from their text:
     lines of ranks are a program, imports are Python, anything else is a plan.
     """

@@ -7,7 +7,6 @@ from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 LOG_DIFFERS = RuleDoc(
     code="PP901",
     title="the executed operations differ from the verified graph",
-    severity="error",
     explanation=(
         "After a run the log of each rank (operations, communicators, element counts, dtypes) is compared with the "
         "verified graph, queue by queue. Rows that go to experts are compared with the counts that ranks exchanged. "
@@ -23,7 +22,6 @@ LOG_DIFFERS = RuleDoc(
 DIED = RuleDoc(
     code="PP902",
     title="a worker died or raised",
-    severity="error",
     explanation=(
         "A worker process ended before its program. All others were stopped. The message names the rank, its current "
         "operation, the peer of that operation, and what the graph expects there."
@@ -35,7 +33,6 @@ DIED = RuleDoc(
 HUNG = RuleDoc(
     code="PP903",
     title="a worker hangs",
-    severity="error",
     explanation=(
         "No rank has made progress within the watchdog's time. The verified graph shows which ranks only wait for "
         "others, and which rank the others wait for."
@@ -47,7 +44,6 @@ HUNG = RuleDoc(
 MISMATCH = RuleDoc(
     code="PP904",
     title="the run differs from the single-process reference",
-    severity="error",
     explanation=(
         "The unpartitioned model, run in one process with the same weights and data, has other bits in the loss or in "
         "a gradient than the distributed run. Where tensor or data parallelism adds in another order, the reference "
@@ -72,7 +68,6 @@ UNVERIFIED = RuleDoc(
 BACKEND_MISSING = RuleDoc(
     code="PP906",
     title="the plan's backend is not installed, or this is not Linux",
-    severity="error",
     explanation=(
         "The framework that `run.backend` names cannot be imported by the Python that runs pipeproof. Or this is not "
         "Linux: ranks start on Linux only, and everything else works on macOS and Windows, too."
@@ -84,7 +79,6 @@ BACKEND_MISSING = RuleDoc(
 WORLD_SIZE = RuleDoc(
     code="PP907",
     title="the launcher does not fit the plan",
-    severity="error",
     explanation=(
         "Under a launcher such as `paddle.distributed.launch` or `srun` each process is one rank of the plan. The "
         "number of processes must be the product of the topology's sizes. `torchrun` starts plans of "
@@ -99,7 +93,6 @@ WORLD_SIZE = RuleDoc(
 BEYOND_BOUND = RuleDoc(
     code="PP908",
     title="a gradient is farther from the plain unpartitioned model than rounding explains",
-    severity="error",
     explanation=(
         "In addition to the reference that adds in the plan's order, the plain unpartitioned model computes each step "
         "from the same weights. The distance has a stated first-order bound, which presumes layers that do not amplify "
@@ -114,7 +107,6 @@ BEYOND_BOUND = RuleDoc(
 NOT_EXECUTED = RuleDoc(
     code="PP909",
     title="the executor does not support a feature of the plan yet",
-    severity="error",
     explanation=(
         "The plan is checked and simulated like any other. A run would train another model than the plan states, so it "
         "is refused."
@@ -127,7 +119,6 @@ NOT_EXECUTED = RuleDoc(
 DEVICE_MISSING = RuleDoc(
     code="PP913",
     title="the plan's device is missing",
-    severity="error",
     explanation=(
         "With `run.device: gpu` each rank has its own GPU, or shares one with `--share-gpus`. There is no driver, the "
         "framework's build has no code for GPUs, or there are fewer GPUs than ranks. At the start of a run each rank "
@@ -142,7 +133,6 @@ DEVICE_MISSING = RuleDoc(
 NOT_FINITE = RuleDoc(
     code="PP921",
     title="a loss or a gradient is not finite",
-    severity="error",
     explanation=(
         "A step computed NaN or infinity, and the run is stopped. The message names the first micro-batch with such a "
         "loss, the weights with such gradients, and whether the single-process reference has them too. If it does, the "
@@ -156,7 +146,6 @@ NOT_FINITE = RuleDoc(
 OUT_OF_MEMORY = RuleDoc(
     code="PP922",
     title="a worker ran out of memory",
-    severity="error",
     explanation=(
         "A framework could not allocate memory for an operation, on the GPU or the host. All workers were stopped. The "
         "message names the rank and the operation, the memory that the process held and the memory that it requested."
@@ -169,7 +158,6 @@ OUT_OF_MEMORY = RuleDoc(
 NEVER_RECEIVED = RuleDoc(
     code="PP185",
     title="a weight never received a gradient",
-    severity="error",
     explanation=(
         "In no micro-batch of the run had the backward a gradient for this weight, so the optimizer never trains it. "
         "The forward does not use the weight or detaches it, or a custom backward returns None for it. The run and its "
@@ -184,7 +172,6 @@ NEVER_RECEIVED = RuleDoc(
 NOT_TOGETHER = RuleDoc(
     code="PP947",
     title="the processes of a run do not belong together",
-    severity="error",
     explanation=(
         "Under a launcher all ranks meet at the store of rank 0 before the first step. Each rank comes once, within "
         "the start-up time, with the same plan, options and version of pipeproof. A rank did not come, two processes "
@@ -199,7 +186,6 @@ NOT_TOGETHER = RuleDoc(
 REFERENCES_DIFFER = RuleDoc(
     code="PP938",
     title="the references of two hosts differ",
-    severity="error",
     explanation=(
         "On several hosts each host computes the whole single-process reference and compares its own ranks with it, so "
         "that no tensor crosses hosts. The reference is deterministic: hosts with the same processors, framework and "
@@ -214,7 +200,6 @@ REFERENCES_DIFFER = RuleDoc(
 PARTS_DO_NOT_FIT = RuleDoc(
     code="PP939",
     title="the directories of hosts are not one run",
-    severity="error",
     explanation=(
         "`pipeproof job merge` joins the directories that the hosts of one run kept. All must have the same run and "
         "the same certificate, and each rank of the plan must be in one of them. The finding names the directories, "
@@ -234,7 +219,6 @@ RUN_CODES = (
 NOT_AS_SENT = RuleDoc(
     code="PP914",
     title="the elements that arrived are not the elements that were sent",
-    severity="error",
     explanation=(
         "In a rehearsal each element identifies the rank that made it, the operation and the index. A receive, a "
         "gather or another collective ended on a rank with other elements than the graph states: of another message, "
@@ -249,7 +233,6 @@ NOT_AS_SENT = RuleDoc(
 NOT_AS_PROMISED = RuleDoc(
     code="PP915",
     title="the tensor that arrived does not match the receiver's layout",
-    severity="error",
     explanation=(
         "Every message of a rehearsal has the elements of its sender, but together they are not the tensor that the "
         "receiver's layout states. This is a fault of the plan, which `check` predicts (PP201): it occurs only for a "
@@ -263,7 +246,6 @@ NOT_AS_PROMISED = RuleDoc(
 NO_SUCH_SCALE = RuleDoc(
     code="PP916",
     title="the plan cannot be rehearsed at that scale",
-    severity="error",
     explanation=(
         "`--scale` divides the sequence length, and the hidden size where lengths do not divide. Both must remain "
         "divisible by everything that partitions them (tensor-parallel ranks, heads, sequence splits). No pair of "
@@ -281,7 +263,6 @@ REHEARSAL_CODES = (NOT_AS_SENT, NOT_AS_PROMISED, NO_SUCH_SCALE)
 NOT_FOR_FLEET = RuleDoc(
     code="PP917",
     title="the plan cannot be run by Fleet's pipeline",
-    severity="error",
     explanation=(
         "`pipeproof job fleet` trains a plan's custom layers with Fleet's `PipelineLayer` and `train_batch` on the "
         "CPU. Fleet chooses its scheduler by the numbers of ranks, chunks and micro-batches, and each scheduler has "
@@ -295,7 +276,6 @@ NOT_FOR_FLEET = RuleDoc(
 NOT_AS_PLANNED = RuleDoc(
     code="PP918",
     title="the operations of Fleet's pipeline differ from the plan",
-    severity="error",
     explanation=(
         "Fleet's forwards and backwards on a rank, or its messages between two ranks, are not the plan's or come in "
         "another order; or a message is received with another shape than it was sent with; or a computation was given "
@@ -310,7 +290,6 @@ NOT_AS_PLANNED = RuleDoc(
 NOT_AS_TRAINED = RuleDoc(
     code="PP919",
     title="the training results of Fleet's pipeline differ from the reference",
-    severity="error",
     explanation=(
         "A loss or a gradient of Fleet's run differs from the reference, which the executor's run matches: gradients "
         "in any bit, losses by more than the rounding of Fleet's division by the number of micro-batches explains."

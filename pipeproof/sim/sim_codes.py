@@ -8,7 +8,6 @@ from pipeproof.diagnostics.rule_doc import RuleDoc
 UNFINISHED = RuleDoc(
     code="PP403",
     title="the simulated step does not end",
-    severity="error",
     explanation=(
         "The simulator ran the plan until no event was left, and some ranks or transfers had not ended: they wait for "
         "each other, or for an operation that is never issued. The job would hang there. The message names what each "
@@ -23,7 +22,6 @@ UNFINISHED = RuleDoc(
 NOT_FAST = RuleDoc(
     code="PP153",
     title="the fast engine does not support this plan",
-    severity="error",
     explanation=(
         "`pipeproof simulate --engine fast` was requested, and only the reference model supports this plan; the engine "
         "`auto` chooses the model. Reasons: times scaled to a common tick exceed 64 bits; transfers share FIFOs, "
@@ -38,7 +36,6 @@ NOT_FAST = RuleDoc(
 NO_ROOM = RuleDoc(
     code="PP154",
     title="a stage takes less time than the collectives inside it",
-    severity="error",
     explanation=(
         "The time of a stage (`cost.forward_us` and the like, or the median of a profile) includes its collectives. "
         "The simulator subtracts their time, which the network or the profile gives, to get the time of the "

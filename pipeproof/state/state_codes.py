@@ -14,7 +14,6 @@ from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 STATE_UNUSABLE = RuleDoc(
     code="PP920",
     title="a run cannot resume from this state",
-    severity="error",
     explanation=(
         "A run resumes from a state if training by its plan is the same: the same framework and the same values of "
         "everything that training depends on (model, loss, seed, optimizer). Topology, schedule, layer split and "

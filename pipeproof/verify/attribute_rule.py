@@ -20,7 +20,6 @@ from pipeproof.verify.subject import Rule, Subject
 MEANINGLESS = RuleDoc(
     code="PP144",
     title="an attribute has no meaning on its row",
-    severity="error",
     explanation=(
         "Each kind of operation has its own attributes; another one would be ignored, and what the program means by "
         "it would not be checked. A reduction is an operator of sums; on B and W it can be `overwrite`. A scale is "

@@ -19,7 +19,6 @@ from pipeproof.verify.subject import Rule, Subject
 LOSSY = RuleDoc(
     code="PP201",
     title="a transport loses elements of a boundary tensor and delivers others in their place",
-    severity="error",
     explanation=(
         "Each element of the tensor that a stage sends has an identity (rank, index). Pushed through the lowered "
         "slices, sends, receives and gathers, the identities that arrive are not those that the receiver's layout "

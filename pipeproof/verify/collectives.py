@@ -66,7 +66,6 @@ class _Calls:
 COLLECTIVE = RuleDoc(
     code="PP306",
     title="the members of a group issue different collectives",
-    severity="error",
     explanation=(
         "Every member of a group must issue the same sequence of collectives: the k-th call of one meets the "
         "k-th call of the others. A member that is missing hangs the group; one that differs in kind, size, dtype, "
@@ -153,7 +152,6 @@ def _describe(graph: OpGraph, op_id: int | None) -> str:
 OTHER_AXIS = RuleDoc(
     code="PP307",
     title="a collective runs on a group of another axis",
-    severity="error",
     explanation=(
         "The operation is meant for one mesh axis and is issued on a group of another: a statistic of one stage "
         "that goes over the default group mixes the values of all stages, and hangs where stages differ in the "
@@ -195,7 +193,6 @@ def _check_axis(subject: Subject) -> Iterator[Finding]:
 STRANGER = RuleDoc(
     code="PP308",
     title="a rank issues a collective on a group that it does not belong to",
-    severity="error",
     explanation=(
         "Only members can take part: elsewhere the call is refused, does nothing, or falls back to the default "
         "group, depending on the framework, and the members never notice that one more was meant to join."

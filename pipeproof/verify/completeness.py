@@ -50,7 +50,6 @@ def is_expected(subject: Subject, rank: IntColumn, stage: IntColumn, work_item: 
 MISSING = RuleDoc(
     code="PP121",
     title="a stage never computes a micro-batch",
-    severity="error",
     explanation=(
         "Training needs one forward and one backward (or one input-gradient and one weight-gradient operation) "
         "for each stage and micro-batch; an evaluation, whose programs have no backward at all, one forward. A "
@@ -130,7 +129,6 @@ def _expected_alone(subject: Subject) -> tuple[IntColumn, IntColumn, IntColumn]:
 DOUBLED = RuleDoc(
     code="PP122",
     title="a stage computes a micro-batch twice",
-    severity="error",
     explanation=(
         "A second backward adds the micro-batch's gradient again; a second forward overwrites the activations "
         "that the backward needs. B in addition to I or W of the same micro-batch counts as twice too."
@@ -165,7 +163,6 @@ def _check_doubled(subject: Subject) -> Iterator[Finding]:
 ORDER = RuleDoc(
     code="PP123",
     title="a computation comes before what it needs",
-    severity="error",
     explanation=(
         "The backward of a micro-batch reads the activations that its forward kept, and the weight-gradient "
         "operation reads what the input-gradient operation left. Two computations of a rank in each other's places, "
@@ -210,7 +207,6 @@ def _check_order(subject: Subject) -> Iterator[Finding]:
 SPLITS = RuleDoc(
     code="PP129",
     title="the splits of a sequence are out of order",
-    severity="error",
     explanation=(
         "Causal attention of a split reads the keys and values of the splits before it: forwards of a micro-batch "
         "run from its first split to its last. Backwards run from the last to the first, because the gradient of "
@@ -244,7 +240,6 @@ def _check_splits(subject: Subject) -> Iterator[Finding]:
 FOREIGN = RuleDoc(
     code="PP124",
     title="a rank computes a stage or micro-batch that it does not have",
-    severity="error",
     explanation=(
         "A rank owns the stages that the placement gives it, and the schedule has a fixed number of "
         "micro-batches. An operation outside of both has no weights or no data."

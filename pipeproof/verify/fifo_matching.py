@@ -182,7 +182,6 @@ def channel_text(graph: OpGraph, index: int) -> str:
 UNMATCHED = RuleDoc(
     code="PP301",
     title="a send or receive has no counterpart",
-    severity="error",
     explanation=(
         "A channel carries more sends than receives, or more receives than sends. The surplus operation waits "
         "for a peer that never comes: the job hangs, or an eager backend leaves a message behind that the next "
@@ -223,7 +222,6 @@ def _check_unmatched(subject: Subject) -> Iterator[Finding]:
 IDENTITY = RuleDoc(
     code="PP302",
     title="the k-th send of a channel meets a receive that means another tensor",
-    severity="error",
     explanation=(
         "Both sides agree in size, so no backend notices: the receiver takes one micro-batch's tensor for "
         "another's, an activation for a gradient (two ranks with several stages each are both next and previous to "

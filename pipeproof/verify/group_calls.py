@@ -36,7 +36,6 @@ def _example(num_sends: int) -> str:
 TOO_MANY = RuleDoc(
     code="PP316",
     title="a group call has more sends and receives than the backend is known to take",
-    severity="error",
     explanation=(
         "The proofs presume that all transfers of a batch progress together. NCCL divides a large group call into "
         "several kernels, which run one after the other, and each rank divides its own list. A send may then be in a "

@@ -73,7 +73,6 @@ def _input_bytes(plan: LoweredPlan) -> list[int]:
 OVER_BUDGET = RuleDoc(
     code="PP701",
     title="a rank holds more than the memory budget",
-    severity="error",
     explanation=(
         "`memory.budget_gib` is the memory of a rank. The simulation of a step gives what each rank holds: weights, "
         "gradients, optimizer states, activations from their forward to their backward, logits, messages, and the "

@@ -13,7 +13,6 @@ from pipeproof.verify.subject import Rule, Subject
 MEMORY_ORDER = RuleDoc(
     code="PP312",
     title="a message is sent from, or into, memory of another order",
-    severity="error",
     explanation=(
         "NCCL takes as many bytes as there are elements, from the tensor's address on: of a transposed view the "
         "elements in another order, of a slice with holes the wrong elements. (PyTorch's gloo refuses such "

@@ -15,7 +15,6 @@ from pipeproof.verify.subject import Rule, Subject
 SIZE = RuleDoc(
     code="PP303",
     title="a message and its receive buffer differ in size or shape",
-    severity="error",
     explanation=(
         "Sizes are not negotiated. On NCCL a mismatch hangs or leaves partial data; gloo aborts on a longer "
         "message and accepts a shorter one, leaving the rest of the buffer stale. The same number of elements "
@@ -73,7 +72,6 @@ def _elements(graph: OpGraph, op_id: int) -> str:
 DTYPE = RuleDoc(
     code="PP304",
     title="a message and its receive buffer differ in dtype",
-    severity="error",
     explanation=(
         "No backend checks the dtype of a message: the bytes are taken as they are, so that float32 read as "
         "int32, or bfloat16 as float16, gives numbers that mean nothing."
@@ -113,7 +111,6 @@ def _dtypes(tensor: TensorSpec) -> tuple[str, ...]:
 LAYOUT = RuleDoc(
     code="PP305",
     title="the two sides of a boundary declare different layouts",
-    severity="error",
     explanation=(
         "The sender's tensor and the receiver's lie differently over the tensor-parallel ranks, and nothing "
         "between them changes the layout. The receiver computes with values that mean something else."

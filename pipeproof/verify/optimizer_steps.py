@@ -16,7 +16,6 @@ from pipeproof.verify.subject import Rule, Subject, missing_op
 STEPS = RuleDoc(
     code="PP128",
     title="the optimizer does not step once on every stage",
-    severity="error",
     explanation=(
         "A stage without its step keeps its weights while the others train, on one replica alone even while its "
         "twins move on; a second step applies the same gradient again. Programs that name no step at all leave it "

@@ -100,7 +100,6 @@ def _is_local(subject: Subject, entries: IntColumn, maker: IntColumn, direction:
 NEVER_SENT = RuleDoc(
     code="PP125",
     title="a stage computes with a tensor that is never sent to it",
-    severity="error",
     explanation=(
         "Every stage but the first reads the activation of the stage before, every stage but the last the gradient "
         "of the stage after. Where neither the send nor the receive is in the programs no backend notices: the "
@@ -184,7 +183,6 @@ def _replicas(subject: Subject, stage: int, work_item: int) -> list[int]:
 STRAY = RuleDoc(
     code="PP126",
     title="a tensor is sent that its stage does not use",
-    severity="error",
     explanation=(
         "Both ends agree, but the message has no place in the pipeline: the first stage receives an activation, the "
         "last one a gradient, a rank sends what it does not compute or receives what it does not use, or the same "
@@ -246,7 +244,6 @@ def _come_already(graph: OpGraph, row: IntColumn) -> BoolColumn:
 LOCAL_ORDER = RuleDoc(
     code="PP127",
     title="a stage runs before the stage of the same rank that feeds it",
-    severity="error",
     explanation=(
         "Where a rank holds two neighbouring stages, as at the turn of a V schedule, nothing is sent between them: "
         "the order of the rank's program alone ensures that the tensor is there. No transfer waits for it and no "

@@ -25,7 +25,6 @@ def _example(rank: str) -> str:
 PARTS = RuleDoc(
     code="PP145",
     title="the parts of a computation are out of order",
-    severity="error",
     explanation=(
         "A computation that takes turns with another one is a row of its own, followed by its parts: a PART at its "
         "begin and behind each exchange, so that a PART is before and behind every collective. Collectives are issued "

@@ -11,7 +11,6 @@ from pipeproof.verify.subject import Rule, Subject
 NO_OWNER = RuleDoc(
     code="PP112",
     title="a layer is on no stage",
-    severity="error",
     explanation="A layer that no stage holds is left out of the model: the run trains another network.",
     wrong="model: {num_layers: 2}\nstages: [[embed, layer.0], [norm, head]]",
     right="model: {num_layers: 2}\nstages: [[embed, layer.0], [layer.1, norm, head]]",
@@ -32,7 +31,6 @@ def _check_no_owner(subject: Subject) -> Iterator[Finding]:
 TWO_OWNERS = RuleDoc(
     code="PP113",
     title="a layer is listed twice",
-    severity="error",
     explanation=(
         "The layer would be applied twice, with two copies of its weights that drift apart: copies must be "
         "declared and their gradients reduced, which a plain list of layers does not do."
@@ -58,7 +56,6 @@ def _check_two_owners(subject: Subject) -> Iterator[Finding]:
 OUT_OF_ORDER = RuleDoc(
     code="PP114",
     title="layers are not in model order",
-    severity="error",
     explanation=(
         "Stages run one after the other and each runs its layers in the order listed, so another order than the "
         "model's computes another function."
@@ -85,7 +82,6 @@ def _check_order(subject: Subject) -> Iterator[Finding]:
 EMPTY = RuleDoc(
     code="PP115",
     title="a stage holds no layer",
-    severity="error",
     explanation="An empty stage only hands tensors on: a rank and two transfers per micro-batch for nothing.",
     wrong="model: {num_layers: 1}\nstages: [[embed, layer.0, norm, head], []]",
     right="model: {num_layers: 1}\nstages: [[embed, layer.0], [norm, head]]",

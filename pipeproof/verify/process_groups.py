@@ -17,7 +17,6 @@ from pipeproof.verify.subject import Rule, Subject, of_small_plan
 MEMBERS = RuleDoc(
     code="PP309",
     title="a group does not hold the ranks of its axis",
-    severity="error",
     explanation=(
         "The members of a group along an axis differ in their coordinate on that axis and in no other, and all of "
         "them are in it. A group made with a wrong size or from permuted axes reduces over strangers, leaves "
@@ -94,7 +93,6 @@ def _creation(order: str) -> str:
 CREATION = RuleDoc(
     code="PP310",
     title="ranks make their groups in different orders",
-    severity="error",
     explanation=(
         "Making a communicator is itself a meeting of all its members. Ranks that make the same groups in another "
         "order wait for each other before training has begun, or take each other's communicators for their own. "
@@ -180,7 +178,6 @@ def _with_peers(peers: str) -> str:
 REPLICAS = RuleDoc(
     code="PP311",
     title="a message crosses from one replica to another",
-    severity="error",
     explanation=(
         "Ranks that differ in dp, cp or ep work on other sequences or other parts of them: a tensor of one means "
         "nothing to another. Sizes and names agree, so that nothing fails; the usual cause is a rank computed with "

@@ -30,7 +30,6 @@ def _example(*draws: str) -> str:
 REPLAY = RuleDoc(
     code="PP119",
     title="a recomputation draws other random numbers than its forward",
-    severity="error",
     explanation=(
         "Recomputed activations are those of the forward only if dropout masks repeat: the generator's state must "
         "be saved with the micro-batch and restored. Otherwise the backward belongs to another function than the "
@@ -68,7 +67,6 @@ def _text(draw: RngDraw) -> str:
 RANKS = RuleDoc(
     code="PP120",
     title="random numbers agree where they must differ, or differ where they must agree",
-    severity="error",
     explanation=(
         "Ranks that hold one tensor together must drop the same elements of it; ranks that hold different parts, "
         "sequences or experts must draw independently, or their noise is correlated. And every layer, micro-batch "

@@ -26,7 +26,6 @@ def _example(ranks: str, facts: str) -> str:
 LAYER_NUMBERS = RuleDoc(
     code="PP117",
     title="the layers of the stages are not numbered as the model's",
-    severity="error",
     explanation=(
         "What depends on a layer's number (scaling by depth, attention windows, checkpoint names, the kind of block "
         "in a mixed model) needs the number in the whole model. Numbers that begin again on each stage, or an "
@@ -68,7 +67,6 @@ def _check_layer_numbers(subject: Subject) -> Iterator[Finding]:
 ROLE = RuleDoc(
     code="PP118",
     title="the embedding or the loss is not where its stage is",
-    severity="error",
     explanation=(
         "The first stage begins with the embedding and the last one ends with the loss, wherever the placement puts "
         "them: in a V schedule both are on rank 0. Code that asks for the first and last rank instead leaves the "

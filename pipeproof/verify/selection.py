@@ -58,7 +58,6 @@ def _beginning(text: str, known: Sequence[str]) -> str:
 IMPOSSIBLE = RuleDoc(
     code="PP150",
     title="a suppression names what cannot be suppressed",
-    severity="error",
     explanation=(
         "A plan can declare a warning or note of `check` as known and intended. An error cannot be "
         "suppressed: the plan would hang or compute something else, and a reason does not change that "

@@ -25,7 +25,6 @@ from pipeproof.verify.subject import Rule, Subject
 ANNOUNCED = RuleDoc(
     code="PP313",
     title="a tensor differs from the shape that was announced for it",
-    severity="error",
     explanation=(
         "The receiver's buffer has the shape and dtype of the last META message for that input. Runtimes that send "
         "it once and keep it (Fleet, DeepSpeed) are right as long as every micro-batch has the first one's shape; a "
@@ -132,7 +131,6 @@ def _announcements(exchange: Exchange) -> IntColumn:
 INCOMPLETE = RuleDoc(
     code="PP314",
     title="a tensor has no META message of its own, or a META message no tensor",
-    severity="error",
     explanation=(
         "With `transport.shape_exchange: per_message` (variable sequence lengths) each rank receives a shape before "
         "each tensor. A tensor without one has a buffer of unknown size, or of the size of an earlier micro-batch. "
@@ -178,7 +176,6 @@ def _check_complete(subject: Subject) -> Iterator[Finding]:
 TOO_EARLY = RuleDoc(
     code="PP315",
     title="a receive is posted before the shape of its tensor is known",
-    severity="error",
     explanation=(
         "A receive needs a buffer of the size of its message, and the META message has that size. Posted before the "
         "wait for it, the receive has a buffer of the last shape, or none. A wait on a side queue does not hold the "

@@ -45,7 +45,6 @@ _MAX_PAIRS = 20_000
 SOLVER_MISSING = RuleDoc(
     code="PP142",
     title="the solver is not installed",
-    severity="error",
     explanation=(
         "`pipeproof schedule solve` looks for schedules with OR-tools, which is a large package and an extra of its "
         "own. Schedules of kind `optimal` do not need it."

@@ -9,7 +9,6 @@ from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 CANNOT_BUILD = RuleDoc(
     code="PP911",
     title="the file of custom layers cannot be used",
-    severity="error",
     explanation=(
         "`model.build` names a Python file next to the plan and a function in it. The function returns three things: "
         "the layers, the loss function and the data function. This finding means that the file does not exist, has no "
@@ -24,7 +23,6 @@ CANNOT_BUILD = RuleDoc(
 NOT_AS_DECLARED = RuleDoc(
     code="PP912",
     title="custom layers differ from their declaration in the plan",
-    severity="error",
     explanation=(
         "`check` and `simulate` read the declaration in `model.layers` and never the file itself. Before a run the "
         "layers are built and process one micro-batch. Their number, their weights and their outputs are compared with "
@@ -40,7 +38,6 @@ NOT_AS_DECLARED = RuleDoc(
 WRONG_BACKWARD = RuleDoc(
     code="PP186",
     title="a custom layer's backward differs from finite differences",
-    severity="error",
     explanation=(
         "`run --check-layers` runs each layer in float64 on the first micro-batch and compares its gradients with "
         "central differences. A gradient that is farther away than truncation and rounding explain belongs to another "

@@ -22,7 +22,6 @@ from pipeproof.stages.describe.layer import CLASS_NAMES, counts_in_even_cut, lay
 TOO_FEW_LAYERS = RuleDoc(
     code="PP110",
     title="fewer layers than stages",
-    severity="error",
     explanation=(
         "Without `stages` the transformer layers and the empty layers are divided evenly, at least one per stage. "
         "`stages: uniform` divides all layers. With fewer layers than stages, a stage would be empty."
@@ -33,7 +32,6 @@ TOO_FEW_LAYERS = RuleDoc(
 UNKNOWN_LAYER = RuleDoc(
     code="PP111",
     title="`stages` names a layer that the model does not have",
-    severity="error",
     explanation=(
         "The layers of a GPT are `embed`, `layer.0` to `layer.(num_layers - 1)`, `norm` and `head`, and "
         "`empty.0` and so on if `model.empty_layers` is set."
@@ -44,7 +42,6 @@ UNKNOWN_LAYER = RuleDoc(
 UNEVEN_MATCHES = RuleDoc(
     code="PP143",
     title="the layers that `stages: layer:REGEX` counts do not divide into the stages",
-    severity="error",
     explanation=(
         "The pattern is matched against the class names of PaddleFleet's layers. Each stage gets the same number of "
         "matching layers. If that is not possible, Fleet refuses to build the model. `model.empty_layers` adds the "

@@ -8,7 +8,6 @@ from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 UNREADABLE = RuleDoc(
     code="PP180",
     title="an AOA statement cannot be read",
-    severity="error",
     explanation=(
         "A statement is names, an arrow, names, and attributes, and has its line to itself. Attributes must be known "
         "and of their type. A statement has one operation: a merge or a split along `axis`, a `permute`, a cast, or "
@@ -23,7 +22,6 @@ UNREADABLE = RuleDoc(
 UNKNOWN_TENSOR = RuleDoc(
     code="PP181",
     title="an AOA statement names an unknown tensor",
-    severity="error",
     explanation=(
         "A name to the left of the arrow is a tensor of the source, or the result of an earlier statement. A pattern "
         "(`$LAYER_ID`, `$EXPERT_ID`, `*`) matches at least one tensor, and the numbers that `*` matches have no gap. "
@@ -37,7 +35,6 @@ UNKNOWN_TENSOR = RuleDoc(
 SIZE_MISMATCH = RuleDoc(
     code="PP182",
     title="sizes or types do not match an AOA statement",
-    severity="error",
     explanation=(
         "A split and the fused forms need shards of one size. Tensors that are merged have one type, and one shape "
         "except along the axis. A permutation has each dim of the tensor once. A cast starts from the type of the "
@@ -51,7 +48,6 @@ SIZE_MISMATCH = RuleDoc(
 NO_INVERSE = RuleDoc(
     code="PP183",
     title="AOA statements without an inverse",
-    severity="error",
     explanation=(
         "The inverse restores the source's tensors from the target's. It exists only if nothing is lost: no tensor is "
         "removed, and no cast is to a type that holds fewer values (float32 to bfloat16 or float16, and between these "
@@ -65,7 +61,6 @@ NO_INVERSE = RuleDoc(
 NO_EFFECT = RuleDoc(
     code="PP184",
     title="an AOA statement has no effect, or undoes another",
-    severity="error",
     explanation=(
         "A name is assigned once, and again only by a statement that reads it (`b^T -> b`). The result of a statement "
         "is a tensor of the target, or is read by a later statement, or is removed with `-> _`. A removed tensor is "

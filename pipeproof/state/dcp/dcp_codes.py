@@ -9,7 +9,6 @@ from pipeproof.state.state_codes import StateError
 DCP_UNUSABLE = RuleDoc(
     code="PP936",
     title="a distributed checkpoint of PyTorch cannot be used",
-    severity="error",
     explanation=(
         "PyTorch's distributed checkpoint (DCP) is a directory of `.distcp` files, in which each shard is an archive "
         "of `torch.save`, and the file `.metadata`, a pickle that lists the shards. The pickle is read without "
@@ -23,7 +22,6 @@ DCP_UNUSABLE = RuleDoc(
 DCP_MISMATCH = RuleDoc(
     code="PP937",
     title="modules, optimizers and a distributed checkpoint do not fit together",
-    severity="error",
     explanation=(
         "`save_dcp` saves each tensor of all stages once, under its name in the whole model, so that any other cut of "
         "the model can load it. This needs names that are unique over all stages; a weight that several stages use is "

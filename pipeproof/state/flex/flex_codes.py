@@ -8,7 +8,6 @@ from pipeproof.state.state_codes import StateError
 FLEX_UNUSABLE = RuleDoc(
     code="PP926",
     title="a checkpoint of Paddle cannot be used",
-    severity="error",
     explanation=(
         "Paddle's flex checkpoint is a directory with files of arrays and a metadata file, which lists the shards of "
         "each file. The metadata file is a pickle. It is read without executing anything: a pickle that names more "
@@ -22,7 +21,6 @@ FLEX_UNUSABLE = RuleDoc(
 FLEX_UNSUPPORTED = RuleDoc(
     code="PP927",
     title="a state cannot be saved as a checkpoint of Paddle",
-    severity="error",
     explanation=(
         "With `--save-format flex` Paddle itself writes the arrays, in the ranks of a run. Runs on another framework "
         "do not have Paddle. Their optimizers have other counters, too, so Paddle's optimizers could not load them."

@@ -8,7 +8,6 @@ from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 NO_NAMES = RuleDoc(
     code="PP928",
     title="a convention has no names for this model",
-    severity="error",
     explanation=(
         "A convention gives each of a model's tensors a name and a layout, so that other tools can read them. It has "
         "no names for parts that the models of other tools lack: hyper-connections, the clamped SwiGLU without its "
@@ -24,7 +23,6 @@ NO_NAMES = RuleDoc(
 COPIES_DIFFER = RuleDoc(
     code="PP929",
     title="copies of one tensor differ",
-    severity="error",
     explanation=(
         "Some conventions save a tensor several times: the head in addition to the embedding that it is tied to; in "
         "modules of multi-token prediction the embedding, the last norm and the head. A plan has such a tensor once. "

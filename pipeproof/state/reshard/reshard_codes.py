@@ -14,7 +14,6 @@ from pipeproof.state.state_index import INDEX_FILE, read_index
 TENSOR_MISMATCH = RuleDoc(
     code="PP213",
     title="a tensor is missing or unexpected",
-    severity="error",
     explanation=(
         "Each tensor of the target needs a source, and each tensor of the source must be used or be removed by name. A "
         "loader that skips unknown tensors continues with initial weights and does not report it. So no tensor is "
@@ -28,7 +27,6 @@ TENSOR_MISMATCH = RuleDoc(
 SHAPE_MISMATCH = RuleDoc(
     code="PP214",
     title="a tensor has another shape or type than the target",
-    severity="error",
     explanation=(
         "Resharding changes where tensors are split, and never their content. A vocabulary that is padded for another "
         "number of tensor-parallel ranks is the exception: if both plans give the number of token ids "
@@ -43,7 +41,6 @@ SHAPE_MISMATCH = RuleDoc(
 LOST_ELEMENTS = RuleDoc(
     code="PP215",
     title="elements of a saved tensor are lost",
-    severity="error",
     explanation=(
         "A map between the tensors of two checkpoints is a bijection: every element of the source is in the target, or "
         "was removed by name, or is padding. If a map reads one region twice and another one never, sizes agree on "
@@ -74,7 +71,6 @@ PROOF_CODES = (TENSOR_MISMATCH, SHAPE_MISMATCH, LOST_ELEMENTS, DUPLICATED_ELEMEN
 OUTPUT_UNUSABLE = RuleDoc(
     code="PP923",
     title="a checkpoint cannot be written to this output",
-    severity="error",
     explanation=(
         "A reshard writes into a hidden directory next to its output, and renames it when it is whole. This needs a "
         "name that is free, a writable directory outside of the source, enough free space for the new files, and no "
@@ -89,7 +85,6 @@ OUTPUT_UNUSABLE = RuleDoc(
 NOT_CONVERTIBLE = RuleDoc(
     code="PP924",
     title="this checkpoint cannot be converted as requested",
-    severity="error",
     explanation=(
         "A whole state has the optimizer's states, the step, and the values that training depends on. Files of other "
         "tools have weights only: they can become a plan's state at step 0, and no later one. The names of a "

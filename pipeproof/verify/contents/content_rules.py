@@ -19,7 +19,6 @@ from pipeproof.verify.subject import Rule, Subject
 OVERWRITTEN = RuleDoc(
     code="PP509",
     title="a buffer was overwritten before its reader came",
-    severity="error",
     explanation=(
         "The buffer held the values that the operation computes with, but by then those of another micro-batch (or "
         "stage) were written over them. Every access is in order, so that no race detector sees it; the values are "
@@ -40,7 +39,6 @@ OVERWRITTEN = RuleDoc(
 OTHER_CONTENT = RuleDoc(
     code="PP510",
     title="a buffer holds something else than its reader computes with",
-    severity="error",
     explanation=(
         "The kind of an operation states what it computes with, the name on its row where that is stored. Here the "
         "buffer holds the result of another micro-batch, of another stage or of the step before, or weights where a "
@@ -58,7 +56,6 @@ OTHER_CONTENT = RuleDoc(
 INCOMPLETE = RuleDoc(
     code="PP511",
     title="a gradient lacks what a micro-batch added",
-    severity="error",
     explanation=(
         "A micro-batch has computed its share of a gradient, and the buffer that the optimizer (or a reduction, or a "
         "scaling) reads is without it: the buffer was set to zero in between, another micro-batch wrote instead of "
@@ -77,7 +74,6 @@ INCOMPLETE = RuleDoc(
 REPEATED = RuleDoc(
     code="PP514",
     title="a gradient has what a micro-batch added more than once",
-    severity="error",
     explanation=(
         "A buffer of sums was added to another one, and is added again with more in it, without having been set to "
         "zero in between: the first micro-batches count twice."
@@ -97,7 +93,6 @@ REPEATED = RuleDoc(
 NEVER_WROTE = RuleDoc(
     code="PP512",
     title="a rank distributes a value that it never wrote",
-    severity="error",
     explanation=(
         "A count of tokens, a loss or a norm is computed on one rank and sent to the others by a collective. Here the "
         "root of a broadcast (or a member of a reduction or gather) has never written the buffer that it "
@@ -121,7 +116,6 @@ NEVER_WROTE = RuleDoc(
 UNUSED = RuleDoc(
     code="PP513",
     title="the optimizer reads a gradient that a reduction or scaling left out",
-    severity="error",
     explanation=(
         "A gradient is reduced or scaled into one buffer, and the optimizer reads another: the update is made from a "
         "gradient that is not reduced. Ranks drift apart, or the learning rate is off by a factor."

@@ -95,7 +95,6 @@ def ranks_text(subject: Subject, ops: Sequence[int]) -> str:
 NEVER = RuleDoc(
     code="PP402",
     title="a rank waits for an operation that never completes",
-    severity="error",
     explanation=(
         "The operation that is waited for has no counterpart, is posted only later in the program, or was waited "
         "for already; or a member of the group never issues the collective."
@@ -181,7 +180,6 @@ def _not_joined(subject: Subject) -> Iterator[Finding]:
 CYCLE = RuleDoc(
     code="PP401",
     title="operations wait for each other in a cycle",
-    severity="error",
     explanation=(
         "Under the declared backend's promises and no buffering beyond them, a set of ranks waits in a cycle: "
         "the job hangs. Schedules that work because small messages are buffered hang when the messages grow, so "
@@ -225,7 +223,6 @@ CONDITIONAL = RuleDoc(
 DEVICE = RuleDoc(
     code="PP412",
     title="communication of several communicators is issued in orders that block one another",
-    severity="error",
     explanation=(
         "On a GPU, a communication kernel occupies the device until its peers come. Kernels of other communicators "
         "and streams have no guarantee of running at the same time, so ranks that issue communication in different "
@@ -250,7 +247,6 @@ DEVICE = RuleDoc(
 FIRST_USE = RuleDoc(
     code="PP413",
     title="connections that open at first use make ranks wait for each other in a cycle",
-    severity="error",
     explanation=(
         "Where connections are opened at first use, the first transfer of a channel, or the first collective of a "
         "group, is a meeting that holds the hosts of its members, even if the call itself does not block. A receive "

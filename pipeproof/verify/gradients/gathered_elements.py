@@ -29,7 +29,6 @@ def _example(*ranks: tuple[str, str]) -> str:
 OTHERS = RuleDoc(
     code="PP615",
     title="a gather of updated weights moves other elements than were updated",
-    severity="error",
     explanation=(
         "An all-gather writes the elements of the k-th member of its group to the k-th place. A rank that puts in "
         "elements that it has not updated returns old values to all; one that puts in those of another place "

@@ -21,7 +21,6 @@ _TOPOLOGY = "{'pp': 2, 'dp': 2}, 'memory': {'shard_optimizer': 'dp'}"
 APART = RuleDoc(
     code="PP612",
     title="an update is sharded over ranks, and the weights are not gathered",
-    severity="error",
     explanation=(
         "With `memory.shard_optimizer: dp` each dp rank gets its share of a gradient's sum and updates its share of "
         "the weight. After the STEP the shares must be gathered over all of dp, weight by weight. A weight that is "

@@ -13,7 +13,6 @@ from pipeproof.verify.subject import Rule, Subject, of_small_plan
 MISSING = RuleDoc(
     code="PP601",
     title="a gradient is partial over an axis and nothing sums it there",
-    severity="error",
     explanation=(
         "Over dp, ep and cp ranks see different tokens, and with sequence parallelism a norm's weight sees the tokens "
         "of one tp rank only: each rank has an addend of the gradient, and the weight's copies drift apart unless the "
@@ -27,7 +26,6 @@ MISSING = RuleDoc(
 NEEDLESS = RuleDoc(
     code="PP602",
     title="a reduction spoils a gradient that is complete",
-    severity="error",
     explanation=(
         "A sum over ranks that all hold the whole gradient (or a second sum over the same ranks) multiplies it by "
         "their number; a sum over ranks that hold different parts of a weight, or the maximum in place of a sum, "
@@ -40,7 +38,6 @@ NEEDLESS = RuleDoc(
 WRONG_GROUP = RuleDoc(
     code="PP603",
     title="a gradient is reduced over the wrong ranks",
-    severity="error",
     explanation=(
         "The group of a reduction must be the ranks that hold the addends: all of one line of the mesh, for example "
         "dp and not a half of it, and the same part of the weight. A group that is too small leaves addends out and "
@@ -61,7 +58,6 @@ WRONG_GROUP = RuleDoc(
 EARLY = RuleDoc(
     code="PP604",
     title="a gradient is reduced, or used by the optimizer, before it is whole",
-    severity="error",
     explanation=(
         "What a micro-batch adds after the reduction stays on its rank; what is added or reduced after the optimizer "
         "step is not in the update. Deferred weight gradients (W) count too: the reduction comes after the last of "
@@ -74,7 +70,6 @@ EARLY = RuleDoc(
 LOST = RuleDoc(
     code="PP605",
     title="a micro-batch's gradient is written over or added twice",
-    severity="error",
     explanation=(
         "Gradients add up over the micro-batches of a step. A backward that writes where it should add (a copy into a "
         "shared buffer, a buffer that is not kept) leaves the last micro-batch only; a hook and an explicit "
@@ -87,7 +82,6 @@ LOST = RuleDoc(
 MAIN_SCALE = RuleDoc(
     code="PP606",
     title="tokens count other than the loss is declared",
-    severity="error",
     explanation=(
         "In the update of every parameter each token's loss has an exact coefficient: what the forward multiplies the "
         "loss by, times every scale and average that its gradient meets on the way, summed over the ranks that add "
@@ -104,7 +98,6 @@ MAIN_SCALE = RuleDoc(
 OTHER_SCALE = RuleDoc(
     code="PP607",
     title="tokens of an auxiliary loss count other than it is declared, or not at all",
-    severity="error",
     explanation=(
         "A load-balancing, z or multi-token-prediction loss has factors of its own, and they are easily scaled by tp, "
         "cp, the number of micro-batches or of tokens once too often, or lost with the value that carries them. It is "
@@ -117,7 +110,6 @@ OTHER_SCALE = RuleDoc(
 COPIES = RuleDoc(
     code="PP608",
     title="the gradients of a weight's copies are not summed, or in no order with other sums",
-    severity="error",
     explanation=(
         "A weight that is stored on several stages (tied embedding), or a stage that two ranks compute (DualPipe), has "
         "one gradient: the sum over its copies. Without that sum the copies drift apart. The sum over the copies and "
@@ -133,7 +125,6 @@ COPIES = RuleDoc(
 EVALUATION = RuleDoc(
     code="PP609",
     title="tokens count other than declared in the loss of an evaluation",
-    severity="error",
     explanation=(
         "An evaluation adds up the same losses as a training step, without gradients to scale. A factor that belongs "
         "to gradient accumulation (one over the number of micro-batches) makes its loss too small when the loss "
@@ -146,7 +137,6 @@ EVALUATION = RuleDoc(
 UNREADABLE = RuleDoc(
     code="PP610",
     title="a scale or the name of a gradient means nothing here",
-    severity="error",
     explanation=(
         "A scale is a product of numbers and named sizes: axes (dp, tp, ..), num_micro_batches, data_ranks, "
         "global_tokens, and where one micro-batch or rank is meant micro_batch_tokens, rank_tokens and step_tokens. "
@@ -163,7 +153,6 @@ _SUMMED = "0F0 0B0 0REDUCE_GRAD:dp{group=0 writes=grad[weight]}"
 STRAY = RuleDoc(
     code="PP613",
     title="a gradient collective belongs to no gradient, or to no reduction",
-    severity="error",
     explanation=(
         "Each collective below a REDUCE_GRAD sums gradients of its stage that are partial over its axis. One more "
         "(a call repeated at the end of its block, an expert's gradient summed over ep) adds up what is complete, or "
@@ -180,7 +169,6 @@ _SCATTERED = "0F0 0B0 0REDUCE_GRAD:dp 0REDUCE_GRAD:dp/0.REDUCE_SCATTER:dp{group=
 ELEMENTS = RuleDoc(
     code="PP614",
     title="the optimizer updates other elements than its rank keeps of the sum",
-    severity="error",
     explanation=(
         "A reduce-scatter of n elements over k ranks leaves each rank n/k of them, in the order of the group. The "
         "optimizer must update just these: elsewhere the gradient is the rank's own addend. Shards that begin at "

@@ -36,7 +36,6 @@ def _example(changed: str) -> str:
 INCOMPLETE = RuleDoc(
     code="PP611",
     title="the norm of the gradients does not cover all of them",
-    severity="error",
     explanation=(
         "With `run.clip_norm` all gradients are scaled by one factor, which depends on the norm of all of them "
         "together. Each rank squares what it holds; sums over tp, ep and pp, where there are such ranks, make the "

@@ -16,7 +16,6 @@ from pipeproof.verify.subject import Rule, Subject
 OTHER_LAYOUT = RuleDoc(
     code="PP209",
     title="the declared layout of the activation is not the one that the layers make or take",
-    severity="error",
     explanation=(
         "The first tensor of an edge with the dims s, b and h represents the model's activation. Its TP layout in "
         "`boundaries` must be the layout that the layers compute: invariant, or sharded along the sequence with "

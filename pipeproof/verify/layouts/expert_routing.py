@@ -28,7 +28,6 @@ def _example(combine: str) -> str:
 OTHER_EXPERT = RuleDoc(
     code="PP217",
     title="rows of an expert layer are sent, computed or taken back for different experts",
-    severity="error",
     explanation=(
         "The exchanges of an expert layer carry rows without names: the position of a block states its expert. The "
         "sender, the rank that computes and the sender that takes the results back each have their own list of "

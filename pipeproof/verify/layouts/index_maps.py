@@ -26,7 +26,6 @@ def _example(field: str, fact: str) -> str:
 NO_BIJECTION = RuleDoc(
     code="PP210",
     title="parts of a tensor leave elements out or hold some of them too often",
-    severity="error",
     explanation=(
         "The ranks' parts, each with its map from local to global indices, must hold every element of the whole "
         "tensor as often as declared, and each local element must be one of them. A checkpoint whose expert-parallel "
@@ -109,7 +108,6 @@ def _repeated(tensor: HeldTensor, wrong: list[Count]) -> Iterator[ElementRange]:
 OTHER_INDICES = RuleDoc(
     code="PP211",
     title="local elements are taken for others than they are",
-    severity="error",
     explanation=(
         "One side lays a tensor out by one map from local to global indices, the other reads it by another. Both "
         "are bijections, so that counts, shapes and bytes agree and no check of sizes can notice: a token index "
@@ -170,7 +168,6 @@ def _owned(part: IndexMap, start: int, length: int) -> Iterator[tuple[int, int, 
 OTHER_MEMORY = RuleDoc(
     code="PP212",
     title="a parameter is loaded into memory that the model does not use",
-    severity="error",
     explanation=(
         "A loader writes into the tensors that it was given. Where one of them is a copy (a cast to another dtype, "
         "a contiguous clone), the copy is filled and thrown away, and the model keeps its initial weights: "

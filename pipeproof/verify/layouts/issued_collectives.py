@@ -44,7 +44,6 @@ def _example(left_out: str) -> str:
 ISSUED = RuleDoc(
     code="PP208",
     title="a computation issues other collectives than its layers need",
-    severity="error",
     explanation=(
         "All members of a group issue the same collectives, and still they are not those that the layouts inside "
         "the layers need: one is missing, is of another kind, size or type, or is at another place. Each rank then "

@@ -35,7 +35,6 @@ _COLUMN = 'p.parameter("w", "h f", tp="S(f)")\np.multiply("y", "entered", "w", o
 OPERAND = RuleDoc(
     code="PP203",
     title="an operation gets a value in a layout that it does not compute rightly with",
-    severity="error",
     explanation=(
         "Each operation is right for some layouts of its operands: a matmul for operands that are cut along the dim "
         "that it sums over, or not at all; a function that is not linear for no addends; a collective for what it "
@@ -50,7 +49,6 @@ OPERAND = RuleDoc(
 RELABEL = RuleDoc(
     code="PP204",
     title="a value is declared to have a layout that no operation gave it",
-    severity="error",
     explanation=(
         "A relabelled value (addends taken for equal values, a shard for the whole) keeps its bytes and its shape. "
         "The missing reduction or gather is never made up for: each rank continues with its own addend. Typical "
@@ -69,7 +67,6 @@ RELABEL = RuleDoc(
 SIDE_INPUT = RuleDoc(
     code="PP205",
     title="a mask, ids or positions are not cut as the tensor that they go with",
-    severity="error",
     explanation=(
         "Under sequence or context parallelism each rank has a part of the sequence. A constant that goes with it "
         "along the same dim must be cut alike, on every stage: a mask that only the stage with the embedding cuts "
@@ -107,7 +104,6 @@ def _text(layer: TypedLayer, problem: TypeProblem) -> str:
 UNREDUCED = RuleDoc(
     code="PP206",
     title="a parameter's gradient is partial over an axis, and its reduction is not declared",
-    severity="error",
     explanation=(
         "A weight that all ranks of an axis hold, used on values that differ between them, has an addend of its "
         "gradient on each rank: norms under sequence parallelism, every weight under context parallelism, a norm "
@@ -183,7 +179,6 @@ def _plan_example(listed: str) -> str:
 COLLECTIVES = RuleDoc(
     code="PP207",
     title="a layer's collectives are not those that its types need",
-    severity="error",
     explanation=(
         "The layouts before and after each operation determine the collectives of a layer's forward pass, and "
         "the duals of the layouts those of its backward pass. A layer whose description lists others would compute "

@@ -22,7 +22,6 @@ _ROUND_TRIP = (
 NOTHING_TO_COPY = RuleDoc(
     code="PP515",
     title="a copy of activations that are not there",
-    severity="error",
     explanation=(
         "`OFFLOAD` copies what a forward keeps for its backward into host memory, and `RELOAD` copies that back. A "
         "reload without an offload of the same work item on its rank, or an offload without a forward, reads memory "

@@ -134,7 +134,6 @@ def capped(subject: Subject, doc: RuleDoc, findings: Iterator[Finding], total: i
 WRITE_UNDER_SEND = RuleDoc(
     code="PP501",
     title="a buffer is written while a send may still read it",
-    severity="error",
     explanation=(
         "An asynchronous send reads its buffer from its post until it is done, and only a wait ensures that. Values "
         "written into the buffer before the wait may be sent: the receiver gets another micro-batch's values, "
@@ -155,7 +154,6 @@ WRITE_UNDER_SEND = RuleDoc(
 USE_UNDER_RECEIVE = RuleDoc(
     code="PP502",
     title="a received tensor is used before its receive is known to be done",
-    severity="error",
     explanation=(
         "An asynchronous receive writes its buffer at some time between its post and its wait. What reads the "
         "buffer before the wait reads old values, or half of the message; what writes it may be overwritten."
@@ -167,7 +165,6 @@ USE_UNDER_RECEIVE = RuleDoc(
 FREED_IN_USE = RuleDoc(
     code="PP503",
     title="memory is freed while something still uses it",
-    severity="error",
     explanation=(
         "A buffer is given back while a transfer or another queue may still read or write it, or is read (or freed) "
         "again after that with nothing written in between. The allocator gives the memory to another tensor: "
@@ -182,7 +179,6 @@ FREED_IN_USE = RuleDoc(
 NO_ORDER = RuleDoc(
     code="PP507",
     title="two queues use one buffer, and nothing orders them",
-    severity="error",
     explanation=(
         "Operations on different queues (CUDA streams), members of one batch, or one-sided accesses from another "
         "rank have an order only where a wait, a collective or a message makes one. Here at least one of the two "
@@ -196,7 +192,6 @@ NO_ORDER = RuleDoc(
 ACROSS_STEPS = RuleDoc(
     code="PP508",
     title="the next step uses a buffer that this step may still be using",
-    severity="error",
     explanation=(
         "Within one step all is in order, but gradients, weights and named buffers are the same in the next step. "
         "An operation on a queue of its own at the end of the step, for which nothing waits, conflicts with the first "

@@ -16,7 +16,6 @@ from pipeproof.verify.subject import Rule, Subject
 NEVER_WAITED = RuleDoc(
     code="PP505",
     title="nothing waits for a transfer",
-    severity="error",
     explanation=(
         "Each posted send and receive is a request that is waited for exactly once. Without the wait, it is unknown "
         "when the buffer may be used again, an error of the transfer is not noticed, and the runtime keeps the request "
@@ -29,7 +28,6 @@ NEVER_WAITED = RuleDoc(
 UNWRITTEN = RuleDoc(
     code="PP506",
     title="something is read that nothing has written",
-    severity="error",
     explanation=(
         "The operation comes before the write of its buffer: a send before the computation whose result it "
         "sends, a computation before its receive is even posted. It reads the old contents of the memory: zeros in "

@@ -146,7 +146,6 @@ def _orders(subject: Subject) -> tuple[Order, Order | None]:
 TOO_FEW = RuleDoc(
     code="PP504",
     title="a pool has too few slots",
-    severity="error",
     explanation=(
         "Receives (or sends) of a channel take the slots of a pool round-robin. With too few, a message is written "
         "into a slot whose tensor is still needed: a stage keeps its input until its backward, a send its copy until "
