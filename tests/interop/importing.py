@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop import Flags, check_imported, import_files
 
 REAL = Path(__file__).parents[1] / "goldens" / "real_configs"
@@ -26,3 +29,10 @@ def codes(report):
 def only(report, code):
     (finding,) = [finding for finding in report.findings if finding.code == code]
     return finding
+
+
+def refusal(reader, *arguments, **options):
+    """The first finding with which a reader refuses its files."""
+    with pytest.raises(PlanFileError) as caught:
+        reader(*arguments, **options)
+    return caught.value.findings[0]

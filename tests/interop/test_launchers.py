@@ -8,6 +8,7 @@ from pipeproof.cli.file_kinds import kind_of
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop import Flags, check_imported, import_files
 from pipeproof.interop.importers.recipes.public_checkpoints import NUM_LAYERS, depth_of
+from tests.interop.importing import refusal
 
 NEMO = """policy:
   model_name: {model}
@@ -70,12 +71,6 @@ def swift(path, *, model="Qwen/Qwen3-8B", start="sft", more="", **flags):
 
 ACTOR = "actor_rollout_ref.actor.megatron."
 READERS = {"nemo-rl": nemo, "verl": verl, "ms-swift": swift}
-
-
-def refusal(reader, path, **options):
-    with pytest.raises(PlanFileError) as caught:
-        reader(path, **options)
-    return caught.value.findings[0]
 
 
 def notes(made):

@@ -8,6 +8,7 @@ from pipeproof.cli.file_kinds import kind_of
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop import Flags, check_imported, import_files
 from tests.cli.commands import EXAMPLES
+from tests.interop.importing import refusal
 
 AUTOMODEL = """step_scheduler:
   global_batch_size: 64
@@ -49,12 +50,6 @@ def registry(path, parallelism="pipeline_parallel_degree=4, num_pp_microbatches=
     file = path / "config_registry.py"
     file.write_text(REGISTRY.format(parallelism=parallelism, more=more), encoding="utf-8")
     return import_files("torchtitan", [file], Flags(**flags))
-
-
-def refusal(reader, path, **options):
-    with pytest.raises(PlanFileError) as caught:
-        reader(path, **options)
-    return caught.value.findings[0]
 
 
 def blocks(made):

@@ -14,6 +14,7 @@ from pipeproof.state.read_state import find_state, read_whole
 from pipeproof.state.resume_check import require_resumable
 from pipeproof.verify.certificate import graph_digest
 from tests.state.reshard.plans import DENSE, TOPOLOGIES, files_of, reshard, state_of, subject_of, write_plan
+from tests.state.reshard.test_names import whole
 from tests.state.tiny import files_below
 
 PAIRS = [*zip(TOPOLOGIES, [*TOPOLOGIES][1:], strict=False), ("ep2_pp2", "one"), ("sd4", "ep2_tp2"), ("vpp", "pp2_sd2")]
@@ -132,14 +133,6 @@ def test_options_that_make_no_sense_together_are_refused(tmp_path):
         ([source, plan, "-o", tmp_path / "x.safetensors"], "is a directory"),
     ):
         assert said in reshard(*words, status=2)
-
-
-def whole(state):
-    """Whole tensors as numpy has them."""
-    return {
-        name: np.frombuffer(array.content.tobytes(), array.dtype).reshape(array.shape)
-        for name, array in read_whole(find_state(state)).items()
-    }
 
 
 def test_padding_of_the_vocabulary_is_removed_and_added(tmp_path):
