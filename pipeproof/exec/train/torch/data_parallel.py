@@ -70,7 +70,7 @@ class Replicas:
         return self.module if self._ddp is None else self._ddp.module
 
     def begin(self) -> None:
-        """Begin a step: no backward scatters gradients, and weights stay gathered where the script leaves the choice."""
+        """Begin a step: no backward scatters gradients; weights stay gathered where the script leaves the choice."""
         for root in self._fsdp:
             root.set_requires_gradient_sync(False)
             root.set_is_last_backward(False)
