@@ -151,13 +151,14 @@ def main() -> None:
     parser.add_argument("--schedules", default=",".join(CLASSES), help="with ',' between")
     parser.add_argument("--ways", default="", help="beginnings of names of ways, with ';' between")
     parser.add_argument("--deterministic", action="store_true", help="PyTorch's deterministic algorithms")
+    parser.add_argument("--resharded", action="store_true", help="fsdp with reshard_after_forward=True")
     options = parser.parse_args()
     end, size, inside = time.monotonic() + options.seconds, Size.read(options.size), options.inside
     torch.use_deterministic_algorithms(options.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False
     framework, _ = start()
     device = framework.device
-    layout = Layout.of(inside, 1 if inside == "pp" else 2, device)
+    layout = Layout.of(inside, 1 if inside == "pp" else 2, device, reshards=options.resharded or None)
     job = Job(size, layout, device)
     rows = Rows(options.results, end, device)
     chosen = [way for way in ways(inside, on_gpu=device.type == "cuda")
@@ -169,7 +170,7 @@ def main() -> None:
             if not rows.has_time():
                 break
             row = {"layout": inside, "size": options.size, "schedule": kind, "way": str(way),
-                   "deterministic": options.deterministic}  # fmt: skip
+                   "deterministic": options.deterministic, "resharded": options.resharded}  # fmt: skip
             pipe, without = None, dict[int, str]()
             num_stages, stages = job.stages(kind, way)
             if way.split:

@@ -39,16 +39,20 @@ def llama(size: Size, device: torch.device, seed: int = 0) -> LlamaForCausalLM:
 
 @dataclass(frozen=True)
 class Layout:
-    """Pipeline ranks times the ranks that hold one stage together: ``inside`` is ``pp`` (one), ``fsdp`` or ``tp``."""
+    """Pipeline ranks times the ranks that hold one stage together: ``inside`` is ``pp`` (one), ``fsdp`` or ``tp``.
+
+    ``reshards`` is ``reshard_after_forward`` of FSDP2.
+    """
 
     inside: str
     mesh: DeviceMesh
+    reshards: bool | None = None
 
     @classmethod
-    def of(cls, inside: str, num_inside: int, device: torch.device) -> Layout:
+    def of(cls, inside: str, num_inside: int, device: torch.device, *, reshards: bool | None = None) -> Layout:
         """A layout of the whole world; neighbours hold a stage together."""
         shape = dist.get_world_size() // num_inside, num_inside
-        return cls(inside, init_device_mesh(device.type, shape, mesh_dim_names=("pp", "inside")))
+        return cls(inside, init_device_mesh(device.type, shape, mesh_dim_names=("pp", "inside")), reshards)
 
     @property
     def num_pp(self) -> int:
@@ -75,9 +79,8 @@ class Layout:
         own = {number: cut[number] for number in self.numbers(kind, num_stages)}
         for stage in own.values():
             if self.inside == "fsdp":
-                for block in stage.blocks.values():
-                    fully_shard(block, mesh=self.mesh["inside"])
-                fully_shard(stage, mesh=self.mesh["inside"])
+                for part in (*stage.blocks.values(), stage):
+                    fully_shard(part, mesh=self.mesh["inside"], reshard_after_forward=self.reshards)
             elif self.inside == "tp":
                 plan = {**dict.fromkeys(COLUMNS, ColwiseParallel()), **dict.fromkeys(ROWS, RowwiseParallel())}
                 for block in stage.blocks.values():

@@ -11,11 +11,13 @@ times: its suffix is one of those of ``pipeproof run -o``.
 
 Forward and backward of all micro-batches, bfloat16, no optimizer. The two sides are timed one step after the other; a
 step counts from a common start to the end of the slowest rank. Printed are medians, and of pairs of steps the median,
-smallest and largest ratio. In one more step of each side the device times all operations: ``comm`` is the time of the
-collectives over ``ep``, ``exposed`` the part of it in which the rank computed nothing, and ``busy`` the time in which
-it computed, of the rank where most is exposed. ``GiB`` is the peak of a step above what it found. The bits of losses
-and gradients are compared with kernels that add in one order. ``predicted`` are simulated steps: with a profile of the
-plan without overlap, and with the slowdown of products next to exchanges as it was measured by itself.
+smallest and largest ratio, then all steps. In further steps of each side the device times all operations: ``comm`` is
+the time of the collectives over ``ep``, ``exposed`` the part of it in which the rank computed nothing, ``busy`` the
+time in which it computed, and ``idle`` the rest of the step, of the rank where most is exposed. Then come these steps
+by causes, as ``pipeproof run --profile`` prints them. ``GiB`` is the peak of a step above what it found. The bits of
+losses and gradients are compared with kernels that add in one order. ``predicted`` are simulated steps, with the same
+parts: with a profile of the plan without overlap, with messages as the backend has them, and with the slowdown of
+products next to exchanges as it was measured by itself.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from timed_rank import OurRank
 
 from pipeproof.cli.timeline_option import write_timeline
 from pipeproof.comm.lower import lower
+from pipeproof.exec.measure.limits_report import LimitsReport
 from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.rank.framework_choice import capture_graphs
 from pipeproof.exec.rank.op_log import LogEntry
@@ -47,7 +50,9 @@ from pipeproof.exec.rank.torch.framework import TorchFramework
 from pipeproof.exec.run_report import measured_timeline
 from pipeproof.schedule.ops import CHILD_KINDS, COMPUTE_KINDS, PART_KINDS, parse_op
 from pipeproof.sim.simulate import simulate
+from pipeproof.sim.timeline import Timeline
 from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.specs.profile_file import Profile
 from pipeproof.verify.certificate import graph_digest
 from pipeproof.verify.subject import make_subject
 
@@ -61,23 +66,36 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Exposed:
-    """Milliseconds of a step in which collectives over ``ep`` ran, ran without computation, and the rank computed."""
+    """Milliseconds of a rank's step: collectives over ``ep`` ran, ran without computation; computation; neither."""
 
     comm: float
     exposed: float
     busy: float
+    idle: float
 
     @classmethod
-    def of(cls, log: Iterable[LogEntry]) -> Exposed:
-        """From a log with times of the device."""
-        entries = [(parse_op(entry.op), (entry.start_ns, entry.end_ns)) for entry in log]
+    def most(cls, timeline: Timeline) -> Exposed:
+        """Of the rank of one step where most is exposed."""
+        ranks = range(len(timeline.ranks))
+        return max((cls._of(timeline, rank) for rank in ranks), key=lambda each: each.exposed)
+
+    @classmethod
+    def _of(cls, timeline: Timeline, rank: int) -> Exposed:
+        entries = [
+            (parse_op(span.op), (int(timeline.us(span.start) * 1000), int(timeline.us(span.end) * 1000)))
+            for span in timeline.spans if span.rank == rank
+        ]  # fmt: skip
         moved = [times for op, times in entries if op.kind in CHILD_KINDS and op.axis == "ep"]
         children = [times for op, times in entries if op.kind in CHILD_KINDS]
         containers = {op.target for op, _ in entries if op.kind in PART_KINDS}
         whole = [times for op, times in entries if op.kind in COMPUTE_KINDS and op not in containers]
         parts = [times for op, times in entries if op.kind in PART_KINDS]
         busy = [*_without(whole, children), *parts]
-        return cls(*(_ms(of) for of in (moved, _without(moved, busy), busy)))
+        comm, exposed, computed = (_ms(of) for of in (moved, _without(moved, busy), busy))
+        return cls(comm, exposed, computed, float(timeline.makespan_us) / 1e3 - exposed - computed)
+
+    def __str__(self) -> str:
+        return f"comm {self.comm:8.2f} exposed {self.exposed:8.2f} busy {self.busy:8.2f} idle {self.idle:8.2f}"
 
 
 def _merged(intervals: Iterable[Interval]) -> list[Interval]:
@@ -193,10 +211,14 @@ class Side:
         return ns / 1e6
 
 
-def _predicted_ms(plain: Side, pairs: Side, logs: Sequence[Sequence[LogEntry]], slowdown: float) -> list[float]:
-    """Simulated milliseconds of both sides, by a profile of the first."""
-    subject = make_subject(plan_from_dict(plain.data))
-    profile = measured_profile(subject, graph_digest(subject), dict(enumerate(logs)), {}, 1)
+def _profile(side: Side, logs: Sequence[Sequence[LogEntry]]) -> Profile:
+    """The profile of timed steps; without messages between steps."""
+    subject = make_subject(plan_from_dict(side.data))
+    return measured_profile(subject, graph_digest(subject), dict(enumerate(logs)), {}, 1)
+
+
+def _predicted(plain: Side, pairs: Side, profile: Profile, slowdown: float) -> list[Timeline]:
+    """Simulated steps of both sides, by a profile of the first."""
     content = profile.model_dump(mode="json", by_alias=True)
     for stage in content["stages"]:  # these steps have no optimizer
         free = {name: 0 if name != "count" else 1 for name in stage["ops"][0]["whole"]}
@@ -204,34 +226,28 @@ def _predicted_ms(plain: Side, pairs: Side, logs: Sequence[Sequence[LogEntry]], 
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(content, file)
         file.flush()
-        costs = {"profile": file.name}, {"profile": file.name, "collective_slowdown": round(slowdown, 3)}
-        sides = zip((plain, pairs), costs, strict=True)
+        cost = {"profile": file.name, "p2p": "backend"}
+        sides = zip((plain, pairs), (cost, {**cost, "collective_slowdown": round(slowdown, 3)}), strict=True)
         plans = [lower(plan_from_dict({**side.data, "cost": cost}).spec) for side, cost in sides]
-        return [float(simulate(plan).timeline.makespan_us) / 1e3 for plan in plans]
+        return [simulate(plan).timeline for plan in plans]
 
 
 def _alternated(steps: Sequence[Callable[[], float]]) -> tuple[list[float], str]:
-    """The medians of both sides, and the median, smallest and largest ratio of the second to the first."""
+    """The medians of both sides; the median, smallest and largest ratio of the second to the first, and all steps."""
     for step in steps:
         step()
         step()
     pairs = [tuple(step() for step in steps) for _ in range(NUM_PAIRS)]
     ratios = [second / first for first, second in pairs]
     medians = [median(side) for side in zip(*pairs, strict=True)]
-    return medians, f"{median(ratios):6.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+    every = "; ".join(" ".join(f"{ms:.0f}" for ms in side) for side in zip(*pairs, strict=True))
+    return medians, f"{median(ratios):6.3f} ({min(ratios):.3f} to {max(ratios):.3f}), steps {every}"
 
 
-def _draw(side: Side, logs: Sequence[Sequence[LogEntry]], file: Path, title: str) -> None:
-    """Write the timeline of the last timed step."""
+def _last_step(side: Side, logs: Sequence[Sequence[LogEntry]]) -> Timeline:
+    """The last timed step."""
     last = {rank: [entry for entry in log if entry.step == NUM_TIMED] for rank, log in enumerate(logs)}
-    subject = make_subject(plan_from_dict(side.data))
-    write_timeline(file, title, measured_timeline(subject, last), subject.graph)
-
-
-def _most_exposed(logs: Sequence[Sequence[LogEntry]]) -> Exposed:
-    """The times of the last step on the rank where most is exposed."""
-    last = [Exposed.of(entry for entry in log if entry.step == NUM_TIMED) for log in logs]
-    return max(last, key=lambda each: each.exposed)
+    return measured_timeline(make_subject(plan_from_dict(side.data)), last)
 
 
 def _equal_bits(sides: Sequence[Side]) -> str:
@@ -288,19 +304,28 @@ def main() -> None:
             medians, ratio = _alternated([side.step_ms for side in sides])
             report(f"{title}, {how}: none {medians[0]:8.2f} pairs {medians[1]:8.2f} ratio {ratio}")
             logs = [side.timed() for side in sides]
-            found = [_most_exposed(of_side) for of_side in logs]
+            timelines = [_last_step(side, log) for side, log in zip(sides, logs, strict=True)]
+            profiles = [_profile(side, log) for side, log in zip(sides, logs, strict=True)]
+            found = [Exposed.most(timeline) for timeline in timelines]
+            names = "none", "pairs"
             if options.timeline is not None and dist.get_rank() == 0:
-                for name, side, log in zip(("none", "pairs"), sides, logs, strict=True):
+                for name, side, timeline in zip(names, sides, timelines, strict=True):
                     file = options.timeline.with_stem(f"{options.timeline.stem}-{dispatcher}-{mover}-{name}")
-                    _draw(side, log, file, f"{title}, overlap: {name}")
-            for name, one, side in zip(("none", "pairs"), found, sides, strict=True):
-                report(f"{title}, {name:5}: comm {one.comm:8.2f} exposed {one.exposed:8.2f} busy {one.busy:8.2f}   "
-                       f"GiB {side.gib:.2f}")  # fmt: skip
+                    graph = make_subject(plan_from_dict(side.data)).graph
+                    write_timeline(file, f"{title}, overlap: {name}", timeline, graph)
+            for name, one, side, profile in zip(names, found, sides, profiles, strict=True):
+                report(f"{title}, {name:5}: {one}   GiB {side.gib:.2f}")
+                report(str(LimitsReport(profile)))
             slowdown = sides[1].slowdown()
-            predicted = _predicted_ms(*sides, logs[0], slowdown)
+            simulated = _predicted(*sides, profiles[0], slowdown)
+            predicted = [float(timeline.makespan_us) / 1e3 for timeline in simulated]
+            timed = [profile.limits.step_us / 1e3 for profile in profiles if profile.limits is not None]
             report(f"{title}, predicted: none {predicted[0]:8.2f} pairs {predicted[1]:8.2f} "
                    f"ratio {predicted[1] / predicted[0]:.3f}, products slower by {slowdown:.3f}; pairs "
-                   f"{predicted[1] / medians[1] - 1:+.1%} of the step")  # fmt: skip
+                   f"{predicted[1] / medians[1] - 1:+.1%} of the step, {predicted[1] / timed[1] - 1:+.1%} of timed ones"
+            )  # fmt: skip
+            for name, timeline in zip(names, simulated, strict=True):
+                report(f"{title}, predicted {name:5}: {Exposed.most(timeline)}")
             hidden = 1 - found[1].exposed / found[0].exposed
             report(f"{title}: {hidden:.0%} of the exposed communication is hidden; {_equal_bits(sides)}")
             del sides

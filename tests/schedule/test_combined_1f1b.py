@@ -1,4 +1,6 @@
-"""Combined 1F1B: one more warm-up forward, then pairs whose forward and backward do not depend on each other."""
+"""Combined 1F1B: a longer warm-up, then pairs whose forward and backward do not depend on each other."""
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -30,7 +32,7 @@ def check(schedule, warmups, num_items):
 @given(ranks, st.integers(1, 12))
 def test_one_stage_a_rank(p, m):
     schedule = one_f_one_b(p, m, overlaps=True)
-    check(schedule, [p - rank for rank in range(p)], m)
+    check(schedule, [2 * (p - 1 - rank) + 1 for rank in range(p)], m)
     assert [set(program) for program in schedule.programs] == [set(program) for program in one_f_one_b(p, m).programs]
 
 
@@ -53,6 +55,37 @@ def test_one_rank_has_the_phases_of_its_originator():
 def test_pairs_take_the_time_of_pairs():
     costs = StageCosts((2,), (2,), (2,), 0, overlapped=(4,))
     assert asap(one_f_one_b(1, 4, overlaps=True), costs).makespan == 2 + 3 * 4 + 4
+
+
+@st.composite
+def equal_stages(draw):
+    """Ranks, micro-batches, times of equal stages, and that of a pair, at most as long as both one after the other."""
+    forward, backward_input, latency = (draw(st.integers(least, 20)) for least in (1, 1, 0))
+    weight = draw(st.integers(0, 20))
+    pair = draw(st.integers(1, forward + backward_input + weight))
+    p, m = draw(st.integers(1, 6)), draw(st.integers(1, 20))
+    return p, m, StageCosts((forward,) * p, (backward_input,) * p, (weight,) * p, latency, overlapped=(pair,) * p)
+
+
+@given(equal_stages())
+def test_pairs_of_equal_stages_are_never_slower(sizes):
+    p, m, costs = sizes
+    alone = asap(one_f_one_b(p, m), replace(costs, overlapped=None)).makespan
+    in_pairs = asap(one_f_one_b(p, m, overlaps=True), costs).makespan
+    assert in_pairs <= alone
+    both = costs.forward[0] + costs.backward_input[0] + costs.backward_weight[0]
+    if costs.latency == 0 and costs.overlapped[0] >= both - costs.forward[0] >= costs.forward[0] and m >= 2 * p:
+        assert in_pairs == p * both + (m - 1) * costs.overlapped[0]
+
+
+def test_pairs_of_unequal_stages_may_be_slower_with_few_micro_batches():
+    """The backward of the last rank waits for a forward of the first, which is long."""
+    costs = StageCosts((8, 1), (4, 2), (5, 1), 4, overlapped=(13, 3))
+    alone, in_pairs = (
+        asap(one_f_one_b(2, 2, overlaps), replace(costs, overlapped=costs.overlapped if overlaps else None)).makespan
+        for overlaps in (False, True)
+    )
+    assert (alone, in_pairs) == (38, 45)
 
 
 def test_other_variants_have_no_pairs():

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.schedule.asap import asap, even_costs
+from pipeproof.schedule.generators.one_f_one_b import in_rounds
 from pipeproof.schedule.generators.optimal import best_order, optimal
 from pipeproof.schedule.generators.paired_list import PairRule, paired_list_schedule
 from pipeproof.schedule.generators.paired_orders import RULES, orders_with_pairs, with_late_weights, with_pairs
 from pipeproof.schedule.generators.workload import fits, make_workload
 from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.programs import Schedule
+from pipeproof.schedule.programs import Schedule, steady_pairs
 from tests.schedule.workloads import loop, there_and_back, workloads
 
 F, B, INPUT, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
@@ -44,6 +45,11 @@ def check_paired(schedule, placement, num_micro_batches):
             forward, backward = program[place : place + 2]
             assert (forward.kind, backward.kind) == (F, B)
             assert (forward.stage, forward.micro_batch) != (backward.stage, backward.micro_batch)
+
+
+def test_a_round_robin_that_leaves_a_rank_without_a_chunk_is_not_interleaved():
+    work = make_workload(((0, 2), (1,)), 2, costs_in_turns(3, 2), None)
+    assert [*orders_with_pairs(work)] == []
 
 
 @given(paired())
@@ -117,9 +123,11 @@ def test_a_bound_is_reached_where_one_rank_has_all():
 
 
 def test_late_weights_fill_gaps_and_keep_the_pairs():
-    """Combined 1F1B: the last backwards hand on before their weight gradients, for which there is a gap later."""
+    """The last backwards hand on before their weight gradients, for which there is a gap later."""
     work = make_workload(loop(3), 4, costs_in_turns(3, 2), None)
-    (order,) = orders_with_pairs(work)
+    num_warmup = (3, 2, 1)
+    programs = tuple(in_rounds(stage, num, 4) for stage, num in enumerate(num_warmup))
+    order = Schedule(programs, steady_pairs(4, num_warmup))
     late = with_late_weights(work, order)
     assert [" ".join(map(str, program)) for program in late.programs] == [
         "0F0 0F1 0F2 0F3 0B0 0I1 0W1 0I2 0I3 0W2 0W3",

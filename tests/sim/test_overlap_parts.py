@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import simpy
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,7 @@ from pipeproof.stages.describe.op_work import Phase
 from tests.comm.test_overlap_pairs import MOE, V, plan
 from tests.plans import plan_dict
 
+ROOT = Path(__file__).parents[2]
 NETWORK = {"ranks_per_node": 8, "node": {"latency_us": 2, "bandwidth": 1}}
 TIMES = {"forward_us": 100, "backward_input_us": 120, "backward_weight_us": 80, "network": NETWORK}
 
@@ -144,6 +146,39 @@ def test_turns_hide_no_time_of_the_host(execution, micro_batch_size, gains):
     assert (pairs < Fraction(9, 10) * none) == gains
     if not gains:
         assert none <= pairs < Fraction(101, 100) * none
+
+
+@st.composite
+def plans_of_equal_stages(draw):
+    """Sections of a plan with experts and one block in each stage; the times have room for the collectives inside."""
+    times = {name: draw(st.integers(2500, 8000)) for name in ("forward_us", "backward_input_us", "backward_weight_us")}
+    node = {"latency_us": draw(st.sampled_from([0, 2, 50])), "bandwidth": draw(st.sampled_from([1, 0.01, 0.002]))}
+    pp, num = draw(st.integers(1, 4)), draw(st.integers(1, 12))
+    order = draw(st.sampled_from(["pairs", {"order": ["F", "B"]}, {"order": ["F", "W", "B"]}]))
+    sums = draw(st.sampled_from(["at_end", "when_ready"]))
+    return {
+        "model": {"moe": {**MOE, "dispatcher": draw(st.sampled_from(["all_to_all", "all_gather"]))}, "num_layers": pp},
+        "topology": {"pp": pp, "ep": 2, "tp": draw(st.sampled_from([1, 2]))},
+        "schedule": {"kind": "1f1b", "num_micro_batches": num, "overlap": order, "reduce_gradients": sums},
+        "cost": {**times, "network": {"ranks_per_node": 16, "node": node}},
+    }
+
+
+@given(plans_of_equal_stages())
+@settings(max_examples=200, deadline=None)
+def test_pairs_of_1f1b_with_equal_stages_are_never_slower(sections):
+    without = {**sections, "schedule": {**sections["schedule"], "overlap": "none"}}
+    pairs, none = (simulate(lower(plan_from_dict(plan_dict(**each)).spec)).makespan for each in (sections, without))
+    assert pairs <= none
+
+
+def test_pairs_of_1f1b_make_the_example_faster():
+    data = yaml.safe_load((ROOT / "examples" / "moe_overlap.yaml").read_text())
+    step_ms = {}
+    for overlap in ("none", "pairs"):
+        data["schedule"] = {"kind": "1f1b", "num_micro_batches": 8, "micro_batch_size": 1, "overlap": overlap}
+        step_ms[overlap] = float(simulate(lower(plan_from_dict(data).spec)).makespan) / 1000
+    assert step_ms == pytest.approx({"none": 495.0, "pairs": 383.9}, abs=0.05)
 
 
 def by_hand(one):

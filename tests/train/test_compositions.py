@@ -28,7 +28,9 @@ def composed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["fsdp", "hybrid", "replicas", "unused", "tied", "tensor_parallel", "experts"])
+@pytest.mark.parametrize(
+    "case", ["fsdp", "resharded", "hybrid", "replicas", "unused", "tied", "tensor_parallel", "experts"]
+)
 def test_stages_on_four_ranks_that_are_replicated_sharded_or_distributed(sharded, case):
     require_done(sharded, 4, case)
 

@@ -258,7 +258,7 @@ class Candidates:
             )
 
     def _overlaps(self, kind: str) -> tuple[Any, ...]:
-        """The values of ``schedule.overlap`` for a kind: what is given, else none, and pairs where they hide anything.
+        """The values of ``schedule.overlap`` for a kind: what is given, and none; else pairs where they hide anything.
 
         Of a framework, only those that it has.
         """
@@ -266,7 +266,7 @@ class Candidates:
         if kind not in GENERATED_WITH_PAIRS or not self._can_overlap:
             return (None,)
         if given not in (None, "none"):
-            return (given,)
+            return (given, None)
         if self.spec.is_custom:
             return (None,)
         has_pairs = self.framework is None or kind in self.framework.kinds_that_overlap

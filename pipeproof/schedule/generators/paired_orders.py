@@ -91,6 +91,8 @@ def orders_with_pairs(work: Workload) -> Iterator[Schedule]:
             tuple(by_stage.programs[stage] for stage in order), tuple(by_stage.pairs[stage] for stage in order)
         )
         return
+    if work.num_stages != num_ranks * num_chunks:
+        return
     with suppress(UnfitSizesError):
         if work.placement == tuple(tuple(range(rank, work.num_stages, num_ranks)) for rank in range(num_ranks)):
             yield interleaved(num_ranks, num_batches, num_chunks, "megatron", None, overlaps=True)

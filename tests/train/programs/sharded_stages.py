@@ -1,6 +1,7 @@
 """Four processes, two pipelines of two ranks or a pipeline over pairs of ranks: FSDP2, DDP, DTensor, own groups."""
 
 from collections import Counter
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from models import (
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pipeproof.torch import Pipeline, stages_of_rank
 
@@ -45,6 +47,29 @@ class Collectives(TorchDispatchMode):
         if func.namespace == "c10d":
             self.counts[func._opname.strip("_").removesuffix("_base")] += 1
         return func(*args, **(kwargs or {}))
+
+
+class LiveBytes(TorchDispatchMode):
+    """The largest sum of the bytes of all storages that live at the end of an operation, and some before."""
+
+    def __init__(self, before):
+        super().__init__()
+        self.storages, self.peak = {}, 0
+        self.see(before)
+
+    def see(self, tensors):
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+                self.storages[storage._cdata] = storage._weak_ref()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.see(tree_leaves((args, kwargs, result)))
+        storages = {key: torch.UntypedStorage._new_with_weak_ptr(weak) for key, weak in self.storages.items()}
+        self.storages = {key: self.storages[key] for key, storage in storages.items() if storage is not None}
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in storages.values() if storage is not None))
+        return result
 
 
 def mesh_of(*names):
@@ -141,6 +166,46 @@ def fsdp():
                          group=mesh["pp"], data_group=mesh["dp"]),
         "fully_shard", "no data_group",
     )  # fmt: skip
+
+
+def resharded():
+    """With ``reshard_after_forward=True`` all but two of the blocks are not gathered at the peak; bits stay."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    mesh = mesh_of("dp", "pp")
+    depth, width = 8, 64
+    _, (x, y) = replicas_data(mesh)
+    x, y = (rows.new_empty(ROWS, 2 * width, width).normal_() for rows in (x, y))
+    number = mesh["pp"].get_local_rank()
+    peaks, gathers, gradients = [], [], []
+    for after_forward, after_backward in ((None, True), (False, True), (True, True), (True, False)):
+        stage = blocks(2, make=partial(Block, width), depth=depth)[number]
+        for part in (*stage, stage):
+            fully_shard(part, mesh=mesh["dp"], reshard_after_forward=after_forward)
+        stage.set_reshard_after_backward(after_backward)
+        pipe = Pipeline(
+            {number: stage}, num_micro_batches=NUM_MICRO_BATCHES, loss_fn=F.mse_loss, example=(x[:2],),
+            group=mesh["pp"],
+        )  # fmt: skip
+        for _ in range(2):  # the first step initialises the modules
+            stage.zero_grad()
+            with Collectives() as debug, LiveBytes(stage.parameters()) as live:
+                pipe.step(x, target=y)
+            assert all(isinstance(weight, DTensor) for weight in stage.parameters())
+        gathers.append(debug.counts.pop("allgather"))
+        assert debug.counts == {"reduce_scatter": depth}, debug.counts
+        peaks.append(live.peak)
+        gradients.append([whole(weight.grad) for weight in stage.parameters()])
+        pipe.close()
+    assert all(torch.equal(*pair) for other in gradients for pair in zip(gradients[0], other, strict=True))
+    block = sum(gradient.nbytes for gradient in gradients[0]) // depth
+    gathered = peaks[0]  # one block, and the buffer of the next gather, remain of eight blocks
+    assert peaks == [gathered, gathered, gathered - (depth - 2) * block, gathered - (depth - 2) * block], (peaks, block)
+    assert gathers[:2] == [depth, depth]
+    assert 2 * NUM_MICRO_BATCHES * depth <= gathers[2] <= 2 * NUM_MICRO_BATCHES * (depth + 1), gathers
+    assert depth < gathers[3] < gathers[2], gathers
+    say("resharded", peaks=peaks, block=block, gathers=gathers)
 
 
 def replicas():
@@ -455,7 +520,7 @@ def experts():
 
 
 CASES = {
-    "fsdp": fsdp, "replicas": replicas, "tied": tied, "hybrid": hybrid, "unused": unused,
+    "fsdp": fsdp, "resharded": resharded, "replicas": replicas, "tied": tied, "hybrid": hybrid, "unused": unused,
     "tensor_parallel": tensor_parallel, "experts": experts,
 }  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Data parallelism around a stage: FSDP2, DDP, or replicas that the pipeline sums itself.
 
 Micro-batches add to local gradients without communication; the sum over the replicas is the plan's ``REDUCE_GRAD:dp``.
-FSDP gathers a stage's weights once per step and scatters its gradients there. All average over the replicas.
+FSDP gathers a stage's weights once per step, unless ``fully_shard(reshard_after_forward=True)`` asks for their memory,
+and scatters its gradients once. All average over the replicas.
 """
 
 from __future__ import annotations
@@ -69,12 +70,14 @@ class Replicas:
         return self.module if self._ddp is None else self._ddp.module
 
     def begin(self) -> None:
-        """Begin a step: weights stay gathered, and no backward communicates."""
+        """Begin a step: no backward scatters gradients; weights stay gathered where the script leaves the choice."""
         for root in self._fsdp:
             root.set_requires_gradient_sync(False)
             root.set_is_last_backward(False)
-            root.set_reshard_after_backward(False)
-            root.set_reshard_after_forward(False)
+            for part in _fsdp_parts(root):
+                if not _reshards(part):
+                    part.set_reshard_after_forward(False, recurse=False)
+                    part.set_reshard_after_backward(False, recurse=False)
         if self._ddp is not None and self._ddp.will_sync_module_buffers():  # as DDP's forward does
             for buffer in self._ddp.modules_buffers:
                 dist.broadcast(buffer, group=self.group, group_src=0)
@@ -83,6 +86,7 @@ class Replicas:
         """Average the gradients over the replicas."""
         for root in self._fsdp:
             _finish_fsdp(root)
+        self.reshard()
         if self.group is not None:
             with torch.no_grad():
                 for bucket in _buckets(self._averaged()):
@@ -91,9 +95,8 @@ class Replicas:
     def reshard(self) -> None:
         """Give gathered weights back where no backward does."""
         for root in self._fsdp:
-            for part in root.modules():
-                if isinstance(part, _fsdp_module()):
-                    part.reshard()
+            for part in _fsdp_parts(root):
+                part.reshard()
 
     def _averaged(self) -> list[nn.Parameter]:
         """The trained parameters, without those that the script keeps from DDP, such as a rank's own experts."""
@@ -196,11 +199,22 @@ def _fsdp_roots(module: nn.Module) -> list[Any]:
     return [root for child in module.children() for root in _fsdp_roots(child)]
 
 
+def _fsdp_parts(root: Any) -> Iterator[Any]:
+    """The modules that ``fully_shard`` was applied to, of a module and all modules in it."""
+    return (part for part in root.modules() if isinstance(part, _fsdp_module()))
+
+
+def _reshards(part: Any) -> bool:
+    """True if the script asked to shard the weights again after a forward; the default of FSDP leaves the choice."""
+    state = part._get_fsdp_state()  # noqa: SLF001 - as torch.distributed.pipelining does
+    is_default = state._auto_reshard_after_forward  # noqa: SLF001
+    return not is_default and any(group.post_forward_mesh_info is not None for group in _groups_of(state))
+
+
 def _param_groups(root: Any) -> Iterator[Any]:
     """The groups of parameters that FSDP gathers together, of a module and all modules in it."""
-    for part in root.modules():
-        if isinstance(part, _fsdp_module()):
-            yield from _groups_of(part._get_fsdp_state())  # noqa: SLF001 - as torch.distributed.pipelining does
+    for part in _fsdp_parts(root):
+        yield from _groups_of(part._get_fsdp_state())  # noqa: SLF001 - as torch.distributed.pipelining does
 
 
 def _groups_of(state: Any) -> list[Any]:
@@ -215,12 +229,14 @@ def _num_replicas(group: Any) -> int:
 
 
 def _finish_fsdp(root: Any) -> None:
-    """Scatter the gradients of all micro-batches, and give the gathered weights back.
+    """Scatter the gradients of all micro-batches, and give the weights back that stayed gathered for the step.
 
     What autograd does after the last backward when it runs FSDP's hooks; a pipeline's backwards are many.
     """
     root.set_is_last_backward(True)
-    root.set_reshard_after_backward(True)
+    for part in _fsdp_parts(root):
+        if not _reshards(part):
+            part.set_reshard_after_backward(True, recurse=False)
     root.set_requires_gradient_sync(True)
     state = root._get_fsdp_state()  # noqa: SLF001 - as torch.distributed.pipelining does
     for inner in state._state_ctx.all_states:  # noqa: SLF001
