@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -224,7 +224,7 @@ class ModuleStage:
             try:
                 with without_autocast(roots[0].device.type):
                     if forward.split is not None:
-                        rest = forward.split.backward(roots, of_roots, inputs)
+                        rest = forward.split.backward(roots, of_roots)
                     else:
                         torch.autograd.backward(roots, of_roots)
             except GraphOperationError as error:
@@ -284,20 +284,6 @@ class ModuleStage:
 def without_autocast(device: str) -> AbstractContextManager[object]:
     """The backward runs in the types of the forward, not in those of an autocast around the whole step."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
-@contextmanager
-def gradients_aside(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put gradients aside for backwards that are not the script's, and back again."""
-    weights = [weight for module in modules for weight in module.parameters()]
-    aside = [weight.grad for weight in weights]
-    try:
-        for weight in weights:
-            weight.grad = None
-        yield
-    finally:
-        for weight, gradient in zip(weights, aside, strict=True):
-            weight.grad = gradient
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:

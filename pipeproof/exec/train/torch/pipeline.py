@@ -55,7 +55,6 @@ from pipeproof.exec.train.torch.module_stage import (
     LossFunction,
     ModuleStage,
     StepData,
-    gradients_aside,
     trained,
 )
 from pipeproof.exec.train.torch.pipeline_start import (
@@ -68,7 +67,7 @@ from pipeproof.exec.train.torch.pipeline_start import (
 )
 from pipeproof.exec.train.torch.replayed_step import ReplayedStep, require_replayable
 from pipeproof.exec.train.torch.seams import at_seams
-from pipeproof.exec.train.torch.split_linear import require_splittable
+from pipeproof.exec.train.torch.split_linear import gradients_aside, require_splittable
 from pipeproof.exec.train.torch.stage_facts import StageDescriber
 from pipeproof.exec.train.torch.stage_values import joined_outputs, micro_batches
 from pipeproof.exec.train.torch.store import device_of, store_of
@@ -425,7 +424,7 @@ class Pipeline:
             dist.all_reduce(norms, group=self._process_group)  # exact: each is on one rank, and zero on all others
         total = torch.linalg.vector_norm(norms)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for weight in {id(weight): weight for stage in self.stages.values() for weight in stage.parameters()}.values():
+        for weight in self._parameters():
             if weight.grad is not None:
                 weight.grad.mul_(factor)
         return total
@@ -558,11 +557,15 @@ class Pipeline:
     def _trained_by_name(self) -> dict[str, nn.Parameter]:
         return {f"{n}.{name}": w for n, stage in self._modules.items() for name, w in trained(stage.module).items()}
 
+    def _parameters(self) -> list[nn.Parameter]:
+        """The parameters of this rank's stages, each once."""
+        return [*{id(weight): weight for stage in self.stages.values() for weight in stage.parameters()}.values()]
+
     def _versions(self) -> list[int]:
-        """Numbers of writes of all parameters, which an optimizer inside of a step would raise."""
+        """Numbers of writes of trained parameters, which an optimizer inside of a step would raise."""
         if any(each.is_sharded for each in self._replicas.values()):
             return []  # fully_shard writes gathered weights
-        return [weight._version for module in self.stages.values() for weight in module.parameters()]  # noqa: SLF001
+        return [weight._version for weight in self._parameters() if weight.requires_grad]  # noqa: SLF001
 
     def _require_unchanged(self, versions: Sequence[int]) -> None:
         if versions and list(versions) != self._versions():
@@ -573,7 +576,7 @@ class Pipeline:
 
     def _share_overflow(self) -> None:
         """Make gradients that are not finite on one rank so on all, without waiting for the device."""
-        gradients = [w.grad for m in self.stages.values() for w in m.parameters() if w.grad is not None]
+        gradients = [weight.grad for weight in self._parameters() if weight.grad is not None]
         local = [part for part in map(local_part, gradients) if part.numel()]
         bad = torch.zeros((), device=self._device)
         for part in local:
@@ -633,7 +636,7 @@ class Pipeline:
         name of a stage's parameter, where it is neither the same name nor ``stage.name``. Gradients that were there
         before are put back. Dropout draws other numbers in the reference: compare without.
         """
-        with gradients_aside(self.stages.values()), self._without_replay():
+        with gradients_aside(self._parameters()), self._without_replay():
             loss = self.step(*args, target=target, **kwargs)
             own = {
                 "loss": None if loss is None else float(loss),
@@ -728,7 +731,7 @@ class Pipeline:
             return list(clock.timed_entries(timed.adapter.log))
 
         try:
-            with gradients_aside(self.stages.values()):
+            with gradients_aside(self._parameters()):
                 found = profile_steps(
                     timed, clock, self._world, self._device, self.plan, self._agreement, counter, count, run,
                     f"profile {self._step}", num_steps,
