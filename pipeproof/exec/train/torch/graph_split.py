@@ -69,9 +69,7 @@ class GraphSplit:
         except _CAPTURE_ERRORS as error:
             raise NotCapturedError(_reason(error)) from error
 
-    def backward(
-        self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-    ) -> Callable[[], None]:
+    def backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Callable[[], None]:
         """Set the gradients of the inputs; return W, which adds those of weights."""
         self._deferred = []
         torch.autograd.backward(roots, gradients)

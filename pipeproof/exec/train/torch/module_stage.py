@@ -27,6 +27,9 @@ _WRAPPER_NAMES = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\."
 
 _SHAPE_FIX = "give Pipeline an `example` like the micro-batches, under the autocast of the steps"
 
+_IN_PLACE = "a leaf Variable that requires grad is being used in an in-place operation"
+_IN_PLACE_FIX = "a stage's first operation on its input cannot be in place: use inplace=False, or clone the input"
+
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
@@ -72,6 +75,8 @@ class _Forward:
     index: int
     inputs: Leaves
     split: LinearSplit | GraphSplit | None
+    versions: list[int]
+    """Numbers of writes of the outputs."""
 
 
 class ModuleStage:
@@ -163,12 +168,12 @@ class ModuleStage:
         except GraphOperationError as error:
             raise PipelineError(f"{self._errors.where(index)}: {error}") from error
         except Exception as error:
-            raise self._errors.raised(error, index) from error
+            raise self._errors.raised(error, index, fix=_IN_PLACE_FIX if _IN_PLACE in str(error) else "") from error
         outputs = (value,) if self._is_last else (*self._checked(value, index),)  # a new tuple: its id is a key
         if self._check_finite and not all(bool(x.isfinite().all()) for x in outputs if x.is_floating_point()):
             raise PipelineError(self._not_finite(args, kwargs, index))
         if torch.is_grad_enabled():
-            self._forwards[id(outputs)] = _Forward(index, inputs, self._split)
+            self._forwards[id(outputs)] = _Forward(index, inputs, self._split, _versions(outputs))
         return outputs
 
     def _value(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int) -> Any:
@@ -213,6 +218,11 @@ class ModuleStage:
         """
         forward = self._forwards.pop(id(outputs))
         index, inputs = forward.index, [leaf for leaf in forward.inputs if leaf.requires_grad]
+        if forward.versions != _versions(outputs):
+            raise PipelineError(
+                f"{self._errors.where(index)}: the module has changed a tensor in place that it returned before, which "
+                "the next stage may receive changed: return a copy, such as buffer.clone()"
+            )
         pairs = [
             (leaf, gradient)
             for leaf, gradient in zip(outputs, gradients, strict=True)
@@ -279,6 +289,10 @@ class ModuleStage:
         elsewhere = "in the loss function" if self._is_last else "and were finite when the stage ran again"
         where = f"first in module `{found[0] or type(self.module).__name__}`" if found else elsewhere
         return f"{self._errors.where(index)}: values are not finite, {where}"
+
+
+def _versions(outputs: Leaves) -> list[int]:
+    return [leaf._version for leaf in outputs]  # noqa: SLF001 - no public query
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:

@@ -64,6 +64,7 @@ from pipeproof.exec.train.torch.pipeline_start import (
     same_request,
     share_start,
     tied_layouts,
+    trained_ties,
 )
 from pipeproof.exec.train.torch.replayed_step import ReplayedStep, require_replayable
 from pipeproof.exec.train.torch.seams import at_seams
@@ -217,7 +218,7 @@ class Pipeline:
                 },
                 "whole": len(stages) if isinstance(stages, ModelStages) else None,
                 "stages": sorted(stages),
-                "tied": [dict(names) for names in (*getattr(stages, "tied", ()), *tied)],
+                "tied": [*trained_ties(stages), *map(dict, tied)],
             }
 
         answers = agreement.gather("request", request)
@@ -412,22 +413,31 @@ class Pipeline:
         """
         if norm_type != 2.0:
             raise PipelineError("only the 2-norm is summed over the ranks")
+        with self._one_error():
+            total = self._total_norm()
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for weight in self._parameters():
+            if weight.grad is not None:
+                weight.grad.mul_(factor)
+        return total
+
+    def _total_norm(self) -> torch.Tensor:
+        """The 2-norm of the gradients of all stages."""
         lowered = self.plan.lowered
         every = (w.name for n in range(self.num_stages) for w in lowered.weights_of(n, lowered.holders[n][0]))
         position = {name: index for index, name in enumerate(dict.fromkeys(every))}
         dtype = torch.float64 if lowered.spec.run.dtype == "float64" else torch.float32
         norms = torch.zeros(len(position), dtype=dtype, device=self._device)
         for name, weight in self._counted().items():
+            if weight.grad.is_sparse:
+                raise PipelineError(
+                    f"{name} has a sparse gradient, whose norm PyTorch does not compute: do not clip it"
+                )
             norm = torch.linalg.vector_norm(weight.grad, dtype=dtype)
             norms[position[name]] = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        with self._one_error(), self._watch.calling("clip_grad_norm_"):
+        with self._watch.calling("clip_grad_norm_"):
             dist.all_reduce(norms, group=self._process_group)  # exact: each is on one rank, and zero on all others
-        total = torch.linalg.vector_norm(norms)
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for weight in self._parameters():
-            if weight.grad is not None:
-                weight.grad.mul_(factor)
-        return total
+        return torch.linalg.vector_norm(norms)
 
     def _require_splittable(self, split: str) -> None:
         for number, replicas in self._replicas.items():
@@ -487,6 +497,8 @@ class Pipeline:
         """Execute one step, operation by operation."""
         try:
             data = self._step_data(args, target, kwargs, scaler, is_training=rank is self._train)
+            if rank is not self._eval:
+                self._require_trainable()
             versions = self._versions()
             for stage in self._modules.values():
                 stage.begin(data)
@@ -536,6 +548,26 @@ class Pipeline:
                 raise PipelineError("this rank has the last stage: pass `target` to step()")
         return data
 
+    def _require_trainable(self) -> None:
+        """Refuse a step without gradients, and parameters that the plan does not have: no norm would count them.
+
+        Raises:
+            PipelineError: names the stage and the parameter.
+        """
+        if not torch.is_grad_enabled():
+            raise PipelineError(
+                "step() runs backwards, and gradients are disabled (torch.no_grad or inference_mode): use eval_step()"
+            )
+        for number, stage in self._modules.items():
+            planned = {id(weight) for weight in stage.parameters.values()}
+            for name, weight in stage.module.named_parameters():
+                if weight.requires_grad and id(weight) not in planned and not self._replicas[number].is_sharded:
+                    raise PipelineError(
+                        f"stage {number}: parameter {name} was frozen when the Pipeline was made, or is another object "
+                        "than then: make a new Pipeline after changes of requires_grad, and load values with copy_ "
+                        "(load_state_dict without assign=True)"
+                    )
+
     def _require_rows(self, args: Sequence[Any]) -> None:
         expected = self.num_micro_batches * self.micro_batch_size
         for position, value in enumerate(args):
@@ -562,16 +594,16 @@ class Pipeline:
         return [*{id(weight): weight for stage in self.stages.values() for weight in stage.parameters()}.values()]
 
     def _versions(self) -> list[int]:
-        """Numbers of writes of trained parameters, which an optimizer inside of a step would raise."""
+        """Numbers of writes of all parameters, which an optimizer inside of a step would raise."""
         if any(each.is_sharded for each in self._replicas.values()):
             return []  # fully_shard writes gathered weights
-        return [weight._version for weight in self._parameters() if weight.requires_grad]  # noqa: SLF001
+        return [weight._version for weight in self._parameters()]  # noqa: SLF001
 
     def _require_unchanged(self, versions: Sequence[int]) -> None:
         if versions and list(versions) != self._versions():
             raise PipelineError(
                 "parameters changed inside of step(): later micro-batches used other weights; step the optimizer after "
-                "Pipeline.step (not in a hook)"
+                "Pipeline.step (not in a hook), and keep what a forward itself updates in buffers"
             )
 
     def _share_overflow(self) -> None:

@@ -44,9 +44,7 @@ class LinearSplit:
         finally:
             self._is_running = False
 
-    def backward(
-        self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-    ) -> Callable[[], None]:
+    def backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Callable[[], None]:
         """Set the gradients of the inputs; return the rest of the backward, which adds those of weights."""
         deferred = self._deferred = []
         with gradients_aside(self._weights):

@@ -32,7 +32,12 @@ def time_stage(
     """
     devices = [device] if device.type == "cuda" else []
     try:
-        with gradients_aside([*module.parameters()]), unchanged_buffers(module), torch.random.fork_rng(devices), torch.enable_grad():
+        with (
+            gradients_aside([*module.parameters()]),
+            unchanged_buffers(module),
+            torch.random.fork_rng(devices),
+            torch.enable_grad(),
+        ):
             times = [_time_once(module, args, kwargs, device) for _ in range(_WARM_UPS + _ROUNDS)]
     except Exception as error:
         raise PipelineError(f"stage {number} fails while it is timed: {type(error).__name__}: {error}") from error
