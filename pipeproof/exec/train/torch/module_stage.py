@@ -198,7 +198,10 @@ class ModuleStage:
             return torch.zeros(())
         if not isinstance(loss, torch.Tensor) or loss.dim():
             kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise PipelineError(f"{self._errors.where(index)}: the loss is {kind}: return a scalar tensor")
+            source = "without loss_fn, the module returns it" if self._loss_fn is None else "loss_fn returns it"
+            raise PipelineError(
+                f"{self._errors.where(index)}: the loss is {kind}, and must be a scalar tensor; {source}"
+            )
         data.losses[index] = loss.detach()
         if self._num_losses > 1:
             loss = loss / self._num_losses

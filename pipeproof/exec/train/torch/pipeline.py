@@ -33,7 +33,7 @@ from pipeproof.exec.train.module_plan import (
     schedule_section,
 )
 from pipeproof.exec.train.pipeline_failures import PipelineFailures
-from pipeproof.exec.train.stage_boundaries import common_dtype
+from pipeproof.exec.train.stage_boundaries import common_dtype, kind_text
 from pipeproof.exec.train.stall_watch import StallWatch
 from pipeproof.exec.train.tied_weights import Tie, names_in_plan
 from pipeproof.exec.train.torch.channel_groups import OrderedSums, connect_stages
@@ -180,6 +180,10 @@ class Pipeline:
                 raise PipelineError(f"compiler is {compiler!r}: use 'inductor' or 'eager'")
             if timeout_s <= 0:
                 raise PipelineError(f"timeout_s is {timeout_s}: give a number of seconds")
+            if not isinstance(stages, Mapping):
+                raise PipelineError(
+                    f"`stages` is {kind_text(stages)}: give this rank's modules by stage, {{number: module}}"
+                )
             numbers, modules = list(stages), list(stages.values())
             if not all(isinstance(number, int) and number >= 0 for number in numbers):
                 raise PipelineError(f"`stages` has the keys {numbers}: they are numbers of stages, from 0")
@@ -429,11 +433,8 @@ class Pipeline:
         dtype = torch.float64 if lowered.spec.run.dtype == "float64" else torch.float32
         norms = torch.zeros(len(position), dtype=dtype, device=self._device)
         for name, weight in self._counted().items():
-            if weight.grad.is_sparse:
-                raise PipelineError(
-                    f"{name} has a sparse gradient, whose norm PyTorch does not compute: do not clip it"
-                )
-            norm = torch.linalg.vector_norm(weight.grad, dtype=dtype)
+            gradient = weight.grad.coalesce().values() if weight.grad.is_sparse else weight.grad
+            norm = torch.linalg.vector_norm(gradient, dtype=dtype)
             norms[position[name]] = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         with self._watch.calling("clip_grad_norm_"):
             dist.all_reduce(norms, group=self._process_group)  # exact: each is on one rank, and zero on all others
@@ -574,7 +575,8 @@ class Pipeline:
             if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] != expected:
                 raise PipelineError(
                     f"argument {position} of the step has {value.shape[0]} rows, and the plan has "
-                    f"{self.num_micro_batches} micro-batches of {self.micro_batch_size}: pass {expected} rows"
+                    f"{self.num_micro_batches} micro-batches of {self.micro_batch_size} rows, as the example has: pass "
+                    f"{expected} rows"
                 )
 
     @contextlib.contextmanager
