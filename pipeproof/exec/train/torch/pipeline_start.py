@@ -98,9 +98,9 @@ def tied_layouts(stages: Mapping[int, nn.Module], tied: Sequence[Tie]) -> list[s
     for number, stage in stages.items():
         for name, weight in trained(stage).items():
             uses.setdefault(id(weight), {})[number] = name
-    for names in uses.values():
-        if len(names) > 1 and not any(names.items() <= dict(tie).items() for tie in tied):
-            raise PipelineError(f"stages {list(names)} share a Parameter that is not tied: pass tied=[{names}]")
+    for shared in uses.values():
+        if len(shared) > 1 and not any(shared.items() <= dict(tie).items() for tie in tied):
+            raise PipelineError(f"stages {list(shared)} share a Parameter that is not tied: pass tied=[{shared}]")
     layouts = []
     for names in tied:
         held = []
