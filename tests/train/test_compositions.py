@@ -35,7 +35,7 @@ def test_stages_on_four_ranks_that_are_replicated_sharded_or_distributed(sharded
     require_done(sharded, 4, case)
 
 
-@pytest.mark.parametrize("case", ["compiled", "checkpointed", "hooked", "autocast"])
+@pytest.mark.parametrize("case", ["compiled", "checkpointed", "hooked", "differentiated", "autocast"])
 def test_stages_that_are_compiled_recomputed_or_under_autocast(composed, case):
     require_done(composed, 2, case)
 

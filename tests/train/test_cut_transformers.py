@@ -211,6 +211,7 @@ def test_the_loss_is_that_of_transformers():
     ids, labels, _ = batch()
     output = model(ids, labels=labels)
     assert torch.equal(causal_lm_loss(output.logits, labels), output.loss)
+    assert torch.equal(causal_lm_loss(output, labels), output.loss)
     half = output.logits.bfloat16()
     assert torch.equal(causal_lm_loss(half, labels), model.loss_function(half, labels, 37))
     assert causal_lm_loss(half, labels).dtype == torch.float32

@@ -39,6 +39,11 @@ REFUSED = {
     "profile_without_example": "rank 0: profile=True measures the stages on the example",
     "profile_of_given_times": r"the plan has cost\.forward_us, and profile=True measures it",
     "example_of_no_tensor": "rank 0: stage 0 fails on the example: TypeError: linear",
+    "example_is_a_tensor": r"`example` is a Tensor: give a tuple of positional arguments, such as \(x,\)",
+    "stages_are_a_list": "`stages` is a list",
+    "module_returns_complex": "stage 0 returns a tensor of type torch.complex64.*torch.view_as_real",
+    "module_returns_empty": r"stage 0 returns an empty tensor of shape \[2, 0\]",
+    "shared_weight_is_not_tied": r"rank 0: .*pass tied=\[\{0: 'inner.0.weight', 3: 'inner.1.weight'\}\]",
     "no_time": "timeout_s is 0",
     "on_meta": r"rank 1: inner\.0\.weight of a stage of this rank is on the meta device",
     "model_of_other_size": "2 on rank 0, 3 on rank 1",
@@ -72,6 +77,10 @@ FAILED = {
     "loss_no_scalar": (1, r"stage 1, micro-batch 0: the loss is a tensor of shape \[2, 8\]"),
     "backward_raises": (0, f"stage 0, micro-batch 0: the backward raised ArithmeticError: .*{HERE}"),
     "not_finite": (0, r"stage 0, micro-batch 0: values are not finite, first in module `inner\.1`"),
+    "unfrozen": (0, r"stage 0: parameter inner\.0\.weight was frozen when the Pipeline was made.*make a new Pipeline"),
+    "parameters_replaced": (1, r"stage 1: parameter inner\.0\.weight .*load_state_dict without assign=True"),
+    "output_changes": (0, "stage 0, micro-batch 0: the module has changed a tensor in place that it returned before"),
+    "input_in_place": (1, r"stage 1, micro-batch 0: module `0` raised RuntimeError: .*use inplace=False, or clone"),
     "shape_changes": (0, r"stage 0, micro-batch 2 returns float32\[1, 8\] .* boundary after it has float32\[2, 8\]"),
     "type_changes": (0, r"stage 0, micro-batch 2 returns float64\[2, 8\] .* boundary after it has float32\[2, 8\]"),
     "eval_raises": (1, f"stage 1, micro-batch 0: the module raised ValueError: .*{HERE}"),
@@ -85,6 +94,7 @@ CAUSES = {
     "module_raises_on_first": (0, "ValueError"),
     "loss_raises": (1, "IndexError"),
     "backward_raises": (0, "ArithmeticError"),
+    "input_in_place": (1, "RuntimeError"),
     "eval_raises": (1, "ValueError"),
 }
 """The rank that shows the traceback of the user's own error, and its kind. No other error has a cause."""
@@ -142,6 +152,12 @@ def test_a_module_that_exits_is_named_on_the_other_rank(outcomes):
 def test_parameters_that_change_inside_of_a_step_are_refused(outcomes):
     for rank in (0, 1):
         assert "parameters changed inside of step()" in outcomes["optimizer_in_hook"][rank]["text"]
+
+
+def test_a_step_without_gradients_is_refused(outcomes):
+    for rank in (0, 1):
+        assert "gradients are disabled" in outcomes["without_gradients"][rank]["text"]
+        assert "use eval_step()" in outcomes["without_gradients"][rank]["text"]
 
 
 def test_a_failed_pipeline_refuses_further_steps_and_recalls_why(outcomes):

@@ -13,6 +13,8 @@ def ran():
     return launch("stage_inputs.py", 2, timeout=400)
 
 
-@pytest.mark.parametrize("case", ["structured", "uneven", "inside", "lengths"])
+@pytest.mark.parametrize(
+    "case", ["structured", "uneven", "inside", "named", "mirrored", "frozen_ties", "sparse", "lengths"]
+)
 def test_gradients_are_those_of_the_unpartitioned_model(ran, case):
     require_done(ran, 2, case)

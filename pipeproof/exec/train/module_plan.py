@@ -223,6 +223,10 @@ def forward_plan(content: Mapping[str, Any], programs: Sequence[Sequence[Op]]) -
     forwards = [[str(op) for op in program if op.kind is OpKind.FORWARD] for program in programs]
     kept = ("num_micro_batches", "micro_batch_size", "seq_lengths", "num_chunks", "placement")
     sizes = {key: content["schedule"][key] for key in kept if key in content["schedule"]}
+    own = [sorted({op.stage for op in program}) for program in programs]
+    if sum(map(len, own)) > len({stage for stages in own for stage in stages}):  # copies, which programs do not imply
+        sizes.pop("num_chunks", None)
+        sizes["placement"] = own
     others = {key: value for key, value in content.items() if key != "cost"}
     return {**others, "schedule": {"kind": "custom", "programs": forwards, **sizes}}
 

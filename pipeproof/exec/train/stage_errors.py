@@ -50,13 +50,14 @@ class StageErrors:
                     f"{spec}: {shape_fix}"
                 )
 
-    def raised(self, error: Exception, index: int, action: str = "") -> PipelineError:
-        """Name the stage, the micro-batch and the innermost module that raised, or else the ``action``."""
+    def raised(self, error: Exception, index: int, action: str = "", fix: str = "") -> PipelineError:
+        """Name the stage, the micro-batch and the innermost module that raised, or else the ``action``; then a fix."""
         path = self._path_of(error)
         what = f"{self.part} `{path}`" if path else action or f"the {self.part}"
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if self.library not in frame.filename]
         line = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        return PipelineError(f"{self.where(index)}: {what} raised {type(error).__name__}: {str(error).strip()}{line}")
+        text = f"{self.where(index)}: {what} raised {type(error).__name__}: {str(error).strip()}{line}"
+        return PipelineError(f"{text}: {fix}" if fix else text)
 
     def _path_of(self, error: BaseException) -> str:
         """Name of the innermost module whose method is in the traceback of an error."""

@@ -115,6 +115,57 @@ def hooked():
     say("hooked")
 
 
+class Differentiated(nn.Module):
+    """A layer whose forward uses autograd: the gradient of an energy, with a graph of its own or without."""
+
+    def __init__(self, has_graph):
+        super().__init__()
+        self.up, self.down, self.has_graph = nn.Linear(16, 32), nn.Linear(32, 16), has_graph
+
+    def forward(self, x):
+        with torch.enable_grad():
+            place = x if x.requires_grad else x.clone().requires_grad_()
+            energy = self.down(torch.tanh(self.up(place))).pow(2).sum()
+            (force,) = torch.autograd.grad(energy, place, create_graph=self.has_graph)
+        return self.up(x - 0.1 * force)[..., :16]
+
+
+class ScaledLoss(nn.Module):
+    """A loss with a parameter, which no stage has."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, output, target):
+        return F.mse_loss(self.scale * output, target)
+
+
+def differentiated():
+    """Autograd inside of a forward, and gradients of tensors that are no parameters of a stage."""
+    for has_graph in (True, False):
+        for split in ("whole", "linear"):
+            x, y = data()
+            modules = blocks(NUM_STAGES, make=lambda: Differentiated(has_graph))  # noqa: B023 - called at once
+            own = own_copies(modules, own_numbers())
+            losses = [ScaledLoss(), ScaledLoss()]
+            pipe = pipeline(own, x, split=split, loss_fn=losses[0])
+            for _ in range(2):
+                inputs = [x.clone().requires_grad_() for _ in range(2)]
+                for loss in losses:
+                    loss.zero_grad()
+                reference_step(modules, inputs[1], y, NUM_MICRO_BATCHES, loss_fn=losses[1])
+                pipe.step(inputs[0], target=y)
+                assert furthest(own, modules) < 1e-6  # W adds the uses of a layer in another order
+                if pipe.is_first:
+                    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+                if pipe.is_last:
+                    torch.testing.assert_close(losses[0].scale.grad, losses[1].scale.grad)
+                clear(own)
+            pipe.close()
+            say("differentiated", has_graph=has_graph, split=split)
+
+
 def replace_forward(layer):
     layer.forward = lambda x: 2 * F.linear(x, layer.weight, layer.bias)
 
@@ -189,7 +240,10 @@ def autocast():
     say("overflow")
 
 
-CASES = {"compiled": compiled, "checkpointed": checkpointed, "hooked": hooked, "autocast": autocast}
+CASES = {
+    "compiled": compiled, "checkpointed": checkpointed, "hooked": hooked, "differentiated": differentiated,
+    "autocast": autocast,
+}  # fmt: skip
 
 if __name__ == "__main__":
     main(CASES)

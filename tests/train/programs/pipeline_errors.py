@@ -191,6 +191,16 @@ def example_of_no_tensor(rank):
 
 
 @case
+def example_is_a_tensor(rank):
+    pipeline(example=example()[0])
+
+
+@case
+def stages_are_a_list(rank):
+    pipeline([Block()])
+
+
+@case
 def no_time(rank):
     pipeline(timeout_s=0)
 
@@ -229,6 +239,24 @@ def module_fails_on_example(rank):
 @case
 def module_returns_text(rank):
     pipeline({rank: Block(fault=lambda call, x: (x, "text"))})
+
+
+@case
+def module_returns_complex(rank):
+    pipeline({rank: Block(fault=lambda call, x: torch.fft.fft(x))})
+
+
+@case
+def module_returns_empty(rank):
+    pipeline({rank: Block(fault=lambda call, x: (x, x[:, :0]))})
+
+
+@case
+def shared_weight_is_not_tied(rank):
+    stages = {n: Block() for n in ((0, 3) if rank == 0 else (1, 2))}
+    if rank == 0:
+        stages[3].inner[1].weight = stages[0].inner[0].weight
+    pipeline(stages, schedule="zb_v")
 
 
 @case
@@ -425,6 +453,50 @@ def not_finite(rank):
     if rank == 0:
         pipe.stages[0].inner[1].weight.data[0, 0] = torch.inf
     step(pipe)
+
+
+@case
+def without_gradients(rank):
+    with torch.no_grad():
+        step(pipeline())
+
+
+@case
+def unfrozen(rank):
+    pipe = pipeline({rank: Block().requires_grad_(False) if rank == 0 else Block()})
+    pipe.stages[rank].requires_grad_(True)
+    step(pipe)
+
+
+@case
+def parameters_replaced(rank):
+    pipe = pipeline()
+    if rank:
+        pipe.stages[1].load_state_dict(pipe.stages[1].state_dict(), assign=True)
+        pipe.stages[1].inner[0].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    step(pipe)
+
+
+class Counted(Block):
+    """Returns a buffer, which the next forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x, count=None):
+        self.count += 1
+        return super().forward(x), self.count
+
+
+@case
+def output_changes(rank):
+    step(pipeline({rank: Counted()}, loss_fn=lambda output, target: F.mse_loss(output[0], target)))
+
+
+@case
+def input_in_place(rank):
+    step(pipeline({rank: nn.Sequential(nn.ReLU(inplace=True), Block()) if rank else Block()}))
 
 
 @case

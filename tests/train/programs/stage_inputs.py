@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from models import Block, batch, blocks, clear, furthest, main, own_copies, reference_step, refused, same_bits, say
 from torch import nn
 
-from pipeproof.torch import MicroBatches, Pipeline, stages_of_rank
+from pipeproof.torch import MicroBatches, ModelStages, Pipeline, stages_of_rank
 
 NUM_MICRO_BATCHES = 4
 ROWS = 2 * NUM_MICRO_BATCHES
@@ -249,6 +250,104 @@ def summed(output, target):
     return sum(F.mse_loss(o, t) for o, t in zip(output.split(2), target.split(2), strict=True))
 
 
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class Paired(nn.Module):
+    """A named tuple in, and one out."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, left, right=None):
+        left, right = left if right is None else (left, right)
+        return Pair(self.block(left), right)
+
+
+def named():
+    """Named tuples as argument, target and outputs; a step, and an evaluation."""
+    x, y = batch(ROWS, 3, 16)
+    modules = blocks(2, make=Paired)
+    own = own_copies(modules, [dist.get_rank()])
+    pipe = Pipeline(
+        own, num_micro_batches=NUM_MICRO_BATCHES, loss_fn=lambda output, target: F.mse_loss(output.left, target.right),
+        example=(Pair(x[:2], y[:2]),),
+    )  # fmt: skip
+    blocks_of = [module.block for module in modules]
+    reference_step(blocks_of, x, y, NUM_MICRO_BATCHES)
+    pipe.step(Pair(x, y), target=Pair(x, y))
+    same_bits(own, modules)
+    output = pipe.eval_step(Pair(x, y))
+    if pipe.is_last:
+        assert type(output) is Pair
+        torch.testing.assert_close(output.left, nn.Sequential(*blocks_of)(x))
+        assert torch.equal(output.right, y)
+    pipe.close()
+    say("named")
+
+
+def mirrored():
+    """Stages on two ranks: a step and an evaluation, whose copies share the micro-batches."""
+    x, y = batch(ROWS, 3, 16)
+    for kind in ("dualpipe", "chimera"):
+        modules = blocks(2)
+        own = own_copies(modules, stages_of_rank(kind, 2, 2, dist.get_rank()))
+        pipe = Pipeline(
+            own, schedule=kind, num_micro_batches=NUM_MICRO_BATCHES, loss_fn=F.mse_loss, example=(x[:2],)
+        )  # fmt: skip
+        expected = reference_step(modules, x, y, NUM_MICRO_BATCHES)
+        loss = pipe.step(x, target=y)
+        assert furthest(own, modules) < 1e-6
+        for value in (loss, pipe.eval_step(x, target=y)):
+            torch.testing.assert_close(value, expected)
+        pipe.close()
+        say("mirrored", kind=kind)
+
+
+def frozen_ties():
+    """A tied weight that is frozen, as of a model that trains adapters alone: it has no gradients to sum."""
+    x = torch.arange(ROWS * 3).reshape(ROWS, 3) % 11
+    modules = [nn.Sequential(nn.Embedding(11, 16), Block()), nn.Sequential(Block(), nn.Linear(16, 11, bias=False))]
+    modules[1][1].weight = modules[0][0].weight
+    modules[0][0].weight.requires_grad_(False)
+    pipe = Pipeline(
+        ModelStages(copied(modules), tied=[{0: "0.weight", 1: "1.weight"}]), num_micro_batches=NUM_MICRO_BATCHES,
+        loss_fn=lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()), example=(x[:2],),
+    )  # fmt: skip
+    for ids in x.split(2):
+        loss = F.cross_entropy(modules[1](modules[0](ids)).flatten(0, 1), ids.flatten())
+        (loss / NUM_MICRO_BATCHES).backward()
+    pipe.step(x, target=x)
+    same_bits(pipe.stages, modules)
+    norm = nn.utils.clip_grad_norm_(nn.ModuleList(modules).parameters(), 1.0)
+    torch.testing.assert_close(pipe.clip_grad_norm_(1.0), norm)
+    pipe.close()
+    say("frozen_ties")
+
+
+def sparse():
+    """Sparse gradients of an embedding, and their norm."""
+    x = torch.arange(ROWS * 3).reshape(ROWS, 3) % 5
+    norms, gradients = [], []
+    for is_sparse in (True, False):
+        torch.manual_seed(0)
+        modules = [nn.Embedding(11, 16, sparse=is_sparse), Block()]
+        own = own_copies(modules, [dist.get_rank()])
+        pipe = Pipeline(
+            own, num_micro_batches=NUM_MICRO_BATCHES, loss_fn=lambda output, _: output.pow(2).mean(), example=(x[:2],)
+        )
+        pipe.step(x, target=x)
+        norms.append(pipe.clip_grad_norm_(0.01))
+        gradients.append([weight.grad.to_dense() for weight in own[dist.get_rank()].parameters()])
+        pipe.close()
+    torch.testing.assert_close(*norms)
+    torch.testing.assert_close(*gradients)
+    say("sparse")
+
+
 class Attention(nn.Module):
     """Causal attention with a mask of two sequence dims, which the next stage gets too."""
 
@@ -333,7 +432,10 @@ class Halved(nn.Module):
         return self.linear(x[:, : x.shape[1] // 2])
 
 
-CASES = {"structured": structured, "uneven": uneven, "inside": inside, "lengths": lengths}
+CASES = {
+    "structured": structured, "uneven": uneven, "inside": inside, "named": named, "mirrored": mirrored,
+    "frozen_ties": frozen_ties, "sparse": sparse, "lengths": lengths,
+}  # fmt: skip
 
 if __name__ == "__main__":
     main(CASES)

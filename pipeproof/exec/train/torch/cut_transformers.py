@@ -70,13 +70,14 @@ def stages_of_transformers(
     return ModelStages(stages, shared_weights(stages))
 
 
-def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def causal_lm_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
     """The loss of ``model(input_ids, labels=labels)``, bit for bit: position i predicts label i + 1.
 
-    ``logits`` are (batch, sequence, vocabulary) and ``labels`` (batch, sequence); -100 is ignored. The mean is over the
-    labels of the micro-batch that count. If their number differs between micro-batches, the mean over micro-batches is
-    not the mean over all labels.
+    ``output`` is logits (batch, sequence, vocabulary), or what the model returns: ``Pipeline.compare`` takes the model
+    itself. ``labels`` are (batch, sequence); -100 is ignored. The mean is over the labels of the micro-batch that
+    count. If their number differs between micro-batches, the mean over micro-batches is not the mean over all labels.
     """
+    logits = output if isinstance(output, torch.Tensor) else output.logits
     shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
     return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), shifted.view(-1).to(logits.device))
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pipeproof.exec.train.torch.split_linear import own_gradient
 from pipeproof.stages.torch.backward_graphs import Addend
 from pipeproof.stages.torch.graph_capture import (
     Adder,
@@ -70,10 +69,8 @@ class GraphSplit:
         except _CAPTURE_ERRORS as error:
             raise NotCapturedError(_reason(error)) from error
 
-    def backward(
-        self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
-    ) -> Callable[[], None]:
-        """Set the gradients of ``inputs``; return W, which adds those of weights."""
+    def backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Callable[[], None]:
+        """Set the gradients of the inputs; return W, which adds those of weights."""
         self._deferred = []
         torch.autograd.backward(roots, gradients)
         return partial(_run_all, self._deferred)
@@ -108,7 +105,7 @@ def _add(addend: Addend, weight: nn.Parameter, found: Sequence[torch.Tensor], *,
         elif can_own and value.dtype == weight.dtype and (value.is_sparse or value.stride() == weight.stride()):
             weight.grad = value
         else:
-            weight.grad = own_gradient(weight, value)
+            weight.grad = _own_gradient(weight, value)
         return
     left, right = values
     if weight.grad is None:
@@ -117,6 +114,11 @@ def _add(addend: Addend, weight: nn.Parameter, found: Sequence[torch.Tensor], *,
             return
         weight.grad = torch.zeros_like(weight)
     add_factors(weight.grad, left, right)
+
+
+def _own_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A copy of a gradient, with the type and memory layout of its weight, as autograd's first one has."""
+    return gradient.to(weight.dtype, copy=True) if gradient.is_sparse else torch.empty_like(weight).copy_(gradient)
 
 
 def _run_all(works: list[Callable[[], None]]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,9 @@ _WRAPPER_NAMES = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\."
 """Parts of parameter names that ``torch.compile`` and PyTorch's checkpoint wrapper add."""
 
 _SHAPE_FIX = "give Pipeline an `example` like the micro-batches, under the autocast of the steps"
+
+_IN_PLACE = "a leaf Variable that requires grad is being used in an in-place operation"
+_IN_PLACE_FIX = "a stage's first operation on its input cannot be in place: use inplace=False, or clone the input"
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -72,6 +75,8 @@ class _Forward:
     index: int
     inputs: Leaves
     split: LinearSplit | GraphSplit | None
+    versions: list[int]
+    """Numbers of writes of the outputs."""
 
 
 class ModuleStage:
@@ -163,12 +168,12 @@ class ModuleStage:
         except GraphOperationError as error:
             raise PipelineError(f"{self._errors.where(index)}: {error}") from error
         except Exception as error:
-            raise self._errors.raised(error, index) from error
+            raise self._errors.raised(error, index, fix=_IN_PLACE_FIX if _IN_PLACE in str(error) else "") from error
         outputs = (value,) if self._is_last else (*self._checked(value, index),)  # a new tuple: its id is a key
         if self._check_finite and not all(bool(x.isfinite().all()) for x in outputs if x.is_floating_point()):
             raise PipelineError(self._not_finite(args, kwargs, index))
         if torch.is_grad_enabled():
-            self._forwards[id(outputs)] = _Forward(index, inputs, self._split)
+            self._forwards[id(outputs)] = _Forward(index, inputs, self._split, _versions(outputs))
         return outputs
 
     def _value(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int) -> Any:
@@ -193,7 +198,10 @@ class ModuleStage:
             return torch.zeros(())
         if not isinstance(loss, torch.Tensor) or loss.dim():
             kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise PipelineError(f"{self._errors.where(index)}: the loss is {kind}: return a scalar tensor")
+            source = "without loss_fn, the module returns it" if self._loss_fn is None else "loss_fn returns it"
+            raise PipelineError(
+                f"{self._errors.where(index)}: the loss is {kind}, and must be a scalar tensor; {source}"
+            )
         data.losses[index] = loss.detach()
         if self._num_losses > 1:
             loss = loss / self._num_losses
@@ -213,6 +221,11 @@ class ModuleStage:
         """
         forward = self._forwards.pop(id(outputs))
         index, inputs = forward.index, [leaf for leaf in forward.inputs if leaf.requires_grad]
+        if forward.versions != _versions(outputs):
+            raise PipelineError(
+                f"{self._errors.where(index)}: the module has changed a tensor in place that it returned before, which "
+                "the next stage may receive changed: return a copy, such as buffer.clone()"
+            )
         pairs = [
             (leaf, gradient)
             for leaf, gradient in zip(outputs, gradients, strict=True)
@@ -224,7 +237,7 @@ class ModuleStage:
             try:
                 with without_autocast(roots[0].device.type):
                     if forward.split is not None:
-                        rest = forward.split.backward(roots, of_roots, inputs)
+                        rest = forward.split.backward(roots, of_roots)
                     else:
                         torch.autograd.backward(roots, of_roots)
             except GraphOperationError as error:
@@ -281,23 +294,13 @@ class ModuleStage:
         return f"{self._errors.where(index)}: values are not finite, {where}"
 
 
+def _versions(outputs: Leaves) -> list[int]:
+    return [leaf._version for leaf in outputs]  # noqa: SLF001 - no public query
+
+
 def without_autocast(device: str) -> AbstractContextManager[object]:
     """The backward runs in the types of the forward, not in those of an autocast around the whole step."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
-@contextmanager
-def gradients_aside(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put gradients aside for backwards that are not the script's, and back again."""
-    weights = [weight for module in modules for weight in module.parameters()]
-    aside = [weight.grad for weight in weights]
-    try:
-        for weight in weights:
-            weight.grad = None
-        yield
-    finally:
-        for weight, gradient in zip(weights, aside, strict=True):
-            weight.grad = gradient
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -33,7 +33,7 @@ from pipeproof.exec.train.module_plan import (
     schedule_section,
 )
 from pipeproof.exec.train.pipeline_failures import PipelineFailures
-from pipeproof.exec.train.stage_boundaries import common_dtype
+from pipeproof.exec.train.stage_boundaries import common_dtype, kind_text
 from pipeproof.exec.train.stall_watch import StallWatch
 from pipeproof.exec.train.tied_weights import Tie, names_in_plan
 from pipeproof.exec.train.torch.channel_groups import OrderedSums, connect_stages
@@ -55,7 +55,6 @@ from pipeproof.exec.train.torch.module_stage import (
     LossFunction,
     ModuleStage,
     StepData,
-    gradients_aside,
     trained,
 )
 from pipeproof.exec.train.torch.pipeline_start import (
@@ -65,10 +64,11 @@ from pipeproof.exec.train.torch.pipeline_start import (
     same_request,
     share_start,
     tied_layouts,
+    trained_ties,
 )
 from pipeproof.exec.train.torch.replayed_step import ReplayedStep, require_replayable
 from pipeproof.exec.train.torch.seams import at_seams
-from pipeproof.exec.train.torch.split_linear import require_splittable
+from pipeproof.exec.train.torch.split_linear import gradients_aside, require_splittable
 from pipeproof.exec.train.torch.stage_facts import StageDescriber
 from pipeproof.exec.train.torch.stage_values import joined_outputs, micro_batches
 from pipeproof.exec.train.torch.store import device_of, store_of
@@ -180,6 +180,10 @@ class Pipeline:
                 raise PipelineError(f"compiler is {compiler!r}: use 'inductor' or 'eager'")
             if timeout_s <= 0:
                 raise PipelineError(f"timeout_s is {timeout_s}: give a number of seconds")
+            if not isinstance(stages, Mapping):
+                raise PipelineError(
+                    f"`stages` is {kind_text(stages)}: give this rank's modules by stage, {{number: module}}"
+                )
             numbers, modules = list(stages), list(stages.values())
             if not all(isinstance(number, int) and number >= 0 for number in numbers):
                 raise PipelineError(f"`stages` has the keys {numbers}: they are numbers of stages, from 0")
@@ -218,7 +222,7 @@ class Pipeline:
                 },
                 "whole": len(stages) if isinstance(stages, ModelStages) else None,
                 "stages": sorted(stages),
-                "tied": [dict(names) for names in (*getattr(stages, "tied", ()), *tied)],
+                "tied": [*trained_ties(stages), *map(dict, tied)],
             }
 
         answers = agreement.gather("request", request)
@@ -413,22 +417,28 @@ class Pipeline:
         """
         if norm_type != 2.0:
             raise PipelineError("only the 2-norm is summed over the ranks")
+        with self._one_error():
+            total = self._total_norm()
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for weight in self._parameters():
+            if weight.grad is not None:
+                weight.grad.mul_(factor)
+        return total
+
+    def _total_norm(self) -> torch.Tensor:
+        """The 2-norm of the gradients of all stages."""
         lowered = self.plan.lowered
         every = (w.name for n in range(self.num_stages) for w in lowered.weights_of(n, lowered.holders[n][0]))
         position = {name: index for index, name in enumerate(dict.fromkeys(every))}
         dtype = torch.float64 if lowered.spec.run.dtype == "float64" else torch.float32
         norms = torch.zeros(len(position), dtype=dtype, device=self._device)
         for name, weight in self._counted().items():
-            norm = torch.linalg.vector_norm(weight.grad, dtype=dtype)
+            gradient = weight.grad.coalesce().values() if weight.grad.is_sparse else weight.grad
+            norm = torch.linalg.vector_norm(gradient, dtype=dtype)
             norms[position[name]] = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        with self._one_error(), self._watch.calling("clip_grad_norm_"):
+        with self._watch.calling("clip_grad_norm_"):
             dist.all_reduce(norms, group=self._process_group)  # exact: each is on one rank, and zero on all others
-        total = torch.linalg.vector_norm(norms)
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for weight in {id(weight): weight for stage in self.stages.values() for weight in stage.parameters()}.values():
-            if weight.grad is not None:
-                weight.grad.mul_(factor)
-        return total
+        return torch.linalg.vector_norm(norms)
 
     def _require_splittable(self, split: str) -> None:
         for number, replicas in self._replicas.items():
@@ -488,6 +498,8 @@ class Pipeline:
         """Execute one step, operation by operation."""
         try:
             data = self._step_data(args, target, kwargs, scaler, is_training=rank is self._train)
+            if rank is not self._eval:
+                self._require_trainable()
             versions = self._versions()
             for stage in self._modules.values():
                 stage.begin(data)
@@ -537,13 +549,34 @@ class Pipeline:
                 raise PipelineError("this rank has the last stage: pass `target` to step()")
         return data
 
+    def _require_trainable(self) -> None:
+        """Refuse a step without gradients, and parameters that the plan does not have: no norm would count them.
+
+        Raises:
+            PipelineError: names the stage and the parameter.
+        """
+        if not torch.is_grad_enabled():
+            raise PipelineError(
+                "step() runs backwards, and gradients are disabled (torch.no_grad or inference_mode): use eval_step()"
+            )
+        for number, stage in self._modules.items():
+            planned = {id(weight) for weight in stage.parameters.values()}
+            for name, weight in stage.module.named_parameters():
+                if weight.requires_grad and id(weight) not in planned and not self._replicas[number].is_sharded:
+                    raise PipelineError(
+                        f"stage {number}: parameter {name} was frozen when the Pipeline was made, or is another object "
+                        "than then: make a new Pipeline after changes of requires_grad, and load values with copy_ "
+                        "(load_state_dict without assign=True)"
+                    )
+
     def _require_rows(self, args: Sequence[Any]) -> None:
         expected = self.num_micro_batches * self.micro_batch_size
         for position, value in enumerate(args):
             if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] != expected:
                 raise PipelineError(
                     f"argument {position} of the step has {value.shape[0]} rows, and the plan has "
-                    f"{self.num_micro_batches} micro-batches of {self.micro_batch_size}: pass {expected} rows"
+                    f"{self.num_micro_batches} micro-batches of {self.micro_batch_size} rows, as the example has: pass "
+                    f"{expected} rows"
                 )
 
     @contextlib.contextmanager
@@ -558,22 +591,26 @@ class Pipeline:
     def _trained_by_name(self) -> dict[str, nn.Parameter]:
         return {f"{n}.{name}": w for n, stage in self._modules.items() for name, w in trained(stage.module).items()}
 
+    def _parameters(self) -> list[nn.Parameter]:
+        """The parameters of this rank's stages, each once."""
+        return [*{id(weight): weight for stage in self.stages.values() for weight in stage.parameters()}.values()]
+
     def _versions(self) -> list[int]:
         """Numbers of writes of all parameters, which an optimizer inside of a step would raise."""
         if any(each.is_sharded for each in self._replicas.values()):
             return []  # fully_shard writes gathered weights
-        return [weight._version for module in self.stages.values() for weight in module.parameters()]  # noqa: SLF001
+        return [weight._version for weight in self._parameters()]  # noqa: SLF001
 
     def _require_unchanged(self, versions: Sequence[int]) -> None:
         if versions and list(versions) != self._versions():
             raise PipelineError(
                 "parameters changed inside of step(): later micro-batches used other weights; step the optimizer after "
-                "Pipeline.step (not in a hook)"
+                "Pipeline.step (not in a hook), and keep what a forward itself updates in buffers"
             )
 
     def _share_overflow(self) -> None:
         """Make gradients that are not finite on one rank so on all, without waiting for the device."""
-        gradients = [w.grad for m in self.stages.values() for w in m.parameters() if w.grad is not None]
+        gradients = [weight.grad for weight in self._parameters() if weight.grad is not None]
         local = [part for part in map(local_part, gradients) if part.numel()]
         bad = torch.zeros((), device=self._device)
         for part in local:
@@ -633,7 +670,7 @@ class Pipeline:
         name of a stage's parameter, where it is neither the same name nor ``stage.name``. Gradients that were there
         before are put back. Dropout draws other numbers in the reference: compare without.
         """
-        with gradients_aside(self.stages.values()), self._without_replay():
+        with gradients_aside(self._parameters()), self._without_replay():
             loss = self.step(*args, target=target, **kwargs)
             own = {
                 "loss": None if loss is None else float(loss),
@@ -728,7 +765,7 @@ class Pipeline:
             return list(clock.timed_entries(timed.adapter.log))
 
         try:
-            with gradients_aside(self.stages.values()):
+            with gradients_aside(self._parameters()):
                 found = profile_steps(
                     timed, clock, self._world, self._device, self.plan, self._agreement, counter, count, run,
                     f"profile {self._step}", num_steps,

@@ -15,6 +15,7 @@ from pipeproof.exec.train.module_plan import Request, placement_of
 from pipeproof.exec.train.tied_weights import Tie
 from pipeproof.exec.train.torch.channel_groups import StageWorld
 from pipeproof.exec.train.torch.data_parallel import layout_of, local_part
+from pipeproof.exec.train.torch.model_stages import ModelStages
 from pipeproof.exec.train.torch.module_stage import ModuleStage, trained
 from pipeproof.exec.train.train_errors import PipelineError
 
@@ -79,12 +80,27 @@ def placed_stages(
     return placed
 
 
+def trained_ties(stages: Mapping[int, nn.Module]) -> list[dict[int, str]]:
+    """The weights that stages of a ``ModelStages`` share, without frozen ones: these have no gradients to sum."""
+    if not isinstance(stages, ModelStages):
+        return []
+    return [names for names in stages.tied if all(name in trained(stages[number]) for number, name in names.items())]
+
+
 def tied_layouts(stages: Mapping[int, nn.Module], tied: Sequence[Tie]) -> list[str]:
     """This rank's part of each tied weight as text; empty for one that it does not have.
 
     Raises:
-        PipelineError: a name does not exist, or stages of one rank have separate copies of one weight.
+        PipelineError: a name does not exist, stages of one rank have separate copies of one weight, or they share one
+            that is not tied.
     """
+    uses: dict[int, dict[int, str]] = {}
+    for number, stage in stages.items():
+        for name, weight in trained(stage).items():
+            uses.setdefault(id(weight), {})[number] = name
+    for shared in uses.values():
+        if len(shared) > 1 and not any(shared.items() <= dict(tie).items() for tie in tied):
+            raise PipelineError(f"stages {list(shared)} share a Parameter that is not tied: pass tied=[{shared}]")
     layouts = []
     for names in tied:
         held = []

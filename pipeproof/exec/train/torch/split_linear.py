@@ -2,12 +2,14 @@
 
 Each ``nn.Linear`` runs on a graph of its own, cut off from its weight: I asks it for the gradient of its input, W for
 those of its weight and bias. Both come from autograd's own formulas, so that their bits are those of a whole backward.
-All other weights get their gradient in I, which keeps it aside; W adds it.
+All other weights get their gradient in I, which keeps it aside; W adds it. What is no weight of the module, such as a
+parameter of a loss function, gets it in I.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,7 +30,8 @@ class LinearSplit:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._is_running = module, False
         self._weights = [weight for weight in module.parameters() if weight.requires_grad]
-        self._deferred: Deferred = []
+        self._deferred: Deferred | None = None
+        """Products of the backward that runs; None outside of one, where a module may itself use autograd."""
         for part in _eager_modules(module):
             if type(part) is nn.Linear and _is_own_forward(part.__dict__.get("forward")):
                 part.forward = partial(self._linear, part)
@@ -41,21 +44,16 @@ class LinearSplit:
         finally:
             self._is_running = False
 
-    def backward(
-        self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
-    ) -> Callable[[], None]:
-        """Set the gradients of ``inputs``; return the rest of the backward, which adds those of weights."""
-        self._deferred = []
-        wanted = [*inputs, *self._weights]
-        found = torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
-        for leaf, gradient in zip(inputs, found, strict=False):
-            leaf.grad = gradient
-        aside = [
-            (weight, gradient)
-            for weight, gradient in zip(self._weights, found[len(inputs) :], strict=True)
-            if gradient is not None
-        ]
-        return partial(_accumulate, self._deferred, aside)
+    def backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Callable[[], None]:
+        """Set the gradients of the inputs; return the rest of the backward, which adds those of weights."""
+        deferred = self._deferred = []
+        with gradients_aside(self._weights):
+            try:
+                torch.autograd.backward(roots, gradients)
+            finally:
+                self._deferred = None
+            aside = [(weight, weight.grad) for weight in self._weights if weight.grad is not None]
+        return partial(_accumulate, deferred, aside)
 
     def _linear(self, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         """The layer's own result, on a graph that bypasses its weight where W can have it."""
@@ -75,7 +73,8 @@ class LinearSplit:
         return output
 
     def _defer(self, module: nn.Linear, edge: GradientEdge, gradient: torch.Tensor) -> None:
-        self._deferred.append((edge, gradient, module))
+        if self._deferred is not None:
+            self._deferred.append((edge, gradient, module))
 
 
 def require_splittable(number: int, module: nn.Module, *, is_sharded: bool) -> None:
@@ -100,11 +99,7 @@ def _is_own_forward(forward: Any) -> bool:
 
 
 def _accumulate(deferred: Deferred, aside: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Add the gradients of one micro-batch; a weight that is used several times is added up first.
-
-    Autograd may return one tensor as the gradient of several weights, or of an input; that of a product is its own.
-    """
-    owned = {id(module.weight) for _, _, module in deferred}
+    """Add the gradients of one micro-batch; a weight that is used several times is added up first."""
     total = {id(weight): (weight, gradient) for weight, gradient in aside}
     for edge, gradient, module in deferred:
         weights = [weight for weight in (module.weight, module.bias) if weight is not None and weight.requires_grad]
@@ -116,12 +111,20 @@ def _accumulate(deferred: Deferred, aside: Sequence[tuple[torch.Tensor, torch.Te
         if weight.grad is not None:
             weight.grad.add_(gradient)
         else:
-            weight.grad = gradient if id(weight) in owned else own_gradient(weight, gradient)
+            weight.grad = gradient
 
 
-def own_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """A copy of a gradient, with the type and memory layout of its weight, as autograd's first one has."""
-    return gradient.to(weight.dtype, copy=True) if gradient.is_sparse else torch.empty_like(weight).copy_(gradient)
+@contextmanager
+def gradients_aside(weights: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Put gradients aside for other backwards, and back again."""
+    aside = [weight.grad for weight in weights]
+    try:
+        for weight in weights:
+            weight.grad = None
+        yield
+    finally:
+        for weight, gradient in zip(weights, aside, strict=True):
+            weight.grad = gradient
 
 
 class _Product(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
@@ -141,7 +144,8 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]  # checked where 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         ctx.defer(ctx.module, ctx.edge, gradient)
-        (of_input,) = torch.autograd.grad([ctx.edge], [ctx.leaf], [gradient], retain_graph=True)
+        again = torch.is_grad_enabled()  # of a module that differentiates with create_graph=True
+        (of_input,) = torch.autograd.grad([ctx.edge], [ctx.leaf], [gradient], retain_graph=True, create_graph=again)
         return of_input, None, None
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from pipeproof.exec.train.stage_boundaries import Form, leaves_of
+from pipeproof.exec.train.stage_boundaries import Form, dtype_name, leaves_of
 from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.specs.custom_layers import LayerDtype
 
 Leaves = tuple[torch.Tensor, ...]
+_DTYPES: tuple[str, ...] = get_args(LayerDtype)
 
 
 def plain_leaves_of(value: Any, what: str) -> tuple[Form, Leaves]:
@@ -57,19 +59,22 @@ def micro_batches(value: Any, num: int, what: str) -> list[Any]:
             return [value] * num
         rows = value.shape[0]
         if rows % num:
-            raise PipelineError(f"{what} has {rows} rows, which {num} micro-batches do not divide")
+            raise PipelineError(
+                f"{what} has {rows} rows, which {num} micro-batches do not divide: tensors are split along their first "
+                "dim; MicroBatches([..]) lists other values of micro-batches"
+            )
         return list(value.split(rows // num))
     if isinstance(value, Mapping):
         parts = {key: micro_batches(item, num, f"{what}[{key!r}]") for key, item in value.items()}
         return [{key: split[index] for key, split in parts.items()} for index in range(num)]
     if isinstance(value, tuple | list):
         columns = [micro_batches(item, num, f"{what}[{position}]") for position, item in enumerate(value)]
-        return [type(value)(column[index] for column in columns) for index in range(num)]
+        return [_like(value, [column[index] for column in columns]) for index in range(num)]
     return [value] * num
 
 
 def _require_plain(leaf: torch.Tensor, what: str) -> None:
-    """Refuse a tensor of which this rank has a part only: the next stage may be distributed in another way."""
+    """Refuse what cannot cross: of a DTensor this rank has a part, and the next stage may be distributed otherwise."""
     if hasattr(leaf, "placements"):
         raise PipelineError(
             f"{what} returns a DTensor with placements {list(leaf.placements)}: stages exchange plain tensors; let the "
@@ -78,6 +83,11 @@ def _require_plain(leaf: torch.Tensor, what: str) -> None:
         )
     if leaf.layout is not torch.strided:
         raise PipelineError(f"{what} returns a tensor of layout {leaf.layout}: stages exchange dense tensors")
+    if dtype_name(leaf.dtype) not in _DTYPES:
+        fix = "torch.view_as_real makes it real" if leaf.is_complex() else f"return one of {', '.join(_DTYPES)}"
+        raise PipelineError(f"{what} returns a tensor of type {leaf.dtype}, which does not cross between stages: {fix}")
+    if not leaf.numel():
+        raise PipelineError(f"{what} returns an empty tensor of shape {list(leaf.shape)}: leave it out")
 
 
 def joined_outputs(outputs: Sequence[Any]) -> Any:
@@ -90,5 +100,12 @@ def joined_outputs(outputs: Sequence[Any]) -> Any:
     if isinstance(first, Mapping):
         return {key: joined_outputs([output[key] for output in outputs]) for key in first}
     if isinstance(first, tuple | list):
-        return type(first)(joined_outputs([output[position] for output in outputs]) for position in range(len(first)))
+        return _like(
+            first, [joined_outputs([output[position] for output in outputs]) for position in range(len(first))]
+        )
     return list(outputs)
+
+
+def _like(value: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
+    """Items in a tuple, named tuple or list like ``value``."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from pipeproof.exec.train.stage_boundaries import LeafSpec
+from pipeproof.exec.train.stage_boundaries import LeafSpec, kind_text
 from pipeproof.exec.train.torch.stage_values import MicroBatches
 from pipeproof.exec.train.train_errors import PipelineError
 
@@ -39,8 +39,11 @@ def examples_of(example: Sequence[Any], kwargs: Mapping[str, Any], num_micro_bat
     """The examples of an ``example`` and ``example_kwargs`` that may have values by micro-batch.
 
     Raises:
-        PipelineError: they are not for this number of micro-batches, or no dim is the sequence length.
+        PipelineError: the example is no list of arguments, they are not for this number of micro-batches, or no dim is
+            the sequence length.
     """
+    if not isinstance(example, tuple | list):
+        raise PipelineError(f"`example` is {kind_text(example)}: give a tuple of positional arguments, such as (x,)")
     listed = [value for value in (*example, *kwargs.values()) if isinstance(value, MicroBatches)]
     if not listed:
         return Examples(((tuple(example), dict(kwargs)),))
