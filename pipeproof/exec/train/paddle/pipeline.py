@@ -54,6 +54,8 @@ from pipeproof.exec.train.paddle.stage_layers import (
     LossFunction,
     StageLayers,
     cut_layers,
+    require_layers,
+    require_tied_on_one_rank,
     ties_of,
     trained,
 )
@@ -122,10 +124,19 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
         self._timeout_s, self._unsafe = timeout_s, unsafe
 
         def request() -> dict[str, Any]:
+            require_layers(layers)
+            if isinstance(layers, PipelineLayer) and (seg_method != "uniform" or num_virtual_pipeline_stages):
+                raise PipelineError(
+                    "a PipelineLayer is cut already: give seg_method and num_virtual_pipeline_stages to it, not to Pipeline"
+                )
             content = None if plan is None else given_plan(plan)
-            count = (content or {}).get("schedule", {}).get("num_micro_batches")
-            count = num_micro_batches or count or settings.accumulate_steps
-            if not count:
+            planned = (content or {}).get("schedule", {})
+            if schedule is not None and planned:
+                raise PipelineError("the plan has a schedule, and Pipeline has one too: leave out one of the two")
+            count = planned.get("num_micro_batches", settings.accumulate_steps)
+            if num_micro_batches is not None:
+                count = num_micro_batches
+            if count is None:
                 raise PipelineError("give Pipeline a plan, or num_micro_batches")
             if schedule is not None:
                 section = schedule_section(schedule)
@@ -152,6 +163,7 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
                     stages.losses = losses
                 skeleton = asked.skeleton(len(stages.parts) - 1)
                 _require_placement(placement_of(skeleton, len(stages.parts) - 1), stages, self.rank)
+                require_tied_on_one_rank(layers._layers_desc, stages)  # noqa: SLF001 - all layers, of other ranks too
                 return skeleton, stages
             num_stages = num_stages_of(asked.plan, asked.schedule, self.num_ranks, num_virtual_pipeline_stages)
             skeleton = asked.skeleton(num_stages)
@@ -160,7 +172,9 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
                 method = skeleton.get("stages") if isinstance(skeleton.get("stages"), str) else seg_method
                 parts = cut_layers(layers, num_stages, method or "uniform")
             placed = placement_of(skeleton, num_stages)
-            return skeleton, ListStages(layers, parts, placed[self.rank], losses)
+            listed = ListStages(layers, parts, placed[self.rank], losses)
+            require_tied_on_one_rank(layers, listed)
+            return skeleton, listed
 
         def build_and_describe() -> dict[str, Any]:
             skeleton, stages = self._skeleton, self._stages = build()
