@@ -146,8 +146,9 @@ def same_as_unpartitioned(output):
         found[f"tied {kind}"], pipe = compared(tied, cross_entropy, tokens, schedule=kind)
         pipe.close()
     for kind in ("zb_v", "1f1b"):  # of the first stages nothing is trained
-        layers = [LayerDesc(Frozen), LayerDesc(Frozen), *blocks(3)]
-        found[f"frozen {kind}"], pipe = compared(lambda: layers, square, floats, schedule=kind)
+        found[f"frozen {kind}"], pipe = compared(
+            lambda: [LayerDesc(Frozen), LayerDesc(Frozen), *blocks(3)], square, floats, schedule=kind
+        )
         pipe.close()
     interleaved = {"pipeproof": 1, "schedule": {"kind": "interleaved", "num_chunks": 2, "num_micro_batches": COUNT}}
     found["interleaved"], pipe = compared(lambda: blocks(6), square, floats, plan=interleaved)

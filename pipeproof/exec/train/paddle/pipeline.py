@@ -127,7 +127,7 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
             require_layers(layers)
             if isinstance(layers, PipelineLayer) and (seg_method != "uniform" or num_virtual_pipeline_stages):
                 raise PipelineError(
-                    "a PipelineLayer is cut already: give seg_method and num_virtual_pipeline_stages to it, not to Pipeline"
+                    "a PipelineLayer is cut already: give seg_method and num_virtual_pipeline_stages to it"
                 )
             content = None if plan is None else given_plan(plan)
             planned = (content or {}).get("schedule", {})
