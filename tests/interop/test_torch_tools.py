@@ -99,7 +99,7 @@ def test_a_real_job_of_torchtitan():
             "more than",
             "PP170",
         ),
-        ("tensor_parallel_degree = 0", {}, "needs an integer of at least 1, found `0`", "PP170"),
+        ("tensor_parallel_degree = 0", {}, "needs an integer of at least 1, found integer 0", "PP170"),
         ("tensor_parallel_degree = 4", {"world_size": 12}, "12 processes do not divide by", "PP171"),
         ("expert_parallel_degree = 4", {"world_size": 4}, "expert parallelism over 4 of 2 data-parallel", "PP170"),
         ("pipeline_parallel_last_stage_less_layers = 9", {}, "the head for 9", "PP171"),

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from pipeproof.diagnostics.problems import describe_value
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import Draft, count, misspelt
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
@@ -140,7 +141,8 @@ class _Job:
     def _number(self, section: str, name: str, default: int, *, at_least: int = 1) -> int:
         value = self.file.get(section, name, default)
         if type(value) is not int or value < at_least:
-            raise self.file.refused(f"{name} needs an integer of at least {at_least}, found `{value}`", section, name)
+            found = describe_value(value)
+            raise self.file.refused(f"{name} needs an integer of at least {at_least}, found {found}", section, name)
         return value
 
     def _take(self, name: str, key: tuple[str, ...], value: object) -> None:

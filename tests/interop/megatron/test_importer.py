@@ -67,6 +67,7 @@ def errors(made):
         ("--tensor-model-parallel-size 2 --tp-comm-overlap", "PP171", "it needs --sequence-parallel"),
         ("--overlap-param-gather --overlap-grad-reduce", "PP171", "it needs --use-distributed-optimizer"),
         ("--overlap-param-gather --use-distributed-optimizer", "PP171", "it needs --overlap-grad-reduce"),
+        ("--yaml-cfg job.yaml", "PP170", "--yaml-cfg replaces all arguments by those of another file"),
         ("--context-parallel-size 4 --seq-length 132", "PP171", "132 is no multiple of 2 x --context-parallel-size 4"),
     ],
 )
@@ -78,6 +79,18 @@ def test_flags_that_megatron_does_not_take_are_refused(tmp_path, flags, code, me
 def test_a_flag_is_not_missed_where_only_a_run_knows_all_arguments(tmp_path):
     made = imported(tmp_path, f"run {SIZES}{BATCHES}{PP2}--recompute-granularity full $MORE")
     assert made.plan["memory"]["recompute"] == "full"
+    (setting,) = made.ignored
+    assert "--recompute-granularity is `$MORE`, which the script does not set: flags in it are not read" in setting.why
+
+
+def test_words_that_are_not_read_are_listed(tmp_path):
+    text = f"python pretrain_gpt.py @more.txt {GPT3}{LLAMA}{PP2}--use-checkpoint-args --bf16 $(cat flags)"
+    made = imported(tmp_path, text)
+    assert [setting.name for setting in made.ignored] == ["the script", "--use-checkpoint-args", "the script"]
+    assert ["after --bf16" in made.ignored[0].why, "@more.txt" in made.ignored[2].why] == [True, True]
+    assert [one.why for one in made.assumptions if one.key[-1] == "micro_batch_size"] == [
+        "there is no --micro-batch-size"
+    ]
 
 
 def test_a_real_script_with_experts():

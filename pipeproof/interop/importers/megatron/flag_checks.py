@@ -32,14 +32,21 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 _GRANULARITY, _METHOD, _LAYERS = "--recompute-granularity", "--recompute-method", "--recompute-num-layers"
 _ACTIVATIONS: Final = "--recompute-activations"
+_YAML: Final = "--yaml-cfg"
 
 
 def check_counts(reader: FlagReader) -> None:
     """Refuse values of a switch, such as ``--sequence-parallel False``, and several values of a flag that has one.
 
+    Words that only a run knows may be flags: those after the values of a flag are listed.
+
     Raises:
-        PlanFileError: PP171, because Megatron-LM's parser refuses them.
+        PlanFileError: PP171, because Megatron-LM's parser refuses them; PP170, all arguments are in another file.
     """
+    if reader.has(_YAML):
+        fix = "give the block of arguments that Megatron-LM prints at its start"
+        why = f"{_YAML} replaces all arguments by those of another file, which is not read"
+        reader.refuse(why, reader.arguments.flags[_YAML].location, fix)
     for name, setting in reader.arguments.flags.items():
         known = [value for value in setting.values if value is not None]
         if name in SWITCHES and known:
@@ -47,6 +54,10 @@ def check_counts(reader: FlagReader) -> None:
             reader.megatron_refuses(f"{name} has no value, found `{known[0]}`", name, fix)
         if name in FLAGS and name not in SWITCHES | SEVERAL_VALUES and len(known) > 1:
             reader.megatron_refuses(f"{name} has one value, found `{' '.join(known)}`", name)
+        has_list = name in SEVERAL_VALUES or name.endswith("-path")
+        if not has_list and None in setting.values[0 if name in SWITCHES else 1 :]:
+            why = f"a word after {name} is {setting.why}: flags in it are not read"
+            reader.draft.ignore("the script", why, setting.location)
 
 
 def check_choices(reader: FlagReader) -> None:

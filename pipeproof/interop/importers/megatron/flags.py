@@ -197,6 +197,8 @@ NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
         "--encoder-num-layers": "models with an encoder are not described",
         "--encoder-tensor-model-parallel-size": "models with an encoder are not described",
         "--encoder-pipeline-model-parallel-size": "models with an encoder are not described",
+        "--use-checkpoint-args": "sizes that a checkpoint has are not read",
+        "--use-mp-args-from-checkpoint-args": "degrees that a checkpoint has are not read",
         "--num-microbatches-with-partial-activation-checkpoints": "every micro-batch is recomputed alike here",
     }
 )
