@@ -1,6 +1,7 @@
 """``pipeproof.paddle.Pipeline``: Fleet's results to the bit with one line changed, and the unpartitioned model's."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -234,6 +235,26 @@ def test_layers_are_cut_as_fleet_cuts_them(paddle):
     assert cut_layers(layers, 2, [0, 1]) == [0, 1, 6]
     with pytest.raises(PipelineError, match="does not cut 6 layers into 3"):
         cut_layers(layers, 3, "layer:Linear")
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("zb_v", r"has 2 stages, and zb_v has 2 on each rank: give Pipeline the list of layers"),
+        ("chimera", r"has stages \[0\] on rank 0, and the schedule puts stages \[0, 1\] there: give Pipeline the list"),
+    ],
+)
+def test_a_schedule_with_other_stages_than_a_pipeline_layer_needs_the_list(paddle, kind, part):
+    from pipeproof.exec.train.paddle.pipeline import _require_placement
+
+    skeleton = {
+        "pipeproof": 1, "model": {"kind": "layers"}, "topology": {"pp": 2},
+        "schedule": {"kind": kind, "num_micro_batches": 4}, "run": {"backend": "paddle", "dtype": "float32"},
+        "loss": {"normalization": "mean_of_micro_batches"},
+    }  # fmt: skip
+    stages = SimpleNamespace(parts=[0, 1, 2], numbers=(0,))
+    with pytest.raises(PipelineError, match=part):
+        _require_placement(skeleton, stages, 0, 2)
 
 
 def test_ties_of_all_ranks_are_merged_by_their_key():

@@ -68,6 +68,7 @@ from pipeproof.exec.train.stall_watch import StallWatch
 from pipeproof.exec.train.tied_weights import merged_ties, names_in_plan
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.exec.train.train_rank import TrainRank, checked_plan, require_fits, require_supported
+from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.schedule.ops import OpKind
 from pipeproof.stages.paddle.custom_stage import SplitBackward
 
@@ -162,7 +163,7 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
                 if loss_fn is not None:
                     stages.losses = losses
                 skeleton = asked.skeleton(len(stages.parts) - 1)
-                _require_placement(placement_of(skeleton, len(stages.parts) - 1), stages, self.rank)
+                _require_placement(skeleton, stages, self.rank, self.num_ranks)
                 require_tied_on_one_rank(layers._layers_desc, stages)  # noqa: SLF001 - all layers, of other ranks too
                 return skeleton, stages
             num_stages = num_stages_of(asked.plan, asked.schedule, self.num_ranks, num_virtual_pipeline_stages)
@@ -575,12 +576,20 @@ class _Prepared:
         self.evaluation: TrainRank | None = None
 
 
-def _require_placement(placed: Sequence[Sequence[int]], stages: StageLayers, rank: int) -> None:
+def _require_placement(skeleton: Mapping[str, Any], stages: StageLayers, rank: int, num_ranks: int) -> None:
     """Refuse a schedule that has other stages on this rank than a ``PipelineLayer`` has built."""
+    fix = "give Pipeline the list of layers, and each rank builds the stages of the plan"
+    name, num_stages = skeleton["schedule"].get("kind"), len(stages.parts) - 1
+    kind = SCHEDULE_KINDS.get(name)
+    if kind is not None and kind.min_chunks * num_ranks > num_stages:
+        raise PipelineError(
+            f"the PipelineLayer has {num_stages} stages, and {name} has {kind.min_chunks} on each rank: {fix}"
+        )
+    placed = placement_of(skeleton, num_stages)
     if tuple(placed[rank]) != tuple(stages.numbers):
         raise PipelineError(
             f"the PipelineLayer has stages {list(stages.numbers)} on rank {rank}, and the schedule puts stages "
-            f"{list(placed[rank])} there: give Pipeline the list of layers, and each rank builds the stages of the plan"
+            f"{list(placed[rank])} there: {fix}"
         )
 
 
