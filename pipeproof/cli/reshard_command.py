@@ -192,6 +192,7 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
     from pipeproof.state.reshard.reshard_codes import require_not_state_file
     from pipeproof.state.reshard.shard_layout import ShardLayout
     from pipeproof.state.reshard.work_directory import work_directory_of
+    from pipeproof.state.state_codes import StateError
 
     require_not_state_file(options.source)
     with showing_progress(f"opening {options.source}"):
@@ -200,6 +201,9 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
         require_output_path(source, options.out, is_merged=options.out.suffix == FILE)
     with showing_progress("mapping tensors"):
         task, findings = _task_and_findings(source, options)
+    if not task.target.tensors:
+        fix = "name a checkpoint with tensors, without `--weights-only` if it has no weights"
+        raise StateError(f"{source.path} has no tensor to write", fix)
     layout = ShardLayout(str(source.path), source.tensors, source.shards)
     status, outcome = _prove(options, layout, task.state_map, task.target_layout, findings)
     if status is not ExitStatus.OK or options.out is None:

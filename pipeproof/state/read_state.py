@@ -182,7 +182,7 @@ def require_no_more(path: Path, header: Header, names: Sequence[str]) -> None:
     extra = sorted(header.arrays.keys() - set(names))
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-        raise StateError(f"{path} holds {extra[0]}{more}, which the index does not list", FIX)
+        raise StateError(f"{path} holds {extra[0]}{more}, which the index does not list there", FIX)
     if len(names) > len(header.arrays):
         twice = next(name for name in names if names.count(name) > 1)
         raise StateError(f"the index has two shards of {twice} in {path}, which holds one", FIX)

@@ -133,6 +133,8 @@ def test_which_of_fleets_classes_runs(tmp_path, change, variant):
         ({"p2p_cache_shape": False}, "cached shapes"),
         ({"sharding": "stage2", "sharding_parallel_size": 2}, "only sharding stage 1"),
         ({"use_dualpipev": True, "gradient_accumulation_steps": 7}, "DualPipeV on 4 ranks takes at least 8"),
+        ({"use_dualpipev": True, "gradient_accumulation_steps": 8}, "`use_dualpipev` does not go together with"),
+        ({"bf16": True, "fp16": True}, "`bf16` and `fp16` are both true"),
     ],
 )
 def test_what_fleet_or_the_trainer_refuses(tmp_path, change, words):

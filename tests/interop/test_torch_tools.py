@@ -71,8 +71,11 @@ def test_torchtitans_own_cut(tmp_path):
 
 def test_torchtitans_named_modules(tmp_path):
     parts = 'module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]'
-    made = titan(tmp_path, parts, settings={("model", "num_layers"): 2})
-    assert made.plan["stages"] == [["embed", "layer.0"], ["layer.1", "norm", "head"]]
+    for settings in ({}, {("model", "num_layers"): 2}):
+        made = titan(tmp_path, parts, settings=settings)
+        assert made.plan["model"]["num_layers"] == 2
+        assert made.plan["stages"] == [["embed", "layer.0"], ["layer.1", "norm", "head"]]
+        assert errors(made) == []
     finding = refusal(lambda: titan(tmp_path, parts.replace('"norm"', '"vision"')))
     assert "`vision` is none of tok_embeddings" in finding.message
     assert finding.location.line == 8
@@ -99,11 +102,12 @@ def test_a_real_job_of_torchtitan():
             "more than",
             "PP170",
         ),
-        ("tensor_parallel_degree = 0", {}, "needs an integer of at least 1, found `0`", "PP170"),
+        ("tensor_parallel_degree = 0", {}, "needs an integer of at least 1, found integer 0", "PP170"),
         ("tensor_parallel_degree = 4", {"world_size": 12}, "12 processes do not divide by", "PP171"),
         ("expert_parallel_degree = 4", {"world_size": 4}, "expert parallelism over 4 of 2 data-parallel", "PP170"),
         ("pipeline_parallel_last_stage_less_layers = 9", {}, "the head for 9", "PP171"),
         ("broken =", {}, "no valid TOML", "PP170"),
+        ('[activation_checkpoint]\nmode = "op"', {}, "`mode` must be none, selective, full or memory_budget", "PP170"),
     ],
 )
 def test_what_torchtitan_would_refuse(tmp_path, more, flags, message, code):
@@ -183,6 +187,11 @@ def test_deepspeeds_batches(tmp_path):
         (DEEPSPEED | {"pipeline": {"stages": 2, "pipe_partitioned": 1}}, "must be true or false", "PP170"),
         ("[1]", "a mapping of keys is expected", "PP170"),
         ("{", "", "PP170"),
+        (
+            DEEPSPEED | {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
+            "bf16 and fp16 are both enabled",
+            "PP171",
+        ),
     ],
 )
 def test_what_deepspeed_would_refuse(tmp_path, content, message, code):

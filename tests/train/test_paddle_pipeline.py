@@ -1,6 +1,7 @@
 """``pipeproof.paddle.Pipeline``: Fleet's results to the bit with one line changed, and the unpartitioned model's."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,8 @@ from pipeproof.exec.train.train_errors import PipelineError
 from tests.train.paddle_ranks import run_ranks
 
 pytestmark = pytest.mark.needs_paddle
+
+PLAN = {"pipeproof": 1, "schedule": {"kind": "1f1b", "num_micro_batches": 4}}
 
 
 def found_by(tmp_path, program, num_ranks, *args):
@@ -58,6 +61,7 @@ def test_lists_of_layers_train_as_the_unpartitioned_model(tmp_path):
         assert of_rank["again"]["digest"] == of_rank["interleaved"]["digest"]
         assert of_rank["packed"]["digest"] != of_rank["per_tensor"]["digest"]
     assert [of_rank["zb_v"]["schedule"]["num_chunks"] for of_rank in found] == [2, 2]
+    assert all(of_rank[f"frozen {kind}"]["names"] for of_rank in found for kind in ("zb_v", "1f1b"))
     layers = [{int(name.partition(".")[0]) for name in of_rank["declared"]["names"]} for of_rank in found]
     assert layers == [{0, 1, 2}, {3}]
 
@@ -78,6 +82,7 @@ def test_every_rank_raises_the_error_of_one(tmp_path):
         "clip": ("PipelineError", "fleet.distributed_optimizer"),
         "refused": ("PlanRefused", "PP401: ranks 0, 1 deadlock"),
         "early": ("PipelineError", "give Pipeline an `example`"),
+        "twice": ("PipelineError", "`linear.weight` of layer 0 and `linear.weight` of layer 2 are one weight"),
         "stall": ("PipelineError", "rank 0 waits in step 1 for rank 1: WAIT(0RECV_B0)"),
     }
     for of_rank in found:
@@ -124,6 +129,28 @@ class Closing:
 def of_batch(paddle, rows=8):
     numbers = paddle.arange(3 * rows, dtype="float32").reshape([rows, 3]) / 10
     return numbers, numbers.flip(0)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "part"),
+    [
+        (lambda nn: None, {}, "the layers are nothing: give a PipelineLayer, or a list"),
+        (lambda nn: nn.Linear(3, 3), {}, "the layers are a Linear: give a PipelineLayer, or a list"),
+        (lambda nn: [nn.ReLU(), nn.Linear], {}, r"layers\[1\] is the class Linear: give LayerDesc\(Linear, ..\)"),
+        (lambda nn: ["relu"], {}, r"layers\[0\] is a str"),
+        (lambda nn: [nn.ReLU()], {"num_micro_batches": 0}, "must be at least 1, found integer 0"),
+        (lambda nn: [nn.ReLU()], {"num_micro_batches": None}, "give Pipeline a plan, or num_micro_batches"),
+        (lambda nn: [nn.ReLU()], {"schedule": "gpipe"}, "the plan has a schedule, and Pipeline has one too"),
+        (lambda nn: [nn.Linear(3, 3)], {"plan": PLAN | {"run": {"clip_norm": 1.0}}}, "fleet.distributed_optimizer"),
+    ],
+)
+def test_wrong_arguments_are_named(paddle, make, arguments, part):
+    from pipeproof.paddle import Pipeline
+
+    plan = arguments.pop("plan", PLAN if "schedule" in arguments else None)
+    example = {"example": paddle.ones([2, 3]), "loss_fn": paddle.mean}
+    with pytest.raises(PipelineError, match=part):
+        Pipeline(make(paddle.nn), plan=plan, **{"num_micro_batches": 4, **example, **arguments})
 
 
 def test_data_comes_as_batches_lists_or_an_iterator(paddle, pipe):
@@ -208,6 +235,26 @@ def test_layers_are_cut_as_fleet_cuts_them(paddle):
     assert cut_layers(layers, 2, [0, 1]) == [0, 1, 6]
     with pytest.raises(PipelineError, match="does not cut 6 layers into 3"):
         cut_layers(layers, 3, "layer:Linear")
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("zb_v", r"has 2 stages, and zb_v has 2 on each rank: give Pipeline the list of layers"),
+        ("chimera", r"has stages \[0\] on rank 0, and the schedule puts stages \[0, 1\] there: give Pipeline the list"),
+    ],
+)
+def test_a_schedule_with_other_stages_than_a_pipeline_layer_needs_the_list(paddle, kind, part):
+    from pipeproof.exec.train.paddle.pipeline import _require_placement
+
+    skeleton = {
+        "pipeproof": 1, "model": {"kind": "layers"}, "topology": {"pp": 2},
+        "schedule": {"kind": kind, "num_micro_batches": 4}, "run": {"backend": "paddle", "dtype": "float32"},
+        "loss": {"normalization": "mean_of_micro_batches"},
+    }  # fmt: skip
+    stages = SimpleNamespace(parts=[0, 1, 2], numbers=(0,))
+    with pytest.raises(PipelineError, match=part):
+        _require_placement(skeleton, stages, 0, 2)
 
 
 def test_ties_of_all_ranks_are_merged_by_their_key():

@@ -84,9 +84,12 @@ def require_supported(spec: PlanSpec) -> None:
     Raises:
         PipelineError: names the key and what to use.
     """
+    is_torch = spec.run.backend == "torch"
+    clip = "call Pipeline.clip_grad_norm_" if is_torch else "clip in the optimizer of fleet.distributed_optimizer"
+    shard = "use fully_shard on the stages" if is_torch else "shard by Fleet's strategy"
     refused = (
-        (spec.run.clip_norm is not None, "run.clip_norm", "call Pipeline.clip_grad_norm_"),
-        (spec.memory.shard_optimizer != "none", "memory.shard_optimizer", "use fully_shard on the stages"),
+        (spec.run.clip_norm is not None, "run.clip_norm", clip),
+        (spec.memory.shard_optimizer != "none", "memory.shard_optimizer", shard),
         (
             spec.buffers.free_output != "after_backward",
             "buffers.free_output",
@@ -94,7 +97,7 @@ def require_supported(spec: PlanSpec) -> None:
         ),
         (spec.run.replay, "run.replay", "PyTorch's Pipeline has replay=True"),
         (
-            spec.schedule.turns is not None and spec.run.backend != "torch",
+            spec.schedule.turns is not None and not is_torch,
             "schedule.overlap",
             "Paddle's collectives all block",
         ),

@@ -208,6 +208,9 @@ class _Job:
         draft = self.draft
         draft.set(("run", "backend"), "torch", "a job of DeepSpeed")
         draft.set(("run", "device"), "gpu", "a job of DeepSpeed")
+        if self._get("bf16", "enabled") is True and self._get("fp16", "enabled") is True:
+            message = "DeepSpeed refuses this: bf16 and fp16 are both enabled"
+            raise self._refused(message, "fp16", "enabled", code=REFUSED, help="disable one of the two")
         for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
             if self._get(name, "enabled") is True:
                 self._take(("run", "dtype"), dtype, name, "enabled")

@@ -50,10 +50,12 @@ PART_NEGATED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Arguments of Megatron-LM for parts that are true by default, and the flags that make them false."""
-PART_FLAGS = (
-    "--swiglu", "--quick-geglu", "--squared-relu", "--openai-gelu", "--no-bias-gelu-fusion", _NORM, _QK, _TYPE,
-    "--use-rotary-position-embeddings", "--no-position-embedding", "--max-position-embeddings", _NO_BIAS, _QKV_BIAS,
+PART_SWITCHES = (
+    "--swiglu", "--quick-geglu", "--squared-relu", "--openai-gelu", "--no-bias-gelu-fusion", _QK,
+    "--use-rotary-position-embeddings", "--no-position-embedding", _NO_BIAS, _QKV_BIAS,
 )  # fmt: skip
+"""Flags of Megatron-LM for parts that have no value."""
+PART_FLAGS = (*PART_SWITCHES, _NORM, _TYPE, "--max-position-embeddings")
 """Flags of Megatron-LM for parts."""
 
 _LLAMA = {"norm": "rms", "positions": "rotary", "mlp": "swiglu", "biases": "none"}

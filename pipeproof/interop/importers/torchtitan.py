@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from pipeproof.diagnostics.problems import describe_value
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import Draft, count, misspelt
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
@@ -140,7 +141,8 @@ class _Job:
     def _number(self, section: str, name: str, default: int, *, at_least: int = 1) -> int:
         value = self.file.get(section, name, default)
         if type(value) is not int or value < at_least:
-            raise self.file.refused(f"{name} needs an integer of at least {at_least}, found `{value}`", section, name)
+            found = describe_value(value)
+            raise self.file.refused(f"{name} needs an integer of at least {at_least}, found {found}", section, name)
         return value
 
     def _take(self, name: str, key: tuple[str, ...], value: object) -> None:
@@ -245,7 +247,20 @@ class _Job:
                 self.draft.set(("model", key), value, name, self.file.location(section, name))
         kind = str(self.file.get("model", "name", ""))
         take_parts_of_type(self.draft, kind, "name", self.file.location("model", "name"))
+        if self.draft.flags.model_config is None and count(self.draft, "topology", "pp") > 1:
+            self._layers_of_parts()
         assume_model(self.draft, Needs(num_stages))
+
+    def _layers_of_parts(self) -> None:
+        """Set the number of blocks from the modules of all stages, where they are listed."""
+        name = "module_fqns_per_model_part"
+        source = self._setting(name)
+        parts = None if source is None else self.file.get(*source, None)
+        if source is None or not parts:
+            return
+        blocks = {module for part in parts for module in self._named(part, source) if module.startswith("layer.")}
+        if blocks:
+            self._take(name, ("model", "num_layers"), len(blocks))
 
     def _stages(self, pp: int, num_stages: int, *, csv: bool) -> None:
         source = self._setting("module_fqns_per_model_part")
@@ -356,6 +371,9 @@ class _Job:
         if isinstance(norm, int | float) and norm > 0:
             draft.set(("run", "clip_norm"), float(norm), "max_norm", file.key_location("training", "max_norm"))
         mode = file.get("activation_checkpoint", "mode", "selective")
+        if mode not in ("none", "selective", "full", "memory_budget"):
+            message = f"`mode` must be none, selective, full or memory_budget, found {describe_value(mode)}"
+            raise file.refused(message, "activation_checkpoint", "mode")
         if mode in ("selective", "full"):
             draft.set(("memory", "recompute"), mode, "mode", file.key_location("activation_checkpoint", "mode"))
         unknown = [name for name in file.names("parallelism") if name not in _READ | _WITHOUT_BEARING]

@@ -22,7 +22,7 @@ DEFAULTS = {
 }  # fmt: skip
 EXPERTS = (
     "--num-experts 4 --moe-layer-freq '([0]+[1]*7)' --moe-ffn-hidden-size 64 --ffn-hidden-size 512 "
-    "--expert-model-parallel-size 2 --moe-aux-loss-coeff 0.01"
+    "--expert-model-parallel-size 2 --moe-aux-loss-coeff 0.01 --sequence-parallel"
 )
 
 
@@ -59,7 +59,8 @@ def script(arguments, more=""):
         ),
         (
             {"num_experts": 4, "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1, 1], "moe_router_topk": 2, "ffn_hidden_size": 512,
-             "moe_ffn_hidden_size": 64, "expert_model_parallel_size": 2, "moe_aux_loss_coeff": [0.01]},
+             "moe_ffn_hidden_size": 64, "expert_model_parallel_size": 2, "moe_aux_loss_coeff": [0.01],
+             "sequence_parallel": True},
             EXPERTS,
         ),
         ({"sequence_parallel": True, "variable_seq_lengths": True}, "--sequence-parallel --variable-seq-lengths"),

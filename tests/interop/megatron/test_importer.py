@@ -17,6 +17,8 @@ GPT3 = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 12
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
 SIZES = GPT3 + LLAMA
 BATCHES = "--micro-batch-size 1 --global-batch-size 8 "
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PER_CHUNK, CHUNKS = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
 PP2 = "--pipeline-model-parallel-size 2 "
 MOE = f"run {SIZES}{BATCHES}{PP2}--num-experts 8 --moe-router-topk 2 "
@@ -41,6 +43,54 @@ def real(name, **flags):
 
 def errors(made):
     return [finding.code for finding in check_imported(made).findings if finding.severity is Severity.ERROR]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        ("--sequence-parallel False --tensor-model-parallel-size 2", "PP171", "--sequence-parallel has no value"),
+        ("--bf16=true", "PP171", "--bf16 has no value, found `true`"),
+        ("--tensor-model-parallel-size 2 2", "PP171", "has one value, found `2 2`"),
+        ("--bf16 --fp16", "PP171", "it is given with --bf16"),
+        ("--fp8-format hybrid --fp4-format e2m1", "PP171", "it is given with --fp8-format"),
+        ("--recompute-granularity partial", "PP170", "is none of full, selective, found `partial`"),
+        ("--recompute-granularity full", "PP171", "full needs --recompute-method"),
+        ("--recompute-granularity full --recompute-method block", "PP171", "full needs --recompute-num-layers"),
+        ("--recompute-activations --recompute-method block", "PP171", "it is given with --recompute-activations"),
+        ("--num-experts 8 --moe-token-dispatcher-type all2all", "PP170", "found `all2all`"),
+        ("--position-embedding-type alibi", "PP170", "found `alibi`"),
+        (
+            "--num-experts 8 --tensor-model-parallel-size 2",
+            "PP171",
+            "with several tp ranks it needs --sequence-parallel",
+        ),
+        ("--tensor-model-parallel-size 2 --tp-comm-overlap", "PP171", "it needs --sequence-parallel"),
+        ("--overlap-param-gather --overlap-grad-reduce", "PP171", "it needs --use-distributed-optimizer"),
+        ("--overlap-param-gather --use-distributed-optimizer", "PP171", "it needs --overlap-grad-reduce"),
+        ("--yaml-cfg job.yaml", "PP170", "--yaml-cfg replaces all arguments by those of another file"),
+        ("--context-parallel-size 4 --seq-length 132", "PP171", "132 is no multiple of 2 x --context-parallel-size 4"),
+    ],
+)
+def test_flags_that_megatron_does_not_take_are_refused(tmp_path, flags, code, message):
+    finding = refusal(tmp_path, f"run {SIZES}{BATCHES}{PP2}{flags}")
+    assert (finding.code, message in finding.message) == (code, True), finding.message
+
+
+def test_a_flag_is_not_missed_where_only_a_run_knows_all_arguments(tmp_path):
+    made = imported(tmp_path, f"run {SIZES}{BATCHES}{PP2}--recompute-granularity full $MORE")
+    assert made.plan["memory"]["recompute"] == "full"
+    (setting,) = made.ignored
+    assert "--recompute-granularity is `$MORE`, which the script does not set: flags in it are not read" in setting.why
+
+
+def test_words_that_are_not_read_are_listed(tmp_path):
+    text = f"python pretrain_gpt.py @more.txt {GPT3}{LLAMA}{PP2}--use-checkpoint-args --bf16 $(cat flags)"
+    made = imported(tmp_path, text)
+    assert [setting.name for setting in made.ignored] == ["the script", "--use-checkpoint-args", "the script"]
+    assert ["after --bf16" in made.ignored[0].why, "@more.txt" in made.ignored[2].why] == [True, True]
+    assert [one.why for one in made.assumptions if one.key[-1] == "micro_batch_size"] == [
+        "there is no --micro-batch-size"
+    ]
 
 
 def test_a_real_script_with_experts():
@@ -107,7 +157,6 @@ def test_a_real_script_that_takes_its_model_from_another_file():
         ("--ddp-bucket-size 1000", {"bucket_size": "stage"}, None),
         ("--overlap-grad-reduce", {"bucket_size": "megatron"}, "when_ready"),
         ("--overlap-grad-reduce --ddp-bucket-size 1000", {"bucket_size": 1000}, "when_ready"),
-        ("--overlap-grad-reduce --overlap-param-gather", {"bucket_size": "megatron"}, "when_ready"),
         (
             "--overlap-grad-reduce --use-distributed-optimizer --overlap-param-gather",
             {"bucket_size": "megatron", "gather_weights": "first_forward"},
@@ -583,7 +632,6 @@ def test_bytes_of_the_optimizers_state(tmp_path, flags, num_bytes):
     ("flags", "keys"),
     [
         ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", {"overlap": ["tp"]}),
-        ("--tensor-model-parallel-size 2 --tp-comm-overlap", {"overlap": ["tp_backward"]}),
         ("--tensor-model-parallel-size 2 --sequence-parallel", {"overlap": ["tp_backward"]}),
         ("--no-rope-fusion", {"fused_rotary": False}), ("--position-embedding-type yarn", {"fused_rotary": False}),
         ("--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess",
@@ -639,13 +687,10 @@ def test_a_wrong_list_of_blocks_with_experts(tmp_path, frequency, message):
 @pytest.mark.parametrize(
     ("flags", "world", "topology"),
     [
-        ("--expert-model-parallel-size 4 --tensor-model-parallel-size 2", 16, {"ep": 4, "dp": 1}),
-        (
-            "--expert-model-parallel-size 4 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", 8,
-            {"ep": 2, "dp": 1},
-        ),
+        (f"--expert-model-parallel-size 4 {TP2}", 16, {"ep": 4, "dp": 1}),
+        (f"--expert-model-parallel-size 4 {TP2} --expert-tensor-parallel-size 1", 8, {"ep": 2, "dp": 1}),
         ("--expert-model-parallel-size 2 --context-parallel-size 4", 8, {"ep": 1, "dp": 1}),
-        ("--expert-model-parallel-size 2 --tensor-model-parallel-size 2", 4, "expert tp x ep x pp = 8"),
+        (f"--expert-model-parallel-size 2 {TP2}", 4, "expert tp x ep x pp = 8"),
     ],
 )  # fmt: skip
 def test_experts_over_ranks_of_one_replica(tmp_path, flags, world, topology):
@@ -667,7 +712,7 @@ def test_experts_over_ranks_of_one_replica(tmp_path, flags, world, topology):
         ("--expert-model-parallel-size 2 --bf16", "one stage on each"),
         (f"{CHUNKS} 2 --bf16", "--expert-model-parallel-size is 1"),
         (f"{CHUNKS} 2 --expert-model-parallel-size 2", "neither --bf16"),
-        (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 --recompute-granularity full", "full is given"),
+        (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 {FULL}", "full is given"),
         (f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 --mtp-num-layers 2", "2 modules"),
         (
             f"{CHUNKS} 2 --expert-model-parallel-size 2 --bf16 {SELECTIVE}--recompute-modules moe",

@@ -43,6 +43,12 @@ def test_an_output_without_a_name(there, out):
     assert "is no name for an output" in refused("states", "--to", "plan.yaml", "-o", out, status=2)
 
 
+def test_a_checkpoint_without_tensors(there):
+    save_file({}, "empty.safetensors")
+    for options in (["-o", "made", "--save-format", "dcp"], ["-o", "made.safetensors"]):
+        assert "has no tensor to write" in refused("empty.safetensors", *options, status=2)
+
+
 @pytest.mark.parametrize("name", ["my model + 1.safetensors", "模型.safetensors"])
 def test_one_file_may_have_any_name(there, name):
     reshard("states", "-o", name)

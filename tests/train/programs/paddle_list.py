@@ -58,6 +58,13 @@ def pairs():
     return [*(LayerDesc(Pair) for _ in range(3)), LayerDesc(Joined)]
 
 
+class Frozen(Block):
+    def __init__(self):
+        super().__init__()
+        for weight in self.parameters():
+            weight.stop_gradient = True
+
+
 def adamw(weights):
     return paddle.optimizer.AdamW(0.01, parameters=weights, weight_decay=0.1)
 
@@ -137,6 +144,11 @@ def same_as_unpartitioned(output):
         pipe.close()
     for kind in ("zb_v", "1f1b"):  # on one rank, and on two
         found[f"tied {kind}"], pipe = compared(tied, cross_entropy, tokens, schedule=kind)
+        pipe.close()
+    for kind in ("zb_v", "1f1b"):  # of the first stages nothing is trained
+        found[f"frozen {kind}"], pipe = compared(
+            lambda: [LayerDesc(Frozen), LayerDesc(Frozen), *blocks(3)], square, floats, schedule=kind
+        )
         pipe.close()
     interleaved = {"pipeproof": 1, "schedule": {"kind": "interleaved", "num_chunks": 2, "num_micro_batches": COUNT}}
     found["interleaved"], pipe = compared(lambda: blocks(6), square, floats, plan=interleaved)
@@ -239,6 +251,8 @@ def errors(output):
         [*(f"1F{n}" for n in range(COUNT)), *(f"1B{n}" for n in range(COUNT))],
     ]
     found["refused"] = error_of(lambda: train([*one, *one], schedule=deadlock))
+    layer = Last()
+    found["twice"] = error_of(lambda: train([layer, *one, layer]))
     found["early"] = error_of(lambda: Pipeline([*one, *one], num_micro_batches=4).plan)
     # rank 1 comes too late: both raise what rank 0 waited for
     pipe = Pipeline([*one, *one], loss_fn=square, num_micro_batches=COUNT, timeout_s=3)

@@ -53,7 +53,11 @@ def run_stage(number: int, module: nn.Layer, call: Callable[[Any], Any], value: 
     if is_last:
         return StageRun(Form("tensor"), (), sum(kept.values()))
     form, leaves = leaves_of(output, f"stage {number}", paddle.Tensor)
-    specs = tuple(LeafSpec.of(leaf, has_gradient=not leaf.stop_gradient) for leaf in leaves)
+    is_frozen = all(leaf.stop_gradient for leaf in leaves)  # zeros come back then
+    specs = tuple(
+        LeafSpec.of(leaf, has_gradient=leaf.is_floating_point() if is_frozen else not leaf.stop_gradient)
+        for leaf in leaves
+    )
     if not any(spec.has_gradient for spec in specs):
         raise PipelineError(f"no output of stage {number} has a gradient, so no stage before it would learn")
     return StageRun(form, specs, sum(kept.values()))

@@ -54,6 +54,8 @@ from pipeproof.exec.train.paddle.stage_layers import (
     LossFunction,
     StageLayers,
     cut_layers,
+    require_layers,
+    require_tied_on_one_rank,
     ties_of,
     trained,
 )
@@ -66,6 +68,7 @@ from pipeproof.exec.train.stall_watch import StallWatch
 from pipeproof.exec.train.tied_weights import merged_ties, names_in_plan
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.exec.train.train_rank import TrainRank, checked_plan, require_fits, require_supported
+from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.schedule.ops import OpKind
 from pipeproof.stages.paddle.custom_stage import SplitBackward
 
@@ -122,10 +125,19 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
         self._timeout_s, self._unsafe = timeout_s, unsafe
 
         def request() -> dict[str, Any]:
+            require_layers(layers)
+            if isinstance(layers, PipelineLayer) and (seg_method != "uniform" or num_virtual_pipeline_stages):
+                raise PipelineError(
+                    "a PipelineLayer is cut already: give seg_method and num_virtual_pipeline_stages to it"
+                )
             content = None if plan is None else given_plan(plan)
-            count = (content or {}).get("schedule", {}).get("num_micro_batches")
-            count = num_micro_batches or count or settings.accumulate_steps
-            if not count:
+            planned = (content or {}).get("schedule", {})
+            if schedule is not None and planned:
+                raise PipelineError("the plan has a schedule, and Pipeline has one too: leave out one of the two")
+            count = planned.get("num_micro_batches", settings.accumulate_steps)
+            if num_micro_batches is not None:
+                count = num_micro_batches
+            if count is None:
                 raise PipelineError("give Pipeline a plan, or num_micro_batches")
             if schedule is not None:
                 section = schedule_section(schedule)
@@ -151,7 +163,8 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
                 if loss_fn is not None:
                     stages.losses = losses
                 skeleton = asked.skeleton(len(stages.parts) - 1)
-                _require_placement(placement_of(skeleton, len(stages.parts) - 1), stages, self.rank)
+                _require_placement(skeleton, stages, self.rank, self.num_ranks)
+                require_tied_on_one_rank(layers._layers_desc, stages)  # noqa: SLF001 - all layers, of other ranks too
                 return skeleton, stages
             num_stages = num_stages_of(asked.plan, asked.schedule, self.num_ranks, num_virtual_pipeline_stages)
             skeleton = asked.skeleton(num_stages)
@@ -160,7 +173,9 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
                 method = skeleton.get("stages") if isinstance(skeleton.get("stages"), str) else seg_method
                 parts = cut_layers(layers, num_stages, method or "uniform")
             placed = placement_of(skeleton, num_stages)
-            return skeleton, ListStages(layers, parts, placed[self.rank], losses)
+            listed = ListStages(layers, parts, placed[self.rank], losses)
+            require_tied_on_one_rank(layers, listed)
+            return skeleton, listed
 
         def build_and_describe() -> dict[str, Any]:
             skeleton, stages = self._skeleton, self._stages = build()
@@ -561,12 +576,20 @@ class _Prepared:
         self.evaluation: TrainRank | None = None
 
 
-def _require_placement(placed: Sequence[Sequence[int]], stages: StageLayers, rank: int) -> None:
+def _require_placement(skeleton: Mapping[str, Any], stages: StageLayers, rank: int, num_ranks: int) -> None:
     """Refuse a schedule that has other stages on this rank than a ``PipelineLayer`` has built."""
+    fix = "give Pipeline the list of layers, and each rank builds the stages of the plan"
+    name, num_stages = skeleton["schedule"].get("kind"), len(stages.parts) - 1
+    kind = SCHEDULE_KINDS.get(name)
+    if kind is not None and kind.min_chunks * num_ranks > num_stages:
+        raise PipelineError(
+            f"the PipelineLayer has {num_stages} stages, and {name} has {kind.min_chunks} on each rank: {fix}"
+        )
+    placed = placement_of(skeleton, num_stages)
     if tuple(placed[rank]) != tuple(stages.numbers):
         raise PipelineError(
             f"the PipelineLayer has stages {list(stages.numbers)} on rank {rank}, and the schedule puts stages "
-            f"{list(placed[rank])} there: give Pipeline the list of layers, and each rank builds the stages of the plan"
+            f"{list(placed[rank])} there: {fix}"
         )
 
 

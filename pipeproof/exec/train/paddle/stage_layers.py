@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol, TypeAlias
 
 import paddle
@@ -17,6 +18,7 @@ from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer, Sha
 from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import SegmentLayers
 from paddle.distributed.fleet.meta_parallel.parallel_layers.random import get_rng_state_tracker
 
+from pipeproof.exec.train.stage_boundaries import kind_text
 from pipeproof.exec.train.train_errors import PipelineError
 
 Tensor: TypeAlias = paddle.Tensor
@@ -188,6 +190,48 @@ def trained(module: nn.Layer | None) -> dict[str, Tensor]:
     if module is None:
         return {}
     return {name: weight for name, weight in module.named_parameters() if not weight.stop_gradient}
+
+
+def require_layers(layers: Any) -> None:
+    """Refuse what is no list of layers before one of its entries fails in a step.
+
+    Raises:
+        PipelineError: it is something else, or has an entry that is no layer.
+    """
+    if isinstance(layers, PipelineLayer):
+        return
+    if not isinstance(layers, list | tuple | nn.Sequential | nn.LayerList):
+        raise PipelineError(
+            f"the layers are {kind_text(layers)}: give a PipelineLayer, or a list of layers and LayerDesc"
+        )
+    for position, entry in enumerate(layers):
+        if isinstance(entry, type):
+            fix = f"give LayerDesc({entry.__name__}, ..)"
+            raise PipelineError(
+                f"layers[{position}] is the class {entry.__name__}: {fix}, and each rank builds its own"
+            )
+        if not callable(entry) and not isinstance(entry, LayerDesc):
+            raise PipelineError(f"layers[{position}] is {kind_text(entry)}: give a layer, a function or a LayerDesc")
+
+
+def require_tied_on_one_rank(described: Sequence[Any], stages: StageLayers) -> None:
+    """Refuse a layer that the list has twice if this rank has one of its stages: each rank would train its own copy.
+
+    Raises:
+        PipelineError: another rank has another stage of it.
+    """
+    users: dict[int, dict[int, str]] = {}
+    for number, (first, end) in enumerate(pairwise(stages.parts)):
+        for position in range(first, end):
+            entry = described[position]
+            for name, weight in trained(entry if isinstance(entry, nn.Layer) else None).items():
+                users.setdefault(id(weight), {}).setdefault(number, f"`{name}` of layer {position}")
+    for names in users.values():
+        if names.keys() & set(stages.numbers) and not names.keys() <= set(stages.numbers):
+            raise PipelineError(
+                f"{' and '.join(names.values())} are one weight, and their stages {', '.join(map(str, names))} are on "
+                "several ranks: give a SharedLayerDesc in each place"
+            )
 
 
 def cut_layers(layers: Sequence[Any], num_stages: int, method: str | Sequence[int]) -> list[int]:

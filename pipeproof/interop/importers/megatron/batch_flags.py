@@ -9,7 +9,8 @@ from pipeproof.diagnostics.finding import Location
 from pipeproof.interop.importers.draft import count
 from pipeproof.interop.importers.megatron.flag_values import FlagReader, Setting
 
-_TOTAL, _STEPS, _RAMP = "--global-batch-size", "--step-batch-size-schedule", "--rampup-batch-size"
+_SIZE, _TOTAL = "--micro-batch-size", "--global-batch-size"
+_STEPS, _RAMP = "--step-batch-size-schedule", "--rampup-batch-size"
 _LOWER = "--decrease-batch-size-if-needed"
 _ENTRY: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?)([KMBT]?):([0-9]+(?:\.[0-9]*)?)([KMBT]?)", re.ASCII | re.IGNORECASE)
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -23,11 +24,12 @@ def import_batches(reader: FlagReader, data_parallel: int, num_chunks: int) -> N
         PlanFileError: PP170, a value cannot be read; PP171, Megatron-LM refuses the batches.
     """
     draft = reader.draft
-    size = reader.number("--micro-batch-size")
+    size = reader.number(_SIZE)
     if size is None:
-        draft.assume(("schedule", "micro_batch_size"), 1, "only a run determines --micro-batch-size")
+        why = f"{'only a run determines' if reader.has(_SIZE) else 'there is no'} {_SIZE}"
+        draft.assume(("schedule", "micro_batch_size"), 1, why)
     else:
-        reader.take("--micro-batch-size", ("schedule", "micro_batch_size"), size)
+        reader.take(_SIZE, ("schedule", "micro_batch_size"), size)
     sequences = count(draft, "schedule", "micro_batch_size") * data_parallel
     key = ("schedule", "num_micro_batches")
     batches = _scheduled(reader)

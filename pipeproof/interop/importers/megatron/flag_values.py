@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import NoReturn
 
 from pipeproof.diagnostics.finding import Location
@@ -106,6 +107,9 @@ def _arguments(
     programs = [index for index, word in enumerate(command) if word.text is not None and _PROGRAM.fullmatch(word.text)]
     first_flag = next(index for index, word in enumerate(command) if _score([word]))
     program = max((index for index in programs if index < first_flag), default=-1)
+    unread = takewhile(lambda word: word.text is None or not _FLAG.match(word.text), command[program + 1 :])
+    before = [(f"`{word.text or word.why}` before the first flag is not read", word.location) for word in unread]
+    notes = (*notes, *(before if programs else ()))
     return Arguments(file, lines, _settings(command[program + 1 :]), _settings(command[: program + 1]), notes)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from pipeproof.interop.importers.model_parts import PART_FLAGS
+from pipeproof.interop.importers.model_parts import PART_FLAGS, PART_SWITCHES
 
 FLAGS: Final = frozenset(
     [
@@ -120,6 +120,57 @@ FLAGS: Final = frozenset(
 )
 """Flags that are read and shown in the plan."""
 
+SWITCHES: Final = frozenset(
+    [
+        *PART_SWITCHES,
+        "--group-query-attention",
+        "--untie-embeddings-and-output-weights",
+        "--no-rope-fusion",
+        "--multi-latent-attention",
+        "--moe-router-enable-expert-bias",
+        "--sequence-parallel",
+        "--use-tp-pp-dp-mapping",
+        "--account-for-embedding-in-pipeline-split",
+        "--account-for-loss-in-pipeline-split",
+        "--no-overlap-p2p-communication",
+        "--variable-seq-lengths",
+        "--scatter-gather-tensors-in-pipeline",
+        "--no-scatter-gather-tensors-in-pipeline",
+        "--decrease-batch-size-if-needed",
+        "--use-distributed-optimizer",
+        "--recompute-activations",
+        "--moe-layer-recompute",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--bf16",
+        "--fp16",
+        "--calculate-per-token-loss",
+        "--use-flash-attn",
+        "--cross-entropy-loss-fusion",
+        "--use-precision-aware-optimizer",
+        "--no-store-param-remainders",
+        "--tp-comm-overlap",
+        "--moe-grouped-gemm",
+        "--use-transformer-engine-op-fuser",
+        "--delay-wgrad-compute",
+        "--overlap-moe-expert-parallel-comm",
+    ]
+)
+"""Flags that are read and have no value."""
+
+SEVERAL_VALUES: Final = frozenset(
+    [
+        "--cuda-graph-modules",
+        "--cuda-graph-scope",
+        "--moe-aux-loss-coeff",
+        "--moe-router-load-balancing-type",
+        "--rampup-batch-size",
+        "--recompute-modules",
+        "--step-batch-size-schedule",
+    ]
+)
+"""Flags that are read and may have more than one value."""
+
 NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
     {
         "--overlap-p2p-communication-warmup-flush": "the plan's transfers overlap as its schedule has them",
@@ -146,6 +197,8 @@ NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
         "--encoder-num-layers": "models with an encoder are not described",
         "--encoder-tensor-model-parallel-size": "models with an encoder are not described",
         "--encoder-pipeline-model-parallel-size": "models with an encoder are not described",
+        "--use-checkpoint-args": "sizes that a checkpoint has are not read",
+        "--use-mp-args-from-checkpoint-args": "degrees that a checkpoint has are not read",
         "--num-microbatches-with-partial-activation-checkpoints": "every micro-batch is recomputed alike here",
     }
 )

@@ -13,6 +13,7 @@ from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.megatron.argument_files import read_arguments
 from pipeproof.interop.importers.megatron.batch_flags import import_batches
+from pipeproof.interop.importers.megatron.flag_checks import check_choices, check_contradictions, check_counts
 from pipeproof.interop.importers.megatron.flag_values import Arguments, FlagReader
 from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN, WITHOUT_BEARING, concerns_parallelism
 from pipeproof.interop.importers.megatron.model_flags import dispatcher_of, import_model
@@ -51,8 +52,11 @@ def import_arguments(arguments: Arguments, flags: Flags) -> Imported:
     reader = FlagReader(arguments, draft)
     if not arguments.has_all:
         _refuse_misspelt(reader)
+        check_counts(reader)
+    check_choices(reader)
     tp, pp = reader.degree(_TP, ("topology", "tp")), reader.degree(_PP, ("topology", "pp"))
     _import_topology(reader, tp)
+    check_contradictions(reader)
     import_model(reader, tp=tp, pp=pp)
     num_mtp = _mtp_modules(reader)
     num_layers = count(draft, "model", "num_layers")

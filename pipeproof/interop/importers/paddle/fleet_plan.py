@@ -123,6 +123,9 @@ def _schedule(job: FleetJob, draft: Draft) -> None:
                 f"set `{accumulate.setting}` to {2 * pp.value} or more",
             )
         switch = job.dualpipe_v
+        if chunks.value > 1 and chunks.location is not None:
+            message = f"`{switch.setting}` does not go together with `{chunks.setting}` {chunks.value}"
+            refuse(message, chunks.location, "remove one of the two")
         draft.set(("schedule", "kind"), "dualpipe_v", switch.setting, switch.location)
         draft.set(("schedule", "num_chunks"), 2, switch.setting, switch.location)
     elif chunks.value == 1 or pp.value == 1:

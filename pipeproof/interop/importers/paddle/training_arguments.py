@@ -297,6 +297,8 @@ def _memory(settings: Settings, job: FleetJob, draft: Draft) -> None:
 
 
 def _dtype(settings: Settings) -> SourcedValue[str] | None:
+    if all(settings.flag(name, default=False).value for name in ("bf16", "fp16")):
+        refuse("`bf16` and `fp16` are both true: the trainers accept one of the two", settings.location("fp16"))
     for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
         if settings.flag(name, default=False).value:
             return SourcedValue(dtype, name, settings.location(name))
