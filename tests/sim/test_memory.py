@@ -159,6 +159,32 @@ def test_slots_are_there_all_along_and_layers_work_in_them():
     assert parts_of(Part.MESSAGES, **both)[1] == (2 + 3) * ACTIVATION
 
 
+def test_slots_leave_out_an_input_only_as_long_as_layers_would_keep_it():
+    """A block with residual streams keeps its input until I, other blocks until W."""
+    for model, during_w in (({}, ACTIVATION), ({"hyper_connections": {"streams": 2}}, 0)):
+        sections = {"model": model, "schedule": {"kind": "zb_h1", "num_micro_batches": 1}}
+        plain, slotted = (
+            simulate(lowered(**sections, buffers=buffers)).memory[1] for buffers in ({}, {"receive_slots": 1})
+        )
+        held = [
+            [level(curve, tick) - int(curve.held[-1]) for tick in (150, 250, 350)]  # F, I and W
+            for curve in (plain, slotted)
+        ]
+        message = 2 * ACTIVATION if model else ACTIVATION
+        assert [before - after for before, after in zip(*held, strict=True)] == [message, message, during_w]
+
+
+def test_a_custom_layer_that_keeps_nothing_holds_nothing_in_slots():
+    layers = [{"name": name, "out": [{"shape": ["b", 4]}], "activation_bytes": 0} for name in ("a", "b")]
+    del layers[1]["out"]
+    loss = {"normalization": "mean_of_micro_batches"}
+    data = plan_dict(stages=[["a"], ["b"]], buffers={"receive_slots": 2}, loss=loss)
+    data["model"] = {"kind": "layers", "layers": layers}
+    for curve in simulate(lower_loaded(plan_from_dict(data))).memory:
+        always = sum(curve.lasting.values())
+        assert curve.held.min(initial=always) == always
+
+
 def test_a_mask_beside_the_activation_stays_until_its_backward():
     boundaries = [{"name": "hidden", "dims": "sbh"}, {"name": "mask", "dims": "sb", "dtype": "bool"}]
     alone, with_mask = parts_of(Part.MESSAGES), parts_of(Part.MESSAGES, boundaries=boundaries)

@@ -152,10 +152,10 @@ def copied_bytes(plan: PlanSpec, name: str, size: MicroBatchSize) -> Fraction:
     return sum((held.num_bytes for held in _of_layer(plan, name, size)[0] if held.lifetime.is_from_forward), _ZERO)
 
 
-def gpt_keeps_input(plan: PlanSpec, layers: Sequence[Layer]) -> bool:
-    """True if the first layer of a stage stores the stage's input itself.
+def gpt_input_lifetime(plan: PlanSpec, layers: Sequence[Layer]) -> Lifetime | None:
+    """Lifetime of a stage's input, if the first layer of the stage stores the input itself.
 
-    False if the layer gathers or widens it, takes one of several MTP streams, or takes token ids.
+    None if the layer gathers or widens it, takes one of several MTP streams, or takes token ids.
     """
     first = next((layer.name for layer in layers if not is_empty(layer.name)), "embed")
     is_gathered = (
@@ -164,7 +164,9 @@ def gpt_keeps_input(plan: PlanSpec, layers: Sequence[Layer]) -> bool:
     streams = residual_streams_of(plan.gpt, first)
     is_widened = streams is not None and streams.expands and plan.memory.recompute != "full"
     has_mtp_streams = mtp_streams_into(plan.gpt, first) > 1
-    return first != "embed" and not (first == "head" and is_gathered) and not is_widened and not has_mtp_streams
+    if first == "embed" or (first == "head" and is_gathered) or is_widened or has_mtp_streams:
+        return None
+    return Lifetime.TO_WEIGHT if streams is None else Lifetime.TO_INPUT
 
 
 _StoredAndRecomputed: TypeAlias = tuple[list[StoredActivation], list[StoredActivation]]
