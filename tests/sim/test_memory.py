@@ -255,6 +255,19 @@ def test_the_table_has_ranks_alike_together_and_says_how_they_stand_to_the_budge
     assert "memory.budget_gib is 7e-05: 2 of 4 ranks need more" in text
 
 
+def test_inputs_of_products_in_fewer_bits_are_in_lowered_plans():
+    """Lowering replaces ``cost.analytic`` by its times, so that the type has to be kept elsewhere."""
+    cost = {"analytic": {"device": "h100", "dtype": "bfloat16", "matmul_dtype": "float8"}}
+    wide, narrow, named = (
+        lowered(cost=cost, memory={"product_inputs": kind}) for kind in ("dtype", "matmul_dtype", "float8")
+    )
+    assert narrow.spec.cost.analytic is None
+    assert plan_from_dict(narrow.spec.model_dump(mode="json")).spec == narrow.spec  # as the processes of a run read it
+    sizes = [sum(held.num_bytes for held in stage_holdings(plan, 0)) for plan in (wide, narrow, named)]
+    assert sizes[0] > sizes[1] == sizes[2]
+    assert [curve.peak for curve in simulate(narrow).memory] == [curve.peak for curve in simulate(named).memory]
+
+
 def test_the_table_of_a_stage_has_every_operation(printed):
     one = lowered(memory={"recompute": "selective", "shard_optimizer": "dp"})
     text = printed(lambda console: render_stage_memory(one, console))

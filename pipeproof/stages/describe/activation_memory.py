@@ -110,6 +110,12 @@ def is_flash(plan: PlanSpec) -> bool:
     return (plan.memory.attention or (analytic.attention if analytic is not None else "flash")) == "flash"
 
 
+def product_inputs(plan: PlanSpec) -> str:
+    """``memory.product_inputs`` with the type of ``cost.analytic`` in place of ``matmul_dtype``."""
+    given, analytic = plan.memory.product_inputs, plan.cost.analytic
+    return given if given != "matmul_dtype" or analytic is None else analytic.matmul_dtype or "dtype"
+
+
 def gpt_activations(plan: PlanSpec, layers: Sequence[Layer], size: MicroBatchSize) -> tuple[StoredActivation, ...]:
     """Activations that a stage of these layers stores for a work item of ``size``, added up per operation name."""
     total: dict[tuple[str, Lifetime], Fraction] = {}
@@ -197,9 +203,7 @@ class _RankMemory:
         self._dropped, self._recomputes = dropout_sites(plan), plan.memory.recompute == "full"
         self._regathers = plan.memory.sequence_parallel_activations == "regather"
         self._cross_entropy = plan.memory.cross_entropy
-        analytic = plan.cost.analytic
-        narrow = None if analytic is None or plan.memory.product_inputs == "dtype" else analytic.matmul_dtype
-        self._narrow = None if narrow is None else _NARROW_BYTES[narrow]
+        self._narrow = _NARROW_BYTES.get(product_inputs(plan))
         self._num_splits = plan.schedule.num_sequence_splits
         self._read = set[tuple[str, Fraction]]()
 
