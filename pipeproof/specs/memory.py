@@ -93,7 +93,8 @@ class MemorySpec(Section):
         default="dtype",
         description="Type in which products of blocks keep their inputs until W, except those of routers: dtype, that "
         "of activations; matmul_dtype, that of `cost.analytic.matmul_dtype`, or one of those types, with its "
-        "scales, as Transformer Engine does. Flash attention then also keeps its output in `dtype` until I. A run does not follow it.",
+        "scales, as Transformer Engine does. Flash attention then also keeps its output in `dtype` until I. A run does "
+        "not follow it.",
     )
     sequence_parallel_activations: Literal["keep", "regather"] = Field(
         default="keep",
