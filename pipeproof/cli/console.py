@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -50,6 +50,42 @@ def writable(context: click.Context, parameter: click.Parameter, value: Path | N
     if not os.access(existing, os.W_OK):
         raise click.BadParameter(f"{str(value)!r}: {str(existing)!r} is not writable")
     return value
+
+
+def require_separate_outputs() -> None:
+    """Refuse an output file that is also an input or another output of the command that runs.
+
+    Output files are options with a check of their own, such as ``writable``.
+
+    Raises:
+        click.UsageError: a file would be replaced.
+    """
+    context = click.get_current_context()
+    seen: dict[Path, click.Parameter] = {}
+    given = [
+        (parameter, path)
+        for parameter in sorted(context.command.params, key=_is_output)  # inputs first
+        if isinstance(parameter.type, click.Path)
+        for path in _paths(context.params.get(parameter.name or ""))
+    ]
+    for parameter, path in given:
+        file = Path(os.path.realpath(path))
+        if file.exists() and not file.is_file():
+            continue  # directories have several files, and devices replace nothing
+        if _is_output(parameter) and file in seen:
+            names = " and ".join(each.get_error_hint(context) for each in (seen[file], parameter))
+            raise click.UsageError(f"{names} are one file, {str(path)!r}, which would be replaced")
+        seen[file] = parameter
+
+
+def _is_output(parameter: click.Parameter) -> bool:
+    """True for the option of a file that is written."""
+    kind = parameter.type
+    return isinstance(kind, click.Path) and not kind.dir_okay and parameter.callback is not None
+
+
+def _paths(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else () if value is None else (value,)
 
 
 def format_option(*others: str) -> Callable[[_Function], _Function]:
@@ -129,7 +165,8 @@ def output_closed() -> NoReturn:
 
 def refused_by_system(error: OSError) -> NoReturn:
     """Print an error of the system, and exit as for bad input."""
-    print_error(_error_text(error))
+    with suppress(OSError):  # standard error may be on the same full disk
+        print_error(_error_text(error))
     sys.exit(ExitStatus.BAD_INPUT)
 
 
@@ -158,6 +195,8 @@ def _error_text(error: OSError) -> str:
     """The error and its path, with a suggested fix if one is known; without the number of the error."""
     if error.strerror is None:
         return str(error)
+    if error.errno == errno.ENOENT and error.filename is None:
+        return "the current directory has been removed\n  = help: change to a directory that exists"
     path = "" if error.filename is None else f"`{error.filename}`: "
     fix = _FIXES.get(error.errno or 0)
     return f"{path}{error.strerror}" + (f"\n  = help: {fix}" if fix else "")

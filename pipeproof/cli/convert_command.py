@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from pipeproof.atomic_write import write_output
-from pipeproof.cli.console import refusing_bad_plans, writable
+from pipeproof.cli.console import refusing_bad_plans, require_separate_outputs, writable
 from pipeproof.cli.progress import showing_progress
 
 FORMATS = ("text", "csv", "csv-comms", "fleet")
@@ -30,6 +30,7 @@ def convert(file: Path, target: str, source: str, output: Path | None, *, only_c
     Fleet's static scheduler, one line per rank (fleet). For csv-comms, a schedule without transfers gets those that
     PyTorch would add. Operations that a format cannot express are an error: nothing is left out silently.
     """
+    require_separate_outputs()
     with refusing_bad_plans("text", file), showing_progress(f"converting {file}"):
         text = _converted(file, source, target, only_computations=only_computations)
         if output is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 import click
 
 from pipeproof.atomic_write import write_output
-from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, writable
+from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, require_separate_outputs, writable
 from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.set_option import set_option
 from pipeproof.diagnostics.finding import Severity
@@ -90,6 +90,7 @@ def hang(
     pickle or JSON, or dumps of py-spy, named likewise, or logs of NCCL's Inspector. The output has mismatches,
     operations that were never issued, and the cycle of waits.
     """
+    require_separate_outputs()
     for name, value in (("--on-hang", on_hang), ("--duration", timeout_s)):
         if value is not None and not follow:
             raise click.UsageError(f"{name} needs --follow")

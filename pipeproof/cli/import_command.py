@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import click
 
 from pipeproof.atomic_write import write_output
-from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.console import console_for, refusing_bad_plans, require_separate_outputs, writable
 from pipeproof.cli.help_sections import SuggestingGroup
 from pipeproof.cli.set_option import set_option
 from pipeproof.interop.importers.import_kinds import KINDS
@@ -116,6 +116,7 @@ def _add_importer(kind: str) -> None:
     ) -> None:
         from pipeproof.interop.importers.imported import Flags
 
+        require_separate_outputs()
         _import_plan(kind, files, output, device, Flags(settings, model_config, world_size, recipe))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.console import console_for, refusing_bad_plans, require_separate_outputs, writable
 from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.timeline_option import timeline_file, write_timeline
 
@@ -35,6 +35,7 @@ def merge(
     Each host of a run keeps a directory with the part of its ranks. Nothing is executed. The exit
     status is that of the run.
     """
+    require_separate_outputs()
     from pipeproof.exec.merge_hosts import merge_directories, read_directories
     from pipeproof.exec.run_console import result_or_status, show_run, step_lines
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeproof.cli.console import echo
+from pipeproof.cli.console import echo, require_separate_outputs
 from pipeproof.cli.import_command import DeviceParam, KindName, import_from, import_options
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ def plan_options(*, device: bool = False) -> Callable[[Callable[..., Any]], Call
             imported_device: DeviceName | None = None,
             **others: Any,
         ) -> Any:
+            require_separate_outputs()
             source = PlanSource(kind, settings, model_config, world_size, imported_device, recipe)
             return command(source=source, **others)
 

@@ -10,7 +10,7 @@ import click
 
 from pipeproof.atomic_write import write_json
 from pipeproof.cli.completion import PlanFile
-from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.console import console_for, refusing_bad_plans, require_separate_outputs, writable
 from pipeproof.cli.number_text import fraction_of
 from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.set_option import set_option
@@ -68,6 +68,7 @@ def profile(
     log with timers of Megatron-LM, or the logs of Paddle's ranks; or a directory of such files. The kind is recognised
     by the content. A plan with `cost: {profile: FILE}` is then simulated with these times.
     """
+    require_separate_outputs()
     if plan is None and (output is not None or message_us is not None or scales or settings):
         raise click.UsageError("other options need --plan: a profile has the times of a plan's operations")
     with refusing_bad_plans("text", plan or files[0], noted=files):

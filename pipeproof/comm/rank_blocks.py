@@ -115,10 +115,12 @@ class RankBlocks:
         reductions and the optimizer where the program has no STEP.
         """
         has_step = False
+        with_tensors = {row.op for row in rows if row.tensor != NONE}  # they have a row and a wait for each tensor
         for row in rows:
             op, has_step = row.op, has_step or row.op.kind is OpKind.STEP
             about = op.target if op.kind is OpKind.WAIT and op.target is not None else op
-            if about.kind in TRANSFER_KINDS - META_KINDS and row.tensor == NONE:
+            is_open = row.tensor == NONE and not (op.kind is OpKind.WAIT and about in with_tensors)
+            if is_open and about.kind in TRANSFER_KINDS - META_KINDS:
                 yield from self._given_transfer(row, about)
             elif op.kind is OpKind.REDUCE_GRAD and op.axis is None and reduce_axes:
                 yield from self.step_end.reduce(op.stage, reduce_axes)

@@ -24,11 +24,15 @@ def with_times(plan: PlanSpec) -> PlanSpec:
     cost = resolved_cost(plan)
     if cost is plan.cost:
         return plan
-    from pipeproof.stages.describe.activation_memory import is_flash
+    from pipeproof.stages.describe.activation_memory import is_flash, product_inputs
     from pipeproof.stages.describe.training_state import memory_dtype
 
     memory = plan.memory.model_copy(
-        update={"dtype": memory_dtype(plan), "attention": "flash" if is_flash(plan) else "unfused"}
+        update={
+            "dtype": memory_dtype(plan),
+            "attention": "flash" if is_flash(plan) else "unfused",
+            "product_inputs": product_inputs(plan),
+        }
     )  # the keys of ``analytic`` on memory are dropped with it
     return plan.model_copy(update={"cost": cost, "memory": memory})
 

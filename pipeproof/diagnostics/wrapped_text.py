@@ -15,6 +15,9 @@ from typing import IO, Any
 _LEAST = 20
 """A narrower terminal is written to as if it had so many columns."""
 
+_MOST_DIGITS = 6
+"""Digits of ``COLUMNS``: no terminal is wider, and tables would be padded to it."""
+
 _WORD = re.compile(r"`[^`\n]{1,24}`[^\s]*|\S+")
 """Words; a short quotation in backquotes is one, so that what can be typed stays together."""
 
@@ -22,11 +25,17 @@ _LABEL = re.compile(r"\s+= (?:help: )?|(?P<code>\w+\[\w+\])?\s*")
 """Label of a finding, or spaces of an indented line, whose width continuation lines are indented by."""
 
 
+def given_columns() -> int | None:
+    """Return the columns that the environment sets; None without a positive number."""
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) or None if columns.isdecimal() and len(columns) <= _MOST_DIGITS else None
+
+
 def prose_width(stream: IO[Any]) -> int | None:
     """Return the columns that prose on a stream is wrapped at; None where its lines stay whole."""
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isdigit() and int(columns):
-        return max(int(columns), _LEAST)
+    columns = given_columns()
+    if columns is not None:
+        return max(columns, _LEAST)
     if not stream.isatty():
         return None
     return max(shutil.get_terminal_size().columns, _LEAST)

@@ -28,6 +28,7 @@ from functools import cached_property
 from math import ceil, prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeproof.comm.boundary_tensors import message_name
 from pipeproof.comm.lowered_plan import LoweredPlan
@@ -41,7 +42,7 @@ from pipeproof.sim.memory_curve import GIB, Clock, Holdings, MemoryCurve, Part, 
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.stages.describe.activation_memory import Lifetime, StoredActivation
 from pipeproof.stages.describe.layer import layer_kind
-from pipeproof.stages.describe.model_family import keeps_input, stored_activations
+from pipeproof.stages.describe.model_family import input_lifetime, stored_activations
 from pipeproof.stages.describe.training_state import memory_dtype, state_of_weights
 
 _FORWARD = (OpKind.FORWARD,)
@@ -156,8 +157,9 @@ class _Step:
         for part in (Part.ACTIVATIONS, Part.LOGITS):
             for life, (begin, end) in extent.items():
                 num_bytes = tables[part, life][entry]
-                if (part, life) == (Part.ACTIVATIONS, Lifetime.TO_WEIGHT):
-                    num_bytes = num_bytes - self._in_slots(rows)
+                if part is Part.ACTIVATIONS:
+                    in_slots = np.where(self._input_lifetimes[graph.stage[rows]] == life, self._in_slots(rows), 0)
+                    num_bytes = np.maximum(num_bytes - in_slots, 0)  # custom layers may keep less than their input
                 if life in COPIED:
                     freed, reloaded = self._offloaded(rows, end)
                     again = Holdings(part, graph.rank[rows], np.minimum(reloaded, end), end, num_bytes)
@@ -249,11 +251,18 @@ class _Step:
         first = ["", *(message_name(members, transport) if members else "" for members in firsts)]
         names = sorted({tensor.member for tensor in self._graph.tensors} | set(first))
         kept = [
-            names.index(member) if keeps_input(lowered.spec, lowered.layers_of(stage)) else NONE
-            for stage, member in enumerate(first)
+            NONE if lifetime is None else names.index(member)
+            for member, lifetime in zip(first, self._input_lifetimes.tolist(), strict=True)
         ]
         member_of = np.array([names.index(t.member) for t in self._graph.tensors] or [NONE])
         return np.asarray(np.array(kept)[self._graph.stage[rows]] == member_of[tensor])
+
+    @cached_property
+    def _input_lifetimes(self) -> NDArray[np.object_]:
+        """Lifetime by stage of the inputs that the first layers keep, or None."""
+        lowered = self._lowered
+        lifetimes = [input_lifetime(lowered.spec, lowered.layers_of(stage)) for stage in range(len(lowered.stages))]
+        return np.array(lifetimes, dtype=object)
 
     def _input_leaves(self, rows: IntColumn) -> IntColumn:
         """Time until which a received input is counted as a message."""

@@ -89,11 +89,12 @@ class MemorySpec(Section):
         "back before their backward. `cost.analytic` counts the time at the bandwidth of the host, next to "
         "computations; given times are used unchanged. A run does not follow it.",
     )
-    product_inputs: Literal["dtype", "matmul_dtype"] = Field(
+    product_inputs: Literal["dtype", "matmul_dtype", "float8", "float8_block", "float4"] = Field(
         default="dtype",
         description="Type in which products of blocks keep their inputs until W, except those of routers: dtype, that "
-        "of activations; matmul_dtype, that of `cost.analytic.matmul_dtype` with its scales, as Transformer Engine "
-        "does. Flash attention then also keeps its output in `dtype` until I. A run does not follow it.",
+        "of activations; matmul_dtype, that of `cost.analytic.matmul_dtype`, or one of those types, with its "
+        "scales, as Transformer Engine does. Flash attention then also keeps its output in `dtype` until I. A run does "
+        "not follow it.",
     )
     sequence_parallel_activations: Literal["keep", "regather"] = Field(
         default="keep",

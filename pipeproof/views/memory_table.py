@@ -85,8 +85,8 @@ def _assumptions(lowered: LoweredPlan) -> str:
         again += f" of {', '.join(memory.recompute_modules)}"
     if spec.memory.offload_blocks:
         again += f", {spec.memory.offload_blocks} blocks of each stage offloaded"
-    if spec.memory.product_inputs == "matmul_dtype":
-        again += ", inputs of products in the type of products"
+    if spec.memory.product_inputs != "dtype":
+        again += f", inputs of products in {spec.memory.product_inputs}"
     shared = " shared by dp ranks" if spec.memory.shard_optimizer == "dp" else ""
     return (
         f"{memory_dtype(spec)}, gradients in {spec.gradient_dtype}, {optimizer_bytes(spec):g} optimizer bytes a "

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from pipeproof.diagnostics.wrapped_text import line_parts, prose_width
+from pipeproof.diagnostics.wrapped_text import given_columns, line_parts, prose_width
 
 
 class WrappingConsole(Console):
     """A console whose ``print`` wraps text at ``prose_width``, without the option ``no_wrap``."""
+
+    def __init__(self, **options: Any) -> None:
+        # At COLUMNS=0, as terminals without a size set it, rich would print nothing.
+        ignored = "COLUMNS" if given_columns() is None else None
+        super().__init__(_environ={name: text for name, text in os.environ.items() if name != ignored}, **options)
 
     @property
     def prose_width(self) -> int | None:

@@ -48,6 +48,63 @@ def test_a_full_disk_leaves_the_file_that_exists_and_names_it(name, tmp_path):
     assert [*tmp_path.iterdir()] == [output]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "simulate plan.json -o ./plan.json",
+        "simulate -o link.json plan.json",
+        "rehearse plan.json -o plan.json",
+        "run plan.json --report plan.json",
+        "run plan.json --report new.json --profile ../{folder}/new.json",
+        "job file plan.json --for slurm -o plan.json",
+        "schedule solve plan.json -o plan.json",
+        "schedule convert zbv.csv --as text -o zbv.csv",
+        "import torch-csv other.csv zbv.csv -o zbv.csv",
+        "import profile log.json --plan plan.json -o log.json",
+        "compare plan.json page.html -o page.html",
+        "job merge hosts --report new.json --profile new.json",
+        "job hang hosts --follow -o new.html --metrics new.html",
+    ],
+)
+def test_an_output_is_no_input_and_no_other_output(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").mkdir()
+    for name in ("plan.json", "zbv.csv", "other.csv", "log.json", "page.html"):
+        (tmp_path / name).write_text("old")
+    (tmp_path / "link.json").symlink_to("plan.json")
+    result = invoke(*words.format(folder=tmp_path.name).split())
+    assert result.exit_code == 2
+    assert "are one file" in result.stderr
+    assert "would be replaced" in " ".join(result.stderr.split())
+    assert all(path.read_text() == "old" for path in tmp_path.iterdir() if path.is_file())
+
+
+def test_a_full_disk_below_both_streams_is_no_error_of_the_plan():
+    command = [sys.executable, "-B", "-m", "pipeproof", "simulate", PLAN]
+    with Path("/dev/full").open("wb") as full:
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        result = subprocess.run(command, stdout=full, stderr=full, timeout=120, check=False, env=environment)
+    assert result.returncode == 2
+
+
+def test_a_removed_directory_is_named(tmp_path, monkeypatch):
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    monkeypatch.chdir(removed)
+    removed.rmdir()
+    result = invoke("simulate", PLAN, "-o", "x.html")
+    assert result.exit_code == 2
+    assert "the current directory has been removed" in result.stderr
+
+
+def test_devices_and_directories_are_given_twice(tmp_path):
+    schedule = EXAMPLES / "schedules" / "zbv_pp2.csv"
+    assert invoke("schedule", "convert", schedule, "--as", "text", "-o", "/dev/null").exit_code == 0
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(PLAN.read_text())
+    assert invoke("simulate", plan, "-o", tmp_path / "plan.html").exit_code == 0
+
+
 def test_a_new_file_keeps_permissions_and_links(tmp_path):
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("old")

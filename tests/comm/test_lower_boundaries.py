@@ -5,8 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pipeproof.schedule.formats.text_form import format_program
 from pipeproof.schedule.op_table import NONE, build_graph
 from pipeproof.schedule.ops import CHILD_KINDS, RECV_KINDS, SEND_KINDS, OpKind
+from pipeproof.verify.certificate import graph_digest
 from tests.plans import subject
 from tests.verify.programs import codes
 
@@ -38,6 +40,21 @@ def test_each_tensor_of_a_boundary_has_a_message_and_a_wait_of_its_own():
     back = [graph.tensors[int(graph.tensor[i])].member for i in transfers(graph, 2, SEND_KINDS)]
     assert back == ["hidden"]  # a mask has no gradient
     assert not codes(one)
+
+
+@pytest.mark.parametrize("shape_exchange", ["none", "per_message"])
+def test_a_file_that_names_each_tensor_is_used_as_it_is(shape_exchange, tmp_path):
+    """Its waits were made as many as the boundary has tensors, once more for each tensor."""
+    sections = {
+        "boundaries": [{"name": "hidden", "dims": "sbh"}, {"name": "mask", "dims": "bs", "dtype": "bool"}],
+        "transport": {"shape_exchange": shape_exchange},
+    }
+    generated = subject(**sections)
+    file = tmp_path / "program.txt"
+    file.write_text(format_program(generated.graph))
+    read = subject(**sections, schedule={"kind": "file", "path": str(file)})
+    assert not codes(read)
+    assert graph_digest(read) == graph_digest(generated)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import Layer
-from pipeproof.stages.describe.model_family import keeps_input, stored_activations
+from pipeproof.stages.describe.model_family import input_lifetime, stored_activations
 from pipeproof.stages.describe.op_work import layer_work
 from pipeproof.stages.describe.training_state import state_of
 from pipeproof.stages.describe.typed_gpt import typed_gpt
@@ -58,7 +58,7 @@ def test_a_plan_costs_and_holds_what_it_does_without_them(analytic):
         with_empty, without = filled.layers_of(stage), bare.layers_of(stage)
         assert state_of(filled.spec, with_empty) == state_of(bare.spec, without)
         assert stored_activations(filled.spec, with_empty, SIZE) == stored_activations(bare.spec, without, SIZE)
-        assert keeps_input(filled.spec, with_empty) == keeps_input(bare.spec, without)
+        assert input_lifetime(filled.spec, with_empty) == input_lifetime(bare.spec, without)
     assert filled.graph.columns.equals(bare.graph.columns)
 
 
@@ -72,7 +72,7 @@ def test_a_stage_of_them_alone_keeps_nothing_and_is_no_error():
     one = subject(model=ENDS, topology={"pp": 4}, stages=stages)
     alone = one.plan.layers_of(2)
     assert stored_activations(one.plan.spec, alone, SIZE) == ()
-    assert not keeps_input(one.plan.spec, alone)
+    assert not input_lifetime(one.plan.spec, alone)
     assert state_of(one.plan.spec, alone).parameters == 0
     assert not check_subject(one).errors
     console = Console(file=io.StringIO(), width=200)

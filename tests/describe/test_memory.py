@@ -9,7 +9,7 @@ from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.activation_memory import Lifetime, copied_bytes
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.model_family import keeps_input, stored_activations
+from pipeproof.stages.describe.model_family import input_lifetime, stored_activations
 from pipeproof.stages.describe.training_state import moved_by_update, optimizer_bytes, state_of
 from tests.plans import plan_dict
 
@@ -373,8 +373,8 @@ def test_experts_are_sharded_over_ep():
 
 def test_what_a_stage_is_given_is_what_its_first_layer_keeps():
     layers = {layer.name: layer for layer in describe_gpt(plan())}
-    assert keeps_input(plan(), [layers["layer.0"]])
-    assert keeps_input(plan(), [layers["head"]])
-    assert not keeps_input(plan(tp=2, sp=True), [layers["head"]])  # it gathers, and keeps that
-    assert keeps_input(plan(tp=2, sp=True, memory={"sequence_parallel_activations": "regather"}), [layers["head"]])
-    assert not keeps_input(plan(), [])
+    assert input_lifetime(plan(), [layers["layer.0"]]) is Lifetime.TO_WEIGHT
+    assert input_lifetime(plan(), [layers["head"]]) is Lifetime.TO_WEIGHT
+    assert not input_lifetime(plan(tp=2, sp=True), [layers["head"]])  # it gathers, and keeps that
+    assert input_lifetime(plan(tp=2, sp=True, memory={"sequence_parallel_activations": "regather"}), [layers["head"]])
+    assert not input_lifetime(plan(), [])

@@ -20,7 +20,7 @@ from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import layer_kind
 from pipeproof.stages.describe.layers.gradient_units import measured_with
 from pipeproof.stages.describe.layers.streams import INITIAL_SCALE
-from pipeproof.stages.describe.model_family import describe_boundaries, keeps_input, stored_activations
+from pipeproof.stages.describe.model_family import describe_boundaries, input_lifetime, stored_activations
 from pipeproof.stages.describe.op_work import Phase, layer_work
 from pipeproof.stages.describe.residual_streams import residual_streams_of
 from pipeproof.stages.describe.synthetic import initial_weight
@@ -159,9 +159,9 @@ def test_recomputation_keeps_what_a_block_is_given():
     kept = [total(held(spec, f"layer.{i}"), Lifetime.TO_INPUT, Lifetime.TO_WEIGHT) for i in range(4)]
     assert kept == [4 * 32 * 16, *[4 * 32 * 4 * 16] * 3]
     stages = {name: [layer for layer in describe_gpt(spec) if layer.name == name] for name in ("layer.0", "layer.1")}
-    assert all(keeps_input(spec, layers) for layers in stages.values())
+    assert all(input_lifetime(spec, layers) is Lifetime.TO_INPUT for layers in stages.values())
     plain = spec_of(4)
-    assert [keeps_input(plain, layers) for layers in stages.values()] == [False, True]
+    assert [input_lifetime(plain, layers) for layers in stages.values()] == [None, Lifetime.TO_INPUT]
 
 
 def test_flops_of_what_reads_and_mixes():

@@ -87,6 +87,15 @@ def test_a_name_that_nobody_knows_is_no_loopback_name():
 
 
 @pytest.mark.parametrize("backend", ["paddle", "torch"])
+def test_a_run_on_one_host_ignores_the_store_that_a_shell_names(backend, monkeypatch):
+    """Paddle prefers these variables to its own."""
+    monkeypatch.setenv("MASTER_ADDR", "another.host")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    environment = rank_environment(backend, 0, 2, [1, 2, 3])
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("127.0.0.1", "1")
+
+
+@pytest.mark.parametrize("backend", ["paddle", "torch"])
 def test_gloo_of_a_run_on_one_host_listens_at_loopback(backend):
     assert interface_towards("127.0.0.1") is not None
     assert rank_environment(backend, 0, 2, [1, 2, 3])[GLOO_INTERFACE] == interface_towards("127.0.0.1")

@@ -159,6 +159,32 @@ def test_slots_are_there_all_along_and_layers_work_in_them():
     assert parts_of(Part.MESSAGES, **both)[1] == (2 + 3) * ACTIVATION
 
 
+def test_slots_leave_out_an_input_only_as_long_as_layers_would_keep_it():
+    """A block with residual streams keeps its input until I, other blocks until W."""
+    for model, during_w in (({}, ACTIVATION), ({"hyper_connections": {"streams": 2}}, 0)):
+        sections = {"model": model, "schedule": {"kind": "zb_h1", "num_micro_batches": 1}}
+        plain, slotted = (
+            simulate(lowered(**sections, buffers=buffers)).memory[1] for buffers in ({}, {"receive_slots": 1})
+        )
+        held = [
+            [level(curve, tick) - int(curve.held[-1]) for tick in (150, 250, 350)]  # F, I and W
+            for curve in (plain, slotted)
+        ]
+        message = 2 * ACTIVATION if model else ACTIVATION
+        assert [before - after for before, after in zip(*held, strict=True)] == [message, message, during_w]
+
+
+def test_a_custom_layer_that_keeps_nothing_holds_nothing_in_slots():
+    layers = [{"name": name, "out": [{"shape": ["b", 4]}], "activation_bytes": 0} for name in ("a", "b")]
+    del layers[1]["out"]
+    loss = {"normalization": "mean_of_micro_batches"}
+    data = plan_dict(stages=[["a"], ["b"]], buffers={"receive_slots": 2}, loss=loss)
+    data["model"] = {"kind": "layers", "layers": layers}
+    for curve in simulate(lower_loaded(plan_from_dict(data))).memory:
+        always = sum(curve.lasting.values())
+        assert curve.held.min(initial=always) == always
+
+
 def test_a_mask_beside_the_activation_stays_until_its_backward():
     boundaries = [{"name": "hidden", "dims": "sbh"}, {"name": "mask", "dims": "sb", "dtype": "bool"}]
     alone, with_mask = parts_of(Part.MESSAGES), parts_of(Part.MESSAGES, boundaries=boundaries)
@@ -227,6 +253,19 @@ def test_the_table_has_ranks_alike_together_and_says_how_they_stand_to_the_budge
     assert "\n0-1 " in text
     assert "\n2-3 " in text
     assert "memory.budget_gib is 7e-05: 2 of 4 ranks need more" in text
+
+
+def test_inputs_of_products_in_fewer_bits_are_in_lowered_plans():
+    """Lowering replaces ``cost.analytic`` by its times, so that the type has to be kept elsewhere."""
+    cost = {"analytic": {"device": "h100", "dtype": "bfloat16", "matmul_dtype": "float8"}}
+    wide, narrow, named = (
+        lowered(cost=cost, memory={"product_inputs": kind}) for kind in ("dtype", "matmul_dtype", "float8")
+    )
+    assert narrow.spec.cost.analytic is None
+    assert plan_from_dict(narrow.spec.model_dump(mode="json")).spec == narrow.spec  # as the processes of a run read it
+    sizes = [sum(held.num_bytes for held in stage_holdings(plan, 0)) for plan in (wide, narrow, named)]
+    assert sizes[0] > sizes[1] == sizes[2]
+    assert [curve.peak for curve in simulate(narrow).memory] == [curve.peak for curve in simulate(named).memory]
 
 
 def test_the_table_of_a_stage_has_every_operation(printed):

@@ -117,11 +117,16 @@ def rank_environment(backend: str, rank: int, num_ranks: int, ports: list[int], 
 def framework_variables(
     backend: str, rank: int, num_ranks: int, master: tuple[str, int], device: str
 ) -> dict[str, str]:
-    """Variables from which a framework learns its rank, the number of ranks, and where rank 0's store listens."""
+    """Variables from which a framework learns its rank, the number of ranks, and where rank 0's store listens.
+
+    Paddle takes the store's address from PyTorch's variables, if the environment has them, rather than from its own.
+    """
     host, port = master
+    store = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
     if backend == "torch":
-        return {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        return {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), **store}
     return {
+        **store,
         "PADDLE_TRAINER_ID": str(rank),
         "PADDLE_TRAINERS_NUM": str(num_ranks),
         "PADDLE_MASTER": f"{host}:{port}",

@@ -110,6 +110,12 @@ def is_flash(plan: PlanSpec) -> bool:
     return (plan.memory.attention or (analytic.attention if analytic is not None else "flash")) == "flash"
 
 
+def product_inputs(plan: PlanSpec) -> str:
+    """``memory.product_inputs`` with the type of ``cost.analytic`` in place of ``matmul_dtype``."""
+    given, analytic = plan.memory.product_inputs, plan.cost.analytic
+    return given if given != "matmul_dtype" or analytic is None else analytic.matmul_dtype or "dtype"
+
+
 def gpt_activations(plan: PlanSpec, layers: Sequence[Layer], size: MicroBatchSize) -> tuple[StoredActivation, ...]:
     """Activations that a stage of these layers stores for a work item of ``size``, added up per operation name."""
     total: dict[tuple[str, Lifetime], Fraction] = {}
@@ -152,10 +158,10 @@ def copied_bytes(plan: PlanSpec, name: str, size: MicroBatchSize) -> Fraction:
     return sum((held.num_bytes for held in _of_layer(plan, name, size)[0] if held.lifetime.is_from_forward), _ZERO)
 
 
-def gpt_keeps_input(plan: PlanSpec, layers: Sequence[Layer]) -> bool:
-    """True if the first layer of a stage stores the stage's input itself.
+def gpt_input_lifetime(plan: PlanSpec, layers: Sequence[Layer]) -> Lifetime | None:
+    """Lifetime of a stage's input, if the first layer of the stage stores the input itself.
 
-    False if the layer gathers or widens it, takes one of several MTP streams, or takes token ids.
+    None if the layer gathers or widens it, takes one of several MTP streams, or takes token ids.
     """
     first = next((layer.name for layer in layers if not is_empty(layer.name)), "embed")
     is_gathered = (
@@ -164,7 +170,9 @@ def gpt_keeps_input(plan: PlanSpec, layers: Sequence[Layer]) -> bool:
     streams = residual_streams_of(plan.gpt, first)
     is_widened = streams is not None and streams.expands and plan.memory.recompute != "full"
     has_mtp_streams = mtp_streams_into(plan.gpt, first) > 1
-    return first != "embed" and not (first == "head" and is_gathered) and not is_widened and not has_mtp_streams
+    if first == "embed" or (first == "head" and is_gathered) or is_widened or has_mtp_streams:
+        return None
+    return Lifetime.TO_WEIGHT if streams is None else Lifetime.TO_INPUT
 
 
 _StoredAndRecomputed: TypeAlias = tuple[list[StoredActivation], list[StoredActivation]]
@@ -195,9 +203,7 @@ class _RankMemory:
         self._dropped, self._recomputes = dropout_sites(plan), plan.memory.recompute == "full"
         self._regathers = plan.memory.sequence_parallel_activations == "regather"
         self._cross_entropy = plan.memory.cross_entropy
-        analytic = plan.cost.analytic
-        narrow = None if analytic is None or plan.memory.product_inputs == "dtype" else analytic.matmul_dtype
-        self._narrow = None if narrow is None else _NARROW_BYTES[narrow]
+        self._narrow = _NARROW_BYTES.get(product_inputs(plan))
         self._num_splits = plan.schedule.num_sequence_splits
         self._read = set[tuple[str, Fraction]]()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.activation_memory import StoredActivation, gpt_activations, gpt_keeps_input
+from pipeproof.stages.describe.activation_memory import Lifetime, StoredActivation, gpt_activations, gpt_input_lifetime
 from pipeproof.stages.describe.boundary import Boundary, Edge, MicroBatchSize, gpt_boundary
 from pipeproof.stages.describe.custom_model import (
     custom_activations,
@@ -34,7 +34,7 @@ class ModelFamily:
     edges: Callable[[PlanSpec], tuple[Edge, ...]]
     typed_layers: Callable[[PlanSpec, MicroBatchSize | None], Mapping[str, TypedLayer]]
     stored_activations: Callable[[PlanSpec, Sequence[Layer], MicroBatchSize], tuple[StoredActivation, ...]]
-    keeps_input: Callable[[PlanSpec, Sequence[Layer]], bool]
+    input_lifetime: Callable[[PlanSpec, Sequence[Layer]], Lifetime | None]
 
 
 GPT = ModelFamily(
@@ -44,7 +44,7 @@ GPT = ModelFamily(
     edges=gpt_edges,
     typed_layers=typed_gpt,
     stored_activations=gpt_activations,
-    keeps_input=gpt_keeps_input,
+    input_lifetime=gpt_input_lifetime,
 )
 CUSTOM = ModelFamily(
     layers=describe_custom_layers,
@@ -53,7 +53,7 @@ CUSTOM = ModelFamily(
     edges=lambda plan: custom_edges(plan, custom_stages(plan)),
     typed_layers=lambda plan, _: typed_custom_layers(plan),
     stored_activations=lambda plan, layers, _: custom_activations(plan, [layer.name for layer in layers]),
-    keeps_input=lambda _, __: True,
+    input_lifetime=lambda _, __: Lifetime.TO_WEIGHT,
 )
 
 
@@ -97,6 +97,6 @@ def stored_activations(plan: PlanSpec, layers: Sequence[Layer], size: MicroBatch
     return family_of(plan).stored_activations(plan, layers, size)
 
 
-def keeps_input(plan: PlanSpec, layers: Sequence[Layer]) -> bool:
-    """True if the first layer of a stage stores the stage's input itself."""
-    return family_of(plan).keeps_input(plan, layers)
+def input_lifetime(plan: PlanSpec, layers: Sequence[Layer]) -> Lifetime | None:
+    """Lifetime of a stage's input, if the first layer of the stage stores the input itself; else None."""
+    return family_of(plan).input_lifetime(plan, layers)
