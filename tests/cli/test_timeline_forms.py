@@ -20,7 +20,7 @@ NEEDED = {".pftrace": "perfetto", ".png": "matplotlib", ".svg": "matplotlib", ".
     [pytest.param(form, marks=pytest.mark.needs(NEEDED[form]) if form in NEEDED else ()) for form in (*FORMS, ".CSV")],
 )
 def test_each_form_is_written_and_said(suffix, good, tmp_path):
-    path = tmp_path / f"plan{suffix}"
+    path = tmp_path / f"timeline{suffix}"
     result = invoke("simulate", good, "-o", path)
     assert result.exit_code == 0, result.stderr
     assert f"written to {path}" in result.stdout.splitlines()[-1]

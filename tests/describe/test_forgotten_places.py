@@ -150,7 +150,7 @@ ALSO = {
     "mlp": r"\('model', 'mlp'\)|'mlp': \(|gelu",
     "biases": r"'biases'|bias_of\((weights|self\.used)|\{name\}\.bias' not in",
     "norm": r"\('model', 'norm'\)|'norm': \(?'(layer|rms)'|layer_norm\(",
-    "positions": r"'positions'|'(embed\.)?positions\.weight'|learned",
+    "positions": r"'positions'|'(embed\.)?positions\.weight'|\blearned\b",
 }
 """Other lines of a part: names of its weights, values and settings, and the function that only it needs."""
 PLANS = "interop/board/"

@@ -15,8 +15,7 @@ from pipeproof.stages.describe.op_work import ComputeUnit, Phase, layer_work
 from pipeproof.verify.check_plan import check_subject
 from tests.plans import plan_dict, subject
 from tests.verify.gradient_mutants import changed, own
-from tests.verify.programs import errors
-from tests.verify.test_balance import edited
+from tests.verify.programs import errors, mutated
 
 SP = {"tp": 2, "sequence_parallel": True}
 ITEM = 4
@@ -79,9 +78,9 @@ def test_plans_are_proved(place, again):
 def test_the_weight_of_a_module_is_a_factor_that_rules_know():
     seen = subject(model={"mtp": {"num_modules": 2, "loss_weight": 0.3}}, topology={"pp": 2, "dp": 2})
     right = "1/global_tokens,mtp.0:0.15/global_tokens,mtp.1:0.15/global_tokens"
-    assert own(edited(seen, changed("1F", scale=right))) == set()
+    assert own(mutated(seen, changed("1F", scale=right))) == set()
     for wrong in (right.replace("mtp.1:0.15", "mtp.1:0.3"), right.replace("mtp.0:0.15", "mtp.0:1")):
-        mutant = edited(seen, changed("1F", scale=wrong))
+        mutant = mutated(seen, changed("1F", scale=wrong))
         assert own(mutant) == {"PP607"}
         (found,) = [one for one in check_subject(mutant).findings if one.code == "PP607"]
         assert f"loss `mtp.{0 if 'mtp.0:1' in wrong else 1}`" in found.message
@@ -94,7 +93,7 @@ def test_a_copy_of_the_embedding_that_is_not_summed_is_found():
         for program in rows:
             program[:] = [row for row in program if "REDUCE_GRAD:pp" not in str(row.op)]
 
-    assert "PP608" in {one.code for one in check_subject(edited(seen, without_sums)).findings}
+    assert "PP608" in {one.code for one in check_subject(mutated(seen, without_sums)).findings}
 
 
 def test_embedding_norm_and_head_work_for_every_lane():

@@ -166,9 +166,28 @@ def masks_of_attention(stage, *args, **kwargs):
     return masks
 
 
+@pytest.fixture(params=[False, True], ids=["", "exporting"])
+def compiled_anew(request, monkeypatch):
+    """Before 2.14, PyTorch says of every compilation that it exports; ``transformers`` makes a mask then."""
+    torch.compiler.reset()
+    stages_of_transformers(model_of(), 2)
+    if request.param:
+        monkeypatch.setattr("transformers.masking_utils.is_torchdynamo_exporting", torch.compiler.is_compiling)
+
+
+@pytest.mark.usefixtures("compiled_anew")
+@pytest.mark.parametrize(("window", "has_mask"), [(None, False), (11, False), (10, True), (4, True)])
+def test_a_captured_stage_has_a_mask_only_for_a_window(window, has_mask):
+    model = model_of("mistral", sliding_window=window)
+    stages = stages_of_transformers(model, 2)
+    ids, labels, _ = batch()
+    assert [mask is not None for mask in masks_of_attention(stages[0], ids)] == [has_mask] * 2
+    assert_same_step(model, stages, ids, labels)
+
+
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_captured_stage_has_no_mask_without_packed_sequences(rows):
-    torch.compiler.reset()
     stages = stages_of_transformers(model_of(), 2)
     ids, _, _ = batch(rows)
     assert masks_of_attention(stages[0], ids) == [None, None]

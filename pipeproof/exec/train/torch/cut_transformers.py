@@ -17,6 +17,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -88,7 +89,8 @@ class _Consecutive:
     Without a mask, models look for packed sequences: they read the ids, for which the host waits, and where they
     cannot (in a compiled or captured stage) they make a mask, with which attention has no fast kernel. They compare
     the object, so that a stage in another thread never takes its own ids for these. A plain attribute, which Dynamo
-    can follow.
+    can follow. Some versions also make a mask wherever they are compiled, because an exported program may be called
+    with other lengths; a stage is compiled for its lengths.
     """
 
     positions: torch.Tensor | None = None
@@ -98,10 +100,10 @@ _consecutive = _Consecutive()
 
 
 def _know_consecutive_positions() -> None:
-    """Have models not look for packed sequences in the ids of ``_consecutive``."""
+    """Have models neither look for packed sequences in the ids of ``_consecutive`` nor make a causal mask for them."""
     from transformers import masking_utils
 
-    find = masking_utils.find_packed_sequence_indices
+    find, can_ignore = masking_utils.find_packed_sequence_indices, masking_utils._ignore_causal_mask_sdpa  # noqa: SLF001 - no argument of a model says it
     if getattr(find, "__module__", "") == __name__:
         return
 
@@ -111,7 +113,18 @@ def _know_consecutive_positions() -> None:
         found: torch.Tensor | None = find(position_ids)
         return found
 
+    def ignore_causal_mask_sdpa(
+        padding_mask: torch.Tensor | None, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any,
+        local_attention_size: int | None = None,
+    ) -> bool:  # fmt: skip
+        is_whole = padding_mask is None and q_length == kv_length
+        if _consecutive.positions is not None and is_whole:
+            return local_attention_size is None or kv_length < local_attention_size
+        return bool(can_ignore(padding_mask, q_length, kv_length, q_offset, kv_offset, local_attention_size))
+
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
+    if "q_offset" in signature(can_ignore).parameters:
+        masking_utils._ignore_causal_mask_sdpa = ignore_causal_mask_sdpa  # noqa: SLF001
 
 
 class TransformersStage(nn.Module):  # type: ignore[misc]  # torch is untyped
