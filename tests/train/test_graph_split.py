@@ -1,7 +1,9 @@
 """Stages as graphs: F, I and W of modules that ``torch.compile`` captures, next to a whole backward in eager mode."""
 
+import gc
 import random
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -121,6 +123,20 @@ def same_bits(found, expected):
 def inputs(rows=ROWS, dims=2, num=NUM):
     torch.manual_seed(1)
     return [torch.randn(*(2, rows, WIDTH)[3 - dims - (dims == 2) :][-dims:]) for _ in range(num)]
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_graphs_do_not_hold_the_weights_of_a_stage_that_is_gone(compiler):
+    """Dynamo keeps what it compiled. A second Pipeline would have the weights of the first one next to its own."""
+    module = Block()
+    weights = [weakref.ref(weight) for weight in module.parameters()]
+    stage = Stage(module, inputs()[0], compiler=compiler)
+    for _ in range(2):
+        stage.step(inputs())
+    assert stage.stage.split == "graph"
+    del module, stage
+    gc.collect()
+    assert [weight() for weight in weights] == [None] * 6
 
 
 def check_graph(module, values=None, **options):

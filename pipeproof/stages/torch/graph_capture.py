@@ -9,6 +9,7 @@ With ``eager`` the graphs run the operations of eager mode, in its order. With `
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -127,7 +128,10 @@ class _Capture:
         self.kept = 0
 
     def forward(self, graph: fx.GraphModule, example: Sequence[Any], **options: Any) -> Compiled:
-        """F; it notes which weights it was called with, as a stage may get others between steps."""
+        """F; it notes which weights it was called with, as a stage may get others between steps.
+
+        It does not hold them: Dynamo keeps graphs for ever.
+        """
         places = [node for node in graph.graph.nodes if node.op == "placeholder"]
         if len(places) != self._num_inputs:
             raise NotCapturedError("PyTorch changed the number of its arguments, as for tensor subclasses")
@@ -141,7 +145,7 @@ class _Capture:
 
         def call(inputs: list[Any]) -> Sequence[Any]:
             if not self._has_weights:
-                self._weights = {n: inputs[n] for n in self._positions}
+                self._weights = weakref.WeakValueDictionary((n, inputs[n]) for n in self._positions)
             return run(inputs)
 
         return _marked(call)

@@ -103,7 +103,8 @@ def _know_consecutive_positions() -> None:
     """Have models neither look for packed sequences in the ids of ``_consecutive`` nor make a causal mask for them."""
     from transformers import masking_utils
 
-    find, can_ignore = masking_utils.find_packed_sequence_indices, masking_utils._ignore_causal_mask_sdpa  # noqa: SLF001 - no argument of a model says it
+    find = masking_utils.find_packed_sequence_indices
+    can_ignore = masking_utils._ignore_causal_mask_sdpa  # noqa: SLF001 - no argument of a model has this effect
     if getattr(find, "__module__", "") == __name__:
         return
 

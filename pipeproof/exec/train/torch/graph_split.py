@@ -10,6 +10,7 @@ inside of the product.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
@@ -54,8 +55,9 @@ class GraphSplit:
         _require_capturable(self._module)
         self._hooks, self.kept = hooks, []
         self._call = torch.compile(
-            _entry(self._module, self._loss_fn), backend=self._backend, fullgraph=True, dynamic=False
-        )
+            _entry(self._module, self._loss_fn), backend=partial(_captured, weakref.ref(self)), fullgraph=True,
+            dynamic=False,
+        )  # fmt: skip
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Any:
         """The output of the stage, or its loss.
@@ -75,17 +77,30 @@ class GraphSplit:
         torch.autograd.backward(roots, gradients)
         return partial(_run_all, self._deferred)
 
-    def _backend(self, graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+    def capture(self, graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
         """The callable of what Dynamo captured, for these shapes."""
-        add = partial(_adder, can_own=self._compiler == "eager")
+        add, own = partial(_adder, can_own=self._compiler == "eager"), weakref.ref(self)
         run, kept = captured_graphs(
-            graph, example, self._compiler, self._deferred_work, add, in_product=self._compiler == "inductor"
-        )
+            graph, example, self._compiler, lambda work: _alive(own).defer(work), add,
+            in_product=self._compiler == "inductor",
+        )  # fmt: skip
         self.kept.append(kept)
         return run
 
-    def _deferred_work(self, work: Callable[[], None]) -> None:
+    def defer(self, work: Callable[[], None]) -> None:
+        """Leave work of a backward to its W."""
         self._deferred.append(work)
+
+
+def _captured(own: weakref.ref[GraphSplit], graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+    return _alive(own).capture(graph, example)
+
+
+def _alive(own: weakref.ref[GraphSplit]) -> GraphSplit:
+    """The split, one of whose calls is under way. Dynamo keeps backends and graphs for ever: they do not hold it."""
+    split = own()
+    assert split is not None
+    return split
 
 
 def _adder(addend: Addend, *, can_own: bool) -> Adder:
