@@ -7,6 +7,8 @@ On two GPUs, where each line is printed when its job has ended:
 
     PLANTED_BACKEND=nccl PLANTED_RANKS=2 python validation/pages/make_hangs.py --jobs 3 --results FILE
 
+With fewer GPUs than ranks, ranks share them.
+
 ``--results FILE`` writes the results there and no page, with status 1 if a cause was not named right; ``--add FILE``
 adds such results to the page. ``--only NAME`` runs one planted hang, ``--healthy-only`` and ``--hangs-only`` one half;
 other results are kept. ``--check`` exits 1 if the page is not that of the kept results.
@@ -164,7 +166,21 @@ def _machine() -> str:
         return f"one machine with {os.cpu_count()} processors"
     import torch
 
-    return f"one machine with {NUM_RANKS} x {torch.cuda.get_device_name()}"
+    return f"one machine with {min(NUM_RANKS, _num_gpus())} x {torch.cuda.get_device_name()}"
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return int(torch.cuda.device_count())
+
+
+def _title(framework: Framework) -> str:
+    """Ranks that share GPUs have a section of their own."""
+    title = f"{_TITLES[framework]} over {BACKEND}"
+    if BACKEND != "nccl" or (count := _num_gpus()) >= NUM_RANKS:
+        return title
+    return f"{title}, {NUM_RANKS} ranks on {'one GPU' if count == 1 else f'{count} GPUs'}"
 
 
 def _version(framework: Framework) -> str:
@@ -190,7 +206,7 @@ def run() -> int:
     if arguments.add is not None:
         _merge(results, json.loads(arguments.add.read_text(encoding="utf-8")))
     elif not arguments.check:
-        _merge(results, {f"{_TITLES[arguments.framework]} over {BACKEND}": _measure(arguments)})
+        _merge(results, {_title(arguments.framework): _measure(arguments)})
     if not arguments.check:
         file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     sys.argv[1:] = ["--check"] if arguments.check else []
