@@ -75,7 +75,7 @@ class Exposed:
 
     @classmethod
     def most(cls, timeline: Timeline) -> Exposed:
-        """Of the rank of one step where most is exposed."""
+        """The figures of one step's rank on which most is exposed."""
         ranks = range(len(timeline.ranks))
         return max((cls._of(timeline, rank) for rank in ranks), key=lambda each: each.exposed)
 

@@ -1,4 +1,4 @@
-"""What tests of pages share."""
+"""Fixtures that tests of pages share."""
 
 import importlib
 from pathlib import Path

@@ -22,7 +22,7 @@ from tests.rank_threads import RankThreads
 
 
 class Memory(RankThreads):
-    """What ranks have sent by channel, and put into collectives by group and call.
+    """Messages of ranks by channel, and their inputs of collectives by group and call.
 
     ``message_of(buffer)`` copies a buffer, and ``receive(buffer, channel, place)`` fills it with a channel's message.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from torch import nn
@@ -46,8 +46,13 @@ def chosen_sizes(num_stages: int, sizes: Sequence[int] | None, *, argument: str)
 
 def shared_weights(stages: Sequence[nn.Module]) -> list[dict[int, str]]:
     """The parameters that are the same object in several stages: their names in ``named_parameters`` of each stage."""
+    return shared_objects({number: dict(stage.named_parameters()) for number, stage in enumerate(stages)})
+
+
+def shared_objects(named: Mapping[int, Mapping[str, nn.Parameter]]) -> list[dict[int, str]]:
+    """The parameters that are one object in several stages, as names by stage; ``named`` has those of each stage."""
     names: dict[int, dict[int, str]] = {}
-    for number, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
+    for number, parameters in named.items():
+        for name, parameter in parameters.items():
             names.setdefault(id(parameter), {})[number] = name
     return [by_stage for by_stage in names.values() if len(by_stage) > 1]

@@ -14,6 +14,7 @@ from pipeproof.exec.train.agreement import require_equal
 from pipeproof.exec.train.module_plan import Request, placement_of
 from pipeproof.exec.train.tied_weights import Tie
 from pipeproof.exec.train.torch.channel_groups import StageWorld
+from pipeproof.exec.train.torch.cut_sizes import shared_objects
 from pipeproof.exec.train.torch.data_parallel import layout_of, local_part
 from pipeproof.exec.train.torch.model_stages import ModelStages
 from pipeproof.exec.train.torch.module_stage import ModuleStage, trained
@@ -94,12 +95,8 @@ def tied_layouts(stages: Mapping[int, nn.Module], tied: Sequence[Tie]) -> list[s
         PipelineError: a name does not exist, stages of one rank have separate copies of one weight, or they share one
             that is not tied.
     """
-    uses: dict[int, dict[int, str]] = {}
-    for number, stage in stages.items():
-        for name, weight in trained(stage).items():
-            uses.setdefault(id(weight), {})[number] = name
-    for shared in uses.values():
-        if len(shared) > 1 and not any(shared.items() <= dict(tie).items() for tie in tied):
+    for shared in shared_objects({number: trained(stage) for number, stage in stages.items()}):
+        if not any(shared.items() <= dict(tie).items() for tie in tied):
             raise PipelineError(f"stages {list(shared)} share a Parameter that is not tied: pass tied=[{shared}]")
     layouts = []
     for names in tied:
