@@ -43,7 +43,6 @@ EXAMPLES: Final = MappingProxyType(
         "import torchtitan": "pipeproof import torchtitan train.toml --world-size 8 -o plan.yaml",
         "import verl": "pipeproof import verl train.sh -o plan.yaml",
         "init": "pipeproof init --model llama3-70b --gpus 512 --pp 8 --tp 8 --device h100 --global-batch 1024",
-        "job file": "pipeproof job file plan.yaml --for slurm -o job.sh",
         "job fleet": "pipeproof job fleet plan.yaml --report fleet.json",
         "job hang": "pipeproof job hang dumps/",
         "job merge": "pipeproof job merge node-1/ node-2/ -o timeline.html",

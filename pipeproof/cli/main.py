@@ -26,7 +26,6 @@ from pipeproof.cli.help_sections import SectionedGroup, SuggestingGroup
 from pipeproof.cli.import_command import import_group
 from pipeproof.cli.init_command import init
 from pipeproof.cli.jitter_command import jitter
-from pipeproof.cli.job_file_command import job_file
 from pipeproof.cli.layers_command import layers
 from pipeproof.cli.measurements_command import measurements
 from pipeproof.cli.merge_command import merge
@@ -127,14 +126,14 @@ def main() -> None:
 
 @click.group(cls=SuggestingGroup)
 def job() -> None:
-    """Write job files for launchers, and examine jobs on several hosts, jobs of Fleet and jobs that hang."""
+    """Examine jobs on several hosts, jobs of Fleet and jobs that hang."""
 
 
 for _group, _members in (
     (schedule, (jitter, convert)),
     (state, (reshard, aoa, align)),
     (import_group, (layers, profile, measurements)),
-    (job, (job_file, merge, hang, fleet)),
+    (job, (merge, hang, fleet)),
 ):
     for _command in _members:
         _group.add_command(_command)

@@ -66,7 +66,6 @@ COMMANDS = {
         "--global-batch",
         "8",
     ],
-    "job file": [_PLAN, "--for", "slurm"],
     "job fleet": [str(EXAMPLES / "custom_layers" / "fleet_conv.yaml")],
     "job hang": [str(EXAMPLES / "importing" / "dumps")],
     "job merge": [".", "."],

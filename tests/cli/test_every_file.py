@@ -117,7 +117,6 @@ COMMANDS = {
     "compare": (["compare", PLAN], {"plan", "trace", "traces", "table", "report"}),
     "schedule convert": (["schedule", "convert", "--as", "text"], IMPORTERS["torch-csv"]),
     "schedule solve": (["schedule", "solve", "-o", "{out}/s.csv", "--time-limit", "1"], {"plan"}),
-    "job file": (["job", "file", "--for", "slurm", "-o", "{out}/job.sh"], {"plan"}),
     "job hang": (["job", "hang"], {"dumps", "rings"}),
     "job merge": (["job", "merge"], {"host directory"}),
     "state show": (["state", "show"], {"checkpoint", "index", "our index", "sharded", "all states"}),

@@ -54,7 +54,7 @@ def test_every_command_that_reads_a_plan_takes_set(make_options):
         for argument in command.params
         if isinstance(argument, click.Argument) and "PLAN" in (argument.metavar or "")
     }
-    assert readers >= {"check", "simulate", "show", "advise", "run", "rehearse", "schedule solve", "job file"}
+    assert readers >= {"check", "simulate", "show", "advise", "run", "rehearse", "schedule solve"}
     by_option = {"state reshard", "state aoa", "job hang", "import profile"}
     assert (readers | by_option) - set(make_options.options()["--set"]) == set()
 
@@ -63,7 +63,7 @@ def test_every_command_that_reads_a_plan_takes_files_of_other_tools(make_options
     """But ``import layers``, as no other tool's file has custom layers, and commands that read a plan by an option."""
     found = make_options.options()
     readers = {words for words in found["--set"] if words.split()[0] not in ("init", "import", "state")} - {"job hang"}
-    assert readers >= {"check", "simulate", "show", "advise", "tune", "sweep", "compare", "run", "rehearse", "job file"}
+    assert readers >= {"check", "simulate", "show", "advise", "tune", "sweep", "compare", "run", "rehearse"}
     assert readers - set(found["--from"]) == set()
     for option in ("--model-config", "--world-size"):
         assert readers - set(found[option]) == set()
@@ -79,14 +79,6 @@ def test_set_replaces_a_value_and_its_errors_name_it(good):
     assert "`schedule.kind.name` cannot be set: `schedule.kind` is not a mapping of keys" in inside.output
     assert "did you mean `kind`?" in invoke("check", good, "--set", "schedule.knd=gpipe").output
     assert "--set is for plans" in invoke("check", "--program", good, "--set", "topology.pp=2").stderr
-
-
-def test_a_job_file_starts_both_steps_with_the_values(good):
-    text = invoke("job", "file", good, "--for", "paddle", "--set", "run.steps=3").stdout
-    assert text.count("--set run.steps=3") == 2
-    script = EXAMPLES / "importing" / "megatron.sh"
-    text = invoke("job", "file", script, "--from", "megatron", "--for", "slurm").stdout
-    assert text.count(f"{script} --from megatron") == 2
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ OTHERS = {
     "hangs.md": {},
     "importing.md": {},
     "jitter.md": {},
-    "job-files.md": {},
     "memory.md": {},
     "overlap.md": {},
     "pictures.md": {},

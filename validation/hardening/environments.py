@@ -155,7 +155,6 @@ COMMANDS = (
     Command("import megatron IN -o OUT.yaml", _EXAMPLES / "importing" / "megatron.sh", ".sh"),
     Command("import torchtitan IN -o OUT.yaml", _EXAMPLES / "importing" / "torchtitan.toml", ".toml"),
     Command("import deepspeed IN -o OUT.yaml", _EXAMPLES / "importing" / "deepspeed.json", ".json"),
-    Command("job file IN --for torchrun"),
     Command("job hang IN", _EXAMPLES / "importing" / "dumps", ""),
     Command("import fleet IN -o OUT.yaml", _EXAMPLES / "importing" / "strategy.prototxt", ".prototxt"),
     *(

@@ -211,7 +211,7 @@ SLURM = LauncherRow(
     starts_one=_is_alone_in_slurm,
 )
 
-# Sources: kubernetes.io, "Indexed Job": JOB_COMPLETION_INDEX is the only variable that Kubernetes sets. The job file
+# Sources: kubernetes.io, "Indexed Job": JOB_COMPLETION_INDEX is the only variable that Kubernetes sets. The manifest
 # sets ours, and in MASTER_ADDR the name of pod 0 in the headless service. Each pod is one rank on its own network, so
 # PyTorch's usual port is free. Without PIPEPROOF_WORLD_SIZE and MASTER_ADDR the pods are independent, as in a sweep.
 KUBERNETES = LauncherRow(

@@ -58,5 +58,5 @@ def how_to(proposal: RankMap, placements: Sequence[RankPlacement]) -> str:
     if launcher in HOSTFILES:
         return f"with REPORT of `--report`: `{_WRITE_HOSTS}`, then `{HOSTFILES[launcher]}`"
     if launcher == KUBERNETES.name:
-        return "Kubernetes chooses the node of each pod: start one pod per node (`pipeproof job file --for jobset`)"
+        return "Kubernetes chooses the node of each pod: start one pod per node (docs/job-files.md)"
     return "number the processes by this map; `--report` has it under `placement.map`"

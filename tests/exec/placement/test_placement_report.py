@@ -145,7 +145,7 @@ def test_an_nvlink_domain_of_several_hosts_is_a_node():
 
 def test_kubernetes_takes_no_map():
     report = placement_report(planned(TWO_NODES), places(cyclic(8, 2), KUBERNETES.name))
-    assert "pipeproof job file --for jobset" in rendered(report)
+    assert "docs/job-files.md" in rendered(report)
 
 
 def test_the_report_is_json():
