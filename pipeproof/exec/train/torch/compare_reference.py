@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from pipeproof.comm.accumulation_order import sum_orders
 from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.train.torch.split_linear import gradients_aside
 from pipeproof.exec.train.torch.stage_values import micro_batches
+from pipeproof.exec.train.torch.step_runner import StepRunner
 from pipeproof.exec.train.train_errors import PipelineError
 
 NameOf = Callable[[int, str], str]
@@ -92,6 +95,52 @@ def default_names(reference: nn.Module) -> NameOf:
         return found
 
     return name_of
+
+
+def compare_step(
+    runner: StepRunner,
+    run: Callable[[], torch.Tensor | None],
+    reference: nn.Module | None,
+    name_of: NameOf | None,
+    args: Sequence[Any],
+    target: Any,
+    kwargs: Mapping[str, Any],
+) -> Comparison:
+    """Run one step by ``run``, and compare it with the reference; all ranks return the same, see ``Pipeline.compare``.
+
+    Raises:
+        PipelineError: the first rank has no reference, or the reference raised.
+    """
+    ranks, gradients = runner.ranks, runner.gradients
+    with gradients_aside(gradients.parameters()), runner.without_replay():
+        loss = run()
+        own = {
+            "loss": None if loss is None else float(loss),
+            "compiled": any(stage.split == "graph" for stage in runner.modules.values())
+            and runner.settings.compiler == "inductor",
+            "weights": gradients.copies("weights"),
+            "gradients": gradients.copies("gradients"),
+            "received": gradients.received(),
+        }
+    shards: list[Any] | None = [None] * ranks.num_ranks if ranks.rank == 0 else None
+    dist.gather_object(own, shards, dst=ranks.global_ranks[0], group=ranks.group)
+
+    def compared() -> dict[str, Any] | None:
+        if shards is None:
+            return None
+        if reference is None:
+            raise PipelineError("the first rank of the pipeline needs the reference module")
+        comparison = compare_with_reference(
+            reference, runner.plan.lowered, shards, args, target, kwargs, runner.settings.loss_fn,
+            name_of or default_names(reference), is_mean=runner.settings.scale_grads,
+            is_compiled=any(shard["compiled"] for shard in shards),
+        )  # fmt: skip
+        return asdict(comparison)
+
+    result = ranks.agreement.gather(f"comparison {runner.num_steps}", compared)[0]
+    differences = tuple(GradientDifference(**each) for each in result["differences"])
+    without_gradient = tuple(result["without_gradient"])
+    return Comparison(**{**result, "differences": differences, "without_gradient": without_gradient})
 
 
 def compare_with_reference(

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from pydantic import TypeAdapter
 
+from pipeproof.atomic_write import write_json
 from pipeproof.exec.measure.idle_messages import IdleMessageEnd, time_idle_messages
 from pipeproof.exec.measure.product_peak import product_peak
 from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, LogEntry, Timing, op_ids_of
 from pipeproof.exec.rank.torch.arrays import TorchArrays
-from pipeproof.exec.rank.torch.op_timing import free_cached_memory, timing_of
-from pipeproof.exec.train.agreement import Agreement
-from pipeproof.exec.train.module_plan import TrainedPlan
-from pipeproof.exec.train.torch.channel_groups import StageWorld
+from pipeproof.exec.rank.torch.op_timing import free_cached_memory, timed_channels, timing_of
 from pipeproof.exec.train.torch.count_products import ProductCounter
-from pipeproof.exec.train.train_rank import TrainRank
+from pipeproof.exec.train.torch.split_linear import gradients_aside
+from pipeproof.exec.train.torch.step_runner import StepRunner
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.profile_file import Profile
 from pipeproof.verify.subject import make_subject
@@ -32,39 +32,57 @@ _ANSWER = TypeAdapter(tuple[list[LogEntry], list[IdleMessageEnd], Timing, dict[i
 """The measurements of one rank, the last are FLOPs by stage."""
 
 
-def profile_steps(
-    rank: TrainRank, clock: Clock, world: StageWorld, device: torch.device, plan: TrainedPlan, agreement: Agreement,
-    counter: ProductCounter, count: Callable[[], list[LogEntry]], run: Callable[[], list[LogEntry]], name: str,
-    num_steps: int,
-) -> Profile:  # fmt: skip
-    """Run steps and return their profile, the same on all ranks.
+def profile_steps(runner: StepRunner, run: Callable[[], object], file: Path, num_steps: int) -> Profile:
+    """Run steps by ``run`` and return their profile, the same on all ranks; the first rank writes it to ``file``."""
+    channels, clock = timed_channels(runner.world.channels, runner.device)
+    try:
+        with gradients_aside(runner.gradients.parameters()):
+            measured = _measured(runner, run, channels, clock, num_steps)
+    finally:
+        channels.close()
+    name, agreement = f"profile {runner.num_steps}", runner.ranks.agreement
+    answers = agreement.gather(name, lambda: _ANSWER.dump_python(measured, mode="json"))
+    profile = Profile.model_validate(
+        agreement.gather(f"{name}: result", lambda: None if agreement.rank else _profile(runner, answers))[0]
+    )
+    if agreement.rank == 0:
+        write_json(file, profile.to_json())
+    return profile
 
-    ``run`` runs one and returns its log; so does ``count``, whose log has FLOPs of ``counter`` in place of times.
-    """
-    counted, graph = count(), rank.plan.graph
+
+def _measured(
+    runner: StepRunner, run: Callable[[], object], channels: Any, clock: Clock, num_steps: int
+) -> tuple[list[LogEntry], list[IdleMessageEnd], Timing, dict[int, int]]:
+    """Count the FLOPs of one step, then time the messages alone and some steps."""
+    lowered, device, counter = runner.plan.lowered, runner.device, ProductCounter()
+    counted = runner.rank_of(lowered, clock=counter)
+    with runner.running(counted), counter.counting():
+        run()
     flops: dict[int, int] = defaultdict(int)
-    for op_id, entry in zip(op_ids_of(graph, rank.index, counted), counted, strict=True):
+    log = counted.adapter.log
+    for op_id, entry in zip(op_ids_of(lowered.graph, counted.index, log), log, strict=True):
         if op_id is not None and entry.queue == HOST_QUEUE:
-            flops[graph.ops[op_id].stage] += entry.end_ns - entry.start_ns
-    dtype = counter.main_dtype or plan.lowered.spec.run.dtype
+            flops[lowered.graph.ops[op_id].stage] += entry.end_ns - entry.start_ns
+    dtype = counter.main_dtype or lowered.spec.run.dtype
     peak_flops = product_peak(TorchArrays(device), dtype)
     if device.type == "cuda":
         free_cached_memory()
-    ends = time_idle_messages(
-        cast("World", world), TorchArrays(device), rank.plan.graph, on_device=device.type == "cuda"
-    )
-    entries = [entry for _ in range(num_steps) for entry in run()]
-    timing = replace(timing_of(clock), peak_flops=peak_flops, peak_dtype=dtype)
-    answers = agreement.gather(name, lambda: _ANSWER.dump_python((entries, ends, timing, flops), mode="json"))
+    timed, entries = runner.rank_of(lowered, channels, clock), list[LogEntry]()
+    world = cast("World", runner.world)
+    ends = time_idle_messages(world, TorchArrays(device), lowered.graph, on_device=device.type == "cuda")
+    with runner.running(timed):
+        for _ in range(num_steps):
+            run()
+            entries += clock.timed_entries(timed.adapter.log)
+    return entries, ends, replace(timing_of(clock), peak_flops=peak_flops, peak_dtype=dtype), flops
 
-    def profile() -> Any:
-        if agreement.rank:
-            return None
-        read = [_ANSWER.validate_python(answer) for answer in answers]
-        logs, idle, timings = (dict(enumerate(parts)) for parts in zip(*(each[:3] for each in read), strict=True))
-        of_stages = {(index, stage): number for index, each in enumerate(read) for stage, number in each[3].items()}
-        subject = make_subject(plan_from_dict(plan.content)).with_graph(graph)
-        digest, threads = plan.certificate.graph_digest, torch.get_num_threads()
-        return measured_profile(subject, digest, logs, idle, threads, timings, of_stages).to_json()
 
-    return Profile.model_validate(agreement.gather(f"{name}: result", profile)[0])
+def _profile(runner: StepRunner, answers: list[Any]) -> Any:
+    """The profile as JSON values, from the measurements of all ranks."""
+    read = [_ANSWER.validate_python(answer) for answer in answers]
+    logs, idle, timings = (dict(enumerate(parts)) for parts in zip(*(each[:3] for each in read), strict=True))
+    of_stages = {(index, stage): number for index, each in enumerate(read) for stage, number in each[3].items()}
+    plan = runner.plan
+    subject = make_subject(plan_from_dict(plan.content)).with_graph(plan.lowered.graph)
+    digest, threads = plan.certificate.graph_digest, torch.get_num_threads()
+    return measured_profile(subject, digest, logs, idle, threads, timings, of_stages).to_json()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from pipeproof.exec.compare.run_record import RecordWriter, recorded_gradients
 from pipeproof.exec.rank.group_channels import PostedTransfer
 from pipeproof.exec.rank.torch.copy_channels import CopyChannels
 from pipeproof.exec.train.torch.channel_groups import StageChannels
+from pipeproof.exec.train.torch.step_runner import StepRunner
 from pipeproof.interop.traces.recorder import Call, Recorder
-from pipeproof.interop.traces.torch_calls import tensor_of
+from pipeproof.interop.traces.torch_calls import tensor_of, version_of
 from pipeproof.schedule.op_table import Channel, OpGraph
 from pipeproof.schedule.ops import TRANSFER_KINDS
 from pipeproof.version import __version__
@@ -104,3 +106,31 @@ class StepRecord:
         if self._writer is not None and answers is not None:
             found = next(np.float64(loss) for loss, _ in answers if loss is not None)
             self._writer.put(recorded_gradients(self._plan, step, found, [own for _, own in answers]), None)
+
+    def put_step(self, runner: StepRunner, loss: torch.Tensor | None) -> None:
+        """Write the step that ``runner`` has just finished, as ``put``."""
+        copies = runner.gradients.copies("gradients", planned=True)
+        arrays = {name: runner.framework.arrays.to_numpy(value) for (_, name), value in copies.items()}
+        self.put(runner.num_steps - 1, None if loss is None else float(loss), arrays)
+
+
+@contextmanager
+def recorded_steps(runner: StepRunner, directory: Path) -> Iterator[None]:
+    """Record the steps of this block, see ``Pipeline.record``."""
+    ranks, plan = runner.ranks, runner.plan
+    version = f"torch {torch.__version__}"
+    recorder = Recorder(directory / "messages", dist.get_rank(), dist.get_world_size(), version, version_of)
+    channels = RecordedChannels(runner.world.channels, recorder, plan.lowered.graph, ranks.rank, ranks.global_ranks)
+    first = ranks.global_ranks[0]
+    values = directory if first == 0 else directory / f"from rank {first}"
+    runner.record = StepRecord(values, plan.lowered, plan.certificate.graph_digest, ranks.rank, ranks.group)
+    error: BaseException | None = None
+    try:
+        with runner.running(runner.rank_of(plan.lowered, channels)):
+            yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        runner.record = None
+        recorder.close(error)

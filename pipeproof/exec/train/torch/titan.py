@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeproof.exec.train.torch.module_stage import StepData
-from pipeproof.exec.train.torch.pipeline import Pipeline, Split
+from pipeproof.exec.train.torch.pipeline import Pipeline
+from pipeproof.exec.train.torch.stage_values import MicroBatches
+from pipeproof.exec.train.torch.start_phases import Split
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.interop.importers.torch_pipelining import SCHEDULES
 
@@ -117,7 +118,7 @@ class TitanSchedule:
     ) -> None:
         self._stages, self._loss_fn, self._settings = dict(stages), loss_fn, dict(settings)
         self._loss_kwargs: Mapping[str, Any] = {}
-        self._pipeline: _SplitPipeline | None = None
+        self._pipeline: Pipeline | None = None
 
     @property
     def pipeline(self) -> Pipeline:
@@ -150,7 +151,7 @@ class TitanSchedule:
             raise PipelineError("outputs of a training step are not kept: pass return_outputs=False")
         pipeline = self._made(arg_mbs, kwarg_mbs)
         self._loss_kwargs = loss_kwargs or {}
-        pipeline.step(*arg_mbs or (), target=target_mbs, losses=losses, kwarg_mbs=kwarg_mbs)
+        pipeline.step(*_columns(arg_mbs), target=_listed(target_mbs), losses=losses, **_named(kwarg_mbs))
 
     def eval(
         self,
@@ -168,16 +169,16 @@ class TitanSchedule:
         """
         pipeline = self._made(arg_mbs, kwarg_mbs)
         self._loss_kwargs = loss_kwargs or {}
-        total = pipeline.eval_step(*arg_mbs or (), target=target_mbs, kwarg_mbs=kwarg_mbs)
+        total = pipeline.eval_step(*_columns(arg_mbs), target=_listed(target_mbs), **_named(kwarg_mbs))
         if losses is not None and total is not None:
             losses.append(total)
 
-    def _made(self, arg_mbs: Arguments | None, kwarg_mbs: Sequence[Mapping[str, Any]] | None) -> _SplitPipeline:
+    def _made(self, arg_mbs: Arguments | None, kwarg_mbs: Sequence[Mapping[str, Any]] | None) -> Pipeline:
         """The pipeline; boundaries are found with the first micro-batch of the first call."""
         if self._pipeline is None:
             if kwarg_mbs is None:
                 raise PipelineError("pass kwarg_mbs on every rank: {} for a micro-batch without keyword arguments")
-            self._pipeline = _SplitPipeline(
+            self._pipeline = Pipeline(
                 self._stages,
                 num_micro_batches=len(kwarg_mbs),
                 loss_fn=self._loss,
@@ -193,19 +194,18 @@ class TitanSchedule:
         return loss
 
 
-class _SplitPipeline(Pipeline):
-    """A pipeline whose steps get micro-batches that are split: ``args`` and ``target`` have one entry for each."""
+def _columns(entries: Arguments | None) -> list[MicroBatches]:
+    """Positional arguments that are listed by micro-batch, as those of ``Pipeline.step``."""
+    return [MicroBatches(column) for column in zip(*entries or (), strict=True)]
 
-    def _step_data(
-        self, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any], scaler: Any, **_: Any
-    ) -> StepData:
-        data = StepData(args, kwargs["kwarg_mbs"] or (), target, scaler)
-        needed = {"arg_mbs": args if self.is_first else None, "kwarg_mbs": data.kwargs or None}
-        needed["target_mbs"] = target if self.is_last else None
-        for name, given in needed.items():
-            if given is not None and len(given) != self.num_micro_batches:
-                raise PipelineError(f"{name} has {len(given)} entries for {self.num_micro_batches} micro-batches")
-        return data
+
+def _named(entries: Sequence[Mapping[str, Any]] | None) -> dict[str, MicroBatches]:
+    """Keyword arguments that are listed by micro-batch, as those of ``Pipeline.step``."""
+    return {name: MicroBatches(each[name] for each in entries or ()) for name in (entries or ({},))[0]}
+
+
+def _listed(values: Sequence[Any] | None) -> MicroBatches | None:
+    return None if values is None else MicroBatches(values)
 
 
 def _pipeline_llm() -> Callable[..., Any]:

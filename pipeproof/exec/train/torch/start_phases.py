@@ -1,0 +1,336 @@
+"""The start of a pipeline in phases: join, place, infer, plan, prove, connect. Each is a function of the ones before.
+
+A phase runs on every rank, and its error on one rank is an error on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipeproof.exec.rank.overlapped_pair import whole_pairs
+from pipeproof.exec.store.torch_store import TorchStore
+from pipeproof.exec.train.agreement import Agreement
+from pipeproof.exec.train.module_plan import (
+    Request,
+    TrainedPlan,
+    complete_plan,
+    given_plan,
+    require_no_times,
+    schedule_section,
+)
+from pipeproof.exec.train.stage_boundaries import Boundaries, common_dtype, kind_text
+from pipeproof.exec.train.tied_weights import Tie, names_in_plan
+from pipeproof.exec.train.torch.channel_groups import StageWorld, connect_stages
+from pipeproof.exec.train.torch.data_parallel import Replicas
+from pipeproof.exec.train.torch.model_stages import ModelStages
+from pipeproof.exec.train.torch.module_stage import LossFunction, ModuleStage, trained
+from pipeproof.exec.train.torch.pipeline_start import (
+    placed_stages,
+    process_group,
+    require_same_layouts,
+    same_request,
+    share_start,
+    tied_layouts,
+    trained_ties,
+)
+from pipeproof.exec.train.torch.replayed_step import require_replayable
+from pipeproof.exec.train.torch.split_linear import require_splittable
+from pipeproof.exec.train.torch.stage_facts import StageDescriber
+from pipeproof.exec.train.torch.store import device_of, store_of
+from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.exec.train.train_rank import checked_plan, require_fits, require_supported
+from pipeproof.schedule.ops import OpKind
+from pipeproof.stages.torch.graph_capture import Compiler
+
+Split = Literal["whole", "linear", "graph"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The arguments of ``Pipeline`` without the stages and groups, see there."""
+
+    plan: str | Path | Mapping[str, Any] | None
+    schedule: str | Path | Sequence[Sequence[str]]
+    num_micro_batches: int | None
+    loss_fn: LossFunction | None
+    example: Sequence[Any] | None
+    example_kwargs: Mapping[str, Any]
+    split: Split
+    compiler: Compiler
+    profile: bool
+    tied: Sequence[Tie]
+    same_kwargs: Sequence[str]
+    scale_grads: bool
+    check_finite: bool
+    replay: bool
+    overlap: bool
+    timeout_s: float
+    unsafe: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of the pipeline; ``rank`` is this one's index in their ``group``."""
+
+    group: dist.ProcessGroup
+    rank: int
+    num_ranks: int
+    store: dist.Store
+    agreement: Agreement
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """Their numbers in the world."""
+        return [*dist.get_process_group_ranks(self.group)]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The stages of every rank by number, and this rank's modules.
+
+    ``skeleton`` is the plan without layers. ``tied`` are weights that stages share, each as {stage: name}.
+    """
+
+    by_rank: list[list[int]]
+    num_stages: int
+    skeleton: dict[str, Any]
+    tied: list[dict[int, str]]
+    stages: dict[int, nn.Module]
+    replicas: dict[int, Replicas]
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The keys of the plan, and the ``boundaries`` of this rank's stages; a micro-batch has ``num_rows``."""
+
+    content: dict[str, Any]
+    boundaries: dict[int, Boundaries]
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """This rank's stages and its groups; ``watched`` is the agreement for the thread that watches the steps."""
+
+    modules: dict[int, ModuleStage]
+    world: StageWorld
+    watched: Agreement
+
+
+def join(group: dist.ProcessGroup | dist.DeviceMesh | None, timeout_s: float) -> Ranks:
+    """The ranks of a group, and what they agree by.
+
+    Raises:
+        PipelineError: this rank is not one of them, or there is no store.
+    """
+    own = process_group(group)
+    store, ranks = store_of(own), dist.get_process_group_ranks(own)
+    rank = ranks.index(dist.get_rank())
+    return Ranks(own, rank, len(ranks), store, Agreement(TorchStore(store), rank, len(ranks), timeout_s))
+
+
+@contextmanager
+def one_failure(ranks: Ranks) -> Iterator[ExitStack]:
+    """Make a failed start known to all ranks, those that wait in another phase too; then undo what the stack has."""
+    with ExitStack() as undo:
+        try:
+            yield undo
+        except BaseException as error:
+            is_known = isinstance(error, PipelineError) and error.is_reported
+            text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+            with suppress(Exception):
+                ranks.agreement.fail(text if is_known else f"rank {ranks.rank}: {text}")
+            raise
+        undo.pop_all()
+
+
+def place(
+    ranks: Ranks,
+    settings: Settings,
+    stages: Mapping[int, nn.Module],
+    data_group: dist.ProcessGroup | dist.DeviceMesh | None,
+) -> Placed:
+    """Agree on the arguments, and on the rank of each stage.
+
+    Raises:
+        PipelineError: the ranks were given other arguments, or stages that do not fit together.
+    """
+    agreement = ranks.agreement
+    shards = None if data_group is None else process_group(data_group)
+    answers = agreement.gather("request", lambda: _request(settings, stages, shards, ranks.num_ranks))
+    asked = same_request(answers)
+    numbers = sorted({number for other in answers for number in other["stages"]})
+    own_numbers = () if isinstance(stages, ModelStages) else [other["stages"] for other in answers]
+    skeleton = agreement.gather(
+        "sizes", lambda: _skeleton(asked, len(numbers), own_numbers, measures=settings.profile)
+    )[0]
+    by_rank = agreement.gather("placement", lambda: placed_stages(answers, numbers, skeleton))[0]
+    own = {number: stages[number] for number in by_rank[ranks.rank]}
+    tied = [{int(number): str(name) for number, name in names.items()} for names in answers[0]["tied"]]
+    device: list[torch.device] = []
+
+    def own_layouts() -> list[str]:
+        device.append(device_of(own.values()))
+        return tied_layouts(own, tied)
+
+    layouts = agreement.gather("modules", own_layouts)
+    agreement.gather("tied weights", lambda: require_same_layouts(tied, layouts))
+    replicas = {number: Replicas(number, module, shards) for number, module in own.items()}
+    agreement.gather("split", lambda: _require_splittable(replicas, settings.split))
+    return Placed(by_rank, len(numbers), skeleton, tied, own, replicas, device[0])
+
+
+def infer(ranks: Ranks, settings: Settings, placed: Placed) -> Planned:
+    """Run each stage once on the example, and complete the plan by what it returns.
+
+    Raises:
+        PipelineError: a stage fails on the example, or its output cannot cross.
+    """
+    describer = StageDescriber(
+        ranks.agreement, ranks.rank, placed.num_stages, placed.replicas, placed.device, settings.split != "whole",
+        settings.profile,
+    )  # fmt: skip
+    facts, boundaries, num_rows, seq_lengths = describer.describe(
+        settings.example, settings.example_kwargs, placed.by_rank, placed.skeleton
+    )
+    content = complete_plan(placed.skeleton, facts, placed.tied, num_rows, seq_lengths)
+    return Planned(content, boundaries, num_rows)
+
+
+def prove(ranks: Ranks, settings: Settings, planned: Planned) -> TrainedPlan:
+    """Lower the plan on every rank, and check it.
+
+    Raises:
+        PlanRefused: it is not proved, and ``unsafe`` is not set.
+        PipelineError: a script's modules cannot have one of its keys.
+    """
+    plan = checked_plan(planned.content, ranks.agreement, "plan", unsafe=settings.unsafe)
+    require_supported(plan.lowered.spec)
+    if takes_turns(plan, settings) and not any(
+        whole_pairs(plan.lowered.graph, rank) for rank in range(ranks.num_ranks)
+    ):
+        raise PipelineError(
+            "overlap=True, and no computations of the schedule overlap: use kind 1f1b, interleaved, dualpipe or "
+            "dualpipe_v, or a file with pairs"
+        )
+    return plan
+
+
+def takes_turns(plan: TrainedPlan, settings: Settings) -> bool:
+    """True if the computations of an overlapped pair alternate at overlap points of their modules."""
+    return plan.lowered.spec.schedule.turns is not None or settings.overlap
+
+
+def connect(
+    ranks: Ranks, settings: Settings, placed: Placed, planned: Planned, plan: TrainedPlan, undo: ExitStack
+) -> Connected:
+    """Make this rank's stages and groups, and give copies of a weight one value.
+
+    Raises:
+        PipelineError: the modules are not those of the plan, or the ranks cannot connect.
+    """
+    lowered = plan.lowered
+    watched = ranks.agreement.of_thread()  # while rank 0, which serves it, is here
+    modules = ranks.agreement.own("connecting", lambda: _module_stages(ranks, settings, placed, planned, plan))
+    world = connect_stages(
+        lowered.graph, ranks.rank, placed.device, dist.PrefixStore("channels/", ranks.store), ranks.group,
+        settings.timeout_s, by_copies=lowered.spec.transport.send_recv == "copy_engine",
+    )  # fmt: skip
+    undo.callback(world.abort)
+    share_start(world, lowered, modules, ranks.rank)
+    return Connected(modules, world, watched)
+
+
+def _request(
+    settings: Settings, stages: Mapping[int, nn.Module], shards: dist.ProcessGroup | None, num_ranks: int
+) -> dict[str, Any]:
+    """What this rank was given, as JSON values."""
+    _require_arguments(settings, stages)
+    modules = list(stages.values())
+    replicas = [Replicas(number, module, shards) for number, module in stages.items()]
+    sizes = {each.size for each in replicas}
+    if len(sizes) > 1:
+        raise PipelineError(f"stages of one rank have {sorted(sizes)} replicas: all need the same number")
+    device = device_of(modules, allow_meta=True)
+    if settings.replay:
+        require_replayable(device, is_sharded=any(each.is_sharded for each in replicas), reads=settings.check_finite)
+    request = Request(
+        None if settings.plan is None else given_plan(settings.plan),
+        schedule_section(settings.schedule),
+        settings.num_micro_batches,
+        "torch",
+        "gpu" if device.type == "cuda" else "cpu",
+        common_dtype(weight for module in modules for weight in module.parameters()) or "float32",
+        num_ranks,
+        sizes.pop(),
+        settings.overlap,
+    )
+    same = ("split", "compiler", "profile", "scale_grads", "replay", "overlap", "unsafe")
+    return {
+        "request": asdict(request),
+        "settings": {name: getattr(settings, name) for name in same} | {"same_kwargs": sorted(settings.same_kwargs)},
+        "whole": len(stages) if isinstance(stages, ModelStages) else None,
+        "stages": sorted(stages),
+        "tied": [*trained_ties(stages), *map(dict, settings.tied)],
+    }
+
+
+def _require_arguments(settings: Settings, stages: Mapping[int, nn.Module]) -> None:
+    if settings.split not in ("whole", "linear", "graph"):
+        raise PipelineError(f"split is {settings.split!r}: use 'whole', 'linear' or 'graph'")
+    if settings.compiler not in ("inductor", "eager"):
+        raise PipelineError(f"compiler is {settings.compiler!r}: use 'inductor' or 'eager'")
+    if settings.timeout_s <= 0:
+        raise PipelineError(f"timeout_s is {settings.timeout_s}: give a number of seconds")
+    if not isinstance(stages, Mapping):
+        raise PipelineError(f"`stages` is {kind_text(stages)}: give this rank's modules by stage, {{number: module}}")
+    if not all(isinstance(number, int) and number >= 0 for number in stages):
+        raise PipelineError(f"`stages` has the keys {list(stages)}: they are numbers of stages, from 0")
+    if not stages or not all(isinstance(module, nn.Module) for module in stages.values()):
+        raise PipelineError("give this rank at least one stage: stages={number: module}")
+
+
+def _skeleton(
+    asked: Request, num_stages: int, own_numbers: Sequence[Sequence[int]], *, measures: bool
+) -> dict[str, Any]:
+    skeleton = asked.skeleton(num_stages, own_numbers)
+    if measures:
+        require_no_times(skeleton)
+    return skeleton
+
+
+def _require_splittable(replicas: Mapping[int, Replicas], split: Split) -> None:
+    for number, each in replicas.items():
+        if split == "linear":
+            require_splittable(number, each.call(), is_sharded=each.is_sharded)
+
+
+def _module_stages(
+    ranks: Ranks, settings: Settings, placed: Placed, planned: Planned, plan: TrainedPlan
+) -> dict[int, ModuleStage]:
+    """This rank's stages, which must be those of the plan."""
+    lowered, boundaries = plan.lowered, planned.boundaries
+    splitting = {op.stage for op in lowered.programs[ranks.rank] if op.kind is OpKind.BACKWARD_WEIGHT}
+    modules = {
+        number: ModuleStage(
+            number, each.call(), boundaries[number], settings.loss_fn,
+            names_in_plan(number, trained(each.call()), placed.tied),
+            num_losses=planned.content["schedule"]["num_micro_batches"] if settings.scale_grads else 1,
+            splits=settings.split != "whole" and number in splitting, check_finite=settings.check_finite,
+            compiler=settings.compiler if settings.split == "graph" else None, is_sharded=each.is_sharded,
+        )
+        for number, each in placed.replicas.items()
+    }  # fmt: skip
+    weights = {n: {name: w.shape for name, w in stage.parameters.items()} for n, stage in modules.items()}
+    outputs = {n: [(spec.dtype, spec.shape) for spec in boundaries[n].outputs] for n in modules}
+    require_fits(lowered, ranks.rank, weights, outputs)
+    return modules

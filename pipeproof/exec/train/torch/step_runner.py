@@ -1,0 +1,276 @@
+"""Steps of one rank: what the script passes is split, the plan's program runs, and its results are collected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.monitor.plan_ring import PlanRing, ring_of_process
+from pipeproof.exec.monitor.torch_watch import watch
+from pipeproof.exec.rank.op_log import Clock
+from pipeproof.exec.rank.torch.cuda_graph import CaptureStream, TorchProgress
+from pipeproof.exec.rank.torch.op_ranges import op_range
+from pipeproof.exec.train.module_plan import TrainedPlan, forward_plan
+from pipeproof.exec.train.pipeline_failures import PipelineFailures
+from pipeproof.exec.train.stall_watch import StallWatch
+from pipeproof.exec.train.torch.data_parallel import ReplicatedStepEnd
+from pipeproof.exec.train.torch.module_framework import TorchModules
+from pipeproof.exec.train.torch.module_stage import StepData
+from pipeproof.exec.train.torch.rank_gradients import RankGradients
+from pipeproof.exec.train.torch.replayed_step import ReplayedStep
+from pipeproof.exec.train.torch.seams import at_seams
+from pipeproof.exec.train.torch.stage_values import micro_batches
+from pipeproof.exec.train.torch.start_phases import Connected, Placed, Planned, Ranks, Settings, takes_turns
+from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.exec.train.train_rank import TrainRank, checked_plan
+
+if TYPE_CHECKING:
+    from pipeproof.exec.rank.framework_protocol import Framework, World
+    from pipeproof.exec.train.torch.record_steps import StepRecord
+
+
+class StepRunner:
+    """The steps of a pipeline that has started."""
+
+    def __init__(
+        self, ranks: Ranks, settings: Settings, placed: Placed, planned: Planned, plan: TrainedPlan,
+        connected: Connected,
+    ) -> None:  # fmt: skip
+        self.ranks, self.settings, self.plan, self.device = ranks, settings, plan, placed.device
+        self.num_stages, self.num_micro_batches = placed.num_stages, plan.lowered.spec.schedule.num_micro_batches
+        self.micro_batch_size = planned.num_rows
+        self.modules, self.world = connected.modules, connected.world
+        self.gradients = RankGradients(self.modules, plan.lowered, ranks.rank, self.device, ranks.group)
+        self.framework = TorchModules(self.device, self.modules)
+        self._replicas, self._takes_turns = placed.replicas, takes_turns(plan, settings)
+        self._same_kwargs = frozenset(settings.same_kwargs)
+        self._failures = PipelineFailures(ranks.agreement, self.world.abort)
+        self._progress = TorchProgress() if self.device.type == "cuda" else None
+        self.train = self._replayed = self.rank_of(plan.lowered)
+        self._eval: TrainRank | None = None
+        self._replay: ReplayedStep | None = None
+        if settings.replay:
+            self._replay = ReplayedStep(self.gradients.trained_by_name, CaptureStream(self.device))
+        self._current, self._entered = self.train, -1
+        self.num_steps = 0
+        """Number of steps that have begun."""
+        self.record: StepRecord | None = None
+        """What writes the steps down."""
+        self.watch = StallWatch(
+            connected.watched, settings.timeout_s, lambda op_id: self._current.describe(op_id), self.world.abort,
+            None if self._progress is None else self._progress.read,
+        )  # fmt: skip
+
+    def rank_of(self, lowered: LoweredPlan, channels: Any = None, clock: Clock | None = None) -> TrainRank:
+        """This rank's machine and adapter for a plan, with other channels and another clock if they are given."""
+        own = self.world if channels is None else replace(self.world, channels=channels)
+        step_end = partial(ReplicatedStepEnd, self._replicas)
+        framework, world = cast("Framework", self.framework), cast("World", own)  # without optimizers
+        return TrainRank(
+            lowered, self.ranks.rank, framework, world, self._enter, step_end, clock,
+            is_proved=not self.plan.findings, seams=at_seams if self._takes_turns and channels is None else None,
+            annotate=op_range, ring=None if channels is not None else self._ring_of(lowered),
+        )  # fmt: skip
+
+    @contextmanager
+    def running(self, rank: TrainRank) -> Iterator[None]:
+        """Run the steps of this block on another machine of the plan."""
+        usual, self.train = self.train, rank
+        try:
+            yield
+        finally:
+            self.train = usual
+
+    @contextmanager
+    def without_replay(self) -> Iterator[None]:
+        """Run steps operation by operation: a replay would write to the gradients that are put aside."""
+        replay, self._replay = self._replay, None
+        try:
+            yield
+        finally:
+            self._replay = replay
+
+    def one_error(self) -> AbstractContextManager[None]:
+        """A context whose errors on one rank are errors on all."""
+        return self._failures.as_one(self.watch, RuntimeError, self._note_operation)
+
+    def step(
+        self, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any], scaler: torch.amp.GradScaler | None
+    ) -> list[torch.Tensor]:
+        """Run or replay forward and backward of all micro-batches; return their losses where the last stage is."""
+        rank, step = self.train, self._begin(self.train)
+        if self._progress is not None:
+            self._progress.begin(step)
+        execute = partial(self._execute, rank, step, scaler)
+        values = (args, target, kwargs)
+        if self._replay is None or rank is not self._replayed:
+            data = execute(values)
+        else:
+            if scaler is not None and scaler.is_enabled():
+                raise PipelineError("replay=True: a GradScaler changes between steps: use bfloat16, or replay=False")
+            data = self._replay.run(values, execute)
+            if self._replay.is_captured:
+                self.watch.enter(step, self._entered, on_device=True)
+        if scaler is not None and scaler.is_enabled():
+            with self.watch.calling("the exchange of overflows"):
+                self.gradients.share_overflow()
+        return self._losses_of(data)
+
+    def evaluate(
+        self, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any]
+    ) -> tuple[list[torch.Tensor], list[Any]]:
+        """Run the forwards; return the losses of micro-batches, or without a target the outputs, where the last is."""
+        if self._eval is None:
+            content = forward_plan(self.plan.content, self.plan.lowered.programs)
+            is_unsafe = bool(self.plan.findings)
+            plan = checked_plan(content, self.ranks.agreement, "forward plan", unsafe=is_unsafe, warns=False)
+            self._eval = self.rank_of(plan.lowered)
+        data = self._execute(self._eval, self._begin(self._eval), None, (args, target, kwargs))
+        for replicas in self._replicas.values():
+            replicas.reshard()
+        torch.clear_autocast_cache()  # it may hold casts without a graph
+        if data.outputs:
+            return [], [data.outputs[index] for index in sorted(data.outputs)]
+        return self._losses_of(data), []
+
+    def loss_of(self, losses: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The loss of a step from those of its micro-batches, if there are any."""
+        if not losses:
+            return None
+        total = torch.stack(list(losses)).sum()
+        return total / len(losses) if self.settings.scale_grads else total
+
+    def _ring_of(self, lowered: LoweredPlan) -> PlanRing | None:
+        """The ring of this process for a plan, if it is watched."""
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        return ring_of_process(
+            watch, lowered.graph, self.ranks.rank, self.ranks.global_ranks, backend, self.framework.arrays
+        )
+
+    def _begin(self, rank: TrainRank) -> int:
+        """Begin the next step; return its number."""
+        step, self.num_steps, self._current = self.num_steps, self.num_steps + 1, rank
+        return step
+
+    def _enter(self, step: int, op_id: int) -> None:
+        self._entered = op_id
+        progress = self._progress if self._current is self.train else None
+        self.watch.enter(step, op_id, on_device=progress is not None)
+        if progress is not None:
+            progress.write(op_id)
+
+    def _note_operation(self) -> None:
+        """Show the operation that raised, which a GPU may have left behind, as the one of this rank."""
+        if self._current.op_id >= 0 and not self.watch.is_calling:
+            self.watch.enter(self.num_steps - 1, self._current.op_id)
+
+    def _execute(
+        self, rank: TrainRank, step: int, scaler: torch.amp.GradScaler | None,
+        values: tuple[Sequence[Any], Any, Mapping[str, Any]],
+    ) -> StepData:  # fmt: skip
+        """Execute one step, operation by operation."""
+        try:
+            data = self._step_data(*values, scaler, is_training=rank is self.train)
+            if rank is not self._eval:
+                self._require_trainable()
+            versions = self._versions()
+            for stage in self.modules.values():
+                stage.begin(data)
+            for replicas in self._replicas.values():
+                replicas.begin()
+            rank.run(step)
+            self._require_unchanged(versions)
+        finally:
+            rank.adapter.clear()
+            for stage in self.modules.values():
+                stage.end()
+        return data
+
+    def _step_data(
+        self, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any], scaler: torch.amp.GradScaler | None,
+        *, is_training: bool,
+    ) -> StepData:  # fmt: skip
+        """Split what the script passed into micro-batches.
+
+        Raises:
+            PipelineError: something is missing, or its rows do not fit the plan.
+        """
+        num, data = self.num_micro_batches, StepData(scaler=scaler)
+        if 0 in self.modules:
+            if not args and self.modules[0].takes_arguments:
+                raise PipelineError("this rank has the first stage: pass its arguments to step()")
+            self._require_rows(args)
+            data.args = micro_batches(tuple(args), num, "args") if args else [()] * num
+        if kwargs:
+            whole = {name: value for name, value in kwargs.items() if name in self._same_kwargs}
+            parts = {n: micro_batches(value, num, n) for n, value in kwargs.items() if n not in whole}
+            data.kwargs = [{**whole, **{n: part[index] for n, part in parts.items()}} for index in range(num)]
+        if self.num_stages - 1 in self.modules:
+            if target is not None:
+                data.targets = micro_batches(target, num, "target")
+            elif self.plan.lowered.has_copies and not is_training:
+                raise PipelineError("copies of the last stage share the micro-batches: pass `target` to eval_step()")
+            elif self.settings.loss_fn is not None and is_training:
+                raise PipelineError("this rank has the last stage: pass `target` to step()")
+        return data
+
+    def _require_rows(self, args: Sequence[Any]) -> None:
+        expected = self.num_micro_batches * self.micro_batch_size
+        for position, value in enumerate(args):
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] != expected:
+                raise PipelineError(
+                    f"argument {position} of the step has {value.shape[0]} rows, and the plan has "
+                    f"{self.num_micro_batches} micro-batches of {self.micro_batch_size} rows, as the example has: pass "
+                    f"{expected} rows"
+                )
+
+    def _require_trainable(self) -> None:
+        """Refuse a step without gradients, and parameters that the plan does not have: no norm would count them.
+
+        Raises:
+            PipelineError: names the stage and the parameter.
+        """
+        if not torch.is_grad_enabled():
+            raise PipelineError(
+                "step() runs backwards, and gradients are disabled (torch.no_grad or inference_mode): use eval_step()"
+            )
+        for number, stage in self.modules.items():
+            planned = {id(weight) for weight in stage.parameters.values()}
+            for name, weight in stage.module.named_parameters():
+                if weight.requires_grad and id(weight) not in planned and not self._replicas[number].is_sharded:
+                    raise PipelineError(
+                        f"stage {number}: parameter {name} was frozen when the Pipeline was made, or is another object "
+                        "than then: make a new Pipeline after changes of requires_grad, and load values with copy_ "
+                        "(load_state_dict without assign=True)"
+                    )
+
+    def _versions(self) -> list[int]:
+        """Numbers of writes of all parameters, which an optimizer inside of a step would raise."""
+        if any(each.is_sharded for each in self._replicas.values()):
+            return []  # fully_shard writes gathered weights
+        return [weight._version for weight in self.gradients.parameters()]  # noqa: SLF001
+
+    def _require_unchanged(self, versions: Sequence[int]) -> None:
+        if versions and list(versions) != self._versions():
+            raise PipelineError(
+                "parameters changed inside of step(): later micro-batches used other weights; step the optimizer after "
+                "Pipeline.step (not in a hook), and keep what a forward itself updates in buffers"
+            )
+
+    def _losses_of(self, data: StepData) -> list[torch.Tensor]:
+        """The losses of all micro-batches where the last stage is, in order; copies of it share the micro-batches."""
+        if not self.plan.lowered.has_copies or self.num_stages - 1 not in self.modules:
+            return [data.losses[index] for index in sorted(data.losses)]
+        holders = self.plan.lowered.holders[-1]
+        group = next(each for each in self.world.collectives.values() if each.members == holders)
+        own = torch.zeros(self.num_micro_batches, dtype=torch.float64, device=self.device)
+        for index, loss in data.losses.items():
+            own[index] = loss
+        dtype = next(iter(data.losses.values())).dtype
+        return list(group.reduce(own, "sum").to(dtype))
