@@ -17,10 +17,6 @@ from pathlib import Path
 from pipeproof.diagnostics.finding import BadPlanError, Finding
 from pipeproof.interop import Flags, check_imported, import_files
 from pipeproof.interop.importers.imported import Imported
-from pipeproof.interop.importers.recipes import megatron_bridge, torchtitan_registry
-from pipeproof.interop.importers.recipes.modules import Modules
-
-_RECIPES = {"megatron-bridge": megatron_bridge.recipes_of, "torchtitan": torchtitan_registry.recipes_of}
 
 
 @dataclass(frozen=True)
@@ -60,11 +56,7 @@ def verdicts(
         if without is not None and re.search(without, text, re.MULTILINE):
             continue
         name = str(file.relative_to(root))
-        if file.suffix != ".py":
-            yield name, verdict_on(kind, file, flags)
-            continue
-        for recipe in _RECIPES[kind](Modules().read(file)):
-            yield f"{name} {recipe}", verdict_on(kind, file, replace(flags, recipe=recipe))
+        yield name, verdict_on(kind, file, flags)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -24,7 +24,9 @@ _ERNIEKIT = frozenset({"compute_type", "fine_tuning"})
 _DEEPSPEED = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"})
 _TIMER = re.compile(r"elapsed time per iteration|time across ranks|interval_runtime")
 _ARGUMENTS = re.compile(r"-{24} arguments -{24}|^MODEL_ARGS:\s*$", re.MULTILINE)
-_RECIPE = re.compile(r"^def \w+_(config|recipe)\(|\bConfigContainer\b", re.MULTILINE)
+_CONFIGURES = re.compile(
+    r"^def \w+_(config|recipe)\(|\bConfigContainer\b|\bmodel_registry\(|\bTrainer\.Config\b", re.MULTILINE
+)
 _NEMO_RL = re.compile(r"^  megatron_cfg:\s*$", re.MULTILINE)
 _VERL = re.compile(r"\b(actor_rollout_ref\.actor\.megatron|engine)\.\w*parallel_size=")
 _SWIFT = re.compile(r"\bmegatron\s+(?:sft|pt|rlhf)\b")
@@ -34,7 +36,6 @@ _STATEMENT = re.compile(r"^[\w$.*, '()\[\]-]+ -> [^\n]*\w", re.MULTILINE)
 _DUMP_NAME = re.compile(r"\w*(trace|dump)\w*_\d+(\.json|\.pickle)?")
 _STATE_OF_STEP = re.compile(r"step-\d{8,}")
 _AUTOMODEL = re.compile(r"^  pp_size:", re.MULTILINE)
-_REGISTRY = re.compile(r"\bmodel_registry\(|\bTrainer\.Config\b")
 _PICKLE, _GZIP, _SQLITE, _PNG = b"\x80", b"\x1f\x8b", b"SQLite format 3", b"\x89PNG"
 
 
@@ -160,12 +161,10 @@ KINDS: tuple[FileKind, ...] = (
     FileKind("a file with the arguments of Megatron-LM",
              ("check --from megatron FILE", "import megatron FILE -o plan.yaml", "import profile FILE --plan PLAN"),
              lambda g: bool(_ARGUMENTS.search(g.text)), "megatron"),
-    _imported("a configuration registry of torchtitan", "torchtitan",
-              lambda g: g.path.suffix == ".py" and bool(_REGISTRY.search(g.text))),
+    FileKind("Python code, which is not interpreted: call `pipeproof.interop.from_arguments` in its process", (),
+             lambda g: g.path.suffix == ".py" and bool(_CONFIGURES.search(g.text))),
     _imported("a recipe of NeMo Automodel", "automodel",
               lambda g: "distributed" in g.keys and bool(_AUTOMODEL.search(g.text))),
-    _imported("a Python recipe of Megatron-Bridge", "megatron-bridge",
-              lambda g: g.path.suffix == ".py" and bool(_RECIPE.search(g.text))),
     _imported("a configuration of NeMo-RL", "nemo-rl",
               lambda g: "policy" in g.keys and bool(_NEMO_RL.search(g.text))),
     _imported("a script that starts verl", "verl",

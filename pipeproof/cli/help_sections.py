@@ -33,7 +33,6 @@ EXAMPLES: Final = MappingProxyType(
         "import layers": "pipeproof import layers plan.yaml --write",
         "import measurements": "pipeproof import measurements --only mlperf --rows",
         "import megatron": "pipeproof import megatron pretrain.sh -o plan.yaml",
-        "import megatron-bridge": "pipeproof import megatron-bridge recipe.py --recipe NAME -o plan.yaml",
         "import ms-swift": "pipeproof import ms-swift train.sh -o plan.yaml",
         "import nemo-rl": "pipeproof import nemo-rl grpo.yaml -o plan.yaml",
         "import paddleformers": "pipeproof import paddleformers pretrain.yaml --world-size 8 -o plan.yaml",

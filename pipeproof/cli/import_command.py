@@ -63,7 +63,6 @@ def import_options(command: _Command) -> _Command:
     model_help = "A model's config.json with its sizes, for imported files."
     for option in (
         click.option("--world-size", type=click.IntRange(min=1), help="Number of processes, for imported files."),
-        click.option("--recipe", metavar="NAME", help="The function of an imported Python file that is the recipe."),
         click.option("--model-config", type=click.Path(path_type=Path), help=model_help),
         set_option,
     ):
@@ -112,12 +111,11 @@ def _add_importer(kind: str) -> None:
         settings: dict[KeyPath, object],
         model_config: Path | None,
         world_size: int | None,
-        recipe: str | None,
     ) -> None:
         from pipeproof.interop.importers.imported import Flags
 
         require_separate_outputs()
-        _import_plan(kind, files, output, device, Flags(settings, model_config, world_size, recipe))
+        _import_plan(kind, files, output, device, Flags(settings, model_config, world_size))
 
 
 for _kind in KINDS:

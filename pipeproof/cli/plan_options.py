@@ -30,14 +30,13 @@ class PlanSource:
     model_config: Path | None
     world_size: int | None
     device: DeviceName | None = None
-    recipe: str | None = None
 
     @property
     def flags(self) -> Flags:
         """Values that an importer takes in addition to files."""
         from pipeproof.interop.importers.imported import Flags
 
-        return Flags(self.settings, self.model_config, self.world_size, self.recipe)
+        return Flags(self.settings, self.model_config, self.world_size)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -49,7 +48,6 @@ class PlanSource:
         given = {
             "--model-config": self.model_config,
             "--world-size": self.world_size,
-            "--recipe": self.recipe,
             "--device": self.device,
         }
         return {option: value for option, value in given.items() if value is not None}
@@ -142,12 +140,11 @@ def plan_options(*, device: bool = False) -> Callable[[Callable[..., Any]], Call
             settings: dict[KeyPath, object],
             model_config: Path | None,
             world_size: int | None,
-            recipe: str | None,
             imported_device: DeviceName | None = None,
             **others: Any,
         ) -> Any:
             require_separate_outputs()
-            source = PlanSource(kind, settings, model_config, world_size, imported_device, recipe)
+            source = PlanSource(kind, settings, model_config, world_size, imported_device)
             return command(source=source, **others)
 
         if device:

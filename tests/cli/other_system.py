@@ -41,11 +41,6 @@ COMMANDS = {
     "import layers": [str(EXAMPLES / "custom_layers" / "mixer.yaml")],
     "import measurements": ["--only", "mlperf"],
     "import megatron": [str(EXAMPLES / "importing" / "megatron.sh"), "-o", "megatron.yaml"],
-    "import megatron-bridge": [
-        str(EXAMPLES / "importing" / "bridge_recipe.py"),
-        "--recipe",
-        "small_pretrain_16gpu_config",
-    ],
     "import ms-swift": [str(EXAMPLES / "importing" / "ms_swift.sh")],
     "import nemo-rl": [str(EXAMPLES / "importing" / "nemo_rl.yaml")],
     "import profile": [".", "--plan", _PLAN],

@@ -24,7 +24,7 @@ PLAY = {"play"}
 COMPUTED = {"import measurements", "show"}
 """Their times are computed for devices; `show --costs` refuses a plan that names none."""
 WITHOUT_PREDICTED_TIMES = {
-    *(f"import {kind}" for kind in ("automodel", "deepspeed", "ernie", "fleet", "layers", "megatron", "megatron-bridge",
+    *(f"import {kind}" for kind in ("automodel", "deepspeed", "ernie", "fleet", "layers", "megatron",
       "ms-swift", "nemo-rl", "paddleformers", "paddlenlp", "profile", "torch-csv", "torchtitan", "verl")),
     *(f"job {part}" for part in ("file", "fleet", "hang", "merge")),
     *(f"state {part}" for part in ("align", "aoa", "diff", "reshard", "show")),

@@ -53,12 +53,3 @@ def test_every_repository_has_verdicts(tool):
 
 def test_all_functional_tests_of_megatron_have_a_verdict():
     assert Counter(row["outcome"] for row in RESULTS["NVIDIA/Megatron-LM"]) == {"no error": 139}
-
-
-def test_the_eight_recipes_that_cannot_start():
-    """Pull request 5884 of Megatron-Bridge: 60 blocks on 8 ranks."""
-    rows = [
-        row for row in RESULTS["NVIDIA-NeMo/Megatron-Bridge"] if "60 layers do not divide by" in row.get("reason", "")
-    ]
-    assert len(rows) == 8
-    assert all("397b_a17b" in row["name"] and row["code"] == "PP171" for row in rows)

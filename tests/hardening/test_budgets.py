@@ -13,9 +13,7 @@ from pipeproof.analysis.align.training_logs import LogForm, read_log
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.foreign_text import MAX_DEPTH
 from pipeproof.interop.hang.diagnose_hang import diagnose_dumps
-from pipeproof.interop.importers.megatron.shell_script import read_script
-from pipeproof.interop.importers.megatron.shell_values import MAX_EXPANDED, evaluate
-from pipeproof.interop.importers.megatron.shell_words import ShellTextError
+from pipeproof.interop.importers.megatron.launch_script import MAX_EXPANDED, ScriptError, evaluate, read_script
 from pipeproof.interop.importers.sectioned_file import read_toml
 from pipeproof.interop.traces.trace_log import read_logs
 from pipeproof.state.flex import pickles
@@ -89,16 +87,16 @@ def test_json_in_the_json_of_a_dump(text, hang_of):
 
 def test_expansions_of_a_script_are_counted():
     doubling = "A0=xxxxxxxxxx\n" + "".join(f"A{n + 1}=$A{n}$A{n}$A{n}$A{n}\n" for n in range(12))
-    with pytest.raises(ShellTextError, match=f"{MAX_EXPANDED:,} characters") as caught:
+    with pytest.raises(ScriptError, match=f"{MAX_EXPANDED:,} characters") as caught:
         read_script(doubling, "x.sh")
     assert 5 < caught.value.location.line < 14
     lists = "A=(x y)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40
-    with pytest.raises(ShellTextError, match="characters"):
+    with pytest.raises(ScriptError, match="characters"):
         read_script(lists, "x.sh")
 
 
 def test_expansions_of_a_script_are_not_nested_without_end():
-    with pytest.raises(ShellTextError, match="too deeply"):
+    with pytest.raises(ScriptError, match="too deeply"):
         read_script("A=" + "${A:-" * 5000 + "}" * 5000, "x.sh")
 
 

@@ -1,4 +1,4 @@
-"""Recipes of trainers on torch.distributed.pipelining: Automodel's YAML, and torchtitan's configurations in Python."""
+"""Recipes of trainers on torch.distributed.pipelining: Automodel's YAML."""
 
 from pathlib import Path
 
@@ -23,20 +23,6 @@ distributed:
 {pipeline}model:
   pretrained_model_name_or_path: {model}
 """
-REGISTRY = """from torchtitan_that_is_not_installed.config import ParallelismConfig, TrainingConfig
-from torchtitan_that_is_not_installed.models import model_registry
-from torchtitan_that_is_not_installed.trainer import Trainer
-
-
-def job() -> Trainer.Config:
-    return Trainer.Config(
-        model_spec=model_registry("8B"),
-        hf_assets_path="./assets/hf/Llama-3.1-8B",
-        training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=2 * 4096, max_context_length=4096),
-        parallelism=ParallelismConfig(tensor_parallel_degree=2, {parallelism}),
-    )
-{more}
-"""
 
 
 def automodel(path, *, pp=4, schedule="1f1b", model="Qwen/Qwen3-32B", batch=8, more="", pipeline="", **flags):
@@ -44,12 +30,6 @@ def automodel(path, *, pp=4, schedule="1f1b", model="Qwen/Qwen3-32B", batch=8, m
     text = AUTOMODEL.format(pp=pp, schedule=schedule, model=model, batch=batch, more=more, pipeline=pipeline)
     file.write_text(text, encoding="utf-8")
     return import_files("automodel", [file], Flags(**flags))
-
-
-def registry(path, parallelism="pipeline_parallel_degree=4, num_pp_microbatches=8", more="", **flags):
-    file = path / "config_registry.py"
-    file.write_text(REGISTRY.format(parallelism=parallelism, more=more), encoding="utf-8")
-    return import_files("torchtitan", [file], Flags(**flags))
 
 
 def blocks(made):
@@ -165,105 +145,10 @@ def test_experts_and_shards_of_automodel(tmp_path):
     assert any("the teacher's pipeline is not checked" in one.why for one in teacher.ignored)
 
 
-def test_a_registry_of_torchtitan_is_a_plan_with_places(tmp_path):
-    made = registry(tmp_path, world_size=16)
-    assert (made.plan["topology"]["pp"], made.plan["topology"]["dp"]) == (4, 2)
-    assert made.plan["schedule"] == {
-        "kind": "1f1b",
-        "micro_batch_size": 2,
-        "num_micro_batches": 8,
-        "framework": "torch",
-    }
-    assert made.plan["model"]["seq_length"] == 4096
-    assert blocks(made) == [8, 9, 8, 7]  # embedding and head count as one layer of 34
-    assert made.source.locate(("topology", "pp")).line == 11
-    assert not check_imported(made).errors
-
-
-def test_micro_batches_of_a_registry(tmp_path):
-    finding = refusal(registry, tmp_path, parallelism="pipeline_parallel_degree=4, num_pp_microbatches=3")
-    assert finding.code == "PP171"
-    assert "3 micro-batches on 4 stages" in finding.message
-    assert finding.help == "raise `num_pp_microbatches`"
-    many = 'pipeline_parallel_degree=4, num_pp_microbatches=4, pipeline_parallel_schedule="Interleaved1F1B"'
-    assert registry(tmp_path, parallelism=many).plan["schedule"]["num_chunks"] == 2
-
-
-@pytest.mark.parametrize(
-    ("parallelism", "message"),
-    [
-        ("pipeline_parallel_degre=4", "`pipeline_parallel_degre` is no key of torchtitan's section `parallelism`"),
-        ("pipeline_parallel_degree=int(os.environ['PP'])", "`parallelism.pipeline_parallel_degree` is"),
-    ],
-)
-def test_keys_of_a_registry_that_matter_are_refused(tmp_path, parallelism, message):
-    finding = refusal(registry, tmp_path, parallelism=parallelism)
-    assert finding.code == "PP170"
-    assert finding.message.startswith(message)
-    assert finding.location.line == 11
-
-
-def test_recipes_of_a_registry(tmp_path):
-    more = (
-        "\n\ndef wide() -> Trainer.Config:\n    config = job()\n    config.parallelism.pipeline_parallel_degree = 2\n"
-    )
-    more += "    return config\n\n\ndef helper(config):\n    return config\n"
-    assert registry(tmp_path, more=more, recipe="wide").plan["topology"]["pp"] == 2
-    assert "this file has 2 recipes: job, wide" in refusal(registry, tmp_path, more=more).message
-    assert refusal(registry, tmp_path, more=more, recipe="wid").help == "did you mean `wide`?"
-
-
-LAYERS = """
-
-def layers(number):
-    found = []
-    for index in range(number):
-        found.append(index)
-    return found
-
-
-def own() -> Trainer.Config:
-    config = job()
-    config.model_spec = Spec(name="own", model=Model(layers=layers({number})))
-    return config
-"""
-
-
-def test_the_number_of_blocks_is_that_of_the_list_of_layers(tmp_path):
-    made = registry(tmp_path, more=LAYERS.format(number=18), recipe="own")
-    assert made.plan["model"]["num_layers"] == 18
-
-
-def test_a_list_that_is_too_long_is_not_shortened(tmp_path):
-    """A part of it would be a model with fewer layers."""
-    layers = LAYERS.replace("layers(number)", "layers(number=0)").replace("layers({number})", "range({number})")
-    assert registry(tmp_path, more=layers.format(number=18), recipe="own").plan["model"]["num_layers"] == 18
-    made = registry(tmp_path, more=layers.format(number="10**9"), recipe="own")
-    assert made.plan["model"]["num_layers"] == 32
-
-
-def test_a_loop_of_unknown_length_has_no_known_list(tmp_path):
-    """One pass of a loop that may run would be a list of one layer."""
-    made = registry(tmp_path, more=LAYERS.format(number="args.number"), recipe="own")
-    assert made.plan["model"]["num_layers"] == 32
-
-
-def test_defaults_of_fields_are_those_of_their_factories(tmp_path):
-    classes = (
-        "\n\nfrom dataclasses import field\n\n\nclass Parts:\n    pipeline_parallel_degree: int = 2\n"
-        "    num_pp_microbatches: int = 2\n\n\nclass Own:\n    class Config:\n"
-        "        parallelism: Parts = field(default_factory=Parts)\n        count: int = field(default=3)\n"
-        "\n\ndef own() -> Own.Config:\n    return Own.Config(hf_assets_path='Qwen/Qwen3-8B')\n"
-    )
-    made = registry(tmp_path, more=classes, recipe="own")
-    assert (made.plan["topology"]["pp"], made.plan["model"]["num_layers"]) == (2, 36)
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "flags"),
     [
         ("automodel.yaml", "automodel", Flags(world_size=64)),
-        ("titan_registry.py", "torchtitan", Flags(world_size=64, recipe="llama3_70b")),
     ],
 )
 def test_examples_are_recognised(name, kind, flags):

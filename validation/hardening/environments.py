@@ -161,8 +161,6 @@ COMMANDS = (
         Command(f"import {kind} IN -o OUT.yaml", _EXAMPLES / "importing" / "full_tp_pp.yaml")
         for kind in ("paddleformers", "paddlenlp", "ernie")
     ),
-    Command("import megatron-bridge IN --recipe small_pretrain_16gpu_config -o OUT.yaml",
-            _EXAMPLES / "importing" / "bridge_recipe.py", ".py"),
     Command("import automodel IN --world-size 64 -o OUT.yaml", _EXAMPLES / "importing" / "automodel.yaml"),
     Command("import nemo-rl IN -o OUT.yaml", _EXAMPLES / "importing" / "nemo_rl.yaml"),
     Command("import verl IN -o OUT.yaml", _EXAMPLES / "importing" / "verl.sh", ".sh"),

@@ -20,7 +20,7 @@ from pipeproof.comm.size_limit import MAX_OPERATIONS
 from pipeproof.diagnostics.source import MAX_BYTES
 from pipeproof.foreign_text import MAX_DEPTH as TEXT_DEPTH
 from pipeproof.interop.hang.flight_recorder import MAX_BYTES as DUMP_BYTES
-from pipeproof.interop.importers.megatron.shell_values import MAX_EXPANDED
+from pipeproof.interop.importers.megatron.launch_script import MAX_EXPANDED
 from pipeproof.state.flex.pickles import MAX_DEPTH
 from pipeproof.state.flex.pickles import MAX_OPERATIONS as PICKLE_OPERATIONS
 

@@ -50,16 +50,12 @@ class Source:
 SOURCES: Final = (
     Source("NVIDIA/Megatron-LM", "d98e8a6", "Apache 2.0 and BSD 3-Clause", "functional tests of training", "megatron",
            "tests/functional_tests/test_cases", "*/*/model_config.yaml", 8, "^MODE: (inference|rl)"),
-    Source("NVIDIA-NeMo/Megatron-Bridge", "067f987", "Apache 2.0", "recipes of Qwen3.5-VL", "megatron-bridge",
-           "src/megatron/bridge/perf_recipes/qwen_vl", "*/qwen35_vl.py"),
     Source("NVIDIA-NeMo/RL", "7ea279a", "Apache 2.0", "examples and recipes", "nemo-rl", "examples", "**/*.yaml"),
     Source("NVIDIA-NeMo/Automodel", "36044ad", "Apache 2.0", "examples", "automodel", "examples", "**/*.yaml"),
     Source("volcengine/verl", "b178a3c", "Apache 2.0", "examples with the Megatron backend", "verl",
            "examples", "**/*.sh"),
     Source("modelscope/ms-swift", "3602360", "Apache 2.0", "examples of Megatron training", "ms-swift",
            "examples/megatron", "**/*.sh"),
-    Source("pytorch/torchtitan", "b5bcd76", "BSD 3-Clause", "registries of models", "torchtitan",
-           "torchtitan/models", "*/config_registry.py"),
 )  # fmt: skip
 """The places of the configurations; those with fewer than two pipeline ranks are left out."""
 
@@ -124,21 +120,10 @@ def verdicts_part(results: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
     return table(("repository, commit, licence", "configurations", *OUTCOMES), rows)
 
 
-def refusals_part(results: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
-    """Return the list of the configurations that their own framework refuses."""
-    rows = [
-        (f"`{source.repository}`", f"`{row['name']}`", row["reason"])
-        for source in SOURCES
-        for row in results[source.repository]
-        if row["outcome"] == "refused"
-    ]
-    return table(("repository", "configuration", "reason"), rows)
-
-
 def pages() -> dict[Path, str]:
     """Return the page with its current tables."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    return {PAGE: fill(PAGE, {"verdicts": verdicts_part(results), "refusals": refusals_part(results)})}
+    return {PAGE: fill(PAGE, {"verdicts": verdicts_part(results)})}
 
 
 def check_checkouts(arguments: Sequence[str]) -> None:

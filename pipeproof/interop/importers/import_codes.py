@@ -109,6 +109,12 @@ UNKNOWN_SEQUENCE_PARALLEL = RuleDoc(
     kind=ExampleKind.JOB,
 )
 
+PYTHON = (
+    "a Python file is neither run nor interpreted: call `pipeproof.interop.from_arguments` in the process of its tool, "
+    "or give the block of arguments that the tool prints"
+)
+"""What to give in place of a Python file."""
+
 IMPORT_CODES: tuple[RuleDoc, ...] = (
     UNREADABLE,
     REFUSED,

@@ -9,6 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.interop.importers.import_codes import PYTHON, UNREADABLE
+
 if TYPE_CHECKING:
     from pipeproof.interop.importers.imported import Flags, Imported, Importer
 
@@ -43,19 +47,13 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "megatron": Kind(
             "a shell script or a file with the arguments of Megatron-LM", "megatron.megatron_importer:import_megatron"
         ),
-        "megatron-bridge": Kind(
-            "a Python recipe of Megatron-Bridge or NeMo, read and not run",
-            "recipes.megatron_bridge:import_megatron_bridge",
-        ),
         "nemo-rl": Kind("a YAML configuration of NeMo-RL", "recipes.nemo_rl:import_nemo_rl"),
         "verl": Kind("a shell script that starts verl with its Megatron backend", "recipes.verl:import_verl"),
         "ms-swift": Kind(
             "a shell script or a YAML file for ms-swift's Megatron trainer", "recipes.ms_swift:import_ms_swift"
         ),
         "automodel": Kind("a YAML recipe of NeMo Automodel", "recipes.automodel:import_automodel"),
-        "torchtitan": Kind(
-            "a TOML job configuration, or a Python registry, of torchtitan", "torchtitan:import_torchtitan"
-        ),
+        "torchtitan": Kind("a TOML job configuration of torchtitan", "torchtitan:import_torchtitan"),
         "deepspeed": Kind("a JSON configuration for DeepSpeed's pipeline engine", "deepspeed:import_deepspeed"),
         "torch-csv": Kind("a schedule that PyTorch wrote as CSV", "torch_csv:import_torch_csv"),
     }
@@ -69,4 +67,7 @@ def import_files(kind: str, files: Sequence[Path], flags: Flags) -> Imported:
     Raises:
         PlanFileError: a file cannot be read, or does not form a plan; with locations.
     """
+    for file in files:
+        if file.suffix == ".py":
+            raise PlanFileError(UNREADABLE.finding(PYTHON, Location(str(file))))
     return KINDS[kind].load()(files, flags)

@@ -24,14 +24,12 @@ class Flags:
 
     ``settings`` are plan keys with their values (``--set``), which win over
     those of a file; ``model_config`` is a Hugging Face style ``config.json``;
-    ``world_size`` the number of processes; ``recipe`` the function of a
-    Python file that builds the configuration.
+    ``world_size`` the number of processes.
     """
 
     settings: Mapping[KeyPath, object] = field(default_factory=dict)
     model_config: Path | None = None
     world_size: int | None = None
-    recipe: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

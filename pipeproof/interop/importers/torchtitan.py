@@ -1,4 +1,4 @@
-"""Importer of job configurations of torchtitan: TOML files, and functions of a ``config_registry.py``.
+"""Importer of job configurations of torchtitan: TOML files, and the sections of a configuration in Python.
 
 The keys have the meaning of torchtitan/distributed/pipeline_parallel.py and
 config/job_config.py (the releases that are configured by TOML); older names of
@@ -21,7 +21,6 @@ from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_parts import take_parts_of_type
 from pipeproof.interop.importers.model_sizes import Needs, assume_model
-from pipeproof.interop.importers.recipes.torchtitan_registry import read_registry
 from pipeproof.interop.importers.sectioned_file import SectionedFile, read_toml
 from pipeproof.interop.importers.torch_pipelining import (
     MAX_LAYERS,
@@ -63,15 +62,23 @@ _WITHOUT_BEARING: Final = frozenset(
 
 
 def import_torchtitan(files: Sequence[Path], flags: Flags) -> Imported:
-    """Import one TOML file of torchtitan, or the function of a Python file that ``flags.recipe`` names.
+    """Import one TOML file of torchtitan.
 
     Raises:
         PlanFileError: PP100 or PP170 if it cannot be read, PP171 if torchtitan refuses the settings.
     """
     if len(files) != 1:
-        message = f"a job of torchtitan is one TOML or Python file, found {len(files)}"
+        message = f"a job of torchtitan is one TOML file, found {len(files)}"
         raise PlanFileError(UNREADABLE.finding(message))
-    file = read_registry(files[0], flags, _READ) if files[0].suffix == ".py" else read_toml(files[0])
+    return import_sections(read_toml(files[0]), flags)
+
+
+def import_sections(file: SectionedFile, flags: Flags) -> Imported:
+    """Import a configuration of torchtitan by its sections.
+
+    Raises:
+        PlanFileError: PP170 if a value cannot be read, PP171 if torchtitan refuses the settings.
+    """
     job = _Job(file, Draft("torchtitan", flags))
     job.read()
     return job.draft.imported(job.file.name, job.file.lines)

@@ -94,7 +94,7 @@ def test_places_are_those_of_the_last_block(tmp_path):
     [
         (block(COMMON).rpartition("---- end")[0].rpartition("\n")[0], "has no end", 1),
         (block(COMMON).replace("  swiglu ..", "  swiglu two words ..", 1), "is no argument with a value", 12),
-        (block({"num_layers": 8}), "has no pipeline_model_parallel_size", 1),
+        (block({"num_layers": 8}), "have no pipeline_model_parallel_size", 1),
     ],
 )
 def test_a_damaged_block_is_refused(tmp_path, text, message, line):

@@ -7,7 +7,7 @@ and with all defaults. Loggers may put a prefix before each line. Of several blo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -78,19 +78,34 @@ def arguments_of_block(text: str, name: str) -> Arguments:
     """
     lines = tuple(LINE_BREAK.split(text))
     begin = max(number for number, line in enumerate(lines, start=1) if BEGIN.search(line))
+    return _arguments(_lines(lines, begin, name), SourceMap(name, lines), Location(name, begin))
+
+
+def arguments_of_values(values: Mapping[str, object], name: str) -> Arguments:
+    """Read the arguments that Megatron-LM has in its process, by their names; ``name`` is their source in messages.
+
+    Raises:
+        PlanFileError: PP170, there is no pipeline size.
+    """
+    location = Location(name)
+    settings = ((argument, Setting(argument, (str(value),), location, location)) for argument, value in values.items())
+    return _arguments(settings, SourceMap(name, ()), location)
+
+
+def _arguments(settings: Iterable[tuple[str, Setting]], source: SourceMap, begin: Location) -> Arguments:
     flags: dict[str, Setting] = {}
     world_size = None
-    for argument, setting in _lines(lines, begin, name):
+    for argument, setting in settings:
         if argument == "world_size" and (setting.value or "").isdecimal():
             world_size = int(setting.value or 0)
         else:
             flags.update(_flags(argument, setting))
     if "--pipeline-model-parallel-size" not in flags:
-        message = "the block of arguments that begins here has no pipeline_model_parallel_size"
-        raise PlanFileError(UNREADABLE.finding(message, Location(name, begin)), source=SourceMap(name, lines))
+        message = "the arguments that begin here have no pipeline_model_parallel_size"
+        raise PlanFileError(UNREADABLE.finding(message, begin), source=source)
     if _LAYOUT in flags:
         flags.pop(_CHUNKS, None)
-    return Arguments(name, lines, flags, {}, world_size=world_size or None, has_all=True)
+    return Arguments(source.file, source.lines, flags, {}, world_size=world_size or None, has_all=True)
 
 
 def _lines(lines: tuple[str, ...], begin: int, name: str) -> Iterator[tuple[str, Setting]]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from types import MappingProxyType
 from typing import NoReturn
 
 from pipeproof.diagnostics.finding import Location
@@ -14,10 +15,8 @@ from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap
 from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
-from pipeproof.interop.importers.megatron.flags import FLAGS
-from pipeproof.interop.importers.megatron.shell_script import Script, read_script
-from pipeproof.interop.importers.megatron.shell_values import Argument, words_of
-from pipeproof.interop.importers.megatron.shell_words import ShellTextError
+from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN, concerns_parallelism
+from pipeproof.interop.importers.megatron.launch_script import BLOCKS, Argument, Script, ScriptError, read_script
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +62,80 @@ def arguments_of_text(text: str, name: str) -> Arguments:
     Raises:
         PlanFileError: PP170, it is no shell text, or no command in it has a flag of Megatron-LM.
     """
-    lines = tuple(LINE_BREAK.split(text))
-    source = SourceMap(name, lines)
-    try:
-        script = read_script(text, name)
-    except ShellTextError as error:
-        raise PlanFileError(UNREADABLE.finding(f"{error}", error.location), source=source) from error
+    script, source = script_of(text, name)
     candidates = [command for command in _lists(script) if _score(command)]
     if not candidates:
-        raise PlanFileError(
-            UNREADABLE.finding(
-                "no command here has flags of Megatron-LM",
-                Location(name),
-                help="give the script that starts the training, or a file with its flags",
-            ),
-            source=source,
-        )
+        raise _no_command(script, source)
     chosen = max(candidates, key=_score)
-    return _arguments(name, lines, chosen, tuple(_notes(script, candidates, chosen)))
+    certain, doubtful = _without_blocks(chosen, source)
+    notes = (*_notes(script, candidates, chosen), *doubtful)
+    return _arguments(name, source.lines, certain, notes)
+
+
+def _no_command(script: Script, source: SourceMap) -> PlanFileError:
+    hidden = next((command for command in script.in_blocks if _score(command)), None)
+    if hidden is not None:
+        message = "the command with flags of Megatron-LM is in a block, which is not evaluated"
+        return PlanFileError(UNREADABLE.finding(message, hidden[0].location, BLOCKS), source=source)
+    fix = "give the script that starts the training, or a file with its flags"
+    message = "no command here has flags of Megatron-LM"
+    return PlanFileError(UNREADABLE.finding(message, Location(source.file), fix), source=source)
+
+
+def script_of(text: str, name: str, preset: Mapping[str, str] = MappingProxyType({})) -> tuple[Script, SourceMap]:
+    """Read the text of a script; ``preset`` are variables of its environment.
+
+    Raises:
+        PlanFileError: PP170, it cannot be read.
+    """
+    source = SourceMap(name, tuple(LINE_BREAK.split(text)))
+    try:
+        return read_script(text, name, preset), source
+    except ScriptError as error:
+        raise PlanFileError(UNREADABLE.finding(f"{error}", error.location, error.help), source=source) from error
+
+
+def require_evaluated(command: Sequence[Argument], source: SourceMap) -> None:
+    """Refuse a command with words from a block of the script, which is not evaluated.
+
+    Raises:
+        PlanFileError: PP170.
+    """
+    word = next((word for word in command if word.block), None)
+    if word is not None:
+        shown = f"{word.why}" if word.text is None else f"`{word.text}` only where the block at line {word.block} runs"
+        message = f"a word of the command is {shown}"
+        raise PlanFileError(UNREADABLE.finding(message, word.location, BLOCKS), source=source)
+
+
+def _without_blocks(
+    command: Sequence[Argument], source: SourceMap
+) -> tuple[list[Argument], list[tuple[str, Location]]]:
+    """Return the words that are there in every run, and notes on flags that only a block appends.
+
+    Raises:
+        PlanFileError: PP170, a block decides about a flag of parallelism or the number of layers.
+    """
+    words: list[Argument] = []
+    notes: list[tuple[str, Location]] = []
+    is_value = False
+    for word in command:
+        is_flag = word.text is not None and _FLAG.match(word.text) is not None
+        if not word.block:
+            words.append(word)
+        elif (word.text is None and not is_value) or (is_flag and _decides(word.text or "")):
+            require_evaluated([word], source)
+        elif is_flag and (word.text or "").partition("=")[0] in FLAGS:
+            notes.append((f"`{word.text}` is given only where the block at line {word.block} runs", word.location))
+        is_value = word.block > 0 and (is_flag or is_value)
+    return words, notes
+
+
+def _decides(text: str) -> bool:
+    """True for a flag on which the schedule, the cut or the number of micro-batches depends."""
+    flag = text.partition("=")[0].replace("_", "-")
+    is_read = flag in FLAGS or flag in NOT_SHOWN
+    return is_read and (concerns_parallelism(flag) or flag in ("--num-layers", "--global-batch-size"))
 
 
 def _lists(script: Script) -> Iterator[Sequence[Argument]]:
@@ -92,7 +147,7 @@ def _lists(script: Script) -> Iterator[Sequence[Argument]]:
     if alone:
         yield alone
     elif not programs:
-        yield [word for _, items in script.variables.arrays() for item in items for word in words_of(item)]
+        yield script.words()
 
 
 def _score(command: Sequence[Argument]) -> int:
@@ -144,14 +199,11 @@ def _notes(
     script: Script, candidates: Sequence[Sequence[Argument]], chosen: Sequence[Argument]
 ) -> Iterator[tuple[str, Location]]:
     """Notes about script parts that only a run decides."""
-    variables = script.variables
-    for name, location in variables.undecided.items():
-        if name in variables.used:
-            yield f"`{name}` is changed here under a condition that only a run decides: ignored", location
-    for command in script.commands:
-        if command and command[0].text in ("source", "."):
-            sourced_file = command[1].text if len(command) > 1 else None
-            yield f"the settings of `{sourced_file or 'another file'}` are not read", command[0].location
+    for word in script.unread:
+        yield (
+            f"the settings of `{word.text or word.why}` are not read: there is no such file beside the script",
+            word.location,
+        )
     for candidate in candidates:
         if candidate is not chosen:
             yield "another command with flags of Megatron-LM begins here: ignored", candidate[0].location

@@ -19,9 +19,8 @@ from pipeproof.interop.importers.draft import MAX_NUMBER, Draft, count, misspelt
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_sizes import Needs, assume_model, read_model_config
-from pipeproof.interop.importers.recipes.layered_yaml import read_layered
+from pipeproof.interop.importers.recipes.layered_yaml import Placed, Unknown, read_layered
 from pipeproof.interop.importers.recipes.public_checkpoints import depth_of, is_public
-from pipeproof.interop.importers.recipes.static_values import Placed, Unknown
 from pipeproof.interop.importers.torch_pipelining import (
     MAX_LAYERS,
     known_schedules,

@@ -19,9 +19,9 @@ from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.megatron.flag_values import Arguments, Setting
 from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN, WITHOUT_BEARING
 from pipeproof.interop.importers.megatron.stage_flags import CHUNKS, LAYOUT
+from pipeproof.interop.importers.recipes.layered_yaml import Placed, Unknown, is_known
 from pipeproof.interop.importers.recipes.megatron_settings import MODEL_FLAGS, NEGATED, plain_setting, settings_of
 from pipeproof.interop.importers.recipes.public_checkpoints import depth_of, is_public
-from pipeproof.interop.importers.recipes.static_values import Placed, Record, Unknown, is_known
 
 KEYS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -32,8 +32,6 @@ KEYS: Final[Mapping[str, str]] = MappingProxyType(
 """Arguments of Megatron-LM and attributes of Megatron-Core, and their flags."""
 
 _WITHOUT_BEARING: Final = frozenset(flag[2:].replace("-", "_") for flag in WITHOUT_BEARING)
-_DEFAULTS: Final = frozenset({("moe_layer_freq", "1")})
-"""Values that are no user's choice, as the launchers write them."""
 _ADAPTERS: Final = frozenset({"lora_rank"})
 """Keys of adapters, whose names are similar to a flag of latent attention."""
 PP: Final = "--pipeline-model-parallel-size"
@@ -85,8 +83,7 @@ class LauncherSettings:
             if near is not None:
                 self.refuse(f"`{shown}{name}` is no key of {self.launcher}", placed.location, f"did you mean `{near}`?")
         read = {name: placed for name, placed in values.items() if name not in elsewhere}
-        mapped = {name: placed for name, placed in read.items() if (name, str(placed.value)) not in _DEFAULTS}
-        self.add(settings_of(iter(mapped.items()), keys, shown))
+        self.add(settings_of(iter(read.items()), keys, shown))
         for name, placed in read.items():
             if name not in known and name not in _WITHOUT_BEARING:
                 key = f"{shown}{name}"
@@ -144,6 +141,6 @@ class LauncherSettings:
 
 
 def _text(value: object) -> str | None:
-    if isinstance(value, Unknown | Record) or not is_known(value):
+    if isinstance(value, Unknown) or not is_known(value):
         return None
     return str(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeAlias
@@ -17,7 +18,32 @@ from pipeproof.diagnostics.problems import describe_value, shortened
 from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.interop.importers.import_codes import UNREADABLE
-from pipeproof.interop.importers.recipes.static_values import Placed, Unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A value with its location in the file."""
+
+    value: Any
+    location: Location
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A value that only a run determines; ``why`` completes "the value is ..."."""
+
+    why: str
+    location: Location
+
+
+def is_known(value: object) -> bool:
+    """Return True for a literal, or a list, tuple or mapping of literals."""
+    if isinstance(value, list | tuple):
+        return all(map(is_known, value))
+    if isinstance(value, Mapping):
+        return all(map(is_known, value.values()))
+    return value is None or isinstance(value, bool | int | float | str)
+
 
 Node: TypeAlias = "Placed | dict[str, Node]"
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from pipeproof.diagnostics.finding import Location
 from pipeproof.interop.importers.megatron.flag_values import Setting
 from pipeproof.interop.importers.model_parts import PART_NEGATED, PART_SETTINGS
-from pipeproof.interop.importers.recipes.static_values import Placed, Record, Unknown, is_known
+from pipeproof.interop.importers.recipes.layered_yaml import Placed, Unknown, is_known
 
 MODEL_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -72,6 +71,8 @@ OVERLAP_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
 NEGATED: Final[Mapping[str, str]] = MappingProxyType(
     {"add_bias_linear": PART_NEGATED["add_bias_linear"], "overlap_p2p_comm": "--no-overlap-p2p-communication"}
 )
+_DEFAULTS: Final = frozenset({("moe_layer_freq", "1")})
+"""Values that change nothing, as launchers write them."""
 _LETTERS: Final = MappingProxyType({"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"})
 
 GROUPS: Final = "--num-query-groups"
@@ -84,7 +85,7 @@ def settings_of(values: Iterator[tuple[str, Placed]], names: Mapping[str, str], 
         if negated is not None and placed.value is False:
             yield Setting(negated, (), placed.location, placed.location)
         flag = names.get(name)
-        if flag is not None:
+        if flag is not None and (name, str(placed.value)) not in _DEFAULTS:
             yield from _setting(flag, f"{shown}{name}", placed)
 
 
@@ -96,14 +97,11 @@ def plain_setting(flag: str, placed: Placed | None, name: str) -> Iterator[Setti
 
 def _setting(flag: str, name: str, placed: Placed) -> Iterator[Setting]:
     value, location = placed.value, placed.location
-    if isinstance(value, Record) and value.is_unset:
-        return
     if flag == "--pipeline-model-parallel-layout":
         value = layout_text(value)
     if not is_known(value):
-        why = value.why if isinstance(value, Unknown) else f"the result of {_name(value)}"
-        place: Location = value.location if isinstance(value, Unknown) else location
-        yield Setting(flag, (None,), place, place, f"{why} (`{name}`)")
+        why = value.why if isinstance(value, Unknown) else "no plain value"
+        yield Setting(flag, (None,), location, location, f"{why} (`{name}`)")
     elif value is None or value is False or value == []:
         return
     elif value is True:
@@ -112,10 +110,6 @@ def _setting(flag: str, name: str, placed: Placed) -> Iterator[Setting]:
         yield Setting(flag, (str(value),), location, location)
         if flag == GROUPS:
             yield Setting("--group-query-attention", (), location, location)
-
-
-def _name(value: object) -> str:
-    return value.name if isinstance(value, Record) else "code that is not read"
 
 
 def layout_text(value: Any) -> Any:

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.diagnostics.source import PlanFileError, SourceMap
+from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
 from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
+from pipeproof.interop.importers.megatron.flag_values import require_evaluated, script_of
+from pipeproof.interop.importers.megatron.launch_script import Argument
 from pipeproof.interop.importers.megatron.megatron_importer import import_arguments
-from pipeproof.interop.importers.megatron.shell_values import Argument
 from pipeproof.interop.importers.recipes.launcher_keys import LauncherSettings
-from pipeproof.interop.importers.recipes.layered_yaml import literal, read_layered
-from pipeproof.interop.importers.recipes.static_values import Placed, Unknown
-from pipeproof.interop.importers.recipes.verl import script_of
+from pipeproof.interop.importers.recipes.layered_yaml import Placed, Unknown, literal, read_layered
+from pipeproof.interop.importers.recipes.verl import DIRECTORIES
 
 _STARTS: Final = frozenset({"sft", "pt", "rlhf"})
 _PROGRAM: Final = re.compile(r"(?:.*/)?(?:swift/)?cli/_megatron/(?:sft|pt|rlhf)\.py")
@@ -82,7 +82,7 @@ def _of_yaml(path: Path) -> tuple[dict[str, Placed], SourceMap, int | None]:
 
 
 def _of_script(path: Path) -> tuple[dict[str, Placed], SourceMap, int | None]:
-    script, source = script_of(path)
+    script, source = script_of(read_text(str(path)), str(path), DIRECTORIES)
     started = [index for index, command in enumerate(script.commands) if _first_argument(command) is not None]
     if not started:
         message = "no command here starts a training of ms-swift on Megatron (`megatron sft`, `pt` or `rlhf`)"
@@ -91,18 +91,13 @@ def _of_script(path: Path) -> tuple[dict[str, Placed], SourceMap, int | None]:
     environment = script.environments[index]
 
     def variable(name: str) -> int | None:
-        known = {name: value for name, items in script.variables.arrays() for value in [_scalar(items)]}
-        text = environment.get(name, known.get(name, "1"))
+        text = environment[name] if name in environment else script.value(name) if name in script.variables else "1"
         return int(text) if text is not None and text.isdecimal() and len(text) < _LONGEST_NUMBER else None
 
     gpus, nodes = variable("NPROC_PER_NODE"), variable("NNODES")
     command = script.commands[index]
+    require_evaluated(command, source)
     return dict(_arguments(command[_first_argument(command) :])), source, gpus * nodes if gpus and nodes else None
-
-
-def _scalar(items: Sequence[Sequence[Any]]) -> str | None:
-    texts = [fragment.text for item in items for fragment in item]
-    return "".join(texts) if len(items) == 1 and None not in texts else None
 
 
 def _first_argument(command: Sequence[Argument]) -> int | None:

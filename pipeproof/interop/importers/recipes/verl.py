@@ -13,41 +13,32 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap, read_text
+from pipeproof.diagnostics.source import PlanFileError, read_text
 from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
+from pipeproof.interop.importers.megatron.flag_values import require_evaluated, script_of
+from pipeproof.interop.importers.megatron.launch_script import Argument
 from pipeproof.interop.importers.megatron.megatron_importer import import_arguments
-from pipeproof.interop.importers.megatron.shell_script import Script, read_script
-from pipeproof.interop.importers.megatron.shell_values import Argument
-from pipeproof.interop.importers.megatron.shell_words import ShellTextError
 from pipeproof.interop.importers.recipes.launcher_keys import LauncherSettings
-from pipeproof.interop.importers.recipes.layered_yaml import literal
-from pipeproof.interop.importers.recipes.static_values import Placed, Unknown
+from pipeproof.interop.importers.recipes.layered_yaml import Placed, Unknown, literal
 
 _OVERRIDE: Final = re.compile(r"[+~]*([A-Za-z_][\w.@/]*)=(.*)", re.DOTALL)
 _ACTOR, _ENGINE = "actor_rollout_ref.actor.megatron.", "engine."
 _OTHER_MODELS: Final = ("actor_rollout_ref.ref.megatron.", "critic.megatron.")
 _SUBSECTIONS: Final = ("override_transformer_config.", "override_ddp_config.", "override_mcore_model_config.")
-_DIRECTORIES: Final = {"HOME": "~", "RAY_DATA_HOME": "~"}
+_OWN: Final = frozenset(
+    {
+        "param_offload", "grad_offload", "optimizer_offload", "use_dist_checkpointing", "dist_checkpointing_path",
+        "dist_checkpointing_prefix", "seed", "use_mbridge", "vanilla_mbridge", "use_remove_padding", "forward_only",
+        "strategy", "load_weight", "dtype",
+    }
+)  # fmt: skip
+"""Keys of verl's own McoreEngineConfig and McoreActorConfig (verl/workers/config) that no flag of Megatron-LM has."""
+DIRECTORIES: Final = {"HOME": "~", "RAY_DATA_HOME": "~"}
 _PP: Final = "pipeline_model_parallel_size"
 _DEFAULT_SEQUENCE, _DEFAULT_BATCH, _DEFAULT_GPUS = 512, 256, 8
 _PER_NODE: Final = re.compile(r"--nproc[-_]per[-_]node(?:=(\d+))?")
 _NODES: Final = re.compile(r"--nnodes(?:=(\d+))?")
-
-
-def script_of(path: Path) -> tuple[Script, SourceMap]:
-    """Read a shell script; directories that the environment names are the home directory, `~`, in it.
-
-    Raises:
-        PlanFileError: PP100 or PP170, it cannot be read.
-    """
-    name = str(path)
-    text = read_text(name)
-    source = SourceMap(name, tuple(LINE_BREAK.split(text)))
-    try:
-        return read_script(text, name, _DIRECTORIES), source
-    except ShellTextError as error:
-        raise PlanFileError(UNREADABLE.finding(f"{error}", error.location), source=source) from error
 
 
 def import_verl(files: Sequence[Path], flags: Flags) -> Imported:
@@ -60,7 +51,8 @@ def import_verl(files: Sequence[Path], flags: Flags) -> Imported:
     if len(files) != 1:
         message = f"a training of verl is one shell script, found {len(files)}"
         raise PlanFileError(UNREADABLE.finding(message))
-    script, source = script_of(files[0])
+    name = str(files[0])
+    script, source = script_of(read_text(name), name, DIRECTORIES)
     settings = LauncherSettings("verl", source)
     command = max(script.commands, key=lambda words: len(_megatron_keys(_overrides(words))), default=())
     overrides = _overrides(command)
@@ -69,6 +61,7 @@ def import_verl(files: Sequence[Path], flags: Flags) -> Imported:
             f"no command here sets keys of verl's Megatron backend, such as `{_ACTOR}{_PP}=2`", Location(source.file),
             "give the script that starts the training",
         )  # fmt: skip
+    require_evaluated(command, source)
     job = _Job(settings, overrides, command)
     job.read(flags)
     return import_arguments(settings.arguments(), flags)
@@ -109,8 +102,9 @@ class _Job:
     def read(self, flags: Flags) -> None:
         """Set the flags of the training."""
         settings = self._settings
-        for flag in ("--bf16", "--variable-seq-lengths"):
-            settings.switch(flag, self._top)
+        dtype = self._get(f"{self._shown}dtype")
+        settings.switch("--fp16" if dtype is not None and dtype.value == "float16" else "--bf16", self._top)
+        settings.switch("--variable-seq-lengths", self._top)
         self._sections()
         self._batches()
         settings.world_size = self._world_size()
@@ -142,7 +136,7 @@ class _Job:
             if flag not in sections[""]:
                 self._settings.switch(f"--{flag.replace('_', '-')}", self._top)
         for name, values in sections.items():
-            self._settings.read(values, f"{self._shown}{name}")
+            self._settings.read(values, f"{self._shown}{name}", elsewhere=() if name else _OWN)
 
     def _number(self, key: str, default: int) -> int | None:
         """Return an integer, or its default; None if only a run determines it."""
