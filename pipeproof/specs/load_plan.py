@@ -3,18 +3,248 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any, Literal, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from pipeproof.diagnostics.finding import Finding, Severity, file_order
-from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, dotted, shortened
+from pipeproof.diagnostics.problems import (
+    PROBLEMS,
+    KeyPath,
+    Problem,
+    describe_value,
+    dotted,
+    listed,
+    nearest_name,
+    shortened,
+)
 from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
+from pipeproof.specs.custom_layers import CustomModelSpec
+from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.specs.pydantic_problems import problems_of
+from pipeproof.specs.section import sections_in
+
+# --- Conversion of pydantic's errors to problems with our codes, messages and suggested fixes ---
+
+
+_SECTION = "a mapping of keys"
+_MODEL, _FAMILIES = "model", ("gpt", "layers")
+_UNKNOWN = ("extra_forbidden", "invalid_key")
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "none_required": "null",
+    "model_type": _SECTION,
+    "model_attributes_type": _SECTION,
+}
+
+_BOUNDS = {
+    "greater_than": ("gt", "more than {}"),
+    "greater_than_equal": ("ge", "at least {}"),
+    "less_than": ("lt", "less than {}"),
+    "less_than_equal": ("le", "at most {}"),
+}
+
+
+def problems_of(error: ValidationError) -> list[Problem]:
+    """Return all problems of a validation error of ``PlanSpec``, in the order of the keys."""
+    details = error.errors(include_url=False)
+    problems = [problem for detail in details for problem in _problems(detail)]
+    misspelt = {
+        (*_shown(path[:-1]), suggestion)
+        for path in (tuple(detail["loc"]) for detail in details if detail["type"] in _UNKNOWN)
+        if (suggestion := _near_key(path)) is not None
+    }
+    # A key that is given under a misspelt name is not also reported as missing.
+    return [problem for problem in problems if not (problem.code == "PP104" and problem.path in misspelt)]
+
+
+def _problems(detail: ErrorDetails) -> Iterator[Problem]:
+    kind, path, value = detail["type"], tuple(detail["loc"]), detail["input"]
+    context: Mapping[str, Any] = detail.get("ctx", {})
+    if kind == PROBLEMS:
+        for problem in context[PROBLEMS]:
+            yield Problem(problem.code, (*_shown(path), *problem.path), problem.message, problem.help, problem.at_key)
+    elif kind == "missing":
+        yield Problem("PP104", _shown(path), f"`{_dotted(path)}` is missing", _addition(path), at_key=True)
+    elif kind in _UNKNOWN:
+        yield _unknown_key(path)
+    elif kind in _EXPECTED:
+        yield _wrong_type(path, value, _EXPECTED[kind])
+    elif kind == "literal_error":
+        yield _not_allowed(path, value)
+    elif kind in _BOUNDS:
+        key, bound = _BOUNDS[kind]
+        yield Problem(
+            "PP106",
+            _shown(path),
+            f"`{_dotted(path)}` must be {bound.format(context[key])}, found {describe_value(value)}",
+        )
+    elif kind == "finite_number":
+        yield Problem("PP106", _shown(path), f"`{_dotted(path)}` must be finite, found {describe_value(value)}")
+    else:
+        yield Problem("PP106", _shown(path), f"`{_dotted(path)}`: {detail['msg']}, found {describe_value(value)}")
+
+
+def _shown(path: KeyPath) -> KeyPath:
+    """The path in the plan file: without the family of a model, which pydantic puts behind ``model``."""
+    return (path[0], *path[2:]) if len(path) > 1 and path[0] == _MODEL else path
+
+
+def _dotted(path: KeyPath) -> str:
+    return dotted(_shown(path))
+
+
+def _wrong_type(path: KeyPath, value: object, expected: str) -> Problem:
+    message = f"`{_dotted(path)}` must be {expected}, found {describe_value(value)}"
+    return Problem("PP105", _shown(path), message, _conversion(value, expected))
+
+
+def _conversion(value: object, expected: str) -> str | None:
+    """The suggested fix for an obvious mistake."""
+    if expected in ("an integer", "a number"):
+        if isinstance(value, float) and value.is_integer() and abs(value) < 10**15:
+            return f"write {int(value)}"
+        if isinstance(value, str) and len(value) < 20 and value.strip().isdecimal():
+            return "remove the quotes"
+    if expected == "true or false" and isinstance(value, str):
+        if value.lower() in ("yes", "on", "y", "true"):
+            return "write true"
+        if value.lower() in ("no", "off", "n", "false"):
+            return "write false"
+    if expected == _SECTION and value is None:
+        return "remove the key, or give keys below it"
+    if expected == "a list" and isinstance(value, str):
+        return f"write [{shortened(value)}]"
+    return None
+
+
+def _not_allowed(path: KeyPath, value: object) -> Problem:
+    allowed = _FAMILIES if _shown(path) == (_MODEL, "kind") else _choices(_annotation(path))
+    expected = listed(allowed) if allowed else "another value"
+    if type(value) not in {type(option) for option in allowed}:
+        return _wrong_type(path, value, f"{'one of ' if len(allowed) > 1 else ''}{expected}")
+    near = nearest_name(value, allowed) if isinstance(value, str) else None
+    return Problem(
+        "PP106",
+        _shown(path),
+        f"`{_dotted(path)}` must be {expected}, found {describe_value(value)}",
+        help=f"did you mean `{near}`?" if near else None,
+    )
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """The literal values of a key, optional or not."""
+    literals = [option for option in (annotation, *get_args(annotation)) if get_origin(option) is Literal]
+    return tuple(value for literal in literals for value in get_args(literal))
+
+
+def _unknown_key(path: KeyPath) -> Problem:
+    section, name = path[:-1], str(path[-1])
+    shown = shortened(name)
+    known = _sections().get(_without_indices(section), ())
+    owner = f"`{_dotted(section)}`" if len(_shown(section)) else "a plan"
+    return Problem("PP102", _shown(path), f"{owner} has no key `{shown}`", _key_help(path, known), at_key=True)
+
+
+def _key_help(path: KeyPath, known: tuple[str, ...]) -> str:
+    section, name = _without_indices(path[:-1]), str(path[-1])
+    if ":" in name:
+        return "put a space after the colon that ends the key"
+    if name == "<<":
+        return "merge keys are not part of YAML 1.2: repeat the keys that you need"
+    sections = _sections()
+    families = [other[1] for other, keys in sections.items() if _is_sibling(other, section) and name in keys]
+    if families:
+        return f"it is a key of `kind: {families[0]}`"
+    homes = [_dotted((*other, name)) for other, keys in sections.items() if other != section and name in keys]
+    if homes:
+        return f"did you mean `{listed(homes)}`? It belongs there"
+    near = _near_key(path)
+    if near is not None:
+        return f"did you mean `{near}`?"
+    for other, keys in sections.items():
+        elsewhere = nearest_name(name, keys) if _shown(other) != _shown(section) else None
+        if elsewhere is not None:
+            return f"did you mean `{_dotted((*other, elsewhere))}`?"
+    return f"known here: {', '.join(known)}"
+
+
+def _is_sibling(other: KeyPath, section: KeyPath) -> bool:
+    """True for the same section of two families of models."""
+    return other != section and _shown(other) == _shown(section)
+
+
+def _near_key(path: KeyPath) -> str | None:
+    """The most similar key of the same section."""
+    section, name = _without_indices(path[:-1]), str(path[-1])
+    return nearest_name(name, _sections().get(section, ()))
+
+
+def _without_indices(path: KeyPath) -> KeyPath:
+    """The path without list indices: all items of a list have the same keys."""
+    return tuple(part for part in path if isinstance(part, str))
+
+
+def _sections() -> dict[KeyPath, tuple[str, ...]]:
+    """The keys of each section at any depth, the top first."""
+    sections: dict[KeyPath, tuple[str, ...]] = {}
+
+    def add(path: KeyPath, model: type[BaseModel]) -> None:
+        sections[path] = tuple(model.model_fields)
+        for name, field in model.model_fields.items():
+            for nested in sections_in(field.annotation):
+                add((*path, name, *_family(nested)), nested)
+
+    add((), PlanSpec)
+    return sections
+
+
+def _family(section: type[BaseModel]) -> KeyPath:
+    """The tag that pydantic puts behind ``model`` for a family of models; empty for other sections."""
+    return tuple(
+        name for name, family in zip(_FAMILIES, (ModelSpec, CustomModelSpec), strict=True) if section is family
+    )
+
+
+def _field_of(path: KeyPath) -> Any:
+    """The pydantic field at a path of keys, list indices left out; None where there is none."""
+    model: type[BaseModel] = PlanSpec
+    field, choice = None, tuple[type[BaseModel], ...]()
+    for part in _without_indices(path):
+        if part in _FAMILIES and choice:
+            model = next(section for section in choice if part in _family(section))
+            choice = ()
+            continue
+        field = model.model_fields.get(str(part))
+        choice = sections_in(field.annotation) if field is not None else ()
+        model, choice = (choice[0], ()) if len(choice) == 1 else (model, choice)
+    return field
+
+
+def _annotation(path: KeyPath) -> Any:
+    """The type of a value at ``path``; of an item, where the path ends in an index."""
+    field = _field_of(path)
+    annotation = field.annotation if field is not None else None
+    return get_args(annotation)[0] if isinstance(path[-1], int) else annotation
+
+
+def _addition(path: KeyPath) -> str | None:
+    allowed = get_args(_annotation(path))
+    if len(allowed) == 1:
+        return f"add `{path[-1]}: {allowed[0]}`"
+    field = _field_of(path)
+    return f"add `{path[-1]}`: {field.description}" if field is not None and field.description else None
+
 
 _NO_SETTINGS: Mapping[KeyPath, object] = MappingProxyType({})
 

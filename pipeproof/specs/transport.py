@@ -17,7 +17,7 @@ TransportName = Literal["full", "partial"]
 """A transport of a tensor across a stage boundary; ``pipeproof.stages.describe.transports`` describes each."""
 
 RecvOrder = Literal["just_in_time", "prefetch_one", "send_order"]
-"""When receives are posted; ``pipeproof.comm.receive_order`` gives the position in a program."""
+"""When receives are posted; ``pipeproof.comm.lower`` gives the position in a program."""
 
 
 class TransportSpec(Section):

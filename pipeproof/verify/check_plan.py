@@ -2,22 +2,267 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from pipeproof.comm.backend_rows import BackendTable
-from pipeproof.diagnostics.finding import Finding, Location, Severity
+from pipeproof.diagnostics.finding import CycleWitness, Finding, Location, OpsWitness, Severity, WitnessOp
 from pipeproof.diagnostics.text_output import finding_to_json
-from pipeproof.schedule.op_table import OpGraph
+from pipeproof.schedule.op_table import NONE, OpGraph
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, KINDS, UPDATE_KINDS, OpKind, parse_op
 from pipeproof.specs.load_plan import LoadedPlan
-from pipeproof.verify.causes import with_causes
 from pipeproof.verify.certificate import Certificate, Verdict, certificate_of, graph_digest
 from pipeproof.verify.declared_facts import NO_FACTS, Facts
+from pipeproof.verify.fifo_matching import FaultsByChannel
 from pipeproof.verify.memory_budget import InFlight, in_flight
 from pipeproof.verify.registry import RULES
 from pipeproof.verify.selection import ALL_RULES, SUPPRESSION_CODES, Selection, Suppressed, suppress
 from pipeproof.verify.subject import Rule, Subject, graph_subject, make_subject, program_subject
+
+# --- Causes of findings: one fault in a program is one finding, and what follows from it is shown behind it ---
+# A rule sees one thing, so a send that is left out is seen by several: a receive
+# without a counterpart, messages that meet others, a wait that never ends. The
+# table below names for each code the codes that it can follow from, and by what
+# the two must be about the same rows. A finding follows from another only with
+# such a row in common. So a second fault elsewhere stays a finding of its own;
+# one on the very same rows keeps its code in the list of what follows.
+#
+# Nothing is left out: a finding that follows from another has it as its
+# ``cause``, and stays among the findings.
+
+
+Keys = Callable[[Subject, Finding], Iterator[Hashable]]
+"""Keys of the rows that a finding is about: two findings with a key in common are about the same rows."""
+
+
+_INPUT_OF: Mapping[OpKind, OpKind] = MappingProxyType(
+    {
+        OpKind.RECV_FORWARD: OpKind.RECV_FORWARD,
+        OpKind.FORWARD: OpKind.RECV_FORWARD,
+        OpKind.RECV_BACKWARD: OpKind.RECV_BACKWARD,
+        OpKind.BACKWARD: OpKind.RECV_BACKWARD,
+        OpKind.BACKWARD_INPUT: OpKind.RECV_BACKWARD,
+    }
+)
+"""The receive that brings the input of a computation, by its kind; a receive is its own."""
+
+
+def _witness_ops(finding: Finding) -> tuple[WitnessOp, ...]:
+    return finding.witness.ops if isinstance(finding.witness, CycleWitness | OpsWitness) else ()
+
+
+def _op_ids(finding: Finding) -> list[int]:
+    return [op.op_id for op in _witness_ops(finding) if op.op_id is not None]
+
+
+def same_operation(_: Subject, finding: Finding) -> Iterator[Hashable]:
+    """Operations of the witness by rank and text, those that are missing too; a WAIT is that of its target."""
+    for op in _witness_ops(finding):
+        yield op.rank, op.op[len("WAIT(") : -1] if op.op.startswith("WAIT(") else op.op
+
+
+def same_input(_: Subject, finding: Finding) -> Iterator[Hashable]:
+    """Inputs of computations and of the receives that bring them: rank, stage, direction, work item."""
+    for witness in _witness_ops(finding):
+        op = parse_op(witness.op)
+        if op.kind in _INPUT_OF:
+            yield witness.rank, op.stage, _INPUT_OF[op.kind], op.micro_batch, op.split
+
+
+def same_text(_: Subject, finding: Finding) -> Iterator[Hashable]:
+    """Operations of the witness on whichever rank."""
+    for op in _witness_ops(finding):
+        yield op.op
+
+
+def same_channel(subject: Subject, finding: Finding) -> Iterator[Hashable]:
+    """Channels of the witness's transfers, and of those that its WAITs wait for."""
+    graph = subject.graph
+    for op_id in _op_ids(finding):
+        for row in (op_id, int(graph.waits_for[op_id])):
+            if row != NONE and graph.channel[row] != NONE:
+                yield int(graph.channel[row])
+
+
+def same_fault_of_a_channel(subject: Subject, finding: Finding) -> Iterator[Hashable]:
+    """Block of messages in another order, else the shift of a channel by an end that is missing.
+
+    A pair of which both ends are alone is a fault of its own: it has no key.
+    """
+    graph, by_channel = subject.graph, subject.once(FaultsByChannel)
+    ids = [op_id for op_id in _op_ids(finding) if graph.channel[op_id] != NONE]
+    channel = int(graph.channel[ids[0]])
+    faults = by_channel[channel]
+    if finding.code == "PP301":
+        yield channel, "shift", 0
+        return
+    blocks = {faults.block_of[op_id] for op_id in ids if op_id in faults.block_of}
+    yield from ((channel, "block", block) for block in blocks)
+    if not blocks and any(op_id in faults.counterpart for op_id in ids):
+        yield channel, "shift", faults.run_of[ids[0]]
+
+
+def same_group(subject: Subject, finding: Finding) -> Iterator[Hashable]:
+    """Groups of the witness's collectives."""
+    graph = subject.graph
+    for op_id in _op_ids(finding):
+        if KINDS[graph.kind[op_id]] in COLLECTIVE_KINDS and graph.group[op_id] != NONE:
+            yield int(graph.group[op_id])
+
+
+def same_update(subject: Subject, finding: Finding) -> Iterator[Hashable]:
+    """(rank, stage) of the steps of the witness, and of the reductions before them.
+
+    Where a member leaves a reduction out, the witness has only the others: all members of the group count.
+    """
+    graph = subject.graph
+    for op_id in _op_ids(finding):
+        parent = int(graph.parent[op_id])
+        if KINDS[graph.kind[op_id if parent == NONE else parent]] in {OpKind.STEP, *UPDATE_KINDS}:
+            group, stage = int(graph.group[op_id]), int(graph.stage[op_id])
+            yield int(graph.rank[op_id]), stage
+            if finding.code == "PP306" and group != NONE:
+                yield from ((rank, stage) for rank in graph.groups[group].ranks)
+
+
+def whole_step(_: Subject, __: Finding) -> Iterator[Hashable]:
+    """Everything: for what is about no row."""
+    yield None
+
+
+def same_key_of_the_plan(_: Subject, finding: Finding) -> Iterator[Hashable]:
+    """The place in the plan."""
+    if finding.location is not None:
+        yield finding.location
+
+
+@dataclass(frozen=True, slots=True)
+class Follows:
+    """Findings of ``code`` follow from the first one of ``causes`` that has a key in common with them.
+
+    A code that follows from itself follows from its first finding with the key.
+    """
+
+    code: str
+    causes: tuple[str, ...]
+    by: Keys
+
+
+_MATCHING = ("PP301", "PP302")
+
+FOLLOWS: tuple[Follows, ...] = (
+    # A stage that a rank takes from its owner is missing there.
+    Follows("PP121", ("PP124",), same_text),
+    # Exchanged computations also run before the stage, or the split, that feeds them.
+    Follows("PP127", ("PP123",), same_operation),
+    Follows("PP129", ("PP123",), same_operation),
+    # A FIFO matches by position: a missing end shifts all later messages, and a block in another order is one fault.
+    Follows("PP302", ("PP301", "PP302"), same_fault_of_a_channel),
+    # Both ends of a pair that is no pair differ in what they carry, too.
+    Follows("PP303", ("PP302",), same_operation),
+    Follows("PP304", ("PP302",), same_operation),
+    Follows("PP305", ("PP302",), same_operation),
+    Follows("PP311", ("PP302",), same_operation),
+    # An announcement that is missing, or meets another, announces the wrong tensor.
+    Follows("PP313", _MATCHING, same_operation),
+    # Exchanged transfers, computations or collectives let ranks wait for each other.
+    Follows("PP401", ("PP123", "PP302", "PP306"), same_operation),
+    # Of an unbalanced channel the last end is never met; a transfer that is left out leaves its wait behind, and one
+    # that comes late is not under way when it is waited for; a member that is short of a collective joins no last one.
+    Follows("PP402", ("PP301",), same_channel),
+    Follows("PP402", _MATCHING, same_operation),
+    Follows("PP402", ("PP306",), same_group),
+    # A transfer that is issued twice is waited for once.
+    Follows("PP505", ("PP301", "PP126"), same_operation),
+    # What a computation that is left out would have used is received, and not waited for.
+    Follows("PP505", ("PP121",), same_input),
+    # Buffers: what is computed, sent, received or waited for at the wrong place, or twice, is read and written there.
+    Follows("PP501", ("PP122", "PP123", *_MATCHING, "PP505"), same_operation),
+    Follows("PP502", ("PP122", "PP123", *_MATCHING, "PP505"), same_operation),
+    Follows("PP503", ("PP122", "PP123", *_MATCHING, "PP505"), same_operation),
+    Follows("PP506", ("PP121", "PP122", "PP123", *_MATCHING, "PP306"), same_operation),
+    Follows("PP507", ("PP122", "PP123", *_MATCHING, "PP505"), same_operation),
+    Follows("PP508", ("PP122", "PP123", *_MATCHING, "PP505"), same_operation),
+    Follows("PP509", ("PP122", "PP123", *_MATCHING), same_operation),
+    # Weights that are written late, or not gathered at all, are read too early by every computation.
+    Follows("PP506", ("PP506",), same_operation),
+    # So is its result, and what it adds to a sum.
+    Follows("PP510", ("PP122", "PP123", *_MATCHING), same_operation),
+    Follows("PP514", ("PP122",), same_operation),
+    # What comes before its writer is also sent, or received into, too early.
+    Follows("PP501", ("PP506",), same_operation),
+    Follows("PP502", ("PP506",), same_operation),
+    # One number of slots is for all pools.
+    Follows("PP504", ("PP504",), same_key_of_the_plan),
+    # A reduction that a member of a group leaves out sums nothing there.
+    Follows("PP601", ("PP306",), same_update),
+    Follows("PP603", ("PP306",), same_update),
+    # A step that never ends has no memory use.
+    Follows("PP702", ("PP301", "PP401", "PP402"), whole_step),
+    # A backward that runs twice is added twice, and its tokens count twice.
+    Follows("PP605", ("PP122",), same_operation),
+    Follows("PP606", ("PP122", "PP605"), same_operation),
+)
+
+
+def with_causes(subject: Subject, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Return the findings with their causes, each followed by those that follow from it.
+
+    Args:
+        subject: what was checked.
+        findings: the findings, in the order in which they are to be shown.
+    """
+    search = _Search(subject, findings)
+    following: dict[int, list[Finding]] = {}
+    for index, finding in enumerate(findings):
+        root = search.root(index)
+        following.setdefault(root, []).append(finding if root == index else replace(finding, cause=findings[root]))
+    return tuple(
+        finding
+        for root in sorted(following)
+        for finding in sorted(following[root], key=lambda finding: finding.cause is not None)
+    )
+
+
+class _Search:
+    """The finding that each one follows from, as indices; keys are made only for codes that can be causes here."""
+
+    def __init__(self, subject: Subject, findings: Sequence[Finding]) -> None:
+        self._subject, self._findings = subject, findings
+        self._of_code: dict[str, list[int]] = {}
+        for index, finding in enumerate(findings):
+            self._of_code.setdefault(finding.code, []).append(index)
+        self._first: dict[tuple[str, Keys], dict[Hashable, int]] = {}
+
+    def root(self, index: int) -> int:
+        """The finding at the beginning of the chain of causes."""
+        while (cause := self._cause(index)) is not None:
+            index = cause
+        return index
+
+    def _cause(self, index: int) -> int | None:
+        finding = self._findings[index]
+        for row in FOLLOWS:
+            if row.code == finding.code:
+                for code in row.causes:
+                    known = self._with_key(code, row.by)
+                    causes = [known[key] for key in row.by(self._subject, finding) if key in known] if known else []
+                    if causes and (code != finding.code or min(causes) < index):
+                        return min(causes)
+        return None
+
+    def _with_key(self, code: str, by: Keys) -> dict[Hashable, int]:
+        """By key the first finding of a code with it."""
+        if (code, by) not in self._first:
+            first: dict[Hashable, int] = {}
+            for index in self._of_code.get(code, ()):
+                for key in by(self._subject, self._findings[index]):
+                    first.setdefault(key, index)
+            self._first[code, by] = first
+        return self._first[code, by]
+
 
 CHECK_CODES: tuple[str, ...] = tuple(sorted(doc.code for doc in (*(rule.doc for rule in RULES), *SUPPRESSION_CODES)))
 """The codes of every rule that ``check`` runs, which can be selected and left out."""

@@ -2,8 +2,8 @@
 
 import pytest
 
+from pipeproof.analysis.align.first_difference import WeightGradients, giver, placed
 from pipeproof.analysis.align.likely_cause import Cause, Family
-from pipeproof.analysis.align.neighbouring_tensors import WeightGradients, giver, placed
 from pipeproof.analysis.align.record_format import Recorded
 
 PLAIN = ("embed", "layer.0", "layer.1", "norm", "head")

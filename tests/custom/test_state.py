@@ -14,7 +14,7 @@ from pipeproof.exec.rank.checkpointing import prepare_checkpoint
 from pipeproof.specs.load_plan import load_plan
 from pipeproof.state.open_checkpoint import open_checkpoint
 from pipeproof.state.read_state import find_state, read_rank_state, read_whole
-from pipeproof.state.reshard.placement_proof import check_placement
+from pipeproof.state.reshard.reshard_proof import check_placement
 from pipeproof.state.reshard.shard_layout import layout_of_plan
 from pipeproof.state.resume_check import require_resumable
 from pipeproof.state.state_layout import shards_of_rank

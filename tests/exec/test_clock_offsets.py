@@ -8,9 +8,8 @@ from datetime import timedelta
 
 import pytest
 
-from pipeproof.exec.launch import clock_offsets
-from pipeproof.exec.launch.clock_offsets import ROUNDS, ClockResponder, exchange_clocks
-from pipeproof.exec.launch.host_clock import correction_by
+from pipeproof.exec.launch import host_clock
+from pipeproof.exec.launch.host_clock import ROUNDS, ClockResponder, correction_by, exchange_clocks
 from pipeproof.exec.measure.clock_correction import ClockDriftError, ClockExchange, correction_of, knot_of
 from tests.train.fake_store import FakeStore, on_ranks, wait_until
 
@@ -21,7 +20,7 @@ SKEW_NS = 3_600 * 10**9
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """No host loses its turn because its thread has to wait for a processor."""
-    monkeypatch.setattr(clock_offsets, "TURN_S", 20.0)
+    monkeypatch.setattr(host_clock, "TURN_S", 20.0)
 
 
 def clock_of(host):
@@ -54,7 +53,7 @@ def test_every_host_finds_its_offset_and_the_store_does_not_grow():
 
 
 def test_hosts_that_end_lose_their_turn(monkeypatch):
-    monkeypatch.setattr(clock_offsets, "TURN_S", 0.2)
+    monkeypatch.setattr(host_clock, "TURN_S", 0.2)
     store = FakeStore()
     store.add("tickets", 1)  # took a ticket, and ended
     store.add("tickets", 1)

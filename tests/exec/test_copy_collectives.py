@@ -22,7 +22,7 @@ class _NoBackend:
 
 def _on_every_rank(num_ranks, work):
     """The results of ``work`` for each rank's collectives, in threads."""
-    from pipeproof.exec.rank.torch.copy_collectives import CopyCollectives, pair_channels
+    from pipeproof.exec.rank.torch.comm import CopyCollectives, pair_channels
 
     group = Group("ep", tuple(range(num_ranks)))
     slots = dict.fromkeys(pair_channels([group]), 512)  # some tensors have more pieces than there are slots
@@ -71,7 +71,7 @@ def test_collectives_move_what_they_should(monkeypatch, num_ranks, seed):
 
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
 def test_a_training_has_the_bits_of_one_with_other_collectives(monkeypatch, dispatcher):
-    from pipeproof.exec.rank.torch.copy_collectives import CopyCollectives, pair_channels
+    from pipeproof.exec.rank.torch.comm import CopyCollectives, pair_channels
     from tests.exec.emulated_gpu import emulate
     from tests.exec.in_memory import require_logged, run_all
 

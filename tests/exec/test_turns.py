@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from pipeproof.exec.rank.turns import Helper, TurnsEndedError
+from pipeproof.exec.rank.overlapped_pair import Helper, TurnsEndedError
 
 
 def helper_of(work, set_up=lambda: None):

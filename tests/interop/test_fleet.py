@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop import check_imported, from_strategy
-from pipeproof.interop.importers.paddle.prototxt import Message, parse_prototxt
+from pipeproof.interop.importers.paddle.fleet_strategy import Message, parse_prototxt
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import OpKind
 from pipeproof.specs.dtypes import dtype_bytes

@@ -20,9 +20,7 @@ from pipeproof.sim.sim_codes import SimulationError
 from pipeproof.sim.simulate import simulate
 from pipeproof.sim.timeline import Span, Timeline
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.views.html.critical_walk import cause, critical_path
-from pipeproof.views.html.idle import Cause, Idle, idle_times
-from pipeproof.views.html.payload import CATEGORIES, payload
+from pipeproof.views.html.payload import CATEGORIES, Cause, Idle, cause, critical_path, idle_times, payload
 from pipeproof.views.html.relations import Relations
 from pipeproof.views.html.timeline_page import timeline_html, write_html
 from tests.plans import plan_dict

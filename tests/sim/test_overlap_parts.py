@@ -22,9 +22,8 @@ from pipeproof.schedule.ops import COMPUTE_KINDS, PART_KINDS, OpKind
 from pipeproof.sim.fast_engine import run_fast
 from pipeproof.sim.op_durations import durations_of
 from pipeproof.sim.part_times import takes_turns
-from pipeproof.sim.simpy_model import run_model
+from pipeproof.sim.simpy_model import EXCHANGE, RECEIVE, SlowedWork, run_model
 from pipeproof.sim.simulate import channel_model_of, simulate
-from pipeproof.sim.slowed_work import EXCHANGE, RECEIVE, SlowedWork
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.op_work import Phase
 from tests.comm.test_overlap_pairs import MOE, V, plan

@@ -14,9 +14,8 @@ from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.timeline import Span, Timeline
 from pipeproof.views.colours import COLLECTIVE, KIND_COLOURS, OTHER, colour_of
 from pipeproof.views.memory_curves import Curve
-from pipeproof.views.picture_parts import MOST_MESSAGES, parts_of, steps_of
 from pipeproof.views.picture_rows import rows_of
-from pipeproof.views.timeline_picture import drawing_of, write_picture
+from pipeproof.views.timeline_picture import MOST_MESSAGES, drawing_of, parts_of, steps_of, write_picture
 from pipeproof.views.trace_slices import Slices
 from tests.sim.test_trace import MEASURED
 from tests.work import num_calls

@@ -14,7 +14,7 @@ from pipeproof.sim.op_durations import durations_of
 from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import channel_model_of, simulate
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.views.html.critical_walk import critical_path
+from pipeproof.views.html.payload import critical_path
 from pipeproof.views.html.relations import Relations
 from tests.plans import plan_dict, subject
 

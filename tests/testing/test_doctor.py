@@ -14,10 +14,8 @@ from rich.console import Console
 
 from pipeproof.comm.backends import backend_table
 from pipeproof.exec.measure import doctor
-from pipeproof.exec.measure import endpoint_pair as pair
-from pipeproof.exec.measure.doctor import DoctorReport, run_doctor
+from pipeproof.exec.measure.doctor import BackendStartError, DoctorReport, backend_pair, run_doctor
 from pipeproof.exec.measure.doctor_report import doctor_to_json, render_doctor
-from pipeproof.exec.measure.endpoint_pair import BackendStartError, backend_pair
 from pipeproof.exec.measure.link_curve import Curve, CurvePoint
 from pipeproof.exec.measure.nvidia_smi import GpuLink, gpu_properties, parse_gpus, parse_links
 from pipeproof.testing.fake_backend import fake_world
@@ -94,7 +92,7 @@ def test_a_backend_that_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_worker_that_cannot_import_paddle_is_told_and_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
     before = children_of(os.getpid())  # other tests may leave Python's own helper processes
-    monkeypatch.setitem(pair.WORKERS, "paddle", "pipeproof.exec.no_such_module")
+    monkeypatch.setitem(doctor.WORKERS, "paddle", "pipeproof.exec.no_such_module")
     with (
         pytest.raises(BackendStartError, match="rank 0 ended before it was imported: exit status 1"),
         backend_pair("paddle"),
@@ -289,7 +287,7 @@ def test_a_rank_that_blocks_in_gloo_is_seen_and_killed() -> None:
 def test_workers_end_with_a_doctor_that_is_killed() -> None:
     program = (
         "from tests.testing.bodies import wait_in_vain\n"
-        "from pipeproof.exec.measure.endpoint_pair import backend_pair\n"
+        "from pipeproof.exec.measure.doctor import backend_pair\n"
         "with backend_pair('paddle') as world:\n"
         "    print('up', flush=True)\n"
         "    world.run(wait_in_vain, 60)\n"

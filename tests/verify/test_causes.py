@@ -16,8 +16,7 @@ from pipeproof.diagnostics.finding import Severity, by_cause, relinked
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS
 from pipeproof.specs.load_plan import load_plan
-from pipeproof.verify.causes import FOLLOWS
-from pipeproof.verify.check_plan import CHECK_CODES, check_subject
+from pipeproof.verify.check_plan import CHECK_CODES, FOLLOWS, check_subject
 from pipeproof.verify.check_text import BRIEF, WHOLE, render_report
 from pipeproof.verify.exchanged_computes import exchanges
 from pipeproof.verify.subject import make_subject, program_subject

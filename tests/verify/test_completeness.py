@@ -12,7 +12,7 @@ from pipeproof.schedule.op_table import NONE, Row
 from pipeproof.schedule.ops import OpKind, parse_op
 from pipeproof.schedule.programs import Schedule
 from pipeproof.verify.completeness import is_training
-from pipeproof.verify.compute_table import compute_table
+from pipeproof.verify.subject import compute_table
 from tests.plans import subject
 from tests.verify.programs import codes, errors, mutated, place, program, remove, rows, tensor
 

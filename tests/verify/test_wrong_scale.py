@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from pipeproof.verify.gradients.coefficient import ONE, Coefficient
-from pipeproof.verify.gradients.wrong_scale import rows_to_blame, rows_to_blame_for_both
+from pipeproof.verify.gradients.verdict_of_update import rows_to_blame, rows_to_blame_for_both
 from tests.verify.gradient_models import BIAS, facts, model
 from tests.verify.gradient_mutants import only
 

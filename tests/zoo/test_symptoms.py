@@ -5,7 +5,7 @@ The programs that run are those that the rules checked, row by row.
 
 import pytest
 
-from pipeproof.exec.measure.endpoint_pair import backend_pair
+from pipeproof.exec.measure.doctor import backend_pair
 from pipeproof.schedule.ops import parse_op
 from tests.exec.processes import Run
 from tests.plans import plan_dict

@@ -20,13 +20,95 @@ from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.interop.importers.check_imported import load_imported
 from pipeproof.interop.importers.import_kinds import import_files
 from pipeproof.interop.importers.imported import Flags
+
+# --- Training arguments of PaddleFormers for a plan ---
+from pipeproof.interop.importers.torch_pipelining import SCHEDULES
 from pipeproof.interop.launch_arguments.megatron_arguments import megatron_script
 from pipeproof.interop.launch_arguments.model_config import model_config
-from pipeproof.interop.launch_arguments.paddle_arguments import paddle_arguments
-from pipeproof.interop.launch_arguments.torchtitan_job import torchtitan_job
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.model_family import stage_layers
+
+# --- A TOML job of torchtitan and the ``config.json`` of its model ---
+
+
+_MODULES = {"embed": "tok_embeddings", "norm": "norm", "head": "output"}
+
+
+def torchtitan_job(spec: PlanSpec) -> str:
+    """The job; what torchtitan has no keys for is left out, which its import shows."""
+    topology, schedule = spec.topology, spec.schedule
+    local = schedule.num_micro_batches * schedule.micro_batch_size
+    replicas = topology.dp * topology.ep
+    is_sharded = spec.memory.shard_optimizer == "dp" or topology.ep > 1
+    parallelism: dict[str, Any] = {
+        "data_parallel_replicate_degree": 1 if is_sharded else replicas,
+        "data_parallel_shard_degree": replicas if is_sharded else 1,
+        "tensor_parallel_degree": topology.tp,
+        "context_parallel_degree": topology.cp,
+        "expert_parallel_degree": topology.ep,
+        "pipeline_parallel_degree": topology.pp,
+        "pipeline_parallel_microbatch_size": schedule.micro_batch_size,
+    }
+    if topology.pp > 1:
+        names = {kind: name for name, (kind, _) in SCHEDULES.items()}
+        parallelism["pipeline_parallel_schedule"] = names.get(schedule.kind, schedule.kind)
+        parallelism["module_fqns_per_model_part"] = [[_module(name) for name in stage] for stage in stage_layers(spec)]
+    sections: dict[str, dict[str, Any]] = {
+        "training": {
+            "seq_len": spec.gpt.seq_length,
+            "local_batch_size": local,
+            "global_batch_size": local * replicas,
+            "max_norm": spec.run.clip_norm or 0.0,
+        },
+        "parallelism": parallelism,
+        "activation_checkpoint": {"mode": spec.memory.recompute},
+    }
+    lines = []
+    for name, section in sections.items():
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items()), ""]
+    return "\n".join(lines)
+
+
+def _module(name: str) -> str:
+    prefix, _, number = name.partition(".")
+    return f"layers.{number}" if prefix == "layer" else _MODULES.get(name, name)
+
+
+def paddle_arguments(spec: PlanSpec) -> str:
+    """The arguments as YAML; what the trainer has no settings for is left out, which its import shows."""
+    topology, schedule = spec.topology, spec.schedule
+    replicas = topology.dp * topology.ep
+    settings: dict[str, Any] = {
+        **model_config(spec),
+        "max_seq_len": spec.gpt.seq_length,
+        "tensor_model_parallel_size": topology.tp,
+        "pipeline_model_parallel_size": topology.pp,
+        "context_parallel_size": topology.cp,
+        "expert_model_parallel_size": topology.ep,
+        "sharding_parallel_size": replicas if spec.memory.shard_optimizer == "dp" else 1,
+        "data_parallel_size": 1 if spec.memory.shard_optimizer == "dp" else replicas,
+        "hybrid_parallel_topo_order": "pp_first",
+        "sequence_parallel": topology.sequence_parallel,
+        "gradient_accumulation_steps": schedule.num_micro_batches,
+        "per_device_train_batch_size": schedule.micro_batch_size,
+        "bf16": True,
+        "overlap_p2p_comm": True,
+        "partial_send_recv": False,
+    }
+    if spec.memory.shard_optimizer == "dp":
+        settings["sharding"] = "stage1"
+    if spec.gpt.mtp is not None and spec.gpt.mtp.magic_send:
+        settings["enable_mtp_magic_send"] = True
+    if spec.memory.recompute == "full":
+        settings["recompute_granularity"] = "full"
+    if schedule.kind == "dualpipe_v":
+        settings["use_dualpipev"] = True
+    elif schedule.num_chunks > 1:
+        settings["virtual_pipeline_model_parallel_size"] = schedule.num_chunks
+        settings["best_unbalanced_scheduler"] = schedule.variant == "fleet_balanced"
+    return yaml.safe_dump(settings, sort_keys=False)
+
 
 _NOT_LAUNCHED = ("pipeproof", "cost", "suppress", "buffers")
 """Sections that have no part in a launch."""

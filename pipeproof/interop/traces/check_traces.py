@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,18 +11,181 @@ from typing import get_args
 from pipeproof.comm.backend_rows import BackendTable, Queue
 from pipeproof.comm.backends import table_named, with_queue
 from pipeproof.diagnostics.finding import Finding, Location, OpsWitness, WitnessOp, code_order, relinked
+from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.interop.traces.compare_with_plan import plan_findings
 from pipeproof.interop.traces.stalled_ranks import stuck_findings
-from pipeproof.interop.traces.trace_codes import MISSING_LOG, RAISED, SPLITS, UNFINISHED_LOG
-from pipeproof.interop.traces.trace_graph import IN_ORDER, collectives_of, graph_of_logs
-from pipeproof.interop.traces.trace_lifetimes import lifetime_findings
-from pipeproof.interop.traces.trace_log import LoggedCall, LoggedGroup, RankLog, read_logs
-from pipeproof.interop.traces.trace_memory_order import memory_order_findings
+from pipeproof.interop.traces.trace_codes import MISSING_LOG, NOT_WAITED, RAISED, SPLITS, UNFINISHED_LOG
+
+# --- Memory of messages that was used again while they were in flight, and requests that nothing waited for ---
+# The log has the addresses of every tensor. For each operation with a wait it
+# also shows whether the memory was written between call and wait.
+from pipeproof.interop.traces.trace_graph import IN_ORDER, channels_of, collectives_of, graph_of_logs
+from pipeproof.interop.traces.trace_log import LoggedCall, LoggedGroup, LoggedTensor, LoggedWait, RankLog, read_logs
 from pipeproof.interop.traces.trace_text import call_text, position_text, with_log_names
+from pipeproof.schedule.op_table import TensorSpec
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.verify.check_plan import OnProgress, Report, check_subject
+from pipeproof.verify.lifetime.race_rules import NO_ORDER, USE_UNDER_RECEIVE, WRITE_UNDER_SEND
+from pipeproof.verify.memory_order import MEMORY_ORDER, has_holes
 from pipeproof.verify.selection import ALL_RULES, Selection
 from pipeproof.verify.subject import graph_subject
+
+# Memory order of recorded tensors (PP312): the two ends of a message, and the members of a collective in place.
+# Backends read and write memory from the first element on, without a look at
+# the strides. Two tensors store their elements in one order if their sizes and
+# strides are equal after adjacent dims that are contiguous have been joined; the
+# shapes may differ.
+
+
+_IN_PLACE = frozenset({"all_reduce", "broadcast", "reduce"})
+"""Collectives that use the caller's memory; the frameworks copy what they gather or scatter, or refuse the tensor."""
+
+
+def memory_order_findings(logs: Sequence[RankLog]) -> Iterator[Finding]:
+    """Find PP312: messages and collectives whose ends store their elements in different orders, or with holes."""
+    for channel in channels_of(logs):
+        for send, receive in zip(channel.sends, channel.receives, strict=False):
+            yield from _compare(send, receive)
+    for members in collectives_of(logs).values():
+        calls = [call for _, call in sorted(members.items()) if call.op in _IN_PLACE and call.outputs]
+        for call in calls[1:] or calls:
+            findings = list(_compare(calls[0], call))
+            yield from findings
+            if findings:
+                break
+
+
+def _compare(first: LoggedCall, second: LoggedCall) -> Iterator[Finding]:
+    """Find the first tensors of two calls that do not store the same elements in one order."""
+    for tensors in zip(first.inputs or first.outputs, second.inputs or second.outputs, strict=False):
+        sizes, orders = {tensor.numel for tensor in tensors}, {_element_order(tensor) for tensor in tensors}
+        holes = [_has_holes(tensor) for tensor in tensors]
+        if len(sizes) > 1 or (len(orders) == 1 and not any(holes)):  # of two sizes: other rules report that
+            continue
+        calls = (first, second) if first is not second else (first,)
+        stated = [
+            f"rank {call.rank}: {call_text(call)}{position_text(call)} has shape {list(tensor.shape)} and strides "
+            f"{list(tensor.strides)}{' with holes' if hole else ''}"
+            for call, tensor, hole in zip(calls, tensors, holes, strict=False)
+        ]
+        yield MEMORY_ORDER.finding(
+            "\n".join(stated), next(call.line for call, tensor in zip(calls, tensors, strict=False)
+                                    if not _is_contiguous(tensor)),
+            "call `.contiguous()` before the tensor is sent or reduced, and receive into a contiguous buffer",
+            OpsWitness(tuple(WitnessOp(call.rank, call_text(call)) for call in calls)),
+        )  # fmt: skip
+        return
+
+
+def _element_order(tensor: LoggedTensor) -> tuple[tuple[int, int], ...]:
+    """Return (size, stride) of each dim with several elements; adjacent dims that are contiguous are one."""
+    order: list[tuple[int, int]] = []
+    for size, stride in zip(tensor.shape, tensor.strides, strict=True):
+        if size == 1:
+            continue
+        if order and order[-1][1] == size * stride:
+            order[-1] = order[-1][0] * size, stride
+        else:
+            order.append((size, stride))
+    return tuple(order)
+
+
+def _is_contiguous(tensor: LoggedTensor) -> bool:
+    return _element_order(tensor) in ((), ((tensor.numel, 1),))
+
+
+def _has_holes(tensor: LoggedTensor) -> bool:
+    return has_holes(TensorSpec("message", tensor.shape, tensor.dtype, "", "", strides=tensor.strides))
+
+
+_MAX_FINDINGS = 8
+"""Number of findings of a kind for one rank; more would have the same cause."""
+
+
+def lifetime_findings(log: RankLog) -> Iterator[Finding]:
+    """Find PP501, PP502, PP507 and PP946 of one rank."""
+    pending: dict[int, LoggedCall] = {}
+    regions, using = _regions(log), defaultdict[int, dict[int, LoggedCall]](dict)
+    races: list[Finding] = []
+    for event in log.events:
+        if isinstance(event, LoggedWait):
+            races += [_written(pending[seq], event) for seq in event.changed if seq in pending]
+            for call in [pending.pop(seq) for seq in event.of if seq in pending]:
+                for tensor in (*call.inputs, *call.outputs):
+                    using[regions[tensor]].pop(call.seq, None)
+            continue
+        event_regions = {regions[tensor] for tensor in (*event.inputs, *event.outputs)}
+        overlapping = {seq: call for region in event_regions for seq, call in using[region].items()}
+        races += [_clash(call, event) for _, call in sorted(overlapping.items()) if _clashes(call, event)]
+        if not event.blocks:
+            pending[event.seq] = event
+            for region in event_regions:
+                using[region][event.seq] = event
+    yield from races[:_MAX_FINDINGS]
+    if log.ended and log.error is None:
+        yield from [_not_waited(call) for call in pending.values()][:_MAX_FINDINGS]
+
+
+def _regions(log: RankLog) -> dict[LoggedTensor, int]:
+    """Return a region number for each tensor; tensors that overlap, directly or through others, share it."""
+    tensors = {tensor for call in log.calls for tensor in (*call.inputs, *call.outputs)}
+    regions: dict[LoggedTensor, int] = {}
+    region, stop = 0, 0
+    for tensor in sorted(tensors, key=lambda tensor: tensor.start):
+        if tensor.start >= stop:
+            region += 1
+        stop = max(stop, tensor.stop)
+        regions[tensor] = region
+    return regions
+
+
+def _clashes(call: LoggedCall, later: LoggedCall) -> bool:
+    """True if one of two operations in flight writes memory that the other uses."""
+    if call.group == later.group and call.group.backend in IN_ORDER and call.batch != later.batch:
+        return False  # in order, on the stream of their communicator
+    return _overlap(_writes(call), (*later.inputs, *later.outputs)) or _overlap(_writes(later), call.inputs)
+
+
+def _writes(call: LoggedCall) -> tuple[LoggedTensor, ...]:
+    is_source = call.op == "broadcast" and call.peer == call.rank
+    return () if is_source else call.outputs
+
+
+def _overlap(first: Sequence[LoggedTensor], second: Sequence[LoggedTensor]) -> bool:
+    return any(a.start < b.stop and b.start < a.stop for a in first for b in second)
+
+
+def _code(call: LoggedCall) -> RuleDoc:
+    return {"send": WRITE_UNDER_SEND, "recv": USE_UNDER_RECEIVE}.get(call.op, NO_ORDER)
+
+
+def _clash(call: LoggedCall, later: LoggedCall) -> Finding:
+    access = "writes" if _overlap(_writes(later), (*call.inputs, *call.outputs)) else "reads"
+    earlier_access = "reading" if call.op == "send" else "writing"
+    return _code(call).finding(
+        f"rank {call.rank}: {call_text(later)}{position_text(later)} {access} memory that {call_text(call)}"
+        f"{position_text(call)} may still be {earlier_access}: nothing waited for it yet",
+        later.line, "wait for the first before the second is issued, or use another tensor",
+        OpsWitness((WitnessOp(call.rank, call_text(call)), WitnessOp(call.rank, call_text(later)))),
+    )  # fmt: skip
+
+
+def _written(call: LoggedCall, wait: LoggedWait) -> Finding:
+    return _code(call).finding(
+        f"rank {call.rank}: the tensor of {call_text(call)}{position_text(call)} was written in place after the call "
+        f"and before the wait{f' at {wait.at}' if wait.at else ''}: either value may arrive",
+        call.line, "write to the tensor after the wait, or send a copy",
+        OpsWitness((WitnessOp(call.rank, call_text(call)),)),
+    )  # fmt: skip
+
+
+def _not_waited(call: LoggedCall) -> Finding:
+    return NOT_WAITED.finding(
+        f"rank {call.rank}: nothing waited for {call_text(call)}{position_text(call)} before the recording ended",
+        call.line, "wait for its request, or record until that is done",
+        OpsWitness((WitnessOp(call.rank, call_text(call)),)),
+    )  # fmt: skip
+
 
 _PAIR_RULES = ("PP302", "PP303", "PP304")
 """Rules about matched ends: they apply to incomplete logs, too."""

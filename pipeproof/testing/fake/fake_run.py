@@ -3,20 +3,276 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+
+# --- Graph of the operations that fake ranks issued, for the rules ---
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
+from string import ascii_lowercase
 from typing import Any
 
 from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.channel_models import ChannelModel
-from pipeproof.schedule.op_table import Channel, Group, OpGraph
+from pipeproof.diagnostics.finding import Location, WitnessOp
+from pipeproof.schedule.columns import NONE, Row
+from pipeproof.schedule.op_table import Channel, Group, OpGraph, TensorSpec, build_graph
+from pipeproof.schedule.ops import Op, OpKind, wait_for
 from pipeproof.testing.fake.fake_engine import Engine
-from pipeproof.testing.fake.fake_operations import FakeOp
-from pipeproof.testing.fake.fake_recording import Recorded, Recording
-from pipeproof.testing.fake.stall_report import HostState, explain
+from pipeproof.testing.fake.fake_operations import (
+    Array,
+    Call,
+    DeadlockError,
+    FakeOp,
+    FakeWorldError,
+    NeverComesError,
+    Transfer,
+    UnmatchedError,
+)
 from pipeproof.verify.check_plan import Report, check_graph
+from pipeproof.verify.fifo_matching import partner_of
+
+# --- Explanation of a stall: the waits between ranks, as a cycle or as a chain that ends at a missing operation ---
+
+
+@dataclass(eq=False, slots=True)
+class HostState:
+    """Position of one rank's program, and the operations that block it."""
+
+    rank: int
+    place: str = ""
+    waits_for: Sequence[FakeOp] = ()
+    opens: Mapping[Hashable, frozenset[int]] = field(default_factory=dict)
+    """Connections that it is opening, each with the ranks that must reach it."""
+    ended: bool = False
+
+    def is_held(self, engine: Engine) -> bool:
+        """True if it waits for an event that has not happened."""
+        return any(not op.is_done for op in self.waits_for) or any(
+            not ranks <= engine.came[connection] for connection, ranks in self.opens.items()
+        )
+
+    @property
+    def words(self) -> str:
+        """Its position in the program."""
+        return "has ended" if self.ended else f"is held at {self.place}"
+
+
+_Node = FakeOp | HostState
+
+_MOST_STEPS = 100_000
+"""Number of steps after which the search for a shorter cycle ends."""
+
+_MOST_LINES = 20
+"""Number of waits of a cycle that are printed."""
+
+
+def explain(engine: Engine, hosts: Sequence[HostState], ops: Sequence[FakeOp]) -> FakeWorldError | None:
+    """Return the error once no event is possible; None if all issued operations are done and matched.
+
+    ``ops`` are all operations in the order of issue.
+    """
+    reader = _Reader(engine, hosts)
+    left = [op for op in ops if not op.is_done]
+    stuck: list[_Node] = [*(host for host in hosts if not host.ended), *left]
+    cycle = _shortest_cycle(reader, stuck)
+    if cycle:
+        return _deadlock(reader, cycle, engine.model)
+    waiting = next((host for host in hosts if not host.ended), None)
+    if waiting is not None:
+        return NeverComesError("\n  ".join([f"rank {waiting.rank} waits for ever:", *reader.chain(waiting)]))
+    alone = [op for op in ops if isinstance(op, Transfer) and engine.channels[op.channel].other(op) is None]
+    if alone:
+        lines = [f"rank {op.rank}: {op.words}, {'to' if op.is_send else 'from'} rank {op.peer}" for op in alone]
+        return UnmatchedError("\n  ".join(["all programs have ended, but nobody ever met:", *lines]))
+    assert not left, "what is left waits for something"
+    return None
+
+
+def _deadlock(reader: _Reader, cycle: Sequence[_Node], model: ChannelModel) -> DeadlockError:
+    ranks = sorted({node.rank for node in cycle})
+    named = f"rank {ranks[0]} waits for itself" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} deadlock"
+    lines = [reader.edge(one, other) for one, other in zip(cycle, [*cycle[1:], cycle[0]], strict=True)]
+    if len(lines) > _MOST_LINES:
+        half = _MOST_LINES // 2
+        lines = [*lines[:half], f"and {len(lines) - 2 * half} more waits", *lines[-half:]]
+    ops = tuple(WitnessOp(node.rank, str(node.op)) for node in cycle if isinstance(node, FakeOp))
+    return DeadlockError("\n  ".join([f"{named} ({model}):", *lines]), ops)
+
+
+def _shortest_cycle(reader: _Reader, nodes: Sequence[_Node]) -> list[_Node]:
+    """Return the first of the shortest cycles of waits; empty if there is none.
+
+    In a large component the search ends with the shortest cycle so far.
+    """
+    best: list[_Node] = []
+    num_steps = 0
+    for start in nodes:
+        if best and num_steps > _MOST_STEPS:
+            break
+        way: dict[_Node, _Node] = {}
+        queue = deque([start])
+        while queue and start not in way:
+            node = queue.popleft()
+            num_steps += 1
+            for other in reader.waits(node):
+                if other not in way:
+                    way[other] = node
+                    queue.append(other)
+        if start in way:
+            back = [start]
+            while (node := way[back[-1]]) is not start:
+                back.append(node)
+            if not best or len(back) < len(best):
+                best = [back[0], *reversed(back[1:])]
+    return best
+
+
+class _Reader:
+    """Reads the waits between ranks."""
+
+    def __init__(self, engine: Engine, hosts: Sequence[HostState]) -> None:
+        self._engine, self._hosts = engine, hosts
+
+    def waits(self, node: _Node) -> Iterator[_Node]:
+        """Return all events that a host or an operation still waits for."""
+        if isinstance(node, HostState):
+            yield from (op for op in node.waits_for if not op.is_done)
+            for connection, ranks in node.opens.items():
+                yield from (self._hosts[rank] for rank in sorted(ranks - self._engine.came[connection]))
+        elif node.posted_us is None:
+            yield from (op for op in node.follows if not op.is_done)
+        elif isinstance(node, Call):
+            yield from self._members(node)
+        elif isinstance(node, Transfer):
+            yield from self._other_end(node)
+
+    def _members(self, call: Call) -> Iterator[_Node]:
+        there = {member.rank: member for member in self._engine.calls[call.group_index, call.position]}
+        for rank in call.group.ranks:
+            if rank not in there:
+                yield self._hosts[rank]
+            elif there[rank].posted_us is None:
+                yield there[rank]
+
+    def _other_end(self, transfer: Transfer) -> Iterator[_Node]:
+        ends = self._engine.channels[transfer.channel]
+        if transfer.is_send and not self._engine.meets(transfer):
+            awaited = self._engine.awaited(transfer)
+            assert awaited is not None, "a send that waits for no room is done when it is posted"
+            yield ends.receives[awaited] if awaited < len(ends.receives) else self._hosts[transfer.peer]
+        else:
+            yield ends.other(transfer) or self._hosts[transfer.peer]
+
+    def chain(self, start: HostState) -> Iterator[str]:
+        """Return the chain from a waiting host to a missing operation, if there is no cycle."""
+        node: _Node = start
+        while (other := next(self.waits(node), None)) is not None:
+            yield self.edge(node, other)
+            node = other
+
+    def edge(self, one: _Node, other: _Node) -> str:
+        """Return one wait as text."""
+        if isinstance(one, HostState):
+            if isinstance(other, HostState):
+                return f"rank {one.rank} {one.words} until rank {other.rank}, which {other.words}, opens its end, too"
+            return f"rank {one.rank} {one.words} until {other.words} is done"
+        start = f"rank {one.rank}: {one.words} waits for"
+        if isinstance(other, HostState):
+            return f"{start} rank {other.rank}, which {other.words} and has not issued {self._missing(one)}"
+        if one.posted_us is None:
+            return f"{start} {other.words}, which is before it in its queue"
+        return f"{start} {other.words} of rank {other.rank}"
+
+    def _missing(self, op: FakeOp) -> str:
+        """Return the operation that the other rank has not issued."""
+        if not isinstance(op, Transfer):
+            return "it"
+        if op.is_send and not self._engine.meets(op):
+            return "the receive that makes room"
+        return str(partner_of(op.op))
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Rows of all ranks with their locations in the programs.
+
+    ``ops`` has the operation of each row, None for waits.
+    """
+
+    graph: OpGraph
+    origins: tuple[Location, ...]
+    ops: tuple[FakeOp | None, ...]
+
+
+class Recording:
+    """Collects rows rank by rank."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._rows: list[list[tuple[Op, FakeOp | None, str, int]]] = [[] for _ in range(num_ranks)]
+
+    def issued(self, op: FakeOp) -> None:
+        """Record an issued operation."""
+        self._rows[op.rank].append((op.op, op, op.place, op.line))
+
+    def waited(self, op: FakeOp, place: str, line: int) -> None:
+        """Record that its rank waits for it."""
+        self._rows[op.rank].append((wait_for(op.op), None, place, line))
+
+    def finish(self, engine: Engine, groups: tuple[Group, ...]) -> Recorded:
+        """Build the graph. A receive without shape and type gets those of its send."""
+        tensors: dict[TensorSpec, int] = {}
+        origins: dict[Location, int] = {}
+        ranks = []
+        for recorded in self._rows:
+            rows = []
+            for op, source, place, line in recorded:
+                origin = origins.setdefault(Location(place, line, 1), len(origins))
+                rows.append(_row(op, source, engine, tensors, origin))
+            ranks.append(rows)
+        ops = tuple(source for recorded in self._rows for _, source, _, _ in recorded)
+        return Recorded(build_graph(ranks, list(tensors), groups), tuple(origins), ops)
+
+
+def _row(op: Op, source: FakeOp | None, engine: Engine, tensors: dict[TensorSpec, int], origin: int) -> Row:
+    row = Row(op, origin=origin)
+    if isinstance(source, Transfer):
+        held = _held(source, engine)
+        tensor, stop = NONE, 0
+        if held is not None:
+            array, dtype = held
+            tensor = tensors.setdefault(_tensor(array, dtype), len(tensors))
+            stop = array.size
+        communicator = source.channel.communicator
+        return replace(row, peer=source.peer, tensor=tensor, stop=stop, communicator=communicator, batch=source.batch)
+    if isinstance(source, Call):
+        root = NONE if source.root is None else source.root
+        tensor = NONE
+        if op.kind is not OpKind.BARRIER:
+            tensor = tensors.setdefault(_tensor(source.arrays[0], str(source.arrays[0].dtype)), len(tensors))
+        return replace(
+            row,
+            peer=root,
+            tensor=tensor,
+            stop=source.num_elements,
+            group=source.group_index,
+            reduction=source.reduction,
+        )
+    return row
+
+
+def _held(transfer: Transfer, engine: Engine) -> tuple[Array, str] | None:
+    """Return the array of a transfer and its type; None for an unmatched receive without a buffer."""
+    send = transfer if transfer.is_send else engine.channels[transfer.channel].other(transfer)
+    if transfer.into is not None:
+        return transfer.into, transfer.dtype
+    return None if send is None or send.array is None else (send.array, send.dtype)
+
+
+def _tensor(array: Array, dtype: str) -> TensorSpec:
+    dims = ascii_lowercase[: array.ndim]
+    return TensorSpec(f"{dtype}[{', '.join(map(str, array.shape))}]", array.shape, dtype, "replicated", dims)
 
 
 @dataclass(frozen=True, slots=True)

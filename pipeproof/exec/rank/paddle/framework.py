@@ -5,19 +5,138 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import paddle
 
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.launch.rendezvous import await_store
-from pipeproof.exec.rank.framework_protocol import StageCollectives, World
+from pipeproof.exec.rank.boundary_members import member_values, tp_shard, with_member
+from pipeproof.exec.rank.framework_protocol import Array, RankStage, StageCollectives, World
+from pipeproof.exec.rank.gpt_stage import GptRouters, GptStage
 from pipeproof.exec.rank.paddle import comm, nccl
 from pipeproof.exec.rank.paddle.arrays import PaddleArrays
-from pipeproof.exec.rank.paddle.stages import PaddleStages
+from pipeproof.schedule.ops import OpKind
 from pipeproof.specs.plan_sections import RunSpec
+from pipeproof.stages.describe.boundary import Boundary
+from pipeproof.stages.describe.synthetic import Batch, micro_batch
 from pipeproof.stages.paddle.optimizer import GradientClip, ShardedOptimizer, StageOptimizer
 from pipeproof.stages.paddle.runtime import num_math_threads
+from pipeproof.stages.paddle.stage import PaddleStage
+
+if TYPE_CHECKING:  # which loads Fleet
+    from pipeproof.stages.paddle.custom_stage import CustomStage
+
+
+# --- Stages of a rank with Paddle ---
+
+
+Tensor: TypeAlias = paddle.Tensor
+
+
+class PaddleGptStage(GptStage):
+    """A stage whose work items are whole micro-batches in numpy, of which it takes a split of the sequences."""
+
+    def __init__(
+        self,
+        plan: LoweredPlan,
+        number: int,
+        coords: Mapping[str, int],
+        collectives: StageCollectives,
+        lent: Mapping[str, Tensor],
+    ) -> None:
+        ranks = coords["tp"], collectives, coords["ep"], collectives
+        stage = PaddleStage(plan.spec, plan.layers_of(number), *ranks, lent=lent, context=collectives)
+        super().__init__(plan, number, coords, stage)
+        self._num_splits = plan.spec.schedule.num_sequence_splits * plan.spec.topology.cp
+
+    def _work_item(self, step: int, index: int, split: int) -> Batch:
+        return micro_batch(self._plan.spec, step, index)
+
+    def _with_member(self, work_item: Batch, split: int, member: Boundary, received: Tensor) -> Batch:
+        splits = [self._sequence_split(work_item, index) for index in range(self._num_splits)]
+        splits[split] = with_member(splits[split], member, received.numpy())
+        joined = (np.concatenate([getattr(part, name) for part in splits], axis=1) for name in ("tokens", "labels"))
+        return Batch(*joined)
+
+    def _outgoing(self, work_item: Batch, split: int, member: Boundary) -> Tensor:
+        placement = member.placement(at_sender=True, gradient=False)
+        values = member_values(self._sequence_split(work_item, split), member)
+        return paddle.to_tensor(np.ascontiguousarray(tp_shard(values, placement, self._tp, member.num_tp_ranks)))
+
+    def _as(self, tensor: Tensor, dtype: str) -> Tensor:
+        return tensor if PaddleArrays().dtype(tensor) == dtype else paddle.cast(tensor, dtype)
+
+    def _reported(self, losses: Array) -> Tensor:
+        return paddle.to_tensor(losses)
+
+    def _sequence_split(self, batch: Batch, split: int) -> Batch:
+        """One sequence split of a micro-batch."""
+        return Batch(*(np.split(array, self._num_splits, axis=1)[split] for array in (batch.tokens, batch.labels)))
+
+
+class PaddleStages:
+    """Factory of a rank's stages; a ``Stages``. Custom layers are built once for all stages of the rank."""
+
+    def __init__(self, plan: LoweredPlan, coords: Mapping[str, int], collectives: StageCollectives) -> None:
+        self._plan, self._coords, self._collectives = plan, coords, collectives
+        if plan.spec.is_custom:
+            from pipeproof.stages.custom.built_layers import BuiltModel
+
+            self._model = BuiltModel(plan.spec, [layer.name for layer in plan.spec.custom.layers])
+            self._split = {op.stage for op in plan.programs[coords["pp"]] if op.kind is OpKind.BACKWARD_INPUT}
+
+    def make(self, number: int, lent: Mapping[str, Tensor]) -> RankStage:
+        """Return a stage, with the weights that the rank's other stages lend it."""
+        if not self._plan.spec.is_custom:
+            return PaddleGptStage(self._plan, number, self._coords, self._collectives, lent)
+        from pipeproof.stages.paddle.custom_stage import CustomStage
+
+        names = self._plan.stages[number]
+        return CustomStage(self._plan.spec, self._model, names, lent, splits=number in self._split)
+
+    def routers(self, stage: RankStage) -> PaddleRouters | None:
+        """Return the routers of a GPT's stage, None for custom layers."""
+        return PaddleRouters(stage.balance) if isinstance(stage, PaddleGptStage) else None
+
+    def buffers(self, stage: RankStage) -> dict[str, Tensor]:
+        """Return the buffers of custom layers; a GPT has none."""
+        return {} if isinstance(stage, PaddleGptStage) else self._own(stage).buffers()
+
+    def restore_buffers(self, stage: RankStage, buffers: Mapping[str, Tensor]) -> None:
+        """Resume with the buffers, see ``CustomStage.restore_buffers``."""
+        if not isinstance(stage, PaddleGptStage):
+            self._own(stage).restore_buffers(buffers)
+
+    def _own(self, stage: RankStage) -> CustomStage:
+        from pipeproof.stages.paddle.custom_stage import CustomStage
+
+        assert isinstance(stage, CustomStage), "stages are GPT stages or custom ones"
+        return stage
+
+    def load(self, step: int) -> None:
+        """Do nothing: stages draw each micro-batch when they need it."""
+
+
+class PaddleRouters(GptRouters):
+    """Routers of one stage, which count in numpy; a ``Routers``."""
+
+    def load(self, experts: str) -> Tensor:
+        """Return the load as a tensor, see ``Balance.load``."""
+        return paddle.to_tensor(self._balance.load(experts))
+
+    def set_load(self, experts: str, load: Tensor) -> None:
+        """Replace the load by a tensor, see ``Balance.set_load``."""
+        self._balance.set_load(experts, load.numpy())
+
+    def bias(self, experts: str) -> Tensor:
+        """Return the bias of one router as a tensor."""
+        return paddle.to_tensor(self._balance.biases[experts])
+
+    def put_bias(self, experts: str, bias: Tensor) -> None:
+        """Replace the bias of one router in position."""
+        self._balance.biases[experts][...] = bias.numpy()
 
 
 class PaddleFramework:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
 import numpy as np
@@ -13,7 +14,6 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import StageCollectives
 from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.comm import Copied, TorchWorld, connect
-from pipeproof.exec.rank.torch.side_stream import TorchSideStream
 from pipeproof.exec.rank.torch.stages import TorchStages
 from pipeproof.exec.rank.torch.thread_state import as_this_thread
 from pipeproof.specs.plan_sections import RunSpec
@@ -21,6 +21,33 @@ from pipeproof.stages.torch.functional import wide_type
 from pipeproof.stages.torch.optimizer import GradientClip, ShardedOptimizer, StageOptimizer
 from pipeproof.stages.torch.runtime import start_torch
 from pipeproof.stages.torch.weights import Weight
+
+# --- A second stream of a GPU, whose work waits only for what the rank's own stream had launched at one point ---
+
+
+class TorchSideStream:
+    """A ``SideStream`` of one device; on a CPU there is none.
+
+    One for all pairs of a rank, because the allocator has memory of its own for each stream. Its few small kernels come
+    before those of computations that wait for a multiprocessor.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    def follow(self) -> None:
+        """Let its next work wait for all that the current stream has launched so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def launching(self) -> AbstractContextManager[object]:
+        """Within the context work is launched on it."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of a tensor, which was made within the context, until the current stream does not read it."""
+        if self._stream is not None:
+            tensor.record_stream(torch.cuda.current_stream(self._stream.device))
 
 
 class TorchFramework:
