@@ -1,14 +1,16 @@
-"""Steps of a Llama's modules by ``pipeproof.torch`` next to PyTorch's own pipelines, with one or two ranks in a stage.
+"""Steps of a model's modules by ``pipeproof.torch`` next to PyTorch's own pipelines, with one or two ranks in a stage.
 
     torchrun --nproc-per-node 4 benchmarks/gpu/llama_pipelines.py RESULTS.jsonl 540 4096,4096,4,8 pp
     torchrun --nproc-per-node 4 benchmarks/gpu/llama_pipelines.py RESULTS.jsonl 540 4096,4096,4,8 fsdp
     torchrun --nproc-per-node 4 benchmarks/gpu/llama_pipelines.py RESULTS.jsonl 300 256,16,2,8 tp --schedules 1f1b
+    torchrun --nproc-per-node 2 benchmarks/gpu/llama_pipelines.py RESULTS.jsonl 540 2048,4096,3,8 pp --model qwen3_moe \
+        --vocabulary 151936 --schedules 1f1b,zb_v --blocks 3,3
 
-The last command runs over gloo where there is no GPU. A stage is on one rank (``pp``), or on two by FSDP2 (``fsdp``) or
+Without a GPU they run over gloo: choose small sizes. A stage is on one rank (``pp``), or on two by FSDP2 (``fsdp``) or
 DTensor (``tp``). Forward and backward of all micro-batches, each of one row of tokens, in bfloat16.
 
 Each row is one way to run a schedule: milliseconds, the ratio to the best compiled row of the rival so far (it cannot
-split the backward of compiled blocks), GiB, the loss of the last of ``NUM_STEPS`` steps of SGD, and ``as_first``: the
+split the backward of compiled blocks), GiB, the losses of the first ``NUM_STEPS`` steps of SGD, and ``as_first``: the
 gradients of all these steps have the bits of the first row whose blocks run alike: eager, compiled, or as graphs of
 stages that are cut alike. All schedules run one way before the next way begins, so that a run which is cut short has
 all of them.
@@ -18,13 +20,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from llama_stages import Layout, joined, llama, local, weights_of
+from llama_stages import Layout, joined, llama, local, qwen3_moe, weights_of
 from measure import Measured, Times, forget, leave, timed
 from our_step import start
 from plan_graphs import Rows, bits_of
@@ -62,6 +64,7 @@ class Way:
 
 
 COMPILED_RIVAL = Way(is_compiled=True)
+MODELS = {"llama": llama, "qwen3_moe": qwen3_moe}
 
 
 def ways(inside: str, *, on_gpu: bool) -> Iterator[Way]:
@@ -84,10 +87,13 @@ def runs(kind: str, way: Way) -> bool:
 
 
 class Job:
-    """The model of all ways, and how each of them runs."""
+    """The model of all ways, and how each of them runs; ``blocks`` is the cut for schedules with so many stages."""
 
-    def __init__(self, size: Size, layout: Layout, device: torch.device) -> None:
+    def __init__(
+        self, size: Size, layout: Layout, device: torch.device, model: str, blocks: Sequence[int] | None
+    ) -> None:
         self.size, self.layout, self.device = size, layout, device
+        self._model, self._blocks = MODELS[model], blocks
         generator = torch.Generator().manual_seed(layout.replica)
         shape = size.num_micro_batches, size.seq_length
         self.tokens = torch.randint(0, size.vocab_size, shape, generator=generator).to(device)
@@ -95,7 +101,8 @@ class Job:
     def stages(self, kind: str, way: Way) -> tuple[int, dict[int, nn.Module]]:
         """The number of stages, and this rank's."""
         num_stages = self.layout.num_pp * self.size.chunks(kind)
-        stages = self.layout.stages(llama(self.size, self.device), kind, num_stages)
+        blocks = self._blocks if self._blocks and len(self._blocks) == num_stages else None
+        stages = self.layout.stages(self._model(self.size, self.device), kind, num_stages, blocks)
         if way.is_compiled:
             for block in (block for stage in stages.values() for block in stage.blocks.values()):
                 block.compile()
@@ -126,40 +133,45 @@ class Job:
 
         return step
 
-    def first_steps(self, step: Callable[[], Any], stages: Mapping[int, nn.Module]) -> tuple[list[Any], float]:
-        """The bits of the gradients of the first steps on all ranks, and the last loss."""
+    def first_steps(self, step: Callable[[], Any], stages: Mapping[int, nn.Module]) -> tuple[list[Any], list[float]]:
+        """The bits of the gradients of the first steps on all ranks, and the losses."""
         weights = weights_of(stages)
         optimizer = torch.optim.SGD(weights.values(), lr=0.1, foreach=False)
-        bits, loss = list[Any](), None
+        bits, losses = list[Any](), list[float]()
         for _ in range(NUM_STEPS):
             optimizer.zero_grad()
             loss = step()
+            losses += [] if loss is None else [float(loss)]
             gradients = {name: local(weight.grad) for name, weight in weights.items() if weight.grad is not None}
             bits.append(joined((f"{name} {self.layout.shard}", own) for name, own in bits_of(gradients).items()))
             optimizer.step()
-        losses = joined([] if loss is None else [("loss", float(loss))])
-        return bits, float(str(losses["loss"]))
+        return bits, joined([("losses", losses)] if losses else [])["losses"]
 
 
 def main() -> None:
     """Measure what the command line names."""
-    parser = argparse.ArgumentParser(description="Steps of a Llama's modules, ours and PyTorch's.")
+    parser = argparse.ArgumentParser(description="Steps of a model's modules, ours and PyTorch's.")
     parser.add_argument("results", type=Path, help="file of the rows, written anew")
     parser.add_argument("seconds", type=float, help="after which no further row begins")
     parser.add_argument("size", help="hidden, sequence, blocks for each rank of the world, micro-batches")
     parser.add_argument("inside", choices=["pp", "fsdp", "tp"], help="ranks of a stage")
     parser.add_argument("--schedules", default=",".join(CLASSES), help="with ',' between")
     parser.add_argument("--ways", default="", help="beginnings of names of ways, with ';' between")
+    parser.add_argument("--model", choices=MODELS, default="llama")
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--blocks", help="blocks of each stage, for schedules with so many stages, with ',' between")
     parser.add_argument("--deterministic", action="store_true", help="PyTorch's deterministic algorithms")
     parser.add_argument("--resharded", action="store_true", help="fsdp with reshard_after_forward=True")
     options = parser.parse_args()
-    end, size, inside = time.monotonic() + options.seconds, Size.read(options.size), options.inside
+    size = replace(Size.read(options.size), vocab_size=options.vocabulary)
+    end, inside = time.monotonic() + options.seconds, options.inside
     torch.use_deterministic_algorithms(options.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False
     framework, _ = start()
     device = framework.device
     layout = Layout.of(inside, 1 if inside == "pp" else 2, device, reshards=options.resharded or None)
-    job = Job(size, layout, device)
+    blocks = [int(text) for text in options.blocks.split(",")] if options.blocks else None
+    job = Job(size, layout, device, options.model, blocks)
     rows = Rows(options.results, end, device)
     chosen = [way for way in ways(inside, on_gpu=device.type == "cuda")
               if str(way).startswith(tuple(options.ways.split(";")))]  # fmt: skip
@@ -169,7 +181,7 @@ def main() -> None:
         for kind in (kind for kind in options.schedules.split(",") if runs(kind, way)):
             if not rows.has_time():
                 break
-            row = {"layout": inside, "size": options.size, "schedule": kind, "way": str(way),
+            row = {"model": options.model, "layout": inside, "size": options.size, "schedule": kind, "way": str(way),
                    "deterministic": options.deterministic, "resharded": options.resharded}  # fmt: skip
             pipe, without = None, dict[int, str]()
             num_stages, stages = job.stages(kind, way)
@@ -177,7 +189,7 @@ def main() -> None:
                 pipe, step = job.ours(kind, stages, way)
             else:
                 step = job.theirs(kind, num_stages, stages)
-            bits, loss = job.first_steps(step, stages)
+            bits, losses = job.first_steps(step, stages)
             if pipe is not None:
                 without = {number: split for number, split in pipe.splits.items() if split != way.split}
             expected = first.setdefault(way.blocks(num_stages), bits)
@@ -186,7 +198,7 @@ def main() -> None:
                 best = took
             ratio = None if best is None else round(took.ms / best.ms, 3)
             rows.put(
-                {**row, "ms": round(took.ms, 2), "ratio": ratio, "gib": round(took.gib, 2), "loss": loss},
+                {**row, "ms": round(took.ms, 2), "ratio": ratio, "gib": round(took.gib, 2), "losses": losses},
                 {"as_first": bits == expected, "without": without},
             )
             if pipe is not None:

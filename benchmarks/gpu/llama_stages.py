@@ -1,8 +1,8 @@
-"""Stages of a Llama of Hugging Face with random weights, each on one rank, sharded by FSDP2, or cut by DTensor."""
+"""Stages of a Llama or Qwen3-MoE of Hugging Face, random weights, each on one rank, by FSDP2, or cut by DTensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from pipeproof.torch import stages_of_rank, stages_of_transformers
 
@@ -22,19 +28,34 @@ ROWS = ("self_attn.o_proj", "mlp.down_proj")
 """Linear modules of a block that DTensor cuts by columns and by rows."""
 
 
-def llama(size: Size, device: torch.device, seed: int = 0) -> LlamaForCausalLM:
+def llama(size: Size, device: torch.device, seed: int = 0) -> PreTrainedModel:
     """The whole model on a device, equal on all ranks, with ``size.num_layers`` blocks for each rank of the world."""
-    torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=size.hidden, intermediate_size=size.hidden * 8 // 3 // 64 * 64, vocab_size=size.vocab_size,
         num_hidden_layers=size.num_layers * dist.get_world_size(), num_attention_heads=size.num_heads,
         max_position_embeddings=size.seq_length,
     )  # fmt: skip
+    return _made(LlamaForCausalLM, config, size, device, seed)
+
+
+def qwen3_moe(size: Size, device: torch.device, seed: int = 0) -> PreTrainedModel:
+    """As ``llama``: 128 experts, 8 for each token. A hidden size of 2048 gives the blocks of Qwen3-30B-A3B."""
+    config = Qwen3MoeConfig(
+        hidden_size=size.hidden, moe_intermediate_size=size.hidden * 3 // 8, num_experts=128, num_experts_per_tok=8,
+        num_hidden_layers=size.num_layers * dist.get_world_size(), num_attention_heads=2 * size.num_heads,
+        num_key_value_heads=max(1, size.num_heads // 4), head_dim=128, vocab_size=size.vocab_size,
+        max_position_embeddings=size.seq_length, tie_word_embeddings=False, router_aux_loss_coef=0.0,
+    )  # fmt: skip
+    return _made(Qwen3MoeForCausalLM, config, size, device, seed)
+
+
+def _made(model: type[PreTrainedModel], config: object, size: Size, device: torch.device, seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
     torch.set_default_dtype(size.dtype)
     with device:
-        model = LlamaForCausalLM(config)
+        whole = model(config)
     torch.set_default_dtype(torch.float32)
-    return model
+    return whole
 
 
 @dataclass(frozen=True)
@@ -73,9 +94,11 @@ class Layout:
         """The stages of this rank."""
         return list(stages_of_rank(kind, self.num_pp, num_stages, self.mesh.get_local_rank("pp")))
 
-    def stages(self, model: LlamaForCausalLM, kind: str, num_stages: int) -> dict[int, nn.Module]:
-        """This rank's stages of a model, sharded or cut."""
-        cut = stages_of_transformers(model, num_stages)
+    def stages(
+        self, model: PreTrainedModel, kind: str, num_stages: int, blocks: Sequence[int] | None = None
+    ) -> dict[int, nn.Module]:
+        """This rank's stages of a model, sharded or cut; ``blocks`` of each stage."""
+        cut = stages_of_transformers(model, num_stages, blocks_per_stage=blocks)
         own = {number: cut[number] for number in self.numbers(kind, num_stages)}
         for stage in own.values():
             if self.inside == "fsdp":

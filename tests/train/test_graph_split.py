@@ -8,13 +8,14 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec
 from pipeproof.exec.train.torch.module_stage import ModuleStage, StepData, trained
 from pipeproof.stages.torch.backward_graphs import split_backward
+from pipeproof.stages.torch.graph_forms import in_form
 from pipeproof.torch import PipelineError
 
 pytestmark = pytest.mark.needs_torch
@@ -581,3 +582,107 @@ def test_inductor_is_deterministic_equal_when_split_and_near_eager_mode(make):
             assert float((mine - true).abs().max()) <= bound
     (kept,) = stage.stage.kept
     assert 0 < kept.by_graph <= kept.by_eager
+
+
+class Scale(nn.Module):
+    """A weight with leading dims of size 1 and one without, whose gradients are sums over rows and columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.whole, self.norm = nn.Parameter(torch.randn(1, 1, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        return torch.tanh(self.norm * (self.whole * x))
+
+
+def _padded(x):
+    """A copy with two more elements of memory after each row."""
+    return x.new_empty(*x.shape[:-1], x.shape[-1] + 2)[..., :-2].copy_(x) if x.dim() else x
+
+
+def change_outputs(monkeypatch, graph, change):
+    """Replace Inductor by a compiler that changes what ``graph`` (F, I or W) returns for another; list its graphs.
+
+    It checks inputs as Inductor's code does: that reads memory in the form of the example.
+    """
+    compiled, changed = [], []
+
+    def compile_graph(module, example, *, is_backward=False, **_):
+        name = "F" if not is_backward else "I" if compiled[-1] == "F" else "W"
+        compiled.append(name)
+        code = fx.GraphModule(module, module.graph)
+        forms = [(tuple(x.shape), x.stride(), x.dtype) for x in example]
+
+        def run(inputs):
+            for n, (x, (shape, stride, dtype)) in enumerate(zip(inputs, forms, strict=True)):
+                torch._C._dynamo.guards.assert_size_stride(x, shape, stride, f"input {n} of {name}")
+                assert x.dtype == dtype
+            visible, *others = code(*inputs)  # the output of the stage, or the gradient of its input
+            inputs.clear()
+            results = [change(x) for x in others] if name == graph else others
+            changed.extend(x for x, y in zip(others, results, strict=True) if x is not y)
+            return [visible, *results]
+
+        run._boxed_call = True
+        return run
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", compile_graph)
+    return compiled, changed
+
+
+CHANGES = {
+    "no dims of size 1": torch.squeeze,
+    "one dim": lambda x: x.flatten() if x.is_contiguous() else x,
+    "columns first": lambda x: x.mT.contiguous().mT if x.dim() > 1 else x,
+    "padded": _padded,
+    "float64": lambda x: x.double() if x.is_floating_point() else x,
+}
+
+
+@pytest.mark.parametrize("graph", ["F", "I"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_graphs_get_tensors_in_the_form_that_they_were_compiled_for(monkeypatch, change, graph):
+    """A compiler may return what no user sees in another form."""
+    compiled, changed = change_outputs(monkeypatch, graph, CHANGES[change])
+    torch.manual_seed(0)
+    values = inputs(dims=3)
+    stage = Stage(nn.Sequential(Scale(), Attention()), values[0], compiler="inductor")
+    found = stage.step(values)
+    assert stage.stage.split == "graph"
+    assert compiled == ["F", "I", "W"]
+    assert changed
+    torch.testing.assert_close(found, stage.expected(values))
+
+
+@pytest.mark.parametrize(("graph", "name"), [("F", "input gradients"), ("I", "weight gradients")])
+def test_a_graph_whose_input_has_other_elements_fails_with_its_stage_and_adds_nothing(monkeypatch, graph, name):
+    change_outputs(monkeypatch, graph, lambda x: x.flatten()[1:])
+    values = inputs(dims=3)
+    stage = Stage(nn.Sequential(Scale(), Attention()), values[0], compiler="inductor")
+    words = rf"stage 1, micro-batch 0: .* in the graph of the {name} raised ValueError: `\w+` came as "
+    with pytest.raises(PipelineError, match=words):
+        stage.step(values)
+    assert [weight.grad for weight in stage.module.parameters()] == [None] * 9
+
+
+def _compiled_for(example):
+    """A call that returns its input, in the form of ``example``."""
+    graph = fx.Graph()
+    graph.output((graph.placeholder("sum_7"),))
+    return in_form(lambda inputs: inputs, fx.GraphModule({}, graph), [example])
+
+
+def test_a_repeated_row_and_a_dense_copy_of_it_have_each_others_form():
+    repeated = torch.arange(4.0).expand(3, 4)
+    (dense,) = _compiled_for(torch.empty(3, 4))([repeated])
+    assert dense.stride() == (4, 1)
+    assert torch.equal(dense, repeated)
+    (again,) = _compiled_for(repeated)([dense])
+    assert again.stride() == (0, 1)
+    assert torch.equal(again, repeated)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (2, 6), (11,), ()])
+def test_another_order_of_dims_or_number_of_elements_is_refused(shape):
+    with pytest.raises(ValueError, match=r"`sum_7` came as \[.*\], and the graph was compiled for \[3, 4\]"):
+        _compiled_for(torch.empty(3, 4))([torch.empty(shape)])

@@ -109,11 +109,13 @@ def split_backward(
     ]
     results = list(dict.fromkeys(value for _, term in terms for value in term.values))
     order = {node: index for index, node in enumerate(backward.graph.nodes)}
-    kept = sorted(_smallest_cut(results, rest, order), key=order.__getitem__)
+    kept = [_reshaped(node) if node in rest else node for node in _smallest_cut(results, rest, order)]
+    kept.sort(key=order.__getitem__)
     calls = [node for node in backward.graph.nodes if is_ordered_call(node)] if at_calls else []
     places = [node for node in backward.graph.nodes if node.op == "placeholder"]
     computed = [node for node in kept if node.op != "placeholder"]
     bases = [base_of(value) for _, term in terms for value in term.values]
+    kept_bases = {*map(base_of, kept)}
     parts = []
     for call, own in _by_call(terms, kept, calls, order).items():
         returned = list(dict.fromkeys(value for _, term in own for value in term.values))
@@ -123,7 +125,7 @@ def split_backward(
         if call is not None:
             give_also(call, of_i)
         addends = [
-            Addend(n, tuple(map(returned.index, t.values)), t.is_transposed, _is_fresh(t.values[0], bases, kept))
+            Addend(n, tuple(map(returned.index, t.values)), t.is_transposed, _is_fresh(t.values[0], bases, kept_bases))
             for n, t in own
         ]
         graph = _graph_of(backward, [*direct, *of_i], returned)
@@ -168,9 +170,9 @@ def _is_view(node: fx.Node) -> bool:
     )  # fmt: skip
 
 
-def _is_fresh(value: fx.Node, bases: Sequence[fx.Node], kept: Sequence[fx.Node]) -> bool:
+def _is_fresh(value: fx.Node, bases: Sequence[fx.Node], kept_bases: AbstractSet[fx.Node]) -> bool:
     base = base_of(value)
-    return base.op == "call_function" and base not in kept and bases.count(base) == 1
+    return base.op == "call_function" and base not in kept_bases and bases.count(base) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +273,19 @@ def _smallest_cut(
             waiting.append(source)
     before, _ = nx.minimum_cut(network, "I", "W")[1]
     return [node for node in seen if (node, "read") in before and (node, "made") not in before]
+
+
+def _reshaped(value: fx.Node) -> fx.Node:
+    """The shape in which W alone reads a value: of a sum that kept its dims, the gradient of a norm's weight."""
+    while len(value.users) == 1:
+        user = next(iter(value.users))
+        if user.target not in _RESHAPES:
+            break
+        value = user
+    return value
+
+
+_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.squeeze.dims}  # noqa: SLF001 - an operation
 
 
 def _read_by(results: Iterable[fx.Node], kept: Sequence[fx.Node]) -> list[fx.Node]:

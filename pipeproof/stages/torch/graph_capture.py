@@ -23,6 +23,7 @@ from torch._functorch import config as aot_config
 from pipeproof.stages.torch.backward_graphs import Addend, WeightGraph, base_of, bytes_of, split_backward
 from pipeproof.stages.torch.graph_calls import take_at
 from pipeproof.stages.torch.graph_errors import named_errors
+from pipeproof.stages.torch.graph_forms import in_form
 from pipeproof.stages.torch.weights import add_product
 
 Compiler = Literal["inductor", "eager"]
@@ -184,10 +185,7 @@ class _Capture:
     def _weight_part(
         self, part: WeightGraph, example: Sequence[Any], options: Mapping[str, Any]
     ) -> Callable[[list[Any]], None]:
-        """A function that leaves a part of W with its inputs.
-
-        What I computed for it has the layouts of the graph, as an output that is visible to a user has.
-        """
+        """A function that leaves a part of W with its inputs."""
         places = [node for node in part.graph.graph.nodes if node.op == "placeholder"]
         given = [example[n] for n in part.direct]
         given += [node.meta["val"] for node in places[len(given) :]]
@@ -231,8 +229,13 @@ def _boxed(graph: fx.GraphModule, example: Sequence[Any]) -> Compiled:
 def _inductor(graph: fx.GraphModule, example: Sequence[Any], **options: Any) -> Compiled:
     from torch._inductor.compile_fx import compile_fx_inner
 
-    run: Compiled = compile_fx_inner(graph, example, **options)
-    return run
+    if not options.get("is_backward"):
+        run: Compiled = compile_fx_inner(graph, example, **options)
+        return run
+    output = graph.graph.output_node()
+    # W reads what I computed for it: Inductor leaves the layout of outputs that a user sees.
+    output.meta["user_visible_output_idxs"] = [n for n, x in enumerate(output.args[0]) if isinstance(x, fx.Node)]
+    return in_form(compile_fx_inner(graph, example, **options), graph, example)
 
 
 def _eager_autograd(graph: fx.GraphModule, example: Sequence[Any], capture: _Capture) -> Callable[..., Any]:

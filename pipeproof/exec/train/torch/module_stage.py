@@ -50,21 +50,23 @@ class StepData:
 class DeferredWeights:
     """The rest of a backward; a ``WeightGradients``."""
 
-    def __init__(self, work: Callable[[], None] | None, device: str, where: str) -> None:
-        self._work, self._device, self._where = work, device, where
+    def __init__(self, work: Callable[[], None] | None, device: str, errors: StageErrors, index: int) -> None:
+        self._work, self._device, self._errors, self._index = work, device, errors, index
 
     def accumulate(self) -> None:
         """Add the weight gradients that were left.
 
         Raises:
-            PipelineError: an operation of a graph raised.
+            PipelineError: an operation raised.
         """
         if self._work is not None:
             try:
                 with without_autocast(self._device):
                     self._work()
             except GraphOperationError as error:
-                raise PipelineError(f"{self._where}: {error}") from error
+                raise PipelineError(f"{self._errors.where(self._index)}: {error}") from error
+            except Exception as error:
+                raise self._errors.raised(error, self._index, "the weight gradients") from error
             self._work = None
 
 
@@ -247,7 +249,7 @@ class ModuleStage:
         for leaf in inputs:
             if leaf.grad is None:
                 leaf.grad = torch.zeros_like(leaf)
-        return DeferredWeights(rest, outputs[0].device.type, self._errors.where(index))
+        return DeferredWeights(rest, outputs[0].device.type, self._errors, index)
 
     def return_gradients(self) -> None:
         """Do nothing: stages of one rank that share a weight hold the same Parameter."""
