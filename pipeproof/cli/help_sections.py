@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import click
 
@@ -71,6 +72,47 @@ _OTHER_NAMES = {"monitor": "job hang --follow", "watch": "job hang --follow"}
 """Words under which people look for a command that has another name."""
 
 
+class LazyCommands(dict[str, click.Command]):
+    """The commands of a group: ``modules`` has ``module:attribute`` of each, imported when the command is looked up.
+
+    ``group`` is the word of the group. The help of each command ends with its example.
+    """
+
+    def __init__(self, modules: Mapping[str, str], commands: Mapping[str, click.Command], group: str = "") -> None:
+        super().__init__(commands)
+        self._modules, self._group = dict(modules), group
+        for name, command in commands.items():
+            _give_example(command, f"{group} {name}".strip())
+
+    def __getitem__(self, name: str) -> click.Command:
+        if name in self._modules:
+            module, _, attribute = self._modules.pop(name).partition(":")
+            self[name] = getattr(import_module(f"pipeproof.cli.{module}"), attribute)
+            _give_example(self[name], f"{self._group} {name}".strip())
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The command, imported now; ``default`` without one."""
+        return self[name] if name in self else default  # noqa: SIM401 - it is this method
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._modules or super().__contains__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._modules, *super().__iter__()))
+
+    def __len__(self) -> int:
+        return len(self._modules) + super().__len__()
+
+    def items(self) -> Any:
+        """Names and commands, all of them imported now."""
+        return [(name, self[name]) for name in [*self]]
+
+    def values(self) -> Any:
+        """The commands, all of them imported now."""
+        return [self[name] for name in [*self]]
+
+
 class SuggestingGroup(click.Group):
     """A group that lists its commands with their full first sentence, and suggests a command for an unknown one."""
 
@@ -131,12 +173,7 @@ def command_words(group: click.Group, *before: str) -> Iterator[tuple[str, ...]]
 
 
 class SectionedGroup(SuggestingGroup):
-    """A group whose commands have an example each, and are listed in sections."""
-
-    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        """Add a command; its help ends with its example."""
-        super().add_command(cmd, name)
-        _give_examples(cmd, name or cmd.name or "")
+    """A group whose commands are listed in sections."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a list of commands for each section."""
@@ -146,9 +183,6 @@ class SectionedGroup(SuggestingGroup):
             self._write_section(title, names, formatter)
 
 
-def _give_examples(command: click.Command, words: str) -> None:
-    if isinstance(command, click.Group):
-        for name, inner in command.commands.items():
-            _give_examples(inner, f"{words} {name}")
-    elif words in EXAMPLES:
+def _give_example(command: click.Command, words: str) -> None:
+    if words in EXAMPLES:
         command.epilog = f"\b\nExample:\n  {EXAMPLES[words]}"

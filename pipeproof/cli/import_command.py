@@ -10,7 +10,7 @@ import click
 
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for, refusing_bad_plans, require_separate_outputs, writable
-from pipeproof.cli.help_sections import SuggestingGroup
+from pipeproof.cli.help_sections import LazyCommands, SuggestingGroup
 from pipeproof.cli.set_option import set_option
 from pipeproof.interop.importers.import_kinds import KINDS
 
@@ -140,3 +140,14 @@ def _import_plan(
     render_text(import_findings(imported), imported.source, console=console_for(stderr=True))
     if output is None:
         click.echo(text, nl=False)
+
+
+import_group.commands = LazyCommands(
+    {
+        "layers": "layers_command:layers",
+        "profile": "profile_command:profile",
+        "measurements": "measurements_command:measurements",
+    },
+    import_group.commands,
+    "import",
+)

@@ -10,37 +10,11 @@ from typing import Any, NoReturn
 
 import click
 
-from pipeproof.cli.advise_command import advise
-from pipeproof.cli.align_command import align
-from pipeproof.cli.aoa_command import aoa
-from pipeproof.cli.check_command import check
-from pipeproof.cli.compare_command import compare
 from pipeproof.cli.completion import completion_option
 from pipeproof.cli.console import echo, output_closed, refused_by_system, wrapped
-from pipeproof.cli.convert_command import convert
-from pipeproof.cli.doctor_command import doctor
 from pipeproof.cli.explain_option import explain_option
-from pipeproof.cli.fleet_command import fleet
-from pipeproof.cli.hang_command import hang
-from pipeproof.cli.help_sections import SectionedGroup, SuggestingGroup
-from pipeproof.cli.import_command import import_group
-from pipeproof.cli.init_command import init
-from pipeproof.cli.jitter_command import jitter
-from pipeproof.cli.layers_command import layers
-from pipeproof.cli.measurements_command import measurements
-from pipeproof.cli.merge_command import merge
-from pipeproof.cli.play_command import play
-from pipeproof.cli.profile_command import profile
-from pipeproof.cli.rehearse_command import rehearse
-from pipeproof.cli.reshard_command import reshard
-from pipeproof.cli.run_command import run
-from pipeproof.cli.schedule_command import schedule
+from pipeproof.cli.help_sections import LazyCommands, SectionedGroup
 from pipeproof.cli.schema_option import schema_option
-from pipeproof.cli.show_command import show
-from pipeproof.cli.simulate_command import simulate
-from pipeproof.cli.state_command import state
-from pipeproof.cli.sweep_command import sweep
-from pipeproof.cli.tune_command import tune
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exit_status import ExitStatus
 from pipeproof.version import __version__
@@ -124,21 +98,24 @@ def main() -> None:
     """
 
 
-@click.group(cls=SuggestingGroup)
-def job() -> None:
-    """Examine jobs on several hosts, jobs of Fleet and jobs that hang."""
-
-
-for _group, _members in (
-    (schedule, (jitter, convert)),
-    (state, (reshard, aoa, align)),
-    (import_group, (layers, profile, measurements)),
-    (job, (merge, hang, fleet)),
-):
-    for _command in _members:
-        _group.add_command(_command)
-for _command in (
-    init, check, show, simulate, advise, tune, sweep, compare, import_group, schedule, play, doctor, rehearse, run, job,
-    state,
-):  # fmt: skip
-    main.add_command(_command)
+main.commands = LazyCommands(
+    {
+        "init": "init_command:init",
+        "check": "check_command:check",
+        "show": "show_command:show",
+        "simulate": "simulate_command:simulate",
+        "advise": "advise_command:advise",
+        "tune": "tune_command:tune",
+        "sweep": "sweep_command:sweep",
+        "compare": "compare_command:compare",
+        "import": "import_command:import_group",
+        "schedule": "schedule_command:schedule",
+        "play": "play_command:play",
+        "doctor": "doctor_command:doctor",
+        "rehearse": "rehearse_command:rehearse",
+        "run": "run_command:run",
+        "job": "merge_command:job",
+        "state": "state_command:state",
+    },
+    {},
+)

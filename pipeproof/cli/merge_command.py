@@ -1,4 +1,4 @@
-"""``pipeproof job merge``: verdict and timeline of a run on several hosts, from the directories that they kept."""
+"""The group ``pipeproof job``, and ``job merge``: verdict and timeline of a run, from what its hosts kept."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from pathlib import Path
 import click
 
 from pipeproof.cli.console import console_for, refusing_bad_plans, require_separate_outputs, writable
+from pipeproof.cli.help_sections import LazyCommands, SuggestingGroup
 from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.timeline_option import timeline_file, write_timeline
 
 
-@click.command()
+@click.group(cls=SuggestingGroup)
+def job() -> None:
+    """Examine jobs on several hosts, jobs of Fleet and jobs that hang."""
+
+
+@job.command()
 @click.argument("directories", metavar="DIR...", nargs=-1, required=True,
                 type=click.Path(path_type=Path))  # fmt: skip
 @click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
@@ -54,3 +60,6 @@ def merge(
     with refusing_bad_plans("text", directories[0]):
         status = show_run(result, console, report_file, profile_file, write, verbose=verbose)
     sys.exit(status)
+
+
+job.commands = LazyCommands({"hang": "hang_command:hang", "fleet": "fleet_command:fleet"}, job.commands, "job")

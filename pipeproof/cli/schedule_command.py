@@ -14,7 +14,7 @@ import click
 
 from pipeproof.cli.completion import PlanFile, complete_schedule
 from pipeproof.cli.console import format_option, refusing_bad_plans, writable
-from pipeproof.cli.help_sections import SuggestingGroup
+from pipeproof.cli.help_sections import LazyCommands, SuggestingGroup
 from pipeproof.cli.plan_options import PlanSource, plan_options
 
 FORMATS = ("text", "csv", "csv-comms", "fleet", "svg")
@@ -175,3 +175,10 @@ def _costs(cost: Times | None, parts: Mapping[str, Times | None]) -> Mapping[str
     if not isinstance(cost, tuple) or len(cost) != len(parts):
         raise click.BadParameter("give three times, such as 1,1,1", param_hint="--cost")
     return dict(zip(parts, cost, strict=True))
+
+
+schedule.commands = LazyCommands(
+    {"jitter": "jitter_command:jitter", "convert": "convert_command:convert"},
+    schedule.commands,
+    "schedule",
+)

@@ -13,7 +13,7 @@ import click
 
 from pipeproof.cli.completion import PLACE, is_plan
 from pipeproof.cli.console import console_for, echo, format_option, note_kind, opening_checkpoints, refusing_bad_plans
-from pipeproof.cli.help_sections import SuggestingGroup
+from pipeproof.cli.help_sections import LazyCommands, SuggestingGroup
 from pipeproof.cli.progress import showing_progress
 from pipeproof.exit_status import ExitStatus
 
@@ -192,3 +192,10 @@ def _print_comparison(first: Checkpoint, second: Checkpoint, comparison: StateCo
 
 def _write(content: dict[str, Any]) -> None:
     click.echo(json.dumps(content, indent=2))
+
+
+state.commands = LazyCommands(
+    {"reshard": "reshard_command:reshard", "aoa": "aoa_command:aoa", "align": "align_command:align"},
+    state.commands,
+    "state",
+)
