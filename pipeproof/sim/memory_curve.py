@@ -39,13 +39,13 @@ STATES = (Part.PARAMETERS, Part.GRADIENTS, Part.OPTIMIZER)
 
 @dataclass(frozen=True, eq=False)
 class MemoryCurve:
-    """Bytes over time: ``lasting`` bytes by part for the whole step, and a ``change`` of ``part`` at each of ``times``.
+    """Bytes over time: ``persistent`` bytes by part for the step, and a ``change`` of ``part`` at each of ``times``.
 
     Times are ticks, ``ticks_per_us`` to a microsecond, in ascending order;
     at equal times releases precede allocations.
     """
 
-    lasting: Mapping[Part, int]
+    persistent: Mapping[Part, int]
     times: IntColumn
     part: IntColumn
     change: IntColumn
@@ -63,7 +63,7 @@ class MemoryCurve:
 
     @property
     def peak_at_us(self) -> Fraction:
-        """First time of the peak, in microseconds; 0 if the lasting parts alone make the peak."""
+        """First time of the peak, in microseconds; 0 if the persistent parts alone make the peak."""
         return Fraction(0) if self._peak_index is None else self.us(int(self.times[self._peak_index]))
 
     def us(self, ticks: int) -> Fraction:
@@ -75,7 +75,7 @@ class MemoryCurve:
         """Bytes of each part at the peak."""
         last = 0 if self._peak_index is None else self._peak_index + 1
         taken = {part: int(self.change[:last][self.part[:last] == code].sum()) for code, part in enumerate(PARTS)}
-        return {part: self.lasting.get(part, 0) + taken[part] for part in PARTS}
+        return {part: self.persistent.get(part, 0) + taken[part] for part in PARTS}
 
     def steps(self) -> tuple[IntColumn, IntColumn]:
         """Points of the curve: distinct times, and the bytes held from each time on."""
@@ -85,11 +85,11 @@ class MemoryCurve:
 
     @property
     def _always(self) -> int:
-        return sum(self.lasting.values())
+        return sum(self.persistent.values())
 
     @cached_property
     def _peak_index(self) -> int | None:
-        """Index of the change that makes the peak; None if the lasting parts alone make it."""
+        """Index of the change that makes the peak; None if the persistent parts alone make it."""
         if not len(self.held) or int(self.held.max()) <= self._always:
             return None
         return int(self.held.argmax())
@@ -147,9 +147,9 @@ class Clock:
 
 
 def curves_of(
-    lasting: Sequence[Mapping[Part, int]], holdings: Sequence[Holdings], ticks_per_us: int
+    persistent: Sequence[Mapping[Part, int]], holdings: Sequence[Holdings], ticks_per_us: int
 ) -> tuple[MemoryCurve, ...]:
-    """Memory curve of each rank; ``lasting`` are its bytes for the whole step."""
+    """Memory curve of each rank; ``persistent`` are its bytes for the whole step."""
     code = {part: number for number, part in enumerate(PARTS)}
     entries = [(held, (held.begin < held.end) & (held.num_bytes != 0)) for held in holdings]
     rank, time, part, change = (
@@ -162,9 +162,9 @@ def curves_of(
         )
     )
     order = np.lexsort((change, time, rank))
-    bounds = np.searchsorted(rank[order], np.arange(len(lasting) + 1))
+    bounds = np.searchsorted(rank[order], np.arange(len(persistent) + 1))
     return tuple(
-        MemoryCurve(lasting[i], time[of_rank], part[of_rank], change[of_rank], ticks_per_us)
+        MemoryCurve(persistent[i], time[of_rank], part[of_rank], change[of_rank], ticks_per_us)
         for i, (first, last) in enumerate(pairwise(bounds.tolist()))
         for of_rank in (order[first:last],)
     )

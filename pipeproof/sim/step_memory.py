@@ -60,13 +60,13 @@ def memory_of(
     """
     step = _Step(lowered, Clock(lowered.graph, *(np.array(times, dtype=np.int64) for times in (starts, ends))))
     holdings = [*step.activations(), *step.received(), *step.gathered(), *step.sent(), *step.slices()]
-    lasting, fragmentation = step.lasting(), exact(lowered.spec.memory.fragmentation)
-    curves = curves_of(lasting, holdings, ticks)
+    persistent, fragmentation = step.persistent(), exact(lowered.spec.memory.fragmentation)
+    curves = curves_of(persistent, holdings, ticks)
     if not fragmentation:
         return curves
-    for held, curve in zip(lasting, curves, strict=True):  # an allocator keeps what it has reserved
+    for held, curve in zip(persistent, curves, strict=True):  # an allocator keeps what it has reserved
         held[Part.OVERHEAD] += ceil(fragmentation * (curve.peak - held[Part.OVERHEAD]))
-    return curves_of(lasting, holdings, ticks)
+    return curves_of(persistent, holdings, ticks)
 
 
 def stage_holdings(lowered: LoweredPlan, stage: int, variant: int = 0) -> tuple[StoredActivation, ...]:
@@ -94,7 +94,7 @@ class _Step:
         moved = (graph.stop - graph.start) * items[graph.tensor]
         self._moved = np.where(is_packed[graph.tensor], self._bytes[graph.tensor], moved)
 
-    def lasting(self) -> list[dict[Part, int]]:
+    def persistent(self) -> list[dict[Part, int]]:
         """Bytes that each rank holds for the whole step."""
         lowered, graph = self._lowered, self._graph
         overhead = int(lowered.spec.memory.overhead_gib * GIB)
@@ -104,11 +104,11 @@ class _Step:
             for pp in holders
         }
         slots = self._slots()
-        lasting = []
+        persistent = []
         for rank, global_rank in enumerate(graph.global_rank):
             pp = lowered.mesh.coords(global_rank)["pp"]
             held = [state for (_, holder), state in states.items() if holder == pp]
-            lasting.append(
+            persistent.append(
                 {
                     Part.PARAMETERS: sum(state.parameters for state in held),
                     Part.GRADIENTS: sum(state.gradients for state in held),
@@ -117,7 +117,7 @@ class _Step:
                     Part.OVERHEAD: overhead,
                 }
             )
-        return lasting
+        return persistent
 
     def _slots(self) -> dict[int, int]:
         """Bytes of each rank's slots: on each channel the plan's number of slots, sized for its largest message."""

@@ -180,7 +180,7 @@ def _replicas(subject: Subject, stage: int, work_item: int) -> list[int]:
     return [int(rank) for rank in ranks[due]]
 
 
-STRAY = RuleDoc(
+UNEXPECTED = RuleDoc(
     code="PP126",
     title="a tensor is sent that its stage does not use",
     explanation=(
@@ -193,7 +193,7 @@ STRAY = RuleDoc(
 )
 
 
-def _check_stray(subject: Subject) -> Iterator[Finding]:
+def _check_unexpected(subject: Subject) -> Iterator[Finding]:
     graph, messages = subject.graph, _messages(subject)
     receives = np.flatnonzero(~messages.is_send & (graph.match[messages.row] != NONE))
     row = messages.row[receives]
@@ -221,7 +221,7 @@ def _check_stray(subject: Subject) -> Iterator[Finding]:
         else:
             where = subject.coords_text(int(graph.rank[ends[1]]))
             what = f"{where} receives {user} again: the same elements of the same tensor have come already"
-        yield STRAY.finding(
+        yield UNEXPECTED.finding(
             what,
             help=f"remove {maker} and {user} with their waits, or compute where the tensor goes",
             witness=subject.witness(*ends),
@@ -275,6 +275,6 @@ def _check_local_order(subject: Subject) -> Iterator[Finding]:
 
 RULES = (
     Rule(NEVER_SENT, _check_never_sent),
-    Rule(STRAY, _check_stray),
+    Rule(UNEXPECTED, _check_unexpected),
     Rule(LOCAL_ORDER, _check_local_order),
 )

@@ -60,7 +60,7 @@ def memory_held(timeline: Timeline, memory: Sequence[MemoryCurve]) -> Curve:
 
 def _bytes(timeline: Timeline, curve: MemoryCurve) -> Iterator[tuple[Time, int]]:
     begin = Fraction(timeline.first_start)
-    values: dict[Time, int] = {begin: sum(curve.lasting.values())}
+    values: dict[Time, int] = {begin: sum(curve.persistent.values())}
     for ticks, held in zip(*(column.tolist() for column in curve.steps()), strict=True):
         values[max(curve.us(ticks) / timeline.tick_us, begin)] = held  # the last of several at one time counts
     before: int | None = None

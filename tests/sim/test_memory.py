@@ -81,7 +81,7 @@ def test_peaks_of_equal_stages_are_counts_of_activations(kind):
 def test_a_peak_is_the_sum_of_its_parts_and_all_is_given_back(sections):
     for curve in simulate(lowered(**sections)).memory:
         assert sum(curve.make_up.values()) == curve.peak
-        assert curve.held[-1] == sum(curve.lasting.values())
+        assert curve.held[-1] == sum(curve.persistent.values())
         assert curve.held.min() >= curve.held[-1]
         times, held = curve.steps()
         assert held[list(times).index(int(curve.peak_at_us * curve.ticks_per_us))] == curve.peak
@@ -98,7 +98,7 @@ def test_fragmentation_is_a_share_of_the_tensors_at_the_peak(sections):
         assert after.peak_at_us == before.peak_at_us
         assert after.make_up[Part.OVERHEAD] - before.make_up[Part.OVERHEAD] == after.peak - before.peak
         assert sum(after.make_up.values()) == after.peak
-        assert after.held[-1] == sum(after.lasting.values())
+        assert after.held[-1] == sum(after.persistent.values())
 
 
 def test_offloaded_blocks_are_not_held_between_forward_and_backward():
@@ -123,7 +123,7 @@ def parts_of(part, **sections):
     """The most of one part on each rank, over the whole step."""
     found = []
     for curve in simulate(lowered(**sections)).memory:
-        level = most = curve.lasting.get(part, 0)
+        level = most = curve.persistent.get(part, 0)
         for code, change in zip(curve.part, curve.change, strict=True):
             level += int(change) if PARTS[code] is part else 0
             most = max(most, level)
@@ -181,7 +181,7 @@ def test_a_custom_layer_that_keeps_nothing_holds_nothing_in_slots():
     data = plan_dict(stages=[["a"], ["b"]], buffers={"receive_slots": 2}, loss=loss)
     data["model"] = {"kind": "layers", "layers": layers}
     for curve in simulate(lower_loaded(plan_from_dict(data))).memory:
-        always = sum(curve.lasting.values())
+        always = sum(curve.persistent.values())
         assert curve.held.min(initial=always) == always
 
 
@@ -208,7 +208,7 @@ def test_replicas_that_are_counted_once_hold_the_same():
 def test_two_copies_of_a_stage_are_two():
     chimera = {"kind": "chimera", "num_micro_batches": 4}
     one, two = lowered(), lowered(schedule=chimera)
-    weights = [sum(curve.lasting[Part.PARAMETERS] for curve in simulate(each).memory) for each in (one, two)]
+    weights = [sum(curve.persistent[Part.PARAMETERS] for curve in simulate(each).memory) for each in (one, two)]
     assert weights[1] == 2 * weights[0]
 
 
@@ -224,7 +224,7 @@ def test_the_page_draws_bytes_in_place_of_counts():
     assert page["held_unit"] == "bytes"
     for held, one in zip(page["held"], simulation.memory, strict=True):
         values = np.frombuffer(base64.b64decode(held["count"]["data"]), "<f8")
-        assert (values.max(), values[-1]) == (one.peak, sum(one.lasting.values()))
+        assert (values.max(), values[-1]) == (one.peak, sum(one.persistent.values()))
     assert payload("a plan", simulation.timeline, None)["held_unit"] == "activations"
     with pytest.raises(ValueError, match="1 curves for 2 ranks"):
         payload("a plan", simulation.timeline, None, Curve("memory", "bytes", curve.ranks[:1]))

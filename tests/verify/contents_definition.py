@@ -94,7 +94,7 @@ class _Rank:
         total = self.get(row.writes[:1], ("sum", row.op.stage))
         if isinstance(total, list):
             return total
-        return [] if total in ("nothing", 0, kept) else ["spoilt"]
+        return [] if total in ("nothing", 0, kept) else ["unwanted"]
 
     def _foreign(self, row, own):
         """The values that a backward reads where it adds, if it does not write there and they are not its own."""

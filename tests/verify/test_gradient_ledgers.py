@@ -1,4 +1,4 @@
-"""Ledgers of gradients and the grid of ranks, as columns: ordinary programs, and each way to leave them."""
+"""GradientHistories of gradients and the grid of ranks, as columns: ordinary programs, and each way to leave them."""
 
 import numpy as np
 import pytest
@@ -6,13 +6,13 @@ import pytest
 from pipeproof.comm.mesh import Mesh
 from pipeproof.schedule.op_table import NONE, Group, build_graph
 from pipeproof.schedule.ops import OpKind
-from pipeproof.verify.gradients import ledgers as module
-from pipeproof.verify.gradients.ledgers import (
+from pipeproof.verify.gradients import histories as module
+from pipeproof.verify.gradients.gradient_history import (
     guessed_grid,
     mesh_grid,
     micro_batch_places,
     named_parameters,
-    read_ledgers,
+    read_histories,
     writers_elsewhere,
 )
 from pipeproof.verify.subject import program_subject
@@ -27,7 +27,7 @@ def graph_of(text):
 def read(text, num_micro_batches=2):
     graph = graph_of(text)
     grid = mesh_grid(graph, Mesh(("dp",), (graph.num_ranks,)))
-    return read_ledgers(graph, grid, ADDERS, np.arange(num_micro_batches))
+    return read_histories(graph, grid, ADDERS, np.arange(num_micro_batches))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_plain_ledgers_add_each_micro_batch_once_before_all_else(program, is_pla
     assert read(text).plain.tolist() == [is_plain]
     monkeypatch.setattr(module, "_MOST_CELLS", 2)
     assert read(text).plain.tolist() == [is_plain]
-    monkeypatch.setattr(module, "_MOST_CELLS", 1)  # a table of ledgers by micro-batches would be too large
+    monkeypatch.setattr(module, "_MOST_CELLS", 1)  # a table of histories by micro-batches would be too large
     assert read(text).plain.tolist() == [False]
 
 
@@ -69,7 +69,7 @@ def test_a_ledger_is_of_a_rank_and_a_stage():
 @pytest.mark.parametrize(
     ("program", "is_elsewhere"),
     [
-        ("0F0{queue=side} 0B0 0STEP", False),  # a forward is in no ledger
+        ("0F0{queue=side} 0B0 0STEP", False),  # a forward is in no history
         ("0B0{queue=side} 0STEP", True),
         ("0B0 0STEP{queue=side}", True),
         ("0B0{batch=0} 0B1{batch=0} 0STEP", True),

@@ -113,7 +113,7 @@ def wrong(one):
     return {(problem.cause.value, problem.parameter) for problem in diagnose(one)}
 
 
-LACKS, TWICE, STRAY, ELEMENTS = "PP601", "PP602", "PP613", "PP614"
+LACKS, TWICE, UNEXPECTED, ELEMENTS = "PP601", "PP602", "PP613", "PP614"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ LACKS, TWICE, STRAY, ELEMENTS = "PP601", "PP602", "PP613", "PP614"
         ({"a": 10, "b": 6}, ["0 @dp range=8..16", "1 @dp range=0..8"], set()),
         ({"a": 10, "b": 6}, ["0 @dp range=0..4", "1 @dp range=4..10", "2 @dp range=10..16"], set()),
         ({"a": 10, "b": 6}, ["0 @dp range=0..10", "1 @dp range=8..16"], {(TWICE, "a")}),
-        ({"a": 10, "b": 6}, ["0 @dp range=0..8", "1 @dp range=8..16", "2 @dp range=16..24"], {(STRAY, "")}),
+        ({"a": 10, "b": 6}, ["0 @dp range=0..8", "1 @dp range=8..16", "2 @dp range=16..24"], {(UNEXPECTED, "")}),
         ({"a": 10, "b": 6}, ["0 @dp range=4..16"], {(ELEMENTS, "a")}),
         ({"a": 6, "b": 6, "c": 8}, ["0 @dp range=0..6", "1 @dp range=0..6", "2 @dp range=2..8"], {(ELEMENTS, "c")}),
     ],
@@ -146,7 +146,7 @@ def test_the_parameters_of_calls_by_their_names_numbers_sizes_and_places(numels,
 
 
 @pytest.mark.parametrize(
-    ("calls", "strays"),
+    ("calls", "unexpected"),
     [
         (["2 @dp range=0..7"], "2"),
         (["2 range=0..7"], "2"),
@@ -156,16 +156,16 @@ def test_the_parameters_of_calls_by_their_names_numbers_sizes_and_places(numels,
         (["2 @dp reduction=avg range=0..4", "3 @dp range=0..7"], "23"),
     ],
 )
-def test_calls_that_no_parameter_is_left_for_are_strays_each(calls, strays):
+def test_calls_that_no_parameter_is_left_for_are_strays_each(calls, unexpected):
     one = of_calls(sized(a=8, b=8), "0 @dp range=0..8", "1 @dp range=0..8", *calls, dp=2, cp=1)
-    assert wrong(one) == ({(STRAY, "")} if strays else set())
+    assert wrong(one) == ({(UNEXPECTED, "")} if unexpected else set())
     found = [(one.graph.ops[problem.ops[0]].index, problem.rank, problem.alike) for problem in diagnose(one)]
-    assert found == [(int(number), 0, (1,)) for number in strays]
+    assert found == [(int(number), 0, (1,)) for number in unexpected]
 
 
 def test_a_call_that_is_left_over_behind_one_of_a_known_gradient():
     calls = ["0 @dp range=0..8", "1 @dp range=0..4", "2 @dp range=0..4 scale=1/dp", "3 @dp range=0..7"]
-    assert wrong(of_calls(sized(a=8, b=4), *calls)) == {(STRAY, "")}
+    assert wrong(of_calls(sized(a=8, b=4), *calls)) == {(UNEXPECTED, "")}
     one = of_calls(sized(a=8, b=8), *(f"{i} @dp range=0..8" for i in range(3)))
     assert "as many as `a` and 1 more have" in diagnose(one)[0].fact
 
@@ -176,7 +176,7 @@ def test_an_average_over_ranks_that_hold_other_parts_is_a_stray():
     text = "0F0 0B0 0REDUCE_GRAD:ep %s 0REDUCE_GRAD:dp{@dp} 0STEP"
     calls = [f"0REDUCE_GRAD:ep/{i}.ALL_REDUCE:ep{{@ep range=0..8%s}}" for i in range(2)]
     one = model(text % " ".join((calls[0] % "", calls[1] % " reduction=avg")), facts(*parameters), ep=2, dp=2)
-    assert wrong(one) == {(STRAY, "")}
+    assert wrong(one) == {(UNEXPECTED, "")}
     assert "sums 8 elements, as many as `a` and 2 more have" in diagnose(one)[0].fact
 
 
@@ -195,7 +195,7 @@ def test_calls_for_all_parameters_of_a_stage_are_theirs_in_their_order(first, ex
 def test_sums_over_ranks_that_have_the_whole_of_each_gradient_are_strays():
     calls = ["0 @tp range=0..6 reduction=avg", "1 @tp range=0..7"]
     one = of_calls(sized(a=6, b=8, c=8), *calls, axis="tp", tp=2)
-    assert wrong(one) == {(STRAY, "")}
+    assert wrong(one) == {(UNEXPECTED, "")}
     assert "no gradient of stage 0 is to be summed over tp" in diagnose(one)[0].fact
 
 

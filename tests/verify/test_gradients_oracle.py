@@ -152,7 +152,7 @@ CHANGES = st.builds(
 )
 
 
-def strays(rows, groups):
+def unexpected(rows, groups):
     """True if a rank reduces alone on a group of another axis: that hangs, and sums nothing in particular."""
     calls = [Counter(row.group for row in program if is_reduction(row)) for program in rows]
     uneven = {g for g, group in enumerate(groups) if len({calls[rank][g] for rank in group.ranks}) > 1}
@@ -170,7 +170,7 @@ def test_rules_and_numbers_name_the_same_parameters(base, changes, seed):
         change.apply(rows)
     one = one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups))
     in_numbers = named_wrong(one, seed)
-    if in_numbers is not None and not strays(rows, one.graph.groups):
+    if in_numbers is not None and not unexpected(rows, one.graph.groups):
         assert named_by_rules(one) - {""} == in_numbers
 
 

@@ -84,7 +84,7 @@ def test_no_generated_page_but_the_rules_changes(add_rule, monkeypatch, script, 
 
     def made():
         texts = {}
-        monkeypatch.setattr(pages, "main", lambda name, wanted, strays=frozenset(): texts.update(wanted))
+        monkeypatch.setattr(pages, "main", lambda name, wanted, unexpected=frozenset(): texts.update(wanted))
         with pytest.raises(SystemExit):
             runpy.run_path(str(folder / f"{script}.py"), run_name="__main__")
         return {path.relative_to(pages.DOCS).as_posix(): text for path, text in texts.items()}

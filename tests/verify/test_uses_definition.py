@@ -28,7 +28,9 @@ SPECIAL = ("0OFFLOAD0", "0RELOAD0", "0OFFLOAD1", "FREE(0F0)", "FREE(0OFFLOAD0)",
 def rows_of(draw, special, queues):
     """A row; without ``special`` one of a program that copies and frees nothing."""
     stage, micro_batch = draw(st.integers(0, 1)), draw(st.sampled_from(MICRO_BATCHES))
-    kind = draw(st.sampled_from(["compute", "compute", "compute", "message", "message", "lasting", "below", "special"]))
+    kind = draw(
+        st.sampled_from(["compute", "compute", "compute", "message", "message", "persistent", "below", "special"])
+    )
     match kind:
         case "compute":
             row = Row(parse_op(f"{stage}{draw(st.sampled_from(COMPUTES))}{micro_batch}"))
@@ -38,7 +40,7 @@ def rows_of(draw, special, queues):
             peer = draw(st.integers(0, 1)) if "GATHER" not in text and "SLICE" not in text else NONE
             group = 0 if "GATHER" in text else NONE
             row = Row(parse_op(text), peer, draw(st.integers(0, 2)), start, start + 4, group)
-        case "lasting":
+        case "persistent":
             names = LASTING if special else [name for name in LASTING if "SHARD" not in name]
             row = Row(parse_op(f"{stage}{draw(st.sampled_from(names))}"))
         case "below":

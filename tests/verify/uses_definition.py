@@ -28,7 +28,7 @@ def defined_uses(graph):
     uses.named()
     uses.freed()
     if not uses.is_plain:
-        uses.lasting()
+        uses.persistent()
     return uses.found
 
 
@@ -60,22 +60,22 @@ class _Uses:
             if kind in kinds and self.graph.work_item[op] != NONE and place in (None, self.place(op))
         ]
 
-    def border(self, op, direction):
+    def boundary(self, op, direction):
         """The memory that a message fills: messages of one tensor that no gather joins fill parts of it."""
         graph, tensor = self.graph, int(self.graph.tensor[op])
         joined = any(graph.tensor[gather] == tensor for gather in self.of(*GATHER_KINDS))
         part = int(graph.start[op]) if self.kinds[op] in RECV_KINDS and not joined else 0
-        return "border", self.place(op), direction, tensor, part
+        return "boundary", self.place(op), direction, tensor, part
 
     def arriving(self, direction):
         recv, gather, _, _, consumers, step = DIRECTIONS[direction]
         recvs, gathers = self.of(recv), self.of(gather)
-        joined = {self.border(op, direction) for op in gathers}
-        arrived = [(op, self.border(op, direction)) for op in recvs if self.border(op, direction) not in joined]
+        joined = {self.boundary(op, direction) for op in gathers}
+        arrived = [(op, self.boundary(op, direction)) for op in recvs if self.boundary(op, direction) not in joined]
         for op in recvs:
-            self.use(self.border(op, direction), op, WRITES)
+            self.use(self.boundary(op, direction), op, WRITES)
         for op in gathers:
-            self.use(self.border(op, direction), op, READS)
+            self.use(self.boundary(op, direction), op, READS)
             self.use(("whole", self.place(op), direction), op, WRITES)
             arrived.append((op, ("whole", self.place(op), direction)))
         for op, buffer in arrived:
@@ -91,15 +91,15 @@ class _Uses:
 
     def leaving(self, direction):
         _, _, slicer, send, makers, _ = DIRECTIONS[direction]
-        cut = {self.border(op, direction) for op in self.of(slicer)}
+        cut = {self.boundary(op, direction) for op in self.of(slicer)}
         for op in self.of(*makers):
             self.use(("made", self.place(op), direction), op, WRITES)
         for op in self.of(slicer):
             self.use(("made", self.place(op), direction), op, READS)
-            self.use(self.border(op, direction), op, WRITES)
+            self.use(self.boundary(op, direction), op, WRITES)
         for op in self.of(send):
-            border = self.border(op, direction)
-            self.use(border if border in cut else ("made", self.place(op), direction), op, READS)
+            boundary = self.boundary(op, direction)
+            self.use(boundary if boundary in cut else ("made", self.place(op), direction), op, READS)
 
     def kept(self):
         for op in self.of(F):
@@ -143,7 +143,7 @@ class _Uses:
         named, op = self.graph.ops[free].target, self.graph.ops[other]
         return op.target is None and op == named
 
-    def lasting(self):
+    def persistent(self):
         sharded = {OpKind.UNSHARD, OpKind.RESHARD} & {*self.kinds}
         does = {
             **{adder: [("gradient", READS | WRITES)] for adder in (B, W, OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD)},

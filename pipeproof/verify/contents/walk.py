@@ -36,7 +36,7 @@ from pipeproof.verify.contents.content import (
     result_of,
     suits,
 )
-from pipeproof.verify.gradients.ledgers import names_parameter
+from pipeproof.verify.gradients.gradient_history import names_parameter
 from pipeproof.verify.lifetime.buffer_uses import Uses
 from pipeproof.verify.lifetime.happens_before import Order, event_edges
 from pipeproof.verify.lifetime.races import lifetimes

@@ -1,7 +1,7 @@
-"""All problems of a subject's gradients: ledgers are read, interpreted together and checked.
+"""All problems of a subject's gradients: histories are read, interpreted together and checked.
 
 Where all ranks of a stage do the same, one of them is checked for all; stages
-with equal parameters and equal ledgers are run once.
+with equal parameters and equal histories are run once.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pipeproof.schedule.ops import OpKind
 from pipeproof.verify.gradients.coefficient import Coefficient
 from pipeproof.verify.gradients.expected_gradients import ADDS, Model, changes_gradients, model_of, read_sites
 from pipeproof.verify.gradients.explain_sum import Cause, Count, HeldGradient, Problem, explain, unordered
+from pipeproof.verify.gradients.gradient_history import GradientHistories, read_histories
 from pipeproof.verify.gradients.interpret import Partners, State, interpret
 from pipeproof.verify.gradients.kept_elements import KEPT, UNSUMMED, KeptElements
-from pipeproof.verify.gradients.ledgers import Ledgers, read_ledgers
 from pipeproof.verify.gradients.parameter_view import Move, Reader
 from pipeproof.verify.gradients.verdict_of_update import UpdateChecker, Verdict
 from pipeproof.verify.lifetime.races import lifetimes
@@ -44,17 +44,19 @@ def diagnose(subject: Subject) -> tuple[Problem, ...]:
         return tuple(problems)
     if not changes_gradients(graph):  # a program without operations on its gradients
         return tuple(problems)
-    strays: dict[int, str] = {}
+    unexpected: dict[int, str] = {}
     for kinds, made_by in ((ADDS, "backward"), (frozenset({OpKind.FORWARD}), "forward")):
         selected = [p for p, parameter in enumerate(model.facts.parameters) if parameter.made_by == made_by]
         if selected:
-            ledgers = read_ledgers(graph, model.grid, kinds, model.micro_batches)
-            reader = Reader(model, ledgers)
-            search = _Search(subject, model, checker, ledgers, reader, KeptElements(subject, model, reader.covers))
+            histories = read_histories(graph, model.grid, kinds, model.micro_batches)
+            reader = Reader(model, histories)
+            search = _Search(
+                subject, model, checker, histories, reader, KeptElements(subject, model, reader.covered_ranges)
+            )
             problems += search.problems(selected)
             problems += [_unreadable(model, op, why) for op, why in sorted(search.reader.unreadable.items())]
-            strays |= search.reader.covers.strays
-    problems += [_stray(model, op, why) for op, why in sorted(strays.items())]
+            unexpected |= search.reader.covered_ranges.unexpected
+    problems += [_unexpected(model, op, why) for op, why in sorted(unexpected.items())]
     if any(problem.key[0] == UNSUMMED for problem in problems):  # what one rank lacks another keeps in vain
         problems = [problem for problem in problems if problem.key[0] != KEPT]
     return tuple(problems)
@@ -66,7 +68,7 @@ def _unreadable(model: Model, op: int, why: str) -> Problem:
     return Problem(Cause.UNREADABLE, (why,), int(graph.rank[op]), int(graph.stage[op]), why, help_, ops=(op,))
 
 
-def _stray(model: Model, op: int, why: str) -> Problem:
+def _unexpected(model: Model, op: int, why: str) -> Problem:
     """Problem of a collective that sums no gradient; ranks that issue the same are alike."""
     graph, rank = model.graph, int(model.graph.rank[op])
     same = np.logical_and.reduce(
@@ -74,7 +76,7 @@ def _stray(model: Model, op: int, why: str) -> Problem:
     )
     alike = tuple(one for one in np.unique(graph.rank[same]).tolist() if one != rank)
     help_ = f"remove {graph.ops[op]}, or name the gradient that it sums: writes=grad[NAME]"
-    return Problem(Cause.STRAY, (why,), rank, int(graph.stage[op]), why, help_, ops=(op,), alike=alike)
+    return Problem(Cause.UNEXPECTED, (why,), rank, int(graph.stage[op]), why, help_, ops=(op,), alike=alike)
 
 
 def _of_evaluation(model: Model, count: Count) -> Problem:
@@ -85,12 +87,12 @@ def _of_evaluation(model: Model, count: Count) -> Problem:
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """Goes through the parameters of one kind of ledgers."""
+    """Goes through the parameters of one kind of histories."""
 
     subject: Subject
     model: Model
     checker: UpdateChecker
-    ledgers: Ledgers
+    histories: GradientHistories
     reader: Reader
     elements: KeptElements
     _right: set[tuple[object, ...]] = field(default_factory=set)
@@ -101,18 +103,22 @@ class _Search:
         for p in parameters:
             by_stages.setdefault(self.model.facts.parameters[p].stages, []).append(p)
         for stages, selected in sorted(by_stages.items()):
-            accounts: dict[int, list[int]] = {}
+            indices_by_rank: dict[int, list[int]] = {}
             for stage in stages:
-                for ledger in self.ledgers.by_stage.get(stage, ()):
-                    accounts.setdefault(int(self.ledgers.rank[ledger]), []).append(ledger)
-            if len(stages) == 1 and self._is_uniform(list(accounts), [one for a in accounts.values() for one in a]):
-                yield from self._of_uniform_stage(stages[0], accounts, selected)
-            elif accounts:
-                yield from self._of_ranks(accounts, selected, self.model.grid.folded, self._partners_among(accounts))
+                for history in self.histories.by_stage.get(stage, ()):
+                    indices_by_rank.setdefault(int(self.histories.rank[history]), []).append(history)
+            if len(stages) == 1 and self._is_uniform(
+                list(indices_by_rank), [one for a in indices_by_rank.values() for one in a]
+            ):
+                yield from self._of_uniform_stage(stages[0], indices_by_rank, selected)
+            elif indices_by_rank:
+                yield from self._of_ranks(
+                    indices_by_rank, selected, self.model.grid.folded, self._partners_among(indices_by_rank)
+                )
 
-    def _is_uniform(self, ranks: Sequence[int], ledgers: Sequence[int]) -> bool:
+    def _is_uniform(self, ranks: Sequence[int], histories: Sequence[int]) -> bool:
         """Return True if the ranks are a whole grid except for ``pp``, and all do the same over whole lines of it."""
-        grid, lines = self.model.grid, self.ledgers.line
+        grid, lines = self.model.grid, self.histories.line
         if not ranks or self.subject.facts.updates:
             return False
         others = [i for i, axis in enumerate(grid.axes) if axis != "pp"]
@@ -121,37 +127,37 @@ class _Search:
         for axis in grid.axes:
             expected *= 1 if axis == "pp" or axis in grid.folded else int(grid.size(axis).number or 0)
         pp = grid.axes.index("pp") if "pp" in grid.axes else NONE
-        entries = [self.ledgers.entries_of(one) for one in ledgers]
+        entries = [self.histories.entries_of(one) for one in histories]
         return (
             len(places) == len(ranks) == expected
             and all(((lines[here] >= NONE) & ((lines[here] == NONE) | (lines[here] != pp))).all() for here in entries)
-            and len({self.ledgers.signature(one) for one in ledgers}) == 1
+            and len({self.histories.signature(one) for one in histories}) == 1
         )
 
     def _of_uniform_stage(
-        self, stage: int, accounts: Mapping[int, Sequence[int]], parameters: Sequence[int]
+        self, stage: int, indices_by_rank: Mapping[int, Sequence[int]], parameters: Sequence[int]
     ) -> Iterator[Problem]:
         """Check one rank for all of its stage, and equal stages once."""
-        rank, *others = accounts
+        rank, *others = indices_by_rank
         types = tuple(
             (one.sharded_over, one.partial_over, one.numel, one.losses, len(one.stages), one.made_by)
             for one in (self.model.facts.parameters[p] for p in self.model.parameters_of[stage])
         )
         sites = tuple(map(id, self.checker.sites.reaching(stage, None)))
-        key = (types, sites, self.ledgers.signature(accounts[rank][0]))
-        if key in self._right and not self.ledgers.elsewhere:
+        key = (types, sites, self.histories.signature(indices_by_rank[rank][0]))
+        if key in self._right and not self.histories.elsewhere:
             return
         axes = frozenset(self.model.grid.axes) - {"pp"}
         problems = list(
-            self._of_ranks({rank: accounts[rank]}, parameters, axes, self._partners_in_line(rank), everyone=True)
+            self._of_ranks({rank: indices_by_rank[rank]}, parameters, axes, self._partners_in_line(rank), everyone=True)
         )
-        if not problems and not self.reader.unreadable and not self.reader.covers.strays:
+        if not problems and not self.reader.unreadable and not self.reader.covered_ranges.unexpected:
             self._right.add(key)
         yield from (replace(one, alike=tuple(others)) if one.rank == rank else one for one in problems)
 
     def _of_ranks(
         self,
-        accounts: Mapping[int, Sequence[int]],
+        indices_by_rank: Mapping[int, Sequence[int]],
         parameters: Sequence[int],
         folded: frozenset[str],
         partners: Callable[[int, Move], Partners],
@@ -159,7 +165,7 @@ class _Search:
         everyone: bool = False,
     ) -> Iterator[Problem]:
         """Run and checker some parameters with the same stages on the ranks that hold them."""
-        read = {rank: self.reader.views(account, parameters) for rank, account in accounts.items()}
+        read = {rank: self.reader.views(indices, parameters) for rank, indices in indices_by_rank.items()}
         states: dict[tuple[tuple[Move, ...], ...], Mapping[int, State]] = {}
         verdicts: dict[tuple[object, ...], Verdict] = {}
         for i, p in enumerate(parameters):
@@ -169,7 +175,7 @@ class _Search:
             if moves not in states:
                 states[moves] = interpret(held.views, partners)
             yield from self.elements.problems(p, held, everyone=everyone)
-            if self.ledgers.elsewhere:
+            if self.histories.elsewhere:
                 yield from unordered(self.model.graph, self.subject.once(lifetimes).order, held)
             yield from self._checked(held, states[moves], verdicts)
 
@@ -185,7 +191,7 @@ class _Search:
                 verdicts[key] = self.checker.verdict(held, rank, state)
             verdict = verdicts[key]
             if verdict.wrong:
-                yield from explain(self.model, held, rank, verdict.gaps, verdict.counts)
+                yield from explain(self.model, held, rank, verdict.missing_terms, verdict.counts)
 
     def _partners_in_line(self, rank: int) -> Callable[[int, Move], Partners]:
         """Of a rank that represents all of its stage."""
@@ -198,7 +204,7 @@ class _Search:
 
         return partners
 
-    def _partners_among(self, accounts: Mapping[int, object]) -> Callable[[int, Move], Partners]:
+    def _partners_among(self, indices_by_rank: Mapping[int, object]) -> Callable[[int, Move], Partners]:
         """Of ranks that all are run."""
         grid, groups = self.model.grid, self.model.graph.groups
 
@@ -206,11 +212,11 @@ class _Search:
             if move.axis is not None and move.axis in grid.folded:
                 return Partners((rank,), (move.axis, rank), grid.size(move.axis), move.axis)
             if move.axis is not None and (move.axis != "pp" or move.group == NONE):
-                line = tuple(one for one in grid.line(rank, move.axis) if one in accounts)
+                line = tuple(one for one in grid.line(rank, move.axis) if one in indices_by_rank)
                 return Partners(line, (move.axis, line), Coefficient.of(len(grid.line(rank, move.axis))))
             group = groups[move.group]
             fold = f"{group.axis}*{group.copies}" if group.copies > 1 else None
-            members = tuple(one for one in group.ranks if one in accounts)
+            members = tuple(one for one in group.ranks if one in indices_by_rank)
             return Partners(
                 members, ("group", move.group), Coefficient.of(group.size), fold, len(members) < len(group.ranks)
             )

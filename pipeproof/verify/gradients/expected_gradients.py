@@ -27,7 +27,13 @@ from pipeproof.stages.describe.gradient_facts import (
 )
 from pipeproof.stages.describe.mtp_streams import with_mtp_losses
 from pipeproof.verify.gradients.coefficient import ONE, Coefficient, Factors, parse_scale, single_product
-from pipeproof.verify.gradients.ledgers import Grid, guessed_grid, mesh_grid, micro_batch_places, named_parameters
+from pipeproof.verify.gradients.gradient_history import (
+    Grid,
+    guessed_grid,
+    mesh_grid,
+    micro_batch_places,
+    named_parameters,
+)
 from pipeproof.verify.gradients.travelling_scales import TRAVELLING, TravellingScales
 
 if TYPE_CHECKING:

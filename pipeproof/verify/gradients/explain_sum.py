@@ -13,7 +13,7 @@ from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import KIND_CODE, OpKind
 from pipeproof.stages.describe.gradient_facts import MAIN_LOSS, ParameterGradient
 from pipeproof.verify.gradients.coefficient import Coefficient
-from pipeproof.verify.gradients.covers import REDUCING
+from pipeproof.verify.gradients.covered_ranges import REDUCING
 from pipeproof.verify.gradients.expected_gradients import Model
 from pipeproof.verify.gradients.parameter_view import MoveKind, View
 from pipeproof.verify.lifetime.happens_before import Order
@@ -32,7 +32,7 @@ class Cause(StrEnum):
     COPIES = "PP608"
     EVALUATION = "PP609"
     UNREADABLE = "PP610"
-    STRAY = "PP613"
+    UNEXPECTED = "PP613"
     ELEMENTS = "PP614"
 
 
@@ -102,26 +102,28 @@ def repeated(view: View, elsewhere: Collection[int] = ()) -> list[int]:
     return result
 
 
-def explain(model: Model, held: HeldGradient, rank: int, gaps: Sequence[str], counts: Sequence[Count]) -> list[Problem]:
-    """The causes of a sum that has ``gaps`` or whose tokens ``count`` otherwise; not empty.
+def explain(
+    model: Model, held: HeldGradient, rank: int, missing_terms: Sequence[str], counts: Sequence[Count]
+) -> list[Problem]:
+    """The causes of a sum that has ``missing_terms`` or whose tokens ``count`` otherwise; not empty.
 
     A move that is too early or lost explains all that follows, a reduction over
     other ranks explains missing addends, and all of these explain the weight of
     tokens. If the rank itself makes no mistake, a rank that it sums with does.
     """
-    wrong = bool(counts) or "stray" in gaps
+    wrong = bool(counts) or "unexpected" in missing_terms
     for one in (rank, *(other for other in held.views if other != rank)):
-        account = _Account(model, held, one)
+        explanation = _SumExplanation(model, held, one)
         for causes in (
-            [*account.early(), *account.lost()],
-            [*account.wrong_groups(gaps), *account.spoilt(wrong)],
-            list(account.missing(gaps)) if one == rank else [],
+            [*explanation.early(), *explanation.lost()],
+            [*explanation.wrong_groups(missing_terms), *explanation.unwanted(wrong)],
+            list(explanation.missing(missing_terms)) if one == rank else [],
         ):
             if causes:
                 return causes
         if counts and one == rank:
-            return [account.scale(count) for count in _apart(counts)]
-    return [_Account(model, held, rank).incomplete()]
+            return [explanation.scale(count) for count in _apart(counts)]
+    return [_SumExplanation(model, held, rank).incomplete()]
 
 
 def _apart(counts: Sequence[Count]) -> list[Count]:
@@ -139,7 +141,7 @@ def _apart(counts: Sequence[Count]) -> list[Count]:
     ]
 
 
-class _Account:
+class _SumExplanation:
     """Search in one rank's moves, one kind of mistake at a time."""
 
     def __init__(self, model: Model, held: HeldGradient, rank: int) -> None:
@@ -231,9 +233,9 @@ class _Account:
         first, last = self._name(places[0]), self._name(places[-1], last=True)
         return first if first == last else f"{first} .. {last}"
 
-    def wrong_groups(self, gaps: Sequence[str]) -> Iterator[Problem]:
+    def wrong_groups(self, missing_terms: Sequence[str]) -> Iterator[Problem]:
         """Reductions over ranks that are not a line of the mesh, if addends are missing or foreign."""
-        if not gaps:
+        if not missing_terms:
             return
         for i in self._view.where(MoveKind.REDUCE):
             move = self._view.moves[i]
@@ -264,7 +266,7 @@ class _Account:
             return f"all ranks along {axis}"
         return f"ranks {', '.join(str(global_rank[rank]) for rank in grid.line(self._rank, axis))}"
 
-    def spoilt(self, wrong: bool) -> Iterator[Problem]:
+    def unwanted(self, wrong: bool) -> Iterator[Problem]:
         """Reductions that do not belong to the gradient, or one too many, if the sum is wrong."""
         view, parameter = self._view, self._held.parameter
         elsewhere = [i for i in view.where(*_REDUCES) if self._is_elsewhere(i)]
@@ -289,7 +291,7 @@ class _Account:
                 key = "equal"
             else:
                 continue
-            cause = Cause.STRAY if i in elsewhere else Cause.NEEDLESS
+            cause = Cause.UNEXPECTED if i in elsewhere else Cause.NEEDLESS
             fact += ", below no REDUCE_GRAD" if i in elsewhere else ""
             yield self._problem(cause, (key, str(move.axis)), fact, f"remove {self._name(i)}", self._ops(i))
 
@@ -301,15 +303,15 @@ class _Account:
     def _kind(self, place: int) -> int:
         return int(self._model.graph.kind[int(self._view.ops[place][0])])
 
-    def missing(self, gaps: Sequence[str]) -> Iterator[Problem]:
+    def missing(self, missing_terms: Sequence[str]) -> Iterator[Problem]:
         """Reductions that are needed and missing: on the ranks without one, where others have it."""
-        for axis in gaps:
-            if axis in ("stray", "lost"):
+        for axis in missing_terms:
+            if axis in ("unexpected", "lost"):
                 continue
             without = [rank for rank in self._held.views if not self._takes_part(rank, axis)]
             absent = without if 0 < len(without) < len(self._held.views) else []
-            account = _Account(self._model, self._held, absent[0]) if absent else self
-            yield replace(account.lacks(axis, alone=bool(absent)), alike=tuple(absent[1:]))
+            explanation = _SumExplanation(self._model, self._held, absent[0]) if absent else self
+            yield replace(explanation.lacks(axis, alone=bool(absent)), alike=tuple(absent[1:]))
 
     def _takes_part(self, rank: int, axis: str) -> bool:
         """Return True if a rank has a reduction over an axis, or over a group along it."""

@@ -47,13 +47,13 @@ def _check(subject: Subject) -> Iterator[Finding]:
     rows = rows[is_gather & (graph.stop[rows] > graph.start[rows])]
     if not graph.start[rows].any():
         return
-    meetings: dict[tuple[int, int], dict[int, int]] = {}
+    calls_of_position: dict[tuple[int, int], dict[int, int]] = {}
     for op in rows.tolist():
-        meetings.setdefault((int(graph.group[op]), int(graph.position[op])), {})[int(graph.rank[op])] = op
+        calls_of_position.setdefault((int(graph.group[op]), int(graph.position[op])), {})[int(graph.rank[op])] = op
     given: dict[tuple[int, int], list[tuple[int, int]]] = {}
     last: dict[tuple[int, int], int] = {}
     exchanged: list[tuple[int, int, int]] = []
-    for (group, _), calls in meetings.items():
+    for (group, _), calls in calls_of_position.items():
         members = [calls[rank] for rank in graph.groups[group].ranks if rank in calls]
         if len(members) == len(calls) == graph.groups[group].size and graph.start[members].any():
             exchanged += _exchanged(graph, members)

@@ -150,7 +150,7 @@ UNREADABLE = RuleDoc(
 _TWO_RANKS = "group dp: 0 1\nrank 0: {0}\nrank 1: {0}"
 _SUMMED = "0F0 0B0 0REDUCE_GRAD:dp{group=0 writes=grad[weight]}"
 
-STRAY = RuleDoc(
+UNEXPECTED = RuleDoc(
     code="PP613",
     title="a gradient collective belongs to no gradient, or to no reduction",
     explanation=(
@@ -252,4 +252,4 @@ def _fix_text(count: Count) -> str:
 
 
 RULES: tuple[Rule, ...] = tuple(Rule(doc, _check(doc)) for doc in ALL)
-RULES_OF_COLLECTIVES: tuple[Rule, ...] = tuple(Rule(doc, _check(doc)) for doc in (STRAY, ELEMENTS))
+RULES_OF_COLLECTIVES: tuple[Rule, ...] = tuple(Rule(doc, _check(doc)) for doc in (UNEXPECTED, ELEMENTS))

@@ -18,7 +18,7 @@ Source = tuple[int, int, frozenset[str]]
 
 State = Mapping[Source, Coefficient]
 
-STRAY: Source = (NONE, NONE, frozenset())
+UNEXPECTED: Source = (NONE, NONE, frozenset())
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Partners:
 
     ``ranks`` are those of the graph that hold a copy of the parameter;
     ``key`` is equal for all of them. ``fold`` names the axis of whose line
-    each represents. ``size`` counts the members; ``strays`` is True if some
+    each represents. ``size`` counts the members; ``unexpected`` is True if some
     hold no copy.
     """
 
@@ -35,7 +35,7 @@ class Partners:
     key: tuple[object, ...]
     size: Coefficient
     fold: str | None = None
-    strays: bool = False
+    unexpected: bool = False
 
 
 @dataclass(slots=True)
@@ -57,13 +57,13 @@ def interpret(views: Mapping[int, View], partners: Callable[[int, Move], Partner
     first of them continues without its partners.
     """
     runners = {rank: _Runner(view) for rank, view in views.items()}
-    meetings = {
+    calls_of_rank = {
         rank: [partners(rank, move) if move.kind is MoveKind.REDUCE else None for move in view.moves]
         for rank, view in views.items()
     }
     totals = {
         rank: {key: keys.count(key) for key in keys}
-        for rank, found in meetings.items()
+        for rank, found in calls_of_rank.items()
         for keys in [[one.key for one in found if one is not None]]
     }
     arrived: dict[tuple[object, ...], set[int]] = {}
@@ -77,20 +77,22 @@ def interpret(views: Mapping[int, View], partners: Callable[[int, Move], Partner
         _advance(rank, runner)
         if runner.at == len(runner.view.moves):
             continue
-        meeting = meetings[rank][runner.at]
-        assert meeting is not None
-        turn = runner.calls.get(meeting.key, 0)
-        here = arrived.setdefault((meeting.key, turn), set())
+        partners_of_call = calls_of_rank[rank][runner.at]
+        assert partners_of_call is not None
+        turn = runner.calls.get(partners_of_call.key, 0)
+        here = arrived.setdefault((partners_of_call.key, turn), set())
         here.add(rank)
-        expected = {one for one in meeting.ranks if totals.get(one, {}).get(meeting.key, 0) > turn} | {rank}
+        expected = {
+            one for one in partners_of_call.ranks if totals.get(one, {}).get(partners_of_call.key, 0) > turn
+        } | {rank}
         if not forced and here < expected:
             stuck[rank] = None
             continue
         met = here & expected
         here -= met
-        _meet([(one, runners[one]) for one in sorted(met)], meeting)
+        _meet([(one, runners[one]) for one in sorted(met)], partners_of_call)
         for one in met:
-            runners[one].calls[meeting.key] = turn + 1
+            runners[one].calls[partners_of_call.key] = turn + 1
             stuck.pop(one, None)
             todo.append(one)
     return {rank: runner.state if runner.final is None else runner.final for rank, runner in runners.items()}
@@ -109,7 +111,7 @@ def _advance(rank: int, runner: _Runner) -> None:
             case MoveKind.SCALE:
                 runner.state = {source: factor * move.factor for source, factor in runner.state.items()}
             case MoveKind.SPOIL:
-                runner.state = {**runner.state, STRAY: ONE}
+                runner.state = {**runner.state, UNEXPECTED: ONE}
             case MoveKind.STEP:
                 runner.final = runner.state if runner.final is None else runner.final
             case _:
@@ -117,20 +119,20 @@ def _advance(rank: int, runner: _Runner) -> None:
         runner.at += 1
 
 
-def _meet(together: Sequence[tuple[int, _Runner]], meeting: Partners) -> None:
-    total: dict[Source, Coefficient] = {STRAY: ONE} if meeting.strays else {}
+def _meet(together: Sequence[tuple[int, _Runner]], partners_of_call: Partners) -> None:
+    total: dict[Source, Coefficient] = {UNEXPECTED: ONE} if partners_of_call.unexpected else {}
     for _, runner in together:
         for (source, addend, summed), factor in runner.state.items():
             target = (source, addend, summed)
-            if meeting.fold is not None and source != NONE:
-                if meeting.fold in summed:
-                    factor *= meeting.size
-                target = (source, addend, summed | {meeting.fold})
+            if partners_of_call.fold is not None and source != NONE:
+                if partners_of_call.fold in summed:
+                    factor *= partners_of_call.size
+                target = (source, addend, summed | {partners_of_call.fold})
             total[target] = total.get(target, Coefficient(())) + factor
     shared: dict[Coefficient, State] = {}
     for _, runner in together:
         move = runner.view.moves[runner.at]
-        factor = move.factor * (meeting.size.inverse if move.average else ONE)
+        factor = move.factor * (partners_of_call.size.inverse if move.average else ONE)
         if factor not in shared:
             shared[factor] = total if factor == ONE else {source: f * factor for source, f in total.items()}
         runner.state = shared[factor]

@@ -18,7 +18,7 @@ from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import AXES, KIND_CODE, OpKind
 from pipeproof.stages.describe.index_map import NOWHERE, Difference, IndexMap, differences
 from pipeproof.stages.describe.training_state import num_shards, shard_range
-from pipeproof.verify.gradients.covers import REDUCING, Covers, Share
+from pipeproof.verify.gradients.covered_ranges import REDUCING, CoveredRanges, Share
 from pipeproof.verify.gradients.expected_gradients import Model
 from pipeproof.verify.gradients.explain_sum import Cause, HeldGradient, Problem
 from pipeproof.verify.gradients.parameter_view import MoveKind
@@ -68,7 +68,7 @@ class KeptElements:
 
     subject: Subject
     model: Model
-    covers: Covers
+    covered_ranges: CoveredRanges
     _right: set[tuple[object, ...]] = field(default_factory=set)
 
     def problems(self, p: int, held: HeldGradient, *, everyone: bool) -> Iterator[Problem]:
@@ -83,10 +83,10 @@ class KeptElements:
             for op in sums:
                 if graph.kind[op] not in REDUCING or graph.target_kind[op] != _REDUCE:
                     continue
-                shares = self.covers.shares(op, p)
+                shares = self.covered_ranges.shares(op, p)
                 if not shares or (scatters and op not in scatters):
                     continue
-                if op in scatters and self._numel(op) % self.covers.size(op):
+                if op in scatters and self._numel(op) % self.covered_ranges.size(op):
                     yield self._uneven(p, rank, op)
                     continue
                 for one, kept, updated in self._sides(p, rank, op, shares, everyone=everyone):
@@ -172,7 +172,7 @@ class KeptElements:
         return frozenset(graph.parent[below[graph.kind[below] == _GATHER]].tolist())
 
     def _uneven(self, p: int, rank: int, op: int) -> Problem:
-        graph, size = self.model.graph, self.covers.size(op)
+        graph, size = self.model.graph, self.covered_ranges.size(op)
         fact = f"{graph.ops[op]} cuts {self._numel(op)} elements into {size} equal parts, and leaves out the rest"
         fix = f"pad the elements to a multiple of {size}"
         name = self.model.facts.parameters[p].name

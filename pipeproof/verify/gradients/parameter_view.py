@@ -1,6 +1,6 @@
-"""View of one parameter's gradient on one rank: the moves that its ledger makes of it.
+"""View of one parameter's gradient on one rank: the moves that its history makes of it.
 
-A ledger is read once for all ledgers with the same signature; parameters with
+A history is read once for all histories with the same signature; parameters with
 the same moves have equal views.
 """
 
@@ -18,9 +18,9 @@ from pipeproof.schedule.op_table import NONE, IntColumn
 from pipeproof.schedule.ops import AXES, KIND_CODE, OpKind
 from pipeproof.stages.describe.gradient_facts import TOKEN_AXES
 from pipeproof.verify.gradients.coefficient import ONE, Coefficient, single_product
-from pipeproof.verify.gradients.covers import REDUCING, Covers
+from pipeproof.verify.gradients.covered_ranges import REDUCING, CoveredRanges
 from pipeproof.verify.gradients.expected_gradients import Model
-from pipeproof.verify.gradients.ledgers import OVERWRITE, Ledgers, micro_batch_places
+from pipeproof.verify.gradients.gradient_history import OVERWRITE, GradientHistories, micro_batch_places
 
 _MAX, _AVG = REDUCTIONS.index("max"), REDUCTIONS.index("avg")
 _REDUCE, _SCALE, _STEP = (KIND_CODE[kind] for kind in (OpKind.REDUCE_GRAD, OpKind.SCALE_GRAD, OpKind.STEP))
@@ -91,15 +91,15 @@ class _Draft:
 
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """Reads ledgers. ``unreadable`` collects op ids of rows whose scale is invalid, with the reason."""
+    """Reads histories. ``unreadable`` collects op ids of rows whose scale is invalid, with the reason."""
 
     model: Model
-    ledgers: Ledgers
+    histories: GradientHistories
     unreadable: dict[int, str] = field(default_factory=dict)
 
-    def views(self, account: Sequence[int], parameters: Sequence[int]) -> list[View]:
-        """One view for each parameter of the ledgers of one rank, whose moves are taken together."""
-        entries, line, named, addends, segments = self._entries_and_additions(account)
+    def views(self, indices: Sequence[int], parameters: Sequence[int]) -> list[View]:
+        """One view for each parameter of the histories of one rank, whose moves are taken together."""
+        entries, line, named, addends, segments = self._entries_and_additions(indices)
         drafts = {p: _Draft() for p in parameters}
         counts: list[IntColumn] = []
         stages: list[int] = []
@@ -121,13 +121,13 @@ class Reader:
                 counts.append(count)
                 stages.append(stage)
                 continue
-            names = self.ledgers.names[int(named[place])]
+            names = self.histories.names[int(named[place])]
             for p, move in self._moves(op, int(line[place]), names, drafts):
                 drafts[p].add(move, entries[place : place + 1])
         return [View(tuple(d.moves), tuple(d.ops), tuple(counts), tuple(stages)) for d in drafts.values()]
 
     def _entries_and_additions(
-        self, account: Sequence[int]
+        self, indices: Sequence[int]
     ) -> tuple[
         IntColumn,
         IntColumn,
@@ -135,33 +135,33 @@ class Reader:
         dict[int, tuple[int, IntColumn]],
         dict[int, list[tuple[int, IntColumn, IntColumn]]],
     ]:
-        """Entries of some ledgers in program order with their lines and names, and the additions around them.
+        """Entries of some histories in program order with their lines and names, and the additions around them.
 
         Those are (stage, counts) by the place of an entry that is an addition
         of its own, and (stage, op ids, counts) by the place of the entry that follows.
         """
-        ledgers, graph = self.ledgers, self.ledgers.graph
-        slices = [ledgers.entries_of(ledger) for ledger in account]
+        histories, graph = self.histories, self.histories.graph
+        slices = [histories.entries_of(history) for history in indices]
         where = np.concatenate([np.arange(s.start, s.stop) for s in slices])
-        where = where[np.argsort(ledgers.entries[where], kind="stable")]
-        entries = ledgers.entries[where]
-        micro_batches = len(ledgers.micro_batches)
+        where = where[np.argsort(histories.entries[where], kind="stable")]
+        entries = histories.entries[where]
+        micro_batches = len(histories.micro_batches)
         segments: dict[int, list[tuple[int, IntColumn, IntColumn]]] = {}
-        for ledger in account:
-            there = ledgers.adds_of(ledger)
-            adds, place = ledgers.adds[there], ledgers.place[there]
+        for history in indices:
+            there = histories.adds_of(history)
+            adds, place = histories.adds[there], histories.place[there]
             after = np.searchsorted(entries, adds)
             for segment in np.unique(after).tolist():
                 selected = after == segment
                 count = np.bincount(place[selected & (place != NONE)], minlength=micro_batches)
-                segments.setdefault(segment, []).append((int(ledgers.stage[ledger]), adds[selected], count))
+                segments.setdefault(segment, []).append((int(histories.stage[history]), adds[selected], count))
         addends: dict[int, tuple[int, IntColumn]] = {}
-        alone = np.isin(graph.kind[entries], [KIND_CODE[kind] for kind in ledgers.add_kinds])
+        alone = np.isin(graph.kind[entries], [KIND_CODE[kind] for kind in histories.add_kinds])
         for at in np.flatnonzero(alone).tolist():
-            one = int(micro_batch_places(ledgers.micro_batches, graph.work_item[entries[at : at + 1]])[0])
+            one = int(micro_batch_places(histories.micro_batches, graph.work_item[entries[at : at + 1]])[0])
             count = np.bincount([] if one == NONE else [one], minlength=micro_batches)
             addends[at] = int(graph.stage[entries[at]]), count
-        return entries, ledgers.line[where], ledgers.named[where], addends, segments
+        return entries, histories.line[where], histories.named[where], addends, segments
 
     def _own_addition(self, op: int, addend: int) -> Move:
         overwrites = int(self.model.graph.reduction[op]) == OVERWRITE
@@ -204,7 +204,7 @@ class Reader:
                 owed = self._owed(stage, axis)
                 yield from self._reductions(op, axis, line, here if names else [p for p in here if p in owed])
         elif kind in REDUCING:
-            selected = here if names else [p for p in self.covers.of(op) if p in drafts]
+            selected = here if names else [p for p in self.covered_ranges.of(op) if p in drafts]
             yield from self._reductions(op, AXES[int(graph.axis[op])], line, selected)
         elif graph.target_kind[op] != _REDUCE and kind != _BARRIER:
             axis = AXES[int(graph.axis[op])]
@@ -266,11 +266,11 @@ class Reader:
     def _listed(self) -> frozenset[str]:
         """The axes whose reductions are rows of their own below some REDUCE_GRAD of the graph."""
         graph = self.model.graph
-        entries = self.ledgers.entries
+        entries = self.histories.entries
         children = entries[graph.target_kind[entries] == _REDUCE]
         return frozenset(AXES[axis] for axis in np.unique(graph.axis[children]).tolist())
 
     @cached_property
-    def covers(self) -> Covers:
+    def covered_ranges(self) -> CoveredRanges:
         """The parameters of each collective."""
-        return Covers(self.model)
+        return CoveredRanges(self.model)

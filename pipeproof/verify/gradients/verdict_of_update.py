@@ -1,4 +1,4 @@
-"""Verdict on one parameter's update: the declared sum, or its gaps and wrong weights.
+"""Verdict on one parameter's update: the declared sum, or its missing_terms and wrong weights.
 
 Values come first: one more reduction, or a scale in another place, is correct
 if every token has its declared weight. Causes are searched only for wrong
@@ -124,10 +124,10 @@ class Addend:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Verdict on a sum: whether it is wrong, what it lacks (``gaps``), and tokens with another weight."""
+    """Verdict on a sum: whether it is wrong, what it lacks (``missing_terms``), and tokens with another weight."""
 
     wrong: bool
-    gaps: tuple[str, ...] = ()
+    missing_terms: tuple[str, ...] = ()
     counts: tuple[Count, ...] = ()
 
 
@@ -164,16 +164,16 @@ class UpdateChecker:
         if self.model.facts.guessed and repeated(held.views[rank]):  # the factor is wrong in any case
             return Verdict(wrong=True)
         paths: Sequence[LossPath | None] = parameter.losses or (None,)
-        gaps: dict[str, None] = {}
+        missing_terms: dict[str, None] = {}
         counts: list[Count] = []
         for path in paths:
             parts = self._parts(held, path, rank, state)
             if parts is None:
-                gaps["stray"] = None
+                missing_terms["unexpected"] = None
                 continue
-            gaps |= dict.fromkeys(self._gaps(held, path, rank, parts))
+            missing_terms |= dict.fromkeys(self._missing_terms(held, path, rank, parts))
             counts += self._counts(held, path, rank, parts)
-        return Verdict(bool(gaps or counts), tuple(gaps), tuple(counts))
+        return Verdict(bool(missing_terms or counts), tuple(missing_terms), tuple(counts))
 
     def _parts(
         self, held: HeldGradient, path: LossPath | None, rank: int, state: State
@@ -203,7 +203,7 @@ class UpdateChecker:
     def _partial(self, parameter: ParameterGradient, path: LossPath | None) -> tuple[str, ...]:
         return self.model.partial_axes(parameter, parameter.partial_axes(path))
 
-    def _gaps(
+    def _missing_terms(
         self, held: HeldGradient, path: LossPath | None, rank: int, parts: Mapping[Part, Sequence[Addend]]
     ) -> Iterator[str]:
         """Missing parts of the sum: axes, ``pp`` for another copy's share, ``lost`` for overwritten addends."""

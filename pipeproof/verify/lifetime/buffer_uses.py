@@ -51,7 +51,7 @@ class Uses:
     """Uses of buffers, one entry per (buffer, operation), by buffer and then program order.
 
     ``mode`` has the bits READS, WRITES and FREES. Buffers are numbers: first
-    the tensors of one micro-batch, then from ``first_lasting`` gradients and
+    the tensors of one micro-batch, then from ``first_persistent`` gradients and
     weights, then from ``first_named`` what rows name. ``names`` holds these by
     place: ``(rank, name)``. A use lasts from the start of ``op`` to the done of
     ``end``, which is another operation only where a collective uses memory of
@@ -62,7 +62,7 @@ class Uses:
     op: IntColumn
     end: IntColumn
     mode: IntColumn
-    first_lasting: int
+    first_persistent: int
     first_named: int
     names: Sequence[tuple[int, str]]
     tensors: StageTensors
@@ -114,8 +114,8 @@ class Uses:
     @property
     def is_gradient(self) -> BoolColumn:
         """Mask of the uses of a stage's gradient (not of a named buffer)."""
-        lasting = (self.buffer >= self.first_lasting) & (self.buffer < self.first_named)
-        return np.asarray(lasting & ((self.buffer - self.first_lasting) % 2 == GRADIENT))
+        persistent = (self.buffer >= self.first_persistent) & (self.buffer < self.first_named)
+        return np.asarray(persistent & ((self.buffer - self.first_persistent) % 2 == GRADIENT))
 
     def name_of(self, buffer: int) -> tuple[int, str] | None:
         """The rank and name of a buffer that rows name, else None."""
@@ -126,16 +126,16 @@ def uses_of(graph: OpGraph) -> Uses:
     """All uses of a graph's buffers. Linear in rows, but for one sort."""
     tensors = StageTensors(graph)
     flow = list(tensors.flow())
-    first_lasting = tensors.num_buffers
-    first_named = first_lasting + tensors.num_lasting
+    first_persistent = tensors.num_buffers
+    first_named = first_persistent + tensors.num_persistent
     named, names = _named(graph, first_named)
     parts = [(buffer, op, np.full(len(op), bits)) for buffer, op, bits in flow]
     parts.append(named)
     parts.append(_freed(graph, parts))
-    parts += [(buffer + first_lasting, op, np.full(len(op), bits)) for buffer, op, bits in tensors.lasting()]
+    parts += [(buffer + first_persistent, op, np.full(len(op), bits)) for buffer, op, bits in tensors.persistent()]
     buffer, op, mode = _merged([np.concatenate(columns) for columns in zip(*parts, strict=True)], graph.num_ops)
     end = _ends(graph, buffer, op, first_named, names)
-    return Uses(buffer, op, end, mode, first_lasting, first_named, names, tensors)
+    return Uses(buffer, op, end, mode, first_persistent, first_named, names, tensors)
 
 
 def _named(graph: OpGraph, first: int) -> tuple[tuple[IntColumn, IntColumn, IntColumn], list[tuple[int, str]]]:

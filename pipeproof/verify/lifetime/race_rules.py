@@ -65,8 +65,8 @@ class UseText:
         named = self._uses.name_of(int(self._uses.buffer[first]))
         if named is not None:
             return f"buffer `{named[1]}`"
-        if self._uses.buffer[first] >= self._uses.first_lasting:
-            return self._lasting(first)
+        if self._uses.buffer[first] >= self._uses.first_persistent:
+            return self._persistent(first)
         ids = [self.op(first), self.op(second)]
         if any(self._is_copy(op) for op in ids):
             return self._copied(int(self._uses.buffer[first]), self._graph.ops[ids[0]])
@@ -88,7 +88,7 @@ class UseText:
         on_host = self._uses.tensors.is_named(np.array(buffer), HOST)
         return f"the {'host' if on_host else 'reloaded'} copy of what {forward} keeps"
 
-    def _lasting(self, place: int) -> str:
+    def _persistent(self, place: int) -> str:
         name = "gradient" if self._uses.is_gradient[place] else "weights"
         return f"the {name} of stage {self._graph.ops[self.op(place)].stage}"
 

@@ -127,11 +127,11 @@ def after_free(uses: Uses) -> IntColumn:
 
 
 def repeated(uses: Uses, order: Order) -> Uses:
-    """The uses of lasting buffers in both steps of ``order``."""
-    lasting = uses.at(np.flatnonzero(uses.buffer >= uses.first_lasting))
-    twice = lasting.at(np.tile(np.arange(len(lasting)), 2))
+    """The uses of persistent buffers in both steps of ``order``."""
+    persistent = uses.at(np.flatnonzero(uses.buffer >= uses.first_persistent))
+    twice = persistent.at(np.tile(np.arange(len(persistent)), 2))
     ids = [np.flatnonzero(order.step == step) for step in range(2)]
-    op, end = (np.concatenate([of_step[column] for of_step in ids]) for column in (lasting.op, lasting.end))
+    op, end = (np.concatenate([of_step[column] for of_step in ids]) for column in (persistent.op, persistent.end))
     return replace(twice, op=op, end=end).at(np.lexsort((op, twice.buffer)))
 
 
@@ -202,12 +202,12 @@ class Lifetimes:
     def over_steps(self) -> tuple[Order, Uses, Races]:
         """The same for two steps in a row, of what lasts: races between a use and one of the next step."""
         graph = self.subject.graph
-        lasting = self.uses.at(np.flatnonzero(self.uses.buffer >= self.uses.first_lasting))
-        lasting = lasting.at(np.flatnonzero(~np.isin(lasting.buffer, list(self.races.racing))))
-        if not len(lasting):
-            return self.order, lasting, Races()
+        persistent = self.uses.at(np.flatnonzero(self.uses.buffer >= self.uses.first_persistent))
+        persistent = persistent.at(np.flatnonzero(~np.isin(persistent.buffer, list(self.races.racing))))
+        if not len(persistent):
+            return self.order, persistent, Races()
         order = order_of(graph, self.subject.backend, num_steps=2)
-        uses = repeated(lasting, order)
+        uses = repeated(persistent, order)
 
         def code_of(pair: Pair) -> str | None:
             first, second = (order.step[uses.op[place]] for place in pair)

@@ -62,7 +62,7 @@ class _Numbering:
 
 
 class StageTensors:
-    """Uses of what each stage has of each micro-batch (``flow``), and of what lasts over steps (``lasting``).
+    """Uses of what each stage has of each micro-batch (``flow``), and of what lasts over steps (``persistent``).
 
     A *place* is a (rank, stage, micro-batch) that occurs in the graph.
     """
@@ -114,8 +114,8 @@ class StageTensors:
         return np.where(known, self._places.of(key), NONE)
 
     @cached_property
-    def _portal(self) -> IntColumn:
-        """By operation, for what crosses the rank's border: a number for (place, direction, tensor, part).
+    def _entry(self) -> IntColumn:
+        """By operation, for what crosses the rank's boundary: a number for (place, direction, tensor, part).
 
         Parts are what the messages of one tensor write, where several bring it.
         """
@@ -127,9 +127,9 @@ class StageTensors:
         kinds = _Numbering(key)
         key = kinds.of(key) * self._num_work_items + graph.work_item[rows]
         key = _Numbering(key).of(key) * (int(graph.start[rows].max(initial=0)) + 1) + self._part(rows)
-        portal = np.full(graph.num_ops, NONE, dtype=np.int64)
-        portal[rows] = _Numbering(key).of(key)
-        return portal
+        entry = np.full(graph.num_ops, NONE, dtype=np.int64)
+        entry[rows] = _Numbering(key).of(key)
+        return entry
 
     def _part(self, rows: IntColumn) -> IntColumn:
         """Offset in its tensor at which each receive begins to write, if no gather follows; else 0."""
@@ -144,13 +144,13 @@ class StageTensors:
     @cached_property
     def num_buffers(self) -> int:
         """Number of buffers of ``flow``."""
-        return self.num_places * _PER_PLACE + (int(self._portal.max(initial=NONE)) + 1)
+        return self.num_places * _PER_PLACE + (int(self._entry.max(initial=NONE)) + 1)
 
     def _at(self, place: IntColumn, name: int | IntColumn) -> IntColumn:
         return place * _PER_PLACE + name
 
-    def _border(self, ops: IntColumn) -> IntColumn:
-        return self.num_places * _PER_PLACE + self._portal[ops]
+    def _boundary(self, ops: IntColumn) -> IntColumn:
+        return self.num_places * _PER_PLACE + self._entry[ops]
 
     @cached_property
     def is_plain(self) -> bool:
@@ -172,13 +172,13 @@ class StageTensors:
 
     def _incoming(self, recv: OpKind, gather: OpKind, name: int, *consumers: OpKind) -> Iterator[Part]:
         recvs, gathers = self.of_kind(recv), self.of_kind(gather)
-        yield self._border(recvs), recvs, WRITES
-        gathered = np.isin(self._portal[recvs], self._portal[gathers]) if len(gathers) else np.zeros(len(recvs), bool)
-        yield self._border(gathers), gathers, READS
+        yield self._boundary(recvs), recvs, WRITES
+        gathered = np.isin(self._entry[recvs], self._entry[gathers]) if len(gathers) else np.zeros(len(recvs), bool)
+        yield self._boundary(gathers), gathers, READS
         yield self._at(self.place[gathers], name), gathers, WRITES
         for users in self._users(consumers):
             for arrived, buffer in (
-                (recvs[~gathered], self._border(recvs[~gathered])),
+                (recvs[~gathered], self._boundary(recvs[~gathered])),
                 (gathers, self._at(self.place[gathers], name)),
             ):
                 user = users[self.place[arrived]]
@@ -204,9 +204,9 @@ class StageTensors:
     def _outgoing(self, send: OpKind, slicer: OpKind, name: int) -> Iterator[Part]:
         sends, slices = self.of_kind(send), self.of_kind(slicer)
         yield self._at(self.place[slices], name), slices, READS
-        yield self._border(slices), slices, WRITES
-        sliced = np.isin(self._portal[sends], self._portal[slices]) if len(slices) else np.zeros(len(sends), bool)
-        yield self._border(sends[sliced]), sends[sliced], READS
+        yield self._boundary(slices), slices, WRITES
+        sliced = np.isin(self._entry[sends], self._entry[slices]) if len(slices) else np.zeros(len(sends), bool)
+        yield self._boundary(sends[sliced]), sends[sliced], READS
         yield self._at(self.place[sends[~sliced]], name), sends[~sliced], READS
 
     def _kept(self) -> Iterator[Part]:
@@ -232,11 +232,11 @@ class StageTensors:
         return (buffer < self.num_places * _PER_PLACE) & np.isin(buffer % _PER_PLACE, names)
 
     @property
-    def num_lasting(self) -> int:
-        """Number of buffers of ``lasting``."""
+    def num_persistent(self) -> int:
+        """Number of buffers of ``persistent``."""
         return 2 * self._graph.num_ranks * self._num_stages
 
-    def lasting(self) -> Iterator[Part]:
+    def persistent(self) -> Iterator[Part]:
         """Uses of each stage's gradients and weights, which the next step uses again."""
         if self.is_plain:
             return

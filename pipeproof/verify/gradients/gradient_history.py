@@ -1,6 +1,6 @@
-"""Ledger: all changes of the gradients of one stage on one rank, read from the columns.
+"""Gradient history: all changes of the gradients of one stage on one rank, read from the columns.
 
-A ledger has *additions* (a micro-batch adds its share to every parameter of
+A history has *additions* (a micro-batch adds its share to every parameter of
 the stage) and *entries* (everything else: scale, reduce, overwrite, step), in
 program order. Ordinary programs add each micro-batch once before the first
 entry; for those no Python work is done per addition.
@@ -139,13 +139,13 @@ _MOST_CELLS = 10**8
 
 
 @dataclass(frozen=True, eq=False)
-class Ledgers:
-    """All ledgers of a graph: ledger i is of ``rank[i]`` and ``stage[i]``, in that order.
+class GradientHistories:
+    """All histories of a graph: history i is of ``rank[i]`` and ``stage[i]``, in that order.
 
-    ``adds`` and ``entries`` are op ids by ledger, then in program order; those
-    of ledger i begin at ``first_add[i]`` and ``first_entry[i]``. ``segment``
-    is for each addition the number of entries of its ledger before it.
-    ``plain[i]`` marks ledgers that add every micro-batch once before their
+    ``adds`` and ``entries`` are op ids by history, then in program order; those
+    of history i begin at ``first_add[i]`` and ``first_entry[i]``. ``segment``
+    is for each addition the number of entries of its history before it.
+    ``plain[i]`` marks histories that add every micro-batch once before their
     first entry. ``line`` is for each entry the code of what its group is to
     its rank: the place of an axis in the grid, ``NONE`` without a group, else
     ``-2 - group``. ``named`` is for each entry an index into ``names``, the
@@ -173,21 +173,21 @@ class Ledgers:
     def __len__(self) -> int:
         return len(self.rank)
 
-    def entries_of(self, ledger: int) -> slice:
-        """Slice of the entries of a ledger."""
-        return slice(int(self.first_entry[ledger]), int(self.first_entry[ledger + 1]))
+    def entries_of(self, history: int) -> slice:
+        """Slice of the entries of a history."""
+        return slice(int(self.first_entry[history]), int(self.first_entry[history + 1]))
 
-    def adds_of(self, ledger: int) -> slice:
-        """Slice of the additions of a ledger."""
-        return slice(int(self.first_add[ledger]), int(self.first_add[ledger + 1]))
+    def adds_of(self, history: int) -> slice:
+        """Slice of the additions of a history."""
+        return slice(int(self.first_add[history]), int(self.first_add[history + 1]))
 
-    def signature(self, ledger: int) -> bytes:
-        """Key that is equal for ledgers that do the same to each micro-batch, except for the ranks of their groups."""
-        here = self.entries_of(ledger)
+    def signature(self, history: int) -> bytes:
+        """Key that is equal for histories that do the same to each micro-batch, but for the ranks of their groups."""
+        here = self.entries_of(history)
         rows = self._signatures[here].tobytes()
-        if self.plain[ledger]:
+        if self.plain[history]:
             return rows
-        there = self.adds_of(ledger)
+        there = self.adds_of(history)
         return rows + b"|" + np.stack([self.place[there], self.segment[there]]).tobytes()
 
     @cached_property
@@ -197,11 +197,11 @@ class Ledgers:
 
     @cached_property
     def by_stage(self) -> Mapping[int, tuple[int, ...]]:
-        """The ledgers of each stage."""
+        """The histories of each stage."""
         result: dict[int, list[int]] = {}
-        for ledger, stage in enumerate(self.stage.tolist()):
-            result.setdefault(stage, []).append(ledger)
-        return {stage: tuple(ledgers) for stage, ledgers in result.items()}
+        for history, stage in enumerate(self.stage.tolist()):
+            result.setdefault(stage, []).append(history)
+        return {stage: tuple(histories) for stage, histories in result.items()}
 
     @cached_property
     def elsewhere(self) -> bool:
@@ -210,8 +210,10 @@ class Ledgers:
         return bool(((self.graph.queue[rows] != COMPUTE_QUEUE) | (self.graph.batch[rows] != NONE)).any())
 
 
-def read_ledgers(graph: OpGraph, grid: Grid, add_kinds: frozenset[OpKind], micro_batches: IntColumn) -> Ledgers:
-    """The ledgers of a graph in which operations of ``add_kinds`` add to gradients. Linear in rows but for sorts.
+def read_histories(
+    graph: OpGraph, grid: Grid, add_kinds: frozenset[OpKind], micro_batches: IntColumn
+) -> GradientHistories:
+    """The histories of a graph in which operations of ``add_kinds`` add to gradients. Linear in rows but for sorts.
 
     ``micro_batches`` are those of the step, in rising order.
     """
@@ -223,19 +225,19 @@ def read_ledgers(graph: OpGraph, grid: Grid, add_kinds: frozenset[OpKind], micro
     key = packed(graph.rank[rows], graph.stage[rows])
     rows = rows[np.argsort(key, kind="stable")]
     keys, number = np.unique(key, return_inverse=True)
-    ledger = np.sort(number)
+    history = np.sort(number)
     is_scaled = (graph.scale != 0) & ~graph.is_kind(frozenset({OpKind.FORWARD}))  # a forward scales its loss
     apart = (is_entry | is_scaled | (graph.reduction == OVERWRITE))[rows]
     entries, adds = np.flatnonzero(apart), np.flatnonzero(~apart)
     everyone = np.arange(len(keys) + 1)
-    first_entry = np.searchsorted(ledger[entries], everyone)
-    first_add = np.searchsorted(ledger[adds], everyone)
-    segment = np.searchsorted(entries, adds) - first_entry[ledger[adds]]
-    starts = np.searchsorted(ledger, everyone[:-1])
+    first_entry = np.searchsorted(history[entries], everyone)
+    first_add = np.searchsorted(history[adds], everyone)
+    segment = np.searchsorted(entries, adds) - first_entry[history[adds]]
+    starts = np.searchsorted(history, everyone[:-1])
     place = micro_batch_places(micro_batches, graph.work_item[rows[adds]])
     line = _lines(graph, grid, rows[entries])
     named, names = _named(graph, rows[entries])
-    return Ledgers(
+    return GradientHistories(
         graph=graph,
         add_kinds=add_kinds,
         rank=graph.rank[rows[starts]],
@@ -246,7 +248,7 @@ def read_ledgers(graph: OpGraph, grid: Grid, add_kinds: frozenset[OpKind], micro
         place=place,
         entries=rows[entries],
         first_entry=first_entry,
-        plain=_plain(place, ledger[adds], segment, len(keys), len(micro_batches)),
+        plain=_plain(place, history[adds], segment, len(keys), len(micro_batches)),
         line=line,
         named=named,
         names=names,
@@ -263,15 +265,15 @@ def micro_batch_places(micro_batches: IntColumn, micro_batch: IntColumn) -> IntC
 
 
 def _plain(
-    place: IntColumn, ledger: IntColumn, segment: IntColumn, num_ledgers: int, num_micro_batches: int
+    place: IntColumn, history: IntColumn, segment: IntColumn, num_histories: int, num_micro_batches: int
 ) -> BoolColumn:
-    """Ledgers that add each micro-batch once and before every entry."""
-    if num_ledgers * num_micro_batches > _MOST_CELLS:  # far more than the rows: hardly any is plain
-        return np.zeros(num_ledgers, dtype=bool)
+    """GradientHistories that add each micro-batch once and before every entry."""
+    if num_histories * num_micro_batches > _MOST_CELLS:  # far more than the rows: hardly any is plain
+        return np.zeros(num_histories, dtype=bool)
     usual = (segment == 0) & (place != NONE)
-    cells = ledger[usual] * num_micro_batches + place[usual]
-    count = np.bincount(cells, minlength=num_ledgers * num_micro_batches).reshape(num_ledgers, num_micro_batches)
-    unusual = np.bincount(ledger[~usual], minlength=num_ledgers)
+    cells = history[usual] * num_micro_batches + place[usual]
+    count = np.bincount(cells, minlength=num_histories * num_micro_batches).reshape(num_histories, num_micro_batches)
+    unusual = np.bincount(history[~usual], minlength=num_histories)
     return np.asarray((count == 1).all(axis=1) & (unusual == 0))
 
 

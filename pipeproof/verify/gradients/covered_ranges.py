@@ -13,7 +13,7 @@ from pipeproof.schedule.derive import packed
 from pipeproof.schedule.op_table import NONE, IntColumn
 from pipeproof.schedule.ops import AXES, KIND_CODE, OpKind
 from pipeproof.verify.gradients.expected_gradients import Model
-from pipeproof.verify.gradients.ledgers import named_parameters
+from pipeproof.verify.gradients.gradient_history import named_parameters
 
 REDUCING = frozenset(KIND_CODE[kind] for kind in (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER))
 """Codes of the collectives that sum."""
@@ -34,10 +34,10 @@ class Share:
     at: int | None
 
 
-class Covers:
+class CoveredRanges:
     """Parameters that each collective below a REDUCE_GRAD sums, found for all collectives of its parent at once.
 
-    A gradient that several collectives sum in parts is the last one's. ``strays`` are, by op id, collectives that
+    A gradient that several collectives sum in parts is the last one's. ``unexpected`` are, by op id, collectives that
     sum no gradient, with the reason.
     """
 
@@ -46,7 +46,7 @@ class Covers:
         self._known: dict[int, tuple[int, ...]] = {}
         self._shares: dict[tuple[int, int], list[Share]] = {}
         self._noted: set[int] = set()
-        self.strays: dict[int, str] = {}
+        self.unexpected: dict[int, str] = {}
 
     @cached_property
     def _named(self) -> Mapping[int, set[str]]:
@@ -249,7 +249,7 @@ class Covers:
             alike.sort(key=lambda p: p in owed)  # rather one that is not to be summed
             more = f" and {len(alike) - 1} more have" if len(alike) > 1 else " has"
             same = f", as many as `{parameters[alike[0]].name}`{more}" if alike else ""
-            self.strays[op] = f"{graph.ops[op]} sums {self._numel(op)} elements{same}, of no gradient: " + (
+            self.unexpected[op] = f"{graph.ops[op]} sums {self._numel(op)} elements{same}, of no gradient: " + (
                 f"all {len(owed)} gradients of stage {stage} to be summed over {axis} have other collectives"
                 if owed
                 else f"no gradient of stage {stage} is to be summed over {axis}"
