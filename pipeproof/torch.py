@@ -13,6 +13,7 @@ from pipeproof.exec.train.module_plan import stages_of_rank
 from pipeproof.exec.train.torch.check_backwards import check_backwards
 from pipeproof.exec.train.torch.cut_sequential import stages_of_sequential
 from pipeproof.exec.train.torch.cut_transformers import causal_lm_loss, stages_of_transformers
+from pipeproof.exec.train.torch.meta_buffers import note_empty_buffers
 from pipeproof.exec.train.torch.model_stages import ModelStages
 from pipeproof.exec.train.torch.pipeline import Pipeline
 from pipeproof.exec.train.torch.seams import seam
@@ -21,6 +22,15 @@ from pipeproof.exec.train.train_errors import PipelineError, PlanRefused
 
 if TYPE_CHECKING:
     from pipeproof.exec.train.torch.dcp_state import load_dcp, save_dcp
+    from pipeproof.exec.train.torch.pretrained_load import load_pretrained
+    from pipeproof.exec.train.torch.pretrained_save import save_pretrained
+
+_LATE = {
+    "load_dcp": "dcp_state", "save_dcp": "dcp_state", "load_pretrained": "pretrained_load",
+    "save_pretrained": "pretrained_save",
+}  # fmt: skip
+
+note_empty_buffers()
 
 __all__ = [
     "MicroBatches",
@@ -31,7 +41,9 @@ __all__ = [
     "causal_lm_loss",
     "check_backwards",
     "load_dcp",
+    "load_pretrained",
     "save_dcp",
+    "save_pretrained",
     "seam",
     "stages_of_rank",
     "stages_of_sequential",
@@ -42,6 +54,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what needs ``torch.distributed.tensor`` at first use: that takes a second."""
-    if name in ("load_dcp", "save_dcp"):
-        return getattr(import_module("pipeproof.exec.train.torch.dcp_state"), name)
+    if name in _LATE:
+        return getattr(import_module(f"pipeproof.exec.train.torch.{_LATE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -46,6 +46,7 @@ REFUSED = {
     "shared_weight_is_not_tied": r"rank 0: .*pass tied=\[\{0: 'inner.0.weight', 3: 'inner.1.weight'\}\]",
     "no_time": "timeout_s is 0",
     "on_meta": r"rank 1: inner\.0\.weight of a stage of this rank is on the meta device",
+    "buffer_without_values": "rank 0: stage 0: buffer frequencies has no values.*rank 1: stage 1",
     "model_of_other_size": "2 on rank 0, 3 on rank 1",
     "unknown_tied_weight": "rank 1: `tied` names 'embedding.weight' of stage 1",
     "module_fails_on_example": "rank 1: stage 1 fails on the example: RuntimeError: mat1 and mat2",

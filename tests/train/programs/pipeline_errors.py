@@ -213,6 +213,14 @@ def on_meta(rank):
 
 
 @case
+def buffer_without_values(rank):
+    with torch.device("meta"):
+        block = Block()
+        block.register_buffer("frequencies", torch.arange(3.0), persistent=False)
+    pipeline({rank: block.to_empty(device="cpu")})
+
+
+@case
 def on_meta_elsewhere(rank):
     stages = []
     for number in (0, 1):

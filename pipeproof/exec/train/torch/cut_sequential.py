@@ -61,7 +61,7 @@ def stages_of_sequential(
         stage.training = sequential.training
         stages.append(stage)
     _refuse_shared_buffers(stages)
-    return ModelStages(stages, shared_weights(stages))
+    return ModelStages(stages, shared_weights(stages), sequential)
 
 
 def _refuse_shared_buffers(stages: Sequence[nn.Module]) -> None:

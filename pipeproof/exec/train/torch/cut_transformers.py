@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipeproof.exec.train.torch.cut_sizes import chosen_sizes, shared_weights, stage_ranges
+from pipeproof.exec.train.torch.meta_buffers import compute_buffers, kept_ties
 from pipeproof.exec.train.torch.model_stages import ModelStages
 
 KNOWN_MODELS = ("Gemma 3", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3-MoE")
@@ -68,7 +69,7 @@ def stages_of_transformers(
         TransformersStage(model, parts, numbers, is_first=number == 0, is_last=number == num_stages - 1)
         for number, numbers in enumerate(ranges)
     ]
-    return ModelStages(stages, shared_weights(stages))
+    return ModelStages(stages, shared_weights(stages), model)
 
 
 def causal_lm_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
@@ -159,6 +160,22 @@ class TransformersStage(nn.Module):  # type: ignore[misc]  # torch is untyped
         """The blocks of this stage by number, for example to compile or to shard each."""
         blocks = getattr(getattr(self, self._base), self._blocks)
         return {number: blocks[number] for number in self._numbers}
+
+    @property
+    def pretrained(self) -> Any:
+        """The ``PreTrainedModel`` whose submodules are those of this stage."""
+        return self._causal
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> TransformersStage:
+        """Give the stage memory on a device, and compute the buffers that no state dict has.
+
+        A weight that two modules of the stage share stays one Parameter.
+        """
+        with kept_ties([self]):
+            super().to_empty(device=device, recurse=recurse)
+        if recurse and torch.device(device).type != "meta":
+            compute_buffers(self.pretrained, self.state_dict(keep_vars=True).values())
+        return self
 
     def forward(
         self,

@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.state.dcp.dcp_checkpoint import is_dcp, require_files
 from pipeproof.state.dcp.dcp_codes import DCP_MISMATCH, DcpError, DcpMismatchError
 from pipeproof.state.dcp.dcp_metadata import DcpMetadata, DcpObject, read_metadata
@@ -54,14 +55,17 @@ class Ranks:
         result, error = None, None
         try:
             result = work()
-        except PipeproofError as raised:
+        except (PipeproofError, PipelineError) as raised:
             error = raised
-        first = next(filter(None, self.gather(None if error is None else error.findings)), None)
+        content: Any = error.findings if isinstance(error, PipeproofError) else None if error is None else [str(error)]
+        first = next(filter(None, self.gather(content)), [None])[0]
         if error is not None:
             raise error
+        if isinstance(first, str):
+            raise PipelineError.reported(first)
         if first is not None:
-            kind = DcpMismatchError if first[0].code == DCP_MISMATCH.code else DcpError
-            raise kind(first[0].message, first[0].help or "")
+            kind = DcpMismatchError if first.code == DCP_MISMATCH.code else DcpError
+            raise kind(first.message, first.help or "")
         return result  # type: ignore[return-value]
 
 

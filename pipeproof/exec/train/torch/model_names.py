@@ -76,6 +76,13 @@ def _name_of(module: nn.Module, path: str) -> str:
     return ".".join(parts)
 
 
+def unwrapped(stage: nn.Module) -> nn.Module:
+    """Return the stage that DDP or ``torch.compile`` wraps, or the module itself."""
+    while isinstance(stage, DistributedDataParallel) or hasattr(stage, "_orig_mod"):
+        stage = stage.module if isinstance(stage, DistributedDataParallel) else stage._orig_mod  # noqa: SLF001
+    return stage
+
+
 def outline_of(held: Iterable[HeldTensor]) -> Outline:
     """Return names by stage, and the places of each tensor that is in several of them."""
     names, same = dict[int, list[str]](), dict[int, list[Location]]()

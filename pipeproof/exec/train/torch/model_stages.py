@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
 from pipeproof.exec.train.tied_weights import Tie
+
+_MODELS: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
+"""The model that a stage was cut from."""
 
 
 class ModelStages(Mapping[int, nn.Module]):
     """The stages of a whole model by global stage number, and the weights that several of them use.
 
     Every rank makes the same ones, on the meta device if the model is large; ``Pipeline`` keeps those of its rank.
+    ``model`` is what the stages were cut from.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], tied: Sequence[Tie] = ()) -> None:
+    def __init__(self, stages: Sequence[nn.Module], tied: Sequence[Tie] = (), model: nn.Module | None = None) -> None:
         self._stages = list(stages)
         self.tied = tuple(dict(names) for names in tied)
+        if model is not None:
+            _MODELS.update((stage, ref(model)) for stage in stages)
 
     def __getitem__(self, number: int) -> nn.Module:
         return self._stages[number]
@@ -27,3 +34,9 @@ class ModelStages(Mapping[int, nn.Module]):
 
     def __len__(self) -> int:
         return len(self._stages)
+
+
+def cut_model(stage: nn.Module) -> nn.Module | None:
+    """Return the model that a stage was cut from; None if it was made by hand, or the model is gone."""
+    model = _MODELS.get(stage)
+    return None if model is None else model()

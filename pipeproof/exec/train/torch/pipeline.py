@@ -16,6 +16,7 @@ from pipeproof.exec.train.tied_weights import Tie
 from pipeproof.exec.train.torch.compare_reference import Comparison, compare_step
 from pipeproof.exec.train.torch.module_stage import LossFunction
 from pipeproof.exec.train.torch.stage_values import joined_outputs
+from pipeproof.exec.train.torch.stale_model import StaleModel
 from pipeproof.exec.train.torch.start_phases import (
     Settings,
     Split,
@@ -109,6 +110,7 @@ class Pipeline:
             self._runner = StepRunner(ranks, settings, placed, planned, proved, connected)
         self.rank, self.num_ranks = ranks.rank, ranks.num_ranks
         self.stages, self.num_stages = placed.stages, placed.num_stages
+        self._cut_model = StaleModel(placed.stages, placed.num_stages)
         self.plan, self.micro_batch_size = proved, planned.num_rows
         self.num_micro_batches: int = planned.content["schedule"]["num_micro_batches"]
 
@@ -159,6 +161,7 @@ class Pipeline:
         runner = self._runner
         if scaler is not None and scaler.is_enabled():
             scaler.scale(torch.zeros((), device=runner.device))  # begins it also where no loss is
+        self._cut_model.is_stale = True
         with runner.one_error():
             of_micro_batches = runner.step(args, target, kwargs, scaler)
         if losses is not None:

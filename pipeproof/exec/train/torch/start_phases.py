@@ -30,6 +30,7 @@ from pipeproof.exec.train.stage_boundaries import Boundaries, common_dtype, kind
 from pipeproof.exec.train.tied_weights import Tie, names_in_plan
 from pipeproof.exec.train.torch.channel_groups import StageWorld, connect_stages
 from pipeproof.exec.train.torch.data_parallel import Replicas
+from pipeproof.exec.train.torch.meta_buffers import require_computed_buffers
 from pipeproof.exec.train.torch.model_stages import ModelStages
 from pipeproof.exec.train.torch.module_stage import LossFunction, ModuleStage, trained
 from pipeproof.exec.train.torch.pipeline_start import (
@@ -180,6 +181,7 @@ def place(
 
     def own_layouts() -> list[str]:
         device.append(device_of(own.values()))
+        require_computed_buffers(own)
         return tied_layouts(own, tied)
 
     layouts = agreement.gather("modules", own_layouts)
