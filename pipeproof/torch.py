@@ -22,12 +22,12 @@ from pipeproof.exec.train.train_errors import PipelineError, PlanRefused
 
 if TYPE_CHECKING:
     from pipeproof.exec.train.torch.dcp_state import load_dcp, save_dcp
-    from pipeproof.exec.train.torch.pretrained_load import load_pretrained
+    from pipeproof.exec.train.torch.pretrained_load import initialize_weights, load_pretrained
     from pipeproof.exec.train.torch.pretrained_save import save_pretrained
 
 _LATE = {
-    "load_dcp": "dcp_state", "save_dcp": "dcp_state", "load_pretrained": "pretrained_load",
-    "save_pretrained": "pretrained_save",
+    "load_dcp": "dcp_state", "save_dcp": "dcp_state", "initialize_weights": "pretrained_load",
+    "load_pretrained": "pretrained_load", "save_pretrained": "pretrained_save",
 }  # fmt: skip
 
 note_empty_buffers()
@@ -40,6 +40,7 @@ __all__ = [
     "PlanRefused",
     "causal_lm_loss",
     "check_backwards",
+    "initialize_weights",
     "load_dcp",
     "load_pretrained",
     "save_dcp",

@@ -44,6 +44,7 @@ EXEMPT = {
     "backends.md": "asks the machine; tests/testing/test_doctor.py",
     "ci.md": "plans of another repository; tests/cli",
     "comparing.md": "files of earlier runs; tests/cli/test_compare.py",
+    "cut-by-hand.md": "processes of PyTorch; tests/train/test_cut_by_hand_page.py",
     "dcp.md": "checkpoints of PyTorch; tests/state/dcp and tests/train/test_dcp_state.py",
     "equality.md": "a quarter of an hour of runs; tests/docs/test_equality.py",
     "flex.md": "states, and runs of Paddle that save them; tests/state/flex",

@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
 from pipeproof.torch import (  # noqa: E402 - it needs what is skipped above
+    initialize_weights,
     load_pretrained,
     save_pretrained,
     stages_of_transformers,
@@ -193,6 +194,28 @@ def test_a_model_that_was_changed_is_refused(tmp_path):
     model.model.layers[1].mlp.adapter = torch.nn.Linear(2, 2)
     with pytest.raises(PipelineError, match=r"stage 0 has model\.layers\.1\.mlp\.adapter\.weight, which Llama"):
         save_pretrained(stages_of_transformers(model, 2), tmp_path)
+
+
+# --- new weights ---
+
+
+def test_new_weights_are_those_of_the_library_and_equal_on_every_rank_of_a_stage():
+    config = config_of(tie_word_embeddings=True, hidden_size=64, head_dim=16)
+    stages, again, others = (meta_stages(config, 4) for _ in range(3))
+    torch.empty(10**6).fill_(float("nan"))  # memory that parameters may get
+    initialize_weights(stages, seed=5)
+    initialize_weights({number: again[number] for number in (2, 1)}, seed=5)
+    initialize_weights(others, seed=6)
+    assert stages[0].get_parameter("model.embed_tokens.weight") is stages[3].get_parameter("lm_head.weight")
+    names = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(4)]
+    up = [stages[number].get_parameter(name) for number, name in enumerate(names)]
+    assert all(0.018 < weight.std() < 0.022 for weight in up)  # initializer_range is 0.02
+    assert not torch.equal(up[1], up[2])
+    assert all(torch.equal(up[n], again[n].get_parameter(names[n])) for n in (1, 2))
+    assert not torch.equal(up[1], others[1].get_parameter(names[1]))
+    assert torch.equal(stages[3].get_parameter("model.norm.weight"), torch.ones(64))
+    buffers = dict(whole_model(config).named_buffers())
+    assert all(torch.equal(value, buffers[name]) for n in range(4) for name, value in stages[n].named_buffers())
 
 
 # --- memory, and ranks ---

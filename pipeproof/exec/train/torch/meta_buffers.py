@@ -99,27 +99,16 @@ def give_memory(module: nn.Module, device: torch.device | str) -> set[str]:
 
 
 def compute_buffers(model: Any, loaded: Iterable[torch.Tensor]) -> None:
-    """Compute the buffers of a ``PreTrainedModel`` by the library's own initialisation, and nothing of ``loaded``.
+    """Initialise what is in a ``PreTrainedModel`` by the library's own code, except the tensors ``loaded``.
 
-    As ``from_pretrained`` does, which builds every model on the meta device.
+    Those are all that state dicts have, as in ``from_pretrained``, which builds every model on the meta device.
     """
-    with _initialized(loaded):
-        for part in model.modules():
-            part._is_hf_initialized = False  # noqa: SLF001 - the library's mark
-        model.initialize_weights()
-
-
-@contextmanager
-def _initialized(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Mark tensors as initialised for the library meanwhile."""
-    marked = {id(x): x for x in tensors if not getattr(x, "_is_hf_initialized", False)}.values()
-    for tensor in marked:
-        tensor._is_hf_initialized = True  # noqa: SLF001
-    try:
-        yield
-    finally:
-        for tensor in marked:
-            del tensor._is_hf_initialized  # noqa: SLF001
+    marked = {id(x): x for x in loaded}
+    for tensor in (*marked.values(), *model.parameters(), *model.buffers()):
+        tensor._is_hf_initialized = id(tensor) in marked  # noqa: SLF001 - the library's mark
+    for part in model.modules():
+        part._is_hf_initialized = False  # noqa: SLF001
+    model.initialize_weights()
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Directories of Hugging Face, read into the stages of a model.
 
-Names, and conversions of names and tensors, are the library's: its own functions work on the whole model on the meta
-device, and tell for each tensor of the directory which tensors of the model it becomes. So every rank checks all names
-and shapes, and reads the elements of its own stages alone, one conversion at a time.
+Names, and conversions of names and tensors, are the library's: its own functions map each tensor of the directory to
+tensors of the whole model on the meta device. So every rank checks all names and shapes, and reads the elements of its
+own stages alone, one conversion at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,29 @@ def load_pretrained(
     ranks.together(partial(_fill, whole, stages, reads))
     for model in models:  # for a save, as ``from_pretrained`` leaves them
         model._weight_conversions = [each for each in whole._weight_conversions if each.was_used()]  # noqa: SLF001
+
+
+def initialize_weights(
+    stages: Mapping[int, nn.Module], *, seed: int = 0, device: torch.device | str | None = None
+) -> None:
+    """Initialise the stages of this rank as the library does a new model, and give them memory as ``load_pretrained``.
+
+    All parameters and buffers get new values. The numbers that are drawn depend on ``seed``, on the number of the stage
+    and on what is in it: ranks with one stage draw the same ones, and another cut draws others.
+
+    Raises:
+        PipelineError: a stage is not of ``stages_of_transformers``, or is sharded.
+    """
+    models = models_of(stages, Ranks(None))
+    for number, stage in stages.items():
+        if any(isinstance(weight, DTensor) for weight in stage.parameters()):
+            raise PipelineError(f"stage {number} is sharded: initialise it before fully_shard")
+    _give_memory(stages, device)
+    for number, model in zip(stages, models, strict=True):
+        with torch.random.fork_rng():
+            torch.manual_seed(int.from_bytes(sha256(f"{seed} {number}".encode()).digest()[:6]))
+            compute_buffers(model, ())
+    require_computed_buffers(stages)
 
 
 # --- what is in a directory ---
@@ -184,7 +208,7 @@ _Read = tuple[_Conversion, str]
 def _reads(
     whole: Any, conversions: Mapping[str, _Conversion], held: Sequence[HeldTensor], path: Path
 ) -> dict[str, _Read]:
-    """What to read for the tensors of this rank's stages, by name. A tied weight may be stored under another name.
+    """The conversions for the tensors of this rank's stages, by name. A tied weight may be stored under another name.
 
     Raises:
         PipelineError: a tensor is missing, or has another shape.
@@ -224,10 +248,7 @@ def _require_equal_ties(
 
 def _materialize(stages: Mapping[int, nn.Module], device: torch.device | str | None, loaded: set[str]) -> None:
     """Give memory to what is on the meta device, and compute the buffers of it that are not ``loaded``."""
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    with kept_ties(stages.values()):
-        made = {number: give_memory(stage, device) for number, stage in stages.items()}
+    made = _give_memory(stages, device)
     for number, stage in stages.items():
         if made[number]:
             names = {entry.path for entry in held_tensors({number: stage}) if entry.name in loaded}
@@ -236,6 +257,13 @@ def _materialize(stages: Mapping[int, nn.Module], device: torch.device | str | N
                 unwrapped(stage).pretrained, [x for name, x in tensors if name in names or name not in made[number]]
             )
     require_computed_buffers(stages)
+
+
+def _give_memory(stages: Mapping[int, nn.Module], device: torch.device | str | None) -> dict[int, set[str]]:
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    with kept_ties(stages.values()):
+        return {number: give_memory(stage, device) for number, stage in stages.items()}
 
 
 def _fill(whole: Any, stages: Mapping[int, nn.Module], reads: Mapping[str, _Read]) -> None:
