@@ -114,6 +114,9 @@ def tied_weights_on_two_ranks():
     stages = meta_stages(2, tie_word_embeddings=True)
     own = {RANK: stages[RANK]}
     load_pretrained(own, FOLDER / "tied")
+    options = {"num_micro_batches": 4, "loss_fn": causal_lm_loss, "example": (IDS[:2],), "timeout_s": 120.0}
+    text = error_on_all_ranks(lambda: Pipeline(own, **options))
+    assert "tied=[{0: 'model.embed_tokens.weight', 1: 'lm_head.weight'}]" in text
     save_pretrained(own, FOLDER / "from ranks", max_shard_size="20KB")
     same_files(FOLDER / "from ranks", FOLDER / "tied")
     if RANK:

@@ -9,8 +9,8 @@ from torch import nn
 
 from pipeproof.exec.train.tied_weights import Tie
 
-_MODELS: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
-"""The model that a stage was cut from."""
+_CUTS: WeakKeyDictionary[nn.Module, tuple[ref[nn.Module], tuple[dict[int, str], ...]]] = WeakKeyDictionary()
+"""By stage the model that it was cut from, and the weights that stages of the cut share."""
 
 
 class ModelStages(Mapping[int, nn.Module]):
@@ -24,7 +24,7 @@ class ModelStages(Mapping[int, nn.Module]):
         self._stages = list(stages)
         self.tied = tuple(dict(names) for names in tied)
         if model is not None:
-            _MODELS.update((stage, ref(model)) for stage in stages)
+            _CUTS.update((stage, (ref(model), self.tied)) for stage in stages)
 
     def __getitem__(self, number: int) -> nn.Module:
         return self._stages[number]
@@ -38,5 +38,11 @@ class ModelStages(Mapping[int, nn.Module]):
 
 def cut_model(stage: nn.Module) -> nn.Module | None:
     """Return the model that a stage was cut from; None if it was made by hand, or the model is gone."""
-    model = _MODELS.get(stage)
-    return None if model is None else model()
+    cut = _CUTS.get(stage)
+    return None if cut is None else cut[0]()
+
+
+def cut_ties(stage: nn.Module) -> tuple[dict[int, str], ...]:
+    """Return the weights that the stages of the cut share; none for a stage that was made by hand."""
+    cut = _CUTS.get(stage)
+    return () if cut is None else cut[1]

@@ -16,7 +16,8 @@ from pipeproof.exec.train.tied_weights import Tie
 from pipeproof.exec.train.torch.channel_groups import StageWorld
 from pipeproof.exec.train.torch.cut_sizes import shared_objects
 from pipeproof.exec.train.torch.data_parallel import layout_of, local_part
-from pipeproof.exec.train.torch.model_stages import ModelStages
+from pipeproof.exec.train.torch.model_names import unwrapped
+from pipeproof.exec.train.torch.model_stages import ModelStages, cut_ties
 from pipeproof.exec.train.torch.module_stage import ModuleStage, trained
 from pipeproof.exec.train.train_errors import PipelineError
 
@@ -93,11 +94,18 @@ def tied_layouts(stages: Mapping[int, nn.Module], tied: Sequence[Tie]) -> list[s
 
     Raises:
         PipelineError: a name does not exist, stages of one rank have separate copies of one weight, or they share one
-            that is not tied.
+            that is not tied, with each other or with stages of other ranks.
     """
     for shared in shared_objects({number: trained(stage) for number, stage in stages.items()}):
         if not any(shared.items() <= dict(tie).items() for tie in tied):
             raise PipelineError(f"stages {list(shared)} share a Parameter that is not tied: pass tied=[{shared}]")
+    for number, stage in stages.items():
+        for shared in cut_ties(unwrapped(stage)):
+            if shared.get(number) in trained(stage) and not any(tie.get(number) == shared[number] for tie in tied):
+                raise PipelineError(
+                    f"stages {list(shared)} of the model share {shared[number]}, and it is not tied: pass the result "
+                    f"of the cut itself as `stages`, or tied=[{shared}]"
+                )
     layouts = []
     for names in tied:
         held = []
