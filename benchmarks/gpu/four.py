@@ -80,7 +80,6 @@ COMMANDS = (
     Command("5", "benchmarks/gpu/real_nccl.py --backend paddle --only rehearse --seconds 480 --out OUT/5.json", 560,
             "benchmarks/gpu/real_nccl.py --device cpu --backend paddle --only rehearse --seconds 280 --out OUT/5.json"),
     # Placement on two hosts of two GPUs; planted hangs.
-    Command("6-hosts", "benchmarks/gpu/two_hosts.py", 120, "benchmarks/gpu/two_hosts.py --device cpu"),
     Command("6-hangs", f"{HANGS} --jobs 3 --limit 100", 450, f"{HANGS} --jobs 2 --limit 150", 600),
     # Checkpoints from topology to topology.
     Command("7", f"{TORCHRUN}module_topologies.py 2048,1024,4,16", 300, f"{TORCHRUN}module_topologies.py 256,16,2,16"),

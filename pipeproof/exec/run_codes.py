@@ -306,28 +306,12 @@ SPLIT_NODE = RuleDoc(
     title="ranks that the plan puts on one node are on several",
     severity="warning",
     explanation=(
-        "The plan puts consecutive ranks on one node, as many as `ranks_per_node` of its network or as each host has. "
-        "The launcher placed them otherwise, so more bytes of an axis go between nodes than planned. All values are "
-        "correct, and the step is slower than predicted. The finding names the axis, two ranks, their hosts, the bytes "
-        "per step, and the simulated times of the step where the plan has a network. The rehearsal proposes a map of "
-        "ranks, or another `topology.order` where that is as good. A node is an NVLink domain if the GPUs report one, "
-        "else a host."
+        "The plan puts consecutive ranks on one host. The launcher numbered them otherwise, so a group of an axis is "
+        "on several hosts that would be on one. All values are correct, and the step is slower than predicted. The "
+        "finding names the axis, two ranks and their hosts. A rehearsal on several hosts reports it."
     ),
     wrong="srun --nodes 2 --ntasks-per-node 8 --distribution=cyclic ..   # topology: {tp: 8, pp: 2}",
     right="srun --nodes 2 --ntasks-per-node 8 --distribution=block ..    # topology: {tp: 8, pp: 2}",
     kind=ExampleKind.COMMAND,
 )
-OTHER_NODE_SIZE = RuleDoc(
-    code="PP951",
-    title="a host has another number of ranks than the plan assumes",
-    severity="warning",
-    explanation=(
-        "`ranks_per_node` of the plan's network is not the number of ranks that the launcher started on a host. "
-        "Predicted times are then of another machine. If hosts differ, no order of axes fits all of them. Ranks that "
-        "are all on one host are not compared."
-    ),
-    wrong="srun --nodes 4 --ntasks-per-node 4 ..   # cost: {network: {ranks_per_node: 8, ..}}",
-    right="srun --nodes 2 --ntasks-per-node 8 ..   # cost: {network: {ranks_per_node: 8, ..}}",
-    kind=ExampleKind.COMMAND,
-)
-PLACEMENT_CODES = (SPLIT_NODE, OTHER_NODE_SIZE)
+PLACEMENT_CODES = (SPLIT_NODE,)

@@ -111,25 +111,20 @@ def test_a_rehearsal_on_two_hosts_reads_every_element(hosts):
     assert report["messages"] > 0
 
 
-def test_a_rank_map_that_separates_tensor_parallel_ranks_is_found_with_a_better_one(hosts):
-    between = {"latency_us": 10, "bandwidth": 20}
-    network = {"ranks_per_node": 4, "node": {"latency_us": 2, "bandwidth": 300}, "between": between}
-    cost = {"forward_us": 100, "backward_us": 200, "network": network}
-    plan = plan_of(hosts, topology={"pp": 2, "tp": 2, "dp": 2}, cost=cost)
+def test_a_cyclic_order_of_ranks_that_separates_a_tensor_parallel_group_is_reported(hosts):
+    plan = plan_of(hosts, topology={"pp": 2, "tp": 2, "dp": 2})
     processes = [
         hosts.start(
             host, AGENT, "cyclic", host, 2, 4, hosts.address(0), hosts.port, "-m", "pipeproof", "rehearse", plan,
-            "--report", "report.json", PIPEPROOF_NODE=f"node-{host}",
+            "--report", "report.json",
         )
         for host in range(2)
     ]  # fmt: skip
     assert ended(hosts, processes) == [0, 0], hosts.output(0) + hosts.output(1)
-    placement = json.loads((hosts.home(0) / "report.json").read_text())["placement"]
-    assert [finding["code"] for finding in placement["findings"]] == ["PP950"]
-    assert placement["map"]["step_us"] < placement["placed_us"]
-    assert "warning[PP950]: ranks 0 and 1 of one tp group are on node-0 and node-1" in hosts.output(0)
-    assert "proposed: ranks 0-3 on node-0; 4-7 on node-1: a step takes" in hosts.output(0)
-    assert "less (simulated)" in hosts.output(0)
+    report = json.loads((hosts.home(0) / "report.json").read_text())
+    assert report["passed"]
+    assert "PP950" in [finding["code"] for finding in report["findings"]]
+    assert "warning[PP950]: ranks 0 and 1 of one tp group are on " in hosts.output(0)
 
 
 def test_a_late_host_is_awaited_and_named(hosts):

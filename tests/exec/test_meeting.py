@@ -33,7 +33,7 @@ def met(num_ranks, come=None, facts=lambda rank: FACTS, patience_s=5.0, store=No
 
     def work(index):
         rank = come[index]
-        return meet(rank_of(rank, num_ranks), store, facts(rank), {"rank": rank}, patience_s, lambda line: None)
+        return meet(rank_of(rank, num_ranks), store, facts(rank), patience_s, lambda line: None)
 
     return on_ranks(len(come), work)
 
@@ -41,7 +41,6 @@ def met(num_ranks, come=None, facts=lambda rank: FACTS, patience_s=5.0, store=No
 def test_all_ranks_get_one_token_and_one_table():
     results = met(3)
     assert len({result.token for result in results}) == 1
-    assert [result.places for result in results] == [({"rank": 0}, {"rank": 1}, {"rank": 2}), (), ()]
     (host,) = results[0].hosts
     assert host.ranks == (0, 1, 2)
     assert [result.leads for result in results] == [True, False, False]
@@ -92,7 +91,7 @@ def test_a_second_process_of_one_rank_is_refused_and_the_first_is_not_disturbed(
     store = FakeStore()
     results = met(2, store=store)
     with pytest.raises(PipeproofError, match="another process came as rank 1 of run `job`, attempt 0"):
-        meet(rank_of(1, 2), store, FACTS, None, 1.0, lambda line: None)
+        meet(rank_of(1, 2), store, FACTS, 1.0, lambda line: None)
     assert not any(isinstance(result, Exception) for result in results)
 
 

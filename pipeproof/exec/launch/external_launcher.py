@@ -43,7 +43,6 @@ from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S
 from pipeproof.exec.launch.verdict import JobEndedError, Verdict
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.measure.clock_correction import ClockCorrection
-from pipeproof.exec.placement.rank_placement import own_placement
 from pipeproof.exec.rank.checkpointing import only_writer, remove_unfinished
 from pipeproof.exec.rank.framework_choice import start_framework
 from pipeproof.exec.rank.framework_protocol import Framework
@@ -200,9 +199,7 @@ def _meeting(launched: LaunchedRank, report: Report, options: RunOptions, on_wai
     try:
         run = report.subject.plan.spec.run
         store = _store(launched, run.backend, patience_s)
-        place = own_placement(os.environ, launched, on_gpu=run.device == "gpu") if options.rehearses else None
-        place_content = None if place is None else place.to_json()
-        return meet(launched, store, _facts(report, options), place_content, patience_s, on_wait)
+        return meet(launched, store, _facts(report, options), patience_s, on_wait)
     except (ConnectionError, RuntimeError) as error:
         finding = NOT_TOGETHER.finding(
             f"rank {launched.rank} of {launched.world_size} cannot meet the others at the store {host}:{port}: {error}",

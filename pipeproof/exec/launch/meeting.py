@@ -47,8 +47,6 @@ class Meeting:
     hosts: tuple[Host, ...]
     local: Mapping[int, Identity]
     token: str
-    places: tuple[Any, ...] = ()
-    """Places that the ranks passed; only rank 0 knows them."""
 
     @property
     def num_ranks(self) -> int:
@@ -91,14 +89,12 @@ def meet(
     launched: LaunchedRank,
     store: Store,
     facts: Mapping[str, Any],
-    place: Any,
     patience_s: float,
     on_wait: Callable[[str], None],
 ) -> Meeting:
     """Wait for all ranks; every rank calls this once. ``facts`` are JSON values that must be equal on all ranks.
 
-    ``place`` is a JSON value about where this rank is, for rank 0. There ``on_wait`` is called with a line about the
-    ranks that have not come.
+    On rank 0 ``on_wait`` is called with a line about the ranks that have not come.
 
     Raises:
         PipeproofError: PP947, another process came as this rank, a rank did not come within ``patience_s``, or it was
@@ -110,12 +106,10 @@ def meet(
     if store.add(f"{rank}/came", 1) > 1:
         raise PipeproofError(_claimed_twice(launched))
     try:
-        put_json(store, f"{rank}/identity", {"identity": own.content(), "facts": facts, "place": place})
-        places: tuple[Any, ...] = ()
+        put_json(store, f"{rank}/identity", {"identity": own.content(), "facts": facts})
         if rank == 0:
             token = secrets.token_hex(16)
-            identities, places = _all_identities(store, launched, facts, patience_s, on_wait)
-            hosts = hosts_of(identities)
+            hosts = hosts_of(_all_identities(store, launched, facts, patience_s, on_wait))
             put_json(store, "hosts", {"token": token, "hosts": hosts_content(hosts)})
         else:
             table = _await(store, "hosts", patience_s + _LATE_S, longest_pause_s(num_ranks))
@@ -127,7 +121,7 @@ def meet(
         raise JobEndedError(NOT_TOGETHER.finding(fact), status=ExitStatus.WORKER_FAILED) from None
     except (ValueError, KeyError) as error:
         raise PipeproofError(NOT_TOGETHER.finding(f"{error}")) from None
-    return Meeting(store.part(f"{token}/"), rank, hosts, local, token, places)
+    return Meeting(store.part(f"{token}/"), rank, hosts, local, token)
 
 
 def _all_identities(
@@ -136,13 +130,13 @@ def _all_identities(
     facts: Mapping[str, Any],
     patience_s: float,
     on_wait: Callable[[str], None],
-) -> tuple[list[Identity], tuple[Any, ...]]:
-    """Identities and places of all ranks, which have rank 0's facts.
+) -> list[Identity]:
+    """Identities of all ranks, which have rank 0's facts.
 
     Raises:
         PipeproofError: as ``meet``; the other ranks get the same finding.
     """
-    identities, places = list[Identity](), list[Any]()
+    identities: list[Identity] = []
     ends, shown_at = time.monotonic() + patience_s, time.monotonic() + 5.0
     for rank in range(launched.world_size):
         has_come = functools.partial(has_json, store, f"{rank}/identity")
@@ -155,11 +149,10 @@ def _all_identities(
             on_wait(f"waiting for {ranks_text(absent)}")
         content = get_json(store, f"{rank}/identity", _LATE_S)
         identities.append(Identity.of(content["identity"]))
-        places.append(content["place"])
         if difference := _difference(dict(content["facts"]), facts):
             others = launched.world_size - 1  # also those that are about to come
             _refuse(store, _other_start(rank, identities[rank].host, identities[0].host, difference), others)
-    return identities, tuple(places)
+    return identities
 
 
 def longest_pause_s(num_ranks: int) -> float:

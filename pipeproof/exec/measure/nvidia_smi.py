@@ -22,11 +22,6 @@ _FIELDS = MappingProxyType(
     }
 )
 """Queried fields by the names that the doctor uses."""
-_IDENTITY_FIELDS = MappingProxyType({"index": "index", "name": "name", "uuid": "uuid", "bus": "pci.bus_id"})
-_FABRIC_FIELDS = MappingProxyType(
-    {"index": "index", "state": "fabric.state", "clique": "fabric.cliqueId", "cluster": "fabric.clusterUuid"}
-)
-"""Fields that older drivers do not know; a query of an unknown field returns nothing at all."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _GPU = re.compile(r"GPU\d+")
 _LINK_MEANINGS = MappingProxyType(
@@ -59,16 +54,6 @@ class GpuLink:
 def gpu_properties() -> tuple[Mapping[str, str], ...]:
     """Return the properties of each GPU, values with their units; empty without ``nvidia-smi``."""
     return parse_gpus(_queried(_FIELDS))
-
-
-def gpu_identities() -> tuple[Mapping[str, str], ...]:
-    """Return index, name, uuid and bus of each GPU; where the driver knows its NVLink fabric, also that of its index.
-
-    The fabric's ``state``, ``clique`` and ``cluster`` are those of ``nvidia-smi -q``. Empty without ``nvidia-smi``.
-    """
-    fabrics = {row["index"]: row for row in parse_gpus(_queried(_FABRIC_FIELDS), _FABRIC_FIELDS) if "index" in row}
-    rows = parse_gpus(_queried(_IDENTITY_FIELDS), _IDENTITY_FIELDS)
-    return tuple({**fabrics.get(row.get("index", ""), {}), **row} for row in rows)
 
 
 def gpu_links() -> tuple[GpuLink, ...]:

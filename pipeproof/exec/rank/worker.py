@@ -79,10 +79,7 @@ def _run_steps(job: Job, rank: int, emit: Emit, framework: Framework | None, sta
     def report_phase(phase: str) -> None:
         emit("setup", what=phase)
 
-    if rehearsal is None:
-        world = framework.connect(rank, plan, report_phase)
-    else:
-        world = rehearsal.connect_real(job, rank, plan, report_phase)
+    world = framework.connect(rank, plan, report_phase)
     fault = FaultInjector(options.fault, rank)
 
     def report_operation(step: int, op_id: int) -> None:

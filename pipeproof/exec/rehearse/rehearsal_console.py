@@ -19,10 +19,8 @@ from pipeproof.exec.launch.meeting import Meeting
 from pipeproof.exec.launch.supervisor import Launcher, job_directory
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.measure.clock_correction import ClockCorrection
-from pipeproof.exec.placement.placement_console import render_placement
-from pipeproof.exec.placement.placement_report import placement_report
-from pipeproof.exec.placement.rank_placement import placement_from_json
 from pipeproof.exec.rank.worker import Emit
+from pipeproof.exec.rehearse.rank_order import split_groups
 from pipeproof.exec.rehearse.rehearsal_report import (
     Rehearsal,
     RehearsalPart,
@@ -75,9 +73,8 @@ class RehearsalConclusion:
     def of_all(self, job: Job, meeting: Meeting, parts: Sequence[Any]) -> Rehearsal:
         """Return the report of all ranks."""
         read = [TypeAdapter(RehearsalPart).validate_python(part) for part in parts]
-        places = [placement_from_json(place) for place in meeting.places]
-        placement = placement_report(self._report.subject, places)
-        return replace(merged_rehearsal(self._report, job, read), placement=placement)
+        split = split_groups(self._report.subject, meeting.hosts)
+        return replace(merged_rehearsal(self._report, job, read), split=split)
 
 
 _MOST_EDGES = 24
@@ -136,8 +133,6 @@ def _run_launched(launched: LaunchedRank, report: Report, options: RunOptions, c
 
 def _render(result: Rehearsal, console: Console, *, timed: bool) -> None:
     render_text(result.findings, result.subject.source, console=console)
-    if result.placement is not None:
-        render_placement(result.placement, result.subject.source, console)
     if result.edges:
         _print_edges(result, console)
     if result.network is not None:
@@ -185,10 +180,9 @@ def _print_edges(result: Rehearsal, console: Console) -> None:
     if len(shown) > _MOST_EDGES:
         shown = tuple(sorted(shown, key=lambda edge: edge.link.bandwidth)[:_MOST_EDGES])
         title += f": the slowest {len(shown)} of {len(result.edges)} (`--output` has all)"
-    headings = ("edge", ">latency us", ">GB/s", ">fit error", *(["path"] if result.paths else []))
+    headings = ("edge", ">latency us", ">GB/s", ">fit error")
     rows = [
         (edge.channel, f"{edge.link.latency_us:g}", f"{edge.link.bandwidth:g}", f"{edge.link.residual:.0%}")
-        + ((result.paths.get(edge.channel, ""),) if result.paths else ())
         for edge in shown
     ]
     console.print(title)

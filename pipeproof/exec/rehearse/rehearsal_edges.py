@@ -30,10 +30,9 @@ EdgeTimes = dict[str, dict[int, tuple[float, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class RankEdges:
-    """Channels on which one rank sends: message times, and on NCCL the transports of each channel."""
+    """Message times of the channels on which one rank sends."""
 
     times: EdgeTimes
-    paths: dict[str, str]
 
 
 def ping_sizes(graph: OpGraph, device: str) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ issues the collectives that the graph has below the computation, and makes its o
 # ruff: noqa: D102 - the protocols document the methods
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -16,10 +15,8 @@ import numpy as np
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.comm.step_end_rows import num_loads
 from pipeproof.exec.launch.job_files import Job, save_json
-from pipeproof.exec.placement.nccl_paths import NcclLog
 from pipeproof.exec.rank.framework_choice import start_ping_clock
 from pipeproof.exec.rank.framework_protocol import Array, Framework, RankStage, StageCollectives, Tensor, World
-from pipeproof.exec.rank.group_channels import connecting
 from pipeproof.exec.rehearse.rehearsal_arrivals import Arrivals
 from pipeproof.exec.rehearse.rehearsal_edges import EdgeTimes, RankEdges, ping_edges
 from pipeproof.exec.rehearse.rehearsal_faults import ArrivalChecks
@@ -245,19 +242,6 @@ class RehearsalFramework:
         groups = (index for index, group in enumerate(subject.graph.groups) if rank in group.ranks)
         self._inputs = CollectiveInputs(self._arrivals, groups, self._run)
         self.num_threads, self.checked = real.num_threads, self._arrivals.checked
-        self._nccl_log: NcclLog | None = None
-
-    def connect_real(self, job: Job, rank: int, plan: LoweredPlan, progress: Callable[[str], None]) -> World:
-        """Connect the real framework; NCCL logs the connections of each channel if the user does not read its log."""
-        if self._run.device == "gpu":
-            self._nccl_log = NcclLog.start(job.directory / f"rank{rank}.nccl", os.environ)
-
-        def begin(phase: str) -> None:
-            if self._nccl_log is not None:
-                self._nccl_log.begin(phase)
-            progress(phase)
-
-        return self._real.connect(rank, plan, begin)
 
     def connect(self, rank: int, plan: LoweredPlan, progress: Callable[[str], None]) -> RehearsalWorld:
         return self.world(self._real.connect(rank, plan, progress))
@@ -274,18 +258,11 @@ class RehearsalFramework:
             clock = start_ping_clock(self._run, arrays)
             graph, device = self._arrivals.graph, self._run.device
             times = ping_edges(real, arrays, clock, graph, device, lambda phase: emit("setup", what=phase))
-        save_json(job.rank_file(real.rank, "edges"), RankEdges(times, self._paths(real.rank)), RankEdges)
+        save_json(job.rank_file(real.rank, "edges"), RankEdges(times), RankEdges)
         save_json(job.rank_file(real.rank, "checks"), self.checked, ArrivalChecks)
         # The host runs ahead of a GPU: if a rank ended now, its peers would not get its last messages.
         arrays.synchronize()
         real.barrier()
-
-    def _paths(self, rank: int) -> dict[str, str]:
-        """Transports of the channels on which this rank sends."""
-        if self._nccl_log is None:
-            return {}
-        sent = {connecting(channel): str(channel) for channel in self._arrivals.graph.channels if channel.src == rank}
-        return {sent[phase]: path for phase, path in self._nccl_log.transports(sent).items()}
 
     def stages(self, plan: LoweredPlan, coords: Mapping[str, int], collectives: StageCollectives) -> RehearsalStages:
         return RehearsalStages(plan, coords, collectives, self._inputs, self._arrivals)

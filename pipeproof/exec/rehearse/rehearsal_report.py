@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,6 @@ from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.exec.compare.compare_log import compare_log
 from pipeproof.exec.launch.job_files import Job, LogFile, load_json
-from pipeproof.exec.placement.placement_report import PlacementReport
 from pipeproof.exec.rehearse.rehearsal_edges import Edge, EdgeTimes, RankEdges, edges_of, network_of
 from pipeproof.exec.rehearse.rehearsal_faults import ArrivalChecks, findings_of
 from pipeproof.exec.run_codes import UNVERIFIED
@@ -35,9 +34,8 @@ class Rehearsal:
     edges: tuple[Edge, ...]
     network: dict[str, Any] | None
     seconds_by_host: Mapping[str, float]
-    paths: Mapping[str, str] = field(default_factory=dict)
-    """Transports of NCCL by channel; empty for other backends."""
-    placement: PlacementReport | None = None
+    split: tuple[Finding, ...] = ()
+    """Warnings about groups of ranks on several hosts."""
 
     @property
     def seconds(self) -> float:
@@ -51,7 +49,7 @@ class Rehearsal:
         if not self.verified:
             unsafe = UNVERIFIED.finding("the plan does not pass check; it was rehearsed unsafe")
             findings = (unsafe, *findings)
-        return (*self.log_findings, *findings)
+        return (*self.log_findings, *findings, *self.split)
 
     @property
     def num_faults(self) -> int:
@@ -88,8 +86,6 @@ class Rehearsal:
             "faults": self.num_faults,
             "log_matches_graph": not self.log_findings,
             "findings": [finding_to_json(finding) for finding in self.findings],
-            **({"paths": dict(self.paths)} if self.paths else {}),
-            **({} if self.placement is None else {"placement": self.placement.to_json()}),
         }
 
     def profile(self) -> dict[str, Any]:
@@ -121,7 +117,6 @@ class RehearsalPart:
     checked: Mapping[int, ArrivalChecks]
     log_findings: Mapping[int, tuple[Finding, ...]]
     times: EdgeTimes
-    paths: Mapping[str, str]
     seconds: float
 
 
@@ -146,7 +141,6 @@ def rehearsal_part(report: Report, job: Job, ranks: Sequence[int], *, run: str, 
         checked={rank: load_json(job.rank_file(rank, "checks"), ArrivalChecks) for rank in ranks},
         log_findings={rank: found for rank, found in findings.items() if found},
         times={channel: times for own in edges for channel, times in own.times.items()},
-        paths={channel: path for own in edges for channel, path in own.paths.items()},
         seconds=(last - first) / 1e9,
     )
 
@@ -175,7 +169,6 @@ def merged_rehearsal(report: Report, job: Job, parts: Sequence[RehearsalPart]) -
         edges=edges,
         network=network_of([host_of[rank] for rank in range(graph.num_ranks)], edges, times),
         seconds_by_host={part.host: part.seconds for part in parts},
-        paths={channel: path for part in parts for channel, path in part.paths.items()},
     )
 
 

@@ -1,1 +1,0 @@
-"""Placement of ranks on hosts, compared with the plan: facts of each process, traffic, a rank map, NCCL's paths."""
