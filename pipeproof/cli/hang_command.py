@@ -87,7 +87,7 @@ def hang(
 
     DIR has the rings of a job that called `watch` of pipeproof.torch or pipeproof.paddle (one file for each rank, also
     in one directory for each host), or Flight Recorder dumps: a file for each rank, whose name ends with the rank, as
-    pickle or JSON, or dumps of py-spy, named likewise, or logs of NCCL's Inspector. The output has mismatches,
+    pickle or JSON, or dumps of py-spy, named likewise. The output has mismatches,
     operations that were never issued, and the cycle of waits.
     """
     require_separate_outputs()
@@ -110,15 +110,11 @@ def hang(
     assert directory is not None
     with refusing_bad_plans(form, directory, color):
         from pipeproof.exec.monitor.job import ring_files
-        from pipeproof.interop.hang.nccl_inspector import inspector_files
         from pipeproof.interop.hang.py_spy import stack_files
 
         if trigger is not None or (not follow and not ring_files(directory)):
             if html is not None or metrics is not None or plan is not None:
                 raise click.UsageError(f"--output, --metrics and --plan need rings, not dumps of {str(directory)!r}")
-            logs = [] if trigger is not None else inspector_files(directory)
-            if logs:
-                _from_inspector(logs, form, color)
             if trigger is None and stacks is None and stack_files(directory):
                 _from_stacks(directory, form, color)
             _from_dumps(directory, trigger, stacks, form, color)
@@ -168,24 +164,6 @@ def _from_stacks(directory: Path, form: Literal["text", "json"], color: str) -> 
     else:
         console = console_for(color=color)
         for line in (*found.lines(sorted(found.stacks)), found.comparison()):
-            console.print(line, markup=False, soft_wrap=True)
-    sys.exit(ExitStatus.OK)
-
-
-def _from_inspector(logs: list[Path], form: Literal["text", "json"], color: str) -> NoReturn:
-    from pipeproof.exec.monitor.inspector_report import report_logs
-    from pipeproof.interop.hang.nccl_inspector import read_inspector
-
-    with showing_progress(f"reading {len(logs)} logs"):
-        report = report_logs(read_inspector(logs))
-    if form == "json":
-        click.echo(json.dumps(report.to_json(), indent=2))
-    else:
-        from pipeproof.diagnostics.text_output import render_text
-
-        console = console_for(color=color)
-        render_text(report.findings, None, console=console)
-        for line in report.lines():
             console.print(line, markup=False, soft_wrap=True)
     sys.exit(ExitStatus.OK)
 

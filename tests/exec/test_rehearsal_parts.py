@@ -225,7 +225,7 @@ def rehearsed(directory, one, ranks, faulty):
         save_json(job.rank_file(rank, "log"), log, list[LogEntry])
         save_json(job.rank_file(rank, "checks"), checks, ArrivalChecks)
         own = {str(c): times[str(c)] for c in one.graph.channels if c.src == rank}
-        save_json(job.rank_file(rank, "edges"), RankEdges(own, {}), RankEdges)
+        save_json(job.rank_file(rank, "edges"), RankEdges(own), RankEdges)
     return job
 
 

@@ -53,14 +53,6 @@ def _dump() -> dict[str, object]:
     }
 
 
-def _inspector_log() -> bytes:
-    metadata = {"inspector_output_format_version": "v4.2", "dump_timestamp_us": 1, "hostname": "a", "pid": 1}
-    header = {"id": "0x1", "rank": 0, "n_ranks": 1, "nnodes": 1}
-    perf = {"coll": "AllReduce", "coll_sn": 0, "coll_msg_size_bytes": 8192, "coll_exec_time_us": 5}
-    lines = ({"dump_stats": {"coll_dropped_total": 1}}, {"coll_perf": perf})
-    return "".join(json.dumps({"header": header, "metadata": metadata, **line}) + "\n" for line in lines).encode()
-
-
 def _record() -> bytes:
     md5 = "0" * 32
     header = {"kind": "record", "format": 1, "digest": md5}
@@ -123,7 +115,6 @@ def _readers() -> tuple[Reader, ...]:
         Reader("dump_pickle", "rank_0", (pickle.dumps(_dump(), 2), pickle.dumps(_dump(), 4)),
                lambda path: ["job", "hang", path.parent]),
         Reader("dump_json", "rank_0", (json.dumps(_dump()).encode(),), lambda path: ["job", "hang", path.parent]),
-        Reader("inspector", "node-1-pid1.log", (_inspector_log(),), lambda path: ["job", "hang", path.parent]),
         Reader("flex", "0.metadata", (pickle.dumps({"state_dict_metadata": {"a": [(1, 2)]}, "x": (1, [2])}, 4),),
                lambda path: ["state", "show", path.parent]),
         Reader("dcp", ".metadata", (pickle.dumps({"storage_data": {("a", 1): 2}}, 4),),

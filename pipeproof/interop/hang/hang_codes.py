@@ -6,12 +6,11 @@ from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 
 UNREADABLE_DUMP = RuleDoc(
     code="PP930",
-    title="a Flight Recorder dump, a log of NCCL's Inspector or a stack of py-spy cannot be read",
+    title="a Flight Recorder dump or a stack of py-spy cannot be read",
     explanation=(
         "The directory has no dump, a file is truncated or has another format, two files are of one rank, or the "
         "format has another version than 2.x. Pickles are read without running code in them: only lists, dictionaries, "
-        "strings and numbers are accepted. Logs of NCCL's Inspector are read in the versions 4.x, stacks of py-spy as "
-        "text and JSON."
+        "strings and numbers are accepted. Stacks of py-spy are read as text and JSON."
     ),
     wrong="pipeproof job hang logs/   # no file there ends with a rank",
     right="pipeproof job hang dumps/   # nccl_trace_rank_0, nccl_trace_rank_1, ..",
