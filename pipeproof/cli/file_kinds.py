@@ -22,7 +22,6 @@ _TRAINING_KEYS = re.compile(r"^(tensor|pipeline|sharding|expert)(_model)?_parall
 _DEGREES = re.compile(r"^(tensor|pipeline|sharding)_parallel_degree$")
 _ERNIEKIT = frozenset({"compute_type", "fine_tuning"})
 _DEEPSPEED = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"})
-_TIMER = re.compile(r"elapsed time per iteration|time across ranks|interval_runtime")
 _ARGUMENTS = re.compile(r"-{24} arguments -{24}|^MODEL_ARGS:\s*$", re.MULTILINE)
 _CONFIGURES = re.compile(
     r"^def \w+_(config|recipe)\(|\bConfigContainer\b|\bmodel_registry\(|\bTrainer\.Config\b", re.MULTILINE
@@ -36,7 +35,7 @@ _STATEMENT = re.compile(r"^[\w$.*, '()\[\]-]+ -> [^\n]*\w", re.MULTILINE)
 _DUMP_NAME = re.compile(r"\w*(trace|dump)\w*_\d+(\.json|\.pickle)?")
 _STATE_OF_STEP = re.compile(r"step-\d{8,}")
 _AUTOMODEL = re.compile(r"^  pp_size:", re.MULTILINE)
-_PICKLE, _GZIP, _SQLITE, _PNG = b"\x80", b"\x1f\x8b", b"SQLite format 3", b"\x89PNG"
+_PICKLE, _GZIP, _PNG = b"\x80", b"\x1f\x8b", b"\x89PNG"
 
 
 @dataclass(frozen=True)
@@ -121,8 +120,7 @@ KINDS: tuple[FileKind, ...] = (
     FileKind("the index of a checkpoint", ("state show FILE", "state reshard FILE --to PLAN -o OUT"),
              lambda g: "pipeproof_state" in g.keys or {"metadata", "weight_map"} <= g.keys),
     FileKind("a directory of traces", ("import profile FILE --plan PLAN",),
-             lambda g: g.has(".pt.trace.json", ".pt.trace.json.gz", ".sqlite")),
-    FileKind("an export of Nsight Systems", ("import profile FILE --plan PLAN",), lambda g: g.head.startswith(_SQLITE)),
+             lambda g: g.has(".pt.trace.json", ".pt.trace.json.gz")),
     FileKind("a compressed trace", ("import profile FILE --plan PLAN",), lambda g: g.head.startswith(_GZIP)),
     FileKind("a pickle, such as a Flight Recorder dump", ("job hang DIRECTORY",),
              lambda g: g.head.startswith(_PICKLE)),
@@ -173,7 +171,6 @@ KINDS: tuple[FileKind, ...] = (
               lambda g: bool(_SWIFT.search(g.text))),
     _imported("a shell script", "megatron",
               lambda g: bool(_SHELL.search(g.text))),
-    FileKind("a log with timers", ("import profile FILE --plan PLAN",), lambda g: bool(_TIMER.search(g.text))),
     FileKind("the table of a timeline", ("compare FILE OTHER",),
              lambda g: g.text.startswith("rank,queue,op,kind,")),
     FileKind("a page for a browser", (), lambda g: g.text.lstrip()[:9].lower() == "<!doctype"),

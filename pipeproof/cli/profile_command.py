@@ -1,4 +1,4 @@
-"""``pipeproof import profile``: a profile from traces and timer logs of a run."""
+"""``pipeproof import profile``: a profile from traces of a run."""
 
 from __future__ import annotations
 
@@ -62,11 +62,10 @@ def profile(
     message_us: Fraction | None,
     scales: dict[int, Fraction],
 ) -> None:
-    """Make a profile from traces or timer logs of a run.
+    """Make a profile from traces of a run.
 
-    FILE is a trace of PyTorch's profiler (.json, .json.gz, one for each rank), an SQLite export of Nsight Systems, a
-    log with timers of Megatron-LM, or the logs of Paddle's ranks; or a directory of such files. The kind is recognised
-    by the content. A plan with `cost: {profile: FILE}` is then simulated with these times.
+    FILE is a trace of PyTorch's profiler (.json, .json.gz, one for each rank), or a directory of them. A plan with
+    `cost: {profile: FILE}` is then simulated with these times.
     """
     require_separate_outputs()
     if plan is None and (output is not None or message_us is not None or scales or settings):
@@ -109,7 +108,7 @@ def _show(found: Profile, output: Path | None, console: Console) -> None:
     ]  # fmt: skip
     print_table(["rank", ">total ms", *(f">{part}" for part in parts)], shares, console)
     step = "" if source.step_us is None else f"; a step takes {source.step_us / 1000:.3f} ms, the median"
-    lines = [f"{source.format}: {found.steps.run} steps, {found.steps.counted} counted{step}"]
+    lines = [f"{found.steps.run} steps, {found.steps.counted} counted{step}"]
     lines += [
         f"messages of {point.num_bytes} bytes: {point.median_us:.3f} us, the median of {point.count}"
         for point in found.messages
@@ -124,14 +123,11 @@ def _show(found: Profile, output: Path | None, console: Console) -> None:
 def _show_content(paths: list[Path], console: Console) -> None:
     from rich.text import Text
 
-    from pipeproof.interop.profiles.profile_from_traces import common_format, read_traces
+    from pipeproof.interop.profiles.profile_from_traces import read_trace
     from pipeproof.interop.profiles.trace_content import content_of
     from pipeproof.views.tables import print_table
 
-    kind = common_format(paths)
-    if kind not in ("kineto", "nsight_systems"):
-        raise click.UsageError("timers are of a plan's stages: give the plan with --plan")
-    for trace in read_traces(kind, paths):
+    for trace in map(read_trace, paths):
         rank = "rank not known" if trace.rank is None else f"rank {trace.rank}"
         content = content_of(trace)
         total, outside = sum(row.total_ns for row in content), content[-1].total_ns

@@ -219,7 +219,7 @@ class StepLimits(_Part):
     largest_loss: LargestLoss | None = Field(description="Null if there is none.")
 
 
-TraceFormat = Literal["kineto", "nsight_systems", "megatron_timers", "paddle_timers"]
+TraceFormat = Literal["kineto"]
 """A source of times other than our own measurement."""
 
 
@@ -241,8 +241,8 @@ class ProfileSource(_Part):
     files: _Listed[str] = Field(description="Their names.")
     devices: _Listed[str] = Field(description="The GPU of each rank; none for runs on CPUs.")
     step_us: _Time | None = Field(
-        description="Median of the counted steps: of traces, from the first start to the last end of a computation; of "
-        "timers, the whole step. Null if not known."
+        description="Median of the counted steps, from the first start to the last end of a computation. Null if "
+        "not known."
     )
     ranks: _Listed[AttributedTime] = Field(description="By rank.")
     assumptions: _Listed[str] = Field(description="What was assumed or left out.")
@@ -252,7 +252,7 @@ class Profile(_Part):
     """Measured times of a plan."""
 
     profile: Literal[1] = Field(description="Version of this format.")
-    machine: Machine | None = Field(description="Null in a profile that was made from traces or logs.")
+    machine: Machine | None = Field(description="Null in a profile that was made from traces.")
     plan: MeasuredPlan
     steps: Steps
     stages: _Listed[StageTimes] = Field(description="By global stage.")
@@ -272,7 +272,7 @@ class Profile(_Part):
     )
     source: ProfileSource | None = Field(
         default=None,
-        description="The traces or logs that the profile was made from; null for our own measurements. With it, the "
+        description="The traces that the profile was made from; null for our own measurements. With it, the "
         "times of operations include their collectives, and a collective that is not listed takes no time.",
     )
 

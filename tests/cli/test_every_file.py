@@ -47,8 +47,6 @@ WRITTEN = {
     "profile": ("profile.json", json.dumps({"profile": 1, "stages": []})),
     "trace": ("trace.json", json.dumps({"traceEvents": []})),
     "compressed trace": ("t.json.gz", gzip.compress(b"{}")),
-    "Nsight": ("x.sqlite", b"SQLite format 3\0"),
-    "timers": ("train.log", " iteration 1/ 10 | elapsed time per iteration (ms): 10 |\n"),
     "traces": ("traces/rank0.pt.trace.json", json.dumps({"traceEvents": []})),
     "arguments": ("training.log", f"{'-' * 24} arguments {'-' * 24}\n  hidden_size ...... 2\n"),
     "sweep": ("sweep.yaml", f"plan: {PLAN}\ngrid: {{schedule.kind: [1f1b]}}\n"),
@@ -124,7 +122,7 @@ COMMANDS = {
     "state aoa": (["state", "aoa", "--source", "{checkpoint}"], {"AOA"}),
     "state align": (["state", "align", PLAN], {"record directory"}),
     "import profile": (["import", "profile", "--plan", PLAN],
-                       {"trace", "traces", "all traces", "compressed trace", "Nsight", "timers", "arguments"}),
+                       {"trace", "traces", "all traces", "compressed trace", "arguments"}),
     "import measurements": (["import", "measurements"], {"measurements"}),
     **{f"import {kind}": (["import", kind, "-o", "{out}/plan.yaml"], files) for kind, files in IMPORTERS.items()},
 }  # fmt: skip

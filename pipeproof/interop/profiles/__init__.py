@@ -1,1 +1,1 @@
-"""Profiles from traces and timer logs of programs that pipeproof did not run."""
+"""Profiles from traces of programs that pipeproof did not run."""

@@ -1,4 +1,4 @@
-"""Times of a plan's operations, in one form for all sources: the content of a profile."""
+"""Times of a plan's operations: the content of a profile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeproof.schedule.ops import OpKind
-from pipeproof.specs.profile_file import TraceFormat
 
 
 @dataclass(slots=True)
@@ -37,7 +36,6 @@ class Measurements:
     length of a step, None if it is not known. ``notes`` are assumptions, and what was left out.
     """
 
-    format: TraceFormat
     files: Sequence[str]
     num_steps: int
     num_counted: int

@@ -170,9 +170,7 @@ def _step_starts(trace: RankTrace, ops: Sequence[Op], program: Sequence[Op]) -> 
     return starts, len(ops) - len(starts) * len(program)
 
 
-_ORDER_HELP = (
-    "name the operations by ranges such as `pipeproof:0F1` (record_function or NVTX), or use the timers of the program"
-)
+_ORDER_HELP = "name the operations by ranges such as `pipeproof:0F1` (record_function)"
 
 
 def _by_launch_order(

@@ -7,22 +7,20 @@ from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 
 UNREADABLE_TRACE = RuleDoc(
     code="PP163",
-    title="a trace or log cannot be read",
+    title="a trace cannot be read",
     explanation=(
-        "`pipeproof import profile` reads traces of PyTorch's profiler (JSON, also compressed by gzip), SQLite exports "
-        "of Nsight Systems, and logs with the timers of Megatron-LM or Paddle. It recognises them by their content. "
-        "Refused are other files, files that are cut off, lack a table or are larger than the limits, and files of "
-        "different kinds in one command."
+        "`pipeproof import profile` reads traces of PyTorch's profiler (JSON, also compressed by gzip). Refused are "
+        "other files, and files that are cut off or larger than the limits."
     ),
     wrong="pipeproof import profile report.nsys-rep --plan plan.yaml",
-    right="nsys export --type sqlite report.nsys-rep\npipeproof import profile report.sqlite --plan plan.yaml",
+    right="pipeproof import profile rank0.json rank1.json --plan plan.yaml",
     kind=ExampleKind.COMMAND,
 )
 NOT_ASSIGNED = RuleDoc(
     code="PP164",
     title="measured events cannot be assigned to the operations of the plan",
     explanation=(
-        "A time counts for an operation by evidence only: the name of a range, a timer, or the order of launches "
+        "A time counts for an operation by evidence only: the name of a range, or the order of launches "
         "between messages. Here the events and the plan do not agree: another order, another number of operations, a "
         "rank that the plan does not have, or a stage without a time. Where several assignments are possible, none "
         "is chosen."

@@ -1,4 +1,4 @@
-"""Profile of a plan from traces or timer logs: recognition of the files, and the profile of their times."""
+"""Profile of a plan from traces of PyTorch's profiler: the files, and the profile of their times."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from pydantic import ValidationError
 from pipeproof.cost.measured_profile import measured_sections
 from pipeproof.interop.profiles.kineto_trace import read_kineto
 from pipeproof.interop.profiles.measurements import Measurements
-from pipeproof.interop.profiles.nsys_sqlite import SQLITE_MAGIC, read_nsys
 from pipeproof.interop.profiles.profile_codes import not_assigned, unreadable
 from pipeproof.interop.profiles.rank_trace import RankTrace
-from pipeproof.interop.profiles.timer_logs import log_format, measure_logs
 from pipeproof.interop.profiles.trace_measurements import measure_traces
 from pipeproof.schedule.ops import COMPUTE_KINDS, SEND_KINDS, OpKind
 from pipeproof.specs.cost import CostSpec
@@ -37,20 +35,19 @@ from pipeproof.specs.profile_file import (
     StageTimes,
     Steps,
     TimedKind,
-    TraceFormat,
 )
 from pipeproof.verify.certificate import graph_digest
 from pipeproof.verify.subject import Subject, make_subject
 
-FORMATS = "traces of PyTorch's profiler, SQLite exports of Nsight Systems, and timer logs of Megatron-LM and Paddle"
-_SUFFIXES = (".json", ".json.gz", ".sqlite", ".log", ".txt")
-"""Files of a directory that are read; workerlog.3, too."""
+_TRACES = "traces of PyTorch's profiler"
+_SUFFIXES = (".json", ".json.gz")
+"""Files of a directory that are read."""
 _WHOLE = "give whole files of one run"
 _GZIP = b"\x1f\x8b"
 
 
 def measured_files(names: Sequence[Path]) -> list[Path]:
-    """Return the files, with those of directories that may be traces or logs.
+    """Return the files, with those of directories that may be traces.
 
     Raises:
         BadPlanError: PP163, one does not exist, or a directory has none.
@@ -58,68 +55,31 @@ def measured_files(names: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for name in names:
         if name.is_dir():
-            inside = sorted(p for p in name.iterdir() if p.is_file() and _may_be_measured(p.name))
+            inside = sorted(p for p in name.iterdir() if p.is_file() and p.name.endswith(_SUFFIXES))
             if not inside:
-                raise unreadable(str(name), f"no file there ends with {', '.join(_SUFFIXES)}", f"name {FORMATS}")
+                raise unreadable(str(name), f"no file there ends with {', '.join(_SUFFIXES)}", f"name {_TRACES}")
             files += inside
         elif not name.exists():
-            raise unreadable(str(name), "there is no such file", f"name {FORMATS}")
+            raise unreadable(str(name), "there is no such file", f"name {_TRACES}")
         else:
             files.append(name)
     return files
 
 
-def _may_be_measured(name: str) -> bool:
-    return name.endswith(_SUFFIXES) or name.startswith("workerlog.")
-
-
-def format_of(path: Path) -> TraceFormat:
-    """Return the kind of a file, by its content.
+def read_trace(path: Path) -> RankTrace:
+    """Return the trace of a rank.
 
     Raises:
-        BadPlanError: PP163, it is of none.
+        BadPlanError: PP163, it is not a trace, or it cannot be read; PP164.
     """
     try:
         with path.open("rb") as stream:
             begin = stream.read(64)
     except OSError as error:
-        raise unreadable(str(path), f"the file cannot be read: {error.strerror}", f"name {FORMATS}") from error
-    if begin.startswith(SQLITE_MAGIC):
-        return "nsight_systems"
-    if begin.lstrip()[:1] == b"{" or (begin.startswith(_GZIP) and ".json" in path.name):
-        return "kineto"
-    found = log_format(path)
-    if found is None:
-        raise unreadable(str(path), "the kind of the file is not known", f"give {FORMATS}")
-    return found
-
-
-def common_format(paths: Sequence[Path]) -> TraceFormat:
-    """Return the kind of all files.
-
-    Raises:
-        BadPlanError: PP163, one is of no kind, or of another than the first.
-    """
-    formats = [format_of(path) for path in paths]
-    for path, kind in zip(paths, formats, strict=True):
-        if kind != formats[0]:
-            raise unreadable(
-                str(path), f"the kind is {kind}, and `{paths[0]}` is {formats[0]}", "give files of one kind"
-            )
-    return formats[0]
-
-
-def read_traces(kind: TraceFormat, paths: Sequence[Path]) -> Iterator[RankTrace]:
-    """Yield the ranks of traces.
-
-    Raises:
-        BadPlanError: PP163, PP164.
-    """
-    for path in paths:
-        if kind == "kineto":
-            yield read_kineto(path)
-        else:
-            yield from read_nsys(path)
+        raise unreadable(str(path), f"the file cannot be read: {error.strerror}", f"name {_TRACES}") from error
+    if begin.lstrip()[:1] != b"{" and not (begin.startswith(_GZIP) and ".json" in path.name):
+        raise unreadable(str(path), "it is not a trace", f"give {_TRACES}")
+    return read_kineto(path)
 
 
 def profile_of_files(
@@ -138,11 +98,7 @@ def profile_of_files(
     """
     spec = loaded.spec.model_copy(update={"cost": CostSpec()})  # the plan may name the profile that is being made
     subject = make_subject(replace(loaded, spec=spec))
-    kind = common_format(paths)
-    if kind in ("kineto", "nsight_systems"):
-        found = measure_traces(kind, list(read_traces(kind, paths)), subject)
-    else:
-        found = measure_logs(kind, paths, subject)
+    found = measure_traces([read_trace(path) for path in paths], subject)
     _scale(found, scales, len(subject.plan.stages))
     try:
         return _profile(found, subject, message_us)
@@ -178,7 +134,7 @@ def _profile(found: Measurements, subject: Subject, message_us: Fraction | None)
         host=Host(between_ops=None, after_wait=None),
         clock=ClockOfTimes(name="device" if found.devices else "host", accuracy_us=0.0),
         source=ProfileSource(
-            format=found.format,
+            format="kineto",
             files=tuple(found.files),
             devices=tuple(found.devices),
             step_us=None if found.step_ns is None else found.step_ns / 1000,

@@ -25,7 +25,6 @@ from pipeproof.interop.profiles.rank_trace import NamedRange, RankTrace, Work, u
 from pipeproof.schedule.op_table import NONE, EdgeKind
 from pipeproof.schedule.ops import COMPUTE_KINDS, META_KINDS, TRANSFER_KINDS, Op, OpKind
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.specs.profile_file import TraceFormat
 from pipeproof.verify.subject import Subject
 
 _UPDATES = frozenset({OpKind.STEP, OpKind.REDUCE_GRAD, OpKind.GATHER_WEIGHT})
@@ -48,7 +47,7 @@ class _Place:
     replica: tuple[tuple[str, int], ...]
 
 
-def measure_traces(kind: TraceFormat, traces: Sequence[RankTrace], subject: Subject) -> Measurements:
+def measure_traces(traces: Sequence[RankTrace], subject: Subject) -> Measurements:
     """Return the times of the plan's operations in the traces of some or all of its ranks.
 
     Raises:
@@ -57,7 +56,7 @@ def measure_traces(kind: TraceFormat, traces: Sequence[RankTrace], subject: Subj
     places = _places(traces, subject)
     graph = subject.graph
     sharded = any(subject.plan.mesh.size(axis) > 1 for axis in ("tp", "cp", "ep"))
-    found = Measurements(kind, sorted({trace.file for trace in traces}), 0, 0)
+    found = Measurements(sorted({trace.file for trace in traces}), 0, 0)
     ends: dict[tuple[tuple[tuple[str, int], ...], int, int], _TransferEnd] = {}
     step_counts: Counter[int] = Counter()
     lengths: list[list[tuple[int, int, str]]] = []

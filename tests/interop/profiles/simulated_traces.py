@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sqlite3
-from collections import defaultdict
 from dataclasses import dataclass
 
 from pipeproof.schedule.ops import COMPUTE_KINDS, FORWARD_KINDS, RECV_KINDS, SEND_KINDS, parse_op
@@ -115,58 +113,6 @@ def write_kineto(folder, events, *, compress=False, **options):
         path.write_bytes(gzip.compress(text.encode()) if compress else text.encode())
         files.append(path)
     return files
-
-
-def write_nsys(path, events, *, named=True, ranges=True):
-    """Write one SQLite export with the processes of all ranks, each with the GPU of its number."""
-    path.unlink(missing_ok=True)
-    connection = sqlite3.connect(path)
-    connection.executescript(
-        "CREATE TABLE StringIds (id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL);"
-        "CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER NOT NULL, end INTEGER NOT NULL, eventClass INTEGER,"
-        " globalTid INTEGER, correlationId INTEGER, nameId INTEGER NOT NULL, returnValue INTEGER NOT NULL);"
-        "CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER"
-        " NOT NULL, contextId INTEGER NOT NULL, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER,"
-        " demangledName INTEGER NOT NULL, shortName INTEGER NOT NULL);"
-        "CREATE TABLE CUPTI_ACTIVITY_KIND_MEMSET (start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER"
-        " NOT NULL, contextId INTEGER NOT NULL, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER,"
-        " value INTEGER NOT NULL, bytes INTEGER NOT NULL);"
-        "CREATE TABLE TARGET_INFO_GPU (id INTEGER NOT NULL, name TEXT);"
-        "INSERT INTO TARGET_INFO_GPU VALUES (0, 'NVIDIA H100');"
-    )
-    if ranges:
-        connection.execute(
-            "CREATE TABLE NVTX_EVENTS (start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL,"
-            " rangeId INTEGER, category INTEGER, color INTEGER, text TEXT, globalTid INTEGER,"
-            " endGlobalTid INTEGER, textId INTEGER, domainId INTEGER)"
-        )
-    names = defaultdict(lambda: len(names) + 1)
-    for rank, of_rank in events.items():
-        process, correlation = (0x11 << 48) | (4000 + rank) << 24, 0
-        for number, event in enumerate(event for event in of_rank):
-            if ranges and (named or event.op is None):
-                text, text_id = (event.name, None) if number % 2 else (None, names[event.name])
-                row = (event.start, event.end, 59, text, process | MAIN, text_id, 0)
-                connection.execute(
-                    "INSERT INTO NVTX_EVENTS (start, end, eventType, text, globalTid, textId, domainId) "
-                    "VALUES (?, ?, ?, ?, ?, ?, ?)", row,
-                )  # fmt: skip
-            for place, (name, start, end) in enumerate(event.kernels):
-                correlation += 1
-                launch, thread = event.start + 100 * (place + 1), process | thread_of(event)
-                connection.execute(
-                    "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, 0, ?, ?, ?, 0)",
-                    (launch, launch + 50, thread, correlation, names["cudaLaunchKernel_v7000"]),
-                )
-                stream = MESSAGE_STREAM if "SendRecv" in name else COMPUTE_STREAM
-                connection.execute(
-                    "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, 1, ?, ?, ?, ?, ?)",
-                    (start, end, rank, stream, correlation, process, names[name], names[name]),
-                )
-    connection.executemany("INSERT INTO StringIds VALUES (?, ?)", [(number, name) for name, number in names.items()])
-    connection.commit()
-    connection.close()
-    return path
 
 
 def host_traces(subject, *, num_steps=2, prefix="pipeproof:"):
