@@ -36,7 +36,6 @@ OPTIONAL = {
     "numba": "the extra `fast`",
     "ortools": "the extra `solve`",
     "paddle": "the extra `cpu`",
-    "perfetto": "the extra `trace`",
     "ray": "the extra `ray`",
     "submitit": "the extra `slurm`",
     "torch": "the extra `torch`",

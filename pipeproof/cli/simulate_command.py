@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.argument("plan", metavar="PLAN", type=PlanFile())
 @plan_options(device=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=timeline_file,
-              help="Write the timeline: .html (a page for a browser), .json (Chrome trace), .pftrace (Perfetto), .csv, "
+              help="Write the timeline: .html (a page for a browser), .json (Chrome trace), .csv, "
                    "or a picture: .png, .svg, .pdf.")  # fmt: skip
 @format_option()
 @click.option("--engine", type=click.Choice(["auto", "fast", "simpy"]), default="auto", show_default=True,

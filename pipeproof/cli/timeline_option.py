@@ -24,15 +24,12 @@ FORMS: Mapping[str, str] = MappingProxyType(
     {
         ".html": "a page for a browser",
         ".json": "a Chrome trace",
-        ".pftrace": "a Perfetto trace",
         ".csv": "a table",
         **dict.fromkeys(PICTURES, "a picture"),
     }
 )
 """Formats by suffix."""
-_NEEDS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {".pftrace": ("perfetto", "trace"), **dict.fromkeys(PICTURES, ("matplotlib", "plot"))}
-)
+_NEEDS: Mapping[str, tuple[str, str]] = MappingProxyType(dict.fromkeys(PICTURES, ("matplotlib", "plot")))
 """The package that a format needs, and the extra that has it."""
 
 
@@ -91,11 +88,6 @@ def write_timeline(
             titled = f"{title}{sizes}{note}"
             write_html([(titled, timeline, graph, curves[0] if curves else None, mfu)], path)
             return f"timeline written to {path}; open it in a browser"
-        case ".pftrace":
-            from pipeproof.views.perfetto_trace import write_perfetto
-
-            write_perfetto(timeline, path, graph, curves)
-            return f"trace written to {path}; open it in ui.perfetto.dev"
         case ".csv":
             from pipeproof.views.timeline_csv import write_csv
 

@@ -158,7 +158,7 @@ def test_simulate_refuses_an_output_of_another_form_before_the_work(name, good, 
     result = invoke("simulate", good, "-o", tmp_path / name)
     assert result.exit_code == 2
     told = " ".join(result.stderr.split())
-    assert "has another ending than .html (a page for a browser), .json (a Chrome trace), .pftrace" in told
+    assert "has another ending than .html (a page for a browser), .json (a Chrome trace), .csv" in told
     assert started == []
     assert not (tmp_path / name).exists()
 

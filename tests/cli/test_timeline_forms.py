@@ -7,12 +7,12 @@ from pipeproof.diagnostics.install_command import install_extra
 from tests.cli.commands import invoke
 
 BEGINS = {
-    ".html": b"<!DOCTYPE html>", ".json": b'{"traceEvents":[', ".pftrace": b"\n", ".csv": b"rank,queue,op,kind,",
+    ".html": b"<!DOCTYPE html>", ".json": b'{"traceEvents":[', ".csv": b"rank,queue,op,kind,",
     ".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF",
 }  # fmt: skip
 
 
-NEEDED = {".pftrace": "perfetto", ".png": "matplotlib", ".svg": "matplotlib", ".pdf": "matplotlib"}
+NEEDED = {".png": "matplotlib", ".svg": "matplotlib", ".pdf": "matplotlib"}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,6 @@ def test_other_endings_are_refused_before_the_work(command, name, good, tmp_path
     ("suffix", "words"),
     [
         (".png", f"a picture (.png) needs matplotlib: {install_extra('plot')}"),
-        (".pftrace", f"a Perfetto trace (.pftrace) needs perfetto: {install_extra('trace')}"),
     ],
 )
 def test_a_missing_extra_is_named_before_the_work(suffix, words, good, tmp_path, started, monkeypatch):

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
         "make_fleet.py",
         "make_reshard.py",
         "make_refused.py",
-        pytest.param("make_forms.py", marks=pytest.mark.needs("perfetto")),
+        "make_forms.py",
         "make_receives.py",
         "make_published.py",
         "make_seed_experiment.py",

@@ -88,7 +88,6 @@ def test_there_are_commands_to_look_at():
 
 
 NEEDED = {
-    ".pftrace": "perfetto",
     ".png": "matplotlib",
     ".svg": "matplotlib",
     ".pdf": "matplotlib",

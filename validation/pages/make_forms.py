@@ -12,9 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from google.protobuf import text_format
 from pages import DOCS, ROOT, fill, main, table
-from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 from rich.console import Console
 
 from pipeproof import load_plan, lower
@@ -81,18 +79,6 @@ def chrome() -> str:
     return _block("json", "\n".join(next(line for line in lines if part in line) for part in wanted))
 
 
-def perfetto() -> str:
-    """Return the tracks of a rank, and the packet in which its first send begins."""
-    packets = Trace.FromString(written(".pftrace")).packet
-    tracks = [packet.track_descriptor for packet in packets if packet.HasField("track_descriptor")]
-    first = next(track.uuid for track in tracks if track.HasField("process"))
-    names = [track.name for track in tracks if track.parent_uuid == first]
-    send = next(packet for packet in packets if packet.track_event.flow_ids)
-    return f"Tracks of rank 0: {', '.join(names)}. The packet in which its first send begins:\n\n" + _block(
-        "text", text_format.MessageToString(send)
-    )
-
-
 def csv() -> str:
     """Return the first rows, and the meanings of the columns."""
     head = "\n".join(written(".csv").decode().splitlines()[:6])
@@ -108,7 +94,7 @@ def _block(kind: str, text: str) -> str:
 def pages() -> dict[Path, str]:
     """Return the page and its picture."""
     page = DOCS / "pictures.md"
-    parts = {"terminal": terminal(), "chrome": chrome(), "perfetto": perfetto(), "csv": csv()}
+    parts = {"terminal": terminal(), "chrome": chrome(), "csv": csv()}
     return {page: fill(page, parts), PICTURE: picture()}
 
 
