@@ -1,1 +1,1 @@
-"""Questions about plans and trainings: advise, sweep, compare, jitter, align."""
+"""Questions about plans and trainings: advise, sweep, compare, align."""

@@ -84,7 +84,6 @@ RESULTS: Mapping[str, frozenset[str]] = MappingProxyType(
         "doctor": frozenset({"backend", "not_measured", "curve"}),
         "import measurements": frozenset({"groups", "measurements", "unread_files"}),
         "rehearse --report": frozenset({"passed", "elements", "faults"}),
-        "schedule jitter": frozenset({"noise", "replicas", "quantiles"}),
         "schedule list": frozenset({"schedules"}),
         "schedule show": frozenset({"num_sequence_splits", "verdict", "ranks"}),
         "simulate": frozenset({"makespan", "send_completes", "engine"}),

@@ -50,7 +50,6 @@ EXAMPLES: Final = MappingProxyType(
         "rehearse": "pipeproof rehearse plan.yaml --scale 1/4",
         "run": "pipeproof run plan.yaml --report run.json",
         "schedule convert": "pipeproof schedule convert schedule.csv --as text",
-        "schedule jitter": "pipeproof schedule jitter plan.yaml --cv 0.1",
         "schedule list": "pipeproof schedule list",
         "schedule show": "pipeproof schedule show zb_v -p 4 -m 8",
         "schedule solve": "pipeproof schedule solve plan.yaml -o solved.csv",

@@ -49,7 +49,7 @@ def _time(context: click.Context, parameter: click.Parameter, value: str) -> Fra
 
 @click.group(cls=SuggestingGroup)
 def schedule() -> None:
-    """List and show pipeline schedules, convert their files, search for the shortest one, and test one under jitter."""
+    """List and show pipeline schedules, convert their files, and search for the shortest one."""
 
 
 @schedule.command("list")
@@ -178,7 +178,7 @@ def _costs(cost: Times | None, parts: Mapping[str, Times | None]) -> Mapping[str
 
 
 schedule.commands = LazyCommands(
-    {"jitter": "jitter_command:jitter", "convert": "convert_command:convert"},
+    {"convert": "convert_command:convert"},
     schedule.commands,
     "schedule",
 )

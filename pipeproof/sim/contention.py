@@ -24,7 +24,7 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.comm.size_limit import MAX_OPERATIONS, TOO_LARGE
 from pipeproof.cost.network_times import Network, Shape
 from pipeproof.cost.transfer_times import NetworkTimes
-from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
+from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.schedule.ops import KINDS, OpKind
 from pipeproof.sim.fair_shares import FairShares, Link
 from pipeproof.sim.link_costs import bytes_of
@@ -42,21 +42,6 @@ def shared_network(lowered: LoweredPlan) -> Network | None:
     """The network whose links the messages and collectives of a plan share, None without contention."""
     links = lowered.links
     return links.network if isinstance(links, NetworkTimes) and links.network.contention else None
-
-
-def require_own_links(lowered: LoweredPlan) -> None:
-    """Raise an error for plans with contention: noise applies to single messages and collectives.
-
-    Raises:
-        BadPlanAtError: PP106, ``cost.network.contention`` is true.
-    """
-    if shared_network(lowered) is None:
-        return
-    message = (
-        "`cost.network.contention` is true, and runs with noise need messages and collectives that do not share links"
-    )
-    finding = Finding("PP106", Severity.ERROR, message, help="set it to false for runs with noise")
-    raise BadPlanAtError(finding, ("cost", "network", "contention"))
 
 
 def every_rank_of(lowered: LoweredPlan) -> LoweredPlan:

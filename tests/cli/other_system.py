@@ -68,7 +68,6 @@ COMMANDS = {
     "rehearse": [_PLAN],
     "run": [_PLAN],
     "schedule convert": [str(EXAMPLES / "schedules" / "zbv_pp2.csv"), "--as", "text"],
-    "schedule jitter": [_PLAN],
     "schedule list": [],
     "schedule show": ["zb_v", "-p", "4", "-m", "8"],
     "schedule solve": [_PLAN, "-o", "solved.csv"],

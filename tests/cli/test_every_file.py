@@ -82,7 +82,6 @@ READS_PLANS = (
     "show",
     "simulate",
     "advise",
-    "schedule jitter",
     "rehearse",
     "run",
     "job fleet",

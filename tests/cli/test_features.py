@@ -130,7 +130,6 @@ def ends_well(file, *, costs=True):
         ("show",),
         ("show", "--memory"),
         ("advise",),
-        ("schedule", "jitter", "--runs", "2"),
     ]
     commands += [("show", "--costs")] if costs else []
     for command in commands:

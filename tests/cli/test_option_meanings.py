@@ -88,7 +88,6 @@ def test_set_replaces_a_value_and_its_errors_name_it(good):
         (("show",), "parameters"),
         (("advise", "--top", "1"), "step us"),
         (("compare", EXAMPLES / "gpt_pp4.yaml"), "makespan"),
-        (("schedule", "jitter", "--runs", "2", "--no-delays"), "makespan"),
     ],
     ids=lambda value: " ".join(map(str, value))[:20],
 )

@@ -38,7 +38,6 @@ COMMANDS = {
     "simulate": (("simulate", PLAN), "simulating"),
     "show": (("show", PLAN), "lowering"),
     "compare": (("compare", PLAN, PLAN), "comparing"),
-    "jitter": (("schedule", "jitter", PLAN, "--runs", "20"), "simulating 20 runs"),
     "schedule show": (("schedule", "show", "1f1b", "-p", "2", "-m", "4"), "checking 1f1b"),
     "job hang": (("job", "hang", EXAMPLES / "importing" / "dumps"), "reading the dumps"),
     "state reshard": (("state", "reshard", PLAN, PLAN, "--check"), "proving the map"),

@@ -52,7 +52,6 @@ COMMANDS = (
     ("schedule", "show", "zb_v", "-p", "4", "-m", "8"),
     ("schedule", "show", "dualpipe", "-p", "4", "-m", "16"),
     ("schedule", "show", "1f1b", "-p", "2", "-m", "3"),
-    ("schedule", "jitter", GOOD, "--runs", "20"),
     ("import", "deepspeed", IMPORTING / "deepspeed.json", "--world-size", "8", "-o", "{plan}"),
     *(
         ("import", kind, *words, "-o", "{plan}")

@@ -170,9 +170,7 @@ def test_the_digest_does_not_depend_on_where_the_file_is():
     assert one != check(plan_from_dict(plan(layers=changed(1, name="relu")))).digest
 
 
-@pytest.mark.parametrize(
-    "command", [["check"], ["simulate"], ["show"], ["show", "--memory"], ["advise"], ["schedule", "jitter"]]
-)
+@pytest.mark.parametrize("command", [["check"], ["simulate"], ["show"], ["show", "--memory"], ["advise"]])
 def test_commands(command, tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text(json.dumps(plan(cost={"forward_us": 100, "backward_us": 200})))

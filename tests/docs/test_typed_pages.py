@@ -24,7 +24,6 @@ OTHERS = {
     "checking.md": {"programs.txt": "schedules/two_by_two.txt"},
     "hangs.md": {},
     "importing.md": {},
-    "jitter.md": {},
     "memory.md": {},
     "overlap.md": {},
     "pictures.md": {},

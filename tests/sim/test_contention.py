@@ -10,9 +10,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.analysis.jitter.delays import delays_of
-from pipeproof.analysis.jitter.noise import Noise
-from pipeproof.analysis.jitter.noisy_runs import run_jitter
 from pipeproof.comm.lower import lower
 from pipeproof.cost.network_times import Shape
 from pipeproof.diagnostics.finding import BadPlanAtError
@@ -385,13 +382,10 @@ def test_links_are_not_shared_by_more_ranks_than_memory_holds(monkeypatch):
     assert (caught.value.findings[0].code, caught.value.path) == ("PP116", ("cost", "network", "contention"))
 
 
-def test_the_fast_engine_and_noise_are_refused():
+def test_the_fast_engine_is_refused():
     plan = network_of([send(2, 200)], [], receive(0, 200), [])
     with pytest.raises(BadPlanAtError, match="share links"):
         simulate(plan, engine="fast")
-    for disturbed in (lambda: delays_of(plan), lambda: run_jitter(plan, Noise(), 2)):
-        with pytest.raises(BadPlanAtError, match="do not share links"):
-            disturbed()
 
 
 def test_a_shape_counts_members_of_nodes_and_cards():

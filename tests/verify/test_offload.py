@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.analysis.jitter.delays import delays_of
 from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.diagnostics.finding import PipeproofError, Severity
 from pipeproof.exec.executor_support import require_executable, require_issuable
@@ -223,11 +222,6 @@ def test_a_budget_that_only_offloading_meets(tmp_path):
     budget = {"memory": {"budget_gib": 400 / 2**20}}
     assert codes(plan(tmp_path, sequence(4, offload=False), **budget)) == {"PP701"}
     assert codes(plan(tmp_path, sequence(4, offload=True), **budget)) == set()
-
-
-def test_slower_computations_do_not_slow_copies(tmp_path):
-    (delay,) = delays_of(plan(tmp_path, sequence(3, offload=True), 0.5).plan).ranks
-    assert delay.added_us == Fraction(3 * 30, 100)
 
 
 def test_a_device_gives_the_bandwidth_unless_the_plan_does(tmp_path):

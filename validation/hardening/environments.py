@@ -136,7 +136,6 @@ COMMANDS = (
     Command("advise IN"),
     Command("sweep IN -o OUT.jsonl", _SWEEP),
     Command("schedule show 1f1b -p 4 -m 8 --as text"),
-    Command("schedule jitter IN --runs 20"),
     Command("schedule solve IN -o OUT.csv"),
     Command("schedule list"),
     Command("compare IN IN -o OUT.html"),

@@ -253,7 +253,7 @@ element("pin").addEventListener("click", () => { pinned = pinned ? null : {...va
 copyWith(element("copy-link"), () => location.href);
 copyWith(element("copy-plan"), () => planText(values));
 element("about").textContent = `Schedules, times and verdicts are those of pipeproof, to the nanosecond. Left out: ${DATA.leftOut.join(" and ")}, `
-  + "which need sequence splits and a search. Noise is drawn here; the random numbers are not those of pipeproof schedule jitter.";
+  + "which need sequence splits and a search. Noise is drawn here.";
 const open = () => { ({values, pinned, refused} = readFragment(location.hash)); show(); };
 addEventListener("hashchange", open);
 open();

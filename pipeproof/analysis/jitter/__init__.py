@@ -1,1 +1,0 @@
-"""Jitter: step times under random noise and slow ranks, and the sensitivity of the step to delays."""
