@@ -27,7 +27,6 @@ HEAVY = (
     "pydantic",
     "pytest",
     "rich.console",
-    "scipy.sparse.csgraph",
     "simpy",
     "yaml",
 )

@@ -92,12 +92,11 @@ def test_bytes_of_messages():
 
 
 def test_a_large_graph_is_checked_and_its_short_cycle_found(monkeypatch):
-    """The large paths (a first part, components, few rows for the witness) have the results of the small ones."""
+    """The large paths (a first part, few rows for the witness) have the results of the small ones."""
     graph = subject(topology={"pp": 4}, schedule={"num_micro_batches": 16}).graph
     declared = ChannelModel("directed_edge")
     small = DeadlockChecker(graph).verdict(declared), cycle_of(graph, MODELS[0])
     monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._SEARCHED_WHOLE", 32)
-    monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_verdict._LARGE", 0)
     assert DeadlockChecker(graph).verdict(declared) == small[0]
     assert not deadlocks(graph, declared)
     large = cycle_of(graph, MODELS[0])

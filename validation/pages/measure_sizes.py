@@ -26,13 +26,12 @@ NEEDED_FOR = {
     "pygments": "part of rich",
     "pyyaml": "plans, with line and column of each key",
     "rich": "text output: tables, colours, progress",
-    "scipy": "connected parts of graphs",
     "simpy": "the reference model of the simulator, the virtual clock of `pipeproof.testing`",
     "typing-extensions": "part of pydantic",
     "typing-inspection": "part of pydantic",
 }
 """Use of each distribution, by its name in lower case with hyphens."""
-LARGE = ("numpy", "scipy")
+LARGE = ("numpy",)
 """Distributions that the limit does not count."""
 LIMIT_MB = 60
 """Most megabytes (10^6 bytes) of all others together."""
@@ -66,7 +65,7 @@ def table(sizes: Mapping[str, tuple[str, float]]) -> list[str]:
         "| package | MB | needed for |",
         "| --- | ---: | --- |",
         *rows,
-        f"| **all but numpy and scipy** | **{small:.1f}** | |",
+        f"| **all but numpy** | **{small:.1f}** | |",
         f"| **all** | **{small + large:.1f}** | |",
     ]
 

@@ -16,9 +16,6 @@ from pipeproof.schedule.op_table import OpGraph
 from pipeproof.verify.deadlock.wait_columns import Rows, WaitGraph, rows_of, wait_graph
 from pipeproof.verify.subject import Subject
 
-_LARGE = 50_000
-"""Waits above which SciPy's components are worth their import."""
-
 _MOST_STEPS = 100_000
 """Waits that the search for a shortest cycle may look at, in large knots of waits."""
 
@@ -34,24 +31,11 @@ def cyclic_part(waits: WaitGraph) -> BoolColumn:
     used[waits.source] = used[waits.target] = True
     number = np.cumsum(used) - 1
     source, target, num_nodes = number[waits.source], number[waits.target], int(number[-1]) + 1
-    if len(source) > _LARGE:
-        return _between_components(source, target, num_nodes)
     after_cycles = _never_freed(source, target, num_nodes)
     part: BoolColumn = after_cycles[source]
     if part.any():
         part = part & _never_freed(target, source, num_nodes)[target]
     return part
-
-
-def _between_components(source: IntColumn, target: IntColumn, num_nodes: int) -> BoolColumn:
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import connected_components
-
-    ones = np.ones(len(source))  # the type that scipy would make of any other
-    matrix = csr_array((ones, (source, target)), shape=(num_nodes, num_nodes))
-    _, component = connected_components(matrix, connection="strong")
-    same: BoolColumn = component[source] == component[target]
-    return same
 
 
 def _never_freed(source: IntColumn, target: IntColumn, num_nodes: int) -> BoolColumn:
