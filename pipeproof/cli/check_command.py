@@ -1,8 +1,7 @@
-"""``pipeproof check``: plans, files of other tools, programs and logs, compared with a baseline if there is one."""
+"""``pipeproof check``: plans, files of other tools, programs and logs."""
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from pipeproof.cli.completion import PlanFile
-from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, writable
+from pipeproof.cli.console import console_for, format_option, refusing_bad_plans
 from pipeproof.cli.import_command import import_from
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
@@ -23,31 +22,10 @@ from pipeproof.comm.backend_rows import Queue
 if TYPE_CHECKING:
     from pipeproof.cli.check_report import CheckTask, Form
     from pipeproof.cli.progress import OnProgress
-    from pipeproof.diagnostics.baseline import LoadedBaseline
     from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.interop.importers.imported import Flags
     from pipeproof.verify.check_plan import Report
     from pipeproof.verify.selection import Selection
-
-
-def _baseline_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command ``--baseline``, ``--write-baseline`` (as ``new_baseline``) and ``--reason``."""
-
-    @click.option("--baseline", type=click.Path(path_type=Path), metavar="FILE",
-                  help="A file of known findings: these are shown, and do not fail the check.")  # fmt: skip
-    @click.option("--write-baseline", "new_baseline", type=click.Path(path_type=Path, dir_okay=False),
-                  callback=writable, metavar="FILE",
-                  help="Write all findings to this file; its reasons are kept.")  # fmt: skip
-    @click.option("--reason", metavar="TEXT", help="Why the findings that --write-baseline adds are accepted.")
-    @functools.wraps(command)
-    def wrapped(*, baseline: Path | None, new_baseline: Path | None, reason: str | None, **others: Any) -> None:
-        if baseline is not None and new_baseline is not None:
-            raise click.UsageError("give one of --baseline and --write-baseline")
-        if reason is not None and (new_baseline is None or not reason.strip()):
-            raise click.UsageError("--reason is for --write-baseline FILE: a text on why its findings are accepted")
-        command(baseline=baseline, new_baseline=new_baseline, reason=reason, **others)
-
-    return wrapped
 
 
 def _log_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +85,6 @@ def _check_log(
               help="Run only these rules: codes or their beginnings, such as PP401,3xx.")  # fmt: skip
 @click.option("--ignore", multiple=True, metavar="CODES", help="Leave these rules out; there is no certificate then.")
 @click.option("--strict", is_flag=True, help="Let warnings fail the check, too.")
-@_baseline_options
 @click.option("--all", "everything", is_flag=True, help="Show all findings of each code, and all of each finding.")
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
               help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
@@ -123,9 +100,6 @@ def check(
     select: tuple[str, ...],
     ignore: tuple[str, ...],
     strict: bool,
-    baseline: Path | None,
-    new_baseline: Path | None,
-    reason: str | None,
     everything: bool,
     color: str,
 ) -> None:
@@ -143,7 +117,7 @@ def check(
         raise click.BadParameter("a plan gives its backend in `run`", param_hint="--transport")
     if queue is not None and files:
         raise click.BadParameter("a plan gives its queue in `transport.queue`", param_hint="--queue")
-    from pipeproof.cli.check_report import compare_all, run_checks, selection_of, show_all, write_baseline
+    from pipeproof.cli.check_report import run_checks, selection_of, show_all
     from pipeproof.interop.importers.import_codes import IMPORT_CODES
 
     others = [doc.code for doc in IMPORT_CODES] if kind is not None else _log_codes() if log is not None else []
@@ -155,17 +129,11 @@ def check(
         tasks = [((program,), partial(_check_program, program, backend, queue, selection))]
     elif log is not None:
         tasks = [((log,), partial(_check_log, log, log_plan, queue, selection))]
-    known = None if baseline is None else _load_baseline(baseline, form, color)
     with (
         refusing_bad_plans(form, file, color), _without_garbage_collection(),
         showing_progress("checking") as on_progress,
     ):  # fmt: skip
         results = run_checks(tasks, on_progress)
-    if new_baseline is not None:
-        with refusing_bad_plans(form, new_baseline, color):
-            known = write_baseline(new_baseline, results, selection, reason)
-    if known is not None:
-        results = compare_all(known, results, selection)
     sys.exit(show_all(results, form, partial(console_for, color=color), strict=strict, everything=everything))
 
 
@@ -180,13 +148,6 @@ def _without_garbage_collection() -> Iterator[None]:
         if enabled:
             gc.freeze()  # loaded modules stay: they need no collection
             gc.enable()
-
-
-def _load_baseline(file: Path, form: Form, color: str) -> LoadedBaseline:
-    from pipeproof.diagnostics.baseline import load_baseline
-
-    with refusing_bad_plans(form, file, color):
-        return load_baseline(file)
 
 
 def _check_file(

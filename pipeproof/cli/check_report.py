@@ -1,16 +1,15 @@
-"""The checks of one ``pipeproof check``: their results, the comparison with a baseline, and the output."""
+"""The checks of one ``pipeproof check``: their results and the output."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import click
 
-from pipeproof.atomic_write import write_output
 from pipeproof.diagnostics.finding import BadPlanError, Finding, PipeproofError, Severity
 from pipeproof.exit_status import ExitStatus
 from pipeproof.version import __version__
@@ -18,7 +17,6 @@ from pipeproof.version import __version__
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pipeproof.diagnostics.baseline import BaselineComparison, LoadedBaseline
     from pipeproof.diagnostics.sarif_output import SarifResult
     from pipeproof.verify.check_plan import OnProgress, Report
     from pipeproof.verify.selection import Selection
@@ -40,14 +38,11 @@ class CheckResult:
     files: tuple[Path, ...]
     report: Report | None = None
     refusal: PipeproofError | None = None
-    compared: BaselineComparison | None = None
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The findings that count: with a baseline, the new ones."""
-        if self.report is None:
-            return ()
-        return self.report.findings if self.compared is None else self.compared.new
+        """The findings that count."""
+        return () if self.report is None else self.report.findings
 
     def status(self, *, strict: bool) -> ExitStatus:
         """Return the exit status: errors fail a check; with ``strict``, warnings that are not suppressed do too."""
@@ -77,45 +72,6 @@ def run_checks(tasks: Sequence[CheckTask], on_progress: OnProgress) -> list[Chec
                 raise
             results.append(CheckResult(files, refusal=error))
     return results
-
-
-def compare_all(baseline: LoadedBaseline, results: Sequence[CheckResult], selection: Selection) -> list[CheckResult]:
-    """Compare all results with a baseline; the first one gets the notes about missing plan files."""
-    from pipeproof.diagnostics.baseline import compare_with_baseline, entry_files, missing_file_notes
-
-    missing = missing_file_notes(baseline)
-    compared = []
-    for result in results:
-        if result.report is None:
-            compared.append(result)
-            continue
-        files = entry_files(result.files, baseline.path)
-        comparison = compare_with_baseline(baseline, files, result.report.findings, selection.picks)
-        compared.append(replace(result, compared=replace(comparison, new=(*missing, *comparison.new))))
-        missing = ()
-    return compared
-
-
-def write_baseline(
-    path: Path, results: Sequence[CheckResult], selection: Selection, reason: str | None
-) -> LoadedBaseline:
-    """Write all findings as a baseline and report it; entries of other plans, and reasons, are kept.
-
-    Raises:
-        BaselineError: the file exists and is not a baseline: it is left unchanged.
-        OSError: the file cannot be written.
-    """
-    from pipeproof.diagnostics.baseline import baseline_text, entry_files, load_baseline, updated_entries
-
-    old = load_baseline(path).entries if path.exists() else ()
-    findings = {
-        entry_files(result.files, path): result.report.findings for result in results if result.report is not None
-    }
-    entries = updated_entries(findings, old, selection.picks, reason)
-    write_output(path, baseline_text(entries))
-    before, after = ({(entry.files, entry.fingerprint) for entry in file_entries} for file_entries in (old, entries))
-    click.echo(f"{path}: {len(after)} entries, {len(after - before)} new, {len(before - after)} removed", err=True)
-    return load_baseline(path)
 
 
 def selection_of(select: Sequence[str], ignore: Sequence[str], others: Sequence[str]) -> Selection:
@@ -166,7 +122,7 @@ def _show_text(results: Sequence[CheckResult], console_for: ConsoleFactory, *, e
         if len(results) > 1:
             console.print(f"== {result.files[0]}", style="bold", markup=False, soft_wrap=True)
         if result.report is not None:
-            render_report(result.report, console, WHOLE if everything else BRIEF, result.compared)
+            render_report(result.report, console, WHOLE if everything else BRIEF)
         elif result.refusal is not None:
             console.print("[bold red]cannot be checked[/]")
             source = getattr(result.refusal, "source", None)
@@ -185,11 +141,7 @@ def _to_json(result: CheckResult) -> dict[str, Any]:
     if result.report is None:
         assert result.refusal is not None
         return {"digest": None, "findings": [finding_to_json(finding) for finding in result.refusal.findings]}
-    content = result.report.to_json()
-    if result.compared is not None:
-        content["findings"] = [finding_to_json(finding) for finding in result.compared.new]
-        content["known"] = [known.to_json() for known in result.compared.known]
-    return content
+    return result.report.to_json()
 
 
 def _show_sarif(results: Sequence[CheckResult], status: int) -> None:
@@ -210,17 +162,12 @@ def _show_sarif(results: Sequence[CheckResult], status: int) -> None:
 def _sarif_results(result: CheckResult) -> list[SarifResult]:
     from pipeproof.diagnostics.sarif_output import SarifResult
 
-    file, compared = str(result.files[0]), result.compared
+    file = str(result.files[0])
     if result.report is None:
         assert result.refusal is not None
         return [SarifResult(finding, file=file) for finding in result.refusal.findings]
-    new = None if compared is None else False
-    results = [SarifResult(finding, known=new, file=file) for finding in result.findings]
-    if compared is not None:
-        results += [SarifResult(k.finding, known=True, known_because=k.reason, file=file) for k in compared.known]
-    known = None if compared is None else True  # all results have a state or none, and suppressed findings are not new
-    results += [SarifResult(s.finding, s.reason, s.location, known, file=file) for s in result.report.suppressed]
-    return results
+    found = [SarifResult(finding, file=file) for finding in result.findings]
+    return found + [SarifResult(s.finding, s.reason, s.location, file=file) for s in result.report.suppressed]
 
 
 def show_refusal(error: PipeproofError, form: Form, file: Path, status: int, console: Callable[[], Console]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pipeproof.comm.lower import LOWERING_CODES
-from pipeproof.diagnostics.baseline import BASELINE_CODES
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.exec.monitor.monitor_codes import MONITOR_CODES
 from pipeproof.exec.run_codes import FLEET_CODES, PLACEMENT_CODES, REHEARSAL_CODES, RUN_CODES
@@ -41,7 +40,6 @@ def all_docs() -> tuple[RuleDoc, ...]:
         SOLVER_MISSING,
         *(rule.doc for rule in RULES),
         *SUPPRESSION_CODES,
-        *BASELINE_CODES,
         NOT_FAST,
         NO_ROOM,
         UNFINISHED,

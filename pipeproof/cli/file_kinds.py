@@ -79,7 +79,6 @@ RESULTS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "advise": frozenset({"copied", "resized", "gave_up"}),
         "check": frozenset({"certified", "findings"}),
-        "check --write-baseline": frozenset({"pipeproof_baseline"}),
         "compare": frozenset({"only_a", "only_b", "parting"}),
         "doctor": frozenset({"backend", "not_measured", "curve"}),
         "import measurements": frozenset({"groups", "measurements", "unread_files"}),

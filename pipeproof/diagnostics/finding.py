@@ -140,7 +140,7 @@ class Finding:
 def by_cause(findings: Iterable[Finding]) -> list[tuple[Finding, list[Finding]]]:
     """Return the findings to show, in their order, each with those that follow from it.
 
-    A finding whose cause is not among them, such as one that a baseline has, is shown on its own.
+    A finding whose cause is not among them, such as one that was left out, is shown on its own.
     """
     findings = tuple(findings)
     causes = {finding for finding in findings if finding.cause is None}

@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import quote
 
 from pipeproof.diagnostics.finding import CycleWitness, Finding, Location, OpsWitness, shown_path
-from pipeproof.diagnostics.fingerprint import FINGERPRINT_NAME, fingerprint
 from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.text_output import finding_to_json, witness_lines
 
@@ -30,15 +29,12 @@ _MOST_RELATED = 100
 class SarifResult:
     """A finding, with the reason and the location of its suppression if there is one.
 
-    ``known`` is True if a baseline has it (None without a baseline), ``known_because`` the reason there; ``file`` is
-    the checked file, if one log covers several.
+    ``file`` is the checked file, if one log covers several.
     """
 
     finding: Finding
     suppressed_because: str | None = None
     suppressed_at: Location | None = None
-    known: bool | None = None
-    known_because: str | None = None
     file: str | None = None
 
 
@@ -114,17 +110,11 @@ def _result(result: SarifResult, rule_index: int, file: str) -> dict[str, Any]:
         "level": str(finding.severity),
         "message": {"text": f"{finding.message}{fix}"},
         "locations": [{"physicalLocation": _physical(finding.location, file)}],
-        "partialFingerprints": {FINGERPRINT_NAME: fingerprint(finding)},
         "properties": {name: as_json[name] for name in ("help", "witness", "cause") if name in as_json},
     }
     related = _related(finding)
     if related:
         content["relatedLocations"] = related
-    if result.known is not None:
-        content["baselineState"] = "unchanged" if result.known else "new"
-    if result.known and result.suppressed_because is None:
-        because = {} if result.known_because is None else {"justification": result.known_because}
-        content["suppressions"] = [{"kind": "external", "status": "accepted", **because}]
     if result.suppressed_because is not None:
         content["suppressions"] = [
             {

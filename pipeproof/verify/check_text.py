@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from pipeproof.diagnostics.finding import Finding, Severity, by_cause, shown_path
+from pipeproof.diagnostics.finding import Finding, Severity, by_cause
 from pipeproof.diagnostics.problems import listed
 from pipeproof.diagnostics.text_output import Brevity, render_text
 from pipeproof.verify.check_plan import CHECK_CODES, Report
-
-if TYPE_CHECKING:
-    from pipeproof.diagnostics.baseline import BaselineComparison
 
 BRIEF = Brevity(
     findings_of_a_code=10, witness_lines=12, rest="`--all` shows all, `--format json` has them too", details=False
@@ -27,22 +23,14 @@ WHOLE = Brevity(findings_of_a_code=None, witness_lines=None, rest="")
 _MOST_CODES = 8
 
 
-def render_report(
-    report: Report, console: Console, brevity: Brevity, compared: BaselineComparison | None = None
-) -> None:
-    """Print the findings, what was set aside, and the verdict with the digest; in detail, what is held in flight, too.
-
-    ``compared`` are the findings compared with a baseline: a known finding takes one line.
-    """
-    findings = report.findings if compared is None else compared.new
-    render_text(findings, report.subject.source, console=console, brevity=brevity)
-    if compared is not None:
-        _render_known(compared, console)
+def render_report(report: Report, console: Console, brevity: Brevity) -> None:
+    """Print the findings, what was set aside, and the verdict with the digest; in detail also what is in flight."""
+    render_text(report.findings, report.subject.source, console=console, brevity=brevity)
     if report.subject.lowered is not None and brevity.details:
         _render_in_flight(report, console)
     if report.suppressed:
         console.print(f"suppressed by the plan: {_suppressed_text(report)}", soft_wrap=True)
-    console.print(_verdict(report, compared), soft_wrap=True)
+    console.print(_verdict(report), soft_wrap=True)
     console.print(f"digest {report.digest}", soft_wrap=True)
 
 
@@ -61,32 +49,18 @@ def _suppressed_text(report: Report) -> str:
     return ", ".join(f"{_counted(count, severity)} ({code})" for (severity, code), count in counts.items())
 
 
-def _render_known(compared: BaselineComparison, console: Console) -> None:
-    for known in compared.known:
-        finding = known.finding
-        place = "" if finding.location is None else f" {finding.location}"
-        reason = "no reason given" if known.reason is None else known.reason
-        line = f"known {finding.severity}[{finding.code}]{place}: {finding.message.splitlines()[0]} ({reason})"
-        console.print(line, style="dim", markup=False, soft_wrap=True)
-
-
-def _verdict(report: Report, compared: BaselineComparison | None) -> str:
+def _verdict(report: Report) -> str:
     size = _size(report)
-    findings = report.findings if compared is None else compared.new
-    counted = _all_counted(findings)
-    known = "" if compared is None else _all_counted([known.finding for known in compared.known])
-    in_baseline = f"; {known} known by {shown_path(compared.file)}" if compared is not None and known else ""
-    if any(finding.severity is Severity.ERROR for finding in findings):
-        return f"[bold red]refused[/]: {counted} in {size}{in_baseline}"
+    counted = _all_counted(report.findings)
     if report.errors:
-        return f"[bold yellow]not proved[/]: {counted or 'nothing new'} in {size}{in_baseline}: no certificate"
+        return f"[bold red]refused[/]: {counted} in {size}"
     if report.not_run:
         return (
             f"[bold yellow]incomplete[/]: {counted or 'no finding'} in {size}, but {len(report.not_run)} of "
-            f"{len(CHECK_CODES)} rules did not run ({_codes_text(report.not_run)}): no certificate{in_baseline}"
+            f"{len(CHECK_CODES)} rules did not run ({_codes_text(report.not_run)}): no certificate"
         )
     brings = f", with {counted}" if counted else ""
-    return f"[bold green]proved[/]: {size} under {report.subject.backend.name}{brings}{in_baseline}"
+    return f"[bold green]proved[/]: {size} under {report.subject.backend.name}{brings}"
 
 
 def _all_counted(findings: Sequence[Finding]) -> str:

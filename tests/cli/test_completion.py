@@ -43,7 +43,6 @@ def test_conventions_of_names():
 def test_commands_and_options():
     assert offered("ch") == ["check"]
     assert offered("schedule", "s") == ["show", "solve"]
-    assert offered("check", "--write") == ["--write-baseline"]
     assert offered("check", "--format", "s") == ["sarif"]
 
 

@@ -132,16 +132,6 @@ def test_links_that_lead_to_themselves_are_an_error_with_their_name(tmp_path):
     assert raised.value.errno == errno.ELOOP
 
 
-def test_a_baseline_that_is_a_link_to_itself_is_refused_by_its_name(tmp_path):
-    loop = tmp_path / "known.yaml"
-    loop.symlink_to(loop)
-    result = invoke("check", EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml", "--write-baseline", loop, "--reason", "known")
-    assert result.exit_code == 2
-    assert "known.yaml" in result.stderr
-    assert os.strerror(errno.ELOOP) in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 @pytest.mark.parametrize("form", ["text", "json", "sarif"])
 def test_findings_about_a_file_whose_name_is_no_utf_8_are_printed(form, tmp_path):
     plan = tmp_path / os.fsdecode(b"plan-\xff.yaml")

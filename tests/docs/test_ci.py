@@ -12,7 +12,6 @@ import yaml
 
 from pipeproof import __version__
 from pipeproof.cli.main import main
-from pipeproof.diagnostics.baseline import load_baseline
 from pipeproof.exit_status import ExitStatus
 from tests.plans import plan_dict
 
@@ -54,11 +53,6 @@ def add_wrong(project):
     (project / "plans" / "wrong.yaml").write_text(json.dumps(plan_dict(**WRONG)))
 
 
-def write_baseline(project):
-    command = re.search(r"^\$ (pipeproof check .*--write-baseline.*)$", PAGE, re.MULTILINE).group(1)
-    assert bash(command, project).returncode == 0
-
-
 # --- pre-commit ---
 
 
@@ -83,7 +77,6 @@ def test_the_configuration_names_the_hook_and_its_arguments_can_be_typed(project
 def test_what_the_hook_runs_passes_and_fails(project):
     (hook,) = PRE_COMMIT["repos"][0]["hooks"]
     line = " ".join([HOOK["entry"], *hook["args"], "plans/*.yaml"])
-    write_baseline(project)
     assert bash(line, project).returncode == 0
     add_wrong(project)
     failed = bash(line, project)
@@ -131,7 +124,6 @@ def test_the_workflow_gives_inputs_that_there_are():
 def test_the_action_of_the_workflow_passes_fails_and_writes_what_is_uploaded(project):
     (step,) = (step for step in WORKFLOW["jobs"]["check"]["steps"] if "pipeproof" in step.get("uses", ""))
     given = {name: str(value).lower() if value is True else value for name, value in step["with"].items()}
-    write_baseline(project)
     done, outputs = with_inputs(project, **given)
     assert (done.returncode, outputs) == (0, {"status": "0", "sarif": "pipeproof.sarif"})
     add_wrong(project)
@@ -142,8 +134,6 @@ def test_the_action_of_the_workflow_passes_fails_and_writes_what_is_uploaded(pro
     alarms = [result for result in run["results"] if result["level"] != "note"]
     uris = {result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for result in alarms}
     assert uris == {"plans/wrong.yaml"}
-    write_baseline(project)
-    assert with_inputs(project, **given)[0].returncode == 0
 
 
 @pytest.mark.slow
@@ -183,7 +173,6 @@ def test_what_the_action_is_made_of():
 def test_the_gitlab_job_passes_fails_and_keeps_its_artifact(project):
     install, *lines = GITLAB["plans"]["script"]
     assert install.startswith("pip install ")
-    write_baseline(project)
     assert bash("\n".join(lines), project).returncode == 0
     add_wrong(project)
     assert bash("\n".join(lines), project).returncode == 1
@@ -192,16 +181,6 @@ def test_the_gitlab_job_passes_fails_and_keeps_its_artifact(project):
 
 
 # --- the page itself ---
-
-
-def test_the_baseline_that_is_shown_is_what_is_written(project):
-    """Its fingerprint is that of the example with the wrong transport."""
-    (project / "plans" / "right.yaml").unlink()
-    (project / "plans" / "large.yaml").write_bytes((ROOT / "examples" / "gpt_pp2_tp2_sp_partial.yaml").read_bytes())
-    write_baseline(project)
-    (shown,) = (block for block in BLOCKS if "pipeproof_baseline" in block)
-    written = [entry.model_dump(mode="json") for entry in load_baseline(project / "pipeproof-baseline.yaml").entries]
-    assert [entry for entry in written if entry in shown["findings"]] == shown["findings"]
 
 
 def test_the_exit_statuses_that_are_listed_are_those_that_there_are():

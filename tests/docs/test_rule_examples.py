@@ -12,8 +12,6 @@ ROOT = Path(__file__).parents[2]
 
 NOT_RUN = {
     "PP142": ("what is installed on the machine", "cli/test_schedule_solve.py"),
-    "PP155": ("a file beside the plan", "cli/test_baseline.py"),
-    "PP156": ("a file beside the plan", "cli/test_baseline.py"),
     "PP163": ("traces of a run", "interop/profiles/test_traces.py"),
     "PP164": ("traces of a run", "interop/profiles/test_traces.py"),
     "PP180": ("a checkpoint, and statements about it", "state/aoa/test_read.py"),

@@ -295,21 +295,6 @@ def test_json_and_sarif_have_all_findings_with_their_cause(capsys):
     assert causes == [None, "PP301", "PP301", "PP301"]
 
 
-def test_a_finding_whose_cause_is_not_shown_is_shown(tmp_path, monkeypatch):
-    """A baseline that has the cause alone does not hide what follows from it."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "p.txt").write_text(
-        "rank 0: 0F0 0SEND_F0{peer=1} 0F1 0SEND_F1{peer=1} WAIT(0SEND_F0) WAIT(0SEND_F1)\n"
-        "rank 1: 1RECV_F0{peer=0} WAIT(1RECV_F0) 1F0 1F1\n"
-    )
-    invoke = CliRunner().invoke
-    invoke(main, ["check", "--program", "p.txt", "--select", "PP301", "--write-baseline", "known.yaml"])
-    result = invoke(main, ["check", "--program", "p.txt", "--baseline", "known.yaml"])
-    assert result.exit_code == 1
-    assert "known error[PP301]" in result.stdout
-    assert "error[PP402]: rank 0 waits for 0SEND_F1" in result.stdout
-
-
 def test_causes_are_rewritten_with_the_findings():
     found = check_subject(mutated(subject(**FOUR_STAGES), dropped(1, "1SEND_F2"))).findings
     renamed = [dataclasses.replace(finding, message=finding.message.upper()) for finding in found]
