@@ -96,10 +96,16 @@ class _SwiGlu(torch.autograd.Function):  # type: ignore[misc]  # checked where P
         return torch.ops.aten.silu_backward(gradient * up, gate), of_up
 
 
+def clip(x: Tensor, *, max: float, min: float | None = None) -> Tensor:
+    """``torch.clip``, whose gradient at a limit changed with PyTorch 2.14; this one has the gradient from inside."""
+    inside = x if min is None else torch.where(x >= min, x, min)
+    return torch.where(x <= max, inside, max)
+
+
 def mlp_activation(model: ModelSpec) -> Callable[..., Tensor]:
     """The activation function of a model's MLPs: SwiGLU of gate and up, or GELU (arXiv:1606.08415) of up."""
     if model.mlp == "swiglu":
-        return gated(swiglu, model.swiglu_limit)
+        return gated(swiglu, model.swiglu_limit, clip)
     return partial(F.gelu, approximate="tanh" if model.mlp == "gelu_tanh" else "none")
 
 

@@ -47,7 +47,7 @@ def _draw(  # type: ignore[no-untyped-def]  # noqa: ANN202
     factor_0 = tl.full([block], 0xD2E7470EE14C6C93, tl.uint64)
     factor_1 = tl.full([block], 0xCA5A826395121157, tl.uint64)
     word_0 = (count + 1).to(tl.uint64)  # numpy counts before it draws
-    word_1 = tl.zeros([block], tl.uint64)
+    word_1 = tl.full([block], 0, tl.uint64)  # `tl.zeros` cannot be interpreted once Triton was imported to compile
     word_2, word_3 = word_1, word_1
     for _ in tl.static_range(10):
         high_0, high_1 = tl.umulhi(word_0, factor_0), tl.umulhi(word_2, factor_1)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from pipeproof.stages.reference.torch_unpartitioned import run_unpartitioned
+from pipeproof.stages.torch.functional import clip
 from pipeproof.stages.torch.weights import Weight, add_product
 from tests.stages.torch.features import EVEN, MLA, MOE, TWO_AHEAD, make_plan
 from tests.stages.torch.staged_run import StagedRun
@@ -51,6 +52,16 @@ def test_sixteen_bits_are_near_float32(dtype, bits, main, name):
         np.concatenate([array.reshape(-1) for _, array in sorted(one.gradients.items())]) for one in (other, single)
     )
     assert 0 < np.linalg.norm(ours - expected) < 8 * 2.0**-bits * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_at_a_limit_is_the_one_from_inside(dtype):
+    """``torch.clip`` had it until PyTorch 2.14. A limit is rounded to the type of the tensor."""
+    x = torch.tensor([-0.06, -0.05, 0.01, 0.05, 0.06], dtype=dtype, requires_grad=True)
+    assert torch.equal(clip(x, min=-0.05, max=0.05), x.detach().clip(-0.05, 0.05))
+    clip(x, min=-0.05, max=0.05).sum().backward()
+    clip(x, max=0.05).sum().backward()
+    assert x.grad.tolist() == [1, 2, 2, 2, 0]
 
 
 def test_layers_compute_with_rounded_weights_that_follow_the_main_ones():
