@@ -79,7 +79,7 @@ RESULTS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "advise": frozenset({"copied", "resized", "gave_up"}),
         "check": frozenset({"certified", "findings"}),
-        "compare": frozenset({"only_a", "only_b", "parting"}),
+        "compare": frozenset({"only_a", "only_b", "first_divergence"}),
         "doctor": frozenset({"backend", "not_measured", "curve"}),
         "import measurements": frozenset({"groups", "measurements", "unread_files"}),
         "rehearse --report": frozenset({"passed", "elements", "faults"}),

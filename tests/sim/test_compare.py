@@ -1,4 +1,4 @@
-"""Two timelines side by side: what is paired, on which clocks, how far apart, and where the order parts."""
+"""Two timelines side by side: what is paired, on which clocks, how far apart, and the first divergence."""
 
 import json
 from fractions import Fraction
@@ -71,7 +71,7 @@ def test_a_prediction_stands_beside_every_step_on_clocks_of_each_rank():
     assert by_kind[OpKind.BACKWARD].median_error == median([0, -2, 0, 2])
     assert found.only_a == {}
     assert found.only_b == {OpKind.STEP: 1}
-    assert found.parting is None
+    assert found.first_divergence is None
 
 
 def test_the_worst_are_those_whose_length_is_their_own():
@@ -112,11 +112,17 @@ def test_simulated_timelines_have_one_clock():
 def test_where_the_order_parts_first():
     a = file_of((0, 0, C, "0F0", 0, 1), (0, 0, C, "0F1", 1, 2), (1, 0, C, "1F0", 1, 2), (1, 0, C, "1F1", 2, 3))
     b = file_of((0, 0, C, "0F0", 0, 1), (0, 0, C, "0B0", 1, 2), (1, 0, C, "1F1", 1, 2), (1, 0, C, "1F0", 2, 3))
-    parting = compare_timelines(a, b).parting
-    assert (parting.rank, parting.queue, parting.place, parting.op_a, parting.op_b) == (0, C, 1, "0F1", "0B0")
-    shorter = compare_timelines(a, file_of((0, 0, C, "0F0", 0, 1), (1, 0, C, "1F0", 1, 2))).parting
+    first_divergence = compare_timelines(a, b).first_divergence
+    assert (
+        first_divergence.rank,
+        first_divergence.queue,
+        first_divergence.place,
+        first_divergence.op_a,
+        first_divergence.op_b,
+    ) == (0, C, 1, "0F1", "0B0")
+    shorter = compare_timelines(a, file_of((0, 0, C, "0F0", 0, 1), (1, 0, C, "1F0", 1, 2))).first_divergence
     assert (shorter.rank, shorter.op_a, shorter.op_b) == (0, "0F1", None)
-    longer = compare_timelines(file_of((0, 0, C, "0F0", 0, 1)), a).parting
+    longer = compare_timelines(file_of((0, 0, C, "0F0", 0, 1)), a).first_divergence
     assert (longer.op_a, longer.op_b) == (None, "1F0")
 
 
@@ -124,7 +130,7 @@ def test_waits_do_not_part_the_order():
     with_wait = file_of((0, 0, C, "0F0", 0, 1), (0, 0, C, "WAIT(0RECV_B0)", 1, 2), (0, 0, C, "0B0", 2, 3))
     without = file_of((0, 0, C, "0F0", 0, 1), (0, 0, C, "0B0", 2, 3))
     found = compare_timelines(with_wait, without)
-    assert found.parting is None
+    assert found.first_divergence is None
     assert found.only_a == {OpKind.WAIT: 1}
 
 
@@ -146,7 +152,7 @@ def test_the_order_of_plans_is_the_same_whatever_they_cost(forward, backward, ot
         return TimelineFile(number, "plan", measured=False, ops=tuple(ops))
 
     found = compare_timelines(timed("a"), timed("b", forward_us=other, p2p_latency_us=latency))
-    assert found.parting is None
+    assert found.first_divergence is None
     assert found.only_a == found.only_b == {}
     errors = {kind.kind: (kind.median_error, kind.max_error) for kind in found.kinds}
     assert errors[OpKind.FORWARD] == (other - forward, other - forward)
@@ -164,7 +170,7 @@ def test_a_plan_and_the_trace_of_it_are_the_same(tmp_path):
     read = read_timeline(trace)
     assert (simulated.source, simulated.measured, read.source, read.measured) == ("plan", False, "trace", False)
     found = compare_timelines(simulated, read)
-    assert found.parting is None
+    assert found.first_divergence is None
     assert found.only_b == {}
     kept = {(op.rank, op.op) for op in read.ops}
     left_out = [op for op in simulated.ops if (op.rank, op.op) not in kept]

@@ -98,7 +98,7 @@ def test_it_is_read_back_as_it_was(run, tmp_path):
     write_csv(MEASURED, path)
     assert read_timeline(path).measured
     assert {op.step for op in read_timeline(path).ops} == {0, 1}
-    assert compare_timelines(read, replace(read, file="again")).parting is None
+    assert compare_timelines(read, replace(read, file="again")).first_divergence is None
 
 
 def test_line_ends_of_other_systems_do_not_matter(run, tmp_path):

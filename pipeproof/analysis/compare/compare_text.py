@@ -7,7 +7,7 @@ from dataclasses import asdict
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from pipeproof.analysis.compare.compare_timelines import Comparison, PairedOp, Parting
+from pipeproof.analysis.compare.compare_timelines import Comparison, Divergence, PairedOp
 from pipeproof.analysis.compare.timeline_files import TimelineFile
 from pipeproof.schedule.ops import OpKind
 
@@ -18,7 +18,7 @@ _WORDS = {"plan": "plan, simulated", "trace": "trace", "report": "report of a ru
 
 
 def render_comparison(comparison: Comparison, console: Console, *, worst: int, note: str) -> None:
-    """Print what the two files are, totals by step, errors by kind, where the order parts and the worst operations.
+    """Print what the two files are, totals by step, errors by kind, the first divergence and the worst operations.
 
     ``note`` is about the costs of two plans.
     """
@@ -63,7 +63,7 @@ def render_comparison(comparison: Comparison, console: Console, *, worst: int, n
         if only:
             text = ", ".join(f"{number} {kind}" for kind, number in only.items())
             console.print(f"only in {name}: {text}", soft_wrap=True)
-    console.print(_parting_text(comparison.parting), soft_wrap=True)
+    console.print(_divergence_text(comparison.first_divergence), soft_wrap=True)
     listed = comparison.worst(worst)
     if listed:
         ops = [
@@ -77,13 +77,13 @@ def render_comparison(comparison: Comparison, console: Console, *, worst: int, n
         print_table(("op", ">rank", ">step", ">A", ">B", ">error", ">start"), ops, console)
 
 
-def _parting_text(parting: Parting | None) -> str:
-    if parting is None:
+def _divergence_text(divergence: Divergence | None) -> str:
+    if divergence is None:
         return "the order of computations and transfers is the same on every queue"
-    a, b = (op or "nothing more" for op in (parting.op_a, parting.op_b))
+    a, b = (op or "nothing more" for op in (divergence.op_a, divergence.op_b))
     return (
-        f"the order parts first on rank {parting.rank}, queue {parting.queue}, place {parting.place} "
-        f"(step {parting.step_a} of A, {parting.step_b} of B): A has {a}, B has {b}"
+        f"the first divergence is on rank {divergence.rank}, queue {divergence.queue}, position {divergence.place} "
+        f"(step {divergence.step_a} of A, {divergence.step_b} of B): A has {a}, B has {b}"
     )
 
 
@@ -132,7 +132,7 @@ def comparison_data(comparison: Comparison, *, worst: int, note: str) -> dict[st
         "kinds": [asdict(kind) for kind in comparison.kinds],
         "only_a": _counts(comparison.only_a),
         "only_b": _counts(comparison.only_b),
-        "parting": None if comparison.parting is None else asdict(comparison.parting),
+        "first_divergence": None if comparison.first_divergence is None else asdict(comparison.first_divergence),
         "worst": [
             {
                 "rank": pair.a.rank,

@@ -83,7 +83,7 @@ class KindErrors:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class Divergence:
     """The first place on a queue where the two have different computations or transfers; None is the queue's end."""
 
     rank: int
@@ -105,7 +105,7 @@ class Comparison:
     steps: tuple[StepTimes, ...]
     pairs: tuple[PairedOp, ...]
     kinds: tuple[KindErrors, ...]
-    parting: Parting | None
+    first_divergence: Divergence | None
     only_a: Mapping[OpKind, int]
     only_b: Mapping[OpKind, int]
 
@@ -124,7 +124,7 @@ def compare_timelines(a: TimelineFile, b: TimelineFile, step: int | None = None)
     per_rank = a.measured or b.measured
     times: list[StepTimes] = []
     pairs: list[PairedOp] = []
-    partings: list[tuple[tuple[Fraction, int], Parting]] = []
+    divergences: list[tuple[tuple[Fraction, int], Divergence]] = []
     only_a: Counter[OpKind] = Counter()
     only_b: Counter[OpKind] = Counter()
     for ops_a, ops_b in _step_pairs(a, b, step):
@@ -137,7 +137,7 @@ def compare_timelines(a: TimelineFile, b: TimelineFile, step: int | None = None)
         whole = min(op.start for op in ops_a) - min(op.start for op in ops_b)
         pairs += [PairedOp(x, y, shifts.get(x.rank, whole)) for x, y in both]
         times.append(_times(ops_a, ops_b))
-        partings += _partings(ops_a, ops_b)
+        divergences += _divergences(ops_a, ops_b)
     return Comparison(
         a=a,
         b=b,
@@ -145,7 +145,7 @@ def compare_timelines(a: TimelineFile, b: TimelineFile, step: int | None = None)
         steps=tuple(times),
         pairs=tuple(pairs),
         kinds=tuple(_kinds(pairs)),
-        parting=min(partings, key=lambda found: found[0])[1] if partings else None,
+        first_divergence=min(divergences, key=lambda found: found[0])[1] if divergences else None,
         only_a=dict(only_a),
         only_b=dict(only_b),
     )
@@ -232,8 +232,10 @@ def _kinds(pairs: Sequence[PairedOp]) -> Iterator[KindErrors]:
         )
 
 
-def _partings(ops_a: Sequence[TimedOp], ops_b: Sequence[TimedOp]) -> Iterator[tuple[tuple[Fraction, int], Parting]]:
-    """On each queue the first place where the order parts, with the time at which A comes to it and the rank."""
+def _divergences(
+    ops_a: Sequence[TimedOp], ops_b: Sequence[TimedOp]
+) -> Iterator[tuple[tuple[Fraction, int], Divergence]]:
+    """On each queue the first divergence of the order, with the time at which A comes to it and the rank."""
     queues_a, queues_b = _orders(ops_a), _orders(ops_b)
     for rank, queue in sorted(queues_a.keys() | queues_b.keys()):
         one, other = queues_a.get((rank, queue), []), queues_b.get((rank, queue), [])
@@ -243,7 +245,7 @@ def _partings(ops_a: Sequence[TimedOp], ops_b: Sequence[TimedOp]) -> Iterator[tu
             if op_a is None or op_b is None or op_a.op != op_b.op:
                 at = op_a.start if op_a is not None else one[-1].end if one else Fraction(0)
                 texts = [None if op is None else str(op.op) for op in (op_a, op_b)]
-                yield (at, rank), Parting(rank, queue, ops_a[0].step, ops_b[0].step, place, *texts)
+                yield (at, rank), Divergence(rank, queue, ops_a[0].step, ops_b[0].step, place, *texts)
                 break
 
 

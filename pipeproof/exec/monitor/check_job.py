@@ -24,7 +24,7 @@ from pipeproof.diagnostics.finding import CycleWitness, Finding, OpsWitness, Wit
 from pipeproof.exec.monitor.job import JobNow, ProcessState, RankNow
 from pipeproof.exec.monitor.lateness import job_lateness, straggler_findings
 from pipeproof.exec.monitor.monitor_codes import SLOW_RANK
-from pipeproof.exec.monitor.own_history import minority, parted
+from pipeproof.exec.monitor.own_history import first_divergence, minority
 from pipeproof.exec.monitor.suspects import most_suspect, reasons_for
 from pipeproof.exec.monitor.verdict import MOST_WAITS, PATIENCE_S, SLOW_S, Kind, Status, Verdict, Wait
 from pipeproof.exec.monitor.waits import Analysis, analyse, at_text, location_of, waits_of
@@ -306,7 +306,7 @@ def _unfinished(analysis: Analysis, now: RankNow, patience_s: float, slow_s: flo
     entry = next((each for each in entries if _seconds_still(analysis, each, entries) >= slow_s), None)
     if entry is None:
         return None
-    suspects = parted({each.rank: each.ring.ops for each in analysis.job.ranks})
+    suspects = first_divergence({each.rank: each.ring.ops for each in analysis.job.ranks})
     ranks = minority({member: op.at for member, op in suspects.items()}) if suspects else ()
     members = entry.group.ranks if entry.channel is None else (entry.channel.src, entry.channel.dst)
     return Failure(

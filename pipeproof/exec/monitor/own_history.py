@@ -39,7 +39,7 @@ def deviation(ops: Sequence[RingOp]) -> RingOp | None:
     return None
 
 
-def parted(ops_by_rank: dict[int, Sequence[RingOp]]) -> dict[int, RingOp]:
+def first_divergence(ops_by_rank: dict[int, Sequence[RingOp]]) -> dict[int, RingOp]:
     """Return the operations of the first collective that ranks issued from other lines than ever before.
 
     Members of one collective often issue it from one line; where they do not,

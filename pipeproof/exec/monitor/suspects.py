@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from pipeproof.exec.monitor.own_history import deviation, minority, parted
+from pipeproof.exec.monitor.own_history import deviation, first_divergence, minority
 from pipeproof.exec.monitor.ring import RingOp
 from pipeproof.exec.monitor.waits import Analysis, at_text, ring_entry
 
@@ -18,7 +18,7 @@ def most_suspect(analysis: Analysis, candidates: Iterable[int]) -> tuple[int, ..
     """Return the candidates with the most signs that they left the common order; all of them without a difference."""
     ranks = sorted(set(candidates))
     points = dict.fromkeys(ranks, 0)
-    _, odd = _parted(analysis)
+    _, odd = _first_divergence(analysis)
     issued = {
         rank: max(analysis.share(entry) for entry in analysis.blocking[rank])
         for rank in ranks
@@ -34,9 +34,9 @@ def most_suspect(analysis: Analysis, candidates: Iterable[int]) -> tuple[int, ..
     return tuple(rank for rank in ranks if points[rank] == most)
 
 
-def _parted(analysis: Analysis) -> tuple[Mapping[int, RingOp], tuple[int, ...]]:
-    """Return the operation of each rank where ranks parted, and the ranks that left the lines of most; maybe none."""
-    first = parted({each.rank: each.ring.ops for each in analysis.job.ranks})
+def _first_divergence(analysis: Analysis) -> tuple[Mapping[int, RingOp], tuple[int, ...]]:
+    """Return the operation of each rank at the first divergence, and the ranks that are not where most are."""
+    first = first_divergence({each.rank: each.ring.ops for each in analysis.job.ranks})
     odd = minority({rank: op.at for rank, op in first.items()}) if first else ()
     return first, odd if len(odd) < len(first) else ()
 
@@ -44,7 +44,7 @@ def _parted(analysis: Analysis) -> tuple[Mapping[int, RingOp], tuple[int, ...]]:
 def reasons_for(analysis: Analysis, ranks: Iterable[int]) -> tuple[str, ...]:
     """Return what speaks for ranks as the cause, in sentences."""
     reasons = []
-    first, odd = _parted(analysis)
+    first, odd = _first_divergence(analysis)
     for rank in ranks:
         if rank in odd:
             op, other = first[rank], next(first[each] for each in first if each not in odd)
