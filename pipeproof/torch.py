@@ -15,6 +15,7 @@ from pipeproof.exec.train.torch.cut_sequential import stages_of_sequential
 from pipeproof.exec.train.torch.cut_transformers import causal_lm_loss, stages_of_transformers
 from pipeproof.exec.train.torch.meta_buffers import note_empty_buffers
 from pipeproof.exec.train.torch.model_stages import ModelStages
+from pipeproof.exec.train.torch.packed_batches import packed
 from pipeproof.exec.train.torch.pipeline import Pipeline
 from pipeproof.exec.train.torch.seams import seam
 from pipeproof.exec.train.torch.stage_values import MicroBatches
@@ -43,6 +44,7 @@ __all__ = [
     "initialize_weights",
     "load_dcp",
     "load_pretrained",
+    "packed",
     "save_dcp",
     "save_pretrained",
     "seam",

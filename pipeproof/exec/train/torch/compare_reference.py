@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_map_only
 
 from pipeproof.comm.accumulation_order import sum_orders
 from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.train.torch.module_stage import StepData
 from pipeproof.exec.train.torch.split_linear import gradients_aside
-from pipeproof.exec.train.torch.stage_values import micro_batches
+from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.step_runner import StepRunner
 from pipeproof.exec.train.train_errors import PipelineError
 
@@ -102,9 +103,7 @@ def compare_step(
     run: Callable[[], torch.Tensor | None],
     reference: nn.Module | None,
     name_of: NameOf | None,
-    args: Sequence[Any],
-    target: Any,
-    kwargs: Mapping[str, Any],
+    inputs: StepInputs,
 ) -> Comparison:
     """Run one step by ``run``, and compare it with the reference; all ranks return the same, see ``Pipeline.compare``.
 
@@ -130,8 +129,10 @@ def compare_step(
             return None
         if reference is None:
             raise PipelineError("the first rank of the pipeline needs the reference module")
+        num = runner.num_micro_batches
+        data = runner.contract.whole_data(inputs, num, num * runner.micro_batch_size)
         comparison = compare_with_reference(
-            reference, runner.plan.lowered, shards, args, target, kwargs, runner.settings.loss_fn,
+            reference, runner.plan.lowered, shards, data, runner.settings.loss_fn,
             name_of or default_names(reference), is_mean=runner.settings.scale_grads,
             is_compiled=any(shard["compiled"] for shard in shards),
         )  # fmt: skip
@@ -147,9 +148,7 @@ def compare_with_reference(
     reference: nn.Module,
     plan: LoweredPlan,
     shards: Sequence[Mapping[str, Any]],
-    args: Sequence[Any],
-    target: Any,
-    kwargs: Mapping[str, Any],
+    data: StepData,
     loss_fn: Callable[[Any, Any], torch.Tensor] | None,
     name_of: NameOf,
     *,
@@ -159,8 +158,8 @@ def compare_with_reference(
     """Load the pipeline's weights into the reference, run it, and compare.
 
     ``shards`` has of each rank the keys ``loss``, ``weights`` and ``gradients``, the last two by (stage, name), and
-    ``received``, the (stage, name) of the weights with a gradient. Micro-batches are those of the step. With
-    ``is_compiled`` some operations ran in compiled graphs.
+    ``received``, the (stage, name) of the weights with a gradient. ``data`` has the micro-batches of the step, and
+    keyword arguments under 0. With ``is_compiled`` some operations ran in compiled graphs.
     """
     weights, gradients = ({k: v for shard in shards for k, v in shard[key].items()} for key in ("weights", "gradients"))
     names = {key: name_of(*key) for key in weights}
@@ -169,9 +168,8 @@ def compare_with_reference(
         for key, value in weights.items():
             parameters[names[key]].copy_(value)
     num = plan.spec.schedule.num_micro_batches
-    runs = _Runs(reference, micro_batches(tuple(args), num, "args"), micro_batches(target, num, "target"),
-                 [dict(zip(kwargs, parts, strict=True)) for parts in zip(*kwargs.values(), strict=True)] or [{}] * num,
-                 loss_fn, num if is_mean else 1)  # fmt: skip
+    targets = [None] * num if data.targets is None else data.targets
+    runs = _Runs(reference, data.args, targets, data.kwargs[0], loss_fn, num if is_mean else 1)
     orders = sum_orders(plan)
     differences = []
     shared = _shared_names(names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +37,8 @@ class StepData:
     """Arguments of one step by micro-batch, and the results that it collects for the script."""
 
     args: Sequence[tuple[Any, ...]] = ()
-    kwargs: Sequence[Mapping[str, Any]] = ()
+    kwargs: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """Keyword arguments by stage, of those that get some."""
     targets: Sequence[Any] | None = None
     scaler: torch.amp.GradScaler | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -159,8 +159,8 @@ class ModuleStage:
         """
         form = self._boundaries.input_form
         args, kwargs = (self.data.args[index], {}) if form is None else form.arguments(inputs)
-        if self.data.kwargs:
-            kwargs = {**self.data.kwargs[index], **kwargs}
+        if self._errors.number in self.data.kwargs:
+            kwargs = {**self.data.kwargs[self._errors.number][index], **kwargs}
         try:
             value = self._value(args, kwargs, index)
             if self._is_last:
@@ -253,13 +253,6 @@ class ModuleStage:
 
     def return_gradients(self) -> None:
         """Do nothing: stages of one rank that share a weight hold the same Parameter."""
-
-    @property
-    def takes_arguments(self) -> bool:
-        """True if the first stage's module cannot be called without positional arguments."""
-        parameters = inspect.signature(self.module.forward).parameters.values()
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        return any(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
 
     def begin(self, data: StepData) -> None:
         """Begin a step."""

@@ -15,6 +15,7 @@ from torch import nn
 from pipeproof.exec.train.tied_weights import Tie
 from pipeproof.exec.train.torch.compare_reference import Comparison, compare_step
 from pipeproof.exec.train.torch.module_stage import LossFunction
+from pipeproof.exec.train.torch.stage_keywords import StepInputs, example_inputs
 from pipeproof.exec.train.torch.stage_values import joined_outputs
 from pipeproof.exec.train.torch.stale_model import StaleModel
 from pipeproof.exec.train.torch.start_phases import (
@@ -27,6 +28,7 @@ from pipeproof.exec.train.torch.start_phases import (
     place,
     prove,
 )
+from pipeproof.exec.train.torch.step_inputs import SplitRules
 from pipeproof.exec.train.torch.step_runner import StepRunner
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.stages.torch.graph_capture import Compiler, KeptBytes
@@ -47,7 +49,9 @@ class Pipeline:
         loss_fn: ``(output, target) -> scalar``, called on the last stage; None if the last module returns the loss.
         example: positional arguments of the first stage for one micro-batch, the same on all ranks. Boundaries are
             found with it; without it they are those that the plan declares.
-        example_kwargs: keyword arguments that every stage gets, likewise.
+        example_kwargs: keyword arguments of the stages for one micro-batch, also the same on all ranks. A stage gets
+            those that its forward accepts.
+        example_stage_kwargs: keyword arguments of single stages for one micro-batch, by stage number.
         group: the ranks of the pipeline: a process group or a DeviceMesh dimension. Default: the world.
         data_group: the ranks that hold the same stages with other data; gradients are averaged over them. With
             ``fully_shard`` or DDP leave it out.
@@ -58,7 +62,12 @@ class Pipeline:
         profile: measure each stage's forward and backward on the example, as the times of the plan (``cost``).
         tied: weights that stages share, each as {stage: name in that stage}. All of them start with the values of the
             first stage.
-        same_kwargs: names of keyword arguments that each micro-batch gets whole.
+        split_dims: dims of the rows, where they are not the first, by names of arguments: {"position_ids": 1}. A path
+            names what is inside of an argument ("batch.positions"), ``target`` the target. The size of the dim is the
+            rows, or a multiple of them.
+        same_kwargs: names of arguments, or paths, that each micro-batch gets whole.
+        check_inputs: whether each step compares digests of the arguments that the ranks were given. The host reads all
+            of them.
         scale_grads: whether loss and gradients are means over the micro-batches; else they are sums.
         check_finite: whether each output is tested for NaN and infinity, for which the host waits.
         replay: whether steps are replayed as one CUDA graph from the third on, which leaves the host no work. Shapes
@@ -83,13 +92,16 @@ class Pipeline:
         loss_fn: LossFunction | None = None,
         example: Sequence[Any] | None = None,
         example_kwargs: Mapping[str, Any] | None = None,
+        example_stage_kwargs: Mapping[int, Mapping[str, Any]] | None = None,
         group: dist.ProcessGroup | dist.DeviceMesh | None = None,
         data_group: dist.ProcessGroup | dist.DeviceMesh | None = None,
         split: Split = "whole",
         compiler: Compiler = "inductor",
         profile: bool = False,
         tied: Sequence[Tie] = (),
+        split_dims: Mapping[str, int] | None = None,
         same_kwargs: Sequence[str] = (),
+        check_inputs: bool = False,
         scale_grads: bool = True,
         check_finite: bool = False,
         replay: bool = False,
@@ -98,8 +110,10 @@ class Pipeline:
         unsafe: bool = False,
     ) -> None:
         settings = Settings(
-            plan, schedule, num_micro_batches, loss_fn, example, example_kwargs or {}, split, compiler, profile, tied,
-            same_kwargs, scale_grads, check_finite, replay, overlap, timeout_s, unsafe,
+            plan, schedule, num_micro_batches, loss_fn,
+            example_inputs(example, example_kwargs, example_stage_kwargs), split, compiler, profile, tied,
+            SplitRules(split_dims or {}, frozenset(same_kwargs)), check_inputs, scale_grads, check_finite, replay,
+            overlap, timeout_s, unsafe,
         )  # fmt: skip
         ranks = join(group, timeout_s)
         with one_failure(ranks) as undo:
@@ -144,12 +158,15 @@ class Pipeline:
         target: Any = None,
         scaler: torch.amp.GradScaler | None = None,
         losses: list[torch.Tensor] | None = None,
+        stage_kwargs: Mapping[int, Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor | None:
         """Run forward and backward of all micro-batches; gradients are added to ``.grad`` of the parameters.
 
-        ``args`` are needed where the first stage is, ``target`` where the last is; tensors are split into micro-batches
-        along their first dim. ``kwargs`` go to every stage of this rank. ``scaler`` scales the loss, and an
+        ``args`` are needed where the first stage is, ``target`` where the last is. A stage gets the ``kwargs`` that its
+        forward accepts, and its own ``stage_kwargs``. ``step(**batch)`` takes ``input_ids`` for the first stage, and
+        ``labels`` as the target. Tensors whose first dim is the rows are split into micro-batches, scalars are shared,
+        and other values need ``split_dims``, ``same_kwargs`` or ``MicroBatches``. ``scaler`` scales the loss, and an
         overflow on one rank becomes one on all, so that all skip the same steps. ``losses`` collects those of
         micro-batches.
 
@@ -163,7 +180,7 @@ class Pipeline:
             scaler.scale(torch.zeros((), device=runner.device))  # begins it also where no loss is
         self._cut_model.is_stale = True
         with runner.one_error():
-            of_micro_batches = runner.step(args, target, kwargs, scaler)
+            of_micro_batches = runner.step(StepInputs(args, target, kwargs, stage_kwargs or {}), scaler)
         if losses is not None:
             losses.extend(of_micro_batches)
         loss = runner.loss_of(of_micro_batches)
@@ -171,13 +188,19 @@ class Pipeline:
             runner.record.put_step(runner, loss)
         return loss
 
-    def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+    def eval_step(
+        self,
+        *args: Any,
+        target: Any = None,
+        stage_kwargs: Mapping[int, Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Run the forwards alone. Modules keep their mode: call ``eval()`` on them for evaluation.
 
         Returns, where the last stage is, the mean loss if there is a target, else the output of all rows; else None.
         """
         with torch.no_grad(), self._runner.one_error():
-            losses, outputs = self._runner.evaluate(args, target, kwargs)
+            losses, outputs = self._runner.evaluate(StepInputs(args, target, kwargs, stage_kwargs or {}))
         return joined_outputs(outputs) if outputs else self._runner.loss_of(losses)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -203,17 +226,20 @@ class Pipeline:
         *args: Any,
         target: Any = None,
         name_of: Callable[[int, str], str] | None = None,
+        stage_kwargs: Mapping[int, Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> Comparison:
         """Run one step, and compare its loss and every gradient with those of the unpartitioned module.
 
-        The first rank of the pipeline needs the ``reference``, and all arguments of the step; the reference gets the
-        pipeline's weights, and runs the micro-batches one by one in the plan's order. ``name_of`` gives the reference's
-        name of a stage's parameter, where it is neither the same name nor ``stage.name``. Gradients that were there
-        before are put back. Dropout draws other numbers in the reference: compare without.
+        The first rank of the pipeline needs the ``reference``, and all arguments of the step. The reference gets the
+        pipeline's weights and the keyword arguments of all stages, and runs the micro-batches one by one in the plan's
+        order. ``name_of`` gives the reference's name of a stage's parameter, where it is neither the same name nor
+        ``stage.name``. Gradients that were there before are put back. Dropout draws other numbers in the reference:
+        compare without.
         """
-        run = partial(self.step, *args, target=target, **kwargs)
-        return compare_step(self._runner, run, reference, name_of, args, target, kwargs)
+        run = partial(self.step, *args, target=target, stage_kwargs=stage_kwargs, **kwargs)
+        inputs = StepInputs(args, target, kwargs, stage_kwargs or {})
+        return compare_step(self._runner, run, reference, name_of, inputs)
 
     def record(self, directory: str | Path) -> AbstractContextManager[None]:
         """Record the steps of this block into a directory that does not exist.

@@ -15,7 +15,9 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pipeproof.exec.rank.torch.cuda_graph import CaptureStream
+from pipeproof.exec.train.stage_boundaries import kind_text
 from pipeproof.exec.train.torch.module_stage import StepData
+from pipeproof.exec.train.torch.step_inputs import SCALARS
 from pipeproof.exec.train.train_errors import PipelineError
 
 _NUM_WARM_UPS = 2
@@ -145,5 +147,7 @@ def require_replayable(device: torch.device, *, is_sharded: bool, reads: bool) -
 
 
 def _about(leaf: Any) -> str:
-    """Type and shape of a tensor; any other value as text."""
-    return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+    """Type and shape of a tensor; a scalar as text; the identity of any other object, such as a ``BlockMask``."""
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    return repr(leaf) if isinstance(leaf, SCALARS) else f"{kind_text(leaf)} at {id(leaf):#x}"

@@ -15,13 +15,14 @@ from pipeproof.exec.train.stage_boundaries import Boundaries, form_of, specs_of
 from pipeproof.exec.train.torch.boundary_inference import meta_leaves, run_stage
 from pipeproof.exec.train.torch.data_parallel import Replicas
 from pipeproof.exec.train.torch.module_stage import trained
+from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.stage_times import time_stage
+from pipeproof.exec.train.torch.step_inputs import StepContract
 from pipeproof.exec.train.torch.varied_lengths import (
     Examples,
     declared_examples,
     examples_of,
     plan_entries,
-    rows_of,
 )
 from pipeproof.exec.train.train_errors import PipelineError
 
@@ -40,15 +41,15 @@ class StageDescriber:
     device: torch.device
     splits: bool
     profile: bool
+    contract: StepContract
 
     def describe(
         self,
-        example: Sequence[Any] | None,
-        kwargs: Mapping[str, Any],
+        example: StepInputs | None,
         placed: Sequence[Sequence[int]],
         skeleton: Mapping[str, Any],
     ) -> tuple[list[StageFacts], dict[int, Boundaries], int, list[int] | None]:
-        """Facts of all stages, boundaries of this rank's, the rows of a micro-batch, and the lengths of all.
+        """Facts and boundaries of all stages, the rows of a micro-batch, and the lengths of all.
 
         Each stage runs on its first rank, which publishes its boundary for the next one in the store.
         """
@@ -56,7 +57,9 @@ class StageDescriber:
         schedule = skeleton["schedule"]
 
         def given_examples() -> Examples | None:
-            return None if example is None else examples_of(example, kwargs, schedule["num_micro_batches"])
+            if example is None:
+                return None
+            return examples_of(self.contract, example, schedule["num_micro_batches"], self.num_stages)
 
         examples = self.agreement.own("example", given_examples) or declared_examples(schedule.get("seq_lengths"))
 
@@ -82,7 +85,7 @@ class StageDescriber:
                 forms[n - 1] if n else None, forms[n], specs[n][0],
                 tuple(specs[n][variant] for variant in examples.by_micro_batch),
             )
-            for n in self.replicas
+            for n in entries
         }  # fmt: skip
         return facts, boundaries, num_rows, examples.seq_lengths
 
@@ -112,17 +115,22 @@ class StageDescriber:
                 "and measure steps with `profile(file, ...)`"
             )
         runs, times = [], []
-        for variant, (args, kwargs) in enumerate(examples.distinct):
-            named: Mapping[str, Any] = {}
+        for variant, (args, by_stage) in enumerate(examples.distinct):
+            kwargs = dict(by_stage.get(number, {}))
             if number:
-                args, named = form_of(before).arguments(meta_leaves(specs_of(before["out"][variant])))
-            runs.append(run_stage(number, module, args, {**kwargs, **named}, self.device, is_last=is_last))
+                form, leaves = form_of(before), meta_leaves(specs_of(before["out"][variant]))
+                args, named = form.arguments(leaves)
+                names = self.contract.keywords.bound(number, form, len(leaves))
+                kwargs = {name: value for name, value in kwargs.items() if name not in names} | named
+            runs.append(run_stage(number, module, args, kwargs, self.device, is_last=is_last))
             if self.profile:
-                times.append(time_stage(number, module, args, {**kwargs, **named}, self.device))
+                times.append(time_stage(number, module, args, kwargs, self.device))
         run, kept = runs[0], [each.activation_bytes for each in runs if each.activation_bytes is not None]
         self.replicas[number].reshard()
         if not number:
-            entry["rows"] = rows_of(examples)
+            if examples.rows is None:
+                raise PipelineError("the example needs a tensor whose first dim is the rows of a micro-batch")
+            entry["rows"] = examples.rows
         if run.recomputes_reentrantly and self.splits:
             raise PipelineError(
                 f"stage {number} uses activation checkpointing with use_reentrant=True, whose backward cannot be "

@@ -1,4 +1,4 @@
-"""Tensors that cross between stages, and the split of a step's values into micro-batches."""
+"""Tensors that cross between stages, and values that are listed by micro-batch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
+from torch.utils._pytree import register_pytree_node
 
 from pipeproof.exec.train.stage_boundaries import Form, dtype_name, leaves_of
 from pipeproof.exec.train.train_errors import PipelineError
@@ -30,7 +31,7 @@ def plain_leaves_of(value: Any, what: str) -> tuple[Form, Leaves]:
 class MicroBatches(tuple[Any, ...]):
     """Values of all micro-batches in their order, where they are not rows of one tensor: of other lengths, for example.
 
-    It may be an argument of a step, its target and an argument of the example.
+    It may be an argument of a step, its target and an argument of the example, or inside of one.
     """
 
     __slots__ = ()
@@ -45,32 +46,8 @@ class MicroBatches(tuple[Any, ...]):
             raise PipelineError(f"{what} has values of {len(self)} micro-batches, and the plan has {num}")
 
 
-def micro_batches(value: Any, num: int, what: str) -> list[Any]:
-    """Split the tensors of a value into ``num`` equal parts along their first dim; a scalar is in all of them.
-
-    Raises:
-        PipelineError: the rows of a tensor are no multiple of ``num``.
-    """
-    if isinstance(value, MicroBatches):
-        value.require_num(num, what)
-        return list(value)
-    if isinstance(value, torch.Tensor):
-        if not value.dim():
-            return [value] * num
-        rows = value.shape[0]
-        if rows % num:
-            raise PipelineError(
-                f"{what} has {rows} rows, which {num} micro-batches do not divide: tensors are split along their first "
-                "dim; MicroBatches([..]) lists other values of micro-batches"
-            )
-        return list(value.split(rows // num))
-    if isinstance(value, Mapping):
-        parts = {key: micro_batches(item, num, f"{what}[{key!r}]") for key, item in value.items()}
-        return [{key: split[index] for key, split in parts.items()} for index in range(num)]
-    if isinstance(value, tuple | list):
-        columns = [micro_batches(item, num, f"{what}[{position}]") for position, item in enumerate(value)]
-        return [_like(value, [column[index] for column in columns]) for index in range(num)]
-    return [value] * num
+register_pytree_node(MicroBatches, lambda values: (list(values), None), lambda items, _: MicroBatches(items))
+"""A replayed step copies each value."""
 
 
 def _require_plain(leaf: torch.Tensor, what: str) -> None:

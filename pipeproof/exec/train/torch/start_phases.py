@@ -45,6 +45,8 @@ from pipeproof.exec.train.torch.pipeline_start import (
 from pipeproof.exec.train.torch.replayed_step import require_replayable
 from pipeproof.exec.train.torch.split_linear import require_splittable
 from pipeproof.exec.train.torch.stage_facts import StageDescriber
+from pipeproof.exec.train.torch.stage_keywords import StageKeywords, StepInputs
+from pipeproof.exec.train.torch.step_inputs import SplitRules, StepContract
 from pipeproof.exec.train.torch.store import device_of, store_of
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.exec.train.train_rank import checked_plan, require_fits, require_supported
@@ -62,13 +64,13 @@ class Settings:
     schedule: str | Path | Sequence[Sequence[str]]
     num_micro_batches: int | None
     loss_fn: LossFunction | None
-    example: Sequence[Any] | None
-    example_kwargs: Mapping[str, Any]
+    example: StepInputs | None
     split: Split
     compiler: Compiler
     profile: bool
     tied: Sequence[Tie]
-    same_kwargs: Sequence[str]
+    rules: SplitRules
+    check_inputs: bool
     scale_grads: bool
     check_finite: bool
     replay: bool
@@ -107,15 +109,17 @@ class Placed:
     stages: dict[int, nn.Module]
     replicas: dict[int, Replicas]
     device: torch.device
+    keywords: StageKeywords
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The keys of the plan, and the ``boundaries`` of this rank's stages; a micro-batch has ``num_rows``."""
+    """The keys of the plan, and the ``boundaries`` of all stages; a micro-batch has ``num_rows``."""
 
     content: dict[str, Any]
     boundaries: dict[int, Boundaries]
     num_rows: int
+    contract: StepContract
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +192,10 @@ def place(
     agreement.gather("tied weights", lambda: require_same_layouts(tied, layouts))
     replicas = {number: Replicas(number, module, shards) for number, module in own.items()}
     agreement.gather("split", lambda: _require_splittable(replicas, settings.split))
-    return Placed(by_rank, len(numbers), skeleton, tied, own, replicas, device[0])
+    modules = {number: each.call() for number, each in replicas.items()}
+    keywords = StageKeywords.gathered(agreement, modules, has_loss_fn=settings.loss_fn is not None)
+    agreement.gather("rules", lambda: settings.rules.require_valid(keywords))
+    return Placed(by_rank, len(numbers), skeleton, tied, own, replicas, device[0], keywords)
 
 
 def infer(ranks: Ranks, settings: Settings, placed: Placed) -> Planned:
@@ -199,13 +206,12 @@ def infer(ranks: Ranks, settings: Settings, placed: Placed) -> Planned:
     """
     describer = StageDescriber(
         ranks.agreement, ranks.rank, placed.num_stages, placed.replicas, placed.device, settings.split != "whole",
-        settings.profile,
+        settings.profile, StepContract(placed.keywords, settings.rules),
     )  # fmt: skip
-    facts, boundaries, num_rows, seq_lengths = describer.describe(
-        settings.example, settings.example_kwargs, placed.by_rank, placed.skeleton
-    )
+    facts, boundaries, num_rows, seq_lengths = describer.describe(settings.example, placed.by_rank, placed.skeleton)
     content = complete_plan(placed.skeleton, facts, placed.tied, num_rows, seq_lengths)
-    return Planned(content, boundaries, num_rows)
+    contract = StepContract(placed.keywords.with_boundaries(boundaries), settings.rules)
+    return Planned(content, boundaries, num_rows, contract)
 
 
 def prove(ranks: Ranks, settings: Settings, planned: Planned) -> TrainedPlan:
@@ -276,10 +282,10 @@ def _request(
         sizes.pop(),
         settings.overlap,
     )
-    same = ("split", "compiler", "profile", "scale_grads", "replay", "overlap", "unsafe")
+    same = ("split", "compiler", "profile", "check_inputs", "scale_grads", "replay", "overlap", "unsafe")
     return {
         "request": asdict(request),
-        "settings": {name: getattr(settings, name) for name in same} | {"same_kwargs": sorted(settings.same_kwargs)},
+        "settings": {name: getattr(settings, name) for name in same} | settings.rules.content,
         "whole": len(stages) if isinstance(stages, ModelStages) else None,
         "stages": sorted(stages),
         "tied": [*trained_ties(stages), *map(dict, settings.tied)],

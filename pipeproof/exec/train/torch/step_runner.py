@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.monitor.plan_ring import PlanRing, ring_of_process
@@ -20,12 +21,13 @@ from pipeproof.exec.train.module_plan import TrainedPlan, forward_plan
 from pipeproof.exec.train.pipeline_failures import PipelineFailures
 from pipeproof.exec.train.stall_watch import StallWatch
 from pipeproof.exec.train.torch.data_parallel import ReplicatedStepEnd
+from pipeproof.exec.train.torch.input_digests import digests_of, require_same_digests
 from pipeproof.exec.train.torch.module_framework import TorchModules
 from pipeproof.exec.train.torch.module_stage import StepData
 from pipeproof.exec.train.torch.rank_gradients import RankGradients
 from pipeproof.exec.train.torch.replayed_step import ReplayedStep
 from pipeproof.exec.train.torch.seams import at_seams
-from pipeproof.exec.train.torch.stage_values import micro_batches
+from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.start_phases import Connected, Placed, Planned, Ranks, Settings, takes_turns
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.exec.train.train_rank import TrainRank, checked_plan
@@ -49,7 +51,7 @@ class StepRunner:
         self.gradients = RankGradients(self.modules, plan.lowered, ranks.rank, self.device, ranks.group)
         self.framework = TorchModules(self.device, self.modules)
         self._replicas, self._takes_turns = placed.replicas, takes_turns(plan, settings)
-        self._same_kwargs = frozenset(settings.same_kwargs)
+        self.contract = planned.contract
         self._failures = PipelineFailures(ranks.agreement, self.world.abort)
         self._progress = TorchProgress() if self.device.type == "cuda" else None
         self.train = self._replayed = self.rank_of(plan.lowered)
@@ -100,21 +102,20 @@ class StepRunner:
         """A context whose errors on one rank are errors on all."""
         return self._failures.as_one(self.watch, RuntimeError, self._note_operation)
 
-    def step(
-        self, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any], scaler: torch.amp.GradScaler | None
-    ) -> list[torch.Tensor]:
+    def step(self, inputs: StepInputs, scaler: torch.amp.GradScaler | None) -> list[torch.Tensor]:
         """Run or replay forward and backward of all micro-batches; return their losses where the last stage is."""
         rank, step = self.train, self._begin(self.train)
         if self._progress is not None:
             self._progress.begin(step)
         execute = partial(self._execute, rank, step, scaler)
-        values = (args, target, kwargs)
+        if self.settings.check_inputs:
+            self._require_same_inputs(inputs)
         if self._replay is None or rank is not self._replayed:
-            data = execute(values)
+            data = execute(inputs)
         else:
             if scaler is not None and scaler.is_enabled():
                 raise PipelineError("replay=True: a GradScaler changes between steps: use bfloat16, or replay=False")
-            data = self._replay.run(values, execute)
+            data = self._replay.run(inputs, execute)
             if self._replay.is_captured:
                 self.watch.enter(step, self._entered, on_device=True)
         if scaler is not None and scaler.is_enabled():
@@ -122,16 +123,16 @@ class StepRunner:
                 self.gradients.share_overflow()
         return self._losses_of(data)
 
-    def evaluate(
-        self, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any]
-    ) -> tuple[list[torch.Tensor], list[Any]]:
+    def evaluate(self, inputs: StepInputs) -> tuple[list[torch.Tensor], list[Any]]:
         """Run the forwards; return the losses of micro-batches, or without a target the outputs, where the last is."""
         if self._eval is None:
             content = forward_plan(self.plan.content, self.plan.lowered.programs)
             is_unsafe = bool(self.plan.findings)
             plan = checked_plan(content, self.ranks.agreement, "forward plan", unsafe=is_unsafe, warns=False)
             self._eval = self.rank_of(plan.lowered)
-        data = self._execute(self._eval, self._begin(self._eval), None, (args, target, kwargs))
+        if self.settings.check_inputs:
+            self._require_same_inputs(inputs)
+        data = self._execute(self._eval, self._begin(self._eval), None, inputs)
         for replicas in self._replicas.values():
             replicas.reshard()
         torch.clear_autocast_cache()  # it may hold casts without a graph
@@ -170,13 +171,11 @@ class StepRunner:
         if self._current.op_id >= 0 and not self.watch.is_calling:
             self.watch.enter(self.num_steps - 1, self._current.op_id)
 
-    def _execute(
-        self, rank: TrainRank, step: int, scaler: torch.amp.GradScaler | None,
-        values: tuple[Sequence[Any], Any, Mapping[str, Any]],
-    ) -> StepData:  # fmt: skip
+    def _execute(self, rank: TrainRank, step: int, scaler: torch.amp.GradScaler | None, inputs: StepInputs) -> StepData:
         """Execute one step, operation by operation."""
         try:
-            data = self._step_data(*values, scaler, is_training=rank is self.train)
+            data = self._step_data(inputs, is_training=rank is self.train)
+            data.scaler = scaler
             if rank is not self._eval:
                 self._require_trainable()
             versions = self._versions()
@@ -192,43 +191,32 @@ class StepRunner:
                 stage.end()
         return data
 
-    def _step_data(
-        self, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any], scaler: torch.amp.GradScaler | None,
-        *, is_training: bool,
-    ) -> StepData:  # fmt: skip
+    def _step_data(self, inputs: StepInputs, *, is_training: bool) -> StepData:
         """Split what the script passed into micro-batches.
 
         Raises:
-            PipelineError: something is missing, or its rows do not fit the plan.
+            PipelineError: something is missing, or the rules refuse it.
         """
-        num, data = self.num_micro_batches, StepData(scaler=scaler)
-        if 0 in self.modules:
-            if not args and self.modules[0].takes_arguments:
-                raise PipelineError("this rank has the first stage: pass its arguments to step()")
-            self._require_rows(args)
-            data.args = micro_batches(tuple(args), num, "args") if args else [()] * num
-        if kwargs:
-            whole = {name: value for name, value in kwargs.items() if name in self._same_kwargs}
-            parts = {n: micro_batches(value, num, n) for n, value in kwargs.items() if n not in whole}
-            data.kwargs = [{**whole, **{n: part[index] for n, part in parts.items()}} for index in range(num)]
-        if self.num_stages - 1 in self.modules:
-            if target is not None:
-                data.targets = micro_batches(target, num, "target")
-            elif self.plan.lowered.has_copies and not is_training:
+        num, is_last = self.num_micro_batches, self.num_stages - 1 in self.modules
+        data = self.contract.step_data(inputs, num, num * self.micro_batch_size, [*self.modules], is_last=is_last)
+        if is_last and data.targets is None:
+            if self.plan.lowered.has_copies and not is_training:
                 raise PipelineError("copies of the last stage share the micro-batches: pass `target` to eval_step()")
-            elif self.settings.loss_fn is not None and is_training:
+            if self.settings.loss_fn is not None and is_training:
                 raise PipelineError("this rank has the last stage: pass `target` to step()")
         return data
 
-    def _require_rows(self, args: Sequence[Any]) -> None:
-        expected = self.num_micro_batches * self.micro_batch_size
-        for position, value in enumerate(args):
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] != expected:
-                raise PipelineError(
-                    f"argument {position} of the step has {value.shape[0]} rows, and the plan has "
-                    f"{self.num_micro_batches} micro-batches of {self.micro_batch_size} rows, as the example has: pass "
-                    f"{expected} rows"
-                )
+    def _require_same_inputs(self, inputs: StepInputs) -> None:
+        """Compare the arguments of all ranks by digests.
+
+        Raises:
+            PipelineError: they differ, on every rank.
+        """
+        every: list[Any] = [None] * self.ranks.num_ranks
+        digests = digests_of(self.contract.keywords.assigned(inputs))
+        with self.watch.calling("the comparison of inputs"):
+            dist.all_gather_object(every, digests, group=self.ranks.group)
+        require_same_digests(every)
 
     def _require_trainable(self) -> None:
         """Refuse a step without gradients, and parameters that the plan does not have: no norm would count them.

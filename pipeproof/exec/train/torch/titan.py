@@ -178,12 +178,13 @@ class TitanSchedule:
         if self._pipeline is None:
             if kwarg_mbs is None:
                 raise PipelineError("pass kwarg_mbs on every rank: {} for a micro-batch without keyword arguments")
+            num = len(kwarg_mbs)
             self._pipeline = Pipeline(
                 self._stages,
-                num_micro_batches=len(kwarg_mbs),
+                num_micro_batches=num,
                 loss_fn=self._loss,
-                example=arg_mbs[0] if arg_mbs else (),
-                example_kwargs=kwarg_mbs[0],
+                example=_columns([arg_mbs[0]] * num if arg_mbs else None),
+                example_kwargs=_named([kwarg_mbs[0]] * num),
                 scale_grads=False,
                 **self._settings,
             )
@@ -199,7 +200,7 @@ def _columns(entries: Arguments | None) -> list[MicroBatches]:
     return [MicroBatches(column) for column in zip(*entries or (), strict=True)]
 
 
-def _named(entries: Sequence[Mapping[str, Any]] | None) -> dict[str, MicroBatches]:
+def _named(entries: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
     """Keyword arguments that are listed by micro-batch, as those of ``Pipeline.step``."""
     return {name: MicroBatches(each[name] for each in entries or ()) for name in (entries or ({},))[0]}
 

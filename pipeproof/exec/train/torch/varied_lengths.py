@@ -14,18 +14,21 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from pipeproof.exec.train.stage_boundaries import LeafSpec, kind_text
-from pipeproof.exec.train.torch.stage_values import MicroBatches
+from pipeproof.exec.train.torch.stage_keywords import StepInputs
+from pipeproof.exec.train.torch.step_inputs import StepContract
 from pipeproof.exec.train.train_errors import PipelineError
 
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """The distinct examples of a step. ``by_micro_batch`` is empty if all micro-batches are alike.
+    """The distinct examples of a step: arguments of the first stage, and keyword arguments by stage.
 
-    ``lengths`` are the sequence lengths of the distinct examples, empty for one.
+    ``by_micro_batch`` is empty if all micro-batches have one example. ``lengths`` are the sequence lengths of the
+    distinct examples, empty for one. ``rows`` are those of a micro-batch; None without arguments of the first stage.
     """
 
-    distinct: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...]
+    distinct: tuple[tuple[tuple[Any, ...], Mapping[int, Mapping[str, Any]]], ...]
+    rows: int | None = None
     by_micro_batch: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
 
@@ -35,57 +38,36 @@ class Examples:
         return [self.lengths[index] for index in self.by_micro_batch] or None
 
 
-def examples_of(example: Sequence[Any], kwargs: Mapping[str, Any], num_micro_batches: int) -> Examples:
-    """The examples of an ``example`` and ``example_kwargs`` that may have values by micro-batch.
+def examples_of(contract: StepContract, inputs: StepInputs, num_micro_batches: int, num_stages: int) -> Examples:
+    """The examples of a step that may have values by micro-batch.
 
     Raises:
-        PipelineError: the example is no list of arguments, they are not for this number of micro-batches, or no dim is
-            the sequence length.
+        PipelineError: the rules refuse an argument, or no dim is the sequence length.
     """
-    if not isinstance(example, tuple | list):
-        raise PipelineError(f"`example` is {kind_text(example)}: give a tuple of positional arguments, such as (x,)")
-    listed = [value for value in (*example, *kwargs.values()) if isinstance(value, MicroBatches)]
-    if not listed:
-        return Examples(((tuple(example), dict(kwargs)),))
-    for values in listed:
-        values.require_num(num_micro_batches, "a MicroBatches of the example")
+    if not isinstance(inputs.args, tuple | list):
+        raise PipelineError(
+            f"`example` is {kind_text(inputs.args)}: give a tuple of positional arguments, such as (x,)"
+        )
+    data, rows = contract.example_data(inputs, num_micro_batches, num_stages)
     number: dict[str, int] = {}
-    distinct: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    distinct: list[tuple[tuple[Any, ...], dict[int, Mapping[str, Any]]]] = []
     order: list[int] = []
-    for index in range(num_micro_batches):
-        args = tuple(_of(value, index) for value in example)
-        named = {name: _of(value, index) for name, value in kwargs.items()}
-        key = str([_shape(leaf) for leaf in tree_leaves((args, named))])
+    for index, args in enumerate(data.args):
+        kwargs = {stage: named[index] for stage, named in data.kwargs.items()}
+        key = str([_shape(leaf) for leaf in tree_leaves((args, kwargs))])
         if key not in number:
             number[key] = len(distinct)
-            distinct.append((args, named))
+            distinct.append((args, kwargs))
         order.append(number[key])
     if len(distinct) == 1:
-        return Examples(tuple(distinct))
-    return Examples(tuple(distinct), tuple(order), _lengths(distinct))
+        return Examples(tuple(distinct), rows)
+    return Examples(tuple(distinct), rows, tuple(order), _lengths(distinct))
 
 
 def declared_examples(seq_lengths: Sequence[int] | None) -> Examples:
     """The lengths that a plan declares, without examples."""
     lengths = tuple(dict.fromkeys(seq_lengths or ()))
-    return Examples((), tuple(lengths.index(length) for length in seq_lengths or ()), lengths)
-
-
-def rows_of(examples: Examples) -> int:
-    """The rows of every micro-batch: the first dim of the first tensor.
-
-    Raises:
-        PipelineError: there is none, or the micro-batches differ.
-    """
-    found: list[int] = []
-    for args, _ in examples.distinct:
-        rows = next((x.shape[0] for x in tree_leaves(args) if isinstance(x, torch.Tensor) and x.dim()), None)
-        if rows is None:
-            raise PipelineError("the example needs a tensor whose first dim is the rows of a micro-batch")
-        found.append(rows)
-    if len(set(found)) > 1:
-        raise PipelineError(f"the micro-batches of the example have {found} rows: all need the same number")
-    return found[0]
+    return Examples((), None, tuple(lengths.index(length) for length in seq_lengths or ()), lengths)
 
 
 def plan_entries(
@@ -116,12 +98,11 @@ def plan_entries(
     return entries
 
 
-def _of(value: Any, index: int) -> Any:
-    return value[index] if isinstance(value, MicroBatches) else value
-
-
 def _shape(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+    """What may decide the shapes of a stage's output: numbers may, and not texts."""
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    return "str" if isinstance(leaf, str) else repr(leaf)
 
 
 def _lengths(distinct: Sequence[Any]) -> tuple[int, ...]:
