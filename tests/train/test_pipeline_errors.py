@@ -68,7 +68,7 @@ REFUSED = {
 """Errors of the start, with the same text on both ranks."""
 
 FAILED = {
-    "rows_on_one_rank": (0, "x has 7 rows.*and the step has 8"),
+    "rows_on_one_rank": (0, "x has 7 rows.*and the step has 8.*Pass 8 rows"),
     "no_arguments": (0, "pass its arguments to step"),
     "no_target": (1, "pass `target` to step"),
     "target_rows": (1, "target has 9 rows"),

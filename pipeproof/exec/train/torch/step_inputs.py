@@ -288,14 +288,16 @@ class _Split:
     def _other_rows(self, shape: tuple[int, ...], path: str) -> PipelineError:
         dims = [dim for dim, size in enumerate(shape) if size == self._rows]
         fixes = [f"split_dims={{{path!r}: {dim}}} for the rows in dim {dim}" for dim in dims]
-        rule = "tensors are split along their first dim"
+        rule, action = "tensors are split along their first dim", f"Pass {self._rows} rows, or write"
         if _is_offsets(path):
-            fixes, rule = ["packed(..)"], "offsets of documents are not rows"
+            fixes, rule, action = ["packed(..)"], "offsets of documents are not rows", "Write"
         elif len(dims) > 1 and not dims[0]:
-            rule = f"dims {dims} may be the rows"
+            rule, action = f"dims {dims} may be the rows", "Write"
+        elif shape[0] == 1:
+            fixes.append("packed(..) for documents in one row")
         return PipelineError(
-            f"{self._what(path)} has {shape[0]} rows (shape {list(shape)}), {self._has()}; {rule}. Write "
-            f"{', '.join([*fixes, _common_fix(path)])}"
+            f"{self._what(path)} has {shape[0]} rows (shape {list(shape)}), {self._has()}; {rule}. "
+            f"{action} {', '.join([*fixes, _common_fix(path)])}"
         )
 
     def _what(self, path: str) -> str:
