@@ -73,7 +73,7 @@ class Stage:
         """Gradients of inputs and weights, and the losses, with W after all I, or after each."""
         self.module.zero_grad()
         kwargs = [self.kwargs] * len(inputs)
-        self.stage.begin(StepData(kwargs={0: kwargs}, targets=targets))
+        self.stage.begin(StepData(kwargs={1: kwargs}, targets=targets))
         found, works = [], []
         for index, x in enumerate(inputs):
             leaf = x.clone().requires_grad_(self.has_input_gradient and x.is_floating_point())
