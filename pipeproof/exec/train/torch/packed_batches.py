@@ -61,7 +61,7 @@ def packed(
 
 
 def _offsets(input_ids: torch.Tensor, cu_seqlens: torch.Tensor | None, others: dict[str, Any]) -> list[int]:
-    """Where documents begin, and the number of tokens."""
+    """Offsets of the documents, the last one the number of tokens."""
     cu_seqlens = (
         next((x for name, x in others.items() if _is_offsets(name)), None) if cu_seqlens is None else cu_seqlens
     )

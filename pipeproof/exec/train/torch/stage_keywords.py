@@ -1,4 +1,4 @@
-"""Which stage gets which keyword argument: by the signatures of all stages, which the ranks exchange at start."""
+"""Keyword arguments of stages, by the signatures of all stages, which the ranks exchange at start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 class StepInputs(NamedTuple):
-    """What a script passes to a step."""
+    """Arguments that a script passes to a step."""
 
     args: tuple[Any, ...]
     target: Any
@@ -43,7 +43,7 @@ def example_inputs(
 
 @dataclass(frozen=True, slots=True)
 class AssignedInputs:
-    """What a script passes to a step, by its name in messages and in ``split_dims``.
+    """Arguments that a script passes to a step, by their names in messages and in ``split_dims``.
 
     ``args`` are the positional arguments of the first stage in order; ``target`` is empty without one.
     """

@@ -99,7 +99,7 @@ def plan_entries(
 
 
 def _shape(leaf: Any) -> str:
-    """What may decide the shapes of a stage's output: numbers may, and not texts."""
+    """The part of a value that may decide the shapes of an output: numbers may, and texts may not."""
     if isinstance(leaf, torch.Tensor):
         return f"{leaf.dtype}{list(leaf.shape)}"
     return "str" if isinstance(leaf, str) else repr(leaf)
