@@ -27,12 +27,18 @@ SIZES = {
     "vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32, "pad_token_id": 0,
 }  # fmt: skip
+EXPERTS = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 MODELS = {
     "one file": (transformers.LlamaConfig, {}, "50GB"),
     "many files": (transformers.LlamaConfig, {}, "20KB"),
     "tied": (transformers.LlamaConfig, {"tie_word_embeddings": True}, "20KB"),
     "fused experts": (transformers.Qwen3MoeConfig, {"num_experts": 4, "moe_intermediate_size": 16}, "20KB"),
     "renamed experts": (transformers.MixtralConfig, {"num_local_experts": 4}, "20KB"),
+    "buffers": (transformers.DeepseekV3Config, {**EXPERTS, **LATENT}, "20KB"),
     "two ropes": (transformers.Gemma3TextConfig, {"query_pre_attn_scalar": 8}, "20KB"),
 }
 

@@ -256,7 +256,6 @@ def _materialize(stages: Mapping[int, nn.Module], device: torch.device | str | N
             compute_buffers(
                 unwrapped(stage).pretrained, [x for name, x in tensors if name in names or name not in made[number]]
             )
-    require_computed_buffers(stages)
 
 
 def _give_memory(stages: Mapping[int, nn.Module], device: torch.device | str | None) -> dict[int, set[str]]:
@@ -267,7 +266,11 @@ def _give_memory(stages: Mapping[int, nn.Module], device: torch.device | str | N
 
 
 def _fill(whole: Any, stages: Mapping[int, nn.Module], reads: Mapping[str, _Read]) -> None:
-    """Write the stored values into the tensors of stages, one conversion after the other."""
+    """Write the stored values into the tensors of stages, one conversion after the other.
+
+    Raises:
+        PipelineError: a buffer was neither stored nor computed.
+    """
     targets = dict[int, tuple[_Conversion, list[tuple[torch.Tensor, str]]]]()
     for entry in held_tensors(stages):
         if entry.name in reads:
@@ -278,6 +281,7 @@ def _fill(whole: Any, stages: Mapping[int, nn.Module], reads: Mapping[str, _Read
         for target, name in of_conversion:
             with torch.no_grad():
                 _copy(made[name], target)
+    require_computed_buffers(stages)
 
 
 def _copy(value: torch.Tensor, target: torch.Tensor) -> None:
