@@ -50,9 +50,13 @@ def functions() -> list[Case]:
         plain("rotary embedding", "rotate", lambda x: rotate(x, cos, sin), (2, 3, 5, 6)),
         plain("rotary tables", "rotary_tables", lambda x: rotate(x, *turned), (2, 5, 4)),
         plain("SwiGLU", "swiglu", swiglu, (3, 8), (3, 8)),
-        plain("clamped SwiGLU", "clamped_swiglu", lambda g, u: clamped_swiglu(g, u, 0.6), (6, 8), (6, 8)),
+        plain("clamped SwiGLU", "clamped_swiglu", lambda g, u: clamped_swiglu(g, u, 0.6, paddle.clip), (6, 8), (6, 8)),
         plain(
-            "that of a plan", "gated", lambda g, u: gated(swiglu, 0.6)(g, u) + gated(swiglu, None)(g, u), (6, 8), (6, 8)
+            "that of a plan",
+            "gated",
+            lambda g, u: gated(swiglu, 0.6, paddle.clip)(g, u) + gated(swiglu, None, paddle.clip)(g, u),
+            (6, 8),
+            (6, 8),
         ),
         plain("attention in groups", "causal_attention", causal_attention, *attention),
         plain("with dropout", "causal_attention", lambda q, k, v: causal_attention(q, k, v, factors), *attention),

@@ -70,7 +70,7 @@ def _experts(moe: MoeSpec, num_ranks: int, limit: float | None) -> Case:
     def function(rank: Rank, x: paddle.Tensor, *tensors: paddle.Tensor) -> paddle.Tensor:
         weights = {f"mlp.{name}.weight": tensor for name, tensor in zip(shapes, tensors, strict=True)}
         router = PaddleBalance(make_plan(), (), adds_losses=False).of("mlp", 0, 0)
-        activation = gated(swiglu, limit)
+        activation = gated(swiglu, limit, paddle.clip)
         experts = PaddleExperts(
             moe, "mlp", rank.weights, weights.__getitem__, rank.experts, activation, recomputes_shared=False
         )

@@ -23,6 +23,7 @@ from pipeproof.stages.torch.experts import inverse, reorder, visits
 from pipeproof.stages.torch.functional import (
     Groups,
     causal_attention,
+    clip,
     fork,
     mlp_activation,
     rms_norm,
@@ -93,7 +94,7 @@ PLAIN = {
     "GELU": (mlp_activation(make_plan("plain", model={"mlp": "gelu"}).gpt), (3, 8)),
     "GELU with tanh": (mlp_activation(make_plan("plain", model={"mlp": "gelu_tanh"}).gpt), (3, 8)),
     "swiglu": (swiglu, (3, 8), (3, 8)),
-    "clamped": (lambda g, u: clamped_swiglu(g, u, 0.6), (6, 8), (6, 8)),
+    "clamped": (lambda g, u: clamped_swiglu(g, u, 0.6, clip), (6, 8), (6, 8)),
     "attention": (causal_attention, (2, 2, 3, 4, 6), (2, 2, 4, 6), (2, 2, 4, 3)),
     "attention of a later split": (causal_attention, (2, 2, 3, 4, 6), (2, 2, 6, 6), (2, 2, 6, 3)),
     "attention with dropout": (
