@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-all fuzz test-rest test-torch browser test-browser lint docs site tutorial bench mutants clean
+.PHONY: demo test test-all fuzz test-rest test-torch browser test-browser lint docs site tutorial bench accuracy fleet mutants clean
 
 demo: $(VENV)/.demo          ## check, simulate and run the examples on real Paddle processes
 	$(BIN)/python examples/demo.py
@@ -81,6 +81,13 @@ bench: $(VENV)/.demo         ## what docs/claims.md states about speed
 	$(BIN)/python benchmarks/whole.py
 	$(BIN)/python benchmarks/reshard_check.py
 	$(BIN)/python benchmarks/reshard.py --gb 2
+
+accuracy: $(VENV)/.demo      ## predictions next to published and own measurements; see docs/accuracy.md
+	$(BIN)/python -m validation.board
+
+PLAN ?= examples/custom_layers/fleet_conv.yaml
+fleet: $(VENV)/.demo         ## a plan's layers trained by Fleet's own pipeline and by ours; see docs/fleet.md
+	$(BIN)/python -m validation.fleet $(PLAN)
 
 SAMPLE ?= 40
 mutants: $(VENV)/.dev        ## how many small changes of the verifier its tests notice; see docs/mutation.md

@@ -15,8 +15,8 @@ from statistics import fmean
 import numpy as np
 from scipy.optimize import least_squares
 
-from pipeproof.interop.board.accuracy_board import MEASUREMENTS, Predictor, read_measurements
-from pipeproof.interop.board.measurement import Measurement, Quantity
+from validation.board.accuracy_board import MEASUREMENTS, Predictor, read_measurements
+from validation.board.measurement import Measurement, Quantity
 
 MACHINES = ("a100", "h100", "h100_2nd", "gb200")
 HOST_US, SLOPE_US = 200.0, 100.0

@@ -13,7 +13,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from pipeproof.cost.device_tables import device_table
-from pipeproof.interop.board.accuracy_board import MEASUREMENTS, Predictor, read_measurements
+from validation.board.accuracy_board import MEASUREMENTS, Predictor, read_measurements
 
 SHARES = (0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7)
 

@@ -21,7 +21,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from pipeproof.cost.device_tables import device_table
-from pipeproof.interop.board.accuracy_board import MEASUREMENTS, Predictor, read_measurements
+from validation.board.accuracy_board import MEASUREMENTS, Predictor, read_measurements
 
 SHARES = (0.5, 0.55, 0.6, 0.65, 0.7)
 HOSTS_US = (60, 62, 64, 66, 68)

@@ -12,8 +12,8 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from pipeproof.interop.board.accuracy_board import MEASUREMENTS, Predictor, read_measurements
-from pipeproof.interop.board.measurement import Measurement
+from validation.board.accuracy_board import MEASUREMENTS, Predictor, read_measurements
+from validation.board.measurement import Measurement
 
 VARIANTS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "each weight by itself": ({}, {}),

@@ -28,8 +28,6 @@ from pipeproof.analysis.tune.layouts import Layout
 from pipeproof.analysis.tune.search_layouts import tune
 from pipeproof.comm.lower import lower
 from pipeproof.cost.devices import DEVICES
-from pipeproof.interop.board.accuracy_board import MEASUREMENTS
-from pipeproof.interop.board.megatron_bridge_rows import read_megatron_bridge
 from pipeproof.sim.memory_curve import GIB
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
@@ -37,6 +35,8 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.model_family import stage_layers
 from pipeproof.stages.describe.training_state import state_of_weights
+from validation.board.accuracy_board import MEASUREMENTS
+from validation.board.megatron_bridge_rows import read_megatron_bridge
 
 TOP = 5
 _RESULTS = Path(__file__).parents[1] / "docs" / "tune.json"

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 CAN_START_RANKS = sys.platform == "linux"
-"""True where `run`, `rehearse`, `job fleet` and the doctor's measurements can start processes."""
+"""True where `run`, `rehearse` and the doctor's measurements can start processes."""
 
 
 def num_cores() -> int:

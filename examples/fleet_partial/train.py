@@ -123,8 +123,9 @@ def pipeline_of(topology):
 
 def one_rank(directory, partial):
     """Train with Fleet; write the losses and the gradients of the first step."""
-    from pipeproof.exec.fleet.fleet_groups import connect_fleet, fleet_groups
+    sys.path.append(str(Path(__file__).resolve().parents[2]))  # the repository, for `validation`
     from pipeproof.stages.paddle.runtime import quiet_native, start_paddle
+    from validation.fleet.fleet_groups import connect_fleet, fleet_groups
 
     start_paddle()
     import paddle

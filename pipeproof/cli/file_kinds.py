@@ -81,7 +81,6 @@ RESULTS: Mapping[str, frozenset[str]] = MappingProxyType(
         "check": frozenset({"certified", "findings"}),
         "compare": frozenset({"only_a", "only_b", "first_divergence"}),
         "doctor": frozenset({"backend", "not_measured", "curve"}),
-        "import measurements": frozenset({"groups", "measurements", "unread_files"}),
         "rehearse --report": frozenset({"passed", "elements", "faults"}),
         "schedule list": frozenset({"schedules"}),
         "schedule show": frozenset({"num_sequence_splits", "verdict", "ranks"}),
@@ -173,7 +172,6 @@ KINDS: tuple[FileKind, ...] = (
              lambda g: g.text.startswith("rank,queue,op,kind,")),
     FileKind("a page for a browser", (), lambda g: g.text.lstrip()[:9].lower() == "<!doctype"),
     FileKind("a picture", (), lambda g: g.text.lstrip().startswith("<svg") or g.head.startswith(_PNG)),
-    FileKind("a file of measurements", ("import measurements FILE",), lambda g: _has_measurements(g)),
     FileKind("a program in our text form", ("check --program FILE", "schedule convert FILE --as csv"),
              lambda g: _is_schedule(g, "text")),
     FileKind("a schedule in PyTorch's CSV", ("schedule convert FILE --as text", "check --from torch-csv FILE"),
@@ -190,14 +188,6 @@ def _is_schedule(given: Given, form: str) -> bool:
     from pipeproof.schedule.formats.text_form import looks_like_program
 
     return {"csv": looks_like_csv, "fleet": looks_like_fleet, "text": looks_like_program}[form](given.text)
-
-
-def _has_measurements(given: Given) -> bool:
-    if given.path.suffix != ".csv" or not given.head:
-        return False
-    from pipeproof.interop.board.accuracy_board import set_of_table
-
-    return set_of_table(given.text.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}").partition("\n")[0]) is not None
 
 
 def kind_of(path: Path) -> FileKind | None:

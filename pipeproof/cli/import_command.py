@@ -146,7 +146,6 @@ import_group.commands = LazyCommands(
     {
         "layers": "layers_command:layers",
         "profile": "profile_command:profile",
-        "measurements": "measurements_command:measurements",
     },
     import_group.commands,
     "import",

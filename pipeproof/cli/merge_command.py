@@ -16,7 +16,7 @@ from pipeproof.cli.timeline_option import timeline_file, write_timeline
 
 @click.group(cls=SuggestingGroup)
 def job() -> None:
-    """Examine jobs on several hosts, jobs of Fleet and jobs that hang."""
+    """Examine jobs on several hosts and jobs that hang."""
 
 
 @job.command()
@@ -62,4 +62,4 @@ def merge(
     sys.exit(status)
 
 
-job.commands = LazyCommands({"hang": "hang_command:hang", "fleet": "fleet_command:fleet"}, job.commands, "job")
+job.commands = LazyCommands({"hang": "hang_command:hang"}, job.commands, "job")

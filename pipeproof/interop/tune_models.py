@@ -11,12 +11,12 @@ from pipeproof.diagnostics.finding import BadPlanError, Finding, Severity
 from pipeproof.diagnostics.problems import KeyPath, nearest_name
 from pipeproof.diagnostics.source import read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
-from pipeproof.interop.board.public_models import MODELS, NOT_DESCRIBED
 from pipeproof.interop.importers.check_imported import load_imported
 from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.import_kinds import import_files
 from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.model_sizes import MODEL_NAMES, read_model_config
+from pipeproof.interop.public_models import MODELS, NOT_DESCRIBED
 from pipeproof.specs.load_plan import LoadedPlan, load_plan, plan_from_dict
 
 DEFAULT_SEQ_LENGTH = 4096

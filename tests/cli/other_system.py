@@ -39,7 +39,6 @@ COMMANDS = {
     "import ernie": [str(EXAMPLES / "importing" / "erniekit.yaml")],
     "import fleet": [str(EXAMPLES / "importing" / "strategy.prototxt"), "-o", "fleet.yaml"],
     "import layers": [str(EXAMPLES / "custom_layers" / "mixer.yaml")],
-    "import measurements": ["--only", "mlperf"],
     "import megatron": [str(EXAMPLES / "importing" / "megatron.sh"), "-o", "megatron.yaml"],
     "import ms-swift": [str(EXAMPLES / "importing" / "ms_swift.sh")],
     "import nemo-rl": [str(EXAMPLES / "importing" / "nemo_rl.yaml")],
@@ -61,7 +60,6 @@ COMMANDS = {
         "--global-batch",
         "8",
     ],
-    "job fleet": [str(EXAMPLES / "custom_layers" / "fleet_conv.yaml")],
     "job hang": [str(EXAMPLES / "importing" / "dumps")],
     "job merge": [".", "."],
     "play": ["-o", "play.html"],
@@ -82,7 +80,7 @@ COMMANDS = {
     "tune": ["llama3_8b", *_TUNE, "-o", "tuned"],
 }
 """Arguments by the words of each command."""
-LAUNCHED = ("doctor", "job fleet", "rehearse", "run")
+LAUNCHED = ("doctor", "rehearse", "run")
 """Commands that start processes of a framework."""
 
 _FRAMEWORKS = ("paddle", "torch")

@@ -12,7 +12,6 @@ from pipeproof.cli.file_kinds import KINDS, RESULTS, kind_of
 from tests.cli.commands import EXAMPLES, REPOSITORY, invoke
 
 IMPORTING, SCHEDULES = EXAMPLES / "importing", EXAMPLES / "schedules"
-MEASUREMENTS = REPOSITORY / "pipeproof" / "interop" / "board" / "measurements"
 PLAN = EXAMPLES / "gpt_pp4.yaml"
 
 EXISTING = {
@@ -34,7 +33,6 @@ EXISTING = {
     "logs": EXAMPLES / "recording" / "crossed",
     "log": EXAMPLES / "recording" / "crossed" / "rank_0.jsonl",
     "AOA": EXAMPLES / "aoa" / "names.aoa",
-    "measurements": MEASUREMENTS / "megatron_bridge_perf.csv",
 }
 WRITTEN = {
     "Fleet's schedule": ("fleet.txt", "f0;b0;\n"),
@@ -84,7 +82,6 @@ READS_PLANS = (
     "advise",
     "rehearse",
     "run",
-    "job fleet",
     "import layers",
 )
 """Commands with a plan as their file."""
@@ -122,7 +119,6 @@ COMMANDS = {
     "state align": (["state", "align", PLAN], {"record directory"}),
     "import profile": (["import", "profile", "--plan", PLAN],
                        {"trace", "traces", "all traces", "compressed trace", "arguments"}),
-    "import measurements": (["import", "measurements"], {"measurements"}),
     **{f"import {kind}": (["import", kind, "-o", "{out}/plan.yaml"], files) for kind, files in IMPORTERS.items()},
 }  # fmt: skip
 """Commands with their words, and the files that they read (and may still refuse, with their own reasons)."""

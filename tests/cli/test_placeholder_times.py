@@ -21,12 +21,12 @@ PREDICTING = {"advise", "compare", "schedule show", "schedule solve", "simulate"
 """Commands that print times that nobody measured; tests below call each of them, in each of its forms."""
 PLAY = {"play"}
 """Its page shows the times in fields, and whether they are of a stage or of a rank."""
-COMPUTED = {"import measurements", "show"}
+COMPUTED = {"show"}
 """Their times are computed for devices; `show --costs` refuses a plan that names none."""
 WITHOUT_PREDICTED_TIMES = {
     *(f"import {kind}" for kind in ("automodel", "deepspeed", "ernie", "fleet", "layers", "megatron",
       "ms-swift", "nemo-rl", "paddleformers", "paddlenlp", "profile", "torch-csv", "torchtitan", "verl")),
-    *(f"job {part}" for part in ("fleet", "hang", "merge")),
+    *(f"job {part}" for part in ("hang", "merge")),
     *(f"state {part}" for part in ("align", "aoa", "diff", "reshard", "show")),
     "check", "doctor", "init", "rehearse", "run", "schedule convert", "schedule list",
 }  # fmt: skip

@@ -67,9 +67,6 @@ COMMANDS = (
             ("fleet", IMPORTING / "megatron.sh"),
         )
     ),
-    ("import", "measurements", "--only", "own"),
-    ("import", "measurements", "--only", "dualpipe", "--rows"),
-    ("import", "measurements", GOOD),
     ("state", "show", "{saved}"),
     ("state", "show", "{saved}", "--verify"),
     ("state", "show", GOOD),

@@ -153,7 +153,7 @@ ALSO = {
     "positions": r"'positions'|'(embed\.)?positions\.weight'|\blearned\b",
 }
 """Other lines of a part: names of its weights, values and settings, and the function that only it needs."""
-PLANS = "interop/board/"
+PLANS = "interop/public_models.py"
 """Modules with plans of published trainings: they give keys values, as plan files do."""
 GENERAL = {"biases": {"stages/common/stage.py"}}
 """Places without such a line: they use all weights that the description gives an operation."""

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.exec.fleet.fleet_support import require_fleet_support
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.subject import make_subject
+from validation.fleet.fleet_support import require_fleet_support
 
 DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = json.loads((DOCS / "fleet.json").read_text(encoding="utf-8"))

@@ -36,7 +36,7 @@ OTHERS = {
 """Pages whose commands end with a verdict, with the files that they take for granted: name, and which example."""
 
 EXEMPT = {
-    "accuracy.md": "all sets take a minute; tests/interop/board",
+    "accuracy.md": "all sets take a minute; tests/board",
     "aligning.md": "minutes of runs, and logs of other programs; tests/align",
     "alignment-log.md": "minutes of runs; tests/docs/test_alignment_log.py",
     "backends.md": "asks the machine; tests/testing/test_doctor.py",

@@ -8,11 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from pydantic import TypeAdapter
 
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult
-from pipeproof.exec.fleet.fleet_order import (
+from pipeproof.exec.run_report import RunReport
+from pipeproof.schedule.ops import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, OpKind
+from pipeproof.specs.load_plan import load_plan, plan_from_dict
+from pipeproof.verify.check_plan import check
+from pipeproof.verify.subject import make_subject
+from validation.fleet.__main__ import fleet
+from validation.fleet.fleet_order import (
     Computation,
     EventRecorder,
     Message,
@@ -20,14 +27,8 @@ from pipeproof.exec.fleet.fleet_order import (
     count_messages,
     order_findings,
 )
-from pipeproof.exec.fleet.fleet_run import FleetReport, FleetRun
-from pipeproof.exec.fleet.fleet_support import require_fleet_support
-from pipeproof.exec.run_report import RunReport
-from pipeproof.schedule.ops import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, OpKind
-from pipeproof.specs.load_plan import load_plan, plan_from_dict
-from pipeproof.verify.check_plan import check
-from pipeproof.verify.subject import make_subject
-from tests.cli.commands import invoke
+from validation.fleet.fleet_run import FleetReport, FleetRun
+from validation.fleet.fleet_support import require_fleet_support
 
 LAYERS = [
     {"name": f"layer.{number}", "out": [{"shape": ["b", 4]}], "parameters": [{"name": "weight", "shape": [4, 4]}]}
@@ -214,7 +215,7 @@ def test_what_fleet_can_run_is_not_refused(pp, count, schedule):
 
 
 def test_a_plan_of_our_gpt_is_refused_with_status_2():
-    result = invoke("job", "fleet", str(EXAMPLES / "gpt_pp4.yaml"))
+    result = CliRunner().invoke(fleet, [str(EXAMPLES / "gpt_pp4.yaml")])
     assert result.exit_code == 2
     assert "PP917" in result.output
     assert "model: {kind: layers" in result.output
@@ -254,7 +255,7 @@ def test_1f1b_has_our_bits_with_tuples_and_shared_weights(tmp_path):
         tmp_path / "report.json",
         tmp_path / "logs",
     )
-    result = invoke("job", "fleet", str(plan), "--report", str(written), "--log", str(logs))
+    result = CliRunner().invoke(fleet, [str(plan), "--report", str(written), "--log", str(logs)])
     assert result.exit_code == 0, result.output
     assert "PipelineParallel: 16 forwards and backwards and 12 messages per step match the plan" in result.output
     found = json.loads(written.read_text())
@@ -264,7 +265,7 @@ def test_1f1b_has_our_bits_with_tuples_and_shared_weights(tmp_path):
     assert {len(step["gradients"]) for step in found["steps"]} == {14}
     for queue in (None, "communicator"):
         assert check_log(logs, plan=load_plan(plan), queue=queue).findings == ()
-    again = invoke("job", "fleet", str(plan), "--log", str(logs))
+    again = CliRunner().invoke(fleet, [str(plan), "--log", str(logs)])
     assert again.exit_code == 2
     assert "has logs already" in again.output
 
@@ -272,7 +273,7 @@ def test_1f1b_has_our_bits_with_tuples_and_shared_weights(tmp_path):
 @pytest.mark.slow
 @pytest.mark.needs_paddle
 def test_interleaved_has_the_bits_of_the_reference_with_dropout(tmp_path):
-    from pipeproof.exec.fleet.fleet_run import run_fleet
+    from validation.fleet.fleet_run import run_fleet
 
     schedule = "{kind: interleaved, variant: fleet, num_micro_batches: 6, micro_batch_size: 2, num_chunks: 2}"
     plan = example("mixer", tmp_path, topology="{pp: 3}", schedule=schedule, run="{steps: 2, seed: 3}")

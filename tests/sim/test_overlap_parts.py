@@ -16,7 +16,6 @@ from pipeproof.comm.lower import lower
 from pipeproof.cost.analytic_times import AnalyticCosts
 from pipeproof.cost.part_shares import PartShares, PhaseParts
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.interop.board.dualpipe_pair_rows import read_pair_summary
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import COMPUTE_KINDS, PART_KINDS, OpKind
 from pipeproof.sim.fast_engine import run_fast
@@ -28,6 +27,7 @@ from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.op_work import Phase
 from tests.comm.test_overlap_pairs import MOE, V, plan
 from tests.plans import plan_dict
+from validation.board.dualpipe_pair_rows import read_pair_summary
 
 ROOT = Path(__file__).parents[2]
 NETWORK = {"ranks_per_node": 8, "node": {"latency_us": 2, "bandwidth": 1}}

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 from pages import DOCS, fill, main
 
-from pipeproof.interop.board.accuracy_board import (
+from validation.board.accuracy_board import (
     MEASUREMENTS,
     Prediction,
     Predictor,
     accuracies,
     read_measurements,
 )
-from pipeproof.interop.board.accuracy_picture import board_picture
-from pipeproof.interop.board.board_output import groups_in_markdown, rows_in_markdown
+from validation.board.accuracy_picture import board_picture
+from validation.board.board_output import groups_in_markdown, rows_in_markdown
 
 STORED = DOCS / "accuracy.json"
 _MEASUREMENTS_HEAD = """# Measurements and their predictions

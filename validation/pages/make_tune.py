@@ -16,8 +16,8 @@ from typing import Any
 from pages import DOCS, fill, main, table
 
 from pipeproof.cost.devices import DEVICES
-from pipeproof.interop.board.accuracy_board import MEASUREMENTS
-from pipeproof.interop.board.megatron_bridge_rows import read_megatron_bridge
+from validation.board.accuracy_board import MEASUREMENTS
+from validation.board.megatron_bridge_rows import read_megatron_bridge
 
 RESULTS = DOCS / "tune.json"
 PAGE = DOCS / "tune.md"

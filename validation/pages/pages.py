@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+sys.path.append(str(ROOT))  # for the other packages of `validation`
 
 
 def main(script: str, pages: Mapping[Path, str], stray: frozenset[Path] = frozenset()) -> int:

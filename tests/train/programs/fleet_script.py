@@ -1,6 +1,6 @@
 """A Fleet script on CPU processes, trained twice: by Fleet's own classes, and with one line changed by pipeproof.
 
-``fleet_script.py OUTPUT REPLICAS CASE ...``. Fleet runs on the CPU in the groups of ``exec.fleet.fleet_groups``. Each
+``fleet_script.py OUTPUT REPLICAS CASE ...``. Fleet runs on the CPU in the groups of ``validation.fleet``. Each
 rank writes the losses, and the digests of weights and optimizer states, of both, by case.
 """
 
@@ -11,9 +11,9 @@ import types
 from pathlib import Path
 from unittest import mock
 
-from pipeproof.exec.fleet.fleet_groups import connect_fleet, fleet_groups
 from pipeproof.exec.launch.rendezvous import await_store
 from pipeproof.stages.paddle.runtime import quiet_native, quiet_python, start_paddle
+from validation.fleet.fleet_groups import connect_fleet, fleet_groups
 
 start_paddle()
 import paddle  # noqa: E402

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from pipeproof.interop.board.accuracy_board import MEASUREMENTS, SETS, Predictor, read_measurements
-from pipeproof.interop.board.bridge_recipes import NO_RECIPE, recipe_of
-from pipeproof.interop.board.measurement import MeasurementFileError, NoPlanError, Quantity, known_device, partition
-from pipeproof.interop.board.public_models import MODELS
+from pipeproof.interop.public_models import MODELS
 from pipeproof.specs.load_plan import plan_from_dict
+from validation.board.accuracy_board import MEASUREMENTS, SETS, Predictor, read_measurements
+from validation.board.bridge_recipes import NO_RECIPE, recipe_of
+from validation.board.measurement import MeasurementFileError, NoPlanError, Quantity, known_device, partition
 
 MLPERF = "mlperf_llama405b_steps.csv"
 VTRAIN = "vtrain_ground_truth_single.csv"

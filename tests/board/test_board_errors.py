@@ -8,8 +8,9 @@ import pytest
 from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
-from pipeproof.cli.main import main
-from pipeproof.interop.board.accuracy_board import (
+from pipeproof.specs.load_plan import load_plan
+from validation.board.__main__ import measurements
+from validation.board.accuracy_board import (
     MEASUREMENTS,
     SETS,
     Prediction,
@@ -17,11 +18,10 @@ from pipeproof.interop.board.accuracy_board import (
     accuracies,
     read_measurements,
 )
-from pipeproof.interop.board.accuracy_picture import board_picture
-from pipeproof.interop.board.measurement import Measurement, Quantity
-from pipeproof.specs.load_plan import load_plan
+from validation.board.accuracy_picture import board_picture
+from validation.board.measurement import Measurement, Quantity
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 STORED = {(one["group"], one["quantity"]): one for one in json.loads((ROOT / "docs" / "accuracy.json").read_text())}
 TOLERANCE = 0.001
 """Largest growth of a MAPE, as a share."""
@@ -77,7 +77,7 @@ def test_a_group_that_gets_worse_is_found():
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(main, ["import", "measurements", *map(str, arguments)], catch_exceptions=False)
+    return CliRunner().invoke(measurements, [*map(str, arguments)], catch_exceptions=False)
 
 
 def test_command_prints_groups_rows_and_reasons():
@@ -91,7 +91,7 @@ def test_command_prints_groups_rows_and_reasons():
 def test_json_fits_its_schema_and_has_the_errors_of_the_rows():
     done = invoke(MEASUREMENTS / "megatron_goldens.json", "--format", "json")
     board = json.loads(done.stdout)
-    schema = json.loads((ROOT / "docs" / "schemas" / "board.schema.json").read_text())
+    schema = json.loads((ROOT / "validation" / "board" / "board.schema.json").read_text())
     Draft202012Validator(schema).validate(board)
     row = next(row for row in board["measurements"] if row["predicted"] is not None)
     assert row["error"] == pytest.approx(row["predicted"] / row["measured"] - 1)
@@ -140,11 +140,11 @@ def test_a_file_that_is_no_measurement_is_named(tmp_path):
 
 
 def test_the_option_has_every_set():
-    option = next(option for option in main.commands["import"].commands["measurements"].params if option.name == "sets")
+    option = next(option for option in measurements.params if option.name == "sets")
     assert tuple(option.type.choices) == SETS
 
 
 def test_a_picture_is_svg(tmp_path):
-    done = CliRunner().invoke(main, ["import", "measurements", "--plot", str(tmp_path / "board.png")])
+    done = CliRunner().invoke(measurements, ["--plot", str(tmp_path / "board.png")])
     assert done.exit_code == 2
     assert "ends with .svg" in done.output

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeproof.interop.board.bridge_recipes import recipe_of
-from pipeproof.interop.board.measurement import (
+from pipeproof.interop.public_models import MODELS, NOT_DESCRIBED, PublicModel
+from validation.board.bridge_recipes import recipe_of
+from validation.board.measurement import (
     EXPERTS_OVER_TP,
     Cells,
     Measurement,
@@ -19,7 +20,6 @@ from pipeproof.interop.board.measurement import (
     partition,
     rows_of_table,
 )
-from pipeproof.interop.board.public_models import MODELS, NOT_DESCRIBED, PublicModel
 
 COLUMNS = frozenset(
     {

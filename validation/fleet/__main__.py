@@ -1,7 +1,4 @@
-"""``pipeproof job fleet``: a plan's layers trained by Fleet's own pipeline and by ours.
-
-It imports what it needs when it runs.
-"""
+"""``python -m validation.fleet PLAN``: a plan's layers trained by Fleet's own pipeline and by ours."""
 
 from __future__ import annotations
 
@@ -32,11 +29,15 @@ def fleet(
     """Run a plan's layers with Fleet's own pipeline and with ours, and compare losses, gradients and messages."""
     if record_to is not None and record_to.is_dir() and any(record_to.glob("rank_*.jsonl")):
         raise click.BadParameter(f"{str(record_to)!r} has logs already", param_hint="--log")
-    from pipeproof.exec.fleet.fleet_console import FleetOptions, fleet_command
     from pipeproof.verify.check_plan import check
+    from validation.fleet.fleet_console import FleetOptions, fleet_command
 
     with refusing_bad_plans("text", plan):
         with showing_progress(f"checking {plan}") as on_progress:
             report = check(source.load(plan), on_progress=on_progress)
         status = fleet_command(report, FleetOptions(timeout_s, logs, report_file, record_to), console_for())
     sys.exit(status)
+
+
+if __name__ == "__main__":
+    fleet()

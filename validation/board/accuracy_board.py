@@ -14,21 +14,21 @@ from pipeproof.comm.lower import lower
 from pipeproof.cost.plan_times import resolved_cost
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.foreign_text import decode_json
-from pipeproof.interop.board.bridge_recipes import RECIPES
-from pipeproof.interop.board.dualpipe_pair_rows import read_pair_summary, read_pair_trace
-from pipeproof.interop.board.measurement import GIB, Measurement, MeasurementFileError, Quantity
-from pipeproof.interop.board.megatron_bridge_rows import COLUMNS as BRIDGE_COLUMNS
-from pipeproof.interop.board.megatron_bridge_rows import read_megatron_bridge
-from pipeproof.interop.board.megatron_golden_rows import KEYS as GOLDEN_KEYS
-from pipeproof.interop.board.megatron_golden_rows import read_goldens
-from pipeproof.interop.board.mlperf_rows import COLUMNS as MLPERF_COLUMNS
-from pipeproof.interop.board.mlperf_rows import read_mlperf
-from pipeproof.interop.board.own_run_rows import read_own_runs
-from pipeproof.interop.board.vtrain_rows import COLUMNS as VTRAIN_COLUMNS
-from pipeproof.interop.board.vtrain_rows import read_vtrain
 from pipeproof.sim.simulate import Simulation, simulate
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
+from validation.board.bridge_recipes import RECIPES
+from validation.board.dualpipe_pair_rows import read_pair_summary, read_pair_trace
+from validation.board.measurement import GIB, Measurement, MeasurementFileError, Quantity
+from validation.board.megatron_bridge_rows import COLUMNS as BRIDGE_COLUMNS
+from validation.board.megatron_bridge_rows import read_megatron_bridge
+from validation.board.megatron_golden_rows import KEYS as GOLDEN_KEYS
+from validation.board.megatron_golden_rows import read_goldens
+from validation.board.mlperf_rows import COLUMNS as MLPERF_COLUMNS
+from validation.board.mlperf_rows import read_mlperf
+from validation.board.own_run_rows import read_own_runs
+from validation.board.vtrain_rows import COLUMNS as VTRAIN_COLUMNS
+from validation.board.vtrain_rows import read_vtrain
 
 MEASUREMENTS = Path(__file__).parent / "measurements"
 """The measurements that come with pipeproof."""

@@ -15,7 +15,10 @@ from typing import Any
 
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.foreign_text import decode_json
-from pipeproof.interop.board.measurement import (
+from pipeproof.interop.importers.imported import Flags, with_device
+from pipeproof.interop.importers.megatron.flag_values import Arguments, arguments_of_text
+from pipeproof.interop.importers.megatron.megatron_importer import import_arguments
+from validation.board.measurement import (
     EXPERTS_OVER_TP,
     GIB,
     Measurement,
@@ -24,9 +27,6 @@ from pipeproof.interop.board.measurement import (
     Quantity,
     known_device,
 )
-from pipeproof.interop.importers.imported import Flags, with_device
-from pipeproof.interop.importers.megatron.flag_values import Arguments, arguments_of_text
-from pipeproof.interop.importers.megatron.megatron_importer import import_arguments
 
 CASES = Path(__file__).parent / "measurements" / "megatron_cases.json"
 KEYS = frozenset({"kind", "case", "machine", "it", "mem"})

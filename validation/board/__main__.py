@@ -1,7 +1,4 @@
-"""``pipeproof import measurements``: predictions next to published and own measurements.
-
-It imports what it needs when it runs.
-"""
+"""``python -m validation.board``: predictions next to published and own measurements."""
 
 from __future__ import annotations
 
@@ -49,12 +46,12 @@ def measurements(
 ) -> None:
     """Compare predictions with published measurements: errors per group.
 
-    Without DIR, the measurements are those that come with pipeproof. With DIR, they are those of the directories (or
+    Without DIR, the measurements are those of this directory. With DIR, they are those of the directories (or
     files): CSV and JSON files in the formats that docs/accuracy.md describes.
     """
-    from pipeproof.interop.board.accuracy_board import MEASUREMENTS, Predictor, read_measurements
-    from pipeproof.interop.board.board_output import board_page, board_to_json, print_board
-    from pipeproof.interop.board.measurement import MeasurementFileError
+    from validation.board.accuracy_board import MEASUREMENTS, Predictor, read_measurements
+    from validation.board.board_output import board_page, board_to_json, print_board
+    from validation.board.measurement import MeasurementFileError
 
     try:
         files, unread = read_measurements(directories or (MEASUREMENTS,))
@@ -80,7 +77,7 @@ def measurements(
     else:
         print_board(predictions, console_for(), rows=rows)
     if plot is not None:
-        from pipeproof.interop.board.accuracy_picture import board_picture
+        from validation.board.accuracy_picture import board_picture
 
         write_output(plot, board_picture(predictions))
         echo(f"picture written to {plot}", err=True)
@@ -88,6 +85,10 @@ def measurements(
         write_output(page, board_page(predictions))
         echo(f"page written to {page}", err=True)
     if plans is not None:
-        from pipeproof.interop.board.board_output import write_plans
+        from validation.board.board_output import write_plans
 
         echo(f"{write_plans(predictions, plans)} plans written to {plans}", err=True)
+
+
+if __name__ == "__main__":
+    measurements()

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeproof.interop.board.measurement import (
+from validation.board.measurement import (
     Cells,
     Measurement,
     NoPlanError,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from pipeproof.interop.board.accuracy_board import Prediction, accuracies, by_group
-from pipeproof.interop.board.board_output import percent
-from pipeproof.interop.board.measurement import Quantity
 from pipeproof.views.svg import rect, svg_page, text, tooltip
+from validation.board.accuracy_board import Prediction, accuracies, by_group
+from validation.board.board_output import percent
+from validation.board.measurement import Quantity
 
 _LEFT, _WIDTH, _RIGHT, _TOP, _ROW = 250, 480, 120, 58, 26
 _LIMITS = (0.4, 2.5)

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeproof.interop.board.measurement import (
+from pipeproof.interop.public_models import MODELS
+from validation.board.measurement import (
     Cells,
     Measurement,
     NoPlanError,
@@ -20,7 +21,6 @@ from pipeproof.interop.board.measurement import (
     partition,
     rows_of_table,
 )
-from pipeproof.interop.board.public_models import MODELS
 
 COLUMNS = frozenset({"system", "run", "gbs", "seq", "median_s", "tp", "pp", "vpp", "cp", "mbs", "nodes", "config"})
 _BENCHMARK = "llama31_405b"

@@ -23,10 +23,10 @@ from typing import Any, TypeAlias
 import paddle
 import paddle.distributed.collective as collective
 
-from pipeproof.exec.fleet.fleet_order import EventRecorder
 from pipeproof.exec.rank.paddle.comm import PaddleWorld, PairwiseCollectives, connect
 from pipeproof.exec.rank.task_queue import Task
 from pipeproof.schedule.op_parts import Channel, Group
+from validation.fleet.fleet_order import EventRecorder
 
 Tensor: TypeAlias = paddle.Tensor
 _COMMUNICATOR = "fleet"

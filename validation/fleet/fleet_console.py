@@ -1,4 +1,4 @@
-"""Terminal output of ``pipeproof job fleet``: both runs, a line per step, the verdict."""
+"""Terminal output of ``python -m validation.fleet``: both runs, a line per step, the verdict."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rich.console import Console
 
 from pipeproof.atomic_write import write_json
 from pipeproof.diagnostics.text_output import render_text
-from pipeproof.exec.fleet.fleet_run import FleetReport, run_fleet
-from pipeproof.exec.fleet.fleet_support import require_fleet_support
 from pipeproof.exec.launch.job_files import RunOptions
 from pipeproof.exec.run_console import result_or_status
 from pipeproof.exec.run_plan import Progress, run
 from pipeproof.exit_status import ExitStatus
 from pipeproof.verify.check_plan import Report
+from validation.fleet.fleet_run import FleetReport, run_fleet
+from validation.fleet.fleet_support import require_fleet_support
 
 
 @dataclass(frozen=True, slots=True)

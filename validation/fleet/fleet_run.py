@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,16 +14,19 @@ import numpy as np
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.exec.compare.compare_gradients import StepResult
-from pipeproof.exec.fleet.fleet_order import FleetLog, RankEvents, count_messages, order_findings
-from pipeproof.exec.fleet.fleet_worker import save_record_directory
 from pipeproof.exec.launch.custom_layers_check import require_custom_layers
 from pipeproof.exec.launch.job_files import Job, dump_plan, load_json
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, Launcher, job_directory
 from pipeproof.exec.launch.watchdog import JobState
-from pipeproof.exec.run_codes import NOT_AS_TRAINED
 from pipeproof.exec.run_plan import Progress, StepCollector
 from pipeproof.exec.run_report import RunReport
 from pipeproof.verify.check_plan import Report
+from validation.fleet.fleet_codes import NOT_AS_TRAINED
+from validation.fleet.fleet_order import FleetLog, RankEvents, count_messages, order_findings
+from validation.fleet.fleet_worker import save_record_directory
+
+_ROOT = Path(__file__).resolve().parents[2]
+"""The repository."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,9 @@ def run_fleet(
         state = JobState(report.subject)
         if record_directory is not None:
             save_record_directory(directory, record_directory)
-        launcher = Launcher(job, state, timeout_s, "pipeproof.exec.fleet.fleet_worker")
+        # Workers look for modules in no working directory, and `validation` is not installed.
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        launcher = Launcher(job, state, timeout_s, "validation.fleet.fleet_worker")
 
         def progressed() -> None:
             done = min(rank.steps_done for rank in state.ranks)

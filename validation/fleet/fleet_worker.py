@@ -1,4 +1,4 @@
-"""One rank of Fleet's own pipeline: ``python -m pipeproof.exec.fleet.fleet_worker DIRECTORY EVENT_FD``.
+"""One rank of Fleet's own pipeline: ``python -m validation.fleet.fleet_worker DIRECTORY EVENT_FD``.
 
 Job, reference and files are those of a pipeproof run (``exec.rank.worker``); ``train_batch`` of
 ``fleet.distributed_model(PipelineLayer)`` trains. If the job asks for it, ``record_paddle`` records all steps.
@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from pipeproof.exec.fleet.fleet_order import EventRecorder, FleetLog
 from pipeproof.exec.launch.custom_layers_check import require_same_start
 from pipeproof.exec.launch.job_files import Job, StepOutcome, end_process, save_json
 from pipeproof.exec.launch.rendezvous import await_store
 from pipeproof.exec.rank.worker import Emit, main, require_same_plan
 from pipeproof.verify.subject import make_subject
+from validation.fleet.fleet_order import EventRecorder, FleetLog
 
 _RECORD_DIRECTORY_FILE = "record_directory"
 
@@ -49,10 +49,10 @@ def run_fleet_rank(job: Job, rank: int, emit: Emit) -> None:
     start_paddle()
     from paddle.distributed import fleet
 
-    from pipeproof.exec.fleet.fleet_groups import connect_fleet, fleet_groups
-    from pipeproof.exec.fleet.fleet_model import StepClock, fleet_model, hook_into, micro_batches, strategy_of
     from pipeproof.stages.custom.built_layers import BuiltModel
     from pipeproof.stages.paddle.optimizer import update_rule
+    from validation.fleet.fleet_groups import connect_fleet, fleet_groups
+    from validation.fleet.fleet_model import StepClock, fleet_model, hook_into, micro_batches, strategy_of
 
     subject = make_subject(job.loaded_plan()).unfolded()
     require_same_plan(subject, job.certificate)

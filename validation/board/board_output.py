@@ -12,8 +12,8 @@ import yaml
 from rich.console import Console
 
 from pipeproof.atomic_write import write_output
-from pipeproof.interop.board.accuracy_board import Accuracy, Prediction, accuracies, by_group
 from pipeproof.views.tables import print_table
+from validation.board.accuracy_board import Accuracy, Prediction, accuracies, by_group
 
 
 def percent(value: float | None, *, signed: bool = False) -> str:
@@ -71,7 +71,7 @@ def notes_of(predictions: Sequence[Prediction]) -> list[str]:
 
 
 def board_to_json(predictions: Sequence[Prediction], unread: Sequence[str]) -> dict[str, Any]:
-    """Return the board as JSON; see ``docs/schemas/board.schema.json``."""
+    """Return the board as JSON; see ``board.schema.json``."""
     return {
         "groups": [asdict(accuracy) for accuracy in accuracies(predictions)],
         "measurements": [_row_to_json(prediction) for prediction in predictions],

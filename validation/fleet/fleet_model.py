@@ -11,9 +11,9 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import PipelineLayer, SharedLayerDesc
 from paddle.distributed.fleet.meta_parallel.pipeline_parallel import PipelineParallelMicroStepLocations as At
 
-from pipeproof.exec.fleet.fleet_order import EventRecorder
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.custom.built_layers import BuiltLayer, BuiltModel
+from validation.fleet.fleet_order import EventRecorder
 
 Tensor: TypeAlias = paddle.Tensor
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.diagnostics.problems import KeyPath
-from pipeproof.exec.run_codes import NOT_FOR_FLEET
 from pipeproof.verify.subject import Subject
+from validation.fleet.fleet_codes import NOT_FOR_FLEET
 
 Refusal = tuple[KeyPath, str, str]
 """Key path in the plan, the reason why Fleet does not support it, and the suggested fix."""

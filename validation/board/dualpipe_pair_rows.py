@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeproof.interop.board.measurement import (
+from pipeproof.interop.public_models import MODELS
+from validation.board.measurement import (
     Measurement,
     MeasurementFileError,
     Quantity,
     known_device,
     measured_with_plan,
 )
-from pipeproof.interop.board.public_models import MODELS
 
 _NUM_BLOCKS = 4
 

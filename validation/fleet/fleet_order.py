@@ -13,9 +13,9 @@ from itertools import groupby, zip_longest
 from typing import Any
 
 from pipeproof.diagnostics.finding import Finding
-from pipeproof.exec.run_codes import NOT_AS_PLANNED
 from pipeproof.schedule.ops import COMPUTE_KINDS, SEND_KINDS, Op, OpKind, parse_op
 from pipeproof.verify.subject import Subject
+from validation.fleet.fleet_codes import NOT_AS_PLANNED
 
 
 @dataclass(slots=True)
