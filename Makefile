@@ -63,7 +63,6 @@ docs: $(VENV)/.dev           ## pages, tables and pictures that are made from th
 	$(BIN)/python validation/pages/make_alignment_log.py
 	$(BIN)/python validation/pages/make_zoo.py
 	$(BIN)/python validation/pages/make_hardening.py
-	$(BIN)/python validation/pages/make_mutation.py
 	$(BIN)/python validation/pages/make_schedules.py
 	$(BIN)/python validation/pages/make_pictures.py --run
 
@@ -89,10 +88,12 @@ PLAN ?= examples/custom_layers/fleet_conv.yaml
 fleet: $(VENV)/.demo         ## a plan's layers trained by Fleet's own pipeline and by ours; see docs/fleet.md
 	$(BIN)/python -m validation.fleet $(PLAN)
 
-SAMPLE ?= 40
-mutants: $(VENV)/.dev        ## how many small changes of the verifier its tests notice; see docs/mutation.md
-	$(BIN)/python -m tests.mutation --write --sample $(SAMPLE) $(FILES)
-	$(BIN)/python validation/pages/make_mutation.py
+mutants: $(VENV)/.dev        ## how many small changes of the verifier its tests notice: days; stopped, it continues
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check cosmic-ray
+	mkdir -p build
+	test -e build/mutants.sqlite || $(BIN)/cosmic-ray init validation/mutants.toml build/mutants.sqlite
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cosmic-ray exec validation/mutants.toml build/mutants.sqlite
+	$(BIN)/cr-report build/mutants.sqlite | tail -3
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -22,7 +22,6 @@ ROOT = Path(__file__).parents[2]
         "make_options.py",
         "make_tables.py",
         "make_zoo.py",
-        "make_mutation.py",
         "make_costs.py",
         "make_measured.py",
         "make_prediction.py",

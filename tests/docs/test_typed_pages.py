@@ -52,7 +52,6 @@ EXEMPT = {
     "gpus.md": "GPUs",
     "measured.md": "measures the machine; tests/exec/test_profile.py",
     "many-hosts.md": "several hosts; tests/exec/test_many_hosts.py",
-    "mutation.md": "hours",
     "reshard-matrix.md": "a quarter of an hour of runs; tests/docs/test_reshard_matrix.py",
     "my-job-hangs.md": "rings of a job that hangs; tests/exec/monitor",
     "names.md": "states, and files of other tools; tests/state/names",
