@@ -26,8 +26,8 @@ QUICK_EXAMPLES = 10
 """The most examples of a property test in ``make test``: its profile is ``quick``."""
 
 OPTIONAL = {
-    "dask": "the extra `dask`",
-    "distributed": "the extra `dask`",
+    "dask": "the extra `dev`",
+    "distributed": "the extra `dev`",
     "grimp": "the extra `dev`",
     "hatchling": "the extra `dev`",
     "hypothesis": "the extra `testing`",
@@ -36,8 +36,8 @@ OPTIONAL = {
     "numba": "the extra `fast`",
     "ortools": "the extra `solve`",
     "paddle": "the extra `cpu`",
-    "ray": "the extra `ray`",
-    "submitit": "the extra `slurm`",
+    "ray": "the extra `dev`",
+    "submitit": "the extra `dev`",
     "torch": "the extra `torch`",
     "torchtitan": "`make test-rest`",
     "transformers": "the extra `transformers`",

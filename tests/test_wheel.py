@@ -97,7 +97,7 @@ def test_its_metadata(wheel):
     metadata = content.read(name).decode()
     assert f"Version: {pipeproof.__version__}\n" in metadata
     assert "License-Expression: Apache-2.0\n" in metadata
-    for extra in ("cpu", "torch", "plot", "solve", "dask", "ray", "slurm"):
+    for extra in ("cpu", "torch", "plot", "solve"):
         assert f"Provides-Extra: {extra}\n" in metadata
 
 

@@ -7,44 +7,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from pipeproof.cli.completion import PlanFile
-from pipeproof.cli.console import console_for, echo, format_option, picture_file, refusing_bad_plans, writable
+from pipeproof.cli.console import console_for, echo, format_option, refusing_bad_plans, writable
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from pipeproof.analysis.sweep.evaluate_point import PointResult
-    from pipeproof.analysis.sweep.executor_choice import ExecutorChoice
     from pipeproof.analysis.sweep.sweep_file import Sweep
-
-
-def _executor(context: click.Context, parameter: click.Parameter, value: str | None) -> ExecutorChoice | None:
-    """Refuse an executor that does not exist, or without its package, before any work is done."""
-    if value is None:
-        return None
-    from pipeproof.analysis.sweep.executor_choice import parse_executor
-
-    try:
-        choice = parse_executor(value)
-        choice.require_package()
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
-    return choice
-
-
-executor_option = click.option(
-    "--executor", metavar="KIND[:...]", callback=_executor,
-    help="Evaluate on a cluster: dask:ADDRESS, ray[:ADDRESS] or slurm[:KEY=VALUE,...] (extras dask, ray, slurm).",
-)  # fmt: skip
-"""The option of commands that evaluate points."""
 
 
 @click.command()
@@ -54,43 +30,34 @@ executor_option = click.option(
               help="Results file, to which points are appended and from which the sweep resumes; by default SWEEP with "
                    "the suffix .results.jsonl.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(1, 4096), help="Processes; by default one per processor.")
-@executor_option
 @click.option("--sort", default="makespan", show_default=True, metavar="FIGURE",
               help="Figure to sort by: makespan, sequence (time per sequence), idle, most_idle or peak.")  # fmt: skip
 @click.option("--columns", metavar="NAMES", help="Columns of the table, with commas: keys of the sweep and figures.")
 @click.option("--top", type=click.IntRange(1, 100_000), default=20, show_default=True, help="Rows of the table.")
 @format_option("csv")
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), callback=picture_file,
-              help="Draw the figure of --sort as png, svg or pdf (extra plot).")  # fmt: skip
 def sweep(
     sweep: Path,
     source: PlanSource,
     output: Path | None,
     workers: int | None,
-    executor: ExecutorChoice | None,
     sort: str,
     columns: str | None,
     top: int,
     form: Literal["text", "json", "csv"],
-    plot: Path | None,
 ) -> None:
     """Check and simulate a plan with many values for some of its keys, and list the best.
 
     SWEEP names a plan, which --from and --set are for. A refused point is a result with its code. Ctrl-C keeps the
     results so far; the same command resumes.
     """
-    if workers is not None and executor is not None:
-        raise click.UsageError("give one of --workers and --executor: a cluster has workers of its own")
     with refusing_bad_plans("text", sweep):
         from pipeproof.analysis.sweep.sweep_file import load_sweep
 
         loaded = load_sweep(sweep, source.base_plan)
     shown = _columns(loaded, columns, sort)
-    results = _results(loaded, output or sweep.with_suffix(".results.jsonl"), workers, executor)
+    results = _results(loaded, output or sweep.with_suffix(".results.jsonl"), workers)
     with refusing_bad_plans("text", sweep):
         _show(loaded, results, form, shown, sort, top)
-        if plot is not None:
-            _plot(loaded, results, plot, sort)
     sys.exit(ExitStatus.WORKER_FAILED if any(result.status == "failed" for result in results) else ExitStatus.OK)
 
 
@@ -118,13 +85,8 @@ def _columns(sweep: Sweep, columns: str | None, sort: str) -> list[str]:
     return names
 
 
-def _results(
-    sweep: Sweep, output: Path, workers: int | None, executor: ExecutorChoice | None
-) -> tuple[PointResult, ...]:
+def _results(sweep: Sweep, output: Path, workers: int | None) -> tuple[PointResult, ...]:
     """Return the results of all points: those of the results file, and the others, which are appended to it."""
-    from concurrent.futures import BrokenExecutor
-
-    from pipeproof.analysis.sweep.cluster import ClusterError
     from pipeproof.analysis.sweep.results_file import ResultsFileError, open_results
     from pipeproof.analysis.sweep.run_sweep import run_sweep
 
@@ -135,10 +97,7 @@ def _results(
                 echo(f"note: {file.note}", err=True)
             if file.done:
                 echo(f"{len(file.done)} of {len(sweep.points)} points are in {output}", err=True)
-            with (
-                cluster_of(executor, output) as cluster,
-                showing_progress("points") as on_progress,
-            ):
+            with showing_progress("points") as on_progress:
                 done = len(file.done)
                 on_progress("points", done, len(sweep.points))
 
@@ -148,30 +107,15 @@ def _results(
                     done += 1
                     on_progress("points", done, len(sweep.points))
 
-                return run_sweep(sweep, done=file.done, num_workers=workers, on_result=keep, **cluster)
+                return run_sweep(sweep, done=file.done, num_workers=workers, on_result=keep)
     except ResultsFileError as error:
         raise click.BadParameter(str(error), param_hint="--output") from error
-    except ClusterError as error:
-        raise click.BadParameter(str(error), param_hint="--executor") from error
-    except BrokenExecutor:
-        echo(f"error: the cluster broke off; {so_far}", err=True)
-        sys.exit(ExitStatus.WORKER_FAILED)
     except OSError as error:
         echo(f"error: {error}", err=True)
         sys.exit(ExitStatus.BAD_INPUT)
     except KeyboardInterrupt:
         echo(f"interrupted: {so_far}", err=True)
         sys.exit(ExitStatus.INTERRUPTED)
-
-
-@contextmanager
-def cluster_of(choice: ExecutorChoice | None, output: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the arguments of ``run_sweep`` for a cluster; none without one."""
-    if choice is None:
-        yield {}
-        return
-    with choice.open(output.parent) as cluster:
-        yield vars(cluster)
 
 
 def _show(
@@ -187,14 +131,3 @@ def _show(
             click.echo(json.dumps(sweep_to_json(sweep, results), indent=2))
         case "csv":
             click.echo(sweep_to_csv(sweep, results), nl=False)
-
-
-def _plot(sweep: Sweep, results: tuple[PointResult, ...], path: Path, sort: str) -> None:
-    from pipeproof.analysis.sweep.sweep_plot import NothingToPlotError, plot_sweep
-
-    try:
-        plot_sweep(sweep, results, path, sort)
-    except NothingToPlotError as error:
-        echo(f"error: {error}", err=True)
-        sys.exit(ExitStatus.FAILED)
-    echo(f"plot written to {path}", err=True)

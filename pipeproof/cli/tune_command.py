@@ -17,11 +17,9 @@ from pipeproof.cli.console import console_for, echo, format_option, refusing_bad
 from pipeproof.cli.import_command import DeviceParam
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
-from pipeproof.cli.sweep_command import cluster_of, executor_option
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
-    from pipeproof.analysis.sweep.executor_choice import ExecutorChoice
     from pipeproof.analysis.tune.tune_model import TuneModel
     from pipeproof.analysis.tune.tune_result import TuneResult
 
@@ -59,7 +57,6 @@ def _fixed(context: click.Context, parameter: click.Parameter, values: tuple[str
               help="Write the plan of each row, its launch arguments, and results.jsonl, from which the same command "
                    "resumes, to this directory.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(1, 4096), help="Processes; by default one per processor.")
-@executor_option
 @plan_options()
 @format_option()
 def tune(
@@ -73,7 +70,6 @@ def tune(
     fix: dict[str, list[Any]],
     output: Path | None,
     workers: int | None,
-    executor: ExecutorChoice | None,
     source: PlanSource,
     form: Literal["text", "json"],
 ) -> None:
@@ -82,8 +78,6 @@ def tune(
     MODEL_OR_PLAN is a plan file, a training file of another tool, a model's config.json, or the name of a public model
     such as llama3_70b. Every listed layout has passed the whole check.
     """
-    if workers is not None and executor is not None:
-        raise click.UsageError("give one of --workers and --executor: a cluster has workers of its own")
     with refusing_bad_plans(form, Path(model)):
         from pipeproof.interop.tune_models import tune_model
         from pipeproof.specs.cost import DeviceName
@@ -101,7 +95,6 @@ def tune(
             _required(global_batch or tuned.global_batch, "--global-batch", "only a plan has a batch"),
             framework or tuned.framework or "megatron",
             output,
-            executor,
             {"gpus": gpus, "memory_gib": memory_gib, "top": top, "fix": fix, "workers": workers},
         )
         if output is not None:
@@ -123,33 +116,26 @@ def _required(value: Any, option: str, why: str) -> Any:
 
 def _search(
     source: TuneModel, device: str, global_batch: int, framework: str, output: Path | None,
-    executor: ExecutorChoice | None, options: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> TuneResult:  # fmt: skip
     from concurrent.futures import BrokenExecutor
     from dataclasses import replace
 
-    from pipeproof.analysis.sweep.cluster import ClusterError
     from pipeproof.analysis.sweep.results_file import ResultsFileError
     from pipeproof.analysis.tune.search_layouts import TuneError
     from pipeproof.analysis.tune.search_layouts import tune as find_layouts
 
     results = None if output is None else output / "results.jsonl"
     try:
-        with (
-            cluster_of(executor, results or Path("results.jsonl")) as cluster,
-            showing_progress("bounding layouts") as on_progress,
-        ):
-            pool = {} if not cluster else {"executor": cluster["executor"]}
+        with showing_progress("bounding layouts") as on_progress:
             result = find_layouts(
                 source.plan, device=device, global_batch=global_batch, framework=framework, results=results,
-                on_progress=on_progress, **options, **pool,
+                on_progress=on_progress, **options,
             )  # fmt: skip
     except TuneError as error:
         raise click.UsageError(str(error)) from error
     except ResultsFileError as error:
         raise click.BadParameter(str(error), param_hint="--output") from error
-    except ClusterError as error:
-        raise click.BadParameter(str(error), param_hint="--executor") from error
     except BrokenExecutor:
         echo("error: the workers broke off; the same command with --output resumes", err=True)
         sys.exit(ExitStatus.WORKER_FAILED)

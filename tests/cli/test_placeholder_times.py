@@ -98,13 +98,9 @@ def test_the_page_has_the_note_in_its_title(plan, tmp_path):
 
 
 @pytest.mark.needs("matplotlib")
-@pytest.mark.parametrize("command", [("simulate",), ("sweep", "--workers", "1")])
-def test_pictures_have_the_note(plan, sweep_of, tmp_path, command):
-    path, picture = plan(), tmp_path / "picture.svg"
-    option = "-o"
-    if command[0] == "sweep":
-        path, option = sweep_of(path), "--plot"
-    invoke(*command, path, option, picture)
+def test_pictures_have_the_note(plan, tmp_path):
+    picture = tmp_path / "picture.svg"
+    invoke("simulate", plan(), "-o", picture)
     assert NOTE in re.sub(r"\s+", " ", picture.read_text())
 
 

@@ -1,7 +1,6 @@
 """``pipeproof sweep``: goes on where it was, refuses kindly, and what it writes is what its schema says."""
 
 import csv
-import importlib.util
 import io
 import json
 import os
@@ -95,7 +94,6 @@ def test_a_bad_sweep_file_is_shown_with_its_line(tmp_path):
     [
         (["--sort", "makspan"], "did you mean 'makespan'?"),
         (["--columns", "topology.tp,pp"], "no column 'pp'"),
-        (["--plot", "sweep.txt"], "pictures end with .png, .svg, .pdf"),
         (["--workers", "0"], "--workers"),
         (["-o", "/no/such/file.jsonl"], "there is no directory"),
     ],
@@ -104,26 +102,6 @@ def test_options_that_cannot_be_meant_are_refused_before_the_work(options, words
     result = invoke("sweep", sweep, *options)
     assert result.exit_code == 2
     assert words in " ".join(result.stderr.split())
-    assert list(tmp_path.glob("*.jsonl")) == []
-
-
-@pytest.mark.needs("matplotlib")
-def test_a_picture(sweep, tmp_path):
-    result = invoke("sweep", sweep, "--plot", tmp_path / "out.svg", "--sort", "peak")
-    assert result.exit_code == 0, result.output
-    assert "<svg" in (tmp_path / "out.svg").read_text()
-    refused = write_sweep(tmp_path, {"grid": {"topology.tp": [3]}})
-    result = invoke("sweep", refused, "--plot", tmp_path / "none.svg", "-o", tmp_path / "refused.jsonl")
-    assert result.exit_code == 1
-    assert "no point of the sweep has figures" in result.stderr
-
-
-def test_without_matplotlib_a_picture_is_refused_before_the_work(sweep, tmp_path, monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name))
-    result = invoke("sweep", sweep, "--plot", tmp_path / "out.svg")
-    assert result.exit_code == 2
-    assert "pip install 'pipeproof[plot]'" in " ".join(result.stderr.split())
     assert list(tmp_path.glob("*.jsonl")) == []
 
 

@@ -143,9 +143,6 @@ def test_nothing_that_fits_is_status_1(plan):
         ("llama3_8b", (*OPTIONS, "--fix", "tpp=2"), "did you mean tp"),
         ("llama3_8b", (*OPTIONS, "--fix", "tp"), "NAME=VALUE"),
         ("llama3_8b", (*OPTIONS, "--fix", "tp=1", "--fix", "tp=2"), "fixed twice"),
-        pytest.param(
-            "llama3_8b", (*OPTIONS, "--executor", "dask:tcp://x:1"), "--workers", marks=pytest.mark.needs("distributed")
-        ),
     ],
 )
 def test_wrong_input_is_refused_with_the_remedy(model, options, text):

@@ -2,13 +2,11 @@
 
 import re
 import shlex
-from itertools import pairwise
 from pathlib import Path
 
 import click
 import pytest
 
-from pipeproof.analysis.sweep.executor_choice import PACKAGES
 from pipeproof.cli.main import main
 from pipeproof.exec.launch.launcher_table import LAUNCHERS
 from pipeproof.specs.load_plan import load_plan
@@ -97,8 +95,6 @@ NEEDED = {
 
 def with_needs(command):
     packages = {package for end, package in NEEDED.items() if any(word.endswith(end) for word in command)}
-    kinds = [word.partition(":")[0] for option, word in pairwise(command) if option == "--executor"]
-    packages.update(PACKAGES[kind] for kind in kinds)
     return pytest.param(command, marks=[pytest.mark.needs(package) for package in packages], id=" ".join(command))
 
 

@@ -2,11 +2,10 @@
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 
-from pipeproof.analysis.sweep.cluster import Cluster
+import pipeproof as pp
 from pipeproof.analysis.sweep.sweep_file import load_sweep
 from tests.cli.commands import EXAMPLES, REPOSITORY
 
@@ -33,7 +32,7 @@ def test_the_sweep_of_the_page(folder, capsys):
     assert points[-1].plan["schedule"] == {
         "kind": "zb_v", "num_chunks": 2, "num_micro_batches": 8, "micro_batch_size": 2,
     }  # fmt: skip
-    code, _ = blocks("sweep.md", "python")
+    (code,) = blocks("sweep.md", "python")
     exec(compile(code, "sweep.md", "exec"), {})
     *results, best = capsys.readouterr().out.splitlines()
     assert len(results) == len(points)
@@ -41,16 +40,53 @@ def test_the_sweep_of_the_page(folder, capsys):
     assert float(best) > 0
 
 
-def test_the_cluster_of_the_page(folder, monkeypatch):
-    @contextmanager
-    def in_threads(options, where):
-        assert (options.partition, where.resolve()) == ("cpu", folder)
-        with ThreadPoolExecutor(2) as executor:
-            yield Cluster(executor, 64, options.chunk)
+VALUES = {"schedule.num_micro_batches": [4, 8]}
 
-    monkeypatch.setattr("pipeproof.analysis.sweep.slurm_arrays.open_slurm", in_threads)
-    (text,) = blocks("sweep.md", "yaml")
-    (folder / "sweep.yaml").write_text(text)
-    names = {}
-    exec(compile(blocks("sweep.md", "python")[1], "sweep.md", "exec"), names)
-    assert [result.id for result in names["results"]] == [point.id for point in load_sweep("sweep.yaml").points]
+
+def example(title):
+    (code,) = blocks("sweep.md", f'python title="{title}"')
+    return code
+
+
+def times(result):
+    return [point.makespan for point in result.points]
+
+
+def run_example(title, folder, monkeypatch, change=()):
+    """Run an example of the page on this machine; its result is that of own processes."""
+    (folder / "plan.yaml").write_text((EXAMPLES / "gpt_pp4.yaml").read_text())
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    code = example(title)
+    for old, new in change:
+        assert old in code
+        code = code.replace(old, new)
+    names = {"__name__": "example"}
+    exec(compile(code, title, "exec"), names)
+    with ThreadPoolExecutor(1) as executor:
+        assert times(names["result"]) == times(pp.sweep("plan.yaml", VALUES, executor=executor))
+
+
+@pytest.mark.slow
+@pytest.mark.needs("distributed")
+def test_dask(folder, monkeypatch):
+    run_example("dask", folder, monkeypatch, [('"tcp://head-node:8786"', "processes=False, dashboard_address=None")])
+
+
+@pytest.mark.slow
+@pytest.mark.needs("ray")
+def test_ray(folder, monkeypatch):
+    import ray
+
+    environment = {"env_vars": {"PYTHONPATH": str(REPOSITORY)}}
+    local = f"ray.init(num_cpus=1, include_dashboard=False, runtime_env={environment})"
+    try:
+        run_example("ray", folder, monkeypatch, [("ray.init()", local)])
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.needs("submitit")
+def test_submitit(folder, monkeypatch):
+    local = [('AutoExecutor("jobs")', 'AutoExecutor("jobs", cluster="local")'), ('slurm_partition="cpu", ', "")]
+    run_example("submitit", folder, monkeypatch, local)

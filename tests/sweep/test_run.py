@@ -10,9 +10,8 @@ import pytest
 
 from pipeproof import __version__
 from pipeproof.analysis.sweep import run_sweep as run_module
-from pipeproof.analysis.sweep.cluster import ClusterError, TaskError, WorkerDiedError
 from pipeproof.analysis.sweep.evaluate_point import PointResult, Status, evaluate
-from pipeproof.analysis.sweep.run_sweep import run_sweep
+from pipeproof.analysis.sweep.run_sweep import OtherVersionError, run_sweep
 from pipeproof.analysis.sweep.sweep_file import load_sweep
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict
@@ -233,27 +232,10 @@ def test_points_of_a_chunk_share_a_call_and_not_their_failures(tmp_path):
     assert all('in raises_at_four\n    raise RuntimeError("four")' in result.traceback for result in failed)
 
 
-def test_points_of_a_worker_that_died_are_tried_alone(tmp_path):
-    sweep, chunks = sweep_of(tmp_path, grid=GRID), Chunks(4, WorkerDiedError("out of memory"))
-    assert run_sweep(sweep, chunks, chunk_size=4) == run_sweep(sweep, Here())
-    assert chunks.sizes == [4, 4, 1] + [1] * 8
-    chunks = Chunks(1, WorkerDiedError("out of memory"))
-    results = run_sweep(sweep, chunks)
-    assert {(r.message, r.traceback) for r in results} == {("its worker process died, twice", "out of memory")}
-
-
-@pytest.mark.parametrize("error", [TaskError("No module named 'pipeproof'"), ClusterError("no such partition")])
-def test_a_worker_that_cannot_evaluate_ends_the_sweep(error, tmp_path):
-    chunks = Chunks(1, error)
-    with pytest.raises(ClusterError, match=str(error)):
-        run_sweep(sweep_of(tmp_path, grid=GRID), chunks, num_in_flight=1)
-    assert chunks.sizes == [1]
-
-
 def test_a_worker_of_another_version_ends_the_sweep_with_both_versions(tmp_path, monkeypatch):
     monkeypatch.setattr("pipeproof.analysis.sweep.evaluate_point.__version__", "99.9")
     kept = []
-    with pytest.raises(ClusterError, match=rf"not of this version, {re.escape(__version__)}: one has pipeproof 99\.9"):
+    with pytest.raises(OtherVersionError, match=rf"has pipeproof 99\.9, and this is {re.escape(__version__)}"):
         run_sweep(sweep_of(tmp_path, grid=GRID), Here(), on_result=kept.append)
     assert kept == []
 

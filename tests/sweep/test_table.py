@@ -11,9 +11,8 @@ import pytest
 from rich.console import Console
 
 from pipeproof.analysis.sweep.evaluate_point import PointResult, Status
-from pipeproof.analysis.sweep.results_table import FIGURES, best_first, render_table, settings_text, sweep_to_csv
+from pipeproof.analysis.sweep.results_table import FIGURES, best_first, render_table, sweep_to_csv
 from pipeproof.analysis.sweep.sweep_file import Sweep
-from pipeproof.analysis.sweep.sweep_plot import NothingToPlotError, plot_sweep
 from pipeproof.analysis.sweep.sweep_points import Point
 
 
@@ -89,41 +88,3 @@ def labels(path):
     """The texts of a picture, which matplotlib notes next to the shapes of their letters."""
     ET.parse(path)  # it is one
     return [line.strip()[5:-4] for line in path.read_text().splitlines() if line.strip().startswith("<!-- ")]
-
-
-@pytest.mark.needs("matplotlib")
-def test_the_picture_has_a_line_for_each_choice_of_the_other_keys(tmp_path):
-    path = tmp_path / "sweep.svg"
-    plot_sweep(SWEEP, RESULTS, path, "makespan")
-    found = labels(path)
-    assert {"schedule.kind 1f1b", "schedule.kind gpipe", "topology.pp", "makespan us"} <= set(found)
-
-
-@pytest.mark.needs("matplotlib")
-def test_the_axis_has_the_values_that_there_are_unless_they_stand_too_close(tmp_path):
-    path, sweep = tmp_path / "sweep.svg", Sweep("s", "b", ("topology.pp",), (), "0" * 64)
-    for values, has_all in (([3, 7, 13], True), ([3, 4, 77], False)):
-        plot_sweep(sweep, [result(i, {"topology.pp": pp}, 100 + i) for i, pp in enumerate(values)], path, "makespan")
-        assert ({*map(str, values)} <= set(labels(path))) == has_all
-
-
-@pytest.mark.needs("matplotlib")
-def test_without_numbers_points_are_bars(tmp_path):
-    path = tmp_path / "sweep.svg"
-    sweep = Sweep("s", "b", ("schedule.kind",), (), "0" * 64)
-    bars = [result(i, {"schedule.kind": kind}, 100 + i) for i, kind in enumerate(("1f1b", "gpipe"))]
-    plot_sweep(sweep, bars, path, "peak")
-    assert {*map(settings_text, bars), "peak"} <= set(labels(path))
-
-
-@pytest.mark.needs("matplotlib")
-def test_a_png_is_one(tmp_path):
-    path = tmp_path / "sweep.png"
-    plot_sweep(SWEEP, RESULTS, path, "sequence")
-    assert path.read_bytes().startswith(b"\x89PNG\r\n")
-
-
-@pytest.mark.needs("matplotlib")
-def test_nothing_to_plot(tmp_path):
-    with pytest.raises(NothingToPlotError):
-        plot_sweep(SWEEP, RESULTS[2:3], tmp_path / "sweep.png", "makespan")

@@ -18,14 +18,18 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-from pipeproof.analysis.sweep.cluster import ClusterError, TaskError, WorkerDiedError, require_version
 from pipeproof.analysis.sweep.evaluate_point import Evaluate, PointResult, Status, evaluate, evaluate_chunk
 from pipeproof.analysis.sweep.sweep_file import Sweep
 from pipeproof.analysis.sweep.sweep_points import Point
 from pipeproof.system_calls import interrupt_blocked
+from pipeproof.version import __version__
 
 _Params = ParamSpec("_Params")
 _T = TypeVar("_T")
+
+
+class OtherVersionError(RuntimeError):
+    """A worker has another version of pipeproof, whose verdicts may differ."""
 
 
 def run_sweep(
@@ -59,7 +63,7 @@ def run_sweep(
         ValueError: ``num_workers`` is given together with ``executor``.
         BrokenExecutor: an executor of yours takes no more points, or cancelled some. Results so far were given to
             ``on_result``.
-        ClusterError: a worker has another version of pipeproof, or cannot start to evaluate points.
+        OtherVersionError: a worker has another version of pipeproof.
     """
     if executor is not None and num_workers is not None:
         raise ValueError("num_workers is the number of our own processes: give it, or an executor")
@@ -160,19 +164,17 @@ def _outcomes(future: _Call, num_points: int) -> list[dict[str, Any]]:
     """The value of each point of a call that has ended; if the call has none, the same failure for all of its points.
 
     Raises:
-        ClusterError: the worker has another version, or cannot start to evaluate.
+        OtherVersionError: the worker has another version.
     """
     error = future.exception()
     if error is None:
         version, outcomes = future.result()
-        require_version({"one": version})
+        if version != __version__:
+            raise OtherVersionError(
+                f"a worker has pipeproof {version}, and this is {__version__}: install the same there"
+            )
         return outcomes
-    if isinstance(error, ClusterError):
-        raise error
-    if isinstance(error, TaskError):  # of the call, which catches the errors of its points
-        raise ClusterError(f"a worker cannot evaluate points: {error}") from error
-    died = isinstance(error, BrokenExecutor | WorkerDiedError)
-    raised = "its worker process died" if died else f"{type(error).__name__}: {error}"
+    raised = "its worker process died" if isinstance(error, BrokenExecutor) else f"{type(error).__name__}: {error}"
     return [{"raised": raised, "traceback": str(error) or None}] * num_points
 
 
