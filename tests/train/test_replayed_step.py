@@ -9,6 +9,7 @@ from torch import nn
 from pipeproof.exec.rank.torch.cuda_graph import CaptureStream
 from pipeproof.exec.train.torch.module_stage import StepData
 from pipeproof.exec.train.torch.replayed_step import ReplayedStep, require_replayable
+from pipeproof.exec.train.torch.stage_values import MicroBatches
 from pipeproof.exec.train.train_errors import PipelineError
 
 pytestmark = pytest.mark.needs_torch
@@ -184,3 +185,31 @@ def test_what_cannot_be_replayed_is_refused_at_the_start(device, is_sharded, rea
 
 def test_a_replicated_pipeline_on_gpus_can_be_replayed():
     require_replayable(torch.device("cuda"), is_sharded=False, reads=False)
+
+
+class Mask:
+    """An object without rows of its own, whose text is that of every other one."""
+
+    def __repr__(self):
+        return "Mask()"
+
+
+def test_an_object_that_is_not_the_captured_one_is_refused():
+    step, mask = Trained(is_replayed=True), Mask()
+    step.execute = lambda values: StepData()
+    for x in batches(4):
+        step.replay.run(((x, mask),), step.execute)
+    with pytest.raises(PipelineError, match="argument 1 of this step is a Mask"):
+        step.replay.run(((x, Mask()),), step.execute)
+
+
+def test_values_listed_by_micro_batch_are_copied_to_the_graph():
+    step, seen = Trained(is_replayed=True), []
+
+    def execute(values):
+        seen[:] = list(values[0])
+        return StepData()
+
+    for x in batches(4):
+        step.replay.run((MicroBatches(x.split(2)),), execute)
+    assert torch.equal(torch.cat(seen), x)
