@@ -18,6 +18,7 @@ from pipeproof.exec.measure.doctor import BackendStartError, DoctorReport, backe
 from pipeproof.exec.measure.doctor_report import doctor_to_json, render_doctor
 from pipeproof.exec.measure.link_curve import Curve, CurvePoint
 from pipeproof.exec.measure.nvidia_smi import GpuLink, gpu_properties, parse_gpus, parse_links
+from pipeproof.exec.tested_versions import TESTED
 from pipeproof.testing.fake_backend import fake_world
 from tests.testing.bodies import wait_in_vain
 
@@ -118,7 +119,16 @@ def test_json_holds_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
             "detail": "rank 1 died: length check",
         }
     ]
-    assert set(data["versions"]) == {"pipeproof", "python", "paddle", "torch", "numpy", "platform", "cores"}
+    assert set(data["versions"]) == {
+        "pipeproof",
+        "python",
+        "paddle",
+        "torch",
+        "transformers",
+        "numpy",
+        "platform",
+        "cores",
+    }
 
 
 NCCL = backend_table("torch", "gpu")
@@ -136,6 +146,21 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, **rows: object) -> DoctorReport:
     return run_doctor(CERTAIN, "torch", "gpu", sizes=())
 
 
+def test_versions_that_no_row_has_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"python": "3.11.7", "torch": "2.99.0+cu130", "transformers": "not installed"}
+    monkeypatch.setattr(doctor, "_versions", lambda _: versions)
+    monkeypatch.setitem(sys.modules, "paddle", None)
+    (note,) = run_doctor().notes
+    assert note.startswith("PyTorch 2.99.0+cu130 is untested: pipeproof's tests ran with 2.11, 2.13")
+
+
+def test_the_page_has_the_table_of_versions() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "installation.md").read_text(encoding="utf-8")
+    rows = [f"| {' | '.join(dataclasses.astuple(row))} |" for row in TESTED]
+    _, _, section = page.partition("| Python | PyTorch |")
+    assert section.partition("\n\n")[0].splitlines()[2:] == rows
+
+
 GPUS = (
     "0, NVIDIA H200, 580.1, 143771 MiB, 345 MHz, 1980 MHz, 700.00 W\n"
     "1, NVIDIA H200, 580.1, 143771 MiB, [N/A], [N/A], [N/A]\n"
@@ -151,17 +176,18 @@ def test_nccl_may_finish_early_what_its_buffers_hold_and_plans_hold_all_the_same
 ) -> None:
     report = on_gpus(monkeypatch, send_completes="eager", tags=True)
     assert (report.exit_status, report.problems) == (0, [])
-    assert [note.partition(";")[0] for note in report.notes] == [
+    assert [note.partition(";")[0] for note in report.notes[-3:]] == [
         "send_completes: the table has rendezvous, this machine eager",
         "tags: the table has no, this machine yes",
         "shorter_message: the table has other, this machine stale_rest",
     ]
     text = rendered(report, width=120)
     assert (
-        "GPU 0      NVIDIA H200: 143771 MiB, now 345 MHz, at most 1980 MHz, power limit 700.00 W, driver 580.1" in text
+        "GPU 0        NVIDIA H200: 143771 MiB, now 345 MHz, at most 1980 MHz, power limit 700.00 W, driver 580.1"
+        in text
     )
-    assert "GPU 1      NVIDIA H200: 143771 MiB, driver 580.1" in text
-    assert "0 - 1      NV18 (NVLinks" in text
+    assert "GPU 1        NVIDIA H200: 143771 MiB, driver 580.1" in text
+    assert "0 - 1        NV18 (NVLinks" in text
     assert "torch-nccl behaves as plans assume." in text
 
 
@@ -242,7 +268,7 @@ def test_processes_that_find_no_gpu_are_told_of_and_reaped() -> None:
     report = run_doctor(backend="torch", device="gpu")
     assert report.exit_status == 2
     assert "RuntimeError: no GPU is visible here. Use --on cpu, or" in report.problems[0]
-    assert report.notes == [
+    assert report.notes[-1:] == [
         "nvidia-smi is missing or prints nothing: the driver, clocks, power limits and links are not shown"
     ]
     assert children_of(os.getpid()) == before

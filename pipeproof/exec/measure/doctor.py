@@ -25,6 +25,7 @@ from pipeproof.exec.installed_backends import INSTALLED_BY, installed_version
 from pipeproof.exec.launch.rendezvous import rank_environment, reserved_ports
 from pipeproof.exec.measure.link_curve import SIZES, Curve, device_facts, failure_text, measure_curve
 from pipeproof.exec.measure.nvidia_smi import GpuLink, gpu_links, gpu_properties
+from pipeproof.exec.tested_versions import transformers_version, untested_versions
 from pipeproof.exit_status import ExitStatus
 from pipeproof.system_calls import CAN_START_RANKS, num_cores
 from pipeproof.testing.conformance import RowResult, check_backend
@@ -293,7 +294,7 @@ def _measure(
 
 
 def _with_notes(report: DoctorReport, name: str) -> DoctorReport:
-    notes = []
+    notes = untested_versions(report.versions)
     if report.shares_a_gpu:
         notes.append(
             f"{name} sees one GPU, which both processes shared: NCCL connected them by sockets, so its behaviour was "
@@ -326,6 +327,7 @@ def _versions(facts: Sequence[Mapping[str, str]]) -> dict[str, str]:
         "python": platform.python_version(),
         "paddle": installed_version("paddle") or "not installed",
         "torch": installed_version("torch") or "not installed",
+        "transformers": transformers_version() or "not installed",
         "numpy": np.__version__,
         "platform": platform.platform(),
         "cores": str(num_cores()),

@@ -55,7 +55,7 @@ def render_doctor(report: DoctorReport, console: Console) -> None:
     from rich.text import Text
 
     for name, value in report.versions.items():
-        console.print(Text(f"{name:<10} {value}"))
+        console.print(Text(f"{name:<12} {value}"))
     _render_devices(report, console)
     if report.rows:
         _render_rows(report, console)
@@ -82,13 +82,13 @@ def _render_devices(report: DoctorReport, console: Console) -> None:
             "driver": "driver ",
         }
         properties = ", ".join(f"{label}{device[key]}" for key, label in parts.items() if key in device)
-        console.print(Text(f"GPU {device.get('index', '?'):<6} {device.get('name', '')}: {properties}"))
+        console.print(Text(f"GPU {device.get('index', '?'):<8} {device.get('name', '')}: {properties}"))
     for rank, facts in enumerate(report.facts):
         if "device" in facts:
-            console.print(Text(f"{f'rank {rank}':<10} {facts['device']}"))
+            console.print(Text(f"{f'rank {rank}':<12} {facts['device']}"))
     for link in report.links:
         meaning = f" ({link.meaning})" if link.meaning else ""
-        console.print(Text(f"{f'{link.first} - {link.second}':<10} {link.kind}{meaning}"))
+        console.print(Text(f"{f'{link.first} - {link.second}':<12} {link.kind}{meaning}"))
 
 
 def _render_rows(report: DoctorReport, console: Console) -> None:
