@@ -67,7 +67,7 @@ def _stage(compiler: str, options: argparse.Namespace) -> Any:
     boundaries = Boundaries(Form("tensor"), Form("tensor"), (LeafSpec((_ROWS, _WIDTH), "float32", True),))  # noqa: FBT003
     names = {name: name for name in trained(module)}
     return ModuleStage(
-        1, module, boundaries, None, names, num_losses=1, splits=False, check_finite=False,
+        1, module, boundaries, None, names, splits=False, check_finite=False,
         compiler=None if compiler == "whole" else compiler,  # type: ignore[arg-type]
     )  # fmt: skip
 

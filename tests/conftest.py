@@ -26,12 +26,14 @@ QUICK_EXAMPLES = 10
 """The most examples of a property test in ``make test``: its profile is ``quick``."""
 
 OPTIONAL = {
+    "accelerate": "`make test-rest`",
     "dask": "the extra `dev`",
     "distributed": "the extra `dev`",
     "grimp": "the extra `dev`",
     "hatchling": "the extra `dev`",
     "hypothesis": "the extra `testing`",
     "jsonschema": "the extra `dev`",
+    "lightning": "`make test-rest`",
     "matplotlib": "the extra `plot`",
     "numba": "the extra `fast`",
     "ortools": "the extra `solve`",

@@ -66,7 +66,7 @@ class Stage:
         form = Form("tuple" if isinstance(output, tuple) else "tensor")
         self.stage = ModuleStage(
             1, module, Boundaries(Form("tensor"), form, specs), loss_fn, {name: name for name in trained(module)},
-            num_losses=1, splits=True, check_finite=False, compiler=compiler,
+            splits=True, check_finite=False, compiler=compiler,
         )  # fmt: skip
 
     def step(self, inputs, targets=None, *, in_two=True):
@@ -85,7 +85,7 @@ class Stage:
                 works.pop().accumulate()
         for work in works:
             work.accumulate()
-        losses = [loss for _, loss in sorted(self.stage.data.losses.items())]
+        losses = [loss for _, loss in sorted(self.stage.data.terms.losses.items())]
         return [*found, *losses, *_gradients(self.module)]
 
     def expected(self, inputs, targets=None):
@@ -96,7 +96,8 @@ class Stage:
             leaf = x.clone().requires_grad_(self.has_input_gradient and x.is_floating_point())
             output = self.module(leaf, **self.kwargs)
             if self.loss_fn:
-                loss = self.loss_fn(output, targets[index])
+                returned = self.loss_fn(output, targets[index])
+                loss = returned[0] if isinstance(returned, tuple) else returned
                 losses.append(loss.detach())
                 loss.backward()
             else:
@@ -150,6 +151,24 @@ def check_graph(module, values=None, **options):
     same_bits(stage.step(values, targets, in_two=False), expected)
     assert stage.stage.split == "graph"
     return stage
+
+
+def with_metrics(output, target):
+    distance = output - target
+    return distance.pow(2).mean(), {"largest": distance.abs().amax(), "rows": distance.mean(1)}
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_a_graph_returns_the_metrics_of_its_loss_function(compiler):
+    module, values, targets = Block(), inputs(), [torch.ones(ROWS, WIDTH)] * NUM
+    stage = Stage(module, values[0], loss_fn=with_metrics, compiler=compiler)
+    found, expected = stage.step(values, targets), stage.expected(values, targets)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other)
+    assert stage.stage.split == "graph"
+    for index, x in enumerate(values):
+        _, metrics = with_metrics(module(x), targets[index])
+        torch.testing.assert_close(stage.stage.data.terms.metrics[index], {n: v.detach() for n, v in metrics.items()})
 
 
 def random_module(seed):
@@ -494,7 +513,7 @@ def test_a_sharded_stage_has_a_whole_backward():
     boundaries = Boundaries(Form("tensor"), Form("tensor"), (LeafSpec((ROWS, WIDTH), "float32", has_gradient=True),))
     with pytest.warns(UserWarning, match="stage 1 does not run as graphs, but as split=whole"):
         stage = ModuleStage(
-            1, Block(), boundaries, None, {name: name for name in trained(Block())}, num_losses=1,
+            1, Block(), boundaries, None, {name: name for name in trained(Block())},
             splits=True, check_finite=False, compiler="eager",
             is_sharded=True,
         )  # fmt: skip

@@ -75,7 +75,7 @@ FAILED = {
     "module_raises": (1, f"stage 1, micro-batch 2: the module raised ValueError: no such expert .*{HERE}"),
     "module_raises_on_first": (0, f"stage 0, micro-batch 1: the module raised ValueError: no such expert .*{HERE}"),
     "loss_raises": (1, f"stage 1, micro-batch 0: the module raised IndexError: .*{HERE}"),
-    "loss_no_scalar": (1, r"stage 1, micro-batch 0: the loss is a tensor of shape \[2, 8\]"),
+    "loss_no_scalar": (1, r"stage 1, micro-batch 0: loss_fn returns a tensor of shape \[2, 8\]"),
     "backward_raises": (0, f"stage 0, micro-batch 0: the backward raised ArithmeticError: .*{HERE}"),
     "not_finite": (0, r"stage 0, micro-batch 0: values are not finite, first in module `inner\.1`"),
     "unfrozen": (0, r"stage 0: parameter inner\.0\.weight was frozen when the Pipeline was made.*make a new Pipeline"),

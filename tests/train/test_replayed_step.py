@@ -10,6 +10,7 @@ from pipeproof.exec.rank.torch.cuda_graph import CaptureStream
 from pipeproof.exec.train.torch.module_stage import StepData
 from pipeproof.exec.train.torch.replayed_step import ReplayedStep, require_replayable
 from pipeproof.exec.train.torch.stage_values import MicroBatches
+from pipeproof.exec.train.torch.step_loss import LossTerms, StepTerms
 from pipeproof.exec.train.train_errors import PipelineError
 
 pytestmark = pytest.mark.needs_torch
@@ -38,12 +39,13 @@ class Trained:
 
     def execute(self, values):
         ((x, factor),) = values
-        losses = {}
+        terms = StepTerms()
         for index, part in enumerate(x.split(2)):
             loss = (factor * self.dropout(self.module["used"](part))).pow(2).sum()
             loss.backward()
-            losses[index] = loss.detach()
-        return StepData(losses=losses)
+            own = loss.detach()
+            terms.add(index, LossTerms(own, own.double() + 1, {"twice": 2 * own}), "the loss")
+        return StepData(terms=terms)
 
     def step(self, x, factor=2.0):
         values = ((x, factor),)
@@ -69,7 +71,7 @@ def test_replayed_steps_give_the_losses_and_gradients_of_plain_ones(reset, devic
             torch.manual_seed(number)  # both draw the same masks
             results.append(trained.step(x.to(device)))
         first, second = results
-        kept.append((first.losses, second.losses))
+        kept.append((first.terms, second.terms))
         for a, b in zip(plain.module.parameters(), replayed.module.parameters(), strict=True):
             assert (a.grad is None) == (b.grad is None)
             assert a.grad is None or torch.equal(a.grad, b.grad)
@@ -85,8 +87,7 @@ def test_replayed_steps_give_the_losses_and_gradients_of_plain_ones(reset, devic
     assert replayed.replay.is_captured
     assert replayed.num_captured == (device == "cpu")
     for first, second in kept:  # of all steps: a later replay does not write to losses that the script holds
-        assert first.keys() == second.keys()
-        assert all(torch.equal(first[index], second[index]) for index in first)
+        assert first == second
 
 
 def captured():

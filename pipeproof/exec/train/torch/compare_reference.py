@@ -17,6 +17,8 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.train.torch.module_stage import StepData
 from pipeproof.exec.train.torch.split_linear import gradients_aside
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
+from pipeproof.exec.train.torch.start_phases import Settings
+from pipeproof.exec.train.torch.step_loss import NUM_ITEMS, StepTerms, detached_metrics, divided, loss_terms
 from pipeproof.exec.train.torch.step_runner import StepRunner
 from pipeproof.exec.train.train_errors import PipelineError
 
@@ -132,8 +134,7 @@ def compare_step(
         num = runner.num_micro_batches
         data = runner.contract.whole_data(inputs, num, num * runner.micro_batch_size)
         comparison = compare_with_reference(
-            reference, runner.plan.lowered, shards, data, runner.settings.loss_fn,
-            name_of or default_names(reference), is_mean=runner.settings.scale_grads,
+            reference, runner.plan.lowered, shards, data, runner.settings, name_of or default_names(reference),
             is_compiled=any(shard["compiled"] for shard in shards),
         )  # fmt: skip
         return asdict(comparison)
@@ -149,10 +150,9 @@ def compare_with_reference(
     plan: LoweredPlan,
     shards: Sequence[Mapping[str, Any]],
     data: StepData,
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+    settings: Settings,
     name_of: NameOf,
     *,
-    is_mean: bool,
     is_compiled: bool,
 ) -> Comparison:
     """Load the pipeline's weights into the reference, run it, and compare.
@@ -169,7 +169,7 @@ def compare_with_reference(
             parameters[names[key]].copy_(value)
     num = plan.spec.schedule.num_micro_batches
     targets = [None] * num if data.targets is None else data.targets
-    runs = _Runs(reference, data.args, targets, data.kwargs[0], loss_fn, num if is_mean else 1)
+    runs = _Runs(reference, data.args, targets, data.kwargs[0], data.loss_kwargs, settings)
     orders = sum_orders(plan)
     differences = []
     shared = _shared_names(names)
@@ -194,12 +194,13 @@ class _Runs:
 
     def __init__(
         self, module: nn.Module, args: Sequence[Any], targets: Sequence[Any], kwargs: Sequence[Mapping[str, Any]],
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None, num_losses: int,
+        loss_kwargs: Sequence[Mapping[str, Any]], settings: Settings,
     ) -> None:  # fmt: skip
         self._module, self._args, self._targets, self._kwargs = module, args, targets, kwargs
-        self._loss_fn, self._num_losses = loss_fn, num_losses
+        self._loss_kwargs, self._settings = loss_kwargs, settings
+        self._is_mean = settings.averages_losses and NUM_ITEMS not in loss_kwargs[0]
         self._by_order: dict[Order, dict[str, torch.Tensor]] = {}
-        self._losses: dict[int, torch.Tensor] = {}
+        self._terms = StepTerms()
         self._exact: dict[str, torch.Tensor] | None = None
 
     def summed(self, orders: Sequence[Order]) -> dict[str, torch.Tensor]:
@@ -208,18 +209,27 @@ class _Runs:
         total = dict(parts[0])
         for part in parts[1:]:
             total = {name: total[name] + part[name] for name in total}
+        if self._terms.counts:
+            total = {name: divided(gradient, self._count()) for name, gradient in total.items()}
         return total
 
     def loss(self) -> torch.Tensor:
         """The loss of the step."""
-        total = torch.stack([self._losses[index] for index in sorted(self._losses)]).sum()
-        return total / len(self._losses) if self._num_losses > 1 else total
+        losses = self._terms.in_order()
+        total = torch.stack(losses).sum()
+        if self._terms.counts:
+            return divided(total, self._count())
+        return total / len(losses) if self._is_mean else total
+
+    def _count(self) -> torch.Tensor:
+        return torch.stack([*self._terms.counts.values()]).sum()
 
     def order_bound(self, name: str) -> float:
         """The largest difference that two orders of a sum can have: 2 n u times the sum of the addends' sizes."""
         sizes = sum(self._of((index,))[name].abs().double() for index in range(len(self._args)))
         unit = torch.finfo(self._of((0,))[name].dtype).eps / 2
-        return float(2 * 2 * len(self._args) * unit * torch.as_tensor(sizes).max()) * 2
+        scale = 1 / float(self._count()) if self._terms.counts else 1.0
+        return float(2 * 2 * len(self._args) * unit * torch.as_tensor(sizes).max()) * 2 * scale
 
     def rounding_bound(self, name: str, gradient: torch.Tensor) -> float:
         """A bound on the rounding of compiled operations: 8 times the reference's own distance from float64.
@@ -230,8 +240,10 @@ class _Runs:
         if self._exact is None:
             with torch.autocast(gradient.device.type, enabled=False):
                 module = copy.deepcopy(self._module).double()
-                args, targets, kwargs = map(_exact, (self._args, self._targets, self._kwargs))
-                runs = _Runs(module, args, targets, kwargs, self._loss_fn, self._num_losses)
+                args, targets, kwargs, loss_kwargs = map(
+                    _exact, (self._args, self._targets, self._kwargs, self._loss_kwargs)
+                )
+                runs = _Runs(module, args, targets, kwargs, loss_kwargs, self._settings)
                 self._exact = runs.summed([tuple(range(len(self._args)))])
         exact = self._exact[name]
         unit = torch.finfo(gradient.dtype).eps
@@ -242,9 +254,13 @@ class _Runs:
             self._module.zero_grad(set_to_none=True)
             for index in order:
                 output = self._module(*self._args[index], **self._kwargs[index])
-                loss = output if self._loss_fn is None else self._loss_fn(output, self._targets[index])
-                self._losses[index] = loss.detach()
-                (loss / self._num_losses if self._num_losses > 1 else loss).backward()
+                loss_fn, source = self._settings.loss_fn, "the reference"
+                returned = (
+                    output if loss_fn is None else loss_fn(output, self._targets[index], **self._loss_kwargs[index])
+                )
+                terms = loss_terms(detached_metrics(returned), self._settings.normalize, source)
+                self._terms.add(index, terms, source)
+                (terms.loss / len(self._args) if self._is_mean else terms.loss).backward()
             self._by_order[order] = {
                 name: torch.zeros_like(weight) if weight.grad is None else weight.grad
                 for name, weight in self._module.named_parameters()

@@ -72,16 +72,33 @@ def stages_of_transformers(
     return ModelStages(stages, shared_weights(stages), model)
 
 
-def causal_lm_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
+def causal_lm_loss(
+    output: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | float | None = None
+) -> torch.Tensor:
     """The loss of ``model(input_ids, labels=labels)``, bit for bit: position i predicts label i + 1.
 
     ``output`` is logits (batch, sequence, vocabulary), or what the model returns: ``Pipeline.compare`` takes the model
     itself. ``labels`` are (batch, sequence); -100 is ignored. The mean is over the labels of the micro-batch that
-    count. If their number differs between micro-batches, the mean over micro-batches is not the mean over all labels.
+    count. If their number differs between micro-batches, the mean over micro-batches is not the mean over all labels:
+    pass the number of labels in the whole step, ``step(.., loss_kwargs={"num_items_in_batch": number})``. Then the
+    loss is a sum divided by it, as in transformers.
     """
+    if num_items_in_batch is None:
+        return _cross_entropy(output, labels, "mean")
+    return _cross_entropy(output, labels, "sum") / num_items_in_batch
+
+
+def causal_lm_sum(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum that ``causal_lm_loss`` is a mean of, and the number of its labels: for ``normalize="tokens"``."""
+    return _cross_entropy(output, labels, "sum"), (labels[..., 1:] != -100).sum()
+
+
+def _cross_entropy(output: Any, labels: torch.Tensor, reduction: str) -> torch.Tensor:
     logits = output if isinstance(output, torch.Tensor) else output.logits
     shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
-    return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), shifted.view(-1).to(logits.device))
+    return F.cross_entropy(
+        logits.float().view(-1, logits.shape[-1]), shifted.view(-1).to(logits.device), reduction=reduction
+    )
 
 
 class _Consecutive:

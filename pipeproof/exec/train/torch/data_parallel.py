@@ -57,8 +57,21 @@ class Replicas:
     def size(self) -> int:
         """Number of replicas."""
         if self._fsdp:
-            return max(_num_replicas(group) for root in self._fsdp for group in _param_groups(root))
+            return _num_replicas(self._largest())
         return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups to sum over, one after another, for a sum over all replicas."""
+        if self._fsdp:
+            info = self._largest().mesh_info
+            names = ("shard_process_group", "replicate_process_group")
+            return [getattr(info, name) for name in names if hasattr(info, name)]
+        return [] if self.group is None else [self.group]
+
+    def _largest(self) -> Any:
+        """The group of parameters with most replicas."""
+        return max((group for root in self._fsdp for group in _param_groups(root)), key=_num_replicas)
 
     @property
     def is_sharded(self) -> bool:

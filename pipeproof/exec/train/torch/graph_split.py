@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pipeproof.exec.train.torch.step_loss import detached_metrics
 from pipeproof.stages.torch.backward_graphs import Addend
 from pipeproof.stages.torch.graph_capture import (
     Adder,
@@ -59,15 +60,17 @@ class GraphSplit:
             dynamic=False,
         )  # fmt: skip
 
-    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Any:
-        """The output of the stage, or its loss.
+    def forward(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None, loss_kwargs: Mapping[str, Any] = {},
+    ) -> Any:  # fmt: skip
+        """The output of the stage, or what its loss function returns.
 
         Raises:
             NotCapturedError: nothing ran.
             GraphOperationError: an operation raised.
         """
         try:
-            return self._call(tuple(args), dict(kwargs), target)
+            return self._call(tuple(args), dict(kwargs), target, dict(loss_kwargs))
         except _CAPTURE_ERRORS as error:
             raise NotCapturedError(_reason(error)) from error
 
@@ -146,9 +149,9 @@ def _run_all(works: list[Callable[[], None]]) -> None:
 def _entry(module: nn.Module, loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
     """The function that is captured; its code is its own, as Dynamo keeps and counts graphs by code."""
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, loss_kwargs: dict[str, Any]) -> Any:
         output = module(*args, **kwargs)
-        return output if loss_fn is None else loss_fn(output, target)
+        return output if loss_fn is None else detached_metrics(loss_fn(output, target, **loss_kwargs))
 
     code = run.__code__.replace(co_name=f"stage_graph_{next(_numbers)}")
     return FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)

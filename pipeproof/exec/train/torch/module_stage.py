@@ -17,6 +17,7 @@ from pipeproof.exec.train.stage_errors import StageErrors
 from pipeproof.exec.train.torch.graph_split import GraphSplit
 from pipeproof.exec.train.torch.split_linear import LinearSplit, require_splittable
 from pipeproof.exec.train.torch.stage_values import Leaves, plain_leaves_of
+from pipeproof.exec.train.torch.step_loss import Normalize, StepTerms, detached_metrics, loss_terms
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.stages.torch.graph_capture import Compiler, KeptBytes, NotCapturedError
 from pipeproof.stages.torch.graph_errors import GraphOperationError
@@ -29,7 +30,8 @@ _SHAPE_FIX = "give Pipeline an `example` like the micro-batches, under the autoc
 _IN_PLACE = "a leaf Variable that requires grad is being used in an in-place operation"
 _IN_PLACE_FIX = "a stage's first operation on its input cannot be in place: use inplace=False, or clone the input"
 
-LossFunction = Callable[[Any, Any], torch.Tensor]
+LossFunction = Callable[..., Any]
+"""Of the output of the last stage, the target and ``loss_kwargs``: the terms of ``step_loss.loss_terms``."""
 
 
 @dataclass(slots=True)
@@ -40,9 +42,13 @@ class StepData:
     kwargs: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """Keyword arguments by stage, of those that get some."""
     targets: Sequence[Any] | None = None
+    loss_kwargs: Sequence[Mapping[str, Any]] = ()
     scaler: torch.amp.GradScaler | None = None
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Detached losses of micro-batches, each as the loss function returned it."""
+    num_losses: int = 1
+    """Losses are divided by it before their backward."""
+    num_replicas: int = 1
+    """Losses are multiplied by it before their backward, where data ranks average gradients that are to be added."""
+    terms: StepTerms = field(default_factory=StepTerms)
     outputs: dict[int, Any] = field(default_factory=dict)
     """Outputs of the last stage, where there is no target."""
 
@@ -84,9 +90,9 @@ class _Forward:
 class ModuleStage:
     """A stage that is a script's module; a ``RankStage``. Gradients are accumulated in ``.grad`` of its parameters.
 
-    ``loss_fn`` is for the last stage; None if its module returns the loss. The loss is divided by ``num_losses``
-    before its backward. ``names`` are the plan's names of the module's trained parameters. With ``compiler`` the stage
-    runs as graphs; where it cannot, and without, weight gradients of ``nn.Linear`` are left to W if ``splits``.
+    ``loss_fn`` is for the last stage; None if its module returns the loss. ``names`` are the plan's names of the
+    module's trained parameters. With ``compiler`` the stage runs as graphs; where it cannot, and without, weight
+    gradients of ``nn.Linear`` are left to W if ``splits``.
     """
 
     def __init__(
@@ -97,14 +103,14 @@ class ModuleStage:
         loss_fn: LossFunction | None,
         names: Mapping[str, str],
         *,
-        num_losses: int,
+        normalize: Normalize = "micro_batches",
         splits: bool,
         check_finite: bool,
         compiler: Compiler | None = None,
         is_sharded: bool = False,
     ) -> None:
         self.module, self._boundaries = module, boundaries
-        self._loss_fn, self._num_losses, self._check_finite = loss_fn, num_losses, check_finite
+        self._loss_fn, self._normalize, self._check_finite = loss_fn, normalize, check_finite
         self.parameters = {names[name]: weight for name, weight in trained(module).items()}
         self._is_last = not boundaries.outputs
         self._splits, self._is_sharded = splits, is_sharded
@@ -117,7 +123,7 @@ class ModuleStage:
         elif is_sharded:
             self._leave_graphs("it is sharded by fully_shard")
         else:
-            in_graph = loss_fn if self._is_last else None
+            in_graph = (loss_fn or _output) if self._is_last else None
             self._split, self.split = GraphSplit(module, in_graph, compiler), "graph"
             self._begin_graphs()
         self._forwards: dict[int, _Forward] = {}
@@ -182,31 +188,31 @@ class ModuleStage:
         """The output of the module; of the last stage the loss, if there is a target or a loss is needed."""
         data = self.data
         target = None if data.targets is None else data.targets[index]
+        loss_kwargs = data.loss_kwargs[index] if data.loss_kwargs else {}
         if isinstance(self._split, GraphSplit) and torch.is_grad_enabled():
             try:
-                return self._split.forward(args, kwargs, target)
+                return self._split.forward(args, kwargs, target, loss_kwargs)
             except NotCapturedError as error:
                 self._leave_graphs(str(error))
         output = (self._split.forward if isinstance(self._split, LinearSplit) else self.module)(*args, **kwargs)
         if not self._is_last or self._loss_fn is None or (target is None and not torch.is_grad_enabled()):
             return output
-        return self._loss_fn(output, target)
+        return self._loss_fn(output, target, **loss_kwargs)
 
-    def _loss(self, loss: Any, index: int) -> torch.Tensor:
+    def _loss(self, value: Any, index: int) -> torch.Tensor:
         """The loss as its backward begins with it."""
         data = self.data
         if data.targets is None and not torch.is_grad_enabled():
-            data.outputs[index] = loss
+            data.outputs[index] = value
             return torch.zeros(())
-        if not isinstance(loss, torch.Tensor) or loss.dim():
-            kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            source = "without loss_fn, the module returns it" if self._loss_fn is None else "loss_fn returns it"
-            raise PipelineError(
-                f"{self._errors.where(index)}: the loss is {kind}, and must be a scalar tensor; {source}"
-            )
-        data.losses[index] = loss.detach()
-        if self._num_losses > 1:
-            loss = loss / self._num_losses
+        source = f"{self._errors.where(index)}: {'the module' if self._loss_fn is None else 'loss_fn'}"
+        terms = loss_terms(detached_metrics(value), self._normalize, source)
+        data.terms.add(index, terms, source)
+        loss = terms.loss
+        if data.num_losses > 1:
+            loss = loss / data.num_losses
+        if data.num_replicas > 1:
+            loss = loss * data.num_replicas
         return loss if data.scaler is None else data.scaler.scale(loss)
 
     def _checked(self, value: Any, index: int) -> Leaves:
@@ -287,6 +293,11 @@ class ModuleStage:
         elsewhere = "in the loss function" if self._is_last else "and were finite when the stage ran again"
         where = f"first in module `{found[0] or type(self.module).__name__}`" if found else elsewhere
         return f"{self._errors.where(index)}: values are not finite, {where}"
+
+
+def _output(output: Any, _: Any) -> Any:
+    """The output, of a last stage that computes its loss itself."""
+    return output
 
 
 def _versions(outputs: Leaves) -> list[int]:

@@ -29,6 +29,7 @@ from pipeproof.exec.train.torch.start_phases import (
     prove,
 )
 from pipeproof.exec.train.torch.step_inputs import SplitRules
+from pipeproof.exec.train.torch.step_loss import LossOn, Normalize
 from pipeproof.exec.train.torch.step_runner import StepRunner
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.stages.torch.graph_capture import Compiler, KeptBytes
@@ -46,7 +47,8 @@ class Pipeline:
         schedule: a kind (``pipeproof schedule list``), a file of a written schedule (text or CSV), or the operations
             of each rank.
         num_micro_batches: number of micro-batches in a step.
-        loss_fn: ``(output, target) -> scalar``, called on the last stage; None if the last module returns the loss.
+        loss_fn: ``(output, target, **loss_kwargs) -> scalar``, called on the last stage; None if the last module
+            returns the loss. It may be ``(scalar, metrics)``, with a dict of tensors, or as ``normalize`` needs.
         example: positional arguments of the first stage for one micro-batch, the same on all ranks. Boundaries are
             found with it; without it they are those that the plan declares.
         example_kwargs: keyword arguments of the stages for one micro-batch, also the same on all ranks. A stage gets
@@ -69,6 +71,11 @@ class Pipeline:
         check_inputs: whether each step compares digests of the arguments that the ranks were given. The host reads all
             of them.
         scale_grads: whether loss and gradients are means over the micro-batches; else they are sums.
+        normalize: ``micro_batches``: as ``scale_grads``. ``tokens``: ``loss_fn`` returns a sum and its count, ``(sum,
+            count)`` or ``(sum, count, metrics)``; loss and gradients are those of the sum over all micro-batches and
+            data ranks, divided by their count.
+        loss_on: ``last``: the rank of the last stage gets the loss of a step. ``all``: every rank does, in float32, or
+            in float64 if weights are.
         check_finite: whether each output is tested for NaN and infinity, for which the host waits.
         replay: whether steps are replayed as one CUDA graph from the third on, which leaves the host no work. Shapes
             and values other than tensors must stay as they are, and no module may read a value on the host.
@@ -103,6 +110,8 @@ class Pipeline:
         same_kwargs: Sequence[str] = (),
         check_inputs: bool = False,
         scale_grads: bool = True,
+        normalize: Normalize = "micro_batches",
+        loss_on: LossOn = "last",
         check_finite: bool = False,
         replay: bool = False,
         overlap: bool = False,
@@ -112,8 +121,8 @@ class Pipeline:
         settings = Settings(
             plan, schedule, num_micro_batches, loss_fn,
             example_inputs(example, example_kwargs, example_stage_kwargs), split, compiler, profile, tied,
-            SplitRules(split_dims or {}, frozenset(same_kwargs)), check_inputs, scale_grads, check_finite, replay,
-            overlap, timeout_s, unsafe,
+            SplitRules(split_dims or {}, frozenset(same_kwargs)), check_inputs, scale_grads, normalize, loss_on,
+            check_finite, replay, overlap, timeout_s, unsafe,
         )  # fmt: skip
         ranks = join(group, timeout_s)
         with one_failure(ranks) as undo:
@@ -156,9 +165,11 @@ class Pipeline:
         self,
         *args: Any,
         target: Any = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         losses: list[torch.Tensor] | None = None,
         stage_kwargs: Mapping[int, Mapping[str, Any]] | None = None,
+        metrics: dict[str, list[torch.Tensor]] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor | None:
         """Run forward and backward of all micro-batches; gradients are added to ``.grad`` of the parameters.
@@ -168,9 +179,14 @@ class Pipeline:
         ``labels`` as the target. Tensors whose first dim is the rows are split into micro-batches, scalars are shared,
         and other values need ``split_dims``, ``same_kwargs`` or ``MicroBatches``. ``scaler`` scales the loss, and an
         overflow on one rank becomes one on all, so that all skip the same steps. ``losses`` collects those of
-        micro-batches.
+        micro-batches, and ``metrics`` of each name the tensors by micro-batch, where the last stage is.
 
-        Returns the mean loss (the sum without ``scale_grads``) where the last stage is, else None.
+        ``loss_kwargs`` are keyword arguments of ``loss_fn``, split as the others. With ``num_items_in_batch`` among
+        them, the number of labels of the whole step and of all data ranks, ``loss_fn`` divides a sum by it: losses and
+        gradients of micro-batches and data ranks are added, and not averaged.
+
+        Returns the loss of the step where the last stage is, or everywhere with ``loss_on="all"``, else None: the mean
+        over micro-batches, or by ``scale_grads`` and ``normalize``.
 
         Raises:
             PipelineError: a module raised on some rank, or the data does not fit; every rank raises it.
@@ -180,10 +196,9 @@ class Pipeline:
             scaler.scale(torch.zeros((), device=runner.device))  # begins it also where no loss is
         self._cut_model.is_stale = True
         with runner.one_error():
-            of_micro_batches = runner.step(StepInputs(args, target, kwargs, stage_kwargs or {}), scaler)
-        if losses is not None:
-            losses.extend(of_micro_batches)
-        loss = runner.loss_of(of_micro_batches)
+            inputs = StepInputs(args, target, kwargs, stage_kwargs or {}, loss_kwargs or {})
+            loss, terms = runner.step(inputs, scaler)
+        terms.collect(losses, metrics)
         if runner.record is not None:
             runner.record.put_step(runner, loss)
         return loss
@@ -193,15 +208,19 @@ class Pipeline:
         *args: Any,
         target: Any = None,
         stage_kwargs: Mapping[int, Mapping[str, Any]] | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        metrics: dict[str, list[torch.Tensor]] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run the forwards alone. Modules keep their mode: call ``eval()`` on them for evaluation.
 
-        Returns, where the last stage is, the mean loss if there is a target, else the output of all rows; else None.
+        Returns the loss as ``step`` if there is a target, else, where the last stage is, the output of all rows.
         """
         with torch.no_grad(), self._runner.one_error():
-            losses, outputs = self._runner.evaluate(StepInputs(args, target, kwargs, stage_kwargs or {}))
-        return joined_outputs(outputs) if outputs else self._runner.loss_of(losses)
+            inputs = StepInputs(args, target, kwargs, stage_kwargs or {}, loss_kwargs or {})
+            loss, terms, outputs = self._runner.evaluate(inputs)
+        terms.collect(None, metrics)
+        return joined_outputs(outputs) if outputs else loss
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their common norm is at most ``max_norm``; return the norm.
@@ -225,6 +244,7 @@ class Pipeline:
         reference: nn.Module | None,
         *args: Any,
         target: Any = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
         name_of: Callable[[int, str], str] | None = None,
         stage_kwargs: Mapping[int, Mapping[str, Any]] | None = None,
         **kwargs: Any,
@@ -237,8 +257,8 @@ class Pipeline:
         ``stage.name``. Gradients that were there before are put back. Dropout draws other numbers in the reference:
         compare without.
         """
-        run = partial(self.step, *args, target=target, stage_kwargs=stage_kwargs, **kwargs)
-        inputs = StepInputs(args, target, kwargs, stage_kwargs or {})
+        run = partial(self.step, *args, target=target, loss_kwargs=loss_kwargs, stage_kwargs=stage_kwargs, **kwargs)
+        inputs = StepInputs(args, target, kwargs, stage_kwargs or {}, loss_kwargs or {})
         return compare_step(self._runner, run, reference, name_of, inputs)
 
     def record(self, directory: str | Path) -> AbstractContextManager[None]:

@@ -44,7 +44,7 @@ class ReplayedStep:
         return self._replay is not None
 
     def run(self, values: Any, execute: Callable[[Any], StepData]) -> StepData:
-        """Run a step on ``values``, the argument of ``execute``: by it, or by a replay of it. Returns its losses.
+        """Run a step on ``values``, the argument of ``execute``: by it, or by a replay of it. Returns its loss terms.
 
         Raises:
             PipelineError: the step cannot be captured, or differs from the captured one in what a graph keeps.
@@ -63,11 +63,7 @@ class ReplayedStep:
             if isinstance(leaf, torch.Tensor):
                 memory.copy_(leaf, non_blocking=True)
         self._replay()
-        losses = self._result.losses
-        if not losses:
-            return StepData()
-        own = torch.stack([*losses.values()]).unbind()  # the next replay writes to the captured ones
-        return StepData(losses=dict(zip(losses, own, strict=True)))
+        return StepData(terms=self._result.terms.copied())  # the next replay writes to the captured ones
 
     def _captured(
         self, leaves: Sequence[Any], form: TreeSpec, execute: Callable[[Any], StepData]

@@ -26,6 +26,7 @@ class StepInputs(NamedTuple):
     target: Any
     kwargs: Mapping[str, Any]
     stage_kwargs: Mapping[int, Mapping[str, Any]]
+    loss_kwargs: Mapping[str, Any] = {}
 
 
 def example_inputs(

@@ -47,6 +47,7 @@ from pipeproof.exec.train.torch.split_linear import require_splittable
 from pipeproof.exec.train.torch.stage_facts import StageDescriber
 from pipeproof.exec.train.torch.stage_keywords import StageKeywords, StepInputs
 from pipeproof.exec.train.torch.step_inputs import SplitRules, StepContract
+from pipeproof.exec.train.torch.step_loss import LossOn, Normalize
 from pipeproof.exec.train.torch.store import device_of, store_of
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.exec.train.train_rank import checked_plan, require_fits, require_supported
@@ -72,11 +73,18 @@ class Settings:
     rules: SplitRules
     check_inputs: bool
     scale_grads: bool
+    normalize: Normalize
+    loss_on: LossOn
     check_finite: bool
     replay: bool
     overlap: bool
     timeout_s: float
     unsafe: bool
+
+    @property
+    def averages_losses(self) -> bool:
+        """True if losses are means over the micro-batches, unless the loss function divides by all labels."""
+        return self.scale_grads and self.normalize == "micro_batches"
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +269,7 @@ def connect(
 def _request(
     settings: Settings, stages: Mapping[int, nn.Module], shards: dist.ProcessGroup | None, num_ranks: int
 ) -> dict[str, Any]:
-    """What this rank was given, as JSON values."""
+    """The arguments of this rank, as JSON values."""
     _require_arguments(settings, stages)
     modules = list(stages.values())
     replicas = [Replicas(number, module, shards) for number, module in stages.items()]
@@ -282,7 +290,10 @@ def _request(
         sizes.pop(),
         settings.overlap,
     )
-    same = ("split", "compiler", "profile", "check_inputs", "scale_grads", "replay", "overlap", "unsafe")
+    same = (
+        "split", "compiler", "profile", "check_inputs", "scale_grads", "normalize", "loss_on", "replay", "overlap",
+        "unsafe",
+    )  # fmt: skip
     return {
         "request": asdict(request),
         "settings": {name: getattr(settings, name) for name in same} | settings.rules.content,
@@ -297,6 +308,12 @@ def _require_arguments(settings: Settings, stages: Mapping[int, nn.Module]) -> N
         raise PipelineError(f"split is {settings.split!r}: use 'whole', 'linear' or 'graph'")
     if settings.compiler not in ("inductor", "eager"):
         raise PipelineError(f"compiler is {settings.compiler!r}: use 'inductor' or 'eager'")
+    if settings.normalize not in ("micro_batches", "tokens"):
+        raise PipelineError(f"normalize is {settings.normalize!r}: use 'micro_batches' or 'tokens'")
+    if settings.normalize == "tokens" and not settings.scale_grads:
+        raise PipelineError("normalize='tokens' divides sums by their count: leave out scale_grads=False")
+    if settings.loss_on not in ("last", "all"):
+        raise PipelineError(f"loss_on is {settings.loss_on!r}: use 'last' or 'all'")
     if settings.timeout_s <= 0:
         raise PipelineError(f"timeout_s is {settings.timeout_s}: give a number of seconds")
     if not isinstance(stages, Mapping):
@@ -332,7 +349,7 @@ def _module_stages(
         number: ModuleStage(
             number, each.call(), boundaries[number], settings.loss_fn,
             names_in_plan(number, trained(each.call()), placed.tied),
-            num_losses=planned.content["schedule"]["num_micro_batches"] if settings.scale_grads else 1,
+            normalize=settings.normalize,
             splits=settings.split != "whole" and number in splitting, check_finite=settings.check_finite,
             compiler=settings.compiler if settings.split == "graph" else None, is_sharded=each.is_sharded,
         )

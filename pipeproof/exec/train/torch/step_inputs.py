@@ -91,6 +91,7 @@ class StepContract:
         data = StepData(split.args(assigned) if is_first else (), self._stage_kwargs(split, assigned, stages))
         if is_last:
             data.targets = split.target(assigned)
+            data.loss_kwargs = split.dicts(inputs.loss_kwargs)
         split.require_paths()
         return data
 
@@ -110,7 +111,8 @@ class StepContract:
                         f"{number}"
                     )
         split = _Split(self._rules, num, rows, num)
-        return StepData(split.args(assigned), {0: split.dicts(kwargs)}, split.target(assigned))
+        loss_kwargs = split.dicts(inputs.loss_kwargs)
+        return StepData(split.args(assigned), {0: split.dicts(kwargs)}, split.target(assigned), loss_kwargs)
 
     def example_data(self, inputs: StepInputs, num: int, num_stages: int) -> tuple[StepData, int | None]:
         """The example of each of ``num`` micro-batches for all stages, and the rows of a micro-batch.

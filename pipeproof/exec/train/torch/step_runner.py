@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.monitor.plan_ring import PlanRing, ring_of_process
@@ -29,6 +31,14 @@ from pipeproof.exec.train.torch.replayed_step import ReplayedStep
 from pipeproof.exec.train.torch.seams import at_seams
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.start_phases import Connected, Placed, Planned, Ranks, Settings, takes_turns
+from pipeproof.exec.train.torch.step_loss import (
+    NUM_ITEMS,
+    StepLoss,
+    StepTerms,
+    divide_gradients,
+    earlier_aside,
+    with_tensor_number,
+)
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.exec.train.train_rank import TrainRank, checked_plan
 
@@ -63,11 +73,13 @@ class StepRunner:
         self.num_steps = 0
         """Number of steps that have begun."""
         self.record: StepRecord | None = None
-        """What writes the steps down."""
+        """The writer of the steps."""
         self.watch = StallWatch(
             connected.watched, settings.timeout_s, lambda op_id: self._current.describe(op_id), self.world.abort,
             None if self._progress is None else self._progress.read,
         )  # fmt: skip
+        self._num_replicas = next(iter(self._replicas.values())).size
+        self._loss = self._step_loss()
 
     def rank_of(self, lowered: LoweredPlan, channels: Any = None, clock: Clock | None = None) -> TrainRank:
         """This rank's machine and adapter for a plan, with other channels and another clock if they are given."""
@@ -102,8 +114,26 @@ class StepRunner:
         """A context whose errors on one rank are errors on all."""
         return self._failures.as_one(self.watch, RuntimeError, self._note_operation)
 
-    def step(self, inputs: StepInputs, scaler: torch.amp.GradScaler | None) -> list[torch.Tensor]:
-        """Run or replay forward and backward of all micro-batches; return their losses where the last stage is."""
+    def step(self, inputs: StepInputs, scaler: torch.amp.GradScaler | None) -> tuple[torch.Tensor | None, StepTerms]:
+        """Run or replay forward and backward of all micro-batches; return the loss, and those of micro-batches."""
+        inputs = inputs._replace(loss_kwargs=with_tensor_number(inputs.loss_kwargs, self.device))
+        by_tokens = self.settings.normalize == "tokens"
+        weights = self.gradients.parameters()
+        if isinstance(self.settings.loss_fn, nn.Module):
+            weights += self.settings.loss_fn.parameters()
+        with earlier_aside(weights, copies=self._replay is not None) if by_tokens else nullcontext():
+            data = self._run(inputs, scaler)
+            terms = self._loss.of_all_copies(data.terms, self.num_micro_batches)
+            loss, count = self._loss.total(terms, has_share=NUM_ITEMS in inputs.loss_kwargs, is_training=True)
+            if count is not None:
+                divide_gradients(weights, count / self._num_replicas)
+        if scaler is not None and scaler.is_enabled():
+            with self.watch.calling("the exchange of overflows"):
+                self.gradients.share_overflow()
+        return loss, terms
+
+    def _run(self, inputs: StepInputs, scaler: torch.amp.GradScaler | None) -> StepData:
+        """Run or replay the next step."""
         rank, step = self.train, self._begin(self.train)
         if self._progress is not None:
             self._progress.begin(step)
@@ -111,20 +141,16 @@ class StepRunner:
         if self.settings.check_inputs:
             self._require_same_inputs(inputs)
         if self._replay is None or rank is not self._replayed:
-            data = execute(inputs)
-        else:
-            if scaler is not None and scaler.is_enabled():
-                raise PipelineError("replay=True: a GradScaler changes between steps: use bfloat16, or replay=False")
-            data = self._replay.run(inputs, execute)
-            if self._replay.is_captured:
-                self.watch.enter(step, self._entered, on_device=True)
+            return execute(inputs)
         if scaler is not None and scaler.is_enabled():
-            with self.watch.calling("the exchange of overflows"):
-                self.gradients.share_overflow()
-        return self._losses_of(data)
+            raise PipelineError("replay=True: a GradScaler changes between steps: use bfloat16, or replay=False")
+        data = self._replay.run(inputs, execute)
+        if self._replay.is_captured:
+            self.watch.enter(step, self._entered, on_device=True)
+        return data
 
-    def evaluate(self, inputs: StepInputs) -> tuple[list[torch.Tensor], list[Any]]:
-        """Run the forwards; return the losses of micro-batches, or without a target the outputs, where the last is."""
+    def evaluate(self, inputs: StepInputs) -> tuple[torch.Tensor | None, StepTerms, list[Any]]:
+        """Run the forwards; return the loss, those of micro-batches, and outputs where the last stage had no target."""
         if self._eval is None:
             content = forward_plan(self.plan.content, self.plan.lowered.programs)
             is_unsafe = bool(self.plan.findings)
@@ -136,16 +162,21 @@ class StepRunner:
         for replicas in self._replicas.values():
             replicas.reshard()
         torch.clear_autocast_cache()  # it may hold casts without a graph
-        if data.outputs:
-            return [], [data.outputs[index] for index in sorted(data.outputs)]
-        return self._losses_of(data), []
+        terms = data.terms if data.outputs else self._loss.of_all_copies(data.terms, self.num_micro_batches)
+        loss, _ = self._loss.total(terms, has_share=NUM_ITEMS in inputs.loss_kwargs, is_training=False)
+        return loss, terms, [data.outputs[index] for index in sorted(data.outputs)]
 
-    def loss_of(self, losses: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The loss of a step from those of its micro-batches, if there are any."""
-        if not losses:
-            return None
-        total = torch.stack(list(losses)).sum()
-        return total / len(losses) if self.settings.scale_grads else total
+    def _step_loss(self) -> StepLoss:
+        """The sums of the loss over copies of the last stage, data ranks and ranks of the pipeline."""
+        plan, last = self.plan.lowered, self._replicas.get(self.num_stages - 1)
+        holders = plan.holders[-1]
+        shared = [each for each in self.world.collectives.values() if each.members == holders]
+        return StepLoss(
+            self.settings, shared[0] if last is not None and plan.has_copies else None,
+            [] if last is None or last.size == 1 else last.groups, self.ranks.group,
+            self.ranks.global_ranks[holders[0]], self.device,
+            torch.float64 if plan.spec.run.dtype == "float64" else torch.float32, self.watch.calling,
+        )  # fmt: skip
 
     def _ring_of(self, lowered: LoweredPlan) -> PlanRing | None:
         """The ring of this process for a plan, if it is watched."""
@@ -204,6 +235,10 @@ class StepRunner:
                 raise PipelineError("copies of the last stage share the micro-batches: pass `target` to eval_step()")
             if self.settings.loss_fn is not None and is_training:
                 raise PipelineError("this rank has the last stage: pass `target` to step()")
+        if is_last:
+            self._put_normalization(data, inputs.loss_kwargs)
+        if self.settings.normalize == "tokens" and is_training:
+            _require_no_gradient(inputs)
         return data
 
     def _require_same_inputs(self, inputs: StepInputs) -> None:
@@ -217,6 +252,24 @@ class StepRunner:
         with self.watch.calling("the comparison of inputs"):
             dist.all_gather_object(every, digests, group=self.ranks.group)
         require_same_digests(every)
+
+    def _put_normalization(self, data: StepData, loss_kwargs: Mapping[str, Any]) -> None:
+        """Set how losses are normalized.
+
+        Raises:
+            PipelineError: there is no loss function, or two numbers would divide the loss.
+        """
+        settings, has_share = self.settings, NUM_ITEMS in loss_kwargs
+        if loss_kwargs and settings.loss_fn is None:
+            raise PipelineError("loss_kwargs are for loss_fn, which this Pipeline does not have: pass **kwargs")
+        if has_share and settings.normalize == "tokens":
+            raise PipelineError(
+                f"normalize='tokens' divides by the count that loss_fn returns: leave out {NUM_ITEMS}, or normalize"
+            )
+        if has_share:
+            data.num_replicas = self._num_replicas
+        elif settings.averages_losses:
+            data.num_losses = self.num_micro_batches
 
     def _require_trainable(self) -> None:
         """Refuse a step without gradients, and parameters that the plan does not have: no norm would count them.
@@ -251,14 +304,15 @@ class StepRunner:
                 "Pipeline.step (not in a hook), and keep what a forward itself updates in buffers"
             )
 
-    def _losses_of(self, data: StepData) -> list[torch.Tensor]:
-        """The losses of all micro-batches where the last stage is, in order; copies of it share the micro-batches."""
-        if not self.plan.lowered.has_copies or self.num_stages - 1 not in self.modules:
-            return [data.losses[index] for index in sorted(data.losses)]
-        holders = self.plan.lowered.holders[-1]
-        group = next(each for each in self.world.collectives.values() if each.members == holders)
-        own = torch.zeros(self.num_micro_batches, dtype=torch.float64, device=self.device)
-        for index, loss in data.losses.items():
-            own[index] = loss
-        dtype = next(iter(data.losses.values())).dtype
-        return list(group.reduce(own, "sum").to(dtype))
+
+def _require_no_gradient(values: Any) -> None:
+    """Refuse tensors of the script whose gradients would be those of the sum.
+
+    Raises:
+        PipelineError: one of them requires a gradient.
+    """
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(values)):
+        raise PipelineError(
+            "normalize='tokens' divides the gradients of the stages' parameters, and an argument of this step requires "
+            f"a gradient: detach it, or divide in loss_fn by {NUM_ITEMS} of loss_kwargs"
+        )
