@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeproof.cli.completion import PLACE, PlanFile, complete_convention, is_plan
-from pipeproof.cli.console import echo, format_option, note_kind, opening_checkpoints, refusing_bad_plans, writable
+from pipeproof.cli.console import echo, format_option, note_kind, opening_checkpoints, refusing_bad_plans
 from pipeproof.cli.progress import showing_progress
-from pipeproof.cli.reshard_output import Outcome, draw, show_findings, show_outcome, showing_copy
+from pipeproof.cli.reshard_output import Outcome, show_findings, show_outcome, showing_copy
 from pipeproof.cli.set_option import set_option
 from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.exit_status import ExitStatus
@@ -50,7 +50,6 @@ class ReshardOptions:
     names: str | None
     weights_only: bool
     save_format: str
-    picture: Path | None
     jobs: int
     as_json: bool
 
@@ -78,8 +77,6 @@ def _require_consistent(options: ReshardOptions, *, check: bool) -> None:
             raise click.UsageError("--save-format dcp writes whole tensors: give -o OUT, and no plan")
         if options.out.suffix == FILE:
             raise click.UsageError(f"a checkpoint of PyTorch is a directory: OUT may not end with {FILE}")
-    if options.out is not None and options.picture is not None and options.out.absolute() == options.picture.absolute():
-        raise click.UsageError(f"-o and --plot name the same file, {options.out}: name another picture")
     if options.out is None:
         if options.plan is None and options.aoa is None and options.names is None:
             raise click.UsageError("--check needs a target: a plan, --aoa or --names")
@@ -96,13 +93,6 @@ def _require_consistent(options: ReshardOptions, *, check: bool) -> None:
 
 
 _MOST_JOBS = 16
-
-
-def _svg_file(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Refuse a picture of another format, or one that cannot be written, before any work is done."""
-    if value is not None and value.suffix.lower() != ".svg":
-        raise click.BadParameter(f"{str(value)!r}: the picture is a file that ends with .svg")
-    return writable(context, parameter, value)
 
 
 @click.command()
@@ -122,15 +112,13 @@ def _svg_file(context: click.Context, parameter: click.Parameter, value: Path | 
 @click.option("--save-format", type=click.Choice(["pipeproof", "flex", _DCP]), default="pipeproof", show_default=True,
               help="Format of a directory; flex: the state of a plan as Paddle's own checkpoint, with our index; dcp: "
               "whole tensors as PyTorch's distributed checkpoint.")  # fmt: skip
-@click.option("--plot", "picture", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.svg",
-              callback=_svg_file, help="Draw the flow of tensors between ranks or files.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1, _MOST_JOBS), metavar="N",
               help="Number of parallel files, at most 16; by default two per core.")  # fmt: skip
 @format_option()
 def reshard(
     source: Path, target_plan: Path | None, to_plan: Path | None, settings: dict[KeyPath, object], check: bool,
     out: Path | None, aoa: Path | None, names: str | None, weights_only: bool, save_format: str,
-    picture: Path | None, jobs: int | None, form: Form,
+    jobs: int | None, form: Form,
 ) -> None:  # fmt: skip
     """Reshard a checkpoint for another plan, or merge it into one file, after a proof that nothing is lost.
 
@@ -144,9 +132,7 @@ def reshard(
     cores = num_cores()  # two jobs per core: one computes while the other waits for the disk
     plan = to_plan if target_plan is None else target_plan
     jobs = jobs or min(2 * cores, _MOST_JOBS)
-    options = ReshardOptions(
-        source, plan, settings, out, aoa, names, weights_only, save_format, picture, jobs, form == "json"
-    )
+    options = ReshardOptions(source, plan, settings, out, aoa, names, weights_only, save_format, jobs, form == "json")
     _require_consistent(options, check=check)
     with refusing_bad_plans(form, source if plan is None else plan, noted=(source,)), opening_checkpoints():
         status = _check_plan(options) if is_plan(source) else _reshard_checkpoint(options)
@@ -357,11 +343,9 @@ def _prove(
     with showing_progress("proving the map"):
         findings = (*prove(source, state_map, target), *more)
     failed = any(finding.severity is Severity.ERROR for finding in findings)
-    outcome = Outcome(source, target, findings, options.picture)
+    outcome = Outcome(source, target, findings)
     if not options.as_json:
         show_findings(findings)
-    if options.picture is not None and not failed:
-        draw(options.picture, source, state_map, target)
     if failed or options.out is None:
         show_outcome(outcome, options.as_json)
     return ExitStatus.FAILED if failed else ExitStatus.OK, outcome

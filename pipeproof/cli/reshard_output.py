@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for, echo
 from pipeproof.cli.progress import showing_progress
 from pipeproof.diagnostics.finding import Finding, Severity
@@ -22,7 +21,6 @@ from pipeproof.diagnostics.finding import Finding, Severity
 if TYPE_CHECKING:
     from pipeproof.state.reshard.execute_reshard import ReshardResult
     from pipeproof.state.reshard.shard_layout import ShardLayout
-    from pipeproof.state.tensor_map import StateMap
 
 _LINE_EVERY_S = 10.0
 """Interval of progress lines without a terminal."""
@@ -41,7 +39,6 @@ class Outcome:
     source: ShardLayout
     target: ShardLayout
     findings: tuple[Finding, ...]
-    picture: Path | None = None
 
     @property
     def proved(self) -> bool:
@@ -84,8 +81,6 @@ def show_outcome(
         f"proved: {tensors}, {shards} of {outcome.source.name} to {_num_parts(outcome.target):,}: every element has "
         "its source"
     )
-    if outcome.picture is not None:
-        echo(f"picture written to {outcome.picture}")
     if result is not None and out is not None:
         size = f"{size_words(result.size_bytes)} in {counted(result.num_files, 'file')}"
         if result.existed:
@@ -99,21 +94,6 @@ def show_outcome(
             echo(f"MD5 of {tensors}: {md5} in {outcome.source.name}, {md5} in {out}: equal")
         if plan is not None:
             click.echo(f"resume: {shlex.join(['pipeproof', 'run', str(plan), '--resume', str(out)])}")
-
-
-def draw(file: Path, source: ShardLayout, state_map: StateMap, target: ShardLayout) -> None:
-    """Write the picture of the flow of tensors.
-
-    Raises:
-        BadPlanError: PP924, there are more ranks or files than a picture can show.
-        OSError: the file cannot be written.
-    """
-    from pipeproof.state.reshard.flow_picture import LayoutLabel, flows_svg, require_drawable
-    from pipeproof.state.reshard.flows import flows_between
-
-    require_drawable(source, target)
-    sides = (LayoutLabel(side.name, None if side.plan is None else side.plan.mesh) for side in (source, target))
-    write_output(file, flows_svg(flows_between(source, state_map, target), *sides))
 
 
 @contextmanager

@@ -95,11 +95,6 @@ def test_pictures_show_what_the_commands_print(docs_module, name):
     assert words(committed) == words(fresh), "stale; run `python validation/pages/make_pictures.py`"
 
 
-def test_the_picture_of_a_reshard_is_what_the_command_draws(docs_module):
-    committed = (ROOT / "docs" / "images" / "reshard.svg").read_text(encoding="utf-8")
-    assert committed == docs_module("make_pictures").moves(), "stale; run `python validation/pages/make_pictures.py`"
-
-
 def test_the_picture_of_a_run_is_of_the_plan_as_it_is_now():
     """Its other numbers are the machine's; ``python validation/pages/make_pictures.py --run`` makes it anew."""
     digest = check(load_plan(ROOT / "examples" / "gpt_pp4.yaml")).digest

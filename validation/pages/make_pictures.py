@@ -15,7 +15,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import yaml
 from pages import DOCS, ROOT
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
@@ -62,19 +61,6 @@ def picture(name: str, output: str) -> str:
     return FONT_LINKS.sub("", drawn)
 
 
-def moves() -> str:
-    """Return the picture of ``reshard --check --plot`` from an example to the same training on other ranks."""
-    plan = yaml.safe_load((ROOT / "examples" / "gpt_pp2_tp2_sp_full.yaml").read_text(encoding="utf-8"))
-    topologies = {"tp2_pp2.yaml": plan["topology"], "tp4.yaml": {"tp": 4, "sequence_parallel": True}}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, topology in topologies.items():
-            Path(folder, name).write_text(yaml.safe_dump(plan | {"topology": topology}), encoding="utf-8")
-        command = [sys.executable, "-m", "pipeproof", "state", "reshard", *topologies, "--check", "--plot", "moves.svg"]
-        paths = {**os.environ, "PYTHONPATH": str(ROOT)}
-        subprocess.run(command, cwd=folder, env=paths, stdout=subprocess.DEVNULL, check=True)
-        return Path(folder, "moves.svg").read_text(encoding="utf-8")
-
-
 def turns() -> str:
     """Return the picture of ``simulate -o`` of pairs that take turns."""
     with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +70,7 @@ def turns() -> str:
         return drawn.read_text(encoding="utf-8")
 
 
-_DRAWN = {"reshard": moves, "overlap": turns}
+_DRAWN = {"overlap": turns}
 
 
 def write(name: str) -> Path:

@@ -196,11 +196,6 @@ def test_a_plan_that_is_not_there_is_looked_for_by_its_name(there):
     assert "cannot read `plam.yaml`: no such file or directory = help: did you mean `plan.yaml`?" in said
 
 
-def test_a_picture_is_not_written_where_the_output_is_to_be(there):
-    said = refused("states", "--to", "plan.yaml", "-o", "a.svg", "--plot", "./a.svg", status=2)
-    assert "-o and --plot name the same file, a.svg" in said
-
-
 def test_the_command_that_continues_can_be_typed_as_it_is_shown(there):
     write_plan(there / "plan zwei.yaml", "one", DENSE)
     said = reshard("states", "--to", "plan zwei.yaml", "-o", "aus gabe")
