@@ -113,7 +113,7 @@ PYTHON = (
     "a Python file is neither run nor interpreted: call `pipeproof.interop.from_arguments` in the process of its tool, "
     "or give the block of arguments that the tool prints"
 )
-"""What to give in place of a Python file."""
+"""Refusal of a Python file, with what to give instead."""
 
 IMPORT_CODES: tuple[RuleDoc, ...] = (
     UNREADABLE,

@@ -71,8 +71,9 @@ def _run_with_values(
     number: int, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device,
     *, is_last: bool,
 ) -> StageRun:  # fmt: skip
+    devices = [device] if device.type == "cuda" else []  # without them, PyTorch warns of the other GPUs
     try:
-        with torch.no_grad(), unchanged_buffers(module), torch.random.fork_rng():
+        with torch.no_grad(), unchanged_buffers(module), torch.random.fork_rng(devices):
             real_args, real_kwargs = tree_map_only(
                 torch.Tensor, lambda x: real_tensor(x, device), (tuple(args), dict(kwargs))
             )

@@ -201,7 +201,7 @@ def _notes(
     """Notes about script parts that only a run decides."""
     for word in script.unread:
         yield (
-            f"the settings of `{word.text or word.why}` are not read: there is no such file beside the script",
+            f"the settings of `{word.text or word.why}` are not read: there is no such file next to the script",
             word.location,
         )
     for candidate in candidates:

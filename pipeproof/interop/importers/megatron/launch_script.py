@@ -1,7 +1,7 @@
 """Commands of a launch script with their arguments and the location of each; nothing is run.
 
 It reads what scripts of trainings need: assignments, lists of words, ``$NAME``, ``${NAME}``, ``${NAME:-default}``,
-``$((..))`` of numbers, and ``source`` of a file beside the script. Blocks (``if``, ``for``, ``case``, functions) are
+``$((..))`` of numbers, and ``source`` of a file next to the script. Blocks (``if``, ``for``, ``case``, functions) are
 not evaluated: what they assign is not known. The trace of ``bash -x`` has no blocks, and is read, too.
 """
 
@@ -277,7 +277,7 @@ class _Reader:
             self._script.environments.append(texts)
 
     def _source(self, word: _Word) -> None:
-        """Read the assignments of a file beside the script; the directory may be one that only a run knows."""
+        """Read the assignments of a file next to the script; the directory may be one that only a run knows."""
         unknown = [index for index, piece in enumerate(word) if piece.text is None]
         tail = "".join(piece.text or "" for piece in word[unknown[-1] + 1 :]) if unknown else _text(word) or ""
         name = tail.lstrip("/") if unknown else tail
