@@ -8,7 +8,7 @@ from torch import nn
 
 from pipeproof.exec.rank.torch.cuda_graph import CaptureStream
 from pipeproof.exec.train.torch.module_stage import StepData
-from pipeproof.exec.train.torch.replayed_step import ReplayedStep, require_replayable
+from pipeproof.exec.train.torch.replayed_step import MOST_GRAPHS, ReplayedStep, Replays, require_replayable
 from pipeproof.exec.train.torch.stage_values import MicroBatches
 from pipeproof.exec.train.torch.step_loss import LossTerms, StepTerms
 from pipeproof.exec.train.train_errors import PipelineError
@@ -24,7 +24,7 @@ class Trained:
         self.module = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)}).to(device)
         self.dropout = nn.Dropout(0.5)
         stream = self if device == "cpu" else CaptureStream(torch.device(device))
-        self.replay = ReplayedStep(self.parameters, stream) if is_replayed else None
+        self.replay = ReplayedStep(self.parameters, stream, {}) if is_replayed else None
         self.num_captured = 0
 
     def parameters(self):
@@ -88,6 +88,28 @@ def test_replayed_steps_give_the_losses_and_gradients_of_plain_ones(reset, devic
     assert replayed.num_captured == (device == "cpu")
     for first, second in kept:  # of all steps: a later replay does not write to losses that the script holds
         assert first == second
+
+
+def test_two_signatures_have_a_graph_each_and_their_gradients_in_common():
+    plain, replayed = (Trained(is_replayed=False) for _ in range(2))
+    replays = Replays(replayed.parameters, replayed)
+    for x in [*batches(6), *batches(6, rows=6), *batches(2), *batches(2, rows=6)]:
+        torch.manual_seed(len(x))
+        plain.step(x)
+        torch.manual_seed(len(x))
+        replays.of((len(x),), {(4,), (6,)}).run(((x, 2.0),), replayed.execute)
+        for a, b in zip(plain.module["used"].parameters(), replayed.module["used"].parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+    assert replayed.num_captured == 2
+
+
+def test_there_is_a_limit_of_graphs_and_forgotten_signatures_free_theirs():
+    trained = Trained(is_replayed=False)
+    replays = Replays(trained.parameters, trained)
+    every = [(number,) for number in range(MOST_GRAPHS + 1)]
+    assert all(replays.of(words, every) is not None for words in every[:-1])
+    assert replays.of(every[-1], every) is None
+    assert replays.of(every[-1], every[1:]) is not None
 
 
 def captured():

@@ -172,11 +172,15 @@ STORE_LOST = (
 
 
 def described_in_order(
-    agreement: Agreement, numbers: Sequence[int], describe: Callable[[int, dict[str, Any]], dict[str, Any]]
+    agreement: Agreement,
+    numbers: Sequence[int],
+    describe: Callable[[int, dict[str, Any]], dict[str, Any]],
+    phase: str = "boundaries",
 ) -> dict[int, dict[str, Any]]:
     """JSON facts of all stages by number, of which ``describe`` makes those of this rank, the stages ``numbers``.
 
-    It is called with the number and with the facts of the stage before, which are empty for the first stage.
+    It is called with the number and with the facts of the stage before, which are empty for the first stage. ``phase``
+    is another one in each call.
 
     Raises:
         PipelineError: it raised on a rank.
@@ -186,22 +190,22 @@ def described_in_order(
         facts: dict[str, Any] = {}
         for position, number in enumerate(numbers):
             try:
-                facts[str(number)] = describe(number, _facts_before(agreement, number))
+                facts[str(number)] = describe(number, _facts_before(agreement, number, phase))
             except Exception as error:
                 for later in numbers[position:]:  # other ranks may wait for one of these
-                    agreement.publish(f"boundary/{later}", {"error": str(error)})
+                    agreement.publish(f"{phase}/after/{later}", {"error": str(error)})
                 raise
-            agreement.publish(f"boundary/{number}", facts[str(number)])
+            agreement.publish(f"{phase}/after/{number}", facts[str(number)])
         return facts
 
-    reports = agreement.gather("boundaries", own)
+    reports = agreement.gather(phase, own)
     return dict(sorted((int(number), facts) for of_rank in reports for number, facts in of_rank.items()))
 
 
-def _facts_before(agreement: Agreement, number: int) -> dict[str, Any]:
+def _facts_before(agreement: Agreement, number: int, phase: str) -> dict[str, Any]:
     before: dict[str, Any] = {}
     if number:
-        before = agreement.read(f"boundary/{number - 1}", f"no output of stage {number - 1}")
+        before = agreement.read(f"{phase}/after/{number - 1}", f"no output of stage {number - 1}")
     if "error" in before:
         raise PipelineError.reported(str(before["error"]))
     return before

@@ -218,17 +218,65 @@ def stages_of_rank(schedule: str | Path, num_ranks: int, num_stages: int, rank: 
     return placement_of(request.skeleton(num_stages), num_stages)[rank]
 
 
+def sized_plan(
+    content: Mapping[str, Any],
+    programs: Sequence[Sequence[Op]],
+    outputs: Sequence[Sequence[dict[str, Any]]],
+    num_rows: int,
+    num_micro_batches: int,
+    seq_lengths: Sequence[int] | None,
+    *,
+    by_kind: bool,
+) -> dict[str, Any]:
+    """A plan for steps of other sizes: ``outputs`` are those of its stages, as the layers' ``out``.
+
+    Fewer micro-batches run as in ``programs``, without the others; more of them, and all with ``by_kind``, by the
+    plan's own kind.
+
+    Raises:
+        PipelineError: the plan's layers are not its stages.
+    """
+    layers = content["model"]["layers"]
+    if len(layers) != len(outputs):
+        raise PipelineError(
+            f"steps of other sizes need a plan with one layer for each stage, and this one has {len(layers)} layers "
+            f"for {len(outputs)} stages"
+        )
+    sized = [
+        {key: value for key, value in layer.items() if key not in ("out", "activation_bytes")}
+        | ({"out": list(out)} if out else {})
+        for layer, out in zip(layers, outputs, strict=True)
+    ]
+    result = {key: value for key, value in content.items() if key != "cost"}
+    result["model"] = {**content["model"], "layers": sized}
+    planned: int = content["schedule"]["num_micro_batches"]
+    schedule: dict[str, Any] = {key: value for key, value in content["schedule"].items() if key != "seq_lengths"}
+    if num_micro_batches < planned and not by_kind:
+        kept = [[op for op in program if (op.micro_batch or 0) < num_micro_batches] for program in programs]
+        schedule = _custom_schedule(schedule, kept)
+    schedule |= {"num_micro_batches": num_micro_batches, "micro_batch_size": num_rows}
+    if seq_lengths is not None:
+        schedule["seq_lengths"] = list(seq_lengths)
+    result["schedule"] = schedule
+    return result
+
+
 def forward_plan(content: Mapping[str, Any], programs: Sequence[Sequence[Op]]) -> dict[str, Any]:
     """The plan of a step without backwards: the forwards of ``programs``, in their order."""
-    forwards = [[str(op) for op in program if op.kind is OpKind.FORWARD] for program in programs]
+    forwards = [[op for op in program if op.kind is OpKind.FORWARD] for program in programs]
+    others = {key: value for key, value in content.items() if key != "cost"}
+    return {**others, "schedule": _custom_schedule(content["schedule"], forwards)}
+
+
+def _custom_schedule(schedule: Mapping[str, Any], programs: Sequence[Sequence[Op]]) -> dict[str, Any]:
+    """The section of a schedule with other programs for the same stages."""
     kept = ("num_micro_batches", "micro_batch_size", "seq_lengths", "num_chunks", "placement")
-    sizes = {key: content["schedule"][key] for key in kept if key in content["schedule"]}
+    sizes = {key: schedule[key] for key in kept if key in schedule}
     own = [sorted({op.stage for op in program}) for program in programs]
     if sum(map(len, own)) > len({stage for stages in own for stage in stages}):  # copies, which programs do not imply
         sizes.pop("num_chunks", None)
         sizes["placement"] = own
-    others = {key: value for key, value in content.items() if key != "cost"}
-    return {**others, "schedule": {"kind": "custom", "programs": forwards, **sizes}}
+    return {"kind": "custom", "programs": [[str(op) for op in program] for program in programs], **sizes}
 
 
 def _layer(number: int, facts: StageFacts, tied: Sequence[Mapping[int, str]]) -> dict[str, Any]:

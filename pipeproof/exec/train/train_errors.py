@@ -8,12 +8,14 @@ from pipeproof.diagnostics.finding import Finding
 
 
 class PipelineError(RuntimeError):
-    """A failure that a training script cannot continue from: it is raised on every rank of the pipeline.
+    """A failure of a pipeline, which is raised on every rank of it.
 
-    ``is_reported`` is True where the other ranks already know the text.
+    ``is_reported`` is True where the other ranks already know the text. ``leaves_usable`` is True where all ranks
+    refused a step before anything was posted: the pipeline can run others.
     """
 
     is_reported = False
+    leaves_usable = False
 
     @classmethod
     def reported(cls, text: str) -> PipelineError:

@@ -53,11 +53,14 @@ Result = TypeVar("Result")
 
 
 def captured(
-    work: Callable[[], None], device: torch.device, stream: torch.cuda.Stream | None = None
+    work: Callable[[], None],
+    device: torch.device,
+    stream: torch.cuda.Stream | None = None,
+    pool: tuple[int, int] | None = None,
 ) -> Callable[[], None]:
     """Return a function that replays everything that ``work`` launches on the GPU; nothing is computed now.
 
-    It is captured on ``stream``, by default a new one.
+    It is captured on ``stream``, by default a new one, with the memory of ``pool``, by default its own.
 
     All ranks capture the same step at the same time. ``work`` has run before, so that kernels are loaded and
     connections are open; its shapes and memory do not change, it reads no values, and it waits for all its transfers.
@@ -68,7 +71,9 @@ def captured(
     """
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream or torch.cuda.Stream(device), capture_error_mode="thread_local"):
+    with torch.cuda.graph(
+        graph, pool=pool, stream=stream or torch.cuda.Stream(device), capture_error_mode="thread_local"
+    ):
         work()
     replay: Callable[[], None] = graph.replay
     return replay
@@ -79,10 +84,13 @@ class CaptureStream:
 
     Autograd adds to a weight's gradient on the stream on which the weight was first used, if a graph of that time is
     still alive: on the default stream, that would end a capture.
+
+    The graphs that are captured here are replayed one after another, and share one pool of memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, work: Callable[[], Result]) -> Result:
         """Run work after all that was launched before; what is launched later waits for it."""
@@ -95,7 +103,7 @@ class CaptureStream:
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:
         """Return the replay of ``work``, see ``captured``."""
-        return captured(work, self._device, self._stream)
+        return captured(work, self._device, self._stream, self._pool)
 
 
 class TorchReplays:

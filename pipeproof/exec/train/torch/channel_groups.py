@@ -101,6 +101,8 @@ class StageWorld:
     """By index of the graph's groups, without groups of one member."""
     backends: tuple[Any, ...]
     group: dist.ProcessGroup
+    hosts: Any = None
+    """The gloo backend of all ranks, by which their hosts agree on a step; None for one rank."""
     connections: tuple[Connection, ...] = ()
     """Those of gloo backends."""
 
@@ -143,11 +145,11 @@ def connect_stages(
     channels: StageChannels | CopyChannels = StageChannels(index, by_channel, device)
     token = torch.ones(1, device=device)
 
-    def connected(name: str, members: Sequence[int]) -> Any:
+    def connected(name: str, members: Sequence[int], between: torch.device = device) -> Any:
         member, size, limit_s = members.index(index), len(members), timeout_s + AFTER_WATCH_S
-        backend, own = connections_of(partial(_backend, name, member, size, device, store, limit_s))
+        backend, own = connections_of(partial(_backend, name, member, size, between, store, limit_s))
         backends.append(backend)
-        connections.extend(own if device.type == "cpu" else ())
+        connections.extend(own if between.type == "cpu" else ())
         return backend
 
     try:
@@ -161,10 +163,11 @@ def connect_stages(
         if device.type == "cuda":
             start_backward_thread(device)
             torch.cuda.synchronize(device)
+        hosts = connected("hosts", range(group.size()), torch.device("cpu")) if group.size() > 1 else None
     except RuntimeError as error:
         raise PipelineError(f"the pipeline's ranks cannot connect: {error}") from None
     collectives = {number: each for number, each in sums.items() if each is not None}
-    return StageWorld(index, channels, collectives, tuple(backends), group, tuple(connections))
+    return StageWorld(index, channels, collectives, tuple(backends), group, hosts, tuple(connections))
 
 
 def _sums(group: Group, number: int, index: int, graph: OpGraph, connected: Any) -> OrderedSums | None:

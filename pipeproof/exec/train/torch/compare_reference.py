@@ -126,15 +126,17 @@ def compare_step(
     shards: list[Any] | None = [None] * ranks.num_ranks if ranks.rank == 0 else None
     dist.gather_object(own, shards, dst=ranks.global_ranks[0], group=ranks.group)
 
+    plan = runner.signature.plan
+    assert plan is not None
+
     def compared() -> dict[str, Any] | None:
         if shards is None:
             return None
         if reference is None:
             raise PipelineError("the first rank of the pipeline needs the reference module")
-        num = runner.num_micro_batches
-        data = runner.contract.whole_data(inputs, num, num * runner.micro_batch_size)
+        data = runner.contract.whole_data(inputs, runner.signature.num_micro_batches, None)
         comparison = compare_with_reference(
-            reference, runner.plan.lowered, shards, data, runner.settings, name_of or default_names(reference),
+            reference, plan.lowered, shards, data, runner.settings, name_of or default_names(reference),
             is_compiled=any(shard["compiled"] for shard in shards),
         )  # fmt: skip
         return asdict(comparison)

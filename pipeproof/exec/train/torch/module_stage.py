@@ -46,6 +46,8 @@ class StepData:
     scaler: torch.amp.GradScaler | None = None
     num_losses: int = 1
     """Losses are divided by it before their backward."""
+    boundaries: Mapping[int, Boundaries] = field(default_factory=dict)
+    """Of this rank's stages."""
     num_replicas: int = 1
     """Losses are multiplied by it before their backward, where data ranks average gradients that are to be added."""
     terms: StepTerms = field(default_factory=StepTerms)
@@ -262,7 +264,7 @@ class ModuleStage:
 
     def begin(self, data: StepData) -> None:
         """Begin a step."""
-        self.data = data
+        self.data, self._boundaries = data, data.boundaries.get(self._errors.number, self._boundaries)
         self._begin_graphs()
 
     def end(self) -> None:

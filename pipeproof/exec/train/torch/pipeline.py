@@ -50,7 +50,7 @@ class Pipeline:
         loss_fn: ``(output, target, **loss_kwargs) -> scalar``, called on the last stage; None if the last module
             returns the loss. It may be ``(scalar, metrics)``, with a dict of tensors, or as ``normalize`` needs.
         example: positional arguments of the first stage for one micro-batch, the same on all ranks. Boundaries are
-            found with it; without it they are those that the plan declares.
+            found with it; without it they are those that the plan declares. Steps may have other sizes.
         example_kwargs: keyword arguments of the stages for one micro-batch, also the same on all ranks. A stage gets
             those that its forward accepts.
         example_stage_kwargs: keyword arguments of single stages for one micro-batch, by stage number.
@@ -77,8 +77,8 @@ class Pipeline:
         loss_on: ``last``: the rank of the last stage gets the loss of a step. ``all``: every rank does, in float32, or
             in float64 if weights are.
         check_finite: whether each output is tested for NaN and infinity, for which the host waits.
-        replay: whether steps are replayed as one CUDA graph from the third on, which leaves the host no work. Shapes
-            and values other than tensors must stay as they are, and no module may read a value on the host.
+        replay: whether steps are replayed as CUDA graphs, one for each signature from its third step on, which leaves
+            the host no work. No module may read a value on the host.
         overlap: whether the forward and the backward of an overlapped pair (of DualPipe, DualPipeV, 1F1B or interleaved
             1F1B) take turns at the seams of their modules, see ``seam``. Also by ``schedule.overlap`` of the plan.
         timeout_s: time without progress after which a report is printed and all ranks end.
@@ -177,7 +177,8 @@ class Pipeline:
         ``args`` are needed where the first stage is, ``target`` where the last is. A stage gets the ``kwargs`` that its
         forward accepts, and its own ``stage_kwargs``. ``step(**batch)`` takes ``input_ids`` for the first stage, and
         ``labels`` as the target. Tensors whose first dim is the rows are split into micro-batches, scalars are shared,
-        and other values need ``split_dims``, ``same_kwargs`` or ``MicroBatches``. ``scaler`` scales the loss, and an
+        and other values need ``split_dims``, ``same_kwargs`` or ``MicroBatches``. All sizes may differ from step to
+        step. ``scaler`` scales the loss, and an
         overflow on one rank becomes one on all, so that all skip the same steps. ``losses`` collects those of
         micro-batches, and ``metrics`` of each name the tensors by micro-batch, where the last stage is.
 
@@ -189,7 +190,8 @@ class Pipeline:
         over micro-batches, or by ``scale_grads`` and ``normalize``.
 
         Raises:
-            PipelineError: a module raised on some rank, or the data does not fit; every rank raises it.
+            PipelineError: a module raised on some rank, or the data does not fit; every rank raises it. With
+                ``leaves_usable`` nothing was posted, and other steps may follow.
         """
         runner = self._runner
         if scaler is not None and scaler.is_enabled():

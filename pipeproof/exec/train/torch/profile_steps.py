@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -54,10 +55,10 @@ def _measured(
     runner: StepRunner, run: Callable[[], object], channels: Any, clock: Clock, num_steps: int
 ) -> tuple[list[LogEntry], list[IdleMessageEnd], Timing, dict[int, int]]:
     """Count the FLOPs of one step, then time the messages alone and some steps."""
-    lowered, device, counter = runner.plan.lowered, runner.device, ProductCounter()
-    counted = runner.rank_of(lowered, clock=counter)
-    with runner.running(counted), counter.counting():
+    device, counter = runner.device, ProductCounter()
+    with runner.running(partial(runner.rank_of, clock=counter)), counter.counting():
         run()
+    counted, lowered = runner.current, runner.current.plan
     flops: dict[int, int] = defaultdict(int)
     log = counted.adapter.log
     for op_id, entry in zip(op_ids_of(lowered.graph, counted.index, log), log, strict=True):
@@ -67,13 +68,13 @@ def _measured(
     peak_flops = product_peak(TorchArrays(device), dtype)
     if device.type == "cuda":
         free_cached_memory()
-    timed, entries = runner.rank_of(lowered, channels, clock), list[LogEntry]()
+    entries: list[LogEntry] = []
     world = cast("World", runner.world)
     ends = time_idle_messages(world, TorchArrays(device), lowered.graph, on_device=device.type == "cuda")
-    with runner.running(timed):
+    with runner.running(partial(runner.rank_of, channels=channels, clock=clock)):
         for _ in range(num_steps):
             run()
-            entries += clock.timed_entries(timed.adapter.log)
+            entries += clock.timed_entries(runner.current.adapter.log)
     return entries, ends, replace(timing_of(clock), peak_flops=peak_flops, peak_dtype=dtype), flops
 
 
@@ -82,7 +83,8 @@ def _profile(runner: StepRunner, answers: list[Any]) -> Any:
     read = [_ANSWER.validate_python(answer) for answer in answers]
     logs, idle, timings = (dict(enumerate(parts)) for parts in zip(*(each[:3] for each in read), strict=True))
     of_stages = {(index, stage): number for index, each in enumerate(read) for stage, number in each[3].items()}
-    plan = runner.plan
+    plan = runner.signature.plan
+    assert plan is not None
     subject = make_subject(plan_from_dict(plan.content)).with_graph(plan.lowered.graph)
     digest, threads = plan.certificate.graph_digest, torch.get_num_threads()
     return measured_profile(subject, digest, logs, idle, threads, timings, of_stages).to_json()

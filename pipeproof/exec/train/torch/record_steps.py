@@ -20,6 +20,7 @@ from pipeproof.exec.rank.group_channels import PostedTransfer
 from pipeproof.exec.rank.torch.copy_channels import CopyChannels
 from pipeproof.exec.train.torch.channel_groups import StageChannels
 from pipeproof.exec.train.torch.step_runner import StepRunner
+from pipeproof.exec.train.train_rank import TrainRank
 from pipeproof.interop.traces.recorder import Call, Recorder
 from pipeproof.interop.traces.torch_calls import tensor_of, version_of
 from pipeproof.schedule.op_table import Channel, OpGraph
@@ -120,13 +121,17 @@ def recorded_steps(runner: StepRunner, directory: Path) -> Iterator[None]:
     ranks, plan = runner.ranks, runner.plan
     version = f"torch {torch.__version__}"
     recorder = Recorder(directory / "messages", dist.get_rank(), dist.get_world_size(), version, version_of)
-    channels = RecordedChannels(runner.world.channels, recorder, plan.lowered.graph, ranks.rank, ranks.global_ranks)
     first = ranks.global_ranks[0]
     values = directory if first == 0 else directory / f"from rank {first}"
     runner.record = StepRecord(values, plan.lowered, plan.certificate.graph_digest, ranks.rank, ranks.group)
     error: BaseException | None = None
+
+    def recorded(lowered: LoweredPlan) -> TrainRank:
+        channels = RecordedChannels(runner.world.channels, recorder, lowered.graph, ranks.rank, ranks.global_ranks)
+        return runner.rank_of(lowered, channels)
+
     try:
-        with runner.running(runner.rank_of(plan.lowered, channels)):
+        with runner.running(recorded):
             yield
     except BaseException as raised:
         error = raised

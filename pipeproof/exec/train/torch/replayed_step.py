@@ -7,7 +7,7 @@ tensors are the gradients of the script's parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,42 @@ from pipeproof.exec.train.torch.step_inputs import SCALARS
 from pipeproof.exec.train.train_errors import PipelineError
 
 _NUM_WARM_UPS = 2
+MOST_GRAPHS = 8
+"""CUDA graphs that a pipeline keeps, one for each signature; steps of further signatures run operation by operation."""
+
+
+class Replays:
+    """The replayed steps of one rank, by the words of their signatures; ``trained`` is as in ``ReplayedStep``."""
+
+    def __init__(self, trained: Callable[[], Mapping[str, nn.Parameter]], stream: CaptureStream) -> None:
+        self._trained, self._stream = trained, stream
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._steps: dict[Hashable, ReplayedStep] = {}
+
+    def of(self, words: Hashable, known: Container[Hashable]) -> ReplayedStep | None:
+        """The steps of one signature; None where there are ``MOST_GRAPHS`` others that are ``known``."""
+        if words not in self._steps:
+            self._steps = {each: step for each, step in self._steps.items() if each in known}
+            if len(self._steps) >= MOST_GRAPHS:
+                return None
+            self._steps[words] = ReplayedStep(self._trained, self._stream, self._gradients)
+        return self._steps[words]
 
 
 class ReplayedStep:
-    """The steps of one rank; ``trained`` returns the trained parameters, by their names for messages."""
+    """The steps of one signature; ``trained`` returns the trained parameters, by their names for messages.
 
-    def __init__(self, trained: Callable[[], Mapping[str, nn.Parameter]], stream: CaptureStream) -> None:
+    ``gradients`` are the tensors that captured steps add to, by these names, common to all signatures.
+    """
+
+    def __init__(
+        self,
+        trained: Callable[[], Mapping[str, nn.Parameter]],
+        stream: CaptureStream,
+        gradients: dict[str, torch.Tensor],
+    ) -> None:
         self._trained, self._parameters, self._stream = trained, trained(), stream
+        self._memory = gradients
         self._num_run = 0
         self._received: set[str] = set()
         """Names of the parameters with a gradient after the first steps."""
@@ -70,7 +99,9 @@ class ReplayedStep:
     ) -> Callable[[], None]:
         for name, weight in self._parameters.items():
             if name in self._received:
-                self._gradients[name] = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                if name not in self._memory:
+                    self._memory[name] = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                self._gradients[name] = self._memory[name]
         self._attach_gradients()
         self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._form = form

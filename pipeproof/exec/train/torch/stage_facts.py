@@ -48,12 +48,8 @@ class StageDescriber:
         example: StepInputs | None,
         placed: Sequence[Sequence[int]],
         skeleton: Mapping[str, Any],
-    ) -> tuple[list[StageFacts], dict[int, Boundaries], int, list[int] | None]:
-        """Facts and boundaries of all stages, the rows of a micro-batch, and the lengths of all.
-
-        Each stage runs on its first rank, which publishes its boundary for the next one in the store.
-        """
-        homes = {number: next(r for r, own in enumerate(placed) if number in own) for number in range(self.num_stages)}
+    ) -> tuple[list[StageFacts], dict[int, Boundaries], int, Examples]:
+        """Facts and boundaries of all stages, the rows of a micro-batch, and the examples."""
         schedule = skeleton["schedule"]
 
         def given_examples() -> Examples | None:
@@ -62,10 +58,21 @@ class StageDescriber:
             return examples_of(self.contract, example, schedule["num_micro_batches"], self.num_stages)
 
         examples = self.agreement.own("example", given_examples) or declared_examples(schedule.get("seq_lengths"))
+        return *self.describe_examples(examples, placed, skeleton, "boundaries"), examples
 
+    def describe_examples(
+        self, examples: Examples, placed: Sequence[Sequence[int]], skeleton: Mapping[str, Any], phase: str
+    ) -> tuple[list[StageFacts], dict[int, Boundaries], int]:
+        """Facts of all stages, boundaries of this rank's, and the rows of a micro-batch.
+
+        Each stage runs on its first rank, which publishes its boundary for the next one in the store. ``examples`` need
+        the positional arguments where the first stage is, and the keyword arguments of this rank's stages. ``phase`` is
+        another one in each call.
+        """
+        homes = {number: next(r for r, own in enumerate(placed) if number in own) for number in range(self.num_stages)}
         own = [number for number in range(self.num_stages) if homes[number] == self.rank]
         entries = described_in_order(
-            self.agreement, own, lambda number, before: self._facts(number, before, examples, skeleton)
+            self.agreement, own, lambda number, before: self._facts(number, before, examples, skeleton), phase
         )
         num_rows = entries[0]["rows"]
         forms = {n: form_of(e) for n, e in entries.items()}
@@ -87,7 +94,7 @@ class StageDescriber:
             )
             for n in entries
         }  # fmt: skip
-        return facts, boundaries, num_rows, examples.seq_lengths
+        return facts, boundaries, num_rows
 
     def _facts(
         self, number: int, before: Mapping[str, Any], examples: Examples, skeleton: Mapping[str, Any]

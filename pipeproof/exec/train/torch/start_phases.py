@@ -49,6 +49,7 @@ from pipeproof.exec.train.torch.stage_keywords import StageKeywords, StepInputs
 from pipeproof.exec.train.torch.step_inputs import SplitRules, StepContract
 from pipeproof.exec.train.torch.step_loss import LossOn, Normalize
 from pipeproof.exec.train.torch.store import device_of, store_of
+from pipeproof.exec.train.torch.varied_lengths import Examples
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.exec.train.train_rank import checked_plan, require_fits, require_supported
 from pipeproof.schedule.ops import OpKind
@@ -122,12 +123,17 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The keys of the plan, and the ``boundaries`` of all stages; a micro-batch has ``num_rows``."""
+    """The keys of the plan, and the ``boundaries`` of all stages; a micro-batch has ``num_rows``.
+
+    ``describer`` also describes the stages for steps of other sizes than the ``examples`` have.
+    """
 
     content: dict[str, Any]
     boundaries: dict[int, Boundaries]
     num_rows: int
     contract: StepContract
+    examples: Examples
+    describer: StageDescriber
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +222,10 @@ def infer(ranks: Ranks, settings: Settings, placed: Placed) -> Planned:
         ranks.agreement, ranks.rank, placed.num_stages, placed.replicas, placed.device, settings.split != "whole",
         settings.profile, StepContract(placed.keywords, settings.rules),
     )  # fmt: skip
-    facts, boundaries, num_rows, seq_lengths = describer.describe(settings.example, placed.by_rank, placed.skeleton)
-    content = complete_plan(placed.skeleton, facts, placed.tied, num_rows, seq_lengths)
+    facts, boundaries, num_rows, examples = describer.describe(settings.example, placed.by_rank, placed.skeleton)
+    content = complete_plan(placed.skeleton, facts, placed.tied, num_rows, examples.seq_lengths)
     contract = StepContract(placed.keywords.with_boundaries(boundaries), settings.rules)
-    return Planned(content, boundaries, num_rows, contract)
+    return Planned(content, boundaries, num_rows, contract, examples, describer)
 
 
 def prove(ranks: Ranks, settings: Settings, planned: Planned) -> TrainedPlan:

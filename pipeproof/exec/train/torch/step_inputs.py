@@ -78,8 +78,27 @@ class StepContract:
     def __init__(self, keywords: StageKeywords, rules: SplitRules) -> None:
         self.keywords, self._rules = keywords, rules
 
-    def step_data(self, inputs: StepInputs, num: int, rows: int, stages: Sequence[int], *, is_last: bool) -> StepData:
-        """Split a step of ``rows`` rows into ``num`` micro-batches, for some stages.
+    def sizes(self, inputs: StepInputs) -> tuple[int | None, int | None]:
+        """The number of micro-batches that values of a step are listed for, and its rows; None where unknown.
+
+        Raises:
+            PipelineError: no stage accepts a value.
+        """
+        assigned = self.keywords.assigned(inputs)
+        own = self.keywords.names_of(0, assigned.kwargs, assigned.args)
+        named = {**assigned.args, **{name: assigned.kwargs[name] for name in own}, **assigned.stage_kwargs.get(0, {})}
+        named = named or {**assigned.target, **assigned.kwargs}
+        listed = {name: num for name, value in named.items() if (num := _num_listed(value)) is not None}
+        if not listed:
+            return None, _rows(named, self._rules, 0)
+        num = next(iter(listed.values()))
+        rows = [_rows({name: named[name] for name in listed}, self._rules, index) for index in range(num)]
+        return num, None if None in rows else sum(each or 0 for each in rows)
+
+    def step_data(
+        self, inputs: StepInputs, num: int, rows: int | None, stages: Sequence[int], *, is_last: bool
+    ) -> StepData:
+        """Split a step of ``rows`` rows into ``num`` micro-batches, for some stages; None does not check the rows.
 
         Raises:
             PipelineError: a value that the rules do not split, or that no stage accepts.
@@ -95,7 +114,7 @@ class StepContract:
         split.require_paths()
         return data
 
-    def whole_data(self, inputs: StepInputs, num: int, rows: int) -> StepData:
+    def whole_data(self, inputs: StepInputs, num: int, rows: int | None) -> StepData:
         """Split a step of the unpartitioned module, which gets the keyword arguments of all stages (under 0).
 
         Raises:
@@ -343,6 +362,12 @@ def _rows(named: Mapping[str, Any], rules: SplitRules, index: int) -> int | None
                 if by_rule is None and dim < leaf.dim():
                     by_rule = int(leaf.shape[dim])
     return by_rule
+
+
+def _num_listed(value: Any) -> int | None:
+    """The number of values of the first ``MicroBatches`` in a value."""
+    leaves = tree_leaves(value, is_leaf=lambda inner: isinstance(inner, MicroBatches))
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, MicroBatches)), None)
 
 
 def _leaves(value: Any, path: str, index: int) -> Iterator[tuple[str, Any]]:

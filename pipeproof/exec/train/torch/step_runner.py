@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from pipeproof.exec.monitor.torch_watch import watch
 from pipeproof.exec.rank.op_log import Clock
 from pipeproof.exec.rank.torch.cuda_graph import CaptureStream, TorchProgress
 from pipeproof.exec.rank.torch.op_ranges import op_range
-from pipeproof.exec.train.module_plan import TrainedPlan, forward_plan
+from pipeproof.exec.train.module_plan import TrainedPlan
 from pipeproof.exec.train.pipeline_failures import PipelineFailures
 from pipeproof.exec.train.stall_watch import StallWatch
 from pipeproof.exec.train.torch.data_parallel import ReplicatedStepEnd
@@ -27,8 +27,10 @@ from pipeproof.exec.train.torch.input_digests import digests_of, require_same_di
 from pipeproof.exec.train.torch.module_framework import TorchModules
 from pipeproof.exec.train.torch.module_stage import StepData
 from pipeproof.exec.train.torch.rank_gradients import RankGradients
-from pipeproof.exec.train.torch.replayed_step import ReplayedStep
+from pipeproof.exec.train.torch.replayed_step import Replays
+from pipeproof.exec.train.torch.roll_call import RollCall
 from pipeproof.exec.train.torch.seams import at_seams
+from pipeproof.exec.train.torch.signatures import Signature, Signatures
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.start_phases import Connected, Placed, Planned, Ranks, Settings, takes_turns
 from pipeproof.exec.train.torch.step_loss import (
@@ -40,11 +42,14 @@ from pipeproof.exec.train.torch.step_loss import (
     with_tensor_number,
 )
 from pipeproof.exec.train.train_errors import PipelineError
-from pipeproof.exec.train.train_rank import TrainRank, checked_plan
+from pipeproof.exec.train.train_rank import TrainRank
 
 if TYPE_CHECKING:
     from pipeproof.exec.rank.framework_protocol import Framework, World
     from pipeproof.exec.train.torch.record_steps import StepRecord
+
+_FIRST_WAIT = -2
+"""The number of the wait for the word of rank 0, in place of that of an operation; other ranks follow downwards."""
 
 
 class StepRunner:
@@ -64,18 +69,21 @@ class StepRunner:
         self.contract = planned.contract
         self._failures = PipelineFailures(ranks.agreement, self.world.abort)
         self._progress = TorchProgress() if self.device.type == "cuda" else None
-        self.train = self._replayed = self.rank_of(plan.lowered)
-        self._eval: TrainRank | None = None
-        self._replay: ReplayedStep | None = None
-        if settings.replay:
-            self._replay = ReplayedStep(self.gradients.trained_by_name, CaptureStream(self.device))
-        self._current, self._entered = self.train, -1
+        self._replays = Replays(self.gradients.trained_by_name, CaptureStream(self.device)) if settings.replay else None
+        roll = RollCall(self.world.hosts, ranks.rank, ranks.num_ranks, self._wait_for)
+        self._signatures = Signatures(ranks, settings, placed, planned, plan, roll)
+        self.signature = self._signatures.first
+        """The sizes of the last step that began."""
+        self._make_train: Callable[[LoweredPlan], TrainRank] | None = None
+        self.current = self.signature.train = self.rank_of(plan.lowered)
+        """The machine of the last step that began."""
+        self._entered = -1
         self.num_steps = 0
         """Number of steps that have begun."""
         self.record: StepRecord | None = None
         """The writer of the steps."""
         self.watch = StallWatch(
-            connected.watched, settings.timeout_s, lambda op_id: self._current.describe(op_id), self.world.abort,
+            connected.watched, settings.timeout_s, self._describe, self.world.abort,
             None if self._progress is None else self._progress.read,
         )  # fmt: skip
         self._num_replicas = next(iter(self._replicas.values())).size
@@ -93,22 +101,29 @@ class StepRunner:
         )  # fmt: skip
 
     @contextmanager
-    def running(self, rank: TrainRank) -> Iterator[None]:
-        """Run the steps of this block on another machine of the plan."""
-        usual, self.train = self.train, rank
+    def running(self, make: Callable[[LoweredPlan], TrainRank]) -> Iterator[None]:
+        """Run the steps of this block on other machines, one for each plan, and operation by operation."""
+        made: dict[int, TrainRank] = {}
+
+        def of_plan(plan: LoweredPlan) -> TrainRank:
+            if id(plan) not in made:
+                made[id(plan)] = make(plan)
+            return made[id(plan)]
+
+        self._make_train = of_plan
         try:
             yield
         finally:
-            self.train = usual
+            self._make_train = None
 
     @contextmanager
     def without_replay(self) -> Iterator[None]:
         """Run steps operation by operation: a replay would write to the gradients that are put aside."""
-        replay, self._replay = self._replay, None
+        replays, self._replays = self._replays, None
         try:
             yield
         finally:
-            self._replay = replay
+            self._replays = replays
 
     def one_error(self) -> AbstractContextManager[None]:
         """A context whose errors on one rank are errors on all."""
@@ -121,9 +136,9 @@ class StepRunner:
         weights = self.gradients.parameters()
         if isinstance(self.settings.loss_fn, nn.Module):
             weights += self.settings.loss_fn.parameters()
-        with earlier_aside(weights, copies=self._replay is not None) if by_tokens else nullcontext():
+        with earlier_aside(weights, copies=self._replays is not None) if by_tokens else nullcontext():
             data = self._run(inputs, scaler)
-            terms = self._loss.of_all_copies(data.terms, self.num_micro_batches)
+            terms = self._loss.of_all_copies(data.terms, self.signature.num_micro_batches)
             loss, count = self._loss.total(terms, has_share=NUM_ITEMS in inputs.loss_kwargs, is_training=True)
             if count is not None:
                 divide_gradients(weights, count / self._num_replicas)
@@ -134,35 +149,33 @@ class StepRunner:
 
     def _run(self, inputs: StepInputs, scaler: torch.amp.GradScaler | None) -> StepData:
         """Run or replay the next step."""
-        rank, step = self.train, self._begin(self.train)
+        signature = self._agreed("step", inputs, partial(self._require_trainable, scaler))
+        rank, step = self._train_of(signature), self._begin()
         if self._progress is not None:
             self._progress.begin(step)
-        execute = partial(self._execute, rank, step, scaler)
-        if self.settings.check_inputs:
-            self._require_same_inputs(inputs)
-        if self._replay is None or rank is not self._replayed:
+        execute = partial(self._execute, rank, signature, step, scaler)
+        replay = None
+        if self._replays is not None and self._make_train is None:
+            replay = self._replays.of(self._signatures.words, self._signatures.known)
+        if replay is None:
             return execute(inputs)
-        if scaler is not None and scaler.is_enabled():
-            raise PipelineError("replay=True: a GradScaler changes between steps: use bfloat16, or replay=False")
-        data = self._replay.run(inputs, execute)
-        if self._replay.is_captured:
+        data = replay.run(inputs, execute)
+        if replay.is_captured:
             self.watch.enter(step, self._entered, on_device=True)
         return data
 
     def evaluate(self, inputs: StepInputs) -> tuple[torch.Tensor | None, StepTerms, list[Any]]:
         """Run the forwards; return the loss, those of micro-batches, and outputs where the last stage had no target."""
-        if self._eval is None:
-            content = forward_plan(self.plan.content, self.plan.lowered.programs)
-            is_unsafe = bool(self.plan.findings)
-            plan = checked_plan(content, self.ranks.agreement, "forward plan", unsafe=is_unsafe, warns=False)
-            self._eval = self.rank_of(plan.lowered)
-        if self.settings.check_inputs:
-            self._require_same_inputs(inputs)
-        data = self._execute(self._eval, self._begin(self._eval), None, inputs)
+        signature = self._agreed("eval_step", inputs, lambda: None)
+        if signature.forward is None:
+            assert signature.forward_plan is not None
+            signature.forward = self.rank_of(signature.forward_plan.lowered)
+        self.current = signature.forward
+        data = self._execute(signature.forward, signature, self._begin(), None, inputs)
         for replicas in self._replicas.values():
             replicas.reshard()
         torch.clear_autocast_cache()  # it may hold casts without a graph
-        terms = data.terms if data.outputs else self._loss.of_all_copies(data.terms, self.num_micro_batches)
+        terms = data.terms if data.outputs else self._loss.of_all_copies(data.terms, signature.num_micro_batches)
         loss, _ = self._loss.total(terms, has_share=NUM_ITEMS in inputs.loss_kwargs, is_training=False)
         return loss, terms, [data.outputs[index] for index in sorted(data.outputs)]
 
@@ -185,30 +198,60 @@ class StepRunner:
             watch, lowered.graph, self.ranks.rank, self.ranks.global_ranks, backend, self.framework.arrays
         )
 
-    def _begin(self, rank: TrainRank) -> int:
+    def _agreed(self, call: str, inputs: StepInputs, require: Callable[[], None]) -> Signature:
+        """The signature of the next step, on which all ranks agree before anything is posted."""
+        split = partial(self._step_data, inputs, is_training=call == "step")
+        self.signature = self._signatures.agreed(call, inputs, require, split)
+        if self.settings.check_inputs:
+            self._require_same_inputs(inputs)
+        return self.signature
+
+    def _train_of(self, signature: Signature) -> TrainRank:
+        """The machine of a training step."""
+        assert signature.plan is not None
+        if self._make_train is not None:
+            self.current = self._make_train(signature.plan.lowered)
+        else:
+            if signature.train is None:
+                signature.train = self.rank_of(signature.plan.lowered)
+            self.current = signature.train
+        return self.current
+
+    def _begin(self) -> int:
         """Begin the next step; return its number."""
-        step, self.num_steps, self._current = self.num_steps, self.num_steps + 1, rank
+        step, self.num_steps = self.num_steps, self.num_steps + 1
         return step
+
+    def _wait_for(self, rank: int) -> None:
+        """Note that this rank waits for the word of another one."""
+        self.watch.enter(self.num_steps, _FIRST_WAIT - rank)
+
+    def _describe(self, op_id: int) -> Mapping[str, Any]:
+        """The facts of an operation, or of a wait for the word of another rank."""
+        if op_id <= _FIRST_WAIT:
+            return {"op": "the call of a step", "stage": -1, "micro_batch": -1, "peer": _FIRST_WAIT - op_id}
+        return self.current.describe(op_id)
 
     def _enter(self, step: int, op_id: int) -> None:
         self._entered = op_id
-        progress = self._progress if self._current is self.train else None
+        progress = self._progress if self.current is not self.signature.forward else None
         self.watch.enter(step, op_id, on_device=progress is not None)
         if progress is not None:
             progress.write(op_id)
 
     def _note_operation(self) -> None:
         """Show the operation that raised, which a GPU may have left behind, as the one of this rank."""
-        if self._current.op_id >= 0 and not self.watch.is_calling:
-            self.watch.enter(self.num_steps - 1, self._current.op_id)
+        if self.current.op_id >= 0 and not self.watch.is_calling:
+            self.watch.enter(self.num_steps - 1, self.current.op_id)
 
-    def _execute(self, rank: TrainRank, step: int, scaler: torch.amp.GradScaler | None, inputs: StepInputs) -> StepData:
+    def _execute(
+        self, rank: TrainRank, signature: Signature, step: int, scaler: torch.amp.GradScaler | None, inputs: StepInputs
+    ) -> StepData:
         """Execute one step, operation by operation."""
         try:
-            data = self._step_data(inputs, is_training=rank is self.train)
-            data.scaler = scaler
-            if rank is not self._eval:
-                self._require_trainable()
+            is_training, num = rank is not signature.forward, signature.num_micro_batches
+            data = self._step_data(inputs, num, None, is_training=is_training)
+            data.scaler, data.boundaries = scaler, signature.boundaries
             versions = self._versions()
             for stage in self.modules.values():
                 stage.begin(data)
@@ -222,21 +265,21 @@ class StepRunner:
                 stage.end()
         return data
 
-    def _step_data(self, inputs: StepInputs, *, is_training: bool) -> StepData:
-        """Split what the script passed into micro-batches.
+    def _step_data(self, inputs: StepInputs, num: int, rows: int | None, *, is_training: bool) -> StepData:
+        """Split what the script passed into ``num`` micro-batches; ``rows`` are those of the step, if not checked yet.
 
         Raises:
             PipelineError: something is missing, or the rules refuse it.
         """
-        num, is_last = self.num_micro_batches, self.num_stages - 1 in self.modules
-        data = self.contract.step_data(inputs, num, num * self.micro_batch_size, [*self.modules], is_last=is_last)
+        is_last = self.num_stages - 1 in self.modules
+        data = self.contract.step_data(inputs, num, rows, [*self.modules], is_last=is_last)
         if is_last and data.targets is None:
             if self.plan.lowered.has_copies and not is_training:
                 raise PipelineError("copies of the last stage share the micro-batches: pass `target` to eval_step()")
             if self.settings.loss_fn is not None and is_training:
                 raise PipelineError("this rank has the last stage: pass `target` to step()")
         if is_last:
-            self._put_normalization(data, inputs.loss_kwargs)
+            self._put_normalization(data, inputs.loss_kwargs, num)
         if self.settings.normalize == "tokens" and is_training:
             _require_no_gradient(inputs)
         return data
@@ -251,9 +294,13 @@ class StepRunner:
         digests = digests_of(self.contract.keywords.assigned(inputs))
         with self.watch.calling("the comparison of inputs"):
             dist.all_gather_object(every, digests, group=self.ranks.group)
-        require_same_digests(every)
+        try:
+            require_same_digests(every)
+        except PipelineError as error:
+            error.leaves_usable = True
+            raise
 
-    def _put_normalization(self, data: StepData, loss_kwargs: Mapping[str, Any]) -> None:
+    def _put_normalization(self, data: StepData, loss_kwargs: Mapping[str, Any], num: int) -> None:
         """Set how losses are normalized.
 
         Raises:
@@ -269,9 +316,9 @@ class StepRunner:
         if has_share:
             data.num_replicas = self._num_replicas
         elif settings.averages_losses:
-            data.num_losses = self.num_micro_batches
+            data.num_losses = num
 
-    def _require_trainable(self) -> None:
+    def _require_trainable(self, scaler: torch.amp.GradScaler | None) -> None:
         """Refuse a step without gradients, and parameters that the plan does not have: no norm would count them.
 
         Raises:
@@ -281,6 +328,8 @@ class StepRunner:
             raise PipelineError(
                 "step() runs backwards, and gradients are disabled (torch.no_grad or inference_mode): use eval_step()"
             )
+        if self._replays is not None and scaler is not None and scaler.is_enabled():
+            raise PipelineError("replay=True: a GradScaler changes between steps: use bfloat16, or replay=False")
         for number, stage in self.modules.items():
             planned = {id(weight) for weight in stage.parameters.values()}
             for name, weight in stage.module.named_parameters():

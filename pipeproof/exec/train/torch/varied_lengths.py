@@ -6,6 +6,7 @@ distinct length; a dim of its output either is the same in all runs or is the se
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,24 @@ def examples_of(contract: StepContract, inputs: StepInputs, num_micro_batches: i
     return Examples(tuple(distinct), rows, tuple(order), _lengths(distinct))
 
 
+def varied_sizes(views: Sequence[Mapping[str, Sequence[str]]]) -> tuple[int, ...]:
+    """The sequence lengths of views of micro-batches, see ``signatures.View``.
+
+    Raises:
+        PipelineError: no dim has another size in each view.
+    """
+    shapes = [[_sizes_in(leaf) for leaves in view.values() for leaf in leaves] for view in views]
+    lengths = _differing(shapes)
+    if lengths is None:
+        raise PipelineError.reported("the micro-batches of the step differ, but no dim of a tensor has another size in "
+                                     "each of them")  # fmt: skip
+    return lengths
+
+
+def _sizes_in(leaf: str) -> list[int]:
+    return json.loads(leaf[leaf.index("[") :]) if leaf.endswith("]") else []
+
+
 def declared_examples(seq_lengths: Sequence[int] | None) -> Examples:
     """The lengths that a plan declares, without examples."""
     lengths = tuple(dict.fromkeys(seq_lengths or ()))
@@ -107,11 +126,18 @@ def _shape(leaf: Any) -> str:
 
 def _lengths(distinct: Sequence[Any]) -> tuple[int, ...]:
     """The sizes of the first dim that differs between the examples."""
-    tensors = [[leaf for leaf in tree_leaves(one) if isinstance(leaf, torch.Tensor)] for one in distinct]
-    for leaves in zip(*tensors, strict=True):
-        for sizes in zip(*(leaf.shape for leaf in leaves), strict=False):
-            if len(set(sizes)) == len(distinct):
+    lengths = _differing([[x.shape for x in tree_leaves(one) if isinstance(x, torch.Tensor)] for one in distinct])
+    if lengths is None:
+        raise PipelineError(
+            "the micro-batches of the example differ, but no dim of a tensor has another size in each of them"
+        )
+    return lengths
+
+
+def _differing(shapes: Sequence[Sequence[Sequence[int]]]) -> tuple[int, ...] | None:
+    """The sizes of the first dim that differs between the tensors of all variants."""
+    for tensors in zip(*shapes, strict=True):
+        for sizes in zip(*tensors, strict=False):
+            if len(set(sizes)) == len(shapes):
                 return tuple(sizes)
-    raise PipelineError(
-        "the micro-batches of the example differ, but no dim of a tensor has another size in each of them"
-    )
+    return None
