@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,6 @@ from torch.utils._pytree import tree_map_only
 from pipeproof.exec.train.torch.channel_groups import OrderedSums
 from pipeproof.exec.train.torch.data_parallel import local_part
 from pipeproof.exec.train.train_errors import PipelineError
-
-if TYPE_CHECKING:
-    from pipeproof.exec.train.torch.start_phases import Settings
 
 Normalize = Literal["micro_batches", "tokens"]
 LossOn = Literal["last", "all"]
@@ -149,6 +146,22 @@ class StepTotal(NamedTuple):
     num_tokens: torch.Tensor | None
 
 
+class LossSettings(Protocol):
+    """The settings of a pipeline on which the loss of a step depends."""
+
+    @property
+    def normalize(self) -> Normalize:
+        """The divisor of a step's sum."""
+
+    @property
+    def loss_on(self) -> LossOn:
+        """The ranks that get the loss."""
+
+    @property
+    def averages_losses(self) -> bool:
+        """True if the loss of a step is the mean over its micro-batches."""
+
+
 class StepLoss:
     """Losses of whole steps on one rank.
 
@@ -158,7 +171,7 @@ class StepLoss:
     """
 
     def __init__(
-        self, settings: Settings, copies: OrderedSums | None, data_groups: Sequence[dist.ProcessGroup],
+        self, settings: LossSettings, copies: OrderedSums | None, data_groups: Sequence[dist.ProcessGroup],
         group: dist.ProcessGroup, source: int, device: torch.device, dtype: torch.dtype,
         calling: Callable[[str], AbstractContextManager[object]],
     ) -> None:  # fmt: skip

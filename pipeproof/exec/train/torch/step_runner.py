@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,13 @@ from pipeproof.exec.train.train_rank import TrainRank
 
 if TYPE_CHECKING:
     from pipeproof.exec.rank.framework_protocol import Framework, World
-    from pipeproof.exec.train.torch.record_steps import StepRecord
+
+
+class StepWriter(Protocol):
+    """The writer of recorded steps."""
+
+    def put_step(self, runner: StepRunner, loss: torch.Tensor | None) -> None:
+        """Write the step that ``runner`` has just finished."""
 
 _FIRST_WAIT = -2
 """The number of the wait for the word of rank 0, in place of that of an operation; other ranks follow downwards."""
@@ -80,7 +86,7 @@ class StepRunner:
         self._entered = -1
         self.num_steps = 0
         """Number of steps that have begun."""
-        self.record: StepRecord | None = None
+        self.record: StepWriter | None = None
         """The writer of the steps."""
         self.watch = StallWatch(
             connected.watched, settings.timeout_s, self._describe, self.world.abort,
