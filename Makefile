@@ -63,6 +63,7 @@ docs: $(VENV)/.dev           ## pages, tables and pictures that are made from th
 	$(BIN)/python validation/pages/make_alignment_log.py
 	$(BIN)/python validation/pages/make_zoo.py
 	$(BIN)/python validation/pages/make_hardening.py
+	$(BIN)/python validation/pages/make_families.py
 	$(BIN)/python validation/pages/make_schedules.py
 	$(BIN)/python validation/pages/make_pictures.py --run
 

@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[2]
         "make_seed_experiment.py",
         "make_alignment_log.py",
         "make_hardening.py",
+        "make_families.py",
         "make_configurations.py",
         "make_hangs.py",
     ],

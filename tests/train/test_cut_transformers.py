@@ -341,43 +341,71 @@ def no_head(model):
     model.lm_head = None
 
 
-def second_head(model):
-    model.value_head = torch.nn.Linear(32, 1)
-
-
-def second_norm(model):
-    model.model.input_norm = torch.nn.LayerNorm(32)
-
-
 def replaced_forward(model):
     model.model.forward = model.model.forward
 
 
-def scaled_inputs(model):
-    class Scaled(type(model.model)):
-        def forward(self, *args, inputs_embeds=None, **kwargs):
-            return super().forward(*args, inputs_embeds=inputs_embeds * 2.0, **kwargs)
+def blocks_that_talk(model):
+    """The last block adds what the first one got: no tensor at a boundary has it."""
+    first, last = model.model.layers[0], model.model.layers[3]
+    kept = []
 
-    model.model.__class__ = Scaled
+    class First(type(first)):
+        def forward(self, hidden_states, **kwargs):
+            kept[:] = [hidden_states]
+            return super().forward(hidden_states, **kwargs)
+
+    class Last(type(last)):
+        def forward(self, hidden_states, **kwargs):
+            return super().forward(hidden_states + kept[0], **kwargs)
+
+    first.__class__, last.__class__ = First, Last
 
 
-def layers_that_talk(model):
-    class Talking(type(model.model)):
+def embedding_in_every_block(model):
+    class Repeating(type(model.model)):
+        def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+            inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            return super().forward(inputs_embeds=inputs_embeds, residual=inputs_embeds, **kwargs)
+
+    class Block(type(model.model.layers[0])):
+        def forward(self, hidden_states, residual=None, **kwargs):
+            return super().forward(hidden_states + residual, **kwargs)
+
+    model.model.__class__ = Repeating
+    for block in model.model.layers:
+        block.__class__ = Block
+
+
+def blocks_in_another_order(model):
+    class Reversed(type(model.model)):
         def forward(self, *args, **kwargs):
-            return super().forward(*args, first_attention=[], **kwargs)
+            usual, self.layers = self.layers, torch.nn.ModuleList(reversed(self.layers))
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                self.layers = usual
 
-    model.model.__class__ = Talking
-
-
-def norm_first(model):
-    class Upside(type(model.model)):
-        def forward(self, inputs_embeds, **kwargs):
-            return super().forward(inputs_embeds=self.norm(inputs_embeds), **kwargs)
-
-    model.model.__class__ = Upside
+    model.model.__class__ = Reversed
 
 
-def no_embeddings_given(model):
+def blocks_left_out(model):
+    model.model.layerdrop = 0.1
+
+
+def weights_between_blocks(model):
+    class Block(type(model.model.layers[0])):
+        def forward(self, hidden_states, **kwargs):
+            return super().forward(model.model.norm(hidden_states), **kwargs)
+
+    model.model.layers[2].__class__ = Block
+
+
+def own_parameter(model):
+    model.model.scale = torch.nn.Parameter(torch.ones(()))
+
+
+def other_arguments(model):
     class Closed(type(model.model)):
         def forward(self, input_ids):
             return super().forward(input_ids)
@@ -385,37 +413,115 @@ def no_embeddings_given(model):
     model.model.__class__ = Closed
 
 
+DIFFERENT = "its stages would not compute what its forward does"
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (changed_layers, r"no one list of 4 blocks, such as `model.layers`; found \['layers'\]"),
-        (no_head, "no head of its own, such as `lm_head`"),
-        (second_head, "embedding, blocks, one final norm and head: value_head"),
-        (second_norm, "embedding, blocks, one final norm and head: norm, input_norm"),
-        (replaced_forward, "forward of this LlamaModel was replaced"),
-        (scaled_inputs, "no Scaled.forward that leaves hidden states as blocks return them"),
-        (layers_that_talk, "layers.0 gets first_attention"),
-        (norm_first, "no Upside.forward that calls each block once, and then the norm"),
-        (no_embeddings_given, "no Closed.forward that takes hidden states as `inputs_embeds`"),
+        (changed_layers, r"one list of 4 blocks, such as `model.layers`; its lists: `model.layers` of 3"),
+        (no_head, r"does not run on input_ids \[3, 11\]"),
+        (replaced_forward, "forward of `model` was replaced"),
+        (blocks_that_talk, DIFFERENT),
+        (embedding_in_every_block, DIFFERENT),
+        (blocks_in_another_order, "does not call each block of `model.layers` once, in order"),
+        (blocks_left_out, "set model.model.layerdrop = 0.0"),
+        (weights_between_blocks, "weights between blocks: model.norm"),
+        (own_parameter, "`model` has parameters of its own: scale"),
+        (other_arguments, r"does not run on input_ids \[3, 11\]"),
     ],
 )
 def test_a_model_of_another_structure_is_refused(change, expected):
     model = model_of()
     change(model)
-    with pytest.raises(ValueError, match=expected):
+    with pytest.raises(ValueError, match=expected) as refused:
         stages_of_transformers(model, 2)
+    assert "Error" not in str(refused.value)
+    assert "object" not in str(refused.value)
 
 
-def test_known_models_are_named_where_a_model_is_refused():
-    for module in (model_of().model, torch.nn.Linear(2, 2)):
-        with pytest.raises(ValueError, match=r"no base model .* Known models: .* Llama, .*, Mixtral, .* Qwen3-MoE"):
-            stages_of_transformers(module, 2)
-    sizes = {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel cannot be cut: it has parameters outside .*: wpe, ln_f"):
-        stages_of_transformers(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), 2)
+def test_a_module_that_is_not_of_transformers_is_refused():
+    with pytest.raises(ValueError, match=r"Linear cannot be cut: it is not a model of transformers"):
+        stages_of_transformers(torch.nn.Linear(2, 2), 2)
 
 
-def test_a_forward_that_scales_embeddings_is_refused():
-    config = transformers.GraniteConfig(**{k: v for k, v in SIZES.items() if k != "head_dim"}, embedding_multiplier=2.0)
-    with pytest.raises(ValueError, match=r"no GraniteModel.forward that leaves hidden states"):
-        stages_of_transformers(transformers.GraniteForCausalLM(config), 2)
+def scaled_embeddings(model):
+    class Scaled(type(model.model)):
+        def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+            inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            return super().forward(inputs_embeds=torch.nn.functional.dropout(inputs_embeds * 2.0, 0.0), **kwargs)
+
+    model.model.__class__ = Scaled
+
+
+def norm_of_embeddings(model):
+    model.model.first_norm = torch.nn.LayerNorm(32)
+
+    class Normed(type(model.model)):
+        def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+            inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            return super().forward(inputs_embeds=self.first_norm(inputs_embeds), **kwargs)
+
+    model.model.__class__ = Normed
+
+
+def two_norms(model):
+    model.model.norm = torch.nn.Sequential(model.model.norm, torch.nn.LayerNorm(32))
+
+
+@pytest.mark.parametrize("change", [scaled_embeddings, norm_of_embeddings, two_norms])
+@pytest.mark.parametrize("sizes", [[2, 2], [0, 3, 1], [4, 0]], ids=str)
+def test_what_surrounds_the_blocks_runs_in_the_first_and_last_stage(change, sizes):
+    model = model_of()
+    change(model)
+    assert_same_step(model, stages_of_transformers(model, len(sizes), blocks_per_stage=sizes), *batch()[:2])
+
+
+@pytest.mark.parametrize("family", ["GPTNeoX", "GPT2"])
+def test_dropout_of_embeddings_runs_once_where_the_model_was_cut_in_eval_mode(family):
+    """On the old code of a GPT-NeoX, every stage dropped 99 % of its input in training."""
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=37, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    config.hidden_dropout = config.embd_pdrop = 0.99
+    config.attention_dropout = config.attn_pdrop = config.resid_pdrop = 0.0
+    causal = f"{family}ForCausalLM" if family == "GPTNeoX" else "GPT2LMHeadModel"
+    model = getattr(transformers, causal)(config).eval()
+    stages = stages_of_transformers(model, 2, blocks_per_stage=[0, 2])
+    assert not any(module.training for stage in stages.values() for module in stage.modules())
+    for module in (model, *stages.values()):
+        module.train()
+    ids, labels, _ = batch()
+    assert 0.95 < float((stages[0](ids) == 0).float().mean()) < 1.0
+    torch.manual_seed(5)
+    loss, _ = whole_step(model, ids, labels)
+    torch.manual_seed(5)
+    assert torch.equal(staged_step(stages, ids, labels), loss)
+
+
+def test_the_cut_leaves_modes_dropout_generators_and_buffers():
+    model = model_of(attention_dropout=0.25)
+    model.model.layers[1].eval()
+    model.model.layers[0].mlp.register_buffer("count", torch.zeros(()))
+    model.model.layers[0].mlp.register_forward_hook(lambda module, *_: module.count.add_(1))
+    state = torch.get_rng_state()
+    stages = stages_of_transformers(model, 2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert float(model.model.layers[0].mlp.count) == 0
+    assert [block.training for block in model.model.layers] == [True, False, True, True]
+    assert [block.training for block in stages[0].blocks.values()] == [True, False]
+    assert not model.model.layers[1].self_attn.training
+
+
+def test_arguments_that_the_cut_was_not_checked_with_are_refused():
+    stages = stages_of_transformers(model_of(), 2)
+    with pytest.raises(ValueError, match=r"not checked with 'cu_seq_lens_q'.* `example`"):
+        stages[0](batch()[0], cu_seq_lens_q=torch.zeros(3))
+
+
+def test_a_stage_that_leaves_out_a_block_says_so():
+    stages = stages_of_transformers(model_of(), 2)
+    stages[1].model.layers = stages[1].model.layers[2:]
+    with pytest.raises(RuntimeError, match=r"did not run the blocks \[2, 3\] of this stage"):
+        stages[1](stages[0](batch()[0]))

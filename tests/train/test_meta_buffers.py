@@ -98,7 +98,7 @@ ROPES = [
 FAMILIES = {
     **{f"Llama {rope.get('rope_type', 'default')}": ("Llama", {"rope_parameters": rope or None}) for rope in ROPES},
     "Gemma3": ("Gemma3", {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}),
-    "Qwen3Moe": ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 8}),
+    "Qwen3Moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}),
 }
 
 

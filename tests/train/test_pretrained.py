@@ -36,9 +36,13 @@ MODELS = {
     "one file": (transformers.LlamaConfig, {}, "50GB"),
     "many files": (transformers.LlamaConfig, {}, "20KB"),
     "tied": (transformers.LlamaConfig, {"tie_word_embeddings": True}, "20KB"),
-    "fused experts": (transformers.Qwen3MoeConfig, {"num_experts": 4, "moe_intermediate_size": 16}, "20KB"),
+    "fused experts": (
+        transformers.Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        "20KB",
+    ),
     "renamed experts": (transformers.MixtralConfig, {"num_local_experts": 4}, "20KB"),
-    "buffers": (transformers.DeepseekV3Config, {**EXPERTS, **LATENT}, "20KB"),
+    "buffers": (transformers.DeepseekV3Config, {**EXPERTS, **LATENT, "num_key_value_heads": 4}, "20KB"),
     "two ropes": (transformers.Gemma3TextConfig, {"query_pre_attn_scalar": 8}, "20KB"),
 }
 

@@ -1,75 +1,102 @@
-"""Stages of an unchanged causal language model of Hugging Face ``transformers``, run by the model's own forward.
+"""Stages of an unchanged model of Hugging Face ``transformers``, run by the model's own forward.
 
-A stage is the model with less inside: copies of the two outer modules, the causal LM and its base model, which share
-the model's submodules and parameters. Where the base model calls a block or the final norm that another stage holds,
-the copy has a module that returns its input. So each stage computes position ids, rotary embeddings and masks (full,
-sliding or chunked) with the model's own code, hidden states alone cross the boundaries, and names of parameters are the
-model's.
+A stage is a copy of the model with less inside. It shares submodules and parameters with the model. Blocks and modules
+with weights that another stage holds are replaced (``partial_modules``). The replacement of the last block before
+the stage's own returns what the stage received. So each stage computes position ids, rotary embeddings and
+masks with the model's own code, only what blocks return crosses the boundaries, and parameters have the model's names.
 
-This is correct for a base model whose forward does nothing to the hidden states outside of its embedding, its blocks
-and its final norm, and passes nothing else from one block to the next. ``_check_forward`` observes both on the model:
-it calls the forward with all blocks and the norm replaced by modules that record what they get.
+Not every forward can be run so. The cut runs the model and its stages on a small batch and compares the operations that
+led to the result, weight by weight (``operation_trace``). A model whose stages would compute anything else is refused.
 """
 
 from __future__ import annotations
 
-import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from inspect import signature
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pipeproof.exec.train.torch.boundary_inference import unchanged_buffers
 from pipeproof.exec.train.torch.cut_sizes import chosen_sizes, shared_weights, stage_ranges
 from pipeproof.exec.train.torch.meta_buffers import compute_buffers, kept_ties
+from pipeproof.exec.train.torch.model_parts import Chain, NotCutError, Part, add_parts, chains_of, observed
 from pipeproof.exec.train.torch.model_stages import ModelStages
+from pipeproof.exec.train.torch.operation_trace import OperationTrace
+from pipeproof.exec.train.torch.partial_modules import (
+    AbsentBlock,
+    AbsentModule,
+    EdgeBlock,
+    Link,
+    Shape,
+    with_children,
+)
 
-KNOWN_MODELS = ("Gemma 3", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3-MoE")
-"""Models whose stages are tested; others of the same structure pass the same checks."""
+KNOWN_MODELS = (
+    "BERT", "BLOOM", "DeepSeek-V3", "DeepSeek-V4", "Falcon", "Gemma 3", "GLM-4", "GPT-2", "GPT-NeoX", "gpt-oss",
+    "Granite", "Llama", "Llava", "Mistral", "Mixtral", "OPT", "Qwen2", "Qwen2-VL", "Qwen3", "Qwen3-MoE", "T5", "ViT",
+    "Whisper",
+)  # fmt: skip
+"""Models that tests train. ``docs/families.md`` has the results of all families of the library."""
 
-_BLOCK_ARGUMENTS = {
-    "attention_mask", "cache_position", "output_attentions", "past_key_value", "past_key_values", "position_embeddings",
-    "position_ids", "use_cache",
-}  # fmt: skip
-"""Keyword arguments of a block that every stage computes from the hidden states, a mask and position ids alone."""
+_OPTIONAL = ("attention_mask", "position_ids", "token_type_ids", "decoder_attention_mask")
+"""Keyword arguments that the cut is checked with, where the model takes them."""
+
+_FIRST_ALONE = ("pixel_values", "pixel_values_videos", "image_features", "input_features", "input_values")
+"""Inputs of encoders in the first stage, which later stages have no use for."""
 
 
 def stages_of_transformers(
-    model: nn.Module, num_stages: int, *, blocks_per_stage: Sequence[int] | None = None
+    model: nn.Module,
+    num_stages: int,
+    *,
+    blocks_per_stage: Sequence[int] | None = None,
+    example: Mapping[str, Any] | None = None,
 ) -> ModelStages:
-    """Cut a causal LM of ``transformers`` into stages that hold its own submodules; the model itself is not changed.
+    """Cut a model of ``transformers`` into stages that hold its own submodules; the model itself is not changed.
 
-    Stage 0 has the embedding and takes ``input_ids`` (batch, sequence). The last stage has the final norm and the head,
-    and returns logits (batch, sequence, vocabulary); use ``causal_lm_loss`` on them. Every stage takes
-    ``attention_mask`` and ``position_ids``, both (batch, sequence), as optional keyword arguments. Caches are off. On
-    the meta device the mask is ignored, and shapes are right.
+    Stage 0 has the embeddings, and encoders of images, and takes the model's main input, such as ``input_ids`` (batch,
+    sequence). The last stage has the final norm and the head, and returns logits; use ``causal_lm_loss`` on those of a
+    causal LM. Every stage takes the keyword arguments of the model that the cut was checked with: ``attention_mask``,
+    ``position_ids`` and ``token_type_ids`` (batch, sequence) where the model has them, and those of ``example``. Caches
+    are off. On the meta device the mask is ignored, and shapes are right.
+
+    An encoder and a decoder with cross attention are cut one after the other: some stages have encoder blocks, the
+    others decoder blocks, and the encoder's output crosses all boundaries after it. Every stage takes
+    ``decoder_input_ids``.
 
     A parameter has the same name in its stage as in the model, so that state dicts of stages are parts of the model's.
     A weight that several stages use, as with ``tie_word_embeddings``, is listed in ``ModelStages.tied``. Gradient
-    checkpointing of the blocks works as in the model, if it is enabled on the model before or after the cut.
+    checkpointing of the blocks works as in the model, if it is enabled on the model before or after the cut. Of a
+    compiled model or a ``PeftModel`` the model inside is cut.
 
-    ``blocks_per_stage`` gives the number of blocks of each stage. A stage may have none; one between others then
-    returns its input. Without it they differ by one at most, and the first stages have more.
+    Args:
+        model: A model with a head, such as ``LlamaForCausalLM``, on the CPU, a GPU or the meta device.
+        num_stages: The number of stages.
+        blocks_per_stage: The number of blocks of each stage. A stage may have none; one between others then returns
+            its input. Without it they differ by one at most, and the first stages have more.
+        example: Keyword arguments of the model for a small batch, with which the cut is checked. It is needed where
+            the steps have more than tokens, masks and positions: images, for example.
 
     Raises:
-        ValueError: The sizes do not fit, the structure is not known, the forward does more than stages would compute,
+        ValueError: The sizes do not fit, the structure is not known, stages would not compute what the forward does,
             ``config.output_router_logits`` is set, or something has replaced a forward.
     """
     _know_consecutive_positions()
-    parts = _parts_of(model)
-    _refuse_options(model, parts)
-    chosen = chosen_sizes(num_stages, blocks_per_stage, argument="blocks_per_stage")
-    ranges = stage_ranges(parts.num_blocks, chosen, argument="blocks_per_stage", may_be_empty=True)
-    _check_forward(model, parts)
-    stages = [
-        TransformersStage(model, parts, numbers, is_first=number == 0, is_last=number == num_stages - 1)
-        for number, numbers in enumerate(ranges)
-    ]
-    return ModelStages(stages, shared_weights(stages), model)
+    model = _unwrapped(model)
+    try:
+        return _cut(model, chosen_sizes(num_stages, blocks_per_stage, argument="blocks_per_stage"), example)
+    except NotCutError as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot be cut: {error}. Known models: {', '.join(KNOWN_MODELS)}, and others of "
+            "their structure. For other models, pass your own modules as stages"
+        ) from error
 
 
 def causal_lm_loss(
@@ -147,41 +174,42 @@ def _know_consecutive_positions() -> None:
 
 
 class TransformersStage(nn.Module):  # type: ignore[misc]  # torch is untyped
-    """Consecutive blocks of a causal LM; the first stage also has the embedding, the last the final norm and the head.
+    """Consecutive blocks of a model; the first stage also has the embeddings, the last the final norm and the head.
 
     Names of parameters are those of the model, such as ``model.layers.3.mlp.up_proj.weight``.
     """
 
-    def __init__(self, model: nn.Module, parts: _Parts, numbers: range, *, is_first: bool, is_last: bool) -> None:
+    def __init__(self, model: nn.Module, cut: _Cut, number: int) -> None:
         super().__init__()
-        blocks, whole = nn.ModuleList(), getattr(model, parts.base)
-        for number, block in enumerate(getattr(whole, parts.blocks)):
-            blocks.append(block if number in numbers else _PassThrough())
-        replaced: dict[str, nn.Module | None] = {parts.blocks: blocks}
-        if not is_first:
-            replaced[parts.embedding] = None
-        if parts.norm is not None and not is_last:
-            replaced[parts.norm] = _PassThrough()
-        base = _with_children(whole, replaced)
-        outside = {name: None for name, _ in model.named_children() if name != parts.base and not is_last}
-        causal = _with_children(model, {**outside, parts.base: base})
-        self.is_first, self.is_last = is_first, is_last
-        self._base, self._blocks, self._numbers = parts.base, parts.blocks, numbers
-        # The causal LM is no submodule, or its name would be part of all names: this module has the same submodules.
-        self._modules = vars(causal)["_modules"]
-        self.__dict__["_causal"] = causal
+        chain, numbers = cut.chain_of(number), cut.ranges[number]
+        self.is_first, self.is_last = number == 0, number == len(cut.ranges) - 1
+        self._inputs, self._list, self._numbers = cut.inputs, chain.name, numbers
+        self._begins, self._ends = cut.begins(number), cut.ends(number)
+        self._runs = "" if self.is_last else chain.runs
+        self._is_encoder, self._is_decoder = cut.is_encoder(number), cut.is_decoder(number)
+        link = Link()
+        part = with_children(model, _replaced(model, cut, number, link))
+        # The model is no submodule, or its name would be part of all names: this module has the same submodules.
+        self._modules = vars(part)["_modules"]
+        self.__dict__["_model"], self.__dict__["_link"] = part, link
+        edges = {name: child.block for name, child in part.named_modules() if isinstance(child, EdgeBlock)}
+        self.__dict__["_pretrained"] = with_children(part, edges)
+        called = part.get_submodule(self._runs)
+        self._takes = _arguments_of(called, model.config)
+        self._embeds = None if self._begins else cut.embeds_of(number)
         self.training = model.training
 
     @property
     def blocks(self) -> dict[int, nn.Module]:
         """The blocks of this stage by number, for example to compile or to shard each."""
-        blocks = getattr(getattr(self, self._base), self._blocks)
-        return {number: blocks[number] for number in self._numbers}
+        blocks = self.get_submodule(self._list)
+        held = {number: blocks[number] for number in self._numbers}
+        return {number: block.block if isinstance(block, EdgeBlock) else block for number, block in held.items()}
 
     @property
     def pretrained(self) -> Any:
         """The ``PreTrainedModel`` whose submodules are those of this stage."""
-        return self._causal
+        return self.__dict__["_pretrained"]
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> TransformersStage:
         """Give the stage memory on a device, and compute the buffers that no state dict has.
@@ -194,69 +222,212 @@ class TransformersStage(nn.Module):  # type: ignore[misc]  # torch is untyped
             compute_buffers(self.pretrained, self.state_dict(keep_vars=True).values())
         return self
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Hidden states (batch, sequence, hidden), or logits on the last stage; the first stage takes token ids."""
-        arguments = {
-            "input_ids" if self.is_first else "inputs_embeds": hidden_states,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "use_cache": False,
-            "return_dict": True,
-        }
-        if hidden_states.is_meta:
-            with _experts_without_values(self._causal.config):
-                return self._call({**arguments, "attention_mask": _ready_mask(hidden_states)})
-        if attention_mask is not None or position_ids is not None:
-            return self._call(arguments)
-        batch, length = hidden_states.shape[:2]
-        positions = torch.arange(length, device=hidden_states.device).expand(batch, -1)
+    def train(self, mode: bool = True) -> TransformersStage:  # noqa: FBT002 - as of nn.Module
+        """Set the mode of the model's outermost module, too, which is no submodule."""
+        super().train(mode)
+        self.__dict__["_model"].training = mode
+        return self
+
+    def forward(self, *received: torch.Tensor, input_ids: torch.Tensor | None = None, **batch: Any) -> Any:
+        """Return what the stage's last block returns: hidden states (batch, sequence, hidden), or a tuple of tensors.
+
+        The first stage takes the main input, such as token ids, by position or by name. The last stage returns logits,
+        or the model's output where it has none. ``batch`` are keyword arguments of the model. Later stages read
+        ``input_ids`` if the model does outside of its embedding.
+
+        Raises:
+            ValueError: The cut was not checked with such a keyword argument, or the stage needs one more.
+        """
+        batch = {name: value for name, value in {"input_ids": input_ids, **batch}.items() if value is not None}
+        self._require(batch)
+        if not (self._begins or self._ends or len(self._numbers)):
+            return received if len(received) > 1 else received[0]
+        shared = received[:1] if self._is_decoder else ()
+        arguments = self._arguments(received, batch)
+        link = self.__dict__["_link"]
+        link.begin(() if self.is_first else received[len(shared) :])
+        try:
+            output = self._call(arguments, received[0] if received else batch[self._inputs.main])
+            sent = (*shared, *link.sent)
+            if self._ends:  # of the model, or of its encoder
+                sent = (result_of(output) if self.is_last else output[0],)
+            if link.num_reads != (not self._begins) or not (link.sent or self._ends):
+                raise RuntimeError(
+                    f"the forward did not run the blocks {list(self._numbers)} of this stage as it did at the cut: it "
+                    "left some out (layerdrop), or one was replaced. Replace a block of the model before the cut"
+                )
+        finally:
+            link.begin(())
+        return sent if len(sent) > 1 else sent[0]
+
+    def _require(self, batch: Mapping[str, Any]) -> None:
+        unknown = batch.keys() - self._inputs.accepted
+        if unknown:
+            raise ValueError(
+                f"the cut was not checked with {', '.join(map(repr, sorted(unknown)))}: pass a small batch that has "
+                "it as `example` of stages_of_transformers"
+            )
+        needed = self._inputs.needed if not self.is_first else self._inputs.needed - {self._inputs.main}
+        missing = needed - batch.keys()
+        if missing:
+            name = min(missing)
+            raise ValueError(
+                f"every stage of this model reads {name!r}: pass it by name, as in step({name}=..), and in "
+                "`example_kwargs`"
+            )
+
+    def _arguments(self, received: tuple[torch.Tensor, ...], batch: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of the module that this stage runs."""
+        main = self._inputs.main
+        values = {name: value for name, value in batch.items() if self.is_first or name not in _FIRST_ALONE}
+        if self._is_decoder:
+            from transformers.modeling_outputs import BaseModelOutput
+
+            values.pop(main, None)
+            values["encoder_outputs"] = BaseModelOutput(last_hidden_state=received[0])
+        elif self.is_first:
+            if received:
+                values[main] = received[0]
+        elif main not in self._inputs.needed and self._embeds is not None:
+            values.pop(main, None)
+            name, shape = self._embeds
+            values[name] = shape.like(received[0])
+        if self._is_encoder:
+            values = {name: value for name, value in values.items() if name in self._takes}
+        if "use_cache" in self._takes:
+            values["use_cache"] = False
+        return values
+
+    def _call(self, arguments: dict[str, Any], first: torch.Tensor) -> Any:
+        called = self.__dict__["_model"] if not self._runs else self.get_submodule(self._runs)
+        if first.is_meta:
+            if self._inputs.has_ready_mask:
+                arguments["attention_mask"] = _ready_mask(first)
+            with _experts_without_values(self.__dict__["_model"].config, is_needed=True):
+                return called(**arguments)
+        given = arguments.keys() & {"attention_mask", "position_ids"}
+        if given or not self._inputs.knows_positions:
+            return called(**arguments)
+        batch, length = first.shape[:2]
+        positions = torch.arange(length, device=first.device).expand(batch, -1)
         _consecutive.positions = positions
         try:
-            return self._call({**arguments, "position_ids": positions})
+            return called(**arguments, position_ids=positions)
         finally:
             _consecutive.positions = None
 
-    def _call(self, arguments: dict[str, Any]) -> torch.Tensor:
-        module, result = (self._causal, "logits") if self.is_last else (getattr(self, self._base), "last_hidden_state")
-        output: torch.Tensor = getattr(module(**arguments), result)
-        return output
 
-
-class _PassThrough(nn.Module):  # type: ignore[misc]  # torch is untyped
-    """A block or a norm that another stage holds: it returns its input."""
-
-    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return hidden_states
-
-
-class _Recorder(_PassThrough):
-    """A pass-through that appends its name and its arguments to a list that several share."""
-
-    def __init__(self, name: str, calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> None:
-        super().__init__()
-        self._name, self._calls = name, calls
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._calls.append((self._name, args, kwargs))
-        return super().forward(*args, **kwargs)
+def result_of(output: Any) -> Any:
+    """The logits of a model's output; its only tensor, or all of it, where it has none."""
+    logits = getattr(output, "logits", None)
+    if logits is not None:
+        return logits
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return tensors[0] if len(tensors) == 1 else output
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """Attribute names: of the base model and the head in the causal LM, of the others in the base model."""
+class _Inputs:
+    """Arguments that stages take. ``needed`` are those that every stage must be given by name."""
 
-    base: str
-    head: str
-    embedding: str
-    blocks: str
-    norm: str | None
-    num_blocks: int
+    main: str
+    accepted: frozenset[str]
+    in_place: tuple[str, torch.Tensor]
+    """The argument that later stages pass in the place of the main input, with a tensor of its shape."""
+    free: frozenset[int]
+    """Numbers of rows and lengths of the batch that was observed."""
+    needed: frozenset[str] = frozenset()
+    has_ready_mask: bool = False
+    knows_positions: bool = False
+    """True if position ids that are not given are those of one sequence in a row."""
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The blocks of each stage, as numbers in its chain; ``of`` has the number of the chain of each stage."""
+
+    chains: Sequence[Chain]
+    ranges: Sequence[range]
+    of: Sequence[int]
+    inputs: _Inputs
+
+    def chain_of(self, number: int) -> Chain:
+        return self.chains[self.of[number]]
+
+    def begins(self, number: int) -> bool:
+        """True for the first stage of a chain."""
+        return number == 0 or self.of[number - 1] != self.of[number]
+
+    def ends(self, number: int) -> bool:
+        """True for the last stage of a chain."""
+        return number == len(self.of) - 1 or self.of[number + 1] != self.of[number]
+
+    def is_encoder(self, number: int) -> bool:
+        return len(self.chains) > 1 and self.of[number] == 0
+
+    def is_decoder(self, number: int) -> bool:
+        return len(self.chains) > 1 and self.of[number] == 1
+
+    def calls(self, module: nn.Module) -> bool:
+        """True if the forward of some chain calls a module outside of the blocks."""
+        return any(part.calls for chain in self.chains for part in chain.parts if part.module is module)
+
+    def received_by(self, number: int) -> torch.Tensor:
+        """The first tensor that a stage gets from the block before its own, with the shape that was observed."""
+        chain, start = self.chain_of(number), self.ranges[number].start
+        return chain.tensors[start - 1][0] if start else chain.entry
+
+    def embeds_of(self, number: int) -> tuple[str, Shape]:
+        """The argument in the place of the main input, which later stages do not have, and its shape."""
+        name, tensor = self.inputs.in_place
+        return name, Shape.of(tensor, self.received_by(number), self.inputs.free)
+
+
+def _replaced(model: nn.Module, cut: _Cut, number: int, link: Link) -> dict[str, nn.Module]:
+    """The modules of a stage that are not those of the model, by name."""
+    chain, numbers = cut.chain_of(number), cut.ranges[number]
+    begins, ends = cut.begins(number), cut.ends(number)
+    replaced: dict[str, nn.Module] = {}
+    for index, block in enumerate(chain.blocks):
+        output = chain.outputs[index]
+        is_entry = not begins and index == numbers.start - 1
+        is_exit = begins and not ends and not len(numbers) and not index
+        if index not in numbers:
+            replaced[f"{chain.name}.{index}"] = AbsentBlock(block, output, link, is_entry=is_entry, is_exit=is_exit)
+            continue
+        enters, leaves = not begins and not index, index == numbers[-1] and not ends
+        if enters or leaves:
+            edge = EdgeBlock(block, output if leaves else None, link, is_entry=enters)
+            replaced[f"{chain.name}.{index}"] = edge
+    others = [other for other in cut.chains if other is not chain]
+    for other in others:
+        replaced[other.inner] = AbsentModule(model.get_submodule(other.inner), None, link)
+    for part in chain.parts:
+        module = _replacement(part, cut, number, link)
+        for name in part.names:
+            if module is not None and not any(name.startswith(f"{other.inner}.") for other in others):
+                replaced[name] = module
+    return replaced
+
+
+def _replacement(part: Part, cut: _Cut, number: int, link: Link) -> nn.Module | None:
+    """The module in the place of one outside of the blocks; None if the stage has the module itself."""
+    chain, begins, ends = cut.chain_of(number), cut.begins(number), cut.ends(number)
+    if (begins and 0 in part.calls) or (ends and len(chain.blocks) in part.calls):
+        return None
+    if not part.has_weights:  # every stage may need it, but for dropout of embeddings
+        return (
+            nn.Identity().train(part.module.training)
+            if isinstance(part.module, nn.Dropout) and part.calls == {0}
+            else None
+        )
+    if not number and not cut.calls(part.module):
+        return None
+    if 0 not in part.calls or begins:
+        return AbsentModule(part.module, None, link)
+    received = cut.received_by(number)
+    shapes = tree_map_only(torch.Tensor, lambda x: Shape.of(x, received, cut.inputs.free), part.output)
+    return AbsentModule(part.module, shapes, link)
 
 
 def _ready_mask(hidden_states: torch.Tensor) -> torch.Tensor:
@@ -266,11 +437,11 @@ def _ready_mask(hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _experts_without_values(config: Any) -> Iterator[None]:
+def _experts_without_values(config: Any, *, is_needed: bool) -> Iterator[None]:
     """Use the one product of experts that takes any type on the meta device: PyTorch's grouped one takes bfloat16."""
     name = "_experts_implementation"
     before = getattr(config, name, None)
-    if before is None:
+    if before is None or not is_needed:
         yield
         return
     setattr(config, name, "batched_mm")
@@ -280,128 +451,290 @@ def _experts_without_values(config: Any) -> Iterator[None]:
         setattr(config, name, before)
 
 
-def _with_children(module: nn.Module, children: Mapping[str, nn.Module | None]) -> nn.Module:
-    """A copy that shares parameters, buffers and submodules, with some submodules replaced, or removed if None."""
-    result = copy.copy(module)
-    for name, value in vars(module).items():
-        if isinstance(value, dict | set):  # hooks of the copy, for example, are not hooks of the model
-            vars(result)[name] = copy.copy(value)
-    kept = {**dict(module.named_children()), **children}
-    vars(result)["_modules"] = {name: child for name, child in kept.items() if child is not None}
-    return result
+# --- the cut ---
 
 
-# --- what cannot be cut ---
-
-
-def _parts_of(model: nn.Module) -> _Parts:
-    """Find the parts by their role.
-
-    Raises:
-        ValueError: There is no such part, or a module with parameters that is none of them.
-    """
-    children = dict(model.named_children())
-    prefix = getattr(model, "base_model_prefix", "")
-    base_name = prefix if prefix in children else "model"
-    base = children.get(base_name)
-    num_blocks = getattr(getattr(model, "config", None), "num_hidden_layers", None)
-    if base is None or num_blocks is None:
-        raise _unknown(model, "no base model with `config.num_hidden_layers` blocks (pass the ...ForCausalLM itself)")
-    head = _name_of(model, _embeddings(model, "get_output_embeddings"))
-    if head is None:
-        raise _unknown(model, "no head of its own, such as `lm_head`")
-    embedding = _name_of(base, _embeddings(base, "get_input_embeddings"))
-    if embedding is None:
-        raise _unknown(model, f"no token embedding in `{base_name}`, such as `{base_name}.embed_tokens`")
-    lists = [name for name, child in base.named_children() if isinstance(child, nn.ModuleList)]
-    blocks = [name for name in lists if len(getattr(base, name)) == num_blocks]
-    if len(blocks) != 1:
-        raise _unknown(model, f"no one list of {num_blocks} blocks, such as `{base_name}.layers`; found {lists}")
-    norms = _with_parameters(base, {embedding, *blocks})
-    others = _with_parameters(model, {base_name, head}) + (norms if len(norms) > 1 else [])
-    if others:
-        raise _unknown(model, f"parameters outside of embedding, blocks, one final norm and head: {', '.join(others)}")
-    return _Parts(base_name, head, embedding, blocks[0], norms[0] if norms else None, num_blocks)
-
-
-def _embeddings(module: nn.Module, getter: str) -> nn.Module | None:
-    try:
-        result: nn.Module | None = getattr(module, getter)()
-    except (AttributeError, NotImplementedError):
-        return None
-    return result
-
-
-def _name_of(parent: nn.Module, module: nn.Module | None) -> str | None:
-    return next((name for name, child in parent.named_children() if child is module), None)
-
-
-def _with_parameters(parent: nn.Module, known: set[str]) -> list[str]:
-    """The children that have parameters, and the direct parameters, without those that are known."""
-    names = [name for name, child in parent.named_children() if any(True for _ in child.parameters())]
-    return [name for name in (*names, *dict(parent.named_parameters(recurse=False))) if name not in known]
-
-
-def _refuse_options(model: nn.Module, parts: _Parts) -> None:
-    if getattr(model.config, "output_router_logits", False):
-        raise ValueError(
-            "config.output_router_logits is set: the router loss needs the router logits of all blocks, and stages "
-            "pass hidden states alone. Set model.config.output_router_logits = False and train without that loss"
-        )
-    for module in (model, getattr(model, parts.base)):
-        if "forward" in vars(module):
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of a compiled one and of a ``PeftModel``."""
+    while type(model).__name__ == "OptimizedModule":
+        model = model._orig_mod  # noqa: SLF001 - the public way to it is this name
+    if any(base.__name__ == "PeftModel" for base in type(model).__mro__):
+        if model.active_peft_config.is_prompt_learning:
             raise ValueError(
-                f"the forward of this {type(module).__name__} was replaced, as accelerate does for a `device_map`: "
-                "cut the model before that, or load it without a `device_map`"
+                f"{type(model).__name__} adds tokens to the prompt outside of the model, which stages would not do: "
+                "use an adapter inside of the blocks, such as LoRA"
             )
+        return _unwrapped(model.get_base_model())
+    return model
 
 
-def _check_forward(model: nn.Module, parts: _Parts) -> None:
-    """Call the base model's forward with recorders for blocks and norm, and compare what they get with what is assumed.
+def _cut(model: nn.Module, sizes: int | Sequence[int], example: Mapping[str, Any] | None) -> ModelStages:
+    """Find the parts, observe them in a forward, and check the stages with every batch."""
+    chains = chains_of(model)
+    ranges, of = _stage_blocks(chains, sizes)
+    add_parts(model, chains)
+    with _probing(model):
+        bare = dict(example) if example is not None else _small_batch(model)
+        cut = _Cut(chains, ranges, of, _observed(model, chains, bare))
+        cut = replace(cut, inputs=_checked_inputs(model, cut, bare))
+    stages = [TransformersStage(model, cut, number) for number in range(len(ranges))]
+    return ModelStages(stages, shared_weights(stages), model)
 
-    The hidden states are compared as objects, so that this works for a model on the meta device, too.
+
+def _stage_blocks(chains: Sequence[Chain], sizes: int | Sequence[int]) -> tuple[list[range], list[int]]:
+    """The blocks of each stage, and the number of the chain that has them.
 
     Raises:
-        ValueError: The forward changes hidden states itself, or passes more than hidden states from block to block.
+        ValueError: The sizes do not fit.
     """
-    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-    names = [f"{parts.blocks}.{number}" for number in range(parts.num_blocks)]
-    children: dict[str, nn.Module | None] = {parts.blocks: nn.ModuleList(_Recorder(name, calls) for name in names)}
-    if parts.norm is not None:
-        names.append(parts.norm)
-        children[parts.norm] = _Recorder(parts.norm, calls)
-    children[parts.embedding] = None
-    whole = getattr(model, parts.base)
-    weight = getattr(whole, parts.embedding).weight
-    hidden = torch.zeros(1, 2, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    forward = f"{type(whole).__name__}.forward"
-    try:
-        with torch.no_grad():
-            mask = _ready_mask(hidden) if hidden.is_meta else None
-            probe = _with_children(whole, children)
-            result = probe(inputs_embeds=hidden, attention_mask=mask, use_cache=False, return_dict=True)
-            output = result.last_hidden_state
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise _unknown(model, f"no {forward} that takes hidden states as `inputs_embeds` ({error})") from error
-    if output is not hidden or any(args and args[0] is not hidden for _, args, _ in calls):
-        raise _unknown(model, f"no {forward} that leaves hidden states as blocks return them")
-    if [name for name, _, _ in calls] != names:
-        raise _unknown(model, f"no {forward} that calls each block once, and then the norm")
-    for name, args, kwargs in calls:
-        more = [key for key, value in kwargs.items() if key not in _BLOCK_ARGUMENTS and not _is_constant(value)]
-        if len(args) != 1 or more:
-            found = ", ".join(more) or f"{len(args)} positional arguments"
-            raise _unknown(
-                model, f"no {forward} that passes hidden states, masks and positions alone: {name} gets {found}"
+    numbers, argument = [len(chain.blocks) for chain in chains], "blocks_per_stage"
+    if len(chains) == 1:
+        ranges = stage_ranges(numbers[0], sizes, argument=argument, may_be_empty=True)
+        return ranges, [0] * len(ranges)
+    encoder, decoder = numbers
+    if isinstance(sizes, int):
+        if sizes < 2:
+            raise ValueError(f"num_stages is {sizes}: an encoder and a decoder need at least 2 stages")
+        first = min(max(1, round(sizes * encoder / (encoder + decoder))), sizes - 1)
+        parts: list[int | Sequence[int]] = [first, sizes - first]
+    else:
+        ends = [end for end in range(1, len(sizes)) if sum(sizes[:end]) == encoder]
+        if not ends:
+            raise ValueError(
+                f"{argument} {list(sizes)}: no stage ends with the last of the {encoder} encoder blocks, which "
+                f"{decoder} decoder blocks follow"
             )
+        parts = [sizes[: ends[0]], sizes[ends[0] :]]
+    both = [stage_ranges(n, part, argument=argument, may_be_empty=True) for n, part in zip(numbers, parts, strict=True)]
+    return [*both[0], *both[1]], [0] * len(both[0]) + [1] * len(both[1])
 
 
-def _is_constant(value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
+@contextmanager
+def _probing(model: nn.Module) -> Iterator[None]:
+    """Run the model as in training, with dropout, and put modes, buffers and generators back."""
+    from transformers import logging
+
+    modes = {module: module.training for module in model.modules()}
+    dropouts = {module: module.p for module in modes if isinstance(module, nn.Dropout)}
+    verbosity = logging.get_verbosity()
+    with ExitStack() as stack:
+        stack.enter_context(unchanged_buffers(model))
+        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        logging.set_verbosity_error()
+        try:
+            for module in modes:
+                module.training = True
+            for module in dropouts:
+                module.p = 0.5
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+            for module, training in modes.items():
+                module.training = training
+            for module, p in dropouts.items():
+                module.p = p
 
 
-def _unknown(model: nn.Module, missing: str) -> ValueError:
-    return ValueError(
-        f"{type(model).__name__} cannot be cut: it has {missing}. Known models: {', '.join(KNOWN_MODELS)}, and others "
-        "of their structure. For other models, pass your own modules as stages"
+def _small_batch(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A batch of 3 rows: 11 tokens each, or one image or sound; and 7 tokens for a decoder.
+
+    Raises:
+        NotCutError: The model takes something else.
+    """
+    main, config = getattr(model, "main_input_name", "input_ids"), model.config
+    device = next(model.parameters()).device
+    special = {value for name, value in vars(config).items() if name.endswith("token_id")}
+
+    def tokens(length: int) -> torch.Tensor:
+        ids = [number for number in range(3, 3 + 3 * length) if number not in special]
+        num = getattr(config.get_text_config(), "vocab_size", 0) or len(ids)
+        return torch.tensor([ids[i % len(ids)] % num for i in range(3 * length)], device=device).view(3, length)
+
+    if main == "input_ids":
+        batch = {main: tokens(11)}
+    elif main == "pixel_values" and hasattr(config, "image_size"):
+        sides = config.image_size if isinstance(config.image_size, Sequence) else (config.image_size,) * 2
+        batch = {main: torch.randn(3, config.num_channels, *sides, device=device)}
+    elif main == "input_features" and hasattr(config, "max_source_positions"):
+        batch = {main: torch.randn(3, config.num_mel_bins, 2 * config.max_source_positions, device=device)}
+    else:
+        raise NotCutError(f"its main input is {main!r}: pass a small batch as `example`")
+    if config.is_encoder_decoder:
+        batch["decoder_input_ids"] = tokens(7)
+    return {
+        name: value.to(next(model.parameters()).dtype) if value.is_floating_point() else value
+        for name, value in batch.items()
+    }
+
+
+def _arguments_of(module: nn.Module, config: Any) -> frozenset[str]:
+    """Names of arguments of a forward; ``use_cache`` is among any number of others, if the config has it."""
+    parameters = signature(module.forward).parameters
+    is_open = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
+    return frozenset({*parameters, *(["use_cache"] if is_open and hasattr(config, "use_cache") else [])})
+
+
+def _run(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    options = {"use_cache": False} if "use_cache" in _arguments_of(model, model.config) else {}
+    with _experts_without_values(model.config, is_needed=next(model.parameters()).is_meta):
+        return model(**batch, **options)
+
+
+def _observed(model: nn.Module, chains: Sequence[Chain], batch: Mapping[str, Any]) -> _Inputs:
+    """Run the forward on a batch and fill the chains.
+
+    Raises:
+        NotCutError: The forward fails, or uses its blocks in another way.
+    """
+    main = getattr(model, "main_input_name", "input_ids")
+    if main not in batch:
+        raise NotCutError(f"`example` has no {main!r}")
+    names = signature(model.forward).parameters
+    masks = next(model.parameters()).is_meta and len(chains) == 1 and "attention_mask" in names
+    try:
+        _observe(model, chains, {**batch, "attention_mask": _ready_mask(batch[main])} if masks else batch)
+    except NotCutError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(f"{name} {list(getattr(value, 'shape', []))}" for name, value in batch.items())
+        where = " on the meta device, which has no values" if next(model.parameters()).is_meta else ""
+        raise NotCutError(
+            f"its forward does not run on {shapes}{where}; pass a batch that it takes as `example`, or cut the model "
+            "on the CPU"
+        ) from error
+    chain = chains[0]
+    embedded = (
+        "inputs_embeds" if "inputs_embeds" in signature(model.get_submodule(chain.runs).forward).parameters else main
     )
+    if embedded == main:
+        in_place = batch[main].to("meta")
+    else:
+        table = model.get_input_embeddings() if main == "input_ids" else None
+        in_place = next((part.output for part in chain.parts if part.module is table), None)
+        in_place = chain.entry if in_place is None else in_place
+    free = {size for value in batch.values() if isinstance(value, torch.Tensor) for size in value.shape[:2]}
+    accepted = {*batch, main, *((name for name in _OPTIONAL if name in names) if masks else ())}
+    needed = {"decoder_input_ids"} if len(chains) > 1 else set()
+    return _Inputs(main, frozenset(accepted), (embedded, in_place), frozenset(free), frozenset(needed), masks)
+
+
+def _observe(model: nn.Module, chains: Sequence[Chain], batch: Mapping[str, Any]) -> None:
+    more: dict[str, Any] = {}
+    for chain in chains:
+        is_encoder = len(chains) > 1 and chain is chains[0]
+        called = model.get_submodule(chain.inner) if is_encoder else model
+        taken = signature(called.forward).parameters
+        with observed(chain):
+            output = _run_encoder(called, batch, taken) if is_encoder else _run(model, {**batch, **more})
+        if is_encoder:
+            more["encoder_outputs"] = output
+            batch = {name: value for name, value in batch.items() if name != getattr(model, "main_input_name", "")}
+
+
+def _run_encoder(encoder: nn.Module, batch: Mapping[str, Any], taken: Mapping[str, Any]) -> Any:
+    return encoder(**{name: value for name, value in batch.items() if name in taken})
+
+
+def _checked_inputs(model: nn.Module, cut: _Cut, bare: Mapping[str, Any]) -> _Inputs:
+    """The arguments with which the stages compute what the forward computes.
+
+    Raises:
+        NotCutError: They compute something else.
+    """
+    inputs, accepted = cut.inputs, {*cut.inputs.accepted}
+    batches: list[Mapping[str, Any]] = [bare]
+    optional = {} if next(model.parameters()).is_meta else _optional(model, bare)
+    if optional:
+        batches.append({**bare, **optional})
+    for named in (frozenset(), frozenset({inputs.main})):
+        tried = replace(
+            cut, inputs=replace(inputs, needed=inputs.needed | named, accepted=frozenset({*accepted, *optional}))
+        )
+        if all(_is_same(model, tried, batch) for batch in batches):
+            return replace(tried.inputs, knows_positions=_knows_positions(model, tried, bare))
+    raise NotCutError(
+        "its stages would not compute what its forward does, which reads more between blocks than what blocks return, "
+        "masks and positions"
+    )
+
+
+def _optional(model: nn.Module, bare: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Masks, positions and types of tokens that the model takes, each tried alone."""
+    names, main = signature(model.forward).parameters, bare.get("input_ids")
+    found: dict[str, torch.Tensor] = {}
+    for name in _OPTIONAL:
+        tokens = bare.get("decoder_input_ids") if name.startswith("decoder") else main
+        if name not in names or name in bare or tokens is None:
+            continue
+        value = torch.ones_like(tokens)
+        if name == "position_ids":
+            value = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens).clone()
+        elif name == "token_type_ids":
+            value = torch.zeros_like(tokens)
+        else:
+            value[-1, -2:] = 0
+        try:
+            _run(model, {**bare, **found, name: value})
+        except Exception:  # noqa: BLE001, S112 - it does not take this one
+            continue
+        found[name] = value
+    return found
+
+
+def _is_same(model: nn.Module, cut: _Cut, batch: Mapping[str, Any]) -> bool:
+    """True if the stages apply the operations of the model to its weights and to the batch."""
+    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    other = tree_map_only(torch.Tensor, torch.clone, batch)
+    named = {**weights, **_named("batch", batch), **_named("other", other)}
+    with OperationTrace(named) as trace:
+        mask = {"attention_mask": _ready_mask(batch[cut.inputs.main])} if cut.inputs.has_ready_mask else {}
+        expected = trace.digests_of(result_of(_run(model, {**batch, **mask})))
+    stages = [TransformersStage(model, cut, number) for number in range(len(cut.ranges))]
+    try:
+        with OperationTrace(named) as trace:
+            found = trace.digests_of(_run_stages(stages, cut.inputs, batch, other)[0])
+    except Exception:  # noqa: BLE001 - a forward that reads something that a stage does not have
+        return False
+    return bool(found == expected)
+
+
+def _named(prefix: str, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {f"{prefix} {name}": value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+def _run_stages(stages: Sequence[TransformersStage], inputs: _Inputs, *batches: Mapping[str, Any]) -> list[Any]:
+    """The results of batches that run in turns, as in a pipeline: what blocks leave for others is then of another."""
+    values = [stages[0](**batch) for batch in batches]
+    for stage in stages[1:]:
+        for number, batch in enumerate(batches):
+            rest = {k: v for k, v in batch.items() if k != inputs.main or k in inputs.needed}
+            received = values[number] if isinstance(values[number], tuple) else (values[number],)
+            values[number] = stage(*received, **rest)
+    return values
+
+
+def _knows_positions(model: nn.Module, cut: _Cut, bare: Mapping[str, Any]) -> bool:
+    """True if the model's own position ids are those of one sequence in a row, and no table is read with them."""
+    chain = cut.chains[0]
+    first = [part.module for part in chain.parts if 0 in part.calls]
+    tables = [module for part in first for module in part.modules() if isinstance(module, nn.Embedding)]
+    takes = "position_ids" in signature(model.get_submodule(chain.runs).forward).parameters
+    is_text = set(bare) == {"input_ids"} and model.config.get_text_config() is model.config
+    if not (len(cut.chains) == 1 and len(tables) == 1 and takes and is_text):
+        return False
+    if bare["input_ids"].is_meta:
+        return True
+    results = []
+    for knows in (False, True):
+        torch.manual_seed(0)
+        inputs = replace(cut.inputs, knows_positions=knows)
+        stages = [TransformersStage(model, replace(cut, inputs=inputs), number) for number in range(len(cut.ranges))]
+        try:
+            results += _run_stages(stages, inputs, bare)
+        except Exception:  # noqa: BLE001 - its forward takes position ids of another form
+            return False
+    return bool(torch.equal(*results))

@@ -1,0 +1,197 @@
+"""Parts of a model of ``transformers``: chains of blocks, and the modules outside of them, as a forward uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as global_hooks
+from torch.utils._pytree import tree_map
+
+from pipeproof.exec.train.torch.partial_modules import BlockOutput, hidden_of
+
+
+class NotCutError(ValueError):
+    """The model has something that stages would not compute, or has no such structure."""
+
+
+@dataclass
+class Part:
+    """A module outside of the blocks, with the numbers of blocks that had run when it was called, and its outputs."""
+
+    module: nn.Module
+    names: list[str]
+    calls: set[int] = field(default_factory=set)
+    output: Any = None
+
+    @property
+    def has_weights(self) -> bool:
+        """True if it has a parameter."""
+        return any(True for _ in self.module.parameters())
+
+
+@dataclass
+class Chain:
+    """Blocks that a forward calls one after the other, and what was observed of that forward.
+
+    Observed tensors are on the meta device: they have shapes and types alone.
+    """
+
+    name: str
+    """The name of the list of blocks in the model."""
+    blocks: list[nn.Module]
+    inner: str
+    """The name of the encoder or decoder; empty for the model itself."""
+    runs: str
+    """The name of the module that a stage without the head runs."""
+    parts: list[Part] = field(default_factory=list)
+    outputs: list[BlockOutput] = field(default_factory=list)
+    tensors: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+    """The tensors of each block's output."""
+    entry: torch.Tensor | None = None
+    """The hidden states that the first block gets."""
+
+
+def chains_of(model: nn.Module) -> list[Chain]:
+    """The chain of blocks of a model; of an encoder and a decoder with cross attention, both.
+
+    Raises:
+        NotCutError: There is no such list.
+    """
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise NotCutError("it is not a model of transformers with a `config`")
+    if getattr(config, "output_router_logits", False):
+        raise NotCutError(
+            "config.output_router_logits is set: the router loss needs the router logits of all blocks, which stages "
+            "do not pass on. Set model.config.output_router_logits = False and train without that loss"
+        )
+    if getattr(config, "is_encoder_decoder", False) and hasattr(model, "get_encoder"):
+        encoder, decoder = model.get_encoder(), model.get_decoder()
+        names = {id(module): name for name, module in model.named_modules()}
+        if id(encoder) in names and id(decoder) in names and encoder is not decoder:
+            first, second = names[id(encoder)], names[id(decoder)]
+            return [_chain(model, first, first), _chain(model, second, _base_of(model, second))]
+    return [_chain(model, "", "")]
+
+
+def _base_of(model: nn.Module, name: str) -> str:
+    """The name of the base model, if it contains the module of that name; else that of the model, which is empty."""
+    prefix = getattr(model, "base_model_prefix", "")
+    return prefix if prefix and name.startswith(f"{prefix}.") else ""
+
+
+def _chain(model: nn.Module, root: str, runs: str) -> Chain:
+    found = [(name, blocks) for name, blocks in _lists(model.get_submodule(root), root)]
+    sizes = _numbers_of_blocks(model.config, is_decoder=not root or model.get_submodule(root) is model.get_decoder())
+    exact = [each for each in found if len(each[1]) in sizes]
+    if len(exact) > 1:  # images and sound have encoders of their own
+        inner = model.get_decoder() if hasattr(model, "get_decoder") else None
+        within = {id(module) for module in inner.modules()} if inner is not None else set()
+        exact = [each for each in exact if id(each[1]) in within] or exact
+    if len(exact) != 1:
+        lists = ", ".join(f"`{name}` of {len(blocks)}" for name, blocks in found) or "none"
+        number = " or ".join(map(str, sorted(sizes))) or "config.num_hidden_layers"
+        raise NotCutError(f"it needs one list of {number} blocks, such as `model.layers`; its lists: {lists}")
+    name, blocks = exact[0]
+    if len({id(block) for block in blocks}) < len(blocks):
+        raise NotCutError(f"a block is in `{name}` more than once")
+    return Chain(name, list(blocks), root, runs or _base_of(model, name))
+
+
+def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.ModuleList]]:
+    for name, child in module.named_children():
+        full = f"{prefix}.{name}" if prefix else name
+        if isinstance(child, nn.ModuleList) and len(child):
+            yield full, child
+        else:
+            yield from _lists(child, full)
+
+
+def _numbers_of_blocks(config: Any, *, is_decoder: bool) -> set[int]:
+    text = config.get_text_config(decoder=is_decoder) if hasattr(config, "get_text_config") else config
+    names = ("num_hidden_layers", *(("decoder_layers", "num_decoder_layers") if is_decoder else ("encoder_layers",)))
+    values = [getattr(text, name, None) for name in names]
+    return {value for value in values if isinstance(value, int)}
+
+
+def add_parts(model: nn.Module, chains: list[Chain]) -> None:
+    """Find the modules outside of the blocks: all that contain no chain, the outermost ones.
+
+    Raises:
+        NotCutError: A module around the blocks has a parameter of its own.
+    """
+    lists = {chain.name for chain in chains}
+    around = {""}
+    for name in lists:
+        pieces = name.split(".")
+        around |= {".".join(pieces[:end]) for end in range(1, len(pieces))}
+    parts: dict[int, tuple[nn.Module, list[str]]] = {}
+    for name in sorted(around, key=len):
+        module = model.get_submodule(name)
+        if "forward" in vars(module):
+            raise NotCutError(
+                f"the forward of `{name or type(module).__name__}` was replaced, as accelerate does for a `device_map`"
+                ": cut the model before that, or load it without a `device_map`"
+            )
+        if getattr(module, "layerdrop", 0.0) > 0:
+            raise NotCutError(f"it leaves out blocks at random: set model.{name}.layerdrop = 0.0 before the cut")
+        own = list(module._parameters)  # noqa: SLF001 - its own, not those inside
+        if own:
+            raise NotCutError(f"`{name or type(model).__name__}` has parameters of its own: {', '.join(own)}")
+        for child, part in module.named_children():
+            full = f"{name}.{child}" if name else child
+            if full not in around and full not in lists:
+                parts.setdefault(id(part), (part, []))[1].append(full)
+    for chain in chains:
+        chain.parts = [Part(part, names) for part, names in parts.values()]
+
+
+@contextmanager
+def observed(chain: Chain) -> Iterator[None]:
+    """Within it, one forward of the model fills the chain's outputs and its parts' calls.
+
+    Raises:
+        NotCutError: The blocks were called in another order, or a module with weights was called between blocks.
+    """
+    numbers = {id(block): number for number, block in enumerate(chain.blocks)}
+    parts = {id(part.module): part for part in chain.parts}
+    called: list[int] = []
+    chain.outputs, chain.tensors, chain.entry = [], [], None
+
+    def before(module: nn.Module, args: Any) -> None:
+        number = numbers.get(id(module))
+        if number is not None:
+            called.append(number)
+            if not number:
+                chain.entry = _form(hidden_of(args, {}))
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if id(module) in numbers:
+            form = BlockOutput.of(output)
+            chain.outputs.append(form)
+            chain.tensors.append(tuple(map(_form, form.tensors_of(output))))
+        elif id(module) in parts:
+            parts[id(module)].calls.add(len(called))
+            if parts[id(module)].output is None:
+                parts[id(module)].output = tree_map(_form, output)
+
+    handles = [global_hooks.register_module_forward_pre_hook(before), global_hooks.register_module_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if called != list(range(len(chain.blocks))):
+        raise NotCutError(f"its forward does not call each block of `{chain.name}` once, in order")
+    between = [part.names[0] for part in chain.parts if part.has_weights and part.calls - {0, len(chain.blocks)}]
+    if between:
+        raise NotCutError(f"its forward calls modules with weights between blocks: {', '.join(between)}")
+
+
+def _form(leaf: Any) -> Any:
+    return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
