@@ -21,6 +21,7 @@ from pipeproof.exec.train.module_plan import (
     schedule_section,
     stages_of_rank,
 )
+from pipeproof.exec.train.script_words import in_script_words
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.exec.train.train_rank import checked_plan
 from pipeproof.schedule.ops import PART_KINDS, parse_op
@@ -133,9 +134,49 @@ def test_sizes_without_a_schedule_are_a_finding_with_the_nearest_sizes():
     assert "4 or 6" in finding.help
 
 
-def test_an_unknown_schedule_is_a_finding():
-    with pytest.raises(PlanFileError, match="PP106"):
+def test_an_unknown_schedule_is_a_finding_on_the_argument():
+    with pytest.raises(PlanFileError, match="PP106: `schedule` must be"):
         stages_of_rank("zb_x", 2, 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "remedies"),
+    [("zb_v", 3, [4]), ("zb_v", 1, [4]), ("1f1b", 4, [2]), ("interleaved", 5, [4, 6]), ("dualpipe", 3, [2])],
+)
+def test_stages_that_a_schedule_does_not_have_are_refused_with_the_number_to_cut(schedule, num_stages, remedies):
+    with pytest.raises(PipelineError, match=rf"cut the model into {' or '.join(map(str, remedies))} stages"):
+        stages_of_rank(schedule, 2, num_stages, 0)
+    assert all(stages_of_rank(schedule, 2, number, 0) for number in remedies)
+
+
+def test_looped_bfs_takes_any_number_of_stages():
+    assert [stages_of_rank("looped_bfs", 2, 3, rank) for rank in (0, 1)] == [[0, 2], [1]]
+
+
+@pytest.mark.parametrize(
+    ("programs", "num_micro_batches", "text", "remedy"),
+    [
+        ([["0F0", "0B0"], ["1F0", "1B0"]], 4, "num_micro_batches is 4", "set num_micro_batches to 1"),
+        ([["0F0", "0B0"]], 1, "the group of the pipeline has 2", "start 1 ranks"),
+        ([["0F0", "1F0", "1B0", "0B0"], ["2F0", "2B0"]], 1, "there are 2 stage", "cut the model into"),
+    ],
+)
+def test_findings_speak_of_what_the_script_wrote(programs, num_micro_batches, text, remedy):
+    skeleton = request(schedule=programs, num_micro_batches=num_micro_batches).skeleton(2)
+    with pytest.raises(PlanFileError) as raised:
+        in_script_words(lambda: placement_of(skeleton, 2), has_plan=False)
+    (finding,) = raised.value.findings
+    assert text in finding.message
+    assert remedy in finding.help
+    assert "schedule." not in finding.message + finding.help
+    with pytest.raises(PlanFileError, match=r"schedule\.|topology\.|the plan"):
+        in_script_words(lambda: placement_of(skeleton, 2), has_plan=True)
+
+
+@pytest.mark.parametrize("schedule", [None, {"kind": "1f1b"}, 3, ["1f1b"]])
+def test_a_schedule_is_a_name_or_the_operations_of_each_rank(schedule):
+    with pytest.raises(PipelineError, match="`schedule` is "):
+        schedule_section(schedule)
 
 
 def test_paths_in_a_plan_file_start_in_its_folder(tmp_path):

@@ -27,7 +27,9 @@ class Ranks:
         self.store, self.aborted, self.exits = FakeStore(), [], []
         self.agreements = [Agreement(self.store, rank, num_ranks, timeout_s) for rank in range(num_ranks)]
         self.watches = [
-            StallWatch(own, timeout_s, OPS.__getitem__, lambda rank=rank: self.aborted.append(rank), read_device)
+            StallWatch(
+                own, timeout_s, lambda: OPS.__getitem__, lambda rank=rank: self.aborted.append(rank), read_device
+            )
             for rank, own in enumerate(self.agreements)
         ]
 
@@ -72,6 +74,26 @@ def test_a_stall_names_the_op_the_peer_and_the_line_of_every_rank(ranks, capsys)
     wait_until(lambda: two.watches[1].failure)
     assert two.watches[1].failure == text
     wait_until(lambda: set(two.aborted) == {0, 1})
+
+
+def test_a_watch_ends_and_releases_once_its_pipeline_is_gone(ranks):
+    released, own = [], ranks(1).agreements[0]
+    pipelines = [OPS.__getitem__]
+    watch = StallWatch(own, 0.3, lambda: next(iter(pipelines), None), lambda: None, release=lambda: released.append(1))
+    time.sleep(0.1)
+    assert not watch.is_closed
+    pipelines.clear()
+    wait_until(lambda: watch.is_closed and released)
+    watch.close()
+    assert released == [1]
+
+
+def test_a_watch_releases_when_it_is_closed(ranks):
+    released, own = [], ranks(1).agreements[0]
+    watch = StallWatch(own, 30, lambda: OPS.__getitem__, lambda: None, release=lambda: released.append(1))
+    watch.close()
+    watch.close()
+    assert released == [1]
 
 
 def test_a_rank_outside_of_a_step_is_named(ranks):

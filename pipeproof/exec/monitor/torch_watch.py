@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -84,7 +85,7 @@ class _WatchedCalls(TorchCalls):
     def __init__(self, recorder: RingRecorder) -> None:
         super().__init__(recorder)
         self._ring = recorder
-        self._known: dict[Any, tuple[str, list[int]]] = {}
+        self._known: WeakKeyDictionary[Any, tuple[str, list[int]]] = WeakKeyDictionary()  # groups must be able to end
         self._dtypes: dict[torch.dtype, str] = {}
 
     def _call(self, method: str, function: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:

@@ -64,7 +64,7 @@ class StepEnd:
     def reduce(self, op: Op) -> None:
         """Sum the gradients of a stage over ranks; over dp with a sharded optimizer only this rank's shards."""
         self._return_gradients(op.stage)
-        axis, stage = str(op.axis), self._stages[op.stage]
+        axis = str(op.axis)
         for parameter in self._plan.weights_of(op.stage, self._coords["pp"]):
             name = parameter.name
             num_holders = len(self._plan.shared_weights.places(op.stage, name))
@@ -74,9 +74,13 @@ class StepEnd:
                 optimizer = self._sharded[op.stage]
                 optimizer.put_sum(name, self._children.sum_scattered(axis, optimizer.to_scatter(name)))
             else:
-                weight = stage.parameters[name]
-                gradient = self._framework.gradient(weight)
-                self._framework.put_gradient(weight, self._children.reduce_over(axis, gradient, "sum", name))
+                self._sum(op, name)
+
+    def _sum(self, op: Op, name: str) -> None:
+        """Sum the gradient of one weight over ranks."""
+        weight = self._stages[op.stage].parameters[name]
+        gradient = self._framework.gradient(weight)
+        self._framework.put_gradient(weight, self._children.reduce_over(str(op.axis), gradient, "sum", name))
 
     def sum_norms(self, collectives: Collectives) -> Tensor:
         """Sum the vector of squared norms over some ranks; return this rank's vector before the sum."""

@@ -10,7 +10,8 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from pipeproof.exec.store.store import Store
@@ -76,9 +77,10 @@ class _Caller:
     def __init__(self) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._lost = threading.Event()
-        thread = threading.Thread(target=_make_calls, args=(self._calls,), name="store", daemon=True)
+        left: SimpleQueue[None] = SimpleQueue()
+        thread = threading.Thread(target=_make_calls, args=(self._calls, left), name="store", daemon=True)
         thread.start()
-        weakref.finalize(self, _end_calls, self._calls, self._lost, thread)
+        weakref.finalize(self, _end_calls, self._calls, self._lost, thread, left)
 
     def call(self, work: Callable[[], _Result], limit_s: float) -> _Result:
         """Return the result of a call, or raise its error.
@@ -96,7 +98,7 @@ class _Caller:
         return future.result()
 
 
-def _make_calls(calls: SimpleQueue[_Call | None]) -> None:
+def _make_calls(calls: SimpleQueue[_Call | None], left: SimpleQueue[None]) -> None:
     while (call := calls.get()) is not None:
         work, future = call
         try:
@@ -104,10 +106,17 @@ def _make_calls(calls: SimpleQueue[_Call | None]) -> None:
         except Exception as error:  # noqa: BLE001 - of the caller, who raises it
             future.set_exception(error)
         del call, work, future  # they keep the store alive
+    left.put(None)
 
 
-def _end_calls(calls: SimpleQueue[_Call | None], lost: threading.Event, thread: threading.Thread) -> None:
-    """End the thread: one that is in C++ when the interpreter ends would abort the process."""
+def _end_calls(
+    calls: SimpleQueue[_Call | None], lost: threading.Event, thread: threading.Thread, left: SimpleQueue[None]
+) -> None:
+    """End the thread: one that is in C++ when the interpreter ends would abort the process.
+
+    It may be called in a garbage collection, where a join could wait for a lock that this thread holds.
+    """
     calls.put(None)
     if not lost.is_set() and thread is not threading.current_thread():
-        thread.join(_END_S)
+        with suppress(Empty):
+            left.get(timeout=_END_S)

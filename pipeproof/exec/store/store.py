@@ -91,6 +91,11 @@ def has_json(store: Store, key: str) -> bool:
     return store.has(f"{key}/0")
 
 
+def remove_json(store: Store, key: str) -> None:
+    """Remove a value of ``put_json`` of one part: its first part is what readers wait for."""
+    store.remove(f"{key}/0")
+
+
 def _bounded(value: str, key: str) -> str:
     if len(value) > MOST_BYTES + len(f"{_MOST_PARTS}\n"):
         raise ValueError(f"{key} in the store has a part of {len(value)} characters; at most {MOST_BYTES} are read")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.store.answering_store import AnsweringStore
 from pipeproof.exec.store.finding_content import finding_content, finding_of
-from pipeproof.exec.store.store import Store, get_json, has_json, put_json
+from pipeproof.exec.store.store import Store, get_json, has_json, put_json, remove_json
 from pipeproof.exec.train.train_errors import PipelineError, PlanRefused
 
 _Result = TypeVar("_Result")
@@ -99,6 +99,13 @@ class Agreement:
                     raise PipelineError.reported(text)
                 raise PipelineError(f"{missing} within {self._timeout_s:g} s")
             return get_json(self._store, key, _GET_S)
+
+    def take(self, key: str, missing: str) -> Any:
+        """``read`` a value, and remove it: its key is free for the next one."""
+        content = self.read(key, missing)
+        with _store_errors():
+            remove_json(self._store, key)
+        return content
 
     def of_thread(self) -> Agreement:
         """The same exchange for another thread."""

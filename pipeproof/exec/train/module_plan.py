@@ -16,6 +16,9 @@ from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.source import read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
+from pipeproof.exec.train.script_words import in_script_words
+from pipeproof.exec.train.stage_boundaries import kind_text
+from pipeproof.exec.train.stage_count import require_num_stages
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import stages_of
@@ -48,7 +51,18 @@ def stage_name(number: int) -> str:
 
 
 def schedule_section(schedule: str | Path | Sequence[Sequence[str]]) -> dict[str, Any]:
-    """The keys of ``schedule`` for a kind, a file of a written schedule, or the operations of each rank."""
+    """The keys of ``schedule`` for a kind, a file of a written schedule, or the operations of each rank.
+
+    Raises:
+        PipelineError: it is something else.
+    """
+    if not isinstance(schedule, Path | str) and (
+        not isinstance(schedule, Sequence) or not all(isinstance(program, list | tuple) for program in schedule)
+    ):
+        raise PipelineError(
+            f"`schedule` is {kind_text(schedule)}: give the name of a kind, such as '1f1b', a file, or a list of each "
+            "rank's operations"
+        )
     if isinstance(schedule, Path) or (isinstance(schedule, str) and Path(schedule).suffix in _SCHEDULE_SUFFIXES):
         return {"kind": "file", "path": str(Path(schedule).resolve())}
     if isinstance(schedule, str):
@@ -131,8 +145,13 @@ class Request:
             self._agree("schedule.num_micro_batches", given, self.num_micro_batches, "the script asks for that many")
         if "num_micro_batches" not in schedule:
             raise PipelineError("give Pipeline a plan, or num_micro_batches")
-        if "placement" not in schedule and num_stages % self.num_ranks and given_stages:
-            schedule["placement"] = [list(stages) for stages in given_stages]
+        if not {"placement", "num_chunks"} & schedule.keys():
+            require_num_stages(str(schedule.get("kind")), num_stages, self.num_ranks)
+        if "placement" not in schedule and num_stages % self.num_ranks:
+            schedule["placement"] = [
+                list(stages)
+                for stages in given_stages or (range(r, num_stages, self.num_ranks) for r in range(self.num_ranks))
+            ]
         elif "placement" not in schedule and num_stages > self.num_ranks:
             schedule.setdefault("num_chunks", -(-num_stages // self.num_ranks))
         if self.overlap and schedule.get("kind") in ORDERED_WITH_PAIRS:
@@ -212,10 +231,12 @@ def stages_of_rank(schedule: str | Path, num_ranks: int, num_stages: int, rank: 
     """The stages that a schedule puts on one of ``num_ranks`` pipeline ranks, for scripts that build only those.
 
     Raises:
+        PipelineError: it has another number of stages.
         PlanFileError: the schedule does not exist for these sizes.
     """
     request = Request(None, schedule_section(schedule), 2 * num_stages, "torch", "cpu", "float32", num_ranks, 1)
-    return placement_of(request.skeleton(num_stages), num_stages)[rank]
+    skeleton = request.skeleton(num_stages)
+    return in_script_words(lambda: placement_of(skeleton, num_stages), has_plan=False)[rank]
 
 
 def sized_plan(

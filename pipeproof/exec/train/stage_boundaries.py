@@ -97,6 +97,8 @@ class Boundaries:
     outputs: tuple[LeafSpec, ...]
     by_micro_batch: tuple[tuple[LeafSpec, ...], ...] = ()
     """The outputs of each micro-batch; empty if all are alike."""
+    unused: tuple[int, ...] = ()
+    """Outputs that got no gradient on the example, because the next stages do not use them."""
 
     def outputs_of(self, index: int) -> tuple[LeafSpec, ...]:
         """The outputs of one micro-batch."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from pipeproof.exec.launch.job_files import end_process
@@ -30,6 +31,7 @@ _LONGEST_POLL_S = 1.0
 _DEVICE_POLL_S = 0.01
 _NOTICE_S = 3 * _LONGEST_POLL_S
 """Longest time in which rank 0, with which the store may end, waits for the watches of all ranks to see a failure."""
+_LEAVE_S = 2.0
 _ABORT_S = 2.0
 """Time for ending the transfers: NCCL's call may itself wait for what the device waits for."""
 _OF_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "PADDLE_LOCAL_SIZE")
@@ -37,21 +39,25 @@ _OF_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "PADDLE_LOCAL_SIZE")
 
 
 class StallWatch:
-    """The watch of one rank. ``describe`` gives the facts of an operation by its number; ``abort`` ends transfers.
+    """The watch of one rank. ``abort`` ends transfers.
 
-    ``read_device`` returns the last step and operation that a GPU reached, for ranks whose host runs ahead.
+    ``describe`` returns what gives the facts of an operation by its number, or None once the pipeline is gone, which
+    the watch must not keep: a ``WeakMethod``. ``read_device`` returns the last step and operation that a GPU reached,
+    for ranks whose host runs ahead. ``release`` is called when the watch ends, by ``close``, at the end of the process
+    or because the pipeline is gone.
     """
 
     def __init__(
         self,
         agreement: Agreement,
         timeout_s: float,
-        describe: Callable[[int], Mapping[str, Any]],
+        describe: Callable[[], Callable[[int], Mapping[str, Any]] | None],
         abort: Callable[[], None],
         read_device: Callable[[], tuple[int, int]] | None = None,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         self._agreement, self._timeout_s, self._describe, self._abort = agreement, timeout_s, describe, abort
-        self._read_device, self._main = read_device, threading.get_ident()
+        self._read_device, self._release, self._main = read_device, release, threading.get_ident()
         self._launcher = os.getppid() if any(os.environ.get(name) for name in _OF_LAUNCHERS) else None
         self._at: tuple[int, int] | None = None
         self._on_device: tuple[int, int] | None = None
@@ -62,7 +68,10 @@ class StallWatch:
         self._noticing = threading.Lock()
         self._has_noticed = False
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="pipeproof stall watch", daemon=True)
+        self._left: SimpleQueue[None] = SimpleQueue()
+        """Gets an entry when the thread ends: ``close`` may run in a garbage collection, where a join can deadlock."""
+        self.is_closed = self._leaves = False
+        self._thread = threading.Thread(target=self._run, name="pipeproof stall watch", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread that is in C++ when the interpreter ends would abort the process
 
@@ -99,16 +108,34 @@ class StallWatch:
     def close(self) -> None:
         """End the thread, once a device that is behind its host has finished: it may wait for another rank for ever."""
         atexit.unregister(self.close)
-        while self._is_behind() and self._thread.is_alive() and not self._ended.is_set():
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if threading.current_thread() is self._thread:  # in a garbage collection
+            self._leaves = True
+            return
+        while self._is_behind() and self._left.empty() and not self._ended.is_set():
             time.sleep(_DEVICE_POLL_S)
         self._ended.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=2.0)
+        with contextlib.suppress(Empty):
+            self._left.get(timeout=_LEAVE_S)
+        self._release()
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        finally:
+            self._left.put(None)
 
     def _watch(self) -> None:
         poll_s = min(_LONGEST_POLL_S, self._timeout_s / 10)
         answered, has_store = False, True
         while not self._ended.wait(poll_s):
+            if self._leaves or (self._describe() is None and not self._is_behind()):  # nobody has the pipeline any more
+                self.is_closed = True
+                atexit.unregister(self.close)
+                self._release()
+                return
             try:
                 if has_store:
                     self._failure = self._agreement.failure()
@@ -154,9 +181,10 @@ class StallWatch:
         at = self._at
         if self._on_device is not None and self._is_busy() and self._device_at[0] == self._on_device[0]:
             at = self._device_at  # the host is ahead
-        if at is None:
+        describe = self._describe()
+        if at is None or describe is None:
             return f"is outside of step(){where}"
-        facts = self._describe(at[1])
+        facts = describe(at[1])
         if facts["peer"] >= 0:
             return f"waits in step {at[0]} for rank {facts['peer']}: {facts['op']}{where}"
         return f"is in step {at[0]}, {facts['op']} (stage {facts['stage']}, micro-batch {facts['micro_batch']}){where}"

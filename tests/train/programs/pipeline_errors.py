@@ -155,6 +155,11 @@ def no_such_sizes(rank):
 
 
 @case
+def three_stages_in_a_v(rank):
+    pipeline(ModelStages([Block() for _ in range(3)]), schedule="zb_v")
+
+
+@case
 def no_micro_batches(rank):
     pipeline(num_micro_batches=None)
 

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
+from weakref import WeakMethod
 
 import paddle
 import paddle.distributed as dist
@@ -365,7 +366,7 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
         framework = PaddleLayers(PaddleArrays(), modules)
         training = self._rank_of(lowered, framework, world)
         self._prepared = _Prepared(plan, world, modules, framework, training)
-        self._watch = StallWatch(agreement, self._timeout_s, self._describe_op, self._abort)
+        self._watch = StallWatch(agreement, self._timeout_s, WeakMethod(self._describe_op), world.abort)
 
     def _facts(self, number: int, before: Mapping[str, Any], inputs: Any) -> dict[str, Any]:
         """JSON facts of one stage, after those of the stage before it."""

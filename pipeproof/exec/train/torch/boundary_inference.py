@@ -7,8 +7,8 @@ and the random state are put back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,12 +29,15 @@ class StageRun:
     """Result of one run of a stage. ``activation_bytes`` are kept for its backward; None if not seen.
 
     ``recomputes_reentrantly`` is True for activation checkpointing with ``use_reentrant=True``, where it was seen.
+    ``uses`` are the arguments, by position or keyword, that the gradient of each output reaches, for the last stage of
+    all outputs together; None if not seen.
     """
 
     form: Form
     leaves: tuple[LeafSpec, ...]
     activation_bytes: int | None
     recomputes_reentrantly: bool = False
+    uses: tuple[frozenset[int | str], ...] | None = None
 
 
 def run_stage(
@@ -136,22 +139,27 @@ def _run_with_gradients(
         inputs = [x for x in tree_leaves((run_args, run_kwargs)) if isinstance(x, torch.Tensor)]
         for leaf in inputs:
             storages[leaf.untyped_storage()._cdata] = leaf.untyped_storage().nbytes()  # noqa: SLF001
-        reentrant = _has_node(value, "CheckpointFunctionBackward")
-    return StageRun(form, specs, sum(storages.values()), reentrant)
+        reentrant = any(node.name() == "CheckpointFunctionBackward" for node in _graph_of(value))
+        uses = tuple(_reached(output, run_args, run_kwargs) for output in ([value] if is_last else leaves))
+    return StageRun(form, specs, sum(storages.values()), reentrant, uses)
 
 
-def _has_node(value: Any, name: str) -> bool:
-    """True if a node of that name is in the graph of some output."""
+def _reached(value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int | str]:
+    """The arguments, by position or keyword, that the gradient of a value reaches."""
+    ends = [*tree_leaves(value), *(node.variable for node in _graph_of(value) if hasattr(node, "variable"))]
+    every: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return frozenset(key for key, argument in every if any(argument is end for end in ends))
+
+
+def _graph_of(value: Any) -> set[Any]:
+    """The nodes of autograd behind a value."""
     nodes = [x.grad_fn for x in tree_leaves(value) if isinstance(x, torch.Tensor) and x.grad_fn is not None]
     seen = set(nodes)
     while nodes:
-        node = nodes.pop()
-        if node.name() == name:
-            return True
-        following = {other for other, _ in node.next_functions if other is not None} - seen
+        following = {other for other, _ in nodes.pop().next_functions if other is not None} - seen
         seen |= following
         nodes += following
-    return False
+    return seen
 
 
 def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -174,6 +182,16 @@ def meta_leaves(leaves: Sequence[LeafSpec]) -> Leaves:
         torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta").requires_grad_(spec.has_gradient)
         for spec in leaves
     )
+
+
+@contextmanager
+def unchanged_state(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """Put buffers of modules back as they were, and the random states of the CPU and of a device."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(unchanged_buffers(module))
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        yield
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from pipeproof.exec.rank.group_channels import PostedTransfer
 from pipeproof.exec.rank.torch.batched_messages import post_recv, post_send
 from pipeproof.exec.rank.torch.copy_channels import CopyChannels, connect_copies, slot_sizes
 from pipeproof.exec.train.torch.gloo_connections import Connection, connections_of
+from pipeproof.exec.train.torch.script_groups import ScriptGroup
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.schedule.op_table import Channel, Group, OpGraph
 from pipeproof.stages.torch.runtime import start_backward_thread
@@ -50,6 +51,10 @@ class StageChannels:
 
     def close(self) -> None:
         """Do nothing: the groups end with the world."""
+
+    def release(self) -> None:
+        """Let go of the groups."""
+        self._backends.clear()
 
 
 def _send(backend: Any, buffer: torch.Tensor, member: int) -> Any:
@@ -90,6 +95,10 @@ class OrderedSums:
         options.rootRank, options.rootTensor = 0, 0
         self._backend.broadcast([tensor], options).wait()
 
+    def release(self) -> None:
+        """Let go of the group."""
+        self._backend = None
+
 
 @dataclass(frozen=True)
 class StageWorld:
@@ -99,16 +108,21 @@ class StageWorld:
     channels: StageChannels | CopyChannels
     collectives: dict[int, OrderedSums]
     """By index of the graph's groups, without groups of one member."""
-    backends: tuple[Any, ...]
-    group: dist.ProcessGroup
-    hosts: Any = None
-    """The gloo backend of all ranks, by which their hosts agree on a step; None for one rank."""
+    backends: list[Any]
+    group: ScriptGroup
+    has_hosts: bool = False
+    """True if the last backend is one of gloo between the hosts of all ranks, by which they agree on a step."""
     connections: tuple[Connection, ...] = ()
     """Those of gloo backends."""
 
+    @property
+    def hosts(self) -> Any:
+        """The gloo backend between the hosts of all ranks; None for one rank."""
+        return self.backends[-1] if self.has_hosts else None
+
     def barrier(self) -> None:
         """Wait until all ranks of the pipeline have called this."""
-        dist.barrier(self.group)
+        dist.barrier(self.group())
 
     def abort(self) -> None:
         """Give up all communication, so that ranks that wait for this one end with an error."""
@@ -120,13 +134,20 @@ class StageWorld:
             except (RuntimeError, OSError):  # it has already ended
                 continue
 
+    def close(self) -> None:
+        """Let go of all groups, whose threads end with them: none may be left when the interpreter ends."""
+        for each in (self.channels, *self.collectives.values()):
+            if not isinstance(each, CopyChannels):  # they have memory in place of groups
+                each.release()
+        self.backends.clear()
+
 
 def connect_stages(
     graph: OpGraph,
     index: int,
     device: torch.device,
     store: dist.Store,
-    group: dist.ProcessGroup,
+    group: ScriptGroup,
     timeout_s: float,
     *,
     by_copies: bool = False,
@@ -163,11 +184,14 @@ def connect_stages(
         if device.type == "cuda":
             start_backward_thread(device)
             torch.cuda.synchronize(device)
-        hosts = connected("hosts", range(group.size()), torch.device("cpu")) if group.size() > 1 else None
+        num_ranks = group().size()
+        has_hosts = num_ranks > 1
+        if has_hosts:
+            connected("hosts", range(num_ranks), torch.device("cpu"))
     except RuntimeError as error:
         raise PipelineError(f"the pipeline's ranks cannot connect: {error}") from None
     collectives = {number: each for number, each in sums.items() if each is not None}
-    return StageWorld(index, channels, collectives, tuple(backends), group, hosts, tuple(connections))
+    return StageWorld(index, channels, collectives, backends, group, has_hosts, tuple(connections))
 
 
 def _sums(group: Group, number: int, index: int, graph: OpGraph, connected: Any) -> OrderedSums | None:

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 from pipeproof.comm.accumulation_order import sum_orders
 from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.train.torch.boundary_inference import unchanged_state
 from pipeproof.exec.train.torch.module_stage import StepData
-from pipeproof.exec.train.torch.split_linear import gradients_aside
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.start_phases import Settings
 from pipeproof.exec.train.torch.step_loss import NUM_ITEMS, StepTerms, detached_metrics, divided, loss_terms
@@ -86,7 +86,7 @@ class Comparison:
 
 def default_names(reference: nn.Module) -> NameOf:
     """Stages whose parameters have the reference's names; else ``stage.name``, as in a list of the stages."""
-    known = dict(reference.named_parameters())
+    known = dict(reference.named_parameters(remove_duplicate=False))
 
     def name_of(stage: int, name: str) -> str:
         found = next((each for each in (name, f"{stage}.{name}") if each in known), None)
@@ -113,7 +113,7 @@ def compare_step(
         PipelineError: the first rank has no reference, or the reference raised.
     """
     ranks, gradients = runner.ranks, runner.gradients
-    with gradients_aside(gradients.parameters()), runner.without_replay():
+    with runner.unchanged():
         loss = run()
         own = {
             "loss": None if loss is None else float(loss),
@@ -135,10 +135,11 @@ def compare_step(
         if reference is None:
             raise PipelineError("the first rank of the pipeline needs the reference module")
         data = runner.contract.whole_data(inputs, runner.signature.num_micro_batches, None)
-        comparison = compare_with_reference(
-            reference, plan.lowered, shards, data, runner.settings, name_of or default_names(reference),
-            is_compiled=any(shard["compiled"] for shard in shards),
-        )  # fmt: skip
+        with unchanged_state([reference], runner.device):
+            comparison = compare_with_reference(
+                reference, plan.lowered, shards, data, runner.settings, name_of or default_names(reference),
+                is_compiled=any(shard["compiled"] for shard in shards),
+            )  # fmt: skip
         return asdict(comparison)
 
     result = ranks.agreement.gather(f"comparison {runner.num_steps}", compared)[0]
@@ -164,8 +165,9 @@ def compare_with_reference(
     keyword arguments under 0. With ``is_compiled`` some operations ran in compiled graphs.
     """
     weights, gradients = ({k: v for shard in shards for k, v in shard[key].items()} for key in ("weights", "gradients"))
-    names = {key: name_of(*key) for key in weights}
-    parameters = dict(reference.named_parameters())
+    parameters = dict(reference.named_parameters(remove_duplicate=False))
+    first = {id(weight): name for name, weight in reference.named_parameters()}  # a tied weight has several names
+    names = {key: first[id(parameters[name_of(*key)])] for key in weights}
     with torch.no_grad():
         for key, value in weights.items():
             parameters[names[key]].copy_(value)

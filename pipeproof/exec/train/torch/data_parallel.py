@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeproof.exec.rank.step_end import StepEnd
+from pipeproof.exec.train.torch.channel_groups import OrderedSums
+from pipeproof.exec.train.torch.script_groups import ScriptGroup
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.schedule.ops import Op
 
@@ -51,7 +53,16 @@ class Replicas:
             group = self._ddp.process_group
         if self._fsdp and group is not None:
             raise PipelineError(f"stage {number} is sharded by fully_shard, which sums its gradients: no data_group")
-        self.group = group
+        self._group = None if group is None else ScriptGroup(group)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the replicas.
+
+        Raises:
+            PipelineError: the script has destroyed it.
+        """
+        return None if self._group is None else self._group()
 
     @property
     def size(self) -> int:
@@ -119,11 +130,16 @@ class Replicas:
 
 
 class ReplicatedStepEnd(StepEnd):
-    """The end of a step whose gradients are summed over ``dp`` by ``replicas``, by stage number."""
+    """The end of a step whose gradients are summed over ``dp`` by ``replicas``, by stage number.
 
-    def __init__(self, replicas: Mapping[int, Replicas], *args: Any) -> None:
+    ``sums`` are those over the holders of shared weights, by the holders.
+    """
+
+    def __init__(
+        self, replicas: Mapping[int, Replicas], sums: Mapping[tuple[int, ...], OrderedSums], *args: Any
+    ) -> None:
         super().__init__(*args)
-        self._replicas = replicas
+        self._replicas, self._sums = replicas, sums
         self._averaged: set[int] = set()
         self._earlier: dict[int, torch.Tensor] = {}
 
@@ -147,9 +163,19 @@ class ReplicatedStepEnd(StepEnd):
             self._average(op.stage)
         if not over_dp:
             super().reduce(op)
-            for weight in self._shared(op.stage):
-                if id(weight) in self._earlier:
-                    weight.grad = self._earlier.pop(id(weight)).add_(weight.grad)
+
+    def _sum(self, op: Op, name: str) -> None:
+        """Sum a shared weight over its holders. One that none of them used gets no gradient, as in one process."""
+        weight = self._stages[op.stage].parameters[name]
+        has_gradient = torch.full((1,), float(weight.grad is not None), device=weight.device)
+        every = self._sums[self._plan.shared_weights.places(op.stage, name)].gathered(has_gradient)
+        is_unused = weight.grad is None and not any(map(bool, every))  # only then does the host wait
+        super()._sum(op, name)
+        earlier = self._earlier.pop(id(weight), None)
+        if is_unused:
+            weight.grad = earlier
+        elif earlier is not None:
+            weight.grad = earlier.add_(weight.grad)
 
     def update(self, stage: int) -> None:
         """End a stage; FSDP over one rank has gradients to hand out, too, though the plan has no sum over ``dp``."""

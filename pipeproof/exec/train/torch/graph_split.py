@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -35,10 +36,15 @@ _numbers = itertools.count()
 
 
 class GraphSplit:
-    """The graphs of one stage. ``loss_fn`` is called on the output and the target; None for what returns its output."""
+    """The graphs of one stage. ``loss_fn`` is called on the output and the target; None for what returns its output.
 
-    def __init__(self, module: nn.Module, loss_fn: Callable[..., Any] | None, compiler: Compiler) -> None:
-        self._module, self._loss_fn, self._compiler = module, loss_fn, compiler
+    The outputs ``unused`` get no gradient.
+    """
+
+    def __init__(
+        self, module: nn.Module, loss_fn: Callable[..., Any] | None, compiler: Compiler, unused: Sequence[int] = ()
+    ) -> None:
+        self._module, self._loss_fn, self._compiler, self.unused = module, loss_fn, compiler, frozenset(unused)
         self._hooks: list[Any] | None = None
         self._deferred: list[Callable[[], None]] = []
         self.kept: list[KeptBytes] = []
@@ -56,8 +62,8 @@ class GraphSplit:
         _require_capturable(self._module)
         self._hooks, self.kept = hooks, []
         self._call = torch.compile(
-            _entry(self._module, self._loss_fn), backend=partial(_captured, weakref.ref(self)), fullgraph=True,
-            dynamic=False,
+            _entry(self._module, self._loss_fn, self.unused), backend=partial(_captured, weakref.ref(self)),
+            fullgraph=True, dynamic=False,
         )  # fmt: skip
 
     def forward(
@@ -146,15 +152,27 @@ def _run_all(works: list[Callable[[], None]]) -> None:
     works.clear()
 
 
-def _entry(module: nn.Module, loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
+def _entry(module: nn.Module, loss_fn: Callable[..., Any] | None, unused: AbstractSet[int]) -> Callable[..., Any]:
     """The function that is captured; its code is its own, as Dynamo keeps and counts graphs by code."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, loss_kwargs: dict[str, Any]) -> Any:
         output = module(*args, **kwargs)
+        if unused:
+            output = _detached(output, unused)
         return output if loss_fn is None else detached_metrics(loss_fn(output, target, **loss_kwargs))
 
     code = run.__code__.replace(co_name=f"stage_graph_{next(_numbers)}")
     return FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
+
+
+def _detached(output: Any, positions: AbstractSet[int]) -> Any:
+    """The output of a stage, with those of its tensors detached that get no gradient."""
+    if isinstance(output, torch.Tensor):
+        return output.detach()
+    if isinstance(output, Mapping):
+        return {key: x.detach() if n in positions else x for n, (key, x) in enumerate(output.items())}
+    leaves = [x.detach() if n in positions else x for n, x in enumerate(output)]
+    return tuple(leaves) if isinstance(output, tuple) else leaves
 
 
 _HOOKS = (

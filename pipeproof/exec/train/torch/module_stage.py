@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from pipeproof.exec.train.missing_gradients import MissingGradients
 from pipeproof.exec.train.stage_boundaries import Boundaries
 from pipeproof.exec.train.stage_errors import StageErrors
 from pipeproof.exec.train.torch.graph_split import GraphSplit
@@ -126,11 +128,16 @@ class ModuleStage:
             self._leave_graphs("it is sharded by fully_shard")
         else:
             in_graph = (loss_fn or _output) if self._is_last else None
-            self._split, self.split = GraphSplit(module, in_graph, compiler), "graph"
+            self._split, self.split = GraphSplit(module, in_graph, compiler, boundaries.unused), "graph"
             self._begin_graphs()
         self._forwards: dict[int, _Forward] = {}
         """Forwards whose backward has not begun."""
+        self._last: tuple[_Forward, Leaves] | None = None
+        """The last forward without a backward."""
         self.data = StepData()
+        self._missing: MissingGradients | None = None
+        self._lost_graph: Literal["", "graph", "outputs"] = ""
+        """Reason of a backward with nothing to do: its forward left no graph, or no output was used."""
 
     @property
     def kept(self) -> list[KeptBytes]:
@@ -182,9 +189,22 @@ class ModuleStage:
         outputs = (value,) if self._is_last else (*self._checked(value, index),)  # a new tuple: its id is a key
         if self._check_finite and not all(bool(x.isfinite().all()) for x in outputs if x.is_floating_point()):
             raise PipelineError(self._not_finite(args, kwargs, index))
+        done = _Forward(index, inputs, self._split, _versions(outputs))
         if torch.is_grad_enabled():
-            self._forwards[id(outputs)] = _Forward(index, inputs, self._split, _versions(outputs))
+            self._forwards[id(outputs)] = done
+        else:
+            if self._last is not None:
+                self._require_unchanged(*self._last)
+            self._last = done, outputs
         return outputs
+
+    def _require_unchanged(self, forward: _Forward, outputs: Leaves) -> None:
+        """Refuse outputs that a later forward has written to: they may not have been received yet."""
+        if forward.versions != _versions(outputs):
+            raise PipelineError(
+                f"{self._errors.where(forward.index)}: the module has changed a tensor in place that it returned "
+                "before, which the next stage may receive changed: return a copy, such as buffer.clone()"
+            )
 
     def _value(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int) -> Any:
         """The output of the module; of the last stage the loss, if there is a target or a loss is needed."""
@@ -230,19 +250,20 @@ class ModuleStage:
             PipelineError: the module's backward raised.
         """
         forward = self._forwards.pop(id(outputs))
-        index, inputs = forward.index, [leaf for leaf in forward.inputs if leaf.requires_grad]
-        if forward.versions != _versions(outputs):
-            raise PipelineError(
-                f"{self._errors.where(index)}: the module has changed a tensor in place that it returned before, which "
-                "the next stage may receive changed: return a copy, such as buffer.clone()"
-            )
+        index, number = forward.index, self._errors.number
+        unused = () if self._is_last or self._missing is None else self._missing.take(number + 1, index)
+        self._require_unchanged(forward, outputs)
+        if isinstance(forward.split, GraphSplit):
+            self._require_as_captured(forward.split, outputs, unused, index)
         pairs = [
             (leaf, gradient)
-            for leaf, gradient in zip(outputs, gradients, strict=True)
-            if leaf.requires_grad and (gradient is not None or self._is_last)
+            for position, (leaf, gradient) in enumerate(zip(outputs, gradients, strict=True))
+            if leaf.requires_grad and position not in unused and (gradient is not None or self._is_last)
         ]
         rest: Callable[[], None] | None = None
-        if pairs:
+        if not pairs:
+            self._lost_graph = "outputs" if unused else "graph"
+        else:
             roots, of_roots = [leaf for leaf, _ in pairs], [gradient for _, gradient in pairs]
             try:
                 with without_autocast(roots[0].device.type):
@@ -254,22 +275,70 @@ class ModuleStage:
                 raise PipelineError(f"{self._errors.where(index)}: {error}") from error
             except Exception as error:
                 raise self._errors.raised(error, index, "the backward") from error
-        for leaf in inputs:
-            if leaf.grad is None:
-                leaf.grad = torch.zeros_like(leaf)
+        without = [n for n, leaf in enumerate(forward.inputs) if leaf.requires_grad and leaf.grad is None]
+        for position in without:
+            forward.inputs[position].grad = torch.zeros_like(forward.inputs[position])
+        if number and self._missing is not None:
+            self._missing.put(number, index, without)
         return DeferredWeights(rest, outputs[0].device.type, self._errors, index)
+
+    def _require_as_captured(self, graphs: GraphSplit, outputs: Leaves, unused: Collection[int], index: int) -> None:
+        """Refuse a backward other than that of the graphs: some outputs are detached there, and all others are not."""
+        wrong = [n for n, leaf in enumerate(outputs) if leaf.requires_grad and n in unused]
+        wrong += [
+            n
+            for n, spec in enumerate(self._boundaries.outputs)
+            if n in graphs.unused and spec.has_gradient and n not in unused
+        ]
+        if wrong:
+            verbs = ("uses", "does not use") if wrong[0] in graphs.unused else ("does not use", "uses")
+            raise PipelineError(
+                f"{self._errors.where(index)} runs as graphs: stage {self._errors.number + 1} {verbs[0]} output "
+                f"{wrong[0]} of it in this micro-batch, and {verbs[1]} it on the example: use split='linear' or 'whole'"
+            )
+
+    def require_gradients(self, changed: AbstractSet[int]) -> None:
+        """Refuse a stage that a step did not train; ``changed`` are the ids of the parameters with new gradients.
+
+        Raises:
+            PipelineError: names the cause, where it is known.
+        """
+        if not self.parameters or any(id(weight) in changed for weight in self.parameters.values()):
+            return
+        number = self._errors.number
+        cause, fix = "its forward uses none of them", "freeze those that are not to be trained (requires_grad_(False))"
+        if self._lost_graph == "outputs":
+            cause = f"stage {number + 1} uses no output of this stage, or detaches it"
+        elif self._lost_graph and self._recomputes_reentrantly():
+            cause = "activation checkpointing with use_reentrant=True gives none where no input requires a gradient"
+            fix = "pass use_reentrant=False"
+        elif self._lost_graph:
+            cause = "its outputs do not depend on them, because it detaches them or runs without gradients"
+        raise PipelineError(f"stage {number}: no trained parameter got a gradient in the first step: {cause}; {fix}")
+
+    def _recomputes_reentrantly(self) -> bool:
+        """Run a micro-batch of the first stage again: PyTorch warns of checkpointing that gives no gradients."""
+        if not self.data.args:
+            return False
+        kwargs = self.data.kwargs[0][0] if 0 in self.data.kwargs else {}
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            self.module(*self.data.args[0], **kwargs)
+        return any("None of the inputs have requires_grad=True" in str(warning.message) for warning in warned)
 
     def return_gradients(self) -> None:
         """Do nothing: stages of one rank that share a weight hold the same Parameter."""
 
-    def begin(self, data: StepData) -> None:
-        """Begin a step."""
+    def begin(self, data: StepData, missing: MissingGradients | None = None) -> None:
+        """Begin a step; ``missing`` has the outputs that other stages did not use, None for a stage alone."""
         self.data, self._boundaries = data, data.boundaries.get(self._errors.number, self._boundaries)
+        self._missing = missing
         self._begin_graphs()
 
     def end(self) -> None:
         """End a step: keep nothing of it."""
         self._forwards.clear()
+        self._last = None
         self.data = StepData()
 
     def _not_finite(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int) -> str:
@@ -303,7 +372,7 @@ def _output(output: Any, _: Any) -> Any:
 
 
 def _versions(outputs: Leaves) -> list[int]:
-    return [leaf._version for leaf in outputs]  # noqa: SLF001 - no public query
+    return [0 if leaf.is_inference() else leaf._version for leaf in outputs]  # noqa: SLF001 - no public query
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:

@@ -216,13 +216,17 @@ class Pipeline:
     ) -> Any:
         """Run the forwards alone. Modules keep their mode: call ``eval()`` on them for evaluation.
 
+        Buffers and random states stay as they were, in training mode too: the training continues as without evaluation.
+
         Returns the loss as ``step`` if there is a target, else, where the last stage is, the output of all rows.
         """
-        with torch.no_grad(), self._runner.one_error():
+        runner = self._runner
+        with torch.no_grad(), runner.one_error(), runner.unchanged_state():
             inputs = StepInputs(args, target, kwargs, stage_kwargs or {}, loss_kwargs or {})
-            loss, terms, outputs = self._runner.evaluate(inputs)
+            loss, terms, outputs = runner.evaluate(inputs)
+            result = joined_outputs(outputs) if outputs else loss
         terms.collect(None, metrics)
-        return joined_outputs(outputs) if outputs else loss
+        return result
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their common norm is at most ``max_norm``; return the norm.
@@ -256,8 +260,8 @@ class Pipeline:
         The first rank of the pipeline needs the ``reference``, and all arguments of the step. The reference gets the
         pipeline's weights and the keyword arguments of all stages, and runs the micro-batches one by one in the plan's
         order. ``name_of`` gives the reference's name of a stage's parameter, where it is neither the same name nor
-        ``stage.name``. Gradients that were there before are put back. Dropout draws other numbers in the reference:
-        compare without.
+        ``stage.name``. Gradients that were there before are put back, and so are buffers and random states. Dropout
+        draws other numbers in the reference: compare without.
         """
         run = partial(self.step, *args, target=target, loss_kwargs=loss_kwargs, stage_kwargs=stage_kwargs, **kwargs)
         inputs = StepInputs(args, target, kwargs, stage_kwargs or {}, loss_kwargs or {})
@@ -278,8 +282,8 @@ class Pipeline:
     ) -> LimitsReport:
         """Run some steps with timed operations and messages; write them for ``cost: {profile: FILE}`` of the plan.
 
-        ``pipeproof simulate`` then predicts with measured times. Weights and gradients are left as they are. One more
-        step counts the FLOPs.
+        ``pipeproof simulate`` then predicts with measured times. Weights, gradients, buffers and random states are left
+        as they are. One more step counts the FLOPs.
 
         Returns the limits of a step on all ranks; ``print`` shows them as a table.
         """
@@ -290,7 +294,10 @@ class Pipeline:
         return LimitsReport(profile_steps(self._runner, run, Path(file), num_steps))
 
     def close(self) -> None:
-        """End the pipeline's thread. Its groups end with the process."""
+        """End the pipeline's thread and its groups.
+
+        The end of the process, and of the script's process group, does the same.
+        """
         self._runner.watch.close()
 
     def __enter__(self) -> Self:

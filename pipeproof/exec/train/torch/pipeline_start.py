@@ -1,4 +1,4 @@
-"""Agreement of a pipeline's ranks on what the script passed: the group, the request, the stages and tied weights."""
+"""Agreement of a pipeline's ranks on what the script passed: the request, the stages and tied weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pipeproof.comm.lowered_plan import LoweredPlan
@@ -20,26 +19,6 @@ from pipeproof.exec.train.torch.model_names import unwrapped
 from pipeproof.exec.train.torch.model_stages import ModelStages, cut_ties
 from pipeproof.exec.train.torch.module_stage import ModuleStage, trained
 from pipeproof.exec.train.train_errors import PipelineError
-
-
-def process_group(group: dist.ProcessGroup | dist.DeviceMesh | None) -> dist.ProcessGroup:
-    """The process group of an argument.
-
-    Raises:
-        PipelineError: no process group is initialised, this rank is not in it, or the mesh has several dims.
-    """
-    if not dist.is_initialized():
-        raise PipelineError("initialise torch.distributed first: start the script with torchrun and call "
-                            "torch.distributed.init_process_group")  # fmt: skip
-    if group is None:
-        return dist.group.WORLD
-    if isinstance(group, dist.DeviceMesh):
-        if group.ndim != 1:
-            raise PipelineError(f"the mesh has dims {group.mesh_dim_names}: pass one, such as mesh['pp']")
-        return group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        raise PipelineError("this rank is not a member of the group: make its Pipeline on the members alone")
-    return group
 
 
 def same_request(answers: Sequence[Mapping[str, Any]]) -> Request:
@@ -67,6 +46,11 @@ def placed_stages(
     if missing:
         raise PipelineError(f"no rank has stage {missing[0]}: stages are numbered from 0 to {max(numbers)}")
     placed = placement_of(skeleton, num_stages)
+    planned_stages = len({number for own in placed for number in own})
+    if planned_stages != num_stages:
+        raise PipelineError(
+            f"the schedule has {planned_stages} stages, and there are {num_stages}: cut the model into {planned_stages}"
+        )
     for number in range(num_stages):
         holders = [rank for rank, other in enumerate(answers) if other["whole"] is None and number in other["stages"]]
         planned = [rank for rank, own in enumerate(placed) if number in own]

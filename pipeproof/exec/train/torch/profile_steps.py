@@ -20,7 +20,6 @@ from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, LogEntry, Timing, op_i
 from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.op_timing import free_cached_memory, timed_channels, timing_of
 from pipeproof.exec.train.torch.count_products import ProductCounter
-from pipeproof.exec.train.torch.split_linear import gradients_aside
 from pipeproof.exec.train.torch.step_runner import StepRunner
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.profile_file import Profile
@@ -37,7 +36,7 @@ def profile_steps(runner: StepRunner, run: Callable[[], object], file: Path, num
     """Run steps by ``run`` and return their profile, the same on all ranks; the first rank writes it to ``file``."""
     channels, clock = timed_channels(runner.world.channels, runner.device)
     try:
-        with gradients_aside(runner.gradients.parameters()):
+        with runner.unchanged():
             measured = _measured(runner, run, channels, clock, num_steps)
     finally:
         channels.close()

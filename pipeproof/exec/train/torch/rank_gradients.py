@@ -12,6 +12,7 @@ from torch import nn
 from pipeproof.comm.lowered_plan import LoweredPlan
 from pipeproof.exec.train.torch.data_parallel import groups_of, local_part
 from pipeproof.exec.train.torch.module_stage import ModuleStage, trained
+from pipeproof.exec.train.torch.script_groups import ScriptGroup
 
 
 class RankGradients:
@@ -19,7 +20,7 @@ class RankGradients:
 
     def __init__(
         self, modules: Mapping[int, ModuleStage], plan: LoweredPlan, rank: int, device: torch.device,
-        group: dist.ProcessGroup,
+        group: ScriptGroup,
     ) -> None:  # fmt: skip
         self._modules, self._plan, self._rank, self._device, self._group = modules, plan, rank, device, group
 
@@ -27,6 +28,13 @@ class RankGradients:
         """The parameters of this rank's stages, each once."""
         every = (weight for stage in self._modules.values() for weight in stage.module.parameters())
         return [*{id(weight): weight for weight in every}.values()]
+
+    def states(self) -> dict[int, tuple[torch.Tensor | None, int]]:
+        """The gradient of each parameter by its id, with its number of writes."""
+        return {
+            id(weight): (weight.grad, -1 if weight.grad is None else weight.grad._version)  # noqa: SLF001
+            for weight in self.parameters()
+        }
 
     def trained_by_name(self) -> dict[str, nn.Parameter]:
         """The trained parameters, by names for messages."""
@@ -43,7 +51,7 @@ class RankGradients:
             gradient = weight.grad.coalesce().values() if weight.grad.is_sparse else weight.grad
             norm = torch.linalg.vector_norm(gradient, dtype=dtype)
             norms[position[name]] = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        dist.all_reduce(norms, group=self._group)  # exact: each is on one rank, and zero on all others
+        dist.all_reduce(norms, group=self._group())  # exact: each is on one rank, and zero on all others
         return torch.linalg.vector_norm(norms)
 
     def share_overflow(self) -> None:
@@ -53,7 +61,7 @@ class RankGradients:
         bad = torch.zeros((), device=self._device)
         for part in local:
             bad = torch.maximum(bad, part.isfinite().all().logical_not().float())
-        for group in (*groups_of(gradients), self._group):  # first over the shards of this rank's stages
+        for group in (*groups_of(gradients), self._group()):  # first over the shards of this rank's stages
             dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
         factor = torch.where(bad > 0, float("inf"), 1.0)
         for dtype in {part.dtype for part in local}:  # one element of each, as each optimizer looks at its own

@@ -21,12 +21,12 @@ _TAG = 0
 
 
 class RollCall:
-    """The exchange of one rank; ``backend`` is a gloo backend of all ``num_ranks``, None for one rank.
+    """The exchange of one rank; ``backend`` returns a gloo backend of all ``num_ranks``, None for one rank.
 
     ``waits_for`` is called with the rank that this one waits for.
     """
 
-    def __init__(self, backend: Any, rank: int, num_ranks: int, waits_for: Callable[[int], None]) -> None:
+    def __init__(self, backend: Callable[[], Any], rank: int, num_ranks: int, waits_for: Callable[[int], None]) -> None:
         self._backend, self._waits_for = backend, waits_for
         self._words = torch.zeros(num_ranks, dtype=torch.int64)
         self._rounds: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
@@ -43,10 +43,10 @@ class RollCall:
         Raises:
             RuntimeError: the connection to a rank has ended.
         """
-        self._words[0] = word
+        self._words[0], backend = word, self._backend()
         for target, source, own, others in self._rounds:
-            received = self._backend.recv([others], source, _TAG)
-            sent = self._backend.send([own], target, _TAG)
+            received = backend.recv([others], source, _TAG)
+            sent = backend.send([own], target, _TAG)
             self._waits_for(source)
             received.wait()
             sent.wait()

@@ -12,7 +12,7 @@ import torch
 from pipeproof.exec.train.agreement import Agreement, described_in_order
 from pipeproof.exec.train.module_plan import StageFacts
 from pipeproof.exec.train.stage_boundaries import Boundaries, form_of, specs_of
-from pipeproof.exec.train.torch.boundary_inference import meta_leaves, run_stage
+from pipeproof.exec.train.torch.boundary_inference import StageRun, meta_leaves, run_stage
 from pipeproof.exec.train.torch.data_parallel import Replicas
 from pipeproof.exec.train.torch.module_stage import trained
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
@@ -87,10 +87,11 @@ class StageDescriber:
             )
             for n, e in entries.items()
         ]
+        unused = _unused_outputs(entries)
         boundaries = {
             n: Boundaries(
                 forms[n - 1] if n else None, forms[n], specs[n][0],
-                tuple(specs[n][variant] for variant in examples.by_micro_batch),
+                tuple(specs[n][variant] for variant in examples.by_micro_batch), unused[n],
             )
             for n in entries
         }  # fmt: skip
@@ -113,6 +114,7 @@ class StageDescriber:
                 {"name": name, "shape": list(weight.shape)} for name, weight in trained(module).items()
             ],
             "kept": None, "form": ["tensor", []], "out": [], "rows": before.get("rows"), "times": [None, None],
+            "uses": None,
         }  # fmt: skip
         if not examples.distinct:
             return self._declared_facts(number, entry, skeleton, examples.lengths)
@@ -148,6 +150,8 @@ class StageDescriber:
             every = [times[variant] for variant in examples.by_micro_batch] or times
             entry["times"] = [round(fmean(each), 3) for each in zip(*every, strict=True)]
         entry["out"] = [[[list(spec.shape), spec.dtype, spec.has_gradient] for spec in each.leaves] for each in runs]
+        if number:
+            entry["uses"] = _uses(runs, len(before["out"][0]), form_of(before).keys)
         if any(each.form != run.form for each in runs):
             raise PipelineError(f"stage {number} returns another structure for another length of the sequences")
         if not is_last:
@@ -179,3 +183,28 @@ class StageDescriber:
                 shape = [letters.get(size, size) for size in leaf["shape"]]
                 entry["out"][-1].append([shape, of, "float" in of if gradient is None else gradient])
         return entry
+
+
+def _uses(runs: Sequence[StageRun], num_inputs: int, keys: Sequence[str]) -> list[list[int]] | None:
+    """The inputs that the gradient of each output reaches, by position in the output of the stage before.
+
+    None if not seen. ``keys`` are those of a dict that the stage before returns.
+    """
+    seen = [each.uses for each in runs if each.uses is not None]
+    if len(seen) < len(runs):
+        return None
+    positions: dict[int | str, int] = dict(zip(keys or range(num_inputs), range(num_inputs), strict=True))
+    every = (frozenset[int | str]().union(*uses) for uses in zip(*seen, strict=True))
+    return [sorted(positions[x] for x in used if x in positions) for used in every]
+
+
+def _unused_outputs(entries: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[int, ...]]:
+    """Outputs of each stage that get no gradient, because no stage after it uses them for what has one."""
+    unused: dict[int, tuple[int, ...]] = {len(entries) - 1: ()}
+    for number in reversed(range(1, len(entries))):
+        num_outputs, uses = len(entries[number - 1]["out"][0]), entries[number]["uses"]
+        is_used = set(range(num_outputs))
+        if uses is not None:
+            is_used = {position for n, used in enumerate(uses) if n not in unused[number] for position in used}
+        unused[number - 1] = tuple(position for position in range(num_outputs) if position not in is_used)
+    return unused

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pipeproof.exec.train.torch.boundary_inference import real_tensor, unchanged_buffers
+from pipeproof.exec.train.torch.boundary_inference import real_tensor, unchanged_state
 from pipeproof.exec.train.torch.module_stage import without_autocast
 from pipeproof.exec.train.torch.split_linear import gradients_aside
 from pipeproof.exec.train.train_errors import PipelineError
@@ -30,14 +30,8 @@ def time_stage(
     Raises:
         PipelineError: the module raises.
     """
-    devices = [device] if device.type == "cuda" else []
     try:
-        with (
-            gradients_aside([*module.parameters()]),
-            unchanged_buffers(module),
-            torch.random.fork_rng(devices),
-            torch.enable_grad(),
-        ):
+        with gradients_aside([*module.parameters()]), unchanged_state([module], device), torch.enable_grad():
             times = [_time_once(module, args, kwargs, device) for _ in range(_WARM_UPS + _ROUNDS)]
     except Exception as error:
         raise PipelineError(f"stage {number} fails while it is timed: {type(error).__name__}: {error}") from error

@@ -26,6 +26,7 @@ from pipeproof.exec.train.module_plan import (
     require_no_times,
     schedule_section,
 )
+from pipeproof.exec.train.script_words import in_script_words
 from pipeproof.exec.train.stage_boundaries import Boundaries, common_dtype, kind_text
 from pipeproof.exec.train.tied_weights import Tie, names_in_plan
 from pipeproof.exec.train.torch.channel_groups import StageWorld, connect_stages
@@ -35,7 +36,6 @@ from pipeproof.exec.train.torch.model_stages import ModelStages
 from pipeproof.exec.train.torch.module_stage import LossFunction, ModuleStage, trained
 from pipeproof.exec.train.torch.pipeline_start import (
     placed_stages,
-    process_group,
     require_same_layouts,
     same_request,
     share_start,
@@ -43,6 +43,7 @@ from pipeproof.exec.train.torch.pipeline_start import (
     trained_ties,
 )
 from pipeproof.exec.train.torch.replayed_step import require_replayable
+from pipeproof.exec.train.torch.script_groups import ScriptGroup, process_group
 from pipeproof.exec.train.torch.split_linear import require_splittable
 from pipeproof.exec.train.torch.stage_facts import StageDescriber
 from pipeproof.exec.train.torch.stage_keywords import StageKeywords, StepInputs
@@ -92,11 +93,16 @@ class Settings:
 class Ranks:
     """The ranks of the pipeline; ``rank`` is this one's index in their ``group``."""
 
-    group: dist.ProcessGroup
+    script_group: ScriptGroup
     rank: int
     num_ranks: int
     store: dist.Store
     agreement: Agreement
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The script's group of these ranks; raises PipelineError once the script has destroyed it."""
+        return self.script_group()
 
     @property
     def global_ranks(self) -> list[int]:
@@ -154,7 +160,7 @@ def join(group: dist.ProcessGroup | dist.DeviceMesh | None, timeout_s: float) ->
     own = process_group(group)
     store, ranks = store_of(own), dist.get_process_group_ranks(own)
     rank = ranks.index(dist.get_rank())
-    return Ranks(own, rank, len(ranks), store, Agreement(TorchStore(store), rank, len(ranks), timeout_s))
+    return Ranks(ScriptGroup(own), rank, len(ranks), store, Agreement(TorchStore(store), rank, len(ranks), timeout_s))
 
 
 @contextmanager
@@ -192,7 +198,10 @@ def place(
     skeleton = agreement.gather(
         "sizes", lambda: _skeleton(asked, len(numbers), own_numbers, measures=settings.profile)
     )[0]
-    by_rank = agreement.gather("placement", lambda: placed_stages(answers, numbers, skeleton))[0]
+    by_rank = agreement.gather(
+        "placement",
+        lambda: in_script_words(lambda: placed_stages(answers, numbers, skeleton), has_plan=asked.plan is not None),
+    )[0]
     own = {number: stages[number] for number in by_rank[ranks.rank]}
     tied = [{int(number): str(name) for number, name in names.items()} for names in answers[0]["tied"]]
     device: list[torch.device] = []
@@ -264,9 +273,10 @@ def connect(
     watched = ranks.agreement.of_thread()  # while rank 0, which serves it, is here
     modules = ranks.agreement.own("connecting", lambda: _module_stages(ranks, settings, placed, planned, plan))
     world = connect_stages(
-        lowered.graph, ranks.rank, placed.device, dist.PrefixStore("channels/", ranks.store), ranks.group,
+        lowered.graph, ranks.rank, placed.device, dist.PrefixStore("channels/", ranks.store), ranks.script_group,
         settings.timeout_s, by_copies=lowered.spec.transport.send_recv == "copy_engine",
     )  # fmt: skip
+    undo.callback(world.close)
     undo.callback(world.abort)
     share_start(world, lowered, modules, ranks.rank)
     return Connected(modules, world, watched)

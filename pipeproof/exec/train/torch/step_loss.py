@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipeproof.exec.train.torch.channel_groups import OrderedSums
 from pipeproof.exec.train.torch.data_parallel import local_part
+from pipeproof.exec.train.torch.script_groups import ScriptGroup
 from pipeproof.exec.train.train_errors import PipelineError
 
 Normalize = Literal["micro_batches", "tokens"]
@@ -166,13 +167,13 @@ class StepLoss:
     """Losses of whole steps on one rank.
 
     ``copies`` sums over the ranks that share the micro-batches of the last stage, if this is one of several.
-    ``data_groups`` are the groups of data ranks. ``source`` is the global rank in ``group``, the pipeline's ranks, that
+    ``data_groups`` returns the groups of data ranks. ``source`` is the global rank in ``group``, the pipeline's ranks, that
     broadcasts the loss; it has type ``dtype`` then. ``calling`` is as ``StallWatch.calling``.
     """
 
     def __init__(
-        self, settings: LossSettings, copies: OrderedSums | None, data_groups: Sequence[dist.ProcessGroup],
-        group: dist.ProcessGroup, source: int, device: torch.device, dtype: torch.dtype,
+        self, settings: LossSettings, copies: OrderedSums | None, data_groups: Callable[[], Sequence[dist.ProcessGroup]],
+        group: ScriptGroup, source: int, device: torch.device, dtype: torch.dtype,
         calling: Callable[[str], AbstractContextManager[object]],
     ) -> None:  # fmt: skip
         self._settings = settings
@@ -216,14 +217,14 @@ class StepLoss:
         if losses:
             loss = torch.stack(losses).sum()
             loss = loss / len(losses) if self._settings.averages_losses and not has_share else loss
-        over_data = self._data_groups if self._by_tokens or has_share else ()
+        over_data = self._data_groups() if self._by_tokens or has_share else ()
         to_all = self._on_all or (self._by_tokens and is_training)
         if not to_all and (loss is None or not (self._by_tokens or over_data)):
             return StepTotal(loss, None)
         with self._calling("the sum of the loss"):
             sums = self._sums(loss, terms, over_data)
             if to_all:
-                dist.broadcast(sums, self._source, group=self._group)
+                dist.broadcast(sums, self._source, group=self._group())
         count = sums[1] if self._by_tokens else None
         if loss is None and not (self._on_all and (is_training or bool(sums[2] > 0))):
             return StepTotal(None, count)

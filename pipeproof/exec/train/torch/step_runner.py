@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -19,9 +20,11 @@ from pipeproof.exec.monitor.torch_watch import watch
 from pipeproof.exec.rank.op_log import Clock
 from pipeproof.exec.rank.torch.cuda_graph import CaptureStream, TorchProgress
 from pipeproof.exec.rank.torch.op_ranges import op_range
+from pipeproof.exec.train.missing_gradients import MissingGradients
 from pipeproof.exec.train.module_plan import TrainedPlan
 from pipeproof.exec.train.pipeline_failures import PipelineFailures
 from pipeproof.exec.train.stall_watch import StallWatch
+from pipeproof.exec.train.torch.boundary_inference import unchanged_state
 from pipeproof.exec.train.torch.data_parallel import ReplicatedStepEnd
 from pipeproof.exec.train.torch.input_digests import digests_of, require_same_digests
 from pipeproof.exec.train.torch.module_framework import TorchModules
@@ -31,6 +34,7 @@ from pipeproof.exec.train.torch.replayed_step import Replays
 from pipeproof.exec.train.torch.roll_call import RollCall
 from pipeproof.exec.train.torch.seams import at_seams
 from pipeproof.exec.train.torch.signatures import Signature, Signatures
+from pipeproof.exec.train.torch.split_linear import gradients_aside
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.start_phases import Connected, Placed, Planned, Ranks, Settings, takes_turns
 from pipeproof.exec.train.torch.step_loss import (
@@ -54,6 +58,7 @@ class StepWriter(Protocol):
     def put_step(self, runner: StepRunner, loss: torch.Tensor | None) -> None:
         """Write the step that ``runner`` has just finished."""
 
+
 _FIRST_WAIT = -2
 """The number of the wait for the word of rank 0, in place of that of an operation; other ranks follow downwards."""
 
@@ -69,14 +74,15 @@ class StepRunner:
         self.num_stages, self.num_micro_batches = placed.num_stages, plan.lowered.spec.schedule.num_micro_batches
         self.micro_batch_size = planned.num_rows
         self.modules, self.world = connected.modules, connected.world
-        self.gradients = RankGradients(self.modules, plan.lowered, ranks.rank, self.device, ranks.group)
+        self.gradients = RankGradients(self.modules, plan.lowered, ranks.rank, self.device, ranks.script_group)
         self.framework = TorchModules(self.device, self.modules)
+        self._missing = MissingGradients(ranks.agreement, plan.lowered.owner)
         self._replicas, self._takes_turns = placed.replicas, takes_turns(plan, settings)
         self.contract = planned.contract
         self._failures = PipelineFailures(ranks.agreement, self.world.abort)
         self._progress = TorchProgress() if self.device.type == "cuda" else None
         self._replays = Replays(self.gradients.trained_by_name, CaptureStream(self.device)) if settings.replay else None
-        roll = RollCall(self.world.hosts, ranks.rank, ranks.num_ranks, self._wait_for)
+        roll = RollCall(partial(getattr, self.world, "hosts"), ranks.rank, ranks.num_ranks, self._wait_for)
         self._signatures = Signatures(ranks, settings, placed, planned, plan, roll)
         self.signature = self._signatures.first
         """The sizes of the last step that began."""
@@ -89,16 +95,18 @@ class StepRunner:
         self.record: StepWriter | None = None
         """The writer of the steps."""
         self.watch = StallWatch(
-            connected.watched, settings.timeout_s, self._describe, self.world.abort,
-            None if self._progress is None else self._progress.read,
+            connected.watched, settings.timeout_s, weakref.WeakMethod(self._describe), self.world.abort,
+            None if self._progress is None else self._progress.read, self.world.close,
         )  # fmt: skip
+        ranks.script_group.at_end(self.watch.close)
         self._num_replicas = next(iter(self._replicas.values())).size
         self._loss = self._step_loss()
 
     def rank_of(self, lowered: LoweredPlan, channels: Any = None, clock: Clock | None = None) -> TrainRank:
         """This rank's machine and adapter for a plan, with other channels and another clock if they are given."""
         own = self.world if channels is None else replace(self.world, channels=channels)
-        step_end = partial(ReplicatedStepEnd, self._replicas)
+        sums = {each.members: each for each in self.world.collectives.values()}
+        step_end = partial(ReplicatedStepEnd, self._replicas, sums)
         framework, world = cast("Framework", self.framework), cast("World", own)  # without optimizers
         return TrainRank(
             lowered, self.ranks.rank, framework, world, self._enter, step_end, clock,
@@ -123,16 +131,30 @@ class StepRunner:
             self._make_train = None
 
     @contextmanager
-    def without_replay(self) -> Iterator[None]:
-        """Run steps operation by operation: a replay would write to the gradients that are put aside."""
+    def unchanged(self) -> Iterator[None]:
+        """Run steps that leave gradients, buffers and random states as they were.
+
+        They run operation by operation: a replay would write to the gradients that are put aside.
+        """
         replays, self._replays = self._replays, None
         try:
-            yield
+            with gradients_aside(self.gradients.parameters()), self.unchanged_state():
+                yield
         finally:
             self._replays = replays
 
+    def unchanged_state(self) -> AbstractContextManager[None]:
+        """A context that leaves buffers and random states as they were."""
+        return unchanged_state([stage.module for stage in self.modules.values()], self.device)
+
     def one_error(self) -> AbstractContextManager[None]:
-        """A context whose errors on one rank are errors on all."""
+        """A context whose errors on one rank are errors on all.
+
+        Raises:
+            PipelineError: the pipeline has ended.
+        """
+        if self.watch.is_closed:
+            raise PipelineError("this pipeline has ended: close() was called, or its process group was destroyed")
         return self._failures.as_one(self.watch, RuntimeError, self._note_operation)
 
     def step(self, inputs: StepInputs, scaler: torch.amp.GradScaler | None) -> tuple[torch.Tensor | None, StepTerms]:
@@ -192,7 +214,7 @@ class StepRunner:
         shared = [each for each in self.world.collectives.values() if each.members == holders]
         return StepLoss(
             self.settings, shared[0] if last is not None and plan.has_copies else None,
-            [] if last is None or last.size == 1 else last.groups, self.ranks.group,
+            list if last is None or last.size == 1 else partial(getattr, last, "groups"), self.ranks.script_group,
             self.ranks.global_ranks[holders[0]], self.device,
             torch.float64 if plan.spec.run.dtype == "float64" else torch.float32, self.watch.calling,
         )  # fmt: skip
@@ -258,13 +280,17 @@ class StepRunner:
             is_training, num = rank is not signature.forward, signature.num_micro_batches
             data = self._step_data(inputs, num, None, is_training=is_training)
             data.scaler, data.boundaries = scaler, signature.boundaries
-            versions = self._versions()
+            is_first = is_training and self._missing.is_first_step
+            versions, before = self._versions(), self.gradients.states() if is_first else {}
+            self._missing.owner = rank.plan.owner
             for stage in self.modules.values():
-                stage.begin(data)
+                stage.begin(data, self._missing)
             for replicas in self._replicas.values():
                 replicas.begin()
             rank.run(step)
             self._require_unchanged(versions)
+            if is_first:
+                self._end_first_step(before)
         finally:
             rank.adapter.clear()
             for stage in self.modules.values():
@@ -358,6 +384,22 @@ class StepRunner:
                 "parameters changed inside of step(): later micro-batches used other weights; step the optimizer after "
                 "Pipeline.step (not in a hook), and keep what a forward itself updates in buffers"
             )
+
+    def _end_first_step(self, before: Mapping[int, tuple[torch.Tensor | None, int]]) -> None:
+        """Let all ranks know which stages have unused inputs; ``before`` are the gradients before the step.
+
+        Raises:
+            PipelineError: no trained parameter of a stage got a gradient.
+        """
+
+        def unused() -> list[int]:
+            after = self.gradients.states()
+            changed = {n for n, (grad, writes) in after.items() if grad is not before[n][0] or writes != before[n][1]}
+            for stage in self.modules.values():
+                stage.require_gradients(changed)
+            return self._missing.unused
+
+        self._missing.end_first_step(self.ranks.agreement.gather("first step", unused))
 
 
 def _require_no_gradient(values: Any) -> None:
