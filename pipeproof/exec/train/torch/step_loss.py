@@ -167,12 +167,13 @@ class StepLoss:
     """Losses of whole steps on one rank.
 
     ``copies`` sums over the ranks that share the micro-batches of the last stage, if this is one of several.
-    ``data_groups`` returns the groups of data ranks. ``source`` is the global rank in ``group``, the pipeline's ranks, that
-    broadcasts the loss; it has type ``dtype`` then. ``calling`` is as ``StallWatch.calling``.
+    ``data_groups`` returns the groups of data ranks. ``source`` is the global rank in ``group``, the pipeline's ranks,
+    that broadcasts the loss; it has type ``dtype`` then. ``calling`` is as ``StallWatch.calling``.
     """
 
     def __init__(
-        self, settings: LossSettings, copies: OrderedSums | None, data_groups: Callable[[], Sequence[dist.ProcessGroup]],
+        self, settings: LossSettings, copies: OrderedSums | None,
+        data_groups: Callable[[], Sequence[dist.ProcessGroup]],
         group: ScriptGroup, source: int, device: torch.device, dtype: torch.dtype,
         calling: Callable[[str], AbstractContextManager[object]],
     ) -> None:  # fmt: skip
