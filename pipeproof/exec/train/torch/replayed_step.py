@@ -42,6 +42,10 @@ class Replays:
             self._steps[words] = ReplayedStep(self._trained, self._stream, self._gradients)
         return self._steps[words]
 
+    def close(self) -> None:
+        """Drop all captured steps."""
+        self._steps.clear()
+
 
 class ReplayedStep:
     """The steps of one signature; ``trained`` returns the trained parameters, by their names for messages.
@@ -58,6 +62,8 @@ class ReplayedStep:
         self._trained, self._parameters, self._stream = trained, trained(), stream
         self._memory = gradients
         self._num_run = 0
+        self.last_op = -1
+        """The last operation of the step, which the device reports at the end of a replay."""
         self._received: set[str] = set()
         """Names of the parameters with a gradient after the first steps."""
         self._inputs: list[Any] = []

@@ -25,6 +25,7 @@ from pipeproof.exec.train.module_plan import TrainedPlan
 from pipeproof.exec.train.pipeline_failures import PipelineFailures
 from pipeproof.exec.train.stall_watch import StallWatch
 from pipeproof.exec.train.torch.boundary_inference import unchanged_state
+from pipeproof.exec.train.torch.channel_groups import StageWorld
 from pipeproof.exec.train.torch.data_parallel import ReplicatedStepEnd
 from pipeproof.exec.train.torch.input_digests import digests_of, require_same_digests
 from pipeproof.exec.train.torch.module_framework import TorchModules
@@ -96,7 +97,8 @@ class StepRunner:
         """The writer of the steps."""
         self.watch = StallWatch(
             connected.watched, settings.timeout_s, weakref.WeakMethod(self._describe), self.world.abort,
-            None if self._progress is None else self._progress.read, self.world.close,
+            None if self._progress is None else self._progress.read,
+            partial(_let_go, None if self._replays is None else weakref.ref(self._replays), self.world),
         )  # fmt: skip
         ranks.script_group.at_end(self.watch.close)
         self._num_replicas = next(iter(self._replicas.values())).size
@@ -187,9 +189,12 @@ class StepRunner:
             replay = self._replays.of(self._signatures.words, self._signatures.known)
         if replay is None:
             return execute(inputs)
+        was_captured = replay.is_captured
         data = replay.run(inputs, execute)
+        if not was_captured:
+            replay.last_op = self._entered
         if replay.is_captured:
-            self.watch.enter(step, self._entered, on_device=True)
+            self.watch.enter(step, replay.last_op, on_device=True)
         return data
 
     def evaluate(self, inputs: StepInputs) -> tuple[torch.Tensor | None, StepTerms, list[Any]]:
@@ -413,3 +418,11 @@ def _require_no_gradient(values: Any) -> None:
             "normalize='tokens' divides the gradients of the stages' parameters, and an argument of this step requires "
             f"a gradient: detach it, or divide in loss_fn by {NUM_ITEMS} of loss_kwargs"
         )
+
+
+def _let_go(replays: weakref.ref[Replays] | None, world: StageWorld) -> None:
+    """Drop graphs, then the groups that they use: a communicator of NCCL does not end before its graphs."""
+    kept = None if replays is None else replays()
+    if kept is not None:
+        kept.close()
+    world.close()
