@@ -114,8 +114,10 @@ TORCHTITAN := 'torchtitan==0.3.0' 'spmd_types==0.2.3' 'torchdata==0.11.0' 'torch
   'tensorboard==2.21.0' 'pyarrow==26.0.1' 'multiprocess==0.70.19' 'dill==0.4.1' 'xxhash==4.1.0' 'pandas>=2' \
   'fsspec>=2024'
 
-# Trainers whose loops the examples run, 2 MB of Python; their own requirements would replace PyTorch.
-TRAINERS := 'accelerate==1.15.0' 'lightning==2.6.6' 'lightning-utilities==0.15.3' 'torchmetrics==1.9.0'
+# Trainers whose loops the examples run, and the adapters that stages unwrap: 3 MB of Python. Their own requirements
+# would replace PyTorch.
+TRAINERS := 'accelerate==1.15.0' 'lightning==2.6.6' 'lightning-utilities==0.15.3' 'torchmetrics==1.9.0' \
+  'peft==0.21.2'
 
 $(VENV)/.torch: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'transformers==5.23.0'
