@@ -36,6 +36,7 @@ from pipeproof.exec.train.torch.partial_modules import (
     Link,
     Shape,
     with_children,
+    with_same_values,
 )
 
 KNOWN_MODELS = (
@@ -189,11 +190,12 @@ class TransformersStage(nn.Module):  # type: ignore[misc]  # torch is untyped
         self._is_encoder, self._is_decoder = cut.is_encoder(number), cut.is_decoder(number)
         link = Link()
         part = with_children(model, _replaced(model, cut, number, link))
-        # The model is no submodule, or its name would be part of all names: this module has the same submodules.
-        self._modules = vars(part)["_modules"]
-        self.__dict__["_model"], self.__dict__["_link"] = part, link
+        # The model is no submodule, or its name would be part of all names: this module has the submodules of a model
+        # with the blocks themselves, which may be sharded one by one. Forwards run the one with edges.
         edges = {name: child.block for name, child in part.named_modules() if isinstance(child, EdgeBlock)}
-        self.__dict__["_pretrained"] = with_children(part, edges)
+        shown = with_same_values(part, edges)
+        self._modules = vars(shown)["_modules"]
+        self.__dict__["_model"], self.__dict__["_pretrained"], self.__dict__["_link"] = part, shown, link
         called = part.get_submodule(self._runs)
         self._takes = _arguments_of(called, model.config)
         self._embeds = None if self._begins else cut.embeds_of(number)
@@ -203,8 +205,13 @@ class TransformersStage(nn.Module):  # type: ignore[misc]  # torch is untyped
     def blocks(self) -> dict[int, nn.Module]:
         """The blocks of this stage by number, for example to compile or to shard each."""
         blocks = self.get_submodule(self._list)
-        held = {number: blocks[number] for number in self._numbers}
-        return {number: block.block if isinstance(block, EdgeBlock) else block for number, block in held.items()}
+        return {number: blocks[number] for number in self._numbers}
+
+    def train(self, mode: bool = True) -> TransformersStage:  # noqa: FBT002 - as of nn.Module
+        """Set the mode of all modules."""
+        self.__dict__["_model"].train(mode)
+        super().train(mode)
+        return self
 
     @property
     def pretrained(self) -> Any:
@@ -220,12 +227,6 @@ class TransformersStage(nn.Module):  # type: ignore[misc]  # torch is untyped
             super().to_empty(device=device, recurse=recurse)
         if recurse and torch.device(device).type != "meta":
             compute_buffers(self.pretrained, self.state_dict(keep_vars=True).values())
-        return self
-
-    def train(self, mode: bool = True) -> TransformersStage:  # noqa: FBT002 - as of nn.Module
-        """Set the mode of the model's outermost module, too, which is no submodule."""
-        super().train(mode)
-        self.__dict__["_model"].training = mode
         return self
 
     def forward(self, *received: torch.Tensor, input_ids: torch.Tensor | None = None, **batch: Any) -> Any:
@@ -299,7 +300,7 @@ class TransformersStage(nn.Module):  # type: ignore[misc]  # torch is untyped
         return values
 
     def _call(self, arguments: dict[str, Any], first: torch.Tensor) -> Any:
-        called = self.__dict__["_model"] if not self._runs else self.get_submodule(self._runs)
+        called = self.__dict__["_model"].get_submodule(self._runs)
         if first.is_meta:
             if self._inputs.has_ready_mask:
                 arguments["attention_mask"] = _ready_mask(first)

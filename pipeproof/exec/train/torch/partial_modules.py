@@ -220,6 +220,22 @@ def with_children(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Mo
     return result
 
 
+def with_same_values(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
+    """A copy as of ``with_children`` whose own parameters and buffers stay those of ``module``, whoever sets them."""
+    result = with_children(module, children)
+    _share_values(module, result)
+    return result
+
+
+def _share_values(module: nn.Module, copied: nn.Module) -> None:
+    for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+        vars(copied)[name] = vars(module)[name]
+    for name, child in copied.named_children():
+        other = vars(module)["_modules"][name]
+        if other is not child and not isinstance(other, EdgeBlock):
+            _share_values(other, child)
+
+
 def without_values(module: nn.Module) -> nn.Module:
     """A copy whose parameters and buffers are on the meta device: code may read their types and shapes."""
     result = with_children(module, {name: without_values(child) for name, child in module.named_children()})
