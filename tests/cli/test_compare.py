@@ -27,7 +27,7 @@ def test_two_plans_as_text(plan):
     assert result.exit_code == 0
     assert "one.json: plan, simulated" in result.stdout
     assert "clocks are set equal at the first start of all" in result.stdout
-    assert "the first divergence is on rank 1, queue compute, place 1" in result.stdout
+    assert "the first divergence is on rank 1, queue compute, position 1" in result.stdout
     assert "A has 1B0, B has 1F1" in result.stdout
     assert "farthest apart" not in result.stdout.partition("the first divergence")[2]  # all last as long
 

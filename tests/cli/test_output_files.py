@@ -160,7 +160,7 @@ def test_an_error_that_no_command_foresees_is_three_lines(error, words, monkeypa
     def fail(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(cli.simulate, "callback", fail)
+    monkeypatch.setattr(cli.main.commands["simulate"], "callback", fail)
     result = invoke("simulate", PLAN)
     assert result.exit_code == 2
     assert words in result.stderr
@@ -172,7 +172,7 @@ def test_the_traceback_of_an_unforeseen_error_is_shown_on_request(monkeypatch):
     def fail(*arguments, **options):
         raise RecursionError("too deep")
 
-    monkeypatch.setattr(cli.simulate, "callback", fail)
+    monkeypatch.setattr(cli.main.commands["simulate"], "callback", fail)
     monkeypatch.setenv("PIPEPROOF_DEBUG", "1")
     with pytest.raises(AssertionError, match="too deep"):
         invoke("simulate", PLAN)

@@ -150,10 +150,7 @@ class EdgeBlock(nn.Module):  # type: ignore[misc]  # torch is untyped
         for name, value in vars(block).items():
             if name not in vars(self) and isinstance(value, bool | int | float | str):
                 self.__dict__[name] = value
-        for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-            self.__dict__[name] = vars(block)[name]
-        self.__dict__["block"] = block
-        self.training = block.training
+        self.hold(block)
         self._output, self._is_entry = output, is_entry
         self.__dict__["_link"] = link
 
@@ -164,6 +161,13 @@ class EdgeBlock(nn.Module):  # type: ignore[misc]  # torch is untyped
             if name == "block":
                 raise
             return getattr(self.__dict__["block"], name)
+
+    def hold(self, block: nn.Module) -> None:
+        """Run this block from now on."""
+        for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[name] = vars(block)[name]
+        self.__dict__["block"] = block
+        self.training = block.training
 
     def train(self, mode: bool = True) -> EdgeBlock:  # noqa: FBT002 - as of nn.Module
         """Set the mode of the block, too."""
@@ -221,7 +225,7 @@ def with_children(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Mo
 
 
 def with_same_values(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy as of ``with_children`` whose own parameters and buffers stay those of ``module``, whoever sets them."""
+    """A copy as of ``with_children``; what is set in it, such as a submodule, is set in ``module``, too."""
     result = with_children(module, children)
     _share_values(module, result)
     return result
@@ -230,10 +234,28 @@ def with_same_values(module: nn.Module, children: Mapping[str, nn.Module]) -> nn
 def _share_values(module: nn.Module, copied: nn.Module) -> None:
     for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
         vars(copied)[name] = vars(module)[name]
-    for name, child in copied.named_children():
-        other = vars(module)["_modules"][name]
-        if other is not child and not isinstance(other, EdgeBlock):
-            _share_values(other, child)
+    own, others = vars(copied)["_modules"], vars(module)["_modules"]
+    nested = {name for name, child in own.items() if others[name] is not child}
+    for name in nested:
+        if not isinstance(others[name], EdgeBlock):
+            _share_values(others[name], own[name])
+    vars(copied)["_modules"] = _SyncedModules(own, others, nested)
+
+
+class _SyncedModules(dict[str, Any]):
+    """Submodules of a copied module; what is set here is set in the module itself, too, but for ``nested`` copies."""
+
+    def __init__(self, modules: Mapping[str, Any], others: dict[str, Any], nested: set[str]) -> None:
+        super().__init__(modules)
+        self._others, self._nested = others, nested
+
+    def __setitem__(self, name: str, module: Any) -> None:
+        super().__setitem__(name, module)
+        other = self._others.get(name)
+        if isinstance(other, EdgeBlock) and isinstance(module, nn.Module):
+            other.hold(module)
+        elif name not in self._nested:
+            self._others[name] = module
 
 
 def without_values(module: nn.Module) -> nn.Module:
