@@ -28,6 +28,9 @@ class _Commands(SectionedGroup):
             return super().make_context(*arguments, **others)  # which prints what options such as --schema ask for
         except BrokenPipeError:
             output_closed()
+        except KeyboardInterrupt:  # while the help imports all commands
+            echo("interrupted", err=True)
+            sys.exit(ExitStatus.INTERRUPTED)
 
     def invoke(self, ctx: click.Context) -> Any:
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
