@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.needs_torch, pytest.mark.needs("transformers")]
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
+from pipeproof.exec.train.torch.pretrained_load import _files_of  # noqa: E402 - it needs what is skipped above
 from pipeproof.torch import (  # noqa: E402 - it needs what is skipped above
     initialize_weights,
     load_pretrained,
@@ -260,3 +261,15 @@ def test_a_rank_has_memory_for_its_own_stages_alone(tmp_path):
 def test_ranks_load_train_shard_and_save(tmp_path):
     done = run("pretrained_directories.py", 2, tmp_path)
     assert done.stdout.count("passed ") == 5
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "has no `weight_map`"), ("[]", "has no `weight_map`"), ('{"weight_map": 3}', "has no `weight_map`"),
+     ('{"weight_map": {"w": "../w.safetensors"}}', "not a file of its directory"),
+     ('{"weight_map": {"w": 3}}', "names 3")],
+)  # fmt: skip
+def test_an_index_that_names_no_files_is_refused(tmp_path, content, message):
+    (tmp_path / "index.json").write_text(content)
+    with pytest.raises(PipelineError, match=message):
+        _files_of(tmp_path / "index.json")

@@ -8,7 +8,6 @@ own stages alone, one conversion at a time.
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from pipeproof.exec.train.torch.meta_buffers import compute_buffers, give_memory
 from pipeproof.exec.train.torch.model_names import HeldTensor, held_tensors, unwrapped
 from pipeproof.exec.train.torch.pretrained_model import INDEX, WEIGHTS, known_tensors, models_of, whole_model
 from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.foreign_text import ForeignTextError, decode_json
 from pipeproof.state.safetensors_header import StoredArray, read_header
 
 
@@ -110,12 +110,24 @@ class _Stored:
         return torch.from_numpy(content).view(getattr(torch, array.dtype)).reshape(array.shape)
 
 
+def _files_of(index: Path) -> set[str]:
+    """The files that an index names."""
+    try:
+        names = set(decode_json(index.read_bytes())["weight_map"].values())
+    except (ForeignTextError, KeyError, TypeError, AttributeError) as error:
+        raise PipelineError(f"{index} has no `weight_map` from tensors to files: save the model again") from error
+    strange = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if strange:
+        raise PipelineError(f"{index} names {strange[0]!r}, which is not a file of its directory: save the model again")
+    return names
+
+
 def _stored_tensors(path: Path) -> dict[str, _Stored]:
     """The tensors of a directory by their names in it."""
     if (path / WEIGHTS).is_file():
         names = {WEIGHTS}
     elif (path / INDEX).is_file():
-        names = set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        names = _files_of(path / INDEX)
     else:
         what = "directory" if path.is_dir() else "local directory; download a model of the Hub first"
         raise PipelineError(f"{path} is no {what} with {WEIGHTS} or {INDEX}: save the model as safetensors")

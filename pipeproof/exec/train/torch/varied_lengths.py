@@ -6,7 +6,6 @@ distinct length; a dim of its output either is the same in all runs or is the se
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from pipeproof.exec.train.stage_boundaries import LeafSpec, kind_text
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.step_inputs import StepContract
 from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.foreign_text import decode_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def varied_sizes(views: Sequence[Mapping[str, Sequence[str]]]) -> tuple[int, ...
 
 
 def _sizes_in(leaf: str) -> list[int]:
-    return json.loads(leaf[leaf.index("[") :]) if leaf.endswith("]") else []
+    return decode_json(leaf[leaf.index("[") :]) if leaf.endswith("]") else []
 
 
 def declared_examples(seq_lengths: Sequence[int] | None) -> Examples:
