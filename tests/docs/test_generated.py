@@ -104,7 +104,7 @@ def test_the_picture_of_a_run_is_of_the_plan_as_it_is_now():
     assert "bit for bit" in picture
 
 
-@pytest.mark.parametrize("name", ["check", "simulate", "run", "reshard"])
+@pytest.mark.parametrize("name", ["check", "simulate", "run"])
 def test_pictures_load_nothing_from_elsewhere(name):
     picture = (ROOT / "docs" / "images" / f"{name}.svg").read_text(encoding="utf-8")
     assert "@font-face" not in picture

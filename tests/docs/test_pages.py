@@ -72,8 +72,14 @@ def commands(page):
             yield words[0].removeprefix(".venv/bin/"), words[1:]
 
 
-TYPED = ("tutorial.md", "fleet-bug.md", "train.md", *(page.name for page in (ROOT / "docs").glob("start-*.md")))
-"""Pages whose commands are typed in a shell: tests/docs/test_typed_pages.py, tests/train/test_train_page.py."""
+TYPED = (
+    "tutorial.md",
+    "fleet-bug.md",
+    "train.md",
+    "cut-by-hand.md",
+    *(page.name for page in (ROOT / "docs").glob("start-*.md")),
+)
+"""Pages whose commands are typed in a shell: tests/docs/test_typed_pages.py, tests/train/test_*_page.py."""
 
 ALL_COMMANDS = sorted(
     {(name, *arguments) for page in HAND_WRITTEN if page.name not in TYPED for name, arguments in commands(page)}
