@@ -143,9 +143,9 @@ def test_some_gates_and_factors_are_clamped_and_some_are_not(monkeypatch):
     seen = []
     clamped = arithmetic.clamped_swiglu
 
-    def watched(gate, up, limit):
+    def watched(gate, up, limit, **options):
         seen.extend([gate.numpy(), up.numpy()])
-        return clamped(gate, up, limit)
+        return clamped(gate, up, limit, **options)
 
     monkeypatch.setattr(arithmetic, "clamped_swiglu", watched)
     run_all(lowered({"pp": 1}, {}, {"swiglu_limit": LIMIT}, steps=1))

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.interop.importers.import_codes import PYTHON, UNREADABLE
 
 if TYPE_CHECKING:
     from pipeproof.interop.importers.imported import Flags, Imported, Importer
@@ -69,5 +68,7 @@ def import_files(kind: str, files: Sequence[Path], flags: Flags) -> Imported:
     """
     for file in files:
         if file.suffix == ".py":
+            from pipeproof.interop.importers.import_codes import PYTHON, UNREADABLE
+
             raise PlanFileError(UNREADABLE.finding(PYTHON, Location(str(file))))
     return KINDS[kind].load()(files, flags)
