@@ -6,7 +6,7 @@ import pytest
 from pipeproof.comm.mesh import Mesh
 from pipeproof.schedule.op_table import NONE, Group, build_graph
 from pipeproof.schedule.ops import OpKind
-from pipeproof.verify.gradients import histories as module
+from pipeproof.verify.gradients import gradient_history as module
 from pipeproof.verify.gradients.gradient_history import (
     guessed_grid,
     mesh_grid,
@@ -43,7 +43,7 @@ def read(text, num_micro_batches=2):
         ("0B0 0B1 0STEP 0B1", False),
     ],
 )
-def test_plain_ledgers_add_each_micro_batch_once_before_all_else(program, is_plain, monkeypatch):
+def test_plain_histories_add_each_micro_batch_once_before_all_else(program, is_plain, monkeypatch):
     text = f"rank 0: {program}"
     assert read(text).plain.tolist() == [is_plain]
     monkeypatch.setattr(module, "_MOST_CELLS", 2)
@@ -52,7 +52,7 @@ def test_plain_ledgers_add_each_micro_batch_once_before_all_else(program, is_pla
     assert read(text).plain.tolist() == [False]
 
 
-def test_a_ledger_is_of_a_rank_and_a_stage():
+def test_a_history_is_of_a_rank_and_a_stage():
     found = read("rank 0: 1B0 0B0 0B1 1STEP 1B1\nrank 1: 0B0 0STEP 0B7 0B1")
     assert len(found) == 3
     assert list(zip(found.rank.tolist(), found.stage.tolist(), strict=True)) == [(0, 0), (0, 1), (1, 0)]
