@@ -1,4 +1,4 @@
-"""12x: every stage computes every micro-batch once, in order, on the rank that owns it."""
+"""12x: every stage computes every micro-batch once, in order, on the rank that owns it, and steps once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 
 from pipeproof.diagnostics.finding import Finding, OpsWitness
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
-from pipeproof.schedule.derive import BoolColumn
+from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.op_table import NONE, IntColumn
-from pipeproof.schedule.ops import OpKind
+from pipeproof.schedule.ops import KIND_CODE, Op, OpKind
 from pipeproof.verify.exchanged_computes import exchanges
 from pipeproof.verify.subject import Rule, Subject, missing_op, of_small_plan
 
@@ -266,7 +266,53 @@ def _check_foreign(subject: Subject) -> Iterator[Finding]:
         )
 
 
-RULES = (
+STEPS = RuleDoc(
+    code="PP128",
+    title="the optimizer does not step once on every stage",
+    explanation=(
+        "A stage without its step keeps its weights while the others train, on one replica alone even while its "
+        "twins move on; a second step applies the same gradient again. Programs that name no step at all leave it "
+        "to the caller, and are not checked."
+    ),
+    wrong="rank 0: 0F0 1F0 1B0 0B0 0STEP",
+    right="rank 0: 0F0 1F0 1B0 0B0 0STEP 1STEP",
+)
+
+
+def _check_steps(subject: Subject) -> Iterator[Finding]:
+    graph, table = subject.graph, subject.computes
+    steps = np.flatnonzero(graph.kind == KIND_CODE[OpKind.STEP])
+    if not len(steps):
+        return
+    ours = owns(subject, table.rank, table.stage)
+    rank = np.concatenate([graph.rank[steps], table.rank[ours]])
+    stage = np.concatenate([graph.stage[steps], table.stage[ours]])
+    held, some, entry = np.unique(packed(rank, stage), return_index=True, return_inverse=True)
+    count = np.bincount(entry[: len(steps)], minlength=len(held))
+    computes = np.bincount(entry[len(steps) :], minlength=len(held)) > 0
+    described = np.isin(rank[some], table.rank)  # of a rank that computes nothing at all, nothing is known
+    for place in np.flatnonzero((count != 1) | (~computes & described)).tolist():
+        at, of_stage = int(rank[some[place]]), int(stage[some[place]])
+        step = Op(OpKind.STEP, of_stage)
+        selected = steps[entry[: len(steps)] == place].tolist()
+        where = subject.coords_text(at)
+        if not selected:
+            yield STEPS.finding(
+                f"{where} computes stage {of_stage} and never runs {step}, while others step",
+                help=f"add {step} at the end of its program",
+                witness=OpsWitness((missing_op(graph.global_rank[at], step),)),
+            )
+        else:
+            what = f"{len(selected)} times" if computes[place] else "and computes nothing of that stage"
+            yield STEPS.finding(
+                f"{where} runs {step} {what}",
+                help="keep one for each stage of the rank",
+                witness=subject.witness(*selected),
+            )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(STEPS, _check_steps),
     Rule(MISSING, _check_missing),
     Rule(DOUBLED, _check_doubled),
     Rule(ORDER, _check_order),

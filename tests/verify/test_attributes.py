@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.attribute_table import ATTRIBUTES, TABLE
 from pipeproof.schedule.columns import REDUCTIONS, Row
 from pipeproof.schedule.formats.text_form import format_program, parse_program
 from pipeproof.schedule.formats.text_tokens import ROW_KEYS
@@ -27,7 +26,7 @@ from pipeproof.schedule.ops import (
     part_of,
 )
 from pipeproof.specs.load_plan import load_plan
-from pipeproof.verify.attribute_rule import RULES
+from pipeproof.verify.attribute_rule import ATTRIBUTES, RULES, TABLE
 from pipeproof.verify.check_plan import check_graph, check_subject
 from pipeproof.verify.subject import graph_subject, make_subject, program_subject
 from tests.plans import plan_dict, subject

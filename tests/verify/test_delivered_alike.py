@@ -14,8 +14,7 @@ from pipeproof.schedule.op_table import NONE, Group, Row, TensorSpec, build_grap
 from pipeproof.schedule.ops import GATHER_KINDS, SEND_KINDS, parse_op
 from pipeproof.testing.delivery import deliver_rows
 from pipeproof.verify import provenance
-from pipeproof.verify.boundary_transport import RULES
-from pipeproof.verify.delivered import Layouts, places_of
+from pipeproof.verify.boundary_transport import RULES, Layouts, places_of
 from pipeproof.verify.provenance import DATA_RECEIVES, events
 from pipeproof.verify.subject import graph_subject
 from tests.plans import subject

@@ -13,7 +13,7 @@ from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS, Op, OpKind, parse
 from pipeproof.verify import collectives
 from pipeproof.verify import fifo_matching as matching
 from pipeproof.verify.fifo_matching import partner_of
-from pipeproof.verify.memory_order import has_holes, memory_order
+from pipeproof.verify.message_contents import has_holes, memory_order
 from pipeproof.verify.subject import program_subject
 from tests.plans import subject
 from tests.verify import matching_definition

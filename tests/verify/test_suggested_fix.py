@@ -38,7 +38,6 @@ def test_a_change_is_looked_for_up_to_a_size_and_at_that_size(monkeypatch):
 
     def help_where_largest_is(size):
         monkeypatch.setattr("pipeproof.verify.deadlock.suggested_fix.LARGEST", size)
-        monkeypatch.setattr("pipeproof.verify.deadlock.deadlock_rules.LARGEST", size)
         (finding,) = rule.check(one)
         return finding.help
 

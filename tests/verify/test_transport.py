@@ -17,9 +17,8 @@ from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.transports import PRESERVES, Transport, effective_transport
 from pipeproof.testing.delivery import deliver
 from pipeproof.verify import provenance
-from pipeproof.verify.boundary_transport import RULES
+from pipeproof.verify.boundary_transport import RULES, places_of
 from pipeproof.verify.check_plan import check_subject
-from pipeproof.verify.delivered import places_of
 from pipeproof.verify.provenance import Places, events
 from pipeproof.verify.subject import make_subject
 from tests.plans import plan_dict, subject

@@ -26,7 +26,7 @@ from pipeproof.schedule.op_table import TensorSpec
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.verify.check_plan import OnProgress, Report, check_subject
 from pipeproof.verify.lifetime.race_rules import NO_ORDER, USE_UNDER_RECEIVE, WRITE_UNDER_SEND
-from pipeproof.verify.memory_order import MEMORY_ORDER, has_holes
+from pipeproof.verify.message_contents import MEMORY_ORDER, has_holes
 from pipeproof.verify.selection import ALL_RULES, Selection
 from pipeproof.verify.subject import graph_subject
 

@@ -23,7 +23,6 @@ from pipeproof.verify.deadlock.deadlock_verdict import (
     opened_late,
     promised,
 )
-from pipeproof.verify.deadlock.suggested_fix import LARGEST, suggest_fix
 from pipeproof.verify.deadlock.wait_columns import early_transfers, rows_of
 from pipeproof.verify.fifo_matching import FaultsByChannel, partner_of
 from pipeproof.verify.subject import Rule, Subject, missing_op
@@ -317,6 +316,8 @@ def _declared(subject: Subject, fault: Fault, doc: RuleDoc, where: str) -> Itera
 
 
 def _help(subject: Subject, model: ChannelModel, ops: Sequence[int]) -> str:
+    from pipeproof.verify.deadlock.suggested_fix import LARGEST, suggest_fix  # only for a plan that deadlocks
+
     for early, ahead in zip(*early_transfers(rows_of(subject.graph)), strict=True):
         if {early, ahead} <= {*ops}:
             one, other = subject.graph.ops[ahead], subject.graph.ops[early]

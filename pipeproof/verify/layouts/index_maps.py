@@ -1,4 +1,4 @@
-"""21x: index maps of saves, loads, reshards and re-indexed tensors are bijections, and both sides have the same."""
+"""209, 21x: maps of saves, loads, reshards and experts are bijections, both sides have the same, as plans declare."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from collections.abc import Iterator, Mapping
 
 from pipeproof.diagnostics.finding import ElementRange, Finding, RangesWitness
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.specs.transport import BoundarySpec
 from pipeproof.stages.describe.index_map import NOWHERE, Count, IndexMap, counts, differences
-from pipeproof.verify.declared_facts import HeldTensor, MapUse
+from pipeproof.stages.describe.layer import is_empty, layer_kind
+from pipeproof.stages.describe.model_family import typed_layers
+from pipeproof.stages.describe.typed_values import AxisType
+from pipeproof.verify.declared_facts import ExpertRouting, HeldTensor, MapUse
 from pipeproof.verify.subject import Rule, Subject
 
 
@@ -189,8 +194,131 @@ def _check_memory(subject: Subject) -> Iterator[Finding]:
             )
 
 
-RULES = (
+OTHER_LAYOUT = RuleDoc(
+    code="PP209",
+    title="the declared layout of the activation is not the one that the layers make or take",
+    explanation=(
+        "The first tensor of an edge with the dims s, b and h represents the model's activation. Its TP layout in "
+        "`boundaries` must be the layout that the layers compute: invariant, or sharded along the sequence with "
+        "sequence parallelism. With another declaration, every reader of it takes each rank's shard of the sequence "
+        "for the whole: transports that assume equal values, buffers, the receiving stage. A stage of empty layers "
+        "takes any layout and passes it on."
+    ),
+    wrong=("topology: {pp: 2, tp: 2, sequence_parallel: true}\nboundaries: [{name: hidden, dims: sbh, tp: invariant}]"),
+    right=(
+        "topology: {pp: 2, tp: 2, sequence_parallel: true}\nboundaries: [{name: hidden, dims: sbh, tp: sharded(s)}]"
+    ),
+)
+
+
+def _check_declared(subject: Subject) -> Iterator[Finding]:
+    spec = subject.plan.spec
+    if spec.topology.tp == 1:
+        return
+    made = _text(typed_layers(spec)[layer_kind(spec.model, "layer.0")].values["y"].over("tp"))
+    taken: dict[int, str] = {}  # by stage
+    reported = set()
+    for edge, index, entry in _activations(spec):
+        hands_on = [all(map(is_empty, subject.plan.stages[stage])) for stage in (edge, edge + 1)]
+        takes = entry.receiver_tp or entry.tp
+        for key, declared, needed, verb in (
+            ("tp", entry.tp, taken.get(edge, made) if hands_on[0] else made, "make"),
+            ("receiver_tp", takes, takes if hands_on[1] else made, "take"),
+        ):
+            if declared == needed or (key == "receiver_tp" and entry.receiver_tp is None) or (index, key) in reported:
+                continue
+            reported.add((index, key))
+            yield OTHER_LAYOUT.finding(
+                f"`{entry.name}` is declared {declared} over tp, and the layers {verb} it {needed}",
+                location=subject.locate("boundaries", index, key),
+                help=f"write `{key}: {needed}`",
+            )
+        taken[edge + 1] = takes
+
+
+def _activations(spec: PlanSpec) -> Iterator[tuple[int, int, BoundarySpec]]:
+    """(edge, place, entry) of those that represent the model's activation, edge by edge."""
+    for edge in range(spec.num_stages - 1):
+        for index, entry in enumerate(spec.boundaries):
+            if entry.edge in (None, edge) and entry.shape is None and sorted(entry.dims) == ["b", "h", "s"]:
+                yield edge, index, entry
+                break
+
+
+def _text(kind: AxisType) -> str:
+    return f"sharded({kind.dim})" if kind.is_cut else str(kind.kind)
+
+
+def _routing_example(combine: str) -> str:
+    return "\n".join(
+        [
+            "from pipeproof.schedule.op_table import build_graph",
+            "from pipeproof.verify.declared_facts import ExpertRouting, Facts",
+            "from pipeproof.verify.subject import graph_subject",
+            "",
+            "experts = {0: (0, 1, 2, 3), 1: (0, 1, 2, 3)}",
+            f"combine = {combine}",
+            "routing = ExpertRouting('layer 3', (0, 1), experts, {0: (0, 1), 1: (2, 3)}, combine)",
+            "subject = graph_subject(build_graph([[], []], [], []), facts=Facts(expert_routings=(routing,)))",
+        ]
+    )
+
+
+OTHER_EXPERT = RuleDoc(
+    code="PP217",
+    title="rows of an expert layer are sent, computed or taken back for different experts",
+    explanation=(
+        "The exchanges of an expert layer carry rows without names: the position of a block states its expert. The "
+        "sender, the rank that computes and the sender that takes the results back each have their own list of "
+        "experts. Where the lists differ, counts and shapes agree, and tokens get the results of experts that the "
+        "router did not select."
+    ),
+    wrong=_routing_example("{0: (0, 1, 2, 3), 1: (1, 0, 2, 3)}"),
+    right=_routing_example("experts"),
+    kind=ExampleKind.PYTHON,
+)
+
+
+def _check(subject: Subject) -> Iterator[Finding]:
+    for routing in subject.facts.expert_routings:
+        for mistake in _mistakes(routing):
+            yield OTHER_EXPERT.finding(
+                f"`{routing.name}`: {mistake}",
+                help="use one list of experts by rank for dispatch, computation and combine",
+            )
+
+
+def _mistakes(routing: ExpertRouting) -> Iterator[str]:
+    """The first mistake of each sender."""
+    for sender in routing.ranks:
+        sent, taken = routing.dispatch.get(sender, ()), routing.combine.get(sender, ())
+        num_computed = sum(len(routing.computes.get(member, ())) for member in routing.ranks)
+        if not len(sent) == len(taken) == num_computed:
+            yield (
+                f"rank {sender} sends {len(sent)} blocks of rows and takes {len(taken)} back; "
+                f"the group computes {num_computed} of each sender"
+            )
+            continue
+        computed = ((member, e) for member in routing.ranks for e in routing.computes.get(member, ()))
+        for block, ((member, expert), out, back) in enumerate(zip(computed, sent, taken, strict=True)):
+            if expert != out:
+                yield (
+                    f"rank {sender} sends block {block} for expert {out}, and rank {member} computes it "
+                    f"with expert {expert}"
+                )
+                break
+            if back != expert:
+                yield (
+                    f"rank {member} computes block {block} of rank {sender} with expert {expert}, and rank {sender} "
+                    f"takes the result for that of expert {back}"
+                )
+                break
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(OTHER_EXPERT, _check),
     Rule(NO_BIJECTION, _check_bijection),
     Rule(OTHER_INDICES, _check_uses),
     Rule(OTHER_MEMORY, _check_memory),
+    Rule(OTHER_LAYOUT, _check_declared, needs_plan=True),
 )
