@@ -15,6 +15,9 @@ pytestmark = pytest.mark.needs_paddle
 PLAN = {"pipeproof": 1, "schedule": {"kind": "1f1b", "num_micro_batches": 4}}
 
 
+KINDS = ("zb_v", "1f1b", "dualpipe_v", "gpipe")
+
+
 def found_by(tmp_path, program, num_ranks, *args):
     """Content of the file of each rank of a program."""
     output = tmp_path / "found"
@@ -64,6 +67,24 @@ def test_lists_of_layers_train_as_the_unpartitioned_model(tmp_path):
     assert all(of_rank[f"frozen {kind}"]["names"] for of_rank in found for kind in ("zb_v", "1f1b"))
     layers = [{int(name.partition(".")[0]) for name in of_rank["declared"]["names"]} for of_rank in found]
     assert layers == [{0, 1, 2}, {3}]
+
+
+def test_compare_has_the_bits_of_the_unpartitioned_model_or_names_the_first_difference(tmp_path):
+    """After a step of training, with tuples, split backwards, stages on one rank, and weights on several."""
+    found = found_by(tmp_path, "paddle_list.py", 2, "compare")
+    assert found[0] == found[1]
+    facts = found[0]
+    exact = {case for case, fact in facts.items() if isinstance(fact, dict) and fact["exact"]}
+    assert exact == {*(f"{tied}{kind}" for tied in ("", "tied ") for kind in KINDS), "interleaved", "built", "unused"}
+    assert facts["zb_v"]["text"].endswith("26 gradients have the reference's bits")
+    assert facts["unused"]["text"].endswith("\n1 parameter received no gradient: stage.0.0.unused")
+    ((stage, name, distance),) = facts["hook"]["differences"]
+    assert (stage, name) == (1, "stage.1.2.linear.weight")
+    assert distance > 0.1
+    shared = "stage.0.shared_layers.embedding.weight"
+    assert [each[:2] for each in facts["not summed"]["differences"]] == [[0, shared], [1, shared]]
+    assert "pass (inputs, labels) instead of an iterator" in facts["iterator"][1]
+    assert "pass the labels there too" in facts["no labels"][1]
 
 
 @pytest.mark.slow
@@ -245,7 +266,7 @@ def test_layers_are_cut_as_fleet_cuts_them(paddle):
     ],
 )
 def test_a_schedule_with_other_stages_than_a_pipeline_layer_needs_the_list(paddle, kind, part):
-    from pipeproof.exec.train.paddle.pipeline import _require_placement
+    from pipeproof.exec.train.paddle.start_phases import _require_placement
 
     skeleton = {
         "pipeproof": 1, "model": {"kind": "layers"}, "topology": {"pp": 2},

@@ -112,6 +112,21 @@ class PipelineFailures:
         return None
 
 
+@contextlib.contextmanager
+def one_failure(agreement: Agreement) -> Iterator[contextlib.ExitStack]:
+    """Make a failed start known to all ranks, those that wait in another phase too; then undo what the stack has."""
+    with contextlib.ExitStack() as undo:
+        try:
+            yield undo
+        except BaseException as error:
+            is_known = isinstance(error, PipelineError) and error.is_reported
+            text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+            with contextlib.suppress(Exception):
+                agreement.fail(text if is_known else f"rank {agreement.rank}: {text}")
+            raise
+        undo.pop_all()
+
+
 def is_of_peer(error: Exception) -> bool:
     """True for an error of a transfer whose other end has gone."""
     return any(word in str(error) for word in ("onnection", "NCCL", "peer"))

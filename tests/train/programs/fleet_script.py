@@ -205,7 +205,7 @@ def main(output, replicas, *names):
         theirs, _ = trained_by(fleet.distributed_model, case, world, topology)
         ours, pipeline = trained_by(pipeproof.paddle.Pipeline, case, world, topology)
         content[name] = {"fleet": theirs, "ours": ours, "plan": pipeline.plan.content}
-        assert pipeline._settings.delay_scale_loss == bool(case.get("delay"))
+        assert pipeline._ranks.fleet.delay_scale_loss == bool(case.get("delay"))
         pipeline.close()
     Path(f"{output}.{rank}").write_text(json.dumps(content))
 

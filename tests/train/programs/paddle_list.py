@@ -17,6 +17,7 @@ import paddle  # noqa: E402
 from paddle import nn  # noqa: E402
 from paddle.distributed.fleet.meta_parallel import LayerDesc, SharedLayerDesc  # noqa: E402
 
+from pipeproof.exec.train.paddle.channel_groups import GlooSums  # noqa: E402
 from pipeproof.paddle import Pipeline, PipelineError  # noqa: E402
 from tests.train.programs.fleet_script import Block, Last, cross_entropy, embed, floats, head, square, tokens  # noqa: E402
 
@@ -263,12 +264,73 @@ def errors(output):
     return found
 
 
+def whole(described, loss, data, **arguments):
+    """The words of ``compare`` after one step of training, and whether gradients and buffers stay as they were."""
+    pipe = Pipeline(described, loss_fn=loss, num_micro_batches=COUNT, timeout_s=60, **arguments)
+    optimizer = adamw(pipe.parameters())
+    pipe.train_batch(data(0, COUNT), optimizer)
+    weights = pipe.parameters()
+    weights[0].grad = paddle.ones_like(weights[0])
+    before = [weight._md5sum() for weight in (*weights, weights[0].grad)]
+    comparison = pipe.compare(data(1, COUNT))
+    assert before == [weight._md5sum() for weight in (*weights, weights[0].grad)]
+    assert all(weight.grad is None or not weight.grad.any() for weight in weights[1:])
+    pipe.close()
+    facts = {"exact": comparison.is_exact, "text": str(comparison), "number": comparison.num_parameters}
+    facts["differences"] = [[each.stage, each.name, each.distance] for each in comparison.differences]
+    return facts
+
+
+class Doubled(Last):
+    """A layer whose gradient is twice what it should be where the pipeline built it, on rank 1."""
+
+    def __init__(self):
+        super().__init__()
+        if RANK == 1:
+            self.linear.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+class Unused(Block):
+    """A block with a weight that its forward does not use, and a batch norm, whose statistics each forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused, self.batch_norm = self.create_parameter([2]), nn.BatchNorm1D(8)
+
+    def forward(self, x):
+        return self.batch_norm(super().forward(x))
+
+
+def comparisons(output):
+    found = {}
+    for kind in ("zb_v", "1f1b", "dualpipe_v", "gpipe"):
+        found[kind] = whole(blocks(5), square, floats, schedule=kind)
+        found[f"tied {kind}"] = whole(tied(), cross_entropy, tokens, schedule=kind)
+    chunks = {"pipeproof": 1, "schedule": {"kind": "interleaved", "num_chunks": 2, "num_micro_batches": COUNT}}
+    found["interleaved"] = whole(pairs(), square, floats, plan=chunks)
+    paddle.seed(3)  # layers that the script has built, equal on all ranks
+    found["built"] = whole([Block(), Frozen(), Block(), Last()], square, floats, schedule="zb_v")
+    found["unused"] = whole([LayerDesc(Unused), *blocks(2)], square, floats)
+    found["hook"] = whole([*blocks(3)[:2], LayerDesc(Doubled)], square, floats)
+    summed, GlooSums.reduce = GlooSums.reduce, lambda self, tensor, reduction: tensor
+    found["not summed"] = whole(tied(), cross_entropy, tokens)
+    GlooSums.reduce = summed
+    found["iterator"] = error_of(lambda: whole_of(iter([])))
+    found["no labels"] = error_of(lambda: whole_of((floats(0, COUNT)[0], None if RANK == 0 else floats(0, COUNT)[1])))
+    return found
+
+
+def whole_of(data):
+    pipe = Pipeline(blocks(2), loss_fn=square, num_micro_batches=COUNT, example=paddle.ones([2, 8]), timeout_s=30)
+    return pipe.compare(data)
+
+
 def main(output, case):
     if RANK:
         await_store(os.environ["PADDLE_MASTER"])
     with quiet_native():
         paddle.distributed.init_parallel_env()
-    found = {"same": same_as_unpartitioned, "errors": errors}[case](output)
+    found = {"same": same_as_unpartitioned, "compare": comparisons, "errors": errors}[case](output)
     Path(f"{output}.{RANK}").write_text(json.dumps(found))
 
 

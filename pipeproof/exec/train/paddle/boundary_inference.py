@@ -44,7 +44,11 @@ def run_stage(number: int, module: nn.Layer, call: Callable[[Any], Any], value: 
         return tensor
 
     try:
-        with _unchanged(module), paddle.enable_grad(), paddle.autograd.saved_tensors_hooks(see, lambda tensor: tensor):
+        with (
+            unchanged_state(module),
+            paddle.enable_grad(),
+            paddle.autograd.saved_tensors_hooks(see, lambda tensor: tensor),
+        ):
             output = call(value)
     except Exception as error:
         raise PipelineError(
@@ -73,9 +77,13 @@ def zeros_of(form: Form, leaves: Sequence[LeafSpec]) -> Any:
 
 
 @contextmanager
-def _unchanged(module: nn.Layer) -> Iterator[None]:
-    """Put buffers and the states of random generators back as they were."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+def unchanged_state(module: nn.Layer) -> Iterator[None]:
+    """Put buffers and the states of random generators back as they were.
+
+    The running statistics of Paddle's batch norms are frozen parameters.
+    """
+    frozen = [weight for weight in module.parameters() if weight.stop_gradient]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in (*module.buffers(), *frozen)]
     state, tracked = paddle.get_rng_state(), get_rng_state_tracker().get_states_tracker()
     try:
         yield

@@ -9,7 +9,7 @@ On other devices the groups have Paddle's default backend (NCCL on GPUs), and a 
 
 from __future__ import annotations
 
-import json
+import base64
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,6 @@ from pipeproof.exec.store.paddle_store import PaddleStore
 from pipeproof.exec.train.agreement import Agreement
 from pipeproof.exec.train.paddle.gloo_groups import gloo_pairs, process_group
 from pipeproof.exec.train.paddle.meetings import Meeting, connect_meetings
-from pipeproof.foreign_text import decode_json
 from pipeproof.schedule.op_table import Channel, Group, OpGraph
 
 Tensor: TypeAlias = paddle.Tensor
@@ -127,9 +126,9 @@ class GlooSums(PairwiseCollectives):
 
 
 class StoreCopies:
-    """``Copies`` of a flat float64 tensor through the store: without a group for each pair of ranks.
+    """``Copies`` of a tensor through the store: without a group for each pair of ranks.
 
-    Nobody can be two copies ahead: the next step's messages need all ranks.
+    Nobody may be two copies ahead: messages of a step, or an agreement, are between two of them.
     """
 
     def __init__(self, index: int, store: PaddleStore) -> None:
@@ -139,15 +138,17 @@ class StoreCopies:
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite the tensor with that of a rank."""
         self._count += 1
+        values = tensor.numpy()
         if self._index == source:
-            self._store.set("copy", json.dumps(tensor.numpy().tolist()))
+            self._store.set("copy", base64.b64encode(values.tobytes()).decode())
             return
         pause = _FIRST_POLL_S
         while self._store.add("copy#") < self._count:
             if self._has_ended.wait(pause):
                 raise TransfersEnded("the pipeline has failed")
             pause = min(2 * pause, _LONGEST_POLL_S)
-        tensor.set_value(np.array(decode_json(self._store.get("copy", _GET_S)), dtype="float64"))
+        content = base64.b64decode(self._store.get("copy", _GET_S))
+        tensor.set_value(np.frombuffer(content, values.dtype).reshape(values.shape))
 
     def abort(self) -> None:
         """Let nobody wait any more."""

@@ -1,11 +1,13 @@
-"""Settings of the pipeline in ``fleet.init``: its ranks, its micro-batches, and how Fleet scales losses."""
+"""Fleet around the pipeline's steps: the settings of ``fleet.init``, equal starts of replicas, and optimizer steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import paddle
 import paddle.distributed as dist
+from paddle import nn
 from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import HybridParallelOptimizer
 from paddle.distributed.fleet.meta_parallel import PipelineLayer
@@ -95,6 +97,51 @@ def share_parameters(layers: Any) -> None:
             share(layers, topology)
 
 
-def is_fleet_optimizer(optimizer: Any) -> bool:
-    """True if ``fleet.distributed_optimizer`` made it: it sums over replicas, and clips over all ranks."""
-    return isinstance(optimizer, HybridParallelOptimizer)
+def require_optimizer(optimizer: Any, num_ranks: int) -> None:
+    """Refuse a clip by the norm of all weights that would see those of this rank alone.
+
+    Raises:
+        PipelineError: Fleet's optimizer, which clips over all ranks and sums over replicas, does not wrap it.
+    """
+    clip, is_fleets = getattr(optimizer, "_grad_clip", None), isinstance(optimizer, HybridParallelOptimizer)
+    if num_ranks > 1 and isinstance(clip, nn.ClipGradByGlobalNorm) and not is_fleets:
+        raise PipelineError(
+            "ClipGradByGlobalNorm would see the weights of one rank alone: wrap the optimizer with "
+            "fleet.distributed_optimizer"
+        )
+
+
+def update_weights(
+    layers: nn.Layer, settings: FleetSettings, num_micro_batches: int, optimizer: Any, lr_scheduler: Any, scaler: Any
+) -> None:
+    """Update the weights in Fleet's order: scaler, optimizer, gradients, learning rate."""
+    if settings.delay_scale_loss:
+        for weight in layers.parameters():
+            if getattr(weight, "main_grad", None) is not None:
+                weight.main_grad = weight.main_grad.scale(1.0 / num_micro_batches)
+            elif weight.grad is not None:
+                weight.grad = weight.grad.scale(1.0 / num_micro_batches)
+    if scaler is not None:
+        if len(settings.ranks) > 1 and scaler.is_enable() and "_unscale" not in vars(scaler):
+            _share_overflow(layers)
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
+    optimizer.clear_grad(set_to_zero=not settings.release_gradients)
+    if lr_scheduler is not None:
+        lr_scheduler.step()
+
+
+def _share_overflow(layers: nn.Layer) -> None:
+    """Make gradients that are not finite on one rank so on all, so that all skip the same steps.
+
+    ``fleet.distributed_scaler`` does it itself.
+    """
+    gradients = [weight.grad for weight in layers.parameters() if weight.grad is not None]
+    is_bad = any(not bool(paddle.isfinite(gradient).all()) for gradient in gradients)
+    found = paddle.to_tensor([int(is_bad)], dtype="int32")
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    if found.item() and gradients and not is_bad:
+        with paddle.no_grad():
+            gradients[0].set_value(paddle.full_like(gradients[0], float("inf")))

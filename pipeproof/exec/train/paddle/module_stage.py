@@ -78,7 +78,7 @@ class ModuleStage:
     def _loss(self, output: Any, index: int) -> Tensor:
         """The loss of the backward; all loss functions are computed, as Fleet does."""
         data = self.data
-        if not data.computes_loss:
+        if data.loss_index is None:
             data.outputs[index] = output
             return paddle.zeros([])
         found: list[Tensor] = []

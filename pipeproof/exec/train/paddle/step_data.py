@@ -25,13 +25,17 @@ class StepData:
     inputs: list[Any] = field(default_factory=list)
     labels: list[Any] = field(default_factory=list)
     scaler: Any = None
-    loss_index: int = 0
-    """The loss function of the backward."""
-    computes_loss: bool = True
+    loss_index: int | None = 0
+    """The loss function of the backward; None if no loss is computed."""
     losses: dict[int, list[Tensor]] = field(default_factory=dict)
     """Detached losses of micro-batches, of each loss function, divided as Fleet divides them."""
     outputs: dict[int, Any] = field(default_factory=dict)
     """Outputs of the last stage, if no loss is computed."""
+
+    @property
+    def count(self) -> int:
+        """Number of micro-batches."""
+        return len(self.inputs)
 
 
 @dataclass(frozen=True, slots=True)

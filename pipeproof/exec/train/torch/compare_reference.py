@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipeproof.comm.accumulation_order import sum_orders
 from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.exec.train.comparison import Comparison, GradientDifference, comparison_of
 from pipeproof.exec.train.torch.boundary_inference import unchanged_state
 from pipeproof.exec.train.torch.module_stage import StepData
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
@@ -25,63 +26,6 @@ from pipeproof.exec.train.train_errors import PipelineError
 NameOf = Callable[[int, str], str]
 """The reference's name of a stage's parameter."""
 Order = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GradientDifference:
-    """One parameter whose gradient has other bits than the reference's.
-
-    ``distance`` is the largest absolute difference, ``bound`` the largest that other orders of the same sums can make
-    (0 where the order is the reference's), and the rounding of compiled graphs.
-    """
-
-    name: str
-    stage: int
-    distance: float
-    bound: float
-
-    def __str__(self) -> str:
-        state = "within" if self.distance <= self.bound else "BEYOND"
-        return f"stage {self.stage}, {self.name}: {self.distance:.3g} apart, {state} the bound {self.bound:.3g}"
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The result of ``Pipeline.compare``, equal on all ranks.
-
-    ``without_gradient`` are trained parameters that no backward of the step had a gradient for. The reference has the
-    same modules, and counts their gradients as zeros, as the comparison does.
-    """
-
-    loss: float
-    reference_loss: float
-    num_parameters: int
-    differences: tuple[GradientDifference, ...]
-    without_gradient: tuple[str, ...] = ()
-
-    @property
-    def is_exact(self) -> bool:
-        """True if the loss and every gradient have the reference's bits."""
-        return self.loss == self.reference_loss and not self.differences
-
-    @property
-    def is_within_bounds(self) -> bool:
-        """True if every gradient is as near as the order of its sums allows."""
-        return all(difference.distance <= difference.bound for difference in self.differences)
-
-    def __str__(self) -> str:
-        number = len(self.without_gradient)
-        missing = (
-            [f"{number} parameter{'s' * (number > 1)} received no gradient: {', '.join(self.without_gradient)}"]
-            if number
-            else []
-        )
-        if self.is_exact:
-            num_equal = self.num_parameters - number
-            return "\n".join([f"loss {self.loss:.9g} and {num_equal} gradients have the reference's bits", *missing])
-        lines = [f"loss {self.loss:.9g}, reference {self.reference_loss:.9g}"]
-        lines.append(f"{len(self.differences)} of {self.num_parameters} gradients have other bits")
-        return "\n".join([*lines, *missing, *map(str, self.differences)])
 
 
 def default_names(reference: nn.Module) -> NameOf:
@@ -142,10 +86,7 @@ def compare_step(
             )  # fmt: skip
         return asdict(comparison)
 
-    result = ranks.agreement.gather(f"comparison {runner.num_steps}", compared)[0]
-    differences = tuple(GradientDifference(**each) for each in result["differences"])
-    without_gradient = tuple(result["without_gradient"])
-    return Comparison(**{**result, "differences": differences, "without_gradient": without_gradient})
+    return comparison_of(ranks.agreement.gather(f"comparison {runner.num_steps}", compared)[0])
 
 
 def compare_with_reference(

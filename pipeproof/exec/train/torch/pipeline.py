@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipeproof.exec.train.comparison import Comparison
+from pipeproof.exec.train.pipeline_failures import one_failure
 from pipeproof.exec.train.tied_weights import Tie
-from pipeproof.exec.train.torch.compare_reference import Comparison, compare_step
+from pipeproof.exec.train.torch.compare_reference import compare_step
 from pipeproof.exec.train.torch.module_stage import LossFunction
 from pipeproof.exec.train.torch.stage_keywords import StepInputs, example_inputs
 from pipeproof.exec.train.torch.stage_values import joined_outputs
@@ -24,7 +26,6 @@ from pipeproof.exec.train.torch.start_phases import (
     connect,
     infer,
     join,
-    one_failure,
     place,
     prove,
 )
@@ -125,7 +126,7 @@ class Pipeline:
             check_finite, replay, overlap, timeout_s, unsafe,
         )  # fmt: skip
         ranks = join(group, timeout_s)
-        with one_failure(ranks) as undo:
+        with one_failure(ranks.agreement) as undo:
             placed = place(ranks, settings, stages, data_group)
             planned = infer(ranks, settings, placed)
             proved = prove(ranks, settings, planned)

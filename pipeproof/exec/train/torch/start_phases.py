@@ -5,8 +5,8 @@ A phase runs on every rank, and its error on one rank is an error on all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -161,21 +161,6 @@ def join(group: dist.ProcessGroup | dist.DeviceMesh | None, timeout_s: float) ->
     store, ranks = store_of(own), dist.get_process_group_ranks(own)
     rank = ranks.index(dist.get_rank())
     return Ranks(ScriptGroup(own), rank, len(ranks), store, Agreement(TorchStore(store), rank, len(ranks), timeout_s))
-
-
-@contextmanager
-def one_failure(ranks: Ranks) -> Iterator[ExitStack]:
-    """Make a failed start known to all ranks, those that wait in another phase too; then undo what the stack has."""
-    with ExitStack() as undo:
-        try:
-            yield undo
-        except BaseException as error:
-            is_known = isinstance(error, PipelineError) and error.is_reported
-            text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
-            with suppress(Exception):
-                ranks.agreement.fail(text if is_known else f"rank {ranks.rank}: {text}")
-            raise
-        undo.pop_all()
 
 
 def place(
