@@ -343,7 +343,7 @@ def _check_creation(subject: Subject) -> Iterator[Finding]:
                     help="make every group once on each of its members",
                 )
     cycle = _cycle(order)
-    if cycle is not None:
+    if cycle:
         parts = [
             f"rank {graph.global_rank[rank]} makes {_name(graph, first)} before {_name(graph, second)}"
             for rank, first, second in cycle
@@ -368,24 +368,16 @@ def _name(graph: OpGraph, index: int) -> str:
     return f"group {index} ({group.axis} {[graph.global_rank[rank] for rank in group.ranks]})"
 
 
-def _cycle(order: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, int]] | None:
-    """A shortest circle of (rank, group, next group), each group made before the next; None if one order fits all."""
-    import networkx as nx
+def _cycle(order: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, int]]:
+    """A shortest circle of (rank, group, next group), each group made before the next; empty if one order fits all."""
+    from pipeproof.diagnostics.wait_graph import shortest_cycle
 
-    before: nx.DiGraph[int] = nx.DiGraph()
+    rank_of: dict[int, dict[int, int]] = {group: {} for group in sorted({group for made in order for group in made})}
     for rank, indices in enumerate(order):
         for first, second in pairwise(dict.fromkeys(indices)):
-            before.add_edge(first, second, rank=before.get_edge_data(first, second, {"rank": rank})["rank"])
-    best: list[int] | None = None
-    for component in nx.strongly_connected_components(before):
-        for start in sorted(component) if len(component) > 1 else []:
-            inside = before.subgraph(component)
-            ways = [nx.shortest_path(inside, after, start) for after in inside.successors(start)]
-            best = min([*ways, *([best] if best else [])], key=lambda way: (len(way), way))
-    if best is None:
-        return None
-    circle = [best[-1], *best]
-    return [(before.edges[first, second]["rank"], first, second) for first, second in pairwise(circle)]
+            rank_of[first].setdefault(second, rank)
+    cycle = shortest_cycle({first: dict.fromkeys(after, True) for first, after in rank_of.items()})
+    return [(rank_of[first][second], first, second) for first, second in zip(cycle, cycle[1:] + cycle[:1], strict=True)]
 
 
 def _with_peers(peers: str) -> str:

@@ -42,11 +42,11 @@ def test_a_deadlock_is_told_as_its_cycle_with_the_lines_of_the_programs():
     first = crossing.__code__.co_firstlineno
     where = [f"tests/testing/test_fake_world.py:{first + offset}" for offset in (4, 8)]
     assert str(caught.value).splitlines() == [
-        "ranks 0, 1 deadlock (one FIFO per pair at rendezvous):",
-        f"  rank 0 is held at {where[0]} until 0SEND_F1 ({where[0]}) is done",
-        f"  rank 0: 0SEND_F1 ({where[0]}) waits for rank 1, which is held at {where[1]} and has not issued 1RECV_F1",
-        f"  rank 1 is held at {where[1]} until 1SEND_B0 ({where[1]}) is done",
-        f"  rank 1: 1SEND_B0 ({where[1]}) waits for rank 0, which is held at {where[0]} and has not issued 0RECV_B0",
+        "ranks 0, 1 wait for each other (one FIFO per pair at rendezvous):",
+        f"  rank 0 waits at {where[0]} for 0SEND_F1 ({where[0]})",
+        f"  rank 0 waits in 0SEND_F1 ({where[0]}) for rank 1, which is held at {where[1]} and has not issued 1RECV_F1",
+        f"  rank 1 waits at {where[1]} for 1SEND_B0 ({where[1]})",
+        f"  rank 1 waits in 1SEND_B0 ({where[1]}) for rank 0, which is held at {where[0]} and has not issued 0RECV_B0",
     ]
     assert [(op.rank, op.op) for op in caught.value.cycle] == [(0, "0SEND_F1"), (1, "1SEND_B0")]
 
@@ -106,9 +106,12 @@ def early(rank):
     ("model", "message"),
     [
         (ChannelModel("directed_edge"), None),
-        (ChannelModel("pair"), "0SEND_F0 .* waits for 0RECV_B0 .*, which is before it in its queue"),
-        (ChannelModel("directed_edge", connections="lazy"), "rank 0 is held .* until rank 1, .*, opens its end, too"),
-        (ChannelModel("directed_edge", host_blocks=True), "rank 0: 0RECV_B0 .* has not issued 1SEND_B0"),
+        (ChannelModel("pair"), "waits in 0SEND_F0 .* for 0RECV_B0 .*, which is before it in its queue"),
+        (
+            ChannelModel("directed_edge", connections="lazy"),
+            "rank 0 waits at .* for rank 1, which is held at .*, to open its end",
+        ),
+        (ChannelModel("directed_edge", host_blocks=True), "rank 0 waits in 0RECV_B0 .* has not issued 1SEND_B0"),
     ],
 )
 def test_a_receive_posted_early_hangs_where_something_keeps_the_send_behind_it(model, message):

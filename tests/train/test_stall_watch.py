@@ -71,6 +71,7 @@ def test_a_stall_names_the_op_the_peer_and_the_line_of_every_rank(ranks, capsys)
         f"rank 0 waits in step 7 for rank 1: WAIT(0RECV_B1), at {__file__.removesuffix('test_stall_watch.py')}" in text
     )
     assert "rank 1 is in step 7, 1F1 (stage 1, micro-batch 1), at " in text
+    assert text.splitlines()[-1] == "  the waits end at rank 1"
     wait_until(lambda: two.watches[1].failure)
     assert two.watches[1].failure == text
     wait_until(lambda: set(two.aborted) == {0, 1})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from pipeproof.diagnostics.finding import Finding, OpsWitness, Severity, WitnessOp
+from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, cycle_headline, wait_lines
 from pipeproof.exec.launch.failures import Failure, failure_from, received_before
 from pipeproof.exec.run_codes import HUNG
 from pipeproof.schedule.op_table import NONE
@@ -138,56 +140,49 @@ class JobState:
 
         ``stopped`` is a rank whose process is stopped (SIGSTOP), if there is one.
         """
-        rank = self._root_of_hang() if stopped is None else stopped
+        waits = self._wait_graph()
+        end = next(waits.ends(rank for rank, state in enumerate(self.ranks) if not state.finished), (0,))
+        cycle = waits.cycle(end) if stopped is None else []
+        rank = end[0] if stopped is None else stopped
+        circle = f"{cycle_headline(cycle)}: {'; '.join(wait_lines([wait for _, wait in cycle]))}; " if cycle else ""
         return HUNG.finding(
             f"{self.subject.coords_text(rank)} hangs: no rank has made progress for {timeout_s:g} s; it is "
-            f"{self.position_text(rank).removeprefix('while ')}; {self._others_text(rank)}",
+            f"{self.position_text(rank).removeprefix('while ')}; {circle}{self._others_text(rank)}",
             help="all ranks were stopped; `--timeout` sets the watchdog's time, `--logs DIR` keeps the output",
             witness=self._witness(rank),
         )
 
-    def _root_of_hang(self) -> int:
-        """Follow the waits from any unfinished rank to a rank that waits for no other, or around a cycle."""
-        rank = next((r for r, state in enumerate(self.ranks) if not state.finished), 0)
-        seen: list[int] = []
-        while rank not in seen:
-            seen.append(rank)
-            waited_for = self._waits_for_rank(rank)
-            if waited_for is None:
-                return rank
-            rank = waited_for
-        return rank
+    def _wait_graph(self) -> WaitGraph[int]:
+        graph = WaitGraph(range(len(self.ranks)))
+        for rank, state in enumerate(self.ranks):
+            for other in () if state.finished else self._awaited_ranks(rank):
+                op = state.phase if state.op_id == NONE else str(self.subject.graph.ops[state.position[1]])
+                graph.add(rank, other, Wait(rank, op, f"rank {other}"))
+        return graph
 
-    def _waits_for_rank(self, rank: int) -> int | None:
-        """Rank that this rank's current operation needs and that has not reached its part yet."""
+    def _awaited_ranks(self, rank: int) -> Iterator[int]:
+        """Ranks that this rank's current operation needs and that have not reached their part yet."""
         graph, state = self.subject.graph, self.ranks[rank]
         if state.op_id == NONE:
-            return self._behind_at_setup(state)
+            yield from self._behind_at_setup(state)
+            return
         step, op_id = state.position
-        op = graph.ops[op_id]
-        if op.kind is OpKind.WAIT:
+        needed = list(graph.members_of(op_id))
+        if graph.ops[op_id].kind is OpKind.WAIT:
             partner = graph.match_of.get(int(graph.waits_for[op_id]), NONE)
-            if partner == NONE:
-                return None
-            peer = int(graph.rank[partner])
-            return peer if self._is_before(peer, step, partner) else None
-        for member in graph.members_of(op_id):
-            peer = int(graph.rank[member])
-            if peer != rank and self._is_before(peer, step, member):
-                return peer
-        return None
+            needed = [partner] if partner != NONE else []
+        for each in needed:
+            other = int(graph.rank[each])
+            if other != rank and self.ranks[other].position < (step, each):
+                yield other
 
-    def _behind_at_setup(self, state: RankState) -> int | None:
+    def _behind_at_setup(self, state: RankState) -> list[int]:
         """Rank in another phase whose last event is the oldest, and older than this rank's.
 
         A barrier ends each phase, so ranks in a later phase sent an event after all ranks of the earlier one.
         """
         behind = [r for r, s in enumerate(self.ranks) if s.phase != state.phase and s.heard_s < state.heard_s]
-        return min(behind, key=lambda r: self.ranks[r].heard_s) if behind else None
-
-    def _is_before(self, rank: int, step: int, op_id: int) -> bool:
-        """Return True if ``rank`` has not passed ``op_id`` of ``step`` yet."""
-        return self.ranks[rank].position < (step, op_id)
+        return sorted(behind, key=lambda r: self.ranks[r].heard_s)[:1]
 
     def position_text(self, rank: int) -> str:
         """Text on where a rank is: its phase, or its operation and what the graph expects there."""

@@ -16,31 +16,24 @@ time: a network moves a large message slowly, and a first call makes connections
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
-import networkx as nx
-
-from pipeproof.diagnostics.finding import CycleWitness, Finding, OpsWitness, WitnessOp
+from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.wait_graph import absence_finding, cycle_finding, minority
 from pipeproof.exec.monitor.job import JobNow, ProcessState, RankNow
 from pipeproof.exec.monitor.lateness import job_lateness, straggler_findings
-from pipeproof.exec.monitor.monitor_codes import SLOW_RANK
-from pipeproof.exec.monitor.own_history import first_divergence, minority
-from pipeproof.exec.monitor.suspects import most_suspect, reasons_for
-from pipeproof.exec.monitor.verdict import MOST_WAITS, PATIENCE_S, SLOW_S, Kind, Status, Verdict, Wait
-from pipeproof.exec.monitor.waits import Analysis, analyse, at_text, location_of, waits_of
-from pipeproof.interop.hang.flight_recorder import Entry
+from pipeproof.exec.monitor.monitor_codes import RANK_FAILED, RANK_STOPPED, SLOW_RANK
+from pipeproof.exec.monitor.ring import OpState
+from pipeproof.exec.monitor.suspects import most_suspect, parted, reasons_for
+from pipeproof.exec.monitor.verdict import MOST_WAITS, PATIENCE_S, SLOW_S, BlockedRank, Kind, Status, Verdict
+from pipeproof.exec.monitor.waits import Analysis, analyse, at_text, location_of, ring_entry, waits_of
+from pipeproof.interop.hang.collective_matches import Disagreement, disagreements
+from pipeproof.interop.hang.flight_recorder import Entry, State
 from pipeproof.interop.hang.hang_codes import HANG_CYCLE, NEVER_ISSUED, NOT_FINISHED
 
 if TYPE_CHECKING:
     from pipeproof.exec.monitor.plan_ops import PlanOps
-from dataclasses import dataclass
-from typing import Final
-
-from pipeproof.exec.monitor.monitor_codes import RANK_FAILED, RANK_STOPPED
-from pipeproof.exec.monitor.ring import OpState
-from pipeproof.exec.monitor.waits import ring_entry
-from pipeproof.interop.hang.collective_matches import Disagreement, disagreements
-from pipeproof.interop.hang.flight_recorder import State
 
 # --- Failures that are found without following waits: an error, a process that does not run, a mismatch ---
 # Two of them need no patience, because no speed ends the job well: the program of
@@ -155,7 +148,8 @@ def _unfinished_mismatch(analysis: Analysis, patience_s: float) -> tuple[tuple[i
     if not unfinished:
         return None
     first = min(unfinished, key=lambda each: min(analysis.op(entry).issued_ns for entry in each.entries))
-    ranks = minority({entry.rank: (entry.kind, entry.num_elements, entry.dtypes) for entry in first.entries})
+    forms = {entry.rank: (entry.kind, entry.num_elements, entry.dtypes) for entry in first.entries}
+    ranks = minority(forms) or tuple(sorted(forms))
     if len(ranks) > 1:
         ranks = most_suspect(analysis, ranks)
     finding = first.finding
@@ -211,7 +205,7 @@ def _plan_notes(job: JobNow, causes: Sequence[int], plan: PlanOps | None) -> Ite
 
 def follow_waits(
     analysis: Analysis,
-    waits: Sequence[Wait],
+    waits: Sequence[BlockedRank],
     patience_s: float,
     slow_s: float,
     busy: frozenset[int],
@@ -219,7 +213,7 @@ def follow_waits(
 ) -> Failure | None:
     """Follow the waits, the longest first, to ranks that wait for nobody, and to cycles. Hangs come before slowness."""
     slow = None
-    for component in _ends(analysis, [wait.rank for wait in waits if wait.seconds >= patience_s]):
+    for component in analysis.graph.ends(wait.rank for wait in waits if wait.seconds >= patience_s):
         if len(component) > 1:
             failure = _cycle(analysis, component, patience_s)
         elif component[0] in starting:
@@ -232,17 +226,6 @@ def follow_waits(
     return slow
 
 
-def _ends(analysis: Analysis, starts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the strongly connected components that no wait leaves, in the order in which waits of ranks lead there."""
-    condensed = nx.condensation(analysis.graph)
-    seen: set[int] = set()
-    for start in starts:
-        node = condensed.graph["mapping"][start]
-        reached = {node, *nx.descendants(condensed, node)} - seen
-        seen |= reached
-        yield from sorted(tuple(sorted(condensed.nodes[end]["members"])) for end in reached if not condensed[end])
-
-
 def _end_of_waits(analysis: Analysis, rank: int, patience_s: float, slow_s: float, is_busy: bool) -> Failure | None:
     """Return the failure of a rank that others wait for, and that waits for nobody; None before the patience ends."""
     now = analysis.job.by_rank.get(rank)
@@ -253,46 +236,36 @@ def _end_of_waits(analysis: Analysis, rank: int, patience_s: float, slow_s: floa
         return Failure(Kind.STOPPED, (rank,), [stopped(now, analysis.job, "is silent")]) if is_silent else None
     if now is not None and now.blocking and now.state is not ProcessState.ENDED:
         return _unfinished(analysis, now, patience_s, slow_s)
-    issuers = sorted(analysis.graph.predecessors(rank))
-    entries = [entry for issuer in issuers for entry in analysis.blocking[issuer] if rank in analysis.missing(entry)]
-    longest = max(entries, key=lambda entry: analysis.seconds_for(entry, rank))
-    seconds = analysis.seconds_for(longest, rank)
-    if seconds < patience_s:
+    waits = analysis.graph.waiters(rank)
+    longest = max(waits.values(), key=lambda wait: wait.seconds)
+    if longest.seconds < patience_s:
         return None
-    waiting = f"{longest.text}{at_text(analysis.op(longest))} for rank {rank}"
     if now is None:
-        message = f"rank {longest.rank} waits in {waiting}, which has no ring"
+        message = f"{longest.text} for rank {rank}, which has no ring"
         suggested_fix = "it never called `watch`, or its file is not in this directory: look at its log and its process"
         return Failure(Kind.ABSENT, (rank,), [NEVER_ISSUED.finding(message, longest.location, suggested_fix)])
     if now.state is ProcessState.ENDED:
-        candidates = (rank, *issuers)
+        candidates = (rank, *waits)
         ranks = most_suspect(analysis, candidates)
         ranks = (rank,) if set(ranks) == set(candidates) else ranks
         last = f"rank {rank} has ended its program; its last operation is {last_text(now)}"
-        finding = _never_issued(analysis, entries, rank, last)
-        return Failure(Kind.ENDED, ranks, [finding], reasons_for(analysis, ranks))
+        return Failure(Kind.ENDED, ranks, [_never_issued(analysis, rank, last)], reasons_for(analysis, ranks))
     outside_s = (analysis.job.now_ns - now.since_ns) / 1e9
     where = f", in {now.own_line}" if now.own_line else ""
     activity = "it computes" if is_busy else "it is idle"
     last = f"rank {rank} has been outside of communication for {outside_s:.1f} s{where}; {activity}"
     if now.last is not None:
         last += f"; its last operation is {last_text(now)}"
-    if is_busy and seconds < slow_s:
-        finding = SLOW_RANK.finding(
-            f"rank {longest.rank} has waited {analysis.seconds(longest):.1f} s in {waiting}\n{last}",
-            location_of(now.own_line.rpartition(" ")[0]) or longest.location,
-        )
+    if is_busy and longest.seconds < slow_s:
+        line = location_of(now.own_line.rpartition(" ")[0]) or longest.location
+        finding = SLOW_RANK.finding(f"{longest.text} for rank {rank}, for {longest.seconds:.1f} s\n{last}", line)
         return Failure(Kind.NONE, (rank,), [finding], status=Status.SLOW)
-    return Failure(Kind.ABSENT, (rank,), [_never_issued(analysis, entries, rank, last)])
+    return Failure(Kind.ABSENT, (rank,), [_never_issued(analysis, rank, last)])
 
 
-def _never_issued(analysis: Analysis, entries: Sequence[Entry], rank: int, last: str) -> Finding:
-    first = entries[0]
-    lines = [f"rank {entry.rank} waits in {entry.text}{at_text(analysis.op(entry))} for rank {rank}"
-             for entry in entries[:MOST_WAITS]]  # fmt: skip
-    message = "\n".join((f"rank {rank} never issued its part of {first.text}", *lines, last))
-    witness = OpsWitness(tuple(WitnessOp(entry.rank, f"{entry.text}: {entry.tensor_text}") for entry in entries))
-    return NEVER_ISSUED.finding(message, first.location, witness=witness)
+def _never_issued(analysis: Analysis, rank: int, last: str) -> Finding:
+    what = f"rank {rank} never issued its part of"
+    return absence_finding(NEVER_ISSUED, analysis.graph, {rank: rank}, what, [last])
 
 
 def _unfinished(analysis: Analysis, now: RankNow, patience_s: float, slow_s: float) -> Failure | None:
@@ -306,8 +279,7 @@ def _unfinished(analysis: Analysis, now: RankNow, patience_s: float, slow_s: flo
     entry = next((each for each in entries if _seconds_still(analysis, each, entries) >= slow_s), None)
     if entry is None:
         return None
-    suspects = first_divergence({each.rank: each.ring.ops for each in analysis.job.ranks})
-    ranks = minority({member: op.at for member, op in suspects.items()}) if suspects else ()
+    ranks = parted(analysis)
     members = entry.group.ranks if entry.channel is None else (entry.channel.src, entry.channel.dst)
     return Failure(
         Kind.UNFINISHED, ranks or tuple(sorted(members)),
@@ -318,7 +290,7 @@ def _unfinished(analysis: Analysis, now: RankNow, patience_s: float, slow_s: flo
                 entry.location, "look at the computation before it on its stream, and at the network between its ranks",
             )
         ],
-        reasons_for(analysis, ranks) if ranks else (),
+        reasons_for(analysis, ranks),
     )  # fmt: skip
 
 
@@ -331,41 +303,10 @@ def _seconds_still(analysis: Analysis, entry: Entry, entries: Sequence[Entry]) -
 
 def _cycle(analysis: Analysis, component: Sequence[int], patience_s: float) -> Failure | None:
     """Return the failure of the shortest cycle of waits that are all long enough; None without one."""
-    inside = analysis.graph.subgraph(component)
-    graph: nx.DiGraph[int] = nx.DiGraph([edge for edge in inside.edges if inside.edges[edge]["seconds"] >= patience_s])
-    cycles = [
-        nx.shortest_path(graph, after, rank)
-        for closed in nx.strongly_connected_components(graph)
-        for rank, after in graph.subgraph(closed).edges
-    ]
-    if not cycles:
+    cycle = analysis.graph.cycle(component, patience_s)
+    if not cycle:
         return None
-    cycle = min(cycles, key=lambda path: (len(path), path))
-    first = cycle.index(min(cycle))
-    cycle = cycle[first:] + cycle[:first]
-    steps = []
-    for rank, other in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
-        entries = (each for each in analysis.blocking[rank] if other in analysis.missing(each))
-        steps.append((rank, other, max(entries, key=lambda entry: analysis.seconds_for(entry, other))))
-    lines = [
-        f"rank {rank} waits in {entry.text}{at_text(analysis.op(entry))} for rank {other}, "
-        f"{_absence(analysis, entry, other)}"
-        for rank, other, entry in steps
-    ]
     ranks = most_suspect(analysis, component)
-    names = ", ".join(map(str, cycle))
-    finding = HANG_CYCLE.finding(
-        "\n".join((f"ranks {names} wait for each other, and none of them continues", *lines)),
-        steps[0][2].location,
-        "let one of them issue the operation that the other waits for before it waits itself",
-        CycleWitness(tuple(WitnessOp(rank, entry.text) for rank, _, entry in steps)),
-    )
-    return Failure(Kind.CYCLE, ranks, [finding], reasons_for(analysis, ranks) if set(ranks) != set(component) else ())
-
-
-def _absence(analysis: Analysis, entry: Entry, other: int) -> str:
-    """Return why the part of another rank is missing."""
-    part = analysis.part(entry, other)
-    return (
-        "which has not issued its part" if part is None else f"whose part{at_text(analysis.op(part))} is queued behind"
-    )
+    suggested_fix = "let one of them issue the operation that the other waits for before it waits itself"
+    reasons = reasons_for(analysis, ranks) if set(ranks) != set(component) else ()
+    return Failure(Kind.CYCLE, ranks, [cycle_finding(HANG_CYCLE, cycle, suggested_fix)], reasons)

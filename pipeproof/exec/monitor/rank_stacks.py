@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pipeproof.diagnostics.wait_graph import minority, ranks_text
 from pipeproof.exec.launch.process_state import ProcessId, boot_id, environment_of, siblings
 from pipeproof.exec.monitor.job import JobNow, ProcessState
-from pipeproof.exec.monitor.own_history import minority
 from pipeproof.interop.hang.py_spy import Stack, ask_py_spy
 
 _MOST_ASKED: Final = 4
@@ -51,22 +51,18 @@ class RankStacks:
     def different(self) -> tuple[int, ...]:
         """Ranks that are in another call of the program than most; all of them without a most frequent one."""
         calls = {rank: stack.own[:1] or stack.frames[:1] for rank, stack in self.stacks.items()}
-        return minority(calls) if len(set(calls.values())) > 1 else ()
+        return minority(calls) or (tuple(sorted(calls)) if len(set(calls.values())) > 1 else ())
 
     def comparison(self) -> str:
         """Return which ranks to look at first, in one line."""
         outside, different = self.outside, self.different
         if outside:
-            return f"not in communication: {_named(outside)}"
+            return f"not in communication: {ranks_text(outside)}"
         if not different:
             return "all ranks are in one call"
         if len(different) < len(self.stacks):
-            return f"in another call than the others: {_named(different)}"
+            return f"in another call than the others: {ranks_text(different)}"
         return "the ranks are in different calls"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def ask_for_causes(job: JobNow, causes: Sequence[int]) -> RankStacks:

@@ -14,13 +14,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import networkx as nx
-
 from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, minority
 from pipeproof.exec.monitor.job import ProcessState
 from pipeproof.exec.monitor.monitor_codes import RANK_FAILED, RANK_STOPPED
-from pipeproof.exec.monitor.own_history import minority
-from pipeproof.exec.monitor.verdict import PATIENCE_S, Kind, Status, Verdict, Wait
+from pipeproof.exec.monitor.verdict import PATIENCE_S, BlockedRank, Kind, Status, Verdict
 from pipeproof.interop.hang.hang_codes import DISAGREEMENT, HANG_CYCLE, NEVER_ISSUED
 from pipeproof.interop.hang.nccl_ras import PORT, RasCommunicator, RasRank, RasStatus, ask_ras
 
@@ -67,7 +65,7 @@ def check_ras(before: RasStatus, now: RasStatus, seconds: float) -> Verdict:
     if not differences:
         return Verdict(Status.RUNNING, Kind.NONE, (), (), (), (), states, ())
     waits = tuple(
-        Wait(rank, f"{each.op} #{each.most - 1} of communicator {each.communicator}", "", seconds, each.behind)
+        BlockedRank(rank, f"{each.op} #{each.most - 1} of communicator {each.communicator}", "", seconds, each.behind)
         for each in differences
         for rank in each.ahead
     )
@@ -171,16 +169,15 @@ def _cause(differences: Sequence[_Difference]) -> tuple[Kind, tuple[int, ...]]:
         one = group[0]
         if ahead & behind or len(one.ahead) < len(one.behind):
             counts = {rank: tuple(rank in each.ahead for each in group) for rank in ahead | behind}
-            return Kind.MISMATCH, minority(counts)
-    graph: nx.DiGraph[int] = nx.DiGraph()
+            return Kind.MISMATCH, minority(counts) or tuple(sorted(counts))
+    graph: WaitGraph[int] = WaitGraph(sorted({rank for each in differences for rank in (*each.ahead, *each.behind)}))
     for each in differences:
-        graph.add_edges_from((rank, other) for rank in each.ahead for other in each.behind)
-    condensed = nx.condensation(graph)
-    ends = [sorted(condensed.nodes[node]["members"]) for node in condensed if condensed.out_degree(node) == 0]
-    cycles = [members for members in ends if len(members) > 1]
-    if cycles:
-        return Kind.CYCLE, tuple(cycles[0])
-    return Kind.ABSENT, tuple(sorted(rank for members in ends for rank in members))
+        for rank in each.ahead:
+            for other in each.behind:
+                graph.add(rank, other, Wait(rank, each.op, f"rank {other}"))
+    ends = list(graph.ends())
+    cycle = next((members for members in ends if len(members) > 1), None)
+    return (Kind.ABSENT, tuple(sorted(rank for (rank,) in ends))) if cycle is None else (Kind.CYCLE, cycle)
 
 
 def _finding(kind: Kind, differences: Sequence[_Difference], seconds: float) -> Finding:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.text_output import finding_to_json
+from pipeproof.diagnostics.wait_graph import ranks_text
 from pipeproof.exec.monitor.job import ProcessState
 from pipeproof.exec.monitor.lateness import Lateness
 from pipeproof.exec.monitor.rank_stacks import RankStacks
@@ -50,7 +51,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class BlockedRank:
     """A rank that waits: the operation that blocks it, its line, for how long, and for which ranks."""
 
     rank: int
@@ -69,7 +70,7 @@ class Verdict:
     status: Status
     kind: Kind
     causes: tuple[int, ...]
-    waits: tuple[Wait, ...]
+    waits: tuple[BlockedRank, ...]
     findings: tuple[Finding, ...]
     reasons: tuple[str, ...]
     states: Mapping[int, ProcessState]
@@ -84,7 +85,7 @@ class Verdict:
     def lines(self) -> Iterator[str]:
         """Return the verdict as text, apart from its findings: the cause, the reasons, and the ranks that wait."""
         if self.status in (Status.HANG, Status.SLOW):
-            named = f"rank{'s' if len(self.causes) > 1 else ''} {', '.join(map(str, self.causes)) or 'unknown'}"
+            named = ranks_text(self.causes) if self.causes else "rank unknown"
             yield f"{'cause' if self.status is Status.HANG else 'slow'}: {named}"
             yield from (f"  because {reason}" for reason in self.reasons)
             yield from (f"  by the plan, {note}" for note in self.plan)
@@ -94,11 +95,10 @@ class Verdict:
         for wait in self.waits[:MOST_WAITS]:
             meaning = f" ({wait.meaning})" if wait.meaning else ""
             at = f" at {wait.at}" if wait.at else ""
-            others = f" for rank{'s' if len(wait.ranks) > 1 else ''} {', '.join(map(str, wait.ranks))}"
-            others = others if wait.ranks else ""
+            others = f" for {ranks_text(wait.ranks)}" if wait.ranks else ""
             yield f"rank {wait.rank} waits {wait.seconds:.1f} s in {wait.op}{meaning}{at}{others}"
         if self.missing:
-            yield f"no ring of rank{'s' if len(self.missing) > 1 else ''} {', '.join(map(str, self.missing))}"
+            yield f"no ring of {ranks_text(self.missing)}"
 
     def to_json(self) -> dict[str, Any]:
         """The verdict as JSON data."""

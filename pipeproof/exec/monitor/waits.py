@@ -12,12 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import networkx as nx
-
 from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.wait_graph import Wait, WaitGraph
 from pipeproof.exec.monitor.job import JobNow, ProcessState, RankNow
 from pipeproof.exec.monitor.ring import OpState, RingOp
-from pipeproof.exec.monitor.verdict import SLOW_S, Wait
+from pipeproof.exec.monitor.verdict import SLOW_S, BlockedRank
 from pipeproof.interop.hang.collective_matches import Matches, match_entries
 from pipeproof.interop.hang.flight_recorder import Channel, Dump, Entry, Group, Launch, State
 
@@ -35,8 +34,8 @@ class Analysis:
     ops: dict[tuple[int, int], RingOp]
     plan: PlanOps | None = None
     blocking: dict[int, list[Entry]] = field(default_factory=dict)
-    graph: nx.DiGraph[int] = field(default_factory=nx.DiGraph)
-    """Waits between ranks, each with its ``seconds``."""
+    graph: WaitGraph[int] = field(default_factory=WaitGraph)
+    """Waits between ranks."""
 
     def op(self, entry: Entry) -> RingOp:
         """Operation of an entry."""
@@ -84,6 +83,15 @@ class Analysis:
             missing.update(part.rank for part in self.parts(entry) if self.is_behind(part))
         return tuple(sorted(missing))
 
+    def wait(self, entry: Entry, other: int) -> Wait:
+        """Return the wait of an operation for another rank."""
+        part, at = self.part(entry, other), self.op(entry).at
+        why = "which has not issued its part"
+        if part is not None:
+            why = f"whose part{at_text(self.op(part))} is queued behind"
+        seconds = self.seconds_for(entry, other)
+        return Wait(entry.rank, entry.text, f"rank {other}", why, at, entry.location, entry.tensor_text, seconds)
+
     def is_behind(self, entry: Entry) -> bool:
         """True for an operation that is queued on its rank's device behind one that is not done."""
         return self.job.by_rank[entry.rank].is_behind(self.op(entry))
@@ -107,9 +115,8 @@ def analyse(job: JobNow, plan: PlanOps | None) -> Analysis:
             entries[rank.rank, index], ops[rank.rank, index] = entry, op
             launches.append(Launch(rank.rank, (entry,), entry.state, (entry.group,)))
         dumps.append(Dump(rank.rank, rank.ring.file, "ring", whole=True, launches=tuple(launches)))
-    analysis = Analysis(job, match_entries(dumps), entries, ops, plan)
+    analysis = Analysis(job, match_entries(dumps), entries, ops, plan, graph=WaitGraph(job.by_rank))
     for rank in job.ranks:
-        analysis.graph.add_node(rank.rank)
         blocking = {op.seq for op in rank.blocking}
         for index, op in enumerate(rank.ring.ops):
             entry_of = entries.get((rank.rank, index))
@@ -117,9 +124,7 @@ def analyse(job: JobNow, plan: PlanOps | None) -> Analysis:
                 analysis.blocking.setdefault(rank.rank, []).append(entry_of)
                 for other in analysis.missing(entry_of):
                     if other != rank.rank:
-                        seconds = analysis.seconds_for(entry_of, other)
-                        known = analysis.graph.get_edge_data(rank.rank, other, {"seconds": 0.0})
-                        analysis.graph.add_edge(rank.rank, other, seconds=max(seconds, known["seconds"]))
+                        analysis.graph.add(rank.rank, other, analysis.wait(entry_of, other))
     return analysis
 
 
@@ -154,7 +159,7 @@ def location_of(at: str) -> Location | None:
     return Location(file, int(line)) if file and line.isdigit() else None
 
 
-def waits_of(analysis: Analysis) -> tuple[Wait, ...]:
+def waits_of(analysis: Analysis) -> tuple[BlockedRank, ...]:
     """Return the wait of each blocked rank, the longest first; of several operations, one that another rank misses."""
     waits = []
     for rank, entries in analysis.blocking.items():
@@ -163,7 +168,7 @@ def waits_of(analysis: Analysis) -> tuple[Wait, ...]:
         entry = max(entries, key=lambda entry: (bool(analysis.missing(entry)), analysis.seconds(entry)))
         ranks = tuple(sorted({other for each in entries for other in analysis.missing(each)} - {rank}))
         at = analysis.op(entry).at
-        waits.append(Wait(rank, entry.text, at, analysis.seconds(entry), ranks, _meaning(analysis, entry)))
+        waits.append(BlockedRank(rank, entry.text, at, analysis.seconds(entry), ranks, _meaning(analysis, entry)))
     return tuple(sorted(waits, key=lambda wait: (-wait.seconds, wait.rank)))
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, ranks_text
 from pipeproof.exec.launch.job_files import end_process
 from pipeproof.exec.launch.polling import wait_until
 from pipeproof.exec.train.agreement import STORE_LOST, Agreement
@@ -143,7 +144,7 @@ class StallWatch:
                         self._end_soon()
                         return
                     if not answered and self._agreement.has("stalled"):
-                        self._agreement.publish(f"state/{self._agreement.rank}", self.state())
+                        self._agreement.publish(f"state/{self._agreement.rank}", self._state())
                         answered = True
             except Exception:  # noqa: BLE001 - the job may be ending well: only a step without progress is reported
                 has_store = False
@@ -174,20 +175,25 @@ class StallWatch:
 
     def state(self, *, with_line: bool = True) -> str:
         """Return the activity of the rank: the operation and the peer that it waits for, and the line of the script."""
+        return self._state(with_line=with_line)[0]
+
+    def _state(self, *, with_line: bool = True) -> tuple[str, int]:
+        """Return the activity of the rank, and the peer that it waits for; -1 for none."""
         line = _user_line(self._main) if with_line else ""
         where = f", at {line}" if line else ""
         if self._call:
-            return f"is in {self._call}{where}"
+            return f"is in {self._call}{where}", -1
         at = self._at
         if self._on_device is not None and self._is_busy() and self._device_at[0] == self._on_device[0]:
             at = self._device_at  # the host is ahead
         describe = self._describe()
         if at is None or describe is None:
-            return f"is outside of step(){where}"
+            return f"is outside of step(){where}", -1
         facts = describe(at[1])
         if facts["peer"] >= 0:
-            return f"waits in step {at[0]} for rank {facts['peer']}: {facts['op']}{where}"
-        return f"is in step {at[0]}, {facts['op']} (stage {facts['stage']}, micro-batch {facts['micro_batch']}){where}"
+            return f"waits in step {at[0]} for rank {facts['peer']}: {facts['op']}{where}", facts["peer"]
+        of = f"(stage {facts['stage']}, micro-batch {facts['micro_batch']})"
+        return f"is in step {at[0]}, {facts['op']} {of}{where}", -1
 
     def _report(self, *, has_store: bool) -> None:
         """Collect what every rank is doing, and report it to all."""
@@ -209,17 +215,28 @@ class StallWatch:
 
     def _states(self) -> str:
         self._agreement.publish("stalled", self._agreement.rank)
-        self._agreement.publish(f"state/{self._agreement.rank}", self.state())
+        self._agreement.publish(f"state/{self._agreement.rank}", self._state())
         ranks = range(self._agreement.num_ranks)
         wait_until(
             lambda: all(self._agreement.has(f"state/{rank}") for rank in ranks), min(ANSWER_S, self._timeout_s) + 2
         )
-        return "\n".join(
-            f"  rank {rank} {self._agreement.read(f'state/{rank}', 'no state')}"
+        no_answer = "does not answer: its process has ended or is stopped, or its pipeline is closed", -1
+        states = {
+            rank: self._agreement.read(f"state/{rank}", "no state")
             if self._agreement.has(f"state/{rank}")
-            else f"  rank {rank} does not answer: its process has ended or is stopped, or its pipeline is closed"
+            else no_answer
             for rank in ranks
-        )
+        }
+        graph = WaitGraph(ranks)
+        for rank, (text, peer) in states.items():
+            if peer >= 0:
+                graph.add(rank, peer, Wait(rank, text, f"rank {peer}"))
+        lines = [f"rank {rank} {text}" for rank, (text, _) in states.items()]
+        lines += [
+            f"{ranks_text(end)} wait for each other" if len(end) > 1 else f"the waits end at rank {end[0]}"
+            for end in graph.ends(rank for rank in ranks if graph.waits(rank))
+        ]
+        return "\n".join(f"  {line}" for line in lines)
 
     def acknowledge(self) -> None:
         """Note that the script has got the failure as an error: it may do as it likes.

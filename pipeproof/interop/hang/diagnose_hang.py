@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeproof.diagnostics.finding import CycleWitness, Finding, OpsWitness, ProgramExcerpt, WitnessOp
+from pipeproof.diagnostics.finding import Finding, ProgramExcerpt, Severity
 from pipeproof.diagnostics.text_output import finding_to_json
-from pipeproof.interop.hang.collective_matches import Matches, disagreements, match_entries
-from pipeproof.interop.hang.flight_recorder import Dump, Launch, read_dumps
+from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, absence_finding, cycle_finding, ranks_text
+from pipeproof.interop.hang.collective_matches import disagreements, match_entries
+from pipeproof.interop.hang.flight_recorder import Dump, Entry, Launch, State, read_dumps
 from pipeproof.interop.hang.hang_codes import HANG_CYCLE, NEVER_ISSUED, NO_DUMP, NOT_FINISHED
-from pipeproof.interop.hang.wait_graph import Node, Waits, first_stuck, shortest_cycle, wait_graph
 
+_Node = tuple[int, int]
+"""A launch that is not done: its rank, and its index among those of its rank; ``_NOTHING`` for a rank without one."""
+_NOTHING = -1
 _LEFT_OUT = ".."
 _NEIGHBOURS = 1
 _MOST_NAMED = 8
@@ -59,138 +63,123 @@ def diagnose_dumps(directory: Path, ranks: Container[int] | None = None) -> Hang
 
 
 def _findings(dumps: Sequence[Dump]) -> Iterator[Finding]:
-    matches = match_entries(dumps)
-    waits = wait_graph(dumps, matches)
-    yield from _missing_dumps(dumps)
-    differing = [disagreement.finding for disagreement in disagreements(matches)]
-    yield from differing
-    cycle = _from_lowest_rank(shortest_cycle(waits))
-    if cycle:
-        yield _cycle_finding(dumps, waits, matches, cycle)
-    never_issued = list(_never_issued(dumps, waits))
-    yield from never_issued
-    if not (differing or cycle or never_issued):
-        yield from _not_finished(waits)
+    waits = _Waits(dumps)
+    others = [disagreement.finding for disagreement in disagreements(waits.matches)]
+    others += [finding for finding in (waits.cycle(),) if finding is not None]
+    ends = list(waits.graph.ends())
+    absent = [rank for (rank, index), *_ in ends if index == _NOTHING]
+    others += waits.never_issued([rank for rank in absent if rank in waits.by_rank])
+    without_dump = [rank for rank in absent if rank not in waits.by_rank]
+    yield from waits.missing_dumps([] if others else without_dump)
+    yield from others
+    if not others:
+        yield from (waits.not_finished(min(end)) for end in ends if end[0][1] != _NOTHING)
 
 
-def _from_lowest_rank(cycle: list[Node]) -> list[Node]:
-    first = cycle.index(min(cycle)) if cycle else 0
-    return cycle[first:] + cycle[:first]
+class _Waits:
+    """The wait graph of dumps.
 
+    A launch waits for earlier ones in its queue; if the device has not started it, for all earlier ones of its rank;
+    for its partners; and, where a partner is not issued, for the first launch that blocks the partner's rank.
+    """
 
-def _missing_dumps(dumps: Sequence[Dump]) -> Iterator[Finding]:
-    known = {dump.rank for dump in dumps}
-    members = {rank for dump in dumps for launch in dump.launches for rank in launch.entries[0].group.ranks}
-    missing = sorted(members - known)
-    if missing:
-        yield NO_DUMP.finding(
-            f"{len(missing)} of {len(members | known)} ranks have no dump: {_named(missing)}",
-            help="their operations are unknown: they may have ended, or were killed before they could write",
-        )
+    def __init__(self, dumps: Sequence[Dump]) -> None:
+        self.by_rank = {dump.rank: dump for dump in dumps}
+        self.matches = match_entries(dumps)
+        self._launches = {(dump.rank, index): launch for dump in dumps for index, launch in enumerate(dump.pending)}
+        self._node_of = {id(launch): node for node, launch in self._launches.items()}
+        self.graph: WaitGraph[_Node] = WaitGraph(sorted(self._launches))
+        for (rank, index), launch in sorted(self._launches.items()):
+            self._add_order(rank, index, launch)
+            for entry in launch.entries:
+                self._add_parts((rank, index), entry, entry.text if entry.channel is not None else launch.text)
 
+    def _add_order(self, rank: int, index: int, launch: Launch) -> None:
+        before = [(rank, earlier) for earlier in range(index)]
+        same_queue = [earlier for earlier in before if self._launches[earlier].queue == launch.queue]
+        for earlier in (same_queue or (before if launch.state is State.SCHEDULED else []))[-1:]:
+            awaited = f"its own {self._launches[earlier].text}"
+            self.graph.add((rank, index), earlier, _wait(launch.entries[0], launch.text, awaited, "which is before it"))
 
-def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MOST_NAMED]))
-    return shown if len(ranks) <= _MOST_NAMED else f"{shown} and {len(ranks) - _MOST_NAMED} more"
+    def _add_parts(self, node: _Node, entry: Entry, text: str) -> None:
+        key = entry.rank, entry.index
+        for partner in self.matches.partners.get(key, ()):
+            other = self._node_of.get(id(self.matches.launch_of[partner.rank, partner.index]))
+            if other is not None and other != node:
+                wait = _wait(entry, text, f"rank {partner.rank}", "which has issued its part")
+                self.graph.add(node, other, replace(wait, is_mutual=True))
+        for rank in self.matches.missing.get(key, ()):
+            first = (rank, 0 if (rank, 0) in self._launches and rank != entry.rank else _NOTHING)
+            self.graph.add(node, first, _wait(entry, text, f"rank {rank}", "which has not issued its part"))
 
+    def missing_dumps(self, at_end: Sequence[int]) -> Iterator[Finding]:
+        """Find PP934: ranks without a dump; an error if all waits end at some of them, ``at_end``."""
+        dumps = self.by_rank.values()
+        members = {rank for dump in dumps for launch in dump.launches for rank in launch.entries[0].group.ranks}
+        missing = sorted(members - self.by_rank.keys())
+        headline = f"{len(missing)} of {len(members | self.by_rank.keys())} ranks have no dump: {ranks_text(missing)}"
+        suggested_fix = "their operations are unknown: they may have ended, or were killed before they could write"
+        if at_end:
+            nodes = {rank: (rank, _NOTHING) for rank in at_end}
+            finding = absence_finding(NO_DUMP, self.graph, nodes, f"{headline}; all waits end there, in")
+            yield replace(finding, severity=Severity.ERROR, help=suggested_fix)
+        elif missing:
+            yield NO_DUMP.finding(headline, help=suggested_fix)
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {_named(ranks)}"
+    def cycle(self) -> Finding | None:
+        """Find PP931: the shortest cycle of waits."""
+        cycle = self.graph.cycle()
+        if not cycle:
+            return None
+        number = {node: position for position, (node, _) in enumerate(cycle, start=1)}
+        programs = tuple(self._excerpt(rank, number) for rank in sorted({rank for rank, _ in number}))
+        return cycle_finding(HANG_CYCLE, cycle, self._suggested_fix(list(number)), programs)
 
+    def _suggested_fix(self, cycle: Sequence[_Node]) -> str:
+        are_messages = {entry.channel is not None for node in cycle for entry in self._launches[node].entries}
+        if are_messages == {True}:
+            return "let one of the ranks issue its receive first, or both ends in one batch (`dist.batch_isend_irecv`)"
+        what = "the collectives of their groups" if are_messages == {False} else "messages and collectives"
+        return f"let all ranks issue {what} in one global order"
 
-def _cycle_finding(dumps: Sequence[Dump], waits: Waits, matches: Matches, cycle: Sequence[Node]) -> Finding:
-    texts = [_op_text(waits, matches, cycle, position) for position in range(len(cycle))]
-    number = {node: position for position, node in enumerate(cycle, start=1)}
-    by_rank = {dump.rank: dump for dump in dumps}
-    ranks = sorted({rank for rank, _ in cycle})
-    programs = tuple(_excerpt(by_rank[rank], number) for rank in ranks)
-    witness = CycleWitness(tuple(WitnessOp(rank, text) for (rank, _), text in zip(cycle, texts, strict=True)), programs)
-    issue_lines = _issue_lines(waits, cycle)
-    location = next(
-        (entry.location for node in cycle for entry in waits.launches[node].entries if entry.location), None
-    )
-    return HANG_CYCLE.finding(
-        "\n".join(
-            (f"{len(cycle)} operations of {_ranks(ranks)} wait for each other, and none of them ends", *issue_lines)
-        ),
-        location,
-        _suggested_fix(waits, cycle),
-        witness,
-    )
+    def _excerpt(self, rank: int, number: dict[_Node, int]) -> ProgramExcerpt:
+        """Return the part of a rank's launches around those of the cycle."""
+        launches = self.by_rank[rank].launches
+        numbers = [number.get(self._node_of.get(id(launch), (rank, _NOTHING)), 0) for launch in launches]
+        marked = [index for index, mark in enumerate(numbers) if mark]
+        first, last = max(marked[0] - _NEIGHBOURS, 0), min(marked[-1] + _NEIGHBOURS, len(launches) - 1)
+        ops = [(launch.text, mark) for launch, mark in zip(launches, numbers, strict=True)][first : last + 1]
+        before, after = [(_LEFT_OUT, 0)] * (first > 0), [(_LEFT_OUT, 0)] * (last < len(launches) - 1)
+        texts, marks = zip(*before, *ops, *after, strict=True)
+        return ProgramExcerpt(rank, texts, marks)
 
+    def never_issued(self, absent: Sequence[int]) -> Iterator[Finding]:
+        """Find PP933: one for the ranks that did not come to the same operations."""
+        together: dict[tuple[_Node, ...], list[int]] = defaultdict(list)
+        for rank in absent:
+            together[tuple(self.graph.waiters((rank, _NOTHING)))].append(rank)
+        for ranks in together.values():
+            lines = [f"rank {rank} issued {_last_text(self.by_rank[rank])}" for rank in ranks[:_MOST_NAMED]]
+            nodes = {rank: (rank, _NOTHING) for rank in ranks}
+            what = f"{ranks_text(ranks)} never issued {'its part' if len(ranks) == 1 else 'their parts'} of"
+            yield absence_finding(NEVER_ISSUED, self.graph, nodes, what, lines)
 
-def _op_text(waits: Waits, matches: Matches, cycle: Sequence[Node], position: int) -> str:
-    """Return the operation of a launch that matches the next launch of the cycle, or the previous one."""
-    launch = waits.launches[cycle[position]]
-    for neighbour in (cycle[(position + 1) % len(cycle)], cycle[position - 1]):
-        neighbour_entries = {(entry.rank, entry.index) for entry in waits.launches[neighbour].entries}
-        for entry in launch.entries:
-            partners = matches.partners.get((entry.rank, entry.index), ())
-            if any((partner.rank, partner.index) in neighbour_entries for partner in partners):
-                return entry.text
-    return launch.text
-
-
-def _issue_lines(waits: Waits, cycle: Sequence[Node]) -> Iterator[str]:
-    """Lines that state where in the user's code the operations of a cycle were issued."""
-    for rank, position in cycle:
-        entry = waits.launches[rank, position].entries[0]
-        if entry.location is not None:
-            yield f"rank {rank} issued {entry.text} at {entry.location.file}:{entry.location.line}"
-
-
-def _suggested_fix(waits: Waits, cycle: Sequence[Node]) -> str:
-    """Return a change that breaks the cycle."""
-    entries = [entry for node in cycle for entry in waits.launches[node].entries]
-    if all(entry.channel is not None for entry in entries):
-        return "let one of the ranks issue its receive first, or both ends in one batch (`dist.batch_isend_irecv`)"
-    if all(entry.channel is None for entry in entries):
-        return "let all ranks issue the collectives of their groups in one global order"
-    return "let all ranks issue messages and collectives in one global order"
-
-
-def _excerpt(dump: Dump, number: dict[Node, int]) -> ProgramExcerpt:
-    """Return the part of a rank's launches around those of the cycle."""
-    numbered = {id(launch): number.get((dump.rank, position), 0) for position, launch in enumerate(dump.pending)}
-    marked = [index for index, launch in enumerate(dump.launches) if numbered.get(id(launch))]
-    first, last = max(marked[0] - _NEIGHBOURS, 0), min(marked[-1] + _NEIGHBOURS, len(dump.launches) - 1)
-    ops = [(launch.text, numbered.get(id(launch), 0)) for launch in dump.launches[first : last + 1]]
-    if first:
-        ops.insert(0, (_LEFT_OUT, 0))
-    if last < len(dump.launches) - 1:
-        ops.append((_LEFT_OUT, 0))
-    return ProgramExcerpt(dump.rank, tuple(text for text, _ in ops), tuple(mark for _, mark in ops))
-
-
-def _never_issued(dumps: Sequence[Dump], waits: Waits) -> Iterator[Finding]:
-    """Find PP933: one for each rank that others wait for, at the first operation that waits."""
-    last = {dump.rank: dump.launches[-1] if dump.launches else None for dump in dumps}
-    reported: set[int] = set()
-    for node, ranks in sorted(waits.absent.items(), key=lambda item: (item[0][1], item[0][0])):
-        new = [rank for rank in ranks if rank not in reported]
-        reported.update(new)
-        if not new:
-            continue
-        launch = waits.launches[node]
-        lines = [f"rank {rank} issued {_last_text(last[rank])}" for rank in new[:_MOST_NAMED]]
-        yield NEVER_ISSUED.finding(
-            f"rank {node[0]} waits in {launch.text}, and {_ranks(new)} never issued its part",
-            launch.entries[0].location,
-            "\n".join(lines),
-            OpsWitness((WitnessOp(node[0], f"{launch.text}: {launch.entries[0].tensor_text}"),)),
-        )
-
-
-def _last_text(launch: Launch | None) -> str:
-    return "nothing" if launch is None else f"{launch.text} last, and finished it"
-
-
-def _not_finished(waits: Waits) -> Iterator[Finding]:
-    for node in first_stuck(waits):
-        launch = waits.launches[node]
+    def not_finished(self, node: _Node) -> Finding:
+        """Return finding PP935 about a launch that waits only for its partners, which wait for nothing else either."""
+        launch = self._launches[node]
         message = f"{launch.text} is {launch.state.name.lower()} on rank {node[0]} and not done, "
-        yield NOT_FINISHED.finding(
+        return NOT_FINISHED.finding(
             f"{message}although all ranks issued their parts",
             launch.entries[0].location,
             "look at the computation before it on its stream, and at the network between these ranks",
         )
+
+
+def _wait(entry: Entry, op: str, awaited: str, why: str) -> Wait:
+    location = entry.location
+    at = "" if location is None else f"{location.file}:{location.line}"
+    return Wait(entry.rank, op, awaited, why, at, location, entry.tensor_text)
+
+
+def _last_text(dump: Dump) -> str:
+    return f"{dump.launches[-1].text} last, and finished it" if dump.launches else "nothing"

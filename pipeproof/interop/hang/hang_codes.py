@@ -64,7 +64,8 @@ NO_DUMP = RuleDoc(
     severity="warning",
     explanation=(
         "The groups have ranks without a dump: they died, or had no time to write one. The cause of the hang may be "
-        "on these ranks. Waits for such a rank are not followed."
+        "on these ranks. Waits for such a rank are not followed. If nothing else explains the hang and waits end at "
+        "such a rank, this is an error, which lists the operations that wait for it."
     ),
     wrong="dumps/nccl_trace_rank_0   # of two ranks",
     right="dumps/nccl_trace_rank_0\ndumps/nccl_trace_rank_1",

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import threading
-
-# --- Graph of the operations that fake ranks issued, for the rules ---
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -16,6 +13,7 @@ from typing import Any
 from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.diagnostics.finding import Location, WitnessOp
+from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, cycle_headline, wait_lines
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.op_table import Channel, Group, OpGraph, TensorSpec, build_graph
 from pipeproof.schedule.ops import Op, OpKind, wait_for
@@ -61,12 +59,6 @@ class HostState:
 
 _Node = FakeOp | HostState
 
-_MOST_STEPS = 100_000
-"""Number of steps after which the search for a shorter cycle ends."""
-
-_MOST_LINES = 20
-"""Number of waits of a cycle that are printed."""
-
 
 def explain(engine: Engine, hosts: Sequence[HostState], ops: Sequence[FakeOp]) -> FakeWorldError | None:
     """Return the error once no event is possible; None if all issued operations are done and matched.
@@ -75,58 +67,24 @@ def explain(engine: Engine, hosts: Sequence[HostState], ops: Sequence[FakeOp]) -
     """
     reader = _Reader(engine, hosts)
     left = [op for op in ops if not op.is_done]
-    stuck: list[_Node] = [*(host for host in hosts if not host.ended), *left]
-    cycle = _shortest_cycle(reader, stuck)
-    if cycle:
-        return _deadlock(reader, cycle, engine.model)
+    graph: WaitGraph[_Node] = WaitGraph([*(host for host in hosts if not host.ended), *left])
+    for node in list(graph):
+        for other in reader.waits(node):
+            graph.add(node, other, reader.wait(node, other))
+    if cycle := graph.cycle():
+        names = tuple(WitnessOp(node.rank, str(node.op)) for node, _ in cycle if isinstance(node, FakeOp))
+        lines = wait_lines([wait for _, wait in cycle])
+        return DeadlockError("\n  ".join([f"{cycle_headline(cycle)} ({engine.model}):", *lines]), names)
     waiting = next((host for host in hosts if not host.ended), None)
     if waiting is not None:
-        return NeverComesError("\n  ".join([f"rank {waiting.rank} waits for ever:", *reader.chain(waiting)]))
+        lines = wait_lines(list(graph.chain(waiting)))
+        return NeverComesError("\n  ".join([f"rank {waiting.rank} waits for ever:", *lines]))
     alone = [op for op in ops if isinstance(op, Transfer) and engine.channels[op.channel].other(op) is None]
     if alone:
         lines = [f"rank {op.rank}: {op.words}, {'to' if op.is_send else 'from'} rank {op.peer}" for op in alone]
         return UnmatchedError("\n  ".join(["all programs have ended, but nobody ever met:", *lines]))
     assert not left, "what is left waits for something"
     return None
-
-
-def _deadlock(reader: _Reader, cycle: Sequence[_Node], model: ChannelModel) -> DeadlockError:
-    ranks = sorted({node.rank for node in cycle})
-    named = f"rank {ranks[0]} waits for itself" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} deadlock"
-    lines = [reader.edge(one, other) for one, other in zip(cycle, [*cycle[1:], cycle[0]], strict=True)]
-    if len(lines) > _MOST_LINES:
-        half = _MOST_LINES // 2
-        lines = [*lines[:half], f"and {len(lines) - 2 * half} more waits", *lines[-half:]]
-    ops = tuple(WitnessOp(node.rank, str(node.op)) for node in cycle if isinstance(node, FakeOp))
-    return DeadlockError("\n  ".join([f"{named} ({model}):", *lines]), ops)
-
-
-def _shortest_cycle(reader: _Reader, nodes: Sequence[_Node]) -> list[_Node]:
-    """Return the first of the shortest cycles of waits; empty if there is none.
-
-    In a large component the search ends with the shortest cycle so far.
-    """
-    best: list[_Node] = []
-    num_steps = 0
-    for start in nodes:
-        if best and num_steps > _MOST_STEPS:
-            break
-        way: dict[_Node, _Node] = {}
-        queue = deque([start])
-        while queue and start not in way:
-            node = queue.popleft()
-            num_steps += 1
-            for other in reader.waits(node):
-                if other not in way:
-                    way[other] = node
-                    queue.append(other)
-        if start in way:
-            back = [start]
-            while (node := way[back[-1]]) is not start:
-                back.append(node)
-            if not best or len(back) < len(best):
-                best = [back[0], *reversed(back[1:])]
-    return best
 
 
 class _Reader:
@@ -165,25 +123,18 @@ class _Reader:
         else:
             yield ends.other(transfer) or self._hosts[transfer.peer]
 
-    def chain(self, start: HostState) -> Iterator[str]:
-        """Return the chain from a waiting host to a missing operation, if there is no cycle."""
-        node: _Node = start
-        while (other := next(self.waits(node), None)) is not None:
-            yield self.edge(node, other)
-            node = other
-
-    def edge(self, one: _Node, other: _Node) -> str:
-        """Return one wait as text."""
+    def wait(self, one: _Node, other: _Node) -> Wait:
+        """Return one wait for messages."""
         if isinstance(one, HostState):
             if isinstance(other, HostState):
-                return f"rank {one.rank} {one.words} until rank {other.rank}, which {other.words}, opens its end, too"
-            return f"rank {one.rank} {one.words} until {other.words} is done"
-        start = f"rank {one.rank}: {one.words} waits for"
+                return Wait(one.rank, "", f"rank {other.rank}", f"which {other.words}, to open its end", one.place)
+            return Wait(one.rank, "", other.words, at=one.place)
         if isinstance(other, HostState):
-            return f"{start} rank {other.rank}, which {other.words} and has not issued {self._missing(one)}"
+            why = f"which {other.words} and has not issued {self._missing(one)}"
+            return Wait(one.rank, one.words, f"rank {other.rank}", why)
         if one.posted_us is None:
-            return f"{start} {other.words}, which is before it in its queue"
-        return f"{start} {other.words} of rank {other.rank}"
+            return Wait(one.rank, one.words, other.words, "which is before it in its queue")
+        return Wait(one.rank, one.words, f"{other.words} of rank {other.rank}")
 
     def _missing(self, op: FakeOp) -> str:
         """Return the operation that the other rank has not issued."""

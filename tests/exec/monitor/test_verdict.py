@@ -11,7 +11,6 @@ from pipeproof.exec.monitor.follow import Follower, metrics_text
 from pipeproof.exec.monitor.hang_page import hang_html
 from pipeproof.exec.monitor.job import JobNow, read_job, ring_files
 from pipeproof.exec.monitor.lateness import Lateness
-from pipeproof.exec.monitor.own_history import minority
 from pipeproof.exec.monitor.ring_recorder import RingRecorder
 
 
@@ -195,7 +194,15 @@ def test_rings_of_several_hosts_and_of_different_jobs(tmp_path):
         read_job(ring_files(tmp_path / "other"))
 
 
-def test_the_minority_of_keys():
-    assert minority({0: "a", 1: "b", 2: "a"}) == (1,)
-    assert minority({0: "a", 1: "b"}) == (0, 1)
-    assert minority({0: "a", 1: "a"}) == (0, 1)
+@pytest.mark.parametrize(("lines", "causes"), [((10, 15, 10, 10), (1,)), ((10, 10, 15, 15), (0, 1))])
+def test_an_operation_that_does_not_end_names_a_rank_that_left_most_others_or_else_its_own_ranks(
+    tmp_path, lines, causes
+):
+    ranks = ranks_in(tmp_path, 4)
+    two_steps(ranks)
+    for rank, line in zip(ranks, lines, strict=True):
+        rank.do("all_reduce", at=line)
+    ranks[0].begin("send", 1, at=30)
+    ranks[1].begin("recv", 0, at=31)
+    verdict = check_job(job_of(tmp_path, after_s=100))
+    assert (verdict.kind, verdict.causes, bool(verdict.reasons)) == ("unfinished", causes, len(causes) == 1)

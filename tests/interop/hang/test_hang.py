@@ -39,7 +39,7 @@ def test_two_ranks_that_both_send_first(tmp_path, form):
     (finding,) = report.findings
     assert finding.location.file == "/home/me/train.py"  # the caller, not PyTorch's own frame
     assert finding.location.line == 11
-    assert "rank 1 issued recv 1<-0 #0 at /home/me/train.py:12" in finding.message
+    assert "rank 1 waits in recv 1<-0 #0 at /home/me/train.py:12 for its own send 1->0 #0" in finding.message
     assert "batch_isend_irecv" in finding.help
     assert [program.numbers for program in finding.witness.programs] == [(0, 1, 4), (0, 3, 2)]
 
@@ -86,7 +86,7 @@ def test_batches_are_done_together(tmp_path):
     b.batch([("recv", 0)], "started")
     report = diagnosed(tmp_path, (a, b))
     assert report.num_pending == 2
-    assert cycle(report) == ["0: send 0->1 #1", "1: recv 1<-0 #1"]
+    assert cycle(report) == ["0: recv 0<-1 #1", "1: recv 1<-0 #1"]
 
 
 def test_a_batch_meets_no_single_transfer(tmp_path):
@@ -158,17 +158,36 @@ def test_a_rank_that_took_another_branch(tmp_path):
     report = diagnosed(tmp_path, (a, b))
     assert codes(report) == ["PP933"]
     (finding,) = report.findings
-    assert finding.message == "rank 0 waits in all_reduce #2 of group 0 (default_pg), and rank 1 never issued its part"
-    assert finding.help == "rank 1 issued barrier #1 of group 0 (default_pg) last, and finished it"
+    assert finding.message.splitlines() == [
+        "rank 1 never issued its part of all_reduce #2 of group 0 (default_pg)",
+        "rank 0 waits in all_reduce #2 of group 0 (default_pg) at /home/me/train.py:11",
+        "rank 1 issued barrier #1 of group 0 (default_pg) last, and finished it",
+    ]
 
 
-def test_a_rank_without_a_dump_is_named_and_not_blamed(tmp_path):
+def test_waits_that_all_end_at_a_rank_without_a_dump_are_an_error_that_names_them(tmp_path):
     a, _, c = recorders(3)
     a.collective("all_reduce", "started")
     c.collective("all_reduce", "started")
     report = diagnosed(tmp_path, (a, c))
-    assert codes(report) == ["PP934"]
-    assert report.findings[0].message == "1 of 3 ranks have no dump: 1"
+    assert [(finding.code, finding.severity) for finding in report.findings] == [("PP934", "error")]
+    headline, *waiting = report.findings[0].message.splitlines()
+    assert headline.startswith("1 of 3 ranks have no dump: rank 1; all waits end there, in all_reduce #1 of group 0")
+    assert [line[:24] for line in waiting] == ["rank 0 waits in all_redu", "rank 2 waits in all_redu"]
+    assert invoke("job", "hang", tmp_path).exit_code == 1
+
+
+def test_a_rank_without_a_dump_is_not_blamed_where_other_ranks_wait_for_each_other(tmp_path):
+    a, b, _ = recorders(3, {"1": [0, 1]})
+    for recorder in (a, b):
+        recorder.collective("all_reduce", "completed")
+    a.message("send", 1, "started", group="1")
+    b.message("send", 0, "started", group="1")
+    report = diagnosed(tmp_path, (a, b))
+    assert [(finding.code, finding.severity) for finding in report.findings] == [
+        ("PP934", "warning"), ("PP931", "error"),
+    ]  # fmt: skip
+    assert report.findings[0].message == "1 of 3 ranks have no dump: rank 2"
 
 
 def test_a_full_buffer_is_aligned_at_what_is_not_done(tmp_path):
