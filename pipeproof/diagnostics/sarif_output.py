@@ -96,7 +96,7 @@ def _rule(doc: RuleDoc) -> dict[str, Any]:
         "fullDescription": {"text": doc.explanation},
         "help": {"text": text, "markdown": markdown},
         "defaultConfiguration": {"level": doc.severity},  # SARIF uses the same words
-        "properties": {"page": f"docs/rules/{doc.code}.md"},
+        "properties": {"page": f"docs/codes.md#{doc.code.lower()}"},
     }
 
 

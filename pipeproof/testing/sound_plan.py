@@ -40,9 +40,7 @@ def assert_plan_sound(plan: Plan, *, allow: Collection[str] = (), strict: bool =
     """
     unknown = set(allow) - set(CHECK_CODES)
     if unknown:
-        raise ValueError(
-            f"`check` has no code {', '.join(sorted(unknown))}; docs/rules has a page for each that it has"
-        )
+        raise ValueError(f"`check` has no code {', '.join(sorted(unknown))}; docs/codes.md lists all")
     try:
         report = check(loaded(plan))
     except BadPlanError as error:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
     "script",
     [
         "make_rules.py",
+        "make_schedules.py",
         "make_options.py",
         "make_tables.py",
         "make_zoo.py",

@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + [*(ROOT / "docs").rglob("*.md")]
 )
-HAND_WRITTEN = [page for page in PAGES if page.parent.name != "rules"]
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
 
 
@@ -24,9 +23,11 @@ def name_of(page):
 
 
 def anchors(page):
-    """The anchors that GitHub gives the headings of a page."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    """The anchors that GitHub gives the headings of a page, and those of the rows of a list."""
+    text = page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    named = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return named | set(re.findall(r'<a id="(\w+)">', text))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -41,7 +42,7 @@ def test_links_lead_somewhere(page):
     assert not broken
 
 
-@pytest.mark.parametrize("page", HAND_WRITTEN, ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_that_are_named_exist(page):
     """A path in code quotes is of the repository, of the package or the page's own; a directory ends with a slash."""
     spans = re.findall(r"`([^`\s]+)`", TEXT[page])
@@ -82,7 +83,7 @@ TYPED = (
 """Pages whose commands are typed in a shell: tests/docs/test_typed_pages.py, tests/train/test_*_page.py."""
 
 ALL_COMMANDS = sorted(
-    {(name, *arguments) for page in HAND_WRITTEN if page.name not in TYPED for name, arguments in commands(page)}
+    {(name, *arguments) for page in PAGES if page.name not in TYPED for name, arguments in commands(page)}
 )
 
 

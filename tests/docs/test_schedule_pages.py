@@ -23,8 +23,6 @@ from pipeproof.verify.check_plan import check
 from tests.plans import plan_dict
 
 ROOT = Path(__file__).parents[2]
-PAGES = ROOT / "docs" / "schedules"
-PICTURES = ROOT / "docs" / "images" / "schedules"
 KINDS = list(SCHEDULE_KINDS)
 
 
@@ -39,50 +37,30 @@ def docs():
 
 @pytest.fixture(scope="module")
 def made(docs):
-    return docs.make_schedules.pages()
+    """The pages and the pictures of all kinds, by kind."""
+    return SimpleNamespace(**dict(zip(("pages", "pictures"), docs.make_schedules.schedule_pages(), strict=True)))
 
 
-def test_pages_and_pictures_are_current(docs, made):
-    stale = [path.name for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    assert not stale, "run `python validation/pages/make_schedules.py`"
-    assert not docs.make_schedules.strays(made)
+def test_the_text_of_a_page_is_the_docstring_of_the_generator(docs):
+    note = docs.schedule_page.note(SCHEDULE_KINDS["dualpipe_v"])
+    assert "equal stages without latency" in note
+    assert ":\n\n    2pF + max(pF, (p - 1) I)" in note
+    assert "``" not in note
 
 
-def test_every_kind_has_a_page_a_picture_and_a_line_in_the_index(made):
-    index = made[PAGES / "README.md"]
-    for kind in KINDS:
-        assert f"](../images/schedules/{kind}.svg)" in made[PAGES / f"{kind}.md"]
-        assert PICTURES / f"{kind}.svg" in made
-        assert f"| [`{kind}`]({kind}.md) |" in index
-
-
-def test_pages_of_kinds_that_are_gone_are_strays_and_other_files_are_not(docs, made, tmp_path, monkeypatch):
-    monkeypatch.setattr(docs.make_schedules, "PAGES", tmp_path)
-    monkeypatch.setattr(docs.make_schedules, "PICTURES", tmp_path)
-    (tmp_path / "gone.md").write_text(docs.schedule_page.WRITTEN_BY + "text")
-    (tmp_path / "gone.svg").write_text("<svg/>")
-    (tmp_path / "by_hand.md").write_text("text")
-    assert {path.name for path in docs.make_schedules.strays({})} == {"gone.md", "gone.svg"}
-
-
-def test_a_kind_without_a_note_is_said(docs):
-    with pytest.raises(ValueError, match=r"docs/schedules/notes/nonesuch\.md is missing"):
-        docs.schedule_page.note("nonesuch")
-
-
-def test_the_index_compares_schedules_of_the_same_work(docs):
+def test_the_list_compares_schedules_of_the_same_work(docs):
     """Each rank computes 8 micro-batches of 3 time units, whatever its stages, copies and pieces."""
     for kind in SCHEDULE_KINDS.values():
         shown = docs.shown_schedule.Shown(kind)
         assert {figures.busy_us for figures in shown.figures} == {24}
 
 
-def test_the_index_has_the_figures_of_the_golden_cases(docs, made):
+def test_the_list_has_the_figures_of_the_golden_cases():
     """p = 4, m = 8: those of GPipe, 1F1B, interleaved, ZB-H1 and ZB-V, the latter two with halves of a rank."""
     rows = {
-        re.search(r"\[`(\w+)`\]", line)[1]: [cell.strip() for cell in line.strip("|").split("|")]
-        for line in made[PAGES / "README.md"].splitlines()
-        if line.startswith("| [")
+        re.search(r"</a>`(\w+)`", line)[1]: [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| <a id=")
     }
     assert {kind: (rows[kind][5], rows[kind][7], rows[kind][8]) for kind in ("gpipe", "1f1b", "zb_h1", "dualpipe")} == {
         "gpipe": ("33", "8", "1"),
@@ -98,12 +76,12 @@ def test_the_index_has_the_figures_of_the_golden_cases(docs, made):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plan_of_a_page_passes_check(kind, made, tmp_path):
-    (text,) = re.findall(r"```yaml\n(.*?)```", made[PAGES / f"{kind}.md"], re.DOTALL)
+    (text,) = re.findall(r"```yaml\n(.*?)```", made.pages[kind], re.DOTALL)
     plan = tmp_path / "plan.yaml"
     plan.write_text(text)
     report = check(load_plan(plan))
     assert report.errors == ()
-    conditional = "**Conditional**" in made[PAGES / f"{kind}.md"]
+    conditional = "**Conditional**" in made.pages[kind]
     assert bool({finding.code for finding in report.findings} & {"PP411", "PP412"}) == conditional
 
 
@@ -126,7 +104,7 @@ def commands(text):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_commands_of_a_page_run(kind, made, tmp_path, monkeypatch):
-    page = made[PAGES / f"{kind}.md"]
+    page = made.pages[kind]
     (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "plan.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -222,7 +200,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_a_picture_has_every_computation_at_its_place(kind, docs, made):
     """Block by block as in the program, from left to right by time; of a pair the forward above the backward."""
     timed = docs.shown_schedule.Shown(SCHEDULE_KINDS[kind]).case.timed()
-    picture = ET.fromstring(made[PICTURES / f"{kind}.svg"])
+    picture = ET.fromstring(made.pictures[kind])
     rows = [group for group in picture.iter(f"{SVG}g") if group.get("class") == "block"]
     assert len(rows) == len(timed.programs)
     lane = next(rect for rect in picture.iter(f"{SVG}rect") if rect.get("class") == "lane")
@@ -246,12 +224,12 @@ def test_the_command_draws_the_picture_of_a_page(made):
         main, ["schedule", "show", "gpipe", "-p", "4", "-m", "8", "--cost", "1,1,1", "--as", "svg"]
     )
     assert drawn.exit_code == 0
-    assert drawn.stdout == made[PICTURES / "gpipe.svg"]
+    assert drawn.stdout == made.pictures["gpipe"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pictures_have_no_script_and_load_nothing(kind, made):
-    picture = made[PICTURES / f"{kind}.svg"]
+    picture = made.pictures[kind]
     assert "<script" not in picture
     assert "@import" not in picture
     assert not re.search(r"(href|src|url)\s*[=(]", picture)

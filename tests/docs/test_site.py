@@ -38,32 +38,36 @@ def leaves(items):
             yield value
 
 
-def test_the_navigation_has_every_page_once(hooks, nav):
-    listed = list(leaves(hooks.expanded(nav, DOCS)))
-    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if path.parent.name != "notes"}
+@pytest.fixture
+def generated(hooks, monkeypatch):
+    pages = {"codes/PP201.md": "# PP201", "schedules/zb_v.md": "# zb_v"}
+    monkeypatch.setattr(hooks, "generated_pages", lambda: pages)
+    return pages
+
+
+def test_the_navigation_has_every_page_once(hooks, nav, generated):
+    listed = list(leaves(hooks.expanded(nav, list(generated))))
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | generated.keys()
     pages |= {hooks.place_of(path.relative_to(ROOT).as_posix()) for path in DOCS.glob("notebooks/*.ipynb")}
+    pages |= {hooks.place_of(path) for path in hooks.result_pages()}
     assert set(listed) == pages | set(hooks.OF_THE_ROOT.values()), "give the page a place in `nav` of mkdocs.yml"
     assert len(listed) == len(set(listed))
 
 
-def test_a_directory_in_the_navigation_is_its_pages_the_index_first(hooks, tmp_path):
-    (tmp_path / "rules").mkdir()
-    pages = {
-        "B.md": "text",
-        "A.md": "<!-- made -->\n\n# A: `x` fault",
-        "README.md": "# Codes\n## 1",
-        "C.md": "# `c`: x",
-    }
-    for name, text in {**pages, "picture.svg": "# no page"}.items():
-        (tmp_path / "rules" / name).write_text(text)
-    nav = [{"Home": "index.md"}, {"More": [{"Codes": "rules/"}]}]
-    rules = [
-        {"Codes": "rules/README.md"},
-        {"A: x fault": "rules/A.md"},
-        {"B": "rules/B.md"},
-        {"c": "rules/C.md"},
-    ]
-    assert hooks.expanded(nav, tmp_path) == [{"Home": "index.md"}, {"More": [{"Codes": rules}]}]
+@pytest.mark.parametrize(
+    ("page", "text", "on_the_site"),
+    [
+        ("plan.md", "[PP201](codes.md#pp201)", "[PP201](codes/PP201.md)"),
+        ("zh/tutorial.md", "[x](../codes.md#pp201)", "[x](../codes/PP201.md)"),
+        ("index.md", "[x](docs/schedules.md#zb_v)", "[x](docs/schedules/zb_v.md)"),
+        ("plan.md", "[x](schedules.md#convert), [y](codes.md)", "[x](schedules.md#convert), [y](codes.md)"),
+        ("codes.md", '| <a id="pp201"></a>PP201 |', '| <a id="pp201"></a>[PP201](codes/PP201.md) |'),
+        ("schedules.md", '| <a id="zb_v"></a>`zb_v` |', '| <a id="zb_v"></a>[`zb_v`](schedules/zb_v.md) |'),
+    ],
+)
+@pytest.mark.usefixtures("generated")
+def test_rows_of_lists_and_links_to_them_lead_to_the_generated_pages(page, text, on_the_site, hooks):
+    assert hooks.with_pages(text, page) == on_the_site
 
 
 @pytest.mark.parametrize(
@@ -73,10 +77,12 @@ def test_a_directory_in_the_navigation_is_its_pages_the_index_first(hooks, tmp_p
         ("plan.md", "../pipeproof/cli/main.py", "source/pipeproof/cli/main.py.txt"),
         ("plan.md", "../validation/pages/make_rules.py", "source/validation/pages/make_rules.py.txt"),
         ("zh/tutorial.md", "../plan.md", "../plan.md"),
-        ("rules/PP201.md", "../../examples/gpt_pp4.yaml", "../source/examples/gpt_pp4.yaml.txt"),
-        ("rules/PP201.md", "../../CHANGELOG.md", "../changelog.md"),
+        ("codes/PP201.md", "../../examples/gpt_pp4.yaml", "../source/examples/gpt_pp4.yaml.txt"),
+        ("codes/PP201.md", "../../CHANGELOG.md", "../changelog.md"),
         ("index.md", "docs/images/check.svg", "images/check.svg"),
-        ("index.md", "docs/schedules/README.md", "schedules/README.md"),
+        ("plan.md", "../validation/results/zoo.md", "results/zoo.md"),
+        ("results/zoo.md", "../../docs/plan.md", "../plan.md"),
+        ("results/zoo.md", "../../docs/images/plan.svg", "../images/plan.svg"),
         ("index.md", "pipeproof/specs/plan.py", "source/pipeproof/specs/plan.py.txt"),
         ("changelog.md", "docs/plan.md", "plan.md"),
         ("plan.md", "#here", "#here"),
@@ -98,7 +104,7 @@ def test_the_first_page_links_to_the_page_for_a_browser_below_its_heading(hooks)
 
 def test_code_is_left_as_it_is(hooks):
     block = "```python\nvalues[0](plan.md)\n| `a\\|b` |\n```\n"
-    assert hooks.for_the_site(block, "rules/PP201.md") == block
+    assert hooks.for_the_site(block, "plan.md") == block
     assert hooks.linked_paths(block + "[a](../README.md)", "plan.md") == {"README.md"}
 
 

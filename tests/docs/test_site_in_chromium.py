@@ -19,7 +19,7 @@ PAGES = (
     "claims",
     "installation",
     "reshard-matrix",
-    "rules/index",
+    "codes",
     "timeline",
     "zh/tutorial",
 )

@@ -63,6 +63,8 @@ EXEMPT = {
     "rehearsing.md": "processes for half a minute; tests/exec/test_rehearsal.py",
     "reshard.md": "states to move; tests/state/reshard",
     "running.md": "processes for half a minute; tests/exec/test_run.py",
+    "schedules.md": "files of other tools; tests/schedule and tests/docs/test_schedule_pages.py",
+    "solving.md": "searches for minutes; tests/schedule",
     "seed-experiment.md": "minutes of runs; tests/exec/test_seed_experiment.py",
     "state.md": "runs that go on from others; tests/state",
     "sweep.md": "a cluster, and worker processes; tests/sweep",
@@ -141,7 +143,6 @@ def test_commands_end_with_a_verdict(name, blocks, session, work):
 
 
 def test_every_page_is_typed_or_exempt():
-    """The pages of schedules are typed by their own tests, those of rules show parts of files."""
     pages = {page.name for page in DOCS.glob("*.md") if console(page.read_text(encoding="utf-8"))}
     typed = {*OTHERS, *WITH_OUTPUT}
     assert not typed & EXEMPT.keys()

@@ -68,7 +68,7 @@ def test_rules_carry_their_documents():
     assert rules[0]["shortDescription"]["text"] == "elements are lost"
     for text in rules[0]["help"].values():
         assert all(part in text for part in ("Why.", "transport: partial", "transport: full"))
-    assert rules[1]["properties"]["page"] == "docs/rules/PP401.md"
+    assert rules[1]["properties"]["page"] == "docs/codes.md#pp401"
 
 
 @pytest.mark.parametrize("severity", list(Severity))

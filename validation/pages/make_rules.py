@@ -1,15 +1,14 @@
-"""Write ``docs/rules``: a page for each code that pipeproof can report, and the index.
+"""Write ``docs/codes.md``, the list of all codes that pipeproof can report; the site gets a page for each code.
 
-``python validation/pages/make_rules.py`` writes, ``--check`` exits 1 if a page is stale.
-The texts are those that ``pipeproof --explain CODE`` prints.
+``python validation/pages/make_rules.py`` writes the list, ``--check`` exits 1 if it is stale. The pages have the texts
+that ``pipeproof --explain CODE`` prints; ``site_hooks`` adds them when the site is built.
 """
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-from pages import DOCS, main, table
+from pages import DOCS, listed, main, table
 
 from pipeproof.cli.code_registry import all_docs
 from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
@@ -59,31 +58,26 @@ WRITTEN_BY = (
 )
 
 
-def pages() -> dict[Path, str]:
-    """All pages by their paths."""
+def code_list() -> str:
+    """The table of all codes, by subject. Each row has an anchor."""
     docs = all_docs()
-    rules = DOCS / "rules"
-    return {rules / "README.md": _index(docs), **{rules / f"{doc.code}.md": _page(doc) for doc in docs}}
-
-
-def _index(docs: tuple[RuleDoc, ...]) -> str:
-    parts = [
-        WRITTEN_BY,
-        "# Codes\n",
-        INTRODUCTION,
-    ]
+    parts = [WRITTEN_BY, "# Codes\n", INTRODUCTION]
     for digit in sorted({doc.code[2] for doc in docs}):
-        rows = [(f"[{doc.code}]({doc.code}.md)", doc.severity, doc.title) for doc in docs if doc.code[2] == digit]
+        rows = [(listed(doc.code), doc.severity, doc.title) for doc in docs if doc.code[2] == digit]
         parts += [f"## {digit}xx: {FAMILIES[digit]}\n", table(("code", "severity", "meaning"), rows)]
     return "\n".join(parts)
+
+
+def code_pages() -> dict[str, str]:
+    """The page of each code."""
+    return {doc.code: _page(doc) for doc in all_docs()}
 
 
 def _page(doc: RuleDoc) -> str:
     return "\n".join(
         [
-            WRITTEN_BY,
             f"# {doc.code}: {doc.title}\n",
-            f"Severity: {doc.severity}. [All codes](README.md)\n",
+            f"Severity: {doc.severity}. [All codes](../codes.md)\n",
             f"{doc.explanation}\n",
             f"{ABOUT_EXAMPLES[doc.example_kind]}\n",
             f"Wrong:\n\n```{FENCES[doc.example_kind]}\n{doc.wrong}\n```\n",
@@ -93,6 +87,4 @@ def _page(doc: RuleDoc) -> str:
 
 
 if __name__ == "__main__":
-    wanted = pages()
-    existing = frozenset((DOCS / "rules").glob("*.md"))
-    sys.exit(main("validation/pages/make_rules.py", wanted, existing - set(wanted)))
+    sys.exit(main("validation/pages/make_rules.py", {DOCS / "codes.md": code_list()}))

@@ -1,33 +1,24 @@
-"""Write ``docs/schedules``: a page for each kind of schedule with its picture, and the index.
+"""Write the table of ``docs/schedules.md``; the site gets a page with a picture for each kind of schedule.
 
-``python validation/pages/make_schedules.py`` writes, ``--check`` exits 1 if a page or a
-picture is stale. Hand-written texts are in ``docs/schedules/notes``; all figures are
-computed here, from the schedules themselves.
+``python validation/pages/make_schedules.py`` writes the table, ``--check`` exits 1 if it is stale. The text of a page
+is the docstring of the kind's generator; all figures are computed here, from the schedules themselves. ``site_hooks``
+adds pages and pictures when the site is built.
 """
 
 from __future__ import annotations
 
 import sys
 from fractions import Fraction
-from pathlib import Path
 
-from pages import DOCS, main, table
-from schedule_page import PAGES, WRITTEN_BY, page
+from pages import DOCS, fill, listed, main, table
+from schedule_page import page
 from shown_schedule import Shown, caption, number
 
 from pipeproof.comm.channel_models import MODELS
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, ScheduleKind
 from pipeproof.views.schedule_svg import schedule_svg
 
-PICTURES = DOCS / "images" / "schedules"
-
 INDEX = """\
-# Schedules
-
-A schedule is the order in which each pipeline rank processes its micro-batches; `schedule.kind` selects it in a plan.
-Each kind is a pure function of sizes (and, for `optimal`, of times). Its page has a timeline, closed forms and their
-conditions. `custom` and `file` are schedules of your own: [schedules from files](../schedules-from-files.md).
-
 In the table below, every schedule runs the same network on {p} ranks with {m} micro-batches. The forward, the gradient
 of inputs and the gradient of weights of a micro-batch take 1 each on a rank's share of the network. Messages take no
 time, and each rank computes as soon as it can. A rank with two stages has two halves of that share; where sequences are
@@ -41,37 +32,25 @@ COLUMNS = """\
 - **peak**: the largest number of activations that a rank holds at a time, each freed at the end of W (of B if the
   backward is whole). The unit is the activations of a rank's share of the network for one micro-batch.
 - **weights**: the number of copies of the network; 2 if each stage has two copies.
-- **deadlock**: *robust*, or *conditional* with the number of [channel models](../deadlock.md#channel-models), of
+- **deadlock**: *robust*, or *conditional* with the number of [channel models](deadlock.md#channel-models), of
   {models}, under which it deadlocks. All schedules are safe on the backend that runs them; the pages name the models.
-
-`pipeproof schedule list` prints the kinds and their conditions. `pipeproof schedule show KIND -p 4 -m 8` prints the
-timeline of one. `pipeproof advise PLAN` lists the kinds that would make a plan faster.
 """
 
 
-def pages() -> dict[Path, str]:
-    """All pages and pictures by their paths."""
+def schedule_pages() -> tuple[dict[str, str], dict[str, str]]:
+    """The page and the picture of each kind."""
     all_shown = [Shown(kind) for kind in SCHEDULE_KINDS.values()]
-    made = {PAGES / "README.md": index(all_shown)}
-    for shown in all_shown:
-        made[PAGES / f"{shown.kind.name}.md"] = page(shown)
-        made[PICTURES / f"{shown.kind.name}.svg"] = schedule_svg(shown.case.timed(), caption(shown.case))
-    return made
+    pictures = {shown.kind.name: schedule_svg(shown.case.timed(), caption(shown.case)) for shown in all_shown}
+    return {shown.kind.name: page(shown) for shown in all_shown}, pictures
 
 
-def strays(wanted: dict[Path, str]) -> frozenset[Path]:
-    """Generated pages and pictures of kinds that no longer exist."""
-    written = (path for path in PAGES.glob("*.md") if path.read_text(encoding="utf-8").startswith(WRITTEN_BY))
-    return frozenset({*written, *PICTURES.glob("*.svg")} - set(wanted))
-
-
-def index(all_shown: list[Shown]) -> str:
-    """The table of all kinds."""
+def kinds_part() -> str:
+    """The table of all kinds, with what its columns mean."""
+    all_shown = [Shown(kind) for kind in SCHEDULE_KINDS.values()]
     case = all_shown[0].case
     header = ("schedule", "description", "stages per rank", "placement", "backward", "makespan", "bubble", "peak",
               "weights", "deadlock")  # fmt: skip
     parts = [
-        WRITTEN_BY,
         INDEX.format(p=case.p, m=case.m, work=3 * case.m),
         table(header, [_index_row(shown) for shown in all_shown]),
         COLUMNS.format(models=len(MODELS)),
@@ -86,7 +65,7 @@ def _index_row(shown: Shown) -> tuple[str, ...]:
     in_span = max(own.bubble_span_ratio for own in figures)
     failing = len(shown.verdict.failing)
     return (
-        f"[`{kind.name}`]({kind.name}.md)", kind.title, _chunks(kind), _placed(kind), shown.backward, number(makespan),
+        listed(kind.name, f"`{kind.name}`"), kind.title, _chunks(kind), _placed(kind), shown.backward, number(makespan),
         f"{_percent(bubble)} ({_percent(in_span)})", number(shown.peak), str(shown.copies),
         shown.verdict.outcome + (f", {failing}" if failing else ""),
     )  # fmt: skip
@@ -113,5 +92,5 @@ def _placed(kind: ScheduleKind) -> str:
 
 
 if __name__ == "__main__":
-    wanted = pages()
-    sys.exit(main("validation/pages/make_schedules.py", wanted, strays(wanted)))
+    file = DOCS / "schedules.md"
+    sys.exit(main("validation/pages/make_schedules.py", {file: fill(file, {"kinds": kinds_part()})}))

@@ -90,7 +90,7 @@ def _links(codes: tuple[str, ...]) -> str:
 
 
 def _link(code: str) -> str:
-    return f"[{code}](rules/{code}.md)"
+    return f"[{code}](codes.md#{code.lower()})"
 
 
 if __name__ == "__main__":

@@ -59,6 +59,14 @@ def fill(page: Path, parts: Mapping[str, str]) -> str:
     return marked.sub(lambda match: f"{match[1]}\n{parts[match[2]].strip()}\n\n{match[3]}", text)
 
 
+def listed(name: str, text: str = "") -> str:
+    """Return the cell of a list whose entries have pages on the site: an anchor, and the name or ``text``.
+
+    In the repository, links lead to the anchor; ``site_hooks`` turns them and the cell into links to the page.
+    """
+    return f'<a id="{name.lower()}"></a>{text or name}'
+
+
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Return a Markdown table; bars inside cells are escaped."""
     lines = [_row(header), _row(tuple("---" for _ in header)), *map(_row, rows)]

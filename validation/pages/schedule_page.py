@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from shlex import join
 
 from closed_forms import NAMES, ClosedForm
 from known_forms import closed_forms
-from pages import DOCS, table
+from pages import table
 from shown_schedule import Shown, caption, number, plan_text
 from sizes_and_times import Case
 
@@ -24,11 +25,6 @@ from pipeproof.sim.figures import figures_of
 from pipeproof.sim.timeline import timeline_of
 from pipeproof.verify.check_plan import check
 from pipeproof.verify.schedule_verdict import Outcome
-
-PAGES = DOCS / "schedules"
-WRITTEN_BY = (
-    "<!-- Written by validation/pages/make_schedules.py from the schedules and docs/schedules/notes. Do not edit. -->\n"
-)
 
 ANY = "Any number of ranks and micro-batches, including one of either and fewer micro-batches than ranks."
 
@@ -46,13 +42,12 @@ def page(shown: Shown) -> str:
     """The page of one kind."""
     kind = shown.kind
     parts = [
-        WRITTEN_BY,
         f"# `{kind.name}`: {kind.title}\n",
-        f"Source: {kind.source}. [All schedules](README.md)\n",
+        f"Source: {kind.source}. [All schedules](../schedules.md)\n",
         f"![Timeline of {caption(shown.case)}](../images/schedules/{kind.name}.svg)\n",
         console(shown.case.command()),
         _figures(shown),
-        note(kind.name),
+        note(kind),
         *_sizes(shown),
         *_variants(shown),
         *_forms(kind.name),
@@ -67,16 +62,12 @@ def page(shown: Shown) -> str:
     return "\n".join(parts)
 
 
-def note(name: str) -> str:
-    """The hand-written note about a kind.
-
-    Raises:
-        ValueError: the note is missing.
-    """
-    path = PAGES / "notes" / f"{name}.md"
-    if not path.exists():
-        raise ValueError(f"{path.relative_to(DOCS.parent)} is missing: every kind of schedule has a note")
-    return path.read_text(encoding="utf-8")
+def note(kind: ScheduleKind) -> str:
+    """The docstring of the module that generates a kind, without its first line, as Markdown."""
+    text = import_module(f"pipeproof.schedule.generators.{kind.generator or kind.name}").__doc__
+    assert text is not None
+    _, _, rest = text.partition("\n")
+    return re.sub(r" ?::\n", ":\n", rest.replace("``", "`")).strip() + "\n"
 
 
 def console(*commands: tuple[str, ...] | str) -> str:

@@ -6,7 +6,9 @@ import importlib
 import json
 import posixpath
 import re
+import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,12 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
+
+LISTS = ("codes", "schedules")
+"""Pages with a table whose entries have pages of their own on the site, in a folder of the same name."""
+
+RESULTS = "validation/results/"
+"""Folder of measurements and the tables made of them: ``results/`` on the site."""
 
 OF_THE_ROOT = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 """Pages of the repository's root, and their paths on the site."""
@@ -35,6 +43,8 @@ PLAY_LINKS = {
 """By page, the link to it, in HTML: no file of the repository is its target."""
 
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[#)])")
+_TO_ENTRY = re.compile(rf"\]\((?P<folder>[\w./]*?)(?P<list>{'|'.join(LISTS)})\.md#(?P<name>\w+)\)")
+_ENTRY = re.compile(r'(<a id="\w+"></a>)(`?\w+`?)')
 _FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 _ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
 _CODE = re.compile(r"`[^`\n]+`")
@@ -42,23 +52,50 @@ _CODE = re.compile(r"`[^`\n]+`")
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Replace directories in the navigation by their pages."""
-    config.nav = expanded(config.nav or [], Path(config.docs_dir))
+    config.nav = expanded(config.nav or [], list(generated_pages()))
     return config
 
 
+@cache
+def generated_pages() -> Mapping[str, str]:
+    """Return what is made when the site is built, by its path: pages of codes and of schedule kinds, and pictures."""
+    sys.path.append(str(Path(__file__).parent))
+    from make_rules import code_pages
+    from make_schedules import schedule_pages
+
+    pages, pictures = schedule_pages()
+    return {
+        **{f"codes/{name}.md": text for name, text in code_pages().items()},
+        **{f"schedules/{name}.md": text for name, text in pages.items()},
+        **{f"images/schedules/{name}.svg": text for name, text in pictures.items()},
+        **{place_of(path): (ROOT / path).read_text(encoding="utf-8") for path in result_pages()},
+    }
+
+
+def result_pages() -> list[str]:
+    """Return the paths of the pages with measurements in the repository."""
+    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / RESULTS).glob("*.md"))
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the root and of notebooks, the page ``pipeproof play`` writes, and files that pages link to."""
+    """Add what is not in ``docs/``: generated pages, those of the root and of notebooks, and files that are linked."""
     from mkdocs.structure.files import File
 
     from pipeproof.views.play.play_page import play_html
 
     files.append(File.generated(config, PLAY, content=play_html()))
+    for place, content in generated_pages().items():
+        files.append(File.generated(config, place, content=content))
     for name, place in OF_THE_ROOT.items():
         files.append(File.generated(config, place, content=(ROOT / name).read_text(encoding="utf-8")))
     for notebook in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
         content = notebook_markdown(json.loads(notebook.read_text(encoding="utf-8")), notebook.name)
         files.append(File.generated(config, place_of(notebook.relative_to(ROOT).as_posix()), content=content))
-    linked = {path for page in files.documentation_pages() for path in linked_paths(page.content_string, page.src_uri)}
+    linked = {
+        path
+        for page in files.documentation_pages()
+        for path in linked_paths(with_pages(page.content_string, page.src_uri), page.src_uri)
+    }
     for path in sorted(linked):
         place = place_of(path)
         # the strict build reports missing files, with the page and its link
@@ -69,7 +106,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Return the page in the form that the site needs."""
-    return for_the_site(with_play(markdown, page.file.src_uri), page.file.src_uri)
+    src_uri = page.file.src_uri
+    return for_the_site(with_pages(with_play(markdown, src_uri), src_uri), src_uri)
+
+
+def with_pages(markdown: str, src_uri: str) -> str:
+    """Return the page with links to the generated pages, where it links to their rows in a list, or is a list."""
+
+    def to_page(match: re.Match[str]) -> str:
+        name = match["name"].upper() if match["list"] == "codes" else match["name"]
+        place = f"{match['list']}/{name}.md"
+        return f"]({match['folder']}{place})" if place in generated_pages() else match[0]
+
+    folder = src_uri.removesuffix(".md")
+    if folder in LISTS:
+        markdown = _ENTRY.sub(lambda match: f"{match[1]}[{match[2]}]({folder}/{match[2].strip('`')}.md)", markdown)
+    return _TO_ENTRY.sub(to_page, markdown)
 
 
 def with_play(markdown: str, src_uri: str) -> str:
@@ -126,25 +178,16 @@ def public_names() -> list[str]:
     ]
 
 
-def expanded(nav: list[Any], docs: Path) -> list[Any]:
-    """Return the navigation with each path that ends with a slash as a section of that directory's pages."""
+def expanded(nav: list[Any], pages: list[str]) -> list[Any]:
+    """Return the navigation with each path that ends with a slash replaced by the pages in that directory."""
     items: list[Any] = []
     for item in nav:
-        ((title, value),) = item.items()
-        if isinstance(value, list):
-            items.append({title: expanded(value, docs)})
-        elif value.endswith("/"):
-            names = sorted((page.name for page in (docs / value).glob("*.md")), key=lambda n: (n != "README.md", n))
-            items.append({title: [{_title(docs / value / name): value + name} for name in names]})
+        if isinstance(item, str):
+            items += [page for page in pages if page.startswith(item)]
         else:
-            items.append(item)
+            ((title, value),) = item.items()
+            items.append({title: expanded(value, pages) if isinstance(value, list) else value})
     return items
-
-
-def _title(page: Path) -> str:
-    """Return the page's first heading, which the site's tools do not find below a comment; for schedules, the name."""
-    heading = re.search(r"^# (?:`(\w+)`:.*|(.*))$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return (heading[1] or heading[2]).replace("`", "") if heading else page.stem
 
 
 def linked_paths(markdown: str, src_uri: str) -> set[str]:
@@ -177,11 +220,14 @@ def place_of(path: str) -> str:
         return OF_THE_ROOT[path]
     if path.endswith(".ipynb"):
         path = f"{path.removesuffix('.ipynb')}.md"
+    if path.startswith(RESULTS) and path.endswith(".md"):
+        return path.removeprefix("validation/")
     inside = path.removeprefix("docs/")
     return inside if inside != path and not inside.endswith(".py") else f"source/{path}.txt"
 
 
 def _target(link: str, src_uri: str) -> str:
     """Return the path in the repository of a link on a page of the site."""
-    in_repository = next((name for name, place in OF_THE_ROOT.items() if place == src_uri), f"docs/{src_uri}")
+    folder = "validation/" if src_uri.startswith("results/") else "docs/"
+    in_repository = next((name for name, place in OF_THE_ROOT.items() if place == src_uri), f"{folder}{src_uri}")
     return posixpath.normpath(posixpath.join(posixpath.dirname(in_repository), link))

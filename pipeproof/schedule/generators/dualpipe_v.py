@@ -11,8 +11,8 @@ Times, for equal stages without latency: with F, I, W the times of a forward and
     2pF + max(pF, (p - 1) I) + (2m - p - 2) D + 2B + pI + W + (p - 1) max(I, W)
 
 so the last rank idles ``(p - 1)(D - W - min(I, W)) + max((p - 1) F, (p - 1) I - F)``. That is the published bubble
-``(PP/2 - 1)(F&B + B - 3W)``, where PP = 2p counts stages, for ``F = I >= W``. Other conditions, the argument and
-counter-examples: page ``dualpipe`` of the schedules.
+``(PP/2 - 1)(F&B + B - 3W)``, where PP = 2p counts stages, for ``F = I >= W``. Other conditions, the proof and
+counter-examples: ``docs/schedules.md``.
 """
 
 from __future__ import annotations
