@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -21,6 +22,7 @@ from pipeproof.exec.rank.group_channels import PostedTransfer
 from pipeproof.exec.rank.torch.batched_messages import post_recv, post_send
 from pipeproof.exec.rank.torch.copy_channels import CopyChannels, connect_copies, slot_sizes
 from pipeproof.exec.train.torch.gloo_connections import Connection, connections_of
+from pipeproof.exec.train.torch.roll_call import REFUSED, RollCall, Round, connected_rounds
 from pipeproof.exec.train.torch.script_groups import ScriptGroup
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.schedule.op_table import Channel, Group, OpGraph
@@ -110,15 +112,10 @@ class StageWorld:
     """By index of the graph's groups, without groups of one member."""
     backends: list[Any]
     group: ScriptGroup
-    has_hosts: bool = False
-    """True if the last backend is one of gloo between the hosts of all ranks, by which they agree on a step."""
+    rounds: tuple[Round, ...] = ()
+    """Connections of the hosts, by which all ranks agree on a step."""
     connections: tuple[Connection, ...] = ()
     """Those of gloo backends."""
-
-    @property
-    def hosts(self) -> Any:
-        """The gloo backend between the hosts of all ranks; None for one rank."""
-        return self.backends[-1] if self.has_hosts else None
 
     def barrier(self) -> None:
         """Wait until all ranks of the pipeline have called this."""
@@ -128,7 +125,8 @@ class StageWorld:
         """Give up all communication, so that ranks that wait for this one end with an error."""
         if isinstance(self.channels, CopyChannels):
             self.channels.abort()
-        for end in (*(backend.abort for backend in self.backends), *(each.shut_down for each in self.connections)):
+        connections = [each.shut_down for each in self.connections], [each.shut_down for each in self.rounds]
+        for end in chain((backend.abort for backend in self.backends), *connections):
             try:
                 end()
             except (RuntimeError, OSError):  # it has already ended
@@ -140,6 +138,8 @@ class StageWorld:
             if not isinstance(each, CopyChannels):  # they have memory in place of groups
                 each.release()
         self.backends.clear()
+        for connected in self.rounds:
+            connected.close()
 
 
 def connect_stages(
@@ -184,14 +184,22 @@ def connect_stages(
         if device.type == "cuda":
             start_backward_thread(device)
             torch.cuda.synchronize(device)
-        num_ranks = group().size()
-        has_hosts = num_ranks > 1
-        if has_hosts:
-            connected("hosts", range(num_ranks), torch.device("cpu"))
+        rounds = _rounds(index, group().size(), store, timeout_s + AFTER_WATCH_S)
     except RuntimeError as error:
         raise PipelineError(f"the pipeline's ranks cannot connect: {error}") from None
     collectives = {number: each for number, each in sums.items() if each is not None}
-    return StageWorld(index, channels, collectives, backends, group, has_hosts, tuple(connections))
+    return StageWorld(index, channels, collectives, backends, group, rounds, tuple(connections))
+
+
+def _rounds(index: int, num_ranks: int, store: dist.Store, timeout_s: float) -> tuple[Round, ...]:
+    """Connections for the words of a pipeline's ranks, on the network that gloo chooses for them."""
+    if num_ranks == 1:
+        return ()
+    gloo, own = connections_of(partial(_backend, "hosts", index, num_ranks, torch.device("cpu"), store, timeout_s))
+    rounds = connected_rounds(own[0].local_address, index, num_ranks, store, timeout_s)
+    RollCall(rounds, lambda _: None).exchange(REFUSED)  # now gloo is connected on all ranks, and may end
+    del gloo
+    return rounds
 
 
 def _sums(group: Group, number: int, index: int, graph: OpGraph, connected: Any) -> OrderedSums | None:

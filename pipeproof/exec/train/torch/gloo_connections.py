@@ -11,7 +11,7 @@ import socket
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
@@ -21,7 +21,12 @@ class Connection:
     """A connection by its descriptor. The addresses show whether the descriptor has since been used for another."""
 
     descriptor: int
-    addresses: tuple[object, object]
+    addresses: tuple[Any, Any]
+
+    @property
+    def local_address(self) -> str:
+        """The host part of this end's address."""
+        return str(self.addresses[0][0])
 
     def shut_down(self) -> None:
         """End the connection for both of its ends, unless it has ended."""
@@ -42,7 +47,7 @@ def _connections() -> list[Connection]:
     return [Connection(descriptor, addresses) for descriptor, addresses in found if addresses is not None]
 
 
-def _addresses(descriptor: int) -> tuple[object, object] | None:
+def _addresses(descriptor: int) -> tuple[Any, Any] | None:
     """Both addresses of a connected socket; None for any other descriptor."""
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):  # else a failing socket() would leave the copy open

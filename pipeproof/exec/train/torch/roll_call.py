@@ -1,14 +1,22 @@
 """One word of each rank to all others before a step posts anything: the kind and sizes of what the rank was given.
 
-The words travel between hosts over gloo, also where the stages are on GPUs. A rank sends and receives a message in each
-of log2(ranks) rounds (Bruck's allgather), which costs less than an operation of the step.
+The words travel between hosts over TCP, also where the stages are on GPUs. A rank sends and receives a message in each
+of log2(ranks) rounds (Bruck's allgather). gloo would send two messages for each, and wake a thread, because its receiver
+first reports that it is ready. Here the kernel keeps the word until it is read: that costs less than an operation of
+the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import json
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_flatten
@@ -17,25 +25,115 @@ REFUSED = 0
 """The word of a rank that refuses its arguments."""
 _MOST_WORDS = 1024
 _PLAIN = (str, bool, type(None), torch.dtype)
-_TAG = 0
+_WORD = 8
+"""Bytes of a word, and of the rank that a connection begins with."""
+_SECRET = 16
+"""Bytes by which a rank knows that a connection is of its pipeline."""
+_GREETING_S = 5.0
+"""Time limit for what a connection begins with."""
+
+
+class HostStore(Protocol):
+    """The store of the process group, as far as ranks find each other by it."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One message to ``target`` and one from ``source``, with the first ``num_words`` words of each."""
+
+    target: socket.socket
+    source: socket.socket
+    source_rank: int
+    num_words: int
+
+    def shut_down(self) -> None:
+        """Wake who waits at either end of a connection, with an error."""
+        for end in (self.target, self.source):
+            with suppress(OSError):  # it has already ended
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close this rank's ends."""
+        self.target.close()
+        self.source.close()
+
+
+def connected_rounds(address: str, rank: int, num_ranks: int, store: HostStore, timeout_s: float) -> tuple[Round, ...]:
+    """Connect a rank with those that it sends words to, and with those that it receives words from.
+
+    ``address`` is that of this rank's host on the network of the pipeline.
+
+    Raises:
+        RuntimeError: a rank did not come in time, or cannot be reached.
+    """
+    steps = [1 << bit for bit in range((num_ranks - 1).bit_length())]
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.create_server((address, 0), family=family, backlog=len(steps) + 8) as server:
+            server.settimeout(timeout_s)
+            secret = secrets.token_hex(_SECRET // 2)
+            store.set(f"words/{rank}", json.dumps([address, server.getsockname()[1], secret]))
+            targets = [_connected(store, rank, (rank - step) % num_ranks, timeout_s) for step in steps]
+            sources = _accepted(server, secret.encode(), {(rank + step) % num_ranks for step in steps}, timeout_s)
+    except OSError as error:
+        raise RuntimeError(f"rank {rank} cannot exchange words with others over {address}: {error}") from None
+    found = zip(steps, targets, strict=True)
+    return tuple(
+        Round(target, sources[(rank + step) % num_ranks], (rank + step) % num_ranks, min(step, num_ranks - step))
+        for step, target in found
+    )
+
+
+def _connected(store: HostStore, rank: int, target: int, timeout_s: float) -> socket.socket:
+    address, port, secret = json.loads(store.get(f"words/{target}"))
+    connection = socket.create_connection((address, port), timeout_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(secret.encode() + struct.pack("<q", rank))
+    return connection
+
+
+def _accepted(server: socket.socket, secret: bytes, ranks: set[int], timeout_s: float) -> dict[int, socket.socket]:
+    """The connections from these ranks; one that does not begin as theirs do is closed."""
+    accepted: dict[int, socket.socket] = {}
+    while accepted.keys() != ranks:
+        connection, _ = server.accept()
+        connection.settimeout(_GREETING_S)
+        greeting = b""
+        with suppress(OSError):
+            greeting = _received(connection, _SECRET + _WORD)
+        if len(greeting) == _SECRET + _WORD and secrets.compare_digest(greeting[:_SECRET], secret):
+            connection.settimeout(timeout_s)
+            accepted[struct.unpack("<q", greeting[_SECRET:])[0]] = connection
+        else:
+            connection.close()
+    return accepted
+
+
+def _received(connection: socket.socket, size: int) -> bytes:
+    """The next ``size`` bytes, fewer where the connection ends before."""
+    received = connection.recv(size)
+    while 0 < len(received) < size:
+        more = connection.recv(size - len(received))
+        if not more:
+            break
+        received += more
+    return received
 
 
 class RollCall:
-    """The exchange of one rank; ``backend`` returns a gloo backend of all ``num_ranks``, None for one rank.
+    """The exchange of one rank. ``waits_for`` is called with the rank that this one waits for."""
 
-    ``waits_for`` is called with the rank that this one waits for.
-    """
-
-    def __init__(self, backend: Callable[[], Any], rank: int, num_ranks: int, waits_for: Callable[[int], None]) -> None:
-        self._backend, self._waits_for = backend, waits_for
-        self._words = torch.zeros(num_ranks, dtype=torch.int64)
-        self._rounds: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
-        held = 1
-        while held < num_ranks:
-            size = min(held, num_ranks - held)
-            parts = self._words[:size], self._words[held : held + size]
-            self._rounds.append(((rank - held) % num_ranks, (rank + held) % num_ranks, *parts))
-            held *= 2
+    def __init__(self, rounds: Sequence[Round], waits_for: Callable[[int], None]) -> None:
+        self._waits_for = waits_for
+        self._rounds = [
+            (each, struct.Struct(f"<{each.num_words}q"), each.num_words * _WORD) for each in rounds
+        ]  # fmt: skip
 
     def exchange(self, word: int) -> tuple[int, ...]:
         """The words of all ranks, from this one's on.
@@ -43,14 +141,18 @@ class RollCall:
         Raises:
             RuntimeError: the connection to a rank has ended.
         """
-        self._words[0], backend = word, self._backend()
-        for target, source, own, others in self._rounds:
-            received = backend.recv([others], source, _TAG)
-            sent = backend.send([own], target, _TAG)
-            self._waits_for(source)
-            received.wait()
-            sent.wait()
-        return tuple(self._words.tolist())
+        words: tuple[int, ...] = (word,)
+        for each, form, size in self._rounds:
+            self._waits_for(each.source_rank)
+            try:
+                each.target.sendall(form.pack(*words[: each.num_words]))
+                received = _received(each.source, size)
+            except OSError as error:
+                raise RuntimeError(f"the word of rank {each.source_rank}: {error}") from None
+            if len(received) < size:
+                raise RuntimeError(f"the connection to rank {each.source_rank} was closed")
+            words += form.unpack(received)
+        return words
 
 
 class Words:

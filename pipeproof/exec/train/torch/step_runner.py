@@ -83,7 +83,7 @@ class StepRunner:
         self._failures = PipelineFailures(ranks.agreement, self.world.abort)
         self._progress = TorchProgress() if self.device.type == "cuda" else None
         self._replays = Replays(self.gradients.trained_by_name, CaptureStream(self.device)) if settings.replay else None
-        roll = RollCall(partial(getattr, self.world, "hosts"), ranks.rank, ranks.num_ranks, self._wait_for)
+        roll = RollCall(self.world.rounds, self._wait_for)
         self._signatures = Signatures(ranks, settings, placed, planned, plan, roll)
         self.signature = self._signatures.first
         """The sizes of the last step that began."""
