@@ -32,6 +32,17 @@ def test_two_plans_as_text(plan):
     assert "farthest apart" not in result.stdout.partition("the first divergence")[2]  # all last as long
 
 
+def test_the_text_begins_with_the_verdict(plan):
+    one, two = plan("one", cost={"forward_us": 100}), plan("two", cost={"forward_us": 150})
+    first = invoke("compare", one, two).stdout.splitlines()[0]
+    assert first.startswith("B takes ")
+    assert "longer than A: A " in first
+    assert "; bubble A " in first
+    assert "; activations held at most A " in first
+    assert invoke("compare", two, one).stdout.splitlines()[0].split(" than A")[0].endswith("less time")
+    assert invoke("compare", one, one).stdout.startswith("A and B take equally long: A ")
+
+
 def test_a_plan_and_its_trace(plan, tmp_path):
     one, trace = plan("one"), tmp_path / "trace.json"
     assert invoke("simulate", one, "-o", trace).exit_code == 0

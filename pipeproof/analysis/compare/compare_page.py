@@ -33,7 +33,7 @@ def comparison_html(a: TimelineFile, b: TimelineFile, step: int | None = None, n
         title = f"{file.file}, step {number}" if several else file.file
         if notes := "; ".join(filter(None, (file.note, note if file is b else ""))):
             title += f" ({notes})"
-        titled.append((title, _timeline(file, ops, graph), graph))
+        titled.append((title, step_timeline(file, ops, graph), graph))
     return timeline_html(titled)
 
 
@@ -58,7 +58,7 @@ def _is_of(ops: Sequence[TimedOp], graph: OpGraph) -> bool:
     return all((op.rank, str(op.op)) in ids for op in ops)
 
 
-def _timeline(file: TimelineFile, ops: Sequence[TimedOp], graph: OpGraph | None) -> Timeline:
+def step_timeline(file: TimelineFile, ops: Sequence[TimedOp], graph: OpGraph | None) -> Timeline:
     """The operations from time 0 on, with the ids of ``graph`` or, without one, their places."""
     ids = {} if graph is None else _ids(graph)
     origin = min((op.start for op in ops), default=Fraction(0))

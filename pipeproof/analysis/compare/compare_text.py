@@ -18,12 +18,13 @@ _WORDS = {"plan": "plan, simulated", "trace": "trace", "report": "report of a ru
 
 
 def render_comparison(comparison: Comparison, console: Console, *, worst: int, note: str) -> None:
-    """Print what the two files are, totals by step, errors by kind, the first divergence and the worst operations.
+    """Print which is faster, what the two files are, totals and errors, the first divergence and the worst operations.
 
     ``note`` is about the costs of two plans.
     """
     from pipeproof.views.tables import print_table
 
+    console.print(_verdict(comparison), soft_wrap=True)
     for name, file in (("A", comparison.a), ("B", comparison.b)):
         clock = "measured" if file.measured else "simulated"
         about = _WORDS[file.source] + (f", {clock}" if file.source in ("trace", "table") else "")
@@ -75,6 +76,28 @@ def render_comparison(comparison: Comparison, console: Console, *, worst: int, n
         ]  # fmt: skip
         console.print("\nfarthest apart in length:")
         print_table(("op", ">rank", ">step", ">A", ">B", ">error", ">start"), ops, console)
+
+
+def _verdict(comparison: Comparison) -> str:
+    """The faster of the two in the last step that was compared, with bubbles and activations."""
+    from pipeproof.analysis.compare.compare_page import step_timeline
+
+    last = comparison.steps[-1]
+    facts = []
+    for file, step in ((comparison.a, last.step_a), (comparison.b, last.step_b)):
+        timeline = step_timeline(file, [op for op in file.ops if op.step == step], None)
+        ranks = [rank for rank in range(len(timeline.ranks)) if timeline.compute_spans(rank)]
+        whole = len(ranks) * timeline.makespan_us
+        bubble = 1 - sum(timeline.busy_us(rank) for rank in ranks) / whole if whole else 0
+        peak = max((timeline.peak_activations(rank) for rank in ranks), default=0)
+        facts.append((f"{_us(timeline.makespan_us)} us", f"{float(bubble):.1%}", str(peak)))
+    ratio = _quotient(last.makespan_b, last.makespan_a)
+    if ratio is None or ratio == 1:
+        lead = "A and B take equally long"
+    else:
+        lead = f"B takes {abs(float(ratio) - 1):.1%} {'longer' if ratio > 1 else 'less time'} than A"
+    time, bubble_text, peak_text = (f"A {of_a}, B {of_b}" for of_a, of_b in zip(*facts, strict=True))
+    return f"{lead}: {time}; bubble {bubble_text}; activations held at most {peak_text}"
 
 
 def _divergence_text(divergence: Divergence | None) -> str:

@@ -1,7 +1,7 @@
 """The timeline page, opened and used: pointer, keys, buttons, search, colours, print and size."""
 
 import io
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import pytest
 from matplotlib.image import imread
@@ -19,6 +19,11 @@ PIXEL = """
 const pen = document.getElementById("canvas").getContext("2d");
 return Array.from(pen.getImageData(Math.round(arguments[0]), Math.round(arguments[1]), 1, 1).data).slice(0, 3);
 """
+
+
+FORWARD, BACKWARD, EARLIER = (0x34, 0x61, 0xC1), (0x27, 0x80, 0x3F), (0x1B, 0x1F, 0x24)
+HELD = (190, 168, 234)
+"""The curve of activations on its row."""
 
 
 def place(browser, op, rank, k=0):
@@ -41,6 +46,12 @@ def status(browser):
 
 def pixel(browser, x, y):
     return tuple(browser.run(PIXEL, x, y - browser.run(TOP)))
+
+
+def edge(browser, op, rank, k):
+    """The colour of an op at its upper edge."""
+    box = browser.run("return pipeproof.place(...arguments)", op, rank, k)
+    return pixel(browser, box["x"] + box["w"] / 2, box["y"] + browser.run(TOP))
 
 
 def test_the_page_draws_itself_and_asks_for_nothing(opened):
@@ -213,11 +224,25 @@ def test_two_timelines_stand_above_each_other_and_tell_how_they_differ(browser, 
     assert "against gpipe 2 4: ends " in tip(browser)
     browser.move(*place(browser, "0F0", 0, 1))
     assert "ends at the same time, as long" in tip(browser)
-    same = pixel(browser, place(browser, "0F0", 0, 1)[0], place(browser, "0F0", 0, 1)[1] - 9)
-    assert same == (0xC8, 0xCC, 0xD1)
+    assert edge(browser, "0F0", 0, 1) == FORWARD  # no difference, no outline
+    assert edge(browser, "1B0", 1, 1) == EARLIER
     browser.press("d")
-    assert pixel(browser, place(browser, "0F0", 0, 1)[0], place(browser, "0F0", 0, 1)[1] - 9) == (0x34, 0x61, 0xC1)
+    assert edge(browser, "1B0", 1, 1) == BACKWARD
     assert browser.complaints() == []
+
+
+def test_the_memory_of_two_timelines_has_one_scale(browser, page):
+    """Rank 0 holds four activations with GPipe, two with 1F1B: half of the height."""
+    browser.prefer("light")
+    browser.open(page(("gpipe", 2, 4), ("1f1b", 2, 4)))
+    browser.settle()
+
+    def height(op, k):
+        x, y = place(browser, op, 0, k)
+        above = [pixel(browser, x, y + below) for below in range(20, 75)]
+        return max(len(list(same)) for colour, same in groupby(above) if colour == HELD)
+
+    assert abs(height("0F3", 0) - 2 * height("0F1", 1)) <= 2
 
 
 def test_of_a_hundred_thousand_operations_a_frame_draws_no_more_than_there_are_pixels(browser, page):

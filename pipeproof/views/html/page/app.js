@@ -237,14 +237,15 @@ function showLegend() {
   if (state.why) entries.push(["cause", "causes of the selected operation"]);
   if (state.differences && TIMELINES.length > 1) {
     const shown = new Set(TIMELINES.slice(1).flatMap((tl) => Array.from(tl.end, (_, i) => differenceOf(tl, i))));
-    entries.push(...[["later", "ends later than above"], ["earlier", "ends earlier"], ["same", "the same"], ["alone", "not above"]]
-      .filter(([name]) => shown.has(name)));
+    entries.push(...[["later", "ends later than above"], ["earlier", "ends earlier"], ["alone", "not above"]]
+      .filter(([name]) => shown.has(name)).map(([name, text]) => [name, text, "outline"]));
   }
-  document.getElementById("legend").replaceChildren(...entries.map(([name, text]) => {
+  document.getElementById("legend").replaceChildren(...entries.map(([name, text, form]) => {
     const entry = document.createElement("span");
     if (name) {
       const swatch = document.createElement("i");
-      swatch.style.background = `var(--${name})`;
+      if (form) swatch.style.border = `2px solid var(--${name})`;
+      else swatch.style.background = `var(--${name})`;
       entry.append(swatch);
     }
     entry.append(text);

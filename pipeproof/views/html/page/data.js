@@ -44,6 +44,11 @@ function decoded(raw) {
   return tl;
 }
 
+// The most that any rank holds, of all timelines with the same unit: one height is one amount on the whole page.
+function peakOf(tl) {
+  return Math.max(...TIMELINES.filter((other) => other.inBytes === tl.inBytes).map((other) => other.peak));
+}
+
 // Which spans have another one beside or inside of them on a deeper track of their lane, drawn over their lower half.
 function coveredOf(tl) {
   const covered = new Uint8Array(tl.size);

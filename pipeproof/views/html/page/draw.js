@@ -11,7 +11,7 @@ function readPalette() {
   const style = getComputedStyle(document.documentElement);
   const get = (name) => style.getPropertyValue(`--${name}`).trim();
   palette = Object.fromEntries(["paper", "panel", "lane", "line", "text", "faint", "mark", "select", "held", "message", "warm-up",
-    "cool-down", "from-lower", "from-higher", "in-collective", "held-up", "later", "earlier", "same", "alone", "cause"]
+    "cool-down", "from-lower", "from-higher", "in-collective", "held-up", "later", "earlier", "alone", "cause"]
     .map((name) => [name, get(name)]));
   palette.kinds = DATA.categories.map((name) => [get(name), get(`${name}-pale`)]);
 }
@@ -42,19 +42,22 @@ function lateness(tl, i) {
   return other < 0 ? NaN : tl.end[i] - BASE.end[other];
 }
 
-// The colour of an op's difference from its counterpart.
+// The name of an op's difference from its counterpart, which is that of a colour.
 function differenceOf(tl, i) {
   const late = lateness(tl, i);
   if (Number.isNaN(late)) return "alone";
   return Math.abs(late) < 1e-10 * MAKESPAN ? "same" : late > 0 ? "later" : "earlier";
 }
 
-function paintOf(tl, i, numChunks) {
-  if (!state.differences || !tl.counterpart) return shade(tl.category[i], tl.chunk[i], numChunks);
-  const difference = differenceOf(tl, i), share = Math.min(1, Math.abs(lateness(tl, i)) / (0.1 * MAKESPAN));
-  if (difference === "alone") return { fill: palette.alone, ink: "#111111" };
-  const fill = difference === "same" ? palette.same : mixed(palette.same, palette[difference], 0.25 + 0.75 * share);
-  return { fill, ink: isDark(fill) ? "#ffffff" : "#111111" };
+// An op that differs keeps its colour and gets an outline, the thicker the larger the difference.
+function outlineDifference(tl, i, x, y, width, h) {
+  const difference = differenceOf(tl, i);
+  if (difference === "same") return;
+  const share = difference === "alone" ? 1 : Math.min(1, Math.abs(lateness(tl, i)) / (0.1 * MAKESPAN)), line = 1 + 2 * share;
+  pen.fillStyle = pen.strokeStyle = palette[difference];
+  pen.lineWidth = line;
+  if (width < 3 * line || h < 3 * line) pen.fillRect(x, y, width, Math.min(h, line));
+  else pen.strokeRect(x + line / 2, y + line / 2, width - line - 0.5, h - line);
 }
 
 // Waits and collectives stand as a strip at the foot of their lane: their time is shown as a bubble, or is part of an op.
@@ -75,10 +78,11 @@ function drawTrack(tl, track, row) {
       for (let j = i + 1; j < Math.min(next, i + 16); j++) if (tl.end[j] - tl.start[j] > tl.end[shown] - tl.start[shown]) shown = j;
       width = next - i > 1 ? 1 : Math.max(1, Math.min(2, width));
     }
-    const { fill, ink } = paintOf(tl, shown, numChunks);
+    const { fill, ink } = shade(tl.category[shown], tl.chunk[shown], numChunks);
     pen.fillStyle = fill;
     if (isStrip(tl, shown)) pen.fillRect(x, y + h - 4, width, 4);
     else pen.fillRect(x, y, width > 4 ? width - 0.5 : width, h);
+    if (state.differences && tl.counterpart && !isStrip(tl, shown)) outlineDifference(tl, shown, x, y, width, h);
     const free = tl.covered[shown] ? h / 2 : h;
     if (width > 14 && free >= 11 && !isStrip(tl, shown)) drawLabel(nameOf(tl, shown), x, y, width, free, ink);
     i = next;
@@ -151,11 +155,11 @@ function drawPath(k) {
   }
 }
 
-// What a rank holds, as steps; the height of the row is the most that any rank of the timeline holds.
+// What a rank holds, as steps; the height of the row is the most that any rank of any timeline holds.
 function drawHeld(tl, row) {
   const { time, count } = tl.held[row.rank], floor = row.y - state.y + row.h;
   const perPixel = (state.t1 - state.t0) / plotWidth();
-  const yOf = (held) => floor - (held / tl.peak) * (row.h - 3);
+  const yOf = (held) => floor - (held / peakOf(tl)) * (row.h - 3);
   let at = Math.max(0, lowerBound(time, 0, time.length, state.t0) - 1);
   let last = GUTTER, level = floor;
   pen.beginPath();
