@@ -1,7 +1,7 @@
 """One word of each rank to all others before a step posts anything: the kind and sizes of what the rank was given.
 
 The words travel between hosts over TCP, also where the stages are on GPUs. A rank sends and receives a message in each
-of log2(ranks) rounds (Bruck's allgather). gloo would send two messages for each, and wake a thread, because its receiver
+of log2(ranks) rounds (Bruck's allgather). gloo would send two messages for each, and wake a thread, for its receiver
 first reports that it is ready. Here the kernel keeps the word until it is read: that costs less than an operation of
 the step.
 """
