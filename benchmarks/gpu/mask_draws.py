@@ -14,7 +14,7 @@ from statistics import median
 import torch
 
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.stages.describe.dropout import DropoutKeys, draw_threshold, mask_key
+from pipeproof.stages.describe.synthetic import DropoutKeys, draw_threshold, mask_key
 from pipeproof.stages.torch import device_masks
 from pipeproof.stages.torch.mask_kernel import draw_mask
 from tests.plans import plan_dict

@@ -30,10 +30,8 @@ from pipeproof.schedule.ops import (
 from pipeproof.schedule.programs import Program
 from pipeproof.schedule.turns import Cut, SideTurn, rows_in_turns, turns_of_side
 from pipeproof.specs.schedule import Side
-from pipeproof.stages.describe.boundary import Boundary
-from pipeproof.stages.describe.exchanges import exchanges
-from pipeproof.stages.describe.layer import Collective, CollectiveKind, backward_calls, weight_calls
-from pipeproof.stages.describe.transports import Transport, effective_transport, slice_range
+from pipeproof.stages.describe.boundary import Boundary, Transport, effective_transport, slice_range
+from pipeproof.stages.describe.layer import Collective, CollectiveKind, backward_calls, exchanges, weight_calls
 
 EXPERTS_QUEUE = "ep"
 """The queue of the collectives over ``ep`` of computations that take turns."""

@@ -22,10 +22,9 @@ from pipeproof.schedule.ops import OpKind
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.topology import TopologySpec
-from pipeproof.stages.describe.boundary import Boundary
+from pipeproof.stages.describe.boundary import Boundary, Transport, effective_transport
 from pipeproof.stages.describe.layer import Collective, CollectiveKind
 from pipeproof.stages.describe.model_family import describe_boundaries
-from pipeproof.stages.describe.transports import Transport, effective_transport
 
 
 def crosses_nodes(topology: TopologySpec, axis: str, ranks_per_node: int) -> bool:

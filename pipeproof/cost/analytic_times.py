@@ -38,12 +38,20 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.activation_memory import copied_bytes, offloaded_blocks
 from pipeproof.stages.describe.boundary import MicroBatchSize, work_item_sizes
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.layer import Collective, CollectiveKind, Layer, is_block, layer_kind, weight_calls
+from pipeproof.stages.describe.layer import (
+    Collective,
+    CollectiveKind,
+    Layer,
+    is_block,
+    is_in_modules,
+    layer_kind,
+    modules_of_block,
+    weight_calls,
+)
 from pipeproof.stages.describe.layers.layer_operations import layer_operations
 from pipeproof.stages.describe.layers.operations import Product
 from pipeproof.stages.describe.model_family import stage_layers
 from pipeproof.stages.describe.op_work import ComputeUnit, Phase, Work, operation_works
-from pipeproof.stages.describe.recomputed_modules import is_in_modules, modules_of_block
 from pipeproof.stages.describe.training_state import moved_by_update, state_of_weights
 
 _ZERO = Fraction(0)

@@ -24,13 +24,19 @@ from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.exact_times import rounded_up
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import work_item_sizes
-from pipeproof.stages.describe.exchanges import Exchange, exchanges
 from pipeproof.stages.describe.gpt import operation_collectives
-from pipeproof.stages.describe.layer import Collective, is_block, layer_kind
+from pipeproof.stages.describe.layer import (
+    Collective,
+    Exchange,
+    exchanges,
+    is_block,
+    is_in_modules,
+    layer_kind,
+    modules_of_block,
+)
 from pipeproof.stages.describe.layers.layer_operations import layer_operations
 from pipeproof.stages.describe.model_family import stage_layers
 from pipeproof.stages.describe.op_work import ComputeUnit, Phase, Work, operation_works
-from pipeproof.stages.describe.recomputed_modules import is_in_modules, modules_of_block
 
 if TYPE_CHECKING:  # given times need none of it
     from pipeproof.cost.analytic_times import AnalyticCosts

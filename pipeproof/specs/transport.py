@@ -14,7 +14,7 @@ from pipeproof.diagnostics.problems import Problem, describe_value, listed, near
 from pipeproof.specs.section import FROM_LIST, Section, refuse, shorthand_schema
 
 TransportName = Literal["full", "partial"]
-"""A transport of a tensor across a stage boundary; ``pipeproof.stages.describe.transports`` describes each."""
+"""A transport of a tensor across a stage boundary; ``pipeproof.stages.describe.boundary`` describes each."""
 
 RecvOrder = Literal["just_in_time", "prefetch_one", "send_order"]
 """When receives are posted; ``pipeproof.comm.lower`` gives the position in a program."""

@@ -16,8 +16,7 @@ from pipeproof.schedule.op_table import Group, OpGraph, TensorSpec, build_graph
 from pipeproof.schedule.ops import SEND_KINDS, Op, OpKind
 from pipeproof.specs.axis_layout import Placement, parse_placement
 from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.stages.describe.boundary import reshard_messages
-from pipeproof.stages.describe.transports import effective_transport, slice_range
+from pipeproof.stages.describe.boundary import effective_transport, reshard_messages, slice_range
 from pipeproof.verify.boundary_transport import Layouts, places_of
 from pipeproof.verify.provenance import events
 from pipeproof.verify.subject import graph_subject

@@ -14,8 +14,8 @@ from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph, TensorSpec
 from pipeproof.schedule.ops import FORWARD_KINDS
 from pipeproof.specs.axis_layout import INVARIANT, VARYING, Placement, PlacementKind, parse_placement
 from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.stages.describe.boundary import Transport, effective_transport
 from pipeproof.stages.describe.index_map import NOWHERE, IndexMap, counts, differences, layout_map
-from pipeproof.stages.describe.transports import Transport, effective_transport
 from pipeproof.verify.provenance import DATA_SENDS, Delivery, Events, Places, Segment, events
 from pipeproof.verify.subject import Rule, Subject
 

@@ -7,7 +7,10 @@ from pipeproof.verify import (
     boundary_transport,
     collectives,
     completeness,
+    deadlock,
     fifo_matching,
+    layouts,
+    lifetime,
     memory_budget,
     message_contents,
     p2p_data_flow,
@@ -15,10 +18,7 @@ from pipeproof.verify import (
     roles,
 )
 from pipeproof.verify.contents import content_rules
-from pipeproof.verify.deadlock import deadlock_rules
 from pipeproof.verify.gradients import gathered_weights, gradient_rules
-from pipeproof.verify.layouts import index_maps, issued_collectives, typed_programs
-from pipeproof.verify.lifetime import race_rules, slot_rule
 from pipeproof.verify.subject import Rule
 
 _MODULES = (
@@ -27,20 +27,17 @@ _MODULES = (
     collectives,
     completeness,
     content_rules,
-    deadlock_rules,
+    deadlock,
     fifo_matching,
     gathered_weights,
     gradient_rules,
-    index_maps,
-    issued_collectives,
+    layouts,
+    lifetime,
     memory_budget,
     message_contents,
     p2p_data_flow,
     placement,
-    race_rules,
     roles,
-    slot_rule,
-    typed_programs,
 )
 
 RULES: tuple[Rule, ...] = tuple(

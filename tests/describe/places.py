@@ -222,7 +222,7 @@ PLACES: Mapping[str, Mapping[str, tuple[Mutant, ...]]] = {
     },
     "biases": {
         **{place: mutants for place, mutants in _places("biases").items() if "torch_model" not in place},
-        "stages/describe/layers/biases.py": _described("biases", f"{_LAYERS}:with_biases"),
+        "stages/describe/layers/layer_operations.py": _described("biases", f"{_LAYERS}:with_biases"),
         "stages/common/stage.py": _values(replaced(f"{_STAGE}._biased", lambda self, x, biases: x), "biases"),
         "stages/reference/layer_math.py": _values(
             lambda patch, part: [
@@ -244,13 +244,13 @@ PLACES: Mapping[str, Mapping[str, tuple[Mutant, ...]]] = {
     },
     "norm": {
         **_places("norm"),
-        "stages/describe/layers/norm.py": _described("norm", f"{_LAYERS}:norm"),
+        "stages/describe/layers/operations.py": _described("norm", f"{_LAYERS}:norm"),
         "stages/paddle/weights.py": _norm_of("paddle", "norm_each"),
         "stages/torch/weights.py": _norm_of("torch", "norm"),
     },
     "positions": {
         **_places("positions"),
-        "stages/describe/layers/vocabulary.py": _described("positions", f"{_LAYERS}:embedding"),
+        "stages/describe/layers/layer_operations.py": _described("positions", f"{_LAYERS}:embedding"),
         "stages/describe/layers/attention.py": (
             Mutant(seeing_none(f"{_LAYERS}:attention"), check_rotation, "positions"),
         ),

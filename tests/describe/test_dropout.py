@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.boundary import MicroBatchSize
-from pipeproof.stages.describe.dropout import DropoutKeys, dropout_rate, dropout_sites
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.model_family import stored_activations
 from pipeproof.stages.describe.op_work import layer_work
+from pipeproof.stages.describe.synthetic import DropoutKeys, dropout_rate, dropout_sites
 from tests.plans import plan_dict
 
 RATE = 0.3

@@ -12,7 +12,7 @@ from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import CollectiveKind, layer_kind
 from pipeproof.stages.describe.typed_gpt import typed_gpt
-from pipeproof.stages.describe.typed_values import PARTIAL, REPLICATED, cut
+from pipeproof.stages.describe.typed_ops import PARTIAL, REPLICATED, cut
 from tests.plans import plan_dict
 
 MLA = {"kv_rank": 6, "nope_head_size": 4, "rope_head_size": 2, "value_head_size": 3}

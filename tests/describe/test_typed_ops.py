@@ -10,8 +10,7 @@ from pipeproof.stages.describe.derive_types import derive_types
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.type_rules import Reason
 from pipeproof.stages.describe.typed_gpt import typed_gpt
-from pipeproof.stages.describe.typed_ops import ProgramBuilder
-from pipeproof.stages.describe.typed_values import INVARIANT, PARTIAL, REPLICATED, VARYING, axis_type, cut
+from pipeproof.stages.describe.typed_ops import INVARIANT, PARTIAL, REPLICATED, VARYING, ProgramBuilder, axis_type, cut
 from tests.describe import moe
 from tests.plans import plan_dict
 

@@ -9,8 +9,7 @@ from itertools import product
 
 import numpy as np
 
-from pipeproof.stages.describe.typed_ops import TypedKind
-from pipeproof.stages.describe.typed_values import INVARIANT, PARTIAL
+from pipeproof.stages.describe.typed_ops import INVARIANT, PARTIAL, TypedKind
 
 
 class Numbers:

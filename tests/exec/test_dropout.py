@@ -70,7 +70,7 @@ def test_elements_are_dropped_at_every_position(place):
 
 def test_a_rank_with_the_mask_of_another_is_seen(monkeypatch):
     """Each tensor-parallel rank takes the other's heads of the mask: from the first forward on, bits differ."""
-    from pipeproof.stages.describe.dropout import DropoutKeys
+    from pipeproof.stages.describe.synthetic import DropoutKeys
     from tests.exec.in_memory import run_all
 
     plan = lowered({"pp": 1, "tp": 2}, {}, {}, {}, steps=1, dropout={"attention": 0.3})

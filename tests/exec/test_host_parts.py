@@ -24,7 +24,7 @@ from pipeproof.exec.compare.step_losses import NotFiniteError
 from pipeproof.exec.compare.step_part import StepPart, compare_part, dp_group
 from pipeproof.exec.launch.job_files import StepOutcome
 from pipeproof.stages.describe.balance import routers
-from pipeproof.stages.describe.layers.gradient_units import measured_with
+from pipeproof.stages.describe.layers.layer_operations import measured_with
 from pipeproof.stages.describe.training_state import num_shards, shard_range
 from tests.plans import subject
 

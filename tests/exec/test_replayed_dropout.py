@@ -13,8 +13,8 @@ from pipeproof.exec.rank.framework_choice import capture_graphs, start_framework
 from pipeproof.exec.rank.rank_program import RankProgram
 from pipeproof.exec.rank.step_replay import ReplayedSteps
 from pipeproof.exec.rank.torch.cuda_graph import captured
-from pipeproof.stages.describe.dropout import DropoutKeys
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.synthetic import DropoutKeys
 from pipeproof.stages.torch.device_masks import DeviceMasks, MaskStates
 from tests.plans import subject
 

@@ -15,7 +15,7 @@ from pipeproof.diagnostics.finding import CycleWitness, Severity
 from pipeproof.diagnostics.text_output import render_text
 from pipeproof.schedule.op_table import TensorSpec, build_graph
 from pipeproof.verify.check_plan import check_subject
-from pipeproof.verify.deadlock.deadlock_rules import RULES
+from pipeproof.verify.deadlock import RULES
 from pipeproof.verify.deadlock.deadlock_verdict import conditions
 from pipeproof.verify.subject import graph_subject
 from tests.plans import subject

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from pipeproof.schedule.op_table import Group, Row, TensorSpec, build_graph
 from pipeproof.schedule.ops import SEND_KINDS, parse_op
 from pipeproof.specs.axis_layout import INVARIANT, REPLICATED, sharded
-from pipeproof.stages.describe.boundary import Boundary, reshard_messages
+from pipeproof.stages.describe.boundary import Boundary, effective_transport, reshard_messages, slice_range
 from pipeproof.stages.describe.index_map import layout_map
-from pipeproof.stages.describe.transports import effective_transport, slice_range
 from pipeproof.testing.delivery import deliver_rows
 from pipeproof.verify.boundary_transport import RULES
 from pipeproof.verify.check_plan import check_subject

@@ -27,7 +27,7 @@ from pipeproof.exec.compare.exact_values import ExactArray, ExactFloat
 from pipeproof.exec.compare.step_losses import FiniteFacts, finite_facts, is_finite
 from pipeproof.exec.launch.job_files import Loss, StepOutcome
 from pipeproof.stages.describe.layer import Parameter
-from pipeproof.stages.describe.layers.gradient_units import measured_with
+from pipeproof.stages.describe.layers.layer_operations import measured_with
 from pipeproof.stages.describe.training_state import num_shards, shard_range
 
 Index: TypeAlias = tuple[tuple[int, int], ...]

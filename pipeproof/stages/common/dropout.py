@@ -1,4 +1,4 @@
-"""Dropout on one rank: its part of the masks of ``describe.dropout``, in the layout of the tensor that they multiply.
+"""Dropout on one rank: its part of the masks of ``describe.synthetic``, in the layout of the tensor that they multiply.
 
 Masks are drawn on the host and copied when they are needed, unless ``keys`` draws them on the device.
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from pipeproof.stages.common.backend_ops import BackendOps, Tensor
 from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 from pipeproof.stages.describe.boundary import micro_batch_size
-from pipeproof.stages.describe.dropout import DropoutKeys, DropoutMask, DropoutSite, dropout_gain, dropout_rate
+from pipeproof.stages.describe.synthetic import DropoutKeys, DropoutMask, DropoutSite, dropout_gain, dropout_rate
 
 
 class Dropouts:

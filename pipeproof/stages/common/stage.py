@@ -30,7 +30,6 @@ from pipeproof.stages.common.sequence_splits import ContextCollectives, EarlierS
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives, TensorParallelRegion
 from pipeproof.stages.common.weights import SplitWeights, StageWeights, WeightGradients, WeightMaker
 from pipeproof.stages.common.work_items import MtpStream, WorkItem, join_mtp_streams, split_mtp_streams, training_loss
-from pipeproof.stages.describe.dropout import DropoutKeys
 from pipeproof.stages.describe.layer import Layer, is_empty
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.describe.model_family import describe_boundary
@@ -43,6 +42,7 @@ from pipeproof.stages.describe.mtp_streams import (
     mtp_streams_into,
 )
 from pipeproof.stages.describe.residual_streams import ENDS, residual_streams_of
+from pipeproof.stages.describe.synthetic import DropoutKeys
 
 TokenBatch = TypeVar("TokenBatch")
 """The tokens and labels of a micro-batch, as a framework's stage takes them."""

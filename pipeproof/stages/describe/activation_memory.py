@@ -45,14 +45,21 @@ from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.memory import RecomputeModule
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
-from pipeproof.stages.describe.dropout import MASK_BYTES, dropout_sites
-from pipeproof.stages.describe.layer import Layer, is_block, is_empty, layer_kind
+from pipeproof.stages.describe.layer import (
+    WHOLE_MLP,
+    Layer,
+    is_block,
+    is_empty,
+    is_not_stored,
+    layer_kind,
+    modules_of_block,
+)
 from pipeproof.stages.describe.layers import operations as ops
 from pipeproof.stages.describe.layers.layer_operations import layer_operations
+from pipeproof.stages.describe.layers.operations import RankSizes
 from pipeproof.stages.describe.mtp_streams import mtp_streams_into
-from pipeproof.stages.describe.rank_sizes import RankSizes
-from pipeproof.stages.describe.recomputed_modules import WHOLE_MLP, is_not_stored, modules_of_block
 from pipeproof.stages.describe.residual_streams import residual_streams_of
+from pipeproof.stages.describe.synthetic import MASK_BYTES, dropout_sites
 from pipeproof.stages.describe.training_state import FLOAT32, memory_dtype
 
 TOKEN_ID = 8

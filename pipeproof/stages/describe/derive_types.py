@@ -13,8 +13,7 @@ from types import MappingProxyType
 from pipeproof.specs.axis_layout import PlacementKind
 from pipeproof.stages.describe.layer import Collective, CollectiveKind
 from pipeproof.stages.describe.type_rules import Operand, Reason, TypeRefusedError, output_type, relabelled
-from pipeproof.stages.describe.typed_ops import TypedKind, TypedOp, TypedProgram
-from pipeproof.stages.describe.typed_values import AxisType, Value
+from pipeproof.stages.describe.typed_ops import AxisType, TypedKind, TypedOp, TypedProgram, Value
 
 
 @dataclass(frozen=True, slots=True)

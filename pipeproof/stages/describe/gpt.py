@@ -24,7 +24,7 @@ from pipeproof.stages.describe.layer import (
 )
 from pipeproof.stages.describe.layers import operations as ops
 from pipeproof.stages.describe.layers.layer_operations import layer_operations
-from pipeproof.stages.describe.rank_sizes import RankSizes
+from pipeproof.stages.describe.layers.operations import RankSizes
 
 
 def describe_gpt(plan: PlanSpec, size: MicroBatchSize | None = None) -> tuple[Layer, ...]:

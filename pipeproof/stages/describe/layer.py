@@ -7,17 +7,18 @@ that ``stages: layer:REGEX`` matches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
+from typing import NamedTuple
 
 from pipeproof.specs.axis_layout import INVARIANT, Placement
 from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.memory import RecomputeModule
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.recomputed_modules import is_in_modules, modules_of_block
 
 COUNTS_DTYPE = "int64"
 """Type of the numbers of tokens for each expert."""
@@ -229,3 +230,108 @@ def is_empty(name: str) -> bool:
 def counts_in_even_cut(name: str) -> bool:
     """True if the even partition counts the layer: blocks, and empty layers, which replace blocks."""
     return layer_prefix(name) in ("layer", "empty")
+
+
+# Exchanges: the collectives between the parts of a computation, and the seams among them.
+#
+# A computation that takes turns with another one is cut at each of its collectives. Those that it issues together are
+# one exchange: the gathers of the router's outputs and of the tokens, and the sums of their gradients. An exchange of
+# tokens over ``ep`` is a *seam*: while it is under way, the other computation has its turn. The exchange of counts is
+# none. The host reads its result before it can send tokens, so the seam behind it is *late*: it is issued after the
+# other computation has launched what it computes in its turn.
+
+
+class Exchange(NamedTuple):
+    """Number of collectives that are issued together, whether the computation hands over there, and how late."""
+
+    num_collectives: int
+    is_seam: bool
+    is_late: bool = False
+
+
+def exchanges(collectives: Sequence[Collective]) -> tuple[Exchange, ...]:
+    """The exchanges of a computation with these collectives, in order."""
+    result: list[Exchange] = []
+    for place, collective in enumerate(collectives):
+        if place and _goes_with(collectives[place - 1], collective):
+            result[-1] = result[-1]._replace(num_collectives=result[-1].num_collectives + 1)
+        else:
+            is_seam = collective.axis == "ep" and collective.per_token
+            result.append(Exchange(1, is_seam, is_seam and place > 0 and _announces(collectives[place - 1])))
+    return tuple(result)
+
+
+def _announces(collective: Collective) -> bool:
+    """True for the exchange of counts."""
+    return collective.kind is CollectiveKind.ALL_TO_ALL and not collective.per_token
+
+
+def _goes_with(first: Collective, second: Collective) -> bool:
+    """True for two of the all-gather dispatcher; a combine is of the other kind than the dispatch before and after."""
+    together = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
+    return first.axis == second.axis == "ep" and first.kind == second.kind and first.kind in together
+
+
+# Modules of a block that ``memory.recompute: selective`` computes again, by the names of their operations.
+#
+# They are Megatron-LM's (``recompute_modules`` of its ``TransformerConfig``, commit d98e8a6). ``core_attn``, ``mlp``,
+# ``moe`` and ``shared_experts`` store their inputs and nothing inside. ``moe_act``, ``layernorm`` and ``mla_up_proj``
+# store their inputs and not their outputs, which are computed again before the operations that read them.
+
+
+WHOLE_MLP: tuple[RecomputeModule, ...] = ("mlp", "moe")
+"""Modules in place of which a block has the other one: an MLP, or a router with its experts."""
+
+_MLP, _BEHIND_MLP = "mlp.", ("mlp.add", "mlp.dropout")
+_SHARED = ("mlp.shared.gate_up", "mlp.shared.swiglu", "mlp.shared.down")
+
+_OPERATIONS: Mapping[RecomputeModule, tuple[str, ...]] = MappingProxyType(
+    {
+        "core_attn": ("attn.core",),
+        "moe_act": ("mlp.experts.swiglu",),
+        "layernorm": ("attn_norm", "mlp_norm"),
+        "mla_up_proj": ("attn.in", "attn.q", "attn.q.in", "attn.q_up", "attn.kv.in", "attn.kv_up", "attn.rotary"),
+        "shared_experts": _SHARED,
+    }
+)
+"""Operations of a module, with the collectives into them."""
+
+_NOT_STORED: Mapping[RecomputeModule, tuple[str, ...]] = MappingProxyType(
+    {
+        "core_attn": ("attn.core", "attn.core_out"),
+        "moe_act": ("mlp.experts.down",),
+        "layernorm": (
+            "attn_norm.factor", "attn.qkv", "attn.q", "attn.q_down", "attn.kv_down",
+            "mlp_norm.factor", "mlp.gate_up", "mlp.up", "mlp.router", "mlp.shared.gate_up",
+        ),
+        "mla_up_proj": ("attn.qkv_out",),
+        "shared_experts": _SHARED,
+    }
+)  # fmt: skip
+"""Activations by the operation that stores them: of an output, the product that reads it."""
+
+
+def modules_of_block(plan: PlanSpec, name: str) -> tuple[RecomputeModule, ...]:
+    """The modules of ``memory.recompute_modules`` that the block or MTP module ``name`` has."""
+    model = plan.gpt
+    number = int(name.removeprefix("layer.")) if name.startswith("layer.") else model.num_layers - 1
+    other = "mlp" if model.moe is not None and model.has_experts(number) else "moe"
+    return tuple(module for module in plan.memory.recompute_modules if module != other)
+
+
+def is_in_modules(modules: Iterable[RecomputeModule], operation: str) -> bool:
+    """True if an operation, or the collective of that name, is part of one of these modules."""
+    return any(
+        operation.startswith(_MLP) and operation not in _BEHIND_MLP
+        if module in WHOLE_MLP
+        else operation in _OPERATIONS[module]
+        for module in modules
+    )
+
+
+def is_not_stored(modules: Iterable[RecomputeModule], activation: str) -> bool:
+    """True if these modules leave an activation of the forward to the backward."""
+    return any(
+        is_in_modules((module,), activation) if module in WHOLE_MLP else activation in _NOT_STORED[module]
+        for module in modules
+    )

@@ -25,11 +25,11 @@ from typing import NamedTuple
 from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
-from pipeproof.stages.describe.dropout import MASK_BYTES, DropoutSite, dropout_sites
 from pipeproof.stages.describe.layer import layer_kind
 from pipeproof.stages.describe.layers import operations as ops
 from pipeproof.stages.describe.layers.layer_operations import layer_operations
-from pipeproof.stages.describe.rank_sizes import RankSizes
+from pipeproof.stages.describe.layers.operations import RankSizes
+from pipeproof.stages.describe.synthetic import MASK_BYTES, DropoutSite, dropout_sites
 
 ROUTING_LAUNCHES = 5
 """Operations that a framework starts for one of a router's: a softmax, a choice of experts, a mask, a sort, a copy."""

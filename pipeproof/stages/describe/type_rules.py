@@ -13,8 +13,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pipeproof.specs.axis_layout import PlacementKind
-from pipeproof.stages.describe.typed_ops import TypedKind, TypedOp
-from pipeproof.stages.describe.typed_values import INVARIANT, PARTIAL, REPLICATED, VARYING, AxisType, Value, cut
+from pipeproof.stages.describe.typed_ops import (
+    INVARIANT,
+    PARTIAL,
+    REPLICATED,
+    VARYING,
+    AxisType,
+    TypedKind,
+    TypedOp,
+    Value,
+    cut,
+)
 
 
 class Reason(StrEnum):

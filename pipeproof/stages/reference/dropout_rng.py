@@ -12,7 +12,7 @@ import numpy.typing as npt
 import paddle
 
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.dropout import DropoutKeys, DropoutSite, dropout_gain, dropout_rate
+from pipeproof.stages.describe.synthetic import DropoutKeys, DropoutSite, dropout_gain, dropout_rate
 
 Tensor: TypeAlias = paddle.Tensor
 

@@ -15,8 +15,7 @@ import paddle
 import paddle.nn.functional as F
 
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.dropout import DropoutSite
-from pipeproof.stages.describe.synthetic import Batch
+from pipeproof.stages.describe.synthetic import Batch, DropoutSite
 from pipeproof.stages.reference.balance import Routers
 from pipeproof.stages.reference.dropout_rng import DropoutRng
 from pipeproof.stages.reference.experts import Routing, gathered_mixture, mixture

@@ -16,11 +16,10 @@ import torch.nn.functional as F
 
 from pipeproof.specs.model_parts import HyperConnectionsSpec
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.dropout import DropoutKeys, DropoutSite, dropout_gain, dropout_rate
 from pipeproof.stages.describe.layer import layer_order
 from pipeproof.stages.describe.layer_records import Side
 from pipeproof.stages.describe.mtp_streams import embeds_again, num_modules, shifted_batch
-from pipeproof.stages.describe.synthetic import Batch
+from pipeproof.stages.describe.synthetic import Batch, DropoutKeys, DropoutSite, dropout_gain, dropout_rate
 from pipeproof.stages.reference.torch_reference_weights import WholeWeights, copies
 from pipeproof.stages.reference.torch_routers import TorchRouters, without_biases
 

@@ -1,4 +1,4 @@
-"""Dropout masks as operations on the device, with the bits of ``stages.describe.dropout``.
+"""Dropout masks as operations on the device, with the bits of ``stages.describe.synthetic``.
 
 The states of the generators are a tensor that each step finds in the same memory. So a graph that reads it, of a stage
 or of a whole step, draws the masks of the step in which it runs.
@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 import torch
 
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.dropout import WORDS_OF_COUNT, DropoutKeys, draw_threshold, mask_key
 from pipeproof.stages.describe.layer import Layer, is_empty
 from pipeproof.stages.describe.mtp_streams import MTP, is_mtp, num_modules
+from pipeproof.stages.describe.synthetic import WORDS_OF_COUNT, DropoutKeys, draw_threshold, mask_key
 
 Tensor: TypeAlias = torch.Tensor
 

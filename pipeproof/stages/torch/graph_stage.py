@@ -25,11 +25,11 @@ from pipeproof.stages.common.gathered_input import GatheredInput, source_of
 from pipeproof.stages.common.positions import Positions
 from pipeproof.stages.common.work_items import MtpStream, WorkItem
 from pipeproof.stages.describe.boundary import MicroBatchSize, micro_batch_size
-from pipeproof.stages.describe.dropout import DropoutKeys
 from pipeproof.stages.describe.layer import Layer, is_empty, layer_order
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.describe.mtp_streams import mtp_streams_into, num_modules
 from pipeproof.stages.describe.residual_streams import width_after
+from pipeproof.stages.describe.synthetic import DropoutKeys
 from pipeproof.stages.torch.backend_ops import OPS
 from pipeproof.stages.torch.backward_graphs import Addend
 from pipeproof.stages.torch.device_masks import DeviceMasks

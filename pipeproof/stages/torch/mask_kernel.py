@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeproof.stages.describe.dropout import WORDS_OF_COUNT
+from pipeproof.stages.describe.synthetic import WORDS_OF_COUNT
 
 _BLOCK = 256
 _DIMS = 4

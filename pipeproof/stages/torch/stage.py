@@ -19,8 +19,8 @@ from pipeproof.stages.common.stage import LayerOps, Stage
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives
 from pipeproof.stages.common.weights import WeightMaker
 from pipeproof.stages.common.work_items import WorkItem, join_mtp_streams, split_mtp_streams
-from pipeproof.stages.describe.dropout import DropoutKeys
 from pipeproof.stages.describe.layer import Layer
+from pipeproof.stages.describe.synthetic import DropoutKeys
 from pipeproof.stages.torch.backend_ops import OPS
 from pipeproof.stages.torch.balance import TorchBalance
 from pipeproof.stages.torch.device_masks import DeviceMasks, MaskStates

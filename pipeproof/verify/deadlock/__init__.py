@@ -4,3 +4,7 @@
 execute transfers, ``wait_columns`` the same waits at scale, ``deadlock_verdict``
 cycles and the verdict, ``suggested_fix`` proved changes, ``deadlock_rules`` the codes.
 """
+
+from pipeproof.verify.deadlock.deadlock_rules import RULES
+
+__all__ = ["RULES"]

@@ -1,1 +1,8 @@
 """Layout rules other than those on transports: types of the model's operations, collectives, element maps."""
+
+from __future__ import annotations
+
+from pipeproof.verify.layouts import index_maps, issued_collectives, typed_programs
+from pipeproof.verify.subject import Rule
+
+RULES: tuple[Rule, ...] = (*typed_programs.RULES, *issued_collectives.RULES, *index_maps.RULES)

@@ -11,7 +11,7 @@ from pipeproof.specs.transport import BoundarySpec
 from pipeproof.stages.describe.index_map import NOWHERE, Count, IndexMap, counts, differences
 from pipeproof.stages.describe.layer import is_empty, layer_kind
 from pipeproof.stages.describe.model_family import typed_layers
-from pipeproof.stages.describe.typed_values import AxisType
+from pipeproof.stages.describe.typed_ops import AxisType
 from pipeproof.verify.declared_facts import ExpertRouting, HeldTensor, MapUse
 from pipeproof.verify.subject import Rule, Subject
 

@@ -13,7 +13,7 @@ from pipeproof.stages.common.dropout import Dropouts
 from pipeproof.stages.common.latent_attention import with_positions
 from pipeproof.stages.common.positions import Positions
 from pipeproof.stages.common.sequence_splits import EarlierSplits, GatheredKeys
-from pipeproof.stages.describe.dropout import DropoutKeys
+from pipeproof.stages.describe.synthetic import DropoutKeys
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import (
     causal_attention,

@@ -9,9 +9,8 @@ from pipeproof.stages.common.dropout import Dropouts
 from pipeproof.stages.common.embedding_and_head import EmbeddingAndHead
 from pipeproof.stages.common.positions import Positions
 from pipeproof.stages.common.work_items import MtpStream, split_mtp_streams
-from pipeproof.stages.describe.dropout import DropoutKeys
 from pipeproof.stages.describe.mtp_streams import shifted_batch
-from pipeproof.stages.describe.synthetic import micro_batch
+from pipeproof.stages.describe.synthetic import DropoutKeys, micro_batch
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import rotary_tables
 from pipeproof.stages.paddle.vocabulary import PaddleVocabulary

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeproof.stages.describe.dropout import DropoutKeys, mask_key
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.synthetic import DropoutKeys, mask_key
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.stages.torch.batches import StepBatches
 from pipeproof.stages.torch.device_masks import kept, state_of

@@ -1,1 +1,1 @@
-"""The layers of a GPT as operations, one file for each kind of layer or sub-layer."""
+"""The layers of a GPT as operations: ``attention``, ``mlp`` with experts, and the rest in ``layer_operations``."""

@@ -5,16 +5,11 @@ from __future__ import annotations
 from pipeproof.specs.model import ModelSpec
 from pipeproof.stages.describe.layer import layer_kind
 from pipeproof.stages.describe.layers import operations as ops
-from pipeproof.stages.describe.layers import streams as several
-from pipeproof.stages.describe.layers.attention import attention
-from pipeproof.stages.describe.layers.biases import with_biases
-from pipeproof.stages.describe.layers.experts import experts
-from pipeproof.stages.describe.layers.latent_attention import latent_attention
-from pipeproof.stages.describe.layers.mlp import mlp
-from pipeproof.stages.describe.layers.norm import norm
-from pipeproof.stages.describe.layers.vocabulary import embedding, head
+from pipeproof.stages.describe.layers.attention import MEASURED_WITH, attention, latent_attention
+from pipeproof.stages.describe.layers.mlp import experts, mlp
+from pipeproof.stages.describe.layers.operations import norm
 from pipeproof.stages.describe.mtp_streams import embeds_again
-from pipeproof.stages.describe.residual_streams import BlockStreams, residual_streams_of
+from pipeproof.stages.describe.residual_streams import ENDS, BlockStreams, residual_streams_of
 
 
 def layer_operations(model: ModelSpec, name: str) -> ops.Operations:
@@ -44,14 +39,14 @@ def _block(
     for name, inner in (("attn", first), ("mlp", second)):
         reads_input = name == "attn" and not in_module
         if streams is not None:
-            operations += several.read_streams(model, streams, name, is_first=reads_input)
+            operations += read_streams(model, streams, name, is_first=reads_input)
         entry = norm(model, f"{name}_norm", is_input=reads_input and streams is None)
         operations += (entry, *with_biases(model, inner), ops.Dropout(f"{name}.dropout", "hidden"))
         if streams is not None:
-            operations += several.write_streams(model, streams, name)
+            operations += write_streams(model, streams, name)
         else:  # in backward the sum of both gradients
             operations.append(ops.Elementwise(f"{name}.add", (1, 3), (1, 3), whole=hidden, rows=ops.BETWEEN))
-    return (*operations, *(() if streams is None else several.ends_of_streams(model, streams)))
+    return (*operations, *(() if streams is None else ends_of_streams(model, streams)))
 
 
 def _mtp_module(model: ModelSpec) -> ops.Operations:
@@ -70,3 +65,139 @@ def _mtp_module(model: ModelSpec) -> ops.Operations:
         ops.Elementwise("mtp.add", None, (1, 3), whole=hidden, rows=ops.BETWEEN),
         *_block(model, None, has_experts=model.has_experts(model.num_layers - 1), in_module=True),
     )
+
+
+# The vocabulary-parallel ends of the model: embedding, and head with its loss.
+#
+# A tied head (arXiv:1608.05859) multiplies by the transpose of the embedding's weight, which it borrows. Both process
+# all MTP streams at once.
+
+
+def embedding(model: ModelSpec, *, borrowed: bool = False) -> ops.Operations:
+    """Embedded tokens; an MTP module borrows the weight."""
+    hidden, lookup = model.hidden_size, ops.Lookup("embed", _embedding_weight(model, borrowed=borrowed))
+    weights = (ops.Weight("embed.positions.weight", (model.seq_length, hidden)),)  # added to the sum over TP
+    positions = ops.Elementwise(
+        "embed.positions", (1, 3), None, (1, 3), whole=hidden, rows=ops.BETWEEN, weights=weights
+    )
+    learned = (positions,) if model.positions == "learned" else ()
+    return lookup, ops.Leave("embed.out", hidden), *learned, ops.Dropout("embed.dropout", "embedding")
+
+
+def head(model: ModelSpec) -> ops.Operations:
+    """Logits and their cross-entropy."""
+    hidden, tied = model.hidden_size, model.tied_embedding
+    weight = ops.Weight("head.weight", (hidden, model.vocab_size), 1)
+    weight = _embedding_weight(model, borrowed=True) if tied else weight
+    logits = ops.Product("head", (weight,), entered=True, narrow=False, transposed=tied)
+    return ops.Enter("head.in", hidden), logits, ops.Loss("head.loss", model.vocab_size)
+
+
+def _embedding_weight(model: ModelSpec, *, borrowed: bool) -> ops.Weight:
+    return ops.Weight("embed.weight", (model.vocab_size, model.hidden_size), 0, borrowed=borrowed)
+
+
+def with_biases(model: ModelSpec, operations: ops.Operations) -> ops.Operations:
+    """The operations of a sub-layer with the biases that the model has.
+
+    A column-parallel product adds its biases to its own columns. That of a row-parallel product is added once, after
+    the sum over TP.
+    """
+    biased, row_parallel = list[ops.Operation](), ""
+    for operation in operations:
+        if isinstance(operation, ops.Product) and _has_bias(model, operation):
+            if operation.entered:
+                biased.append(operation._replace(biased=True))
+                continue
+            row_parallel = operation.name
+        biased.append(operation)
+        if isinstance(operation, ops.Leave) and row_parallel:
+            bias = ops.Weight(f"{row_parallel}.bias", (operation.size,), init_std=None, init_value=0.0)
+            costs, rows = ((1, 2), None, (1, 1)), ops.BETWEEN
+            biased.append(ops.Elementwise(bias.name, *costs, whole=operation.size, rows=rows, weights=(bias,)))
+    return tuple(biased)
+
+
+def _has_bias(model: ModelSpec, product: ops.Product) -> bool:
+    return model.biases == "all" or (model.biases == "qkv" and product.name == "attn.qkv")
+
+
+# Several residual streams around the sub-layers of a block (``residual_streams``).
+#
+# Costs per token between layers, with fused kernels (arXiv:2512.24880, section 4.3.1): one pass reads the streams for a
+# sub-layer; one mixes them and adds the sub-layer's output; Sinkhorn-Knopp stays on the chip and backward recomputes
+# it. Each operand and each result counts once. Shape letters of the costs: n streams, H hidden, g = n^2 + 2 n numbers
+# that gate and mix them, t iterations.
+
+
+INITIAL_SCALE = 0.01
+"""Initial value of the scales a (arXiv:2512.24880, table 5)."""
+
+_SIGMOID, _SIGMOID_BACK = 4, 3
+_NORMALIZE, _NORMALIZE_BACK = 3, 4
+"""FLOPs per element. Sinkhorn, per column or row pass: an exponential and two additions; backward also a product."""
+
+
+def read_streams(model: ModelSpec, streams: BlockStreams, name: str, *, is_first: bool) -> ops.Operations:
+    """Weights and stored activations of the sub-layer ``name``; the streams themselves come first.
+
+    The first block is computed again from the single stream that it expands.
+    """
+    n, hidden, gates = streams.count, model.hidden_size, streams.num_gates
+    weight = ops.Weight(f"{name}_streams.weight", (n * hidden, gates))
+    scale = ops.Weight(f"{name}_streams.scale", (3,), init_std=None, init_value=INITIAL_SCALE)
+    bias = ops.Weight(f"{name}_streams.bias", (gates,), init_std=1.0)
+    expanded = ops.Stored("streams.open", "TO_INPUT", hidden, is_input=True, if_recomputed=True)
+    return (
+        ops.StreamWeights(f"{name}_streams", (weight, scale, bias)),
+        *((expanded,) if is_first and streams.expands else ()),
+        ops.Stored(f"{name}.streams", "TO_INPUT", n * hidden, is_input=is_first and not streams.expands),
+        ops.Stored(f"{name}.streams.factor", "TO_INPUT", 1, is_float32=True),
+        ops.Stored(f"{name}.streams.gates", "TO_WEIGHT", n * hidden),  # the norm's result
+        ops.Stored(f"{name}.streams.gates.grad", "BETWEEN", gates),
+        ops.Stored(f"{name}.streams.scale", "TO_WEIGHT", gates),
+        ops.Stored(f"{name}.streams.scale.grad", "BETWEEN", gates),
+        ops.Stored(f"{name}.streams.sinkhorn", "TO_INPUT", n * n),
+        ops.Stored(f"{name}.streams.mix", "TO_INPUT", gates + hidden),  # the gates, and the sub-layer's output
+    )
+
+
+def write_streams(model: ModelSpec, streams: BlockStreams, name: str) -> ops.Operations:
+    """The work before and after the sub-layer ``name``, in place of a residual addition."""
+    n, hidden, gates = streams.count, model.hidden_size, streams.num_gates
+    passes = 2 * streams.iterations
+    sinkhorn, sinkhorn_back = passes * _NORMALIZE + 1, passes * (_NORMALIZE + _NORMALIZE_BACK) + 1
+    return (
+        _pass(f"{name}.streams.norm", n * hidden, (4, 2), (8, 3)),
+        ops.StreamProduct(f"{name}.streams.gates", n * hidden, gates),
+        _pass(f"{name}.streams.scale", gates, (2 + _SIGMOID, 2), (1 + _SIGMOID_BACK, 3), (3, 2)),
+        _pass(f"{name}.streams.sinkhorn", n * n, (sinkhorn, 2), (sinkhorn_back, 3)),
+        # Backward: gradients of streams and gates, and the sum of the gradients of the streams' three readers.
+        _pass(f"{name}.streams.read", hidden, (2 * n, n + 1), (2 * n + 3 * n, 4 * n + 1)),
+        _pass(f"{name}.streams.mix", hidden, (2 * n * (n + 1), 2 * n + 1), (4 * n * (n + 1), 3 * n + 2)),
+    )
+
+
+def ends_of_streams(model: ModelSpec, streams: BlockStreams) -> ops.Operations:
+    """The work that makes the streams, in the first block, and that adds them up, in the last block."""
+    n, hidden = streams.count, model.hidden_size
+    opened = (_pass("streams.open", hidden, (0, n + 1), (n - 1, n + 1)),)
+    closed = (_pass("streams.close", hidden, (n - 1, n + 1), (0, n + 1)),)
+    return opened * streams.expands + closed * streams.contracts
+
+
+def _pass(name: str, numel: int, forward: ops.Cost, back: ops.Cost, weight: ops.Cost | None = None) -> ops.Elementwise:
+    return ops.Elementwise(name, forward, back, weight, whole=numel, rows=ops.BETWEEN)
+
+
+def measured_with(name: str) -> tuple[str, ...]:
+    """Other weights whose largest gradient element is also the unit for differences of the named gradient.
+
+    A scale or a bias of streams has few elements. Each is a sum over all tokens of addends with both signs, which
+    sometimes nearly cancel, so these elements alone are not a good unit.
+    """
+    prefix, _, end = name.rpartition(".")
+    if prefix.endswith("_streams"):
+        return tuple(f"{prefix}.{other}" for other in ENDS if other != end)
+    cancelling = [(name.removesuffix(own), others) for own, others in MEASURED_WITH.items() if name.endswith(own)]
+    return tuple(layer + other for layer, others in cancelling for other in others)

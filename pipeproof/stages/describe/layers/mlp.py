@@ -1,9 +1,10 @@
-"""The MLP of blocks without experts: SwiGLU (arXiv:2002.05202), which is also that of experts, or GELU."""
+"""The MLP of a block: SwiGLU (arXiv:2002.05202), which is also that of experts, or GELU."""
 
 from __future__ import annotations
 
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.stages.describe.balance import router_losses
 from pipeproof.stages.describe.layers import operations as ops
 
 _GELU: dict[str, tuple[ops.Cost, ops.Cost]] = {"gelu": ((5, 2), (10, 3)), "gelu_tanh": ((9, 2), (16, 3))}
@@ -42,3 +43,78 @@ def swiglu_mlp(
         ops.Elementwise(f"{name}.swiglu", *costs, sharded=size, rows=rows, stored=2),
         ops.Product(f"{name}.down", (ops.Weight(f"{name}.down.weight", narrow, dim, ep_dim),), rows),
     )
+
+
+# Experts in place of an MLP.
+#
+# A block with experts enters and leaves its MLP as a dense block does. In between, every TP rank routes all tokens. EP
+# ranks exchange the number of tokens for each expert. Then each token goes to the ranks of its experts and back, by one
+# all-to-all in each direction (arXiv:2006.16668). With ``dispatcher: all_gather`` every EP rank gets the router's
+# outputs and the tokens of all, computes for its experts, and the results are added by a reduce-scatter. All experts
+# are assumed to get the same number of tokens, so each EP rank computes ``top_k`` times its own tokens. Moving tokens
+# into the order of experts, and back, reads and writes each visit.
+
+
+_INPUT = "mlp_norm"
+"""The tensor that the router and the shared experts read."""
+
+
+def experts(model: ModelSpec, moe: MoeSpec) -> ops.Operations:
+    """The operations between the norm and the residual."""
+    hidden, shared = model.hidden_size, moe.num_shared_experts * moe.ffn_size
+    add = ops.Elementwise("mlp.shared.add", (1, 3), (1, 3), whole=hidden)
+    router = ops.Weight("mlp.router.weight", (hidden, moe.num_experts))
+    there, back = _gathers(hidden, moe) if moe.dispatcher == "all_gather" else _exchanges(hidden, moe)
+    return (
+        ops.Enter("mlp.in", hidden),
+        ops.Product("mlp.router", (router,), entered=True, reads=_INPUT, narrow=False),
+        *there,
+        ops.Elementwise("mlp.permute", (0, 2), (1, 2), whole=hidden, rows=ops.VISITS),
+        *swiglu_mlp(model, "mlp.experts", moe.ffn_size, experts=moe),
+        *back,
+        *((*swiglu_mlp(model, "mlp.shared", shared, reads=_INPUT), add) if shared else ()),
+        ops.Leave("mlp.out", hidden),
+    )
+
+
+def _exchanges(hidden: int, moe: MoeSpec) -> tuple[ops.Operations, ops.Operations]:
+    """Each token to the ranks of its experts, and back."""
+    there = (
+        _scores(moe, ops.INSIDE),
+        *_balance(moe),
+        ops.Exchange("mlp.counts", counts=moe.num_experts),
+        ops.Exchange("mlp.dispatch", dtype=moe.dispatch_dtype),
+    )
+    return there, (ops.Exchange("mlp.combine", grad_dtype=moe.dispatch_dtype), _unpermute(hidden))
+
+
+def _gathers(hidden: int, moe: MoeSpec) -> tuple[ops.Operations, ops.Operations]:
+    """All tokens to every rank, and sums of the ranks' results back. Each rank scores all tokens."""
+    there = (
+        *_balance(moe),
+        ops.GatherTokens("mlp.route", moe.num_experts),
+        ops.GatherTokens("mlp.tokens", hidden),
+        _scores(moe, ops.GATHERED),
+    )
+    # A rank adds to each token the results of its experts, in the places of the token's choices: zero for other ranks.
+    places = ops.Elementwise("mlp.places", (0, 2), (0, 2), whole=moe.top_k * hidden, rows=ops.GATHERED)
+    return there, (_unpermute(hidden), places, ops.SumResults("mlp.sum", hidden))
+
+
+def _scores(moe: MoeSpec, rows: ops.Rows) -> ops.Elementwise:
+    return ops.Elementwise(
+        "mlp.scores", ops.SOFTMAX, ops.SOFTMAX_BACK, whole=moe.num_experts, rows=rows, stored=1, is_float32=True
+    )
+
+
+def _unpermute(hidden: int) -> ops.Elementwise:
+    """Weighted sums of visits. The gradient of the routing weights needs the output of each visit."""
+    return ops.Elementwise("mlp.unpermute", (2, 2), (2, 3), whole=hidden, rows=ops.VISITS, stored=1)
+
+
+def _balance(moe: MoeSpec) -> ops.Operations:
+    """Router losses, with their gradient in forward; backward only adds it."""
+    num = len(router_losses(moe))
+    forward = num * (ops.SOFTMAX[0] + ops.SOFTMAX_BACK[0]), num * (ops.SOFTMAX[1] + ops.SOFTMAX_BACK[1])
+    balance = ops.Elementwise("mlp.balance", forward, (1, 3), whole=moe.num_experts, stored=1, is_float32=True)
+    return (balance,) if num else ()

@@ -10,9 +10,15 @@ are without the layer's name. Names of collectives are their labels.
 
 from __future__ import annotations
 
+from fractions import Fraction
+from math import prod
 from typing import Literal, NamedTuple, TypeAlias
 
-from pipeproof.stages.describe.dropout import DropoutSite
+from pipeproof.specs.model import ModelSpec
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.boundary import MicroBatchSize
+from pipeproof.stages.describe.mtp_streams import mtp_streams_at
+from pipeproof.stages.describe.synthetic import DropoutSite
 
 Cost: TypeAlias = tuple[int, int]
 """(FLOPs, elements read or written) for each element. An addition, product, division or exponential is one FLOP."""
@@ -243,3 +249,54 @@ def weights_of(operation: Operation) -> tuple[tuple[Weight, ...], Rows]:
             return operation.weights, BETWEEN
         case _:
             return (), INSIDE
+
+
+def norm(model: ModelSpec, name: str, size: int | None = None, *, heads: int = 0, is_input: bool = False) -> Norm:
+    """A norm of ``size`` elements, by default the hidden size, or of that many for each of a token's ``heads``."""
+    shape = (size or model.hidden_size,)
+    weight = Weight(f"{name}.weight", shape, init_std=None)
+    if model.norm == "rms":
+        return Norm(name, *shape, (weight,), (4, 2), (8, 3), (2, 2), factors=1, heads=heads, is_input=is_input)
+    weights = weight, bias_of(weight)  # also a mean and a bias, and the gradients of both
+    return Norm(name, *shape, weights, (7, 2), (11, 3), (3, 2), factors=2, heads=heads, is_input=is_input)
+
+
+class RankSizes:
+    """Rows and local sizes for one work item of ``size`` in the layer ``layer``; MTP streams are more rows.
+
+    Each rank has an even part of the visits to experts: as many as its own tokens make.
+    """
+
+    def __init__(self, plan: PlanSpec, layer: str, size: MicroBatchSize) -> None:
+        topology = plan.topology
+        self.size = size.with_mtp_streams(mtp_streams_at(plan.gpt, layer))
+        self.tp, self.cp, self.ep = topology.tp, topology.cp, topology.ep
+        self.is_sharded_between = topology.sequence_parallel and topology.tp > 1
+        self.tokens = Fraction(self.size.num_tokens, topology.cp)
+        self.between = self.tokens / self.tp if self.is_sharded_between else self.tokens
+        visits = self.tokens * (0 if plan.model.moe is None else plan.model.moe.top_k)
+        self._rows = {
+            INSIDE: self.tokens, BETWEEN: self.between, VISITS: visits, GATHERED: self.tokens * self.ep,
+        }  # fmt: skip
+
+    def rows(self, rows: Rows) -> Fraction:
+        """The number of rows."""
+        return self._rows[rows]
+
+    def elements(self, operation: Elementwise | GatherKeys | Loss) -> int:
+        """Elements of a row."""
+        return operation.sharded // self.tp + operation.whole
+
+    def vectors(self, norm: Norm) -> Fraction:
+        """The number of vectors of a norm."""
+        return self.rows(norm.rows) * (norm.heads // self.tp if norm.heads else 1)
+
+    def product(self, product: Product) -> tuple[int, int, int]:
+        """The inner size and the columns of a product, and the number of weights that share its rows."""
+        shapes = [self._local_shape(weight) for weight in product.weights]
+        inner, columns = shapes[0][-2], sum(shape[-1] for shape in shapes)
+        return (columns, inner, 1) if product.transposed else (inner, columns, prod(shapes[0][:-2]))
+
+    def _local_shape(self, weight: Weight) -> tuple[int, ...]:
+        ranks = {weight.tp_dim: self.tp, weight.ep_dim: self.ep}
+        return tuple(n // ranks.get(dim, 1) for dim, n in enumerate(weight.shape))
