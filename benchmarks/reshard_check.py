@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 
 from pipeproof.comm.lower import lower
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.state.reshard.reshard_proof import prove
 from pipeproof.state.reshard.shard_layout import garbage_collection_paused, layout_of_plan

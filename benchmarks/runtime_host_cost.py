@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.rank import adapter, transfers
 from pipeproof.exec.rank.op_log import HostClock, LogEntry
 from pipeproof.exec.rank.torch.arrays import TorchArrays

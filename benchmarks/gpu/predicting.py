@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from pipeproof.comm.lower import lower
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind, parse_op
 from pipeproof.sim.simulate import Simulation, simulate

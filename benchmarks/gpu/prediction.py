@@ -45,7 +45,7 @@ from sizes import Size
 from timed_rank import OurRank
 
 from pipeproof.comm.lower import lower
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.rank.framework_choice import capture_graphs
 from pipeproof.exec.rank.torch.comm import TorchWorld, connect_groups

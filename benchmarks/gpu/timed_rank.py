@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from measure import captured_anew, meet
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.framework_protocol import Channels, World
 from pipeproof.exec.rank.group_channels import PostedTransfer

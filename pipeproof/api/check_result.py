@@ -10,7 +10,7 @@ from pipeproof.api.given_plan import GivenPlan, Settings, load_given
 from pipeproof.api.result import Records, Result, html_table, html_text, printed
 from pipeproof.verify.check_plan import Report
 from pipeproof.verify.check_plan import check as check_plan
-from pipeproof.verify.selection import ALL_RULES, Selection
+from pipeproof.verify.registry import ALL_RULES, Selection
 
 _WIDTH = 110
 

@@ -9,7 +9,7 @@ from typing import Any
 from pipeproof.api.given_plan import GivenPlan, Settings, load_given, name_of
 from pipeproof.api.result import Records, Result, html_text, printed
 from pipeproof.comm.lower import lower_loaded
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 
 _WIDTH = 110
 

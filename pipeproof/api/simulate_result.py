@@ -12,7 +12,7 @@ from pipeproof.api.given_plan import GivenPlan, Settings, load_given, name_of
 from pipeproof.api.result import Records, Result, html_table, noted
 from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.lower import blaming_plan, lower_loaded
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.sim.simulate import Engine, Simulation, simulation_to_json
 from pipeproof.sim.simulate import simulate as simulate_lowered
 from pipeproof.specs.cost import CostSource, CostSpec

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.interop.importers.imported import Flags
     from pipeproof.verify.check_plan import Report
-    from pipeproof.verify.selection import Selection
+    from pipeproof.verify.registry import Selection
 
 
 def _log_options(command: Callable[..., Any]) -> Callable[..., Any]:

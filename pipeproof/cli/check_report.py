@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pipeproof.diagnostics.sarif_output import SarifResult
     from pipeproof.verify.check_plan import OnProgress, Report
-    from pipeproof.verify.selection import Selection
+    from pipeproof.verify.registry import Selection
 
 Form = Literal["text", "json", "sarif"]
 
@@ -81,7 +81,7 @@ def selection_of(select: Sequence[str], ignore: Sequence[str], others: Sequence[
         click.BadParameter: an option names an unknown code, or both together leave no rule.
     """
     from pipeproof.verify.check_plan import CHECK_CODES
-    from pipeproof.verify.selection import Selection, parse_codes
+    from pipeproof.verify.registry import Selection, parse_codes
 
     known = (*CHECK_CODES, *others)
     parsed = []

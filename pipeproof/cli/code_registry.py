@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeproof.comm.lower import LOWERING_CODES
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.finding import RuleDoc
 from pipeproof.exec.monitor.monitor_codes import MONITOR_CODES
 from pipeproof.exec.run_codes import PLACEMENT_CODES, REHEARSAL_CODES, RUN_CODES
 from pipeproof.interop.hang.hang_codes import HANG_CODES
@@ -13,9 +13,9 @@ from pipeproof.interop.traces.trace_codes import RECORD_CODES
 from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE
 from pipeproof.schedule.generators.solve import SOLVER_MISSING
 from pipeproof.sim.sim_codes import NO_ROOM, NOT_FAST, UNFINISHED
-from pipeproof.specs.plan_codes import PLAN_FILE_CODES
+from pipeproof.specs.plan import PLAN_FILE_CODES
 from pipeproof.specs.profile_file import PROFILE_CODES
-from pipeproof.specs.schedule_file import SCHEDULE_FILE_CODES
+from pipeproof.specs.schedule import SCHEDULE_FILE_CODES
 from pipeproof.stages.custom.custom_codes import CUSTOM_CODES
 from pipeproof.stages.describe.partition import PARTITION_CODES
 from pipeproof.state.aoa.aoa_codes import AOA_CODES
@@ -24,8 +24,7 @@ from pipeproof.state.flex.flex_codes import FLEX_CODES
 from pipeproof.state.names.name_codes import NAMES_CODES
 from pipeproof.state.reshard.reshard_codes import PROOF_CODES, REFUSED_CODES
 from pipeproof.state.state_codes import STATE_CODES
-from pipeproof.verify.registry import RULES
-from pipeproof.verify.selection import SUPPRESSION_CODES
+from pipeproof.verify.registry import RULES, SUPPRESSION_CODES
 
 
 def all_docs() -> tuple[RuleDoc, ...]:

@@ -172,7 +172,7 @@ def refused_by_system(error: OSError) -> NoReturn:
 
 def wrapped(text: str, label: str = "", *, err: bool = True) -> str:
     """Return prose wrapped for standard error or output, where it will follow a label."""
-    from pipeproof.diagnostics.wrapped_text import prose_width, wrapped_text
+    from pipeproof.diagnostics.text_output import prose_width, wrapped_text
 
     stream = sys.stderr if err else sys.stdout
     width = None if stream is None else prose_width(stream)  # it may have been closed

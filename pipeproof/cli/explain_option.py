@@ -12,7 +12,7 @@ from pipeproof.cli.console import console_for
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pipeproof.diagnostics.rule_doc import RuleDoc
+    from pipeproof.diagnostics.finding import RuleDoc
 
 
 def _explain(context: click.Context, parameter: click.Parameter, code: str | None) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pipeproof.cli.check_report import Form
-    from pipeproof.comm.lowered_plan import LoweredPlan
+    from pipeproof.comm.op_graph import LoweredPlan
     from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.state.checkpoint import Checkpoint
     from pipeproof.state.reshard.reshard_targets import ReshardTask

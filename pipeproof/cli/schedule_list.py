@@ -9,9 +9,8 @@ import click
 from rich.text import Text
 
 from pipeproof.cli.console import console_for, echo
-from pipeproof.diagnostics.wrapped_text import wrapped_text
-from pipeproof.schedule.generators.sizes import sizes_of
-from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind
+from pipeproof.diagnostics.text_output import wrapped_text
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind, sizes_of
 from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.programs import Schedule
 from pipeproof.views.tables import print_lines, table_lines

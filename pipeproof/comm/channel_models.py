@@ -9,18 +9,20 @@ strictest model down.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
 
 from pipeproof.comm.backend_rows import BackendTable, Queue, SendCompletes
-from pipeproof.schedule.columns import NONE, IntColumn
+from pipeproof.schedule.columns import COMPUTE_QUEUE, HOST_QUEUE, NONE, IntColumn
+from pipeproof.schedule.derive import packed
 from pipeproof.schedule.op_table import OpGraph
-from pipeproof.schedule.ops import SEND_KINDS
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, COMPUTE_KINDS, KINDS, SEND_KINDS, TRANSFER_KINDS
+from pipeproof.specs.axis_layout import dtype_bytes
 
 Connections = Literal["warm", "lazy"]
 
@@ -184,3 +186,193 @@ def _awaited(graph: OpGraph, model: ChannelModel) -> tuple[IntColumn, IntColumn]
     awaits = earlier >= 0
     awaits[awaits] = graph.channel[sends[earlier[awaits]]] == graph.channel[sends[awaits]]
     return sends[awaits], graph.match[sends[earlier[awaits]]]
+
+
+# Order of a rank's operations under a channel model: the events that each of them has to follow.
+#
+# Each operation has two events: *post*, when it is under way, and *done*, when
+# it has finished. The constraints of one rank alone on posts are here.
+# ``verify.deadlock`` proves with them that all events happen, ``sim`` computes
+# when:
+#
+# - rows of one rank with a common batch are one call, an *entry*, at the
+#   place of its last row; any other row is an entry of its own, and so is
+#   each of the computations of a batch that has nothing else. An entry's posts
+#   follow the dones of all members of the entry before it, in every order below;
+#   its members have no order among themselves;
+# - the compute queue is also the order in which the host issues. Its entries
+#   follow each other. A transfer on its default queue follows the entry of the
+#   compute queue before it;
+# - what runs on the ``host`` queue, and a transfer whose post holds the host,
+#   hold everything that the rank issues later;
+# - entries of a queue of another name follow each other;
+# - a part of a computation, and a collective between two parts, also follow the
+#   one before them of the same computation, which may be on another queue;
+# - transfers follow the one before them on their channel end and, on default
+#   queues, on the model's FIFO; with one FIFO for the device, all communication
+#   of the rank is one order;
+# - a transfer also follows the one whose message is before its own on the
+#   channel. Messages are in the order of the program, so this adds a constraint only for
+#   a transfer that is *early*: the call that has the message before its own is
+#   closed behind it. The two then follow each other. Nothing else would be true
+#   of any backend: what is issued first takes the first place on the wire, and
+#   the peer would get each message for the other.
+
+
+def calls_of(graph: OpGraph) -> IntColumn:
+    """Return by operation the number of its call on its rank, which is its batch; NONE if it is issued by itself.
+
+    A batch of computations alone is no call: they overlap, and the host issues
+    them one by one.
+    """
+    batched = graph.batch != NONE
+    others = batched & ~graph.is_kind(COMPUTE_KINDS)
+    if not (batched & ~others).any():
+        return graph.batch
+    batch = packed(graph.rank, graph.batch)
+    return np.where(batched & np.isin(batch, batch[others]), graph.batch, NONE)
+
+
+def post(op_id: int) -> int:
+    """The event "this operation is under way" as an integer."""
+    return 2 * op_id
+
+
+def done(op_id: int) -> int:
+    """The event "this operation has finished" as an integer."""
+    return 2 * op_id + 1
+
+
+@dataclass
+class Host:
+    """State of one rank's host: the events that its next entry has to follow."""
+
+    issued: list[int] = field(default_factory=list)
+    """Of the compute queue's last entry, for what goes with its order."""
+    held: list[int] = field(default_factory=list)
+    """Of the last entry that held the host, for everything."""
+    last: dict[Hashable, list[int]] = field(default_factory=dict)
+    """Of the last entry of each queue and FIFO."""
+
+
+class EntryOrder:
+    """The entries of each rank of a graph, under a channel model."""
+
+    def __init__(self, graph: OpGraph, model: ChannelModel) -> None:
+        self.graph, self.model = graph, model
+        codes = graph.kind.tolist()
+        sends, transfers, collectives = (
+            [kind in kinds for kind in KINDS] for kinds in (SEND_KINDS, TRANSFER_KINDS, COLLECTIVE_KINDS)
+        )
+        self._is_send: list[bool] = [sends[code] for code in codes]
+        self._is_transfer: list[bool] = [transfers[code] for code in codes]
+        self._is_collective: list[bool] = [collectives[code] for code in codes]
+        self._queue: list[int] = graph.queue.tolist()
+        self._channel: list[int] = graph.channel.tolist()
+        self._peer: list[int] = graph.peer.tolist()
+        self._group: list[int] = graph.group.tolist()
+        self._rank: list[int] = graph.rank.tolist()
+        self._part_before: list[int] = graph.part_before.tolist()
+        self._call: dict[int, list[int]] = {}
+        calls: dict[tuple[int, int], list[int]] = defaultdict(list)
+        number = calls_of(graph)
+        for op_id in np.flatnonzero(number != NONE).tolist():
+            call = calls[self._rank[op_id], int(number[op_id])]
+            call.append(op_id)
+            self._call[op_id] = call
+        self._ahead = dict(self._early_transfers()) if self._call else {}
+        """By early transfer, the one whose message is before its own."""
+
+    def _early_transfers(self) -> Iterator[tuple[int, int]]:
+        last: dict[Hashable, int] = {}
+        for op_id in filter(self.is_transfer, range(self.graph.num_ops)):
+            end = self._end(op_id)
+            before = last.get(end)
+            if before is not None and self.members(before)[-1] > self.members(op_id)[-1]:
+                yield op_id, before
+            last[end] = op_id
+
+    def members(self, op_id: int) -> Sequence[int]:
+        """The rows of an operation's entry."""
+        return self._call.get(op_id) or (op_id,)
+
+    def entries(self, rank: int) -> Iterator[tuple[Sequence[int], list[int]]]:
+        """(members, events that their posts follow) of each entry of a rank, in the order in which they are issued."""
+        host = Host()
+        for op_id in self.graph.rank_ops(rank):
+            entry = self.members(op_id)
+            if op_id == entry[-1]:
+                self.before_entry(entry, host)
+                yield entry, self._follows(entry, host)
+
+    def before_entry(self, entry: Sequence[int], host: Host) -> None:
+        """Hook for subclasses: called before an entry is issued."""
+
+    def _follows(self, entry: Sequence[int], host: Host) -> list[int]:
+        dones = [done(op_id) for op_id in entry]
+        before: list[int] = []
+        goes_with_host = holds_host = by_default = False
+        orders: dict[Hashable, None] = {}
+        for op_id in entry:
+            goes_with_host = goes_with_host or self.goes_with_host(op_id)
+            holds_host = holds_host or self._holds_host(op_id)
+            by_default = by_default or self._queue[op_id] == NONE
+            orders.update(dict.fromkeys(self.orders(op_id)))
+            if self._part_before[op_id] != NONE:
+                before.append(done(self._part_before[op_id]))
+            if op_id in self._ahead:
+                before += map(done, self.members(self._ahead[op_id]))
+        if goes_with_host or by_default:
+            before += host.issued
+        before += host.held
+        for order in orders:
+            before += host.last.get(order, ())
+            host.last[order] = dones
+        if goes_with_host:
+            host.issued = dones
+        if holds_host:
+            host.held = dones
+        return before
+
+    def goes_with_host(self, op_id: int) -> bool:
+        """Return True if an operation is part of the order in which its host issues."""
+        return self._queue[op_id] in (COMPUTE_QUEUE, HOST_QUEUE) or self._holds_host(op_id)
+
+    def _holds_host(self, op_id: int) -> bool:
+        return self._queue[op_id] == HOST_QUEUE or (self.model.host_blocks and self._is_transfer[op_id])
+
+    def is_transfer(self, op_id: int) -> bool:
+        """Return True if an operation is a send or a receive."""
+        return self._is_transfer[op_id]
+
+    def is_call(self, op_id: int) -> bool:
+        """Return True if an operation is a collective of several ranks."""
+        return self._is_collective[op_id] and self._group[op_id] != NONE
+
+    def orders(self, op_id: int) -> Sequence[Hashable]:
+        """The orders of its rank, in addition to the host's, that include an operation."""
+        queue = self._queue[op_id]
+        named: Sequence[Hashable] = () if queue in (NONE, COMPUTE_QUEUE, HOST_QUEUE) else (("queue", queue),)
+        on_device: Sequence[Hashable] = ("device",) if self.model.queue == "device" else ()
+        if not self._is_transfer[op_id]:
+            return (*named, *on_device) if self.is_call(op_id) else named
+        fifo = self._fifo(op_id) if queue == NONE else ()
+        return (self._end(op_id), *named, *fifo, *on_device)
+
+    def _end(self, op_id: int) -> Hashable:
+        """The end of a channel that a transfer is of."""
+        return self._channel[op_id], self._is_send[op_id]
+
+    def _fifo(self, op_id: int) -> Sequence[Hashable]:
+        """The order of a transfer on its default queue, where that is more than its end of a channel."""
+        match self.model.queue:
+            case "rank":
+                return ("rank",)
+            case "direction":
+                return (("direction", self._is_send[op_id]),)
+            case "communicator":
+                return (("communicator", self.graph.channels[self._channel[op_id]].communicator),)
+            case "pair":
+                return (("pair", self._peer[op_id]),)
+            case _:
+                return ()

@@ -29,28 +29,25 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeproof.comm.generated_schedule import UNFIT_SCHEDULE, generating_pair_time, plan_schedule
-from pipeproof.comm.lowered_plan import LoweredPlan
-from pipeproof.comm.mesh import Mesh
-from pipeproof.comm.op_graph import lower_context
-from pipeproof.comm.plan_context import PlanContext
-from pipeproof.comm.size_limit import TOO_LARGE, require_moderate_size
+from pipeproof.comm.generated_schedule import (
+    TOO_LARGE,
+    UNFIT_SCHEDULE,
+    generating_pair_time,
+    plan_schedule,
+    require_moderate_size,
+)
+from pipeproof.comm.op_graph import LoweredPlan, lower_context
+from pipeproof.comm.plan_context import Mesh, PlanContext
 from pipeproof.comm.step_end_rows import require_own_updates
 from pipeproof.cost.plan_times import link_times, shares_of_parts, with_times
 from pipeproof.diagnostics.finding import BadPlanAtError, BadPlanError, Finding, Severity
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.schedule.asap import Time, asap, even_costs
 from pipeproof.schedule.columns import NONE, work_item_of
-from pipeproof.schedule.formats.read_schedule import (
-    ForeignSchedule,
-    custom_schedule,
-    load_schedule_file,
-    require_attributes_kept,
-)
-from pipeproof.schedule.formats.schedule_size_checks import Expected
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import SEND_KINDS, Op, OpKind
 from pipeproof.specs.load_plan import LoadedPlan
@@ -58,6 +55,10 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import Boundary, Edge
 from pipeproof.stages.describe.layer import Collective, Layer, backward_calls, weight_calls
 from pipeproof.stages.describe.model_family import describe_boundaries, describe_boundary, describe_layers, stage_layers
+
+if TYPE_CHECKING:
+    from pipeproof.schedule.formats.read_schedule import ForeignSchedule
+    from pipeproof.schedule.formats.schedule_size_checks import Expected
 
 FOLD_ABOVE = 100_000
 """Operations of all ranks above which replicas are checked once."""
@@ -181,6 +182,10 @@ def own_schedule(loaded: LoadedPlan) -> ForeignSchedule | None:
     """
     spec, source = loaded.spec, loaded.source
     schedule = spec.schedule
+    if schedule.programs is None and schedule.path is None:
+        return None  # before the readers of schedules are loaded
+    from pipeproof.schedule.formats.read_schedule import custom_schedule, load_schedule_file, require_attributes_kept
+
     expected = expected_schedule(spec)
     if schedule.programs is not None:
         if source is None:
@@ -191,8 +196,6 @@ def own_schedule(loaded: LoadedPlan) -> ForeignSchedule | None:
         ]
         ends = [source.locate(("schedule", "programs", rank)) for rank in range(len(schedule.programs))]
         return custom_schedule(schedule.programs, expected, places=places, ends=ends)
-    if schedule.path is None:
-        return None
     foreign = load_schedule_file(schedule_path(loaded), expected, format=schedule.format)
     require_attributes_kept(foreign)
     return foreign
@@ -200,6 +203,8 @@ def own_schedule(loaded: LoadedPlan) -> ForeignSchedule | None:
 
 def expected_schedule(spec: PlanSpec) -> Expected:
     """The sizes that the schedule of a plan has if it is not generated."""
+    from pipeproof.schedule.formats.schedule_size_checks import Expected
+
     schedule = spec.schedule
     placed = schedule.placement if isinstance(schedule.placement, tuple) else None
     return Expected(spec.topology.pp, schedule.num_micro_batches, spec.num_stages, placed, schedule.num_sequence_splits)

@@ -8,7 +8,7 @@ may ranks differ, where a boundary changes its layout.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -16,8 +16,7 @@ from pipeproof.comm.boundary_tensors import tensors_of
 from pipeproof.comm.plan_context import PlanContext
 from pipeproof.comm.rank_blocks import RankBlocks, Work
 from pipeproof.comm.step_end_rows import DATA_AXES, num_loads
-from pipeproof.schedule.blocks import ANY, ANY_OTHER, Blocks
-from pipeproof.schedule.columns import NONE, IntColumn, Row, columns_of
+from pipeproof.schedule.columns import ANY, ANY_OTHER, NONE, Blocks, IntColumn, Row, columns_of
 from pipeproof.schedule.op_table import Group, OpGraph
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.specs.schedule import Side
@@ -296,3 +295,37 @@ def _reduce_axes(plan: PlanContext) -> tuple[str, ...]:
     partial = {axis for layer in plan.layers for parameter in layer.parameters for axis in parameter.partial_over}
     data = {axis for axis in DATA_AXES if plan.mesh.size(axis) > 1}
     return tuple(axis for axis in _GROUP_AXES if axis in partial | data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoweredPlan(PlanContext):
+    """A plan with everything that is derived from it: one object for rules, simulator and executor.
+
+    ``graph`` has all operations. The digest is of ``canonical``: the folded
+    graph, even if ``graph`` is unfolded.
+    """
+
+    graph: OpGraph
+    canonical: OpGraph
+
+    @classmethod
+    def of(cls, context: PlanContext, graph: OpGraph) -> LoweredPlan:
+        """The plan of a context with its folded graph."""
+        values = {field.name: getattr(context, field.name) for field in fields(PlanContext)}
+        return cls(**values, graph=graph, canonical=graph)
+
+    @property
+    def folded(self) -> bool:
+        """True if a rank of ``graph`` represents several ranks of the mesh."""
+        return self.graph.num_ranks < self.mesh.num_ranks
+
+    def with_graph(self, graph: OpGraph) -> LoweredPlan:
+        """Return the same plan with ``graph`` in place of the lowered one."""
+        lowered = self.graph
+        if (graph.tensors, graph.groups) == (lowered.tensors, lowered.groups) and graph.columns.equals(lowered.columns):
+            return replace(self, graph=graph)
+        return replace(self, graph=graph, canonical=graph)
+
+    def unfolded(self) -> LoweredPlan:
+        """Return the same plan with a graph in which every rank represents itself."""
+        return replace(self, graph=unfold(self, self.graph)) if self.folded else self

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeproof.comm.mesh import Mesh
 from pipeproof.schedule.columns import NONE, IntColumn, work_item_of
-from pipeproof.schedule.formats.read_schedule import ForeignSchedule
+from pipeproof.schedule.op_table import Group
 from pipeproof.schedule.ops import Op
 from pipeproof.schedule.programs import Programs, Schedule, stages_of
 from pipeproof.specs.cost import DeviceName
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import Boundary, Edge, MicroBatchSize, work_item_sizes
-from pipeproof.stages.describe.layer import Layer, Parameter
+from pipeproof.stages.describe.layer import Layer, Parameter, users_of_shared
 
-if TYPE_CHECKING:  # most plans need none of what times links
+if TYPE_CHECKING:
     from pipeproof.cost.part_shares import PartShares
     from pipeproof.cost.transfer_times import LinkTimes
-from collections.abc import Iterator
-
-from pipeproof.stages.describe.layer import users_of_shared
+    from pipeproof.schedule.formats.read_schedule import ForeignSchedule
 
 # --- Weights that several layers use: their ranks, and the stage with which a rank reduces and updates them ---
 # A tied head multiplies by the embedding's weight, and modules of multi-token
@@ -199,3 +197,49 @@ class PlanContext:
     def layers_of(self, stage: int) -> tuple[Layer, ...]:
         """The described layers of one stage, in execution order."""
         return tuple(self.layer_by_name[name] for name in self.stages[stage])
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A grid of ranks; ``axes`` from fastest to slowest in the global rank, ``sizes`` alike.
+
+    With ``axes = (tp, dp, pp)`` and ``sizes = (2, 1, 4)`` global rank 5 is
+    ``tp 1, dp 0, pp 2``.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of global ranks: the product of all sizes."""
+        result = 1
+        for size in self.sizes:
+            result *= size
+        return result
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along ``axis``."""
+        return self.sizes[self.axes.index(axis)]
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """The coordinate of a global rank on each axis."""
+        result = {}
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            rank, result[axis] = divmod(rank, size)
+        return result
+
+    def rank(self, coords: Mapping[str, int]) -> int:
+        """The global rank at ``coords``, which names every axis."""
+        result = 0
+        for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
+            result = result * size + coords[axis]
+        return result
+
+    def groups(self, axis: str) -> Iterator[Group]:
+        """The groups along ``axis``: members differ in that coordinate only, in its order."""
+        others = [a for a in self.axes if a != axis]
+        ranges = [range(self.size(a)) for a in reversed(others)]
+        for point in product(*ranges):
+            fixed = dict(zip(reversed(others), point, strict=True))
+            yield Group(axis, tuple(self.rank({**fixed, axis: i}) for i in range(self.size(axis))))

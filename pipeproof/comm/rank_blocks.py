@@ -11,8 +11,7 @@ from typing import NamedTuple
 from pipeproof.comm.boundary_tensors import PACKED, BoundaryTensors, is_packed
 from pipeproof.comm.plan_context import PlanContext
 from pipeproof.comm.step_end_rows import StepEnd
-from pipeproof.schedule.blocks import ANY
-from pipeproof.schedule.columns import NONE, Row, work_item_of
+from pipeproof.schedule.columns import ANY, NONE, Row, work_item_of
 from pipeproof.schedule.ops import (
     COMPUTE_KINDS,
     META_KINDS,

@@ -19,9 +19,9 @@ from pipeproof.cost.network_times import Network, Shape
 from pipeproof.schedule.columns import IntColumn
 from pipeproof.schedule.op_parts import part_starts
 from pipeproof.schedule.ops import OpKind
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.specs.topology import TopologySpec
+from pipeproof.specs.plan_sections import TopologySpec
 from pipeproof.stages.describe.boundary import Boundary, Transport, effective_transport
 from pipeproof.stages.describe.layer import Collective, CollectiveKind
 from pipeproof.stages.describe.model_family import describe_boundaries

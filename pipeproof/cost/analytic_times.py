@@ -28,10 +28,10 @@ from pipeproof.cost.devices import DEVICES, Device
 from pipeproof.cost.measured_curves import attention_share, exact, product_us
 from pipeproof.cost.network_times import DEFAULT_LINK_EFFICIENCY, Network
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
-from pipeproof.schedule.stage_placement import ends_share_ranks
+from pipeproof.schedule.kinds import ends_share_ranks
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.cost import AnalyticSpec, CostSpec
 from pipeproof.specs.cost_table import CostTable, ProductCurve
-from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.exact_times import GRID_US, MAX_TIME_US, rounded_up
 from pipeproof.specs.memory import Recompute
 from pipeproof.specs.plan import PlanSpec

@@ -23,7 +23,7 @@ from pipeproof.cost.part_shares import PartShares
 from pipeproof.cost.plan_times import link_times, with_times
 from pipeproof.cost.transfer_times import LinkTimes
 from pipeproof.schedule.turns import Cut, SideTurn, rows_in_turns, turns_of_side
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.exact_times import GRID_US, rounded_up
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.schedule import Side

@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.exact_times import rounded_up
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import work_item_sizes

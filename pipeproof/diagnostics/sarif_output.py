@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from pipeproof.diagnostics.finding import CycleWitness, Finding, Location, OpsWitness, shown_path
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.finding import CycleWitness, Finding, Location, OpsWitness, RuleDoc, shown_path
 from pipeproof.diagnostics.text_output import finding_to_json, witness_lines
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

@@ -13,8 +13,15 @@ from typing import Final, Generic, TypeVar
 
 import networkx as nx
 
-from pipeproof.diagnostics.finding import CycleWitness, Finding, Location, OpsWitness, ProgramExcerpt, WitnessOp
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.finding import (
+    CycleWitness,
+    Finding,
+    Location,
+    OpsWitness,
+    ProgramExcerpt,
+    RuleDoc,
+    WitnessOp,
+)
 
 Node = TypeVar("Node", bound=Hashable)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, overload
 
 from pipeproof.schedule.columns import Columns, IntColumn, op_from_columns
 from pipeproof.schedule.ops import Op
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 
 
 class BoundaryPosition(NamedTuple):

@@ -20,8 +20,8 @@ from itertools import pairwise
 
 import simpy
 
-from pipeproof.comm.lowered_plan import LoweredPlan
-from pipeproof.comm.size_limit import MAX_OPERATIONS, TOO_LARGE
+from pipeproof.comm.generated_schedule import MAX_OPERATIONS, TOO_LARGE
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.cost.network_times import Network, Shape
 from pipeproof.cost.transfer_times import NetworkTimes
 from pipeproof.diagnostics.finding import BadPlanAtError

@@ -25,7 +25,7 @@ from math import ceil, prod
 
 import numpy as np
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.comm.step_end_rows import GRADIENTS_QUEUE, is_reduced
 from pipeproof.cost.transfer_times import LinkTimes
 from pipeproof.schedule.columns import IntColumn

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.cost.measured_curves import exact
 from pipeproof.schedule.columns import IntColumn
 from pipeproof.schedule.ops import COPY_KINDS

@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.cost.transfer_times import LinkTimes
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import packed
@@ -16,7 +16,7 @@ from pipeproof.schedule.op_parts import TensorPart, part_starts
 from pipeproof.schedule.op_table import Group, TensorSpec
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, KIND_CODE, KINDS, META_KINDS, SEND_KINDS, OpKind
 from pipeproof.sim.gradient_buckets import bucket_times
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.exact_times import GRID_US, rounded_up
 
 _USUAL_DIMS = 3

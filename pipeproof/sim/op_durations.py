@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.schedule.derive import packed
 from pipeproof.schedule.op_table import OpGraph

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.schedule.columns import HOST_QUEUE, NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.op_table import OpGraph

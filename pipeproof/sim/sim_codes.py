@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.finding import PipeproofError, RuleDoc
 
 UNFINISHED = RuleDoc(
     code="PP403",

@@ -1,6 +1,6 @@
 """Reference model of a training step in SimPy: start and end of each operation.
 
-``comm.entry_order`` gives the predecessors of each operation of a rank under a
+``comm.channel_models`` gives the predecessors of each operation of a rank under a
 channel model: which operations share a FIFO, which block the host. An operation
 *starts* as soon as all of them are done. Then, by its kind:
 
@@ -38,8 +38,7 @@ from typing import Any, Protocol
 
 import simpy
 
-from pipeproof.comm.channel_models import ChannelModel, awaited_by_sends
-from pipeproof.comm.entry_order import EntryOrder, done, post
+from pipeproof.comm.channel_models import ChannelModel, EntryOrder, awaited_by_sends, done, post
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
 from pipeproof.sim.op_durations import Durations

@@ -13,7 +13,7 @@ import numpy as np
 from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.backends import declared_backend
 from pipeproof.comm.channel_models import ChannelModel, declared_model
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.schedule.columns import HOST_QUEUE
 from pipeproof.schedule.formats.op_text import op_texts

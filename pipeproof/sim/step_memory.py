@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeproof.comm.boundary_tensors import message_name
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.cost.measured_curves import exact
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, packed
@@ -39,7 +39,7 @@ from pipeproof.schedule.op_parts import TensorPart, TensorSpec, part_starts
 from pipeproof.schedule.ops import KIND_CODE, RECV_KINDS, SEND_KINDS, OpKind
 from pipeproof.sim.host_copies import COPIED
 from pipeproof.sim.memory_curve import GIB, Clock, Holdings, MemoryCurve, Part, curves_of
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.stages.describe.activation_memory import Lifetime, StoredActivation
 from pipeproof.stages.describe.layer import layer_kind
 from pipeproof.stages.describe.model_family import input_lifetime, stored_activations

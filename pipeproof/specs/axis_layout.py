@@ -8,6 +8,7 @@ holds an addend per rank, *Varying* promises nothing.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -92,3 +93,9 @@ def parse_placement(text: str) -> Placement:
     if name in tuple(PlacementKind) and is_sharded == (name == PlacementKind.SHARDED) and (is_sharded or not bracket):
         return Placement(PlacementKind(name), int(digits) if is_sharded else None)
     raise ValueError(f"{text!r} is not a placement; examples: invariant, sharded(0)")
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Return the bytes of one element, from the bits at the end of a type's name (``bfloat16``); 1 without bits."""
+    bits = re.search(r"\d+$", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1

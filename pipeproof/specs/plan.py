@@ -12,15 +12,32 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, model_validator
 
-from pipeproof.specs.checks.batch_checks import check_global_batch, with_micro_batches
-from pipeproof.specs.checks.boundary_checks import check_boundaries
-from pipeproof.specs.checks.cost_checks import check_activations, check_analytic, check_buckets, check_network
-from pipeproof.specs.checks.custom_layer_checks import check_custom_layers
-from pipeproof.specs.checks.model_checks import check_expert_parallel, check_mtp, check_splits, check_tensor_parallel
-from pipeproof.specs.checks.overlap_checks import check_overlap
-from pipeproof.specs.checks.run_checks import check_main_grad, check_run
-from pipeproof.specs.checks.stage_checks import check_cut, check_lengths, check_placed_ranks
+from pipeproof.diagnostics.finding import ExampleKind, RuleDoc
+from pipeproof.specs.model_checks import (
+    check_custom_layers,
+    check_expert_parallel,
+    check_mtp,
+    check_splits,
+    check_tensor_parallel,
+)
+from pipeproof.specs.pipeline_checks import (
+    check_boundaries,
+    check_cut,
+    check_global_batch,
+    check_lengths,
+    check_overlap,
+    check_placed_ranks,
+    with_micro_batches,
+)
 from pipeproof.specs.plan_sections import PlanSections
+from pipeproof.specs.run_checks import (
+    check_activations,
+    check_analytic,
+    check_buckets,
+    check_main_grad,
+    check_network,
+    check_run,
+)
 from pipeproof.specs.section import refuse
 
 
@@ -90,3 +107,116 @@ def plan_json_schema() -> dict[str, Any]:
         "title": "pipeproof plan",
         "description": "A pipeline-parallel training plan.",
     }
+
+
+PLAN_FILE_CODES: tuple[RuleDoc, ...] = (
+    RuleDoc(
+        code="PP100",
+        title="the plan file cannot be read",
+        explanation=(
+            "The file does not exist, is a directory, may not be read, is larger than any plan, or is "
+            "not UTF-8 text. Its content was not checked."
+        ),
+        wrong="pipeproof check plans/   # a directory",
+        right="pipeproof check plans/gpt.yaml",
+        kind=ExampleKind.COMMAND,
+    ),
+    RuleDoc(
+        code="PP101",
+        title="the plan file is not valid YAML",
+        explanation=(
+            "Plans are YAML 1.2 or JSON. The usual causes are a tab in the indentation, a missing space"
+            " after a colon, an unclosed bracket or quote, and two documents in one file. Aliases may "
+            "be used, but an alias must not contain itself, and the whole plan must stay within bounds "
+            "of size and depth. Tags such as `!!int` have no meaning in a plan."
+        ),
+        wrong="topology: {pp: 2, tp: 2",
+        right="topology: {pp: 2, tp: 2}",
+    ),
+    RuleDoc(
+        code="PP102",
+        title="unknown key",
+        explanation=(
+            "The key is not part of the plan format, or not of this section. Unknown keys are never "
+            "ignored: with a misspelt key, the default would silently apply, and a different plan from the "
+            "intended one would be proved."
+        ),
+        wrong="topology: {pp: 2, tensor_parallel: 2}",
+        right="topology: {pp: 2, tp: 2}",
+    ),
+    RuleDoc(
+        code="PP103",
+        title="duplicate key",
+        explanation=(
+            "The same key is given twice in one mapping. Most YAML readers silently keep the last value; here "
+            "it is an error, because one of the two values has no effect."
+        ),
+        wrong="topology: {pp: 2, pp: 4}",
+        right="topology: {pp: 4}",
+    ),
+    RuleDoc(
+        code="PP104",
+        title="missing key",
+        explanation=(
+            "A key without a default is missing: the format's version, the sizes of the model, the schedule "
+            "and its micro-batches must be given. A backward time in two parts needs both of them."
+        ),
+        wrong="schedule: {kind: 1f1b, num_micro_batches: 4}",
+        right="schedule: {kind: 1f1b, num_micro_batches: 4, micro_batch_size: 2}",
+    ),
+    RuleDoc(
+        code="PP105",
+        title="wrong type",
+        explanation=(
+            "The value has a different type from that of its key. Nothing is converted: a quoted number is a "
+            "string, 4.0 is not an integer, and by YAML 1.2 `yes` and `on` are strings (booleans are "
+            "`true` and `false`)."
+        ),
+        wrong="topology: {pp: 2, sequence_parallel: yes}",
+        right="topology: {pp: 2, sequence_parallel: true}",
+    ),
+    RuleDoc(
+        code="PP106",
+        title="value out of bounds or not allowed",
+        explanation=(
+            "The value has the right type, but it is below or above what its key allows, is none of the"
+            " listed names, or contradicts another key of the plan."
+        ),
+        wrong="topology: {pp: 0}",
+        right="topology: {pp: 1}",
+    ),
+    RuleDoc(
+        code="PP107",
+        title="comes in a later release",
+        explanation=(
+            "The key or value belongs to the plan format, but the feature behind it is not in this "
+            "release. It is refused rather than ignored, so that no plan is proved that would "
+            "not run as written."
+        ),
+        wrong="run: {backend: paddle, dtype: bfloat16}",
+        right="run: {backend: torch, dtype: bfloat16}",
+    ),
+    RuleDoc(
+        code="PP108",
+        title="sizes do not divide",
+        explanation=(
+            "Attention heads share the hidden size evenly, and each needs an even size, because rotary "
+            "embedding rotates pairs of elements. Tensor parallelism shards heads, the MLP and the "
+            "vocabulary evenly over its ranks; with sequence parallelism the sequence too."
+        ),
+        wrong="topology: {pp: 2, tp: 3}\nmodel: {kind: gpt, num_layers: 4, hidden_size: 64, num_heads: 4, "
+        "ffn_size: 128, vocab_size: 256, seq_length: 32}",
+        right="topology: {pp: 2, tp: 4}\nmodel: {kind: gpt, num_layers: 4, hidden_size: 64, num_heads: 4, "
+        "ffn_size: 128, vocab_size: 256, seq_length: 32}",
+    ),
+    RuleDoc(
+        code="PP109",
+        title="a list does not fit the topology",
+        explanation=(
+            "A list by global stage needs one entry for each stage: the layers of each stage under "
+            "`stages`, and times under `cost` where they are not one number for all."
+        ),
+        wrong="topology: {pp: 2}\ncost: {forward_us: [100, 100, 140]}",
+        right="topology: {pp: 2}\ncost: {forward_us: [100, 140]}",
+    ),
+)

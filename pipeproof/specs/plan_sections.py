@@ -3,20 +3,164 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self, TypeAlias
+from math import prod
+from typing import Annotated, Literal, Self, TypeAlias, get_args
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 
-from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value
+from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, dotted, listed, problems_error
 from pipeproof.specs.cost import CostSpec
 from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.memory import MemorySpec
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.schedule import ScheduleSpec, Side
 from pipeproof.specs.section import FROM_LIST, Section, int_only, refuse
-from pipeproof.specs.stage_cut import StageCut
-from pipeproof.specs.topology import TopologySpec
 from pipeproof.specs.transport import BoundarySpec, BuffersSpec, TransportSpec
+
+UNIFORM = "uniform"
+"""The method that gives each stage the same number of layers."""
+
+BY_CLASS = "layer:"
+"""The prefix of a pattern of class names; only matching layers are counted."""
+
+
+def _validate_cut(value: object) -> tuple[tuple[str, ...], ...] | str:
+    if isinstance(value, str):
+        return _method(value)
+    if not isinstance(value, list | tuple):
+        raise problems_error([_not_a_cut("PP105", (), "a list of stages, `uniform` or `layer:REGEX`", value)])
+    problems = []
+    for stage, names in enumerate(value):
+        if not isinstance(names, list | tuple):
+            problems.append(_not_a_cut("PP105", (stage,), "a list of layers", names))
+            continue
+        for index, name in enumerate(names):
+            if not isinstance(name, str):
+                problems.append(_not_a_cut("PP105", (stage, index), "a string", name))
+            elif not name:
+                problems.append(_not_a_cut("PP106", (stage, index), "the name of a layer", name))
+    if problems:
+        raise problems_error(problems)
+    return tuple(tuple(names) for names in value)
+
+
+def _method(value: str) -> str:
+    """Validate a method of partition: a string, as Fleet's ``seg_method``."""
+    if value == UNIFORM:
+        return value
+    if not value.startswith(BY_CLASS):
+        raise problems_error([_not_a_cut("PP106", (), "a list of stages, `uniform` or `layer:REGEX`", value)])
+    pattern = value.removeprefix(BY_CLASS)
+    fix = "write for example `layer:TransformerLayer|EmptyLayer`"
+    if not pattern:
+        message = "`stages: layer:` names no class of layers"
+    elif ":" in pattern:
+        message = f"the pattern of `stages` has a colon, and Fleet stops reading there: {describe_value(pattern)}"
+        fix = "write a pattern without colons"
+    else:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            message = f"the pattern of `stages` is not a regular expression: {error}"
+        else:
+            return value
+    raise problems_error([Problem("PP106", (), message, help=fix)])
+
+
+def _not_a_cut(code: str, path: KeyPath, expected: str, value: object) -> Problem:
+    return Problem(code, path, f"`{dotted(('stages', *path))}` must be {expected}, found {describe_value(value)}")
+
+
+def _to_json(value: tuple[tuple[str, ...], ...] | str) -> str | list[list[str]]:
+    return value if isinstance(value, str) else [list(names) for names in value]
+
+
+StageCut = Annotated[
+    tuple[tuple[str, ...], ...] | str,
+    PlainValidator(_validate_cut),
+    PlainSerializer(_to_json, when_used="json"),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "array", "items": {"type": "array", "items": {"type": "string", "minLength": 1}}},
+                {"type": "string", "pattern": "^(uniform|layer:[^:]+)$"},
+            ]
+        }
+    ),
+]
+"""The layers of each global stage by name, or Fleet's method: ``uniform``, or ``layer:`` and a pattern."""
+
+
+AxisName = Literal["tp", "cp", "ep", "dp", "pp"]
+"""An axis of the device mesh."""
+
+
+class TopologySpec(Section):
+    """The device mesh: the number of ranks along each axis, and the numbering of global ranks."""
+
+    pp: int = Field(default=1, ge=1, le=2**16, description="Number of pipeline-parallel ranks.")
+    tp: int = Field(default=1, ge=1, le=2**16, description="Number of tensor-parallel ranks.")
+    dp: int = Field(default=1, ge=1, le=2**16, description="Number of data-parallel ranks.")
+    cp: int = Field(
+        default=1, ge=1, le=2**16, description="Number of context-parallel ranks, which share each sequence."
+    )
+    ep: int = Field(
+        default=1,
+        ge=1,
+        le=2**16,
+        description="Number of expert-parallel ranks; each has its own micro-batches, as dp ranks have.",
+    )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Whether activations between blocks are sharded along the sequence over the TP ranks "
+        "(no effect with tp 1).",
+    )
+    order: Annotated[tuple[AxisName, ...], FROM_LIST] = Field(
+        default=("tp", "cp", "ep", "dp", "pp"),
+        description="The five axes; the first changes fastest with the global rank.",
+        json_schema_extra={"minItems": 5, "maxItems": 5, "uniqueItems": True},
+    )
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        refuse(_check_order(self))
+        return self
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of global ranks: the product of all axes."""
+        return prod((self.pp, self.tp, self.dp, self.cp, self.ep))
+
+
+def _check_order(topology: TopologySpec) -> list[Problem]:
+    """PP106: ``order`` names each of the five axes once."""
+    axes = get_args(AxisName)
+    if sorted(topology.order) == sorted(axes):
+        return []
+    missing = [axis for axis in axes if axis not in topology.order]
+    repeated = [axis for axis in axes if topology.order.count(axis) > 1]
+    faults = [f"lacks {listed(missing, 'and')}"] if missing else []
+    if repeated:
+        faults.append(f"names {listed(repeated, 'and')} more than once")
+    return [
+        Problem(
+            "PP106",
+            ("order",),
+            f"`topology.order` must name each axis once, and it {' and '.join(faults)}",
+            help="the default is [tp, cp, ep, dp, pp]",
+        )
+    ]
+
 
 _CODE = re.compile(r"PP[1-9][0-9]{2}", re.ASCII)
 

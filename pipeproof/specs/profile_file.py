@@ -6,14 +6,16 @@ are corrected, as medians and quartiles over all ranks and counted steps.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, quantiles
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from pipeproof.diagnostics.finding import BadPlanError, Finding, Location
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.finding import BadPlanError, Finding, Location, RuleDoc
 from pipeproof.diagnostics.source import UnreadableTextError, read_utf8
 from pipeproof.diagnostics.yaml_tree import parse_text, read_model
 from pipeproof.specs.exact_times import MAX_TIME_US
@@ -374,3 +376,25 @@ def _text_of(path: Path) -> str:
     except UnreadableTextError as error:
         fix = "`pipeproof run PLAN --profile FILE` writes a profile"
         raise ProfileError(UNREADABLE_PROFILE.finding(error.message, error.location, fix)) from error
+
+
+_Spread = TypeVar("_Spread", bound=Spread)
+
+
+def spread_of(form: type[_Spread], times_ns: Sequence[int], /, **others: object) -> _Spread | None:
+    """Quartiles and mean in microseconds, to the nanosecond; None without samples."""
+    if not times_ns:
+        return None
+    quartiles = quantiles(times_ns, n=4, method="inclusive") if len(times_ns) > 1 else [times_ns[0]] * 3
+    q1, median, q3 = (round(time) / 1000 for time in quartiles)
+    figures = {"q1_us": q1, "median_us": median, "q3_us": q3, "mean_us": round(fmean(times_ns)) / 1000}
+    return form.model_validate({**others, "count": len(times_ns), **figures})
+
+
+def by_size(samples: Iterable[tuple[int, int]]) -> tuple[SizedSpread, ...]:
+    """Return the spread of each size in samples of (bytes, nanoseconds)."""
+    times: dict[int, list[int]] = defaultdict(list)
+    for num_bytes, time_ns in samples:
+        times[num_bytes].append(time_ns)
+    spreads = (spread_of(SizedSpread, of_size, bytes=size) for size, of_size in sorted(times.items()))
+    return tuple(spread for spread in spreads if spread is not None)

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.byte_ranges import ByteRange, RangeReader
 from pipeproof.state.cast import Bits, bits_dtype
 from pipeproof.state.regions import Region, TilingFault, flat_regions, intersect, tiling_fault

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeproof.comm.lowered_plan import LoweredPlan
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.array_files import ByteArray, read_file
 from pipeproof.state.byte_ranges import RangeReader
 from pipeproof.state.cast import Bits, bits_dtype

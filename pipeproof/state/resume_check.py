@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.state.array_files import require_whole
 from pipeproof.state.read_state import SavedState

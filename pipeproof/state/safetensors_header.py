@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeproof.foreign_text import decode_json
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.state_codes import StateError, reading, regular_size
 
 METADATA = "__metadata__"

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
-from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.diagnostics.finding import ExampleKind, PipeproofError, RuleDoc
 
 STATE_UNUSABLE = RuleDoc(
     code="PP920",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.comm.weight_ranges import index_of
 from pipeproof.stages.describe.balance import bias_name, moves_biases, routers
 from pipeproof.stages.describe.layer import Buffer, Parameter, loss_dtype

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.model import model_content
 from pipeproof.specs.plan import PlanSpec

@@ -14,8 +14,7 @@ from pipeproof.diagnostics.text_output import witness_lines
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.op_table import Group, OpGraph, TensorSpec, build_graph
 from pipeproof.schedule.ops import SEND_KINDS, Op, OpKind
-from pipeproof.specs.axis_layout import Placement, parse_placement
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import Placement, dtype_bytes, parse_placement
 from pipeproof.stages.describe.boundary import effective_transport, reshard_messages, slice_range
 from pipeproof.verify.boundary_transport import Layouts, places_of
 from pipeproof.verify.provenance import events

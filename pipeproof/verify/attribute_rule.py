@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.finding import Finding, RuleDoc
 from pipeproof.diagnostics.problems import listed
-from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.columns import FREE, NONE, READ, WRITE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, packed
-from pipeproof.schedule.formats.text_tokens import attribute_text
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import CHILD_KINDS, KIND_CODE, KINDS, OpKind
 from pipeproof.verify.subject import Rule, Subject
@@ -178,6 +176,8 @@ def _is_legal(graph: OpGraph, rows: IntColumn, entry: IntColumn, attribute: str)
 
 
 def _finding(subject: Subject, legal: Legal, attribute: str, row: int, times: int) -> Finding:
+    from pipeproof.schedule.formats.text_tokens import attribute_text  # as a program text writes it
+
     op = subject.graph.ops[row]
     value = attribute_text(subject.graph.row(row), attribute)
     names = listed([f"`{name}`" for name in ATTRIBUTES if name in legal.attributes.split()], "and")

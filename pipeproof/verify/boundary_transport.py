@@ -8,12 +8,10 @@ from math import prod
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import ElementRange, Finding, RangesWitness
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.finding import ElementRange, Finding, RangesWitness, RuleDoc
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph, TensorSpec
 from pipeproof.schedule.ops import FORWARD_KINDS
-from pipeproof.specs.axis_layout import INVARIANT, VARYING, Placement, PlacementKind, parse_placement
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import INVARIANT, VARYING, Placement, PlacementKind, dtype_bytes, parse_placement
 from pipeproof.stages.describe.boundary import Transport, effective_transport
 from pipeproof.stages.describe.index_map import NOWHERE, IndexMap, counts, differences, layout_map
 from pipeproof.verify.provenance import DATA_SENDS, Delivery, Events, Places, Segment, events

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeproof.comm.backend_rows import BackendTable
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.schedule.columns import COLUMN_NAMES
 from pipeproof.schedule.op_table import OpGraph, TensorSpec
 from pipeproof.schedule.ops import COPY_KINDS, KINDS, PART_KINDS

@@ -17,8 +17,7 @@ from pipeproof.verify.certificate import Certificate, Verdict, certificate_of, g
 from pipeproof.verify.declared_facts import NO_FACTS, Facts
 from pipeproof.verify.fifo_matching import FaultsByChannel
 from pipeproof.verify.memory_budget import InFlight, in_flight
-from pipeproof.verify.registry import RULES
-from pipeproof.verify.selection import ALL_RULES, SUPPRESSION_CODES, Selection, Suppressed, suppress
+from pipeproof.verify.registry import ALL_RULES, RULES, SUPPRESSION_CODES, Selection, Suppressed, suppress
 from pipeproof.verify.subject import Rule, Subject, graph_subject, make_subject, program_subject
 
 # --- Causes of findings: one fault in a program is one finding, and what follows from it is shown behind it ---

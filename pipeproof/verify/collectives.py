@@ -11,9 +11,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipeproof.comm.mesh import Mesh
-from pipeproof.diagnostics.finding import Finding
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.comm.plan_context import Mesh
+from pipeproof.diagnostics.finding import ExampleKind, Finding, RuleDoc
 from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.op_table import NONE, Group, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, COLLECTIVE_KINDS, GATHER_KINDS, KIND_CODE, SEND_KINDS, OpKind

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.diagnostics.finding import ExampleKind, Finding, OpsWitness, RuleDoc
 from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.op_table import NONE, IntColumn
 from pipeproof.schedule.ops import KIND_CODE, Op, OpKind

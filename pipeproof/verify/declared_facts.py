@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeproof.comm.mesh import Mesh
+from pipeproof.comm.plan_context import Mesh
 from pipeproof.stages.describe.gradient_facts import GradientFacts
 from pipeproof.stages.describe.index_map import IndexMap
 from pipeproof.stages.describe.typed_ops import TypedProgram

@@ -15,8 +15,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.finding import Finding, OpsWitness, RuleDoc
 from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph, TensorSpec
 from pipeproof.schedule.ops import KIND_CODE, KINDS, META_KINDS, SEND_KINDS, TRANSFER_KINDS, Op, OpKind

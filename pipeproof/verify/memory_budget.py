@@ -13,12 +13,11 @@ from math import prod
 
 import numpy as np
 
-from pipeproof.comm.lowered_plan import LoweredPlan
-from pipeproof.diagnostics.finding import Finding
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.diagnostics.finding import Finding, RuleDoc
 from pipeproof.schedule.op_table import IntColumn, OpGraph
 from pipeproof.schedule.ops import OpKind
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.verify.subject import Rule, Subject
 

@@ -9,7 +9,7 @@ from itertools import product
 from types import MappingProxyType
 
 from pipeproof.comm.lower import lower
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.diagnostics.problems import listed
 from pipeproof.sim.memory_curve import GIB, MemoryCurve

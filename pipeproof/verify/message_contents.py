@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.finding import Finding, RuleDoc
 from pipeproof.diagnostics.problems import listed
-from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.schedule.columns import COMPUTE_QUEUE, HOST_QUEUE
 from pipeproof.schedule.derive import BoolColumn, packed, place_in_group
 from pipeproof.schedule.op_parts import TensorPart

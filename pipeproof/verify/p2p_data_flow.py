@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding, OpsWitness
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.finding import Finding, OpsWitness, RuleDoc
 from pipeproof.schedule.derive import BoolColumn, packed, place_in_group
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, KIND_CODE, PART_KINDS, SEND_KINDS, OpKind

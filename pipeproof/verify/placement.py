@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeproof.diagnostics.finding import Finding
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.finding import Finding, RuleDoc
 from pipeproof.verify.subject import Rule, Subject
 
 NO_OWNER = RuleDoc(

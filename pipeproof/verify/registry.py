@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeproof.diagnostics.finding import Finding, Location, RuleDoc, Severity
+from pipeproof.diagnostics.problems import listed
 from pipeproof.verify import (
     attribute_rule,
     boundary_transport,
@@ -19,7 +25,7 @@ from pipeproof.verify import (
 )
 from pipeproof.verify.contents import content_rules
 from pipeproof.verify.gradients import gathered_weights, gradient_rules
-from pipeproof.verify.subject import Rule
+from pipeproof.verify.subject import Rule, Subject
 
 _MODULES = (
     attribute_rule,
@@ -43,3 +49,144 @@ _MODULES = (
 RULES: tuple[Rule, ...] = tuple(
     sorted((rule for module in _MODULES for rule in module.RULES), key=lambda rule: rule.doc.code)
 )
+
+
+_PATTERN = re.compile(r"(?:PP)?(?:([1-9])(?:XX)?|([1-9][0-9])X?|([1-9][0-9]{2}))", re.ASCII | re.IGNORECASE)
+"""``PP401``, ``PP40`` and ``40x``, ``PP4`` and ``4xx``; the letters may be missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The rules to run: those whose code begins with one of ``select`` (all, if it is empty) and none of ``ignore``."""
+
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+    def picks(self, code: str) -> bool:
+        """Return True if the rule of this code runs."""
+        return (not self.select or code.startswith(self.select)) and not code.startswith(self.ignore)
+
+
+ALL_RULES = Selection()
+"""Leaves nothing out: only then can a certificate come of a check."""
+
+
+def parse_codes(texts: Iterable[str], known: Sequence[str]) -> tuple[str, ...]:
+    """The beginnings of codes that comma-separated lists such as ``PP401,3xx`` name.
+
+    Raises:
+        ValueError: an entry is no code, or no code of ``known`` has this prefix; the message names similar codes.
+    """
+    return tuple(_beginning(part.strip(), known) for text in texts for part in text.split(","))
+
+
+def _beginning(text: str, known: Sequence[str]) -> str:
+    match = _PATTERN.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no code; examples: PP401, PP40, 4xx")
+    digits = next(group for group in match.groups() if group is not None)
+    beginning = f"PP{digits}"
+    if any(code.startswith(beginning) for code in known):
+        return beginning
+    family = [code for code in known if code.startswith(beginning[:3])]
+    if family:
+        raise ValueError(f"`check` has no rule {text!r}; in that family are {listed(family, 'and')}")
+    families = sorted({f"{code[2]}xx" for code in known})
+    raise ValueError(f"`check` has no rule {text!r}; its families are {listed(families, 'and')}")
+
+
+IMPOSSIBLE = RuleDoc(
+    code="PP150",
+    title="a suppression names what cannot be suppressed",
+    explanation=(
+        "A plan can declare a warning or note of `check` as known and intended. An error cannot be "
+        "suppressed: the plan would hang or compute something else, and a reason does not change that "
+        "(`pipeproof run --unsafe` runs the plan anyway and reports the damage). The entry has to "
+        "name one whole code of a warning or note; a code that does not exist would suppress nothing, "
+        "and nobody would notice."
+    ),
+    wrong="transport: partial\nsuppress: [{code: PP201, reason: it trains all the same}]",
+    right="transport: partial\nsuppress: [{code: PP202, reason: the same file serves larger topologies}]",
+)
+
+UNUSED = RuleDoc(
+    code="PP151",
+    title="a suppression suppresses nothing",
+    severity="note",
+    explanation=(
+        "No warning or note with this code was found that another entry had not taken already. The "
+        "plan has changed since, or the code is not the one that was meant; an entry that stays would "
+        "hide the finding when it comes back for another reason. The note does not come where the "
+        "code's rule did not run (`--select`, `--ignore`)."
+    ),
+    wrong="transport: full\nsuppress: [{code: PP202, reason: the same file serves larger topologies}]",
+    right="transport: full",
+)
+
+SUPPRESSION_CODES = (IMPOSSIBLE, UNUSED)
+
+
+@dataclass(frozen=True, slots=True)
+class Suppressed:
+    """A finding that the plan suppresses, the reason, and its location in the plan."""
+
+    finding: Finding
+    reason: str
+    location: Location | None
+
+
+def suppress(
+    subject: Subject, findings: Sequence[Finding], docs: Mapping[str, RuleDoc], run: Collection[str]
+) -> tuple[tuple[Finding, ...], tuple[Suppressed, ...]]:
+    """Set aside what the plan suppresses.
+
+    Args:
+        subject: a plan with its suppressions; a graph alone has none.
+        findings: what the rules found.
+        docs: the documents of the rules, by code.
+        run: the codes of the rules that ran, of this module's two included.
+
+    Returns:
+        The findings that count, with those about the suppressions themselves, and the suppressed ones.
+    """
+    entries = subject.lowered.spec.suppress if subject.lowered is not None else ()
+    kept = list(findings)
+    suppressed: list[Suppressed] = []
+    about: list[Finding] = []
+    for index, entry in enumerate(entries):
+        code, doc = entry.code, docs.get(entry.code)
+        place = subject.locate("suppress", index, "code")
+        selected = [found for found in kept if found.code == code and found.severity is not Severity.ERROR]
+        if selected:  # also of a rule whose findings are errors elsewhere: its document has the worst case
+            suppressed += [Suppressed(found, entry.reason, place) for found in selected]
+            kept = [found for found in kept if found.code != code or found.severity is Severity.ERROR]
+        elif doc is None or doc.severity == Severity.ERROR:
+            about.append(_impossible(code, doc, docs, place))
+        elif code in run:
+            about.append(_unused(code, kept, suppressed, place))
+    return (*kept, *(f for f in about if f.code in run)), tuple(suppressed)
+
+
+def _impossible(code: str, doc: RuleDoc | None, docs: Mapping[str, RuleDoc], place: Location | None) -> Finding:
+    if doc is not None:
+        return IMPOSSIBLE.finding(
+            f"{code} ({doc.title}) is an error, and errors cannot be suppressed",
+            location=place,
+            help="fix the plan and remove the entry; `pipeproof run --unsafe` runs a plan that has errors",
+        )
+    possible = [known for known, doc in docs.items() if doc.severity != Severity.ERROR]
+    return IMPOSSIBLE.finding(
+        f"no rule of `check` has the code {code}",
+        location=place,
+        help=f"what can be suppressed: {listed(sorted(possible))}",
+    )
+
+
+def _unused(code: str, kept: Sequence[Finding], suppressed: Sequence[Suppressed], place: Location | None) -> Finding:
+    if any(f.code == code for f in kept):
+        message = f"{code} is suppressed, but here it is an error, and errors cannot be suppressed"
+    elif any(s.finding.code == code for s in suppressed):
+        message = f"{code} is suppressed, but an entry before this one has suppressed all of it"
+    else:
+        message = f"{code} is suppressed, but nothing with this code was found"
+    return UNUSED.finding(message, location=place, help="remove the entry")

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from pipeproof.diagnostics.finding import Finding
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.diagnostics.finding import ExampleKind, Finding, RuleDoc
 from pipeproof.verify.declared_facts import RngDraw, RngFacts, RngRegion
 from pipeproof.verify.subject import Rule, Subject
 
@@ -113,7 +112,7 @@ def _listed(subject: Subject, ranks: tuple[int, ...]) -> str:
 
 def _draw_example(*draws: str) -> str:
     return (
-        "from pipeproof.comm.mesh import Mesh\n"
+        "from pipeproof.comm.plan_context import Mesh\n"
         "from pipeproof.verify.declared_facts import Facts, RngDraw, RngFacts, RngRegion\n"
         "from pipeproof.verify.subject import program_subject\n\n"
         "regions = (RngRegion('dropout', differs_over=('tp',)),)  # of a tensor that is cut along the sequence\n"

@@ -14,23 +14,20 @@ from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.backends import backend_table, declared_backend
 from pipeproof.comm.generated_schedule import is_made_for_pairs
 from pipeproof.comm.lower import lower_loaded
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import (
     CycleWitness,
     Finding,
     Location,
     OpsWitness,
+    RuleDoc,
     WitnessOp,
 )
-from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.source import SourceMap
-from pipeproof.schedule.formats.located_text import Findings
-from pipeproof.schedule.formats.schedule_size_checks import RawSchedule, check_splits
-from pipeproof.schedule.formats.text_form import parse_program
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import COMPUTE_KINDS, KIND_CODE, Op, OpKind
 from pipeproof.specs.load_plan import LoadedPlan
-from pipeproof.specs.schedule_file import NO_OPERATIONS, ScheduleFileError, read_schedule_text
+from pipeproof.specs.schedule import NO_OPERATIONS, ScheduleFileError, read_schedule_text
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.verify.declared_facts import NO_FACTS, Facts
 
@@ -352,6 +349,10 @@ def program_subject(
     Raises:
         ScheduleFileError: PP131 to PP133, PP136, PP138, the text is no program.
     """
+    from pipeproof.schedule.formats.schedule_size_checks import RawSchedule, check_splits
+    from pipeproof.schedule.formats.text_form import parse_program
+    from pipeproof.schedule.formats.text_tokens import Findings
+
     program = parse_program(text, file)
     findings = Findings()
     check_splits(RawSchedule(program.rows_by_rank, program.origins, program.ends, None), None, findings)

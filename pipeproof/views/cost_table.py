@@ -7,7 +7,7 @@ from fractions import Fraction
 from rich.console import Console
 
 from pipeproof.cost.analytic_times import AnalyticCosts, PhaseTime
-from pipeproof.diagnostics.number_ranges import ranges_text, runs
+from pipeproof.diagnostics.problems import ranges_text, runs
 from pipeproof.stages.describe.op_work import Phase
 from pipeproof.views.tables import print_table
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from pipeproof.comm.lowered_plan import LoweredPlan
-from pipeproof.diagnostics.number_ranges import ranges_text, runs
+from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.diagnostics.problems import ranges_text, runs
 from pipeproof.sim.memory_curve import GIB, PARTS, STATES, MemoryCurve
 from pipeproof.sim.simulate import Simulation
 from pipeproof.sim.step_memory import stage_holdings

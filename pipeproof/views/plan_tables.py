@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from pipeproof.comm.accumulation_order import accumulation_of
-from pipeproof.comm.lowered_plan import LoweredPlan
-from pipeproof.diagnostics.number_ranges import names_text, ranges_text
+from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.diagnostics.problems import names_text, ranges_text
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import CHILD_KINDS
 from pipeproof.stages.describe.boundary import Boundary

@@ -20,7 +20,7 @@ from pipeproof.schedule.ops import (
     parse_op,
 )
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Time, Timeline
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 
 _MOVING_KINDS = TRANSFER_KINDS | COLLECTIVE_KINDS | UPDATE_KINDS
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pipeproof.diagnostics.wrapped_text import given_columns, line_parts, prose_width
+from pipeproof.diagnostics.text_output import given_columns, line_parts, prose_width
 
 
 class WrappingConsole(Console):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pipeproof.comm.accumulation_order import sum_orders, tied_sums
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.compare.compare_gradients import StepResult, compare_step, gather_sharded_gradients
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
 from pipeproof.exec.launch.job_files import RecordOptions

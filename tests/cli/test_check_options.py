@@ -11,7 +11,7 @@ from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.exec.run_plan import NotVerifiedError, RunOptions, require_runnable
 from pipeproof.specs.load_plan import load_plan
 from pipeproof.verify.check_plan import CHECK_CODES, check
-from pipeproof.verify.selection import Selection
+from pipeproof.verify.registry import Selection
 from tests.cli.commands import BROKEN, EXAMPLES, invoke, process
 
 pytestmark = pytest.mark.usefixtures("known_notes")

@@ -3,7 +3,7 @@ from itertools import permutations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.comm.mesh import Mesh
+from pipeproof.comm.plan_context import Mesh
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 meshes = st.builds(

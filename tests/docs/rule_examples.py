@@ -8,14 +8,13 @@ from click.testing import CliRunner
 
 from pipeproof.cli import main as cli
 from pipeproof.comm.lower import blaming_plan, lower_loaded
-from pipeproof.diagnostics.finding import BadPlanError
-from pipeproof.diagnostics.rule_doc import ExampleKind
+from pipeproof.diagnostics.finding import BadPlanError, ExampleKind
 from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.interop import Flags, check_imported, import_files
 from pipeproof.sim.sim_codes import NO_ROOM, NOT_FAST, UNFINISHED, SimulationError
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import load_plan
-from pipeproof.specs.plan_codes import PLAN_FILE_CODES
+from pipeproof.specs.plan import PLAN_FILE_CODES
 from pipeproof.verify.check_plan import check, check_subject
 from pipeproof.verify.subject import program_subject
 from tests.plans import plan_dict, subject

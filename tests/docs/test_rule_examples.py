@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeproof.cli.code_registry import all_docs
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.diagnostics.finding import ExampleKind, RuleDoc
 from tests.docs.rule_examples import can_run, findings_of
 
 ROOT = Path(__file__).parents[2]

@@ -31,7 +31,7 @@ from pipeproof.exec.rehearse.rehearsal_report import (
     rehearsal_part,
 )
 from pipeproof.exec.rehearse.rehearsal_scale import rehearsed_plan
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
 from pipeproof.verify.subject import make_subject

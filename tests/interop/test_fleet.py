@@ -14,7 +14,7 @@ from pipeproof.interop import check_imported, from_strategy
 from pipeproof.interop.importers.paddle.fleet_strategy import Message, parse_prototxt
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import OpKind
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.verify.provenance import DATA_SENDS
 from tests.interop.importing import codes, imported, judged
 

@@ -8,7 +8,7 @@ import pytest
 from pipeproof.schedule.formats.read_schedule import read_schedule
 from pipeproof.schedule.formats.schedule_size_checks import Expected
 from pipeproof.schedule.ops import TRANSFER_KINDS, OpKind
-from pipeproof.specs.schedule_file import ScheduleFileError
+from pipeproof.specs.schedule import ScheduleFileError
 from tests.schedule.make_torch_files import SCHEDULES, theirs, write_all
 
 FILES = Path(__file__).parent / "files"

@@ -11,7 +11,7 @@ from pipeproof.schedule.formats.read_schedule import read_schedule
 from pipeproof.schedule.formats.schedule_size_checks import Expected
 from pipeproof.schedule.op_table import NONE, build_graph
 from pipeproof.schedule.ops import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind, parse_op, wait_for
-from pipeproof.specs.schedule_file import ScheduleFileError
+from pipeproof.specs.schedule import ScheduleFileError
 from pipeproof.verify.check_plan import check_graph
 
 FILES = Path(__file__).parent / "files"

@@ -16,7 +16,7 @@ from pipeproof.schedule.generators.gpipe import gpipe
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.programs import Schedule
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
-from pipeproof.specs.schedule_file import ScheduleFileError
+from pipeproof.specs.schedule import ScheduleFileError
 from tests.plans import plan_dict
 
 TRACED = json.loads((Path(__file__).parent / "paddle_schedules.json").read_text())

@@ -21,7 +21,7 @@ from pipeproof.schedule.formats.schedule_size_checks import Expected
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.ops import parse_op
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
-from pipeproof.specs.schedule_file import SCHEDULE_FILE_CODES, ScheduleFileError
+from pipeproof.specs.schedule import SCHEDULE_FILE_CODES, ScheduleFileError
 from tests.plans import BASE, plan_dict
 
 FILES = Path(__file__).parent / "files"
@@ -190,7 +190,7 @@ def test_files_that_cannot_be_read(kind, tmp_path, monkeypatch):
     elif kind != "missing":
         path.write_bytes(b"0F0,0B0\n1F0,\xff1B0")
     if kind == "huge":
-        monkeypatch.setattr("pipeproof.specs.schedule_file.MAX_BYTES", 10)
+        monkeypatch.setattr("pipeproof.specs.schedule.MAX_BYTES", 10)
     with pytest.raises(ScheduleFileError) as caught:
         load_schedule_file(path, TWO)
     (finding,) = caught.value.findings

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipeproof.schedule.asap import StageCosts, asap, even_costs
 from pipeproof.schedule.generators.interleaved import interleaved
 from pipeproof.schedule.generators.round_robin import in_groups
-from pipeproof.schedule.generators.sizes import VARIANTS
+from pipeproof.schedule.kinds import VARIANTS
 from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.programs import UnfitSizesError, stages_of
 

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from pipeproof.schedule.asap import asap, even_costs
 from pipeproof.schedule.generators.one_f_one_b import in_rounds
 from pipeproof.schedule.generators.optimal import best_order, optimal
-from pipeproof.schedule.generators.paired_list import PairRule, paired_list_schedule
-from pipeproof.schedule.generators.paired_orders import RULES, orders_with_pairs, with_late_weights, with_pairs
+from pipeproof.schedule.generators.paired_orders import (
+    RULES,
+    PairRule,
+    orders_with_pairs,
+    paired_list_schedule,
+    with_late_weights,
+    with_pairs,
+)
 from pipeproof.schedule.generators.workload import fits, make_workload
 from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.programs import Schedule, steady_pairs

@@ -2,8 +2,7 @@
 
 import pytest
 
-from pipeproof.schedule.generators.sizes import _CONDITIONS, ANY_SIZES, sizes_of
-from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
+from pipeproof.schedule.kinds import _CONDITIONS, ANY_SIZES, SCHEDULE_KINDS, Request, sizes_of
 from pipeproof.schedule.programs import UnfitSizesError
 
 VARIANTS = [(kind, variant) for kind in SCHEDULE_KINDS.values() for variant in kind.variants or (None,)]

@@ -25,7 +25,7 @@ from pipeproof.schedule.ops import (
     wait_for,
 )
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.specs.schedule_file import ScheduleFileError
+from pipeproof.specs.schedule import ScheduleFileError
 from pipeproof.verify.check_plan import check_graph
 from tests.plans import plan_dict
 

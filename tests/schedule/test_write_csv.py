@@ -16,7 +16,7 @@ from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.ops import OpKind, parse_op
 from pipeproof.schedule.programs import Schedule
-from pipeproof.specs.schedule_file import ScheduleFileError
+from pipeproof.specs.schedule import ScheduleFileError
 from tests.schedule.test_kinds import generated, requests
 
 FILES = Path(__file__).parent / "files"

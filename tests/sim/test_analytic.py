@@ -25,7 +25,7 @@ from pipeproof.sim.simulate import simulate
 from pipeproof.specs.exact_times import GRID_US
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec, plan_json_schema
-from pipeproof.specs.topology import TopologySpec
+from pipeproof.specs.plan_sections import TopologySpec
 from pipeproof.stages.describe.activation_memory import copied_bytes
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import Collective, CollectiveKind

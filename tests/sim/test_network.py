@@ -22,7 +22,7 @@ from pipeproof.sim.simulate import simulate
 from pipeproof.specs.cost import AnalyticSpec, NetworkSpec
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.specs.topology import TopologySpec
+from pipeproof.specs.plan_sections import TopologySpec
 from tests.plans import plan_dict
 from tests.profiles import profile_text
 from tests.schedule.drawn import generated, plan_of, requests

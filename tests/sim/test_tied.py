@@ -3,7 +3,7 @@
 import pytest
 
 from pipeproof.cost.analytic_times import AnalyticCosts
-from pipeproof.schedule.stage_placement import ends_share_ranks
+from pipeproof.schedule.kinds import ends_share_ranks
 from pipeproof.sim.memory_curve import Part
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict

@@ -6,7 +6,7 @@ import pytest
 
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.specs.load_plan import load_plan
-from pipeproof.specs.plan_codes import PLAN_FILE_CODES
+from pipeproof.specs.plan import PLAN_FILE_CODES
 from tests.specs.plans import EXAMPLE
 
 DOCS = {doc.code: doc for doc in PLAN_FILE_CODES}

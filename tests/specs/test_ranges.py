@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.diagnostics.number_ranges import names_text, ranges_text
+from pipeproof.diagnostics.problems import names_text, ranges_text
 
 
 def test_by_hand():

@@ -13,10 +13,10 @@ from pipeproof.diagnostics.finding import (
     Location,
     OpsWitness,
     RangesWitness,
+    RuleDoc,
     Severity,
     WitnessOp,
 )
-from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.sarif_output import SarifResult, sarif_log
 
 ESSENTIALS = json.loads((Path(__file__).parent / "sarif_essentials.schema.json").read_text())

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from pipeproof.comm.mesh import Mesh
+from pipeproof.comm.plan_context import Mesh
 from pipeproof.schedule.op_table import build_graph
 from pipeproof.stages.describe.gradient_facts import GradientFacts, Loss, LossPath, ParameterGradient
 from pipeproof.verify.declared_facts import Facts

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeproof.comm.mesh import Mesh
+from pipeproof.comm.plan_context import Mesh
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.index_map import IndexMap
 from pipeproof.verify.certificate import Verdict, graph_digest

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeproof.comm.channel_models import QUEUES, ChannelModel, awaited_receives
-from pipeproof.comm.entry_order import calls_of
+from pipeproof.comm.channel_models import QUEUES, ChannelModel, awaited_receives, calls_of
 from pipeproof.schedule.op_table import NONE
 from pipeproof.verify.deadlock.deadlock_verdict import (
     DeadlockChecker,

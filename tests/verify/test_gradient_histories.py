@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeproof.comm.mesh import Mesh
+from pipeproof.comm.plan_context import Mesh
 from pipeproof.schedule.op_table import NONE, Group, build_graph
 from pipeproof.schedule.ops import OpKind
 from pipeproof.verify.gradients import gradient_history as module

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from pipeproof.comm.mesh import Mesh
+from pipeproof.comm.plan_context import Mesh
 from pipeproof.schedule.op_table import Group
 from pipeproof.stages.describe.gradient_facts import Loss, ParameterGradient
 from pipeproof.verify.declared_facts import Facts

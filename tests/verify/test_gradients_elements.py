@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.comm.mesh import Mesh
+from pipeproof.comm.plan_context import Mesh
 from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import OpKind
 from pipeproof.stages.describe.gradient_facts import ParameterGradient

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeproof.comm.backends import backend_table
-from pipeproof.comm.entry_order import calls_of
+from pipeproof.comm.channel_models import calls_of
 from pipeproof.schedule.op_table import NONE, Group, Row, build_graph
 from pipeproof.schedule.ops import Op, OpKind, parse_op, wait_for
 from pipeproof.verify.lifetime.buffer_uses import uses_of

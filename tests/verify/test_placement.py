@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.comm.mesh import Mesh
+from pipeproof.comm.plan_context import Mesh
 from pipeproof.schedule.op_table import Group, Row, build_graph
 from pipeproof.schedule.ops import META_KINDS, TRANSFER_KINDS, parse_op
 from pipeproof.verify.check_plan import check_graph, check_subject

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeproof.cli import code_registry
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.finding import RuleDoc
 from pipeproof.exec.launch.job_files import CheckpointOptions, Job, dump_plan
 from pipeproof.exec.rank.checkpointing import prepare_checkpoint
 from pipeproof.exec.rank.worker import require_same_plan

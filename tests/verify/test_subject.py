@@ -5,7 +5,7 @@ import pytest
 from pipeproof.diagnostics.finding import OpsWitness
 from pipeproof.schedule.op_table import Row, build_graph
 from pipeproof.schedule.ops import parse_op
-from pipeproof.specs.schedule_file import ScheduleFileError
+from pipeproof.specs.schedule import ScheduleFileError
 from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.lifetime.race_rules import NO_ORDER
 from pipeproof.verify.subject import graph_subject, of_small_plan, program_subject

@@ -3,8 +3,7 @@
 import pytest
 
 from pipeproof.verify.check_plan import check_subject
-from pipeproof.verify.registry import RULES
-from pipeproof.verify.selection import Selection, suppress
+from pipeproof.verify.registry import RULES, Selection, suppress
 from tests.plans import subject
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pipeproof.comm.mesh import Mesh
+from pipeproof.comm.plan_context import Mesh
 from pipeproof.stages.describe.gradient_facts import GradientFacts, Loss, LossPath, ParameterGradient
 from pipeproof.verify.declared_facts import Facts
 from tests.zoo.case import Case

@@ -1,6 +1,6 @@
 """Family J: recomputation and random numbers."""
 
-from pipeproof.comm.mesh import Mesh
+from pipeproof.comm.plan_context import Mesh
 from pipeproof.verify.declared_facts import RngDraw, RngFacts, RngRegion
 from tests.zoo.case import Case
 from tests.zoo.facts import stated

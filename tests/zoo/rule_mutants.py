@@ -6,7 +6,7 @@ Each is listed under its rule's code.
 import dataclasses
 
 from pipeproof.comm.backends import table_named
-from pipeproof.comm.mesh import Mesh
+from pipeproof.comm.plan_context import Mesh
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import TRANSFER_KINDS, parse_op

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.diagnostics.finding import ExampleKind, RuleDoc
 
 NOT_FOR_FLEET = RuleDoc(
     code="PP917",

@@ -16,7 +16,7 @@ from pathlib import Path
 from attack import Ended, keep, kept, pipeproof
 
 from pipeproof.analysis.align.read_record import MAX_LINE
-from pipeproof.comm.size_limit import MAX_OPERATIONS
+from pipeproof.comm.generated_schedule import MAX_OPERATIONS
 from pipeproof.diagnostics.source import MAX_BYTES
 from pipeproof.foreign_text import MAX_DEPTH as TEXT_DEPTH
 from pipeproof.interop.hang.flight_recorder import MAX_BYTES as DUMP_BYTES

@@ -23,7 +23,7 @@ from reshard_plans import MODELS, NUM_STEPS, STEPS_BEFORE, loaded, plan_of, topo
 
 from pipeproof.cli.main import main as pipeproof
 from pipeproof.comm.accumulation_order import sum_orders, tied_sums
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.compare.reference_process import run_reference
 from pipeproof.exec.compare.step_losses import main_loss
 from pipeproof.exec.launch.job_files import CheckpointOptions, Job, RunOptions, dump_plan

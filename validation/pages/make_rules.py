@@ -11,7 +11,7 @@ import sys
 from pages import DOCS, listed, main, table
 
 from pipeproof.cli.code_registry import all_docs
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.diagnostics.finding import ExampleKind, RuleDoc
 
 FAMILIES = {
     "1": "The plan: file, sizes, placement, completeness",

@@ -18,8 +18,7 @@ from pipeproof.diagnostics.finding import CycleWitness
 from pipeproof.diagnostics.text_output import cycle_drawing
 from pipeproof.schedule.formats.inexpressible import InexpressibleError
 from pipeproof.schedule.formats.write_schedule import WRITTEN_FORMATS, write_schedule
-from pipeproof.schedule.generators.sizes import ANY_SIZES, sizes_of
-from pipeproof.schedule.kinds import Placement, ScheduleKind
+from pipeproof.schedule.kinds import ANY_SIZES, Placement, ScheduleKind, sizes_of
 from pipeproof.schedule.programs import UnfitSizesError
 from pipeproof.sim.figures import figures_of
 from pipeproof.sim.timeline import timeline_of

@@ -26,8 +26,8 @@ from pipeproof.analysis.advise.recut import layer_times, num_blocks, stage_times
 from pipeproof.analysis.advise.schedule_figures import block_sequences
 from pipeproof.analysis.tune.frameworks import Framework
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, ScheduleKind
-from pipeproof.specs.checks.overlap_checks import GENERATED_WITH_PAIRS, check_overlap
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
+from pipeproof.specs.pipeline_checks import GENERATED_WITH_PAIRS, check_overlap
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.layer import counts_in_even_cut, layer_order
 from pipeproof.stages.describe.model_family import stage_layers

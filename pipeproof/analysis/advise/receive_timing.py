@@ -14,7 +14,7 @@ from fractions import Fraction
 
 from pipeproof.analysis.advise.schedule_figures import clock_of
 from pipeproof.comm.channel_models import ChannelModel
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.sim.sim_codes import SimulationError
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.specs.transport import RecvOrder

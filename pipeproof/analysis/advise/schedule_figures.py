@@ -16,7 +16,7 @@ from operator import add
 from pipeproof.analysis.advise.critical_path import CriticalPath, critical_path
 from pipeproof.analysis.advise.recut import num_blocks
 from pipeproof.comm.generated_schedule import PairTime, stage_costs
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.schedule.asap import StageCosts, Timed, asap
 from pipeproof.schedule.formats.op_text import kinds_of
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind

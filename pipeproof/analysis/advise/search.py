@@ -23,7 +23,7 @@ from pipeproof.analysis.tune.frameworks import Framework, named_framework
 from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.comm.generated_schedule import generating_pair_time, plan_schedule
 from pipeproof.comm.lower import blaming_plan, with_measured_times
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.sim_codes import SimulationError

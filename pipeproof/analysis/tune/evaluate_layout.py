@@ -14,7 +14,7 @@ from fractions import Fraction
 from pipeproof.analysis.sweep.evaluate_point import PointResult, refused_point, simulated_point
 from pipeproof.analysis.sweep.sweep_points import Point
 from pipeproof.comm.lower import lower
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.cost.analytic_times import AnalyticCosts, PhaseTime
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.sim.simulate import Simulation, simulate

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeproof.analysis.tune.frameworks import Framework, FrameworkSchedule
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
-from pipeproof.specs.checks.overlap_checks import check_overlap
+from pipeproof.specs.pipeline_checks import check_overlap
 from pipeproof.specs.plan import PlanSpec
 
 MAX_CP = 16

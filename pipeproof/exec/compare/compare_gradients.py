@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.comm.weight_ranges import stage_weights
 from pipeproof.exec.compare.array_differences import max_rel_diff, relative_difference
 from pipeproof.exec.compare.compare_routers import RouterResult, merged_routers

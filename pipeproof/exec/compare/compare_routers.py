@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.compare.exact_values import ExactArray
 from pipeproof.exec.compare.step_losses import json_number
 from pipeproof.stages.describe.balance import ROUTER_LOSSES, routers

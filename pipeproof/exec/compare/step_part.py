@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 
 from pipeproof.analysis.align.array_digests import md5_of
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.comm.weight_ranges import index_of, stage_weights
 from pipeproof.exec.compare.array_differences import have_same_bits, largest, largest_difference
 from pipeproof.exec.compare.compare_routers import RouterPart, router_part

@@ -30,8 +30,7 @@ from pipeproof.exec.measure.step_limits import (
 from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, Timing, accuracy_between_ns, op_ids_of
 from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
 from pipeproof.schedule.ops import GATHER_KINDS, PART_KINDS, Op, OpKind
-from pipeproof.specs.dtypes import dtype_bytes
-from pipeproof.specs.measured_spreads import by_size, spread_of
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.profile_file import (
     ClockOfTimes,
     CollectivePoint,
@@ -45,6 +44,8 @@ from pipeproof.specs.profile_file import (
     StageTimes,
     Steps,
     TimedKind,
+    by_size,
+    spread_of,
 )
 from pipeproof.system_calls import num_cores
 from pipeproof.verify.subject import Subject

@@ -13,7 +13,7 @@ from typing import cast
 
 import numpy as np
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.launch.job_files import Loss, StepOutcome
 from pipeproof.exec.rank.child_collectives import Call, ChildCollectives
 from pipeproof.exec.rank.framework_protocol import (

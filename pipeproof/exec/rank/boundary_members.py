@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.problems import KeyPath, listed
 from pipeproof.specs.axis_layout import Placement
 from pipeproof.stages.describe.boundary import Boundary

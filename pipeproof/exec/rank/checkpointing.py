@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.exec.launch.job_files import CheckpointOptions, Job
 from pipeproof.exec.rank.adapter import RankAdapter

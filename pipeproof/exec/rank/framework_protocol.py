@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.schedule.op_table import Channel
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.stages.common.experts import Used

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.rank.boundary_members import activation_index
 from pipeproof.exec.rank.framework_protocol import Array, Tensor, Value, Weight, WeightGradients
 from pipeproof.stages.describe.boundary import Boundary

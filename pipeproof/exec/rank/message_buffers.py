@@ -16,7 +16,7 @@ import numpy as np
 from pipeproof.exec.rank.framework_protocol import Arrays, Tensor, Transfer
 from pipeproof.schedule.op_table import Channel, OpGraph
 from pipeproof.schedule.ops import OpKind
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 
 Pool = tuple[Channel, bool]
 """Messages that share slots: those of one channel in one pipeline direction (True is forward)."""

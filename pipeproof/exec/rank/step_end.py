@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.comm.step_end_rows import counted_by, is_reduced, load_sums, num_weights
 from pipeproof.exec.rank.child_collectives import ChildCollectives
 from pipeproof.exec.rank.framework_protocol import (

@@ -17,10 +17,9 @@ from math import prod
 
 import numpy as np
 
-from pipeproof.comm.channel_models import ChannelModel
+from pipeproof.comm.channel_models import ChannelModel, EntryOrder
 from pipeproof.comm.completed_sends import completed_sends
-from pipeproof.comm.entry_order import EntryOrder
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import (
     Arrays,
     Channels,

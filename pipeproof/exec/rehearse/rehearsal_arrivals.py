@@ -18,7 +18,7 @@ from pipeproof.exec.rehearse.rehearsal_faults import ArrivalChecks, ArrivalFault
 from pipeproof.exec.rehearse.rehearsal_tensors import RehearsalArrays, RehearsalTensor
 from pipeproof.schedule.op_table import NONE, Channel, TensorSpec
 from pipeproof.schedule.ops import TRANSFER_KINDS
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.verify.boundary_transport import Layouts, places_of
 from pipeproof.verify.provenance import DATA_SENDS, Delivery, Segment, events
 from pipeproof.verify.subject import Subject

@@ -16,8 +16,7 @@ from pipeproof.exec.rank.framework_protocol import Arrays, World
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import SEND_KINDS
 from pipeproof.specs.cost import NetworkSpec
-from pipeproof.specs.measured_spreads import by_size
-from pipeproof.specs.profile_file import SizedSpread
+from pipeproof.specs.profile_file import SizedSpread, by_size
 
 USUAL_BYTES = (TOKEN_BYTES, 2**16, 2**20)
 """Sizes in addition to the smallest and the largest of the plan's messages."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.comm.step_end_rows import num_loads
 from pipeproof.exec.launch.job_files import Job, save_json
 from pipeproof.exec.rank.framework_choice import start_ping_clock

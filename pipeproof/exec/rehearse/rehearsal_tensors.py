@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeproof.exec.rank.framework_protocol import Array, Arrays, Tensor
 from pipeproof.exec.rehearse.element_identity import Bytes, FoundRange, Source
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 
 
 @dataclass(slots=True, eq=False)

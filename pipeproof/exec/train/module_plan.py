@@ -12,7 +12,7 @@ import yaml
 from pipeproof.atomic_write import write_output
 from pipeproof.comm.generated_schedule import plan_schedule
 from pipeproof.comm.lower import blaming_plan, own_schedule
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.source import read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
@@ -22,8 +22,8 @@ from pipeproof.exec.train.stage_count import require_num_stages
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import stages_of
-from pipeproof.specs.checks.overlap_checks import ORDERED_WITH_PAIRS
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
+from pipeproof.specs.pipeline_checks import ORDERED_WITH_PAIRS
 from pipeproof.verify.certificate import Certificate
 
 _SCHEDULE_SUFFIXES = {".csv", ".txt", ".json"}

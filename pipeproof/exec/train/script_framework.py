@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import Array, Arrays, RankStage, StageCollectives, Tensor, Weight
 from pipeproof.specs.plan_sections import RunSpec
 

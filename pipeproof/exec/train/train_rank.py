@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.executor_support import factors_not_executed
 from pipeproof.exec.monitor.plan_ring import PlanRing
 from pipeproof.exec.rank.adapter import RankAdapter

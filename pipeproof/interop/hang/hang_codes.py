@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.diagnostics.finding import ExampleKind, RuleDoc
 
 UNREADABLE_DUMP = RuleDoc(
     code="PP930",

@@ -12,7 +12,7 @@ from pipeproof.interop.importers.import_codes import ASSUMED, NOT_SHOWN
 from pipeproof.interop.importers.imported import Assumption, Imported
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.verify.check_plan import OnProgress, check
-from pipeproof.verify.selection import ALL_RULES, Selection
+from pipeproof.verify.registry import ALL_RULES, Selection
 
 
 def load_imported(imported: Imported) -> LoadedPlan:

@@ -15,9 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.finding import Finding, RuleDoc
 from pipeproof.diagnostics.problems import KeyPath, describe_value
-from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.source import PlanFileError, SourceMap
 from pipeproof.interop.importers.draft import Draft, count, misspelt
 from pipeproof.interop.importers.import_codes import NOT_SHOWN, REFUSED, UNREADABLE

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeproof.diagnostics.finding import Location
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.finding import Location, RuleDoc
 from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap, read_text
 from pipeproof.foreign_text import ForeignTextError, decode_toml
 from pipeproof.interop.importers.import_codes import UNREADABLE

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pipeproof.diagnostics.finding import BadPlanError, Location
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.diagnostics.finding import BadPlanError, ExampleKind, Location, RuleDoc
 
 UNREADABLE_TRACE = RuleDoc(
     code="PP163",

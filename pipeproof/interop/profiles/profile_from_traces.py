@@ -21,7 +21,6 @@ from pipeproof.interop.profiles.trace_measurements import measure_traces
 from pipeproof.schedule.ops import COMPUTE_KINDS, SEND_KINDS, OpKind
 from pipeproof.specs.cost import CostSpec
 from pipeproof.specs.load_plan import LoadedPlan
-from pipeproof.specs.measured_spreads import by_size, spread_of
 from pipeproof.specs.profile_file import (
     AttributedTime,
     ClockOfTimes,
@@ -35,6 +34,8 @@ from pipeproof.specs.profile_file import (
     StageTimes,
     Steps,
     TimedKind,
+    by_size,
+    spread_of,
 )
 from pipeproof.verify.certificate import graph_digest
 from pipeproof.verify.subject import Subject, make_subject

@@ -24,7 +24,7 @@ from pipeproof.interop.profiles.profile_codes import not_assigned
 from pipeproof.interop.profiles.rank_trace import NamedRange, RankTrace, Work, union_ns
 from pipeproof.schedule.op_table import NONE, EdgeKind
 from pipeproof.schedule.ops import COMPUTE_KINDS, META_KINDS, TRANSFER_KINDS, Op, OpKind
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.verify.subject import Subject
 
 _UPDATES = frozenset({OpKind.STEP, OpKind.REDUCE_GRAD, OpKind.GATHER_WEIGHT})

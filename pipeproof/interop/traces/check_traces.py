@@ -10,8 +10,7 @@ from typing import get_args
 
 from pipeproof.comm.backend_rows import BackendTable, Queue
 from pipeproof.comm.backends import table_named, with_queue
-from pipeproof.diagnostics.finding import Finding, Location, OpsWitness, WitnessOp, code_order, relinked
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.finding import Finding, Location, OpsWitness, RuleDoc, WitnessOp, code_order, relinked
 from pipeproof.interop.traces.compare_with_plan import plan_findings
 from pipeproof.interop.traces.stalled_ranks import stuck_findings
 from pipeproof.interop.traces.trace_codes import MISSING_LOG, NOT_WAITED, RAISED, SPLITS, UNFINISHED_LOG
@@ -27,7 +26,7 @@ from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.verify.check_plan import OnProgress, Report, check_subject
 from pipeproof.verify.lifetime.race_rules import NO_ORDER, USE_UNDER_RECEIVE, WRITE_UNDER_SEND
 from pipeproof.verify.message_contents import MEMORY_ORDER, has_holes
-from pipeproof.verify.selection import ALL_RULES, Selection
+from pipeproof.verify.registry import ALL_RULES, Selection
 from pipeproof.verify.subject import graph_subject
 
 # Memory order of recorded tensors (PP312): the two ends of a message, and the members of a collective in place.

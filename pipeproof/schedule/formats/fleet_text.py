@@ -28,10 +28,10 @@ from pipeproof.diagnostics.problems import shortened
 from pipeproof.diagnostics.source import LINE_BREAK
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.formats.inexpressible import InexpressibleError, require_bare, require_computations
-from pipeproof.schedule.formats.located_text import Findings, Placed, end_of, placed_line
 from pipeproof.schedule.formats.op_text import MAX_NUMBER
+from pipeproof.schedule.formats.text_tokens import Findings, Placed, end_of, placed_line
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.specs.schedule_file import BAD_OPERATION, NO_OPERATIONS
+from pipeproof.specs.schedule import BAD_OPERATION, NO_OPERATIONS
 
 _FORM = "Fleet's static schedule"
 _NUMBER = r"(0|[1-9][0-9]*)"

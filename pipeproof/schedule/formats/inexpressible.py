@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.diagnostics.finding import ExampleKind, RuleDoc
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.formats.text_tokens import row_attributes
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind

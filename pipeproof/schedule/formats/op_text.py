@@ -19,9 +19,9 @@ import numpy as np
 from pipeproof.diagnostics.problems import nearest_name, shortened
 from pipeproof.schedule.columns import NONE, Columns, op_from_columns, work_of
 from pipeproof.schedule.derive import packed
-from pipeproof.schedule.formats.located_text import Findings, Placed
+from pipeproof.schedule.formats.text_tokens import Findings, Placed
 from pipeproof.schedule.ops import KINDS, TARGET_KINDS, Op, OpKind, parse_op
-from pipeproof.specs.schedule_file import BAD_OPERATION
+from pipeproof.specs.schedule import BAD_OPERATION
 
 MAX_NUMBER = 10**6
 """Largest stage, micro-batch or index; a plan has no more micro-batches than that."""

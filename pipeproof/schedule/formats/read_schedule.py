@@ -20,17 +20,16 @@ from pipeproof.diagnostics.source import LINE_BREAK
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.formats.csv_file import CsvSchedule, looks_like_csv, read_csv
 from pipeproof.schedule.formats.fleet_text import looks_like_fleet, read_fleet
-from pipeproof.schedule.formats.located_text import Findings, Placed
 from pipeproof.schedule.formats.op_text import OpReader
 from pipeproof.schedule.formats.schedule_size_checks import Expected, RawSchedule, check_fit
 from pipeproof.schedule.formats.text_form import looks_like_program, read_program
-from pipeproof.schedule.formats.text_tokens import ROW_KEYS, attribute_text
+from pipeproof.schedule.formats.text_tokens import ROW_KEYS, Findings, Placed, attribute_text
 from pipeproof.schedule.formats.torch_runtime import runtime_rows
 from pipeproof.schedule.formats.transfer_peers import with_peers
 from pipeproof.schedule.op_table import Group, TensorSpec
 from pipeproof.schedule.ops import COMPUTE_KINDS, META_KINDS, TRANSFER_KINDS, Op, OpKind
 from pipeproof.schedule.programs import Programs, Schedule, stages_of
-from pipeproof.specs.schedule_file import BAD_LINE, BAD_OPERATION, WRONG_FORMAT, read_schedule_text
+from pipeproof.specs.schedule import BAD_LINE, BAD_OPERATION, WRONG_FORMAT, read_schedule_text
 
 
 class ScheduleFormat(StrEnum):

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import listed
 from pipeproof.schedule.columns import NONE, Row
-from pipeproof.schedule.formats.located_text import Findings
+from pipeproof.schedule.formats.text_tokens import Findings
 from pipeproof.schedule.ops import COMPUTE_KINDS, TARGET_KINDS
-from pipeproof.specs.schedule_file import MISPLACED, NO_OPERATIONS, WRONG_MICRO_BATCHES, WRONG_RANKS, WRONG_STAGES
+from pipeproof.specs.schedule import MISPLACED, NO_OPERATIONS, WRONG_MICRO_BATCHES, WRONG_RANKS, WRONG_STAGES
 
 
 @dataclass(frozen=True, slots=True)

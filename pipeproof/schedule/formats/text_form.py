@@ -45,11 +45,14 @@ from pipeproof.diagnostics.problems import nearest_name, shortened
 from pipeproof.diagnostics.source import LINE_BREAK
 from pipeproof.foreign_text import decode_json
 from pipeproof.schedule.columns import Row
-from pipeproof.schedule.formats.located_text import Findings, Placed, end_of, placed_line
 from pipeproof.schedule.formats.op_text import OpReader
 from pipeproof.schedule.formats.text_tokens import (
     ROW_KEYS,
+    Findings,
+    Placed,
     attributes,
+    end_of,
+    placed_line,
     quoted,
     row_attributes,
     shape_text,
@@ -62,7 +65,7 @@ from pipeproof.schedule.op_parts import TensorPart
 from pipeproof.schedule.op_table import Group, OpGraph, TensorSpec, build_graph
 from pipeproof.schedule.ops import AXES, META_KINDS, TRANSFER_KINDS, OpKind
 from pipeproof.specs.axis_layout import parse_placement
-from pipeproof.specs.schedule_file import BAD_LINE, NO_OPERATIONS
+from pipeproof.specs.schedule import BAD_LINE, NO_OPERATIONS
 
 # --- The lines of the text form that declare tensors and groups, read and written ---
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import listed
 from pipeproof.schedule.columns import NONE, Row
-from pipeproof.schedule.formats.located_text import Findings
+from pipeproof.schedule.formats.text_tokens import Findings
 from pipeproof.schedule.ops import COMPUTE_KINDS, SEND_KINDS, TARGET_KINDS, TRANSFER_KINDS, Op
-from pipeproof.specs.schedule_file import NO_PEER
+from pipeproof.specs.schedule import NO_PEER
 
 
 def neighbour_stage(op: Op) -> int:

@@ -13,7 +13,7 @@ from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE, Inexpressibl
 from pipeproof.schedule.formats.read_schedule import ForeignSchedule, ScheduleFormat
 from pipeproof.schedule.formats.text_form import format_rows
 from pipeproof.schedule.programs import Schedule
-from pipeproof.specs.schedule_file import ScheduleFileError
+from pipeproof.specs.schedule import ScheduleFileError
 
 _WRITERS: Mapping[ScheduleFormat, Callable[[Sequence[Sequence[Row]]], str]] = MappingProxyType(
     {

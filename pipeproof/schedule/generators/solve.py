@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from pipeproof.diagnostics.finding import BadPlanError
+from pipeproof.diagnostics.finding import BadPlanError, ExampleKind, RuleDoc
 from pipeproof.diagnostics.install_command import install_extra
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 from pipeproof.schedule.asap import StageCosts, Time, asap
 from pipeproof.schedule.generators.optimal import best_order
 from pipeproof.schedule.generators.paired_orders import with_pairs

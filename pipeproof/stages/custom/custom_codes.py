@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
+from pipeproof.diagnostics.finding import BadPlanAtError, ExampleKind, Finding, RuleDoc, Severity
 from pipeproof.diagnostics.problems import KeyPath
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
 
 CANNOT_BUILD = RuleDoc(
     code="PP911",

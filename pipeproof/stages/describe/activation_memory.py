@@ -41,7 +41,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import TypeAlias
 
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.memory import RecomputeModule
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize

@@ -7,9 +7,8 @@ from fractions import Fraction
 from itertools import pairwise
 from math import prod
 
-from pipeproof.specs.axis_layout import INVARIANT
+from pipeproof.specs.axis_layout import INVARIANT, dtype_bytes
 from pipeproof.specs.custom_layers import CustomLayerSpec, LayerOutputSpec
-from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.activation_memory import Lifetime, StoredActivation
 from pipeproof.stages.describe.boundary import Boundary, Edge, work_item_sizes

@@ -13,9 +13,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from pipeproof.specs.axis_layout import INVARIANT, Placement
+from pipeproof.specs.axis_layout import INVARIANT, Placement, dtype_bytes
 from pipeproof.specs.custom_layers import CustomModelSpec
-from pipeproof.specs.dtypes import dtype_bytes
 from pipeproof.specs.memory import RecomputeModule
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec

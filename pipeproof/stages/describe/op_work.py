@@ -22,7 +22,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.layer import layer_kind

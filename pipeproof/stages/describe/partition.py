@@ -11,12 +11,10 @@ import re
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
-from pipeproof.diagnostics.number_ranges import names_text
-from pipeproof.diagnostics.problems import KeyPath, listed, nearest_name
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.finding import BadPlanAtError, Finding, RuleDoc, Severity
+from pipeproof.diagnostics.problems import KeyPath, listed, names_text, nearest_name
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.specs.stage_cut import BY_CLASS, UNIFORM
+from pipeproof.specs.plan_sections import BY_CLASS, UNIFORM
 from pipeproof.stages.describe.layer import CLASS_NAMES, counts_in_even_cut, layer_order, layer_prefix
 
 TOO_FEW_LAYERS = RuleDoc(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, prod
 
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.layer import Layer, Parameter
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.specs.topology import TopologySpec
+from pipeproof.specs.plan_sections import TopologySpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.derive_types import TypedLayer, derive_types
 from pipeproof.stages.describe.layer import COUNTS_DTYPE, layer_kind, loss_dtype

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pipeproof.diagnostics.finding import BadPlanError
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.diagnostics.finding import BadPlanError, ExampleKind, RuleDoc
 
 UNREADABLE = RuleDoc(
     code="PP180",

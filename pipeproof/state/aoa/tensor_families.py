@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.state.aoa.aoa_codes import SIZE_MISMATCH, UNKNOWN_TENSOR, AoaError
 from pipeproof.state.aoa.tensor_values import TensorValue

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.byte_ranges import RangeReader
 from pipeproof.state.checkpoint import Checkpoint, HeldShard
 from pipeproof.state.dcp.dcp_codes import DcpError

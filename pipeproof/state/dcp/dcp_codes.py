@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.diagnostics.finding import ExampleKind, PipeproofError, RuleDoc
 from pipeproof.state.state_codes import StateError
 
 DCP_UNUSABLE = RuleDoc(

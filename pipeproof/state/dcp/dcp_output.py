@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 from types import MappingProxyType
 
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.dcp.dcp_codes import DcpError
 from pipeproof.state.dcp.dcp_metadata import DTYPES, METADATA_FILE, DcpChunk, DcpTensor, metadata_of
 from pipeproof.state.dcp.torch_archive import archive_length

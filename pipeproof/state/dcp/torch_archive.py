@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.dcp.dcp_codes import DcpError
 from pipeproof.state.dcp.dcp_metadata import DTYPES, DcpChunk
 from pipeproof.state.flex.pickles import GlobalName, PersistentId, PickledObject, UnreadablePickleError, unpickled

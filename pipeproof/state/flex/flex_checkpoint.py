@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.checkpoint import Checkpoint, HeldShard
 from pipeproof.state.flex.flex_codes import FlexError
 from pipeproof.state.flex.flex_metadata import MAIN, SUFFIX, FlexShard, read_metadata, tensor_of

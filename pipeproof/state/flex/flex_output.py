@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.state.flex.flex_checkpoint import open_flex
 from pipeproof.state.flex.flex_codes import FLEX_UNSUPPORTED, FlexError

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.diagnostics.finding import ExampleKind, Finding, PipeproofError, RuleDoc, Severity
 
 NO_NAMES = RuleDoc(
     code="PP928",

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.array_files import require_sha256, write_all
 from pipeproof.state.byte_ranges import RangeReader
 from pipeproof.state.cast import Bits, bits_dtype, cast

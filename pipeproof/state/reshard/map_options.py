@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.specs.model import ModelSpec
 from pipeproof.state.aoa.aoa_engine import program_map

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeproof.diagnostics.finding import BadPlanError
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.diagnostics.finding import BadPlanError, ExampleKind, RuleDoc
 from pipeproof.state.checkpoint import SUFFIX
 from pipeproof.state.state_index import INDEX_FILE, read_index
 

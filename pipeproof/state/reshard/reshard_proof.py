@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.comm.weight_ranges import index_of
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.stages.describe.balance import bias_name, moves_biases, routers

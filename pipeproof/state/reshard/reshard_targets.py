@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.state.checkpoint import Checkpoint
 from pipeproof.state.regions import whole_region

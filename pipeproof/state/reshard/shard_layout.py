@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.state.checkpoint import HeldShard, ShardsByTensor, sharding_fault
 from pipeproof.state.regions import TilingFault
 from pipeproof.state.state_index import Shard, TensorEntry

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.finding import Finding, RuleDoc
 from pipeproof.schedule.columns import WRITE
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import CHILD_KINDS, KINDS, OpKind

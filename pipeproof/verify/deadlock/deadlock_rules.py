@@ -9,8 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from pipeproof.comm.channel_models import MODELS, ChannelModel, queue_text
-from pipeproof.diagnostics.finding import CycleWitness, Finding, OpsWitness, ProgramExcerpt, Severity
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.finding import CycleWitness, Finding, OpsWitness, ProgramExcerpt, RuleDoc, Severity
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.op_table import OpGraph

@@ -1,7 +1,7 @@
 """The definition of a deadlock, written to be read: post and done events, and what each of them follows.
 
 Each operation has two events, *post* when it is under way and *done* when it
-has finished. ``comm.entry_order`` defines what a post follows; in addition
+has finished. ``comm.channel_models`` defines what a post follows; in addition
 
 - the opening of a connection holds everything that the rank issues later;
 - done follows post;
@@ -37,8 +37,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeproof.comm.channel_models import ChannelModel, message_bytes
-from pipeproof.comm.entry_order import EntryOrder, Host, done, post
+from pipeproof.comm.channel_models import ChannelModel, EntryOrder, Host, done, message_bytes, post
 from pipeproof.schedule.columns import NONE
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import SEND_KINDS, OpKind

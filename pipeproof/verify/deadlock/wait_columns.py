@@ -18,8 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeproof.comm.channel_models import ChannelModel, awaited_receives
-from pipeproof.comm.entry_order import calls_of
+from pipeproof.comm.channel_models import ChannelModel, awaited_receives, calls_of
 from pipeproof.schedule.columns import COMPUTE_QUEUE, HOST_QUEUE, NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, is_kind, packed
 from pipeproof.schedule.op_table import OpGraph
@@ -91,7 +90,7 @@ def early_transfers(rows: Rows) -> tuple[IntColumn, IntColumn]:
     """(early transfers, those whose messages are just before theirs on their channels) as op ids.
 
     A transfer is early if the call that has the message before its own is
-    closed behind it; ``comm.entry_order`` describes the consequence.
+    closed behind it; ``comm.channel_models`` describes the consequence.
     """
     moved = np.flatnonzero(rows.is_transfer)
     if not rows.batched[moved].any():

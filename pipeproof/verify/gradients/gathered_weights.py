@@ -7,8 +7,7 @@ from math import prod
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.diagnostics.finding import ExampleKind, Finding, RuleDoc
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, KIND_CODE, OpKind
 from pipeproof.stages.describe.index_map import NOWHERE, Difference

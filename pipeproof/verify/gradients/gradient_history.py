@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeproof.comm.mesh import Mesh
+from pipeproof.comm.plan_context import Mesh
 from pipeproof.schedule.columns import COMPUTE_QUEUE, REDUCTIONS, WRITE
 from pipeproof.schedule.derive import BoolColumn, is_kind, packed
 from pipeproof.schedule.op_table import NONE, Group, IntColumn, OpGraph

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from pipeproof.comm.step_end_rows import norm_axes, num_weights
-from pipeproof.diagnostics.finding import Finding
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.diagnostics.finding import ExampleKind, Finding, RuleDoc
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, CHILD_KINDS, KIND_CODE, OpKind
 from pipeproof.verify.gradients.diagnose import diagnose

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from pipeproof.diagnostics.finding import ElementRange, Finding, RangesWitness
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.diagnostics.finding import ElementRange, ExampleKind, Finding, RangesWitness, RuleDoc
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.transport import BoundarySpec
 from pipeproof.stages.describe.index_map import NOWHERE, Count, IndexMap, counts, differences

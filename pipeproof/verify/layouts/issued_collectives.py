@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.diagnostics.finding import ExampleKind, Finding, RuleDoc
 from pipeproof.schedule.derive import BoolColumn, packed, place_in_group
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, CHILD_KINDS, KIND_CODE, OpKind

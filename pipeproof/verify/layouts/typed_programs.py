@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipeproof.diagnostics.finding import Finding
-from pipeproof.diagnostics.rule_doc import ExampleKind, RuleDoc
+from pipeproof.diagnostics.finding import ExampleKind, Finding, RuleDoc
 from pipeproof.stages.describe.derive_types import TypedLayer, TypeProblem, derive_types
 from pipeproof.stages.describe.layer import Collective, layer_kind, weight_calls
 from pipeproof.stages.describe.model_family import typed_layers

@@ -7,8 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding, Location
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.finding import Finding, Location, RuleDoc
 from pipeproof.schedule.columns import QUEUES
 from pipeproof.schedule.op_table import NONE, IntColumn
 from pipeproof.schedule.ops import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, Op, OpKind

@@ -17,8 +17,7 @@ from itertools import islice
 
 import numpy as np
 
-from pipeproof.diagnostics.finding import Finding
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.finding import Finding, RuleDoc
 from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import COPY_KINDS, KIND_CODE, OpKind

@@ -41,7 +41,7 @@ from pipeproof.schedule.ops import (
     OpKind,
 )
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Time, Timeline
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.views.html.relations import Relations
 from pipeproof.views.memory_curves import Curve, Steps, activations_held
 

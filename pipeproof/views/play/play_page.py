@@ -13,8 +13,7 @@ from string import Template
 from typing import Any
 
 from pipeproof.comm.channel_models import MODELS, queue_text
-from pipeproof.schedule.generators.sizes import VARIANTS
-from pipeproof.schedule.kinds import SCHEDULE_KINDS
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, VARIANTS
 
 LEFT_OUT = ("seq1f1b", "optimal")
 """Kinds of schedules that the page does not offer: sequence splits, and orders that a search finds for given times."""

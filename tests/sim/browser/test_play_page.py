@@ -14,8 +14,7 @@ from pipeproof.comm.channel_models import MODELS, declared_model
 from pipeproof.comm.generated_schedule import plan_schedule
 from pipeproof.comm.lower import lower
 from pipeproof.diagnostics.finding import BadPlanAtError
-from pipeproof.schedule.generators.sizes import VARIANTS
-from pipeproof.schedule.kinds import SCHEDULE_KINDS
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, VARIANTS
 from pipeproof.sim.op_durations import durations_of
 from pipeproof.sim.outcome import SimulationError
 from pipeproof.sim.simpy_model import run_model

@@ -4,7 +4,7 @@ import pickle
 
 import numpy as np
 
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.array_files import ByteArray, write_file
 from pipeproof.state.flex.flex_metadata import FlexShard, key_of, metadata_of, stored_shape
 from pipeproof.state.regions import flat_regions

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import paddle
 
 from pipeproof.exec.rank.framework_protocol import Array
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 
 
 class PaddleArrays:

@@ -8,7 +8,7 @@ from pathlib import Path
 import paddle
 from paddle.distributed import ShardedWeight, save_state_dict
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.stages.paddle.runtime import quiet_native
 from pipeproof.state.array_files import digest_of
 from pipeproof.state.flex.flex_metadata import key_of, stored_shape

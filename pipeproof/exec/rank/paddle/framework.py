@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import paddle
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.launch.rendezvous import await_store
 from pipeproof.exec.rank.boundary_members import member_values, tp_shard, with_member
 from pipeproof.exec.rank.framework_protocol import Array, RankStage, StageCollectives, World

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import torch
 import torch.distributed as dist
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import Channels, Collectives
 from pipeproof.exec.rank.group_channels import GroupChannels, connected_groups
 from pipeproof.exec.rank.torch.batched_messages import BatchedMessages

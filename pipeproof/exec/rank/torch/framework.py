@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import StageCollectives
 from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.comm import Copied, TorchWorld, connect

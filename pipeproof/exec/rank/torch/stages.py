@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import RankStage, StageCollectives
 from pipeproof.exec.rank.gpt_stage import GptRouters, GptStage
 from pipeproof.stages.common.balance import Balance

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.compare.reference_kind import assembled_weights, holds_all_weights, is_checked_by_bound
 from pipeproof.exec.compare.reference_start import reference_start
 from pipeproof.exec.launch.job_files import Job, StepOutcome, load_arrays, save_arrays

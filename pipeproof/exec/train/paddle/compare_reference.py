@@ -17,7 +17,7 @@ import numpy.typing as npt
 import paddle
 from paddle import nn
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.rank.paddle.arrays import PaddleArrays
 from pipeproof.exec.train.comparison import Comparison, GradientDifference, comparison_of
 from pipeproof.exec.train.paddle.boundary_inference import unchanged_state

@@ -17,7 +17,7 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.fleet.meta_parallel import PipelineLayer
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.store.paddle_store import PaddleStore, send_at_once
 from pipeproof.exec.train.agreement import Agreement, described_in_order, require_equal
 from pipeproof.exec.train.module_plan import (

@@ -9,7 +9,7 @@ from weakref import WeakMethod
 
 import paddle
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.monitor.paddle_watch import watch
 from pipeproof.exec.monitor.plan_ring import ring_of_process
 from pipeproof.exec.rank.framework_protocol import Framework, World

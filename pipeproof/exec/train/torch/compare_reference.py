@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from pipeproof.comm.accumulation_order import sum_orders
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.train.comparison import Comparison, GradientDifference, comparison_of
 from pipeproof.exec.train.torch.boundary_inference import unchanged_state
 from pipeproof.exec.train.torch.module_stage import StepData

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.train.agreement import require_equal
 from pipeproof.exec.train.module_plan import Request, placement_of
 from pipeproof.exec.train.tied_weights import Tie

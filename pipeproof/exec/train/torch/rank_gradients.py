@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.train.torch.data_parallel import groups_of, local_part
 from pipeproof.exec.train.torch.module_stage import ModuleStage, trained
 from pipeproof.exec.train.torch.script_groups import ScriptGroup

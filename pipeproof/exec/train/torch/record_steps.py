@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pipeproof.analysis.align.record_format import Header
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.compare.run_record import RecordWriter, recorded_gradients
 from pipeproof.exec.rank.group_channels import PostedTransfer
 from pipeproof.exec.rank.torch.copy_channels import CopyChannels

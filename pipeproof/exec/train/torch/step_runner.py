@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from pipeproof.comm.lowered_plan import LoweredPlan
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.monitor.plan_ring import PlanRing, ring_of_process
 from pipeproof.exec.monitor.torch_watch import watch
 from pipeproof.exec.rank.op_log import Clock

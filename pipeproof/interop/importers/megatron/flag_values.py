@@ -9,9 +9,8 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import NoReturn
 
-from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.finding import Location, RuleDoc
 from pipeproof.diagnostics.problems import KeyPath, dotted
-from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap
 from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE

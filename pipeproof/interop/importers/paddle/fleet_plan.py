@@ -6,15 +6,14 @@ import re
 from dataclasses import replace
 from math import gcd, lcm
 
-from pipeproof.diagnostics.finding import Finding, Location
-from pipeproof.diagnostics.rule_doc import RuleDoc
+from pipeproof.diagnostics.finding import Finding, Location, RuleDoc
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.import_codes import GUARDED, REFUSED, UNKNOWN_SEQUENCE_PARALLEL, WITHOUT_EFFECT
 from pipeproof.interop.importers.imported import Rephrase
 from pipeproof.interop.importers.model_sizes import Needs, assume_model
 from pipeproof.interop.importers.paddle.fleet_job import FleetJob, SourcedValue, overridden
-from pipeproof.specs.dtypes import dtype_bytes
+from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.plan import PlanSpec
 
 _OUR_AXIS = {"mp": "tp", "cp": "cp", "sep": "cp", "ep": "ep", "sharding": "dp", "dp": "dp", "pp": "pp"}

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.finding import Location, RuleDoc
 from pipeproof.diagnostics.problems import describe_value
-from pipeproof.diagnostics.rule_doc import RuleDoc
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import MAX_NUMBER, Draft, count, misspelt
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE

@@ -1,1 +1,0 @@
-"""Checks across the sections of a plan; checks of one section are in its file."""
