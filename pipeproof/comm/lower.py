@@ -82,7 +82,7 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
     Raises:
         BadPlanAtError: the layers cannot be partitioned into the stages, the schedule
             does not exist for these sizes, or there are more than
-            ``size_limit.MAX_OPERATIONS``.
+            ``generated_schedule.MAX_OPERATIONS``.
     """
     mesh = mesh_of(plan)
     layers = describe_layers(plan)

@@ -2,5 +2,5 @@
 
 ``round_robin``, ``weight_lag``, ``building_block`` and ``stage_ops`` are
 what several of them share; ``optimal`` makes an order for given times with
-``workload``, ``list_schedule`` and ``fixed_orders``, and ``solve`` proves one.
+``workload`` and ``list_schedule``, and ``solve`` proves one.
 """

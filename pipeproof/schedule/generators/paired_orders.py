@@ -3,7 +3,7 @@
 Tried are, in this order: the fixed orders with pairs (combined 1F1B, Megatron's
 interleaved 1F1B, DualPipeV) where the placement is theirs; the given schedule
 without pairs, and with those that delay no begin; and list schedules that know
-the time of a pair (``paired_list``). Each but the second is tried a second
+the time of a pair (``paired_list_schedule``). Each but the second is tried a second
 time with the W of its unpaired backwards late (``with_late_weights``). What
 does not fit in memory is left out.
 

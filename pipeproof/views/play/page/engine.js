@@ -1,7 +1,7 @@
 // Times of all rows under a channel model, as longest paths through their events; a cycle is a deadlock.
 //
 // Each row has two events: post (2 row), when it is under way, and done (2 row + 1), when it has finished. What an event
-// follows is defined in pipeproof/comm/entry_order.py and pipeproof/sim/simpy_model.py. Times are whole nanoseconds.
+// follows is defined in pipeproof/comm/channel_models.py and pipeproof/sim/simpy_model.py. Times are whole nanoseconds.
 
 const COMPUTES = new Set(["F", "B", "I", "W"]);
 
