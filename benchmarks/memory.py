@@ -125,7 +125,7 @@ def compare(measured: dict[str, Any]) -> None:
     from pipeproof import lower, simulate
     from pipeproof.sim.step_memory import stage_holdings
     from pipeproof.specs.load_plan import plan_from_dict
-    from pipeproof.stages.describe.training_state import state_of
+    from pipeproof.stages.describe.stage_memory import state_of
 
     sys.stdout.write(f"{measured['gpu']}, PyTorch {measured['torch']}; MiB\n")
     for name, sizes in SIZES.items():

@@ -34,7 +34,7 @@ from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.model_family import stage_layers
-from pipeproof.stages.describe.training_state import state_of_weights
+from pipeproof.stages.describe.stage_memory import state_of_weights
 from validation.board.accuracy_board import MEASUREMENTS
 from validation.board.megatron_bridge_rows import read_megatron_bridge
 

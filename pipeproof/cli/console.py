@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from pipeproof.diagnostics.finding import BadPlanError, PipeproofError
-from pipeproof.diagnostics.install_command import install_extra
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
@@ -209,5 +208,7 @@ def picture_file(context: click.Context, parameter: click.Parameter, value: Path
     if value is not None and value.suffix.lower() not in SUFFIXES:
         raise click.BadParameter(f"{str(value)!r}: pictures end with {', '.join(SUFFIXES)}")
     if value is not None and importlib.util.find_spec("matplotlib") is None:
+        from pipeproof.diagnostics.install_command import install_extra
+
         raise click.BadParameter(f"pictures need matplotlib: {install_extra('plot')}")
     return writable(context, parameter, value)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from pipeproof.comm.boundary_tensors import tensors_of
-from pipeproof.comm.plan_context import PlanContext
+from pipeproof.comm.plan_context import PlanContext, tensors_of
 from pipeproof.comm.rank_blocks import RankBlocks, Work
 from pipeproof.comm.step_end_rows import DATA_AXES, num_loads
 from pipeproof.schedule.columns import ANY, ANY_OTHER, NONE, Blocks, IntColumn, Row, columns_of

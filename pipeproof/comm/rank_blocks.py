@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from pipeproof.comm.boundary_tensors import PACKED, BoundaryTensors, is_packed
-from pipeproof.comm.plan_context import PlanContext
+from pipeproof.comm.plan_context import PACKED, BoundaryTensors, PlanContext, is_packed
 from pipeproof.comm.step_end_rows import StepEnd
 from pipeproof.schedule.columns import ANY, NONE, Row, work_item_of
 from pipeproof.schedule.ops import (
@@ -27,10 +26,12 @@ from pipeproof.schedule.ops import (
     wait_for,
 )
 from pipeproof.schedule.programs import Program
-from pipeproof.schedule.turns import Cut, SideTurn, rows_in_turns, turns_of_side
 from pipeproof.specs.schedule import Side
 from pipeproof.stages.describe.boundary import Boundary, Transport, effective_transport, slice_range
 from pipeproof.stages.describe.layer import Collective, CollectiveKind, backward_calls, exchanges, weight_calls
+
+if TYPE_CHECKING:
+    from pipeproof.schedule.turns import SideTurn
 
 EXPERTS_QUEUE = "ep"
 """The queue of the collectives over ``ep`` of computations that take turns."""
@@ -193,6 +194,8 @@ class RankBlocks:
 
         The two computations come first, as containers of their parts and collectives, and take no time themselves.
         """
+        from pipeproof.schedule.turns import rows_in_turns  # few plans have pairs that take turns
+
         for work, batch in zip(works, batches, strict=True):
             yield Row(Op(work.kind, work.stage, batch), batch=ANY)
         sides: list[tuple[Op, list[SideTurn[Row]]]] = []
@@ -211,6 +214,8 @@ class RankBlocks:
 
     def _turns(self, op: Op, variant: int) -> list[SideTurn[Row]]:
         """The parts and collectives of a computation by turn: a part between each two exchanges."""
+        from pipeproof.schedule.turns import Cut, turns_of_side
+
         collectives = self._collectives(op, variant)
         calls = iter(self._issued(op, collectives))
         cuts = []

@@ -10,7 +10,7 @@ of stages there, and would come to it in unlike orders where each goes by its
 own program.
 
 With ``memory.shard_optimizer: dp`` sums over dp are reduce-scatters, each dp
-rank steps with its share of each weight (``stages.describe.training_state``), and the
+rank steps with its share of each weight (``stages.describe.stage_memory``), and the
 shares are gathered.
 
 The norm of all gradients for ``run.clip_norm``: the weights that each rank counts, and the axes of the sum.
@@ -46,10 +46,9 @@ from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
 from pipeproof.schedule.columns import Row
 from pipeproof.schedule.ops import Op, OpKind, wait_for
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.balance import bias_name, moves_biases, routers
-from pipeproof.stages.describe.gradient_facts import TOKEN_AXES
+from pipeproof.stages.describe.gradient_facts import TOKEN_AXES, bias_name, moves_biases, routers
 from pipeproof.stages.describe.layer import COUNTS_DTYPE, Collective, CollectiveKind, Parameter
-from pipeproof.stages.describe.training_state import num_shards, shard_numel
+from pipeproof.stages.describe.stage_memory import num_shards, shard_numel
 
 
 def num_loads(plan: PlanSpec) -> int:

@@ -35,7 +35,6 @@ from pipeproof.specs.cost_table import CostTable, ProductCurve
 from pipeproof.specs.exact_times import GRID_US, MAX_TIME_US, rounded_up
 from pipeproof.specs.memory import Recompute
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.activation_memory import copied_bytes, offloaded_blocks
 from pipeproof.stages.describe.boundary import MicroBatchSize, work_item_sizes
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import (
@@ -52,7 +51,12 @@ from pipeproof.stages.describe.layers.layer_operations import layer_operations
 from pipeproof.stages.describe.layers.operations import Product
 from pipeproof.stages.describe.model_family import stage_layers
 from pipeproof.stages.describe.op_work import ComputeUnit, Phase, Work, operation_works
-from pipeproof.stages.describe.training_state import moved_by_update, state_of_weights
+from pipeproof.stages.describe.stage_memory import (
+    copied_bytes,
+    moved_by_update,
+    offloaded_blocks,
+    state_of_weights,
+)
 
 _ZERO = Fraction(0)
 

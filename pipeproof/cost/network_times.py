@@ -51,7 +51,7 @@ from pipeproof.schedule.columns import IntColumn
 from pipeproof.schedule.ops import GATHER_KINDS, OpKind
 from pipeproof.specs.cost import Algorithm, AnalyticSpec, EdgeSpec, LinkSpec, NetworkSpec, SwitchSpec
 from pipeproof.specs.cost_table import CollectiveCurve
-from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.specs.model import MoeSpec
 
 DEFAULT_LINK_EFFICIENCY = 0.75
 """Share of the bandwidth of links that were not measured: what four H200 reached (``docs/costs.md``)."""

@@ -24,8 +24,7 @@ def with_times(plan: PlanSpec) -> PlanSpec:
     cost = resolved_cost(plan)
     if cost is plan.cost:
         return plan
-    from pipeproof.stages.describe.activation_memory import is_flash, product_inputs
-    from pipeproof.stages.describe.training_state import memory_dtype
+    from pipeproof.stages.describe.stage_memory import is_flash, memory_dtype, product_inputs
 
     memory = plan.memory.model_copy(
         update={

@@ -33,7 +33,7 @@ from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import KIND_CODE, KINDS, UPDATE_KINDS, OpKind
 from pipeproof.stages.describe.layer import Parameter
 from pipeproof.stages.describe.op_work import Phase, product_flops
-from pipeproof.stages.describe.training_state import num_shards
+from pipeproof.stages.describe.stage_memory import num_shards
 
 _ZERO = Fraction(0)
 _DATA_AXES = ("cp", "ep", "dp")

@@ -14,8 +14,8 @@ from pipeproof.cost.measured_curves import exact
 from pipeproof.schedule.columns import IntColumn
 from pipeproof.schedule.ops import COPY_KINDS
 from pipeproof.specs.exact_times import rounded_up
-from pipeproof.stages.describe.activation_memory import Lifetime
 from pipeproof.stages.describe.model_family import stored_activations
+from pipeproof.stages.describe.stage_memory import Lifetime
 
 COPIED = (Lifetime.TO_INPUT, Lifetime.TO_WEIGHT)
 """Lifetimes of the activations that are copied: those that a forward stores for its backward."""

@@ -3,7 +3,7 @@
 - Weights, their gradients, optimizer states, the user's overhead and the slots
   of messages are held for the whole step.
 - Activations are held from the start of F for the lifetimes of
-  ``stages.describe.activation_memory``.
+  ``stages.describe.stage_memory``.
 - The allocator's fragmentation is a share of the tensors at the peak, and held for the whole step.
 - What is offloaded is held until its FREE, and again from the start of its reload. Host memory is not counted.
 - A received input is held from its post. From the start of F it is the tensor
@@ -30,8 +30,8 @@ from math import ceil, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeproof.comm.boundary_tensors import message_name
 from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.comm.plan_context import message_name
 from pipeproof.cost.measured_curves import exact
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, packed
@@ -40,10 +40,9 @@ from pipeproof.schedule.ops import KIND_CODE, RECV_KINDS, SEND_KINDS, OpKind
 from pipeproof.sim.host_copies import COPIED
 from pipeproof.sim.memory_curve import GIB, Clock, Holdings, MemoryCurve, Part, curves_of
 from pipeproof.specs.axis_layout import dtype_bytes
-from pipeproof.stages.describe.activation_memory import Lifetime, StoredActivation
 from pipeproof.stages.describe.layer import layer_kind
 from pipeproof.stages.describe.model_family import input_lifetime, stored_activations
-from pipeproof.stages.describe.training_state import memory_dtype, state_of_weights
+from pipeproof.stages.describe.stage_memory import Lifetime, StoredActivation, memory_dtype, state_of_weights
 
 _FORWARD = (OpKind.FORWARD,)
 _INPUT = (OpKind.BACKWARD, OpKind.BACKWARD_INPUT)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, dotted, nearest_name
 from pipeproof.specs.custom_layers import SEQUENCE, CustomLayerSpec, CustomModelSpec
-from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.specs.model import MoeSpec
 from pipeproof.specs.plan_sections import PlanSections
 from pipeproof.specs.section import divisors, multiples
 

@@ -14,9 +14,9 @@ from math import prod
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.comm.weight_ranges import index_of
-from pipeproof.stages.describe.balance import bias_name, moves_biases, routers
+from pipeproof.stages.describe.gradient_facts import bias_name, moves_biases, routers
 from pipeproof.stages.describe.layer import Buffer, Parameter, loss_dtype
-from pipeproof.stages.describe.training_state import num_shards, shard_range
+from pipeproof.stages.describe.stage_memory import num_shards, shard_range
 from pipeproof.state.regions import whole_region
 from pipeproof.state.state_index import Shard, Sharding, TensorEntry
 

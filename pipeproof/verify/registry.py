@@ -21,10 +21,9 @@ from pipeproof.verify import (
     message_contents,
     p2p_data_flow,
     placement,
-    roles,
 )
 from pipeproof.verify.contents import content_rules
-from pipeproof.verify.gradients import gathered_weights, gradient_rules
+from pipeproof.verify.gradients import gradient_rules, kept_elements
 from pipeproof.verify.subject import Rule, Subject
 
 _MODULES = (
@@ -35,7 +34,7 @@ _MODULES = (
     content_rules,
     deadlock,
     fifo_matching,
-    gathered_weights,
+    kept_elements,
     gradient_rules,
     layouts,
     lifetime,
@@ -43,7 +42,6 @@ _MODULES = (
     message_contents,
     p2p_data_flow,
     placement,
-    roles,
 )
 
 RULES: tuple[Rule, ...] = tuple(

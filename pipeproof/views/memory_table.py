@@ -12,8 +12,13 @@ from pipeproof.diagnostics.problems import ranges_text, runs
 from pipeproof.sim.memory_curve import GIB, PARTS, STATES, MemoryCurve
 from pipeproof.sim.simulate import Simulation
 from pipeproof.sim.step_memory import stage_holdings
-from pipeproof.stages.describe.activation_memory import StoredActivation, is_flash
-from pipeproof.stages.describe.training_state import memory_dtype, optimizer_bytes, state_of_weights
+from pipeproof.stages.describe.stage_memory import (
+    StoredActivation,
+    is_flash,
+    memory_dtype,
+    optimizer_bytes,
+    state_of_weights,
+)
 from pipeproof.views.byte_sizes import size_text, unit_name, unit_of
 from pipeproof.views.tables import print_table
 from pipeproof.views.timeline_text import format_us

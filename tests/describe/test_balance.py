@@ -3,12 +3,12 @@
 import pytest
 
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.stages.describe.activation_memory import Lifetime
-from pipeproof.stages.describe.balance import loss_weights, router_losses, routers, work_item_weight
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.gradient_facts import loss_weights, router_losses, routers, work_item_weight
 from pipeproof.stages.describe.model_family import stored_activations
 from pipeproof.stages.describe.op_work import Phase, layer_work
+from pipeproof.stages.describe.stage_memory import Lifetime
 from tests.plans import plan_dict
 
 MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8, "dense_layers": 1}

@@ -13,7 +13,7 @@ from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import Layer
 from pipeproof.stages.describe.model_family import input_lifetime, stored_activations
 from pipeproof.stages.describe.op_work import layer_work
-from pipeproof.stages.describe.training_state import state_of
+from pipeproof.stages.describe.stage_memory import state_of
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.verify.check_plan import check_subject
 from pipeproof.views.plan_tables import render_show

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import pipeproof
-from pipeproof.stages.describe.activation_memory import Lifetime
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layers.layer_operations import layer_operations
@@ -21,6 +20,7 @@ from pipeproof.stages.describe.layers.operations import Product, StreamWeights, 
 from pipeproof.stages.describe.model_family import stored_activations
 from pipeproof.stages.describe.mtp_streams import mtp_streams_at
 from pipeproof.stages.describe.op_work import ComputeUnit, Phase, layer_work
+from pipeproof.stages.describe.stage_memory import Lifetime
 from tests.describe.forgotten import (
     COMPUTED,
     MODELS,
@@ -69,7 +69,7 @@ def test_every_weight_has_work_and_memory_for_its_gradient(name):
         forgotten(f"stages/describe/op_work.py, {layer.name}", (operations.keys() | biases) - works)
         kept = {held.name for held in stored_activations(spec, [layer], SIZE) if held.lifetime in TO_THE_END_OF_W}
         missing = {own for own in operations if not {own, f"{own}.grad"} & kept}
-        forgotten(f"stages/describe/activation_memory.py, {layer.name}", missing)
+        forgotten(f"stages/describe/stage_memory.py, {layer.name}", missing)
 
 
 @pytest.mark.parametrize("name", MODELS)

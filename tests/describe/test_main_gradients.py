@@ -7,7 +7,7 @@ from pipeproof.cost.plan_times import link_times
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.training_state import optimizer_bytes, state_of
+from pipeproof.stages.describe.stage_memory import optimizer_bytes, state_of
 from pipeproof.verify.certificate import graph_digest
 from tests.plans import plan_dict, subject
 

@@ -6,11 +6,16 @@ import pytest
 
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.stages.describe.activation_memory import Lifetime, copied_bytes
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.model_family import input_lifetime, stored_activations
-from pipeproof.stages.describe.training_state import moved_by_update, optimizer_bytes, state_of
+from pipeproof.stages.describe.stage_memory import (
+    Lifetime,
+    copied_bytes,
+    moved_by_update,
+    optimizer_bytes,
+    state_of,
+)
 from tests.plans import plan_dict
 
 GPT3 = {"hidden": 12288, "heads": 96}

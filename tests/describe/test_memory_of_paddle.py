@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeproof.stages.describe.activation_memory import Lifetime
+from pipeproof.stages.describe.stage_memory import Lifetime
 from tests.describe.test_memory import held, plan
 
 pytestmark = pytest.mark.needs_paddle

@@ -7,11 +7,11 @@ import pytest
 from pipeproof.comm.lower import lower
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.stages.describe.activation_memory import Lifetime
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.model_family import stored_activations
 from pipeproof.stages.describe.mtp_streams import mtp_streams_after, mtp_streams_into
 from pipeproof.stages.describe.op_work import ComputeUnit, Phase, layer_work
+from pipeproof.stages.describe.stage_memory import Lifetime
 from pipeproof.verify.check_plan import check_subject
 from tests.plans import plan_dict, subject
 from tests.verify.gradient_mutants import changed, own

@@ -14,7 +14,6 @@ from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.specs.axis_layout import INVARIANT
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import plan_json_schema
-from pipeproof.stages.describe.activation_memory import Lifetime
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import layer_kind
@@ -22,6 +21,7 @@ from pipeproof.stages.describe.layers.layer_operations import INITIAL_SCALE, mea
 from pipeproof.stages.describe.model_family import describe_boundaries, input_lifetime, stored_activations
 from pipeproof.stages.describe.op_work import Phase, layer_work
 from pipeproof.stages.describe.residual_streams import residual_streams_of
+from pipeproof.stages.describe.stage_memory import Lifetime
 from pipeproof.stages.describe.synthetic import initial_weight
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.verify.check_plan import check, check_subject

@@ -23,9 +23,9 @@ from pipeproof.exec.compare.reference_kind import holds_all_weights
 from pipeproof.exec.compare.step_losses import NotFiniteError
 from pipeproof.exec.compare.step_part import StepPart, compare_part, dp_group
 from pipeproof.exec.launch.job_files import StepOutcome
-from pipeproof.stages.describe.balance import routers
+from pipeproof.stages.describe.gradient_facts import routers
 from pipeproof.stages.describe.layers.layer_operations import measured_with
-from pipeproof.stages.describe.training_state import num_shards, shard_range
+from pipeproof.stages.describe.stage_memory import num_shards, shard_range
 from tests.plans import subject
 
 MOE = {"moe": {"num_experts": 4, "top_k": 2, "ffn_size": 8, "aux_loss": 0.1, "z_loss": 0.01, "expert_bias_rate": 0.1}}

@@ -6,9 +6,8 @@ from math import ceil
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, OpKind
 from pipeproof.specs.axis_layout import dtype_bytes
-from pipeproof.stages.describe.activation_memory import Lifetime
 from pipeproof.stages.describe.model_family import stored_activations
-from pipeproof.stages.describe.training_state import state_of_weights
+from pipeproof.stages.describe.stage_memory import Lifetime, state_of_weights
 
 FORWARDS = {OpKind.SEND_FORWARD, OpKind.RECV_FORWARD, OpKind.GATHER_FORWARD, OpKind.SLICE_FORWARD}
 

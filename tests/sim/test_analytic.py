@@ -26,10 +26,10 @@ from pipeproof.specs.exact_times import GRID_US
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec, plan_json_schema
 from pipeproof.specs.plan_sections import TopologySpec
-from pipeproof.stages.describe.activation_memory import copied_bytes
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import Collective, CollectiveKind
 from pipeproof.stages.describe.op_work import ComputeUnit, Phase, Work, layer_work
+from pipeproof.stages.describe.stage_memory import copied_bytes
 from tests.plans import FLAT, plan_dict
 
 MODEL = {"hidden_size": 4096, "num_heads": 32, "ffn_size": 14336, "vocab_size": 32000, "seq_length": 4096}

@@ -16,7 +16,7 @@ from pipeproof.cost.plan_times import resolved_cost
 from pipeproof.schedule.ops import OpKind
 from pipeproof.specs.cost import AnalyticSpec
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.specs.model import MoeSpec
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.op_work import (
     CONTEXT_LAUNCHES,

@@ -16,7 +16,7 @@ from pipeproof.sim.sim_codes import SimulationError
 from pipeproof.sim.simulate import simulate, simulation_to_json
 from pipeproof.sim.step_memory import stage_holdings
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.stages.describe.activation_memory import Lifetime
+from pipeproof.stages.describe.stage_memory import Lifetime
 from pipeproof.views.byte_sizes import make_up_text, size_text
 from pipeproof.views.html.payload import payload
 from pipeproof.views.memory_curves import Curve, memory_held

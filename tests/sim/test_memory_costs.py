@@ -14,7 +14,7 @@ from pipeproof.cost.plan_times import with_times
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.op_work import Phase
-from pipeproof.stages.describe.training_state import memory_dtype
+from pipeproof.stages.describe.stage_memory import memory_dtype
 from tests.plans import FLAT, plan_dict
 
 H200 = {"device": "h200", "dtype": "bfloat16", **FLAT}

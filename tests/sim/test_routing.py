@@ -16,7 +16,7 @@ from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.link_costs import bytes_of
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.specs.model import MoeSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.model_family import stored_activations

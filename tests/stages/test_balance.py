@@ -4,7 +4,7 @@ import numpy as np
 import paddle
 import pytest
 
-from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.specs.model import MoeSpec
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.paddle.balance import PaddleBalance
 from pipeproof.stages.paddle.experts import choose

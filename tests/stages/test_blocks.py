@@ -4,7 +4,7 @@ import numpy as np
 import paddle
 import pytest
 
-from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.specs.model import MoeSpec
 from pipeproof.stages.common.experts import ExpertRegion
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.balance import PaddleBalance

@@ -9,8 +9,8 @@ from pipeproof.comm.weight_ranges import index_of
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.schedule.programs import stages_of
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.stages.describe.balance import bias_name, moves_biases, routers
-from pipeproof.stages.describe.training_state import num_shards, shard_range
+from pipeproof.stages.describe.gradient_facts import bias_name, moves_biases, routers
+from pipeproof.stages.describe.stage_memory import num_shards, shard_range
 from pipeproof.state import state_layout as layout
 from pipeproof.state.regions import flat_regions, tiling_fault
 from pipeproof.state.state_layout import COUNTERS, MOMENTS, files_of, moment_name, shards_of_rank, whole_state

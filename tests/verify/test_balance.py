@@ -6,7 +6,7 @@ import pytest
 
 from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.simulate import simulate
-from pipeproof.stages.describe.balance import router_loss_scales, work_item_weight
+from pipeproof.stages.describe.gradient_facts import router_loss_scales, work_item_weight
 from pipeproof.stages.describe.layer import COUNTS_DTYPE
 from pipeproof.verify.certificate import graph_digest
 from tests.plans import subject

@@ -14,8 +14,7 @@ from pipeproof.stages.describe.gradient_facts import ParameterGradient
 from pipeproof.stages.describe.index_map import NOWHERE
 from pipeproof.verify.certificate import graph_digest
 from pipeproof.verify.declared_facts import Facts, UpdatedElements
-from pipeproof.verify.gradients.gathered_weights import RULES
-from pipeproof.verify.gradients.kept_elements import compare
+from pipeproof.verify.gradients.kept_elements import RULES, compare
 from pipeproof.verify.subject import program_subject
 from tests.plans import subject
 from tests.verify.gradient_models import facts, moe

@@ -10,7 +10,7 @@ from pipeproof.schedule.formats.text_form import format_program, parse_program
 from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.simulate import simulate
-from pipeproof.stages.describe.training_state import shard_numel, shard_range
+from pipeproof.stages.describe.stage_memory import shard_numel, shard_range
 from pipeproof.verify.certificate import graph_digest
 from tests.plans import subject
 from tests.verify.gradient_mutants import changed, drop, moved, only

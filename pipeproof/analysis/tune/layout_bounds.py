@@ -40,7 +40,7 @@ from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import layer_kind, layer_order
 from pipeproof.stages.describe.model_family import stored_activations
 from pipeproof.stages.describe.op_work import Phase
-from pipeproof.stages.describe.training_state import moved_by_update, state_of
+from pipeproof.stages.describe.stage_memory import moved_by_update, state_of
 
 _Times = npt.NDArray[np.float64]
 _SPLIT_BACKWARD = ("interleaved_zb", "zb_v", "dualpipe_v")

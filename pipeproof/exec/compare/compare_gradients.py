@@ -27,7 +27,7 @@ from pipeproof.exec.compare.step_part import (
 )
 from pipeproof.exec.launch.job_files import Loss, StepOutcome
 from pipeproof.stages.describe.layer import Parameter
-from pipeproof.stages.describe.training_state import num_shards
+from pipeproof.stages.describe.stage_memory import num_shards
 from pipeproof.verify.subject import Subject
 
 Gradients = Mapping[str, np.ndarray]

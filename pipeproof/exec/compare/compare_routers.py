@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.compare.exact_values import ExactArray
 from pipeproof.exec.compare.step_losses import json_number
-from pipeproof.stages.describe.balance import ROUTER_LOSSES, routers
+from pipeproof.stages.describe.gradient_facts import ROUTER_LOSSES, routers
 
 Array = npt.NDArray[Any]
 

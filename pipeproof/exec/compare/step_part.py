@@ -28,7 +28,7 @@ from pipeproof.exec.compare.step_losses import FiniteFacts, finite_facts, is_fin
 from pipeproof.exec.launch.job_files import Loss, StepOutcome
 from pipeproof.stages.describe.layer import Parameter
 from pipeproof.stages.describe.layers.layer_operations import measured_with
-from pipeproof.stages.describe.training_state import num_shards, shard_range
+from pipeproof.stages.describe.stage_memory import num_shards, shard_range
 
 Index: TypeAlias = tuple[tuple[int, int], ...]
 """Half-open range of a whole gradient, per dim."""

@@ -342,7 +342,7 @@ class Optimizer(Protocol):
 
 
 class ShardedOptimizer(Optimizer, Protocol):
-    """Optimizer that updates only this rank's shard of each weight, see ``stages.describe.training_state``."""
+    """Optimizer that updates only this rank's shard of each weight, see ``stages.describe.stage_memory``."""
 
     updated: dict[str, Weight]
 

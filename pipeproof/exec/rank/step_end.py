@@ -24,8 +24,8 @@ from pipeproof.exec.rank.framework_protocol import (
     Weight,
 )
 from pipeproof.schedule.ops import Op
-from pipeproof.stages.describe.balance import bias_name
-from pipeproof.stages.describe.training_state import num_shards
+from pipeproof.stages.describe.gradient_facts import bias_name
+from pipeproof.stages.describe.stage_memory import num_shards
 
 
 class StepEnd:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeproof.comm.boundary_tensors import tensors_of
+from pipeproof.comm.plan_context import tensors_of
 from pipeproof.exec.rehearse.element_identity import Bytes, FoundRange, Source, found_ranges
 from pipeproof.exec.rehearse.rehearsal_faults import ArrivalChecks, ArrivalFault
 from pipeproof.exec.rehearse.rehearsal_tensors import RehearsalArrays, RehearsalTensor

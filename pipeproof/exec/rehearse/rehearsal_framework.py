@@ -25,10 +25,10 @@ from pipeproof.exec.rehearse.rehearsal_world import CollectiveInputs, RehearsalW
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
 from pipeproof.specs.plan_sections import RunSpec
-from pipeproof.stages.describe.balance import routers
+from pipeproof.stages.describe.gradient_facts import routers
 from pipeproof.stages.describe.layer import COUNTS_DTYPE
 from pipeproof.stages.describe.layer_records import LayerWatch
-from pipeproof.stages.describe.training_state import shard_numel
+from pipeproof.stages.describe.stage_memory import shard_numel
 from pipeproof.verify.subject import Subject
 
 Tensors = Sequence[RehearsalTensor]

@@ -1,6 +1,6 @@
 """Load balance of the experts of one stage, on one rank: router losses, and biases of the expert choice.
 
-``pipeproof.stages.describe.balance`` defines them. A router's losses depend on its outputs alone. Forward computes
+``stages.describe.gradient_facts`` defines them. A router's losses depend on its outputs alone. Forward computes
 them and their gradient at once; the backward of the router adds this gradient to the one from the experts. So no other
 stage has to know about them, and a layer with a recomputed forward adds them once.
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.backend_ops import BackendOps, Tensor
-from pipeproof.stages.describe.balance import bias_key, loss_key, loss_weights, routers
+from pipeproof.stages.describe.gradient_facts import bias_key, loss_key, loss_weights, routers
 from pipeproof.stages.describe.layer import Layer
 
 Held: TypeAlias = Any

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from pipeproof.specs.model_parts import MlaSpec
+from pipeproof.specs.model import MlaSpec
 from pipeproof.stages.common.backend_ops import BackendOps, Tensor
 from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 

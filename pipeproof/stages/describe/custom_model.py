@@ -10,10 +10,10 @@ from math import prod
 from pipeproof.specs.axis_layout import INVARIANT, dtype_bytes
 from pipeproof.specs.custom_layers import CustomLayerSpec, LayerOutputSpec
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.activation_memory import Lifetime, StoredActivation
 from pipeproof.stages.describe.boundary import Boundary, Edge, work_item_sizes
 from pipeproof.stages.describe.derive_types import TypedLayer
 from pipeproof.stages.describe.layer import Buffer, Layer, Parameter
+from pipeproof.stages.describe.stage_memory import Lifetime, StoredActivation
 from pipeproof.stages.describe.typed_ops import TypedProgram
 
 _DIMS = "acdefghijklmnopqrstuvwxyz"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 
 from pipeproof.specs.axis_layout import INVARIANT, REPLICATED, Placement, sharded
 from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.transport import SHARDED_DIM, BoundarySpec, is_float
-from pipeproof.stages.describe.activation_memory import Lifetime, StoredActivation, gpt_activations, gpt_input_lifetime
 from pipeproof.stages.describe.boundary import (
     Boundary,
     Edge,
@@ -20,19 +20,13 @@ from pipeproof.stages.describe.boundary import (
     shape_of,
     work_item_sizes,
 )
-from pipeproof.stages.describe.custom_model import (
-    custom_activations,
-    custom_boundary,
-    custom_edges,
-    describe_custom_layers,
-    typed_custom_layers,
-)
 from pipeproof.stages.describe.derive_types import TypedLayer
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import Layer
 from pipeproof.stages.describe.mtp_streams import mtp_streams_after
 from pipeproof.stages.describe.partition import custom_stages, gpt_stages
 from pipeproof.stages.describe.residual_streams import width_after
+from pipeproof.stages.describe.stage_memory import Lifetime, StoredActivation, gpt_activations, gpt_input_lifetime
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 
 # Boundary tensors of each edge between stages: the activation of the layers, or the tensors that a plan declares.
@@ -112,20 +106,26 @@ GPT = ModelFamily(
     stored_activations=gpt_activations,
     input_lifetime=gpt_input_lifetime,
 )
-CUSTOM = ModelFamily(
-    layers=describe_custom_layers,
-    stage_layers=custom_stages,
-    boundary=custom_boundary,
-    edges=lambda plan: custom_edges(plan, custom_stages(plan)),
-    typed_layers=lambda plan, _: typed_custom_layers(plan),
-    stored_activations=lambda plan, layers, _: custom_activations(plan, [layer.name for layer in layers]),
-    input_lifetime=lambda _, __: Lifetime.TO_WEIGHT,
-)
 
 
 def family_of(plan: PlanSpec) -> ModelFamily:
     """The family of a plan's model."""
-    return CUSTOM if isinstance(plan.model, CustomModelSpec) else GPT
+    return _custom_family() if isinstance(plan.model, CustomModelSpec) else GPT
+
+
+@cache
+def _custom_family() -> ModelFamily:
+    from pipeproof.stages.describe import custom_model as custom  # most plans are of a GPT
+
+    return ModelFamily(
+        layers=custom.describe_custom_layers,
+        stage_layers=custom_stages,
+        boundary=custom.custom_boundary,
+        edges=lambda plan: custom.custom_edges(plan, custom_stages(plan)),
+        typed_layers=lambda plan, _: custom.typed_custom_layers(plan),
+        stored_activations=lambda plan, layers, _: custom.custom_activations(plan, [layer.name for layer in layers]),
+        input_lifetime=lambda _, __: Lifetime.TO_WEIGHT,
+    )
 
 
 def describe_layers(plan: PlanSpec) -> tuple[Layer, ...]:

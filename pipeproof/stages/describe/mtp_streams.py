@@ -16,8 +16,7 @@ from decimal import Decimal
 
 import numpy as np
 
-from pipeproof.specs.model import ModelSpec
-from pipeproof.specs.model_parts import MtpSpec
+from pipeproof.specs.model import ModelSpec, MtpSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gradient_facts import MAIN_LOSS, GradientFacts, Loss, LossPath
 from pipeproof.stages.describe.layer import Layer, layer_order, layer_prefix

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import paddle
 import paddle.nn.functional as F
 
-from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.specs.model import MoeSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.balance import Balance
 from pipeproof.stages.describe.layer import Layer

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import paddle
 import paddle.nn.functional as F
 
-from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.specs.model import MoeSpec
 from pipeproof.stages.common import experts as common
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import Indices, fork

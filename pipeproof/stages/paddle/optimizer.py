@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 
 from pipeproof.specs.plan_sections import RunSpec
-from pipeproof.stages.describe.training_state import shard_numel, shard_range
+from pipeproof.stages.describe.stage_memory import shard_numel, shard_range
 
 _STATE_NAMES = MappingProxyType(
     {"moment1": "moment1", "moment2": "moment2", "beta1_power": "beta1_pow_acc", "beta2_power": "beta2_pow_acc"}
@@ -77,7 +77,7 @@ def update_rule(run: RunSpec, parameters: Sequence[paddle.Tensor]) -> paddle.opt
 
 
 class ShardedOptimizer:
-    """The optimizer of a stage over this rank's shards of its weights (``stages.describe.training_state``).
+    """The optimizer of a stage over this rank's shards of its weights (``stages.describe.stage_memory``).
 
     Each data-parallel rank updates one shard of each weight. A shard is a separate flat tensor. Both optimizers work
     element by element, so the weights have the same bits as in an update of whole weights.

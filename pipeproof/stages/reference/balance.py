@@ -1,6 +1,6 @@
 """Router losses, and router biases that follow the load, for the references.
 
-A router's losses are additional roots of plain autograd. ``pipeproof.stages.describe.balance`` defines them.
+A router's losses are additional roots of plain autograd. ``pipeproof.stages.describe.gradient_facts`` defines them.
 
 Shape letters: N tokens, E experts, k of them for a token.
 """
@@ -15,10 +15,10 @@ import numpy.typing as npt
 import paddle
 import paddle.nn.functional as F
 
-from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.specs.model import MoeSpec
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.balance import bias_key, loss_key, loss_weights, moves_biases, routers
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.gradient_facts import bias_key, loss_key, loss_weights, moves_biases, routers
 from pipeproof.stages.reference.experts import Routing, route
 from pipeproof.stages.reference.sharded_tensors import Copies
 

@@ -7,8 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from pipeproof.specs.model import ModelSpec
-from pipeproof.specs.model_parts import MlaSpec
+from pipeproof.specs.model import MlaSpec, ModelSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.custom_model import describe_custom_layers
 from pipeproof.stages.describe.gpt import describe_gpt

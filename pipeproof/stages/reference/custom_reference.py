@@ -24,7 +24,7 @@ import paddle
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.custom.built_layers import BuiltModel
 from pipeproof.stages.describe.layer_records import LayerWatch
-from pipeproof.stages.describe.training_state import num_shards
+from pipeproof.stages.describe.stage_memory import num_shards
 from pipeproof.stages.reference.optimizer import clip_factor, optimizer_of, restore_optimizer
 from pipeproof.stages.reference.ordered_sums import Orders, SumByCopy
 from pipeproof.stages.reference.reference_state import InitialState, StepResult

@@ -19,7 +19,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
-from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.specs.model import MoeSpec
 from pipeproof.stages.reference.layer_math import gated
 from pipeproof.stages.reference.sharded_tensors import Copies, add
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import paddle
 
 from pipeproof.specs.plan_sections import RunSpec
-from pipeproof.stages.describe.training_state import shard_range
+from pipeproof.stages.describe.stage_memory import shard_range
 from pipeproof.stages.reference.sharded_tensors import Shards, add
 
 _PADDLE_NAMES = MappingProxyType(

@@ -41,8 +41,8 @@ import paddle
 
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.layer_records import LayerWatch
+from pipeproof.stages.describe.stage_memory import num_shards
 from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
-from pipeproof.stages.describe.training_state import num_shards
 from pipeproof.stages.reference.custom_reference import run_custom_ordered
 from pipeproof.stages.reference.mtp_streams import training_loss
 from pipeproof.stages.reference.optimizer import clip_factor, optimizer_of, restore_optimizer

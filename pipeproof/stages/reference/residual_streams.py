@@ -14,8 +14,7 @@ from typing import TypeAlias
 
 import paddle
 
-from pipeproof.specs.model import ModelSpec
-from pipeproof.specs.model_parts import HyperConnectionsSpec
+from pipeproof.specs.model import HyperConnectionsSpec, ModelSpec
 from pipeproof.stages.reference.sharded_tensors import Copies, Shards, add
 
 Tensor: TypeAlias = paddle.Tensor

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from pipeproof.specs.model_parts import HyperConnectionsSpec
+from pipeproof.specs.model import HyperConnectionsSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.layer import layer_order
 from pipeproof.stages.describe.layer_records import Side

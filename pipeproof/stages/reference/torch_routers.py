@@ -1,6 +1,6 @@
 """Routers of the unpartitioned PyTorch reference: choices, losses, and biases that follow the load.
 
-A router's losses are additional roots of plain autograd. ``pipeproof.stages.describe.balance`` defines them.
+A router's losses are additional roots of plain autograd. ``pipeproof.stages.describe.gradient_facts`` defines them.
 
 Shape letters: N tokens, E experts, k of them for a token.
 """
@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.specs.model import MoeSpec
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.balance import bias_key, loss_key, loss_weights, moves_biases, routers
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.gradient_facts import bias_key, loss_key, loss_weights, moves_biases, routers
 from pipeproof.stages.reference.torch_reference_weights import copies
 
 Tensor: TypeAlias = torch.Tensor

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.specs.model import MoeSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.balance import Balance
 from pipeproof.stages.describe.layer import Layer

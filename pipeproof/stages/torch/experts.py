@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.specs.model import MoeSpec
 from pipeproof.stages.common import experts as common
 from pipeproof.stages.torch.backend_ops import OPS
 from pipeproof.stages.torch.functional import Groups

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 
 from pipeproof.specs.plan_sections import RunSpec
-from pipeproof.stages.describe.training_state import shard_numel, shard_range
+from pipeproof.stages.describe.stage_memory import shard_numel, shard_range
 from pipeproof.stages.torch.weights import Weight
 
 Tensor: TypeAlias = torch.Tensor
@@ -88,7 +88,7 @@ class StageOptimizer:
 
 
 class ShardedOptimizer:
-    """The optimizer of a stage over this rank's shards of its weights (``stages.describe.training_state``).
+    """The optimizer of a stage over this rank's shards of its weights (``stages.describe.stage_memory``).
 
     Each data-parallel rank updates one shard of each weight. A shard is a flat view of the main weight's memory with
     its own gradient buffer. Both optimizers work element by element.

@@ -27,7 +27,7 @@ MAIN = ".w_0"
 _SLOTS = {"moment1": ".moment1_0", "moment2": ".moment2_0"}
 _COUNTERS = {"beta1_power": ".beta1_pow_acc_0", "beta2_power": ".beta2_pow_acc_0"}
 _BIAS = ".router.bias"
-"""Suffix of the names of routers' biases, see ``stages.describe.balance.bias_name``."""
+"""Suffix of the names of routers' biases, see ``stages.describe.gradient_facts.bias_name``."""
 
 
 def key_of(tensor: str, entry: TensorEntry) -> str:

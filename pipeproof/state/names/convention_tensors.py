@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.balance import bias_name, moves_biases, routers
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.gradient_facts import bias_name, moves_biases, routers
 from pipeproof.stages.describe.layer import loss_dtype
 from pipeproof.state.names.convention import BIAS, Convention
 from pipeproof.state.regions import Region, whole_region

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipeproof.specs.model import ModelSpec
-from pipeproof.specs.model_parts import MlaSpec, MoeSpec
+from pipeproof.specs.model import MlaSpec, ModelSpec, MoeSpec
 from pipeproof.state.names.part_tables import common_settings, transformers_class
 
 CONFIG_FILE = "config.json"

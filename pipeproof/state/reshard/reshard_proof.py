@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.comm.weight_ranges import index_of
 from pipeproof.diagnostics.finding import Finding
-from pipeproof.stages.describe.balance import bias_name, moves_biases, routers
+from pipeproof.stages.describe.gradient_facts import bias_name, moves_biases, routers
 from pipeproof.stages.describe.layer import Parameter
 from pipeproof.state.cast import CAST_DTYPES
 from pipeproof.state.checkpoint import HeldShard

@@ -14,7 +14,6 @@ from pipeproof.schedule.columns import REDUCTIONS
 from pipeproof.schedule.derive import BoolColumn
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph
 from pipeproof.schedule.ops import AXES, KIND_CODE, OpKind
-from pipeproof.stages.describe.balance import with_router_losses
 from pipeproof.stages.describe.gradient_facts import (
     BATCH_AXES,
     MAIN_LOSS,
@@ -24,6 +23,7 @@ from pipeproof.stages.describe.gradient_facts import (
     ParameterGradient,
     custom_gradients,
     gpt_gradients,
+    with_router_losses,
 )
 from pipeproof.stages.describe.mtp_streams import with_mtp_losses
 from pipeproof.verify.gradients.coefficient import ONE, Coefficient, Factors, parse_scale, single_product

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import paddle
 
-from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.specs.model import MoeSpec
 from pipeproof.stages.common.arithmetic import gated
 from pipeproof.stages.paddle.balance import PaddleBalance
 from pipeproof.stages.paddle.experts import PaddleExperts, choose, reorder, visits, weighted

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from pipeproof.specs.model_parts import MlaSpec
+from pipeproof.specs.model import MlaSpec
 from pipeproof.stages.common.latent_attention import latent_heads
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import rms_norm

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeproof.specs.model_parts import MoeSpec
+from pipeproof.specs.model import MoeSpec
 from pipeproof.stages.common.experts import ExpertRegion
 from pipeproof.stages.torch import functional
 from pipeproof.stages.torch.backend_ops import OPS

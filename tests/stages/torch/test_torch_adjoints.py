@@ -15,7 +15,7 @@ from pipeproof.stages.common.latent_attention import with_positions
 from pipeproof.stages.common.residual_streams import contract_streams, expand_streams, sinkhorn, with_streams
 from pipeproof.stages.common.sequence_splits import EarlierSplits, GatheredKeys
 from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
-from pipeproof.stages.describe.balance import loss_weights
+from pipeproof.stages.describe.gradient_facts import loss_weights
 from pipeproof.stages.describe.residual_streams import ENDS, BlockStreams
 from pipeproof.stages.torch.backend_ops import OPS
 from pipeproof.stages.torch.balance import TorchBalance

@@ -19,7 +19,7 @@ def random_weights(model):
 
 
 def reference_losses(plan, weights, batch):
-    from pipeproof.stages.describe.balance import bias_key
+    from pipeproof.stages.describe.gradient_facts import bias_key
     from pipeproof.stages.reference.unpartitioned import UnpartitionedModel
 
     biases = {name: array for name, array in weights.items() if name.endswith("router.bias")}

@@ -7,8 +7,7 @@ keys and values of all (arXiv:2407.21783, section 3.3.2).
 
 from __future__ import annotations
 
-from pipeproof.specs.model import ModelSpec
-from pipeproof.specs.model_parts import MlaSpec
+from pipeproof.specs.model import MlaSpec, ModelSpec
 from pipeproof.stages.describe.layers import operations as ops
 from pipeproof.stages.describe.layers.operations import norm
 

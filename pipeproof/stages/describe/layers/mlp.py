@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pipeproof.specs.model import ModelSpec
-from pipeproof.specs.model_parts import MoeSpec
-from pipeproof.stages.describe.balance import router_losses
+from pipeproof.specs.model import ModelSpec, MoeSpec
+from pipeproof.stages.describe.gradient_facts import router_losses
 from pipeproof.stages.describe.layers import operations as ops
 
 _GELU: dict[str, tuple[ops.Cost, ops.Cost]] = {"gelu": ((5, 2), (10, 3)), "gelu_tanh": ((9, 2), (16, 3))}
