@@ -45,9 +45,11 @@ class CheckResult:
         return () if self.report is None else self.report.findings
 
     def status(self, *, strict: bool) -> ExitStatus:
-        """Return the exit status: errors fail a check; with ``strict``, warnings that are not suppressed do too."""
+        """Return the exit status: errors and open verdicts fail a check; with ``strict``, warnings do too."""
         if self.report is None:
             return ExitStatus.BAD_INPUT if isinstance(self.refusal, BadPlanError) else ExitStatus.FAILED
+        if self.report.undecided:
+            return ExitStatus.FAILED
         failing = {Severity.ERROR, Severity.WARNING} if strict else {Severity.ERROR}
         return ExitStatus.FAILED if any(f.severity in failing for f in self.findings) else ExitStatus.OK
 

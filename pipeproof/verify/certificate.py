@@ -35,11 +35,12 @@ _ADDED_FACTS = {"updates", "flat_start", "expert_routings"}
 
 
 class Verdict(StrEnum):
-    """The outcome of a check: no error by any rule, errors, or no error by those rules that ran."""
+    """The outcome of a check: no error by any rule, errors, none by those rules that ran, or input not understood."""
 
     PROVED = "proved"
     REFUSED = "refused"
     INCOMPLETE = "incomplete"
+    UNDECIDED = "undecided"
 
 
 @dataclass(frozen=True, slots=True)

@@ -275,7 +275,8 @@ class Report:
     """Result of ``check`` for one plan, whose identity is the graph digest ``digest``.
 
     ``suppressed`` are the warnings and notes that the plan declares as wanted;
-    ``not_run`` the codes of the rules that a selection left out.
+    ``not_run`` the codes of the rules that a selection left out, and ``undecided`` what an importer has not understood,
+    so that the plan may be another than that of the job.
     """
 
     subject: Subject
@@ -284,6 +285,7 @@ class Report:
     in_flight: tuple[InFlight, ...]
     suppressed: tuple[Suppressed, ...] = ()
     not_run: tuple[str, ...] = ()
+    undecided: tuple[str, ...] = ()
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -292,7 +294,9 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """Refused where there are errors; incomplete where a rule was left out, one that only warns included."""
+        """Undecided for input that is not understood; refused where there are errors; incomplete without every rule."""
+        if self.undecided:
+            return Verdict.UNDECIDED
         if self.errors:
             return Verdict.REFUSED
         return Verdict.INCOMPLETE if self.not_run else Verdict.PROVED
@@ -315,6 +319,7 @@ class Report:
             "findings": [finding_to_json(f) for f in self.findings],
             "suppressed": [{**finding_to_json(s.finding), "reason": s.reason} for s in self.suppressed],
             "not_run": list(self.not_run),
+            **({"undecided": list(self.undecided)} if self.undecided else {}),
             "in_flight": [
                 {
                     "rank": self.subject.graph.global_rank[f.rank],

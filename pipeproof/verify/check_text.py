@@ -52,6 +52,9 @@ def _suppressed_text(report: Report) -> str:
 def _verdict(report: Report) -> str:
     size = _size(report)
     counted = _all_counted(report.findings)
+    if report.undecided:
+        what = f"{len(report.undecided)} name{'s' if report.undecided[1:] else ''} (PP177)"
+        return f"[bold yellow]undecided[/]: {what} may change this plan of {size}; without them {counted}"
     if report.errors:
         return f"[bold red]refused[/]: {counted} in {size}"
     if report.not_run:

@@ -25,6 +25,10 @@ EXISTING = {
     "ERNIEKit": IMPORTING / "erniekit.yaml",
     "torchtitan": IMPORTING / "torchtitan.toml",
     "Automodel": IMPORTING / "automodel.yaml",
+    "LLaMA-Factory": IMPORTING / "llama_factory.yaml",
+    "ROLL": IMPORTING / "roll.yaml",
+    "FlagScale": IMPORTING / "flagscale.yaml",
+    "Primus": IMPORTING / "primus.yaml",
     "ms-swift": IMPORTING / "ms_swift.sh",
     "NeMo-RL": IMPORTING / "nemo_rl.yaml",
     "verl": IMPORTING / "verl.sh",
@@ -96,6 +100,10 @@ IMPORTERS = {
     "automodel": {"Automodel"},
     "verl": {"verl"},
     "ms-swift": {"ms-swift"},
+    "llama-factory": {"LLaMA-Factory"},
+    "roll": {"ROLL"},
+    "flagscale": {"FlagScale"},
+    "primus": {"Primus"},
     "nemo-rl": {"NeMo-RL"},
 }
 """Kinds of `import`, and the files that each reads."""

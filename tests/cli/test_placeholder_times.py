@@ -24,8 +24,9 @@ PLAY = {"play"}
 COMPUTED = {"show"}
 """Their times are computed for devices; `show --costs` refuses a plan that names none."""
 WITHOUT_PREDICTED_TIMES = {
-    *(f"import {kind}" for kind in ("automodel", "deepspeed", "ernie", "fleet", "layers", "megatron",
-      "ms-swift", "nemo-rl", "paddleformers", "paddlenlp", "profile", "torch-csv", "torchtitan", "verl")),
+    *(f"import {kind}" for kind in ("automodel", "deepspeed", "ernie", "flagscale", "fleet", "layers",
+      "llama-factory", "megatron", "ms-swift", "nemo-rl", "paddleformers", "paddlenlp", "primus", "profile", "roll",
+      "torch-csv", "torchtitan", "verl")),
     *(f"job {part}" for part in ("hang", "merge")),
     *(f"state {part}" for part in ("align", "aoa", "diff", "reshard", "show")),
     "check", "doctor", "init", "rehearse", "run", "schedule convert", "schedule list",

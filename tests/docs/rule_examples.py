@@ -74,7 +74,7 @@ def of_job(text, folder):
     """The findings about settings of another tool, as ``check --from`` shows them."""
     file = folder / "job"
     file.write_text(text, encoding="utf-8")
-    kind = "fleet" if "_configs {" in text else "paddleformers"
+    kind = "fleet" if "_configs {" in text else "megatron" if "pretrain_gpt" in text else "paddleformers"
     return check_imported(import_files(kind, [file], Flags())).findings
 
 

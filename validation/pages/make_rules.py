@@ -46,8 +46,8 @@ ABOUT_EXAMPLES = {
     ExampleKind.PROGRAM: "The examples are program texts, as `pipeproof check --program FILE` reads them; the tests "
     "check them.",
     ExampleKind.PYTHON: "The examples are Python code; the tests run it and check `subject`.",
-    ExampleKind.JOB: "The examples are parts of a training file of PaddleFormers, or a Fleet strategy as text; the "
-    "tests import and check them.",
+    ExampleKind.JOB: "The examples are parts of a training file of PaddleFormers, a Fleet strategy as text, or a "
+    "script; the tests import and check them.",
     ExampleKind.COMMAND: "The examples are commands.",
     ExampleKind.OUTCOME: "The examples are observed outcomes.",
 }

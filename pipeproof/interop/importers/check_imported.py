@@ -8,7 +8,7 @@ from dataclasses import replace
 from pipeproof.api.check_result import CheckResult
 from pipeproof.diagnostics.finding import Finding, code_order, relinked
 from pipeproof.diagnostics.problems import dotted
-from pipeproof.interop.importers.import_codes import ASSUMED, NOT_SHOWN
+from pipeproof.interop.importers.import_codes import ASSUMED, NOT_SHOWN, UNDECIDED
 from pipeproof.interop.importers.imported import Assumption, Imported
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.verify.check_plan import OnProgress, check
@@ -38,7 +38,9 @@ def check_imported(
     if rephrase is not None:
         rule_findings = relinked(rule_findings, rephrase(spec, report.findings))
     importer_findings = [finding for finding in import_findings(imported) if selection.picks(finding.code)]
-    return replace(report, findings=tuple(sorted([*rule_findings, *importer_findings], key=code_order)))
+    undecided = tuple(finding.message for finding in importer_findings if finding.code == UNDECIDED.code)
+    findings = tuple(sorted([*rule_findings, *importer_findings], key=code_order))
+    return replace(report, findings=findings, undecided=undecided)
 
 
 def import_findings(imported: Imported) -> tuple[Finding, ...]:

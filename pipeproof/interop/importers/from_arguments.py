@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -11,12 +12,11 @@ from pipeproof.diagnostics.source import PlanFileError, SourceMap
 from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.megatron.argument_block import arguments_of_values
-from pipeproof.interop.importers.megatron.megatron_importer import import_arguments
-from pipeproof.interop.importers.recipes.launcher_keys import LauncherSettings
-from pipeproof.interop.importers.recipes.layered_yaml import Placed, Unknown, is_known
-from pipeproof.interop.importers.recipes.megatron_settings import MODEL_FLAGS, OVERLAP_FLAGS, settings_of
+from pipeproof.interop.importers.reader import import_flags, import_values
 from pipeproof.interop.importers.sectioned_file import SectionedFile
+from pipeproof.interop.importers.tools.bridge import BRIDGE
 from pipeproof.interop.importers.torchtitan import import_sections
+from pipeproof.interop.importers.tree import Placed, Unknown, is_known, tree_of
 
 _SOURCE: Final = "the arguments"
 _HERE: Final = Location(_SOURCE)
@@ -41,26 +41,14 @@ def from_arguments(arguments: object, kind: str = "megatron", flags: Flags = Fla
 
 
 def _megatron(values: Mapping[str, Any], flags: Flags) -> Imported:
-    return import_arguments(arguments_of_values(values, _SOURCE), flags)
+    return import_flags(arguments_of_values(values, _SOURCE), flags)
 
 
 def _megatron_bridge(values: Mapping[str, Any], flags: Flags) -> Imported:
-    """The sections of a ``ConfigContainer`` (Megatron-Bridge, commit 067f987: training/config.py)."""
-    settings = LauncherSettings("Megatron-Bridge", SourceMap(_SOURCE, ()))
-    model, dataset = _attributes(values.get("model")), _attributes(values.get("dataset"))
-    if not model:
-        settings.refuse("the configuration has no `model`", _HERE, "give the whole ConfigContainer")
-    length = dataset.get("seq_length", dataset.get("sequence_length"))
-    if length is not None:
-        settings.default("--seq-length", length, _HERE)
-    for section, names in (("model", MODEL_FLAGS), ("comm_overlap", OVERLAP_FLAGS), ("train", _TRAIN), ("ddp", _DDP)):
-        settings.add(settings_of(_placed(_attributes(values.get(section))), names, f"{section}."))
-    if model.get("share_embeddings_and_output_weights") is False:
-        settings.switch("--untie-embeddings-and-output-weights", _HERE)
-    precision = values.get("mixed_precision")
-    is_half = "fp16" in precision if isinstance(precision, str) else _attributes(precision).get("fp16") is True
-    settings.switch("--fp16" if is_half else "--bf16", _HERE)
-    return import_arguments(settings.arguments(), flags)
+    if not _attributes(values.get("model")):
+        message = "the configuration has no `model`: give the whole ConfigContainer"
+        raise PlanFileError(UNREADABLE.finding(message, _HERE))
+    return import_values(BRIDGE, tree_of(dict(_leaves(values, "")), SourceMap(_SOURCE, ())), flags)
 
 
 def _torchtitan(values: Mapping[str, Any], flags: Flags) -> Imported:
@@ -82,17 +70,6 @@ def _torchtitan(values: Mapping[str, Any], flags: Flags) -> Imported:
     return import_sections(SectionedFile(_SOURCE, (), plain, {}), flags)
 
 
-_TRAIN: Final = MappingProxyType(
-    {"global_batch_size": "--global-batch-size", "micro_batch_size": "--micro-batch-size"}
-)  # fmt: skip
-_DDP: Final = MappingProxyType(
-    {
-        "use_distributed_optimizer": "--use-distributed-optimizer",
-        "overlap_grad_reduce": "--overlap-grad-reduce",
-        "overlap_param_gather": "--overlap-param-gather",
-        "bucket_size": "--ddp-bucket-size",
-    }
-)
 _KINDS: Final[Mapping[str, Callable[[Mapping[str, Any], Flags], Imported]]] = MappingProxyType(
     {"megatron": _megatron, "megatron-bridge": _megatron_bridge, "torchtitan": _torchtitan}
 )
@@ -108,7 +85,12 @@ def _attributes(value: object) -> Mapping[str, Any]:
     return {name: getattr(value, name) for name in names if name[:1] != "_" and hasattr(value, name)}
 
 
-def _placed(values: Mapping[str, Any]) -> Iterator[tuple[str, Placed]]:
-    """The values with the name of the source."""
+def _leaves(values: Mapping[str, Any], above: str) -> Iterator[tuple[str, Placed]]:
+    """The values of sections by dotted names, and those at the top; of enumerations the names."""
     for name, value in values.items():
-        yield name, Placed(value if is_known(value) else Unknown("no plain value", _HERE), _HERE)
+        value = value.name if isinstance(value, Enum) else value
+        below = {} if above else _attributes(value)
+        if below:
+            yield from _leaves(below, f"{name}.")
+        else:
+            yield f"{above}{name}", Placed(value if is_known(value) else Unknown("no plain value", _HERE), _HERE)

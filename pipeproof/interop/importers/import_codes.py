@@ -19,13 +19,14 @@ UNREADABLE = RuleDoc(
 
 REFUSED = RuleDoc(
     code="PP171",
-    title="the job's own framework refuses these settings",
+    title="the job's own framework refuses these settings, or drops a part of them",
     explanation=(
-        "The settings contradict a condition that the framework checks itself when the job starts: for Fleet, fewer "
+        "The settings contradict a condition that the framework checks itself when the job starts; the finding names "
+        "versions that accept them silently. It comes from values that the files state, never from assumed ones. "
+        "Examples are, for Fleet, fewer "
         "accumulation steps than pipeline ranks with virtual stages, virtual stages on two ranks or without cached "
         "shapes; for the trainers, sharding stage 2 or 3 together with pipeline parallelism; for PyTorch, fewer "
-        "micro-batches than stages with one stage on each rank. The job would fail at "
-        "its start, on every machine."
+        "micro-batches than stages with one stage on each rank."
     ),
     wrong="pipeline_model_parallel_size: 4\nvirtual_pipeline_model_parallel_size: 2\ngradient_accumulation_steps: 2",
     right="pipeline_model_parallel_size: 4\nvirtual_pipeline_model_parallel_size: 2\ngradient_accumulation_steps: 8",
@@ -109,6 +110,23 @@ UNKNOWN_SEQUENCE_PARALLEL = RuleDoc(
     kind=ExampleKind.JOB,
 )
 
+UNDECIDED = RuleDoc(
+    code="PP177",
+    title="a name that is not understood may decide the schedule, so there is no verdict",
+    severity="warning",
+    explanation=(
+        "The name is in no list of arguments of Megatron-LM or of the tool that the file is for, or it changes "
+        "the order, the cut into stages or the blocks, and is not read. The rest was checked without it, which proves "
+        "nothing about the job: the verdict is `undecided`, and the exit status 1. If the name changes none of these, "
+        "`--ignore PP177` gives the verdict without it."
+    ),
+    wrong="torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 8 --hidden-size 64 --num-attention-heads 4 "
+    "--seq-length 64 --micro-batch-size 1 --global-batch-size 8 --pipeline-model-parallel-size 2 --noop-layers 6,7",
+    right="torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 8 --hidden-size 64 --num-attention-heads 4 "
+    "--seq-length 64 --micro-batch-size 1 --global-batch-size 8 --pipeline-model-parallel-size 2",
+    kind=ExampleKind.JOB,
+)
+
 PYTHON = (
     "a Python file is neither run nor interpreted: call `pipeproof.interop.from_arguments` in the process of its tool, "
     "or give the block of arguments that the tool prints"
@@ -123,4 +141,5 @@ IMPORT_CODES: tuple[RuleDoc, ...] = (
     WITHOUT_EFFECT,
     GUARDED,
     UNKNOWN_SEQUENCE_PARALLEL,
+    UNDECIDED,
 )

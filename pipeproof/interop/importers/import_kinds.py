@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -24,9 +25,14 @@ class Kind:
     importer: str
 
     def load(self) -> Importer:
-        """Import the module, and return the importer."""
+        """Import the module, and return the importer; that of a table is the one reader."""
         module, _, name = self.importer.partition(":")
-        importer: Importer = getattr(importlib.import_module(f"pipeproof.interop.importers.{module}"), name)
+        found = getattr(importlib.import_module(f"pipeproof.interop.importers.{module}"), name)
+        if module.startswith("tools."):
+            from pipeproof.interop.importers.reader import import_tool
+
+            return partial(import_tool, found)
+        importer: Importer = found
         return importer
 
 
@@ -44,14 +50,17 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             "paddle.erniekit:import_ernie",
         ),
         "megatron": Kind(
-            "a shell script or a file with the arguments of Megatron-LM", "megatron.megatron_importer:import_megatron"
+            "a script with the arguments of Megatron-LM, MindSpeed, slime or Pai-Megatron-Patch, or a log with them",
+            "tools.megatron_lm:MEGATRON_LM",
         ),
-        "nemo-rl": Kind("a YAML configuration of NeMo-RL", "recipes.nemo_rl:import_nemo_rl"),
-        "verl": Kind("a shell script that starts verl with its Megatron backend", "recipes.verl:import_verl"),
-        "ms-swift": Kind(
-            "a shell script or a YAML file for ms-swift's Megatron trainer", "recipes.ms_swift:import_ms_swift"
-        ),
-        "automodel": Kind("a YAML recipe of NeMo Automodel", "recipes.automodel:import_automodel"),
+        "nemo-rl": Kind("a YAML configuration of NeMo-RL", "tools.nemo_rl:NEMO_RL"),
+        "verl": Kind("a shell script that starts verl with its Megatron backend", "tools.verl:VERL"),
+        "ms-swift": Kind("a shell script or a YAML file for ms-swift's Megatron trainer", "tools.ms_swift:MS_SWIFT"),
+        "llama-factory": Kind("a YAML file of LLaMA-Factory with Megatron-Core", "tools.llama_factory:LLAMA_FACTORY"),
+        "roll": Kind("a YAML configuration of ROLL with Megatron-Core", "tools.roll:ROLL"),
+        "flagscale": Kind("a YAML configuration of a training of FlagScale", "tools.flagscale:FLAGSCALE"),
+        "primus": Kind("a YAML experiment of Primus with Megatron-LM", "tools.primus:PRIMUS"),
+        "automodel": Kind("a YAML recipe of NeMo Automodel", "automodel:import_automodel"),
         "torchtitan": Kind("a TOML job configuration of torchtitan", "torchtitan:import_torchtitan"),
         "deepspeed": Kind("a JSON configuration for DeepSpeed's pipeline engine", "deepspeed:import_deepspeed"),
         "torch-csv": Kind("a schedule that PyTorch wrote as CSV", "torch_csv:import_torch_csv"),

@@ -318,9 +318,9 @@ def test_modules_that_megatron_refuses(tmp_path, flags, message):
 
 def test_flags_that_are_not_shown_are_named(tmp_path):
     made = imported(
-        tmp_path, f"run {SIZES}{BATCHES}{PP2} --recompute-method uniform --new-pipeline-magic 3 --lr 1e-4 --bf16"
+        tmp_path, f"run {SIZES}{BATCHES}{PP2} --recompute-method uniform --moe-pad-expert-input-to-capacity --bf16"
     )
-    assert {setting.name for setting in made.ignored} == {"--recompute-method", "--new-pipeline-magic"}
+    assert {setting.name for setting in made.ignored} == {"--recompute-method"}
     assert made.plan["run"]["dtype"] == "bfloat16"
 
 
@@ -508,7 +508,7 @@ def test_a_norm_that_megatron_does_not_have_is_refused(tmp_path):
 
 
 def test_a_script_without_its_model_says_nothing_about_the_parts(tmp_path):
-    made = imported(tmp_path, f"run {BATCHES}{PP2}")
+    made = imported(tmp_path, f"run {BATCHES}{PP2}--num-layers 6")
     assumed = {assumption.key[1]: assumption.value for assumption in made.assumptions}
     assert {"norm": "rms", "positions": "rotary", "mlp": "swiglu", "biases": "none"}.items() <= assumed.items()
     config = tmp_path / "config.json"
@@ -546,7 +546,7 @@ def test_without_a_dispatcher_megatron_gathers_tokens_unless_the_model_is_elsewh
     made = imported(tmp_path, MOE)
     assert made.plan["model"]["moe"]["dispatcher"] == "all_gather"
     assert "# no --moe-token-dispatcher-type: Megatron-LM gathers all tokens" in plan_text(made, "megatron")
-    elsewhere = imported(tmp_path, f"run {BATCHES}{PP2}--num-experts 8")
+    elsewhere = imported(tmp_path, f"run {BATCHES}{PP2}--num-experts 8 --num-layers 6")
     assert "dispatcher" not in elsewhere.plan["model"]["moe"]
 
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Final
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap
 from pipeproof.interop.importers.import_codes import UNREADABLE
-from pipeproof.interop.importers.megatron.flag_values import Arguments, Setting
-from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN
+from pipeproof.interop.importers.megatron.flag_values import Arguments, Setting, is_off
+from pipeproof.interop.importers.megatron.flags import DECIDES, FLAGS_BY_NAME, NEGATED
 from pipeproof.interop.importers.megatron.layer_frequency import literal_list
-from pipeproof.interop.importers.model_parts import PART_NEGATED
+from pipeproof.interop.importers.names import MEGATRON, names_of
 
 BEGIN: Final = re.compile(r"-{24} arguments -{24}")
 _END: Final = re.compile(r"-{20} end of arguments -{21}")
@@ -25,35 +24,8 @@ _LINE: Final = re.compile(r"(?:^|[^\w.])(?P<name>[A-Za-z]\w*) (?P<dots>\.*) (?P<
 _NAME_AND_DOTS: Final = 48
 """Characters of a name and the dots after it; a name of that many characters has no dots."""
 
-_NEGATED: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        **PART_NEGATED,
-        "overlap_p2p_comm": "--no-overlap-p2p-communication",
-        "store_param_remainders": "--no-store-param-remainders",
-        "fp8_wgrad": "--no-fp8-wgrad",
-    }
-)
-"""Arguments that are true by default, and the flags that make them false."""
-
-_RENAMED: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
-        "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
-        "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
-        "fp8": "--fp8-format",
-        "fp4": "--fp4-format",
-        "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
-        "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
-    }
-)
-_FLAG_OF: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        **{flag[2:].replace("-", "_"): flag for flag in (*FLAGS, *NOT_SHOWN) if not flag.startswith("--no-")},
-        **_RENAMED,
-    }
-)
-_RESOLVED: Final = frozenset({"--num-layers-per-virtual-pipeline-stage", "--decoder-num-layers"})
-"""Flags that another argument of the block follows from."""
+_RESOLVED: Final = frozenset({"num_layers_per_virtual_pipeline_stage", "decoder_num_layers", "encoder_num_layers"})
+"""Arguments that another argument of the block follows from."""
 
 _LAYOUT, _CHUNKS = "--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"
 _DEFAULTS: Final = frozenset(
@@ -137,12 +109,15 @@ def _lines(lines: tuple[str, ...], begin: int, name: str) -> Iterator[tuple[str,
 def _flags(argument: str, setting: Setting) -> Iterator[tuple[str, Setting]]:
     """Yield the flag, with its values, that an argument of the block comes from; none where it has no effect."""
     text = setting.value or ""
-    negated = _NEGATED.get(argument)
+    negated = NEGATED.get(argument)
     if negated is not None and text == "False":
         yield negated, _renamed(setting, negated, ())
-    flag = _FLAG_OF.get(argument)
-    if flag is None or flag in _RESOLVED or text in ("None", "False", "") or (argument, text) in _DEFAULTS:
+    flag = FLAGS_BY_NAME.get(argument)
+    if flag is None and (is_off(text) or (argument in names_of(MEGATRON) and argument not in DECIDES)):
         return
+    if argument in _RESOLVED or text in ("None", "False", "") or (argument, text) in _DEFAULTS:
+        return
+    flag = flag or f"--{argument.replace('_', '-')}"
     values: tuple[str | None, ...]
     if text == "True":
         values = ()

@@ -47,7 +47,23 @@ class Arguments:
     world_size: int | None = None
     """Number of processes, where the file has it."""
     has_all: bool = False
-    """True if all arguments of the program are listed, defaults included: those that are not known mean nothing."""
+    """True if all arguments of the program are listed, defaults included: none is missed."""
+    micro_batches: Setting | None = None
+    """The micro-batches of a step, where a tool has them instead of a global batch."""
+    program: str = ""
+    """The program that a command starts."""
+    unread: tuple[str, ...] = ()
+    """Files that a script sources and that are not next to it."""
+    checkpoint: tuple[str, Location] | None = None
+    """The checkpoint that a file names, where its number of blocks is not known."""
+
+
+_OFF = ("None", "False", "", "[]", "0", "0.0")
+
+
+def is_off(value: object) -> bool:
+    """Return True for a value at which an argument has no effect."""
+    return str(value) in _OFF
 
 
 _PROGRAM = re.compile(r".*\.py")
@@ -68,7 +84,8 @@ def arguments_of_text(text: str, name: str) -> Arguments:
     chosen = max(candidates, key=_score)
     certain, doubtful = _without_blocks(chosen, source)
     notes = (*_notes(script, candidates, chosen), *doubtful)
-    return _arguments(name, source.lines, certain, notes)
+    unread = tuple(word.text or word.why for word in script.unread)
+    return replace(_arguments(name, source.lines, certain, notes), unread=unread)
 
 
 def _no_command(script: Script, source: SourceMap) -> PlanFileError:
@@ -164,10 +181,12 @@ def _arguments(
     unread = takewhile(lambda word: word.text is None or not _FLAG.match(word.text), command[program + 1 :])
     before = [(f"`{word.text or word.why}` before the first flag is not read", word.location) for word in unread]
     notes = (*notes, *(before if programs else ()))
-    return Arguments(file, lines, _settings(command[program + 1 :]), _settings(command[: program + 1]), notes)
+    flags, launcher = settings_of_words(command[program + 1 :]), settings_of_words(command[: program + 1])
+    started = command[program].text if program >= 0 else None
+    return Arguments(file, lines, flags, launcher, notes, program=started or "")
 
 
-def _settings(words: Sequence[Argument]) -> dict[str, Setting]:
+def settings_of_words(words: Sequence[Argument]) -> dict[str, Setting]:
     """Return the flags with the words up to the next flag; also ``--flag=value``."""
     settings: dict[str, Setting] = {}
     flag: Argument | None = None

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from pipeproof.interop.importers.model_parts import PART_FLAGS, PART_SWITCHES
+from pipeproof.interop.importers.model_parts import PART_FLAGS, PART_NEGATED, PART_SWITCHES
 
 FLAGS: Final = frozenset(
     [
@@ -176,8 +176,6 @@ NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
         "--overlap-p2p-communication-warmup-flush": "the plan's transfers overlap as its schedule has them",
         "--defer-embedding-wgrad-compute": "the plan's backwards are whole",
         "--overlap-param-gather-with-optimizer-step": "the plan gathers parameters at the end of a step",
-        "--hybrid-layer-pattern": "layers other than attention with an MLP or experts are not described",
-        "--hybrid-override-pattern": "layers other than attention with an MLP or experts are not described",
         "--use-torch-fsdp2": "sharded parameters are not described",
         "--use-megatron-fsdp": "sharded parameters are not described",
         "--hierarchical-context-parallel-sizes": "context parallelism is one axis here",
@@ -194,15 +192,37 @@ NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
         "--main-grads-dtype": "gradients are summed in float32 here",
         "--fine-grained-activation-offloading": "activations of whole blocks are offloaded here, or none",
         "--optimizer-cpu-offload": "the state of the optimizer is on the device here",
-        "--encoder-num-layers": "models with an encoder are not described",
-        "--encoder-tensor-model-parallel-size": "models with an encoder are not described",
-        "--encoder-pipeline-model-parallel-size": "models with an encoder are not described",
         "--use-checkpoint-args": "sizes that a checkpoint has are not read",
-        "--use-mp-args-from-checkpoint-args": "degrees that a checkpoint has are not read",
         "--num-microbatches-with-partial-activation-checkpoints": "every micro-batch is recomputed alike here",
     }
 )
 """Flags that change a pipeline, and the reason why a plan does not have them."""
+
+NEGATED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **PART_NEGATED,
+        "overlap_p2p_comm": "--no-overlap-p2p-communication",
+        "store_param_remainders": "--no-store-param-remainders",
+        "fp8_wgrad": "--no-fp8-wgrad",
+    }
+)
+"""Arguments that are true by default, and the flags that make them false."""
+
+FLAGS_BY_NAME: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **{flag[2:].replace("-", "_"): flag for flag in (*FLAGS, *NOT_SHOWN)},
+        "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+        "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
+        "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+        "fp8": "--fp8-format",
+        "fp4": "--fp4-format",
+        "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+        "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+        "gated_linear_unit": "--swiglu",
+        "num_moe_experts": "--num-experts",
+    }
+)
+"""Arguments of Megatron-LM and attributes of Megatron-Core, and the flags that are read for them."""
 
 WITHOUT_BEARING: Final = frozenset(
     [
@@ -244,6 +264,36 @@ WITHOUT_BEARING: Final = frozenset(
     ]
 )
 """Flags that change neither order, nor matching, nor layouts, with a name like that of a flag that does."""
+
+_OTHER_BLOCKS = "blocks other than attention with an MLP or experts are not described"
+_ENCODER = "models with an encoder are not described"
+DECIDES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "hybrid_layer_pattern": _OTHER_BLOCKS,
+        "hybrid_override_pattern": _OTHER_BLOCKS,
+        "mtp_hybrid_override_pattern": _OTHER_BLOCKS,
+        "hybrid_attention_ratio": _OTHER_BLOCKS,
+        "hybrid_mlp_ratio": _OTHER_BLOCKS,
+        "is_hybrid_model": _OTHER_BLOCKS,
+        "spec": "the blocks of another specification are not described",
+        "heterogeneous_layers_config_path": "blocks of different sizes are not described",
+        "heterogeneous_layers_config_encoded_json": "blocks of different sizes are not described",
+        "linear_attention_freq": "linear attention is not described",
+        "experimental_attention_variant": "other attention is not described",
+        "retro_add_retriever": "retrieval is not described",
+        "encoder_num_layers": _ENCODER,
+        "encoder_tensor_model_parallel_size": _ENCODER,
+        "encoder_pipeline_model_parallel_size": _ENCODER,
+        "pipeline_model_parallel_split_rank": _ENCODER,
+        "standalone_embedding_stage": "a stage of the embedding alone is not read",
+        "first_pipeline_num_layers": "the cut of this old flag is not read",
+        "last_pipeline_num_layers": "the cut of this old flag is not read",
+        "model_parallel_size": "this name had another meaning in each version",
+        "use_ring_exchange_p2p": "ring exchange is not described",
+        "use_mp_args_from_checkpoint_args": "degrees that a checkpoint has are not read",
+    }
+)
+"""Arguments that decide order, cut or blocks, and the reason why a plan does not have them: the verdict is open."""
 
 _CONCERNS: Final = re.compile(
     r"parallel|pipeline|virtual|stage|micro-?batch|p2p|layout|shard|fsdp|moe|expert|recompute|checkpoint-activations"

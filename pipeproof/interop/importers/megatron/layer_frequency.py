@@ -21,13 +21,14 @@ class FrequencyError(ValueError):
 def layer_pattern(text: str, num_layers: int) -> list[int]:
     """Return 1 for each block with experts, else 0, of a value of ``--moe-layer-freq``.
 
-    A number N means experts in blocks 0, N, 2N and so on.
+    A number N means experts in blocks 0, N, 2N and so on, and -N the same.
 
     Raises:
         FrequencyError: the value is neither a number nor a list with a 0 or 1 for each block.
     """
-    if text.strip().isdecimal() and int(text) > 0:
-        return [int(block % int(text) == 0) for block in range(num_layers)]
+    number = text.strip().removeprefix("-")
+    if number.isdecimal() and int(number) > 0:
+        return [int(block % int(number) == 0) for block in range(num_layers)]
     pattern = literal_list(text)
     if pattern is None:
         raise FrequencyError(f"`{text}` is neither a number nor a list such as ([0]*3+[1]*58)")

@@ -2,131 +2,61 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from math import gcd
-from pathlib import Path
-from typing import Any, Final
+from math import gcd, lcm
+from typing import Final
 
-from pipeproof.diagnostics.finding import Finding, Location
-from pipeproof.diagnostics.problems import describe_value
-from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
-from pipeproof.diagnostics.yaml_tree import parse_text
-from pipeproof.interop.importers.draft import Draft, count, misspelt
-from pipeproof.interop.importers.import_codes import UNREADABLE
+from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.interop.importers.draft import Draft, count
+from pipeproof.interop.importers.import_codes import REFUSED, UNDECIDED
 from pipeproof.interop.importers.imported import Flags, Imported
-from pipeproof.interop.importers.megatron.argument_block import arguments_of_block, has_block
 from pipeproof.interop.importers.megatron.batch_flags import import_batches
 from pipeproof.interop.importers.megatron.flag_checks import check_choices, check_contradictions, check_counts
-from pipeproof.interop.importers.megatron.flag_values import Arguments, FlagReader, Setting, arguments_of_text
-from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN, WITHOUT_BEARING, concerns_parallelism
+from pipeproof.interop.importers.megatron.flag_values import Arguments, FlagReader
 from pipeproof.interop.importers.megatron.model_flags import dispatcher_of, import_model
+from pipeproof.interop.importers.megatron.other_names import note_others, refuse_misspelt, undecided_names
 from pipeproof.interop.importers.megatron.precision_flags import import_precision
 from pipeproof.interop.importers.megatron.recompute_flags import MODULES, import_recomputation, recomputed_modules
 from pipeproof.interop.importers.megatron.stage_flags import CHUNKS, import_stages
-
-# Files with the arguments of Megatron-LM: the block that it prints, a YAML file of arguments, or a shell script.
-
-
-_YAML_ARGUMENTS: Final = re.compile(r"^MODEL_ARGS:\s*$", re.MULTILINE)
-
-
-def read_arguments(path: Path) -> Arguments:
-    """Read the arguments of a training in the form that the file has.
-
-    That is the block that Megatron-LM prints at its start, ``MODEL_ARGS`` of its functional tests (YAML), a shell
-    script, or a file that lists arguments.
-
-    Raises:
-        PlanFileError: PP100 if the file cannot be read, PP170 if it has none of these forms.
-    """
-    name = str(path)
-    text = read_text(name)
-    if has_block(text):
-        return arguments_of_block(text, name)
-    if _YAML_ARGUMENTS.search(text):
-        return _yaml_arguments(text, name)
-    return arguments_of_text(text, name)
-
-
-def _yaml_arguments(text: str, name: str) -> Arguments:
-    """Read ``MODEL_ARGS``, a mapping of flags to values, as tests/functional_tests of Megatron-LM pass them."""
-    tree = parse_text(text, name)
-    source = tree.source
-    problem = next((problem for problem in tree.problems if not _repeats_alike(problem, source)), None)
-    if problem is not None:
-        raise PlanFileError(UNREADABLE.finding(problem.message, problem.location), source=source)
-    given = tree.data["MODEL_ARGS"] if isinstance(tree.data, dict) else None
-    if not isinstance(given, dict) or not given:
-        location = source.locate(("MODEL_ARGS",))
-        message = f"`MODEL_ARGS` must be a mapping of flags to values, found {describe_value(given)}"
-        raise PlanFileError(UNREADABLE.finding(message, location), source=source)
-    flags = {}
-    for flag, value in given.items():
-        setting = _setting(str(flag), value, source)
-        if setting is not None:
-            flags[setting.name] = setting
-    return Arguments(name, source.lines, flags, {})
-
-
-def _repeats_alike(problem: Finding, source: SourceMap) -> bool:
-    """True for a flag that is given twice with the same value, which Megatron-LM's tests do."""
-    if problem.code != "PP103" or problem.location is None:
-        return False
-    flag, _, value = source.lines[problem.location.line - 1].partition(":")
-    first = source.keys.get(("MODEL_ARGS", flag.strip()))
-    return first is not None and source.lines[first.line - 1].partition(":")[2].strip() == value.strip()
-
-
-def _setting(flag: str, value: Any, source: SourceMap) -> Setting | None:
-    """Return a flag with its values; None for one that the tests leave out."""
-    path = ("MODEL_ARGS", flag)
-    key: Location = source.locate(path, key=True)
-    location = source.locate(path)
-    if value == "":
-        return None
-    text = " ".join(str(value).split())
-    values: tuple[str, ...]
-    if value is True or text == "true":
-        values = ()
-    elif text.startswith("[") and text.endswith("]"):
-        values = tuple(text[1:-1].split())
-    else:
-        values = (text,)
-    return Setting(f"--{flag.removeprefix('--').replace('_', '-')}", values, key, location)
-
+from pipeproof.interop.importers.tools.megatron_lm import MEGATRON_LM
+from pipeproof.interop.importers.tools.tool import Tool
 
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 _CP, _EP, _ETP = "--context-parallel-size", "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 _SP, _OVERLAP = "--sequence-parallel", "--overlap-moe-expert-parallel-comm"
 _DELAYED = "--delay-wgrad-compute"
-_KNOWN = FLAGS | frozenset(NOT_SHOWN) | WITHOUT_BEARING
-_MOST_NAMED = 6
-"""Flags that are not read and are named in one note; the note has their number."""
+_OPEN: Final = "if it changes neither order, cut nor blocks, `--ignore PP177` gives the verdict without it"
 
 
-def import_megatron(files: Sequence[Path], flags: Flags) -> Imported:
-    """Import one shell script that starts Megatron-LM, one file with its arguments, or a log in which it prints them.
+def import_arguments(arguments: Arguments, flags: Flags, tool: Tool = MEGATRON_LM) -> Imported:
+    """Import the arguments of a training that a tool starts.
 
     Raises:
-        PlanFileError: PP100 or PP170 if the file cannot be read, PP171 if Megatron-LM refuses the settings.
+        PlanFileError: PP170 if a value cannot be read, PP171 if Megatron-LM refuses the settings, PP177 instead if not
+            all of them are understood.
     """
-    if len(files) != 1:
-        message = f"a training of Megatron-LM is one file, found {len(files)}"
-        raise PlanFileError(UNREADABLE.finding(message, help="give the script that starts it"))
-    return import_arguments(read_arguments(files[0]), flags)
-
-
-def import_arguments(arguments: Arguments, flags: Flags) -> Imported:
-    """Import the arguments of a training.
-
-    Raises:
-        PlanFileError: PP170 if a value cannot be read, PP171 if Megatron-LM refuses the settings.
-    """
-    draft = Draft("megatron", flags)
-    reader = FlagReader(arguments, draft)
+    reader = FlagReader(arguments, Draft("megatron", flags))
     if not arguments.has_all:
-        _refuse_misspelt(reader)
+        refuse_misspelt(reader, tool)
+    undecided = {setting.name: setting for setting in undecided_names(reader, tool)}
+    try:
+        _import(reader)
+    except PlanFileError as error:
+        if not undecided or error.findings[0].code != REFUSED.code:
+            raise
+        first, *others = undecided.values()
+        more = f" (and {', '.join(setting.name for setting in others)})" if others else ""
+        message = f"`{first.name}`{more}: {first.why}. Without it: {error.findings[0].message}"
+        raise PlanFileError(UNDECIDED.finding(message, first.location), source=error.source) from error
+    note_others(reader, tool, frozenset(undecided))
+    for setting in undecided.values():
+        reader.draft.find(UNDECIDED.finding(f"`{setting.name}`: {setting.why}", setting.location, _OPEN))
+    return reader.draft.imported(arguments.file, arguments.lines)
+
+
+def _import(reader: FlagReader) -> None:
+    arguments, draft = reader.arguments, reader.draft
+    if not arguments.has_all:
         check_counts(reader)
     check_choices(reader)
     tp, pp = reader.degree(_TP, ("topology", "tp")), reader.degree(_PP, ("topology", "pp"))
@@ -142,8 +72,6 @@ def import_arguments(arguments: Arguments, flags: Flags) -> Imported:
     _import_expert_overlap(reader)
     _import_gathers(reader)
     _import_rest(reader)
-    _note_others(reader)
-    return draft.imported(arguments.file, arguments.lines)
 
 
 def _import_topology(reader: FlagReader, tp: int) -> None:
@@ -241,16 +169,10 @@ def _data_parallel(reader: FlagReader, arguments: Arguments, tp: int, pp: int) -
     ep, cp = reader.given_degree(_EP, ("topology", "ep")) or 1, count(draft, "topology", "cp")
     expert_tp = reader.number(_ETP) or tp
     if ("topology", "dp") in draft:
-        reader.degree(_EP, ("topology", "ep"))
-        _note_expert_ranks(reader, ep=ep, expert_tp=expert_tp, plan_ep=ep, tp=tp)
-        return count(draft, "topology", "dp") * ep
-    world = draft.flags.world_size or arguments.world_size or _launched(arguments)
-    if world is None:
-        why = "the number of processes is unknown: give it with `--world-size N`"
-        draft.assume(("topology", "dp"), 1, why)
-        reader.degree(_EP, ("topology", "ep"))
-        _note_expert_ranks(reader, ep=ep, expert_tp=expert_tp, plan_ep=ep, tp=tp)
-        return ep
+        return count(draft, "topology", "dp") * _expert_parallel(reader, ep, expert_tp, ep, tp)
+    is_set = ("topology", "ep") in draft
+    known = draft.flags.world_size or arguments.world_size or _launched(arguments)
+    world = known or lcm(tp * pp * cp * (ep if is_set else 1), expert_tp * ep * pp)
     for ranks, names, flag in (
         (tp * pp * cp, "tp x pp x cp", _PP),
         (expert_tp * ep * pp, "expert tp x ep x pp", _EP),
@@ -260,18 +182,27 @@ def _data_parallel(reader: FlagReader, arguments: Arguments, tp: int, pp: int) -
                 f"{world} processes do not divide by {names} = {ranks}", flag, "give `--world-size N`"
             )
     data_parallel = world // (tp * pp * cp)
-    plan_ep = ep if ("topology", "ep") in draft else gcd(ep, data_parallel)
+    plan_ep = ep if is_set else gcd(ep, data_parallel)
     if data_parallel % plan_ep:
         reader.refuse(
             f"topology.ep {plan_ep} does not divide the {data_parallel} data-parallel ranks of {world} processes",
             reader.location(_EP) or reader.location(_PP) or Location(arguments.file),
             "give the processes of the whole training with `--world-size N`",
         )
+    if known is None:
+        why = f"the number of processes is unknown, and {world} are the fewest for these degrees: `--world-size N`"
+        draft.assume(("topology", "dp"), data_parallel // plan_ep, why)
+    draft.set(("topology", "dp"), data_parallel // plan_ep, f"{world} processes")
+    _expert_parallel(reader, ep, expert_tp, plan_ep, tp)
+    return data_parallel
+
+
+def _expert_parallel(reader: FlagReader, ep: int, expert_tp: int, plan_ep: int, tp: int) -> int:
+    """Set the plan's expert-parallel ranks, and return their number."""
     if reader.has(_EP):
         reader.take(_EP, ("topology", "ep"), plan_ep)
     _note_expert_ranks(reader, ep=ep, expert_tp=expert_tp, plan_ep=plan_ep, tp=tp)
-    draft.set(("topology", "dp"), data_parallel // plan_ep, f"{world} processes")
-    return data_parallel
+    return plan_ep
 
 
 def _note_expert_ranks(reader: FlagReader, *, ep: int, expert_tp: int, plan_ep: int, tp: int) -> None:
@@ -381,30 +312,3 @@ def _import_transport(reader: FlagReader) -> None:
         reader.draft.set(("transport", "connections"), "lazy", "a training of Megatron-LM")
         if reader.has("--variable-seq-lengths"):
             reader.take("--variable-seq-lengths", ("transport", "shape_exchange"), "per_message")
-
-
-def _refuse_misspelt(reader: FlagReader) -> None:
-    """Refuse an unknown flag that is almost a known one, before its default is taken for the user's value."""
-    for name, setting in reader.arguments.flags.items():
-        known = None if name in _KNOWN else misspelt(name, sorted(FLAGS))
-        if known is not None:
-            reader.refuse(f"{name} is no flag of Megatron-LM", setting.location, f"did you mean `{known}`?")
-
-
-def _note_others(reader: FlagReader) -> None:
-    others = []
-    for name, setting in reader.arguments.flags.items():
-        if name in NOT_SHOWN:
-            reader.draft.ignore(name, NOT_SHOWN[name], setting.location)
-        elif name in _KNOWN:
-            continue
-        elif concerns_parallelism(name):
-            reader.draft.ignore(name, "this flag is not known here", setting.location)
-        else:
-            others.append(setting)
-    if others:
-        names = ", ".join(setting.name for setting in others[:_MOST_NAMED]) + (", .." if others[_MOST_NAMED:] else "")
-        why = f"{len(others)}, without a term of parallelism in their names, are not read ({names})"
-        reader.draft.ignore("other flags", why, others[0].location)
-    for note, location in reader.arguments.notes:
-        reader.draft.ignore("the script", note, location)

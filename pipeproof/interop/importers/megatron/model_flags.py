@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import lcm
+
+from pipeproof.diagnostics.finding import Location
 from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.megatron.flag_values import FlagReader
@@ -21,10 +24,11 @@ def import_model(reader: FlagReader, *, tp: int, pp: int) -> None:
     draft = reader.draft
     draft.set(("model", "kind"), "gpt", "a training of Megatron-LM")
     config = _model_config(reader)
-    hidden = _size(reader, config, "--hidden-size", "hidden_size", 4096)
-    heads = _size(reader, config, "--num-attention-heads", "num_heads", max(hidden // 128, 1))
-    _size(reader, config, "--num-layers", "num_layers", 4 * pp)
-    _size(reader, config, "--seq-length", "seq_length", 4096)
+    _require_layers(reader, config, pp)
+    hidden = _size(reader, config, "--hidden-size", "hidden_size", 128 * lcm(32, tp))
+    heads = _size(reader, config, "--num-attention-heads", "num_heads", lcm(max(hidden // 128, 1), tp))
+    _size(reader, config, "--num-layers", "num_layers", 4)
+    _size(reader, config, "--seq-length", "seq_length", lcm(4096, 2 * tp * count(draft, "topology", "cp")))
     _ffn(reader, config, hidden)
     _vocabulary(reader, config, tp)
     if reader.has("--multi-latent-attention"):
@@ -66,6 +70,26 @@ def _size(reader: FlagReader, config: Draft, flag: str, key: str, default: int) 
     else:
         reader.draft.assume(("model", key), default, _why(reader, flag), reader.location(flag))
     return count(reader.draft, "model", key)
+
+
+def _require_layers(reader: FlagReader, config: Draft, pp: int) -> None:
+    """Refuse a pipeline of an unknown number of blocks: whether they divide, and how, decides the stages.
+
+    Raises:
+        PlanFileError: PP170, neither the file nor an option has the number.
+    """
+    flag, key, arguments = "--num-layers", ("model", "num_layers"), reader.arguments
+    setting = reader.setting(flag)
+    if pp == 1 or key in reader.draft or key in config or (setting is not None and setting.value is not None):
+        return
+    name, place = arguments.checkpoint or ("", None)
+    why = f": {', '.join(arguments.unread)} is not next to it" if arguments.unread else ""
+    why = f": the value of {flag} is {setting.why}" if setting is not None else why
+    location = reader.location(flag) or place or reader.location("--pipeline-model-parallel-size")
+    reader.refuse(
+        f"the number of blocks {f'of `{name}` ' if name else ''}is not in the file, and decides the stages{why}",
+        location or Location(arguments.file), "give it with `--set model.num_layers=N`, or `--model-config FILE`",
+    )  # fmt: skip
 
 
 def _why(reader: FlagReader, flag: str) -> str:
@@ -135,7 +159,10 @@ def import_experts(reader: FlagReader) -> None:
     experts = reader.number("--num-experts", at_least=2)
     if experts is None:
         reader.draft.assume(
-            ("model", "moe", "num_experts"), 8, _why(reader, "--num-experts"), reader.location("--num-experts")
+            ("model", "moe", "num_experts"),
+            lcm(8, reader.number("--expert-model-parallel-size") or 1),
+            _why(reader, "--num-experts"),
+            reader.location("--num-experts"),
         )
     else:
         reader.take("--num-experts", ("model", "moe", "num_experts"), experts)

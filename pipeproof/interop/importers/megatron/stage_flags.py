@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeproof.diagnostics.finding import Location
+from pipeproof.interop.importers.import_codes import REFUSED
 from pipeproof.interop.importers.megatron.flag_values import MAX_RANKS, FlagReader
 from pipeproof.interop.importers.megatron.layout_string import LayoutError, LayoutLetter, check_layout, parse_layout
 
@@ -86,7 +87,14 @@ def _sizes(reader: FlagReader, num_layers: int, pp: int, num_chunks: int) -> lis
         rest = num_layers - (first or 0) - (last or 0)
         ranks = pp - (first is not None) - (last is not None)
         flag = FIRST if first is not None else LAST
-        if rest < 0 or (ranks and rest % ranks) or (not ranks and rest):
+        if rest and not ranks:
+            kept = f"{first or 0} + {last or 0} of {num_layers} blocks are on {pp} pipeline ranks"
+            reader.refuse(
+                f"{kept}: Megatron-LM from 0.16 on refuses this, and older versions drop {rest} without a word"
+                if rest > 0 else f"{kept}: Megatron-LM from 0.16 on refuses this, and older versions build more blocks",
+                reader.location(flag) or Location(reader.arguments.file), code=REFUSED,
+            )  # fmt: skip
+        if rest < 0 or (ranks and rest % ranks):
             reader.megatron_refuses(f"{rest} layers are left for {ranks} pipeline ranks, and must divide", flag)
         even = rest // ranks if ranks else 0
         rank_sizes = [even if ends.get(rank) is None else int(ends[rank] or 0) for rank in range(pp)]

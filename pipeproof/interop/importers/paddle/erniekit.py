@@ -26,7 +26,7 @@ from pipeproof.interop.importers.paddle.training_arguments import (
     is_old,
 )
 from pipeproof.interop.importers.paddle.training_file import Settings, read_settings, unreadable
-from pipeproof.interop.importers.recipes.public_checkpoints import depth_of, is_public
+from pipeproof.interop.importers.public_checkpoints import depth_of, is_public
 
 _STAGES: Final = ("SFT", "PT", "DPO", "VL-SFT", "OCR-VL-SFT")
 _STOPPING: Final = ("SFT", "PT", "DPO")

@@ -18,8 +18,7 @@ from pipeproof.interop.importers.draft import MAX_NUMBER, Draft, count, misspelt
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_sizes import Needs, assume_model, read_model_config
-from pipeproof.interop.importers.recipes.layered_yaml import Placed, Unknown, read_layered
-from pipeproof.interop.importers.recipes.public_checkpoints import depth_of, is_public
+from pipeproof.interop.importers.public_checkpoints import depth_of, is_public
 from pipeproof.interop.importers.torch_pipelining import (
     MAX_LAYERS,
     known_schedules,
@@ -27,6 +26,7 @@ from pipeproof.interop.importers.torch_pipelining import (
     schedule_named,
     stages_of,
 )
+from pipeproof.interop.importers.tree import Placed, Unknown, read_tree
 
 _TOP: Final = "distributed"
 _PIPELINE: Final = (_TOP, "pipeline")
@@ -90,7 +90,7 @@ class _Recipe:
     """The file, and the draft of its plan."""
 
     def __init__(self, path: Path, flags: Flags) -> None:
-        self._config = read_layered(path)
+        self._config = read_tree(path)
         self.source = self._config.source
         self.draft = Draft("automodel", flags)
 

@@ -1,7 +1,8 @@
-"""YAML configurations with base files and interpolations, in the way of OmegaConf, with the location of each value.
+"""Values in sections, each with its location: YAML and JSON files over their base files, and commands.
 
-``defaults`` names base files, relative to the file; ``${a.b}`` is the value at another key. Only a run determines
-``${oc.env:NAME}``; the resolvers of numbers that NeMo-RL registers are computed.
+``defaults`` and ``bases`` name base files, relative to the file, those of Hydra with their section; ``${a.b}`` is the
+value at another key. Only a run determines ``${oc.env:NAME}``; the resolvers of numbers that NeMo-RL registers are
+computed, and ``${NAME:value}``, as Primus writes it, is the value where the environment does not set the name.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import describe_value, shortened
-from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
+from pipeproof.diagnostics.source import PlanFileError, SourceMap
 from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.interop.importers.import_codes import UNREADABLE
+from pipeproof.interop.importers.model_sizes import read_mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +49,18 @@ def is_known(value: object) -> bool:
 
 Node: TypeAlias = "Placed | dict[str, Node]"
 
-BASES: Final = "defaults"
-_OVERRIDE, _MISSING = "_override_", "???"
+_BASES: Final = ("bases", "defaults")
+_OVERRIDE, _MISSING, _SELF = "_override_", "???", "_self_"
 _MAX_BASES, _MAX_STEPS = 8, 16
 _PART: Final = re.compile(r"\$\{([^{}]*)\}")
+_VARIABLE: Final = re.compile(r"[A-Z][A-Z0-9_]*", re.ASCII)
 _OPERATIONS: Final[Mapping[str, Callable[[float, float], float]]] = MappingProxyType(
     {"add": lambda a, b: a + b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b, "max": max}
 )
 
 
-class LayeredYaml:
-    """The values of a file over those of its bases; ``source`` is that of the file itself."""
+class Tree:
+    """Values by paths of keys, also dotted ones; ``source`` is that of the file itself."""
 
     def __init__(self, source: SourceMap, nodes: dict[str, Node]) -> None:
         self.source = source
@@ -65,10 +68,15 @@ class LayeredYaml:
 
     def get(self, *path: str) -> Placed | None:
         """Return the value at a path, interpolated; None if there is none, or a section."""
+        path = _parts(path)
+        node = self._node(path)
+        return self._resolved(node, path, 0) if isinstance(node, Placed) else None
+
+    def _node(self, path: tuple[str, ...]) -> Node | None:
         node: Node | None = self._nodes
         for part in path:
             node = node.get(part) if isinstance(node, dict) else None
-        return self._resolved(node, path, 0) if isinstance(node, Placed) else None
+        return node
 
     def value(self, *path: str) -> Any:
         """Return the value at a path without its location; None for one that only a run determines."""
@@ -77,16 +85,30 @@ class LayeredYaml:
 
     def section(self, *path: str) -> dict[str, Placed]:
         """Return the values of a section by name, without the sections below it."""
-        names = self.names(*path)
-        values = {name: self.get(*path, name) for name in names}
+        values = {name: self.get(*path, name) for name in self.names(*path)}
         return {name: placed for name, placed in values.items() if placed is not None}
+
+    def leaves(self, *path: str) -> dict[str, Placed]:
+        """Return the values of a section and of those below it, each by its last name."""
+        found = self.section(*path)
+        for name in self.names(*path):
+            found.update(self.leaves(*path, name))
+        return found
+
+    def number(self, *path: str, default: int | None = None) -> int | None:
+        """Return the integer at a path, or the default; None for one that only a run determines, or no integer."""
+        placed = self.get(*path)
+        value = default if placed is None or placed.value is None else placed.value
+        return value if type(value) is int and value >= 0 else None
 
     def names(self, *path: str) -> tuple[str, ...]:
         """Return the keys of a section; none if it is no section."""
-        node: Node | None = self._nodes
-        for part in path:
-            node = node.get(part) if isinstance(node, dict) else None
+        node = self._node(_parts(path))
         return tuple(node) if isinstance(node, dict) else ()
+
+    def has(self, path: str) -> bool:
+        """Return True for a value or a section at a path."""
+        return self._node(_parts((path,))) is not None
 
     def _resolved(self, placed: Placed, path: tuple[str, ...], step: int) -> Placed:
         """Return a value with its interpolations replaced; the location stays that of the text."""
@@ -118,6 +140,8 @@ class LayeredYaml:
             return found.value if found is not None else operands[1] if operands[1:] else None
         if resolver == "oc.env" and operands[1:]:
             return operands[1]
+        if _VARIABLE.fullmatch(resolver):
+            return literal(rest)
         if resolver in _OPERATIONS and len(operands) == 2 and all(isinstance(value, int | float) for value in operands):
             try:
                 return _OPERATIONS[resolver](*operands)
@@ -126,9 +150,7 @@ class LayeredYaml:
         return unknown
 
     def _at(self, path: tuple[str, ...], step: int) -> Placed | None:
-        node: Node | None = self._nodes
-        for part in path:
-            node = node.get(part) if isinstance(node, dict) else None
+        node = self._node(path)
         if not isinstance(node, Placed) or step >= _MAX_STEPS:
             return None
         return self._resolved(node, path, step + 1)
@@ -140,38 +162,64 @@ def literal(text: str) -> Any:
     return text if tree.problems or isinstance(tree.data, dict | list) else tree.data
 
 
-def read_layered(path: Path) -> LayeredYaml:
-    """Read a file over its bases.
+def _parts(path: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(part for name in path for part in name.split(".") if part)
+
+
+def tree_of(values: Mapping[str, Placed], source: SourceMap) -> Tree:
+    """Return a tree of values by dotted names."""
+    nodes: dict[str, Node] = {}
+    for name, placed in values.items():
+        *above, last = _parts((name,)) or (name,)
+        section = nodes
+        for part in above:
+            below = section.get(part)
+            section[part] = section = below if isinstance(below, dict) else {}
+        section[last] = placed
+    return Tree(source, nodes)
+
+
+def read_tree(path: Path) -> Tree:
+    """Read a YAML or JSON file over its bases.
 
     Raises:
         PlanFileError: PP100 or PP170, a file cannot be read, is no mapping, or includes itself.
     """
     source, nodes = _read(path, ())
-    return LayeredYaml(source, nodes)
+    return Tree(source, nodes)
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> tuple[SourceMap, dict[str, Node]]:
-    name = str(path)
-    tree = parse_text(read_text(name), name)
-    source = tree.source
-    if tree.problems:
-        raise PlanFileError(UNREADABLE.finding(tree.problems[0].message, tree.problems[0].location), source=source)
-    if not isinstance(tree.data, dict):
-        message = f"a mapping of keys is expected, found {describe_value(tree.data)}"
-        raise PlanFileError(UNREADABLE.finding(message, Location(name)), source=source)
+    data, source = read_mapping(str(path))
     nodes: dict[str, Node] = {}
-    bases = tree.data.pop(BASES, None)
-    for base in bases if isinstance(bases, list) else [] if bases is None else [bases]:
-        location = source.locate((BASES,))
-        if not isinstance(base, str):
-            _refuse(f"`{BASES}` must name files, found {describe_value(base)}", location, source)
-        file = path.parent / base
-        if len(above) >= _MAX_BASES or file.resolve() in (path.resolve(), *(one.resolve() for one in above)):
-            _refuse(f"`{BASES}: {shortened(base)}` leads back to this file, or is nested too deeply", location, source)
-        if not file.is_file():
-            _refuse(f"`{BASES}` names {shortened(base)}, which is no file below {path.parent}", location, source)
-        nodes = _merged(nodes, _read(file, (*above, path))[1])
-    return source, _merged(nodes, _nodes(tree.data, source, ()))
+    for key in _BASES:
+        bases = data.pop(key, None)
+        for base in bases if isinstance(bases, list) else [] if bases is None else [bases]:
+            nodes = _merged(nodes, _base(base, path, above, source, source.locate((key,))))
+    return source, _merged(nodes, _nodes(data, source, ()))
+
+
+def _base(
+    base: Any, path: Path, above: tuple[Path, ...], source: SourceMap, location: Location
+) -> dict[str, Node]:  # fmt: skip
+    """Return the values of a base file: one by its name, or of Hydra by its group and name."""
+    if base == _SELF:
+        return {}
+    if (
+        isinstance(base, dict)
+        and len(base) == 1
+        and all(isinstance(part, str) for item in base.items() for part in item)
+    ):
+        ((group, name),) = base.items()
+        return {group: _base(f"{group}/{name.removesuffix('.yaml')}.yaml", path, above, source, location)}
+    if not isinstance(base, str):
+        _refuse(f"base files must be names, found {describe_value(base)}", location, source)
+    file = path.parent / base
+    if len(above) >= _MAX_BASES or file.resolve() in (path.resolve(), *(one.resolve() for one in above)):
+        _refuse(f"the base file {shortened(base)} leads back to this file, or is nested too deeply", location, source)
+    if not file.is_file():
+        _refuse(f"the base file {shortened(base)} is no file below {path.parent}", location, source)
+    return _read(file, (*above, path))[1]
 
 
 def _nodes(data: Mapping[str, Any], source: SourceMap, below: tuple[str, ...]) -> dict[str, Node]:

@@ -1,0 +1,249 @@
+"""One reader of Megatron's arguments: from a command, a file of values, a printed block, or the process of a tool."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from pipeproof.diagnostics.finding import Finding, Location
+from pipeproof.diagnostics.problems import describe_value
+from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
+from pipeproof.diagnostics.yaml_tree import parse_text
+from pipeproof.interop.importers.formats import TOOLS, format_of, looks_like
+from pipeproof.interop.importers.import_codes import UNREADABLE
+from pipeproof.interop.importers.imported import Flags, Imported
+from pipeproof.interop.importers.megatron.argument_block import arguments_of_block, has_block
+from pipeproof.interop.importers.megatron.flag_values import (
+    Arguments,
+    Setting,
+    arguments_of_text,
+    require_evaluated,
+    script_of,
+    settings_of_words,
+)
+from pipeproof.interop.importers.megatron.launch_script import Argument, Script
+from pipeproof.interop.importers.megatron.megatron_importer import import_arguments
+from pipeproof.interop.importers.names import plain
+from pipeproof.interop.importers.tools.job import Job
+from pipeproof.interop.importers.tools.megatron_lm import MEGATRON_LM
+from pipeproof.interop.importers.tools.mindspeed import MINDSPEED
+from pipeproof.interop.importers.tools.pai import PAI
+from pipeproof.interop.importers.tools.slime import SLIME
+from pipeproof.interop.importers.tools.tool import Tool, fork_of
+from pipeproof.interop.importers.tree import Placed, Tree, Unknown, literal, read_tree, tree_of
+
+FORKS: Final = (MINDSPEED, SLIME, PAI)
+"""Tools whose scripts have the flags of Megatron-LM and their own."""
+
+_YAML_ARGUMENTS: Final = re.compile(r"^MODEL_ARGS:\s*$", re.MULTILINE)
+_VALUES: Final = (".yaml", ".yml", ".json")
+_OVERRIDE: Final = re.compile(r"[+~]*([A-Za-z_][\w.@/]*)=(.*)", re.DOTALL)
+_DIRECTORIES: Final = {"HOME": "~", "RAY_DATA_HOME": "~"}
+_MOST_DIGITS: Final = 8
+
+
+def import_tool(tool: Tool, files: Sequence[Path], options: Flags) -> Imported:
+    """Import one file of a tool.
+
+    Raises:
+        PlanFileError: PP100 or PP170 if it cannot be read or is of another kind, PP171 if Megatron-Core refuses the
+            settings, PP177 if it would and they are not all understood.
+    """
+    if len(files) != 1:
+        message = f"a training of {tool.name} is one file, found {len(files)}"
+        raise PlanFileError(UNREADABLE.finding(message, help="give the file that starts it"))
+    path, text = files[0], read_text(str(files[0]))
+    if tool is not MEGATRON_LM:
+        is_file = path.suffix in _VALUES or tool.form == "file"
+        return _import_tree(tool, read_tree(path) if is_file else _command(tool, path, text), options)
+    if has_block(text):
+        return import_flags(arguments_of_block(text, str(path)), options)
+    if _YAML_ARGUMENTS.search(text):
+        return import_flags(_yaml_arguments(text, str(path)), options)
+    if path.suffix in _VALUES:
+        _refuse_format(path, tool)
+    return import_flags(arguments_of_text(text, str(path)), options)
+
+
+import_megatron = partial(import_tool, MEGATRON_LM)
+
+
+def import_flags(arguments: Arguments, options: Flags) -> Imported:
+    """Import flags of Megatron-LM, or of the fork that has the others.
+
+    Raises:
+        PlanFileError: as for files.
+    """
+    tool = fork_of(FORKS, arguments.flags, arguments.program, MEGATRON_LM)
+    source = SourceMap(arguments.file, arguments.lines)
+    job = Job(tool, _tree_of_flags(arguments.flags, source), options, dict(arguments.flags), [*arguments.notes])
+    tool.adapt(job)
+    return import_arguments(job.arguments(arguments), options, tool)
+
+
+def _import_tree(tool: Tool, tree: Tree, options: Flags) -> Imported:
+    known = format_of(tree)
+    if not any(map(tree.has, tool.marks)) or (known is not None and known.kind not in ("", tool.kind)):
+        shown = " or ".join(f"`{mark}`" for mark in tool.marks)
+        message = looks_like(known) if known is not None else f"{shown}, by which {tool.name} is known, is not here"
+        raise PlanFileError(UNREADABLE.finding(message, Location(tree.source.file)), source=tree.source)
+    return import_values(tool, tree, options)
+
+
+def import_values(tool: Tool, tree: Tree, options: Flags) -> Imported:
+    """Import the values of a tool, as its table places them.
+
+    Raises:
+        PlanFileError: PP170, PP171 or PP177 as for files.
+    """
+    job = Job(tool, tree, options)
+    for section in tool.sections:
+        job.read(section, tool.elsewhere, values=tree.leaves(section) if tool.is_nested else None)
+    for value, flag in tool.values.items():
+        job.take(flag, value)
+    tool.adapt(job)
+    for flag, default in tool.defaults.items():
+        job.default(flag, default)
+    job.switch(*tool.switches)
+    if job.world_size is None and tool.ranks:
+        job.world_size = job.product(*tool.ranks)
+    job.public_depth(*tool.models)
+    return import_arguments(job.arguments(), options, tool)
+
+
+def _refuse_format(path: Path, tool: Tool) -> NoReturn:
+    """Refuse a file of values that is none of Megatron-LM, with the format that it has."""
+    tree = read_tree(path)
+    known = format_of(tree)
+    message = looks_like(known) if known is not None else f"no command here has flags of {tool.name}"
+    raise PlanFileError(UNREADABLE.finding(message, Location(str(path))), source=tree.source)
+
+
+# --- commands ---
+
+
+def _command(tool: Tool, path: Path, text: str) -> Tree:
+    """Return the values of the command that starts a training of a tool: its flags, or its overrides."""
+    script, source = script_of(text, str(path), _DIRECTORIES)
+    started = [(index, tool.entry.search(_words(command))) for index, command in enumerate(script.commands)]
+    found = next(((index, match) for index, match in started if match is not None), None)
+    if found is None:
+        message = f"no command here starts a training of {tool.name} with Megatron-Core"
+        fix = f"`--from {other}` reads it" if (other := _kind_of_script(script)) else "give the script that starts it"
+        raise PlanFileError(UNREADABLE.finding(message, Location(source.file), fix), source=source)
+    index, match = found
+    command = script.commands[index]
+    require_evaluated(command, source)
+    rest = command[len(match.string[: match.end()].split()) :]
+    if tool.form == "overrides":
+        return tree_of(_overrides(command) | _launched(command), source)
+    values = {plain(name): _placed(setting) for name, setting in settings_of_words(rest).items()}
+    return tree_of(values | _variables(script, index, source), source)
+
+
+def _words(command: Sequence[Argument]) -> str:
+    return " ".join(re.sub(r"\s", "_", word.text or "?") for word in command) + " "
+
+
+def _kind_of_script(script: Script) -> str | None:
+    return next(
+        (tool.kind for tool in TOOLS for command in script.commands if tool.entry.search(_words(command))), None
+    )  # fmt: skip
+
+
+def _overrides(command: Sequence[Argument]) -> dict[str, Placed]:
+    """Return the keys of a command that are overridden (``a.b=value``); the last of each wins."""
+    values: dict[str, Placed] = {}
+    for argument in command:
+        match = _OVERRIDE.fullmatch(argument.text if argument.text is not None else argument.start)
+        if match is not None:
+            is_known = argument.text is not None
+            value = literal(match[2]) if is_known else Unknown(argument.why, argument.location)
+            values[match[1]] = Placed(value, argument.location)
+    return values
+
+
+def _launched(command: Sequence[Argument]) -> dict[str, Placed]:
+    """Return the flags of torchrun, as ``launcher.nnodes`` and ``launcher.nproc_per_node``."""
+    flags = {plain(name): replace(one, values=one.values[:1]) for name, one in settings_of_words(command).items()}
+    return {f"launcher.{name}": _placed(setting) for name, setting in flags.items()}
+
+
+def _variables(script: Script, index: int, source: SourceMap) -> dict[str, Placed]:
+    """Return the variables before a command and in its script, as ``environment.NNODES``."""
+    texts = {name: script.value(name) for name in script.variables} | dict(script.environments[index])
+    place = Location(source.file)
+    return {
+        f"environment.{name}": Placed(int(text), place)
+        for name, text in texts.items() if text is not None and text.isdecimal() and len(text) <= _MOST_DIGITS
+    } | {f"environment.{name}": Placed(Unknown("known to a run alone", place), place)
+         for name, text in texts.items() if text is None}  # fmt: skip
+
+
+def _tree_of_flags(flags: Mapping[str, Setting], source: SourceMap) -> Tree:
+    return tree_of({plain(name): _placed(setting) for name, setting in flags.items()}, source)
+
+
+def _placed(setting: Setting) -> Placed:
+    """Return a flag with its value: True without any, its words for several."""
+    value: Any = True
+    if None in setting.values:
+        value = Unknown(setting.why, setting.location)
+    elif setting.values:
+        texts = [text or "" for text in setting.values]
+        value = literal(texts[0]) if len(texts) == 1 else " ".join(texts)
+    return Placed(value, setting.location)
+
+
+# --- the files of Megatron-LM's functional tests ---
+
+
+def _yaml_arguments(text: str, name: str) -> Arguments:
+    """Read ``MODEL_ARGS``, a mapping of flags to values, as tests/functional_tests of Megatron-LM pass them."""
+    tree = parse_text(text, name)
+    source = tree.source
+    problem = next((problem for problem in tree.problems if not _repeats_alike(problem, source)), None)
+    if problem is not None:
+        raise PlanFileError(UNREADABLE.finding(problem.message, problem.location), source=source)
+    given = tree.data["MODEL_ARGS"] if isinstance(tree.data, dict) else None
+    if not isinstance(given, dict) or not given:
+        location = source.locate(("MODEL_ARGS",))
+        message = f"`MODEL_ARGS` must be a mapping of flags to values, found {describe_value(given)}"
+        raise PlanFileError(UNREADABLE.finding(message, location), source=source)
+    flags = {}
+    for flag, value in given.items():
+        setting = _setting(str(flag), value, source)
+        if setting is not None:
+            flags[setting.name] = setting
+    return Arguments(name, source.lines, flags, {})
+
+
+def _repeats_alike(problem: Finding, source: SourceMap) -> bool:
+    """True for a flag that is given twice with the same value, which Megatron-LM's tests do."""
+    if problem.code != "PP103" or problem.location is None:
+        return False
+    flag, _, value = source.lines[problem.location.line - 1].partition(":")
+    first = source.keys.get(("MODEL_ARGS", flag.strip()))
+    return first is not None and source.lines[first.line - 1].partition(":")[2].strip() == value.strip()
+
+
+def _setting(flag: str, value: Any, source: SourceMap) -> Setting | None:
+    """Return a flag with its values; None for one that the tests leave out."""
+    path = ("MODEL_ARGS", flag)
+    key: Location = source.locate(path, key=True)
+    location = source.locate(path)
+    if value == "":
+        return None
+    text = " ".join(str(value).split())
+    values: tuple[str, ...]
+    if value is True or text == "true":
+        values = ()
+    elif text.startswith("[") and text.endswith("]"):
+        values = tuple(text[1:-1].split())
+    else:
+        values = (text,)
+    return Setting(f"--{flag.removeprefix('--').replace('_', '-')}", values, key, location)

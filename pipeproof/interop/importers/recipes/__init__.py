@@ -1,1 +1,0 @@
-"""Importers of recipes: Python functions that build the configuration of a training."""

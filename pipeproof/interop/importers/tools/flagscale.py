@@ -1,0 +1,37 @@
+"""FlagScale: YAML of an experiment, and of its task with nested arguments (commit da4935e: examples/*/conf)."""
+
+import re
+from typing import Final
+
+from pipeproof.interop.importers.tools.job import Job
+from pipeproof.interop.importers.tools.tool import Tool
+
+_PARTS: Final = ("system", "model", "data")
+_OTHER_MODELS: Final = re.compile(r"train_(?!gpt\b|aquila\b)\w+")
+
+
+def _adapt(job: Job) -> None:
+    program = job.tree.get("experiment.task.entrypoint")
+    match = _OTHER_MODELS.search(str(program.value)) if program is not None else None
+    if match is not None:
+        job.refuse(
+            f"`{match[0]}.py` trains another model than GPT, which is not described",
+            job.place("experiment.task.entrypoint"),
+        )
+    if job.tree.has("experiment.auto_tuner"):
+        job.notes.append(("the auto-tuner changes these settings", job.top))
+
+
+FLAGSCALE: Final = Tool(
+    name="FlagScale",
+    kind="flagscale",
+    names="flagscale",
+    marks=("experiment.task", "system.precision", "system.checkpoint", "train.system"),
+    sections=tuple(f"{top}{part}" for top in ("", "train.") for part in _PARTS),
+    is_nested=True,
+    ranks=(("experiment.runner.nnodes", None), ("experiment.runner.nproc_per_node", None)),
+    decides=re.compile(r"use_dualpipev|moe_fb_overlap|(enable_)?hetero\w*|\w*_per_process_mesh|standalone_embedding_stage"
+                       r"|extra_model_\w+|peft_type"),
+    without=re.compile(r"(?!use_dualpipev|moe_fb_overlap|\w*hetero|\w*mesh|extra_model|peft_type)\w+"),
+    adapt=_adapt,
+)  # fmt: skip

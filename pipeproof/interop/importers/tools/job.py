@@ -1,0 +1,197 @@
+"""The flags of Megatron-LM that a job of a tool means, while they are collected."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Final, NoReturn
+
+from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.interop.importers.draft import misspelt
+from pipeproof.interop.importers.import_codes import UNREADABLE
+from pipeproof.interop.importers.imported import Flags
+from pipeproof.interop.importers.megatron.flag_values import Arguments, Setting, is_off
+from pipeproof.interop.importers.megatron.flags import FLAGS_BY_NAME, NEGATED
+from pipeproof.interop.importers.megatron.stage_flags import CHUNKS, LAYOUT
+from pipeproof.interop.importers.public_checkpoints import depth_of, is_public
+from pipeproof.interop.importers.tools.tool import Tool
+from pipeproof.interop.importers.tree import Placed, Tree, Unknown, is_known
+
+PP: Final = "--pipeline-model-parallel-size"
+LAYERS: Final = "--num-layers"
+BATCH: Final = "--global-batch-size"
+_DEFAULTS: Final = frozenset({("moe_layer_freq", "1")})
+"""Values that change nothing, as tools write them."""
+_LETTERS: Final = MappingProxyType({"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"})
+
+
+@dataclass
+class Job:
+    """Flags by name, which the table of a tool sets from a tree of values.
+
+    ``notes`` are assumptions about the file; ``world_size`` is the number of processes that train, and
+    ``micro_batches`` the micro-batches of a step, where the file has them; ``unread`` are files that it names and that
+    are not found, and ``checkpoint`` is one of an unknown number of blocks.
+    """
+
+    tool: Tool
+    tree: Tree
+    options: Flags
+    flags: dict[str, Setting] = field(default_factory=dict)
+    notes: list[tuple[str, Location]] = field(default_factory=list)
+    world_size: int | None = None
+    micro_batches: Setting | None = None
+    unread: tuple[str, ...] = ()
+    checkpoint: tuple[str, Location] | None = None
+
+    @property
+    def top(self) -> Location:
+        """The place of what the tool sets itself: the first flag, or the file."""
+        first = next(iter(self.flags.values()), None)
+        return Location(self.tree.source.file) if first is None else first.location
+
+    def place(self, *paths: str) -> Location:
+        """Return the place of the first of these values that the file has, else the top."""
+        found = (self.tree.get(path) for path in paths)
+        return next((placed.location for placed in found if placed is not None), self.top)
+
+    def switch(self, *flags: str) -> None:
+        """Set flags without a value that the tool always sets."""
+        for flag in flags:
+            self.flags.setdefault(flag, Setting(flag, (), self.top, self.top))
+
+    def default(self, flag: str, value: object, location: Location | None = None) -> None:
+        """Set a flag to the tool's own default, unless the file has it."""
+        place = location or self.top
+        self.flags.setdefault(flag, Setting(flag, (str(value),), place, place))
+
+    def unknown(self, flag: str, why: str, location: Location) -> None:
+        """Set a flag whose value only a run determines; ``why`` completes "the value is ..."."""
+        self.flags[flag] = Setting(flag, (None,), location, location, why)
+
+    def take(self, flag: str, path: str) -> None:
+        """Set a flag to the value at a path; nothing without one."""
+        placed = self.tree.get(path)
+        if placed is not None:
+            self._add(_flag_with(flag, path, placed))
+
+    def accumulate(self, size: str, steps: str, *, default_size: int = 1) -> None:
+        """Set the micro-batch and the micro-batches of a step, as trainers in the style of Hugging Face have them."""
+        self.take("--micro-batch-size", size)
+        self.default("--micro-batch-size", default_size)
+        number = self.tree.number(steps, default=1)
+        place = self.place(steps)
+        why = f"the value of `{steps}`, which only a run determines"
+        self.micro_batches = Setting(steps, (None if number is None else str(number),), place, place, why)
+
+    def product(self, *factors: tuple[str, int | None]) -> int | None:
+        """Return the product of values with their defaults; None where one is not known."""
+        result = 1
+        for path, default in factors:
+            number = self.tree.number(path, default=default)
+            if not number:
+                return None
+            result *= number
+        return result
+
+    def read(
+        self, section: str, elsewhere: Collection[str] = (), *, values: Mapping[str, Placed] | None = None
+    ) -> None:
+        """Add the flags of a section's keys; ``elsewhere`` are those read before.
+
+        Keys without a flag are left to the importer of Megatron-LM, with the section before their names.
+
+        Raises:
+            PlanFileError: PP170, a key is a misspelling of one with a flag, and in no list of the tool.
+        """
+        shown = f"{section}." if section else ""
+        for name in self.tree.names(section) if values is None else ():
+            if self.tool.decides.fullmatch(name) and self.tree.names(section, name):
+                place = self.tree.source.locate((*section.split("."), name), key=True)
+                self._add([Setting(f"{shown}{name}", (None,), place, place, "a section")])
+        for name, placed in (self.tree.section(section) if values is None else values).items():
+            if name in elsewhere:
+                continue
+            argument = self.tool.renamed.get(name, name)
+            flag = FLAGS_BY_NAME.get(argument)
+            near = None if flag or argument in NEGATED or self.tool.knows(argument) else misspelt(name, FLAGS_BY_NAME)
+            if near is not None:
+                message = f"`{shown}{name}` is no key of {self.tool.name}"
+                self.refuse(message, placed.location, f"did you mean `{near}`?")
+            if argument in NEGATED and placed.value is False:
+                self._add([Setting(NEGATED[argument], (), placed.location, placed.location)])
+            elif flag is not None and (argument, str(placed.value)) not in _DEFAULTS:
+                self._add(_flag_with(flag, f"{shown}{name}", placed))
+            elif flag is None and argument not in NEGATED and not is_off(placed.value):
+                text = str(placed.value) if is_known(placed.value) else None
+                self._add([Setting(f"{shown}{name}", (text,), placed.location, placed.location)])
+
+    def _add(self, settings: Sequence[Setting] | Iterator[Setting]) -> None:
+        self.flags.update({setting.name: setting for setting in settings})
+
+    def public_depth(self, *paths: str) -> None:
+        """Set the number of blocks of the public checkpoint that the value at one of these paths names.
+
+        The name may be that of a directory: its last part is then the name of the checkpoint.
+        """
+        for path in paths:
+            placed = self.tree.get(path)
+            name = placed.value if placed is not None and isinstance(placed.value, str) else ""
+            depth = depth_of(name)
+            if placed is not None and name and depth is None:
+                self.checkpoint = self.checkpoint or (name, placed.location)
+            if placed is not None and depth is not None and LAYERS not in self.flags:
+                self.flags[LAYERS] = Setting(LAYERS, (str(depth),), placed.location, placed.location)
+                if not is_public(name):
+                    note = f"`{name}` is taken for the public checkpoint of that name: {depth} blocks"
+                    self.notes.append((note, placed.location))
+
+    def arguments(self, given: Arguments | None = None) -> Arguments:
+        """Return the arguments of the training, for the importer of Megatron-LM; ``given`` are those of a command."""
+        source = self.tree.source
+        if given is None:
+            chunks = self.flags.get(CHUNKS)
+            if chunks is not None and (LAYOUT in self.flags or chunks.value == "1"):
+                del self.flags[CHUNKS]
+            given = Arguments(source.file, source.lines, {}, {}, has_all=True)
+        return replace(
+            given, flags=self.flags, notes=tuple(self.notes), world_size=self.world_size or given.world_size,
+            micro_batches=self.micro_batches, unread=(*given.unread, *self.unread),
+            checkpoint=self.checkpoint,
+        )  # fmt: skip
+
+    def refuse(self, message: str, location: Location, help: str | None = None) -> NoReturn:
+        """End the import.
+
+        Raises:
+            PlanFileError: always, PP170.
+        """
+        raise PlanFileError(UNREADABLE.finding(message, location, help), source=self.tree.source)
+
+
+def _flag_with(flag: str, name: str, placed: Placed) -> Iterator[Setting]:
+    """Yield a flag with the value of an attribute or a key."""
+    value, location = placed.value, placed.location
+    if flag == LAYOUT:
+        value = layout_text(value)
+    if not is_known(value):
+        why = value.why if isinstance(value, Unknown) else "no plain value"
+        yield Setting(flag, (None,), location, location, f"{why} (`{name}`)")
+    elif value is None or value is False or value == []:
+        return
+    elif value is True:
+        yield Setting(flag, (), location, location)
+    else:
+        yield Setting(flag, (str(value),), location, location)
+        if flag == "--num-query-groups":
+            yield Setting("--group-query-attention", (), location, location)
+
+
+def layout_text(value: Any) -> Any:
+    """Return a layout as the string of Megatron-LM; lists of layers for each stage are joined."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not is_known(value):
+        return value
+    stages = [stage if isinstance(stage, list | tuple) else [stage] for stage in value]
+    return "|".join("".join(_LETTERS.get(str(layer), str(layer)) for layer in stage) for stage in stages)

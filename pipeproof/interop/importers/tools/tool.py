@@ -1,0 +1,85 @@
+"""The table of a tool that starts Megatron-Core."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+from pipeproof.interop.importers.names import MEGATRON, VERSIONS, names_of, plain
+
+_NOTHING: Final = re.compile(r"(?!)")
+
+
+def _no_names() -> Mapping[str, str]:
+    return MappingProxyType({})
+
+
+def nothing(_: object) -> None:
+    """A tool whose arguments are those of Megatron-LM."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tool:
+    """A table: how the files of a tool are known, where Megatron's arguments are in them, and what its names mean."""
+
+    name: str
+    """The tool in messages; ``kind`` is its name for ``--from``."""
+    kind: str = "megatron"
+    entry: re.Pattern[str] = _NOTHING
+    """Finds the words of the command that starts a training."""
+    form: Literal["flags", "overrides", "file"] = "flags"
+    """Words of that command: flags, overrides such as ``a.b=value``, or the name of another file."""
+    marks: tuple[str, ...] = ()
+    """Paths of which a file of the tool has one."""
+    sections: tuple[str, ...] = ("",)
+    """Paths of the sections that have arguments of Megatron-LM, or attributes of Megatron-Core."""
+    is_nested: bool = False
+    """True if sections below these have arguments, too."""
+    elsewhere: frozenset[str] = frozenset()
+    """Keys of these sections that are no arguments."""
+    renamed: Mapping[str, str] = field(default_factory=_no_names)
+    """Keys of these sections, and the arguments that they are."""
+    values: Mapping[str, str] = field(default_factory=_no_names)
+    """Paths of other values, and their flags."""
+    switches: tuple[str, ...] = ()
+    defaults: Mapping[str, object] = field(default_factory=_no_names)
+    """Flags that the tool sets, those with values unless the file has them."""
+    ranks: tuple[tuple[str, int | None], ...] = ()
+    """Paths of the factors of the number of processes that train, with the tool's defaults."""
+    models: tuple[str, ...] = ()
+    """Paths that may name a public checkpoint."""
+    names: str | None = None
+    """The list of names that the tool has and Megatron-LM does not."""
+    decides: re.Pattern[str] = _NOTHING
+    """Finds those on which order, cut or layouts depend and which are not read: they leave the verdict open."""
+    without: re.Pattern[str] = _NOTHING
+    """Finds those that sound so and change nothing; others with a term of parallelism leave the verdict open."""
+    adapt: Callable[[Any], None] = nothing
+    """Sets the flags of a ``Job`` that the tool's own names mean."""
+
+    def owns(self, name: str) -> bool:
+        """Return True for a name that the tool has and Megatron-LM does not."""
+        key = plain(name)
+        return self.names is not None and key in names_of(self.names) and key not in names_of(MEGATRON)
+
+    def knows(self, name: str) -> bool:
+        """Return True for a name in the list of the tool, or of Megatron-LM."""
+        key = plain(name)
+        return key in names_of(MEGATRON) or self.owns(name) or bool(self.without.fullmatch(key))
+
+    @property
+    def lists(self) -> str:
+        """The lists that a name was not found in, for messages."""
+        own = f" or of {self.name}" if self.names is not None else ""
+        return f"no list of the arguments of Megatron-LM ({VERSIONS}){own}"
+
+
+def fork_of(tools: Iterable[Tool], flags: Iterable[str], program: str, default: Tool) -> Tool:
+    """Return the tool of which a command has the most own names, or the entry script; ``default`` without any."""
+    named = [*flags]
+    counted = [(sum(map(tool.owns, named)) + bool(tool.entry.search(program)), tool) for tool in tools]
+    number, tool = max(counted, key=lambda item: item[0], default=(0, default))
+    return tool if number else default

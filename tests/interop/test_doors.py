@@ -1,0 +1,273 @@
+"""No verdict from what was not understood: unknown names, assumed values, other formats, and one rule of ranks."""
+
+import json
+
+import pytest
+
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.interop import Flags, check_imported, import_files
+from pipeproof.verify.certificate import Verdict
+from tests.cli.commands import invoke
+from tests.interop.importing import imported, refusal
+
+SIZES = (
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128 "
+    "--micro-batch-size 1 --global-batch-size 32 "
+)
+TORCHRUN = f"torchrun --nproc_per_node 8 --nnodes 1 pretrain_gpt.py {SIZES}--pipeline-model-parallel-size 4 "
+
+
+def script(path, flags="", *, text=TORCHRUN, **options):
+    return imported("megatron", path, f"{text}{flags}\n", name="train.sh", **options)
+
+
+def open_names(made):
+    report = check_imported(made)
+    assert (report.verdict is Verdict.UNDECIDED) == bool(report.undecided)
+    assert (report.certificate is None) == bool(report.undecided)
+    return [message.split("`")[1] for message in report.undecided]
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ("", []),
+        ("--lr 1e-4 --tokenizer-type NullTokenizer --moe-permute-fusion", []),
+        ("--schedules-method dualpipev --moe-fb-overlap", ["--schedules-method", "--moe-fb-overlap"]),
+        ("--noop-layers 6,7", ["--noop-layers"]),
+        ("--num-layer-list 1,2,2,3", ["--num-layer-list"]),
+        ("--use-fused-rmsnorm --swap-attention", []),  # MindSpeed's, without an effect on the pipeline
+        ("--use-fused-rmsnorm --own-flag 3", ["--own-flag"]),
+        ("--own-flag 3", ["--own-flag"]),
+        ("--hybrid-override-pattern M-M*M-M*", ["--hybrid-override-pattern"]),
+        ("--spec local", []),
+        ("--spec my.blocks spec", ["--spec"]),
+        ("--virtual-pipeline-model-parallel-size 2", ["--virtual-pipeline-model-parallel-size"]),
+    ],
+)
+def test_names_that_may_decide_leave_the_verdict_open(tmp_path, flags, names):
+    assert open_names(script(tmp_path, flags)) == names
+
+
+def test_the_list_that_lacks_a_name_is_that_of_the_fork(tmp_path):
+    (finding,) = [one for one in script(tmp_path, "--use-fused-rmsnorm --own-flag 3").findings if one.code == "PP177"]
+    assert "in no list of the arguments of Megatron-LM (2.0 to commit d98e8a6) or of MindSpeed" in finding.message
+    assert finding.location.line == 1
+
+
+def test_other_models_are_known_by_their_program(tmp_path):
+    assert open_names(script(tmp_path, text=TORCHRUN.replace("_gpt", "_mamba"))) == ["pretrain_mamba.py"]
+
+
+def test_nothing_is_refused_in_a_tools_name_where_a_name_is_open(tmp_path):
+    uneven = TORCHRUN.replace("--num-layers 8", "--num-layers 10")
+    assert refusal(script, tmp_path, text=uneven).code == "PP171"
+    finding = refusal(script, tmp_path, "--num-layer-list 1,3,3,3", text=uneven)
+    assert finding.code == "PP177"
+    assert "`--num-layer-list`: an argument of MindSpeed" in finding.message
+    assert "10 layers do not divide" in finding.message
+
+
+def test_an_open_verdict_is_no_success(tmp_path):
+    file = tmp_path / "train.sh"
+    file.write_text(f"{TORCHRUN}--own-flag 3", encoding="utf-8")
+    result = invoke("check", "--from", "megatron", file)
+    assert result.exit_code == 1
+    assert "undecided: 1 name (PP177)" in result.output
+    content = json.loads(invoke("check", "--from", "megatron", file, "--format", "json").output)
+    assert (content["certified"], len(content["undecided"])) == (False, 1)
+    result = invoke("check", "--from", "megatron", file, "--ignore", "PP177")
+    assert (result.exit_code, "proved" in result.output) == (0, True)
+
+
+def test_an_unknown_number_of_blocks_is_not_assumed(tmp_path):
+    text = TORCHRUN.replace("--num-layers 8 ", "") + "--decoder-last-pipeline-num-layers 5"
+    sourced = f'source "${{SCRIPT_DIR}}/models/own.sh"\n{text} ${{MODEL_ARGS[@]}}'
+    finding = refusal(script, tmp_path, text=sourced)
+    assert finding.code == "PP170"
+    assert "the number of blocks is not in the file" in finding.message
+    assert "models/own.sh" in finding.message
+    assert "--set model.num_layers=N" in finding.help
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "own.sh").write_text("MODEL_ARGS=(--num-layers 11)\n", encoding="utf-8")
+    made = script(tmp_path, text=sourced)
+    assert made.plan["model"]["num_layers"] == 11
+    assert [sum("layer" in name for name in stage) for stage in made.plan["stages"]] == [2, 2, 2, 5]
+
+
+def test_what_megatron_does_with_blocks_that_no_rank_has(tmp_path):
+    ends = "--decoder-first-pipeline-num-layers 28 --decoder-last-pipeline-num-layers 36"
+    text = TORCHRUN.replace("--num-layers 8", "--num-layers 80").replace("parallel-size 4", "parallel-size 2")
+    finding = refusal(script, tmp_path, ends, text=text)
+    assert finding.code == "PP171"
+    assert "28 + 36 of 80 blocks" in finding.message
+    assert "older versions drop 16 without a word" in finding.message
+
+
+def test_without_a_number_of_processes_the_fewest_of_all_degrees_are_assumed(tmp_path):
+    flags = (
+        f"{SIZES}--pipeline-model-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel --num-experts 64 "
+        "--expert-model-parallel-size 64 --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall"
+    )
+    made = script(tmp_path, text=f"pretrain_gpt.py {flags}")
+    assert made.plan == script(tmp_path, text=f"pretrain_gpt.py {flags}", world_size=128).plan
+    (assumption,) = [one for one in made.assumptions if one.key == ("topology", "dp")]
+    assert "128 are the fewest for these degrees" in assumption.why
+
+
+SLIME = """MODEL_ARGS=(--num-layers 8 --hidden-size 256 --num-attention-heads 8 --num-query-groups 8)
+ray job submit -- python3 train.py --actor-num-nodes 4 --actor-num-gpus-per-node 8 ${{MODEL_ARGS[@]}} \
+  --rollout-batch-size 32 --n-samples-per-prompt 8 {more} --sglang-mem-fraction-static 0.7 \
+  --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 4 --micro-batch-size 1
+"""
+
+
+def test_slime_trains_on_the_nodes_of_its_actor_and_the_samples_of_a_rollout(tmp_path):
+    made = script(tmp_path, text=SLIME.format(more="--num-steps-per-rollout 2"))
+    assert open_names(made) == []
+    assert made.plan["topology"]["dp"] == 4
+    assert made.plan["schedule"]["num_micro_batches"] == 32 * 8 // 2 // 4
+    assert made.plan["transport"]["shape_exchange"] == "per_message"
+    assert (
+        script(tmp_path, text=SLIME.format(more="--global-batch-size 64")).plan["schedule"]["num_micro_batches"] == 16
+    )
+    dynamic = script(tmp_path, text=SLIME.format(more="--use-dynamic-batch-size --max-tokens-per-gpu 9000"))
+    assert any("use-dynamic-batch-size" in one.why for one in dynamic.assumptions)
+
+
+VERL = """python3 -m verl.trainer.main_ppo trainer.nnodes=2 trainer.n_gpus_per_node=8 \
+  actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 \
+  actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=4 \
+  actor_rollout_ref.actor.megatron.{key}=True
+"""
+
+
+def test_near_names_are_compared_with_the_list_of_the_tool(tmp_path):
+    made = imported("verl", tmp_path, VERL.format(key="optimizer_offload"), name="run.sh")
+    assert open_names(made) == []
+    finding = refusal(imported, "verl", tmp_path, VERL.format(key="sequence_paralel"), name="run.sh")
+    assert finding.help == "did you mean `sequence_parallel`?"
+
+
+MCA = """model_name_or_path: Qwen/Qwen3-8B
+stage: sft
+finetuning_type: full
+cutoff_len: 1024
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+bf16: true
+tensor_model_parallel_size: 2
+pipeline_model_parallel_size: 4
+"""
+ROLL = """pretrain: Qwen/Qwen3-8B
+prompt_length: 512
+response_length: 512
+actor_train:
+  training_args: {per_device_train_batch_size: 1, gradient_accumulation_steps: 8}
+  strategy_args:
+    strategy_name: megatron_train
+    strategy_config: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 4}
+  device_mapping: list(range(0,16))
+"""
+PRIMUS = """modules:
+  pre_trainer:
+    framework: megatron
+    model: ${PRIMUS_MODEL:own}.yaml
+    overrides:
+      micro_batch_size: 1
+      global_batch_size: 32
+      num_layers: 8
+      tensor_model_parallel_size: ${PRIMUS_TP:2}
+      pipeline_model_parallel_size: ${PRIMUS_PP:4}
+"""
+FLAGSCALE = """system:
+  tensor_model_parallel_size: 2
+  pipeline_model_parallel_size: 4
+  precision: {bf16: true}
+model: {num_layers: 8, hidden_size: 256, num_attention_heads: 8, seq_length: 128, micro_batch_size: 1,
+        global_batch_size: 32, no_rope_fusion: true, optimizer: {clip_grad: 1.0}}
+data: {tokenizer: {vocab_size: 1000}}
+"""
+NEOX = """{
+  "pipe_parallel_size": 4, "model_parallel_size": 2, "num_layers": 8, "hidden_size": 256, "num_attention_heads": 8,
+  "seq_length": 128, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8,
+}
+"""
+FILES = {"llama-factory": MCA, "roll": ROLL, "primus": PRIMUS, "flagscale": FLAGSCALE}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "micro_batches"),
+    [("llama-factory", 36, 8), ("roll", 36, 8), ("primus", 8, 32), ("flagscale", 8, 32)],
+)
+def test_a_tool_is_a_table(tmp_path, kind, layers, micro_batches):
+    made = imported(kind, tmp_path, FILES[kind])
+    assert (made.plan["topology"]["pp"], made.plan["topology"]["tp"]) == (4, 2)
+    assert made.plan["model"]["num_layers"] == layers
+    assert made.plan["schedule"]["num_micro_batches"] == micro_batches
+    assert made.source.locate(("topology", "pp")).line is not None
+    assert open_names(made) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "new", "name"),
+    [
+        ("flagscale", "pipeline_model_parallel_size: 4", "pipeline_model_parallel_size: 4\n  use_dualpipev: true",
+         "system.use_dualpipev"),
+        ("primus", "num_layers: 8", "num_layers: 8\n      patch_zero_bubble: true",
+         "modules.pre_trainer.overrides.patch_zero_bubble"),
+        ("roll", "tensor_model_parallel_size: 2", "additional_configs: {a: 1}, tensor_model_parallel_size: 2",
+         "actor_train.strategy_args.strategy_config.additional_configs"),
+    ],
+)  # fmt: skip
+def test_schedules_of_a_tool_that_are_not_read_leave_it_open(tmp_path, kind, old, new, name):
+    assert open_names(imported(kind, tmp_path, FILES[kind].replace(old, new))) == [name]
+
+
+def test_a_model_of_primus_beside_the_experiment_is_read(tmp_path):
+    models = tmp_path / "primus" / "configs" / "models" / "megatron"
+    models.mkdir(parents=True)
+    (models / "base.yaml").write_text("num_layers: 4\nhidden_size: 512\nnum_attention_heads: 8\n")
+    (models / "own.yaml").write_text("bases:\n  - base.yaml\nnum_layers: 12\n")
+    text = PRIMUS.replace("      num_layers: 8\n", "")
+    made = imported("primus", tmp_path, text)
+    assert (made.plan["model"]["num_layers"], made.plan["model"]["hidden_size"]) == (12, 512)
+    (models / "own.yaml").unlink()
+    assert (
+        "primus/configs/models/megatron/own.yaml is not next to it"
+        in refusal(imported, "primus", tmp_path, text).message
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("megatron", PRIMUS, "this looks like a file of Primus: `--from primus` reads it"),
+        ("megatron", ROLL, "this looks like a file of ROLL"),
+        ("megatron", FLAGSCALE, "this looks like a file of FlagScale"),
+        ("ms-swift", MCA, "this looks like a file of LLaMA-Factory: `--from llama-factory` reads it"),
+        ("nemo-rl", ROLL, "this looks like a file of ROLL"),
+        ("primus", NEOX, "this looks like a configuration of gpt-neox"),
+        ("megatron", "parallelism: {pp: 2, dp: 2, tp: 1, pp_engine: 1f1b}\n", "looks like a configuration of nanotron"),
+        ("megatron", "model: {pipeline_model_parallel_size: 2}\nddp: {overlap_grad_reduce: true}\n",
+         "overrides of a recipe of Megatron-Bridge: they are not read without the recipe"),
+        ("primus", "a: 1\n", "by which Primus is known, is not here"),
+    ],
+)  # fmt: skip
+def test_the_format_is_named_in_the_refusal(tmp_path, kind, text, message):
+    finding = refusal(imported, kind, tmp_path, text)
+    assert (finding.code, message in finding.message) == ("PP170", True), finding.message
+
+
+def test_a_script_of_another_tool_is_named(tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text(VERL.format(key="param_offload"), encoding="utf-8")
+    with pytest.raises(PlanFileError, match="no command here starts a training of ms-swift") as caught:
+        import_files("ms-swift", [file], Flags())
+    assert caught.value.findings[0].help == "`--from verl` reads it"
+
+
+def test_negative_frequencies_mean_experts_as_positive_ones(tmp_path):
+    moe = "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-layer-freq"
+    one, other = (script(tmp_path, f"{moe} {number}").plan for number in ("-1", "1"))
+    assert one == other
