@@ -231,10 +231,20 @@ def _check_borrowed(layer: CustomLayerSpec, path: KeyPath, weights: dict[str, tu
 
 def _check_other_sections(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem]:
     """PP106: keys that custom layers cannot support; the suggested fix gives the alternative."""
-    topology, schedule, memory = plan.topology, plan.schedule, plan.memory
+    for given, path, fact, fix in (*_refused_splits(plan, model), *_refused_work(plan, model)):
+        if given:
+            yield Problem("PP106", path, fact, help=fix)
+
+
+_Refused = tuple[bool, KeyPath, str, str]
+"""Whether a key is given that custom layers cannot support, the key, the fact, and the alternative."""
+
+
+def _refused_splits(plan: PlanSections, model: CustomModelSpec) -> list[_Refused]:
+    """How ranks, micro-batches and stages split the model."""
+    topology, schedule = plan.topology, plan.schedule
     reason = "custom layers do not declare how they are sharded"
-    unmeasured = next((layer.name for layer in model.layers if layer.activation_bytes is None), None)
-    refused: list[tuple[bool, KeyPath, str, str]] = [
+    return [
         *(
             (size > 1, ("topology", axis), f"topology.{axis} is {size}, and {reason}", "set it to 1, or use pp and dp")
             for axis, size in (("tp", topology.tp), ("cp", topology.cp), ("ep", topology.ep))
@@ -270,6 +280,14 @@ def _check_other_sections(plan: PlanSections, model: CustomModelSpec) -> Iterato
             "list the names of the layers of each stage",
         ),
         (bool(plan.boundaries), ("boundaries",), "the tensors between custom layers are their `out`", "remove it"),
+    ]
+
+
+def _refused_work(plan: PlanSections, model: CustomModelSpec) -> list[_Refused]:
+    """What a layer keeps and computes."""
+    memory = plan.memory
+    unmeasured = next((layer.name for layer in model.layers if layer.activation_bytes is None), None)
+    return [
         (
             memory.recompute != "none",
             ("memory", "recompute"),
@@ -301,6 +319,3 @@ def _check_other_sections(plan: PlanSections, model: CustomModelSpec) -> Iterato
             "remove it",
         ),
     ]
-    for given, path, fact, fix in refused:
-        if given:
-            yield Problem("PP106", path, fact, help=fix)

@@ -88,10 +88,10 @@ def check_parameters(part):
 
 def _described_in(layer, name):
     if "norm.bias" in name or name == "bias":
-        return "norm.py"
+        return "operations.py"
     if name.endswith(".bias"):
-        return "biases.py"
-    return "vocabulary.py" if layer == "embed" else "attention.py" if name.startswith("attn.") else "mlp.py"
+        return "layer_operations.py"
+    return "layer_operations.py" if layer == "embed" else "attention.py" if name.startswith("attn.") else "mlp.py"
 
 
 def check_rotation(part):

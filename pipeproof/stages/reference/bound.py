@@ -66,7 +66,7 @@ def parallel_bound(plan: PlanSpec) -> float:
     The derivative of at most one is an assumption, not a theorem. A token whose choice of experts depends on rounding
     violates it: gradients jump. If the addends of a gradient nearly cancel, max|b| is small compared with them and the
     assumption is weaker. So the few scales and biases of residual streams are measured in the largest element of all
-    gradients of their sub-layer's streams (``describe.layers.gradient_units``, which also has the bias of the keys'
+    gradients of their sub-layer's streams (``describe.layers.measured_with``, which also has the bias of the keys'
     norm), and biases start far apart (150 seeds of small models: at most 0.8 of the bound). Measured over seeds, sizes,
     dtypes and both optimizers: close to the initial weights, differences are 9 to 100 times below the bound; with a
     vocabulary of two tokens, 1.4 times; after 60 steps of AdamW at rate 0.01, 5 times; at rate 0.1, a little above it.

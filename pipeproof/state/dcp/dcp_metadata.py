@@ -4,6 +4,9 @@ It is a pickle of dataclasses of ``torch.distributed.checkpoint.metadata`` (PyTo
 tables: ``state_dict_metadata`` by name (a ``TensorStorageMetadata`` with type, shape and chunks, or
 ``BytesStorageMetadata`` for any other object), and ``storage_data`` by name and offsets (``MetadataIndex``) the file
 and the bytes in it (``_StorageInfo``). Of the ranks that hold the same chunk, one has written it.
+
+PyTorch's own ``FileSystemReader.read_metadata`` calls ``pickle.load`` (2.13 too): it executes what the file names. So
+the file is read here, and checked here before PyTorch opens a checkpoint.
 """
 
 from __future__ import annotations

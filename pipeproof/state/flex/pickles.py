@@ -151,75 +151,90 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def _run(source: _Source, allows: Callable[[GlobalName], bool]) -> Any:
-    """Return the value of a pickle, from a stack, marks on it, and a memo."""
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[int, Any] = {}
-
-    def take(count: int) -> tuple[Any, ...]:
-        if not 0 <= count <= len(stack):
-            raise UnreadablePickleError("the stack is empty")
-        taken = tuple(stack[len(stack) - count :])
-        del stack[len(stack) - count :]
-        return taken
-
-    def since_mark() -> tuple[Any, ...]:
-        return take(len(stack) - marks.pop())
-
+    """Return the value of a pickle."""
+    machine = _Machine(allows)
     operations: Iterable[tuple[pickletools.OpcodeInfo, Any, int | None]] = pickletools.genops(cast(IO[bytes], source))
     for number, (opcode, argument, position) in enumerate(operations):
         if number == MAX_OPERATIONS:
             raise UnreadablePickleError(f"it has more than {MAX_OPERATIONS:,} operations")
         match operation := opcode.name:
+            case "PROTO" | "FRAME":
+                pass
+            case "STOP":
+                return machine.stack.pop()
+            case _ if operation in _BYTES:
+                machine.stack.append(PickledBytes(source.tell() - len(argument), len(argument)))
             case _ if operation in _VALUES:
-                stack.append(argument)
+                machine.stack.append(argument)
+            case _ if operation in _CONSTANTS:
+                machine.stack.append(_CONSTANTS[operation])
+            case _ if not machine.executes(operation, argument):
+                raise UnreadablePickleError(f"operation {operation} at byte {position}")
+    raise AssertionError("the last operation is STOP")
+
+
+class _Machine:
+    """The pickle machine without calls: a stack, marks on it, and a memo."""
+
+    def __init__(self, allows: Callable[[GlobalName], bool]) -> None:
+        self.stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+        self._allows = allows
+
+    def executes(self, operation: str, argument: Any) -> bool:
+        """Execute an operation that moves values; False for any other."""
+        stack = self.stack
+        match operation:
             case "BINGET" | "LONG_BINGET":
-                stack.append(memo[argument])
+                stack.append(self._memo[argument])
             case "MEMOIZE":
-                memo[len(memo)] = stack[-1]
+                self._memo[len(self._memo)] = stack[-1]
             case "BINPUT" | "LONG_BINPUT":
-                memo[argument] = stack[-1]
+                self._memo[argument] = stack[-1]
             case "MARK":
-                marks.append(len(stack))
+                self._marks.append(len(stack))
             case "EMPTY_DICT":
                 stack.append({})
             case "EMPTY_LIST":
                 stack.append([])
             case "TUPLE":
-                stack.append(since_mark())
+                stack.append(self._since_mark())
             case "APPEND" | "APPENDS":
-                values = take(1) if operation == "APPEND" else since_mark()
+                values = self._take(1) if operation == "APPEND" else self._since_mark()
                 _of_type(stack[-1], list).extend(values)
             case "SETITEM" | "SETITEMS":
-                pairs = take(2) if operation == "SETITEM" else since_mark()
+                pairs = self._take(2) if operation == "SETITEM" else self._since_mark()
                 _of_type(stack[-1], dict).update(zip(map(_key, pairs[::2]), pairs[1::2], strict=True))
             case "GLOBAL" | "STACK_GLOBAL":
-                module, name = argument.split(" ", 1) if operation == "GLOBAL" else take(2)
+                module, name = argument.split(" ", 1) if operation == "GLOBAL" else self._take(2)
                 global_name = GlobalName(_of_type(module, str), _of_type(name, str))
-                if not allows(global_name):
+                if not self._allows(global_name):
                     raise ForeignNameError(f"{module}.{name}")
                 stack.append(global_name)
             case "NEWOBJ" | "REDUCE":  # an instance of a class, and the result of a function
-                called, arguments = take(2)
+                called, arguments = self._take(2)
                 stack.append(PickledObject(_of_type(called, GlobalName), _of_type(arguments, tuple)))
             case "BUILD":
-                (state,) = take(1)
+                (state,) = self._take(1)
                 _of_type(stack[-1], PickledObject).state = state
             case "BINPERSID":
                 stack.append(PersistentId(stack.pop()))
-            case "PROTO" | "FRAME":
-                pass
-            case "STOP":
-                return stack.pop()
-            case _ if operation in _BYTES:
-                stack.append(PickledBytes(source.tell() - len(argument), len(argument)))
-            case _ if operation in _CONSTANTS:
-                stack.append(_CONSTANTS[operation])
             case _ if operation in _TUPLES:
-                stack.append(take(_TUPLES[operation]))
+                stack.append(self._take(_TUPLES[operation]))
             case _:
-                raise UnreadablePickleError(f"operation {operation} at byte {position}")
-    raise AssertionError("the last operation is STOP")
+                return False
+        return True
+
+    def _take(self, count: int) -> tuple[Any, ...]:
+        if not 0 <= count <= len(self.stack):
+            raise UnreadablePickleError("the stack is empty")
+        taken = tuple(self.stack[len(self.stack) - count :])
+        del self.stack[len(self.stack) - count :]
+        return taken
+
+    def _since_mark(self) -> tuple[Any, ...]:
+        return self._take(len(self.stack) - self._marks.pop())
 
 
 def _key(value: Any) -> Any:
