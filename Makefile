@@ -85,9 +85,9 @@ bench: $(VENV)/.demo         ## what docs/claims.md states about speed
 accuracy: $(VENV)/.demo      ## predictions next to published and own measurements; see docs/accuracy.md
 	$(BIN)/python -m validation.board
 
-PLAN ?= examples/custom_layers/fleet_conv.yaml
-fleet: $(VENV)/.demo         ## a plan's layers trained by Fleet's own pipeline and by ours; see docs/fleet.md
-	$(BIN)/python -m validation.fleet $(PLAN)
+MODEL ?= conv_net
+fleet: $(VENV)/.demo         ## the same layers trained by Fleet's own pipeline and by ours; see docs/fleet.md
+	$(BIN)/python -m validation.fleet $(MODEL)
 
 mutants: $(VENV)/.dev        ## how many small changes of the verifier its tests notice: days; stopped, it continues
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check cosmic-ray

@@ -16,7 +16,6 @@ from pipeproof.sim.sim_codes import NO_ROOM, NOT_FAST, UNFINISHED
 from pipeproof.specs.plan import PLAN_FILE_CODES
 from pipeproof.specs.profile_file import PROFILE_CODES
 from pipeproof.specs.schedule import SCHEDULE_FILE_CODES
-from pipeproof.stages.custom.custom_codes import CUSTOM_CODES
 from pipeproof.stages.describe.partition import PARTITION_CODES
 from pipeproof.state.aoa.aoa_codes import AOA_CODES
 from pipeproof.state.dcp.dcp_codes import DCP_CODES
@@ -45,7 +44,6 @@ def all_docs() -> tuple[RuleDoc, ...]:
         *RUN_CODES,
         *REHEARSAL_CODES,
         *PLACEMENT_CODES,
-        *CUSTOM_CODES,
         *IMPORT_CODES,
         *HANG_CODES,
         *MONITOR_CODES,

@@ -31,7 +31,6 @@ EXAMPLES: Final = MappingProxyType(
         "import deepspeed": "pipeproof import deepspeed ds_config.json --world-size 8 -o plan.yaml",
         "import ernie": "pipeproof import ernie pretrain.yaml -o plan.yaml",
         "import fleet": "pipeproof import fleet strategy.prototxt -o plan.yaml",
-        "import layers": "pipeproof import layers plan.yaml --write",
         "import megatron": "pipeproof import megatron pretrain.sh -o plan.yaml",
         "import ms-swift": "pipeproof import ms-swift train.sh -o plan.yaml",
         "import nemo-rl": "pipeproof import nemo-rl grpo.yaml -o plan.yaml",

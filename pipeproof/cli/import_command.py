@@ -144,7 +144,6 @@ def _import_plan(
 
 import_group.commands = LazyCommands(
     {
-        "layers": "layers_command:layers",
         "profile": "profile_command:profile",
     },
     import_group.commands,

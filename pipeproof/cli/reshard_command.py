@@ -142,15 +142,13 @@ def reshard(
 def _check_plan(options: ReshardOptions) -> ExitStatus:
     """Prove all states that runs of one plan save, and runs of the other resume from."""
     from pipeproof.state.reshard.padding import padding_map
-    from pipeproof.state.reshard.reshard_targets import require_unique_buffers, training_faults, weights_of_layout
+    from pipeproof.state.reshard.reshard_targets import training_faults, weights_of_layout
     from pipeproof.state.reshard.shard_layout import layout_of_plan
     from pipeproof.state.write_state import values_of
 
     assert options.plan is not None
     with showing_progress("lowering both plans"):
         before, after = _lowered(options.source, {}), _lowered(options.plan, options.settings)
-    for plan in (before, after):
-        require_unique_buffers(plan)
     source, target = layout_of_plan(before, str(options.source)), layout_of_plan(after, str(options.plan))
     if options.weights_only:
         source, target = weights_of_layout(source), weights_of_layout(target)

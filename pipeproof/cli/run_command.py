@@ -75,8 +75,6 @@ def _record_directory(context: click.Context, parameter: click.Parameter, value:
               help="Record the inputs and outputs of each layer, forward and backward, too.")  # fmt: skip
 @click.option("--record-values", is_flag=True,
               help="Keep the tensors, which are large, so that `state align` can report distances.")  # fmt: skip
-@click.option("--check-layers", is_flag=True,
-              help="First compare the backward of each custom layer with finite differences, in float64.")  # fmt: skip
 @click.option("--watch", type=click.Path(path_type=Path, file_okay=False), callback=writable, metavar="DIR",
               envvar="PIPEPROOF_WATCH", help="Write each rank's operations below DIR, for `job hang DIR`.")  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Print what is equal, too: every gradient, and how both computed.")
@@ -91,7 +89,6 @@ def run(
     record_directory: Path | None,
     record_layers: bool,
     record_values: bool,
-    check_layers: bool,
     watch: Path | None,
     verbose: bool,
     options: RunOptions,
@@ -108,12 +105,10 @@ def run(
 
     with refusing_bad_plans("text", plan), showing_progress(f"checking {plan}") as on_progress:
         report = check(source.load(plan), on_progress=on_progress)
-    if check_layers and not report.subject.plan.spec.is_custom:
-        raise click.UsageError("--check-layers is for custom layers (`model: {kind: layers}`)")
     record = None if record_directory is None else RecordOptions(record_directory, record_layers, record_values)
     has_timeline = any(file is not None for file in (report_file, output, profile_file))
     options = replace(options, profile=profile_file is not None, record=record, checkpoint=checkpoint,
-                      check_layers=check_layers, timeline=has_timeline,
+                      timeline=has_timeline,
                       watch=None if watch is None else watch.absolute())  # fmt: skip
     write = None if output is None else partial(write_timeline, output, f"{plan.stem}, measured")
     with refusing_bad_plans("text", plan):

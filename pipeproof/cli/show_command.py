@@ -70,8 +70,7 @@ def _show_costs(plan: Path, source: PlanSource) -> None:
         analytic = loaded.spec.cost.analytic
         if loaded.spec.is_custom:
             raise click.UsageError(
-                f"{plan} has custom layers, whose work is not known; `pipeproof run {plan} --profile FILE` measures "
-                "their times"
+                f"{plan} has custom layers, whose work is not known; `Pipeline.profile` of their script measures them"
             )
         if analytic is None:
             has = "gives its times itself" if loaded.spec.cost.source != "placeholder" else "names no device"

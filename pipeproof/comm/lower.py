@@ -216,22 +216,6 @@ def schedule_path(loaded: LoadedPlan) -> Path:
     return _folder(loaded) / loaded.spec.schedule.path
 
 
-def absolute_build(loaded: LoadedPlan) -> str:
-    """``model.build`` of custom layers with an absolute path of its file.
-
-    Raises:
-        PlanFileError: PP911, the plan has none: its layers are modules of a training script.
-    """
-    build = loaded.spec.custom.build
-    if build is None:
-        message = "the plan has no `model.build`: its layers are the modules of a training script"
-        fix = "run the script; `pipeproof check` and `pipeproof simulate` take the plan as it is"
-        location = None if loaded.source is None else loaded.source.locate(("model",), key=True)
-        raise PlanFileError(Finding("PP911", Severity.ERROR, message, location, fix), source=loaded.source)
-    file, _, function = build.rpartition(":")
-    return f"{(_folder(loaded) / file).resolve()}:{function}"
-
-
 def from_here(loaded: LoadedPlan) -> LoadedPlan:
     """The plan with the path of its profile relative to the working directory instead of the plan file."""
     profile = loaded.spec.cost.profile

@@ -45,6 +45,15 @@ def require_executable(subject: Subject) -> None:
     Raises:
         PipeproofError: PP909, with the location in the plan.
     """
+    if subject.plan.spec.is_custom:
+        raise PipeproofError(
+            NOT_EXECUTED.finding(
+                "the plan declares the layers of a training script, which `pipeproof run` does not have",
+                location=subject.locate("model", "kind"),
+                help="train them with pipeproof.torch.Pipeline or pipeproof.paddle.Pipeline; `compare` of either runs "
+                "a step next to the unpartitioned model",
+            )
+        )
     _refuse(subject, (*_plan_refusals(subject), *_graph_refusals(subject)))
 
 
@@ -72,27 +81,16 @@ def _refuse(subject: Subject, refusals: Iterable[Refusal]) -> None:
 
 def _plan_refusals(subject: Subject) -> Iterator[Refusal]:
     spec = subject.plan.spec
-    if spec.is_custom and spec.buffers.free_output != "after_backward":
-        # a custom layer's backward may read its output; only the GPT's blocks are known not to
-        yield ("buffers", "free_output"), f"the plan has custom layers and free_output {spec.buffers.free_output}"
-    if spec.is_custom and spec.run.device == "gpu":
-        yield ("run", "device"), "the plan has custom layers, which are tried and started on the CPU, and device gpu"
     yield from _transport_refusals(spec)
     if spec.topology.cp > 1:
         yield from _context_parallel_refusals(spec)
     if spec.schedule.turns is not None and spec.run.backend != "torch":
         yield ("schedule", "overlap"), "the plan has schedule.overlap and backend paddle, whose collectives all block"
-    if spec.schedule.turns is not None and spec.is_custom:
-        yield (
-            ("schedule", "overlap"),
-            "the plan has custom layers and schedule.overlap, which a script's modules execute",
-        )
     for key in ("nodes_per_token", "dispatch_dtype"):
         if getattr(spec.model.moe, key, None) is not None:
             yield ("model", "moe", key), f"the plan has model.moe.{key}"
     yield from _recompute_refusals(spec)
-    if not spec.is_custom:
-        yield from unsupported_boundaries(subject.plan)
+    yield from unsupported_boundaries(subject.plan)
 
 
 def _recompute_refusals(spec: PlanSpec) -> Iterator[Refusal]:

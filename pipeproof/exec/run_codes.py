@@ -155,19 +155,6 @@ OUT_OF_MEMORY = RuleDoc(
     kind=ExampleKind.OUTCOME,
 )
 
-NEVER_RECEIVED = RuleDoc(
-    code="PP185",
-    title="a weight never received a gradient",
-    explanation=(
-        "In no micro-batch of the run had the backward a gradient for this weight, so the optimizer never trains it. "
-        "The forward does not use the weight or detaches it, or a custom backward returns None for it. The run and its "
-        "reference share the layer, so they agree. Gradients that are zero do not count as missing. A weight that is "
-        "not to be trained is frozen (`stop_gradient = True`) before the layers are declared."
-    ),
-    wrong="def forward(self, x): return F.linear(x, self.weight.detach())",
-    right="def forward(self, x): return F.linear(x, self.weight)",
-    kind=ExampleKind.OUTCOME,
-)
 
 NOT_TOGETHER = RuleDoc(
     code="PP947",
@@ -212,7 +199,7 @@ PARTS_DO_NOT_FIT = RuleDoc(
 
 RUN_CODES = (
     LOG_DIFFERS, DIED, HUNG, MISMATCH, UNVERIFIED, BACKEND_MISSING, WORLD_SIZE, BEYOND_BOUND, NOT_EXECUTED,
-    DEVICE_MISSING, NOT_FINITE, OUT_OF_MEMORY, NEVER_RECEIVED, NOT_TOGETHER, REFERENCES_DIFFER, PARTS_DO_NOT_FIT,
+    DEVICE_MISSING, NOT_FINITE, OUT_OF_MEMORY, NOT_TOGETHER, REFERENCES_DIFFER, PARTS_DO_NOT_FIT,
 )  # fmt: skip
 
 

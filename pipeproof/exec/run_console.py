@@ -323,10 +323,6 @@ def render_run(report: RunReport, console: Console, *, verbose: bool = False) ->
         console.print(f"[bold green]matches[/]: every loss{gradients}, within the bound")
     elif report.passed:
         console.print("[bold green]matches[/]: every loss and every gradient, bit for bit")
-    elif report.never_received:
-        agrees = "matches the reference, but " if report.matches else ""
-        number = len(report.never_received)
-        console.print(f"[bold red]fails[/]: {agrees}{number} weight{'s' * (number > 1)} never received a gradient")
     elif report.matches:
         console.print("[bold yellow]matches, but was not verified[/]")
     else:

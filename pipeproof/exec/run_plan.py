@@ -24,7 +24,6 @@ from pipeproof.exec.compare.step_part import StepPart, compare_part
 from pipeproof.exec.executor_support import require_executable, require_issuable
 from pipeproof.exec.host_part import RankRecords, build_report, log_findings, read_records
 from pipeproof.exec.installed_backends import INSTALLED_BY
-from pipeproof.exec.launch.custom_layers_check import require_custom_layers
 from pipeproof.exec.launch.gpu_assignment import missing_gpus
 from pipeproof.exec.launch.job_files import (
     Fault,
@@ -35,7 +34,7 @@ from pipeproof.exec.launch.job_files import (
     dump_plan,
     load_arrays,
 )
-from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, Launcher, WorkerFailedError, job_directory
+from pipeproof.exec.launch.supervisor import Launcher, WorkerFailedError, job_directory
 from pipeproof.exec.launch.verdict import JobEndedError
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.rank.checkpointing import only_writer, prepare_checkpoint, remove_unfinished
@@ -93,7 +92,6 @@ def run(
     Raises:
         NotVerifiedError: the report has errors and ``options.unsafe`` is not set.
         BackendMissingError: the plan's backend is not installed.
-        PlanFileError: custom layers cannot be built, or differ from their declaration.
         PipeproofError: the injected failure of the options would never occur.
         WorkerFailedError: a worker died, raised or hung.
         NotFiniteError: a loss or a gradient of a step is not finite.
@@ -125,18 +123,15 @@ def run(
 def prepare_job(
     report: Report, options: RunOptions, directory: Path, on_note: Callable[[Finding], None] = lambda _: None
 ) -> Job:
-    """Write the job of a run into its directory, with the state to resume from; build custom layers to run once.
+    """Write the job of a run into its directory, with the state to resume from.
 
     Raises:
-        PlanFileError: custom layers cannot be built, or differ from their declaration.
         StateError: the state to resume from does not fit the plan, or is incomplete.
     """
     checkpoint = prepare_checkpoint(options.checkpoint, report.subject, report.digest, on_note)
     plan = dump_plan(report.subject.loaded)
     job = Job(directory, plan, report.conclusion, replace(options, checkpoint=checkpoint))
     job.save()
-    if not options.rehearses:
-        require_custom_layers(job, report.subject.loaded, max(options.timeout_s, START_UP_TIMEOUT_S))
     return job
 
 

@@ -15,7 +15,7 @@ from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult
 from pipeproof.exec.compare.step_losses import main_loss, module_losses_to_json
 from pipeproof.exec.rank.op_log import LogEntry, op_ids_of
-from pipeproof.exec.run_codes import BEYOND_BOUND, MISMATCH, NEVER_RECEIVED, UNVERIFIED
+from pipeproof.exec.run_codes import BEYOND_BOUND, MISMATCH, UNVERIFIED
 from pipeproof.schedule.op_table import EdgeKind
 from pipeproof.schedule.ops import PART_KINDS
 from pipeproof.sim.timeline import Span, Timeline
@@ -121,17 +121,10 @@ class RunReport:
         """Return True if a step matches the reference, without the distance to the unpartitioned model."""
         return step.agrees(self.parallel_bound) if self.is_checked_by_bound else step.bitwise
 
-    @cached_property
-    def never_received(self) -> tuple[str, ...]:
-        """Weights of custom layers for which no step had a gradient; the reference shares the layers."""
-        return tuple(
-            name for name in self.steps[0].without_gradient if all(name in step.without_gradient for step in self.steps)
-        )
-
     @property
     def passed(self) -> bool:
-        """True if the exit status is 0: the plan was verified, the run matches, and it trains every weight."""
-        return self.verified and self.matches and not self.never_received
+        """True if the exit status is 0: the plan was verified, and the run matches."""
+        return self.verified and self.matches
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -140,15 +133,6 @@ class RunReport:
         if not self.verified:
             findings.append(UNVERIFIED.finding("the plan does not pass check; it ran unsafe"))
         findings += map(self._mismatch, self._differing)
-        if self.never_received:
-            names = ", ".join(f"`{name}`" for name in self.never_received)
-            num_micro_batches = self.subject.plan.spec.schedule.num_micro_batches
-            finding = NEVER_RECEIVED.finding(
-                f"{names}: never received a gradient, in {len(self.steps)} steps of {num_micro_batches} micro-batches",
-                help="use the weight in the layer's forward and return its gradient from a custom backward, or freeze "
-                "it with `stop_gradient = True`",
-            )
-            findings.append(finding)
         if self.beyond_bound:
             worst = max(self.beyond_bound, key=lambda g: g.unpartitioned_max_rel_diff)
             findings.append(

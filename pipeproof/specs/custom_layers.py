@@ -1,4 +1,4 @@
-"""The section ``model`` of a plan of custom layers: their names, outputs, weights and buffers."""
+"""The section ``model`` of a plan of custom layers: their names, outputs and weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Size = Annotated[int | Literal["b", "s"], BeforeValidator(_size)]
 LayerDtype: TypeAlias = Literal[
     "float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"
 ]
-"""A type of layer outputs and buffers, and of their copies in saved states."""
+"""A type of layer outputs."""
 
 
 class LayerOutputSpec(Section):
@@ -68,18 +68,8 @@ class LayerWeightSpec(Section):
     )
 
 
-class LayerBufferSpec(Section):
-    """A tensor besides the weights that training changes, such as the running mean of a batch norm."""
-
-    name: str = Field(description="Name of the buffer in the layer.", json_schema_extra={"minLength": 1})
-    shape: Annotated[tuple[Annotated[int, Field(ge=1, le=_MAX_SIZE)], ...], FROM_LIST] = Field(
-        description="Sizes of the dims; an empty list for a scalar."
-    )
-    dtype: LayerDtype | None = Field(default=None, description="Type of the elements; without it, `run.dtype`.")
-
-
 class CustomLayerSpec(Section):
-    """A layer; `pipeproof import layers` writes these from the layers themselves."""
+    """A layer; `Pipeline.plan.save` writes these from the modules of a training script."""
 
     name: str = Field(
         description="Name of the layer, here and in `stages`.",
@@ -87,7 +77,7 @@ class CustomLayerSpec(Section):
     )
     kind: str | None = Field(
         default=None,
-        description="Name of the layer's class, or of the function. If it is given, runs and saved states check it.",
+        description="Name of the layer's class, or of the function.",
     )
     out: Annotated[tuple[LayerOutputSpec, ...], FROM_LIST] = Field(
         default=(),
@@ -96,9 +86,6 @@ class CustomLayerSpec(Section):
     )
     parameters: Annotated[tuple[LayerWeightSpec, ...], FROM_LIST] = Field(
         default=(), description="The layer's weights, in the order of `named_parameters`."
-    )
-    buffers: Annotated[tuple[LayerBufferSpec, ...], FROM_LIST] = Field(
-        default=(), description="Tensors besides the weights that training changes; saved states include them."
     )
     borrows: Annotated[tuple[str, ...], FROM_LIST] = Field(
         default=(), description="Weights of earlier layers that this layer also uses, as LAYER.NAME."
@@ -116,15 +103,8 @@ class CustomModelSpec(Section):
     """A sequence of custom layers, and the tensors that cross between them."""
 
     kind: Literal["layers"] = Field(description="The family of the model.")
-    build: str | None = Field(
-        default=None,
-        description="FILE.py:FUNCTION, relative to the plan file. The function returns Paddle layers, the loss "
-        "function and the data function. `pipeproof run` calls it; `check` and `simulate` never do. Without it, the "
-        "layers are the modules of a training script that uses `pipeproof.torch` or `pipeproof.paddle`.",
-        json_schema_extra={"pattern": "^.+\\.py:[A-Za-z_][A-Za-z0-9_]*$"},
-    )
     layers: Annotated[tuple[CustomLayerSpec, ...], FROM_LIST] = Field(
-        description="The layers in execution order; `pipeproof import layers PLAN --write` declares them.",
+        description="The layers in execution order.",
         json_schema_extra={"minItems": 1},
     )
 

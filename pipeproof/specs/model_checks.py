@@ -143,7 +143,6 @@ def check_splits(plan: PlanSections) -> list[Problem]:
 
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
-_BUILD = re.compile(r".+\.py:[A-Za-z_]\w*", re.ASCII)
 
 
 def check_custom_layers(plan: PlanSections, model: CustomModelSpec) -> list[Problem]:
@@ -168,13 +167,8 @@ def _check_lengths(plan: PlanSections, model: CustomModelSpec) -> Iterator[Probl
 
 
 def _check_layers(model: CustomModelSpec) -> Iterator[Problem]:
-    if model.build is not None and not _BUILD.fullmatch(model.build):
-        message = f"`model.build` must be FILE.py:FUNCTION, found {describe_value(model.build)}"
-        yield Problem("PP106", ("model", "build"), message, help="write for example my_model.py:build")
     if not model.layers:
-        yield Problem(
-            "PP106", ("model", "layers"), "`model.layers` is empty", help="`pipeproof import layers` writes it"
-        )
+        yield Problem("PP106", ("model", "layers"), "`model.layers` is empty", help="declare each layer")
     indices: dict[str, int] = {}
     weights: dict[str, tuple[int, ...]] = {}
     declared: set[str] = set()
@@ -190,14 +184,12 @@ def _check_layers(model: CustomModelSpec) -> Iterator[Problem]:
         indices.setdefault(layer.name, index)
         yield from _check_out(layer, path, is_last=index == last)
         yield from _check_borrowed(layer, path, weights)
-        parameters, buffers = ([item.name for item in items] for items in (layer.parameters, layer.buffers))
-        for key, noun, names in (("parameters", "weight", parameters), ("buffers", "buffer", buffers)):
-            for position, local_name in enumerate(names):
-                name = f"{layer.name}.{local_name}"
-                if name in declared:
-                    message = f"the {noun} `{name}` is declared twice"
-                    yield Problem("PP106", (*path, key, position, "name"), message, help="remove one of the two")
-                declared.add(name)
+        for position, weight in enumerate(layer.parameters):
+            name = f"{layer.name}.{weight.name}"
+            if name in declared:
+                message = f"the weight `{name}` is declared twice"
+                yield Problem("PP106", (*path, "parameters", position, "name"), message, help="remove one of the two")
+            declared.add(name)
         weights |= {f"{layer.name}.{weight.name}": weight.shape for weight in layer.parameters}
 
 
@@ -207,7 +199,7 @@ def _check_out(layer: CustomLayerSpec, path: KeyPath, *, is_last: bool) -> Itera
         yield Problem("PP106", (*path, "out"), message, help="remove `out`", at_key=True)
     elif not is_last and not layer.out:
         message = f"`{layer.name}` does not declare its output to the next layer"
-        yield Problem("PP104", path, message, help="add `out: [{shape: [b, ...]}]`, or run `pipeproof import layers`")
+        yield Problem("PP104", path, message, help="add `out: [{shape: [b, ...]}]`")
     elif not is_last and not any(out.has_gradient for out in layer.out):
         message = f"no output of `{layer.name}` has a gradient, so that no layer before it would learn"
         yield Problem("PP106", (*path, "out"), message, help="merge it with the layer after it")
@@ -254,12 +246,6 @@ def _refused_splits(plan: PlanSections, model: CustomModelSpec) -> list[_Refused
             ("schedule", "num_sequence_splits"),
             "sequences of custom layers cannot be split: the reach of their attention is not known",
             "set it to 1",
-        ),
-        (
-            schedule.seq_lengths is not None and model.build is not None,
-            ("schedule", "seq_lengths"),
-            "the data function of `model.build` returns one shape for all micro-batches",
-            "remove it, or train with `pipeproof.torch`",
         ),
         (
             schedule.last_micro_batch_size is not None,
@@ -310,7 +296,7 @@ def _refused_work(plan: PlanSections, model: CustomModelSpec) -> list[_Refused]:
             plan.cost.analytic is not None,
             ("cost", "analytic"),
             "the work of custom layers is not known",
-            "give forward_us and backward_us, or measure them: `pipeproof run PLAN --profile FILE`",
+            "give forward_us and backward_us, or measure them: `Pipeline.profile`",
         ),
         (
             plan.run.main_grad_dtype is not None,

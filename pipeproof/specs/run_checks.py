@@ -18,21 +18,15 @@ _ALIGNED = 8
 
 
 def check_run(plan: PlanSections) -> list[Problem]:
-    """PP106: Paddle has no 16-bit types, copy engines or graphs, custom layers are Paddle's, replay is of fixed steps.
+    """PP106: Paddle has no 16-bit types, copy engines or graphs, and replay is of fixed steps.
 
     16-bit main weights are too narrow for AdamW's epsilon (float16), and for the squares of all gradients.
     """
     run, problems = plan.run, []
-    if run.backend == "paddle":
-        of_script = plan.is_custom and plan.custom.build is None
-        if run.dtype in _SIXTEEN_BITS and not of_script:
-            message = f"run.dtype {run.dtype} is for `run.backend: torch`, and the backend is paddle"
-            fix = "use float32 or float64, or `backend: torch`"
-            problems.append(Problem("PP106", ("run", "dtype"), message, help=fix))
-    elif plan.is_custom and plan.custom.build is not None:
-        message = "`model.build` returns `paddle.nn` layers, and run.backend is torch"
-        fix = "use `backend: paddle`, or train the modules in a script with pipeproof.torch.Pipeline"
-        problems.append(Problem("PP106", ("run", "backend"), message, help=fix))
+    if run.backend == "paddle" and run.dtype in _SIXTEEN_BITS and not plan.is_custom:
+        message = f"run.dtype {run.dtype} is for `run.backend: torch`, and the backend is paddle"
+        fix = "use float32 or float64, or `backend: torch`"
+        problems.append(Problem("PP106", ("run", "dtype"), message, help=fix))
     if run.compiler is not None:
         problems += _check_compiler(plan)
     for key in ("send_recv", "experts"):

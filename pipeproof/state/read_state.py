@@ -210,8 +210,6 @@ def read_rank_state(state: SavedState, plan: LoweredPlan, rank: int) -> dict[tup
                 values = np.empty(prod(own.shape), bits_dtype(own.tensor.dtype))
                 for first, region in own.shard.regions():
                     reader.read(ranges, name, region, values[first : first + region.numel].reshape(region.extents))
-            elif own.tensor.kind == "buffer":
-                continue
             else:
                 values = _initial_values(own)
             content[own.weight, own.slot] = ByteArray(own.tensor.dtype, own.shape, values.view(np.uint8))

@@ -163,7 +163,6 @@ def require_same_training(index: StateIndex, plan: LoweredPlan, digest: str | No
         StateError: Another framework saved it, whose optimizer has other states, or some keys differ.
     """
     backend = plan.spec.run.backend
-    _require_same_replicas(index, plan)
     if index.is_weights_only:
         _require_none(_model_differences(index.values, values_of(plan.spec)), "these weights belong to another model")
         return None
@@ -207,20 +206,6 @@ def data_done(index: StateIndex) -> DataPosition:
         tokens = before.tokens + replicas * sum(size.rows * (size.length or 0) for size in sizes)
     sequences = before.sequences + replicas * sum(size.rows for size in sizes)
     return DataPosition(steps=index.steps_done, sequences=sequences, tokens=tokens)
-
-
-def _require_same_replicas(index: StateIndex, plan: LoweredPlan) -> None:
-    """Refuse another number of data-parallel replicas, if each replica has buffers of its own."""
-    was, now = index.mesh.get("dp", 1), plan.mesh.size("dp")
-    names = [buffer.name for layer in plan.layers for buffer in layer.buffers]
-    if was == now or not names:
-        return
-    rest_text = f" (and {len(names) - 1} more buffers)" if len(names) > 1 else ""
-    raise StateError(
-        f"each data-parallel replica has a `{names[0]}` of its own{rest_text}, which it alone changes; "
-        f"the state was saved with topology.dp {was}, and the plan has {now}",
-        f"give topology.dp {was}, with any pp and schedule; dp may change only for layers that change no buffers",
-    )
 
 
 def _require_none(differences: list[_KeyDifference], message: str) -> None:

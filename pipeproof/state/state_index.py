@@ -35,7 +35,7 @@ _BY_NAME: dict[str, JsonValue] = {"required": []}
 """Schema of a mapping whose keys are names: none is required."""
 _Keys: TypeAlias = Annotated[dict[str, str], Field(json_schema_extra=_BY_NAME)]
 Sharding: TypeAlias = Annotated[dict[str, _Count | Literal["flat"]], Field(json_schema_extra=_BY_NAME)]
-TensorKind = Literal["weight", "moment", "counter", "expert_bias", "buffer"]
+TensorKind = Literal["weight", "moment", "counter", "expert_bias"]
 
 
 class _Frozen(BaseModel):
@@ -47,8 +47,7 @@ class TensorEntry(_Frozen):
 
     kind: TensorKind = Field(
         description="`weight`: updated by the optimizer; `moment`: an optimizer state of a weight's shape; `counter`: "
-        "a scalar optimizer state; `expert_bias`: the bias of a router's choice; `buffer`: a tensor that a custom "
-        "layer changes. Each data-parallel replica has a buffer of its own; they are stacked along dim 0."
+        "a scalar optimizer state; `expert_bias`: the bias of a router's choice."
     )
     dtype: str = Field(description="Type of the elements.")
     shape: _Dims = Field(description="Shape of the whole tensor.")

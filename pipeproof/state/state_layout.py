@@ -15,7 +15,7 @@ from math import prod
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.comm.weight_ranges import index_of
 from pipeproof.stages.describe.gradient_facts import bias_name, moves_biases, routers
-from pipeproof.stages.describe.layer import Buffer, Parameter, loss_dtype
+from pipeproof.stages.describe.layer import Parameter, loss_dtype
 from pipeproof.stages.describe.stage_memory import num_shards, shard_range
 from pipeproof.state.regions import whole_region
 from pipeproof.state.state_index import Shard, Sharding, TensorEntry
@@ -39,7 +39,7 @@ class RankShard:
     """One shard of the state on one rank.
 
     ``weight`` and ``slot`` are its key on the rank: a weight itself (no slot), an optimizer state of it (the slot's
-    name), the bias of the router ``weight`` (slot ``bias``), or the buffer ``weight`` of a custom layer (no slot).
+    name), or the bias of the router ``weight`` (slot ``bias``).
     ``writer`` is the rank that writes it.
     """
 
@@ -53,8 +53,7 @@ class RankShard:
     def shape(self) -> tuple[int, ...]:
         """Shape of the values on the rank.
 
-        A counter is a scalar, even if a framework gives it a dim. A buffer has the replicas as its first dim, if there
-        are several.
+        A counter is a scalar, even if a framework gives it a dim.
         """
         return self.shard.shape
 
@@ -147,9 +146,6 @@ def _state_tensors(plan: LoweredPlan, pp: int) -> Iterator[_StateTensor]:
                 yield from _tensors_of_weight(plan, parameter, min(plan.shared_weights.places(stage, parameter.name)))
         for name in routers(plan.layers_of(stage)) if moves_biases(plan.spec) else ():
             yield _StateTensor(name, "bias", bias_name(name), _bias(plan), None, holders[0])
-        for layer in plan.layers_of(stage):
-            for buffer in layer.buffers:
-                yield _StateTensor(buffer.name, "", buffer.name, _buffer(plan, buffer), None, holders[0])
 
 
 def _tensors_of_weight(plan: LoweredPlan, parameter: Parameter, first_pp: int) -> Iterator[_StateTensor]:
@@ -174,47 +170,11 @@ def _bias(plan: LoweredPlan) -> TensorEntry:
     return TensorEntry(kind="expert_bias", dtype=loss_dtype(run.dtype) or run.dtype, shape=(moe.num_experts,), cut={})
 
 
-def _buffer(plan: LoweredPlan, buffer: Buffer) -> TensorEntry:
-    """Return the entry of a buffer: each data-parallel replica has its own.
-
-    With one replica it has the layer's shape.
-    """
-    replicas = plan.mesh.size("dp")
-    if replicas == 1:
-        return TensorEntry(kind="buffer", dtype=buffer.dtype, shape=buffer.shape, cut={})
-    return TensorEntry(kind="buffer", dtype=buffer.dtype, shape=(replicas, *buffer.shape), cut={"dp": 0})
-
-
-def duplicated_buffer(plan: LoweredPlan) -> str | None:
-    """Return the first buffer of a stage with copies on several pipeline ranks.
-
-    Each copy changes it by its own micro-batches.
-    """
-    return next(
-        (
-            buffer.name
-            for stage, holders in enumerate(plan.holders)
-            if len(holders) > 1
-            for layer in plan.layers_of(stage)
-            for buffer in layer.buffers
-        ),
-        None,
-    )
-
-
-def duplicated_buffer_text(buffer: str, schedule: str) -> tuple[str, str]:
-    """Return the message and the suggested fix for such a buffer."""
-    message = f"{schedule} has copies of the stage of `{buffer}`, and each changes it by its own micro-batches"
-    return f"{message}: no state has both", "use a schedule with one copy of each stage, such as 1f1b or interleaved"
-
-
 def _shards(tensors: Iterable[_StateTensor], plan: LoweredPlan, rank: int) -> Iterator[RankShard]:
     coords, shares = plan.mesh.coords(rank), num_shards(plan.spec)
     for state_tensor in tensors:
         tensor, flat = state_tensor.tensor, None
         offsets, extents = whole_region(tensor.shape)
-        if tensor.kind == "buffer" and tensor.cut:
-            offsets, extents = (coords["dp"], *offsets[1:]), (1, *extents[1:])
         if state_tensor.parameter is not None:
             region = index_of(plan, state_tensor.parameter, rank)
             if tensor.kind != "counter":

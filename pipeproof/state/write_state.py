@@ -142,13 +142,12 @@ def values_of(spec: PlanSpec) -> dict[str, Any]:
 
 
 def _custom_layer_values(model: CustomModelSpec) -> dict[str, Any]:
-    """Return the declarations of custom layers, by index and name; the path of their file is no value."""
+    """Return the declarations of custom layers, by index and name."""
     layers: dict[str, Any] = {str(index): layer.name for index, layer in enumerate(model.layers)}
     for layer in model.layers:  # whose names begin with no digit
         values = layer.model_dump(mode="json", include={"kind", "out", "borrows"}, exclude_none=True)
         parameters = {weight.name: list(weight.shape) for weight in layer.parameters}
-        buffers = {buffer.name: buffer.model_dump(mode="json", exclude={"name"}) for buffer in layer.buffers}
-        layers[layer.name] = {**values, "parameters": parameters, "buffers": buffers}
+        layers[layer.name] = {**values, "parameters": parameters}
     return {"kind": model.kind, "layers": layers}
 
 

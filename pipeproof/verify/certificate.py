@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass, fields, is_dataclass, replace
+from dataclasses import astuple, dataclass, fields, is_dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -22,13 +22,12 @@ from pipeproof.verify.subject import Subject
 
 RULE_SET_VERSION = 11
 """Raised whenever a rule is added or gives other verdicts. It is part of a certificate, and of no digest."""
-_OF_CUSTOM_LAYERS = {"kind": True, "buffers": True, "activation_bytes": True}
+_OF_CUSTOM_LAYERS = {"kind": True, "activation_bytes": True}
 _NO_PART_OF_A_GRAPH: Mapping[str, Any] = {
-    "build": True,
     "unpadded_vocab_size": True,
     "layers": {"__all__": _OF_CUSTOM_LAYERS},
 }
-"""Keys of a model that change no operation: a path, the tokens, parts of custom layers that no operation reads."""
+"""Keys of a model that change no operation: the tokens, parts of custom layers that no operation reads."""
 
 _ADDED_FACTS = {"updates", "flat_start", "expert_routings"}
 """Fields of facts that came later: they are in a digest where they are stated."""
@@ -149,7 +148,7 @@ def _plan_content(plan: LoweredPlan) -> dict[str, Any]:
         "queue": plan.spec.transport.queue or "directed_edge",
         "mesh": astuple(plan.mesh),
         "model": model_content(plan.spec.model, _NO_PART_OF_A_GRAPH),
-        "layers": [astuple(replace(layer, buffers=())) for layer in plan.layers],
+        "layers": [(*astuple(layer), ()) for layer in plan.layers],  # a field of before, in the digests of saved states
         "stages": plan.stages,
         "loss": plan.spec.loss.model_dump(mode="json"),
         "clips": plan.spec.run.clip_norm is not None,

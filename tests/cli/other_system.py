@@ -42,7 +42,6 @@ COMMANDS = {
     "import llama-factory": [str(EXAMPLES / "importing" / "llama_factory.yaml")],
     "import primus": [str(EXAMPLES / "importing" / "primus.yaml")],
     "import roll": [str(EXAMPLES / "importing" / "roll.yaml")],
-    "import layers": [str(EXAMPLES / "custom_layers" / "mixer.yaml")],
     "import megatron": [str(EXAMPLES / "importing" / "megatron.sh"), "-o", "megatron.yaml"],
     "import ms-swift": [str(EXAMPLES / "importing" / "ms_swift.sh")],
     "import nemo-rl": [str(EXAMPLES / "importing" / "nemo_rl.yaml")],

@@ -86,7 +86,6 @@ READS_PLANS = (
     "advise",
     "rehearse",
     "run",
-    "import layers",
 )
 """Commands with a plan as their file."""
 IMPORTERS = {

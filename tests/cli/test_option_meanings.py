@@ -60,7 +60,7 @@ def test_every_command_that_reads_a_plan_takes_set(make_options):
 
 
 def test_every_command_that_reads_a_plan_takes_files_of_other_tools(make_options):
-    """But ``import layers``, as no other tool's file has custom layers, and commands that read a plan by an option."""
+    """Except commands that read a plan by an option."""
     found = make_options.options()
     readers = {words for words in found["--set"] if words.split()[0] not in ("init", "import", "state")} - {"job hang"}
     assert readers >= {"check", "simulate", "show", "advise", "tune", "sweep", "compare", "run", "rehearse"}

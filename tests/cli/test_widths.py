@@ -138,7 +138,6 @@ def test_columns_that_are_no_width_are_ignored(monkeypatch, tmp_path, columns):
         ("run", "--unsafe", CORRUPTING),
         ("rehearse", SMALL),
         ("doctor", "--backend", "paddle"),
-        ("job", "fleet", EXAMPLES / "custom_layers" / "fleet_conv.yaml"),
     ],
     ids=named,
 )

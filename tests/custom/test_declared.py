@@ -1,4 +1,4 @@
-"""Plans of custom layers are checked without their file; the commands accept them like other plans."""
+"""Plans of declared layers are checked, simulated and shown like other plans, and `run` names what trains them."""
 
 import json
 
@@ -26,7 +26,7 @@ LAYERS = [
 def plan(layers=LAYERS, **sections):
     base = {
         "pipeproof": 1,
-        "model": {"kind": "layers", "build": "nowhere.py:build", "layers": layers},
+        "model": {"kind": "layers", "layers": layers},
         "topology": {"pp": 2},
         "schedule": {"kind": "1f1b", "num_micro_batches": 4, "micro_batch_size": 2},
         "loss": {"normalization": "mean_of_micro_batches"},
@@ -45,7 +45,7 @@ def refused(**sections):
 @pytest.mark.parametrize(("pp", "schedule"), [
     (2, {"kind": "1f1b"}), (4, {"kind": "gpipe"}), (2, {"kind": "zb_v", "num_chunks": 2}), (4, {"kind": "dualpipe"}),
 ])  # fmt: skip
-def test_check_proves_and_simulate_times_it_without_the_file(pp, schedule):
+def test_check_proves_and_simulate_times_it(pp, schedule):
     report = check(plan_from_dict(plan(topology={"pp": pp, "dp": 2}, schedule={"num_micro_batches": 8, **schedule})))
     assert report.errors == ()
     assert report.certificate is not None
@@ -86,7 +86,7 @@ def test_sizes_of_the_sequence_length_differ_between_micro_batches():
         {"name": "mid", "out": [{"shape": ["b", 4]}]},
         {"name": "head"},
     ]
-    content = plan(layers, model={"build": None}, topology={"pp": 3}, schedule={"seq_lengths": [5, 3, 5, 7]})
+    content = plan(layers, topology={"pp": 3}, schedule={"seq_lengths": [5, 3, 5, 7]})
     content["model"]["layers"] = layers
     report = check(plan_from_dict(content))
     assert report.errors == ()
@@ -103,7 +103,6 @@ def changed(index, **about):
 
 
 @pytest.mark.parametrize(("sections", "code", "words"), [
-    ({"model": {"build": "model.py"}}, "PP106", "FILE.py:FUNCTION"),
     ({"layers": []}, "PP106", "is empty"),
     ({"layers": changed(0, name="a b")}, "PP106", "letters, digits"),
     ({"layers": changed(1, name="stem")}, "PP106", "has the name `stem` of layer 0"),
@@ -115,15 +114,13 @@ def changed(index, **about):
     ({"layers": changed(0, out=[{"shape": ["c", 4]}])}, "PP106", "a size is `b`"),
     ({"layers": changed(0, out=[{"shape": [0]}])}, "PP106", "a size is `b`"),
     ({"layers": changed(0, out=[{"shape": ["b", "s"]}])}, "PP106", "schedule.seq_lengths is not given"),
-    ({"model": {"build": None}, "schedule": {"seq_lengths": [1, 2]}}, "PP109", "has 2 entries"),
-    ({"schedule": {"seq_lengths": [1, 2, 3, 4]}}, "PP106", "one shape for all micro-batches"),
+    ({"schedule": {"seq_lengths": [1, 2]}}, "PP109", "has 2 entries"),
     ({"layers": changed(3, borrows=["stem.weigth"])}, "PP106", "which no layer before it has"),
     ({"layers": changed(0, parameters=[{"name": "w", "shape": [1]}] * 2)}, "PP106", "declared twice"),
     ({"topology": {"tp": 2}}, "PP106", "topology.tp is 2"),
     ({"topology": {"cp": 2}}, "PP106", "topology.cp is 2"),
     ({"topology": {"ep": 2}}, "PP106", "topology.ep is 2"),
     ({"schedule": {"last_micro_batch_size": 1}}, "PP106", "one shape"),
-    ({"schedule": {"seq_lengths": [1, 1, 1, 1]}}, "PP106", "one shape"),
     ({"schedule": {"kind": "seq1f1b", "num_sequence_splits": 2}}, "PP106", "sequences"),
     ({"loss": {"normalization": "global_tokens"}}, "PP106", "micro-batch"),
     ({"boundaries": [{"name": "x", "dims": "b"}]}, "PP106", "their `out`"),
@@ -133,6 +130,7 @@ def changed(index, **about):
     ({"cost": {"analytic": "h200"}}, "PP106", "the work of"),
     ({"run": {"main_grad_dtype": "float64"}}, "PP106", "in run.dtype"),
     ({"model": {"num_layers": 3}}, "PP102", "no key `num_layers`"),
+    ({"model": {"build": "model.py:build"}}, "PP102", "no key `build`"),
 ])  # fmt: skip
 def test_refusals(sections, code, words):
     found = refused(**sections)
@@ -160,13 +158,9 @@ def test_the_cut_is_refused_at_its_place():
         assert caught.value.findings[0].code == code
 
 
-def test_the_digest_does_not_depend_on_where_the_file_is():
-    one, other = (
-        check(plan_from_dict(plan(model={"build": build}))).digest for build in ("a.py:build", "/somewhere/b.py:make")
-    )
-    assert one == other
-    said = changed(0, kind="Stem", buffers=[{"name": "mean", "shape": [4]}])
-    assert one == check(plan_from_dict(plan(layers=said))).digest  # no operation reads it
+def test_the_digest_has_what_operations_read():
+    one = check(plan_from_dict(plan())).digest
+    assert one == check(plan_from_dict(plan(layers=changed(0, kind="Stem")))).digest
     assert one != check(plan_from_dict(plan(layers=changed(1, name="relu")))).digest
 
 
@@ -175,3 +169,12 @@ def test_commands(command, tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text(json.dumps(plan(cost={"forward_us": 100, "backward_us": 200})))
     assert invoke(*command, file).exit_code == 0
+
+
+def test_run_names_the_pipelines_that_train_the_layers(tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text(json.dumps(plan()))
+    done = invoke("run", file)
+    assert done.exit_code == 2
+    assert "error[PP909]: the plan declares the layers of a training script" in done.output
+    assert "pipeproof.torch.Pipeline or pipeproof.paddle.Pipeline; `compare`" in done.output

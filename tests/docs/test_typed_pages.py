@@ -70,7 +70,6 @@ EXEMPT = {
     "sweep.md": "a cluster, and worker processes; tests/sweep",
     "tune.md": "searches of minutes; tests/tune and tests/cli/test_tune.py",
     "tutorial.md": "`make tutorial` follows it, installation and all, in a fresh environment; .ci/run calls it",
-    "custom-layers.md": "runs; tests/custom",
     "train.md": "processes of PyTorch; tests/train/test_train_page.py",
 }
 """Pages whose commands are not typed by these tests, and why; links of pages and their options are tested for all."""

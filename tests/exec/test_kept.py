@@ -8,7 +8,6 @@ import pytest
 from click.testing import CliRunner
 
 from pipeproof.cli.main import main
-from tests.custom.plans import described, own_dict
 from tests.exec.processes import Run
 from tests.plans import plan_dict
 
@@ -115,39 +114,3 @@ def test_training_that_is_not_finite_ends_with_status_1(tmp_path):
     assert ended.status == 1, ended.output
     assert "error[PP921]: step 1: " in ended.output
     assert "the reference has values that are not finite too" in ended.output
-
-
-HUNGRY = """
-import os
-import paddle
-import paddle.nn.functional as F
-from paddle import nn
-
-class Hungry(nn.Layer):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x):
-        if os.environ.get("PADDLE_TRAINER_ID") == "1":
-            paddle.zeros([1 << 45])
-        return self.inner(x)
-
-def build():
-    def data(step, index, rng):
-        return rng.random((2, 4), dtype="float32"), rng.integers(0, 4, 2)
-    return [nn.Linear(4, 4), Hungry()], F.cross_entropy, data
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.needs_paddle
-def test_a_layer_that_runs_out_of_memory_is_named_by_its_line_and_nothing_is_left(tmp_path):
-    (tmp_path / "hungry.py").write_text(HUNGRY)
-    build = f"{tmp_path}/hungry.py:build"
-    plan = json.loads(json.dumps(own_dict(build, 2, described(build, 2))))
-    ended = Run(tmp_path, plan).end()
-    assert ended.status == 3, ended.output
-    assert "error[PP922]: rank 1 (pp 1) ran out of memory (hungry.py:14 in forward): the process held " in ended.output
-    assert "it requested 131072.00 GiB more, at 1F0 of step 0" in ended.output
-    assert "1RECV_F0 brought from rank 0" in ended.output

@@ -52,20 +52,6 @@ def test_paddle_computes_on_gpus_too():
     assert plan_from_dict(plan_dict(run={"backend": "paddle", "device": "gpu"})).spec.run.device == "gpu"
 
 
-def test_custom_layers_need_paddle():
-    layers = [{"name": "a", "out": [{"shape": ["b", 4]}]}, {"name": "b"}]
-    with pytest.raises(PlanFileError, match=r"PP106.*run\.backend is torch"):
-        plan_from_dict(
-            {
-                "pipeproof": 1,
-                "model": {"kind": "layers", "build": "layers.py:build", "layers": layers},
-                "topology": {"pp": 2},
-                "schedule": {"kind": "1f1b", "num_micro_batches": 2, "micro_batch_size": 1},
-                "run": {"backend": "torch"},
-            }
-        )
-
-
 GPU = {"backend": "torch", "device": "gpu", "replay": True}
 
 

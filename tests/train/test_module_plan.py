@@ -88,7 +88,7 @@ def test_what_custom_layers_have_no_parts_for_is_refused(section, text):
 
 
 def test_pairs_of_modules_are_not_run_without_their_script():
-    with pytest.raises(PipeproofError, match="which a script's modules execute"):
+    with pytest.raises(PipeproofError, match="declares the layers of a training script"):
         require_executable(make_subject(plan_from_dict(completed(overlap=True))))
 
 

@@ -183,7 +183,7 @@ def test_the_loss_of_custom_layers_is_behind_the_last_of_them():
     ]
     plan = {
         "pipeproof": 1,
-        "model": {"kind": "layers", "build": "nowhere.py:build", "layers": layers},
+        "model": {"kind": "layers", "layers": layers},
         "topology": {"pp": 2, "dp": 2},
         "schedule": {"kind": "1f1b", "num_micro_batches": 2, "micro_batch_size": 2},
         "loss": {"normalization": "mean_of_micro_batches"},

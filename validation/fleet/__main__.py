@@ -1,4 +1,4 @@
-"""``python -m validation.fleet PLAN``: a plan's layers trained by Fleet's own pipeline and by ours."""
+"""``python -m validation.fleet MODEL``: the same layers trained by Fleet's own pipeline and by ours."""
 
 from __future__ import annotations
 
@@ -6,37 +6,63 @@ import sys
 from pathlib import Path
 
 import click
+import yaml
 
-from pipeproof.cli.console import console_for, refusing_bad_plans, writable
-from pipeproof.cli.plan_options import PlanSource, plan_options
-from pipeproof.cli.progress import showing_progress
-from pipeproof.cli.rank_options import logs, timeout
+from pipeproof.atomic_write import write_json, write_output
+from pipeproof.cli.console import console_for
+from pipeproof.diagnostics.text_output import render_text
+from pipeproof.exit_status import ExitStatus
+from validation.fleet.fleet_run import FleetReport, Settings, run_fleet
+
+PLAN_FILE = "plan.yaml"
+"""File of the plan next to recorded calls."""
 
 
 @click.command()
-@click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
-@plan_options()
-@click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
-              help="Write a JSON report.")  # fmt: skip
-@click.option("--log", "record_to", type=click.Path(path_type=Path, file_okay=False), callback=writable,
+@click.argument("model", type=click.Choice(["mixer", "conv_net"]))
+@click.option("--pp", default=2, show_default=True, help="Pipeline ranks.")
+@click.option("--replicas", default=1, show_default=True, help="Data-parallel replicas.")
+@click.option("--chunks", default=1, show_default=True, help="Stages of each rank; more than one is interleaved.")
+@click.option("--micro-batches", default=4, show_default=True)
+@click.option("--balanced", is_flag=True, help="Set `best_unbalanced_scheduler`.")
+@click.option("--steps", default=5, show_default=True)
+@click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), help="Write a JSON report.")
+@click.option("--log", type=click.Path(path_type=Path, file_okay=False),
               help="Record the communication of each of Fleet's ranks here, for `check --log`.")  # fmt: skip
-@timeout
-@logs
 def fleet(
-    plan: Path, source: PlanSource, report_file: Path | None, record_to: Path | None, timeout_s: float,
-    logs: Path | None,
+    model: str, pp: int, replicas: int, chunks: int, micro_batches: int, balanced: bool, steps: int,
+    report_file: Path | None, log: Path | None,
 ) -> None:  # fmt: skip
-    """Run a plan's layers with Fleet's own pipeline and with ours, and compare losses, gradients and messages."""
-    if record_to is not None and record_to.is_dir() and any(record_to.glob("rank_*.jsonl")):
-        raise click.BadParameter(f"{str(record_to)!r} has logs already", param_hint="--log")
-    from pipeproof.verify.check_plan import check
-    from validation.fleet.fleet_console import FleetOptions, fleet_command
+    """Train the layers of MODEL with Fleet's own pipeline and with ours; compare losses, gradients and operations."""
+    if log is not None and log.is_dir() and any(log.glob("rank_*.jsonl")):
+        raise click.BadParameter(f"{str(log)!r} has logs already", param_hint="--log")
+    settings = Settings(model, pp, micro_batches, replicas, chunks, balanced, steps,
+                        None if log is None else str(log.resolve()))  # fmt: skip
+    report = run_fleet(settings)
+    _render(report)
+    if report_file is not None:
+        write_json(report_file, report.to_json())
+    if log is not None:
+        write_output(log / PLAN_FILE, yaml.safe_dump(report.subject.loaded.spec.model_dump(mode="json")))
+        print(f"recorded; to check: pipeproof check --log {log} --plan {log / PLAN_FILE}")
+    sys.exit(ExitStatus.FAILED if report.findings else ExitStatus.OK)
 
-    with refusing_bad_plans("text", plan):
-        with showing_progress(f"checking {plan}") as on_progress:
-            report = check(source.load(plan), on_progress=on_progress)
-        status = fleet_command(report, FleetOptions(timeout_s, logs, report_file, record_to), console_for())
-    sys.exit(status)
+
+def _render(report: FleetReport) -> None:
+    console = console_for()
+    render_text(report.findings, report.subject.source, console=console)
+    for step, (theirs, ours) in enumerate(report.losses):
+        console.print(f"step {step}  pipeproof {ours:.9f}  Fleet {theirs:.9f}")
+    num_equal = sum(each["is_equal"] for each in report.gradients)
+    console.print(f"{num_equal} of {len(report.gradients)} gradients have the same bits")
+    verdict = "[red]differ from the plan[/]" if report.order_findings else "match the plan, in its order"
+    console.print(
+        f"{report.ranks[0]['scheduler']}: {report.num_computed} forwards and backwards and {report.num_messages} "
+        f"messages per step {verdict}",
+        soft_wrap=True,
+    )
+    if not report.findings:
+        console.print("[bold green]matches[/]: pipeproof and Fleet train the same, bit for bit")
 
 
 if __name__ == "__main__":

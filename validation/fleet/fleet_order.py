@@ -50,22 +50,14 @@ class RankEvents:
     computed: list[Computation] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class FleetLog:
-    """Log of one rank: the scheduler class that Fleet chose, and the events of each step."""
-
-    scheduler: str
-    events: list[RankEvents]
-
-
 class EventRecorder:
-    """Recorder of a rank's events, step by step; calls ``enter`` with each computation when it begins.
+    """Recorder of a rank's events, step by step.
 
     ``pp_rank`` is this rank among the ``num_ranks`` pipeline ranks.
     """
 
-    def __init__(self, pp_rank: int, num_ranks: int, enter: Callable[[str], None]) -> None:
-        self._pp_rank, self._num_ranks, self._enter = pp_rank, num_ranks, enter
+    def __init__(self, pp_rank: int, num_ranks: int) -> None:
+        self._pp_rank, self._num_ranks = pp_rank, num_ranks
         self.chunk_of: Callable[[], int] = lambda: 0
         """Function that returns Fleet's current virtual stage."""
         self._begin()
@@ -121,7 +113,6 @@ class EventRecorder:
         self._counts[stage] += 1
         receives = [self._received.pop(id(t))[1] for t in _tensors(inputs) if id(t) in self._received]
         self._events.computed.append(Computation(op, receives))
-        self._enter(op)
 
     def _end_computation(self, outputs: Any) -> None:
         for tensor in _tensors(outputs):

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
-from pipeproof.specs.load_plan import load_plan
-
-_EXAMPLES = Path(__file__).parents[2] / "examples" / "custom_layers"
 
 NUM_STEPS = 2
 SWIGLU_LIMIT = 0.05
@@ -65,8 +61,6 @@ FEATURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             ],
             "transport": "partial",
         },
-        "custom layers": {"example": "mixer"},
-        "custom layers of Fleet": {"example": "fleet_conv"},
         "all together": {
             "model": {"moe": {**_MOE, "score": "sigmoid"}, "mla": _MLA, "tied_embedding": True},
             "run": {"clip_norm": CLIP_NORM},
@@ -123,7 +117,6 @@ class Cell:
     def plan(self) -> dict[str, Any]:
         """The plan, as data that can be written as JSON."""
         feature = FEATURES[self.feature]
-        layers = _custom_layers(feature["example"]) if "example" in feature else {}
         chunks = max(SCHEDULE_KINDS[self.kind].min_chunks, 2 if self.kind in _WITH_TWO_STAGES else 1)
         schedule = {"kind": self.kind, "num_micro_batches": 8 if "pp 4" in self.topology else 4, "micro_batch_size": 2}
         splits = {"num_sequence_splits": 2} if SCHEDULE_KINDS[self.kind].splits_sequences else {}
@@ -139,16 +132,7 @@ class Cell:
                 **feature.get("schedule", {}),
             },
             "run": {"steps": NUM_STEPS, "seed": 7, "learning_rate": 0.01, **feature.get("run", {})},
-            **layers,
         }
-
-
-def _custom_layers(example: str) -> dict[str, Any]:
-    """Return the layers of an example and the plan keys that they require, with paths from the repository's root."""
-    loaded = load_plan(_EXAMPLES / f"{example}.yaml")
-    build = f"examples/custom_layers/{loaded.spec.custom.build}"
-    model = {**loaded.spec.model.model_dump(mode="json", exclude_unset=True), "build": build}
-    return {"model": model, "loss": {"normalization": "mean_of_micro_batches"}}
 
 
 _WITH_TWO_STAGES = frozenset({"looped_bfs", "optimal"})
@@ -176,8 +160,6 @@ _TOPOLOGIES_OF = {
     "regathered activations": ("pp 2, tp 2, SP",) * 4,
     "recomputation": ("pp 4", "pp 2, ep 2", "pp 2, tp 2, SP", "pp 2, dp 2"),
     "token batches across boundaries": ("pp 4", "pp 2", "pp 2, tp 2", "pp 2, dp 2"),
-    "custom layers": ("pp 4", "pp 2, dp 2", "pp 2", "pp 2"),
-    "custom layers of Fleet": ("pp 2, dp 2", "pp 2", "pp 2, dp 2", "pp 2"),
 }
 CELLS = (
     *(

@@ -67,7 +67,7 @@ def one_run(plan: Mapping[str, Any]) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         plan_file, report_file, output_file = (Path(folder) / name for name in ("plan.json", "report.json", "output"))
-        plan_file.write_text(json.dumps(_from_anywhere(plan)), encoding="utf-8")
+        plan_file.write_text(json.dumps(plan), encoding="utf-8")
         with output_file.open("wb") as output:
             status = _status([sys.executable, "-m", "pipeproof", "run", str(plan_file), "--report", str(report_file)],
                              output.fileno())  # fmt: skip
@@ -75,12 +75,6 @@ def one_run(plan: Mapping[str, Any]) -> dict[str, Any]:
         if not report_file.exists():
             return {**result, "message": _error_of(output_file.read_text(encoding="utf-8", errors="replace"))}
         return {**result, **_figures(json.loads(report_file.read_text(encoding="utf-8")))}
-
-
-def _from_anywhere(plan: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the plan with the absolute path of its custom layers, if it has any."""
-    model = plan.get("model", {})
-    return {**plan, "model": {**model, "build": str(ROOT / model["build"])}} if "build" in model else plan
 
 
 def _paddle_version() -> str | None:

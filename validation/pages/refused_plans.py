@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeproof.comm.lower import absolute_build
 from pipeproof.specs.load_plan import load_plan
 
 Sections = Mapping[str, Any]
@@ -125,14 +124,13 @@ REFUSED: tuple[tuple[Part, ...], ...] = (
 )
 """Combinations of parts of a GPT's plan. Without any one of its parts, or without all, the plan is accepted."""
 
-_EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_layers" / "mixer.yaml"
+_EXAMPLE = Path(__file__).parents[2] / "examples" / "declared_layers.yaml"
 
 WITH_CUSTOM_LAYERS: tuple[Part, ...] = (
     _part("`tp`", topology={"tp": 2}),
     _part("`cp`", topology={"cp": 2}),
     _part("`ep`", topology={"ep": 2}),
     _part("sequence splits", schedule={"kind": "seq1f1b", "num_chunks": 1, "num_sequence_splits": 2}),
-    _part("`seq_lengths`", schedule={"seq_lengths": [8, 4, 8, 4]}),
     _part("`last_micro_batch_size`", schedule={"last_micro_batch_size": 1}),
     _part("`normalization: global_tokens`", loss={"normalization": "global_tokens"}),
     _part("`stages: layer:REGEX`", stages="layer:Linear"),
@@ -141,7 +139,6 @@ WITH_CUSTOM_LAYERS: tuple[Part, ...] = (
     _part("`budget_gib`", memory={"budget_gib": 1.0}),
     _part("`cost.analytic`", cost={"analytic": "h200"}),
     _part("`main_grad_dtype`", run={"main_grad_dtype": "float64"}),
-    _part("`free_output`", buffers={"free_output": "after_send_done"}),
 )
 """Features that a plan of custom layers does not support."""
 
@@ -152,11 +149,8 @@ def gpt_plan(*parts: Part) -> dict[str, Any]:
 
 
 def custom_plan(*parts: Part) -> dict[str, Any]:
-    """Return the example of custom layers with these parts; the path of its file is absolute."""
-    loaded = load_plan(_EXAMPLE)
-    plan = loaded.spec.model_dump(mode="json", exclude_unset=True)
-    plan["model"]["build"] = absolute_build(loaded)
-    return _with(plan, parts)
+    """Return the example of declared layers with these parts."""
+    return _with(load_plan(_EXAMPLE).spec.model_dump(mode="json", exclude_unset=True), parts)
 
 
 def _with(plan: Sections, parts: tuple[Part, ...]) -> dict[str, Any]:

@@ -109,8 +109,7 @@ class StepResult:
     """Comparison of one step's losses (in the run's dtype), gradients and router values with the reference.
 
     With ``is_compared`` False the step has no reference: the reference's losses are NaN, and only equal shards are
-    compared with each other. ``without_gradient`` are the custom layers' weights for which no backward of the step had
-    a gradient.
+    compared with each other.
     """
 
     step: int
@@ -119,7 +118,6 @@ class StepResult:
     unpartitioned_loss: Loss
     gradients: tuple[GradientResult, ...]
     routers: RouterResult | None = None
-    without_gradient: tuple[str, ...] = ()
     is_compared: bool = True
 
     @property
@@ -187,7 +185,6 @@ def merged_step(plan: LoweredPlan, parts: Sequence[StepPart]) -> StepResult:
         unpartitioned_loss=reference.unpartitioned_loss.loss(),
         gradients=gradients,
         routers=merged_routers(plan, [part.routers for part in parts], routers, unpartitioned_routers),
-        without_gradient=reference.without_gradient,
     )
 
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from pipeproof.comm.accumulation_order import sum_orders, tied_sums
 from pipeproof.comm.lower import lower_loaded
 from pipeproof.exec.compare.reference_kind import needs_ordered_reference
-from pipeproof.exec.launch.custom_layers_check import require_same_start
 from pipeproof.exec.launch.job_files import EventSink, Job, StepOutcome, end_process, save_arrays
 from pipeproof.signals import die_with_parent
 from pipeproof.stages.describe.layer_records import LayerWatch
@@ -52,8 +51,6 @@ def run_reference(job: Job, on_step: Callable[[int], None], ranks: Sequence[int]
     start = reference_start(job.checkpoint, spec) if job.checkpoint.reference_from_state else None
     results = run_ordered(spec, in_order, watch, start) if ordered else run_unpartitioned(spec, watch, start)
     for result in results:
-        if start is None and result.step == 0 and spec.is_custom:
-            require_same_start(job, {name: result.weights[name] for name in result.gradients})
         if result.step < job.checkpoint.first_step:
             on_step(result.step)
             continue
@@ -62,7 +59,7 @@ def run_reference(job: Job, on_step: Callable[[int], None], ranks: Sequence[int]
         if ordered:
             StepOutcome(result.loss, result.gradients, result.routers).save(job.step_file("ordered", result.step))
             result = unpartitioned_step(spec, result.weights, result.step)
-        outcome = StepOutcome(result.loss, result.gradients, result.routers, without_gradient=result.without_gradient)
+        outcome = StepOutcome(result.loss, result.gradients, result.routers)
         outcome.save(job.step_file("unpartitioned", result.step))
         on_step(result.step)
 

@@ -18,7 +18,7 @@ from pipeproof.state.state_layout import COUNTERS, MOMENTS, moment_name
 def reference_start(options: CheckpointOptions, plan: PlanSpec) -> InitialState:
     """Return the whole state to resume from, as a reference takes it; it was checked against the plan before.
 
-    With a state of weights only, the optimizer and missing biases and buffers keep their initial values.
+    With a state of weights only, the optimizer and missing biases keep their initial values.
 
     Raises:
         StateError: a file has changed since the check.
@@ -31,10 +31,9 @@ def reference_start(options: CheckpointOptions, plan: PlanSpec) -> InitialState:
     biased = {bias_key(router): bias_name(router) for router in routers(layers)} if moves_biases(plan) else {}
     slots = MOMENTS[run.optimizer] + COUNTERS[run.optimizer][run.backend]
     optimizer_slots = {(name, slot): moment_name(name, slot) for name in names for slot in slots}
-    others = biased | {buffer.name: buffer.name for layer in layers for buffer in layer.buffers}
     return InitialState(
         state.steps_done,
-        {name: whole[name] for name in names} | {key: whole[name] for key, name in others.items() if name in whole},
+        {name: whole[name] for name in names} | {key: whole[name] for key, name in biased.items() if name in whole},
         {key: whole[name] for key, name in optimizer_slots.items() if name in whole},
     )
 

@@ -126,7 +126,6 @@ class ReferenceFacts:
     gradients: Mapping[str, ReferenceGradient]
     routers: Mapping[str, ExactArray]
     unpartitioned_routers: Mapping[str, ExactArray]
-    without_gradient: tuple[str, ...]
     digest: str
 
 
@@ -219,7 +218,6 @@ class _Models:
             },
             routers={name: ExactArray.of(value) for name, value in ordered.routers.items()},
             unpartitioned_routers={name: ExactArray.of(value) for name, value in unpartitioned.routers.items()},
-            without_gradient=tuple(unpartitioned.without_gradient),
             digest="" if has_all_ranks else self._digest(names),
         )
 

@@ -244,7 +244,7 @@ def _started(run: RunSpec, options: RunOptions) -> Callable[[], Framework]:
 def _facts(report: Report, options: RunOptions) -> Mapping[str, Any]:
     """Facts that must be equal on all ranks."""
     plan, certificate = dump_plan(report.subject.loaded), report.conclusion
-    for section, key in (("schedule", "path"), ("cost", "profile"), ("model", "build")):
+    for section, key in (("schedule", "path"), ("cost", "profile")):
         plan.get(section, {}).pop(key, None)  # files may lie elsewhere on another host
     stated = replace(options, logs=None, record=None, checkpoint=CheckpointOptions())
     states = options.checkpoint

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from pipeproof.atomic_write import atomic_write
-from pipeproof.comm.lower import absolute_build, from_here, schedule_path
+from pipeproof.comm.lower import from_here, schedule_path
 from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.verify.certificate import Certificate
@@ -84,7 +84,7 @@ class RunOptions:
 
     With ``profile`` times are measured: idle messages before the first step, and the reference runs after the ranks.
     ``record`` has the directory and the detail of a record, None for no record. ``share_gpus`` allows fewer GPUs than
-    ranks. ``check_layers`` first compares the backwards of custom layers with finite differences. ``checkpoint`` has
+    ranks. ``checkpoint`` has
     the state to resume from, as the user named it, and the directory to save to. A rehearsal has the ``scale`` of its
     plan, and no other run has one. Without ``timeline`` the report of a run without an external launcher has none: it
     would take memory for each step. ``watch`` is the directory of the rings for ``job hang``, None for none.
@@ -97,7 +97,6 @@ class RunOptions:
     profile: bool = False
     record: RecordOptions | None = None
     share_gpus: bool = False
-    check_layers: bool = False
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     scale: Fraction | None = None
     timeline: bool = True
@@ -173,11 +172,6 @@ class Job:
     def logs(self, num_ranks: int) -> dict[int, list[LogEntry]]:
         """Read the op logs of all ranks."""
         return {rank: [*LogFile(self.rank_file(rank, "log"))] for rank in range(num_ranks)}
-
-    @property
-    def custom_layers_file(self) -> Path:
-        """File with the result of the trial of custom layers."""
-        return self.directory / "custom_layers.json"
 
 
 def save_json(path: Path, value: object, form: Any) -> None:
@@ -255,15 +249,13 @@ def dump_plan(loaded: LoadedPlan) -> dict[str, Any]:
         content["schedule"]["path"] = str(schedule_path(loaded).resolve())
     if loaded.spec.cost.profile is not None:
         content["cost"]["profile"] = str(Path(str(from_here(loaded).spec.cost.profile)).resolve())
-    if loaded.spec.is_custom:
-        content["model"]["build"] = absolute_build(loaded)
     return content
 
 
 Loss: TypeAlias = "np.floating[Any]"
 """A loss as a scalar of the run's dtype, so that its bits can be compared; several losses are a vector."""
 
-_LOSS, _NOT_FINITE, _WITHOUT_GRADIENT, _ROUTERS = "/loss", "/not_finite", "/without_gradient", "/routers/"
+_LOSS, _NOT_FINITE, _ROUTERS = "/loss", "/not_finite", "/routers/"
 """Keys of a step file, the last one a prefix; no parameter's name begins with a slash."""
 
 
@@ -272,14 +264,12 @@ class StepOutcome:
     """Result of a step on one rank or of a reference: its loss, its gradients (or shards of them), its router values.
 
     Only the last stage has a loss. ``not_finite`` is the first operation whose loss is not finite, if there is one.
-    ``without_gradient`` are weights that no backward of the unpartitioned model had a gradient for.
     """
 
     loss: Loss | None = None
     gradients: Mapping[str, np.ndarray] = field(default_factory=dict)
     routers: Mapping[str, np.ndarray] = field(default_factory=dict)
     not_finite: str = ""
-    without_gradient: Sequence[str] = ()
 
     def save(self, path: Path) -> None:
         """Write a step file, which appears whole or not at all."""
@@ -291,8 +281,6 @@ class StepOutcome:
             arrays[_LOSS] = np.asarray(self.loss)
         if self.not_finite:
             arrays[_NOT_FINITE] = np.asarray(self.not_finite)
-        if self.without_gradient:
-            arrays[_WITHOUT_GRADIENT] = np.asarray(self.without_gradient)
         save_arrays(path, arrays)
 
     @classmethod
@@ -304,7 +292,6 @@ class StepOutcome:
             {name: array for name, array in arrays.items() if not name.startswith("/")},
             {name.removeprefix(_ROUTERS): array for name, array in arrays.items() if name.startswith(_ROUTERS)},
             str(arrays.get(_NOT_FINITE, "")),
-            tuple(map(str, arrays.get(_WITHOUT_GRADIENT, ()))),
         )
 
 

@@ -124,24 +124,13 @@ class RankAdapter:
         return {name: self._value(w) for stage in self._stages.values() for name, w in stage.parameters.items()}
 
     def state(self) -> dict[tuple[str, str], Tensor]:
-        """Return this rank's state by weight or router, and slot, with the names of ``pipeproof.state``.
-
-        A buffer has its name and an empty slot.
-        """
-        buffers = {
-            (name, ""): buffer
-            for stage in self._stages.values()
-            for name, buffer in self._factory.buffers(stage).items()
-        }
-        return self._step_end.state() | self._routers.state() | buffers
+        """Return this rank's state by weight or router, and slot, with the names of ``pipeproof.state``."""
+        return self._step_end.state() | self._routers.state()
 
     def restore_state(self, state: Mapping[tuple[str, str], Tensor]) -> None:
         """Resume with the result of ``state``; call before the first step."""
         self._step_end.restore_state(state)
         self._routers.restore_state(state)
-        for stage in self._stages.values():
-            names = [name for name in self._factory.buffers(stage) if (name, "") in state]
-            self._factory.restore_buffers(stage, {name: state[name, ""] for name in names})
 
     def begin(self, step: int) -> None:
         """Begin a step: reset the tensors of the previous step, and load the input data."""

@@ -16,7 +16,6 @@ from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.exec.launch.job_files import CheckpointOptions, Job
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.framework_protocol import Arrays, Tensor, World
-from pipeproof.exec.run_codes import NOT_EXECUTED
 from pipeproof.system_calls import lock_file
 from pipeproof.verify.subject import Subject
 
@@ -37,14 +36,12 @@ def prepare_checkpoint(
 
     Raises:
         StateError: the state does not exist, is incomplete or does not fit the plan, or there is no room to save.
-        PipeproofError: copies of a stage change buffers of custom layers.
     """
     if options.root is None and options.resume is None:
         return options
     from pipeproof.state.read_state import find_state, require_free_steps
     from pipeproof.state.resume_check import data_done, data_note, require_resumable
 
-    _require_one_of_each(subject)
     _require_paddle(options, subject)
     num_steps = subject.plan.spec.run.steps
     if options.resume is not None:
@@ -93,16 +90,6 @@ def only_writer(options: CheckpointOptions) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def _require_one_of_each(subject: Subject) -> None:
-    from pipeproof.state.state_layout import duplicated_buffer, duplicated_buffer_text
-
-    buffer = duplicated_buffer(subject.plan)
-    if buffer is not None:
-        message, fix = duplicated_buffer_text(buffer, subject.plan.spec.schedule.kind)
-        location = subject.locate("schedule", "kind")
-        raise PipeproofError(NOT_EXECUTED.finding(message, location=location, help=fix))
 
 
 def _require_paddle(options: CheckpointOptions, subject: Subject) -> None:

@@ -308,14 +308,6 @@ class Stages(Protocol):
         """Return the routers of a stage, None if it has none."""
         ...
 
-    def buffers(self, stage: RankStage) -> dict[str, Tensor]:
-        """Return the tensors that a stage changes from step to step, other than weights and routers, by name."""
-        ...
-
-    def restore_buffers(self, stage: RankStage, buffers: Mapping[str, Tensor]) -> None:
-        """Resume with the result of ``buffers``, or a part of it; call before the first step."""
-        ...
-
     def load(self, step: int) -> None:
         """Load a step's input data, so that nothing in the step waits for the host."""
         ...
@@ -416,6 +408,11 @@ class OverlappingFramework(ThreadedFramework, Protocol):
 
 class Framework(Protocol):
     """A framework that has been started in this process."""
+
+    @property
+    def has_values(self) -> bool:
+        """True if its tensors have values; those of a rehearsal have none."""
+        ...
 
     @property
     def arrays(self) -> Arrays:

@@ -17,8 +17,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.compare.reference_kind import is_checked_by_bound
-from pipeproof.exec.launch.custom_layers_check import require_same_start
 from pipeproof.exec.launch.failures import event_of
 from pipeproof.exec.launch.job_files import EventSink, Fault, Job, LogWriter, end_process, save_arrays, save_json
 from pipeproof.exec.launch.rendezvous import environment_rank
@@ -63,118 +63,152 @@ def run_rank(job: Job, rank: int, emit: Emit, framework: Framework | None = None
     Raises:
         RuntimeError: this process derives another plan than the verified one, a peer died, or the backend failed.
     """
-    with ExitStack() as stack:
-        _run_steps(job, rank, emit, framework, stack)
-
-
-def _run_steps(job: Job, rank: int, emit: Emit, framework: Framework | None, stack: ExitStack) -> None:
     subject = make_subject(job.loaded_plan()).unfolded()
     require_same_plan(subject, job.certificate)
-    plan = subject.plan
-    options, run = job.options, plan.spec.run
+    options = job.options
     if framework is None:
+        run = subject.plan.spec.run
         framework = start_framework(run, computes=not options.rehearses, share_gpus=options.share_gpus)
-    rehearsal = RehearsalFramework(framework, subject, rank) if options.rehearses else None
+    with ExitStack() as stack:
+        if options.rehearses:
+            framework = RehearsalFramework(framework, subject, rank)
+        steps = _RankSteps(job, subject.plan, rank, emit, framework, stack)
+        steps.run()
+        if isinstance(framework, RehearsalFramework):
+            framework.finish(job, emit)
+        steps.close()
 
-    def report_phase(phase: str) -> None:
-        emit("setup", what=phase)
 
-    world = framework.connect(rank, plan, report_phase)
-    fault = FaultInjector(options.fault, rank)
+class _RankSteps:
+    """All steps of one rank, with a framework that computes or rehearses; what it opens, ``stack`` closes."""
 
-    def report_operation(step: int, op_id: int) -> None:
-        emit("at", step=step, op=op_id)
+    def __init__(
+        self, job: Job, plan: LoweredPlan, rank: int, emit: Emit, framework: Framework, stack: ExitStack
+    ) -> None:
+        self._job, self._plan, self._rank, self._emit, self._framework = job, plan, rank, emit, framework
+        options, run = job.options, plan.spec.run
+        self._world = framework.connect(rank, plan, self._report_phase)
+        self._fault = FaultInjector(options.fault, rank)
+        self._watch = LayerWatch() if job.layers else None
+        self._timed_world, self._clock = timed(run, self._world) if options.profile else (self._world, HostClock())
+        self._ring = self._watched_ring(stack)
+        if self._ring is not None:
+            self._timed_world = self._ring.world(self._timed_world)
+        self._adapter = RankAdapter(plan, rank, framework, self._timed_world, self._enter, self._watch, self._clock)
+        is_proved = job.certificate.verdict is Verdict.PROVED
+        self._program = RankProgram(plan.graph, rank, self._adapter, is_proved=is_proved)
+        # Neither a profile nor a replay nor a rehearsal may spend time on progress.
+        without = options.profile or run.replay or not framework.has_values
+        self._progress = None if without else start_progress(run)
+        self._replayed: ReplayedSteps | None = None
+        self._peak_flops = 0.0
+        self._log = LogWriter(job.rank_file(rank, "log"))
 
-    def enter(step: int, op_id: int) -> None:
-        report_operation(step, op_id)
-        if ring is not None:
-            ring.enter(op_id)
-        if replayed is not None:
-            replayed.enter(op_id, plan.graph.ops[op_id].kind)
-        elif progress is not None and plan.graph.parent[op_id] == NONE:
-            progress.write(op_id)
-        fault.inject(plan.graph.ops[op_id])
+    def run(self) -> None:
+        """Prepare the first step, and run all."""
+        job, run = self._job, self._plan.spec.run
+        if run.compiler is not None and self._framework.has_values:
+            self._make_graphs()
+        if job.options.profile:
+            self._time_idle_messages()
+        if job.checkpoint.resume is not None:
+            self._report_phase("loading the state")
+            restore_state(self._adapter, self._framework.arrays, self._plan, self._rank, job.checkpoint.resume)
+        self._emit("ready", threads=self._framework.num_threads())
+        first = job.checkpoint.first_step
+        if num_logged_steps(run, layers=job.layers, first_step=first) < run.steps - first:
+            self._replayed = ReplayedSteps(self._adapter, self._program.run, start_replays(), self._report_operation)
+        for step in range(first, run.steps):
+            self._run_step(step)
+            self._write_step(step)
+            self._emit("step", step=step)
 
-    replayed: ReplayedSteps | None = None
-    # Neither a profile nor a replay nor a rehearsal may spend time on progress.
-    without = options.profile or options.rehearses or run.replay
-    progress = None if without else start_progress(run)
+    def close(self) -> None:
+        """End the transfers, and finish this rank's files."""
+        job, run = self._job, self._plan.spec.run
+        self._timed_world.channels.close()
+        if job.options.profile:
+            timing = replace(timing_of(run, self._clock), peak_flops=self._peak_flops, peak_dtype=run.dtype)
+            save_json(job.rank_file(self._rank, "timing"), timing, Timing)
+        self._log.finish()
+        self._emit("finished")
 
-    watch = LayerWatch() if job.layers else None
-    timed_world, clock = timed(run, world) if options.profile else (world, HostClock())
-    ring = None
-    if options.watch is not None and rehearsal is None:
-        num_ranks, backend = plan.mesh.num_ranks, "nccl" if run.device == "gpu" else "gloo"
-        recorder = start_ring(run, options.watch, rank, num_ranks)
-        ring = PlanRing(recorder, plan.graph, rank, range(num_ranks), backend, framework.arrays)
-        stack.enter_context(ring.recording())
-        timed_world = ring.world(timed_world)
-    if rehearsal is not None:
-        adapter = RankAdapter(plan, rank, rehearsal, rehearsal.world(world), enter)
-    else:
-        adapter = RankAdapter(plan, rank, framework, timed_world, enter, watch, clock)
-        if plan.spec.is_custom:
-            require_same_start(job, adapter.weights())
-    program = RankProgram(plan.graph, rank, adapter, is_proved=job.certificate.verdict is Verdict.PROVED)
-    if run.compiler is not None and rehearsal is None:
-        reasons = (
-            dict.fromkeys(adapter.stages, "the tensors between its layers are recorded")
-            if watch
-            else (capture_graphs(adapter.stages, lambda stage: report_phase(f"making the graphs of stage {stage}")))
-        )
-        save_json(job.rank_file(rank, "graphs"), reasons, dict[int, str])
-    peak_flops = 0.0
-    if options.profile:
-        emit("setup", what="timing products")
-        peak_flops = peak_of_products(run, framework.arrays)
-        emit("setup", what="timing idle messages")
-        times = time_idle_messages(world, framework.arrays, plan.graph, on_device=run.device == "gpu")
-        save_json(job.rank_file(rank, "bare"), times, list[IdleMessageEnd])
-    if job.checkpoint.resume is not None:
-        emit("setup", what="loading the state")
-        restore_state(adapter, framework.arrays, plan, rank, job.checkpoint.resume)
-    emit("ready", threads=framework.num_threads())
-    log = LogWriter(job.rank_file(rank, "log"))
-    first = job.checkpoint.first_step
-    if num_logged_steps(run, layers=job.layers, first_step=first) < run.steps - first:
-        replays = start_replays()
-        replayed = ReplayedSteps(adapter, program.run, replays, report_operation)
-    for step in range(first, run.steps):
-        if ring is not None:
-            ring.begin(step)
-        if replayed is not None:
-            replayed.run(step)
+    def _run_step(self, step: int) -> None:
+        if self._ring is not None:
+            self._ring.begin(step)
+        if self._replayed is not None:
+            self._replayed.run(step)
         else:
+            progress, emit = self._progress, self._emit
             if progress is not None:
                 progress.begin(step)
             with follow_device(
                 None if progress is None else progress.read, lambda step, op_id: emit("device", step=step, op=op_id)
             ):
-                adapter.begin(step)
-                program.run(step)
-                adapter.finish()
-        if ring is not None:
-            ring.leave()
-        log.write(adapter.log)
+                self._adapter.begin(step)
+                self._program.run(step)
+                self._adapter.finish()
+        if self._ring is not None:
+            self._ring.leave()
+
+    def _write_step(self, step: int) -> None:
+        """Write the step's log, records, results and state."""
+        job, adapter, rank, num_steps = self._job, self._adapter, self._rank, self._plan.spec.run.steps
+        self._log.write(adapter.log)
         adapter.log.clear()
-        if watch is not None:
-            save_arrays(job.layers_file(f"rank{rank}", step), watch.take())
-        if rehearsal is None:
+        if self._watch is not None:
+            save_arrays(job.layers_file(f"rank{rank}", step), self._watch.take())
+        if self._framework.has_values:
             adapter.outcome.save(job.step_file(f"rank{rank}", step))
-        if rehearsal is None and is_checked_by_bound(plan) and step + 1 < run.steps:
-            save_arrays(job.weights_file(rank, step + 1), {**adapter.weights(), **adapter.outcome.routers})
-        if job.checkpoint.is_due(step, run.steps):
-            write_by_paddle = paddle_writer() if job.checkpoint.by_paddle else None
-            save_state(job, adapter, framework.arrays, world, plan, step + 1, emit, write_by_paddle)
-        emit("step", step=step)
-    if rehearsal is not None:
-        rehearsal.finish(job, world, emit)
-    timed_world.channels.close()
-    if options.profile:
-        timing = replace(timing_of(run, clock), peak_flops=peak_flops, peak_dtype=run.dtype)
-        save_json(job.rank_file(rank, "timing"), timing, Timing)
-    log.finish()
-    emit("finished")
+            if is_checked_by_bound(self._plan) and step + 1 < num_steps:
+                save_arrays(job.weights_file(rank, step + 1), {**adapter.weights(), **adapter.outcome.routers})
+        if job.checkpoint.is_due(step, num_steps):
+            write = paddle_writer() if job.checkpoint.by_paddle else None
+            arrays = self._framework.arrays
+            save_state(job, adapter, arrays, self._world, self._plan, step + 1, self._emit, write)
+
+    def _watched_ring(self, stack: ExitStack) -> PlanRing | None:
+        directory, plan = self._job.options.watch, self._plan
+        if directory is None:
+            return None
+        num_ranks, backend = plan.mesh.num_ranks, "nccl" if plan.spec.run.device == "gpu" else "gloo"
+        recorder = start_ring(plan.spec.run, directory, self._rank, num_ranks)
+        ring = PlanRing(recorder, plan.graph, self._rank, range(num_ranks), backend, self._framework.arrays)
+        stack.enter_context(ring.recording())
+        return ring
+
+    def _make_graphs(self) -> None:
+        stages = self._adapter.stages
+        if self._watch is not None:
+            reasons = dict.fromkeys(stages, "the tensors between its layers are recorded")
+        else:
+            reasons = capture_graphs(stages, lambda stage: self._report_phase(f"making the graphs of stage {stage}"))
+        save_json(self._job.rank_file(self._rank, "graphs"), reasons, dict[int, str])
+
+    def _time_idle_messages(self) -> None:
+        run, arrays = self._plan.spec.run, self._framework.arrays
+        self._report_phase("timing products")
+        self._peak_flops = peak_of_products(run, arrays)
+        self._report_phase("timing idle messages")
+        times = time_idle_messages(self._world, arrays, self._plan.graph, on_device=run.device == "gpu")
+        save_json(self._job.rank_file(self._rank, "bare"), times, list[IdleMessageEnd])
+
+    def _report_phase(self, phase: str) -> None:
+        self._emit("setup", what=phase)
+
+    def _report_operation(self, step: int, op_id: int) -> None:
+        self._emit("at", step=step, op=op_id)
+
+    def _enter(self, step: int, op_id: int) -> None:
+        graph = self._plan.graph
+        self._report_operation(step, op_id)
+        if self._ring is not None:
+            self._ring.enter(op_id)
+        if self._replayed is not None:
+            self._replayed.enter(op_id, graph.ops[op_id].kind)
+        elif self._progress is not None and graph.parent[op_id] == NONE:
+            self._progress.write(op_id)
+        self._fault.inject(graph.ops[op_id])
 
 
 def require_same_plan(subject: Subject, certificate: Certificate) -> None:
@@ -194,7 +228,7 @@ def require_same_plan(subject: Subject, certificate: Certificate) -> None:
     if differ:
         raise RuntimeError(
             f"this process derives another certificate than the launcher's: {', '.join(differ)}; install the same "
-            "pipeproof, with the same custom layers and plan files, for every rank, and check the plan again"
+            "pipeproof, with the same plan files, for every rank, and check the plan again"
         )
 
 

@@ -138,11 +138,6 @@ class RehearsalStages:
         num_experts = num_loads(self.plan.spec)
         return RehearsalRouters(routers(self.plan.layers_of(stage.number)), num_experts) if num_experts else None
 
-    def buffers(self, stage: RankStage) -> dict[str, RehearsalTensor]:
-        return {}
-
-    def restore_buffers(self, stage: RankStage, buffers: Mapping[str, Tensor]) -> None: ...
-
     def load(self, step: int) -> None:
         self._arrivals.begin(step)
 
@@ -235,6 +230,8 @@ class RehearsalFramework:
     ``checked`` has the results of all checks.
     """
 
+    has_values = False
+
     def __init__(self, real: Framework, subject: Subject, rank: int) -> None:
         self._real, self._run = real, subject.plan.spec.run
         self.arrays = RehearsalArrays(real.arrays)
@@ -248,11 +245,12 @@ class RehearsalFramework:
 
     def world(self, real: World) -> RehearsalWorld:
         """Return the communication of the rehearsal over that of the framework."""
+        self._real_world = real
         return RehearsalWorld(real, self._inputs, self.arrays, self._arrivals)
 
-    def finish(self, job: Job, real: World, emit: Callable[..., None]) -> None:
+    def finish(self, job: Job, emit: Callable[..., None]) -> None:
         """Time the edges after the last step, write what was measured and checked, and wait for all ranks."""
-        arrays = self.arrays.real
+        arrays, real = self.arrays.real, self._real_world
         times: EdgeTimes = {}
         if not job.options.share_gpus:  # with shared GPUs edges are sockets
             clock = start_ping_clock(self._run, arrays)

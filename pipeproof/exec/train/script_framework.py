@@ -46,12 +46,6 @@ class ScriptFramework(Generic[Stage]):
     def routers(self, stage: Stage) -> None:
         return None
 
-    def buffers(self, stage: Stage) -> dict[str, Tensor]:
-        return {}
-
-    def restore_buffers(self, stage: Stage, buffers: Mapping[str, Tensor]) -> None:
-        """Do nothing: buffers are in the modules."""
-
     def load(self, step: int) -> None:
         """Do nothing: the script passes the data."""
 

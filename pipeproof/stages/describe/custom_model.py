@@ -12,7 +12,7 @@ from pipeproof.specs.custom_layers import CustomLayerSpec, LayerOutputSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import Boundary, Edge, work_item_sizes
 from pipeproof.stages.describe.derive_types import TypedLayer
-from pipeproof.stages.describe.layer import Buffer, Layer, Parameter
+from pipeproof.stages.describe.layer import Layer, Parameter
 from pipeproof.stages.describe.stage_memory import Lifetime, StoredActivation
 from pipeproof.stages.describe.typed_ops import TypedProgram
 
@@ -29,12 +29,8 @@ def describe_custom_layers(plan: PlanSpec) -> tuple[Layer, ...]:
             Parameter(f"{declared.name}.{weight.name}", weight.shape, INVARIANT) for weight in declared.parameters
         )
         weights |= {weight.name: weight for weight in parameters}
-        buffers = tuple(
-            Buffer(f"{declared.name}.{spec.name}", spec.shape, spec.dtype or plan.run.dtype)
-            for spec in declared.buffers
-        )
         borrowed = tuple(weights[name] for name in declared.borrows)
-        layers.append(Layer(declared.name, parameters, borrowed=borrowed, buffers=buffers))
+        layers.append(Layer(declared.name, parameters, borrowed=borrowed))
     return tuple(layers)
 
 

@@ -94,17 +94,8 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
-    """A tensor of a layer that training changes in addition to weights. Data-parallel replicas do not reduce it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: its parameters and buffers, and the collectives of its forward and backward, in order.
+    """One layer: its parameters, and the collectives of its forward and backward, in order.
 
     ``borrowed`` are weights of an earlier layer that it also uses. A rank without that layer has a copy, and the
     gradients of all copies are added.
@@ -115,7 +106,6 @@ class Layer:
     forward_collectives: tuple[Collective, ...] = field(default=())
     backward_collectives: tuple[Collective, ...] = field(default=())
     borrowed: tuple[Parameter, ...] = field(default=())
-    buffers: tuple[Buffer, ...] = field(default=())
 
 
 def is_block(name: str) -> bool:

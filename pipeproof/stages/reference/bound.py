@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import numpy as np
 
 from pipeproof.specs.model import MlaSpec, ModelSpec
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.custom_model import describe_custom_layers
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import Layer
 from pipeproof.stages.describe.layers.layer_operations import layer_operations
@@ -97,14 +95,11 @@ def _unit_roundoff(dtype: str) -> float:
 
 
 def _layers(plan: PlanSpec) -> tuple[Layer, ...]:
-    return describe_custom_layers(plan) if plan.is_custom else describe_gpt(plan)
+    return describe_gpt(plan)
 
 
 def _most_uses(plan: PlanSpec) -> int:
     """The maximum number of addends of one micro-batch for a weight: one for each layer that computes with it."""
-    if plan.is_custom:
-        borrowed = Counter(name for layer in plan.custom.layers for name in layer.borrows)
-        return 1 + max(borrowed.values(), default=0)
     return (1 + num_modules(plan.gpt)) * (2 if plan.gpt.tied_embedding else 1)
 
 

@@ -43,7 +43,6 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.describe.stage_memory import num_shards
 from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
-from pipeproof.stages.reference.custom_reference import run_custom_ordered
 from pipeproof.stages.reference.mtp_streams import training_loss
 from pipeproof.stages.reference.optimizer import clip_factor, optimizer_of, restore_optimizer
 from pipeproof.stages.reference.ordered_model import OrderedModel
@@ -61,9 +60,6 @@ def run_ordered(
 
     Training begins with ``start``, if given. ``watch`` records the tensors between layers and joins sequence shards.
     """
-    if plan.is_custom:
-        yield from run_custom_ordered(plan, orders, watch, start)
-        return
     start = start or initial_state(plan)
     model = OrderedModel(plan, watch, start.weights)
     optimizer = optimizer_of(plan.run, [shard for shards in model.weights.values() for shard in shards])

@@ -48,9 +48,8 @@ class StepResult:
     """Loss and gradients of one step, and the weights at its beginning.
 
     ``loss`` is a scalar of the run's dtype. The arrays are whole, by parameter name, of the same dtype. ``weights``
-    also has router biases and the buffers of custom layers, as in ``InitialState``. ``routers`` has the losses of
+    also has router biases, as in ``InitialState``. ``routers`` has the losses of
     routers by work item, and their biases after the step, under the names of ``describe.balance``.
-    ``without_gradient`` are the custom layers' weights for which no backward of the step had a gradient.
     """
 
     step: int
@@ -58,4 +57,3 @@ class StepResult:
     gradients: Mapping[str, npt.NDArray[Any]]
     weights: Mapping[str, npt.NDArray[Any]]
     routers: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    without_gradient: tuple[str, ...] = ()

@@ -25,7 +25,6 @@ from pipeproof.stages.describe.mtp_streams import num_modules, shifted_batch
 from pipeproof.stages.describe.synthetic import Batch, loss_scale, micro_batch
 from pipeproof.stages.reference import residual_streams as streams
 from pipeproof.stages.reference.balance import Routers, without_biases
-from pipeproof.stages.reference.custom_reference import custom_unpartitioned_step, run_custom_unpartitioned
 from pipeproof.stages.reference.dropout_rng import DropoutRng
 from pipeproof.stages.reference.experts import mixture
 from pipeproof.stages.reference.layer_math import LayerMath, linear
@@ -47,9 +46,6 @@ def run_unpartitioned(
     All micro-batches of all data-parallel ranks run one after another in their order. Gradient buffers begin as +0.0.
     The loss is added in the run's dtype. ``watch`` records the tensors between layers.
     """
-    if plan.is_custom:
-        yield from run_custom_unpartitioned(plan, watch, start)
-        return
     start = start or initial_state(plan)
     model = UnpartitionedModel(plan, start.weights)
     optimizer = optimizer_of(plan.run, list(model.main.values()))
@@ -70,8 +66,6 @@ def unpartitioned_step(plan: PlanSpec, weights: Mapping[str, npt.NDArray[Any]], 
     With the weights of a run with another order of sums, this shows the effect of the order on one step. The effect on
     several steps also depends on the optimizer.
     """
-    if plan.is_custom:
-        return custom_unpartitioned_step(plan, weights, step)
     return _gradients(UnpartitionedModel(plan, weights), step, None)
 
 

@@ -83,8 +83,6 @@ def _misplaced(
                 unused.append((name, held))
                 continue
             parameter = used[coordinates["pp"]][weight]
-            if tensor.kind == "buffer" and tensor.cut and held.shard.offsets[0] != coordinates["dp"]:
-                shifted.append((name, held, _replica_region(tensor.shape, coordinates["dp"])))
             if parameter is None or tensor.kind == "counter":
                 continue
             key = weight, coordinates["tp"], coordinates["ep"]
@@ -95,19 +93,14 @@ def _misplaced(
 
 
 def _used_by(plan: LoweredPlan, pp: int) -> dict[str, Parameter | None]:
-    """Return the tensors that one pipeline rank index computes with, by name; biases and buffers have no parameter."""
+    """Return the tensors that one pipeline rank index computes with, by name; biases have no parameter."""
     layers = [layer for stage, holders in enumerate(plan.holders) if pp in holders for layer in plan.layers_of(stage)]
     used: dict[str, Parameter | None] = {
         weight.name: weight for layer in layers for weight in (*layer.parameters, *layer.borrowed)
     }
     if moves_biases(plan.spec):
         used |= dict.fromkeys(map(bias_name, routers(layers)))
-    return used | {buffer.name: None for layer in layers for buffer in layer.buffers}
-
-
-def _replica_region(shape: tuple[int, ...], replica: int) -> Region:
-    """Return the region of a buffer that belongs to one data-parallel replica."""
-    return Region((replica, *(0 for _ in shape[1:])), (1, *shape[1:]))
+    return used
 
 
 def _own_region(plan: LoweredPlan, parameter: Parameter, rank: int) -> Region:

@@ -18,7 +18,7 @@ from pipeproof.state.reshard.shard_layout import ShardLayout, layout_of_files
 from pipeproof.state.resume_check import data_done, data_note, require_same_training
 from pipeproof.state.state_codes import StateError
 from pipeproof.state.state_index import Shard, StateIndex, TensorEntry
-from pipeproof.state.state_layout import duplicated_buffer, duplicated_buffer_text, files_of, whole_state
+from pipeproof.state.state_layout import files_of, whole_state
 from pipeproof.state.tensor_map import StateMap, identity_map
 from pipeproof.state.write_state import index_of_plan, running_versions
 
@@ -62,10 +62,8 @@ def task_for_plan(
 
     Raises:
         StateError: The source belongs to another training.
-        RefusedError: Copies of a stage change buffers of custom layers.
         PipeproofError: Vocabularies differ in more than their padding.
     """
-    require_unique_buffers(plan)
     index, changed = source.index, None
     if index is not None:
         padded = _as_if_padded(index, plan)
@@ -149,17 +147,6 @@ def _origin_unknown() -> StateIndex:
         pipeproof_state=1, steps_done=0, digest="", framework="", versions=running_versions(), mesh={}, values={},
         tensors={}, files=(),
     )  # fmt: skip
-
-
-def require_unique_buffers(plan: LoweredPlan) -> None:
-    """Refuse a plan whose state is not unique: each copy of a stage changes the buffers of its layers.
-
-    Raises:
-        RefusedError: It is one.
-    """
-    buffer = duplicated_buffer(plan)
-    if buffer is not None:
-        raise RefusedError(NOT_CONVERTIBLE, *duplicated_buffer_text(buffer, plan.spec.schedule.kind))
 
 
 def require_index(source: Checkpoint, what: str, fix: str = "give the plan of the model: `--to PLAN`") -> StateIndex:

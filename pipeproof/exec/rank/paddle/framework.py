@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import paddle
@@ -17,17 +17,12 @@ from pipeproof.exec.rank.framework_protocol import Array, RankStage, StageCollec
 from pipeproof.exec.rank.gpt_stage import GptRouters, GptStage
 from pipeproof.exec.rank.paddle import comm, nccl
 from pipeproof.exec.rank.paddle.arrays import PaddleArrays
-from pipeproof.schedule.ops import OpKind
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.synthetic import Batch, micro_batch
 from pipeproof.stages.paddle.optimizer import GradientClip, ShardedOptimizer, StageOptimizer
 from pipeproof.stages.paddle.runtime import num_math_threads
 from pipeproof.stages.paddle.stage import PaddleStage
-
-if TYPE_CHECKING:  # which loads Fleet
-    from pipeproof.stages.paddle.custom_stage import CustomStage
-
 
 # --- Stages of a rank with Paddle ---
 
@@ -77,43 +72,18 @@ class PaddleGptStage(GptStage):
 
 
 class PaddleStages:
-    """Factory of a rank's stages; a ``Stages``. Custom layers are built once for all stages of the rank."""
+    """Factory of a rank's stages; a ``Stages``."""
 
     def __init__(self, plan: LoweredPlan, coords: Mapping[str, int], collectives: StageCollectives) -> None:
         self._plan, self._coords, self._collectives = plan, coords, collectives
-        if plan.spec.is_custom:
-            from pipeproof.stages.custom.built_layers import BuiltModel
-
-            self._model = BuiltModel(plan.spec, [layer.name for layer in plan.spec.custom.layers])
-            self._split = {op.stage for op in plan.programs[coords["pp"]] if op.kind is OpKind.BACKWARD_INPUT}
 
     def make(self, number: int, lent: Mapping[str, Tensor]) -> RankStage:
         """Return a stage, with the weights that the rank's other stages lend it."""
-        if not self._plan.spec.is_custom:
-            return PaddleGptStage(self._plan, number, self._coords, self._collectives, lent)
-        from pipeproof.stages.paddle.custom_stage import CustomStage
-
-        names = self._plan.stages[number]
-        return CustomStage(self._plan.spec, self._model, names, lent, splits=number in self._split)
+        return PaddleGptStage(self._plan, number, self._coords, self._collectives, lent)
 
     def routers(self, stage: RankStage) -> PaddleRouters | None:
-        """Return the routers of a GPT's stage, None for custom layers."""
+        """Return the routers of a stage."""
         return PaddleRouters(stage.balance) if isinstance(stage, PaddleGptStage) else None
-
-    def buffers(self, stage: RankStage) -> dict[str, Tensor]:
-        """Return the buffers of custom layers; a GPT has none."""
-        return {} if isinstance(stage, PaddleGptStage) else self._own(stage).buffers()
-
-    def restore_buffers(self, stage: RankStage, buffers: Mapping[str, Tensor]) -> None:
-        """Resume with the buffers, see ``CustomStage.restore_buffers``."""
-        if not isinstance(stage, PaddleGptStage):
-            self._own(stage).restore_buffers(buffers)
-
-    def _own(self, stage: RankStage) -> CustomStage:
-        from pipeproof.stages.paddle.custom_stage import CustomStage
-
-        assert isinstance(stage, CustomStage), "stages are GPT stages or custom ones"
-        return stage
 
     def load(self, step: int) -> None:
         """Do nothing: stages draw each micro-batch when they need it."""
@@ -144,6 +114,8 @@ class PaddleFramework:
 
     It runs on the device of ``start_paddle``; without ``computes`` it uses no kernels there.
     """
+
+    has_values = True
 
     def __init__(self, device: str = "cpu", *, computes: bool = True) -> None:
         self.arrays = PaddleArrays()

@@ -59,6 +59,8 @@ class TorchFramework:
         RuntimeError: the device is missing or does not compute.
     """
 
+    has_values = True
+
     def __init__(self, device: str, local_rank: int = 0, *, computes: bool = True, deterministic: bool = False) -> None:
         self.device = start_torch(device, local_rank, computes=computes, deterministic=deterministic)
         self.arrays = TorchArrays(self.device)

@@ -83,13 +83,6 @@ class TorchStages:
         """Return the routers of a stage."""
         return TorchRouters(stage.balance) if isinstance(stage, TorchGptStage) else None
 
-    def buffers(self, _: RankStage) -> dict[str, Tensor]:
-        """Return no buffers: a GPT has none."""
-        return {}
-
-    def restore_buffers(self, stage: RankStage, buffers: Mapping[str, Tensor]) -> None:
-        """Do nothing: a GPT has no buffers."""
-
     def load(self, step: int) -> None:
         """Draw a step's micro-batches and copy them to the device, with the states of its dropout masks."""
         self._batches.load(step)

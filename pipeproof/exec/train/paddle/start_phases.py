@@ -39,6 +39,7 @@ from pipeproof.exec.train.paddle.fleet_settings import (
     share_parameters,
 )
 from pipeproof.exec.train.paddle.module_stage import ModuleStage
+from pipeproof.exec.train.paddle.split_linear import SplitBackward
 from pipeproof.exec.train.paddle.stage_layers import (
     FleetStages,
     ListStages,
@@ -59,7 +60,6 @@ from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.exec.train.train_rank import checked_plan, require_fits, require_supported
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.schedule.ops import OpKind
-from pipeproof.stages.paddle.custom_stage import SplitBackward
 
 Tensor: TypeAlias = paddle.Tensor
 Boundary: TypeAlias = tuple[Form, tuple[LeafSpec, ...]]

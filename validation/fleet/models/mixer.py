@@ -1,8 +1,8 @@
 """An MLP mixer (arXiv:2105.01601) on noise: six blocks that mix patches and channels alternately, with dropout."""
 
-import paddle
 import paddle.nn.functional as F
 from paddle import nn
+from paddle.distributed.fleet.meta_parallel import LayerDesc
 
 PATCHES, CHANNELS, CLASSES, ROWS = 6, 8, 5, 2
 
@@ -36,13 +36,15 @@ class Head(nn.Layer):
         return self.classify(x.mean(axis=1))
 
 
-def data(step, index, rng):
-    """Return micro-batch ``index`` of a step: inputs and labels."""
-    inputs = rng.standard_normal((ROWS, PATCHES, 3)).astype(paddle.get_default_dtype())
-    return inputs, rng.integers(0, CLASSES, ROWS)
+def data(rng):
+    """Return a micro-batch: inputs and labels."""
+    return rng.standard_normal((ROWS, PATCHES, 3)).astype("float32"), rng.integers(0, CLASSES, ROWS)
 
 
-def build():
-    """Return the layers in order, the loss of one micro-batch, and the data."""
-    layers = [nn.Linear(3, CHANNELS), *(Mix(number % 2 == 0) for number in range(6)), Head()]
-    return layers, F.cross_entropy, data
+def described():
+    """Return the layers in their order."""
+    blocks = [LayerDesc(Mix, number % 2 == 0) for number in range(6)]
+    return [LayerDesc(nn.Linear, 3, CHANNELS), *blocks, LayerDesc(Head)]
+
+
+loss = F.cross_entropy

@@ -1,0 +1,1 @@
+"""Layers that Fleet and pipeproof train: ``described()``, ``loss(output, labels)`` and ``data(rng)``."""
