@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from types import MappingProxyType
 
 from rich.console import Console
 
@@ -49,12 +50,17 @@ def _suppressed_text(report: Report) -> str:
     return ", ".join(f"{_counted(count, severity)} ({code})" for (severity, code), count in counts.items())
 
 
+_OPEN = MappingProxyType({"PP176": "assumed value", "PP177": "unknown name"})
+"""What leaves a verdict open, by code."""
+
+
 def _verdict(report: Report) -> str:
     size = _size(report)
     counted = _all_counted(report.findings)
     if report.undecided:
-        what = f"{len(report.undecided)} name{'s' if report.undecided[1:] else ''} (PP177)"
-        return f"[bold yellow]undecided[/]: {what} may change this plan of {size}; without them {counted}"
+        open_codes = Counter(finding.code for finding in report.findings if finding.message in report.undecided)
+        what = listed([f"{n} {_OPEN[code]}{'s' if n > 1 else ''} ({code})" for code, n in open_codes.items()], "and")
+        return f"[bold yellow]undecided[/]: the answer depends on {what}; this plan of {size} has {counted}"
     if report.errors:
         return f"[bold red]refused[/]: {counted} in {size}"
     if report.not_run:

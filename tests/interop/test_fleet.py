@@ -77,11 +77,18 @@ def test_a_replicated_tensor_survives_partial_sends(tmp_path):
     assert report.subject.plan.spec.transport.forward == "partial"
 
 
-def test_what_a_strategy_leaves_open_is_said(tmp_path):
+def test_a_verdict_that_hangs_on_what_a_strategy_leaves_open_is_undecided(tmp_path):
     report = fleet(tmp_path, BARE)
     assert codes(report) == ["PP176"]
+    assert (report.verdict.value, report.certificate) == ("undecided", None)
+    (finding,) = (finding for finding in report.findings if finding.code == "PP176")
+    assert "false: proved; true: refused" in finding.message
+    assert "(PP201)" in finding.message
+    assert "--set topology.sequence_parallel=true" in finding.help
+    assert "enable_partial_send_recv: false" in finding.help
     off = BARE.replace("accumulate_steps: 8", "accumulate_steps: 8 enable_partial_send_recv: 0")
     assert codes(fleet(tmp_path, off)) == []
+    assert fleet(tmp_path, off).verdict.value == "proved"
 
 
 def strategy(**changes):
@@ -93,6 +100,7 @@ def strategy(**changes):
 
 def test_an_object_is_read_by_its_mappings():
     assert check_imported(from_strategy(strategy(), sequence_parallel=True)).errors
+    assert check_imported(from_strategy(strategy())).verdict.value == "undecided"
     off = strategy(enable_partial_send_recv=False)
     assert codes(check_imported(from_strategy(off, sequence_parallel=True))) == []
     virtual = check_imported(from_strategy(strategy(), sequence_parallel=False, num_chunks=2))

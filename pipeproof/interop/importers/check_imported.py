@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pipeproof.api.check_result import CheckResult
-from pipeproof.diagnostics.finding import Finding, code_order, relinked
+from pipeproof.diagnostics.finding import BadPlanError, Finding, code_order, relinked
 from pipeproof.diagnostics.problems import dotted
-from pipeproof.interop.importers.import_codes import ASSUMED, NOT_SHOWN, UNDECIDED
+from pipeproof.interop.importers.import_codes import ASSUMED, ASSUMED_DECIDES, NOT_SHOWN, UNDECIDED
 from pipeproof.interop.importers.imported import Assumption, Imported
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.verify.check_plan import OnProgress, check
@@ -29,9 +29,21 @@ def check_imported(
 ) -> CheckResult:  # fmt: skip
     """Check an imported plan with every selected rule, and add the importer's findings.
 
+    Facts that the importer assumed, true or false, are tried the other way, too: where the verdict changes, it is
+    undecided.
+
     Raises:
         BadPlanError: the settings do not form a plan, or one that cannot be lowered.
     """
+    report = _checked(imported, selection, on_progress)
+    deciding = list(_deciding(imported, report, selection)) if selection.picks(ASSUMED_DECIDES.code) else []
+    undecided = (*report.undecided, *(finding.message for finding in deciding))
+    findings = tuple(sorted([*report.findings, *deciding], key=code_order))
+    return replace(report, findings=findings, undecided=undecided)
+
+
+def _checked(imported: Imported, selection: Selection, on_progress: OnProgress | None = None) -> CheckResult:
+    """The check of a plan with what the importer assumed."""
     report = CheckResult(**vars(check(load_imported(imported), selection, on_progress)))
     rephrase, spec = imported.rephrase, report.subject.plan.spec
     rule_findings: Sequence[Finding] = report.findings
@@ -41,6 +53,38 @@ def check_imported(
     undecided = tuple(finding.message for finding in importer_findings if finding.code == UNDECIDED.code)
     findings = tuple(sorted([*rule_findings, *importer_findings], key=code_order))
     return replace(report, findings=findings, undecided=undecided)
+
+
+def _deciding(imported: Imported, report: CheckResult, selection: Selection) -> Iterator[Finding]:
+    """Assumed facts with whose opposite the verdict is another one."""
+    for assumption in imported.assumptions:
+        if imported.again is None or not isinstance(assumption.value, bool):
+            continue
+        errors: Sequence[Finding]
+        try:
+            errors = _checked(imported.again({assumption.key: not assumption.value}), selection).errors
+        except BadPlanError as error:
+            errors = error.findings
+        if bool(errors) == bool(report.errors):
+            continue
+        key = dotted(assumption.key)
+        answers = ((assumption.value, report.errors), (not assumption.value, errors))
+        shown = "; ".join(f"{_plain(value)}: {_answer(found)}" for value, found in answers)
+        first = next(iter((*report.errors, *errors)))
+        yield ASSUMED_DECIDES.finding(
+            f"`{key}` is not in the files, and decides. {shown}",
+            first.location,
+            f"give `--set {key}=true` or `--set {key}=false`"
+            + (f"; or {first.help.partition(';')[0]}" if first.help else ""),
+        )
+
+
+def _answer(errors: Sequence[Finding]) -> str:
+    """``proved``, or how many errors refuse."""
+    if not errors:
+        return "proved"
+    codes = ", ".join(sorted({finding.code for finding in errors}))
+    return f"refused, {len(errors)} error{'s' if errors[1:] else ''} ({codes})"
 
 
 def import_findings(imported: Imported) -> tuple[Finding, ...]:

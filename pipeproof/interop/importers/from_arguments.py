@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError, SourceMap
 from pipeproof.interop.importers.import_codes import UNREADABLE
-from pipeproof.interop.importers.imported import Flags, Imported
+from pipeproof.interop.importers.imported import Flags, Imported, repeatable
 from pipeproof.interop.importers.megatron.argument_block import arguments_of_values
 from pipeproof.interop.importers.reader import import_flags, import_values
 from pipeproof.interop.importers.sectioned_file import SectionedFile
@@ -37,7 +38,7 @@ def from_arguments(arguments: object, kind: str = "megatron", flags: Flags = Fla
     if kind not in _KINDS:
         message = f"`{kind}` has no arguments to read: {', '.join(_KINDS)} have"
         raise PlanFileError(UNREADABLE.finding(message, _HERE))
-    return _KINDS[kind](_attributes(arguments), flags)
+    return repeatable(partial(_KINDS[kind], _attributes(arguments)), flags)
 
 
 def _megatron(values: Mapping[str, Any], flags: Flags) -> Imported:

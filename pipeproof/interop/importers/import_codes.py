@@ -94,15 +94,16 @@ GUARDED = RuleDoc(
     kind=ExampleKind.JOB,
 )
 
-UNKNOWN_SEQUENCE_PARALLEL = RuleDoc(
+ASSUMED_DECIDES = RuleDoc(
     code="PP176",
-    title="a Fleet strategy does not show whether its partial sends are correct",
+    title="the verdict depends on a value that the files do not have",
     severity="warning",
     explanation=(
-        "A `DistributedStrategy` has no field for sequence parallelism: the model decides. With partial sends on, "
-        "several tensor-parallel ranks and batched P2P the job is correct without sequence parallelism and corrupts "
-        "every boundary tensor with it. State which of the two applies (`--set topology.sequence_parallel=true`, or "
-        "`=false`) to get a verdict. Without partial sends the job is correct in both cases."
+        "The files leave a setting open, and with one value of it the job is proved, with another refused. So the "
+        "verdict is `undecided`, and the exit status 1. State which value the job has. A Fleet `DistributedStrategy`, "
+        "for example, has no field for sequence parallelism, for the model decides: with partial sends on, several "
+        "tensor-parallel ranks and batched P2P the job is correct without it, and corrupts every boundary tensor with "
+        "it. A setting that is safe with both values needs no such statement."
     ),
     wrong="pipeline_configs { accumulate_steps: 4 }\nhybrid_configs { mp_degree: 2 pp_degree: 2 }",
     right="pipeline_configs { accumulate_steps: 4 enable_partial_send_recv: false }\n"
@@ -140,6 +141,6 @@ IMPORT_CODES: tuple[RuleDoc, ...] = (
     NOT_SHOWN,
     WITHOUT_EFFECT,
     GUARDED,
-    UNKNOWN_SEQUENCE_PARALLEL,
+    ASSUMED_DECIDES,
     UNDECIDED,
 )

@@ -80,4 +80,6 @@ def import_files(kind: str, files: Sequence[Path], flags: Flags) -> Imported:
             from pipeproof.interop.importers.import_codes import PYTHON, UNREADABLE
 
             raise PlanFileError(UNREADABLE.finding(PYTHON, Location(str(file))))
-    return KINDS[kind].load()(files, flags)
+    from pipeproof.interop.importers.imported import repeatable
+
+    return repeatable(partial(KINDS[kind].load(), files), flags)

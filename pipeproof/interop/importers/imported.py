@@ -96,6 +96,8 @@ class Imported:
     """Values that a plan has only if its times are computed for a device."""
     settings: Mapping[KeyPath, object] = field(default_factory=dict)
     """Values of the command line, which ``plan`` has already; findings about them name ``--set``."""
+    again: Callable[[Mapping[KeyPath, object]], Imported] | None = None
+    """Imports the same with further values of plan keys; None where it cannot be imported again."""
 
 
 Importer = Callable[[Sequence[Path], Flags], Imported]
@@ -104,6 +106,11 @@ Importer = Callable[[Sequence[Path], Flags], Imported]
 Raises PlanFileError, with places in the files, if they cannot be read or do
 not form a plan.
 """
+
+
+def repeatable(read: Callable[[Flags], Imported], flags: Flags) -> Imported:
+    """Return what ``read`` makes with flags, so that it can be imported again with other values of plan keys."""
+    return replace(read(flags), again=lambda settings: read(replace(flags, settings={**flags.settings, **settings})))
 
 
 def with_device(imported: Imported, device: DeviceName) -> Imported:

@@ -9,7 +9,7 @@ from math import gcd, lcm
 from pipeproof.diagnostics.finding import Finding, Location, RuleDoc
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import Draft
-from pipeproof.interop.importers.import_codes import GUARDED, REFUSED, UNKNOWN_SEQUENCE_PARALLEL, WITHOUT_EFFECT
+from pipeproof.interop.importers.import_codes import GUARDED, REFUSED, WITHOUT_EFFECT
 from pipeproof.interop.importers.imported import Rephrase
 from pipeproof.interop.importers.model_sizes import Needs, assume_model
 from pipeproof.interop.importers.paddle.fleet_job import FleetJob, SourcedValue, overridden
@@ -210,7 +210,7 @@ def _transport(job: FleetJob, draft: Draft) -> None:
 
 
 def _partial_send_findings(job: FleetJob, draft: Draft) -> None:
-    """Find PP175 and PP176: only a guard prevents corrupted tensors, or they depend on sequence parallelism."""
+    """Find PP175: only a guard prevents corrupted tensors."""
     sequence = job.sequence_parallel
     if not job.sends_partially or not _divides(draft):
         return
@@ -221,16 +221,6 @@ def _partial_send_findings(job: FleetJob, draft: Draft) -> None:
                 "the trainer turns partial sends off; without that guard every boundary tensor would be corrupted",
                 sequence.location or job.partial.location,
                 f"write `{turn_off(job.partial)}`, which is what the trainer does",
-            )
-        )
-    elif sequence.value is None:
-        draft.find(
-            UNKNOWN_SEQUENCE_PARALLEL.finding(
-                f"{job.partial.text}, {job.tp.text} and P2P is batched: correct without sequence parallelism, which a "
-                "strategy does not contain; with it every boundary tensor is corrupted",
-                job.partial.location or job.tp.location,
-                "give `--set topology.sequence_parallel=true` or `=false`; off is safe in both cases: "
-                f"`{turn_off(job.partial)}`",
             )
         )
 

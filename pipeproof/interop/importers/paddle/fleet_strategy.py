@@ -19,7 +19,7 @@ from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, nearest_name, shortened
 from pipeproof.diagnostics.source import LINE_BREAK, read_text
 from pipeproof.interop.importers.draft import Draft
-from pipeproof.interop.importers.imported import Flags, Imported
+from pipeproof.interop.importers.imported import Flags, Imported, repeatable
 from pipeproof.interop.importers.paddle.fleet_job import FleetJob, SourcedValue
 from pipeproof.interop.importers.paddle.fleet_plan import lay_out, refuse, rephrasing
 from pipeproof.interop.importers.paddle.training_file import unreadable
@@ -271,7 +271,8 @@ def from_strategy(
         return SourcedValue(value, setting)
 
     order = tuple(getattr(strategy, "hybrid_parallel_order", None) or ORDER)
-    return _imported(lookup, order, Flags(overrides, model_config, world_size), "<strategy>", ())
+    flags = Flags(overrides, model_config, world_size)
+    return repeatable(lambda flags: _imported(lookup, order, flags, "<strategy>", ()), flags)
 
 
 def _only_known(message: Message, path: tuple[str, ...], known: frozenset[str]) -> None:
