@@ -86,7 +86,7 @@ accuracy: $(VENV)/.demo      ## predictions next to published and own measuremen
 	$(BIN)/python -m validation.board
 
 MODEL ?= conv_net
-fleet: $(VENV)/.demo         ## the same layers trained by Fleet's own pipeline and by ours; see docs/fleet.md
+fleet: $(VENV)/.demo         ## the same layers trained by Fleet's own pipeline and by ours; see validation/results/fleet.md
 	$(BIN)/python -m validation.fleet $(MODEL)
 
 mutants: $(VENV)/.dev        ## how many small changes of the verifier its tests notice: days; stopped, it continues

@@ -1,6 +1,6 @@
 """Compares the choices of a table of published trainings with those of ``pipeproof tune``, and writes the results.
 
-``python benchmarks/tune_published.py [TABLE.csv] [-o docs/tune.json]`` reads a table of Megatron-Bridge's performance
+``python benchmarks/tune_published.py [TABLE.csv] [-o TUNE.json]`` reads a table of Megatron-Bridge's performance
 summary, by default the one that comes with pipeproof. For each training with a plan it searches the layouts of
 Megatron-LM on the same devices with the same batch and types. The limit of memory is that of the device, or what the
 published layout needs by the same model where that is more. No layout has pairs that take turns, which the table does
@@ -39,7 +39,7 @@ from validation.board.accuracy_board import MEASUREMENTS
 from validation.board.megatron_bridge_rows import read_megatron_bridge
 
 TOP = 5
-_RESULTS = Path(__file__).parents[1] / "docs" / "tune.json"
+_RESULTS = Path(__file__).parents[1] / "validation" / "results" / "tune.json"
 
 
 def published_layout(spec: PlanSpec) -> Layout:

@@ -3,7 +3,7 @@
 Each family is a tiny model with random weights, made from its config class. Two ranks train it under each schedule; the
 reference is the model in a plain loop over micro-batches. Compared are the bits of the loss and of every gradient.
 
-    python validation/families.py                       # all families: docs/families.json
+    python validation/families.py                       # all families: validation/results/families.json
     python validation/families.py --only llama gpt2     # some, printed
 
 A result is ``right`` (all bits), ``bound: ..`` (all but weights that stages share, which are added in another order),
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "docs" / "families.json"
+RESULTS = ROOT / "validation" / "results" / "families.json"
 SCHEDULES = {"1f1b": 2, "interleaved": 4, "zb_v": 4}
 """Schedules, with their numbers of stages on two ranks."""
 NUM_MICRO_BATCHES = 4

@@ -1,6 +1,6 @@
 """Predictions anew from the measurements of ``prediction.py``, in place; no GPU is needed.
 
-    python benchmarks/gpu/predict_again.py docs/prediction.json
+    python benchmarks/gpu/predict_again.py validation/results/prediction.json
 
 After a change of the method (``predicting.py``): steps and starts of operations. Printed is the error
 of each step, before and after. Memory and replayed steps stay as they were predicted when they were measured.

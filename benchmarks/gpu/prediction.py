@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 benchmarks/gpu/prediction.py OUT.json "2048,2048,4,8,16" [KINDS] [inductor]
 
 The first argument is the file for the results, of which ``validation/pages/make_prediction.py``
-makes ``docs/prediction.md``. The second has sizes: hidden, sequence, blocks of a
+makes ``validation/results/prediction.md``. The second has sizes: hidden, sequence, blocks of a
 rank, micro-batches to profile, and more numbers of micro-batches to predict.
 ``inductor`` runs the layers of each stage as compiled graphs (``run.compiler``).
 Forward and backward of all micro-batches in bfloat16, no optimizer, a GPU a rank.

@@ -10,10 +10,9 @@ LOG_DIFFERS = RuleDoc(
     explanation=(
         "After a run the log of each rank (operations, communicators, element counts, dtypes) is compared with the "
         "verified graph, queue by queue. Rows that go to experts are compared with the counts that ranks exchanged. "
-        "Between hosts, a "
-        "receive must not end before its send is posted by more than the error of the clocks (docs/clocks.md). A "
-        "difference means that the proof does not describe the execution: a bug of pipeproof's executor, or of a "
-        "backend that reorders."
+        "Between hosts, a receive must not end before its send is posted by more than the error of the clocks "
+        "(validation/results/clocks.md). A difference means that the proof does not describe the execution: a bug of "
+        "pipeproof's executor, or of a backend that reorders."
     ),
     wrong="graph: 1RECV_F0 1F0      log: 1F0 1RECV_F0",
     right="graph: 1RECV_F0 1F0      log: 1RECV_F0 1F0",

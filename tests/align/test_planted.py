@@ -1,6 +1,6 @@
 """Experts on four ranks with a module of multi-token prediction: nothing is found where nothing is wrong, faults are.
 
-100 steps on real processes, and all faults with two steps, are in ``docs/alignment-log.md``.
+100 steps on real processes, and all faults with two steps, are in ``validation/results/alignment-log.md``.
 """
 
 import functools

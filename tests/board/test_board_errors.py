@@ -22,7 +22,10 @@ from validation.board.accuracy_picture import board_picture
 from validation.board.measurement import Measurement, Quantity
 
 ROOT = Path(__file__).parents[2]
-STORED = {(one["group"], one["quantity"]): one for one in json.loads((ROOT / "docs" / "accuracy.json").read_text())}
+STORED = {
+    (one["group"], one["quantity"]): one
+    for one in json.loads((ROOT / "validation" / "results" / "accuracy.json").read_text())
+}
 TOLERANCE = 0.001
 """Largest growth of a MAPE, as a share."""
 

@@ -12,7 +12,7 @@ from pipeproof.verify.check_plan import check
 pytestmark = pytest.mark.usefixtures("known_notes")
 
 ROOT = Path(__file__).parents[2]
-RESULTS = json.loads((ROOT / "docs" / "alignment_log.json").read_text(encoding="utf-8"))
+RESULTS = json.loads((ROOT / "validation" / "results" / "alignment_log.json").read_text(encoding="utf-8"))
 EXAMPLES = sorted((ROOT / "examples" / "alignment").glob("*.yaml"))
 STEPS = 100
 FAULTS = ("scale", "norms", "rope", "auxiliary", "modules", "experts", "tied")

@@ -9,14 +9,14 @@ import pytest
 
 from tests.cli.commands import EXAMPLES
 
-DOCS = Path(__file__).parents[2] / "docs"
-RESULTS = json.loads((DOCS / "configurations.json").read_text(encoding="utf-8"))
+EVIDENCE = Path(__file__).parents[2] / "validation" / "results"
+RESULTS = json.loads((EVIDENCE / "configurations.json").read_text(encoding="utf-8"))
 RECIPE = (EXAMPLES / "importing" / "automodel.yaml").read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def tool(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS.parent / "validation" / "pages"))
+    monkeypatch.syspath_prepend(str(EVIDENCE.parent / "pages"))
     return importlib.import_module("make_configurations")
 
 

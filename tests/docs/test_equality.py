@@ -13,8 +13,8 @@ from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
 
-DOCS = Path(__file__).parents[2] / "docs"
-RESULTS = json.loads((DOCS / "equality.json").read_text(encoding="utf-8"))
+EVIDENCE = Path(__file__).parents[2] / "validation" / "results"
+RESULTS = json.loads((EVIDENCE / "equality.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_runs_of_one_model_without_parallel_sums_have_each_others_bits(plans):
 
 
 def test_the_table_has_a_row_for_each_plan(plans):
-    page = (DOCS / "equality.md").read_text(encoding="utf-8")
+    page = (EVIDENCE / "equality.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `(\w+)` \|", page, re.MULTILINE)
     assert len(rows) == len(plans.CELLS)
     assert {plans.Cell(*row) for row in rows} == set(plans.CELLS)

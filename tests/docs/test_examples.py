@@ -36,7 +36,7 @@ def test_examples_load_and_are_judged_as_meant(example):
 
 
 OVER_DEVICE = {"deepseek_v3", "llama3_405b"}
-"""Published trainings whose memory is predicted above that of their devices; docs/published.md has the reasons."""
+"""Published trainings whose memory is predicted above that of their devices; results/published.md says why."""
 RECOMMENDED = [
     path
     for path in sorted((ROOT / "examples").rglob("*.yaml"))

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
-RESULTS = json.loads((DOCS / "fleet.json").read_text(encoding="utf-8"))
+EVIDENCE = Path(__file__).parents[2] / "validation" / "results"
+RESULTS = json.loads((EVIDENCE / "fleet.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
 def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS.parent / "validation" / "pages"))
+    monkeypatch.syspath_prepend(str(EVIDENCE.parent / "pages"))
     return importlib.import_module("make_fleet")
 
 

@@ -13,7 +13,8 @@ from pipeproof.specs.load_plan import load_plan
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
-    [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + [*(ROOT / "docs").rglob("*.md")]
+    [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    + [*(ROOT / "docs").rglob("*.md"), *(ROOT / "validation" / "results").glob("*.md")]
 )
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
 
@@ -52,7 +53,7 @@ def test_files_that_are_named_exist(page):
     assert not missing
 
 
-PLACES = (ROOT, ROOT / "pipeproof")
+PLACES = (ROOT, ROOT / "pipeproof", ROOT / "validation" / "results")
 
 
 def commands(page):

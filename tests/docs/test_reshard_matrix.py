@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
+EVIDENCE = Path(__file__).parents[2] / "validation" / "results"
 
 
 @pytest.fixture
 def made(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS.parent / "validation" / "pages"))
+    monkeypatch.syspath_prepend(str(EVIDENCE.parent / "pages"))
     return importlib.import_module("make_reshard")
 
 
 @pytest.fixture
 def measured():
-    return json.loads((DOCS / "reshard-matrix.json").read_text(encoding="utf-8"))
+    return json.loads((EVIDENCE / "reshard-matrix.json").read_text(encoding="utf-8"))
 
 
 def test_every_pair_of_topologies_was_measured_and_is_right(made, measured):

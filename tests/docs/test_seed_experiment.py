@@ -11,7 +11,7 @@ from pipeproof.verify.check_plan import check
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples" / "seed").glob("*.yaml"))
-RESULTS = json.loads((ROOT / "docs" / "seed_experiment.json").read_text(encoding="utf-8"))
+RESULTS = json.loads((ROOT / "validation" / "results" / "seed_experiment.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture

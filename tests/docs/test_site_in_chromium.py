@@ -18,7 +18,7 @@ PAGES = (
     "plan",
     "claims",
     "installation",
-    "reshard-matrix",
+    "results/reshard-matrix",
     "codes",
     "timeline",
     "zh/tutorial",

@@ -58,7 +58,7 @@ def test_the_test_of_a_promise_exists_and_asserts(node):
 
 
 def test_all_that_was_tried_was_handled():
-    results = json.loads((ROOT / "docs" / "hardening.json").read_text())
+    results = json.loads((ROOT / "validation" / "results" / "hardening.json").read_text())
     assert all(row["problem"] is None for row in results["limits"])
     for tool in ("strangers", *ENVIRONMENTS):
         assert all(run["problem"] is None for run in results[tool]["runs"]), tool
@@ -76,7 +76,7 @@ def test_the_environments_are_of_every_command(monkeypatch):
     for folder in ("hardening", "pages"):
         monkeypatch.syspath_prepend(str(ROOT / "validation" / folder))
     commands = {words for words, _ in importlib.import_module("make_options").commands()}
-    results = json.loads((ROOT / "docs" / "hardening.json").read_text())
+    results = json.loads((ROOT / "validation" / "results" / "hardening.json").read_text())
     attacked = {"of the tool": [command.words for command in importlib.import_module("environments").COMMANDS]}
     attacked |= {tool: [run["command"] for run in results[tool]["runs"]] for tool in ENVIRONMENTS}
     for tool, of_tool in attacked.items():

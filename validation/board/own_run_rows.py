@@ -1,4 +1,4 @@
-"""Steps that pipeproof itself measured on GPUs (``docs/prediction.json``), predicted from sizes and the data sheet."""
+"""Steps that pipeproof itself measured on GPUs (results/prediction.json), predicted from sizes and the data sheet."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "docs" / "hardening.json"
+RESULTS = ROOT / "validation" / "results" / "hardening.json"
 """Figures by tool."""
 
 

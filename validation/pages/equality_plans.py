@@ -1,4 +1,4 @@
-"""Plans of ``docs/equality.md``: model features, topologies and schedules; tiny, two steps each."""
+"""Plans of ``validation/results/equality.md``: model features, topologies and schedules; tiny, two steps each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write the figures of ``docs/alignment-log.md`` from the runs in ``docs/alignment_log.json``.
+"""Write the figures of ``results/alignment-log.md`` from the runs in ``results/alignment_log.json``.
 
 ``python validation/pages/make_alignment_log.py`` writes, ``--check`` exits 1 if the page is stale. ``--measure`` runs
 the plans of ``examples/alignment/`` again, 100 steps on eight processes each, and aligns their records. ``--faults``
@@ -19,11 +19,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pages import DOCS, ROOT, fill, main, table
+from pages import EVIDENCE, ROOT, fill, main, table
 
 from pipeproof.specs.load_plan import load_plan
 
-RESULTS = DOCS / "alignment_log.json"
+RESULTS = EVIDENCE / "alignment_log.json"
 EXAMPLES = ROOT / "examples" / "alignment"
 NAMES = ("1f1b", "interleaved", "zb_v")
 PAIRS = (
@@ -129,7 +129,7 @@ def runs_part(results: Results) -> str:
     """Return the table of the runs and their results."""
     rows = [
         (
-            f"[`{name}`](../examples/alignment/{name}.yaml)",
+            f"[`{name}`](../../examples/alignment/{name}.yaml)",
             "every loss and every gradient is the reference's" if run["status"] == 0 else "**does not match**",
             f"{run['seconds']} s",
             f"{run['record_bytes'] / 1e6:.1f} MB",
@@ -224,6 +224,6 @@ if __name__ == "__main__":
     if sys.argv[1:] and set(sys.argv[1:]) <= {"--measure", "--faults"}:
         _measure(sys.argv[1:])
         sys.exit(0)
-    page = DOCS / "alignment-log.md"
+    page = EVIDENCE / "alignment-log.md"
     measured = json.loads(RESULTS.read_text(encoding="utf-8"))
     sys.exit(main("validation/pages/make_alignment_log.py", {page: fill(page, parts(measured))}))

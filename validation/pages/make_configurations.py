@@ -1,4 +1,4 @@
-"""Check configurations of public repositories; keep verdicts in docs/configurations.json, and write the table of them.
+"""Check configurations of public repositories; keep verdicts in results/configurations.json, and write the table.
 
     python validation/pages/make_configurations.py --checkouts DIRECTORY
 
@@ -21,14 +21,14 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from check_configs import Verdict, verdicts
-from pages import DOCS, fill, table
+from pages import EVIDENCE, fill, table
 from pages import main as write
 
 from pipeproof.atomic_write import write_json
 from pipeproof.interop import Flags
 
-PAGE: Final = DOCS / "configurations.md"
-RESULTS: Final = DOCS / "configurations.json"
+PAGE: Final = EVIDENCE / "configurations.md"
+RESULTS: Final = EVIDENCE / "configurations.json"
 _SCRIPT: Final = "validation/pages/make_configurations.py"
 
 

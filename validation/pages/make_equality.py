@@ -1,4 +1,4 @@
-"""Writes the table of ``docs/equality.md`` from the runs in ``docs/equality.json``.
+"""Writes the table of ``validation/results/equality.md`` from the runs in ``validation/results/equality.json``.
 
 ``python validation/pages/make_equality.py`` writes, ``--check`` exits 1 if it is stale. ``--measure`` runs the plans of
 ``validation/pages/equality_plans.py`` that have no result, failed, or have changed since, so an interrupted measurement
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from equality_plans import CELLS, FEATURES, NUM_STEPS
-from pages import DOCS, ROOT, fill, main, table
+from pages import EVIDENCE, ROOT, fill, main, table
 
-RESULTS = DOCS / "equality.json"
+RESULTS = EVIDENCE / "equality.json"
 PATIENCE_S = 180.0
 """Time limit of a run: ten times its time on an idle machine."""
 
@@ -216,6 +216,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--measure"]:
         sys.exit(_measure_named(sys.argv[2:]))
     measured = json.loads(RESULTS.read_text(encoding="utf-8"))
-    page = DOCS / "equality.md"
+    page = EVIDENCE / "equality.md"
     parts = {"summary": summary_part(measured), "equality": equality_part(measured)}
     sys.exit(main("validation/pages/make_equality.py", {page: fill(page, parts)}))

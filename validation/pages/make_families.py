@@ -1,4 +1,4 @@
-"""Write ``docs/families.md`` from ``docs/families.json``, the figures of ``validation/families.py``.
+"""Write ``results/families.md`` from ``results/families.json``, the figures of ``validation/families.py``.
 
 ``python validation/pages/make_families.py`` writes, ``--check`` exits 1 if the page is stale.
 """
@@ -9,9 +9,9 @@ import json
 import sys
 from pathlib import Path
 
-from pages import DOCS, fill, main, table
+from pages import EVIDENCE, fill, main, table
 
-RESULTS = json.loads((DOCS / "families.json").read_text(encoding="utf-8"))
+RESULTS = json.loads((EVIDENCE / "families.json").read_text(encoding="utf-8"))
 
 KINDS = {
     "right": "loss and all gradients have the bits",
@@ -60,7 +60,7 @@ def _shortened(text: str) -> str:
 
 def pages() -> dict[Path, str]:
     """Return the page."""
-    page = DOCS / "families.md"
+    page = EVIDENCE / "families.md"
     versions = f"transformers {RESULTS['transformers']}, PyTorch {RESULTS['torch']}."
     lists = {kind: names(kind) + "." for kind in ("right", "bound")}
     return {page: fill(page, {"versions": versions, "counts": counts(), **lists, "others": others()})}

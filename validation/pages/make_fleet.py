@@ -1,4 +1,4 @@
-"""Write the tables of ``docs/fleet.md`` from the runs in ``docs/fleet.json``.
+"""Write the tables of ``results/fleet.md`` from the runs in ``results/fleet.json``.
 
 ``python validation/pages/make_fleet.py`` writes, ``--check`` exits 1 if the page is stale; ``--measure`` runs
 everything first. It needs Paddle, and about two minutes.
@@ -15,12 +15,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pages import DOCS, ROOT, fill, main, table
+from pages import EVIDENCE, ROOT, fill, main, table
 
 sys.path.insert(0, str(ROOT))
 from validation.fleet.fleet_run import Settings, run_fleet
 
-RESULTS = DOCS / "fleet.json"
+RESULTS = EVIDENCE / "fleet.json"
 RUNS: Mapping[str, Settings] = {
     "mixer, 1F1B": Settings("mixer", 2, 8),
     "mixer, 1F1B on four ranks": Settings("mixer", 4, 5),
@@ -89,7 +89,7 @@ def _farthest(one: Mapping[str, Any]) -> str:
 def pages() -> dict[Path, str]:
     """Return the page with the measured figures."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    page = DOCS / "fleet.md"
+    page = EVIDENCE / "fleet.md"
     return {page: fill(page, {"runs": _runs(results), "partial": _partial(results)})}
 
 

@@ -1,4 +1,4 @@
-"""Run the planted hangs and a healthy job; keep seconds and verdicts in docs/planted_hangs.json, and write the page.
+"""Run the planted hangs and a healthy job; keep seconds and verdicts in results/planted_hangs.json, and write the page.
 
     python validation/pages/make_hangs.py --healthy-minutes 30
     python validation/pages/make_hangs.py --healthy-minutes 30 --framework paddle
@@ -28,7 +28,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pages import DOCS, ROOT, main
+from pages import EVIDENCE, ROOT, main
 
 sys.path.insert(0, str(ROOT))
 
@@ -36,8 +36,8 @@ from pipeproof.exec.monitor.verdict import PATIENCE_S
 from pipeproof.signals import terminate_raises
 from tests.exec.monitor.hang_jobs import BACKEND, CAUSES, NUM_RANKS, Framework, outcome
 
-PAGE = DOCS / "planted-hangs.md"
-RESULTS = DOCS / "planted_hangs.json"
+PAGE = EVIDENCE / "planted-hangs.md"
+RESULTS = EVIDENCE / "planted_hangs.json"
 _STEP_S = 0.6
 """Measured seconds of a step of the healthy job, to choose their number; what the page states is counted."""
 _DETECTED_S = 10
@@ -153,7 +153,7 @@ def page_text(results: Mapping[str, Any]) -> str:
     return f"""\
 # Planted hangs
 
-`validation/pages/make_hangs.py` writes this page from `docs/planted_hangs.json`. A job is a pipeline of three
+`validation/pages/make_hangs.py` writes this page from `planted_hangs.json`. A job is a pipeline of three
 micro-batches, with two all-reduces of metrics and one of gradients in each step. The hang is planted in the fifth step.
 The seconds are those from the last event of any rank to the verdict of `pipeproof job hang --follow DIR`, with the
 default `--timeout` of {PATIENCE_S:g} s.

@@ -1,4 +1,4 @@
-"""Write the measured parts of ``docs/limits.md`` and ``docs/promises.md`` from ``docs/hardening.json``.
+"""Write the measured parts of ``docs/limits.md`` and ``docs/promises.md`` from ``validation/results/hardening.json``.
 
 ``python validation/pages/make_hardening.py`` writes, ``--check`` exits 1 if a page is stale. The figures come from
 ``validation/hardening/*.py --write`` and ``python -m tests.fuzz --write``.
@@ -10,9 +10,9 @@ import json
 import sys
 from pathlib import Path
 
-from pages import DOCS, fill, main, table
+from pages import DOCS, EVIDENCE, fill, main, table
 
-RESULTS = json.loads((DOCS / "hardening.json").read_text(encoding="utf-8"))
+RESULTS = json.loads((EVIDENCE / "hardening.json").read_text(encoding="utf-8"))
 
 
 _ENVIRONMENTS = (

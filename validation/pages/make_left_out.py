@@ -1,4 +1,4 @@
-"""Writes ``docs/accuracy-left-out.md``: errors of measurements that are left out of the fits of constants.
+"""Writes ``results/accuracy-left-out.md``: errors of measurements that are left out of the fits of constants.
 
 ``python validation/pages/make_left_out.py`` fits to the measurements that come with pipeproof (a minute).
 """
@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import sys
 
-from pages import DOCS, ROOT, main, table
+from pages import EVIDENCE, ROOT, main, table
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import fit_host_times
 import fit_memory_shares
 
-PAGE = DOCS / "accuracy-left-out.md"
+PAGE = EVIDENCE / "accuracy-left-out.md"
 _HEAD = """# Measurements that are left out of a fit
 
-Constants that were [fitted to trainings](accuracy.md#what-was-fitted-on-what) are fitted again to all measurements but
+Constants that were [fitted to trainings](../../docs/accuracy.md#what-was-fitted-on-what) are fitted again to all but
 one group, which the result then predicts. `python validation/pages/make_left_out.py` writes this page in a minute, from
 the measurements that come with pipeproof, and a test computes it again. `benchmarks/fit_host_times.py` and
 `benchmarks/fit_memory_shares.py` print its two parts.

@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/profile-accuracy.md`` from the runs in ``docs/measured.json``.
+"""Writes the tables of ``results/profile-accuracy.md`` from the runs in ``results/measured.json``.
 
 ``python validation/pages/make_measured.py`` writes, ``--check`` exits 1 if a part is stale. ``--measure`` runs all
 plans again on this machine and stores the results, ``--measure NAME`` one of them; that needs Paddle and takes minutes.
@@ -19,7 +19,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 import yaml
-from pages import DOCS, ROOT, fill, main, table
+from pages import EVIDENCE, ROOT, fill, main, table
 
 from pipeproof.comm.lower import lower_loaded
 from pipeproof.schedule.ops import COMPUTE_KINDS, parse_op
@@ -27,7 +27,7 @@ from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.profile_file import Profile, Spread, StageOp
 
-RESULTS = DOCS / "measured.json"
+RESULTS = EVIDENCE / "measured.json"
 NUM_STEPS = 6
 LARGER = {
     "kind": "gpt", "num_layers": 4, "hidden_size": 256, "num_heads": 4, "ffn_size": 512, "vocab_size": 512,
@@ -321,6 +321,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--measure"]:
         sys.exit(_measure_all(sys.argv[2:]))
     measured = json.loads(RESULTS.read_text(encoding="utf-8"))
-    page = DOCS / "profile-accuracy.md"
+    page = EVIDENCE / "profile-accuracy.md"
     parts = {name: make(measured) for name, make in PARTS.items()}
     sys.exit(main("validation/pages/make_measured.py", {page: fill(page, parts)}))

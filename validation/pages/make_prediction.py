@@ -1,4 +1,4 @@
-"""Writes the tables and pictures of ``docs/prediction.md`` from ``docs/prediction*.json``.
+"""Writes the tables and pictures of ``validation/results/prediction.md`` from ``docs/prediction*.json``.
 
 ``python validation/pages/make_prediction.py`` writes, ``--check`` exits 1 if a part is stale.
 ``benchmarks/gpu/prediction.py`` measures the results on GPUs; without them the page states that there are no figures.
@@ -14,16 +14,16 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from pages import DOCS, fill, main, table
+from pages import DOCS, EVIDENCE, fill, main, table
 
 from pipeproof.schedule.asap import Timed
 from pipeproof.schedule.ops import parse_op
 from pipeproof.views.schedule_svg import schedule_svg
 
-RESULTS = DOCS / "prediction.json"
-FOUR = {"operations": DOCS / "prediction_four.json", "graphs": DOCS / "prediction_four_compiled.json"}
+RESULTS = EVIDENCE / "prediction.json"
+FOUR = {"operations": EVIDENCE / "prediction_four.json", "graphs": EVIDENCE / "prediction_four_compiled.json"}
 """By how stages run."""
-PAGE = DOCS / "prediction.md"
+PAGE = EVIDENCE / "prediction.md"
 IMAGES = DOCS / "images" / "prediction"
 NO_FIGURES = "There are no figures yet: the command above measures them."
 _GIB = 2**30
@@ -127,7 +127,8 @@ def timelines_part(results: Results) -> str:
     if not results:
         return NO_FIGURES
     return "\n\n".join(
-        f"![{case['kind']}, predicted above measured](images/prediction/{name})" for name, _, case in _shown(results)
+        f"![{case['kind']}, predicted above measured](../../docs/images/prediction/{name})"
+        for name, _, case in _shown(results)
     )
 
 

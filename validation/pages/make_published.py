@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/published.md``: plans of published trainings compared with the published figures.
+"""Writes the tables of ``results/published.md``: plans of published trainings compared with the published figures.
 
 ``python validation/pages/make_published.py`` writes, ``--check`` exits 1 if a table is stale.
 """
@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from pages import DOCS, fill, main, table
+from pages import EVIDENCE, fill, main, table
 from published_runs import PARTS, Training
 
 from pipeproof.schedule.ops import OpKind
@@ -268,7 +268,7 @@ def percent(share: float) -> str:
 
 
 if __name__ == "__main__":
-    page = DOCS / "published.md"
+    page = EVIDENCE / "published.md"
     parts = {
         "llama-steps": llama_steps(),
         "llama-changes": llama_changes(),

@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/reshard-matrix.md`` from the results in ``docs/reshard-matrix.json``.
+"""Writes the tables of ``results/reshard-matrix.md`` from the results in ``results/reshard-matrix.json``.
 
 ``python validation/pages/make_reshard.py`` writes, ``--check`` exits 1 if the page is stale. ``--measure`` measures
 everything again with real processes: it needs Paddle and about a quarter of an hour on two cores.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
-from pages import DOCS, fill, main, table
+from pages import EVIDENCE, fill, main, table
 from reshard_job import STATES_FILE
 from reshard_plans import MODELS, NUM_STEPS, STEPS_BEFORE, loaded, plan_of, topologies
 
@@ -37,7 +37,7 @@ from pipeproof.state.state_index import provenance_file
 from pipeproof.verify.certificate import Verdict, certificate_of, graph_digest
 from pipeproof.verify.subject import make_subject
 
-RESULTS = DOCS / "reshard-matrix.json"
+RESULTS = EVIDENCE / "reshard-matrix.json"
 PATIENCE_S = 120.0
 
 
@@ -232,6 +232,6 @@ if __name__ == "__main__":
         RESULTS.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
         sys.exit(0)
     measured = json.loads(RESULTS.read_text(encoding="utf-8"))
-    page = DOCS / "reshard-matrix.md"
+    page = EVIDENCE / "reshard-matrix.md"
     shards = {"summary": summary_part(measured)} | {model: matrix_part(measured[model]) for model in MODELS}
     sys.exit(main("validation/pages/make_reshard.py", {page: fill(page, shards)}))

@@ -1,4 +1,4 @@
-"""Write the figures of ``docs/seed-experiment.md`` from the runs in ``docs/seed_experiment.json``.
+"""Write the figures of ``results/seed-experiment.md`` from the runs in ``results/seed_experiment.json``.
 
 ``python validation/pages/make_seed_experiment.py`` writes, ``--check`` exits 1 if the page is stale, ``--measure``
 runs the plans again, with ``--unsafe``, because some of them are wrong on purpose. It needs Paddle, and two minutes.
@@ -16,11 +16,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pages import DOCS, ROOT, fill, main, table
+from pages import EVIDENCE, ROOT, fill, main, table
 
 from pipeproof.specs.load_plan import load_plan
 
-RESULTS = DOCS / "seed_experiment.json"
+RESULTS = EVIDENCE / "seed_experiment.json"
 EXAMPLES = ROOT / "examples" / "seed"
 PATIENCE_S = 180.0
 """Time limit of a run: ten times its time on an idle machine."""
@@ -172,6 +172,6 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--measure"]:
         measure()
         sys.exit(0)
-    page = DOCS / "seed-experiment.md"
+    page = EVIDENCE / "seed-experiment.md"
     measured = json.loads(RESULTS.read_text(encoding="utf-8"))
     sys.exit(main("validation/pages/make_seed_experiment.py", {page: fill(page, parts(measured))}))

@@ -1,4 +1,4 @@
-"""Write ``docs/zoo.md`` and ``docs/zoo-computation.md``: bugs from the field, and the rules that kill their mutants.
+"""Write ``results/zoo.md`` and ``results/zoo-computation.md``: bugs from the field, and the rules that kill them.
 
 ``python validation/pages/make_zoo.py`` writes, ``--check`` exits 1 if a page is stale.
 The tables are those of ``tests/zoo``, whose tests check every line of them.
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pages import DOCS, ROOT, main, table
+from pages import EVIDENCE, ROOT, main, table
 
 COMMUNICATION = "ABCD"
 """The families of bugs on the first page, by the first letter of their ids; all others are on the second page."""
@@ -73,7 +73,7 @@ def pages() -> dict[Path, str]:
     first += ["## Rules\n", RULES, table(("rule", "kills alone"), rules)]
     second = [WRITTEN_BY + COMPUTATION, *computation]
     second += ["## Found by a run only\n", RUN_ONLY, table(("bug", "where", "symptom"), run_only)]
-    return {DOCS / "zoo.md": "\n".join(first), DOCS / "zoo-computation.md": "\n".join(second)}
+    return {EVIDENCE / "zoo.md": "\n".join(first), EVIDENCE / "zoo-computation.md": "\n".join(second)}
 
 
 def _kill_table(cases: list[Any], bugs: dict[str, dict[str, str]]) -> str:
@@ -90,7 +90,7 @@ def _links(codes: tuple[str, ...]) -> str:
 
 
 def _link(code: str) -> str:
-    return f"[{code}](codes.md#{code.lower()})"
+    return f"[{code}](../../docs/codes.md#{code.lower()})"
 
 
 if __name__ == "__main__":

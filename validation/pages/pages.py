@@ -9,6 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+EVIDENCE = ROOT / "validation" / "results"
+"""Folder of measurements and the pages made of them."""
 sys.path.append(str(ROOT))  # for the other packages of `validation`
 
 

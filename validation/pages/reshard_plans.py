@@ -1,4 +1,4 @@
-"""Plans of ``docs/reshard-matrix.md``: two models on up to thirteen topologies, with the same training on each."""
+"""Plans of ``results/reshard-matrix.md``: two models on up to thirteen topologies, with the same training on each."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ KNOWN_MODELS = (
     "Granite", "Llama", "Llava", "Mistral", "Mixtral", "OPT", "Qwen2", "Qwen2-VL", "Qwen3", "Qwen3-MoE", "T5", "ViT",
     "Whisper",
 )  # fmt: skip
-"""Models that tests train. ``docs/families.md`` has the results of all families of the library."""
+"""Models that tests train. ``validation/results/families.md`` has the results of all families of the library."""
 
 _OPTIONAL = ("attention_mask", "position_ids", "token_type_ids", "decoder_attention_mask")
 """Keyword arguments that the cut is checked with, where the model takes them."""
