@@ -25,10 +25,11 @@ class TransportSpec(Section):
 
     forward: TransportName = Field(default="full", description="Transport of activations.")
     backward: TransportName = Field(default="full", description="Transport of activation gradients.")
-    connections: Literal["warm", "lazy"] = Field(
+    connections: Literal["warm", "lazy", "per_pair"] = Field(
         default="warm",
         description="warm: connections are opened before the first step; lazy: at first use, which the deadlock "
-        "rules then consider (runs open them before in either case).",
+        "rules then consider (runs open them before in either case); per_pair: so, with a communicator for each pair "
+        "of ranks, as PyTorch makes for unbatched transfers on NCCL.",
     )
     recv_order: RecvOrder = Field(
         default="just_in_time",

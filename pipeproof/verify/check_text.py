@@ -33,6 +33,19 @@ def render_report(report: Report, console: Console, brevity: Brevity) -> None:
         console.print(f"suppressed by the plan: {_suppressed_text(report)}", soft_wrap=True)
     console.print(_verdict(report), soft_wrap=True)
     console.print(f"digest {report.digest}", soft_wrap=True)
+    unchecked = _unchecked(report)
+    if unchecked:
+        console.print(unchecked, soft_wrap=True)
+
+
+def _unchecked(report: Report) -> str:
+    """A sentence about what a program alone does not state, so that no rule has checked it."""
+    subject = report.subject
+    if subject.lowered is not None or (subject.graph.scale != 0).any() or subject.facts.gradients is not None:
+        return ""
+    return (
+        "not checked: no scale is stated and no loss is declared, so nothing shows that a loss is divided by its tokens"
+    )
 
 
 def _render_in_flight(report: Report, console: Console) -> None:

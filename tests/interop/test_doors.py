@@ -271,3 +271,68 @@ def test_negative_frequencies_mean_experts_as_positive_ones(tmp_path):
     moe = "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-layer-freq"
     one, other = (script(tmp_path, f"{moe} {number}").plan for number in ("-1", "1"))
     assert one == other
+
+
+INTERLEAVED = TORCHRUN + "--num-virtual-stages-per-pipeline-rank 2 "
+
+
+def test_unbatched_transfers_are_another_plan_than_batched_ones(tmp_path):
+    unbatched, batched = (check_imported(script(tmp_path, flags, text=INTERLEAVED))
+                          for flags in ("", "--no-overlap-p2p-communication"))  # fmt: skip
+    assert unbatched.digest != batched.digest
+    (finding,) = [one for one in unbatched.findings if one.code == "PP413"]
+    assert "at the first use of each of 4 pairs of pipeline ranks" in finding.message
+    assert "--no-overlap-p2p-communication" in finding.help
+    assert not [one for one in batched.findings if one.code == "PP413"]
+    two = INTERLEAVED.replace("parallel-size 4", "parallel-size 2")
+    assert not [one for one in check_imported(script(tmp_path, text=two)).findings if one.code == "PP413"]
+
+
+def test_recomputed_mlps_go_with_overlapped_pairs(tmp_path):
+    flags = (
+        "--num-virtual-stages-per-pipeline-rank 2 --tensor-model-parallel-size 2 --sequence-parallel --bf16 "
+        "--num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --recompute-modules mlp "
+        "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm --recompute-granularity selective "
+    )
+    made = script(tmp_path, flags, text=TORCHRUN.replace("_size 4", "_size 2").replace("torchrun", "WORLD=1 torchrun"),
+                  world_size=16)  # fmt: skip
+    assert not check_imported(made).errors
+    assert any("--recompute-modules mlp" in setting.name for setting in made.ignored)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "its encoder of images or sound"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "linear attention"),
+        ("deepseek-ai/DeepSeek-V3.2", "sparse attention"),
+        ("Qwen/Qwen3-8B", None),
+    ],
+)
+def test_checkpoints_with_parts_that_a_plan_does_not_have(tmp_path, name, why):
+    text = MCA.replace("Qwen/Qwen3-8B", name)
+    made = imported("llama-factory", tmp_path, text, settings={("model", "num_layers"): 48})
+    assert open_names(made) == ([] if why is None else [name])
+    assert why is None or why in check_imported(made).undecided[0]
+
+
+def test_a_program_without_a_scale_says_what_was_not_checked(tmp_path):
+    rows = "group dp: 0 1\n" + "".join(
+        f"rank {r}: 0F0{{scale}} 0B0 0REDUCE_GRAD:dp{{group=0 reduction=sum}} 0STEP\n" for r in (0, 1)
+    )
+    file = tmp_path / "program.txt"
+    file.write_text(rows.replace("{scale}", ""), encoding="utf-8")
+    assert "not checked: no scale is stated and no loss is declared" in invoke("check", "--program", file).output
+    file.write_text(rows.replace("{scale}", "{scale=1/dp}"), encoding="utf-8")
+    assert "not checked" not in invoke("check", "--program", file).output
+
+
+OLD = "0F0,0F1,0{B}0,0W0,0{B}1,0W1\n,1F0,1{B}0,1F1,1{B}1,1W0,1W1\n"
+
+
+def test_a_schedule_of_an_older_pytorch_is_read_as_it_was_meant(tmp_path):
+    old, new = (imported("torch-csv", tmp_path, OLD.format(B=name), name=f"{name}.csv") for name in "BI")
+    assert check_imported(old).digest == check_imported(new).digest
+    whole = "0F0,0F1,0{B}0,0{B}1\n,1F0,1{B}0,1F1,1{B}1\n"
+    old, new = (imported("torch-csv", tmp_path, whole.format(B=name), name=f"{name}.csv") for name in ("BW", "B"))
+    assert check_imported(old).digest == check_imported(new).digest

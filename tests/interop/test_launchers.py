@@ -255,7 +255,7 @@ def test_other_models_of_a_training_are_noted(tmp_path):
 def test_chunks_and_shapes_of_verl(tmp_path):
     made = verl(tmp_path, more="    actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2 \\\n")
     assert made.plan["schedule"]["num_chunks"] == 2
-    assert made.plan["transport"] == {"connections": "lazy", "shape_exchange": "per_message"}
+    assert made.plan["transport"] == {"connections": "per_pair", "shape_exchange": "per_message"}
     assert made.plan["topology"]["sequence_parallel"] is True
     assert "is taken for the public checkpoint of that name: 64 blocks" in notes(made)
     null = "    actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=null \\\n"

@@ -178,6 +178,8 @@ def differences(spec: PlanSpec, other: PlanSpec) -> Iterator[str]:
 def _launched(spec: PlanSpec) -> dict[str, Any]:
     data = {key: value for key, value in spec.model_dump(mode="json").items() if key not in _NOT_LAUNCHED}
     data["memory"] = {key: value for key, value in data["memory"].items() if key not in _NOT_IN_MEMORY}
+    if data["transport"]["connections"] == "per_pair":  # without a flag, Megatron-LM has it for interleaved stages
+        data["transport"]["connections"] = "lazy"
     data["schedule"].pop("framework")  # only `advise` and `tune` read it
     data["stages"] = [list(names) for names in stage_layers(spec)]
     model = data["model"]

@@ -1,5 +1,8 @@
 """PyTorch's CSV of a pipeline schedule, in both of its formats.
 
+Files of releases before 2.7 are read, too: there ``BW`` is the whole backward, and ``B`` next to a ``W`` of the same
+stage and micro-batch is ``I``.
+
 ``PipelineScheduleMulti._dump_csv`` and ``_PipelineScheduleRuntime._dump_csv``
 (torch 2.13, ``torch/distributed/pipelining/schedules.py``) write one line for
 each rank and one cell for each ``_Action``. In the compute-only format a cell
@@ -210,6 +213,7 @@ CELL_KINDS = COMPUTE_KINDS | (TRANSFER_KINDS - META_KINDS) | WEIGHT_KINDS
 
 _OVERLAP = re.compile(r"\([ \t]*([^();]*?)[ \t]*;[ \t]*([^();]*?)[ \t]*\)OVERLAP_F_B")
 _CELL = re.compile(r'[ \t]*("?)([^",]*?)\1[ \t]*(,|\Z)')
+_OLD_WHOLE = re.compile(r"(\d+)BW(\d+)")
 _SOME_CELL = re.compile(r'(?:^|,)[ \t"]*(?:\(?\d+_?[A-Za-z]|,)')
 
 
@@ -252,8 +256,29 @@ def read_csv(text: str, file: str, findings: Findings) -> CsvSchedule:
         if not line.text.strip(" \t,"):
             findings.add(NO_OPERATIONS, line.location, f"line {rank + 1} is rank {rank}, and has no operations")
     return CsvSchedule(
-        tuple(map(tuple, reader.rows)), tuple(reader.origins), tuple(map(end_of, lines)), tuple(reader.idle)
+        tuple(map(tuple, _current(reader.rows))), tuple(reader.origins), tuple(map(end_of, lines)), tuple(reader.idle)
     )
+
+
+def _current(rows_by_rank: list[list[Row]]) -> list[list[Row]]:
+    """The rows with a backward as ``I`` where an older release wrote ``B`` beside each ``W``, and no ``I`` at all."""
+    found = {kind: _places(rows_by_rank, kind) for kind in (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)}
+    halves = found[OpKind.BACKWARD_WEIGHT]
+    if found[OpKind.BACKWARD_INPUT] or not halves or not halves <= _places(rows_by_rank, OpKind.BACKWARD):
+        return rows_by_rank
+    return [
+        [
+            replace(row, op=row.op._replace(kind=OpKind.BACKWARD_INPUT))
+            if row.op.kind is OpKind.BACKWARD and (rank, row.op.stage, row.op.micro_batch) in halves else row
+            for row in rows
+        ]
+        for rank, rows in enumerate(rows_by_rank)
+    ]  # fmt: skip
+
+
+def _places(rows_by_rank: list[list[Row]], kind: OpKind) -> set[tuple[int, int, int | None]]:
+    numbered = ((rank, row.op) for rank, rows in enumerate(rows_by_rank) for row in rows)
+    return {(rank, op.stage, op.micro_batch) for rank, op in numbered if op.kind is kind}
 
 
 def _words(line: Placed) -> list[Placed]:
@@ -296,7 +321,8 @@ class _Reader:
         self.origins.append(word.place)
 
     def _op(self, word: Placed) -> Op | None:
-        op = self._ops.read(word)
+        whole = _OLD_WHOLE.fullmatch(word.text)
+        op = self._ops.read(word if whole is None else replace(word, text=f"{whole[1]}B{whole[2]}"))
         if op is not None and (op.kind not in CELL_KINDS or op.axis is not None):
             message = f"{op} is an operation of our text form, which PyTorch's CSV does not have"
             self._bad(word, message, "write the schedule in the text form, one `rank N:` line for each rank")

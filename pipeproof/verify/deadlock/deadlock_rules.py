@@ -249,7 +249,8 @@ FIRST_USE = RuleDoc(
         "Where connections are opened at first use, the first transfer of a channel, or the first collective of a "
         "group, is a meeting that holds the hosts of its members, even if the call itself does not block. A receive "
         "that is posted early then keeps its rank from sending what the peer needs first. An error if the plan "
-        "has `transport: {connections: lazy}`; a warning for a program alone, which cannot declare it. Open every "
+        "has `transport: {connections: lazy}`; a warning for a program alone, which cannot declare it, and for "
+        "`connections: per_pair`, where a communicator is made for each pair of ranks and hangs were seen. Open every "
         "connection before the first step, or post in an order that also works when posting blocks once."
     ),
     wrong=(
@@ -287,6 +288,7 @@ def _check_device(subject: Subject) -> Iterator[Finding]:
 def _check_first_use(subject: Subject) -> Iterator[Finding]:
     where = "where connections are opened at first use"
     yield from _declared(subject, "connections", FIRST_USE, where)
+    yield from _check_pairs(subject)
     model = opened_late(subject)
     if model is not None:
         ops = cycle_of(subject.graph, model)
@@ -298,6 +300,28 @@ def _check_first_use(subject: Subject) -> Iterator[Finding]:
             ),
             severity=Severity.WARNING,
         )
+
+
+def _check_pairs(subject: Subject) -> Iterator[Finding]:
+    """Warn of communicators for pairs of ranks, made while transfers are under way: no order shows the hang."""
+    if subject.lowered is None or subject.lowered.spec.transport.connections != "per_pair":
+        return
+    pp = subject.lowered.spec.topology.pp
+    if pp > _ONE_PAIR:
+        yield replace(
+            FIRST_USE.finding(
+                f"unbatched transfers make a communicator of 2 ranks at the first use of each of {pp} pairs of "
+                "pipeline ranks, while others are under way: ranks can enter them in different orders and hang at random",
+                location=subject.locate("transport"),
+                help="batch the transfers of a rank (`--no-overlap-p2p-communication` of Megatron-LM), or open the "
+                "connection of each pair before the first step",
+            ),
+            severity=Severity.WARNING,
+        )
+
+
+_ONE_PAIR = 2
+"""Pipeline ranks whose group is one pair, with a communicator that is made with the group."""
 
 
 def _declared(subject: Subject, fault: Fault, doc: RuleDoc, where: str) -> Iterator[Finding]:

@@ -256,9 +256,8 @@ class Deadlock:
 
 def promised(subject: Subject) -> ChannelModel:
     """The model that the subject's backend and plan declare; connections are warm by default."""
-    connections: Connections = "warm"
-    if subject.lowered is not None:
-        connections = subject.lowered.spec.transport.connections
+    stated = "warm" if subject.lowered is None else subject.lowered.spec.transport.connections
+    connections: Connections = "warm" if stated == "warm" else "lazy"
     return declared_model(subject.backend, connections)
 
 

@@ -14,6 +14,7 @@ from pipeproof.diagnostics.problems import KeyPath, dotted
 from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap
 from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
+from pipeproof.interop.importers.imported import IgnoredSetting
 from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN, concerns_parallelism
 from pipeproof.interop.importers.megatron.launch_script import BLOCKS, Argument, Script, ScriptError, read_script
 
@@ -54,6 +55,8 @@ class Arguments:
     """The program that a command starts."""
     unread: tuple[str, ...] = ()
     """Files that a script sources and that are not next to it."""
+    open: tuple[IgnoredSetting, ...] = ()
+    """Settings that are known to leave the verdict open, besides names."""
     checkpoint: tuple[str, Location] | None = None
     """The checkpoint that a file names, where its number of blocks is not known."""
 
@@ -136,13 +139,14 @@ def _without_blocks(
     notes: list[tuple[str, Location]] = []
     is_value = False
     for word in command:
-        is_flag = word.text is not None and _FLAG.match(word.text) is not None
+        text = word.text if word.text is not None else word.start if "=" in word.start else ""
+        is_flag = _FLAG.match(text) is not None
         if not word.block:
             words.append(word)
-        elif (word.text is None and not is_value) or (is_flag and _decides(word.text or "")):
+        elif (word.text is None and not is_value and not is_flag) or (is_flag and _decides(text)):
             require_evaluated([word], source)
-        elif is_flag and (word.text or "").partition("=")[0] in FLAGS:
-            notes.append((f"`{word.text}` is given only where the block at line {word.block} runs", word.location))
+        elif is_flag and text.partition("=")[0] in FLAGS:
+            notes.append((f"`{text}` is given only where the block at line {word.block} runs", word.location))
         is_value = word.block > 0 and (is_flag or is_value)
     return words, notes
 

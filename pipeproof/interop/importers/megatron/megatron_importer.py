@@ -308,7 +308,10 @@ def _import_transport(reader: FlagReader) -> None:
     elif reader.has(flag):
         for key in directions:
             reader.take(flag, key, "partial")
-    if count(reader.draft, "topology", "pp") > 1:
-        reader.draft.set(("transport", "connections"), "lazy", "a training of Megatron-LM")
+    pp, batched = count(reader.draft, "topology", "pp"), "--no-overlap-p2p-communication"
+    if pp > 1:
+        is_unbatched = pp > 2 and count(reader.draft, "schedule", "num_chunks") > 1 and not reader.has(batched)
+        connections = "per_pair" if is_unbatched else "lazy"
+        reader.draft.set(("transport", "connections"), connections, f"{'no ' * is_unbatched}{batched}")
         if reader.has("--variable-seq-lengths"):
             reader.take("--variable-seq-lengths", ("transport", "shape_exchange"), "per_message")

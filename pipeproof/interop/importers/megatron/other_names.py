@@ -46,6 +46,7 @@ def refuse_misspelt(reader: FlagReader, tool: Tool) -> None:
 def undecided_names(reader: FlagReader, tool: Tool) -> Iterator[IgnoredSetting]:
     """Yield the names on which the verdict may depend, with the reason: unknown ones, and those that are not read."""
     arguments = reader.arguments
+    yield from arguments.open
     if _OTHER_MODELS.search(arguments.program):
         yield IgnoredSetting(arguments.program, "it trains another model than GPT", Location(arguments.file))
     for name, setting in arguments.flags.items():

@@ -76,7 +76,7 @@ def _known_modules(reader: FlagReader) -> Iterator[RecomputeModule]:
             reader.megatron_refuses(f"{MODULES} has shared_experts with --moe-shared-expert-overlap", MODULES)
         elif module in absent:
             draft.ignore(f"{MODULES} {module}", "the model has no such module", reader.location(MODULES))
-        elif keeps_gathered and module in ("layernorm", "mla_up_proj"):
+        elif keeps_gathered and module in ("layernorm", "mla_up_proj", "mlp"):
             draft.ignore(f"{MODULES} {module}", "pairs keep gathered inputs here", reader.location(MODULES))
         else:
             yield cast("RecomputeModule", module)

@@ -18,6 +18,8 @@ def _adapt(job: Job) -> None:
             f"`{match[0]}.py` trains another model than GPT, which is not described",
             job.place("experiment.task.entrypoint"),
         )
+    if any(job.tree.has(f"{section}.peft_type") for section in FLAGSCALE.sections):
+        job.notes.append(("adapters are not described: all weights train here", job.top))
     if job.tree.has("experiment.auto_tuner"):
         job.notes.append(("the auto-tuner changes these settings", job.top))
 
@@ -31,7 +33,7 @@ FLAGSCALE: Final = Tool(
     is_nested=True,
     ranks=(("experiment.runner.nnodes", None), ("experiment.runner.nproc_per_node", None)),
     decides=re.compile(r"use_dualpipev|moe_fb_overlap|(enable_)?hetero\w*|\w*_per_process_mesh|standalone_embedding_stage"
-                       r"|extra_model_\w+|peft_type"),
-    without=re.compile(r"(?!use_dualpipev|moe_fb_overlap|\w*hetero|\w*mesh|extra_model|peft_type)\w+"),
+                       r"|extra_model_\w+|\w*vision\w*|freeze_vit|freeze_ViT"),
+    without=re.compile(r"(?!use_dualpipev|moe_fb_overlap|\w*hetero|\w*mesh|extra_model|\w*vision|freeze_[vV]i[tT])\w+"),
     adapt=_adapt,
 )  # fmt: skip

@@ -11,11 +11,11 @@ from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import misspelt
 from pipeproof.interop.importers.import_codes import UNREADABLE
-from pipeproof.interop.importers.imported import Flags
+from pipeproof.interop.importers.imported import Flags, IgnoredSetting
 from pipeproof.interop.importers.megatron.flag_values import Arguments, Setting, is_off
 from pipeproof.interop.importers.megatron.flags import FLAGS_BY_NAME, NEGATED
 from pipeproof.interop.importers.megatron.stage_flags import CHUNKS, LAYOUT
-from pipeproof.interop.importers.public_checkpoints import depth_of, is_public
+from pipeproof.interop.importers.public_checkpoints import depth_of, is_public, other_parts
 from pipeproof.interop.importers.tools.tool import Tool
 from pipeproof.interop.importers.tree import Placed, Tree, Unknown, is_known
 
@@ -33,7 +33,8 @@ class Job:
 
     ``notes`` are assumptions about the file; ``world_size`` is the number of processes that train, and
     ``micro_batches`` the micro-batches of a step, where the file has them; ``unread`` are files that it names and that
-    are not found, and ``checkpoint`` is one of an unknown number of blocks.
+    are not found, ``checkpoint`` is one of an unknown number of blocks, and ``open`` are settings that leave the
+    verdict open.
     """
 
     tool: Tool
@@ -45,6 +46,7 @@ class Job:
     micro_batches: Setting | None = None
     unread: tuple[str, ...] = ()
     checkpoint: tuple[str, Location] | None = None
+    open: list[IgnoredSetting] = field(default_factory=list)
 
     @property
     def top(self) -> Location:
@@ -139,7 +141,9 @@ class Job:
         for path in paths:
             placed = self.tree.get(path)
             name = placed.value if placed is not None and isinstance(placed.value, str) else ""
-            depth = depth_of(name)
+            depth, other = depth_of(name), other_parts(name)
+            if placed is not None and other is not None:
+                self.open.append(IgnoredSetting(name, other, placed.location))
             if placed is not None and name and depth is None:
                 self.checkpoint = self.checkpoint or (name, placed.location)
             if placed is not None and depth is not None and LAYERS not in self.flags:
@@ -159,7 +163,7 @@ class Job:
         return replace(
             given, flags=self.flags, notes=tuple(self.notes), world_size=self.world_size or given.world_size,
             micro_batches=self.micro_batches, unread=(*given.unread, *self.unread),
-            checkpoint=self.checkpoint,
+            checkpoint=self.checkpoint, open=tuple(self.open),
         )  # fmt: skip
 
     def refuse(self, message: str, location: Location, help: str | None = None) -> NoReturn:

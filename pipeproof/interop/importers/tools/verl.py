@@ -3,6 +3,7 @@
 import re
 from typing import Final
 
+from pipeproof.interop.importers.imported import IgnoredSetting
 from pipeproof.interop.importers.tools.job import BATCH, PP, Job
 from pipeproof.interop.importers.tools.tool import Tool
 
@@ -43,6 +44,9 @@ def _adapt(job: Job) -> None:
         job.unknown(BATCH, why, by_tokens.location)
     elif batch:
         job.default(BATCH, batch, job.place(size))
+    if tree.value("actor_rollout_ref.model.mtp.enable") is True:
+        why, place = "modules of multi-token prediction are not read", job.place("actor_rollout_ref.model.mtp.enable")
+        job.open.append(IgnoredSetting("actor_rollout_ref.model.mtp.enable", why, place))
     for other in _OTHER_MODELS:
         pp = tree.get(other, PP[2:].replace("-", "_"))
         if pp is not None and pp.value != 1:
