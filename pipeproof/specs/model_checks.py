@@ -229,11 +229,11 @@ def _check_other_sections(plan: PlanSections, model: CustomModelSpec) -> Iterato
 
 
 _Refused = tuple[bool, KeyPath, str, str]
-"""Whether a key is given that custom layers cannot support, the key, the fact, and the alternative."""
+"""A key that custom layers cannot support: is it given, the key, the fact, and the alternative."""
 
 
 def _refused_splits(plan: PlanSections, model: CustomModelSpec) -> list[_Refused]:
-    """How ranks, micro-batches and stages split the model."""
+    """Keys that split the model over ranks, micro-batches and stages."""
     topology, schedule = plan.topology, plan.schedule
     reason = "custom layers do not declare how they are sharded"
     return [
@@ -270,7 +270,7 @@ def _refused_splits(plan: PlanSections, model: CustomModelSpec) -> list[_Refused
 
 
 def _refused_work(plan: PlanSections, model: CustomModelSpec) -> list[_Refused]:
-    """What a layer keeps and computes."""
+    """Keys of what a layer keeps and computes."""
     memory = plan.memory
     unmeasured = next((layer.name for layer in model.layers if layer.activation_bytes is None), None)
     return [

@@ -64,7 +64,7 @@ def _suppressed_text(report: Report) -> str:
 
 
 _OPEN = MappingProxyType({"PP176": "assumed value", "PP177": "unknown name"})
-"""What leaves a verdict open, by code."""
+"""Causes of an open verdict, by code."""
 
 
 def _verdict(report: Report) -> str:

@@ -73,7 +73,7 @@ def test_an_open_verdict_is_no_success(tmp_path):
     file.write_text(f"{TORCHRUN}--own-flag 3", encoding="utf-8")
     result = invoke("check", "--from", "megatron", file)
     assert result.exit_code == 1
-    assert "undecided: 1 name (PP177)" in result.output
+    assert "1 unknown name (PP177)" in result.output
     content = json.loads(invoke("check", "--from", "megatron", file, "--format", "json").output)
     assert (content["certified"], len(content["undecided"])) == (False, 1)
     result = invoke("check", "--from", "megatron", file, "--ignore", "PP177")
