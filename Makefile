@@ -82,7 +82,7 @@ bench: $(VENV)/.demo         ## what docs/claims.md states about speed
 	$(BIN)/python benchmarks/reshard_check.py
 	$(BIN)/python benchmarks/reshard.py --gb 2
 
-accuracy: $(VENV)/.demo      ## predictions next to published and own measurements; see docs/accuracy.md
+accuracy: $(VENV)/.demo      ## predictions next to published and own measurements; see validation/results/accuracy.md
 	$(BIN)/python -m validation.board
 
 MODEL ?= conv_net

@@ -138,7 +138,7 @@ def test_the_sdist_has_what_it_needs_to_become_the_same_wheel(sdist, wheel, tmp_
         content.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 is the first that has it
         content.extractall(tmp_path)
     (source,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "examples/gpt_pp4.yaml", "docs/ci.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "examples/gpt_pp4.yaml", "docs/checking.md"):
         assert (source / name).is_file()
     assert not (source / "tests").exists()
     again = built("build_wheel", source, tmp_path)

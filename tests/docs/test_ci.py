@@ -1,4 +1,4 @@
-"""What docs/ci.md tells other teams to put into their CI: read as their CI reads it, and carried out."""
+"""What docs/checking.md tells other teams to put into their CI: read as their CI reads it, and carried out."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from pipeproof.exit_status import ExitStatus
 from tests.plans import plan_dict
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "ci.md").read_text()
+PAGE = (ROOT / "docs" / "checking.md").read_text()
 BLOCKS = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
 PRE_COMMIT, LOCAL = (block for block in BLOCKS if "repos" in block)
 (WORKFLOW,) = (block for block in BLOCKS if "jobs" in block)

@@ -1,4 +1,4 @@
-"""The templates of ``docs/job-files.md``: their words are options of the launchers; real ranks start by two of them."""
+"""Templates of ``docs/many-hosts.md``: their words are options of the launchers; real ranks start by two of them."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import yaml
 from tests.plans import plan_dict
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "job-files.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "many-hosts.md").read_text(encoding="utf-8")
 TEMPLATES = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
 REHEARSE, RUN = ["-m", "pipeproof", "rehearse", "plan.yaml"], ["-m", "pipeproof", "run", "plan.yaml"]
 

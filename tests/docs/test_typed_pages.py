@@ -22,39 +22,30 @@ OTHERS = {
     "advise.md": {"plan.yaml": "gpt_pp4.yaml"},
     "aoa.md": {},
     "checking.md": {"programs.txt": "schedules/two_by_two.txt"},
-    "hangs.md": {},
     "importing.md": {},
     "memory.md": {},
+    "my-job-hangs.md": {},
     "overlap.md": {},
     "pictures.md": {},
     "play.md": {},
     "schedules-from-files.md": {},
     "simulating.md": {},
     "testing-your-plans.md": {"plan.yaml": "gpt_pp4.yaml"},
-    "timeline.md": {},
 }
 """Pages whose commands end with a verdict, with the files that they take for granted: name, and which example."""
 
 EXEMPT = {
-    "accuracy.md": "all sets take a minute; tests/board",
     "aligning.md": "minutes of runs, and logs of other programs; tests/align",
     "backends.md": "asks the machine; tests/testing/test_doctor.py",
-    "ci.md": "plans of another repository; tests/cli",
-    "comparing.md": "files of earlier runs; tests/cli/test_compare.py",
     "cut-by-hand.md": "processes of PyTorch; tests/train/test_cut_by_hand_page.py",
-    "dcp.md": "checkpoints of PyTorch; tests/state/dcp and tests/train/test_dcp_state.py",
     "flex.md": "states, and runs of Paddle that save them; tests/state/flex",
-    "copy-engines.md": "GPUs",
     "gpus.md": "GPUs",
     "measured.md": "measures the machine; tests/exec/test_profile.py",
     "many-hosts.md": "several hosts; tests/exec/test_many_hosts.py",
-    "my-job-hangs.md": "rings of a job that hangs; tests/exec/monitor",
     "names.md": "states, and files of other tools; tests/state/names",
     "plan.md": "asks for answers; tests/cli/test_init.py",
-    "profiles-from-traces.md": "traces of a run; tests/interop/profiles",
     "recording.md": "programs of PyTorch and Paddle, and their logs; tests/interop/record",
     "rehearsing.md": "processes for half a minute; tests/exec/test_rehearsal.py",
-    "reshard.md": "states to move; tests/state/reshard",
     "running.md": "processes for half a minute; tests/exec/test_run.py",
     "schedules.md": "files of other tools; tests/schedule and tests/docs/test_schedule_pages.py",
     "solving.md": "searches for minutes; tests/schedule",
@@ -62,6 +53,7 @@ EXEMPT = {
     "sweep.md": "a cluster, and worker processes; tests/sweep",
     "tune.md": "searches of minutes; tests/tune and tests/cli/test_tune.py",
     "tutorial.md": "`make tutorial` follows it, installation and all, in a fresh environment; .ci/run calls it",
+    "custom-layers.md": "processes that train; tests/train",
     "train.md": "processes of PyTorch; tests/train/test_train_page.py",
 }
 """Pages whose commands are not typed by these tests, and why; links of pages and their options are tested for all."""
@@ -121,7 +113,7 @@ def test_a_first_page_begins_with_the_installation(name, blocks):
     ]  # fmt: skip
 
 
-@pytest.mark.slow(but=["hangs.md", "timeline.md", "schedules-from-files.md", "aoa.md"])
+@pytest.mark.slow(but=["schedules-from-files.md", "aoa.md"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_commands_end_with_a_verdict(name, blocks, session, work):
     shutil.copytree(ROOT / "examples", work / "examples", ignore=shutil.ignore_patterns("__pycache__"))

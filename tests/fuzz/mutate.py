@@ -130,7 +130,7 @@ def _read(reader: Reader, path: Path, output: int) -> None:
 
 
 def keep_counts(counts: Mapping[str, int], bad: int, seconds: float) -> None:
-    """Keep the counts of a fuzz for ``docs/promises.md``."""
+    """Keep the counts of a fuzz for ``docs/limitations.md``."""
     sys.path.insert(0, str(ROOT / "validation" / "hardening"))
     from attack import keep
 

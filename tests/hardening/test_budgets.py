@@ -1,4 +1,4 @@
-"""Budgets for foreign input: small files that would take hours or gigabytes are refused at once (docs/limits.md)."""
+"""Budgets for foreign input: small files of hours or gigabytes are refused at once (docs/limitations.md)."""
 
 import json
 import pickle

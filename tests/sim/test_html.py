@@ -287,7 +287,7 @@ def test_a_page_of_nothing_and_a_graph_of_another_plan_are_refused(plan, make_pl
 
 
 def test_the_code_of_the_timeline_page_runs(tmp_path, monkeypatch):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "timeline.md").read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "pictures.md").read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "timeline.md", "exec"), {})

@@ -47,7 +47,7 @@ def measurements(
     """Compare predictions with published measurements: errors per group.
 
     Without DIR, the measurements are those of this directory. With DIR, they are those of the directories (or
-    files): CSV and JSON files in the formats that docs/accuracy.md describes.
+    files): CSV and JSON files in the formats that validation/results/accuracy.md describes.
     """
     from validation.board.accuracy_board import MEASUREMENTS, Predictor, read_measurements
     from validation.board.board_output import board_page, board_to_json, print_board

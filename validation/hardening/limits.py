@@ -1,7 +1,7 @@
 """Measure the time and the memory of every limit: inputs of the largest size that is read, and the next larger one.
 
 ``python validation/hardening/limits.py [NAME..]`` prints them, ``--write`` keeps them in results/hardening.json, from
-which ``validation/pages/make_hardening.py`` writes the table of ``docs/limits.md``.
+which ``validation/pages/make_hardening.py`` writes the table of ``docs/limitations.md``.
 """
 
 from __future__ import annotations

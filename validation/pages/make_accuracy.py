@@ -24,7 +24,7 @@ from validation.board.board_output import groups_in_markdown, rows_in_markdown
 STORED = EVIDENCE / "accuracy.json"
 _MEASUREMENTS_HEAD = """# Measurements and their predictions
 
-The rows of [the board](../../docs/accuracy.md), which describes the sources, the plans and the errors. `python -m
+The rows of [the board](accuracy.md), which describes the sources, the plans and the errors. `python -m
 validation.board --rows` prints them, `--plans DIR` writes the plan of each. `validation/pages/make_accuracy.py` writes
 this page.
 
@@ -51,7 +51,7 @@ def stored(rows: Sequence[Prediction]) -> str:
 
 if __name__ == "__main__":
     board = predictions()
-    page = DOCS / "accuracy.md"
+    page = EVIDENCE / "accuracy.md"
     sys.exit(
         main(
             "validation/pages/make_accuracy.py",

@@ -1,4 +1,4 @@
-"""Write the measured parts of ``docs/limits.md`` and ``docs/promises.md`` from ``validation/results/hardening.json``.
+"""Write the measured parts of ``docs/limitations.md`` from ``validation/results/hardening.json``.
 
 ``python validation/pages/make_hardening.py`` writes, ``--check`` exits 1 if a page is stale. The figures come from
 ``validation/hardening/*.py --write`` and ``python -m tests.fuzz --write``.
@@ -85,9 +85,9 @@ def tried_table() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Return the pages."""
-    limits, promises = DOCS / "limits.md", DOCS / "promises.md"
-    return {limits: fill(limits, {"limits": limits_table()}), promises: fill(promises, {"tried": tried_table()})}
+    """Return the page of limitations with its tables of limits and of attacks."""
+    page = DOCS / "limitations.md"
+    return {page: fill(page, {"limits": limits_table(), "tried": tried_table()})}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import fit_memory_shares
 PAGE = EVIDENCE / "accuracy-left-out.md"
 _HEAD = """# Measurements that are left out of a fit
 
-Constants that were [fitted to trainings](../../docs/accuracy.md#what-was-fitted-on-what) are fitted again to all but
+Constants that were [fitted to trainings](accuracy.md#what-was-fitted-on-what) are fitted again to all but
 one group, which the result then predicts. `python validation/pages/make_left_out.py` writes this page in a minute, from
 the measurements that come with pipeproof, and a test computes it again. `benchmarks/fit_host_times.py` and
 `benchmarks/fit_memory_shares.py` print its two parts.

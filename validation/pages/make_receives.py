@@ -1,4 +1,4 @@
-"""Writes the generated parts of ``docs/early-receives.md``: deadlock verdicts by ``recv_order``, and predicted steps.
+"""Writes the generated parts of ``docs/deadlock.md``: deadlock verdicts by ``recv_order``, and predicted steps.
 
 ``python validation/pages/make_receives.py`` writes, ``--check`` exits 1 if a part is stale.
 """
@@ -101,6 +101,6 @@ def _plan(num_ranks: int, kind: str, transport: dict[str, Any], cost: dict[str, 
 
 
 if __name__ == "__main__":
-    page = DOCS / "early-receives.md"
+    page = DOCS / "deadlock.md"
     parts = {"verdicts": verdicts_part(), "fifos": fifos_part(), "steps": steps_part()}
     sys.exit(main("validation/pages/make_receives.py", {page: fill(page, parts)}))

@@ -1,4 +1,4 @@
-"""Write the tables of unsupported combinations into ``docs/unsupported.md``, from the refusals themselves.
+"""Write the tables of unsupported combinations into ``docs/limitations.md``, from the refusals themselves.
 
 ``python validation/pages/make_refused.py`` writes, ``--check`` exits 1 if a part is stale.
 """
@@ -53,6 +53,6 @@ def _refusal_cells(plan: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 if __name__ == "__main__":
-    page = DOCS / "unsupported.md"
+    page = DOCS / "limitations.md"
     parts = {"refused": refused_part(), "custom": custom_part()}
     sys.exit(main("validation/pages/make_refused.py", {page: fill(page, parts)}))

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pages import DOCS, fill, main, table
+from pages import DOCS, EVIDENCE, fill, main, table
 
 from pipeproof.comm.backends import TABLES
 from pipeproof.comm.channel_models import MODELS, QUEUES, queue_text
@@ -32,7 +32,7 @@ def pages() -> dict[Path, str]:
         DOCS / "plan-model.md": fill(DOCS / "plan-model.md", {"keys": keys_part("plan-model.md")}),
         DOCS / "plan-cost.md": fill(DOCS / "plan-cost.md", {"keys": keys_part("plan-cost.md")}),
         DOCS / "backends.md": fill(DOCS / "backends.md", {"behaviours": behaviours_part()}),
-        DOCS / "backend-tables.md": fill(DOCS / "backend-tables.md", {"tables": tables_part()}),
+        EVIDENCE / "backend-tables.md": fill(EVIDENCE / "backend-tables.md", {"tables": tables_part()}),
         DOCS / "running.md": fill(DOCS / "running.md", {"launchers": launchers_part()}),
         DOCS / "deadlock.md": fill(DOCS / "deadlock.md", {"models": models_part()}),
         DOCS / "design.md": fill(DOCS / "design.md", {"grammar": grammar_part(), "digest": digest_part()}),

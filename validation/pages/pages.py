@@ -48,17 +48,19 @@ def _holds(path: Path, text: str) -> bool:
 
 
 def fill(page: Path, parts: Mapping[str, str]) -> str:
-    """Return the page with new text between each ``<!-- generated: NAME -->`` and ``<!-- end -->``.
+    """Return the page with new text between ``<!-- generated: NAME -->`` and ``<!-- end -->`` for each name.
 
     Raises:
-        ValueError: the marks in the page differ from the names in ``parts``.
+        ValueError: the page does not have each name of ``parts`` once.
     """
     text = page.read_text(encoding="utf-8")
     marked = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
     names = [name for _, name, _ in marked.findall(text)]
-    if sorted(names) != sorted(parts):
+    if any(names.count(name) != 1 for name in parts):
         raise ValueError(f"{page.name} has parts {names}, the script makes {sorted(parts)}")
-    return marked.sub(lambda match: f"{match[1]}\n{parts[match[2]].strip()}\n\n{match[3]}", text)
+    return marked.sub(
+        lambda match: f"{match[1]}\n{parts[match[2]].strip()}\n\n{match[3]}" if match[2] in parts else match[0], text
+    )
 
 
 def listed(name: str, text: str = "") -> str:

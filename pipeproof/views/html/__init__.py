@@ -1,1 +1,1 @@
-"""Timelines as one HTML file that needs no network; see ``docs/timeline.md``."""
+"""Timelines as one HTML file that needs no network; see ``docs/pictures.md``."""
