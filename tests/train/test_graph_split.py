@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec
 from pipeproof.exec.train.torch.module_stage import ModuleStage, StepData, trained
 from pipeproof.stages.torch.backward_graphs import split_backward
-from pipeproof.stages.torch.graph_forms import in_form
+from pipeproof.stages.torch.graph_capture import in_form
 from pipeproof.torch import PipelineError
 
 pytestmark = pytest.mark.needs_torch

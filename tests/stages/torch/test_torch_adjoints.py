@@ -17,7 +17,7 @@ from pipeproof.stages.common.sequence_splits import EarlierSplits, GatheredKeys
 from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 from pipeproof.stages.describe.gradient_facts import loss_weights
 from pipeproof.stages.describe.residual_streams import ENDS, BlockStreams
-from pipeproof.stages.torch.backend_ops import OPS
+from pipeproof.stages.torch.backend_ops import OPS, recompute_in_backward
 from pipeproof.stages.torch.balance import TorchBalance
 from pipeproof.stages.torch.experts import inverse, reorder, visits
 from pipeproof.stages.torch.functional import (
@@ -31,7 +31,6 @@ from pipeproof.stages.torch.functional import (
     rotated_heads,
     swiglu,
 )
-from pipeproof.stages.torch.recompute import recompute_in_backward
 from pipeproof.stages.torch.vocabulary import summed_cross_entropies
 from pipeproof.stages.torch.weights import SplitWeights, Weight
 from tests.stages.torch.features import EVEN, MLA, MOE, make_plan

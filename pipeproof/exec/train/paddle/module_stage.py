@@ -12,6 +12,7 @@ from paddle import nn
 from pipeproof.exec.train.paddle.split_linear import SplitBackward
 from pipeproof.exec.train.paddle.stage_layers import LossFunction
 from pipeproof.exec.train.paddle.step_data import StepData
+from pipeproof.exec.train.script_framework import ScriptFramework
 from pipeproof.exec.train.stage_boundaries import Boundaries, leaves_of
 from pipeproof.exec.train.stage_errors import StageErrors
 from pipeproof.exec.train.train_errors import PipelineError
@@ -134,3 +135,22 @@ class ModuleStage:
 
     def return_gradients(self) -> None:
         """Do nothing: stages of one rank that share a weight hold the same parameter."""
+
+
+class PaddleLayers(ScriptFramework[ModuleStage]):
+    """Paddle with the layers of one rank. A weight is a parameter."""
+
+    def gradient(self, weight: Tensor) -> Tensor:
+        """The main gradient of mixed precision if the weight has one; zeros without any, as Fleet takes it."""
+        main: Any = getattr(weight, "main_grad", None)
+        gradient = weight.grad if main is None else main
+        return paddle.zeros_like(weight) if gradient is None else gradient.contiguous()
+
+    def put_gradient(self, weight: Tensor, gradient: Tensor) -> None:
+        """Replace the gradient, or the main gradient if the weight has one."""
+        main: Any = getattr(weight, "main_grad", None)
+        current = weight.grad if main is None else main
+        if current is None:
+            weight.grad = gradient
+        else:
+            current.set_value(gradient)

@@ -31,7 +31,6 @@ from pipeproof.exec.train.module_plan import (
 )
 from pipeproof.exec.train.paddle.boundary_inference import boundary_of, entry_of, run_stage, zeros_of
 from pipeproof.exec.train.paddle.channel_groups import StageWorld, connect_stages
-from pipeproof.exec.train.paddle.declared_layers import declared_entries, declared_names
 from pipeproof.exec.train.paddle.fleet_settings import (
     FleetSettings,
     fleet_schedule,
@@ -46,6 +45,8 @@ from pipeproof.exec.train.paddle.stage_layers import (
     LossFunction,
     StageLayers,
     cut_layers,
+    declared_entries,
+    declared_names,
     require_layers,
     require_tied_on_one_rank,
     ties_of,

@@ -15,7 +15,7 @@ from pipeproof.exec.monitor.plan_ring import ring_of_process
 from pipeproof.exec.rank.framework_protocol import Framework, World
 from pipeproof.exec.rank.paddle.arrays import PaddleArrays
 from pipeproof.exec.train.module_plan import TrainedPlan, forward_plan
-from pipeproof.exec.train.paddle.module_framework import PaddleLayers
+from pipeproof.exec.train.paddle.module_stage import PaddleLayers
 from pipeproof.exec.train.paddle.start_phases import Connected, Placed, Planned, Ranks, Settings
 from pipeproof.exec.train.paddle.step_data import MicroBatchSizes, StepData, step_data
 from pipeproof.exec.train.pipeline_failures import PipelineFailures

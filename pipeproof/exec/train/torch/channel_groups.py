@@ -7,13 +7,16 @@ by their members alone, so that pipelines of one mesh need not agree on an order
 
 from __future__ import annotations
 
+import os
+import socket
+import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,12 +24,60 @@ import torch.distributed as dist
 from pipeproof.exec.rank.group_channels import PostedTransfer
 from pipeproof.exec.rank.torch.batched_messages import post_recv, post_send
 from pipeproof.exec.rank.torch.copy_channels import CopyChannels, connect_copies, slot_sizes
-from pipeproof.exec.train.torch.gloo_connections import Connection, connections_of
 from pipeproof.exec.train.torch.roll_call import REFUSED, RollCall, Round, connected_rounds
 from pipeproof.exec.train.torch.script_groups import ScriptGroup
 from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.schedule.op_table import Channel, Group, OpGraph
 from pipeproof.stages.torch.runtime import start_backward_thread
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A connection by its descriptor. The addresses show whether the descriptor has since been used for another.
+
+    ``ProcessGroupGloo.abort`` wakes nobody (PyTorch 2.13): who waits for a message waits until its time limit. Shutting
+    the connection down ends the wait at once, with an error, on both of its ends.
+    """
+
+    descriptor: int
+    addresses: tuple[Any, Any]
+
+    @property
+    def local_address(self) -> str:
+        """The host part of this end's address."""
+        return str(self.addresses[0][0])
+
+    def shut_down(self) -> None:
+        """End the connection for both of its ends, unless it has ended."""
+        if _addresses(self.descriptor) == self.addresses:
+            with socket.socket(fileno=os.dup(self.descriptor)) as end:
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def connections_of(make: Callable[[], _T]) -> tuple[_T, tuple[Connection, ...]]:
+    """The result of a call, and the connections that the process has since then."""
+    before = _connections()
+    made = make()
+    return made, tuple(each for each in _connections() if each not in before)
+
+
+def _connections() -> list[Connection]:
+    found = ((int(name), _addresses(int(name))) for name in os.listdir("/dev/fd"))  # noqa: PTH208 - no Path per file
+    return [Connection(descriptor, addresses) for descriptor, addresses in found if addresses is not None]
+
+
+def _addresses(descriptor: int) -> tuple[Any, Any] | None:
+    """Both addresses of a connected socket; None for any other descriptor."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):  # else a failing socket() would leave the copy open
+            return None
+        with socket.socket(fileno=os.dup(descriptor)) as end:
+            return end.getsockname(), end.getpeername()
+    except OSError:  # closed meanwhile, or one that listens
+        return None
+
 
 _TAG: Final = 0
 AFTER_WATCH_S: Final = 60.0

@@ -13,9 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from pipeproof.exec.rank.torch.arrays import TorchArrays
+from pipeproof.exec.rank.torch.thread_state import as_this_thread
 from pipeproof.exec.train.missing_gradients import MissingGradients
+from pipeproof.exec.train.script_framework import ScriptFramework
 from pipeproof.exec.train.stage_boundaries import Boundaries
 from pipeproof.exec.train.stage_errors import StageErrors
+from pipeproof.exec.train.torch.data_parallel import local_part
 from pipeproof.exec.train.torch.graph_split import GraphSplit
 from pipeproof.exec.train.torch.split_linear import LinearSplit, require_splittable
 from pipeproof.exec.train.torch.stage_values import Leaves, plain_leaves_of
@@ -385,3 +389,33 @@ def trained(module: nn.Module) -> dict[str, nn.Parameter]:
     inner = module.module if type(module).__name__ == "DistributedDataParallel" else module
     named = {name: weight for name, weight in inner.named_parameters() if weight.requires_grad}
     return {_WRAPPER_NAMES.sub("", name): weight for name, weight in named.items()}
+
+
+class TorchModules(ScriptFramework[ModuleStage]):
+    """PyTorch with the modules of one rank. A weight is a ``Parameter``."""
+
+    def __init__(self, device: torch.device, stages: Mapping[int, ModuleStage]) -> None:
+        super().__init__(TorchArrays(device), stages)
+        self._device = device
+
+    def as_this_thread(self) -> Callable[[], None]:
+        """Return a call that makes another thread use this one's device and modes."""
+        return as_this_thread(self._device)
+
+    def gradient(self, weight: nn.Parameter) -> torch.Tensor:
+        """The gradient; of a ``DTensor`` this rank's part, laid out as the weight."""
+        if weight.grad is None:
+            return local_part(torch.zeros_like(weight))
+        placements = getattr(weight, "placements", None)
+        if placements is not None and weight.grad.placements != placements:
+            weight.grad = weight.grad.redistribute(placements=placements)
+        return local_part(weight.grad)
+
+    def put_gradient(self, weight: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Replace the gradient; of a sharded weight, that of this rank's shard."""
+        if hasattr(weight, "placements"):
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            local_part(weight.grad).copy_(gradient)
+        else:
+            weight.grad = gradient

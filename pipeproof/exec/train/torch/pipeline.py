@@ -16,10 +16,10 @@ from pipeproof.exec.train.comparison import Comparison
 from pipeproof.exec.train.pipeline_failures import one_failure
 from pipeproof.exec.train.tied_weights import Tie
 from pipeproof.exec.train.torch.compare_reference import compare_step
+from pipeproof.exec.train.torch.model_stages import StaleModel
 from pipeproof.exec.train.torch.module_stage import LossFunction
 from pipeproof.exec.train.torch.stage_keywords import StepInputs, example_inputs
 from pipeproof.exec.train.torch.stage_values import joined_outputs
-from pipeproof.exec.train.torch.stale_model import StaleModel
 from pipeproof.exec.train.torch.start_phases import (
     Settings,
     Split,

@@ -19,7 +19,6 @@ from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, LogEntry, Timing, op_ids_of
 from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.op_timing import free_cached_memory, timed_channels, timing_of
-from pipeproof.exec.train.torch.count_products import ProductCounter
 from pipeproof.exec.train.torch.step_runner import StepRunner
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.profile_file import Profile
@@ -27,6 +26,11 @@ from pipeproof.verify.subject import make_subject
 
 if TYPE_CHECKING:
     from pipeproof.exec.rank.framework_protocol import World
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 _ANSWER = TypeAdapter(tuple[list[LogEntry], list[IdleMessageEnd], Timing, dict[int, int]])
 """The measurements of one rank, the last are FLOPs by stage."""
@@ -87,3 +91,80 @@ def _profile(runner: StepRunner, answers: list[Any]) -> Any:
     subject = make_subject(plan_from_dict(plan.content)).with_graph(plan.lowered.graph)
     digest, threads = plan.certificate.graph_digest, torch.get_num_threads()
     return measured_profile(subject, digest, logs, idle, threads, timings, of_stages).to_json()
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Tensors with values; a ``DTensor`` asks for shapes with others."""
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+    rows, heads, num_queries, head_size = query.shape
+    return int(2 * rows * heads * num_queries * key.shape[-2] * (head_size + value.shape[-1]))
+
+
+def _attention_backward(
+    _: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *__: Any, **___: Any
+) -> int:
+    rows, heads, num_queries, head_size = query.shape
+    return int(2 * rows * heads * num_queries * key.shape[-2] * (3 * head_size + 2 * value.shape[-1]))
+
+
+_FUSED = [
+    f"_scaled_dot_product_{name}"
+    for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+]
+_FORMULAS: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
+    **{getattr(torch.ops.aten, name): _attention for name in _FUSED},
+    **{getattr(torch.ops.aten, f"{name}_backward"): _attention_backward for name in _FUSED},
+}
+"""FLOPs of an operation by its arguments. PyTorch 2.11 has none for attention on processors or with grouped heads."""
+
+
+class ProductCounter(TorchDispatchMode):  # type: ignore[misc]  # without types in PyTorch
+    """Counter of FLOPs, and a ``Clock`` that reads it: the entries of a step have FLOPs in the place of times.
+
+    It has the formulas of ``torch.utils.flop_counter``, in which attention counts all pairs of positions. A
+    recomputation counts. Operations without a formula (kernels of other libraries) count as nothing. Of a ``DTensor``
+    the local part counts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_dtype: dict[str, int] = defaultdict(int)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation of PyTorch and count it; a tensor that wraps others issues its own on them."""
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        formula = _FORMULAS.get(getattr(func, "overloadpacket", func))
+        if formula is not None and all(kind in _PLAIN for kind in types):
+            dtype = next(value.dtype for value in args if isinstance(value, torch.Tensor))
+            self.by_dtype[str(dtype).removeprefix("torch.")] += formula(*args, **kwargs, out_val=result)
+        return result
+
+    @property
+    def main_dtype(self) -> str | None:
+        """The type with most FLOPs; None if nothing was counted."""
+        return max(self.by_dtype, key=lambda dtype: self.by_dtype[dtype], default=None)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count everything inside of this block; compiled modules run uncompiled in it."""
+        with torch.compiler.set_stance("force_eager"), self:
+            yield
+
+    def begin(self) -> None:
+        """Do nothing; a method of ``Clock``."""
+
+    def now(self) -> int:
+        """Return the FLOPs so far."""
+        return sum(self.by_dtype.values())
+
+    def timed_entries(self, entries: Sequence[LogEntry]) -> Sequence[LogEntry]:
+        """Return the entries unchanged."""
+        return entries

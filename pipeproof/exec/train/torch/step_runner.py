@@ -28,8 +28,7 @@ from pipeproof.exec.train.torch.boundary_inference import unchanged_state
 from pipeproof.exec.train.torch.channel_groups import StageWorld
 from pipeproof.exec.train.torch.data_parallel import ReplicatedStepEnd
 from pipeproof.exec.train.torch.input_digests import digests_of, require_same_digests
-from pipeproof.exec.train.torch.module_framework import TorchModules
-from pipeproof.exec.train.torch.module_stage import StepData
+from pipeproof.exec.train.torch.module_stage import StepData, TorchModules
 from pipeproof.exec.train.torch.rank_gradients import RankGradients
 from pipeproof.exec.train.torch.replayed_step import Replays
 from pipeproof.exec.train.torch.roll_call import RollCall
