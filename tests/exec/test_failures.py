@@ -47,7 +47,7 @@ def test_out_of_memory_errors_of_all_allocators_are_recognized(error, requested)
     assert failure.code == "PP922"
     assert re.match(r"the process held \d+\.\d\d GiB", failure.memory)
     assert failure.memory.endswith(requested)
-    assert failure.text.startswith("ran out of memory (test_failures.py:")
+    assert failure.text == f"ran out of memory: {failure.memory}"
 
 
 def test_what_was_raised_for_it_is_looked_at_behind_an_error_of_ours():
@@ -56,20 +56,17 @@ def test_what_was_raised_for_it_is_looked_at_behind_an_error_of_ours():
     assert failure_from(event_of(error)).code == "PP922"
 
 
-def test_other_errors_are_not_about_memory_and_name_the_line_of_user_code():
+def test_other_errors_are_not_about_memory():
     failure = raised(ValueError("out of memory is a word here"))
     assert not is_out_of_memory(ValueError("out of memory"))
     assert failure.code == "PP902"
-    assert failure.text.startswith("raised: ValueError: out of memory is a word here (test_failures.py:")
-    assert failure.text.endswith("in raised)")
+    assert failure.text == "raised: ValueError: out of memory is a word here"
 
 
-def test_errors_of_pipeproofs_lines_name_no_line_and_long_ones_are_cut():
+def test_long_errors_are_cut():
     with pytest.raises(ValueError, match="x") as caught:
         int("x" * 1000)
-    caught.value.__traceback__ = None
     failure = failure_from(event_of(caught.value))
-    assert failure.line is None
     assert len(failure.message) < 450
 
 

@@ -1,4 +1,4 @@
-"""Failure of a worker: its error, the line that raised it, and the memory that it held if memory ran out."""
+"""Failure of a worker: its error, and the memory that it held if memory ran out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import time
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,11 @@ _LONGEST = 400
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Error of one worker. ``memory`` has the held and requested memory if it ran out, ``line`` a line of user code."""
+    """Error of one worker. ``memory`` has the held and requested memory if it ran out."""
 
     message: str
     at_ns: int
     memory: str | None = None
-    line: str | None = None
 
     @property
     def code(self) -> str:
@@ -42,10 +40,7 @@ class Failure:
     @property
     def text(self) -> str:
         """Predicate of the message, which follows the name of the rank."""
-        line = f" ({self.line})" if self.line else ""
-        if self.memory is None:
-            return f"raised: {self.message}{line}"
-        return f"ran out of memory{line}: {self.memory}"
+        return f"raised: {self.message}" if self.memory is None else f"ran out of memory: {self.memory}"
 
     @property
     def help(self) -> str:
@@ -63,19 +58,18 @@ class Failure:
 def event_of(error: BaseException) -> dict[str, Any]:
     """Content of the event with which a worker reports the error that ends it."""
     text, first = f"{type(error).__name__}: {error}", error
-    while first.__cause__ is not None:  # pipeproof's errors have the user code's error as their cause
+    while first.__cause__ is not None:
         first = first.__cause__
     return {
         "message": text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..",
         "at_ns": time.monotonic_ns(),
         "memory": _memory_of(first) if is_out_of_memory(first) else None,
-        "place": _user_line(first),
     }
 
 
 def failure_from(event: dict[str, Any]) -> Failure:
     """Read the event that ``event_of`` made."""
-    return Failure(event["message"], event["at_ns"], event.get("memory"), event.get("place"))
+    return Failure(event["message"], event["at_ns"], event.get("memory"))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -106,15 +100,6 @@ def _held() -> str:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
-
-
-def _user_line(error: BaseException) -> str | None:
-    """Innermost line of the user's code: neither pipeproof's nor that of an installed package."""
-    package = str(Path(__file__).parents[1])
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((package, sys.prefix, sys.base_prefix, "<")):
-            return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
-    return None
 
 
 def received_before(graph: OpGraph, op_id: int) -> str:
