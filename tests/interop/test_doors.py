@@ -73,7 +73,8 @@ def test_an_open_verdict_is_no_success(tmp_path):
     file.write_text(f"{TORCHRUN}--own-flag 3", encoding="utf-8")
     result = invoke("check", "--from", "megatron", file)
     assert result.exit_code == 1
-    assert "1 unknown name (PP177)" in result.output
+    assert "undecided: " in result.output
+    assert "PP177" in result.output
     content = json.loads(invoke("check", "--from", "megatron", file, "--format", "json").output)
     assert (content["certified"], len(content["undecided"])) == (False, 1)
     result = invoke("check", "--from", "megatron", file, "--ignore", "PP177")
@@ -336,3 +337,11 @@ def test_a_schedule_of_an_older_pytorch_is_read_as_it_was_meant(tmp_path):
     whole = "0F0,0F1,0{B}0,0{B}1\n,1F0,1{B}0,1F1,1{B}1\n"
     old, new = (imported("torch-csv", tmp_path, whole.format(B=name), name=f"{name}.csv") for name in ("BW", "B"))
     assert check_imported(old).digest == check_imported(new).digest
+
+
+def test_processes_by_default_of_a_script_are_no_reason_to_refuse(tmp_path):
+    text = TORCHRUN.replace("--nnodes 1", "--nnodes ${NODES:-1}")
+    assert script(tmp_path, text=text).plan["topology"]["dp"] == 2
+    large = text + "--tensor-model-parallel-size 4"
+    assert script(tmp_path, text=large).plan["topology"]["dp"] == 1
+    assert refusal(script, tmp_path, text=large.replace("${NODES:-1}", "1")).code == "PP171"

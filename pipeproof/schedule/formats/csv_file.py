@@ -261,7 +261,7 @@ def read_csv(text: str, file: str, findings: Findings) -> CsvSchedule:
 
 
 def _current(rows_by_rank: list[list[Row]]) -> list[list[Row]]:
-    """The rows with a backward as ``I`` where an older release wrote ``B`` beside each ``W``, and no ``I`` at all."""
+    """The rows with a backward as ``I`` where an older release wrote ``B`` next to each ``W``, and no ``I`` at all."""
     found = {kind: _places(rows_by_rank, kind) for kind in (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)}
     halves = found[OpKind.BACKWARD_WEIGHT]
     if found[OpKind.BACKWARD_INPUT] or not halves or not halves <= _places(rows_by_rank, OpKind.BACKWARD):

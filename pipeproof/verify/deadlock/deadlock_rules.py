@@ -311,7 +311,7 @@ def _check_pairs(subject: Subject) -> Iterator[Finding]:
         yield replace(
             FIRST_USE.finding(
                 f"unbatched transfers make a communicator of 2 ranks at the first use of each of {pp} pairs of "
-                "pipeline ranks, while others are under way: ranks can enter them in different orders and hang at random",
+                "pipeline ranks, while others are under way: ranks can enter them in different orders, and hang",
                 location=subject.locate("transport"),
                 help="batch the transfers of a rank (`--no-overlap-p2p-communication` of Megatron-LM), or open the "
                 "connection of each pair before the first step",

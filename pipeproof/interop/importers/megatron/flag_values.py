@@ -21,7 +21,7 @@ from pipeproof.interop.importers.megatron.launch_script import BLOCKS, Argument,
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A flag with its values; a value is None if only a run determines it, and ``why`` describes it."""
+    """A flag with its values; a value is None if only a run determines it, and ``why`` describes it, or a default."""
 
     name: str
     values: tuple[str | None, ...]
@@ -199,7 +199,8 @@ def settings_of_words(words: Sequence[Argument]) -> dict[str, Setting]:
     def take() -> None:
         if flag is not None:
             texts = tuple(value.text for value in values)
-            why = next((value.why for value in values if value.text is None), "")
+            unknown = [value for value in values if value.text is None]
+            why = next((value.why for value in unknown or values if value.why), "")
             settings[name] = Setting(name, texts, flag.location, (values[0] if values else flag).location, why)
 
     for word in words:

@@ -39,6 +39,7 @@ class ScriptError(Exception):
 class Argument:
     """A word of a command; ``text`` is None if only a run determines it, and ``why`` is the reason.
 
+    Of a known one, ``why`` names the variable of the environment whose default is in it.
     ``start`` is then the text before the unknown part. ``block`` is the line of the block that appends the word, which
     may run or not, or that assigns the variable of an unknown one; 0 outside of blocks.
     """
@@ -404,7 +405,8 @@ class _Reader:
         values = self._script.variables.get(name)
         is_empty = values is None or (action == ":-" and all(_text(value) == "" for value in values))
         if action and is_empty:
-            return [self._default(default, location)]
+            given = self._default(default, location)
+            return [tuple(replace(piece, why=piece.why or f"the default of `${name}`") for piece in given)]
         if values is not None:
             return values
         if name in "@*":
@@ -519,7 +521,7 @@ def _argument(pieces: list[_Piece]) -> Argument:
     is_one_line = all(piece.location.line == first.location.line for piece in pieces)
     length = len(text) if text is not None and is_one_line else 1
     start = "" if unknown is None else "".join(p.text or "" for p in takewhile(lambda p: p.text is not None, pieces))
-    why = "" if unknown is None else unknown.why
+    why = next((piece.why for piece in pieces if piece.why), "") if unknown is None else unknown.why
     return Argument(text, first.location.part(0, length), why, start, max(piece.block for piece in pieces))
 
 

@@ -171,8 +171,9 @@ def _data_parallel(reader: FlagReader, arguments: Arguments, tp: int, pp: int) -
     if ("topology", "dp") in draft:
         return count(draft, "topology", "dp") * _expert_parallel(reader, ep, expert_tp, ep, tp)
     is_set = ("topology", "ep") in draft
-    known = draft.flags.world_size or arguments.world_size or _launched(arguments)
-    world = known or lcm(tp * pp * cp * (ep if is_set else 1), expert_tp * ep * pp)
+    fewest = lcm(tp * pp * cp * (ep if is_set else 1), expert_tp * ep * pp)
+    known = draft.flags.world_size or arguments.world_size or _launched(arguments, fewest)
+    world = known or fewest
     for ranks, names, flag in (
         (tp * pp * cp, "tp x pp x cp", _PP),
         (expert_tp * ep * pp, "expert tp x ep x pp", _EP),
@@ -218,16 +219,16 @@ def _note_expert_ranks(reader: FlagReader, *, ep: int, expert_tp: int, plan_ep: 
         reader.draft.ignore(reader.shown(_ETP), why, reader.location(_ETP))
 
 
-def _launched(arguments: Arguments) -> int | None:
-    """Return the number of processes from the flags of torchrun."""
-    numbers = []
-    for names in (("--nproc-per-node",), ("--nnodes",)):
-        settings = [arguments.launcher[name] for name in names if name in arguments.launcher]
-        value = settings[0].value if settings else None
-        if value is None or not value.isdecimal() or not int(value):
+def _launched(arguments: Arguments, fewest: int) -> int | None:
+    """Return the number of processes from the flags of torchrun; None where a script's default does not suffice."""
+    number, has_default = 1, False
+    for name in ("--nproc-per-node", "--nnodes"):
+        setting = arguments.launcher.get(name)
+        value = None if setting is None else setting.value
+        if setting is None or value is None or not value.isdecimal() or not int(value):
             return None
-        numbers.append(int(value))
-    return numbers[0] * numbers[1]
+        number, has_default = number * int(value), has_default or bool(setting.why)
+    return None if has_default and number % fewest else number
 
 
 def _import_rest(reader: FlagReader) -> None:

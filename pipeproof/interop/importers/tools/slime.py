@@ -13,7 +13,8 @@ _SAMPLES: Final = ("rollout_batch_size", "n_samples_per_prompt")
 
 
 def _adapt(job: Job) -> None:
-    job.world_size = job.product(("actor_num_nodes", 1), ("actor_num_gpus_per_node", 8))
+    if job.tree.has("actor_num_nodes") or job.tree.has("actor_num_gpus_per_node"):
+        job.world_size = job.product(("actor_num_nodes", 1), ("actor_num_gpus_per_node", 8))
     steps = job.tree.number("num_steps_per_rollout", default=0)
     samples = job.product((_SAMPLES[0], 0), (_SAMPLES[1], 1))
     if steps is None or (steps and samples is None):
