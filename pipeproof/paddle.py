@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from pipeproof.exec.monitor.paddle_watch import watch
+from pipeproof.exec.store.train_errors import PipelineError, PlanRefused
 from pipeproof.exec.train.module_plan import stages_of_rank
 from pipeproof.exec.train.paddle.pipeline import Pipeline
-from pipeproof.exec.train.train_errors import PipelineError, PlanRefused
 
 __all__ = ["Pipeline", "PipelineError", "PlanRefused", "stages_of_rank", "watch"]

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pipeproof.exec.monitor.torch_watch import watch
+from pipeproof.exec.store.train_errors import PipelineError, PlanRefused
 from pipeproof.exec.train.module_plan import stages_of_rank
 from pipeproof.exec.train.torch.check_backwards import check_backwards
 from pipeproof.exec.train.torch.cut_sequential import stages_of_sequential
@@ -19,7 +20,6 @@ from pipeproof.exec.train.torch.packed_batches import packed
 from pipeproof.exec.train.torch.pipeline import Pipeline
 from pipeproof.exec.train.torch.seams import seam
 from pipeproof.exec.train.torch.stage_values import MicroBatches
-from pipeproof.exec.train.train_errors import PipelineError, PlanRefused
 
 if TYPE_CHECKING:
     from pipeproof.exec.train.torch.dcp_state import load_dcp, save_dcp

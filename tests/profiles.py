@@ -4,8 +4,8 @@ import json
 from functools import cache
 
 from pipeproof.exec.compare.compare_log import expected_facts
-from pipeproof.exec.measure.idle_messages import IdleMessageEnd
 from pipeproof.exec.measure.profile_from_logs import measured_profile
+from pipeproof.exec.rank.idle_messages import IdleMessageEnd
 from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.sim.simulate import simulate
 from tests.plans import plan_dict

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from measure import captured_anew
 
 from pipeproof.comm.lower import lower
-from pipeproof.exec.launch.gpu_sharing import shared_gpu
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.framework_choice import capture_graphs
+from pipeproof.exec.rank.gpu_assignment import shared_gpu
 from pipeproof.exec.rank.machine import Instruction
 from pipeproof.exec.rank.torch.comm import Copied, connect_groups
 from pipeproof.exec.rank.torch.framework import TorchFramework

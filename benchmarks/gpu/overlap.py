@@ -41,13 +41,13 @@ from timed_rank import OurRank
 
 from pipeproof.cli.timeline_option import write_timeline
 from pipeproof.comm.lower import lower
+from pipeproof.exec.launch.run_report import measured_timeline
 from pipeproof.exec.measure.limits_report import LimitsReport
 from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.rank.framework_choice import capture_graphs
 from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.exec.rank.torch.comm import Copied, connect_groups
 from pipeproof.exec.rank.torch.framework import TorchFramework
-from pipeproof.exec.run_report import measured_timeline
 from pipeproof.schedule.ops import CHILD_KINDS, COMPUTE_KINDS, PART_KINDS, parse_op
 from pipeproof.sim.simulate import simulate
 from pipeproof.sim.timeline import Timeline

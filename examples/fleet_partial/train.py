@@ -163,7 +163,7 @@ def one_rank(directory, partial):
 
 def with_fleet(partial):
     """Return losses and first-step gradients, by weight and tensor-parallel rank, of Fleet on four processes."""
-    from pipeproof.exec.launch.rendezvous import rank_environment, reserved_ports
+    from pipeproof.exec.store.rendezvous import rank_environment, reserved_ports
 
     size = STAGES * TENSOR_PARALLEL
     with tempfile.TemporaryDirectory() as directory, reserved_ports(size + 1) as ports:

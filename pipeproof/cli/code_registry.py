@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeproof.comm.lower import LOWERING_CODES
 from pipeproof.diagnostics.finding import RuleDoc
 from pipeproof.exec.monitor.monitor_codes import MONITOR_CODES
-from pipeproof.exec.run_codes import PLACEMENT_CODES, REHEARSAL_CODES, RUN_CODES
+from pipeproof.exec.store.run_codes import PLACEMENT_CODES, REHEARSAL_CODES, RUN_CODES
 from pipeproof.interop.hang.hang_codes import HANG_CODES
 from pipeproof.interop.importers.import_codes import IMPORT_CODES
 from pipeproof.interop.profiles.profile_codes import TRACE_PROFILE_CODES

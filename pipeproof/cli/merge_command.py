@@ -42,8 +42,8 @@ def merge(
     status is that of the run.
     """
     require_separate_outputs()
-    from pipeproof.exec.merge_hosts import merge_directories, read_directories
-    from pipeproof.exec.run_console import result_or_status, show_run, step_lines
+    from pipeproof.exec.launch.host_part import merge_directories, read_directories
+    from pipeproof.exec.launch.run_console import result_or_status, show_run, step_lines
 
     with refusing_bad_plans("text", directories[0]), showing_progress("reading the directories"):
         report, hosts = read_directories(directories)

@@ -12,7 +12,7 @@ import click
 from pipeproof.cli.console import not_nan, writable
 
 if TYPE_CHECKING:
-    from pipeproof.exec.launch.job_files import Fault
+    from pipeproof.exec.rank.job_files import Fault
 
 Command: TypeAlias = Callable[..., Any]
 
@@ -48,7 +48,7 @@ def rank_options(verb: str) -> Callable[[Command], Command]:
         def wrapped(
             *, unsafe: bool, timeout_s: float, logs: Path | None, fault: Fault | None, share_gpus: bool, **others: Any
         ) -> Any:
-            from pipeproof.exec.launch.job_files import RunOptions
+            from pipeproof.exec.rank.job_files import RunOptions
 
             return command(options=RunOptions(timeout_s, logs, fault, unsafe, share_gpus=share_gpus), **others)
 
@@ -62,7 +62,7 @@ def rank_options(verb: str) -> Callable[[Command], Command]:
 def _fault(context: click.Context, parameter: click.Parameter, value: str | None) -> Fault | None:
     if value is None:
         return None
-    from pipeproof.exec.launch.job_files import Fault
+    from pipeproof.exec.rank.job_files import Fault
 
     rank, _, rest = value.partition(":")
     op, _, action = rest.rpartition(":")

@@ -21,7 +21,7 @@ from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.rank_options import rank_options
 
 if TYPE_CHECKING:
-    from pipeproof.exec.launch.job_files import RunOptions
+    from pipeproof.exec.rank.job_files import RunOptions
 
 
 def _scale(context: click.Context, parameter: click.Parameter, value: str) -> Fraction:

@@ -20,7 +20,7 @@ from pipeproof.cli.rank_options import rank_options
 from pipeproof.cli.timeline_option import timeline_file, write_timeline
 
 if TYPE_CHECKING:
-    from pipeproof.exec.launch.job_files import CheckpointOptions, RunOptions
+    from pipeproof.exec.rank.job_files import CheckpointOptions, RunOptions
 
 
 def _state_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -41,7 +41,7 @@ def _state_options(command: Callable[..., None]) -> Callable[..., None]:
             raise click.UsageError("--save-every needs --save DIR")
         if save is None and save_format != "pipeproof":
             raise click.UsageError("--save-format needs --save DIR")
-        from pipeproof.exec.launch.job_files import CheckpointOptions
+        from pipeproof.exec.rank.job_files import CheckpointOptions
 
         command(checkpoint=CheckpointOptions(save, save_every, resume, by_paddle=save_format == "flex"), **others)
 
@@ -99,8 +99,8 @@ def run(
         raise click.UsageError("--profile: the times of ranks that share a GPU depend on each other")
     if record_directory is None and (record_layers or record_values):
         raise click.UsageError("--record-layers and --record-values need --record DIR")
-    from pipeproof.exec.launch.job_files import RecordOptions
-    from pipeproof.exec.run_console import run_command
+    from pipeproof.exec.launch.run_console import run_command
+    from pipeproof.exec.rank.job_files import RecordOptions
     from pipeproof.verify.check_plan import check
 
     with refusing_bad_plans("text", plan), showing_progress(f"checking {plan}") as on_progress:

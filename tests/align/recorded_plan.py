@@ -6,7 +6,7 @@ from pipeproof.comm.accumulation_order import sum_orders, tied_sums
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.compare.compare_gradients import StepResult, compare_step, gather_sharded_gradients
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
-from pipeproof.exec.launch.job_files import RecordOptions
+from pipeproof.exec.rank.job_files import RecordOptions
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.reference.ordered import run_ordered
 from pipeproof.stages.reference.ordered_sums import Orders

@@ -11,7 +11,7 @@ from paddle.autograd import PyLayer
 from pipeproof.comm.accumulation_order import sum_orders
 from pipeproof.exec.compare.compare_routers import merged_routers, router_part
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
-from pipeproof.exec.launch.job_files import RecordOptions
+from pipeproof.exec.rank.job_files import RecordOptions
 from pipeproof.stages.common import balance
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.describe.model_family import describe_boundary

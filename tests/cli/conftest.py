@@ -32,7 +32,7 @@ def refused(write):
 @pytest.fixture
 def started(monkeypatch):
     """What was begun of the real work, in order: simulating and running are replaced and do nothing."""
-    import pipeproof.exec.run_console
+    import pipeproof.exec.launch.run_console
     import pipeproof.sim.simulate
 
     begun = []
@@ -45,5 +45,5 @@ def started(monkeypatch):
         return begin
 
     monkeypatch.setattr(pipeproof.sim.simulate, "simulate", fake("simulate"))
-    monkeypatch.setattr(pipeproof.exec.run_console, "run_command", fake("run"))
+    monkeypatch.setattr(pipeproof.exec.launch.run_console, "run_command", fake("run"))
     return begun

@@ -8,7 +8,7 @@ import pytest
 
 from pipeproof.cli.code_registry import all_docs
 from pipeproof.diagnostics.finding import Finding, Severity
-from pipeproof.exec.run_plan import NotVerifiedError, RunOptions, require_runnable
+from pipeproof.exec.launch.run_plan import NotVerifiedError, RunOptions, require_runnable
 from pipeproof.specs.load_plan import load_plan
 from pipeproof.verify.check_plan import CHECK_CODES, check
 from pipeproof.verify.registry import Selection

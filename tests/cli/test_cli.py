@@ -300,7 +300,7 @@ def test_check_imports_no_framework_and_nothing_heavy():
         "import sys\nfrom click.testing import CliRunner\nfrom pipeproof.cli.main import main\n"
         f"result = CliRunner().invoke(main, ['check', {str(EXAMPLES / 'gpt_pp4.yaml')!r}])\n"
         "assert result.exit_code == 0, result.output\n"
-        "heavy = ('paddle', 'torch', 'simpy', 'networkx', 'safetensors', 'pipeproof.exec.run_plan')\n"
+        "heavy = ('paddle', 'torch', 'simpy', 'networkx', 'safetensors', 'pipeproof.exec.launch.run_plan')\n"
         "print([name for name in heavy if name in sys.modules])\n"
     )
     result = subprocess.run(

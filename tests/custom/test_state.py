@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.launch.job_files import CheckpointOptions
 from pipeproof.exec.rank.checkpointing import prepare_checkpoint
+from pipeproof.exec.rank.job_files import CheckpointOptions
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.state.read_state import find_state, read_rank_state, read_whole
 from pipeproof.state.resume_check import require_resumable

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeproof.comm.accumulation_order import Accumulation
-from pipeproof.exec.run_plan import RunOptions, require_runnable
+from pipeproof.exec.launch.run_plan import RunOptions, require_runnable
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check

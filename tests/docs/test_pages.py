@@ -8,7 +8,7 @@ import click
 import pytest
 
 from pipeproof.cli.main import main
-from pipeproof.exec.launch.launcher_table import LAUNCHERS
+from pipeproof.exec.store.launcher_table import LAUNCHERS
 from pipeproof.specs.load_plan import load_plan
 
 ROOT = Path(__file__).parents[2]

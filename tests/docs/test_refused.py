@@ -26,7 +26,7 @@ def refusal(docs_module):
 
 def located(plan, tmp_path):
     """The findings on a plan as it is in a file, of whichever command refuses it."""
-    from pipeproof.exec.executor_support import require_executable
+    from pipeproof.exec.rank.executor_support import require_executable
 
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(plan, indent=1))

@@ -14,8 +14,8 @@ from pipeproof.comm.accumulation_order import Accumulation
 from pipeproof.diagnostics.finding import CycleWitness, Finding, Location, OpsWitness, Severity, WitnessOp
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.exec.compare.compare_gradients import GradientResult, Shard, StepResult
+from pipeproof.exec.launch.run_report import RunReport, measured_timeline
 from pipeproof.exec.rank.op_log import LogEntry
-from pipeproof.exec.run_report import RunReport, measured_timeline
 from pipeproof.schedule.op_table import Row, build_graph
 from pipeproof.schedule.ops import parse_op
 from pipeproof.specs.load_plan import load_plan

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.run_plan import RunOptions, require_runnable
+from pipeproof.exec.launch.run_plan import RunOptions, require_runnable
 from pipeproof.schedule.op_table import Row, build_graph
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.verify.check_plan import check_subject

@@ -22,7 +22,7 @@ from pipeproof.exec.measure.clock_correction import (
     knot_of,
     largest_error_ns,
 )
-from pipeproof.exec.measure.idle_messages import IdleMessageEnd
+from pipeproof.exec.rank.idle_messages import IdleMessageEnd
 from pipeproof.exec.rank.op_log import LogEntry
 
 PPM = Fraction(1, 1_000_000)

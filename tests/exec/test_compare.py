@@ -16,9 +16,9 @@ from rich.console import Console
 from pipeproof.comm.accumulation_order import accumulation_of
 from pipeproof.exec.compare.array_differences import max_rel_diff
 from pipeproof.exec.compare.compare_gradients import compare_step
-from pipeproof.exec.launch.job_files import Job, StepOutcome, dump_plan
-from pipeproof.exec.run_console import render_run, step_line
-from pipeproof.exec.run_report import RunReport, measured_timeline
+from pipeproof.exec.launch.run_console import render_run, step_line
+from pipeproof.exec.launch.run_report import RunReport, measured_timeline
+from pipeproof.exec.rank.job_files import Job, StepOutcome, dump_plan
 from pipeproof.specs.axis_layout import PlacementKind
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.verify.certificate import Verdict, certificate_of, graph_digest
@@ -297,7 +297,7 @@ def test_workers_derive_the_very_plan(tp, order, forward, learning_rate, transpo
 
 
 def test_a_saved_job_is_read_back(tmp_path):
-    from pipeproof.exec.launch.job_files import CheckpointOptions, Fault, RecordOptions, RunOptions
+    from pipeproof.exec.rank.job_files import CheckpointOptions, Fault, RecordOptions, RunOptions
 
     one = subject()
     job = Job(

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeproof.diagnostics.finding import PipeproofError, Severity
-from pipeproof.exec.executor_support import require_executable
+from pipeproof.exec.rank.executor_support import require_executable
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.verify.check_plan import check_subject
 from tests.exec.processes import Run

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pipeproof.exec.compare.step_losses import NotFiniteError, finite_facts, require_finite
-from pipeproof.exec.launch.failures import event_of, failure_from, is_out_of_memory, received_before
-from pipeproof.exec.launch.job_files import StepOutcome
+from pipeproof.exec.rank.failures import event_of, failure_from, is_out_of_memory, received_before
+from pipeproof.exec.rank.job_files import StepOutcome
 from tests.plans import subject
 
 PP2 = subject()

@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from pipeproof.cli.main import main
-from pipeproof.exec.launch import gpu_assignment as gpus
-from pipeproof.exec.launch.job_files import Job, RunOptions
-from pipeproof.exec.launch.rendezvous import rank_environment
+from pipeproof.exec.rank import gpu_assignment as gpus
+from pipeproof.exec.rank.job_files import Job, RunOptions
+from pipeproof.exec.store.rendezvous import rank_environment
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.verify.certificate import Certificate, Verdict
 from tests.plans import plan_dict, subject

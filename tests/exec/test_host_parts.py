@@ -19,10 +19,10 @@ from pipeproof.exec.compare.compare_gradients import (
     merged_step,
     require_finite_step,
 )
-from pipeproof.exec.compare.reference_kind import holds_all_weights
 from pipeproof.exec.compare.step_losses import NotFiniteError
 from pipeproof.exec.compare.step_part import StepPart, compare_part, dp_group
-from pipeproof.exec.launch.job_files import StepOutcome
+from pipeproof.exec.rank.job_files import StepOutcome
+from pipeproof.exec.rank.reference_kind import holds_all_weights
 from pipeproof.stages.describe.gradient_facts import routers
 from pipeproof.stages.describe.layers.layer_operations import measured_with
 from pipeproof.stages.describe.stage_memory import num_shards, shard_range

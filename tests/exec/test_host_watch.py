@@ -2,10 +2,10 @@
 
 import pytest
 
-from pipeproof.exec.launch.failures import Failure
 from pipeproof.exec.launch.host_watch import cause_of
 from pipeproof.exec.launch.hosts import Host
 from pipeproof.exec.launch.watchdog import JobState, RankState
+from pipeproof.exec.rank.failures import Failure
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.subject import make_subject
 from tests.plans import plan_dict

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from pipeproof.exec.launch import supervisor as launch
-from pipeproof.exec.launch.job_files import EventSink, Job, dump_plan, save_json
 from pipeproof.exec.launch.supervisor import Launcher, WorkerFailedError, job_directory
 from pipeproof.exec.launch.watchdog import JobState
+from pipeproof.exec.rank.job_files import EventSink, Job, dump_plan, save_json
 from pipeproof.signals import TerminatedError, terminate_raises
 from pipeproof.verify.certificate import Verdict, certificate_of, graph_digest
 from tests.plans import subject
@@ -180,7 +180,7 @@ def test_sighup_stays_ignored_under_nohup():
 
 
 def test_a_process_whose_output_nobody_reads_ends_with_its_status_and_message():
-    code = "from pipeproof.exec.launch.job_files import end_process; print('lost'); end_process(7, 'the message')"
+    code = "from pipeproof.exec.rank.job_files import end_process; print('lost'); end_process(7, 'the message')"
     reader, writer = os.pipe()
     os.close(reader)
     try:

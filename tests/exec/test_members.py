@@ -3,7 +3,7 @@
 import pytest
 
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.executor_support import require_executable
+from pipeproof.exec.rank.executor_support import require_executable
 from tests.exec.processes import bitwise_report
 from tests.exec.test_context import lowered
 from tests.plans import plan_dict, subject

@@ -21,16 +21,23 @@ from pipeproof.diagnostics.finding import (
     WitnessOp,
 )
 from pipeproof.exec.compare.step_losses import NotFiniteError
-from pipeproof.exec.host_part import HostPart, RankRecords, host_part, merged_report, read_records
-from pipeproof.exec.launch.job_files import Job, RecordOptions, RunOptions, dump_plan, load_json, save_arrays, save_json
-from pipeproof.exec.launch.rendezvous import process_environment
+from pipeproof.exec.launch.host_part import (
+    HostPart,
+    RankRecords,
+    host_part,
+    merge_directories,
+    merged_report,
+    read_directories,
+    read_records,
+)
+from pipeproof.exec.launch.run_console import step_line
+from pipeproof.exec.launch.run_plan import StepCollector, finish_report, prepare_job
 from pipeproof.exec.launch.supervisor import Launcher
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.measure.clock_correction import ClockCorrection, Knot
-from pipeproof.exec.merge_hosts import merge_directories, read_directories
+from pipeproof.exec.rank.job_files import Job, RecordOptions, RunOptions, dump_plan, load_json, save_arrays, save_json
 from pipeproof.exec.rank.op_log import LogEntry
-from pipeproof.exec.run_console import step_line
-from pipeproof.exec.run_plan import StepCollector, finish_report, prepare_job
+from pipeproof.exec.store.rendezvous import process_environment
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
 from tests.cli.commands import invoke
@@ -301,7 +308,7 @@ def host_of(job, directory, ranks):
     own.save()
     program = (
         "import sys; from pathlib import Path; from pipeproof.exec.compare.reference_process import run_reference; "
-        "from pipeproof.exec.launch.job_files import Job; "
+        "from pipeproof.exec.rank.job_files import Job; "
         f"run_reference(Job.load(Path(sys.argv[1])), print, {list(ranks)})"
     )
     subprocess.run([sys.executable, "-c", program, directory], check=True, env=process_environment(), timeout=120)

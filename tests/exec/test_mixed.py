@@ -25,7 +25,7 @@ STEPS = {"run": {"steps": 2, "seed": 3}}
 
 def runnable(plan):
     """The lowered plan, or None where a finding refuses it; anything else that is raised fails the test."""
-    from pipeproof.exec.executor_support import require_executable
+    from pipeproof.exec.rank.executor_support import require_executable
 
     try:
         report = check(plan_from_dict(plan))

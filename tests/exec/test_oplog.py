@@ -11,9 +11,9 @@ from pydantic import TypeAdapter
 
 from pipeproof.cli.main import main
 from pipeproof.diagnostics.finding import Severity
-from pipeproof.exec import run_console
 from pipeproof.exec.compare.compare_log import compare_log, expected_facts
-from pipeproof.exec.launch.job_files import LogFile, LogWriter, load_json
+from pipeproof.exec.launch import run_console
+from pipeproof.exec.rank.job_files import LogFile, LogWriter, load_json
 from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, op_ids_of
 from tests.exec.logs import faithful_log, on_queue
 from tests.plans import subject

@@ -8,7 +8,7 @@ import pytest
 
 from pipeproof.comm.lower import lower
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.executor_support import require_executable, require_issuable
+from pipeproof.exec.rank.executor_support import require_executable, require_issuable
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import OpKind
 from tests.plans import subject
@@ -216,7 +216,7 @@ def test_counts_and_dispatch_are_on_the_side_stream_and_nothing_else(monkeypatch
 
 
 def test_a_measured_timeline_has_computations_that_last_as_long_as_their_parts():
-    from pipeproof.exec.run_report import measured_timeline
+    from pipeproof.exec.launch.run_report import measured_timeline
     from tests.exec.in_memory import run_all
 
     of = subject_of(pp=1, run={"steps": 1})

@@ -10,9 +10,9 @@ import pytest
 
 from pipeproof.comm.backends import backend_table
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.executor_support import require_executable, require_issuable
-from pipeproof.exec.launch.rendezvous import rank_environment, reserved_ports
+from pipeproof.exec.rank.executor_support import require_executable, require_issuable
 from pipeproof.exec.rank.message_buffers import Slice, SliceChannels, SliceCollectives
+from pipeproof.exec.store.rendezvous import rank_environment, reserved_ports
 from pipeproof.schedule.op_table import Channel
 from tests.exec.processes import REPOSITORY
 from tests.exec.rehearsal_world import rehearsed

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.exec.measure import link_curve as curves
-from pipeproof.exec.measure.group_endpoint import CHANNELS
 from pipeproof.exec.measure.link_curve import Curve, CurvePoint, fit_link, measure_curve
-from pipeproof.exec.measure.ping_pong import HostPingClock, Wire, crossing_us, one_way_us, repeats_of, way_back
+from pipeproof.exec.rank.group_endpoint import CHANNELS
+from pipeproof.exec.rank.ping_pong import HostPingClock, Wire, crossing_us, one_way_us, repeats_of, way_back
 from pipeproof.schedule.op_table import Channel
 from pipeproof.testing.endpoint_protocol import Outcome
 

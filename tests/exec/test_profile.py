@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
 from pipeproof.cli.main import main
-from pipeproof.exec.launch.job_files import dump_plan
 from pipeproof.exec.measure.profile_from_logs import measured_profile
+from pipeproof.exec.rank.job_files import dump_plan
 from pipeproof.exec.rank.op_log import HOST_QUEUE
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.specs.profile_file import ProfileError, profile_json_schema, read_profile

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from pipeproof.exec.compare.compare_times import compare_times
+from pipeproof.exec.compare.compare_log import compare_times
+from pipeproof.exec.launch.run_report import measured_timeline
 from pipeproof.exec.measure.clock_correction import Knot, corrected, corrected_ends, correction_of, largest_error_ns
 from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.rank.op_log import Timing, accuracy_between_ns
-from pipeproof.exec.run_report import measured_timeline
 from pipeproof.views.chrome_trace import trace_json
 from pipeproof.views.html.timeline_page import timeline_html
 from tests.plans import subject

@@ -15,7 +15,7 @@ from pipeproof.analysis.align.read_record import RecordFile
 from pipeproof.analysis.align.record_format import values_file
 from pipeproof.comm.lower import lower_loaded
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
-from pipeproof.exec.launch.job_files import RecordOptions
+from pipeproof.exec.rank.job_files import RecordOptions
 from pipeproof.specs.load_plan import plan_from_dict
 from tests.cli.commands import invoke
 from tests.docs.test_schemas import require_fit

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.exec.launch.job_files import Job, RunOptions, dump_plan, save_json
 from pipeproof.exec.launch.watchdog import JobState
+from pipeproof.exec.rank.job_files import Job, RunOptions, dump_plan, save_json
 from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.exec.rehearse.element_identity import (
     FoundRange,

@@ -98,7 +98,7 @@ def test_sixteen_bits_under_torchrun(tmp_path):
 
 @pytest.mark.needs_torch
 def test_a_gpu_that_is_not_there_is_named_before_anything_starts(tmp_path, monkeypatch):
-    from pipeproof.exec.launch import gpu_assignment
+    from pipeproof.exec.rank import gpu_assignment
 
     monkeypatch.setattr(gpu_assignment, "num_gpus", lambda backend: 0)
     code, output = refused(tmp_path, plan_dict(), "--backend", "torch", "--on", "gpu")

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from pipeproof.exec.launch.rendezvous import (
+from pipeproof.exec.store.rendezvous import (
     GLOO_INTERFACE,
     address_towards,
     interface_towards,
@@ -53,7 +53,7 @@ def test_no_process_that_asks_for_any_port_gets_a_reserved_one():
 
 
 def test_where_a_store_could_not_listen_the_ports_are_only_free(monkeypatch):
-    monkeypatch.setattr("pipeproof.exec.launch.rendezvous._lets_listen", lambda port: False)
+    monkeypatch.setattr("pipeproof.exec.store.rendezvous._lets_listen", lambda port: False)
     with reserved_ports(2) as ports:
         for port in ports:
             with socket.socket() as mine:

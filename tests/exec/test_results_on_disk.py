@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeproof.exec.compare.results_on_disk import ResultsOnDisk
+from pipeproof.exec.launch.run_plan import ResultsOnDisk
 from tests.exec.test_compare import compared, cut, whole_gradients
 from tests.plans import subject
 

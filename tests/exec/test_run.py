@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from pipeproof.exec.launch.rendezvous import reserved_ports
-from pipeproof.exec.run_plan import RunOptions, run
+from pipeproof.exec.launch.run_plan import RunOptions, run
+from pipeproof.exec.store.rendezvous import reserved_ports
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
 from tests.exec.processes import PATIENCE_S, REPOSITORY, Run, bitwise_report

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.run_plan import RunOptions, require_runnable
+from pipeproof.exec.launch.run_plan import RunOptions, require_runnable
 from pipeproof.schedule.op_table import Group
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeproof.exec.launch.job_files import CheckpointOptions
 from pipeproof.exec.rank.checkpointing import checkpoint_lines
+from pipeproof.exec.rank.job_files import CheckpointOptions
 from pipeproof.state.resume_check import data_done
 from pipeproof.state.state_index import read_index
 from tests.exec.processes import Run

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from pipeproof.exec.launch.gpu_sharing import shared_gpu
+from pipeproof.exec.rank.gpu_assignment import shared_gpu
 
 NAMES = ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME")
 

@@ -140,8 +140,8 @@ def _sockets():
 def test_paddles_store_of_a_run_on_one_host_takes_no_other_host():
     import paddle
 
-    from pipeproof.exec.launch.rendezvous import reserved_ports
     from pipeproof.exec.store.paddle_store import _network_sockets, refuse_other_hosts
+    from pipeproof.exec.store.rendezvous import reserved_ports
 
     def interface(of):
         return of.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)

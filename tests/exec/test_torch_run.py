@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.exec.launch.rendezvous import reserved_ports
+from pipeproof.exec.store.rendezvous import reserved_ports
 from tests.exec.processes import REPOSITORY, Run
 from tests.features import GPT3, QWEN3
 from tests.plans import plan_dict
@@ -175,10 +175,10 @@ def test_a_launcher_of_another_size_is_refused(tmp_path):
 
 
 def test_gpus_that_are_not_there_are_named_before_anything_starts(tmp_path, monkeypatch):
-    from pipeproof.exec.launch import gpu_assignment
+    from pipeproof.exec.rank import gpu_assignment
 
     monkeypatch.setattr(gpu_assignment, "num_gpus", lambda backend: 0)
-    from pipeproof.exec.run_plan import BackendMissingError, RunOptions, require_runnable
+    from pipeproof.exec.launch.run_plan import BackendMissingError, RunOptions, require_runnable
     from pipeproof.verify.check_plan import check_subject
     from tests.plans import subject
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from pipeproof.exec.launch.job_files import load_json, save_json
+from pipeproof.exec.rank.job_files import load_json, save_json
 from pipeproof.exec.rank.op_log import HOST_QUEUE, HostClock, LogEntry, Timing
 from pipeproof.schedule.op_table import Channel
 from pipeproof.specs.profile_file import read_profile
@@ -271,8 +271,8 @@ def test_a_run_over_gloo_writes_a_profile_with_both_parts_of_backwards(tmp_path)
 
 def test_a_profile_of_replayed_steps_is_refused(monkeypatch):
     from pipeproof.diagnostics.finding import PipeproofError
-    from pipeproof.exec.launch import gpu_assignment
-    from pipeproof.exec.run_plan import RunOptions, require_runnable
+    from pipeproof.exec.launch.run_plan import RunOptions, require_runnable
+    from pipeproof.exec.rank import gpu_assignment
     from pipeproof.verify.check_plan import check_subject
 
     monkeypatch.setattr(gpu_assignment, "num_gpus", lambda backend: 2)
@@ -289,8 +289,8 @@ def test_a_profile_of_replayed_steps_is_refused(monkeypatch):
     [("cpu", True, "host", None), ("gpu", True, "device", "the GPU's"), ("gpu", False, "issue", "the host issued")],
 )
 def test_a_log_states_the_clock_of_its_times(device, is_timed, clock, said):
-    from pipeproof.exec.run_console import CLOCKS
-    from pipeproof.exec.run_report import clock_of
+    from pipeproof.exec.launch.run_console import CLOCKS
+    from pipeproof.exec.launch.run_report import clock_of
 
     run = subject(run={"backend": "torch", "device": device}).plan.spec.run
     assert clock_of(run, is_timed=is_timed) == clock

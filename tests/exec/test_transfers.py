@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.executor_support import require_executable
+from pipeproof.exec.rank.executor_support import require_executable
 from pipeproof.exec.rank.task_queue import TaskQueue
 from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS

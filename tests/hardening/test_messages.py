@@ -16,10 +16,10 @@ from click.testing import CliRunner
 from pipeproof.__main__ import LEAST_ADDRESS_SPACE, start
 from pipeproof.api.result import _csv
 from pipeproof.cli.main import main
-from pipeproof.exec.compare.results_on_disk import ResultsOnDisk
 from pipeproof.exec.launch import supervisor
-from pipeproof.exec.launch.rendezvous import reserved_ports
-from pipeproof.exec.run_codes import DIED
+from pipeproof.exec.launch.run_plan import ResultsOnDisk
+from pipeproof.exec.store.rendezvous import reserved_ports
+from pipeproof.exec.store.run_codes import DIED
 from pipeproof.views.csv_cells import no_formula
 
 
@@ -111,7 +111,7 @@ def test_no_free_port_and_no_loopback(monkeypatch):
             if at == call:
                 raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("pipeproof.exec.launch.rendezvous.socket.socket", Socket)
+    monkeypatch.setattr("pipeproof.exec.store.rendezvous.socket.socket", Socket)
     with pytest.raises(OSError, match=r"no port of 127\.0\.0\.1 is free") as refused, reserved_ports(1):
         pass
     assert refused.value.errno == errno.EADDRINUSE

@@ -13,7 +13,7 @@ PART = "a directory under a temporary name, which is renamed when all its files 
 OTHERS = {
     ("analysis/sweep/results_file.py", "path.open"): APPENDED,
     ("exec/compare/run_record.py", "self._file.open"): APPENDED,
-    ("exec/launch/job_files.py", "self._new.open"): JOB + "; renamed when it is whole",
+    ("exec/rank/job_files.py", "self._new.open"): JOB + "; renamed when it is whole",
     ("exec/launch/supervisor.py", "output.open"): JOB,
     ("exec/monitor/ring.py", "new.open"): "mapped memory, renamed when its header is whole",
     ("exec/rank/paddle/flex_writer.py", "(directory / f'rank{rank}.json').write_text"): PART,

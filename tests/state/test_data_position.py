@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pipeproof.diagnostics.finding import Severity
-from pipeproof.exec.launch.job_files import CheckpointOptions, Job, RunOptions
 from pipeproof.exec.rank.checkpointing import prepare_checkpoint, restore_state
+from pipeproof.exec.rank.job_files import CheckpointOptions, Job, RunOptions
 from pipeproof.state.read_state import find_state, read_whole
 from pipeproof.state.resume_check import data_done, require_resumable
 from pipeproof.state.state_index import DataPosition, read_index

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.launch.job_files import CheckpointOptions, Job, RunOptions
 from pipeproof.exec.rank.checkpointing import prepare_checkpoint, restore_state
+from pipeproof.exec.rank.job_files import CheckpointOptions, Job, RunOptions
 from pipeproof.stages.describe.synthetic import initial_weight
 from pipeproof.state import byte_ranges as ranges
 from pipeproof.state import read_state as shards

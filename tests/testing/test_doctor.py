@@ -18,7 +18,7 @@ from pipeproof.exec.measure.doctor import BackendStartError, DoctorReport, backe
 from pipeproof.exec.measure.doctor_report import doctor_to_json, render_doctor
 from pipeproof.exec.measure.link_curve import Curve, CurvePoint
 from pipeproof.exec.measure.nvidia_smi import GpuLink, gpu_properties, parse_gpus, parse_links
-from pipeproof.exec.tested_versions import TESTED
+from pipeproof.exec.measure.tested_versions import TESTED
 from pipeproof.testing.fake_backend import fake_world
 from tests.testing.bodies import wait_in_vain
 

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipeproof.exec.launch.rendezvous import rank_environment, reserved_ports
+from pipeproof.exec.store.rendezvous import rank_environment, reserved_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).resolve().parent / "programs"

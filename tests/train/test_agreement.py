@@ -5,9 +5,9 @@ import time
 import pytest
 
 from pipeproof.diagnostics.finding import BadPlanError, Finding, Location, Severity
-from pipeproof.exec.train import agreement as module
-from pipeproof.exec.train.agreement import STORE_LOST, Agreement, require_equal
-from pipeproof.exec.train.train_errors import PipelineError, PlanRefused
+from pipeproof.exec.store import agreement as module
+from pipeproof.exec.store.agreement import STORE_LOST, Agreement, require_equal
+from pipeproof.exec.store.train_errors import PipelineError, PlanRefused
 from tests.train.fake_store import FakeStore, on_ranks
 
 FINDING = Finding("PP123", Severity.ERROR, "wrong order", Location("plan.yaml", 3, 5, 9), "swap them")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.torch.step_loss import (
     StepTerms,
     detached_metrics,
@@ -11,7 +12,6 @@ from pipeproof.exec.train.torch.step_loss import (
     earlier_aside,
     loss_terms,
 )
-from pipeproof.exec.train.train_errors import PipelineError
 from tests.train.launch import launch
 from tests.train.test_compositions import require_done
 

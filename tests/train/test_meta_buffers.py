@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.torch.meta_buffers import note_empty_buffers, require_computed_buffers
-from pipeproof.exec.train.train_errors import PipelineError
 
 pytestmark = pytest.mark.needs_torch
 note_empty_buffers()

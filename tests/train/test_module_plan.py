@@ -9,8 +9,9 @@ import yaml
 from pipeproof.comm.lower import lower
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.exec.executor_support import require_executable
-from pipeproof.exec.train.agreement import Agreement
+from pipeproof.exec.rank.executor_support import require_executable
+from pipeproof.exec.store.agreement import Agreement
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.module_plan import (
     Request,
     StageFacts,
@@ -22,7 +23,6 @@ from pipeproof.exec.train.module_plan import (
     stages_of_rank,
 )
 from pipeproof.exec.train.script_words import in_script_words
-from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.exec.train.train_rank import checked_plan
 from pipeproof.schedule.ops import PART_KINDS, parse_op
 from pipeproof.specs.load_plan import plan_from_dict

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.stage_count import num_stages_of
 from pipeproof.exec.train.tied_weights import merged_ties, names_in_plan
-from pipeproof.exec.train.train_errors import PipelineError
 from tests.train.paddle_ranks import run_ranks
 
 pytestmark = pytest.mark.needs_paddle
@@ -301,7 +301,7 @@ def test_ties_of_all_ranks_are_merged_by_their_key():
     ],
 )
 def test_the_store_is_where_init_parallel_env_finds_it(paddle, environment, address, monkeypatch):
-    from pipeproof.exec.train.paddle.store import store_address
+    from pipeproof.exec.store.paddle_store import store_address
 
     monkeypatch.setattr("os.environ", environment)
     if isinstance(address, tuple):

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from pipeproof.exec.launch.rendezvous import reserved_ports
+from pipeproof.exec.store.rendezvous import reserved_ports
 from tests.default_signals import default_signals
 from tests.train.launch import PROGRAMS, ROOT, run
 

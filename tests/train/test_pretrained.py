@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.exec.store.train_errors import PipelineError
 from tests.train.launch import run
 
 pytestmark = [pytest.mark.needs_torch, pytest.mark.needs("transformers")]

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from pipeproof.exec.rank.torch.cuda_graph import CaptureStream
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.torch.module_stage import StepData
 from pipeproof.exec.train.torch.replayed_step import MOST_GRAPHS, ReplayedStep, Replays, require_replayable
 from pipeproof.exec.train.torch.stage_values import MicroBatches
 from pipeproof.exec.train.torch.step_loss import LossTerms, StepTerms
-from pipeproof.exec.train.train_errors import PipelineError
 
 pytestmark = pytest.mark.needs_torch
 

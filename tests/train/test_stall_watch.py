@@ -7,11 +7,11 @@ import time
 
 import pytest
 
+from pipeproof.exec.store.agreement import STORE_LOST, Agreement
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train import stall_watch as module
-from pipeproof.exec.train.agreement import STORE_LOST, Agreement
 from pipeproof.exec.train.pipeline_failures import PipelineFailures
 from pipeproof.exec.train.stall_watch import StallWatch
-from pipeproof.exec.train.train_errors import PipelineError
 from tests.train.fake_store import FakeStore, wait_until
 
 OPS = {

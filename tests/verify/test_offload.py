@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.diagnostics.finding import PipeproofError, Severity
-from pipeproof.exec.executor_support import require_executable, require_issuable
+from pipeproof.exec.rank.executor_support import require_executable, require_issuable
 from pipeproof.schedule.formats.csv_file import csv_comms_text, csv_text
 from pipeproof.schedule.formats.inexpressible import InexpressibleError
 from pipeproof.schedule.formats.text_form import format_program

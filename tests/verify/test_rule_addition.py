@@ -9,9 +9,9 @@ import pytest
 
 from pipeproof.cli import code_registry
 from pipeproof.diagnostics.finding import RuleDoc
-from pipeproof.exec.launch.job_files import CheckpointOptions, Job, dump_plan
+from pipeproof.exec.launch.worker import require_same_plan
 from pipeproof.exec.rank.checkpointing import prepare_checkpoint
-from pipeproof.exec.rank.worker import require_same_plan
+from pipeproof.exec.rank.job_files import CheckpointOptions, Job, dump_plan
 from pipeproof.state.read_state import find_state
 from pipeproof.state.resume_check import require_resumable
 from pipeproof.verify import certificate, check_plan, registry

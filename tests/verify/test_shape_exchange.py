@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeproof.comm.backends import TABLES, table_named
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.executor_support import require_executable, require_issuable
+from pipeproof.exec.rank.executor_support import require_executable, require_issuable
 from pipeproof.schedule.columns import Row
 from pipeproof.schedule.ops import META_KINDS, parse_op, wait_for
 from pipeproof.sim.link_costs import bytes_of

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeproof.exec.launch.rendezvous import await_store
+from pipeproof.exec.store.rendezvous import await_store
 from pipeproof.stages.paddle.runtime import quiet_native, quiet_python, start_paddle
 from validation.fleet.fleet_order import EventRecorder
 from validation.fleet.fleet_run import Settings

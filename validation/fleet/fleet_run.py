@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.text_output import finding_to_json
-from pipeproof.exec.launch.rendezvous import rank_environment, reserved_ports
+from pipeproof.exec.store.rendezvous import rank_environment, reserved_ports
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.subject import Subject, make_subject
 from validation.fleet.fleet_codes import NOT_AS_TRAINED

@@ -135,7 +135,7 @@ def kind_of(pid: int) -> str:
     """Return which process of a run this is."""
     words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     module = words[words.index("-m") + 1] if "-m" in words else ""
-    return {"pipeproof": "launcher", "pipeproof.exec.rank.worker": "rank"}.get(module, "reference")
+    return {"pipeproof": "launcher", "pipeproof.exec.launch.worker": "rank"}.get(module, "reference")
 
 
 def soak(steps: int, directory: Path, _: int, *, on_gpus: bool) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def _ranks_of(pid: int) -> list[int]:
     """Return the rank processes of a run."""
     with contextlib.suppress(OSError):
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-        return [int(child) for child in children if "exec.rank.worker" in _command_line(child)]
+        return [int(child) for child in children if "exec.launch.worker" in _command_line(child)]
     return []
 
 

@@ -13,7 +13,7 @@ from pages import DOCS, fill, main, table
 from refused_plans import REFUSED, WITH_CUSTOM_LAYERS, custom_plan, gpt_plan
 
 from pipeproof.diagnostics.finding import Finding, PipeproofError
-from pipeproof.exec.executor_support import require_executable
+from pipeproof.exec.rank.executor_support import require_executable
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
 

@@ -26,10 +26,10 @@ from pipeproof.comm.accumulation_order import sum_orders, tied_sums
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.compare.reference_process import run_reference
 from pipeproof.exec.compare.step_losses import main_loss
-from pipeproof.exec.launch.job_files import CheckpointOptions, Job, RunOptions, dump_plan
+from pipeproof.exec.launch.run_plan import StepCollector
 from pipeproof.exec.launch.supervisor import Launcher, job_directory
 from pipeproof.exec.launch.watchdog import JobState
-from pipeproof.exec.run_plan import StepCollector
+from pipeproof.exec.rank.job_files import CheckpointOptions, Job, RunOptions, dump_plan
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.state.checkpoint import md5_of_all, tensor_md5s
 from pipeproof.state.open_checkpoint import open_checkpoint

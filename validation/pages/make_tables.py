@@ -18,7 +18,7 @@ from pages import DOCS, EVIDENCE, fill, main, table
 
 from pipeproof.comm.backends import TABLES
 from pipeproof.comm.channel_models import MODELS, QUEUES, queue_text
-from pipeproof.exec.launch.launcher_table import LAUNCHERS, Source
+from pipeproof.exec.store.launcher_table import LAUNCHERS, Source
 from pipeproof.schedule import ops
 from pipeproof.specs.load_plan import LATER
 from pipeproof.specs.plan import plan_json_schema

@@ -25,7 +25,7 @@ from pipeproof.exec.compare.step_part import (
     gradient_key,
     regions_of,
 )
-from pipeproof.exec.launch.job_files import Loss, StepOutcome
+from pipeproof.exec.rank.job_files import Loss, StepOutcome
 from pipeproof.stages.describe.layer import Parameter
 from pipeproof.stages.describe.stage_memory import num_shards
 from pipeproof.verify.subject import Subject

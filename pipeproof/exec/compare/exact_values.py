@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 import numpy as np
 from pydantic import BeforeValidator, PlainSerializer
 
-from pipeproof.exec.launch.job_files import Loss
+from pipeproof.exec.rank.job_files import Loss
 
 ExactFloat = Annotated[
     float,

@@ -9,7 +9,7 @@ file per step.
 
 For a run that resumes from a state it repeats the steps from step 0 on, which shows what the state lost or mixed up.
 Where these steps do not have the run's bits (another plan or another program computed the state) it starts from the
-state. The PyTorch reference is ``exec.rank.torch.torch_reference``.
+state. The PyTorch reference is ``exec.compare.torch_reference``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 
 from pipeproof.comm.accumulation_order import sum_orders, tied_sums
 from pipeproof.comm.lower import lower_loaded
-from pipeproof.exec.compare.reference_kind import needs_ordered_reference
-from pipeproof.exec.launch.job_files import EventSink, Job, StepOutcome, end_process, save_arrays
+from pipeproof.exec.rank.job_files import EventSink, Job, StepOutcome, end_process, save_arrays
+from pipeproof.exec.rank.reference_kind import needs_ordered_reference
 from pipeproof.signals import die_with_parent
 from pipeproof.stages.describe.layer_records import LayerWatch
 
@@ -33,7 +33,7 @@ def run_reference(job: Job, on_step: Callable[[int], None], ranks: Sequence[int]
     """
     plan = lower_loaded(job.loaded_plan())
     if plan.spec.run.backend == "torch":
-        from pipeproof.exec.rank.torch.torch_reference import run_torch_reference
+        from pipeproof.exec.compare.torch_reference import run_torch_reference
 
         run_torch_reference(job, plan, on_step, ranks)
         return

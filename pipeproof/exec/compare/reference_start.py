@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeproof.exec.launch.job_files import CheckpointOptions
 from pipeproof.exec.rank.framework_protocol import Array
+from pipeproof.exec.rank.job_files import CheckpointOptions
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gradient_facts import bias_key, bias_name, moves_biases, routers
 from pipeproof.stages.describe.model_family import describe_layers

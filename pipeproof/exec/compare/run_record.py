@@ -25,7 +25,7 @@ from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.comm.weight_ranges import index_of
 from pipeproof.exec.compare.compare_routers import RouterResult
 from pipeproof.exec.compare.step_losses import main_loss, module_losses
-from pipeproof.exec.launch.job_files import Loss, RecordOptions, save_arrays
+from pipeproof.exec.rank.job_files import Loss, RecordOptions, save_arrays
 from pipeproof.stages.describe.layer_records import BorderTensor
 from pipeproof.version import __version__
 

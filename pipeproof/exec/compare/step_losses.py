@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from pipeproof.diagnostics.finding import OpsWitness, PipeproofError, WitnessOp
-from pipeproof.exec.launch.failures import received_before
-from pipeproof.exec.launch.job_files import Loss, StepOutcome
-from pipeproof.exec.run_codes import NOT_FINITE
+from pipeproof.exec.rank.failures import received_before
+from pipeproof.exec.rank.job_files import Loss, StepOutcome
+from pipeproof.exec.store.run_codes import NOT_FINITE
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.stages.describe.mtp_streams import mtp_loss_name
 

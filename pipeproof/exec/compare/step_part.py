@@ -25,7 +25,7 @@ from pipeproof.exec.compare.array_differences import have_same_bits, largest, la
 from pipeproof.exec.compare.compare_routers import RouterPart, router_part
 from pipeproof.exec.compare.exact_values import ExactArray, ExactFloat
 from pipeproof.exec.compare.step_losses import FiniteFacts, finite_facts, is_finite
-from pipeproof.exec.launch.job_files import Loss, StepOutcome
+from pipeproof.exec.rank.job_files import Loss, StepOutcome
 from pipeproof.stages.describe.layer import Parameter
 from pipeproof.stages.describe.layers.layer_operations import measured_with
 from pipeproof.stages.describe.stage_memory import num_shards, shard_range

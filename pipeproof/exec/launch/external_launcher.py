@@ -1,4 +1,4 @@
-"""Runs under an external launcher (see ``exec.launch.launcher_table``), on any number of hosts.
+"""Runs under an external launcher (see ``exec.store.launcher_table``), on any number of hosts.
 
 Each process is one rank, identified by its environment. The ranks meet at the framework's store. The ranks of one host
 share a directory of its temporary files; the first of them, the leader, runs the reference there and compares. No
@@ -21,16 +21,26 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from pipeproof.diagnostics.finding import Finding, PipeproofError
-from pipeproof.exec.launch.failures import event_of
 from pipeproof.exec.launch.host_clock import HostClock
 from pipeproof.exec.launch.host_watch import HostWatch
 from pipeproof.exec.launch.hosts import make_directory
-from pipeproof.exec.launch.job_files import CheckpointOptions, Job, RunOptions, dump_plan, end_process
 from pipeproof.exec.launch.launched_rank import LaunchedRank, launched_rank
-from pipeproof.exec.launch.launcher_table import OF_BACKEND, TORCHRUN
 from pipeproof.exec.launch.meeting import Meeting, key_prefix, longest_pause_s, meet
-from pipeproof.exec.launch.polling import wait_until
-from pipeproof.exec.launch.rendezvous import (
+from pipeproof.exec.launch.run_plan import prepare_job, require_runnable, status_of
+from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S
+from pipeproof.exec.launch.verdict import JobEndedError, Verdict
+from pipeproof.exec.launch.watchdog import JobState
+from pipeproof.exec.launch.worker import Emit, Rehearse, run_rank
+from pipeproof.exec.measure.clock_correction import ClockCorrection
+from pipeproof.exec.rank.checkpointing import only_writer, remove_unfinished
+from pipeproof.exec.rank.failures import event_of
+from pipeproof.exec.rank.framework_choice import start_framework
+from pipeproof.exec.rank.framework_protocol import Framework
+from pipeproof.exec.rank.job_files import CheckpointOptions, Job, RunOptions, dump_plan, end_process
+from pipeproof.exec.store.answering_store import AnsweringStore
+from pipeproof.exec.store.launcher_table import OF_BACKEND, TORCHRUN
+from pipeproof.exec.store.polling import wait_until
+from pipeproof.exec.store.rendezvous import (
     ANOTHER_HOST,
     GLOO_INTERFACE,
     QUIET,
@@ -39,17 +49,7 @@ from pipeproof.exec.launch.rendezvous import (
     interface_towards,
     is_loopback_name,
 )
-from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S
-from pipeproof.exec.launch.verdict import JobEndedError, Verdict
-from pipeproof.exec.launch.watchdog import JobState
-from pipeproof.exec.measure.clock_correction import ClockCorrection
-from pipeproof.exec.rank.checkpointing import only_writer, remove_unfinished
-from pipeproof.exec.rank.framework_choice import start_framework
-from pipeproof.exec.rank.framework_protocol import Framework
-from pipeproof.exec.rank.worker import Emit, run_rank
-from pipeproof.exec.run_codes import NOT_TOGETHER, WORLD_SIZE
-from pipeproof.exec.run_plan import prepare_job, require_runnable, status_of
-from pipeproof.exec.store.answering_store import AnsweringStore
+from pipeproof.exec.store.run_codes import NOT_TOGETHER, WORLD_SIZE
 from pipeproof.exec.store.store import Store, get_json, has_json, put_json
 from pipeproof.exit_status import ExitStatus
 from pipeproof.signals import TerminatedError
@@ -76,6 +76,11 @@ _Result = TypeVar("_Result", bound=Outcome, covariant=True)
 
 class Conclusion(Protocol, Generic[_Result]):
     """End of a job: what each host finds out about its own ranks, and what all of it means."""
+
+    @property
+    def rehearse(self) -> Rehearse | None:
+        """Function that makes a rehearsal of the job; None for a run."""
+        ...
 
     def require_hosts(self, job: Job, num_hosts: int) -> None:
         """Refuse a job that cannot have that many hosts.
@@ -179,7 +184,7 @@ def execute_launched(
         job = _job_of_host(meeting, watch, report, options, on_finding)
         conclusion.require_hosts(job, len(meeting.hosts))
         with only_writer(job.checkpoint if launched.rank == 0 else CheckpointOptions()):
-            run_rank(job, launched.rank, emit, framework())
+            run_rank(job, launched.rank, emit, framework(), conclusion.rehearse)
             result = _concluded(meeting, watch, clock, job, conclusion, state)
     except TerminatedError as error:
         raise watch.fail("terminated") from error

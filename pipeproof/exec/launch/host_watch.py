@@ -33,15 +33,15 @@ from typing import Any
 from pipeproof.atomic_write import atomic_write
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.exec.launch.hosts import Host
-from pipeproof.exec.launch.job_files import end_process
 from pipeproof.exec.launch.meeting import Meeting
-from pipeproof.exec.launch.polling import wait_until
-from pipeproof.exec.launch.process_state import is_stopped
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S
 from pipeproof.exec.launch.verdict import VERDICT, JobEndedError, Verdict
 from pipeproof.exec.launch.watchdog import JobState, RankState
-from pipeproof.exec.run_codes import DIED
+from pipeproof.exec.rank.job_files import end_process
 from pipeproof.exec.store.answering_store import AnsweringStore
+from pipeproof.exec.store.polling import wait_until
+from pipeproof.exec.store.process_state import is_stopped
+from pipeproof.exec.store.run_codes import DIED
 from pipeproof.exec.store.store import get_json, has_json, put_json
 from pipeproof.foreign_text import decode_json
 from pipeproof.system_calls import kill

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeproof.atomic_write import atomic_write
-from pipeproof.exec.launch.process_state import ProcessId, boot_id
+from pipeproof.exec.store.process_state import ProcessId, boot_id
 from pipeproof.foreign_text import decode_json
 
 _LONGEST_NAME = 255

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.launch.launcher_table import LAUNCHERS, SLURM, LauncherRow, Source, value_of
-from pipeproof.exec.run_codes import WORLD_SIZE
+from pipeproof.exec.store.launcher_table import LAUNCHERS, SLURM, LauncherRow, Source, value_of
+from pipeproof.exec.store.run_codes import WORLD_SIZE
 
 _T = TypeVar("_T")
 _Environment = Mapping[str, str]

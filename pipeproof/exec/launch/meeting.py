@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.exec.launch.hosts import Host, Identity, host_of, hosts_content, hosts_from, hosts_of, ranks_text
 from pipeproof.exec.launch.launched_rank import LaunchedRank
-from pipeproof.exec.launch.polling import LONGEST_PAUSE_S, wait_until
 from pipeproof.exec.launch.verdict import VERDICT, JobEndedError, Verdict
-from pipeproof.exec.run_codes import NOT_TOGETHER
+from pipeproof.exec.store.polling import LONGEST_PAUSE_S, wait_until
+from pipeproof.exec.store.run_codes import NOT_TOGETHER
 from pipeproof.exec.store.store import Store, get_json, has_json, put_json
 from pipeproof.exit_status import ExitStatus
 from pipeproof.version import __version__

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.exec.launch.hosts import Identity, make_directory
-from pipeproof.exec.launch.job_files import Job
-from pipeproof.exec.launch.process_state import is_ending, is_stopped
-from pipeproof.exec.launch.rendezvous import process_environment, rank_environment, reserved_ports
 from pipeproof.exec.launch.watchdog import JobState
-from pipeproof.exec.run_codes import DIED, HUNG
+from pipeproof.exec.rank.job_files import Job
+from pipeproof.exec.store.process_state import is_ending, is_stopped
+from pipeproof.exec.store.rendezvous import process_environment, rank_environment, reserved_ports
+from pipeproof.exec.store.run_codes import DIED, HUNG
 from pipeproof.foreign_text import decode_json
 from pipeproof.system_calls import address_space_limit, open_files_limit
 
@@ -79,7 +79,7 @@ class Launcher:
         job: Job,
         state: JobState,
         timeout_s: float,
-        module: str = "pipeproof.exec.rank.worker",
+        module: str = "pipeproof.exec.launch.worker",
         *,
         has_reference: bool = True,
     ) -> None:

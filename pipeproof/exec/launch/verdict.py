@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeproof.diagnostics.finding import Finding, PipeproofError
-from pipeproof.exec.store.finding_content import finding_content, finding_of
+from pipeproof.exec.store.store import finding_content, finding_of
 from pipeproof.exit_status import ExitStatus
 
 VERDICT = "verdict"

@@ -10,8 +10,8 @@ from pydantic import TypeAdapter
 
 from pipeproof.diagnostics.finding import Finding, OpsWitness, Severity, WitnessOp
 from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, cycle_headline, wait_lines
-from pipeproof.exec.launch.failures import Failure, failure_from, received_before
-from pipeproof.exec.run_codes import HUNG
+from pipeproof.exec.rank.failures import Failure, failure_from, received_before
+from pipeproof.exec.store.run_codes import HUNG
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import TRANSFER_KINDS, OpKind
 from pipeproof.verify.fifo_matching import partner_of

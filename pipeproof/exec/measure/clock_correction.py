@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from pipeproof.exec.measure.idle_messages import IdleMessageEnd
+from pipeproof.exec.rank.idle_messages import IdleMessageEnd
 from pipeproof.exec.rank.op_log import LogEntry
 
 MAX_DRIFT_PPM = 200

@@ -21,11 +21,11 @@ import pipeproof
 from pipeproof.comm.backend_rows import BackendTable, Row, RowValue
 from pipeproof.comm.backends import backend_table
 from pipeproof.diagnostics.install_command import install_extra
-from pipeproof.exec.installed_backends import INSTALLED_BY, installed_version
-from pipeproof.exec.launch.rendezvous import rank_environment, reserved_ports
+from pipeproof.exec.measure.installed_backends import INSTALLED_BY, installed_version
 from pipeproof.exec.measure.link_curve import SIZES, Curve, device_facts, failure_text, measure_curve
 from pipeproof.exec.measure.nvidia_smi import GpuLink, gpu_links, gpu_properties
-from pipeproof.exec.tested_versions import transformers_version, untested_versions
+from pipeproof.exec.measure.tested_versions import transformers_version, untested_versions
+from pipeproof.exec.store.rendezvous import rank_environment, reserved_ports
 from pipeproof.exit_status import ExitStatus
 from pipeproof.system_calls import CAN_START_RANKS, num_cores
 from pipeproof.testing.conformance import RowResult, check_backend

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeproof.exec.measure.group_endpoint import CHANNELS
-from pipeproof.exec.measure.ping_pong import Wire, crossing_us, one_way_us
+from pipeproof.exec.rank.group_endpoint import CHANNELS
+from pipeproof.exec.rank.ping_pong import Wire, crossing_us, one_way_us
 from pipeproof.testing.endpoint_protocol import Endpoint, Outcome, World
 
 _ROUNDS = 60

@@ -17,8 +17,7 @@ from types import MappingProxyType
 from typing import TypeVar, get_args
 
 from pipeproof.cost.measured_profile import measured_sections
-from pipeproof.exec.installed_backends import installed_version
-from pipeproof.exec.measure.idle_messages import IdleMessageEnd
+from pipeproof.exec.measure.installed_backends import installed_version
 from pipeproof.exec.measure.step_limits import (
     DividedStep,
     collective_calls,
@@ -27,6 +26,7 @@ from pipeproof.exec.measure.step_limits import (
     planned_flops,
     step_limits,
 )
+from pipeproof.exec.rank.idle_messages import IdleMessageEnd
 from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, Timing, accuracy_between_ns, op_ids_of
 from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
 from pipeproof.schedule.ops import GATHER_KINDS, PART_KINDS, Op, OpKind

@@ -14,9 +14,9 @@ from typing import Final
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.exec.launch.process_state import ProcessId, boot_id, is_stopped
 from pipeproof.exec.monitor.monitor_codes import UNREADABLE_RING
 from pipeproof.exec.monitor.ring import End, OpState, Ring, RingHeader, RingOp, read_header, read_ring
+from pipeproof.exec.store.process_state import ProcessId, boot_id, is_stopped
 
 _NAME: Final = re.compile(r"rank_(0|[1-9]\d*)\.ring", re.ASCII)
 _LATE_HEARTBEAT_S: Final = 3.0

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pipeproof.diagnostics.wait_graph import minority, ranks_text
-from pipeproof.exec.launch.process_state import ProcessId, boot_id, environment_of, siblings
 from pipeproof.exec.monitor.job import JobNow, ProcessState
+from pipeproof.exec.store.process_state import ProcessId, boot_id, environment_of, siblings
 from pipeproof.interop.hang.py_spy import Stack, ask_py_spy
 
 _MOST_ASKED: Final = 4

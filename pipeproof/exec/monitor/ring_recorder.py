@@ -20,8 +20,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final, Literal, Self
 
-from pipeproof.exec.launch.process_state import ProcessId, boot_id
 from pipeproof.exec.monitor.ring import CAPACITY, End, Identity, OpState, RingGroup, RingWriter, group_text, op_number
+from pipeproof.exec.store.process_state import ProcessId, boot_id
 from pipeproof.interop.traces.message_hooks import GroupCalls
 from pipeproof.interop.traces.recorder import Call, CallBatches, is_library
 

@@ -14,7 +14,6 @@ from typing import cast
 import numpy as np
 
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.exec.launch.job_files import Loss, StepOutcome
 from pipeproof.exec.rank.child_collectives import Call, ChildCollectives
 from pipeproof.exec.rank.framework_protocol import (
     Collectives,
@@ -27,6 +26,7 @@ from pipeproof.exec.rank.framework_protocol import (
     Weight,
     World,
 )
+from pipeproof.exec.rank.job_files import Loss, StepOutcome
 from pipeproof.exec.rank.machine import Instruction, ProtocolError
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, HostClock, LogEntry, Traffic
 from pipeproof.exec.rank.overlapped_pair import OverlappedPair, PairTurns, SeamTurns, overlapped_pairs, whole_pairs

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import Finding, PipeproofError
-from pipeproof.exec.launch.job_files import CheckpointOptions, Job
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.framework_protocol import Arrays, Tensor, World
+from pipeproof.exec.rank.job_files import CheckpointOptions, Job
 from pipeproof.system_calls import lock_file
 from pipeproof.verify.subject import Subject
 

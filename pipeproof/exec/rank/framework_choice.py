@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
-from pipeproof.exec.launch.gpu_assignment import choose_gpu
-from pipeproof.exec.measure.ping_pong import HostPingClock, PingClock
-from pipeproof.exec.measure.product_peak import product_peak
-from pipeproof.exec.monitor.ring_recorder import RingRecorder
 from pipeproof.exec.rank.checkpointing import PaddleWriter
 from pipeproof.exec.rank.framework_protocol import Arrays, Framework, RankStage, World
+from pipeproof.exec.rank.gpu_assignment import choose_gpu
 from pipeproof.exec.rank.op_log import Clock, HostClock, Timing
+from pipeproof.exec.rank.ping_pong import HostPingClock, PingClock
+from pipeproof.exec.rank.product_peak import product_peak
 from pipeproof.exec.rank.step_replay import DeviceProgress, Replays
 from pipeproof.specs.plan_sections import RunSpec
 
@@ -52,22 +50,6 @@ def timed(run: RunSpec, world: World) -> tuple[World, Clock]:
 
         return timed_torch(world)
     return world, HostClock()
-
-
-def start_ring(run: RunSpec, directory: Path, rank: int, num_ranks: int) -> RingRecorder:
-    """Start the ring of this rank, whose framework has been started, for ``pipeproof job hang``.
-
-    Raises:
-        OSError: the ring cannot be created.
-    """
-    marker = None
-    if run.backend == "torch":
-        from pipeproof.exec.monitor.torch_watch import DeviceMarker
-
-        marker = DeviceMarker()
-    recorder = RingRecorder(directory, rank, num_ranks, run.backend, marker=marker)
-    recorder.start()
-    return recorder
 
 
 def timing_of(run: RunSpec, clock: Clock) -> Timing:

@@ -49,7 +49,7 @@ class GroupChannels:
     def post(self, channel: Channel, buffer: Tensor, after: Sequence[PostedTransfer] = ()) -> PostedTransfer:
         """Start moving a contiguous buffer over this rank's end of ``channel``; returns at once.
 
-        The transfers in ``after`` are on the same channel, which is a FIFO (``exec.executor_support`` refuses others).
+        The transfers in ``after`` are on the same channel, which is a FIFO: ``executor_support`` refuses others.
         """
         group = self._groups[channel]
         posted_ns = time.monotonic_ns()  # the peer may have it before this call returns

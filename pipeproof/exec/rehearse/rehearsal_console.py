@@ -13,23 +13,25 @@ from rich.console import Console
 from pipeproof.atomic_write import write_json
 from pipeproof.diagnostics.text_output import render_text
 from pipeproof.exec.launch.external_launcher import execute_launched, join_launcher
-from pipeproof.exec.launch.job_files import Job, RunOptions, end_process
 from pipeproof.exec.launch.launched_rank import LaunchedRank
 from pipeproof.exec.launch.meeting import Meeting
+from pipeproof.exec.launch.run_console import launched_or_status
+from pipeproof.exec.launch.run_plan import prepare_job, require_runnable
 from pipeproof.exec.launch.supervisor import Launcher, job_directory
 from pipeproof.exec.launch.watchdog import JobState
+from pipeproof.exec.launch.worker import Emit
 from pipeproof.exec.measure.clock_correction import ClockCorrection
-from pipeproof.exec.rank.worker import Emit
-from pipeproof.exec.rehearse.rank_order import split_groups
+from pipeproof.exec.rank.job_files import Job, RunOptions, end_process
+from pipeproof.exec.rehearse import rehearsal_worker
+from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
 from pipeproof.exec.rehearse.rehearsal_report import (
     Rehearsal,
     RehearsalPart,
     merged_rehearsal,
     read_rehearsal,
     rehearsal_part,
+    split_groups,
 )
-from pipeproof.exec.run_console import launched_or_status
-from pipeproof.exec.run_plan import prepare_job, require_runnable
 from pipeproof.exit_status import ExitStatus
 from pipeproof.verify.check_plan import Report
 from pipeproof.views.tables import print_table
@@ -49,7 +51,8 @@ def rehearse(report: Report, options: RunOptions, on_progress: Callable[[str], N
     require_runnable(report, options)
     with job_directory(options.logs) as directory:
         job, state = prepare_job(report, options, directory), JobState(report.subject)
-        Launcher(job, state, options.timeout_s, has_reference=False).run(lambda: on_progress(state.phase))
+        launcher = Launcher(job, state, options.timeout_s, rehearsal_worker.__name__, has_reference=False)
+        launcher.run(lambda: on_progress(state.phase))
         return read_rehearsal(report, job)
 
 
@@ -57,7 +60,7 @@ class RehearsalConclusion:
     """End of a rehearsal under an external launcher; a ``Conclusion``."""
 
     def __init__(self, report: Report) -> None:
-        self._report = report
+        self._report, self.rehearse = report, RehearsalFramework
 
     def require_hosts(self, job: Job, num_hosts: int) -> None:
         """Accept any number of hosts."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeproof.diagnostics.finding import ElementRange, Finding, OpsWitness, RangesWitness, WitnessOp
-from pipeproof.exec.run_codes import NOT_AS_PROMISED, NOT_AS_SENT
+from pipeproof.exec.store.run_codes import NOT_AS_PROMISED, NOT_AS_SENT
 
 MOST_KEPT = 200
 """Most faults that a rank describes; it only counts the others."""

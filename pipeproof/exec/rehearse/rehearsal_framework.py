@@ -14,9 +14,9 @@ import numpy as np
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.comm.step_end_rows import num_loads
-from pipeproof.exec.launch.job_files import Job, save_json
 from pipeproof.exec.rank.framework_choice import start_ping_clock
 from pipeproof.exec.rank.framework_protocol import Array, Framework, RankStage, StageCollectives, Tensor, World
+from pipeproof.exec.rank.job_files import Job, save_json
 from pipeproof.exec.rehearse.rehearsal_arrivals import Arrivals
 from pipeproof.exec.rehearse.rehearsal_edges import EdgeTimes, RankEdges, ping_edges
 from pipeproof.exec.rehearse.rehearsal_faults import ArrivalChecks

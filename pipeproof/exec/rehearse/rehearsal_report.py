@@ -1,4 +1,4 @@
-"""Result of a rehearsal: checks, findings, and the measured edges."""
+"""Result of a rehearsal: checks, findings, the measured edges, and groups that hosts split."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from pipeproof.cost.analytic_links import groups_of
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.exec.compare.compare_log import compare_log
-from pipeproof.exec.launch.job_files import Job, LogFile, load_json
+from pipeproof.exec.launch.hosts import Host
+from pipeproof.exec.rank.job_files import Job, LogFile, load_json
 from pipeproof.exec.rehearse.rehearsal_edges import Edge, EdgeTimes, RankEdges, edges_of, network_of
 from pipeproof.exec.rehearse.rehearsal_faults import ArrivalChecks, findings_of
-from pipeproof.exec.run_codes import UNVERIFIED
+from pipeproof.exec.store.run_codes import SPLIT_NODE, UNVERIFIED
 from pipeproof.verify.certificate import Certificate
 from pipeproof.verify.check_plan import Report
 from pipeproof.verify.subject import Subject
@@ -176,3 +180,32 @@ def read_rehearsal(report: Report, job: Job) -> Rehearsal:
     """Read the files of all ranks of a job on one host and return the report."""
     ranks = range(report.subject.graph.num_ranks)
     return merged_rehearsal(report, job, [rehearsal_part(report, job, ranks, run="", host=platform.node())])
+
+
+def split_groups(subject: Subject, hosts: Sequence[Host]) -> tuple[Finding, ...]:
+    """Return a warning for each axis with groups on several hosts that consecutive ranks would keep on one.
+
+    The plan assumes that ranks are numbered host by host, as many on each host as the launcher started there.
+    """
+    host_of_rank = np.empty(subject.plan.spec.topology.num_ranks, dtype=np.int64)
+    for number, host in enumerate(hosts):
+        host_of_rank[list(host.ranks)] = number
+    in_order = np.repeat(np.arange(len(hosts)), [len(host.ranks) for host in hosts])
+    findings = []
+    for axis in subject.plan.spec.topology.order:
+        groups = groups_of(subject.plan.spec.topology, axis)
+        pairs = np.stack([groups[:, :-1], groups[:, 1:]], axis=2).reshape(-1, 2)
+        split = (np.diff(host_of_rank[pairs])[:, 0] != 0) & (np.diff(in_order[pairs])[:, 0] == 0)
+        if split.any():
+            first, second = pairs[int(np.argmax(split))].tolist()
+            names = " and ".join(hosts[host_of_rank[rank]].name for rank in (first, second))
+            findings.append(
+                SPLIT_NODE.finding(
+                    f"ranks {first} and {second} of one {axis} group are on {names}; with ranks numbered host by host "
+                    f"both would be on one host ({int(split.sum())} such pairs)",
+                    location=subject.locate("topology", "order"),
+                    help="number ranks host by host (Slurm: `--distribution=block`, Open MPI: `--map-by slot`), or put "
+                    "the axes with the most communication first in `topology.order`",
+                )
+            )
+    return tuple(findings)

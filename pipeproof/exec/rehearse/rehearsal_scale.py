@@ -9,8 +9,8 @@ from typing import Any
 
 from pipeproof.diagnostics.finding import BadPlanError, Finding
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.exec.launch.job_files import dump_plan
-from pipeproof.exec.run_codes import NO_SUCH_SCALE
+from pipeproof.exec.rank.job_files import dump_plan
+from pipeproof.exec.store.run_codes import NO_SUCH_SCALE
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.verify.subject import make_subject
 

@@ -6,8 +6,11 @@ Everything that comes out of a store is text that its reader parses as JSON and 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
+from pipeproof.diagnostics.finding import Finding, Location, Severity
 from pipeproof.foreign_text import ForeignTextError, decode_json
 
 MOST_BYTES = 2**16
@@ -100,3 +103,15 @@ def _bounded(value: str, key: str) -> str:
     if len(value) > MOST_BYTES + len(f"{_MOST_PARTS}\n"):
         raise ValueError(f"{key} in the store has a part of {len(value)} characters; at most {MOST_BYTES} are read")
     return value
+
+
+def finding_content(finding: Finding) -> dict[str, Any]:
+    """JSON of a finding for other ranks: all but its witness."""
+    return asdict(replace(finding, witness=None))
+
+
+def finding_of(content: Mapping[str, Any]) -> Finding:
+    """The finding of ``finding_content``."""
+    at = content["location"]
+    location = None if at is None else Location(**at)
+    return Finding(content["code"], Severity(content["severity"]), content["message"], location, content["help"])

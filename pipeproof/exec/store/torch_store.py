@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from pipeproof.exec.launch.rendezvous import is_loopback_name
+from pipeproof.exec.store.rendezvous import is_loopback_name
 
 CONNECT_TIMEOUT = timedelta(minutes=30)
 """Timeout of the backend. A watchdog's is shorter and knows the operation."""

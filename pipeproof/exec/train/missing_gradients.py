@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeproof.exec.train.agreement import Agreement
-from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.exec.store.agreement import Agreement
+from pipeproof.exec.store.train_errors import PipelineError
 
 
 class MissingGradients:

@@ -16,10 +16,10 @@ from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.source import read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.script_words import in_script_words
 from pipeproof.exec.train.stage_boundaries import kind_text
 from pipeproof.exec.train.stage_count import require_num_stages
-from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import stages_of
 from pipeproof.specs.load_plan import load_plan, plan_from_dict

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.exec.store.train_errors import PipelineError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec, dtype_name
-from pipeproof.exec.train.train_errors import PipelineError
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, ranks_text
-from pipeproof.exec.launch.job_files import end_process
-from pipeproof.exec.launch.polling import wait_until
-from pipeproof.exec.train.agreement import STORE_LOST, Agreement
+from pipeproof.exec.rank.job_files import end_process
+from pipeproof.exec.store.agreement import STORE_LOST, Agreement
+from pipeproof.exec.store.polling import wait_until
 from pipeproof.exit_status import ExitStatus
 
 ANSWER_S = 5.0

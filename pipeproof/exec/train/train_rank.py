@@ -10,18 +10,18 @@ from dataclasses import replace
 from typing import Any
 
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.exec.executor_support import factors_not_executed
 from pipeproof.exec.monitor.plan_ring import PlanRing
 from pipeproof.exec.rank.adapter import RankAdapter
+from pipeproof.exec.rank.executor_support import factors_not_executed
 from pipeproof.exec.rank.framework_protocol import Framework, World
 from pipeproof.exec.rank.op_log import Clock
 from pipeproof.exec.rank.overlapped_pair import SeamTurns
 from pipeproof.exec.rank.rank_program import RankProgram
 from pipeproof.exec.rank.step_end import StepEnd
-from pipeproof.exec.store.finding_content import finding_content, finding_of
-from pipeproof.exec.train.agreement import Agreement
+from pipeproof.exec.store.agreement import Agreement
+from pipeproof.exec.store.store import finding_content, finding_of
+from pipeproof.exec.store.train_errors import PipelineError, PlanRefused, findings_text
 from pipeproof.exec.train.module_plan import TrainedPlan
-from pipeproof.exec.train.train_errors import PipelineError, PlanRefused, findings_text
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.verify.certificate import Certificate, Verdict, certificate_of, graph_digest

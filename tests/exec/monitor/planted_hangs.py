@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeproof.exec.launch.gpu_sharing import shared_gpu
+from pipeproof.exec.rank.gpu_assignment import shared_gpu
 from pipeproof.signals import die_with_parent
 
 die_with_parent(os.getppid())

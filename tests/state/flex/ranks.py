@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from pipeproof.exec.launch.rendezvous import rank_environment, reserved_ports
+from pipeproof.exec.store.rendezvous import rank_environment, reserved_ports
 from pipeproof.state.state_layout import whole_state
 from tests.state.runs import plan_of
 

@@ -8,8 +8,8 @@ from click.testing import CliRunner
 
 from pipeproof.cli.main import main
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.launch.job_files import CheckpointOptions
 from pipeproof.exec.rank.checkpointing import prepare_checkpoint
+from pipeproof.exec.rank.job_files import CheckpointOptions
 from pipeproof.state.array_files import ByteArray
 from pipeproof.state.flex.flex_checkpoint import open_flex
 from pipeproof.state.open_checkpoint import open_checkpoint

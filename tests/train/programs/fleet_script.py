@@ -11,7 +11,7 @@ import types
 from pathlib import Path
 from unittest import mock
 
-from pipeproof.exec.launch.rendezvous import await_store
+from pipeproof.exec.store.rendezvous import await_store
 from pipeproof.stages.paddle.runtime import quiet_native, quiet_python, start_paddle
 from validation.fleet.fleet_groups import connect_fleet, fleet_groups
 

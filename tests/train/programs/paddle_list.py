@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipeproof.exec.launch.rendezvous import await_store
+from pipeproof.exec.store.rendezvous import await_store
 from pipeproof.stages.paddle.runtime import quiet_native, start_paddle
 
 start_paddle()

@@ -1,6 +1,6 @@
 """Endpoint process of the doctor for Paddle: ``python -m pipeproof.exec.rank.paddle.endpoint FD DEVICE``.
 
-``exec.measure.group_endpoint`` describes its messages over the connection FD.
+``exec.rank.group_endpoint`` describes its messages over the connection FD.
 """
 
 # ruff: noqa: D102 - `Endpoint` documents the methods
@@ -11,10 +11,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pipeproof.exec.launch.gpu_assignment import num_gpus
-from pipeproof.exec.launch.gpu_sharing import shared_gpu
-from pipeproof.exec.measure.group_endpoint import CHANNELS, GroupEndpoint, numpy_of, serve
-from pipeproof.exec.measure.ping_pong import HostPingClock, Wire
+from pipeproof.exec.rank.gpu_assignment import num_gpus, shared_gpu
+from pipeproof.exec.rank.group_endpoint import CHANNELS, GroupEndpoint, numpy_of, serve
+from pipeproof.exec.rank.ping_pong import HostPingClock, Wire
 from pipeproof.stages.paddle.runtime import require_kernels, start_paddle
 from pipeproof.testing.endpoint_protocol import Array
 

@@ -11,12 +11,12 @@ import numpy as np
 import paddle
 
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.exec.launch.rendezvous import await_store
 from pipeproof.exec.rank.boundary_members import member_values, tp_shard, with_member
 from pipeproof.exec.rank.framework_protocol import Array, RankStage, StageCollectives, World
 from pipeproof.exec.rank.gpt_stage import GptRouters, GptStage
 from pipeproof.exec.rank.paddle import comm, nccl
 from pipeproof.exec.rank.paddle.arrays import PaddleArrays
+from pipeproof.exec.store.rendezvous import await_store
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.synthetic import Batch, micro_batch

@@ -1,6 +1,6 @@
 """Endpoint process of the doctor for PyTorch: ``python -m pipeproof.exec.rank.torch.endpoint FD DEVICE``.
 
-``exec.measure.group_endpoint`` describes its messages over the connection FD.
+``exec.rank.group_endpoint`` describes its messages over the connection FD.
 """
 
 # ruff: noqa: D102 - `Endpoint` documents the methods
@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeproof.exec.launch.gpu_assignment import num_gpus
-from pipeproof.exec.launch.gpu_sharing import shared_gpu
-from pipeproof.exec.measure.group_endpoint import CHANNELS, GroupEndpoint, numpy_of, serve
-from pipeproof.exec.measure.ping_pong import HostPingClock, Wire
+from pipeproof.exec.rank.gpu_assignment import num_gpus, shared_gpu
+from pipeproof.exec.rank.group_endpoint import CHANNELS, GroupEndpoint, numpy_of, serve
+from pipeproof.exec.rank.ping_pong import HostPingClock, Wire
 from pipeproof.testing.endpoint_protocol import Array
 
 

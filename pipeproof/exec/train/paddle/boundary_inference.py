@@ -14,8 +14,8 @@ import paddle
 from paddle import nn
 from paddle.distributed.fleet.meta_parallel.parallel_layers.random import get_rng_state_tracker
 
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.stage_boundaries import Form, LeafSpec, form_of, leaves_of, specs_of
-from pipeproof.exec.train.train_errors import PipelineError
 
 Tensor: TypeAlias = paddle.Tensor
 

@@ -19,13 +19,13 @@ from paddle import nn
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.rank.paddle.arrays import PaddleArrays
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.comparison import Comparison, GradientDifference, comparison_of
 from pipeproof.exec.train.paddle.boundary_inference import unchanged_state
 from pipeproof.exec.train.paddle.stage_layers import ListStages, trained
 from pipeproof.exec.train.paddle.start_phases import Placed
 from pipeproof.exec.train.paddle.step_data import MicroBatchSizes, StepData, step_data
 from pipeproof.exec.train.paddle.step_runner import StepRunner, drawn_step
-from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.schedule.ops import OpKind
 from pipeproof.stages.reference.ordered_sums import OrderedSum
 

@@ -13,7 +13,7 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import HybridPar
 from paddle.distributed.fleet.meta_parallel import PipelineLayer
 from paddle.distributed.fleet.utils import hybrid_parallel_util as hybrid
 
-from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.exec.store.train_errors import PipelineError
 
 
 @dataclass(frozen=True, slots=True)

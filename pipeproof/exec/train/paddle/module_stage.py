@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 import paddle
 from paddle import nn
 
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.paddle.split_linear import SplitBackward
 from pipeproof.exec.train.paddle.stage_layers import LossFunction
 from pipeproof.exec.train.paddle.step_data import StepData
 from pipeproof.exec.train.script_framework import ScriptFramework
 from pipeproof.exec.train.stage_boundaries import Boundaries, leaves_of
 from pipeproof.exec.train.stage_errors import StageErrors
-from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.stages.paddle.weights import WeightGradients
 
 Tensor: TypeAlias = paddle.Tensor

@@ -18,8 +18,8 @@ from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer, Sha
 from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import SegmentLayers
 from paddle.distributed.fleet.meta_parallel.parallel_layers.random import get_rng_state_tracker
 
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.stage_boundaries import kind_text
-from pipeproof.exec.train.train_errors import PipelineError
 
 Tensor: TypeAlias = paddle.Tensor
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]

@@ -18,8 +18,9 @@ import paddle.distributed as dist
 from paddle.distributed.fleet.meta_parallel import PipelineLayer
 
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.exec.store.paddle_store import PaddleStore, send_at_once
-from pipeproof.exec.train.agreement import Agreement, described_in_order, require_equal
+from pipeproof.exec.store.agreement import Agreement, described_in_order, require_equal
+from pipeproof.exec.store.paddle_store import PaddleStore, send_at_once, store_address, store_of
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.module_plan import (
     Request,
     StageFacts,
@@ -53,11 +54,9 @@ from pipeproof.exec.train.paddle.stage_layers import (
     trained,
 )
 from pipeproof.exec.train.paddle.step_data import MicroBatchSizes, rows_of
-from pipeproof.exec.train.paddle.store import store_address, store_of
 from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec, common_dtype
 from pipeproof.exec.train.stage_count import num_stages_of
 from pipeproof.exec.train.tied_weights import merged_ties, names_in_plan
-from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.exec.train.train_rank import checked_plan, require_fits, require_supported
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.schedule.ops import OpKind

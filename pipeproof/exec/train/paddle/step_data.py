@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import paddle
 from paddle.distributed.fleet.meta_parallel.pipeline_parallel import PipelineDatasetPreprocessor
 
-from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.exec.store.train_errors import PipelineError
 
 Tensor: TypeAlias = paddle.Tensor
 

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from pipeproof.exec.rank.group_channels import PostedTransfer
 from pipeproof.exec.rank.torch.batched_messages import post_recv, post_send
 from pipeproof.exec.rank.torch.copy_channels import CopyChannels, connect_copies, slot_sizes
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.torch.roll_call import REFUSED, RollCall, Round, connected_rounds
 from pipeproof.exec.train.torch.script_groups import ScriptGroup
-from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.schedule.op_table import Channel, Group, OpGraph
 from pipeproof.stages.torch.runtime import start_backward_thread
 

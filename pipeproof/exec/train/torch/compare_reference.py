@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipeproof.comm.accumulation_order import sum_orders
 from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.comparison import Comparison, GradientDifference, comparison_of
 from pipeproof.exec.train.torch.boundary_inference import unchanged_state
 from pipeproof.exec.train.torch.module_stage import StepData
@@ -21,7 +22,6 @@ from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.start_phases import Settings
 from pipeproof.exec.train.torch.step_loss import NUM_ITEMS, StepTerms, detached_metrics, divided, loss_terms
 from pipeproof.exec.train.torch.step_runner import StepRunner
-from pipeproof.exec.train.train_errors import PipelineError
 
 NameOf = Callable[[int, str], str]
 """The reference's name of a stage's parameter."""

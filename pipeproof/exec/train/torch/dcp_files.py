@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.state.dcp.dcp_checkpoint import is_dcp, require_files
 from pipeproof.state.dcp.dcp_codes import DCP_MISMATCH, DcpError, DcpMismatchError
 from pipeproof.state.dcp.dcp_metadata import DcpMetadata, DcpObject, read_metadata

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.torch.stage_keywords import AssignedInputs
 from pipeproof.exec.train.torch.stage_values import MicroBatches
-from pipeproof.exec.train.train_errors import PipelineError
 
 
 def digests_of(assigned: AssignedInputs) -> dict[str, str]:

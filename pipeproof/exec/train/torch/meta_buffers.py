@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.exec.store.train_errors import PipelineError
 
 _WITHOUT_VALUES: Mapping[torch.Tensor, int] = WeakIdKeyDictionary()
 """Buffers that ``to_empty`` made, with their version: a write in place raises it."""

@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.tied_weights import Tie
 from pipeproof.exec.train.torch.model_names import unwrapped
-from pipeproof.exec.train.train_errors import PipelineError
 
 _CUTS: WeakKeyDictionary[nn.Module, tuple[ref[nn.Module], tuple[dict[int, str], ...]]] = WeakKeyDictionary()
 """By stage the model that it was cut from, and the weights that stages of the cut share."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.thread_state import as_this_thread
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.missing_gradients import MissingGradients
 from pipeproof.exec.train.script_framework import ScriptFramework
 from pipeproof.exec.train.stage_boundaries import Boundaries
@@ -24,7 +25,6 @@ from pipeproof.exec.train.torch.graph_split import GraphSplit
 from pipeproof.exec.train.torch.split_linear import LinearSplit, require_splittable
 from pipeproof.exec.train.torch.stage_values import Leaves, plain_leaves_of
 from pipeproof.exec.train.torch.step_loss import Normalize, StepTerms, detached_metrics, loss_terms
-from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.stages.torch.graph_capture import Compiler, KeptBytes, NotCapturedError
 from pipeproof.stages.torch.graph_errors import GraphOperationError
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.torch.stage_values import MicroBatches
-from pipeproof.exec.train.train_errors import PipelineError
 
 
 class _Part(NamedTuple):

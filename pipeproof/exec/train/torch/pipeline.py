@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.comparison import Comparison
 from pipeproof.exec.train.pipeline_failures import one_failure
 from pipeproof.exec.train.tied_weights import Tie
@@ -32,7 +33,6 @@ from pipeproof.exec.train.torch.start_phases import (
 from pipeproof.exec.train.torch.step_inputs import SplitRules
 from pipeproof.exec.train.torch.step_loss import LossOn, Normalize
 from pipeproof.exec.train.torch.step_runner import StepRunner
-from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.stages.torch.graph_capture import Compiler, KeptBytes
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.exec.train.agreement import require_equal
+from pipeproof.exec.store.agreement import require_equal
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.module_plan import Request, placement_of
 from pipeproof.exec.train.tied_weights import Tie
 from pipeproof.exec.train.torch.channel_groups import StageWorld
@@ -18,7 +19,6 @@ from pipeproof.exec.train.torch.data_parallel import layout_of, local_part
 from pipeproof.exec.train.torch.model_names import unwrapped
 from pipeproof.exec.train.torch.model_stages import ModelStages, cut_ties
 from pipeproof.exec.train.torch.module_stage import ModuleStage, trained
-from pipeproof.exec.train.train_errors import PipelineError
 
 
 def same_request(answers: Sequence[Mapping[str, Any]]) -> Request:

@@ -21,12 +21,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.torch.data_parallel import local_part
 from pipeproof.exec.train.torch.dcp_files import Ranks
 from pipeproof.exec.train.torch.meta_buffers import compute_buffers, give_memory, kept_ties, require_computed_buffers
 from pipeproof.exec.train.torch.model_names import HeldTensor, held_tensors, unwrapped
 from pipeproof.exec.train.torch.pretrained_model import INDEX, WEIGHTS, known_tensors, models_of, whole_model
-from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.foreign_text import ForeignTextError, decode_json
 from pipeproof.state.safetensors_header import StoredArray, read_header
 

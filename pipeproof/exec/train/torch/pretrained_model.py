@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.torch.cut_transformers import TransformersStage
 from pipeproof.exec.train.torch.dcp_files import Ranks
 from pipeproof.exec.train.torch.model_names import HeldTensor, held_tensors, unwrapped
 from pipeproof.exec.train.torch.model_stages import ModelStages
-from pipeproof.exec.train.train_errors import PipelineError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 """Names of the files of a directory, as the library has them."""

@@ -13,10 +13,10 @@ import torch
 from pydantic import TypeAdapter
 
 from pipeproof.atomic_write import write_json
-from pipeproof.exec.measure.idle_messages import IdleMessageEnd, time_idle_messages
-from pipeproof.exec.measure.product_peak import product_peak
 from pipeproof.exec.measure.profile_from_logs import measured_profile
+from pipeproof.exec.rank.idle_messages import IdleMessageEnd, time_idle_messages
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, LogEntry, Timing, op_ids_of
+from pipeproof.exec.rank.product_peak import product_peak
 from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.op_timing import free_cached_memory, timed_channels, timing_of
 from pipeproof.exec.train.torch.step_runner import StepRunner

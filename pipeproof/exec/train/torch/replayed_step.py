@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pipeproof.exec.rank.torch.cuda_graph import CaptureStream
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.stage_boundaries import kind_text
 from pipeproof.exec.train.torch.module_stage import StepData
 from pipeproof.exec.train.torch.step_inputs import SCALARS
-from pipeproof.exec.train.train_errors import PipelineError
 
 _NUM_WARM_UPS = 2
 MOST_GRAPHS = 8

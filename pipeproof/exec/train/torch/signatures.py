@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.module_plan import TrainedPlan, forward_plan, sized_plan
 from pipeproof.exec.train.stage_boundaries import Boundaries
 from pipeproof.exec.train.torch.module_stage import StepData
@@ -24,7 +25,6 @@ from pipeproof.exec.train.torch.roll_call import REFUSED, RollCall, Words
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.start_phases import Placed, Planned, Ranks, Settings, takes_turns
 from pipeproof.exec.train.torch.varied_lengths import Examples, varied_sizes
-from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.exec.train.train_rank import TrainRank, checked_plan
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.subject import make_subject

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.exec.store.train_errors import PipelineError
 
 Deferred = list[tuple[GradientEdge, torch.Tensor, nn.Linear]]
 """Products on their own graphs, with the gradients that arrived at their results."""

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pipeproof.exec.train.agreement import Agreement, described_in_order
+from pipeproof.exec.store.agreement import Agreement, described_in_order
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.module_plan import StageFacts
 from pipeproof.exec.train.stage_boundaries import Boundaries, form_of, specs_of
 from pipeproof.exec.train.torch.boundary_inference import StageRun, meta_leaves, real_tensor, run_stage, unchanged_state
@@ -27,7 +28,6 @@ from pipeproof.exec.train.torch.varied_lengths import (
     examples_of,
     plan_entries,
 )
-from pipeproof.exec.train.train_errors import PipelineError
 
 _WARM_UPS, _ROUNDS = 2, 5
 

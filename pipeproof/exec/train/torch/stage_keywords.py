@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from pipeproof.exec.train.agreement import Agreement
+from pipeproof.exec.store.agreement import Agreement
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.stage_boundaries import Boundaries, Form
-from pipeproof.exec.train.train_errors import PipelineError
 
 _FIRST, _TARGET = "input_ids", "labels"
 """Names in a collator's dict of what only the first stage and the loss read, unless a stage names them."""

@@ -8,8 +8,8 @@ from typing import Any, get_args
 import torch
 from torch.utils._pytree import register_pytree_node
 
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.stage_boundaries import Form, dtype_name, leaves_of
-from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.specs.custom_layers import LayerDtype
 
 Leaves = tuple[torch.Tensor, ...]

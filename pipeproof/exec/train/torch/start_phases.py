@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeproof.exec.rank.overlapped_pair import whole_pairs
+from pipeproof.exec.store.agreement import Agreement
 from pipeproof.exec.store.torch_store import TorchStore
-from pipeproof.exec.train.agreement import Agreement
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.module_plan import (
     Request,
     TrainedPlan,
@@ -51,7 +52,6 @@ from pipeproof.exec.train.torch.step_inputs import SplitRules, StepContract
 from pipeproof.exec.train.torch.step_loss import LossOn, Normalize
 from pipeproof.exec.train.torch.store import device_of, store_of
 from pipeproof.exec.train.torch.varied_lengths import Examples
-from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.exec.train.train_rank import checked_plan, require_fits, require_supported
 from pipeproof.schedule.ops import OpKind
 from pipeproof.stages.torch.graph_capture import Compiler

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.stage_boundaries import kind_text
 from pipeproof.exec.train.torch.module_stage import StepData
 from pipeproof.exec.train.torch.stage_keywords import AssignedInputs, StageKeywords, StepInputs
 from pipeproof.exec.train.torch.stage_values import MicroBatches
-from pipeproof.exec.train.train_errors import PipelineError
 
 SCALARS = (Number, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Values without rows."""

@@ -20,6 +20,7 @@ from pipeproof.exec.monitor.torch_watch import watch
 from pipeproof.exec.rank.op_log import Clock
 from pipeproof.exec.rank.torch.cuda_graph import CaptureStream, TorchProgress
 from pipeproof.exec.rank.torch.op_ranges import op_range
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.missing_gradients import MissingGradients
 from pipeproof.exec.train.module_plan import TrainedPlan
 from pipeproof.exec.train.pipeline_failures import PipelineFailures
@@ -45,7 +46,6 @@ from pipeproof.exec.train.torch.step_loss import (
     earlier_aside,
     with_tensor_number,
 )
-from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.exec.train.train_rank import TrainRank
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeproof.exec.train.train_errors import PipelineError
+from pipeproof.exec.store.train_errors import PipelineError
 
 _COUNTS: Counter[str] = Counter()
 """Pipelines of each group that this process has made: all members make them in one order."""

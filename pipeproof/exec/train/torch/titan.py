@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.torch.pipeline import Pipeline
 from pipeproof.exec.train.torch.stage_values import MicroBatches
 from pipeproof.exec.train.torch.start_phases import Split
-from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.interop.importers.torch_pipelining import SCHEDULES
 
 Arguments = Sequence[tuple[Any, ...]]

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.stage_boundaries import LeafSpec, kind_text
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.step_inputs import StepContract
-from pipeproof.exec.train.train_errors import PipelineError
 from pipeproof.foreign_text import decode_json
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeproof.exec.run_codes import DIED, OUT_OF_MEMORY
+from pipeproof.exec.store.run_codes import DIED, OUT_OF_MEMORY
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import COMPUTE_KINDS, RECV_KINDS, OpKind
 

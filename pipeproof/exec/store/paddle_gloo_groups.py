@@ -14,10 +14,9 @@ import paddle
 from paddle.distributed import collective
 from paddle.distributed.communication.group import Group as PaddleGroup
 
-from pipeproof.exec.launch.rendezvous import address_towards, reserved_ports
-from pipeproof.exec.store.paddle_store import refuse_other_hosts, send_at_once
-from pipeproof.exec.train.agreement import Agreement
-from pipeproof.exec.train.paddle.store import store_address
+from pipeproof.exec.store.agreement import Agreement
+from pipeproof.exec.store.paddle_store import refuse_other_hosts, send_at_once, store_address
+from pipeproof.exec.store.rendezvous import address_towards, reserved_ports
 from pipeproof.stages.paddle.runtime import quiet_native
 
 

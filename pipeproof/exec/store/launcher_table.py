@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from pipeproof.exec.launch.slurm_variables import first_host, port_of_step, tasks_on_node
+from pipeproof.exec.store.slurm_variables import first_host, port_of_step, tasks_on_node
 
 _T = TypeVar("_T")
 _Environment = Mapping[str, str]

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.exec.compare.reference_kind import assembled_weights, holds_all_weights, is_checked_by_bound
 from pipeproof.exec.compare.reference_start import reference_start
-from pipeproof.exec.launch.job_files import Job, StepOutcome, load_arrays, save_arrays
-from pipeproof.exec.launch.polling import wait_until
 from pipeproof.exec.rank.framework_protocol import Array
+from pipeproof.exec.rank.job_files import Job, StepOutcome, load_arrays, save_arrays
+from pipeproof.exec.rank.reference_kind import assembled_weights, holds_all_weights, is_checked_by_bound
+from pipeproof.exec.store.polling import wait_until
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.reference.reference_state import StepResult
 from pipeproof.stages.reference.torch_unpartitioned import run_unpartitioned, unpartitioned_step

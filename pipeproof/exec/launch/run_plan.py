@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 import sys
+import tempfile
+import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import overload
 
 from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
 from pipeproof.diagnostics.install_command import install_extra
@@ -16,16 +21,19 @@ from pipeproof.exec.compare.compare_gradients import (
     merged_step,
     require_finite_step,
 )
-from pipeproof.exec.compare.reference_kind import holds_all_weights, is_checked_by_bound, needs_ordered_reference
-from pipeproof.exec.compare.results_on_disk import ResultsOnDisk
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
 from pipeproof.exec.compare.step_losses import NotFiniteError
 from pipeproof.exec.compare.step_part import StepPart, compare_part
-from pipeproof.exec.executor_support import require_executable, require_issuable
-from pipeproof.exec.host_part import RankRecords, build_report, log_findings, read_records
-from pipeproof.exec.installed_backends import INSTALLED_BY
-from pipeproof.exec.launch.gpu_assignment import missing_gpus
-from pipeproof.exec.launch.job_files import (
+from pipeproof.exec.launch.host_part import RankRecords, build_report, log_findings, read_records
+from pipeproof.exec.launch.run_report import RunReport
+from pipeproof.exec.launch.supervisor import Launcher, WorkerFailedError, job_directory
+from pipeproof.exec.launch.verdict import JobEndedError
+from pipeproof.exec.launch.watchdog import JobState
+from pipeproof.exec.measure.installed_backends import INSTALLED_BY
+from pipeproof.exec.rank.checkpointing import only_writer, prepare_checkpoint, remove_unfinished
+from pipeproof.exec.rank.executor_support import require_executable, require_issuable
+from pipeproof.exec.rank.gpu_assignment import missing_gpus
+from pipeproof.exec.rank.job_files import (
     Fault,
     Job,
     RecordOptions,
@@ -34,12 +42,8 @@ from pipeproof.exec.launch.job_files import (
     dump_plan,
     load_arrays,
 )
-from pipeproof.exec.launch.supervisor import Launcher, WorkerFailedError, job_directory
-from pipeproof.exec.launch.verdict import JobEndedError
-from pipeproof.exec.launch.watchdog import JobState
-from pipeproof.exec.rank.checkpointing import only_writer, prepare_checkpoint, remove_unfinished
-from pipeproof.exec.run_codes import BACKEND_MISSING, NOT_EXECUTED
-from pipeproof.exec.run_report import RunReport
+from pipeproof.exec.rank.reference_kind import holds_all_weights, is_checked_by_bound, needs_ordered_reference
+from pipeproof.exec.store.run_codes import BACKEND_MISSING, NOT_EXECUTED
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS
 from pipeproof.specs.plan_sections import RunSpec
@@ -329,3 +333,53 @@ def finish_report(report: Report, job: Job, steps: Sequence[StepResult], threads
     findings = log_findings(report.subject, job, ranks)
     records = read_records(job, ranks) if job.options.timeline else RankRecords(dict.fromkeys(ranks, ()))
     return build_report(report, job, steps, findings, records, threads)
+
+
+class ResultsOnDisk(Sequence[StepResult]):
+    """Results in the order in which they were appended; each access reads the result again.
+
+    The file has no name, so that no other process can write into what is read, and it ends with this object.
+    ``directory`` is that of the file, which may be removed before the results are read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file = tempfile.TemporaryFile(buffering=0, dir=directory)  # noqa: SIM115 - it ends with this object
+        self._ends = array("q", [0])
+        weakref.finalize(self, self._file.close)
+
+    def append(self, result: StepResult) -> None:
+        """Add a result.
+
+        Raises:
+            OSError: the disk of the directory is full.
+        """
+        try:
+            self._file.seek(self._ends[-1])
+            content = memoryview(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
+            while content:  # a disk that is nearly full takes a part
+                content = content[self._file.write(content) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._directory)) from error  # the file has no name
+        self._ends.append(self._file.tell())
+
+    def __len__(self) -> int:
+        """Return the number of results."""
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> StepResult: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[StepResult]: ...
+
+    def __getitem__(self, index: int | slice) -> StepResult | list[StepResult]:
+        """Read a result, or a list of some."""
+        if isinstance(index, slice):
+            return [self[one] for one in range(len(self))[index]]
+        place = range(len(self))[index]
+        self._file.seek(self._ends[place])
+        content = self._file.read(self._ends[place + 1] - self._ends[place])
+        result = pickle.loads(content)  # noqa: S301 - only this object can write into the file
+        assert isinstance(result, StepResult)
+        return result

@@ -15,7 +15,7 @@ from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult
 from pipeproof.exec.compare.step_losses import main_loss, module_losses_to_json
 from pipeproof.exec.rank.op_log import LogEntry, op_ids_of
-from pipeproof.exec.run_codes import BEYOND_BOUND, MISMATCH, UNVERIFIED
+from pipeproof.exec.store.run_codes import BEYOND_BOUND, MISMATCH, UNVERIFIED
 from pipeproof.schedule.op_table import EdgeKind
 from pipeproof.schedule.ops import PART_KINDS
 from pipeproof.sim.timeline import Span, Timeline

@@ -7,14 +7,34 @@ may share a GPU: NCCL then connects them by sockets, so results are correct, but
 from __future__ import annotations
 
 import os
+import socket
 
 from pipeproof.diagnostics.finding import Finding, Severity
-from pipeproof.exec.launch.gpu_sharing import set_own_host_id
-from pipeproof.exec.launch.launcher_table import PADDLE, TORCHRUN, value_of
-from pipeproof.exec.run_codes import DEVICE_MISSING
+from pipeproof.exec.store.launcher_table import PADDLE, TORCHRUN, value_of
+from pipeproof.exec.store.run_codes import DEVICE_MISSING
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.stages.paddle.runtime import SELECTED_GPUS, start_paddle
 from pipeproof.verify.subject import Subject
+
+
+def set_own_host_id(local_rank: int) -> None:
+    """Make NCCL take this process for a machine of its own; call before the first communicator."""
+    os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{local_rank}"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def shared_gpu(local_rank: int, num_gpus: int, num_processes: int = 2) -> int:
+    """Return the GPU of one of a machine's processes, which share GPUs where there are fewer than processes.
+
+    Raises:
+        RuntimeError: the machine has no visible GPU.
+    """
+    if num_gpus == 0:
+        raise RuntimeError("no GPU is visible here")
+    if num_gpus < num_processes:
+        set_own_host_id(local_rank)
+    return local_rank % num_gpus
+
 
 _NAMES = {"paddle": "Paddle", "torch": "PyTorch"}
 

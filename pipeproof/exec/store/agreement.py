@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.store.answering_store import AnsweringStore
-from pipeproof.exec.store.finding_content import finding_content, finding_of
-from pipeproof.exec.store.store import Store, get_json, has_json, put_json, remove_json
-from pipeproof.exec.train.train_errors import PipelineError, PlanRefused
+from pipeproof.exec.store.store import Store, finding_content, finding_of, get_json, has_json, put_json, remove_json
+from pipeproof.exec.store.train_errors import PipelineError, PlanRefused
 
 _Result = TypeVar("_Result")
 _FAILED, _FAILURES, _NOTICED = "failed", "failures", "noticed"

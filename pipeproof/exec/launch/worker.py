@@ -1,8 +1,7 @@
 """Process of one rank: it joins the world, runs its program step after step, and writes results.
 
-The launcher starts it as ``python -m pipeproof.exec.rank.worker DIRECTORY EVENT_FD LAUNCHER`` with its
-framework's environment
-of the rank; under an external launcher ``run_rank`` is called in the launched process.
+The launcher starts it as ``python -m pipeproof.exec.launch.worker DIRECTORY EVENT_FD LAUNCHER`` with its framework's
+environment of the rank; under an external launcher ``run_rank`` is called in the launched process.
 """
 
 from __future__ import annotations
@@ -16,16 +15,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.exec.compare.reference_kind import is_checked_by_bound
-from pipeproof.exec.launch.failures import event_of
-from pipeproof.exec.launch.job_files import EventSink, Fault, Job, LogWriter, end_process, save_arrays, save_json
-from pipeproof.exec.launch.rendezvous import environment_rank
-from pipeproof.exec.measure.idle_messages import IdleMessageEnd, time_idle_messages
 from pipeproof.exec.monitor.plan_ring import PlanRing
+from pipeproof.exec.monitor.ring_recorder import RingRecorder
 from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.checkpointing import restore_state, save_state
+from pipeproof.exec.rank.failures import event_of
 from pipeproof.exec.rank.framework_choice import (
     capture_graphs,
     paddle_writer,
@@ -33,19 +30,22 @@ from pipeproof.exec.rank.framework_choice import (
     start_framework,
     start_progress,
     start_replays,
-    start_ring,
     timed,
     timing_of,
 )
 from pipeproof.exec.rank.framework_protocol import Framework
+from pipeproof.exec.rank.idle_messages import IdleMessageEnd, time_idle_messages
+from pipeproof.exec.rank.job_files import EventSink, Fault, Job, LogWriter, end_process, save_arrays, save_json
 from pipeproof.exec.rank.op_log import HostClock, Timing
 from pipeproof.exec.rank.rank_program import RankProgram
+from pipeproof.exec.rank.reference_kind import is_checked_by_bound
 from pipeproof.exec.rank.step_replay import ReplayedSteps, follow_device, num_logged_steps
-from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
+from pipeproof.exec.store.rendezvous import environment_rank
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.columns import NONE
 from pipeproof.schedule.ops import Op
 from pipeproof.signals import die_with_parent
+from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.system_calls import kill
 from pipeproof.verify.certificate import Certificate, Verdict, certificate_of, graph_digest
@@ -55,8 +55,22 @@ Emit = Callable[..., None]
 """Sends one event to the launcher: its kind, then its content by keyword."""
 
 
-def run_rank(job: Job, rank: int, emit: Emit, framework: Framework | None = None) -> None:
-    """Run or rehearse every step of one rank's program; write its results and the op log to the job's directory.
+class Rehearsal(Framework, Protocol):
+    """Framework of a rehearsal, which moves bytes over that of the plan and computes nothing."""
+
+    def finish(self, job: Job, emit: Emit) -> None:
+        """Measure after the last step, and write what was checked."""
+        ...
+
+
+Rehearse = Callable[[Framework, Subject, int], Rehearsal]
+"""Makes the rehearsal of a rank over its plan's framework."""
+
+
+def run_rank(
+    job: Job, rank: int, emit: Emit, framework: Framework | None = None, rehearse: Rehearse | None = None
+) -> None:
+    """Run every step of one rank's program, or rehearse it; write its results and the op log to the job's directory.
 
     ``framework`` is the plan's if it was started before.
 
@@ -70,12 +84,11 @@ def run_rank(job: Job, rank: int, emit: Emit, framework: Framework | None = None
         run = subject.plan.spec.run
         framework = start_framework(run, computes=not options.rehearses, share_gpus=options.share_gpus)
     with ExitStack() as stack:
-        if options.rehearses:
-            framework = RehearsalFramework(framework, subject, rank)
-        steps = _RankSteps(job, subject.plan, rank, emit, framework, stack)
+        rehearsal = None if rehearse is None else rehearse(framework, subject, rank)
+        steps = _RankSteps(job, subject.plan, rank, emit, rehearsal or framework, stack)
         steps.run()
-        if isinstance(framework, RehearsalFramework):
-            framework.finish(job, emit)
+        if rehearsal is not None:
+            rehearsal.finish(job, emit)
         steps.close()
 
 
@@ -172,7 +185,7 @@ class _RankSteps:
         if directory is None:
             return None
         num_ranks, backend = plan.mesh.num_ranks, "nccl" if plan.spec.run.device == "gpu" else "gloo"
-        recorder = start_ring(plan.spec.run, directory, self._rank, num_ranks)
+        recorder = _start_ring(plan.spec.run, directory, self._rank, num_ranks)
         ring = PlanRing(recorder, plan.graph, self._rank, range(num_ranks), backend, self._framework.arrays)
         stack.enter_context(ring.recording())
         return ring
@@ -209,6 +222,22 @@ class _RankSteps:
         elif self._progress is not None and graph.parent[op_id] == NONE:
             self._progress.write(op_id)
         self._fault.inject(graph.ops[op_id])
+
+
+def _start_ring(run: RunSpec, directory: Path, rank: int, num_ranks: int) -> RingRecorder:
+    """Start the ring of this rank, whose framework has been started, for ``pipeproof job hang``.
+
+    Raises:
+        OSError: the ring cannot be created.
+    """
+    marker = None
+    if run.backend == "torch":
+        from pipeproof.exec.monitor.torch_watch import DeviceMarker
+
+        marker = DeviceMarker()
+    recorder = RingRecorder(directory, rank, num_ranks, run.backend, marker=marker)
+    recorder.start()
+    return recorder
 
 
 def require_same_plan(subject: Subject, certificate: Certificate) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.text import Text
 
@@ -16,19 +17,24 @@ from pipeproof.atomic_write import write_json
 from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.diagnostics.text_output import render_text
 from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult
-from pipeproof.exec.compare.reference_kind import is_checked_by_bound
+from pipeproof.exec.compare.reference_process import run_reference
 from pipeproof.exec.compare.step_losses import main_loss, module_losses
 from pipeproof.exec.launch.external_launcher import execute_launched, join_launcher
-from pipeproof.exec.launch.gpu_assignment import shared_gpus_text
+from pipeproof.exec.launch.host_part import HostPart, host_part, merged_report, read_records
 from pipeproof.exec.launch.hosts import ranks_text
-from pipeproof.exec.launch.job_files import RecordOptions, RunOptions, end_process
 from pipeproof.exec.launch.launched_rank import LaunchedRank
-from pipeproof.exec.launch.run_conclusion import RunConclusion
+from pipeproof.exec.launch.meeting import Meeting
+from pipeproof.exec.launch.run_plan import NotVerifiedError, Progress, StepCollector, run, status_of
+from pipeproof.exec.launch.run_report import LogClock, RunReport
 from pipeproof.exec.launch.verdict import JobEndedError
+from pipeproof.exec.launch.worker import Emit
+from pipeproof.exec.measure.clock_correction import ClockCorrection
 from pipeproof.exec.measure.limits_report import LimitsReport
 from pipeproof.exec.rank.checkpointing import checkpoint_lines
-from pipeproof.exec.run_plan import NotVerifiedError, Progress, run, status_of
-from pipeproof.exec.run_report import LogClock, RunReport
+from pipeproof.exec.rank.gpu_assignment import shared_gpus_text
+from pipeproof.exec.rank.job_files import Job, RecordOptions, RunOptions, end_process
+from pipeproof.exec.rank.reference_kind import is_checked_by_bound
+from pipeproof.exec.store.run_codes import NOT_EXECUTED
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.signals import TerminatedError, terminate_raises
@@ -37,8 +43,6 @@ from pipeproof.specs.profile_file import Profile
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.verify.check_plan import Report
 from pipeproof.views.tables import print_lines, print_table
-
-_Result = TypeVar("_Result")
 
 
 def run_command(
@@ -370,3 +374,49 @@ def _logged_steps(report: RunReport) -> str:
     first, last = report.steps[0].step, report.steps[-1].step
     second = first + 1
     return f" in steps {first} and {second}; steps {second} to {last} replay the CUDA graph captured in step {second}"
+
+
+class RunConclusion:
+    """A ``Conclusion`` of a run; ``on_step`` prints each compared step on rank 0."""
+
+    def __init__(self, report: Report, on_step: Callable[[StepResult], None]) -> None:
+        self._report, self._on_step, self.rehearse = report, on_step, None
+
+    def require_hosts(self, job: Job, num_hosts: int) -> None:
+        """Refuse options that need all ranks on one host.
+
+        Raises:
+            PipeproofError: PP909.
+        """
+        if num_hosts > 1 and job.options.record is not None:
+            raise PipeproofError(
+                NOT_EXECUTED.finding(
+                    f"--record writes whole tensors, and the ranks are on {num_hosts} hosts: no tensor crosses hosts",
+                    help="record a run on one host, where the values are the same bits",
+                )
+            )
+
+    def of_host(
+        self, job: Job, meeting: Meeting, emit: Emit, threads: int, finish_clock: Callable[[], ClockCorrection]
+    ) -> Any:
+        """Run the reference and compare this host's ranks with it."""
+        report, ranks = self._report, meeting.host.ranks
+        clock = finish_clock()
+        run_reference(job, lambda step: emit("reference", step=step), ranks)
+        is_finite = report.certificate is not None
+        collector = StepCollector(job, report.subject, job.options.record, requires_finite=is_finite, ranks=ranks)
+        steps = collector.collect_parts(report.subject.plan.spec.run.steps)
+        part = host_part(report, job, steps, ranks, threads, run=meeting.token, host=meeting.host.name, clock=clock)
+        part.save(job.directory)
+        return TypeAdapter(HostPart).dump_python(part, mode="json")
+
+    def of_all(self, job: Job, meeting: Meeting, parts: Sequence[Any]) -> RunReport:
+        """Return the report of all ranks, with the timeline of this host's."""
+        read = [TypeAdapter(HostPart).validate_python(part) for part in parts]
+        result = merged_report(self._report, job, read, read_records(job, meeting.host.ranks))
+        for step in result.steps:
+            self._on_step(step)
+        return result
+
+
+_Result = TypeVar("_Result")
