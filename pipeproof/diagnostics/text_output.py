@@ -50,6 +50,8 @@ class Brevity:
     details: bool = True
 
 
+_PLACES = 3
+"""Copies of a finding whose places are named."""
 BRIEF_WITNESSES = Brevity(None, 12, "`--format json` has them all")
 """All findings, and the first lines of long witnesses."""
 
@@ -64,6 +66,9 @@ def render_text(
     """
     printer, sources = _Printer(console), Sources(source)
     groups = by_cause(findings)
+    copies: dict[Finding, list[Finding]] = {}
+    if not brevity.details:
+        groups, copies = _without_copies(groups)
     left = Counter(finding.code for finding, _ in groups)
     shown: Counter[str] = Counter()
     for finding, following in groups:
@@ -77,6 +82,8 @@ def render_text(
             _render(finding, sources, printer, brevity)
             if following and not brevity.details:
                 _render_count(finding, following, printer, brevity)
+            if finding in copies:
+                _render_copies(finding, copies[finding], printer, brevity)
             printer.line()
             for consequence in following if brevity.details else ():
                 _render(consequence, sources, printer, brevity)
@@ -93,6 +100,38 @@ def _render_note(finding: Finding, printer: _Printer) -> None:
     fix = "" if finding.help is None else f"; help: {finding.help}"
     style = _STYLES[finding.severity]
     printer.line((f"{finding.severity}[{finding.code}]", style), (f"{place}: {finding.message}{fix}", ""))
+
+
+def _without_copies(
+    groups: Sequence[tuple[Finding, list[Finding]]],
+) -> tuple[list[tuple[Finding, list[Finding]]], dict[Finding, list[Finding]]]:
+    """The groups without those whose finding is that of an earlier one but for its numbers, and these by that one."""
+    first: dict[tuple[object, ...], Finding] = {}
+    copies: dict[Finding, list[Finding]] = {}
+    for finding, _ in groups:
+        same = first.setdefault(_fault(finding), finding)
+        if same is not finding:
+            copies.setdefault(same, []).append(finding)
+    folded = {id(copy) for each in copies.values() for copy in each}
+    return [group for group in groups if id(group[0]) not in folded], copies
+
+
+def _fault(finding: Finding) -> tuple[object, ...]:
+    """What copies of one fault share: a setting breaks each boundary, or each rank, in the same way."""
+    if finding.severity is Severity.NOTE or finding.location is None:
+        return (id(finding),)
+    texts = (finding.message, finding.help or "")
+    return (finding.code, finding.location, *(re.sub(r"\d+", "#", text) for text in texts))
+
+
+def _render_copies(finding: Finding, copies: Sequence[Finding], printer: _Printer, brevity: Brevity) -> None:
+    places = [copy.message.partition(": ")[0] for copy in copies]
+    text = f"the same {len(copies)} more time{'s' if copies[1:] else ''}"
+    if finding.message.partition(": ")[0] not in places:
+        text += f": {'; '.join(places[:_PLACES])}"
+    if text.endswith(("time", "times")) or len(places) > _PLACES:
+        text += f"; {brevity.rest}"
+    printer.line((f"{_margin(finding)} = ", _FRAME), (text, ""))
 
 
 def _render_count(finding: Finding, following: Sequence[Finding], printer: _Printer, brevity: Brevity) -> None:

@@ -57,6 +57,24 @@ def test_golden_of_broken_files(check_golden, monkeypatch):
     check_golden("plan_errors.txt", "".join(pages))
 
 
+def test_copies_of_a_fault_are_named_below_the_first():
+    here, there = Location("p", 3, 1), Location("p", 4, 1)
+    bad = [finding(message=f"boundary {n}->{n + 1}: {64 * n} of 4096 elements", location=here) for n in range(6)]
+    other = [
+        finding(message="boundary 0->1: 64 of 4096 elements", location=there),
+        finding(message="boundary 0->1: no elements", location=here),
+        finding(message="boundary 0->1: 64 of 4096 elements"),  # no place
+    ]
+    brief = Brevity(10, 10, "--all", details=False)
+    text = " ".join(text_of([*bad, *other], brevity=brief).split())
+    assert text.count("error[PP201]") == 1 + len(other)
+    assert "the same 5 more times: boundary 1->2; boundary 2->3; boundary 3->4; --all" in text
+    assert text_of(bad).count("error[PP201]") == 6
+    twice = " ".join(text_of(bad[:2], brevity=brief).split())
+    assert "the same 1 more time: boundary 1->2" in twice
+    assert "--all" not in twice
+
+
 def test_form_and_order_of_parts():
     shown = text_of(
         [finding(location=Location("plan.yaml", 10, 6, 8), help="mend it", witness=RANGES)],
