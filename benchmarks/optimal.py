@@ -23,9 +23,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
-from pipeproof.schedule.asap import StageCosts, Time, asap, even_costs
 from pipeproof.schedule.generators.optimal import optimal
 from pipeproof.schedule.generators.solve import solve
+from pipeproof.schedule.programs import StageCosts, Time, asap, even_costs
 
 
 def main() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from base64 import b64encode
 from html import escape
 
-from pipeproof.schedule.asap import Timed
 from pipeproof.schedule.ops import COMPUTE_KINDS, parse_op
+from pipeproof.schedule.programs import Timed
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Timeline
 from pipeproof.views.schedule_svg import schedule_svg
 

@@ -40,6 +40,12 @@ def _log_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def _import_codes() -> list[str]:
+    from pipeproof.interop.importers.import_codes import IMPORT_CODES
+
+    return [doc.code for doc in IMPORT_CODES]
+
+
 def _log_codes() -> list[str]:
     """Return the codes besides rules that a check of logs may report."""
     from pipeproof.interop.hang.hang_codes import HANG_CYCLE, NEVER_ISSUED
@@ -118,9 +124,8 @@ def check(
     if queue is not None and files:
         raise click.BadParameter("a plan gives its queue in `transport.queue`", param_hint="--queue")
     from pipeproof.cli.check_report import run_checks, selection_of, show_all
-    from pipeproof.interop.importers.import_codes import IMPORT_CODES
 
-    others = [doc.code for doc in IMPORT_CODES] if kind is not None else _log_codes() if log is not None else []
+    others = _import_codes() if kind is not None else _log_codes() if log is not None else []
     selection = selection_of(select, ignore, others)
     tasks: list[CheckTask] = [((plan,), partial(_check_file, plan, settings, selection)) for plan in files]
     if kind is not None:

@@ -102,7 +102,7 @@ def not_nan(context: click.Context, parameter: click.Parameter, value: float) ->
 
 def console_for(*, stderr: bool = False, color: str = "auto") -> Console:
     """Return the console of standard output or error; ``color`` is ``auto``, ``always`` or ``never``."""
-    from pipeproof.views.wrapping_console import WrappingConsole
+    from pipeproof.cli.wrapping_console import WrappingConsole
 
     class _Console(WrappingConsole):
         def on_broken_pipe(self) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for, refusing_bad_plans, require_separate_outputs, writable
 from pipeproof.cli.help_sections import LazyCommands, SuggestingGroup
 from pipeproof.cli.set_option import set_option
@@ -136,6 +135,8 @@ def _import_plan(
         load_imported(imported)
         text = plan_text(imported, kind)
         if output is not None:
+            from pipeproof.atomic_write import write_output
+
             write_output(output, text)
     render_text(import_findings(imported), imported.source, console=console_for(stderr=True))
     if output is None:

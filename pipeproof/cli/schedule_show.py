@@ -23,11 +23,10 @@ from pipeproof.comm.sample_plan import sample_plan
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.diagnostics.problems import nearest_name
 from pipeproof.exit_status import ExitStatus
-from pipeproof.schedule.asap import StageCosts, Timed, asap
 from pipeproof.schedule.formats.inexpressible import InexpressibleError
 from pipeproof.schedule.formats.write_schedule import write_schedule
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, ScheduleKind
-from pipeproof.schedule.programs import Schedule, stages_of
+from pipeproof.schedule.programs import Schedule, StageCosts, Timed, asap, stages_of
 from pipeproof.sim.figures import RankFigures, figures_of, figures_to_json, number_to_json
 from pipeproof.sim.timeline import timeline_of
 from pipeproof.specs.cost import cost_source, placeholder_note

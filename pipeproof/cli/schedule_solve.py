@@ -18,11 +18,10 @@ from pipeproof.cli.progress import showing_progress
 from pipeproof.comm.generated_schedule import UNFIT_SCHEDULE, own_pair_time, plan_schedule, stage_costs
 from pipeproof.comm.lower import blaming_plan, from_here, own_schedule, with_measured_times
 from pipeproof.diagnostics.finding import BadPlanAtError
-from pipeproof.schedule.asap import StageCosts, asap
 from pipeproof.schedule.formats.write_schedule import write_schedule
 from pipeproof.schedule.generators.solve import Progress, Solution, UnfitHintError, solve
 from pipeproof.schedule.generators.workload import Placement, make_workload, most_held
-from pipeproof.schedule.programs import Schedule, UnfitSizesError, stages_of
+from pipeproof.schedule.programs import Schedule, StageCosts, UnfitSizesError, asap, stages_of
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.views.timeline_text import format_us

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pipeproof.cost.plan_times import resolved_cost
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, RuleDoc, Severity
 from pipeproof.diagnostics.problems import listed
-from pipeproof.schedule.asap import StageCosts, Time
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind, assigned, stages_of_ranks
-from pipeproof.schedule.programs import Schedule, UnfitSizesError
+from pipeproof.schedule.programs import Schedule, StageCosts, Time, UnfitSizesError
 from pipeproof.specs.plan import PlanSpec
 
 UNFIT_SCHEDULE = RuleDoc(

@@ -46,10 +46,10 @@ from pipeproof.comm.step_end_rows import require_own_updates
 from pipeproof.cost.plan_times import link_times, shares_of_parts, with_times
 from pipeproof.diagnostics.finding import BadPlanAtError, BadPlanError, Finding, Severity
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.schedule.asap import Time, asap, even_costs
 from pipeproof.schedule.columns import NONE, work_item_of
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import SEND_KINDS, Op, OpKind
+from pipeproof.schedule.programs import Time, asap, even_costs
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import Boundary, Edge

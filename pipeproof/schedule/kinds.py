@@ -12,8 +12,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from pipeproof.schedule.asap import StageCosts, even_costs
-from pipeproof.schedule.programs import Schedule, UnfitSizesError, stages_of
+from pipeproof.schedule.programs import Schedule, StageCosts, UnfitSizesError, even_costs, stages_of
 from pipeproof.specs.plan import PlanSpec
 
 VARIANTS = ("torch", "megatron", "fleet", "fleet_fthenb", "fleet_balanced")

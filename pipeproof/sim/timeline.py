@@ -14,9 +14,9 @@ from functools import cached_property
 from itertools import count
 from typing import Literal
 
-from pipeproof.schedule.asap import Timed, time_covered
 from pipeproof.schedule.formats.op_text import kinds_of
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind, parse_op
+from pipeproof.schedule.programs import Timed, time_covered
 
 Time = Fraction | int | float
 """A point in time or a duration, in ticks of its timeline."""

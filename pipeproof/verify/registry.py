@@ -13,6 +13,7 @@ from pipeproof.verify import (
     boundary_transport,
     collectives,
     completeness,
+    content_rules,
     deadlock,
     fifo_matching,
     layouts,
@@ -22,7 +23,6 @@ from pipeproof.verify import (
     p2p_data_flow,
     placement,
 )
-from pipeproof.verify.contents import content_rules
 from pipeproof.verify.gradients import gradient_rules, kept_elements
 from pipeproof.verify.subject import Rule, Subject
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor
 
-from pipeproof.schedule.asap import Time, Timed
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import stages_of
+from pipeproof.schedule.programs import Time, Timed, stages_of
 from pipeproof.views.colours import KIND_COLOURS, is_dark
 from pipeproof.views.picture_rows import tick_interval, work_item_text
 from pipeproof.views.svg import decimal, label_in, px, rect, svg_page, text

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from pipeproof.views.wrapping_console import width_of
-
 _LEAST_TEXT = 12
 """Characters that are left of a text which is shortened."""
 
@@ -47,7 +45,8 @@ def print_table(
 
     ``optional`` are headings of columns that may be left out, without ``>``, the first one first.
     """
-    columns, width = dict(enumerate(_columns(headings, rows))), width_of(console)
+    columns = dict(enumerate(_columns(headings, rows)))
+    width: int | None = getattr(console, "prose_width", None)  # of the console of commands
     names = [heading.removeprefix(">") for heading in headings]
     left_out: list[str] = []
     shortened = ""

@@ -14,7 +14,7 @@ from pipeproof.analysis.advise.search import Group, NoTrainingError, advise
 from pipeproof.analysis.tune.frameworks import named_framework
 from pipeproof.comm.lower import lower
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.schedule.asap import asap
+from pipeproof.schedule.programs import asap
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.verify.check_plan import check

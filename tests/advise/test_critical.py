@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from pipeproof.analysis.advise.critical_path import critical_path
 from pipeproof.analysis.advise.schedule_figures import simulated_clock
 from pipeproof.comm.lower import lower
-from pipeproof.schedule.asap import StageCosts, Timed, asap, even_costs
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
-from pipeproof.schedule.programs import UnfitSizesError
+from pipeproof.schedule.programs import StageCosts, Timed, UnfitSizesError, asap, even_costs
 from tests.advise.plans import four_ranks, loaded
 
 PROMPT = settings(deadline=None, max_examples=60)

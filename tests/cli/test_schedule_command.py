@@ -15,12 +15,12 @@ from pipeproof.cli import schedule_show
 from pipeproof.cli.schedule_command import FORMATS
 from pipeproof.comm.generated_schedule import plan_schedule, stage_costs
 from pipeproof.comm.sample_plan import sample_plan
-from pipeproof.schedule.asap import asap
 from pipeproof.schedule.formats.read_schedule import read_schedule
 from pipeproof.schedule.formats.schedule_size_checks import Expected
 from pipeproof.schedule.formats.write_schedule import WRITTEN_FORMATS, write_schedule
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, ScheduleKind
 from pipeproof.schedule.ops import OpKind
+from pipeproof.schedule.programs import asap
 from pipeproof.verify.schedule_verdict import Outcome, ScheduleVerdict
 from tests.cli.commands import REPOSITORY, invoke, process
 

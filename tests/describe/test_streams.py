@@ -17,10 +17,9 @@ from pipeproof.specs.plan import plan_json_schema
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import layer_kind
-from pipeproof.stages.describe.layers.layer_operations import INITIAL_SCALE, measured_with
+from pipeproof.stages.describe.layers.layer_operations import INITIAL_SCALE, measured_with, residual_streams_of
 from pipeproof.stages.describe.model_family import describe_boundaries, input_lifetime, stored_activations
 from pipeproof.stages.describe.op_work import Phase, layer_work
-from pipeproof.stages.describe.residual_streams import residual_streams_of
 from pipeproof.stages.describe.stage_memory import Lifetime
 from pipeproof.stages.describe.synthetic import initial_weight
 from pipeproof.stages.describe.typed_gpt import typed_gpt

@@ -15,9 +15,8 @@ import yaml
 from click.testing import CliRunner
 
 from pipeproof.cli.main import main
-from pipeproof.schedule.asap import even_costs
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
-from pipeproof.schedule.programs import UnfitSizesError
+from pipeproof.schedule.programs import UnfitSizesError, even_costs
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.verify.check_plan import check
 from tests.plans import plan_dict

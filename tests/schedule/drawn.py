@@ -5,9 +5,8 @@ from fractions import Fraction
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from pipeproof.schedule.asap import StageCosts
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
-from pipeproof.schedule.programs import UnfitSizesError
+from pipeproof.schedule.programs import StageCosts, UnfitSizesError
 
 times = st.builds(Fraction, st.integers(1, 9), st.integers(1, 4))
 latencies = st.builds(Fraction, st.integers(0, 9), st.integers(1, 4))

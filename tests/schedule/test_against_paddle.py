@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.schedule.asap import asap, even_costs
 from pipeproof.schedule.generators.interleaved import interleaved
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Schedule, UnfitSizesError
+from pipeproof.schedule.programs import Schedule, UnfitSizesError, asap, even_costs
 from tests.schedule import paddle_own
 
 RECORDED = json.loads((Path(__file__).parent / "paddle_schedules.json").read_text())

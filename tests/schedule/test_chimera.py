@@ -6,11 +6,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.asap import StageCosts, asap, even_costs
 from pipeproof.schedule.generators.chimera import chimera
 from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import UnfitSizesError
+from pipeproof.schedule.programs import StageCosts, UnfitSizesError, asap, even_costs
 from tests.schedule.originators import actions, recorded
 
 positive = st.builds(Fraction, st.integers(1, 12), st.integers(1, 4))

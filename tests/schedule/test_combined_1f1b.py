@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.schedule.asap import StageCosts, asap, even_costs
 from pipeproof.schedule.generators.interleaved import interleaved
 from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
 from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.programs import UnfitSizesError
+from pipeproof.schedule.programs import StageCosts, UnfitSizesError, asap, even_costs
 from pipeproof.verify.check_plan import check_subject
 from pipeproof.verify.subject import make_subject
 from tests.comm.test_overlap_pairs import plan

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.asap import StageCosts, asap
 from pipeproof.schedule.generators.dualpipe import dualpipe
 from pipeproof.schedule.generators.dualpipe_v import dualpipe_v
 from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.programs import UnfitSizesError
+from pipeproof.schedule.programs import StageCosts, UnfitSizesError, asap
 from tests.schedule.originators import actions, recorded
 
 positive = st.builds(Fraction, st.integers(1, 12), st.integers(1, 4))

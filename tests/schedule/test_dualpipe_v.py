@@ -8,10 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.asap import StageCosts, asap
 from pipeproof.schedule.generators.dualpipe_v import _rank_program, dualpipe_v
 from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.programs import Schedule, UnfitSizesError
+from pipeproof.schedule.programs import Schedule, StageCosts, UnfitSizesError, asap
 from tests.schedule.originators import actions, recorded
 
 GRID = [(1, 2), (1, 5), (2, 4), (2, 7), (3, 6), (3, 8), (4, 8), (5, 17), (8, 16)]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.asap import asap, even_costs
 from pipeproof.schedule.generators.eager_1f1b import eager_1f1b
 from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
+from pipeproof.schedule.programs import asap, even_costs
 
 ranks, micro_batches = st.integers(1, 7), st.integers(1, 18)
 durations = st.builds(Fraction, st.integers(1, 12), st.integers(1, 6))

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.asap import StageCosts, asap, even_costs
 from pipeproof.schedule.generators.interleaved import interleaved
 from pipeproof.schedule.generators.round_robin import in_groups
 from pipeproof.schedule.kinds import VARIANTS
 from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.programs import UnfitSizesError, stages_of
+from pipeproof.schedule.programs import StageCosts, UnfitSizesError, asap, even_costs, stages_of
 
 ranks, chunks, micro_batches = st.integers(1, 6), st.integers(1, 4), st.integers(1, 20)
 variants = st.sampled_from(VARIANTS)

@@ -7,10 +7,9 @@ from typing import get_args
 import pytest
 from hypothesis import assume, given, settings
 
-from pipeproof.schedule.asap import asap, even_costs
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Schedule, UnfitSizesError, stages_of
+from pipeproof.schedule.programs import Schedule, UnfitSizesError, asap, even_costs, stages_of
 from pipeproof.specs.schedule import ScheduleName
 from tests.schedule.drawn import generated, requests
 

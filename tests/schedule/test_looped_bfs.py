@@ -5,10 +5,10 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.asap import StageCosts, asap, even_costs
 from pipeproof.schedule.generators.looped_bfs import looped_bfs
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.ops import OpKind
+from pipeproof.schedule.programs import StageCosts, asap, even_costs
 
 sizes = {"p": st.integers(1, 6), "v": st.integers(1, 4), "m": st.integers(1, 13)}
 durations = st.builds(Fraction, st.integers(1, 12), st.integers(1, 6))

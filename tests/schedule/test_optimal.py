@@ -8,14 +8,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.asap import StageCosts, asap, even_costs
 from pipeproof.schedule.generators.list_schedule import Priority, Rule, Weights, list_schedule
 from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
 from pipeproof.schedule.generators.optimal import optimal
 from pipeproof.schedule.generators.workload import in_index_order, make_workload, most_held
 from pipeproof.schedule.generators.zb_h1 import zb_h1
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
-from pipeproof.schedule.programs import UnfitSizesError, stages_of
+from pipeproof.schedule.programs import StageCosts, UnfitSizesError, asap, even_costs, stages_of
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
 from tests.plans import plan_dict

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.asap import asap, even_costs
 from pipeproof.schedule.generators.one_f_one_b import in_rounds
 from pipeproof.schedule.generators.optimal import best_order, optimal
 from pipeproof.schedule.generators.paired_orders import (
@@ -21,7 +20,7 @@ from pipeproof.schedule.generators.paired_orders import (
 )
 from pipeproof.schedule.generators.workload import fits, make_workload
 from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.programs import Schedule, steady_pairs
+from pipeproof.schedule.programs import Schedule, asap, even_costs, steady_pairs
 from tests.schedule.workloads import loop, there_and_back, workloads
 
 F, B, INPUT, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT

@@ -5,10 +5,10 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.asap import StageCosts, asap, even_costs
 from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
 from pipeproof.schedule.generators.seq1f1b import seq1f1b
 from pipeproof.schedule.ops import OpKind
+from pipeproof.schedule.programs import StageCosts, asap, even_costs
 
 ranks, micro_batches, splits = st.integers(1, 8), st.integers(1, 12), st.integers(1, 5)
 times = st.builds(Fraction, st.integers(1, 12), st.integers(1, 6))

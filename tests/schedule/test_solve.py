@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.diagnostics.install_command import install_extra
-from pipeproof.schedule.asap import StageCosts, asap, even_costs
 from pipeproof.schedule.generators.gpipe import gpipe
 from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
 from pipeproof.schedule.generators.optimal import optimal
 from pipeproof.schedule.generators.solve import SolverMissingError, UnfitHintError, solve
 from pipeproof.schedule.generators.workload import fits, make_workload, most_held
 from pipeproof.schedule.ops import Op, OpKind, parse_op
-from pipeproof.schedule.programs import Schedule, UnfitSizesError
+from pipeproof.schedule.programs import Schedule, StageCosts, UnfitSizesError, asap, even_costs
 from tests.schedule.test_paired_orders import check_paired, paired
 from tests.schedule.workloads import anywhere, check_schedule, costs_of, loop, lower_bounds, there_and_back, workloads
 

@@ -4,9 +4,9 @@ from fractions import Fraction
 
 from hypothesis import strategies as st
 
-from pipeproof.schedule.asap import StageCosts, asap
 from pipeproof.schedule.generators.workload import most_held
 from pipeproof.schedule.ops import OpKind
+from pipeproof.schedule.programs import StageCosts, asap
 
 
 def loop(num_ranks, num_chunks=1):

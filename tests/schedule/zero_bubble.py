@@ -5,8 +5,8 @@ from fractions import Fraction
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from pipeproof.schedule.asap import StageCosts, asap, even_costs
 from pipeproof.schedule.ops import OpKind
+from pipeproof.schedule.programs import StageCosts, asap, even_costs
 
 few = settings(max_examples=50, deadline=None)
 time = st.builds(Fraction, st.integers(1, 12), st.integers(1, 6))

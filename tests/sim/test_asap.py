@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 
 from pipeproof.comm.lower import lower
-from pipeproof.schedule.asap import asap
+from pipeproof.schedule.programs import asap
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict
 from tests.schedule.drawn import generated, plan_of, requests

@@ -3,9 +3,8 @@
 import re
 from fractions import Fraction
 
-from pipeproof.schedule.asap import StageCosts, asap, even_costs
 from pipeproof.schedule.ops import parse_op
-from pipeproof.schedule.programs import Schedule
+from pipeproof.schedule.programs import Schedule, StageCosts, asap, even_costs
 from pipeproof.views.schedule_svg import schedule_svg
 
 

@@ -6,9 +6,8 @@ from fractions import Fraction
 from hypothesis import given, settings
 from rich.console import Console
 
-from pipeproof.schedule.asap import StageCosts, asap, even_costs
 from pipeproof.schedule.ops import OpKind, parse_op
-from pipeproof.schedule.programs import Schedule
+from pipeproof.schedule.programs import Schedule, StageCosts, asap, even_costs
 from pipeproof.sim.figures import figures_of
 from pipeproof.sim.timeline import timeline_of
 from pipeproof.views.timeline_text import render_timeline

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as arrays
 
 from pipeproof.stages.common.residual_streams import contract_streams, expand_streams, sinkhorn, with_streams
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.residual_streams import BlockStreams
+from pipeproof.stages.describe.layers.layer_operations import BlockStreams
 from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.stage import PaddleStage
@@ -54,7 +54,7 @@ def balanced(matrix, iterations):
     iterations=st.integers(1, 25),
 )
 def test_rows_and_columns_add_up_to_one_within_the_stated_bounds(matrix, iterations):
-    """Rows up to rounding; columns by Birkhoff's contraction of Hilbert's metric (``describe/residual_streams.py``)."""
+    """Rows up to rounding; columns by Birkhoff's contraction of Hilbert's metric (``layers/layer_operations.py``)."""
     made = sinkhorn(OPS, paddle.to_tensor(matrix), iterations).numpy()
     np.testing.assert_allclose(made, balanced(matrix, iterations), rtol=1e-11)
     assert (made > 0).all()

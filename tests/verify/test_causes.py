@@ -18,7 +18,7 @@ from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS
 from pipeproof.specs.load_plan import load_plan
 from pipeproof.verify.check_plan import CHECK_CODES, FOLLOWS, check_subject
 from pipeproof.verify.check_text import BRIEF, WHOLE, render_report
-from pipeproof.verify.exchanged_computes import exchanges
+from pipeproof.verify.completeness import exchanges
 from pipeproof.verify.subject import make_subject, program_subject
 from tests.cli.commands import EXAMPLES
 from tests.plans import plan_dict, subject

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeproof.verify.check_plan import check_subject
-from pipeproof.verify.contents.content_rules import RULES
+from pipeproof.verify.content_rules import RULES
 from pipeproof.verify.subject import program_subject
 
 

@@ -11,8 +11,8 @@ import gc
 import pytest
 
 from pipeproof.diagnostics.finding import BadPlanError
-from pipeproof.schedule.asap import StageCosts, asap
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request
+from pipeproof.schedule.programs import StageCosts, asap
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
 

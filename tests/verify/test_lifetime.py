@@ -2,8 +2,8 @@
 
 import pytest
 
+from pipeproof.verify import content_rules
 from pipeproof.verify.check_plan import check_subject
-from pipeproof.verify.contents import content_rules
 from pipeproof.verify.lifetime import RULES as LIFETIME_RULES
 from pipeproof.verify.subject import program_subject
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pipeproof.specs.load_plan import load_plan
-from pipeproof.verify.contents import content_rules
+from pipeproof.verify import content_rules
 from pipeproof.verify.lifetime import RULES as LIFETIME_RULES
 from pipeproof.verify.lifetime.races import MOST_PER_CODE
 from pipeproof.verify.subject import make_subject, program_subject

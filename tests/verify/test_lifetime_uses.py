@@ -7,8 +7,8 @@ import pytest
 
 from pipeproof.schedule.op_table import Row, build_graph
 from pipeproof.schedule.ops import parse_op
+from pipeproof.verify import content_rules
 from pipeproof.verify.check_plan import check_subject
-from pipeproof.verify.contents import content_rules
 from pipeproof.verify.lifetime import RULES as LIFETIME_RULES
 from pipeproof.verify.lifetime.buffer_uses import uses_of
 from pipeproof.verify.lifetime.races import MOST_PER_CODE

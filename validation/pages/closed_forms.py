@@ -16,8 +16,8 @@ from typing import Any
 
 from sizes_and_times import Case
 
-from pipeproof.schedule.asap import Time, Timed
 from pipeproof.schedule.ops import OpKind
+from pipeproof.schedule.programs import Time, Timed
 
 NAMES = MappingProxyType(
     {

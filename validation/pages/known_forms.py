@@ -8,7 +8,7 @@ from fractions import Fraction
 from closed_forms import ClosedForm
 from sizes_and_times import Case
 
-from pipeproof.schedule.asap import Time
+from pipeproof.schedule.programs import Time
 
 _PEAK, _PEAK_AT_I = "peak activations of rank r", "peak activations of rank r, freed by I"
 _UNEVEN: tuple[Time, ...] = (1, 2, 1, 1)

@@ -16,8 +16,8 @@ from typing import Any
 
 from pages import DOCS, EVIDENCE, fill, main, table
 
-from pipeproof.schedule.asap import Timed
 from pipeproof.schedule.ops import parse_op
+from pipeproof.schedule.programs import Timed
 from pipeproof.views.schedule_svg import schedule_svg
 
 RESULTS = EVIDENCE / "prediction.json"

@@ -10,10 +10,9 @@ from types import MappingProxyType
 import yaml
 from sizes_and_times import Case
 
-from pipeproof.schedule.asap import Time
 from pipeproof.schedule.kinds import ScheduleKind
 from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.programs import stages_of
+from pipeproof.schedule.programs import Time, stages_of
 from pipeproof.sim.figures import RankFigures, figures_of
 from pipeproof.sim.timeline import timeline_of
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict

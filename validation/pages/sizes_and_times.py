@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from pipeproof.schedule.asap import StageCosts, Time, Timed, asap
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
-from pipeproof.schedule.programs import Schedule
+from pipeproof.schedule.programs import Schedule, StageCosts, Time, Timed, asap
 
 Times = Time | tuple[Time, ...]
 """One time for all stages, or one for each stage."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
 
-from pipeproof.schedule.asap import Time, Timed, input_of
 from pipeproof.schedule.ops import OpKind
+from pipeproof.schedule.programs import Time, Timed, input_of
 
 Edge = tuple[int, int]
 """The pipeline ranks that a message goes from and to."""

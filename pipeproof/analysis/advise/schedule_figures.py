@@ -17,10 +17,9 @@ from pipeproof.analysis.advise.critical_path import CriticalPath, critical_path
 from pipeproof.analysis.advise.recut import num_blocks
 from pipeproof.comm.generated_schedule import PairTime, stage_costs
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.schedule.asap import StageCosts, Timed, asap
 from pipeproof.schedule.formats.op_text import kinds_of
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
-from pipeproof.schedule.programs import Schedule
+from pipeproof.schedule.programs import Schedule, StageCosts, Timed, asap
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.model_family import stage_layers

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 
-from pipeproof.schedule.asap import StageCosts, Time, asap
 from pipeproof.schedule.generators.interleaved import interleaved
 from pipeproof.schedule.generators.interleaved_zb import interleaved_zb
 from pipeproof.schedule.generators.list_schedule import ListSchedule, Priority, Rule, Weights, list_schedule
@@ -38,7 +37,7 @@ from pipeproof.schedule.generators.weight_lag import with_weight_lag
 from pipeproof.schedule.generators.workload import Placement, Workload, fits, in_index_order, make_workload
 from pipeproof.schedule.generators.zb_v import zb_v
 from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.programs import Schedule, UnfitSizesError
+from pipeproof.schedule.programs import Schedule, StageCosts, Time, UnfitSizesError, asap
 
 _MAX_OPERATIONS = 150_000
 """Operations that all rules together may schedule, about half a second of work; one rule may take more."""

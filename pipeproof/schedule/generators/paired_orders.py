@@ -24,7 +24,6 @@ from itertools import accumulate, product
 from math import ceil
 from operator import add
 
-from pipeproof.schedule.asap import AsapRun, Key, Time, asap, source_of
 from pipeproof.schedule.generators.dualpipe_v import dualpipe_v
 from pipeproof.schedule.generators.interleaved import interleaved
 from pipeproof.schedule.generators.list_schedule import Choice, Priority, Rule, Run, Weights
@@ -32,7 +31,17 @@ from pipeproof.schedule.generators.one_f_one_b import in_rounds, one_f_one_b
 from pipeproof.schedule.generators.stage_ops import stage_ops
 from pipeproof.schedule.generators.workload import Workload, fits, most_held
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Program, Schedule, UnfitSizesError, steady_pairs
+from pipeproof.schedule.programs import (
+    AsapRun,
+    Key,
+    Program,
+    Schedule,
+    Time,
+    UnfitSizesError,
+    asap,
+    source_of,
+    steady_pairs,
+)
 
 _F, _B, _I, _W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
 

@@ -22,12 +22,11 @@ from typing import Any
 
 from pipeproof.diagnostics.finding import BadPlanError, ExampleKind, RuleDoc
 from pipeproof.diagnostics.install_command import install_extra
-from pipeproof.schedule.asap import StageCosts, Time, asap
 from pipeproof.schedule.generators.optimal import best_order
 from pipeproof.schedule.generators.paired_orders import with_pairs
 from pipeproof.schedule.generators.workload import Placement, Workload, fits, in_index_order, make_workload, most_held
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Program, Schedule, UnfitSizesError
+from pipeproof.schedule.programs import Program, Schedule, StageCosts, Time, UnfitSizesError, asap
 
 _F, _I, _W = OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
 _KINDS = (_F, _I, _W)

@@ -15,9 +15,8 @@ from itertools import accumulate, pairwise
 from math import lcm
 from operator import add
 
-from pipeproof.schedule.asap import StageCosts, Time
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Programs, Schedule, UnfitSizesError
+from pipeproof.schedule.programs import Programs, Schedule, StageCosts, Time, UnfitSizesError
 
 Placement = Sequence[Sequence[int]]
 """The stages of each rank."""

@@ -1,6 +1,6 @@
 """Hyper-connections: a sub-layer reads, writes and mixes the residual streams of each token.
 
-The formulas are in ``stages/describe/residual_streams.py``. The streams have three readers: the gates, the sub-layer
+The formulas are in ``describe/layers/layer_operations.py``. The streams have three readers: the gates, the sub-layer
 and the mixture. Their gradients are added in that order. Backward recomputes Sinkhorn-Knopp, so the results of its
 iterations are not kept. It never runs in 16 bits.
 
@@ -14,7 +14,7 @@ from functools import partial
 
 from pipeproof.stages.common.backend_ops import BackendOps, Tensor, Weight
 from pipeproof.stages.common.weights import SplitWeights
-from pipeproof.stages.describe.residual_streams import BlockStreams
+from pipeproof.stages.describe.layers.layer_operations import BlockStreams
 
 
 def expand_streams(ops: BackendOps, activation: Tensor, count: int) -> Tensor:

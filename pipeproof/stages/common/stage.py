@@ -32,6 +32,7 @@ from pipeproof.stages.common.weights import SplitWeights, StageWeights, WeightGr
 from pipeproof.stages.common.work_items import MtpStream, WorkItem, join_mtp_streams, split_mtp_streams, training_loss
 from pipeproof.stages.describe.layer import Layer, is_empty
 from pipeproof.stages.describe.layer_records import LayerWatch
+from pipeproof.stages.describe.layers.layer_operations import ENDS, residual_streams_of
 from pipeproof.stages.describe.model_family import describe_boundary
 from pipeproof.stages.describe.mtp_streams import (
     is_mtp,
@@ -41,7 +42,6 @@ from pipeproof.stages.describe.mtp_streams import (
     mtp_streams_after,
     mtp_streams_into,
 )
-from pipeproof.stages.describe.residual_streams import ENDS, residual_streams_of
 from pipeproof.stages.describe.synthetic import DropoutKeys
 
 TokenBatch = TypeVar("TokenBatch")

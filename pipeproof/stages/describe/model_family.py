@@ -23,9 +23,9 @@ from pipeproof.stages.describe.boundary import (
 from pipeproof.stages.describe.derive_types import TypedLayer
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import Layer
+from pipeproof.stages.describe.layers.layer_operations import width_after
 from pipeproof.stages.describe.mtp_streams import mtp_streams_after
 from pipeproof.stages.describe.partition import custom_stages, gpt_stages
-from pipeproof.stages.describe.residual_streams import width_after
 from pipeproof.stages.describe.stage_memory import Lifetime, StoredActivation, gpt_activations, gpt_input_lifetime
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 

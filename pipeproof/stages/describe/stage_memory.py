@@ -57,10 +57,9 @@ from pipeproof.stages.describe.layer import (
     modules_of_block,
 )
 from pipeproof.stages.describe.layers import operations as ops
-from pipeproof.stages.describe.layers.layer_operations import layer_operations
+from pipeproof.stages.describe.layers.layer_operations import layer_operations, residual_streams_of
 from pipeproof.stages.describe.layers.operations import RankSizes
 from pipeproof.stages.describe.mtp_streams import mtp_streams_into
-from pipeproof.stages.describe.residual_streams import residual_streams_of
 from pipeproof.stages.describe.synthetic import MASK_BYTES, dropout_sites
 
 TOKEN_ID = 8

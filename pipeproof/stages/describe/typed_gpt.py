@@ -21,8 +21,8 @@ from pipeproof.specs.plan_sections import TopologySpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.derive_types import TypedLayer, derive_types
 from pipeproof.stages.describe.layer import COUNTS_DTYPE, layer_kind, loss_dtype
+from pipeproof.stages.describe.layers.layer_operations import BlockStreams, residual_streams_of
 from pipeproof.stages.describe.mtp_streams import embeds_again, mtp_streams_after, mtp_streams_into
-from pipeproof.stages.describe.residual_streams import BlockStreams, residual_streams_of
 from pipeproof.stages.describe.typed_ops import ProgramBuilder
 
 

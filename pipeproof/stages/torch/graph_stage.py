@@ -27,8 +27,8 @@ from pipeproof.stages.common.work_items import MtpStream, WorkItem
 from pipeproof.stages.describe.boundary import MicroBatchSize, micro_batch_size
 from pipeproof.stages.describe.layer import Layer, is_empty, layer_order
 from pipeproof.stages.describe.layer_records import LayerWatch
+from pipeproof.stages.describe.layers.layer_operations import width_after
 from pipeproof.stages.describe.mtp_streams import mtp_streams_into, num_modules
-from pipeproof.stages.describe.residual_streams import width_after
 from pipeproof.stages.describe.synthetic import DropoutKeys
 from pipeproof.stages.torch.backend_ops import OPS
 from pipeproof.stages.torch.backward_graphs import Addend

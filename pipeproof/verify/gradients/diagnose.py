@@ -18,9 +18,8 @@ from pipeproof.verify.gradients.coefficient import Coefficient
 from pipeproof.verify.gradients.expected_gradients import ADDS, Model, changes_gradients, model_of, read_sites
 from pipeproof.verify.gradients.explain_sum import Cause, Count, HeldGradient, Problem, explain, unordered
 from pipeproof.verify.gradients.gradient_history import GradientHistories, read_histories
-from pipeproof.verify.gradients.interpret import Partners, State, interpret
 from pipeproof.verify.gradients.kept_elements import KEPT, UNSUMMED, KeptElements
-from pipeproof.verify.gradients.parameter_view import Move, Reader
+from pipeproof.verify.gradients.parameter_view import Move, Partners, Reader, State, interpret
 from pipeproof.verify.gradients.verdict_of_update import UpdateChecker, Verdict
 from pipeproof.verify.lifetime.races import lifetimes
 

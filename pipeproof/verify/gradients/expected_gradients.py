@@ -26,7 +26,15 @@ from pipeproof.stages.describe.gradient_facts import (
     with_router_losses,
 )
 from pipeproof.stages.describe.mtp_streams import with_mtp_losses
-from pipeproof.verify.gradients.coefficient import ONE, Coefficient, Factors, parse_scale, single_product
+from pipeproof.verify.gradients.coefficient import (
+    ONE,
+    TRAVELLING,
+    Coefficient,
+    Factors,
+    TravellingScales,
+    parse_scale,
+    single_product,
+)
 from pipeproof.verify.gradients.gradient_history import (
     Grid,
     guessed_grid,
@@ -34,7 +42,6 @@ from pipeproof.verify.gradients.gradient_history import (
     micro_batch_places,
     named_parameters,
 )
-from pipeproof.verify.gradients.travelling_scales import TRAVELLING, TravellingScales
 
 if TYPE_CHECKING:
     from pipeproof.verify.subject import Subject

@@ -26,8 +26,7 @@ from pipeproof.stages.describe.gradient_facts import (
 from pipeproof.verify.gradients.coefficient import ONE, ZERO, Coefficient
 from pipeproof.verify.gradients.expected_gradients import Model, Site, Sites, of_micro_batch
 from pipeproof.verify.gradients.explain_sum import Count, HeldGradient, repeated
-from pipeproof.verify.gradients.interpret import State
-from pipeproof.verify.gradients.parameter_view import Move, MoveKind
+from pipeproof.verify.gradients.parameter_view import Move, MoveKind, State
 
 # --- The rows whose scales make a token count wrongly: those without which its weight would be right ---
 

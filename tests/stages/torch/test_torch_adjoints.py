@@ -16,7 +16,7 @@ from pipeproof.stages.common.residual_streams import contract_streams, expand_st
 from pipeproof.stages.common.sequence_splits import EarlierSplits, GatheredKeys
 from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 from pipeproof.stages.describe.gradient_facts import loss_weights
-from pipeproof.stages.describe.residual_streams import ENDS, BlockStreams
+from pipeproof.stages.describe.layers.layer_operations import ENDS, BlockStreams
 from pipeproof.stages.torch.backend_ops import OPS, recompute_in_backward
 from pipeproof.stages.torch.balance import TorchBalance
 from pipeproof.stages.torch.experts import inverse, reorder, visits

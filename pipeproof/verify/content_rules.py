@@ -10,8 +10,8 @@ from pipeproof.diagnostics.finding import Finding, RuleDoc
 from pipeproof.schedule.columns import WRITE
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import CHILD_KINDS, KINDS, OpKind
-from pipeproof.verify.contents.content import ADDERS, Content, Role, State, Term, input_of
-from pipeproof.verify.contents.walk import Contents, WrongRead, WrongSum, contents
+from pipeproof.verify.content import ADDERS, Content, Role, State, Term, input_of
+from pipeproof.verify.content_walk import Contents, WrongRead, WrongSum, contents
 from pipeproof.verify.lifetime.race_rules import about, capped
 from pipeproof.verify.subject import Rule, Subject
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import CHILD_KINDS, KIND_CODE, KINDS, OpKind
-from pipeproof.verify.contents.content import (
+from pipeproof.verify.content import (
     ADDENDS,
     ADDERS,
     TENSOR_READERS,

@@ -22,7 +22,7 @@ class WrappingConsole(Console):
 
     @property
     def prose_width(self) -> int | None:
-        """Columns that prose is wrapped at; None where its lines stay whole."""
+        """Columns that prose is wrapped at, and that tables fit into; None where lines stay whole, as in a pipe."""
         return prose_width(self.file)
 
     def print(self, *objects: Any, no_wrap: bool | None = None, **options: Any) -> None:
@@ -36,11 +36,6 @@ class WrappingConsole(Console):
                          for one in objects]  # fmt: skip
                 objects = (Text("\n").join(_wrapped(Text(options.get("sep", " ")).join(texts), width)),)
         super().print(*objects, no_wrap=no_wrap, **options)
-
-
-def width_of(console: Console) -> int | None:
-    """Return the columns that tables must fit into; None where they have their full width, as in a pipe."""
-    return console.prose_width if isinstance(console, WrappingConsole) else None
 
 
 def _wrapped(text: Text, width: int) -> Iterator[Text]:

@@ -1,1 +1,0 @@
-"""Contents of the buffers that rows name: what each read finds, against what its operation computes with."""
