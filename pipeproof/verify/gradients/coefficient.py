@@ -1,4 +1,4 @@
-"""Weight of a token in a sum: exact sums of products of fractions and named sizes."""
+"""Weight of a token in a sum: exact sums of products of fractions and named sizes, and the scales that travel with it."""
 
 from __future__ import annotations
 
