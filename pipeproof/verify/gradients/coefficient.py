@@ -1,4 +1,4 @@
-"""Weight of a token in a sum: exact sums of products of fractions and named sizes, and the scales that travel with it."""
+"""Weights of tokens in sums, products of fractions and named sizes, and the scales that travel with gradients."""
 
 from __future__ import annotations
 
