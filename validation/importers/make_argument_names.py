@@ -65,8 +65,11 @@ SOURCES: Final[Mapping[str, tuple[tuple[str, str, str], ...]]] = {
 _KEY: Final = re.compile(r"^\s*#?\s*([A-Za-z_][A-Za-z0-9_]*):", re.MULTILINE)
 
 
-def names_of_code(text: str, *, of_process: bool = False) -> Iterator[str]:
-    """Yield the options of parsers, and the fields of classes, in Python code; with those added to ``args`` later."""
+def names_of_code(text: str, *, of_process: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield the options of parsers, and the fields of classes, in Python code; with those added to ``args`` later.
+
+    Each comes with its kind: switch, several (values), or none of these.
+    """
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -74,16 +77,32 @@ def names_of_code(text: str, *, of_process: bool = False) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
             options = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-            yield from (option[2:] for option in options if option.startswith("--"))
+            kind = _kind_of_option(node)
+            yield from ((option[2:], kind) for option in options if option.startswith("--"))
         elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and of_process:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from (one.attr for one in targets if isinstance(one, ast.Attribute) and _is_arguments(one.value))
+            yield from (
+                (one.attr, "") for one in targets if isinstance(one, ast.Attribute) and _is_arguments(one.value)
+            )
         elif isinstance(node, ast.ClassDef):
             for item in node.body:
                 if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                    yield item.target.id
+                    kind = _kind_of_field(ast.unparse(item.annotation))
+                    yield item.target.id, kind
                     if _is_true(item.value):
-                        yield f"no_{item.target.id}"
+                        yield f"no_{item.target.id}", kind
+
+
+def _kind_of_option(call: ast.Call) -> str:
+    words = {word.arg: ast.unparse(word.value) for word in call.keywords}
+    if "store_" in words.get("action", ""):
+        return "switch"
+    return "several" if words.get("nargs", "") in ("'+'", "'*'") else ""
+
+
+def _kind_of_field(annotation: str) -> str:
+    plain = re.sub(r"\s|None|\||Optional\[|\]", "", annotation)
+    return "switch" if plain == "bool" else "several" if plain.lower().startswith("list[") else ""
 
 
 def _is_arguments(value: ast.expr) -> bool:
@@ -124,27 +143,29 @@ class Checkout:
                 yield name, self._output("show", f"{commit}:{name}")
 
 
-def names_of(checkout: Checkout, commit: str, pattern: re.Pattern[str]) -> set[str]:
-    """Return the names in the files of a commit."""
-    found: set[str] = set()
+def names_of(checkout: Checkout, commit: str, pattern: re.Pattern[str]) -> dict[str, str]:
+    """Return the names in the files of a commit, with their kinds."""
+    found: dict[str, str] = {}
     for name, text in checkout.texts(commit, pattern):
-        found.update(
-            _KEY.findall(text)
-            if name.endswith(".yaml")
-            else names_of_code(text, of_process=bool(_PROCESS.search(name)))
-        )
-    return {name.replace("-", "_").strip("_") for name in found} - {""}
+        keys = ((key, "") for key in _KEY.findall(text))
+        for option, kind in (
+            keys if name.endswith(".yaml") else names_of_code(text, of_process=bool(_PROCESS.search(name)))
+        ):
+            key = option.replace("-", "_").strip("_")
+            found[key] = kind or found.get(key, "")
+    found.pop("", None)
+    return found
 
 
-def megatron_names(checkout: Checkout) -> dict[str, tuple[str, str]]:
-    """Return the first and the last version of each name."""
-    found: dict[str, tuple[str, str]] = {}
+def megatron_names(checkout: Checkout) -> dict[str, tuple[str, str, str]]:
+    """Return the first and the last version of each name, and its kind in the last one."""
+    found: dict[str, tuple[str, str, str]] = {}
     pattern = re.compile(f"^({'|'.join(map(re.escape, _ARGUMENTS))})$|{_CLASSES.pattern}|{_PROCESS.pattern}")
     for version in VERSIONS:
         commit = checkout.commit(version)
         assert commit, f"no tag of version {version}"
-        for name in names_of(checkout, commit, pattern):
-            found[name] = (found.get(name, (version, version))[0], version)
+        for name, kind in names_of(checkout, commit, pattern).items():
+            found[name] = (found.get(name, (version,))[0], version, kind)
     return found
 
 
@@ -165,12 +186,12 @@ def main() -> None:
         return Checkout(options.checkouts / repository)
 
     known = megatron_names(checkout(MEGATRON))
-    rows = [f"{name} {first} {last}" for name, (first, last) in known.items()]
-    write("megatron", rows, f"{MEGATRON}, {VERSIONS[0]} to {VERSIONS[-1]}: name, first and last version")
+    rows = [f"{name} {' '.join(values)}".rstrip() for name, values in known.items()]
+    write("megatron", rows, f"{MEGATRON}, {VERSIONS[0]} to {VERSIONS[-1]}: name, first and last version, kind")
     for name, sources in SOURCES.items():
         found: set[str] = set()
         for repository, commit, pattern in sources:
-            found |= names_of(checkout(repository), commit, re.compile(pattern))
+            found |= names_of(checkout(repository), commit, re.compile(pattern)).keys()
         found -= known.keys()
         write(name, list(found), ", ".join(f"{repository} {commit}" for repository, commit, _ in sources))
 

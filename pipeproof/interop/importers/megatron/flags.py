@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from pipeproof.interop.importers.model_parts import PART_FLAGS, PART_NEGATED, PART_SWITCHES
+from pipeproof.interop.importers.model_parts import PART_FLAGS, PART_NEGATED
+from pipeproof.interop.importers.names import MEGATRON, names_of, plain
 
 FLAGS: Final = frozenset(
     [
@@ -120,56 +121,16 @@ FLAGS: Final = frozenset(
 )
 """Flags that are read and shown in the plan."""
 
-SWITCHES: Final = frozenset(
-    [
-        *PART_SWITCHES,
-        "--group-query-attention",
-        "--untie-embeddings-and-output-weights",
-        "--no-rope-fusion",
-        "--multi-latent-attention",
-        "--moe-router-enable-expert-bias",
-        "--sequence-parallel",
-        "--use-tp-pp-dp-mapping",
-        "--account-for-embedding-in-pipeline-split",
-        "--account-for-loss-in-pipeline-split",
-        "--no-overlap-p2p-communication",
-        "--variable-seq-lengths",
-        "--scatter-gather-tensors-in-pipeline",
-        "--no-scatter-gather-tensors-in-pipeline",
-        "--decrease-batch-size-if-needed",
-        "--use-distributed-optimizer",
-        "--recompute-activations",
-        "--moe-layer-recompute",
-        "--overlap-grad-reduce",
-        "--overlap-param-gather",
-        "--bf16",
-        "--fp16",
-        "--calculate-per-token-loss",
-        "--use-flash-attn",
-        "--cross-entropy-loss-fusion",
-        "--use-precision-aware-optimizer",
-        "--no-store-param-remainders",
-        "--tp-comm-overlap",
-        "--moe-grouped-gemm",
-        "--use-transformer-engine-op-fuser",
-        "--delay-wgrad-compute",
-        "--overlap-moe-expert-parallel-comm",
-    ]
-)
-"""Flags that are read and have no value."""
 
-SEVERAL_VALUES: Final = frozenset(
-    [
-        "--cuda-graph-modules",
-        "--cuda-graph-scope",
-        "--moe-aux-loss-coeff",
-        "--moe-router-load-balancing-type",
-        "--rampup-batch-size",
-        "--recompute-modules",
-        "--step-batch-size-schedule",
-    ]
-)
-"""Flags that are read and may have more than one value."""
+def _of_kind(kind: str) -> frozenset[str]:
+    return frozenset(flag for flag in FLAGS if names_of(MEGATRON).get(plain(flag), "").endswith(f" {kind}"))
+
+
+SWITCHES: Final = _of_kind("switch") | {"--scatter-gather-tensors-in-pipeline"}
+"""Flags that are read and have no value; those of the list, and one that no version of it still has."""
+
+SEVERAL_VALUES: Final = _of_kind("several") | {"--step-batch-size-schedule"}
+"""Flags that are read and may have more than one value: one more is a text of pairs."""
 
 NOT_SHOWN: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -224,46 +185,16 @@ FLAGS_BY_NAME: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Arguments of Megatron-LM and attributes of Megatron-Core, and the flags that are read for them."""
 
-WITHOUT_BEARING: Final = frozenset(
-    [
-        "--offload-modules",
-        "--optimizer-offload-fraction",
-        "--moe-permute-fusion",
-        "--moe-router-dtype",
-        "--moe-router-fusion",
-        "--moe-router-pre-softmax",
-        "--moe-per-layer-logging",
-        "--moe-flex-dispatcher-backend",
-        "--moe-enable-deepep",
-        "--moe-shared-expert-overlap",
-        "--moe-use-legacy-grouped-gemm",
-        "--moe-router-topk-scaling-factor",
-        "--moe-router-num-groups",
-        "--moe-router-group-topk",
-        "--moe-router-force-load-balancing",
-        "--moe-router-padding-for-fp8",
-        "--moe-router-padding-for-quantization",
-        "--moe-input-jitter-eps",
-        "--ckpt-fully-parallel-save",
-        "--ckpt-fully-parallel-load",
-        "--no-ckpt-fully-parallel-save",
-        "--no-async-tensor-model-parallel-allreduce",
-        "--cp-comm-type",
-        "--distributed-backend",
-        "--distributed-timeout-minutes",
-        "--no-gradient-accumulation-fusion",
-        "--tp-comm-overlap-cfg",
-        "--moe-pad-expert-input-to-capacity",
-        "--no-persist-layer-norm",
-        "--overlap-moe-comm",
-        "--eval-global-batch-size",
-        "--eval-micro-batch-size",
-        "--no-bias-swiglu-fusion",
-        "--pad-vocab-size",
-        "--no-pad-vocab-size",
-    ]
+WITHOUT_BEARING: Final = re.compile(
+    r"offload_modules|optimizer_offload_fraction|moe_(permute_fusion|router_(dtype|fusion|pre_softmax|topk_scaling_factor)"
+    r"|router_(num_groups|group_topk|force_load_balancing|padding_for_\w+)|per_layer_logging|enable_deepep"
+    r"|flex_dispatcher_backend|shared_expert_overlap|use_legacy_grouped_gemm|input_jitter_eps|pad_expert_input_\w+)"
+    r"|(no_)?ckpt_fully_parallel_(save|load)|no_async_tensor_model_parallel_allreduce|cp_comm_type"
+    r"|distributed_(backend|timeout_minutes)"
+    r"|no_gradient_accumulation_fusion|tp_comm_overlap_cfg|no_persist_layer_norm|overlap_moe_comm"
+    r"|eval_(global|micro)_batch_size|no_bias_swiglu_fusion|(no_)?pad_vocab_size"
 )
-"""Flags that change neither order, nor matching, nor layouts, with a name like that of a flag that does."""
+"""Finds names that change neither order, nor matching, nor layouts, and are like those that do."""
 
 _OTHER_BLOCKS = "blocks other than attention with an MLP or experts are not described"
 _ENCODER = "models with an encoder are not described"

@@ -52,7 +52,7 @@ def undecided_names(reader: FlagReader, tool: Tool) -> Iterator[IgnoredSetting]:
     for name, setting in arguments.flags.items():
         key = plain(name)
         why = None
-        if name in FLAGS or name in NOT_SHOWN or name in WITHOUT_BEARING or _is_default(key, setting):
+        if name in FLAGS or name in NOT_SHOWN or WITHOUT_BEARING.fullmatch(key) or _is_default(key, setting):
             continue
         if key in DECIDES:
             why = DECIDES[key]
@@ -76,11 +76,11 @@ def _is_default(key: str, setting: Setting) -> bool:
 
 def note_others(reader: FlagReader, tool: Tool, undecided: frozenset[str]) -> None:
     """List the known names that a plan does not show, one by one where their names have a term of parallelism."""
-    draft, others = reader.draft, []
+    draft, others, harmless = reader.draft, [], (WITHOUT_BEARING, tool.without)
     for name, setting in reader.arguments.flags.items():
         if name in NOT_SHOWN:
             draft.ignore(name, NOT_SHOWN[name], setting.location)
-        elif name in FLAGS or name in WITHOUT_BEARING or name in undecided or tool.without.fullmatch(plain(name)):
+        elif name in FLAGS or name in undecided or any(one.fullmatch(plain(name)) for one in harmless):
             continue
         elif concerns_parallelism(plain(name)) and not _is_default(plain(name), setting):
             draft.ignore(name, "the plan does not show it", setting.location)
