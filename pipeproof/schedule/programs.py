@@ -75,7 +75,8 @@ def stages_of(programs: Programs) -> tuple[tuple[int, ...], ...]:
 # another rank; a rank runs one computation, or one overlapped pair, at a time in
 # the order of its program. Nothing else takes time: messages never wait for each
 # other. Times are exact if costs are (integers or fractions). One pass, linear
-# in operations.
+# in operations. The engines of ``sim`` cannot be called: they time an op graph,
+# and lowering reads these times to make one.
 
 
 Time = int | Fraction

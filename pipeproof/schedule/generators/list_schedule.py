@@ -1,5 +1,8 @@
 """One way through a workload: every rank always begins what a rule prefers among what it could begin.
 
+The engines of ``sim`` cannot be called: they time a given order of operations,
+and here times decide the order.
+
 The rule is asked whenever a rank is free and something may have changed. Time
 goes forward from event to event, so the cost is linear in operations (times
 the stages of a rank). Nothing is ever taken back, and it always comes to the end:

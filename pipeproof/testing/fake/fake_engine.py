@@ -2,7 +2,8 @@
 
 The events are those of ``verify.deadlock.events`` and the times those of
 ``sim.simpy_model``, implemented independently and without a whole graph:
-operations come one by one, when ranks issue them. A host that waits does not
+operations come one by one, when ranks issue them, so the engines of ``sim``,
+which need the whole graph, cannot be called. A host that waits does not
 issue, so the only other order is that of the channel model's FIFOs.
 """
 
