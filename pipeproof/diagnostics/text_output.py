@@ -117,7 +117,7 @@ def _without_copies(
 
 
 def _fault(finding: Finding) -> tuple[object, ...]:
-    """What copies of one fault share: a setting breaks each boundary, or each rank, in the same way."""
+    """Facts that copies of one fault share: a setting breaks each boundary, or each rank, in the same way."""
     if finding.severity is Severity.NOTE or finding.location is None:
         return (id(finding),)
     texts = (finding.message, finding.help or "")
