@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from pipeproof.version import __version__
 
 if TYPE_CHECKING:
-    from pipeproof.api.advise_result import advise
     from pipeproof.api.check_result import check
     from pipeproof.api.compare_result import compare
     from pipeproof.api.show_result import show
@@ -37,7 +36,6 @@ __all__ = [
     "PipeproofError",
     "PlanSpec",
     "__version__",
-    "advise",
     "check",
     "check_graph",
     "check_program",
@@ -56,7 +54,6 @@ _HOMES = {
     "Finding": "diagnostics.finding",
     "PipeproofError": "diagnostics.finding",
     "PlanSpec": "specs.plan",
-    "advise": "api.advise_result",
     "check": "api.check_result",
     "check_graph": "verify.check_plan",
     "check_program": "verify.check_plan",

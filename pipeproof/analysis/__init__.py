@@ -1,1 +1,1 @@
-"""Questions about plans and trainings: advise, sweep, compare, align."""
+"""Questions about plans and trainings: tune, sweep, compare, align."""

@@ -14,7 +14,7 @@ from pipeproof.analysis.tune.search_layouts import tune as find_layouts
 from pipeproof.analysis.tune.tune_model import model_of_plan
 from pipeproof.analysis.tune.tune_result import TuneResult as Tuned
 from pipeproof.api.given_plan import GivenPlan, Settings, load_given, name_of
-from pipeproof.api.result import Records, Result, html_table, html_text, printed
+from pipeproof.api.result import Records, Result, html_table, html_text, noted, printed
 
 _WIDTH = 110
 _FIGURES = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "peak_gib", "why")
@@ -33,8 +33,11 @@ class TuneResult(Result):
     def __repr__(self) -> str:
         """Return the number of layouts and the fastest step."""
         rows = self.tuned.rows
-        best = f"; best {rows[0].step_s:,.3f} s a step" if rows else ""
-        return f"<tune: {self.name}, {self.tuned.num_gpus} {self.tuned.device}, {len(rows)} layouts{best}>"
+        best = f"; best {rows[0].step_s:,.6g} s a step" if rows else ""
+        devices = f"{self.tuned.num_gpus} {self.tuned.device or 'ranks'}"
+        present = self.tuned.present
+        note = "" if present is None else noted(present.spec.cost.placeholder_note)
+        return f"<tune: {self.name}, {devices}, {len(rows)} layouts{best}{note}>"
 
     def _dict(self) -> dict[str, Any]:
         return self.tuned.to_json()
@@ -62,7 +65,7 @@ class TuneResult(Result):
 def tune(
     plan: GivenPlan,
     *,
-    gpus: int,
+    gpus: int | None = None,
     device: str | None = None,
     global_batch: int | None = None,
     memory_gib: float | None = None,
@@ -76,32 +79,35 @@ def tune(
     """Find the layouts with the shortest steps for the model of a plan.
 
     Args:
-        plan: A path, a dict, a ``PlanSpec`` or a loaded plan. Its mesh, schedule, cut, recomputation and sharding are
-            replaced.
-        gpus: Number of devices.
-        device: Name of a device; by default that of the plan's ``cost.analytic``.
-        global_batch: Sequences in a step, over all replicas; by default those of the plan.
-        memory_gib: Memory of a device in GiB; by default that of its data sheet.
+        plan: A path, a dict, a ``PlanSpec`` or a loaded plan. With ``gpus``, its mesh, schedule, cut, recomputation and
+            sharding are replaced; without, its schedule, chunks and micro-batches.
+        gpus: Number of devices; by default the ranks of the plan, as they are.
+        device: Name of a device, with ``gpus``; by default that of the plan's ``cost.analytic``.
+        global_batch: Sequences in a step, over all replicas, with ``gpus``; by default those of the plan.
+        memory_gib: Memory of a device in GiB; with ``gpus`` by default that of its data sheet.
         framework: ``megatron``, ``torch`` or ``paddle``, whose schedules and settings are tried; by default that of the
-            plan, or ``megatron``.
+            plan, or with ``gpus`` ``megatron``. ``any``, without ``gpus``: every schedule.
         top: Number of layouts.
-        fix: Allowed values by name, such as ``{"tp": [8]}``.
-        workers: Processes; by default one for each processor. A script calls this below
+        fix: Allowed values by name, such as ``{"tp": [8]}``; without ``gpus``, names are vpp, mbs, splits, schedule and
+            overlap.
+        workers: Processes; by default one for each processor, without ``gpus`` one. A script calls this below
             ``if __name__ == "__main__"``.
         executor: Where layouts are simulated in place of own processes, such as a Dask client's.
         settings: Values by dotted key that win over those of the plan.
 
     Raises:
-        PlanFileError: the plan is not valid.
-        TuneError: an option is wrong, or the plan names no device.
+        PlanFileError: the plan is not valid, or without ``gpus`` cannot be lowered.
+        TuneError: an option is wrong, the plan names no device, or without ``gpus`` has no backwards.
     """
-    source = model_of_plan(load_given(plan, settings), framework)
-    chosen = device or source.device
-    if chosen is None:
-        raise TuneError("the plan names no device: give `device`, such as 'h100'")
-    assert source.global_batch is not None
+    loaded = load_given(plan, settings)
+    if gpus is not None:
+        source = model_of_plan(loaded, framework)
+        device, global_batch = device or source.device, global_batch or source.global_batch
+        framework = source.framework
+        if device is None:
+            raise TuneError("the plan names no device: give `device`, such as 'h100'")
     tuned = find_layouts(
-        source.plan, gpus=gpus, device=chosen, global_batch=global_batch or source.global_batch, memory_gib=memory_gib,
-        framework=source.framework or "megatron", top=top, fix=fix, executor=executor, workers=workers,
+        loaded, gpus=gpus, device=device, global_batch=global_batch, memory_gib=memory_gib, framework=framework,
+        top=top, fix=fix, executor=executor, workers=workers,
     )  # fmt: skip
     return TuneResult(tuned, name_of(plan))

@@ -77,7 +77,6 @@ def _imported(noun: str, importer: str, fits: Callable[[Given], bool]) -> FileKi
 
 RESULTS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
-        "advise": frozenset({"copied", "resized", "gave_up"}),
         "check": frozenset({"certified", "findings"}),
         "compare": frozenset({"only_a", "only_b", "first_divergence"}),
         "doctor": frozenset({"backend", "not_measured", "curve"}),

@@ -13,7 +13,7 @@ import click
 SECTIONS: Final = (
     ("Prove a plan", ("check", "show")),
     ("Start", ("init", "import")),
-    ("Predict", ("simulate", "advise", "tune", "sweep", "compare", "schedule", "play")),
+    ("Predict", ("simulate", "tune", "sweep", "compare", "schedule", "play")),
     ("Execute", ("doctor", "rehearse", "run", "job")),
     ("Saved state", ("state",)),
 )
@@ -23,7 +23,6 @@ _OTHERS = "More"
 
 EXAMPLES: Final = MappingProxyType(
     {
-        "advise": "pipeproof advise plan.yaml",
         "check": "pipeproof check plan.yaml",
         "compare": "pipeproof compare plan.yaml run.json",
         "doctor": "pipeproof doctor --backend torch",

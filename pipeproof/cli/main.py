@@ -156,7 +156,6 @@ main.commands = LazyCommands(
         "check": "check_command:check",
         "show": "show_command:show",
         "simulate": "simulate_command:simulate",
-        "advise": "advise_command:advise",
         "tune": "tune_command:tune",
         "sweep": "sweep_command:sweep",
         "compare": "compare_command:compare",

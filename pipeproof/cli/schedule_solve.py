@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from pipeproof.analysis.advise.paired_schedule import PairedChoice, shortest_step
+from pipeproof.analysis.tune.paired_schedule import PairedChoice, shortest_step
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for
 from pipeproof.cli.progress import showing_progress

@@ -1,4 +1,4 @@
-"""``pipeproof tune``: the layouts with which a model trains fastest on a number of devices.
+"""``pipeproof tune``: the layouts with which a model trains fastest on a number of devices, or on a plan's own ranks.
 
 It imports what it needs when it runs.
 """
@@ -22,6 +22,7 @@ from pipeproof.exit_status import ExitStatus
 if TYPE_CHECKING:
     from pipeproof.analysis.tune.tune_model import TuneModel
     from pipeproof.analysis.tune.tune_result import TuneResult
+    from pipeproof.specs.cost import DeviceName
 
 
 def _fixed(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, list[Any]]:
@@ -40,63 +41,63 @@ def _fixed(context: click.Context, parameter: click.Parameter, values: tuple[str
 
 @click.command()
 @click.argument("model", metavar="MODEL_OR_PLAN")
-@click.option("--gpus", type=click.IntRange(1, 2**20), required=True, help="Number of devices.")
+@click.option("--gpus", type=click.IntRange(1, 2**20),
+              help="Number of devices: the mesh, the cut and the memory settings are searched, too. Without it, only "
+                   "schedules, chunks and micro-batches for the ranks of the plan.")  # fmt: skip
 @click.option("--device", type=DeviceParam(), help="The device; by default that of the plan's `cost.analytic`.")
 @click.option("--memory-gib", type=click.FloatRange(0, 2**20, min_open=True),
-              help="Memory of a device in GiB; by default that of its data sheet.")  # fmt: skip
+              help="Memory of a device in GiB; with --gpus by default that of its data sheet.")  # fmt: skip
 @click.option("--global-batch", type=click.IntRange(1, 10**9),
-              help="Sequences in a step, over all replicas; by default those of the plan.")  # fmt: skip
-@click.option("--framework", type=click.Choice(["megatron", "torch", "paddle"]),
-              help="Framework whose schedules and settings are tried; by default that of the file, or "
-                   "megatron.")  # fmt: skip
+              help="With --gpus: sequences in a step, over all replicas; by default those of the plan.")  # fmt: skip
+@click.option("--framework", type=click.Choice(["megatron", "torch", "paddle", "any"]),
+              help="Framework whose schedules and settings are tried; by default that of the file, or with --gpus "
+                   "megatron. `any`, without --gpus: every schedule.")  # fmt: skip
 @click.option("--top", type=click.IntRange(1, 1000), default=10, show_default=True, help="Number of rows.")
 @click.option("--fix", multiple=True, metavar="NAME=VALUE", callback=_fixed,
               help="Try only these values, such as tp=8 or pp=4,8; repeatable. Names are tp, cp, ep, dp, pp, vpp, mbs, "
-                   "schedule, cut, recompute, shard_optimizer and overlap.")  # fmt: skip
+                   "schedule, cut, recompute, shard_optimizer and overlap; without --gpus vpp, mbs, splits, schedule "
+                   "and overlap.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), callback=writable,
               help="Write the plan of each row, its launch arguments, and results.jsonl, from which the same command "
                    "resumes, to this directory.")  # fmt: skip
-@click.option("--workers", type=click.IntRange(1, 4096), help="Processes; by default one per processor.")
+@click.option("--workers", type=click.IntRange(1, 4096),
+              help="Processes; by default one per processor with --gpus, else one.")  # fmt: skip
 @plan_options()
 @format_option()
 def tune(
-    model: str,
-    gpus: int,
-    device: str | None,
-    memory_gib: float | None,
-    global_batch: int | None,
-    framework: str | None,
-    top: int,
-    fix: dict[str, list[Any]],
-    output: Path | None,
-    workers: int | None,
-    source: PlanSource,
-    form: Literal["text", "json"],
-) -> None:
-    """List the layouts with which a model trains fastest on a number of devices, with reasons.
+    model: str, device: DeviceName | None, global_batch: int | None, framework: str | None, output: Path | None,
+    source: PlanSource, form: Literal["text", "json"], **options: Any,
+) -> None:  # fmt: skip
+    """List the layouts with which a model trains fastest, with reasons: on a number of devices, or on a plan's ranks.
 
     MODEL_OR_PLAN is a plan file, a training file of another tool, a model's config.json, or the name of a public model
-    such as llama3_70b. Every listed layout has passed the whole check.
+    such as llama3_70b. Every listed layout has passed the whole check. Without --gpus, the output begins with the
+    critical rank or edge of the plan, and lists what is faster.
     """
     with refusing_bad_plans(form, Path(model)):
-        from pipeproof.interop.tune_models import tune_model
-        from pipeproof.specs.cost import DeviceName
-
-        tuned = tune_model(model, kind=source.kind, flags=source.flags)
+        tuned = _read(model, source, options["gpus"], device)
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)
-        result = _search(
-            tuned,
-            _required(
-                device or tuned.device,
-                "--device",
-                f"the plan names no device; known are {', '.join(get_args(DeviceName))}",
-            ),
-            _required(global_batch or tuned.global_batch, "--global-batch", "only a plan has a batch"),
-            framework or tuned.framework or "megatron",
-            output,
-            {"gpus": gpus, "memory_gib": memory_gib, "top": top, "fix": fix, "workers": workers},
-        )
+        if options["gpus"] is None:
+            if tuned.global_batch is None:
+                raise click.UsageError("--gpus is missing: only a plan has ranks and a batch")
+            if global_batch is not None:
+                raise click.UsageError("--global-batch goes with --gpus: without it, the batch is that of the plan")
+        else:
+            from pipeproof.specs.cost import DeviceName
+
+            framework = framework or tuned.framework or "megatron"
+            options |= {
+                "device": _required(
+                    device or tuned.device,
+                    "--device",
+                    f"the plan names no device; known are {', '.join(get_args(DeviceName))}",
+                ),
+                "global_batch": _required(
+                    global_batch or tuned.global_batch, "--global-batch", "only a plan has a batch"
+                ),
+            }
+        result = _search(tuned, output, {"framework": framework, **options})
         if output is not None:
             _write(result, output)
     if form == "json":
@@ -105,7 +106,22 @@ def tune(
         from pipeproof.analysis.tune.tune_text import render_tune
 
         render_tune(result, console_for())
-    sys.exit(ExitStatus.OK if result.rows else ExitStatus.FAILED)
+    sys.exit(ExitStatus.OK if result.rows or result.present is not None else ExitStatus.FAILED)
+
+
+def _read(model: str, source: PlanSource, gpus: int | None, device: DeviceName | None) -> TuneModel:
+    """The model to tune; on a plan's own ranks, the device is one of the values that a file lacks."""
+    from dataclasses import replace
+
+    from pipeproof.analysis.tune.tune_model import model_of_plan
+    from pipeproof.interop.tune_models import tune_model
+
+    if gpus is not None or (device is None and source.kind is None):
+        return tune_model(model, kind=source.kind, flags=source.flags)
+    if source.kind is not None:
+        return model_of_plan(replace(source, device=device).load(Path(model)))
+    settings = {**source.settings, ("cost", "analytic", "device"): device}
+    return tune_model(model, flags=replace(source.flags, settings=settings))
 
 
 def _required(value: Any, option: str, why: str) -> Any:
@@ -114,10 +130,7 @@ def _required(value: Any, option: str, why: str) -> Any:
     return value
 
 
-def _search(
-    source: TuneModel, device: str, global_batch: int, framework: str, output: Path | None,
-    options: Mapping[str, Any],
-) -> TuneResult:  # fmt: skip
+def _search(source: TuneModel, output: Path | None, options: Mapping[str, Any]) -> TuneResult:
     from concurrent.futures import BrokenExecutor
     from dataclasses import replace
 
@@ -128,10 +141,7 @@ def _search(
     results = None if output is None else output / "results.jsonl"
     try:
         with showing_progress("bounding layouts") as on_progress:
-            result = find_layouts(
-                source.plan, device=device, global_batch=global_batch, framework=framework, results=results,
-                on_progress=on_progress, **options,
-            )  # fmt: skip
+            result = find_layouts(source.plan, results=results, on_progress=on_progress, **options)
     except TuneError as error:
         raise click.UsageError(str(error)) from error
     except ResultsFileError as error:
@@ -150,7 +160,7 @@ def _write(result: TuneResult, directory: Path) -> None:
     for row in result.rows:
         files = dict(plan_file(row))
         try:
-            files |= launch_of_row(row, result.framework).files
+            files |= {} if result.framework == "any" else launch_of_row(row, result.framework).files
         except NoArgumentsError as error:
             echo(f"note: row {row.rank} has a plan and no launch arguments: {error}", err=True)
         for name, text in files.items():

@@ -17,7 +17,7 @@ from pipeproof.interop.importers.import_kinds import import_files
 from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.model_sizes import MODEL_NAMES, read_model_config
 from pipeproof.interop.public_models import MODELS, NOT_DESCRIBED
-from pipeproof.specs.load_plan import LoadedPlan, load_plan, plan_from_dict
+from pipeproof.specs.load_plan import load_plan, plan_from_dict
 
 DEFAULT_SEQ_LENGTH = 4096
 """Tokens of a sequence for a model whose source does not give the length of training."""
@@ -50,11 +50,7 @@ def tune_model(source: str, *, kind: str | None = None, flags: Flags | None = No
         names = tree.data.get("text_config", tree.data)
         if isinstance(names, dict) and any(name in names for name in MODEL_NAMES):
             return _of_config(path, flags)
-    loaded = load_plan(path)
-    if flags.settings:
-        data = _with_settings(loaded.spec.model_dump(mode="json", exclude_unset=True), flags)
-        loaded = LoadedPlan(plan_from_dict(data).spec, loaded.source)
-    return model_of_plan(loaded)
+    return model_of_plan(load_plan(path, flags.settings))
 
 
 def _of_config(path: Path, flags: Flags) -> TuneModel:

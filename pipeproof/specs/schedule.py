@@ -138,8 +138,7 @@ class ScheduleSpec(Section):
     )
     framework: Literal["megatron", "torch", "paddle"] | None = Field(
         default=None,
-        description="The framework that trains: `advise` and `tune` try its schedules only. Without it, that of "
-        "`variant`.",
+        description="The framework that trains: `tune` tries its schedules only. Without it, that of `variant`.",
     )
     path: str | None = Field(
         default=None,
@@ -194,7 +193,7 @@ class ScheduleSpec(Section):
         ge=1,
         le=10**9,
         description="Largest number of chunk activations of one micro-batch that a rank holds, from F to the end of W. "
-        "For kind optimal; `advise` respects it too.",
+        "For kind optimal; `tune` without `--gpus` respects it too.",
     )
     reduce_gradients: Literal["at_end", "when_ready"] = Field(
         default="at_end",

@@ -30,7 +30,6 @@ _PLAN = str(EXAMPLES / "gpt_pp4.yaml")
 _LOG = str(REPOSITORY / "tests" / "align" / "logs" / "trainer.log")
 _TUNE = ["--gpus", "8", "--device", "h100", "--global-batch", "8", "--fix", "tp=8", "--fix", "mbs=1", "--workers", "1"]
 COMMANDS = {
-    "advise": [_PLAN, "--top", "1"],
     "check": [_PLAN, str(EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml")],
     "compare": [_PLAN, str(EXAMPLES / "gpt_pp2_zbv_torch.yaml")],
     "doctor": [],

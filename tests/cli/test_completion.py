@@ -46,7 +46,7 @@ def test_commands_and_options():
     assert offered("check", "--format", "s") == ["sarif"]
 
 
-@pytest.mark.parametrize("words", [("check",), ("simulate",), ("run",), ("sweep",), ("advise",), ("schedule", "solve")])
+@pytest.mark.parametrize("words", [("check",), ("simulate",), ("run",), ("sweep",), ("schedule", "solve")])
 def test_plans_and_the_directories_on_the_way(folder, words):
     assert offered(*words, "") == ["<dir>", "plan.yaml", "planned.JSON"]
     assert offered(*words, "plan") == ["<dir>", "plan.yaml", "planned.JSON"]

@@ -83,7 +83,6 @@ READS_PLANS = (
     "check",
     "show",
     "simulate",
-    "advise",
     "rehearse",
     "run",
 )
@@ -110,6 +109,7 @@ COMMANDS = {
     **{command: (command.split(), {"plan"}) for command in READS_PLANS},
     "check --log": (["check", "--log"], {"logs"}),
     "check --program": (["check", "--program"], {"program"}),
+    "tune on ranks": (["tune"], {"plan", "shell script", "torchtitan"}),
     "tune": (["tune", "--gpus", "1", "--device", "h100", "--global-batch", "1", "--workers", "1"],
              {"plan", "shell script", "torchtitan", "config"}),
     "sweep": (["sweep", "--workers", "1"], {"sweep"}),

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pipeproof.analysis.advise import candidates
 from pipeproof.analysis.sweep import run_sweep as sweep_run
+from pipeproof.analysis.tune import frameworks
 from tests.cli.commands import EXAMPLES, invoke
 from tests.features import FEATURES, TOPOLOGIES, merged, mixed
 from tests.plans import FLAT
@@ -42,10 +42,10 @@ LESS_MEMORY = {
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Sweeps in threads, which start at once, and advice on a few kinds of schedules."""
+    """Sweeps in threads, which start at once, and `tune` with a few kinds of schedules."""
     monkeypatch.setattr(sweep_run, "own_processes", ThreadPoolExecutor)
     tried = ("1f1b", "zb_v", "dualpipe")
-    monkeypatch.setattr(candidates, "SCHEDULE_KINDS", {kind: candidates.SCHEDULE_KINDS[kind] for kind in tried})
+    monkeypatch.setattr(frameworks, "SCHEDULE_KINDS", {kind: frameworks.SCHEDULE_KINDS[kind] for kind in tried})
 
 
 def figures(file):
@@ -128,7 +128,7 @@ def ends_well(file, *, costs=True):
         ("simulate",),
         ("show",),
         ("show", "--memory"),
-        ("advise",),
+        ("tune", "--top", "2", "--framework", "any"),
     ]
     commands += [("show", "--costs")] if costs else []
     for command in commands:

@@ -54,7 +54,7 @@ def test_every_command_that_reads_a_plan_takes_set(make_options):
         for argument in command.params
         if isinstance(argument, click.Argument) and "PLAN" in (argument.metavar or "")
     }
-    assert readers >= {"check", "simulate", "show", "advise", "run", "rehearse", "schedule solve"}
+    assert readers >= {"check", "simulate", "show", "tune", "run", "rehearse", "schedule solve"}
     by_option = {"state reshard", "state aoa", "job hang", "import profile"}
     assert (readers | by_option) - set(make_options.options()["--set"]) == set()
 
@@ -63,7 +63,7 @@ def test_every_command_that_reads_a_plan_takes_files_of_other_tools(make_options
     """Except commands that read a plan by an option."""
     found = make_options.options()
     readers = {words for words in found["--set"] if words.split()[0] not in ("init", "import", "state")} - {"job hang"}
-    assert readers >= {"check", "simulate", "show", "advise", "tune", "sweep", "compare", "run", "rehearse"}
+    assert readers >= {"check", "simulate", "show", "tune", "sweep", "compare", "run", "rehearse"}
     assert readers - set(found["--from"]) == set()
     for option in ("--model-config", "--world-size"):
         assert readers - set(found[option]) == set()
@@ -86,7 +86,7 @@ def test_set_replaces_a_value_and_its_errors_name_it(good):
     [
         (("simulate",), "makespan"),
         (("show",), "parameters"),
-        (("advise", "--top", "1"), "step us"),
+        (("tune", "--top", "1", "--fix", "mbs=1,2"), "a step, bubble"),
         (("compare", EXAMPLES / "gpt_pp4.yaml"), "makespan"),
     ],
     ids=lambda value: " ".join(map(str, value))[:20],

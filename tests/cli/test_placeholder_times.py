@@ -17,7 +17,7 @@ from tests.plans import plan_dict
 NOTE = "imes are placeholders (100 us forward, 200 us backward per stage): proportions only"
 
 
-PREDICTING = {"advise", "compare", "schedule show", "schedule solve", "simulate", "sweep", "tune"}
+PREDICTING = {"compare", "schedule show", "schedule solve", "simulate", "sweep", "tune"}
 """Commands that print times that nobody measured; tests below call each of them, in each of its forms."""
 PLAY = {"play"}
 """Its page shows the times in fields, and whether they are of a stage or of a rank."""
@@ -67,7 +67,7 @@ def sweep_of(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("command", [("simulate",), ("advise",)])
+@pytest.mark.parametrize("command", [("simulate",), ("tune",)])
 @pytest.mark.parametrize(
     ("cost", "source"),
     [
@@ -150,14 +150,14 @@ def test_results_have_the_note_in_their_repr_and_on_their_page(plan):
     path = plan()
     grid = {"schedule.kind": ["1f1b", "gpipe"]}
     results = [
-        pp.simulate(path), pp.simulate(pp.lower(load_plan(path).spec)), pp.advise(path), pp.compare(path, path),
+        pp.simulate(path), pp.simulate(pp.lower(load_plan(path).spec)), pp.tune(path), pp.compare(path, path),
         pp.sweep(path, grid, workers=1),
     ]  # fmt: skip
     for result in results:
         assert repr(result).count(NOTE) == 1
         assert re.search(NOTE[1:].replace("(", r"\(").replace(")", r"\)"), result.to_html())
     computed = plan(cost={"analytic": "h100"})
-    for result in (pp.simulate(computed), pp.advise(computed), pp.compare(computed, computed)):
+    for result in (pp.simulate(computed), pp.tune(computed), pp.compare(computed, computed)):
         assert "placeholders" not in repr(result)
 
 
@@ -220,8 +220,8 @@ def test_plans_with_the_same_stages_need_no_note_about_them(plan):
     assert comparison["costs"] is None
 
 
-def test_advice_says_that_costs_are_per_layer_where_stages_differ(plan):
-    assert "Costs are per layer" in invoke("advise", plan(model=MODEL))
+def test_tune_says_that_costs_are_per_layer_where_stages_differ(plan):
+    assert "Costs are per layer" in invoke("tune", plan(model=MODEL))
 
 
 MEGATRON = "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 8 --hidden-size 512 --num-attention-heads 8 \

@@ -43,7 +43,7 @@ COMMANDS = {
     "state reshard": (("state", "reshard", PLAN, PLAN, "--check"), "proving the map"),
     "state align": (("state", "align", "{log}", "{log}"), "comparing"),
     "state aoa": (("state", "aoa", "{aoa}", "--source", PLAN), "applying statements"),
-    "advise": (("advise", PLAN), "checking candidates"),
+    "tune": (("tune", PLAN), "checking rows"),
 }  # fmt: skip
 """Words of commands, and a text that their line has."""
 

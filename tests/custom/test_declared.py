@@ -164,7 +164,7 @@ def test_the_digest_has_what_operations_read():
     assert one != check(plan_from_dict(plan(layers=changed(1, name="relu")))).digest
 
 
-@pytest.mark.parametrize("command", [["check"], ["simulate"], ["show"], ["show", "--memory"], ["advise"]])
+@pytest.mark.parametrize("command", [["check"], ["simulate"], ["show"], ["show", "--memory"], ["tune"]])
 def test_commands(command, tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text(json.dumps(plan(cost={"forward_us": 100, "backward_us": 200})))

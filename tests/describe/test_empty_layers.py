@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from pipeproof.analysis.advise.recut import layer_times, stage_times
+from pipeproof.analysis.tune.recut import layer_times, stage_times
 from pipeproof.cost.plan_times import with_times
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.boundary import MicroBatchSize

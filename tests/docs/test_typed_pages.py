@@ -19,7 +19,6 @@ WITH_OUTPUT = ("fleet-bug.md", *START)
 """Pages that show what each command prints."""
 
 OTHERS = {
-    "advise.md": {"plan.yaml": "gpt_pp4.yaml"},
     "aoa.md": {},
     "checking.md": {"programs.txt": "schedules/two_by_two.txt"},
     "importing.md": {},

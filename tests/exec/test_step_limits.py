@@ -287,7 +287,7 @@ def test_the_table_has_a_row_for_each_pipeline_rank_and_stage():
     ]
     assert loss == (
         "largest loss on the slowest rank (1): 48.9 %, bubble: it waits for other ranks; use more than 1 "
-        "micro-batches, or another schedule than 1f1b: `pipeproof advise` with this profile compares them"
+        "micro-batches, or another schedule than 1f1b: `pipeproof tune` with this profile compares them"
     )
 
 

@@ -9,7 +9,9 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.analysis.advise.candidates import Candidates, Choice
+from pipeproof.analysis.tune.frameworks import every_schedule
+from pipeproof.analysis.tune.layouts import Layout
+from pipeproof.analysis.tune.plan_layouts import PlanLayouts
 from pipeproof.cli.main import main
 from pipeproof.comm.generated_schedule import stage_costs
 from pipeproof.comm.lower import lower, mesh_of
@@ -360,22 +362,22 @@ def test_rendezvous_stays_rendezvous():
     assert resolved_cost(plan_from_dict(data).spec).p2p == "rendezvous"
 
 
-def test_advice_computes_the_times_of_its_candidates_anew():
+def test_tune_computes_the_times_of_each_layout():
     data = plan_dict(model=MODEL, topology={"pp": 2}, cost={"analytic": {"device": "h100", "dtype": "bfloat16"}})
     loaded = plan_from_dict(data)
-    half = Candidates(loaded, None).plan_of(Choice("1f1b", 1, 8, 1))
+    layout = Layout(2, 1, 1, 1, 1, 1, 1, 8, "1f1b", None, "even", "none", "none")
+    half = plan_from_dict(PlanLayouts(loaded, every_schedule(), {}).plan_of(layout)).spec
     assert half.cost.analytic == loaded.spec.cost.analytic
     ratio = resolved_cost(half).forward_of(0) / resolved_cost(loaded.spec).forward_of(0)
     assert Fraction(1, 2) < ratio < Fraction(51, 100)  # weights are read for half the tokens
 
 
-def test_advice_asks_nobody_to_believe_in_proportions(shown):
+def test_tune_assumes_no_proportions_of_computed_times(shown):
     cost = {"analytic": {"device": "h200", "dtype": "bfloat16"}}
     data = plan_dict(model=MODEL, topology={"pp": 2}, cost=cost, schedule={"micro_batch_size": 1, "kind": "gpipe"})
-    output = shown(data, "advise").output
-    assert "Better with other micro-batches or splits:" in output
+    output = shown(data, "tune").output
+    assert "MBS" in output
     assert "proportion" not in output
-    assert "Its times are computed anew" in output
 
 
 # Plans

@@ -6,7 +6,9 @@ from fractions import Fraction
 import pytest
 from click.testing import CliRunner
 
-from pipeproof.analysis.advise.candidates import Candidates, Choice
+from pipeproof.analysis.tune.frameworks import every_schedule
+from pipeproof.analysis.tune.layouts import Layout
+from pipeproof.analysis.tune.plan_layouts import PlanLayouts
 from pipeproof.cli.main import main
 from pipeproof.comm.lower import lower
 from pipeproof.cost.analytic_times import AnalyticCosts
@@ -160,8 +162,8 @@ def test_types_that_the_device_was_asked_about_stay_those_of_memory():
 
 def test_a_candidate_with_other_stages_has_the_optimizers_time_of_its_own():
     loaded = plan_from_dict(plan_dict(cost={"optimizer_us": [10, 14]}))
-    choice = Choice("interleaved", 2, 4, 2)
-    recut = Candidates(loaded, None).plan_of(choice)
+    layout = Layout(2, 2, 1, 1, 1, 1, 2, 4, "interleaved", None, "even", "none", "none")
+    recut = plan_from_dict(PlanLayouts(loaded, every_schedule(), {}).plan_of(layout)).spec
     assert recut.num_stages == 4
     assert sum(recut.cost.optimizer_of(stage) for stage in range(4)) == 24
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeproof.analysis.advise.schedule_figures import asap_clock, simulated_clock
+from pipeproof.analysis.tune.step_clock import asap_clock, simulated_clock
 from pipeproof.comm.lower import lower, mesh_of
 from pipeproof.cost.analytic_links import groups_of
 from pipeproof.cost.devices import DEVICES
@@ -196,7 +196,7 @@ def test_each_edge_has_its_own_time():
     inside, across = 2 + 1 + Fraction(num_bytes, 1000), 2 + 5 + Fraction(num_bytes, 100)
     assert set(by_op(lowered, "0SEND_F")) == set(by_op(lowered, "1SEND_B")) == {Fraction("4.024")} == {inside}
     assert set(by_op(lowered, "1SEND_F")) == {across}
-    assert lowered.spec.cost.p2p_latency_us == across  # what schedules and advice take
+    assert lowered.spec.cost.p2p_latency_us == across  # what schedules and clocks take
     assert resolved_cost(lowered.spec) is lowered.spec.cost
 
 
@@ -366,7 +366,7 @@ def test_a_stage_has_room_for_its_collectives():
 
 
 @pytest.mark.parametrize("p2p", ["async", "rendezvous"])
-def test_advice_compares_by_one_measure(p2p):
+def test_clocks_compare_by_one_measure(p2p):
     """One latency for all, and nothing shared, whichever way a clock is made."""
     shared = {"contention": True, "ranks_per_nic": 2}
     lowered = lower(plan(cost={"p2p": p2p}, network=shared, topology={"pp": 2, "dp": 2}))

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from pipeproof.analysis.advise.search import Group, advise
+from pipeproof.analysis.tune.search_layouts import tune
 from pipeproof.cli import main as cli
 from pipeproof.sim.memory_curve import GIB
 from pipeproof.sim.simulate import simulate
@@ -161,23 +161,15 @@ def test_the_finding_is_at_the_budget(tmp_path, invoke):
     assert f"plan.json:{line}:" in result.output
 
 
-def test_advice_keeps_to_the_budget():
-    """Every candidate is checked, and one that needs more is not listed."""
+def test_tune_keeps_to_the_budget():
+    """Every row is checked, and one that needs more is not listed."""
     plan = plan_dict(schedule={"kind": "1f1b", "num_micro_batches": 8}, topology={"pp": 4}, cost={"backward_us": 200})
-    free = advise(plan_from_dict(plan))
-    most = max(over(verified) for group in free.listed.values() for verified in group)
+    most = max(row.peak_gib * GIB for row in tune(plan_from_dict(plan)).rows)
     budget = (peak(schedule=plan["schedule"], topology=plan["topology"]) + most) / 2
-    kept = advise(plan_from_dict({**plan, "memory": {"budget_gib": budget / GIB}}))
-    assert kept.refused["PP701"] > 0
-    assert all(over(verified) <= budget for group in kept.listed.values() for verified in group)
-    assert any(kept.listed[group] for group in Group if group in kept.listed)
-
-
-def over(verified):
-    """The peak of a listed candidate."""
-    from pipeproof.comm.lower import lower
-
-    return max(curve.peak for curve in simulate(lower(verified.candidate.spec)).memory)
+    kept = tune(plan_from_dict({**plan, "memory": {"budget_gib": budget / GIB}}))
+    assert kept.counts.refused["PP701"] > 0
+    assert kept.rows
+    assert all(row.peak_gib * GIB <= budget for row in kept.rows)
 
 
 @pytest.fixture

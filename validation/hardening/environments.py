@@ -133,7 +133,7 @@ COMMANDS = (
     Command("simulate IN -o OUT.html"),
     Command("simulate IN -o OUT.csv"),
     Command("simulate IN -o OUT.json"),
-    Command("advise IN"),
+    Command("tune IN"),
     Command("sweep IN -o OUT.jsonl", _SWEEP),
     Command("schedule show 1f1b -p 4 -m 8 --as text"),
     Command("schedule solve IN -o OUT.csv"),

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeproof.analysis.advise.recut import layer_times, stage_times
 from pipeproof.analysis.compare.timeline_files import TimelineFile, simulated_plan
+from pipeproof.analysis.tune.recut import layer_times, stage_times
 from pipeproof.stages.describe.model_family import stage_layers
 
 

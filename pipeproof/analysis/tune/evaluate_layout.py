@@ -16,6 +16,7 @@ from pipeproof.analysis.sweep.sweep_points import Point
 from pipeproof.comm.lower import lower
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.cost.analytic_times import AnalyticCosts, PhaseTime
+from pipeproof.cost.model_flops import model_flops_utilization, peak_tflops
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.sim.simulate import Simulation, simulate
 from pipeproof.specs.exact_times import GRID_US
@@ -23,6 +24,8 @@ from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.op_work import Phase
 from pipeproof.verify.check_plan import check
+from pipeproof.verify.deadlock.deadlock_rules import models_text
+from pipeproof.verify.deadlock.deadlock_verdict import conditions
 from pipeproof.verify.memory_peak import simulation_of
 
 PARTS = ("compute", "recompute", "optimizer", "bubble", "communication")
@@ -36,12 +39,15 @@ def simulate_layout(point: Point, plan_file: str) -> PointResult:
         simulation = simulate(lower(spec))
     except PipeproofError as error:
         return refused_point(point, error.findings)
-    peak = max(curve.peak for curve in simulation.memory)
-    return replace(simulated_point(point, spec, simulation, ()), details={"peak_bytes": peak})
+    return replace(simulated_point(point, spec, simulation, ()), details={"peak_bytes": peak_bytes_of(simulation)})
 
 
 def check_layout(point: Point, plan_file: str) -> PointResult:
-    """Check a layout by every rule and take its step apart; ``details`` has the parts in microseconds as well."""
+    """Check a layout by every rule and take its step apart.
+
+    ``details`` also has the parts in microseconds, and the channel models with which a conditional plan deadlocks;
+    for computed times (``cost.analytic``) MFU and TFLOP/s of a device.
+    """
     try:
         spec = plan_from_dict(point.plan).spec
         report = check(LoadedPlan(spec))
@@ -53,13 +59,31 @@ def check_layout(point: Point, plan_file: str) -> PointResult:
     except PipeproofError as error:
         return refused_point(point, error.findings)
     codes = tuple(sorted({finding.code for finding in report.findings}))
-    peak = max(curve.peak for curve in simulation.memory)
-    details = {"peak_bytes": peak, "digest": report.digest, "parts_us": {name: float(us) for name, us in parts.items()}}
+    failing, analytic = conditions(report.subject), spec.cost.analytic
+    mfu = model_flops_utilization(spec, simulation.makespan)
+    peak_tflops_per_s = None if analytic is None else peak_tflops(analytic, spec.run.dtype)
+    details = {
+        "peak_bytes": peak_bytes_of(simulation),
+        "digest": report.digest,
+        "parts_us": {name: float(us) for name, us in parts.items()},
+        "mfu": mfu,
+        "tflops_per_gpu": None if mfu is None or peak_tflops_per_s is None else mfu * peak_tflops_per_s,
+        "deadlocks_with": models_text(failing) if failing else None,
+    }
     return replace(simulated_point(point, spec, simulation, codes), details=details)
 
 
+def peak_bytes_of(simulation: Simulation) -> int:
+    """The bytes of the rank that holds most."""
+    return max(curve.peak for curve in simulation.memory)
+
+
 def parts_of_step(spec: PlanSpec, lowered: LoweredPlan, simulation: Simulation) -> dict[str, Fraction]:
-    """The parts of a step in microseconds, which add up to its makespan; ``spec`` computes its times (``analytic``)."""
+    """The parts of a step in microseconds, which add up to its makespan.
+
+    Given times (all but ``cost.analytic``) include recomputation and the collectives of a stage: both are then part of
+    its computations.
+    """
     free = simulate(_without_communication(spec, lowered))
     num_ranks = len(free.figures)
     computing = sum((rank.busy_us for rank in free.figures), Fraction(0)) / num_ranks
@@ -78,6 +102,9 @@ def parts_of_step(spec: PlanSpec, lowered: LoweredPlan, simulation: Simulation) 
 
 def _without_communication(spec: PlanSpec, lowered: LoweredPlan) -> LoweredPlan:
     """The lowered plan with messages and collectives that take no time."""
+    if spec.cost.analytic is None:
+        cost = lowered.spec.cost.model_copy(update={"p2p_latency_us": Fraction(0)})
+        return replace(lowered, spec=lowered.spec.model_copy(update={"cost": cost}), links=None)
     stages = [
         {phase: replace(time, links_us=Fraction(0)).us for phase, time in stage.items()} for stage in _stages(spec)
     ]
@@ -97,7 +124,7 @@ def _without_communication(spec: PlanSpec, lowered: LoweredPlan) -> LoweredPlan:
 
 def _recomputation(spec: PlanSpec) -> Fraction:
     """Time of recomputation in a step, without its collectives, as the mean over pipeline ranks."""
-    if spec.memory.recompute == "none":
+    if spec.memory.recompute == "none" or spec.cost.analytic is None:
         return Fraction(0)
     plain = spec.model_copy(update={"memory": spec.memory.model_copy(update={"recompute": "none"})})
     total = [
@@ -109,7 +136,7 @@ def _recomputation(spec: PlanSpec) -> Fraction:
 
 def _stages(spec: PlanSpec) -> tuple[Mapping[Phase, PhaseTime], ...]:
     """The time of each phase of each stage for a micro-batch."""
-    assert spec.cost.analytic is not None, "tune computes all times"
+    assert spec.cost.analytic is not None, "only computed times have phases"
     return AnalyticCosts(spec, spec.cost.analytic).stages
 
 

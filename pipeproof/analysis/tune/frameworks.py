@@ -1,4 +1,4 @@
-"""Schedules, cuts and settings that each framework has; ``tune`` and ``advise`` offer no others.
+"""Schedules, cuts and settings that each framework has; ``tune`` offers no others.
 
 A schedule is listed where the framework's own pipeline runs it: Megatron-LM's
 ``megatron/core/pipeline_parallel/schedules.py``, PyTorch's
@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
+from pipeproof.schedule.kinds import SCHEDULE_KINDS
+from pipeproof.specs.pipeline_checks import GENERATED_WITH_PAIRS
 from pipeproof.specs.memory import Recompute
 from pipeproof.specs.plan import PlanSpec
 
-FrameworkName = Literal["megatron", "torch", "paddle"]
-"""A framework that launches trainings: Megatron-LM, PyTorch with torchtitan, Paddle with PaddleFormers."""
+FrameworkName = Literal["megatron", "torch", "paddle", "any"]
+"""A framework that launches trainings: Megatron-LM, PyTorch with torchtitan, Paddle with PaddleFormers; or any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +72,6 @@ class Framework:
     def kinds(self) -> frozenset[str]:
         """Values of ``schedule.kind`` that it has."""
         return frozenset(schedule.kind for schedule in self.schedules)
-
-    def schedule_of(
-        self, kind: str, num_ranks: int, num_micro_batches: int, num_chunks: int, variant: str | None = None
-    ) -> FrameworkSchedule | None:
-        """Its schedule of a kind for these sizes, that of ``variant`` if there are several; None if it has none."""
-        fitting = [
-            schedule
-            for schedule in self.schedules
-            if schedule.kind == kind
-            and schedule.fits(num_ranks, num_micro_batches)
-            and num_chunks >= schedule.min_chunks
-        ]
-        return next((schedule for schedule in fitting if schedule.variant == variant), next(iter(fitting), None))
-
-    @property
-    def kinds_that_overlap(self) -> frozenset[str]:
-        """Those in which a forward and a backward take turns."""
-        return frozenset(schedule.kind for schedule in self.schedules if schedule.overlaps)
 
 
 _MIXED = {"device": "gpu", "dtype": "bfloat16", "main_grad_dtype": "float32", "clip_norm": 1.0}
@@ -154,6 +138,13 @@ _ALL = (
 
 FRAMEWORKS: Mapping[str, Framework] = MappingProxyType({framework.name: framework for framework in _ALL})
 """By the name on the command line."""
+
+
+def every_schedule() -> Framework:
+    """Every schedule there is, for plans that no framework has to run; it sets no keys."""
+    schedules = tuple(FrameworkSchedule(kind, overlaps=kind in GENERATED_WITH_PAIRS) for kind in SCHEDULE_KINDS)
+    nothing: Mapping[str, Any] = MappingProxyType({})
+    return Framework("any", "any framework", schedules, (), (), (), free_cut=True, sections=nothing, transport=nothing)
 
 
 def named_framework(spec: PlanSpec) -> Framework | None:

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeproof.analysis.tune.layout_plans import balanced_cut, near_even_cut
-from pipeproof.analysis.tune.layouts import Layout
+from pipeproof.analysis.tune.layouts import Bound, Layout
 from pipeproof.cost.analytic_times import AnalyticCosts
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request
 from pipeproof.schedule.ops import OpKind
@@ -126,14 +126,6 @@ class _CellCosts:
     def _costs(self) -> AnalyticCosts:
         assert self._spec.cost.analytic is not None, "tune computes all times"
         return AnalyticCosts(self._spec, self._spec.cost.analytic)
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """Lower bounds of a layout: of a step in microseconds, and of the largest rank's memory in bytes."""
-
-    step_us: float
-    peak_bytes: float
 
 
 class Bounds:

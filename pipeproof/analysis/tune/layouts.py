@@ -37,7 +37,9 @@ class Layout:
 
     ``vpp`` is the number of stages of a pipeline rank. ``cut`` is ``even`` (equal numbers of blocks), ``near_even``
     (equal but for the ends, where they do not divide) or ``balanced`` (stages of nearly equal times). ``mbs`` is the
-    number of sequences in a micro-batch. ``overlap`` is ``schedule.overlap``: ``none`` or ``pairs``.
+    number of sequences in a micro-batch. ``overlap`` is ``schedule.overlap``: ``none``, ``pairs``, or the given order.
+    ``placement``, ``num_sequence_splits`` and ``memory_limit`` are those of the schedule; only a search on a plan's own
+    ranks varies them.
     """
 
     pp: int
@@ -54,6 +56,9 @@ class Layout:
     recompute: str
     shard_optimizer: str
     overlap: str = "none"
+    placement: str | None = None
+    num_sequence_splits: int = 1
+    memory_limit: int | None = None
 
     @property
     def num_stages(self) -> int:
@@ -64,6 +69,14 @@ class Layout:
     def schedule_name(self) -> str:
         """The schedule with its variant."""
         return self.kind if self.variant is None else f"{self.kind} ({self.variant})"
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Lower bounds of a layout: of a step in microseconds, and of the largest rank's memory in bytes."""
+
+    step_us: float
+    peak_bytes: float
 
 
 @dataclass(frozen=True)
@@ -150,18 +163,13 @@ class SearchSpace:
 
     def _schedules(self, pp: int, num_micro_batches: int) -> Iterator[tuple[FrameworkSchedule, int]]:
         for schedule in self.framework.schedules:
-            if not self._allows("schedule", schedule.kind):
-                continue
-            kind = SCHEDULE_KINDS[schedule.kind]
-            for vpp in self._chunk_counts(pp):
-                if vpp < max(kind.min_chunks, schedule.min_chunks) or (
-                    kind.max_chunks is not None and vpp > kind.max_chunks
-                ):
-                    continue
+            if self._allows("schedule", schedule.kind):
+                counts = chunk_counts_of(schedule, self._chunk_counts(pp))
                 if schedule.fits(pp, num_micro_batches):
-                    yield schedule, vpp
-                else:
-                    self.removed[f"{self.framework.title} does not run the schedule with these micro-batches"] += 1
+                    yield from ((schedule, vpp) for vpp in counts)
+                elif counts:
+                    reason = f"{self.framework.title} does not run the schedule with these micro-batches"
+                    self.removed[reason] += len(counts)
 
     def _chunk_counts(self, pp: int) -> list[int]:
         """Numbers of stages of a rank: those that divide the blocks, also with the ends counted as one each."""
@@ -220,6 +228,13 @@ class SearchSpace:
 
     def _allows(self, name: str, value: object) -> bool:
         return name not in self.fix or value in self.fix[name]
+
+
+def chunk_counts_of(schedule: FrameworkSchedule, counts: Sequence[int]) -> list[int]:
+    """Those of some numbers of stages of a rank that a schedule has."""
+    kind = SCHEDULE_KINDS[schedule.kind]
+    least, most = max(kind.min_chunks, schedule.min_chunks), kind.max_chunks or max(counts, default=0)
+    return [vpp for vpp in counts if least <= vpp <= most]
 
 
 def near_even_blocks(num_layers: int, num_stages: int) -> list[int] | None:

@@ -3,15 +3,18 @@
 A layout is simulated only if its bound is not above the time of the last row, so that no layout with a shorter step is
 missed. Layouts that differ only in their cut, recomputation, sharding and overlap form one group, of which the fastest
 is listed. The rows do not depend on the number of workers.
+
+What may vary is the search's argument: everything, on a number of devices (``DeviceLayouts``), or the schedule and its
+sizes, on a plan's own ranks (``PlanLayouts``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from os import cpu_count
 from pathlib import Path
@@ -22,23 +25,20 @@ from pipeproof.analysis.sweep.results_file import ResultsFile, open_results
 from pipeproof.analysis.sweep.run_sweep import own_processes, run_sweep
 from pipeproof.analysis.sweep.sweep_file import Sweep
 from pipeproof.analysis.sweep.sweep_points import Point, digest_of
+from pipeproof.analysis.tune.device_layouts import DeviceLayouts
 from pipeproof.analysis.tune.evaluate_layout import check_layout, simulate_layout
-from pipeproof.analysis.tune.frameworks import FRAMEWORKS, Framework
-from pipeproof.analysis.tune.layout_bounds import Bound, Bounds, even_stages
-from pipeproof.analysis.tune.layout_plans import base_data, plan_data, require_tunable
-from pipeproof.analysis.tune.layouts import FIXABLE, Layout, SearchSpace
+from pipeproof.analysis.tune.frameworks import FRAMEWORKS, every_schedule, named_framework
+from pipeproof.analysis.tune.layouts import FIXABLE, Bound, Layout
+from pipeproof.analysis.tune.plan_layouts import FIXABLE as FIXABLE_OF_PLAN
+from pipeproof.analysis.tune.plan_layouts import PlanLayouts
+from pipeproof.analysis.tune.present_step import NoTrainingError
 from pipeproof.analysis.tune.tune_reasons import differences_text, winner_text
 from pipeproof.analysis.tune.tune_result import TuneCounts, TuneResult, TuneRow
-from pipeproof.cost.devices import DEVICES, Device
-from pipeproof.cost.model_flops import peak_tflops
+from pipeproof.comm.lower import blaming_plan
+from pipeproof.cost.devices import DEVICES
 from pipeproof.diagnostics.problems import nearest_name
 from pipeproof.sim.memory_curve import GIB
-from pipeproof.specs.cost import AnalyticSpec
-from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
-from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.boundary import MicroBatchSize
-from pipeproof.stages.describe.layer import layer_order
-from pipeproof.stages.describe.op_work import product_flops
+from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.version import __version__
 
 FIRST_BATCH, BATCH = 8, 32
@@ -46,6 +46,9 @@ FIRST_BATCH, BATCH = 8, 32
 
 They do not depend on the number of workers, so neither does the work. The first rows remove most of what follows.
 """
+
+MAX_REFUSED = 20
+"""Refused layouts on a plan's own ranks before the search ends: what fails so often is a fault of the plan."""
 
 Progress = Callable[[str, int, int], None]
 """Callback for progress: the current task, the number done and the total."""
@@ -58,11 +61,11 @@ class TuneError(ValueError):
 def tune(
     plan: LoadedPlan,
     *,
-    gpus: int,
-    device: str,
-    global_batch: int,
+    gpus: int | None = None,
+    device: str | None = None,
+    global_batch: int | None = None,
     memory_gib: float | None = None,
-    framework: str = "megatron",
+    framework: str | None = None,
     top: int = 10,
     fix: Mapping[str, Sequence[Any]] | None = None,
     executor: Executor | None = None,
@@ -73,72 +76,79 @@ def tune(
     """Find the layouts with the shortest steps for the model of a plan.
 
     Args:
-        plan: Model, times and memory settings; its mesh, schedule, cut, recomputation and sharding are replaced.
-        gpus: Number of devices.
-        device: Name of a device in ``pipeproof.cost.devices``.
-        global_batch: Sequences in a step, over all replicas.
-        memory_gib: Memory of a device in GiB; by default that of the device.
-        framework: A name of ``FRAMEWORKS``: only its schedules and settings are tried.
+        plan: Model, times and memory settings. With ``gpus``, its mesh, schedule, cut, recomputation and sharding are
+            replaced; without, its schedule, chunks, micro-batches and the cut into them.
+        gpus: Number of devices; without it, the ranks of the plan.
+        device: Name of a device in ``pipeproof.cost.devices``, with ``gpus``.
+        global_batch: Sequences in a step, over all replicas, with ``gpus``.
+        memory_gib: Memory of a device in GiB. By default that of the device with ``gpus``; otherwise no limit but
+            ``schedule.memory_limit`` and ``memory.budget_gib`` of the plan.
+        framework: A name of ``FRAMEWORKS``: only its schedules and settings are tried. By default ``megatron`` with
+            ``gpus``, else that of the plan; ``any``, and a plan that names none, has every schedule without ``gpus``.
         top: Number of rows.
-        fix: Allowed values by a name of ``layouts.FIXABLE``, such as ``{"tp": [8]}``.
+        fix: Allowed values by a name of ``layouts.FIXABLE``, such as ``{"tp": [8]}``; without ``gpus``, of
+            ``plan_layouts.FIXABLE``.
         executor: Any ``concurrent.futures`` executor, which stays open; without it, ``workers`` processes.
-        workers: Number of processes; by default one per processor. With 1, this process simulates.
+        workers: Number of processes; by default one per processor with ``gpus``, else 1. With 1, this process
+            simulates.
         results: File to which simulated layouts are appended and from which the same search resumes.
         on_progress: Callback for progress.
 
     Raises:
         TuneError: an option is wrong.
-        BadPlanError: the plan has keys that do not go with other layouts.
+        BadPlanError: the plan has keys that do not go with other layouts, or cannot be lowered.
         ResultsFileError: ``results`` is of another search.
     """
-    request = _Request.of(plan, gpus, device, global_batch, memory_gib, framework, top, fix or {})
-    search = _Search(request, on_progress)
-    search.bound_all()
-    with _executor(executor, workers) as pool, search.recording(results) as file:
-        return search.run(pool, file)
-
-
-@dataclass(frozen=True)
-class _Request:
-    spec: PlanSpec
-    framework: Framework
-    num_gpus: int
-    device: str
-    global_batch: int
-    memory_gib: float
-    top: int
-    fix: Mapping[str, Sequence[Any]]
-    assumptions: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls, plan: LoadedPlan, gpus: int, device: str, global_batch: int, memory_gib: float | None, framework: str,
-        top: int, fix: Mapping[str, Sequence[Any]],
-    ) -> _Request:  # fmt: skip
-        require_tunable(plan.spec)
-        for name, known, what in (
-            (device, tuple(DEVICES), "device"),
-            (framework, tuple(FRAMEWORKS), "framework"),
-            *((key, FIXABLE, "name to fix") for key in fix),
-        ):
-            if name not in known:
-                near = nearest_name(name, known)
-                remedy = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
-                raise TuneError(f"there is no {what} {name}; {remedy}")
-        for name, number in (("gpus", gpus), ("global_batch", global_batch), ("top", top)):
-            if number < 1:
-                raise TuneError(f"{name} is {number}; give at least 1")
-        assumptions = []
+    limits = {"gpus": gpus, "global_batch": global_batch, "top": top}
+    for name, number in limits.items():
+        if number is not None and number < 1:
+            raise TuneError(f"{name} is {number}; give at least 1")
+    fix, assumptions = fix or {}, []
+    _require_known("name to fix", fix, FIXABLE_OF_PLAN if gpus is None else FIXABLE)
+    if executor is not None and workers is not None:
+        raise TuneError("workers is the number of our own processes: give it, or an executor")
+    choices: DeviceLayouts | PlanLayouts
+    if gpus is None:
+        if global_batch is not None or device is not None:
+            raise TuneError("`device` and `global_batch` go with `gpus`: without it, times and batch are the plan's")
+        choices = _of_plan(plan, framework, fix)
+    else:
+        if device is None or global_batch is None:
+            raise TuneError(f"`{'device' if device is None else 'global_batch'}` is missing: give it with `gpus`")
+        framework = framework or "megatron"
+        _require_known("device", [device], tuple(map(str, DEVICES)))
+        _require_known("framework", [framework], tuple(FRAMEWORKS))
         if memory_gib is None:
-            memory_gib = float(_device(device).memory_gib)
+            memory_gib = float({str(name): known for name, known in DEVICES.items()}[device].memory_gib)
             assumptions.append(f"the memory of a device is {memory_gib:g} GiB, that of {device}'s data sheet")
-        return cls(
-            plan.spec, FRAMEWORKS[framework], gpus, device, global_batch, memory_gib, top, fix, tuple(assumptions)
-        )
+        choices = DeviceLayouts(
+            plan.spec, FRAMEWORKS[framework], device, num_gpus=gpus, global_batch=global_batch,
+            memory_gib=memory_gib, fix=fix,
+        )  # fmt: skip
+    search = _Search(choices, top, memory_gib, on_progress)
+    search.bound_all()
+    number = workers or (1 if gpus is None else cpu_count() or 1)
+    with _executor(executor, number) as pool, search.recording(results) as file:
+        rows = search.run(pool, file)
+    return search.result(rows, tuple(assumptions))
 
 
-def _device(name: str) -> Device:
-    return {str(known): device for known, device in DEVICES.items()}[name]
+def _of_plan(plan: LoadedPlan, framework: str | None, fix: Mapping[str, Sequence[Any]]) -> PlanLayouts:
+    _require_known("framework", [framework or "any"], (*FRAMEWORKS, "any"))
+    named = named_framework(plan.spec) if framework is None else FRAMEWORKS.get(framework)
+    with blaming_plan(plan):
+        try:
+            return PlanLayouts(plan, named or every_schedule(), fix)
+        except NoTrainingError as error:
+            raise TuneError(str(error)) from error
+
+
+def _require_known(what: str, names: Iterable[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            near = nearest_name(name, known)
+            remedy = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
+            raise TuneError(f"there is no {what} {name}; {remedy}")
 
 
 _Group = tuple[Any, ...]
@@ -147,39 +157,32 @@ _Group = tuple[Any, ...]
 class _Search:
     """The layouts in the order of their bounds, and the results so far."""
 
-    def __init__(self, request: _Request, on_progress: Progress | None) -> None:
-        self._request, self._on_progress = request, on_progress
-        spec, device = request.spec, _device(request.device)
-        self._base = base_data(spec, request.framework, request.device)
-        analytic = self._base["cost"]["analytic"]
-        self._space = SearchSpace(
-            spec, request.framework, request.num_gpus, request.global_batch,
-            analytic.get("ranks_per_node") or device.ranks_per_node, request.fix,
-        )  # fmt: skip
-        dtype = self._base["run"].get("dtype", "float32")
-        self._peak_tflops = peak_tflops(AnalyticSpec.model_validate(analytic), dtype)
-        self._bounds = Bounds(self._base, spec)
+    def __init__(
+        self, choices: DeviceLayouts | PlanLayouts, top: int, memory_gib: float | None, on_progress: Progress | None
+    ) -> None:
+        self._choices, self._top, self._on_progress = choices, top, on_progress
+        self._memory_gib = memory_gib
+        self._limit_bytes = inf if memory_gib is None else memory_gib * GIB
         self._waiting: list[tuple[Bound, Layout]] = []
         self._points: dict[str, Layout] = {}
         self._done: dict[str, PointResult] = {}
         self._fitting: set[Layout] = set()
-        self._taken: set[tuple[Layout, tuple[tuple[str, ...], ...]]] = set()
+        self._taken: set[str] = set()
         self._checked: dict[str, PointResult] = {}
         self._tried = self._unfit = self._over = self._over_simulated = 0
         self._refused: Counter[str] = Counter()
 
     def bound_all(self) -> None:
         """Bound the time and memory of every layout, and sort those that may fit by time."""
-        layouts = [*self._space.layouts()]
+        layouts = [*self._choices.layouts()]
         self._tried = len(layouts)
-        limit = self._request.memory_gib * GIB
         for index, layout in enumerate(layouts):
-            if index % 256 == 0:
+            if index % 16 == 0:
                 self._report("bounding layouts", index, len(layouts))
-            bound = self._bounds.of(layout, limit)
+            bound = self._choices.bound(layout, self._limit_bytes)
             if bound is None:
                 self._unfit += 1
-            elif bound.peak_bytes > limit:
+            elif bound.peak_bytes > self._limit_bytes or bound.peak_bytes == inf:
                 self._over += 1
             else:
                 self._waiting.append((bound, layout))
@@ -193,13 +196,13 @@ class _Search:
             self._point(layout)
         return open_results(path, self._sweep(tuple(Point({}, {}, point_id) for point_id in self._points)))
 
-    def run(self, pool: Executor, file: ResultsFile | None) -> TuneResult:
-        """Simulate until no waiting layout can be better than the rows, and check the rows."""
+    def run(self, pool: Executor, file: ResultsFile | None) -> list[str]:
+        """Simulate until no waiting layout can be better than the rows, and check the rows; their ids."""
         recorded = {} if file is None else file.done
         position = 0
         while True:
             rows = self._rows()
-            limit = self._done[rows[-1]].makespan if len(rows) >= self._request.top else None
+            limit = self._done[rows[-1]].makespan if len(rows) >= self._top else self._choices.slowest_us
             batch: list[Point] = []
             size = min(max(len(self._done), FIRST_BATCH), BATCH)
             best = self._best_of_groups()
@@ -211,22 +214,24 @@ class _Search:
                 position += 1
                 if bound.step_us > best.get(_group(layout), inf) or self._is_dominated(layout):
                     continue
-                stages = replace(layout, cut=""), self._bounds.stages_of(layout)
-                if stages not in self._taken:  # cuts of two kinds may be the same stages
-                    self._taken.add(stages)
-                    batch.append(self._point(layout))
+                point = self._point(layout)
+                if point.id not in self._taken:  # cuts of two kinds may be the same stages
+                    self._taken.add(point.id)
+                    batch.append(point)
             if batch:
                 self._simulate(batch, pool, recorded, file)
                 continue
             unchecked = [point_id for point_id in rows if point_id not in self._checked]
             if not unchecked:
-                return self._result(rows)
+                return rows
             points = [self._point(self._points[point_id]) for point_id in unchecked]
             for result in self._evaluate(points, pool, check_layout, "checking rows"):
                 self._checked[result.id] = result
                 if result.status is not Status.OK:
                     self._refused[result.code or "failed"] += 1
                     position = self._resume_after(position)
+            if self._choices.present is not None and self._refused.total() > MAX_REFUSED:
+                return [point_id for point_id in self._rows() if point_id in self._checked]
 
     def _resume_after(self, position: int) -> int:
         """The first layout that was not simulated: a row has failed, so that slower ones come into question."""
@@ -248,10 +253,18 @@ class _Search:
             result = self._done[point.id] = found[point.id]
             if result.status is not Status.OK:
                 self._refused[result.code or "failed"] += 1
-            elif result.details["peak_bytes"] > self._request.memory_gib * GIB:
+            elif result.details["peak_bytes"] > self._limit_bytes:
                 self._over_simulated += 1
-            else:
+            elif self._is_better(result):
                 self._fitting.add(self._points[point.id])
+
+    def _is_better(self, result: PointResult) -> bool:
+        """True if a step is shorter than that of the plan on its own ranks, or as long with less memory."""
+        present, slowest = self._choices.present, self._choices.slowest_us
+        if present is None or slowest is None:
+            return True
+        assert result.makespan is not None
+        return (result.makespan, result.details["peak_bytes"]) < (slowest, present.peak_bytes)
 
     def _evaluate(
         self, points: Sequence[Point], pool: Executor, evaluate: Evaluate, task: str,
@@ -285,7 +298,10 @@ class _Search:
         return best
 
     def _rows(self) -> list[str]:
-        """The ids of the best layout of each group, the fastest first, at most as many as there are rows."""
+        """The ids of the best layout of each group, the fastest first, at most as many as there are rows.
+
+        On a plan's own ranks, a layout that holds as much as a faster one is left out.
+        """
         ranked = []
         for point_id, result in self._done.items():
             layout = self._points[point_id]
@@ -295,40 +311,34 @@ class _Search:
                 key = result.makespan, result.details["peak_bytes"], astuple_of(layout)
                 ranked.append((key, _group(layout), point_id))
         ids: dict[_Group, str] = {}
-        for _, group, point_id in sorted(ranked):
-            ids.setdefault(group, point_id)
-        return [*ids.values()][: self._request.top]
+        least = inf
+        for (_, peak_bytes, _), group, point_id in sorted(ranked):
+            if self._choices.present is None or peak_bytes < least:
+                ids.setdefault(group, point_id)
+                least = min(least, peak_bytes)
+        return [*ids.values()][: self._top]
 
     def _point(self, layout: Layout) -> Point:
-        stages = self._bounds.stages_of(layout)
-        named = None if even_stages(stages) else stages
-        plan = plan_data(self._base, self._request.framework, layout, named, self._request.memory_gib)
-        point = Point({}, plan, digest_of([plan, layout.cut])[:16])
-        self._points[point.id] = layout
+        plan = self._choices.plan_of(layout)
+        point = Point({}, plan, digest_of(plan)[:16])
+        self._points.setdefault(point.id, layout)
         return point
 
     def _sweep(self, points: tuple[Point, ...]) -> Sweep:
-        digest = digest_of(
-            [__version__, self._base, self._request.framework.name, self._request.num_gpus, self._request.memory_gib,
-             self._request.global_batch, sorted((key, list(map(str, values))) for key, values in
-                                                self._request.fix.items())]
-        )  # fmt: skip
+        digest = digest_of([__version__, self._choices.identity, self._memory_gib])
         return Sweep("tune", "tune", (), points, digest)
 
     def _report(self, task: str, done: int, total: int) -> None:
         if self._on_progress is not None:
             self._on_progress(task, done, total)
 
-    def _result(self, rows: Sequence[str]) -> TuneResult:
-        request = self._request
+    def result(self, rows: Sequence[str], assumptions: tuple[str, ...]) -> TuneResult:
+        """The result of a search with these rows."""
+        choices, present = self._choices, self._choices.present
+        best = None if present is None else present.parts_s
         parts = [
             {name: us / 10**6 for name, us in self._checked[point_id].details["parts_us"].items()} for point_id in rows
         ]
-        flops = model_flops(self._base, request.global_batch)
-        listed = []
-        for index, point_id in enumerate(rows):
-            why = winner_text(parts[0], parts[1:]) if index == 0 else differences_text(parts[index], parts[0])
-            listed.append(self._row(index + 1, self._checked[point_id], parts[index], flops, why))
         counts = TuneCounts(
             tried=self._tried,
             unfit=self._unfit,
@@ -337,35 +347,42 @@ class _Search:
             simulated=len(self._done),
             over_memory_simulated=self._over_simulated,
             checked=len(self._checked),
-            removed=dict(self._space.removed),
+            removed=dict(choices.removed),
             refused=dict(self._refused),
         )
+        listed = []
+        for index, point_id in enumerate(rows):
+            if best is None and index == 0:
+                why = winner_text(parts[0], parts[1:])
+            else:
+                why = differences_text(parts[index], best or parts[0])
+            listed.append(self._row(index + 1, self._checked[point_id], parts[index], why))
+        notes = tuple(choices.notes([row.layout for row in listed]))
         return TuneResult(
-            request.framework.name, request.device, request.num_gpus, request.memory_gib, request.global_batch,
-            request.spec.gpt.seq_length, tuple(listed), counts, request.assumptions,
+            choices.framework.name, choices.device, choices.num_gpus, self._memory_gib, choices.global_batch,
+            choices.seq_length, choices.cost_source, tuple(listed), counts, assumptions, notes, present,
         )  # fmt: skip
 
-    def _row(self, rank: int, result: PointResult, parts: Mapping[str, float], flops: float, why: str) -> TuneRow:
-        request, layout = self._request, self._points[result.id]
+    def _row(self, rank: int, result: PointResult, parts: Mapping[str, float], why: str) -> TuneRow:
+        layout, details = self._points[result.id], result.details
         assert result.makespan is not None
         step = result.makespan / 10**6
-        step_s = float(step)
-        tokens = request.global_batch * request.spec.gpt.seq_length
-        tflops = flops / step_s / request.num_gpus / 10**12
+        tokens_per_s = self._choices.global_batch * self._choices.seq_length / float(step)
         return TuneRow(
             rank=rank,
             layout=layout,
             step=step,
-            tokens_per_s=tokens / step_s,
-            tokens_per_s_per_gpu=tokens / step_s / request.num_gpus,
-            tflops_per_gpu=tflops,
-            mfu=tflops / self._peak_tflops,
-            peak_gib=result.details["peak_bytes"] / GIB,
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_per_gpu=tokens_per_s / self._choices.num_gpus,
+            tflops_per_gpu=details["tflops_per_gpu"],
+            mfu=details["mfu"],
+            peak_gib=details["peak_bytes"] / GIB,
             parts_s=parts,
             why=why,
-            digest=result.details["digest"],
+            digest=details["digest"],
             notes=result.warnings,
-            plan=self._point(layout).plan,
+            deadlocks_with=details["deadlocks_with"],
+            plan=self._choices.plan_of(layout),
         )
 
 
@@ -375,29 +392,15 @@ def astuple_of(layout: Layout) -> tuple[str, ...]:
 
 
 def _group(layout: Layout) -> _Group:
-    return layout.pp, layout.vpp, layout.tp, layout.cp, layout.ep, layout.mbs, layout.kind, layout.variant
+    return (
+        layout.pp, layout.vpp, layout.tp, layout.cp, layout.ep, layout.mbs, layout.kind, layout.variant,
+        layout.memory_limit,
+    )  # fmt: skip
 
 
-def model_flops(base: Mapping[str, Any], global_batch: int) -> float:
-    """FLOPs of the model's products and attention in a step, all phases, without recomputation."""
-    spec = plan_from_dict(
-        {
-            "pipeproof": 1,
-            "model": base["model"],
-            "topology": {},
-            "schedule": {"kind": "1f1b", "num_micro_batches": 1, "micro_batch_size": 1},
-        }
-    ).spec
-    phases = product_flops(spec, layer_order(spec.gpt), MicroBatchSize(spec.gpt.seq_length, 1))
-    return float(sum(phases.values())) * global_batch
-
-
-def _executor(executor: Executor | None, workers: int | None) -> AbstractContextManager[Executor]:
+def _executor(executor: Executor | None, number: int) -> AbstractContextManager[Executor]:
     if executor is not None:
-        if workers is not None:
-            raise TuneError("workers is the number of our own processes: give it, or an executor")
         return nullcontext(executor)
-    number = workers or cpu_count() or 1
     return _InThisProcess() if number == 1 else own_processes(number)
 
 

@@ -18,13 +18,13 @@ _LEAST = 0.001
 
 
 def differences_text(parts: Mapping[str, float], best: Mapping[str, float]) -> str:
-    """The parts in which a row differs from the best one, the largest first, in seconds and with their sign."""
+    """The parts in which a row differs from another one, the largest first, with their sign."""
     step = sum(best.values())
     differing = [(parts[name] - best[name], name) for name in PARTS if abs(parts[name] - best[name]) > _LEAST * step]
     if not differing:
-        return "within 0.1 % of the first row in each part"
+        return "within 0.1 % in each part"
     ordered = sorted(differing, key=lambda item: -abs(item[0]))
-    return ", ".join(f"{_NAMES[name]} {difference:+.3g} s" for difference, name in ordered)
+    return ", ".join(f"{_NAMES[name]} {_signed(difference, step)}" for difference, name in ordered)
 
 
 def winner_text(parts: Mapping[str, float], others: Sequence[Mapping[str, float]]) -> str:
@@ -38,3 +38,8 @@ def winner_text(parts: Mapping[str, float], others: Sequence[Mapping[str, float]
     pays = [f"{-gain:.3g} s more {_NAMES[name]}" for gain, name in reversed(gains) if -gain > _LEAST * step]
     text = "against the mean of the next rows it has " + (", ".join(saves) if saves else "no shorter part")
     return f"{text}; it pays {', '.join(pays)}" if pays else text
+
+
+def _signed(seconds: float, step: float) -> str:
+    """A difference in the unit that goes with the time of a step."""
+    return f"{seconds:+.3g} s" if step >= 0.01 else f"{seconds * 10**6:+.4g} us"

@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from pipeproof.analysis.tune.layouts import Layout
+from pipeproof.analysis.tune.present_step import PresentStep
 from pipeproof.sim.figures import number_to_json
 
 
@@ -17,9 +18,10 @@ class TuneRow:
 
     ``step`` is the simulated time of a step in seconds, exact. ``parts_s`` has the parts of a step in seconds, which
     add up to it (``evaluate_layout.PARTS``). Rates are per device: ``tflops_per_gpu`` counts the model's products
-    without recomputation, and ``mfu`` is its share of the device's peak. ``peak_gib`` is the memory of the rank that
-    holds most. ``plan`` has the keys of a plan file, ``notes`` are the codes of warnings and notes of its check,
-    ``why`` is a sentence that compares the row with the first one.
+    without recomputation, and ``mfu`` is its share of the device's peak; both are None unless times are computed.
+    ``peak_gib`` is the memory of the rank that holds most. ``plan`` has the keys of a plan file, ``notes`` are the
+    codes of warnings and notes of its check. ``why`` is a sentence that compares the row with the plan on its own
+    ranks, or with the first row. ``deadlocks_with`` names the channel models with which a conditional plan deadlocks.
     """
 
     rank: int
@@ -27,13 +29,14 @@ class TuneRow:
     step: Fraction
     tokens_per_s: float
     tokens_per_s_per_gpu: float
-    tflops_per_gpu: float
-    mfu: float
+    tflops_per_gpu: float | None
+    mfu: float | None
     peak_gib: float
     parts_s: Mapping[str, float]
     why: str
     digest: str
     notes: tuple[str, ...]
+    deadlocks_with: str | None
     plan: Mapping[str, Any] = field(repr=False)
 
     @property
@@ -68,18 +71,23 @@ class TuneCounts:
 class TuneResult:
     """The layouts with the shortest steps, the fastest first.
 
-    ``assumptions`` are sentences about values that the caller did not give.
+    ``assumptions`` are sentences about values that the caller did not give, ``notes`` about what the rows need.
+    ``present`` is the step of the plan itself in a search on its own ranks; None in a search on a number of devices.
+    ``device`` is None where times are not computed, ``memory_gib`` where no limit was given.
     """
 
     framework: str
-    device: str
+    device: str | None
     num_gpus: int
-    memory_gib: float
+    memory_gib: float | None
     global_batch: int
     seq_length: int
+    cost_source: str
     rows: tuple[TuneRow, ...]
     counts: TuneCounts
     assumptions: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    present: PresentStep | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The form of ``tune --format json``; see ``docs/schemas/tune.schema.json``."""
@@ -90,8 +98,10 @@ class TuneResult:
             "memory_gib": self.memory_gib,
             "global_batch": self.global_batch,
             "seq_length": self.seq_length,
-            "cost_source": "analytic",
+            "cost_source": self.cost_source,
             "assumptions": list(self.assumptions),
+            "notes": list(self.notes),
+            "present": None if self.present is None else self.present.to_json(),
             "rows": [_row_to_json(row) for row in self.rows],
             "counts": asdict(self.counts),
         }

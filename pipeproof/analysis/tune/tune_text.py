@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Console
 from rich.text import Text
 
 from pipeproof.analysis.tune.frameworks import FRAMEWORKS
+from pipeproof.analysis.tune.plan_change import change_between
+from pipeproof.analysis.tune.present_step import PresentStep
 from pipeproof.analysis.tune.tune_result import TuneResult, TuneRow
+from pipeproof.sim.memory_curve import GIB
 from pipeproof.views.tables import print_table
+from pipeproof.views.timeline_text import format_us
 
 _COLUMNS = (
     ("PP", "pp"), ("VPP", "vpp"), ("TP", "tp"), ("CP", "cp"), ("EP", "ep"), ("DP", "dp"), ("MBS", "mbs"),
-    ("schedule", "schedule_name"), ("cut", "cut"), ("recompute", "recompute"), ("shard optimizer", "shard_optimizer"),
-    ("overlap", "overlap"),
+    ("schedule", "schedule_name"), ("placement", "placement"), ("splits", "num_sequence_splits"),
+    ("memory limit", "memory_limit"), ("cut", "cut"), ("recompute", "recompute"),
+    ("shard optimizer", "shard_optimizer"), ("overlap", "overlap"),
 )  # fmt: skip
 """Headings of what is varied, and the attributes of a layout."""
 
-_NUMBERS = ("pp", "vpp", "tp", "cp", "ep", "dp", "mbs")
+_NUMBERS = ("pp", "vpp", "tp", "cp", "ep", "dp", "mbs", "num_sequence_splits", "memory_limit")
+_OF_PLANS = ("placement", "num_sequence_splits", "memory_limit")
+"""Attributes that only a search on a plan's own ranks varies; a column each only where rows differ."""
+_OF_DEVICES = ("pp", "tp", "cp", "ep", "dp", "recompute", "shard_optimizer")
+"""Attributes that such a search leaves as they are."""
 
 
 def render_tune(result: TuneResult, console: Console) -> None:
     """Print the rows with the columns in which they differ, and one line for what all of them share."""
-    title = (
-        f"{result.num_gpus} {result.device}, {result.memory_gib:g} GiB each, {result.global_batch} sequences of "
-        f"{result.seq_length} tokens in a step, {FRAMEWORKS[result.framework].title}"
-    )
-    _print(f"{title}.", console)
-    for assumption in result.assumptions:
-        _print(f"Assumed: {assumption}.", console)
-    console.print()
+    present = result.present
+    _print_head(result, console)
     if not result.rows:
-        none = "No layout fits." if result.counts.tried else f"No layout is possible on {result.num_gpus} devices."
-        _print(f"{none} {_counts_text(result)}", console)
+        _print(f"{_nothing_text(result)} {_counts_text(result)}", console)
         return
     has_exchanges = any(row.layout.ep > 1 for row in result.rows)  # without, there is nothing to overlap
     varied = [column for column in _COLUMNS if column[1] != "overlap" or has_exchanges]
@@ -39,44 +43,115 @@ def render_tune(result: TuneResult, console: Console) -> None:
     shared = [
         f"{heading} {getattr(result.rows[0].layout, name)}"
         for heading, name in varied
-        if (heading, name) not in columns
+        if (heading, name) not in columns and name not in (_OF_PLANS if present is None else _OF_PLANS + _OF_DEVICES)
     ]
     headings = [
-        ">#", *(f">{heading}" if name in _NUMBERS else heading for heading, name in columns),
-        ">step s", ">tokens/s/GPU", ">TFLOP/s", ">MFU", ">GiB", ">bubble", ">comm.",
+        ">#", *(f">{heading}" if name in _NUMBERS else heading for heading, name in columns), *_figure_names(result),
     ]  # fmt: skip
     rows = [
-        (str(row.rank), *(str(getattr(row.layout, name)) for _, name in columns), *_figures(row)) for row in result.rows
+        (str(row.rank), *(_cell(getattr(row.layout, name)) for _, name in columns), *_figures(row, result))
+        for row in result.rows
     ]
     print_table(headings, rows, console, optional=("TFLOP/s", "comm.", "bubble", "MFU"))
     if shared:
         _print(f"All rows: {', '.join(shared)}.", console)
-    if any(row.layout.overlap != "none" for row in result.rows):
-        _print("Overlap pairs: a forward and a backward take turns at the all-to-alls of experts.", console)
+    for note in result.notes:
+        _print(note, console)
     console.print()
-    _print(f"Why row 1: {result.rows[0].why}.", console)
-    for row in result.rows[1:]:
-        _print(f"Row {row.rank} against row 1: {row.why}.", console)
+    for row in result.rows:
+        if present is not None and present.step_us is not None:
+            _print(f"Row {row.rank} against the plan: {row.why}.", console)
+        else:
+            _print(f"{'Why row 1' if row.rank == 1 else f'Row {row.rank} against row 1'}: {row.why}.", console)
+    conditional = [row for row in result.rows if row.deadlocks_with is not None]
+    if conditional:
+        numbers = ", ".join(str(row.rank) for row in conditional)
+        _print(f"Conditional: {numbers}. Row {conditional[0].rank} deadlocks with {conditional[0].deadlocks_with}, and "
+               "is safe on its backend.", console)  # fmt: skip
     console.print()
     _print(_counts_text(result), console)
     _print("Every row has passed `pipeproof check`.", console)
+    if present is not None:
+        _print("Row 1 is this change of the plan:", console)
+        before = present.spec.model_dump(mode="json", exclude_unset=True)
+        for line in change_between(before, result.rows[0].plan).lines():
+            console.print(Text(f"  {line}"), soft_wrap=True, no_wrap=True)
 
 
-def _figures(row: TuneRow) -> tuple[str, ...]:
-    return (
-        f"{row.step_s:.4g}", f"{row.tokens_per_s_per_gpu:,.0f}", f"{row.tflops_per_gpu:.0f}", f"{row.mfu:.1%}",
-        f"{row.peak_gib:.1f}", f"{row.parts_s['bubble'] / row.step_s:.1%}",
-        f"{row.parts_s['communication'] / row.step_s:.1%}",
-    )  # fmt: skip
+def _print_head(result: TuneResult, console: Console) -> None:
+    """Print the devices, or the plan as it is."""
+    present, title = result.present, "" if result.framework == "any" else FRAMEWORKS[result.framework].title
+    if present is None:
+        _print(
+            f"{result.num_gpus} {result.device}, {result.memory_gib:g} GiB each, {result.global_batch} sequences of "
+            f"{result.seq_length} tokens in a step, {title}.",
+            console,
+        )
+    else:
+        if note := present.spec.cost.placeholder_note:
+            _print(f"{note.capitalize()}.", console)
+        _print(_present_text(present), console)
+        if title:
+            _print(f"Only schedules of {title} were tried (`--framework any`: all).", console)
+    for assumption in result.assumptions:
+        _print(f"Assumed: {assumption}.", console)
+    console.print()
+
+
+def _present_text(present: PresentStep) -> str:
+    schedule = present.spec.schedule
+    text = f"Now: {schedule.kind}, {schedule.num_micro_batches} x {schedule.micro_batch_size}"
+    if present.step_us is None or present.parts_s is None or present.peak_bytes is None:
+        text += ": it never ends."
+    else:
+        bubble = present.parts_s["bubble"] / float(present.step_us / 10**6)
+        text += f": {format_us(present.step_us)} us a step, bubble {bubble:.1%}, {present.peak_bytes / GIB:.3g} GiB. "
+        text += present.why or ""
+    if present.errors:
+        text += f" The plan does not pass check ({', '.join(present.errors)}): fix that too."
+    return text
+
+
+def _nothing_text(result: TuneResult) -> str:
+    if result.present is not None:
+        return "Fix the plan first." if result.present.errors else "Nothing that was tried is better."
+    return "No layout fits." if result.counts.tried else f"No layout is possible on {result.num_gpus} devices."
+
+
+def _figure_names(result: TuneResult) -> list[str]:
+    rates = [">tokens/s/GPU", ">TFLOP/s", ">MFU"] if result.device is not None else []
+    step = [">step s"] if result.present is None else [">step us", ">saved"]
+    return [*step, *rates, ">GiB", ">bubble", ">comm."]
+
+
+def _figures(row: TuneRow, result: TuneResult) -> Iterator[str]:
+    if result.present is None:
+        yield f"{row.step_s:.4g}"
+    else:
+        now = result.present.step_us
+        yield format_us(row.step * 10**6)
+        yield "" if now is None else f"{float(1 - row.step * 10**6 / now):.1%}"
+    if result.device is not None:
+        yield f"{row.tokens_per_s_per_gpu:,.0f}"
+        yield "" if row.tflops_per_gpu is None else f"{row.tflops_per_gpu:.0f}"
+        yield "" if row.mfu is None else f"{row.mfu:.1%}"
+    yield f"{row.peak_gib:.1f}" if row.peak_gib >= 1 or result.present is None else f"{row.peak_gib:.3g}"
+    yield f"{row.parts_s['bubble'] / row.step_s:.1%}"
+    yield f"{row.parts_s['communication'] / row.step_s:.1%}"
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else str(value)
 
 
 def _counts_text(result: TuneResult) -> str:
     counts, sentences = result.counts, []
+    counted = "the last row" if result.present is None else "the last row or the plan"
     if counts.tried:
         sentences.append(
             f"Of {counts.tried:,} layouts, {counts.over_memory:,} need more memory by their lower bound and "
             f"{counts.unfit:,} have no such schedule; {counts.simulated:,} of the other {counts.bounded:,} were "
-            f"simulated, the rest cannot be faster than the last row; {counts.over_memory_simulated:,} simulated ones "
+            f"simulated, the rest cannot be faster than {counted}; {counts.over_memory_simulated:,} simulated ones "
             "needed more memory."
         )
     if counts.removed:

@@ -108,12 +108,12 @@ def _remedy(loss: LargestLoss, plan: MeasuredPlan) -> str:
         case "bubble":
             return (
                 f"use more than {plan.num_micro_batches} micro-batches, or another schedule than {plan.schedule}: "
-                "`pipeproof advise` with this profile compares them"
+                "`pipeproof tune` with this profile compares them"
             )
         case "messages":
             return (
                 "overlap them: earlier receives (`transport.recv_order`), or a schedule with other work meanwhile: "
-                "`pipeproof advise` with this profile compares schedules"
+                "`pipeproof tune` with this profile compares schedules"
             )
         case "collectives":
             return "use smaller tp, cp, ep or dp groups, or more micro-batches for those at the end of the step"

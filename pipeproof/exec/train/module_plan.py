@@ -326,5 +326,5 @@ class TrainedPlan:
     """The errors of a plan that is not proved; a pipeline with ``unsafe`` alone has such a plan."""
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as YAML, for `pipeproof check`, `simulate` and `advise`."""
+        """Write the plan as YAML, for `pipeproof check`, `simulate` and `tune`."""
         write_output(Path(path), yaml.safe_dump(self.content, sort_keys=False, default_flow_style=None, width=120))

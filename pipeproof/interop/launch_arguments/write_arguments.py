@@ -180,7 +180,7 @@ def _launched(spec: PlanSpec) -> dict[str, Any]:
     data["memory"] = {key: value for key, value in data["memory"].items() if key not in _NOT_IN_MEMORY}
     if data["transport"]["connections"] == "per_pair":  # without a flag, Megatron-LM has it for interleaved stages
         data["transport"]["connections"] = "lazy"
-    data["schedule"].pop("framework")  # only `advise` and `tune` read it
+    data["schedule"].pop("framework")  # only `tune` reads it
     data["stages"] = [list(names) for names in stage_layers(spec)]
     model = data["model"]
     if model["dropout"] is None:

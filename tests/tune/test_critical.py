@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.analysis.advise.critical_path import critical_path
-from pipeproof.analysis.advise.schedule_figures import simulated_clock
+from pipeproof.analysis.tune.critical_path import critical_path
+from pipeproof.analysis.tune.step_clock import simulated_clock
 from pipeproof.comm.lower import lower
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.programs import StageCosts, Timed, UnfitSizesError, asap, even_costs
-from tests.advise.plans import four_ranks, loaded
+from tests.tune.plans import four_ranks, loaded
 
 PROMPT = settings(deadline=None, max_examples=60)
 TIMES = st.fractions(min_value=Fraction(1, 4), max_value=4, max_denominator=4)

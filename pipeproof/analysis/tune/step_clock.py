@@ -13,8 +13,8 @@ from fractions import Fraction
 from math import lcm
 from operator import add
 
-from pipeproof.analysis.advise.critical_path import CriticalPath, critical_path
-from pipeproof.analysis.advise.recut import num_blocks
+from pipeproof.analysis.tune.critical_path import CriticalPath, critical_path
+from pipeproof.analysis.tune.recut import num_blocks
 from pipeproof.comm.generated_schedule import PairTime, stage_costs
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.schedule.formats.op_text import kinds_of

@@ -1,4 +1,4 @@
-"""Plans to be advised on: four ranks, eight micro-batches, exact times."""
+"""Plans to tune on their own ranks: four ranks, eight micro-batches, exact times."""
 
 from pipeproof.specs.load_plan import plan_from_dict
 from tests.plans import plan_dict

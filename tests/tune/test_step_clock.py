@@ -4,10 +4,10 @@ from fractions import Fraction
 
 import pytest
 
-from pipeproof.analysis.advise.schedule_figures import asap_clock, block_sequences, figures_of, simulated_clock
+from pipeproof.analysis.tune.step_clock import asap_clock, block_sequences, figures_of, simulated_clock
 from pipeproof.comm.lower import lower
 from pipeproof.sim.simulate import simulate
-from tests.advise.plans import four_ranks, loaded
+from tests.tune.plans import four_ranks, loaded
 
 
 def figures(data):

@@ -1,1 +1,0 @@
-"""Advice: candidate schedules that make the step of a plan shorter, timed and verified, with reasons."""

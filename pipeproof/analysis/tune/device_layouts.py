@@ -1,0 +1,71 @@
+"""Layouts of a model on a number of devices: what is tried, its lower bounds, and its plans."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pipeproof.analysis.tune.frameworks import Framework
+from pipeproof.analysis.tune.layout_bounds import Bounds, even_stages
+from pipeproof.analysis.tune.layout_plans import base_data, plan_data, require_tunable
+from pipeproof.analysis.tune.layouts import Bound, Layout, SearchSpace
+from pipeproof.cost.devices import DEVICES
+from pipeproof.specs.plan import PlanSpec
+
+
+class DeviceLayouts:
+    """The layouts of the model of a plan on ``num_gpus`` devices, with ``global_batch`` sequences in a step.
+
+    ``fix`` has the allowed values of the names in ``layouts.FIXABLE``; a plan has ``memory_gib`` as its budget.
+
+    Raises:
+        BadPlanError: the plan has keys that do not go with other layouts.
+    """
+
+    present = slowest_us = None
+    cost_source = "analytic"
+
+    def __init__(
+        self, spec: PlanSpec, framework: Framework, device: str, *, num_gpus: int, global_batch: int,
+        memory_gib: float, fix: Mapping[str, Sequence[Any]],
+    ) -> None:  # fmt: skip
+        require_tunable(spec)
+        self.framework, self.data, self._memory_gib = framework, base_data(spec, framework, device), memory_gib
+        self.device, self.num_gpus, self.global_batch, self.seq_length = (
+            device, num_gpus, global_batch, spec.gpt.seq_length
+        )  # fmt: skip
+        analytic = self.data["cost"]["analytic"]
+        ranks_per_node = (
+            analytic.get("ranks_per_node") or {str(name): one for name, one in DEVICES.items()}[device].ranks_per_node
+        )
+        self._space = SearchSpace(spec, framework, num_gpus, global_batch, ranks_per_node, fix)
+        self._bounds = Bounds(self.data, spec)
+
+    @property
+    def removed(self) -> Counter[str]:
+        """Counts of what was not tried, by reason."""
+        return self._space.removed
+
+    @property
+    def identity(self) -> Any:
+        """The data that the plans of layouts follow from, as JSON."""
+        return [self.data, self.framework.name, self._space.num_gpus, self._memory_gib, self._space.global_batch]
+
+    def layouts(self) -> Iterator[Layout]:
+        """Yield all layouts that divide and that the framework has."""
+        return self._space.layouts()
+
+    def bound(self, layout: Layout, limit_bytes: float) -> Bound | None:
+        """Lower bounds of a layout; None if its schedule does not exist for its sizes."""
+        return self._bounds.of(layout, limit_bytes)
+
+    def plan_of(self, layout: Layout) -> dict[str, Any]:
+        """The plan of a layout, as a plan file has it."""
+        stages = self._bounds.stages_of(layout)
+        return plan_data(self.data, self.framework, layout, None if even_stages(stages) else stages, self._memory_gib)
+
+    def notes(self, layouts: Sequence[Layout]) -> Iterator[str]:
+        """Sentences about some layouts."""
+        if any(layout.overlap != "none" for layout in layouts):
+            yield "Overlap pairs: a forward and a backward take turns at the all-to-alls of experts."

@@ -1,0 +1,169 @@
+"""The step of a plan as it is: its time, its critical path, and why ranks are idle.
+
+A rank's idle time, on average, falls into three parts: what the busiest rank computes more than the average
+(*overload*), messages that the critical path waits for (*messages*), and the rest, in which the pipeline fills and
+drains. The path ends with the last computation: reductions of gradients and the optimizer are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+from typing import Any
+
+from pipeproof.analysis.tune.critical_path import CriticalPath
+from pipeproof.analysis.tune.evaluate_layout import parts_of_step, peak_bytes_of
+from pipeproof.analysis.tune.step_clock import Figures, asap_clock, block_sequences, clock_of, figures_of
+from pipeproof.schedule.ops import OpKind
+from pipeproof.sim.figures import number_to_json
+from pipeproof.sim.memory_curve import GIB
+from pipeproof.sim.sim_codes import SimulationError
+from pipeproof.sim.simulate import simulate
+from pipeproof.specs.load_plan import LoadedPlan
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.verify.check_plan import check
+from pipeproof.views.timeline_text import format_us
+
+
+class NoTrainingError(ValueError):
+    """A plan that only runs forwards: a faster plan with backwards would not do the same."""
+
+
+class Cause(StrEnum):
+    """Why ranks are idle."""
+
+    OVERLOAD = "overload"
+    MESSAGES = "messages"
+    FILL = "fill"
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """The parts of an average rank's idle time, in microseconds."""
+
+    overload: Fraction
+    messages: Fraction
+    fill: Fraction
+
+    @property
+    def largest(self) -> Cause | None:
+        """The largest part; None where no rank is ever idle."""
+        parts = {Cause.OVERLOAD: self.overload, Cause.MESSAGES: self.messages, Cause.FILL: self.fill}
+        cause = max(parts, key=lambda part: parts[part])
+        return cause if parts[cause] else None
+
+
+@dataclass(frozen=True)
+class PresentStep:
+    """The step of a plan: its time in microseconds, its parts, and where its computations wait.
+
+    All of them are None if the schedule never ends. ``errors`` are the codes for which the check of the plan fails.
+    """
+
+    spec: PlanSpec
+    errors: tuple[str, ...] = ()
+    step_us: Fraction | None = None
+    parts_us: Mapping[str, Fraction] | None = None
+    peak_bytes: int | None = None
+    figures: Figures | None = None
+    path: CriticalPath | None = None
+
+    @property
+    def parts_s(self) -> Mapping[str, float] | None:
+        """The parts of the step in seconds."""
+        return None if self.parts_us is None else {name: float(us) / 10**6 for name, us in self.parts_us.items()}
+
+    @property
+    def why(self) -> str | None:
+        """The critical rank or edge, in a sentence."""
+        return None if self.figures is None or self.path is None else why_idle(self.figures, self.path)
+
+    def to_json(self) -> dict[str, Any]:
+        """The form of ``present`` in the result of a search; times are in seconds, those of ``critical`` in us."""
+        return {
+            "errors": list(self.errors),
+            **({"step_s": None} if self.step_us is None else number_to_json("step_s", self.step_us / 10**6)),
+            "parts_s": self.parts_s,
+            "peak_gib": None if self.peak_bytes is None else self.peak_bytes / GIB,
+            "why": self.why,
+            "critical": self._critical(),
+        }
+
+    def _critical(self) -> dict[str, Any] | None:
+        if self.figures is None or self.path is None:
+            return None
+        path, idle = self.path, idle_parts(self.figures, self.path)
+        return {
+            "cause": idle.largest,
+            "rank": path.rank,
+            "edge": None if path.edge is None else list(path.edge),
+            **number_to_json("overload", idle.overload),
+            **number_to_json("messages", idle.messages),
+            **number_to_json("fill", idle.fill),
+            **number_to_json("warm_up", Fraction(path.warm_up)),
+            **number_to_json("steady", Fraction(path.steady)),
+            **number_to_json("cool_down", Fraction(path.cool_down)),
+        }
+
+
+def present_step(loaded: LoadedPlan) -> PresentStep:
+    """Check and time a plan.
+
+    Raises:
+        BadPlanError: it cannot be lowered, or its ``cost.p2p`` is not simulated.
+        NoTrainingError: it has no backwards.
+    """
+    report = check(loaded)
+    lowered = report.subject.plan
+    if not any(op.kind is not OpKind.FORWARD for program in lowered.programs for op in program):
+        raise NoTrainingError("the plan's schedule has no backward, and tune compares training steps")
+    errors = tuple(dict.fromkeys(error.code for error in report.errors))
+    try:
+        asap_clock(lowered.schedule, lowered.spec)
+        clock, simulation = clock_of(lowered), simulate(lowered)
+    except (SimulationError, ValueError):  # it never ends, which is no reason to name no other schedule
+        return PresentStep(loaded.spec, errors)
+    return PresentStep(
+        loaded.spec, errors, simulation.makespan, parts_of_step(loaded.spec, lowered, simulation),
+        peak_bytes_of(simulation), figures_of(clock, block_sequences(loaded.spec)), clock.path(),
+    )  # fmt: skip
+
+
+def idle_parts(figures: Figures, path: CriticalPath) -> Idle:
+    """Parts of the idle time; they add up to it.
+
+    Messages that the busiest rank works through cost nothing, so no more of
+    them counts than lengthens the step beyond its work.
+    """
+    overload = figures.most_work_us - figures.work_us
+    messages = min(Fraction(path.waiting), figures.makespan_us - figures.most_work_us)
+    return Idle(overload, messages, figures.idle_us - overload - messages)
+
+
+def why_idle(figures: Figures, path: CriticalPath) -> str:
+    """The critical rank or edge, in a sentence."""
+    idle = idle_parts(figures, path)
+    match idle.largest:
+        case None:
+            return "No rank is ever idle."
+        case Cause.OVERLOAD:
+            return (
+                f"Rank {figures.busiest} is critical: it computes for {format_us(figures.most_work_us)} us, "
+                f"{format_us(idle.overload)} us more than the ranks do on average."
+            )
+        case Cause.MESSAGES:
+            text = f"Messages are critical: the critical path waits {format_us(Fraction(path.waiting))} us for them"
+            if path.edge is not None:
+                source, target = path.edge
+                longest = format_us(Fraction(path.messages[path.edge]))
+                text += f", longest on the edge from rank {source} to rank {target} ({longest} us)"
+            return f"{text}."
+        case _:
+            return (
+                f"Rank {path.rank} is critical: the critical path computes there for "
+                f"{format_us(Fraction(path.compute[path.rank]))} us, after a warm-up of "
+                f"{format_us(Fraction(path.warm_up))} us and before a cool-down of "
+                f"{format_us(Fraction(path.cool_down))} us."
+            )
