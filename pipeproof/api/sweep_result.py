@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from pipeproof.analysis.sweep.evaluate_point import PointResult, Status
 from pipeproof.analysis.sweep.results_table import FIGURES, best_first, sweep_to_json
 from pipeproof.analysis.sweep.run_sweep import run_sweep
-from pipeproof.analysis.sweep.sweep_file import Sweep, load_sweep, sweep_of_plan
+from pipeproof.analysis.sweep.sweep_points import Sweep, sweep_of_plan
 from pipeproof.api.given_plan import GivenPlan, load_given, name_of, plan_data
 from pipeproof.api.result import Records, Result, html_table, noted
 
@@ -57,7 +56,7 @@ class SweepResult(Result):
 
 def sweep(
     plan: GivenPlan,
-    grid: Mapping[str, Sequence[object]] | None = None,
+    values: Mapping[str, Sequence[object]],
     *,
     workers: int | None = None,
     executor: Executor | None = None,
@@ -65,23 +64,18 @@ def sweep(
     """Check and simulate a plan with all combinations of values for some keys.
 
     Args:
-        plan: A path, a dict, a ``PlanSpec`` or a loaded plan; without ``grid``, the path of a sweep file.
-        grid: Values by dotted key, such as ``{"schedule.kind": ["1f1b", "zb_h1"]}``.
+        plan: A path, a dict, a ``PlanSpec`` or a loaded plan.
+        values: Values by dotted key, such as ``{"schedule.kind": ["1f1b", "zb_h1"]}``. A mapping is laid over the
+            mapping of the plan, and None removes a key.
         workers: Processes; by default one for each processor. A script calls this below
             ``if __name__ == "__main__"``.
         executor: Where points are evaluated in place of own processes, such as a Dask client's.
 
     Raises:
-        PlanFileError: the plan or the sweep is not valid.
-        TypeError: there is no grid, and ``plan`` is not a path.
+        PlanFileError: the plan or a key is not valid.
         ValueError: both ``workers`` and ``executor`` are given.
     """
-    if grid is None:
-        if not isinstance(plan, str | os.PathLike):
-            raise TypeError("give the values of the sweep, such as {'schedule.kind': ['1f1b', 'zb_h1']}")
-        loaded = load_sweep(plan)
-    else:
-        given = load_given(plan)
-        file = "plan" if given.source is None else given.source.file
-        loaded = sweep_of_plan(plan_data(given), file, grid)
-    return SweepResult(loaded, run_sweep(loaded, executor, num_workers=workers), name_of(plan))
+    loaded = load_given(plan)
+    file = "plan" if loaded.source is None else loaded.source.file
+    points = sweep_of_plan(plan_data(loaded), file, values)
+    return SweepResult(points, run_sweep(points, executor, num_workers=workers), name_of(plan))

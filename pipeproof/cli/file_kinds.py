@@ -127,12 +127,11 @@ KINDS: tuple[FileKind, ...] = (
              lambda g: bool(_LOG_OF_RANK.search(g.text))),
     FileKind("the file of a record", ("state align DIRECTORY OTHER",),
              lambda g: bool(_LINE_OF_RECORD.search(g.text))),
-    FileKind("results of a sweep, of which `pipeproof sweep` reads those of its file", (),
+    FileKind("results of a sweep, of which `pipeproof sweep -o` reads its own", (),
              lambda g: g.text.startswith('{"pipeproof_sweep"')),
     FileKind("the times of a rehearsal, which a plan names as `cost: {profile: FILE}`", (),
              lambda g: {"rehearsal", "edges"} <= g.keys),
     *map(_result, RESULTS),
-    FileKind("a sweep", ("sweep FILE",), lambda g: "plan" in g.keys and bool(g.keys & {"grid", "zip", "include"})),
     FileKind("a measured profile, which a plan names as `cost: {profile: FILE}`", (),
              lambda g: "profile" in g.keys and "stages" in g.keys and "model" not in g.keys),
     FileKind("a report of a run", ("compare PLAN FILE",), lambda g: {"log_matches_graph", "timeline"} <= g.keys),
@@ -238,14 +237,14 @@ def note_of_kind(path: Path) -> str | None:
     is_plan_read = context.params.get("kind") is None and not options and _reads_plans(context, words)
     if kind is PLAN and is_plan_read:
         return None
-    if context.params.get("kind") is not None and words != ["sweep"]:  # there it is that of the plan in the file
+    if context.params.get("kind") is not None:
         options += ["--from", context.params["kind"]]
     if any(_reads(command.split(), words, options) for command in kind.commands if "DIRECTORY" not in command):
         return None
     commands = kind.commands
     given = _arguments(context)
     takes_from = any(one.name == "kind" for one in context.command.params)
-    if kind.importer is not None and not options and takes_from and str(path) in given and words != ["sweep"]:
+    if kind.importer is not None and not options and takes_from and str(path) in given:
         here = " ".join((*words, "--from", kind.importer, *given))
         commands = (here, *(command for command in commands if not command.startswith("check ")))
     return _sentence(path, kind, commands)

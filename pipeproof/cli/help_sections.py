@@ -56,7 +56,7 @@ EXAMPLES: Final = MappingProxyType(
         "state diff": "pipeproof state diff states/step-00000002 moved",
         "state reshard": "pipeproof state reshard states --to plan_b.yaml -o moved",
         "state show": "pipeproof state show states/step-00000002 --md5",
-        "sweep": "pipeproof sweep sweep.yaml --top 5",
+        "sweep": "pipeproof sweep plan.yaml --set 'schedule.kind=[1f1b, zb_h1]'",
         "tune": "pipeproof tune llama3_70b --gpus 512 --device h100 --global-batch 1024",
     }
 )

@@ -88,20 +88,6 @@ class PlanSource:
 
         return load_imported(self.imported(file))
 
-    def base_plan(self, file: str) -> Mapping[str, Any]:
-        """Return the plan's data, for other values of some keys.
-
-        Raises:
-            PlanFileError: it cannot be read, or no values of other keys make it a plan.
-            click.UsageError: an option of importers is given without ``--from``.
-        """
-        self.require_kind()
-        if self.kind is None:
-            from pipeproof.analysis.sweep.sweep_file import read_base_plan
-
-            return read_base_plan(file, self.settings)
-        return self.imported(Path(file)).plan
-
     def imported(self, file: Path) -> Imported:
         """Import the file of another tool; a note on standard error counts what was assumed.
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,15 +22,14 @@ from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from pipeproof.analysis.sweep.evaluate_point import PointResult
-    from pipeproof.analysis.sweep.sweep_file import Sweep
+    from pipeproof.analysis.sweep.sweep_points import Sweep
 
 
 @click.command()
-@click.argument("sweep", metavar="SWEEP", type=PlanFile())
+@click.argument("plan", metavar="PLAN", type=PlanFile())
 @plan_options(device=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
-              help="Results file, to which points are appended and from which the sweep resumes; by default SWEEP with "
-                   "the suffix .results.jsonl.")  # fmt: skip
+              help="Results file, to which points are appended and from which the same command resumes.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(1, 4096), help="Processes; by default one per processor.")
 @click.option("--sort", default="makespan", show_default=True, metavar="FIGURE",
               help="Figure to sort by: makespan, sequence (time per sequence), idle, most_idle or peak.")  # fmt: skip
@@ -36,29 +37,39 @@ if TYPE_CHECKING:
 @click.option("--top", type=click.IntRange(1, 100_000), default=20, show_default=True, help="Rows of the table.")
 @format_option("csv")
 def sweep(
-    sweep: Path,
-    source: PlanSource,
-    output: Path | None,
-    workers: int | None,
-    sort: str,
-    columns: str | None,
-    top: int,
+    plan: Path, source: PlanSource, output: Path | None, workers: int | None, sort: str, columns: str | None, top: int,
     form: Literal["text", "json", "csv"],
-) -> None:
+) -> None:  # fmt: skip
     """Check and simulate a plan with many values for some of its keys, and list the best.
 
-    SWEEP names a plan, which --from and --set are for. A refused point is a result with its code. Ctrl-C keeps the
-    results so far; the same command resumes.
+    A list is the values of a key: --set 'schedule.kind=[1f1b, zb_h1]'. All combinations are points; a list as a value
+    is in a list of its own. A refused point is a result with its code. After Ctrl-C, the same command with -o resumes.
     """
-    with refusing_bad_plans("text", sweep):
-        from pipeproof.analysis.sweep.sweep_file import load_sweep
-
-        loaded = load_sweep(sweep, source.base_plan)
-    shown = _columns(loaded, columns, sort)
-    results = _results(loaded, output or sweep.with_suffix(".results.jsonl"), workers)
-    with refusing_bad_plans("text", sweep):
-        _show(loaded, results, form, shown, sort, top)
+    with refusing_bad_plans("text", plan):
+        points = _points(plan, source)
+    shown = _columns(points, columns, sort)
+    results = _results(points, output, workers)
+    with refusing_bad_plans("text", plan):
+        _show(points, results, form, shown, sort, top)
     sys.exit(ExitStatus.WORKER_FAILED if any(result.status == "failed" for result in results) else ExitStatus.OK)
+
+
+def _points(plan: Path, source: PlanSource) -> Sweep:
+    """Return the points of the plan: lists of ``--set`` are values to combine, others are set in all points.
+
+    Raises:
+        PlanFileError: the plan or a key is not valid.
+        click.UsageError: no key has a list of values.
+    """
+    from pipeproof.analysis.sweep.sweep_points import sweep_of_plan
+    from pipeproof.diagnostics.problems import dotted
+
+    values = {dotted(key): value for key, value in source.settings.items() if isinstance(value, list)}
+    if not values:
+        raise click.UsageError("no key has several values: give --set KEY=[VALUE, ..], such as topology.pp=[2, 4]")
+    others = {key: value for key, value in source.settings.items() if not isinstance(value, list)}
+    loaded = replace(source, settings=others).load(plan)
+    return sweep_of_plan(loaded.spec.model_dump(mode="json", exclude_unset=True), str(plan), values)
 
 
 def _columns(sweep: Sweep, columns: str | None, sort: str) -> list[str]:
@@ -85,36 +96,38 @@ def _columns(sweep: Sweep, columns: str | None, sort: str) -> list[str]:
     return names
 
 
-def _results(sweep: Sweep, output: Path, workers: int | None) -> tuple[PointResult, ...]:
+def _results(sweep: Sweep, output: Path | None, workers: int | None) -> tuple[PointResult, ...]:
     """Return the results of all points: those of the results file, and the others, which are appended to it."""
     from pipeproof.analysis.sweep.results_file import ResultsFileError, open_results
     from pipeproof.analysis.sweep.run_sweep import run_sweep
 
-    so_far = f"results so far are in {output}; the same command resumes"
+    so_far = "" if output is None else f": results so far are in {output}; the same command resumes"
     try:
-        with open_results(output, sweep) as file:
-            if file.note is not None:
+        with nullcontext() if output is None else open_results(output, sweep) as file:
+            if file is not None and file.note is not None:
                 echo(f"note: {file.note}", err=True)
-            if file.done:
-                echo(f"{len(file.done)} of {len(sweep.points)} points are in {output}", err=True)
+            known = {} if file is None else file.done
+            if known:
+                echo(f"{len(known)} of {len(sweep.points)} points are in {output}", err=True)
             with showing_progress("points") as on_progress:
-                done = len(file.done)
+                done = len(known)
                 on_progress("points", done, len(sweep.points))
 
                 def keep(result: PointResult) -> None:
                     nonlocal done
-                    file.append(result)
+                    if file is not None:
+                        file.append(result)
                     done += 1
                     on_progress("points", done, len(sweep.points))
 
-                return run_sweep(sweep, done=file.done, num_workers=workers, on_result=keep)
+                return run_sweep(sweep, done=known, num_workers=workers, on_result=keep)
     except ResultsFileError as error:
         raise click.BadParameter(str(error), param_hint="--output") from error
     except OSError as error:
         echo(f"error: {error}", err=True)
         sys.exit(ExitStatus.BAD_INPUT)
     except KeyboardInterrupt:
-        echo(f"interrupted: {so_far}", err=True)
+        echo(f"interrupted{so_far}", err=True)
         sys.exit(ExitStatus.INTERRUPTED)
 
 

@@ -50,14 +50,9 @@ def test_a_plan_is_a_path_a_dict_a_spec_or_loaded(name, path):
     assert contents == [contents[0]] * 5
 
 
-def test_a_sweep_takes_them_too_and_sweep_files(path):
+def test_a_sweep_takes_them_too(path):
     points = [FUNCTIONS["sweep"](plan).to_records() for plan in forms(path)]
     assert points == [points[0]] * 5
-    file = path.with_name("sweep.json")
-    file.write_text(json.dumps({"plan": "plan.json", "grid": {"schedule.kind": ["1f1b", "gpipe"]}}))
-    assert pp.sweep(file, workers=1).to_records() == points[0]
-    with pytest.raises(TypeError, match="values of the sweep"):
-        pp.sweep(plan_dict())
     with pytest.raises(pp.BadPlanError, match="no key"):
         pp.sweep(plan_dict(), {"schedule.knd": ["1f1b"]})
 

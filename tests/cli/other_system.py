@@ -78,7 +78,7 @@ COMMANDS = {
     "state diff": ["model.safetensors", "model.safetensors"],
     "state reshard": ["model.safetensors", "-o", "moved.safetensors"],
     "state show": ["model.safetensors", "--md5"],
-    "sweep": ["sweep.yaml", "--workers", "1"],
+    "sweep": [_PLAN, "--set", "schedule.num_micro_batches=[4, 8]", "--workers", "1"],
     "tune": ["llama3_8b", *_TUNE, "-o", "tuned"],
 }
 """Arguments by the words of each command."""
@@ -155,8 +155,6 @@ def outcomes(directory, commands):
     from pipeproof.cli.main import main
 
     os.environ["PIPEPROOF_DEBUG"] = "1"  # unexpected errors escape
-    sweep = {"plan": _PLAN, "grid": {"schedule.num_micro_batches": [4, 8]}}
-    (directory / "sweep.yaml").write_text(json.dumps(sweep))
     (directory / "rename.aoa").write_text("weight -> renamed\n")
     save_file({"weight": np.arange(12, dtype=np.float32).reshape(3, 4)}, directory / "model.safetensors")
     found = {}

@@ -93,9 +93,7 @@ def test_every_command_takes_every_feature(name, write):
     topology = "tp 2" if name in {"words that cross", "words in one message", "partial"} else "tp 2, SP"
     file = write(mixed([name], topology, **ANALYTIC))
     ends_well(file)
-    sweep = file.with_name("sweep.json")
-    sweep.write_text(json.dumps({"plan": "plan.json", "grid": {"schedule.kind": ["1f1b", "zb_h1"]}}))
-    done = invoke("sweep", sweep, "--format", "json")
+    done = invoke("sweep", file, "--set", "schedule.kind=[1f1b, zb_h1]", "--format", "json")
     assert done.exit_code == 0, done.output
     points = json.loads(done.stdout)["points"]
     assert [point["status"] for point in points] == ["ok", "ok"]

@@ -22,7 +22,6 @@ EXAMPLE_FILES = {
     IMPORTING / "full_tp_pp.yaml": "training arguments of PaddleFormers or PaddleNLP",
 }
 WRITTEN = {
-    "sweep.yaml": ("plan: plan.yaml\ngrid: {schedule.kind: [1f1b]}\n", "a sweep"),
     "trace.json": (json.dumps({"traceEvents": []}), "a trace"),
     "dump.json": (json.dumps({"entries": [], "pg_config": {}}), "a Flight Recorder dump"),
     "report.json": (json.dumps({"log_matches_graph": True, "timeline": []}), "a report of a run"),

@@ -57,14 +57,10 @@ def plan(tmp_path):
     return write
 
 
-@pytest.fixture
-def sweep_of(tmp_path):
-    def write(plan, **grid):
-        path = tmp_path / "sweep.json"
-        path.write_text(json.dumps({"plan": plan.name, "grid": {"schedule.kind": ["1f1b", "gpipe"], **grid}}))
-        return path
-
-    return write
+def sweep(path, *values, form="text"):
+    """Standard output of a sweep."""
+    options = [word for text in values for word in ("--set", text)]
+    return invoke("sweep", path, *options, "--workers", "1", "--format", form)
 
 
 @pytest.mark.parametrize("command", [("simulate",), ("tune",)])
@@ -161,21 +157,17 @@ def test_results_have_the_note_in_their_repr_and_on_their_page(plan):
         assert "placeholders" not in repr(result)
 
 
-def test_a_sweep_says_how_many_points_have_placeholders(plan, sweep_of, tmp_path):
-    out = tmp_path / "results.jsonl"
-    path = sweep_of(plan())
-    assert invoke("sweep", path, "-o", out, "--workers", "1").count(NOTE) == 1
-    assert json.loads(invoke("sweep", path, "-o", out, "--format", "json"))["cost_source"] == "placeholder"
-    out.unlink()
-    path = sweep_of(plan(), cost=[{}, {"analytic": "h100"}])
-    assert f"2 of 4 points: t{NOTE}" in invoke("sweep", path, "-o", out, "--workers", "1")
-    assert json.loads(invoke("sweep", path, "-o", out, "--format", "json"))["cost_source"] == "mixed"
+def test_a_sweep_says_how_many_points_have_placeholders(plan):
+    kinds = "schedule.kind=[1f1b, gpipe]"
+    assert sweep(plan(), kinds).count(NOTE) == 1
+    assert json.loads(sweep(plan(), kinds, form="json"))["cost_source"] == "placeholder"
+    mixed = (kinds, "cost=[{}, {analytic: h100}]")
+    assert f"2 of 4 points: t{NOTE}" in sweep(plan(), *mixed)
+    assert json.loads(sweep(plan(), *mixed, form="json"))["cost_source"] == "mixed"
 
 
-def test_a_sweep_over_stages_says_that_their_work_differs(plan, sweep_of, tmp_path):
-    path = sweep_of(plan(), schedule=[{"kind": "1f1b"}, {"kind": "interleaved", "num_chunks": 2}])
-    path.write_text(path.read_text().replace('"schedule.kind": ["1f1b", "gpipe"], ', ""))
-    text = invoke("sweep", path, "-o", tmp_path / "results.jsonl", "--workers", "1")
+def test_a_sweep_over_stages_says_that_their_work_differs(plan):
+    text = sweep(plan(), "schedule=[{kind: 1f1b}, {kind: interleaved, num_chunks: 2}]")
     assert "proportions only; points with more stages have more work, unless `cost` gives" in text
 
 

@@ -15,10 +15,9 @@ from jsonschema import Draft202012Validator
 
 from pipeproof.analysis.sweep import run_sweep as run_module
 from pipeproof.analysis.sweep.results_file import open_results
-from pipeproof.analysis.sweep.sweep_file import load_sweep
 from tests.cli.commands import REPOSITORY, invoke
 from tests.default_signals import default_signals
-from tests.sweep.files import write_sweep
+from tests.sweep.files import axes, sweep_of, write_plan
 
 GRID = {"schedule.num_micro_batches": [3, 4], "topology.tp": [1, 3]}
 SCHEMA = Draft202012Validator(json.loads((REPOSITORY / "docs" / "schemas" / "sweep.schema.json").read_text()))
@@ -33,86 +32,85 @@ def in_threads(monkeypatch):
 
 
 @pytest.fixture
-def sweep(tmp_path):
-    return write_sweep(tmp_path, {"grid": GRID})
+def words(tmp_path):
+    """The plan and the values, as words of the command."""
+    return [write_plan(tmp_path), *axes(GRID)]
 
 
-def test_table_results_file_and_going_on(sweep):
-    first = invoke("sweep", sweep)
+def test_table_results_file_and_going_on(words, tmp_path):
+    results = tmp_path / "results.jsonl"
+    first = invoke("sweep", *words, "-o", results)
     assert first.exit_code == 0, first.output
     assert "best by makespan: 2 of 4 points" in first.stdout
     assert "refused PP108: 2; first schedule.num_micro_batches=3, topology.tp=3: " in first.stdout
-    results = sweep.with_suffix(".results.jsonl")
     before = results.read_bytes()
     assert len(before.splitlines()) == 5
-    again = invoke("sweep", sweep)
+    again = invoke("sweep", *words, "-o", results)
     assert again.stdout == first.stdout
     assert f"4 of 4 points are in {results}" in again.stderr
     assert results.read_bytes() == before
     results.write_bytes(before[:-7])
-    mended = invoke("sweep", sweep)
+    mended = invoke("sweep", *words, "-o", results)
     assert "the last line was cut short" in mended.stderr
     assert mended.stdout == first.stdout
     assert results.read_bytes() == before
 
 
-def test_json_fits_its_schema_and_csv_has_the_same(sweep, tmp_path):
-    out = tmp_path / "other.jsonl"
-    content = json.loads(invoke("sweep", sweep, "--format", "json", "-o", out).stdout)
+def test_json_fits_its_schema_and_csv_has_the_same(words, tmp_path):
+    content = json.loads(invoke("sweep", *words, "--format", "json").stdout)
     SCHEMA.validate(content)
     assert [point["status"] for point in content["points"]] == ["ok", "refused", "ok", "refused"]
-    rows = list(csv.DictReader(io.StringIO(invoke("sweep", sweep, "--format", "csv", "-o", out).stdout)))
+    rows = list(csv.DictReader(io.StringIO(invoke("sweep", *words, "--format", "csv").stdout)))
     assert [row["status"] for row in rows] == [point["status"] for point in content["points"]]
     assert [float(row["makespan"]) for row in rows[::2]] == [point["makespan"] for point in content["points"][::2]]
     for broken in ({**content, "points": []}, {**content, "digest": "0"}, {**content, "more": 1}):
         assert not SCHEMA.is_valid(broken)
     assert not SCHEMA.is_valid({**content, "points": [{**content["points"][0], "status": "refused"}]})
-    assert not sweep.with_suffix(".results.jsonl").exists()
+    assert list(tmp_path.glob("*.jsonl")) == []
 
 
-def test_results_of_another_sweep(sweep, tmp_path):
-    assert invoke("sweep", sweep).exit_code == 0
-    write_sweep(tmp_path, {"grid": {"topology.tp": [1]}})
-    result = invoke("sweep", sweep)
+def test_results_of_another_sweep(words, tmp_path):
+    results = tmp_path / "results.jsonl"
+    assert invoke("sweep", *words, "-o", results).exit_code == 0
+    result = invoke("sweep", words[0], "--set", "topology.tp=[1]", "-o", results)
     assert result.exit_code == 2
     assert "another sweep" in result.stderr
     assert "--output" in result.stderr
 
 
-def test_a_bad_sweep_file_is_shown_with_its_line(tmp_path):
-    sweep = write_sweep(tmp_path, "plan: base.json\ngrid:\n  schedule.knd: [gpipe]\n")
-    result = invoke("sweep", sweep)
-    assert result.exit_code == 2
-    assert "error[PP102]: a plan has no key `schedule.knd`" in result.stderr
-    assert "sweep.yaml:3:3" in result.stderr
-    assert "help: did you mean `schedule.kind`?" in result.stderr
-    assert list(tmp_path.glob("*.jsonl")) == []
+def test_other_settings_are_those_of_all_points(words):
+    result = invoke("sweep", *words[:3], "--set", "topology.tp=2", "--format", "json")
+    assert [point["set"] for point in json.loads(result.stdout)["points"]] == [
+        {"schedule.num_micro_batches": 3}, {"schedule.num_micro_batches": 4},
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "text"),
     [
-        (["--sort", "makspan"], "did you mean 'makespan'?"),
-        (["--columns", "topology.tp,pp"], "no column 'pp'"),
-        (["--workers", "0"], "--workers"),
-        (["-o", "/no/such/file.jsonl"], "there is no directory"),
+        (["--set", "schedule.knd=[gpipe]"], "error[PP102]: a plan has no key `schedule.knd`"),
+        (["--set", "schedule.kind=gpipe"], "no key has several values: give --set KEY=[VALUE, ..]"),
+        (["--set", "topology.tp=[1]", "--sort", "makspan"], "did you mean 'makespan'?"),
+        (["--set", "topology.tp=[1]", "--columns", "topology.tp,pp"], "no column 'pp'"),
+        (["--set", "topology.tp=[1]", "--workers", "0"], "--workers"),
+        (["--set", "topology.tp=[1]", "-o", "/no/such/file.jsonl"], "there is no directory"),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused_before_the_work(options, words, sweep, tmp_path):
-    result = invoke("sweep", sweep, *options)
+def test_what_cannot_be_meant_is_refused_before_the_work(options, text, words, tmp_path):
+    result = invoke("sweep", words[0], *options)
     assert result.exit_code == 2
-    assert words in " ".join(result.stderr.split())
+    assert text in " ".join(result.stderr.split())
     assert list(tmp_path.glob("*.jsonl")) == []
 
 
-def test_a_point_that_failed_is_status_3(sweep, monkeypatch):
+def test_a_point_that_failed_is_status_3(words, monkeypatch):
     import pipeproof.analysis.sweep.evaluate_point
 
     def broken(*arguments):
         raise RuntimeError("broken")
 
     monkeypatch.setattr(pipeproof.analysis.sweep.evaluate_point, "simulate", broken)
-    result = invoke("sweep", sweep)
+    result = invoke("sweep", *words)
     assert result.exit_code == 3
     assert "failed: 2; first " in result.stdout
     assert "RuntimeError: broken, twice" in result.stdout
@@ -121,9 +119,10 @@ def test_a_point_that_failed_is_status_3(sweep, monkeypatch):
 @pytest.mark.parametrize("num_lines", [0, 2], ids=["as its workers start", "with a result"])
 def test_ctrl_c_keeps_results_and_the_same_command_goes_on(num_lines, tmp_path):
     """In a process group of its own with real workers, all of which get the signal, as on a terminal."""
-    sweep = write_sweep(tmp_path, {"grid": {"schedule.num_micro_batches": list(range(2, 600))}})
-    results = sweep.with_suffix(".results.jsonl")
-    command = [sys.executable, "-m", "pipeproof", "sweep", str(sweep), "--workers", "1"]
+    values = {"schedule.num_micro_batches": list(range(2, 600))}
+    points, results = sweep_of(tmp_path, values), tmp_path / "results.jsonl"
+    command = [sys.executable, "-m", "pipeproof", "sweep", str(tmp_path / "base.json"), *axes(values)]
+    command += ["--workers", "1", "-o", str(results)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(
         command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=default_signals
@@ -147,7 +146,7 @@ def test_ctrl_c_keeps_results_and_the_same_command_goes_on(num_lines, tmp_path):
     assert not any(map(_lives, children))
     kept = _num_lines(results)
     assert max(1, num_lines) <= kept < 599
-    with open_results(results, load_sweep(sweep)) as file:  # as the next command does
+    with open_results(results, points) as file:  # as the next command does
         assert len(file.done) == kept - 1
         assert file.note is None
 

@@ -13,14 +13,6 @@ GOOD, BAD = EXAMPLES / "gpt_pp4.yaml", EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml"
 BROKEN = REPOSITORY / "tests" / "specs" / "broken" / "unknown_keys.yaml"
 SMALL, CORRUPTING = EXAMPLES / "gpt_pp2_text.yaml", EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml"
 PUBLISHED = EXAMPLES / "published" / "llama3_405b.yaml"
-SWEEP = """
-plan: {plan}
-grid:
-  schedule.kind: [1f1b, gpipe, zb_h1, eager_1f1b, interleaved]
-  schedule.num_micro_batches: [4, 8]
-  transport.recv_order: [just_in_time, prefetch_one, send_order]
-  topology: [{{pp: 2}}, {{pp: 4}}]
-"""
 
 COMMANDS = (
     ("check", GOOD),
@@ -47,7 +39,7 @@ COMMANDS = (
     ("tune", GOOD, "--gpus", "4", "--device", "h100", "--global-batch", "16"),
     ("compare", GOOD, EXAMPLES / "alignment" / "zb_v.yaml"),
     ("compare", GOOD, GOOD),
-    ("sweep", "{sweep}", "--workers", "1"),
+    ("sweep", GOOD, "--set", "schedule.kind=[1f1b, zb_h1]", "--workers", "1"),
     ("schedule", "list"),
     ("schedule", "show", "zb_v", "-p", "4", "-m", "8"),
     ("schedule", "show", "dualpipe", "-p", "4", "-m", "16"),
@@ -90,11 +82,9 @@ WORDS_OF_WIDE_PICTURES = {"with", "the", "micro", "batch", "where", "fits", "dot
 def output(monkeypatch, tmp_path, words, columns):
     """Standard output and error of a command."""
     (monkeypatch.delenv("COLUMNS", raising=False) if columns is None else monkeypatch.setenv("COLUMNS", str(columns)))
-    files = {"sweep": tmp_path / "sweep.yaml", "plan": tmp_path / "plan.yaml", "job": tmp_path / "job.sh",
+    files = {"plan": tmp_path / "plan.yaml", "job": tmp_path / "job.sh",
              "saved": tmp_path / "model.safetensors"}  # fmt: skip
     save_file({f"layer.{layer}.attn.qkv.weight": np.zeros((4, 4)) for layer in range(3)}, files["saved"])
-    (tmp_path / "sweep.results.jsonl").unlink(missing_ok=True)
-    files["sweep"].write_text(SWEEP.format(plan=GOOD), encoding="utf-8")
     given = [str(word) for word in words]
     return invoke(*(files[word[1:-1]] if word.startswith("{") else word for word in given)).output
 

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.fuzz.readers import ROOT, SWEEP, Reader
+from tests.fuzz.readers import ROOT, Reader
 
 LIMIT_S = 30
 """Processor time of a command, in seconds: a mutant of a small file takes less than one."""
@@ -73,10 +73,8 @@ def _written(reader: Reader, content: bytes, directory: Path) -> Path:
     path = directory / "input" / reader.file
     path.parent.mkdir()
     path.write_bytes(content)
-    if reader.name in ("sweep", "results"):
-        (path.parent / "plan.yaml").write_bytes((ROOT / "examples" / "gpt_pp4.yaml").read_bytes())
     if reader.name == "results":
-        (path.parent / "sweep.yaml").write_bytes(SWEEP)
+        (path.parent / "gpt_pp4.yaml").write_bytes((ROOT / "examples" / "gpt_pp4.yaml").read_bytes())
     return path
 
 

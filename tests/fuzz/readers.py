@@ -11,7 +11,8 @@ from tempfile import TemporaryDirectory
 
 from pipeproof.analysis.sweep.evaluate_point import evaluate
 from pipeproof.analysis.sweep.results_file import open_results
-from pipeproof.analysis.sweep.sweep_file import load_sweep
+from pipeproof.analysis.sweep.sweep_points import sweep_of_plan
+from pipeproof.specs.load_plan import load_plan
 from tests.interop.hang.written import Recorder
 from tests.plans import subject
 from tests.state.tiny import write_state
@@ -19,7 +20,6 @@ from tests.state.tiny import write_state
 ROOT = Path(__file__).parents[2]
 SEEDS = Path(__file__).parent / "seeds"
 """Mutants that were not handled once, kept by reader: ``READER.NAME``."""
-SWEEP = b"plan: plan.yaml\ngrid: {schedule.num_micro_batches: [2, 4]}\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,8 @@ def _log() -> bytes:
 def _results() -> bytes:
     with TemporaryDirectory() as name:
         directory = Path(name)
-        (directory / "plan.yaml").write_bytes((ROOT / "examples" / "gpt_pp4.yaml").read_bytes())
-        (directory / "sweep.yaml").write_bytes(SWEEP)
-        sweep = load_sweep(str(directory / "sweep.yaml"))
+        plan = load_plan(ROOT / "examples" / "gpt_pp4.yaml").spec.model_dump(mode="json", exclude_unset=True)
+        sweep = sweep_of_plan(plan, "gpt_pp4.yaml", {"schedule.num_micro_batches": [2, 4]})
         with open_results(directory / "results.jsonl", sweep) as results:
             for point in sweep.points:
                 results.append(evaluate(point, sweep.plan_file))
@@ -125,9 +124,9 @@ def _readers() -> tuple[Reader, ...]:
         Reader("record", "record.jsonl", (_record(),), lambda path: ["state", "align", path, path]),
         Reader("loss_log", "train.log", (loss_log,), lambda path: ["state", "align", path, path]),
         Reader("log", "rank_0.jsonl", (_log(),), lambda path: ["check", "--log", path.parent]),
-        Reader("sweep", "sweep.yaml", (SWEEP,), lambda path: ["sweep", path, "--workers", "1"]),
-        Reader("results", "sweep.results.jsonl", (_results(),),
-               lambda path: ["sweep", path.parent / "sweep.yaml", "--workers", "1"]),
+        Reader("results", "results.jsonl", (_results(),),
+               lambda path: ["sweep", path.parent / "gpt_pp4.yaml", "--set", "schedule.num_micro_batches=[2, 4]",
+                             "-o", path, "--workers", "1"]),
         Reader("timeline", "trace.json", _files("tests/goldens/trace_1f1b_pp2_m2.json"),
                lambda path: ["compare", path, path]),
         Reader("kineto", "trace.json", (_kineto(),), lambda path: ["import", "profile", path]),

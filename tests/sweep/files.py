@@ -1,4 +1,4 @@
-"""Sweep files for tests, next to a small base plan."""
+"""Sweeps of a small plan for tests."""
 
 import json
 import os
@@ -6,20 +6,25 @@ import signal
 import time
 
 from pipeproof.analysis.sweep.evaluate_point import evaluate
-from pipeproof.analysis.sweep.sweep_file import load_sweep
+from pipeproof.analysis.sweep.sweep_points import sweep_of_plan
 from tests.plans import plan_dict
 
 
-def write_sweep(folder, content, **sections):
-    """A sweep file of this content (text or data) whose plan is the base plan with these sections; its path."""
-    (folder / "base.json").write_text(json.dumps(plan_dict(**sections)))
-    path = folder / "sweep.yaml"
-    path.write_text(content if isinstance(content, str) else json.dumps({"plan": "base.json", **content}))
+def write_plan(folder, **sections):
+    """The base plan with these sections, as a file; its path."""
+    path = folder / "base.json"
+    path.write_text(json.dumps(plan_dict(**sections)))
     return path
 
 
-def sweep_of(folder, **content):
-    return load_sweep(write_sweep(folder, content))
+def sweep_of(folder, values, **sections):
+    """The sweep of the base plan with these sections."""
+    return sweep_of_plan(plan_dict(**sections), str(write_plan(folder, **sections)), values)
+
+
+def axes(values):
+    """Options of the command with these values."""
+    return [word for key, items in values.items() for word in ("--set", f"{key}={json.dumps(items)}")]
 
 
 def tune_command(folder):

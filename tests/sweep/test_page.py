@@ -1,4 +1,4 @@
-"""The sweep file and the code of the page on sweeps do what the page says."""
+"""The code of the page on sweeps does what the page says."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import pipeproof as pp
-from pipeproof.analysis.sweep.sweep_file import load_sweep
 from tests.cli.commands import EXAMPLES, REPOSITORY
 
 
@@ -17,27 +16,15 @@ def blocks(page, language):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    (tmp_path / "base.yaml").write_text((EXAMPLES / "gpt_pp4.yaml").read_text().replace("layers: 4", "layers: 8"))
+    (tmp_path / "plan.yaml").write_text((EXAMPLES / "gpt_pp4.yaml").read_text().replace("layers: 4", "layers: 8"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_the_sweep_of_the_page(folder, capsys):
-    (text,) = blocks("sweep.md", "yaml")
-    (folder / "sweep.yaml").write_text(text)
-    points = load_sweep("sweep.yaml").points
-    assert len(points) == 3 * 2 * 2 + 1
-    assert points[1].plan["topology"]["pp"] == 8
-    assert points[1].plan["cost"]["forward_us"] == 100
-    assert points[-1].plan["schedule"] == {
-        "kind": "zb_v", "num_chunks": 2, "num_micro_batches": 8, "micro_batch_size": 2,
-    }  # fmt: skip
+def test_the_code_of_the_page(folder, capsys):
     (code,) = blocks("sweep.md", "python")
     exec(compile(code, "sweep.md", "exec"), {})
-    *results, best = capsys.readouterr().out.splitlines()
-    assert len(results) == len(points)
-    assert all("Status.OK" in line for line in results)
-    assert float(best) > 0
+    assert float(capsys.readouterr().out) > 0
 
 
 VALUES = {"schedule.num_micro_batches": [4, 8]}

@@ -20,7 +20,7 @@ GRID = {"schedule.num_micro_batches": [3, 4, 5], "topology.tp": [1, 3]}
 def made(tmp_path_factory):
     """A sweep, its results, and the bytes of its results file."""
     folder = tmp_path_factory.mktemp("sweep")
-    sweep = sweep_of(folder, grid=GRID)
+    sweep = sweep_of(folder, GRID)
     path = folder / "results.jsonl"
     with open_results(path, sweep) as file, ThreadPoolExecutor(1) as pool:
         assert file.done == {}
@@ -58,7 +58,7 @@ def test_results_of_another_sweep_are_refused_and_left_alone(made, tmp_path):
     path = tmp_path / "results.jsonl"
     for cut in (0, 3):
         path.write_bytes(content[: len(content) - cut])
-        other = sweep_of(tmp_path, grid={"topology.tp": [1, 3]})
+        other = sweep_of(tmp_path, {"topology.tp": [1, 3]})
         with pytest.raises(ResultsFileError, match="another sweep, digest") as refusal, open_results(path, other):
             pass
         assert other.digest[:12] in str(refusal.value)

@@ -12,11 +12,10 @@ from pipeproof import __version__
 from pipeproof.analysis.sweep import run_sweep as run_module
 from pipeproof.analysis.sweep.evaluate_point import PointResult, Status, evaluate
 from pipeproof.analysis.sweep.run_sweep import OtherVersionError, run_sweep
-from pipeproof.analysis.sweep.sweep_file import load_sweep
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
-from tests.sweep.files import dies_at_four, dies_once, raises_at_four, sweep_of, write_sweep
+from tests.sweep.files import dies_at_four, dies_once, raises_at_four, sweep_of
 
 SLOW = {"bandwidth": 100, "latency_us": 50}
 GRID = {"schedule.kind": ["1f1b", "gpipe", "zb_h1"], "schedule.num_micro_batches": [3, 4, 5]}
@@ -41,7 +40,7 @@ class Here(Executor):
 
 
 def test_figures_are_those_of_check_and_simulate(tmp_path):
-    sweep = sweep_of(tmp_path, grid=GRID, include=[{"cost.forward_us": "1/3", "topology.dp": 2}])
+    sweep = sweep_of(tmp_path, {**GRID, "cost": [{}, {"forward_us": "1/3"}]})
     results = run_sweep(sweep, Here())
     assert [result.id for result in results] == [point.id for point in sweep.points]
     for point, result in zip(sweep.points, results, strict=True):
@@ -61,7 +60,7 @@ def test_figures_are_those_of_check_and_simulate(tmp_path):
 
 
 def test_a_shorter_last_micro_batch_counts_as_it_is(tmp_path):
-    sweep = sweep_of(tmp_path, grid={"schedule.last_micro_batch_size": [1]})
+    sweep = sweep_of(tmp_path, {"schedule.last_micro_batch_size": [1]})
     (result,) = run_sweep(sweep, Here())
     assert result.makespan / result.sequence == 3 * 2 + 1
 
@@ -80,7 +79,7 @@ def test_a_shorter_last_micro_batch_counts_as_it_is(tmp_path):
     ],
 )
 def test_a_point_that_is_refused_is_a_result(point, code, tmp_path):
-    (result,) = run_sweep(sweep_of(tmp_path, include=[point]), Here())
+    (result,) = run_sweep(sweep_of(tmp_path, {key: [value] for key, value in point.items()}), Here())
     assert (result.status, result.code) == (Status.REFUSED, code), result.message
     assert result.message
     assert result.makespan is None
@@ -89,12 +88,9 @@ def test_a_point_that_is_refused_is_a_result(point, code, tmp_path):
 def test_schedule_files_are_relative_to_the_base_plan(tmp_path):
     folder = tmp_path / "plans"
     folder.mkdir()
-    write_sweep(folder, {})
     (folder / "orders.csv").write_text("0F0,0B0\n1F0,1B0\n")
     named = {"kind": "file", "path": "orders.csv", "num_micro_batches": 1}
-    path = tmp_path / "sweep.yaml"
-    path.write_text(json.dumps({"plan": "plans/base.json", "include": [{"schedule": named}]}))
-    (result,) = run_sweep(load_sweep(path), Here())
+    (result,) = run_sweep(sweep_of(folder, {"schedule": [named]}), Here())
     assert result.status is Status.OK, result.message
 
 
@@ -114,7 +110,7 @@ def test_results_come_back_from_json(result):
 
 
 def test_points_that_are_done_are_skipped(tmp_path):
-    sweep = sweep_of(tmp_path, grid=GRID)
+    sweep = sweep_of(tmp_path, GRID)
     all_of_them = run_sweep(sweep, Here())
     here, new = Here(), []
     done = {result.id: result for result in all_of_them[:6]}
@@ -124,7 +120,7 @@ def test_points_that_are_done_are_skipped(tmp_path):
 
 
 def test_threads_are_an_executor_too_and_stay_open(tmp_path):
-    sweep = sweep_of(tmp_path, grid=GRID)
+    sweep = sweep_of(tmp_path, GRID)
     with ThreadPoolExecutor(2) as pool:
         assert run_sweep(sweep, pool, num_in_flight=2) == run_sweep(sweep, Here())
         assert pool.submit(lambda: 3).result() == 3
@@ -147,12 +143,12 @@ def test_no_more_points_are_handed_over_than_asked(tmp_path):
             Counting.flying -= 1
 
     with Counting(2) as pool:
-        run_sweep(sweep_of(tmp_path, grid=GRID), pool, num_in_flight=3)
+        run_sweep(sweep_of(tmp_path, GRID), pool, num_in_flight=3)
     assert 1 < Counting.largest <= 3
 
 
 def test_what_raises_is_tried_twice_and_has_failed(tmp_path):
-    sweep, here = sweep_of(tmp_path, grid=GRID), Here()
+    sweep, here = sweep_of(tmp_path, GRID), Here()
     results = run_sweep(sweep, here, evaluate_point=raises_at_four)
     failed = [result for result in results if result.status is Status.FAILED]
     assert [result.settings["schedule.num_micro_batches"] for result in failed] == [4, 4, 4]
@@ -197,7 +193,7 @@ def test_ctrl_c_leaves_locks_and_results_whole(tmp_path, monkeypatch, handler):
         signal.raise_signal(signal.SIGINT)
         kept.append(result)
 
-    sweep = sweep_of(tmp_path, grid={"schedule.num_micro_batches": [2, 3, 4]})
+    sweep = sweep_of(tmp_path, {"schedule.num_micro_batches": [2, 3, 4]})
     run_module_wait, kept = run_module.wait, []
     with pytest.raises(KeyboardInterrupt):
         run_sweep(sweep, Here(), num_in_flight=2, on_result=keep)
@@ -213,7 +209,7 @@ def test_ctrl_c_leaves_locks_and_results_whole(tmp_path, monkeypatch, handler):
 def test_an_ignored_ctrl_c_stays_ignored(tmp_path, handler):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        sweep = sweep_of(tmp_path, grid={"schedule.num_micro_batches": [2, 3]})
+        sweep = sweep_of(tmp_path, {"schedule.num_micro_batches": [2, 3]})
         assert len(run_sweep(sweep, Here(), on_result=lambda result: signal.raise_signal(signal.SIGINT))) == 2
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
@@ -221,7 +217,7 @@ def test_an_ignored_ctrl_c_stays_ignored(tmp_path, handler):
 
 
 def test_points_of_a_chunk_share_a_call_and_not_their_failures(tmp_path):
-    sweep, chunks = sweep_of(tmp_path, grid=GRID), Chunks()
+    sweep, chunks = sweep_of(tmp_path, GRID), Chunks()
     assert run_sweep(sweep, chunks, chunk_size=4) == run_sweep(sweep, Here())
     assert chunks.sizes == [4, 4, 1]
     retried = Chunks()
@@ -236,30 +232,30 @@ def test_a_worker_of_another_version_ends_the_sweep_with_both_versions(tmp_path,
     monkeypatch.setattr("pipeproof.analysis.sweep.evaluate_point.__version__", "99.9")
     kept = []
     with pytest.raises(OtherVersionError, match=rf"has pipeproof 99\.9, and this is {re.escape(__version__)}"):
-        run_sweep(sweep_of(tmp_path, grid=GRID), Here(), on_result=kept.append)
+        run_sweep(sweep_of(tmp_path, GRID), Here(), on_result=kept.append)
     assert kept == []
 
 
 def test_an_executor_that_breaks_is_told_and_results_so_far_are_kept(tmp_path):
     kept = []
     with pytest.raises(BrokenExecutor):
-        run_sweep(sweep_of(tmp_path, grid=GRID), Here(most=5), num_in_flight=1, on_result=kept.append)
+        run_sweep(sweep_of(tmp_path, GRID), Here(most=5), num_in_flight=1, on_result=kept.append)
     assert len(kept) == 5
 
 
 def test_own_processes_give_the_same(tmp_path):
-    sweep = sweep_of(tmp_path, grid={"schedule.num_micro_batches": [3, 4]})
+    sweep = sweep_of(tmp_path, {"schedule.num_micro_batches": [3, 4]})
     assert run_sweep(sweep, num_workers=2) == run_sweep(sweep, Here())
 
 
 def test_a_killed_worker_costs_its_own_point_only(tmp_path):
-    sweep = sweep_of(tmp_path, grid={"schedule.num_micro_batches": [3, 4, 5]})
+    sweep = sweep_of(tmp_path, {"schedule.num_micro_batches": [3, 4, 5]})
     results = run_sweep(sweep, num_workers=2, evaluate_point=dies_at_four)
     assert [result.status for result in results] == [Status.OK, Status.FAILED, Status.OK]
     assert "died, twice" in results[1].message
 
 
 def test_a_worker_that_is_killed_once_is_made_good(tmp_path):
-    sweep = sweep_of(tmp_path, grid={"schedule.num_micro_batches": [3, 4]})
+    sweep = sweep_of(tmp_path, {"schedule.num_micro_batches": [3, 4]})
     results = run_sweep(sweep, num_workers=1, evaluate_point=dies_once)
     assert results == tuple(evaluate(point, sweep.plan_file) for point in sweep.points)

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from pipeproof.analysis.sweep.evaluate_point import PointResult, Status
 from pipeproof.analysis.sweep.results_table import FIGURES, best_first, render_table, sweep_to_csv
-from pipeproof.analysis.sweep.sweep_file import Sweep
-from pipeproof.analysis.sweep.sweep_points import Point
+from pipeproof.analysis.sweep.sweep_points import Point, Sweep
 
 
 def result(number, settings, makespan, **figures):
@@ -32,7 +31,7 @@ RESULTS = (
     PointResult("4" * 16, {"topology": {"pp": 6, "tp": None}}, Status.FAILED, message="died, twice"),
 )
 SWEEP = Sweep(
-    "sweep.yaml", "base.yaml", ("schedule.kind", "topology.pp", "topology"),
+    "base.yaml", ("schedule.kind", "topology.pp", "topology"),
     tuple(Point(one.settings, {}, one.id) for one in RESULTS), "0" * 64,
 )  # fmt: skip
 

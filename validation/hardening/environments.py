@@ -126,7 +126,6 @@ class Command:
         return directory / "out" / next(word for word in self.words.split() if "OUT" in word)
 
 
-_SWEEP = f"plan: {_EXAMPLES / 'gpt_pp4.yaml'}\nsweep: {{schedule.num_micro_batches: [4, 8]}}\n"
 COMMANDS = (
     Command("check IN"),
     Command("show IN"),
@@ -134,7 +133,7 @@ COMMANDS = (
     Command("simulate IN -o OUT.csv"),
     Command("simulate IN -o OUT.json"),
     Command("tune IN"),
-    Command("sweep IN -o OUT.jsonl", _SWEEP),
+    Command("sweep IN --set schedule.num_micro_batches=[4,8] -o OUT.jsonl"),
     Command("schedule show 1f1b -p 4 -m 8 --as text"),
     Command("schedule solve IN -o OUT.csv"),
     Command("schedule list"),

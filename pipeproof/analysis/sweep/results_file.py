@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pipeproof.analysis.sweep.evaluate_point import PointResult
-from pipeproof.analysis.sweep.sweep_file import Sweep
+from pipeproof.analysis.sweep.sweep_points import Sweep
 from pipeproof.foreign_text import decode_json
 from pipeproof.system_calls import lock_file
 from pipeproof.verify.certificate import RULE_SET_VERSION

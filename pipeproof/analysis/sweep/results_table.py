@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pipeproof.analysis.sweep.evaluate_point import PointResult, Status
-from pipeproof.analysis.sweep.sweep_file import Sweep
+from pipeproof.analysis.sweep.sweep_points import Sweep
 from pipeproof.views.csv_cells import no_formula
 from pipeproof.views.timeline_text import format_us
 

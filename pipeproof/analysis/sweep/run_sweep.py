@@ -19,8 +19,7 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from pipeproof.analysis.sweep.evaluate_point import Evaluate, PointResult, Status, evaluate, evaluate_chunk
-from pipeproof.analysis.sweep.sweep_file import Sweep
-from pipeproof.analysis.sweep.sweep_points import Point
+from pipeproof.analysis.sweep.sweep_points import Point, Sweep
 from pipeproof.system_calls import interrupt_blocked
 from pipeproof.version import __version__
 
@@ -46,7 +45,7 @@ def run_sweep(
     """Check and simulate the points of a sweep; the results in the order of its points.
 
     Args:
-        sweep: What ``load_sweep`` read.
+        sweep: The points, such as ``sweep_of_plan`` has them.
         executor: Where points are evaluated; it stays open. Without it, in ``num_workers`` processes on this machine.
         done: Results by point id that are there already: those points are skipped.
         num_workers: Processes; without it, as many as there are processors. Not with ``executor``.

@@ -1,16 +1,31 @@
-"""The points of a sweep: what each sets, and the plan data that comes of it."""
+"""The points of a sweep: the keys of a plan that take several values, and the plan of each combination."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from math import prod
+from pathlib import Path
+from typing import Any, Final, Literal, get_origin
+
+from pydantic import BaseModel
+
+from pipeproof.diagnostics.finding import Finding, Severity
+from pipeproof.diagnostics.problems import describe_value, nearest_name
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.specs.cost import CostSource, cost_source, placeholder_note
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.specs.section import sections_in
+from pipeproof.version import __version__
 
 Settings = Mapping[str, Any]
 """Dotted plan keys with the values that a point gives them."""
+
+MAX_POINTS: Final = 100_000
+"""Most points of a sweep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,29 +37,73 @@ class Point:
     id: str
 
 
-def grid_of(
-    grid: Mapping[str, Sequence[Any]], zipped: Mapping[str, Sequence[Any]], include: Sequence[Settings]
-) -> Iterator[Settings]:
-    """The settings of all points: the product of the grid and the rows of ``zipped``, then the extra points.
+@dataclass(frozen=True)
+class Sweep:
+    """The points of a plan and the keys that they set.
 
-    The first key changes slowest. The lists of ``zipped`` are equally long.
+    ``plan_file`` is that of the plan, to which files that points name are relative. ``digest`` is the same where all
+    points, the files that they name and pipeproof's version are the same.
     """
-    if grid or zipped:
-        rows = list(zip(*zipped.values(), strict=True)) if zipped else [()]
-        for values in product(*grid.values()):
-            for row in rows:
-                yield {**dict(zip(grid, values, strict=True)), **dict(zip(zipped, row, strict=True))}
-    yield from include
+
+    plan_file: str
+    keys: tuple[str, ...]
+    points: tuple[Point, ...]
+    digest: str
+
+    @property
+    def cost_source(self) -> CostSource | Literal["mixed"]:
+        """Origin of the times of all points; mixed if they differ."""
+        sources = {cost_source(keys) for keys in self._cost_keys}
+        return sources.pop() if len(sources) == 1 else "mixed"
+
+    @property
+    def placeholder_note(self) -> str:
+        """A sentence about times that points leave out, with the number of points if others have times.
+
+        A placeholder is the time of a stage, so points with other numbers of stages have other work.
+        """
+        noted = [(note, point) for point, keys in zip(self.points, self._cost_keys, strict=True)
+                 if (note := placeholder_note(keys))]  # fmt: skip
+        if not noted:
+            return ""
+        note = noted[0][0]
+        text = note if len(noted) == len(self.points) else f"{len(noted)} of {len(self.points)} points: {note}"
+        if len({_num_stages(point) for _, point in noted}) == 1:
+            return text
+        return f"{text}; points with more stages have more work, unless `cost` gives the times of their stages"
+
+    @property
+    def _cost_keys(self) -> list[frozenset[str]]:
+        """Keys that each point gives in its section ``cost``; a point without a proper section is refused later."""
+        sections = [point.plan.get("cost") for point in self.points]
+        given = [section if isinstance(section, Mapping) else {} for section in sections]
+        return [frozenset(key for key, value in section.items() if value is not None) for section in given]
 
 
-def points_of(base: Mapping[str, Any], settings: Iterable[Settings]) -> tuple[Point, ...]:
-    """A point for each settings, in order; of several that come to the same plan the first one stays."""
+def sweep_of_plan(plan: Mapping[str, Any], plan_file: str, values: Mapping[str, Sequence[Any]]) -> Sweep:
+    """Return the sweep of all combinations of values; the first key changes slowest.
+
+    Of several combinations that give the same plan, the first is a point.
+
+    Args:
+        plan: The keys of the plan, as a plan file has them.
+        plan_file: Its file, or where it would be.
+        values: Values by dotted key. A mapping is laid over the mapping of the plan, and None removes a key.
+
+    Raises:
+        PlanFileError: all findings about the values.
+    """
+    findings = [*_findings(values)]
+    if findings:
+        raise PlanFileError(*findings)
     points: dict[str, Point] = {}
-    for one in settings:
-        plan = laid_over(base, one)
-        point = Point(one, plan, digest_of(plan)[:16])
+    for combination in product(*values.values()):
+        settings = dict(zip(values, combination, strict=True))
+        laid = laid_over(plan, settings)
+        point = Point(settings, laid, digest_of(laid)[:16])
         points.setdefault(point.id, point)
-    return tuple(points.values())
+    found = tuple(points.values())
+    return Sweep(plan_file, tuple(values), found, _digest(found, Path(plan_file).parent))
 
 
 def laid_over(base: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
@@ -88,3 +147,83 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
         else:
             merged[key] = value
     return merged
+
+
+def _digest(points: Sequence[Point], folder: Path) -> str:
+    named = sorted({str(path) for point in points for path in _named_files(point)})
+    files = {path: _file_digest(folder / path) for path in named}
+    return digest_of([__version__, [point.id for point in points], files])
+
+
+def _num_stages(point: Point) -> tuple[object, object]:
+    """The pipeline ranks and the chunks of a point, as they are written."""
+    topology, schedule = (point.plan.get(name) for name in ("topology", "schedule"))
+    ranks = topology.get("pp", 1) if isinstance(topology, Mapping) else None
+    return ranks, schedule.get("num_chunks", 1) if isinstance(schedule, Mapping) else None
+
+
+def _named_files(point: Point) -> Iterator[object]:
+    """The schedule and the profile of a point, where it names them."""
+    for section, key in (("schedule", "path"), ("cost", "profile")):
+        keys = point.plan.get(section)
+        if isinstance(keys, Mapping) and keys.get(key) is not None:
+            yield keys[key]
+
+
+def _file_digest(path: Path) -> str | None:
+    """None for a plan that cannot be read: its points are refused with the reason."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except (OSError, ValueError):
+        return None
+
+
+def _findings(values: Mapping[str, Sequence[Any]]) -> Iterator[Finding]:
+    """Errors of the values, so that a misspelt key is reported once and not by every point."""
+    for key, items in values.items():
+        wrong = unknown_part(key)
+        if wrong is not None:
+            near = near_key(key)
+            fix = f"did you mean `{near}`?" if near else "keys are those of a plan file, such as `schedule.kind`"
+            yield Finding("PP102", Severity.ERROR, f"a plan has no key `{wrong}`", help=fix)
+        if not items:
+            yield Finding("PP105", Severity.ERROR, f"`{key}` must have at least one value, found an empty list")
+        for value in items:
+            try:
+                json.dumps(value, allow_nan=False)
+            except ValueError:
+                message = f"`{key}` must be finite, found {describe_value(value)}"
+                yield Finding("PP106", Severity.ERROR, message)
+    num_points = prod(map(len, values.values()))
+    if num_points > MAX_POINTS:
+        message = f"the sweep has {num_points} points, and at most {MAX_POINTS} are taken"
+        yield Finding("PP106", Severity.ERROR, message, help="give fewer values, or make several sweeps")
+
+
+def unknown_part(key: str) -> str | None:
+    """The part of ``schedule.kind`` and the like, from its beginning, that no plan has; None if all is known."""
+    sections: tuple[type[BaseModel], ...] = (PlanSpec,)
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        fields = [section.model_fields[part] for section in sections if part in section.model_fields]
+        if not fields:
+            return ".".join(parts[: depth + 1])
+        sections = tuple(section for field in fields for section in _sections_in(field.annotation))
+    return None
+
+
+def near_key(key: str) -> str | None:
+    """The known dotted key that was probably meant."""
+    known = [
+        f"{section}.{name}"
+        for section, field in PlanSpec.model_fields.items()
+        for model in _sections_in(field.annotation)
+        for name in model.model_fields
+    ]
+    last = key.rpartition(".")[2]
+    return nearest_name(key, known) or next((other for other in known if other.endswith(f".{last}")), None)
+
+
+def _sections_in(annotation: Any) -> tuple[type[BaseModel], ...]:
+    """The sections that a key may hold; none for a plain value, and for a list, which is set as a whole."""
+    return () if get_origin(annotation) is tuple else sections_in(annotation)

@@ -23,8 +23,7 @@ from typing import Any
 from pipeproof.analysis.sweep.evaluate_point import Evaluate, PointResult, Status
 from pipeproof.analysis.sweep.results_file import ResultsFile, open_results
 from pipeproof.analysis.sweep.run_sweep import own_processes, run_sweep
-from pipeproof.analysis.sweep.sweep_file import Sweep
-from pipeproof.analysis.sweep.sweep_points import Point, digest_of
+from pipeproof.analysis.sweep.sweep_points import Point, Sweep, digest_of
 from pipeproof.analysis.tune.device_layouts import DeviceLayouts
 from pipeproof.analysis.tune.evaluate_layout import check_layout, simulate_layout
 from pipeproof.analysis.tune.frameworks import FRAMEWORKS, every_schedule, named_framework
@@ -326,7 +325,7 @@ class _Search:
 
     def _sweep(self, points: tuple[Point, ...]) -> Sweep:
         digest = digest_of([__version__, self._choices.identity, self._memory_gib])
-        return Sweep("tune", "tune", (), points, digest)
+        return Sweep("tune", (), points, digest)
 
     def _report(self, task: str, done: int, total: int) -> None:
         if self._on_progress is not None:

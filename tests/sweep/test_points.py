@@ -1,0 +1,107 @@
+"""Sweeps of a plan: which points they have, and what is wrong with their values."""
+
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeproof.analysis.sweep.sweep_points import laid_over, sweep_of_plan, unknown_part
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.specs.plan import PlanSpec
+from tests.plans import plan_dict
+from tests.sweep.files import sweep_of
+
+
+def settings(sweep):
+    return [dict(point.settings) for point in sweep.points]
+
+
+def test_points_are_all_combinations_and_the_first_key_changes_slowest(tmp_path):
+    sweep = sweep_of(tmp_path, {"schedule.kind": ["1f1b", "gpipe"], "cost.forward_us": [10, 20]})
+    assert settings(sweep) == [
+        {"schedule.kind": "1f1b", "cost.forward_us": 10},
+        {"schedule.kind": "1f1b", "cost.forward_us": 20},
+        {"schedule.kind": "gpipe", "cost.forward_us": 10},
+        {"schedule.kind": "gpipe", "cost.forward_us": 20},
+    ]
+    assert sweep.keys == ("schedule.kind", "cost.forward_us")
+    assert sweep.points[1].plan["cost"] == {"forward_us": 20}
+
+
+def test_the_same_plan_twice_is_one_point(tmp_path):
+    sweep = sweep_of(tmp_path, {"topology": [{"tp": 1}, {"tp": 2}, {"tp": 1, "pp": 2}]})
+    assert settings(sweep) == [{"topology": {"tp": 1}}, {"topology": {"tp": 2}}]
+
+
+KEYS = st.sampled_from(["cost.forward_us", "topology.tp", "schedule.kind"])
+
+
+@given(st.dictionaries(KEYS, st.lists(st.integers(), min_size=1, max_size=4, unique=True), min_size=1, max_size=3))
+def test_as_many_points_as_the_lists_say(values):
+    assert len(sweep_of_plan({}, "plan.yaml", values).points) == prod(map(len, values.values()))
+
+
+def test_what_is_set_is_laid_over_the_plan():
+    base = {"a": {"b": 1, "c": {"d": 2}}, "e": [1, 2]}
+    laid = laid_over(base, {"a.c": {"f": 3}, "e": [4], "a.b": None, "g.h": 5, "e2": None})
+    assert laid == {"a": {"c": {"d": 2, "f": 3}}, "e": [4], "g": {"h": 5}}
+    assert base == {"a": {"b": 1, "c": {"d": 2}}, "e": [1, 2]}
+    both = laid_over({"transport": "partial"}, {"transport.forward": "full"})
+    assert both["transport"] == {"forward": "full", "backward": "partial"}
+    computed = laid_over({"cost": {"analytic": "h200"}}, {"cost.analytic.matmul_efficiency": 0.5})
+    assert computed["cost"] == {"analytic": {"device": "h200", "matmul_efficiency": 0.5}}
+
+
+def test_every_key_of_plans_is_known():
+    for section, field in PlanSpec.model_fields.items():
+        assert unknown_part(section) is None
+        for key in getattr(field.annotation, "model_fields", {}):
+            assert unknown_part(f"{section}.{key}") is None
+    assert unknown_part("model.moe.num_experts") is None
+    assert unknown_part("model.mtp.num_modules") is None  # of a later release: each point says so
+    assert unknown_part("schedule.kind.more") == "schedule.kind.more"
+    assert unknown_part("boundaries.name") == "boundaries.name"  # a list is set as a whole
+    assert unknown_part("topologie.pp") == "topologie"
+
+
+def test_the_digest_is_of_points_and_the_files_that_they_name(tmp_path):
+    values = {"topology.tp": [1, 2]}
+    digest = sweep_of(tmp_path, values).digest
+    assert sweep_of(tmp_path, values).digest == digest
+    assert sweep_of(tmp_path, {"topology.tp": [1]}).digest != digest
+    assert sweep_of(tmp_path, values, schedule={"num_micro_batches": 8}).digest != digest
+    named = {"schedule": [{"kind": "file", "path": "orders.csv"}]}
+    missing = sweep_of(tmp_path, named).digest
+    (tmp_path / "orders.csv").write_text("0F0,0B0\n")
+    there = sweep_of(tmp_path, named).digest
+    (tmp_path / "orders.csv").write_text("0F0\n")
+    assert len({missing, there, sweep_of(tmp_path, named).digest}) == 3
+
+
+def test_the_digest_is_of_the_profile_too(tmp_path):
+    (tmp_path / "profile.json").write_text("1")
+    named = {"cost": [{"profile": "profile.json"}]}
+    before = sweep_of(tmp_path, named).digest
+    (tmp_path / "profile.json").write_text("2")
+    assert sweep_of(tmp_path, named).digest != before
+
+
+@pytest.mark.parametrize(
+    ("values", "code", "words", "help"),
+    [
+        ({"topology.pp": []}, "PP105", "an empty list", None),
+        ({"topologie.pp": [2]}, "PP102", "no key `topologie`", "`topology.pp`"),
+        ({"schedule.knd": ["gpipe"]}, "PP102", "no key `schedule.knd`", "`schedule.kind`"),
+        ({"num_chunks": [2]}, "PP102", "no key `num_chunks`", "`schedule.num_chunks`"),
+        ({"cost.forward_us": [float("inf")]}, "PP106", "finite", None),
+        ({"topology.pp": range(1000), "topology.tp": range(101)}, "PP106", "101000 points", "fewer values"),
+    ],
+)
+def test_what_is_wrong_is_said_once(values, code, words, help):
+    with pytest.raises(PlanFileError) as refusal:
+        sweep_of_plan(plan_dict(), "plan.yaml", values)
+    (finding,) = refusal.value.findings
+    assert finding.code == code
+    assert words in finding.message
+    assert help is None or help in finding.help
