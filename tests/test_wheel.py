@@ -125,7 +125,6 @@ def test_what_it_carries_beside_code_is_there(installed, tmp_path):
     (tmp_path / "plan.yaml").write_bytes((EXAMPLES / "gpt_pp4.yaml").read_bytes())
     assert "PP201 (error)" in use(installed, tmp_path, "pipeproof", "--explain", "PP201").stdout
     assert '"title": "pipeproof plan"' in use(installed, tmp_path, "pipeproof", "--schema").stdout
-    assert "_PIPEPROOF_COMPLETE" in use(installed, tmp_path, "pipeproof", "--completion", "zsh").stdout
     drawn = use(installed, tmp_path, "pipeproof", "simulate", "plan.yaml", "-o", "page.html")
     assert (drawn.returncode, drawn.stderr) == (0, "")
     assert "<html" in (tmp_path / "page.html").read_text()

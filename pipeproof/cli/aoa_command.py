@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeproof.cli.completion import PLACE, complete_convention, is_plan
 from pipeproof.cli.console import echo, format_option, opening_checkpoints, refusing_bad_plans
+from pipeproof.cli.path_types import PLACE, is_plan
 from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.set_option import set_option
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 @click.option("--to", "target", type=PLACE, metavar="PLACE",
               help="The checkpoint or plan whose tensors they make; without it, all that they make.")  # fmt: skip
 @set_option
-@click.option("--names", metavar="CONVENTION", shell_complete=complete_convention,
+@click.option("--names", metavar="CONVENTION",
               help="Write the statements from this convention of names to that of --to-names.")  # fmt: skip
-@click.option("--to-names", metavar="CONVENTION", shell_complete=complete_convention,
+@click.option("--to-names", metavar="CONVENTION",
               help="With --names, the other convention.")  # fmt: skip
 @click.option("--expand", is_flag=True, help="Print the statements with every pattern replaced by names.")
 @click.option("--inverse", "inverted", is_flag=True, help="Print the statements that make the source again.")

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, format_option, refusing_bad_plans
 from pipeproof.cli.import_command import import_from
+from pipeproof.cli.path_types import PLACE
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
 from pipeproof.comm.backend_rows import Queue
@@ -72,7 +72,7 @@ def _check_log(
 
 
 @click.command()
-@click.argument("files", metavar="[PLAN]...", type=PlanFile(), nargs=-1)
+@click.argument("files", metavar="[PLAN]...", type=PLACE, nargs=-1)
 @plan_options()
 @click.option("--program", type=click.Path(path_type=Path),
               help="Check this program text, without a plan.")  # fmt: skip

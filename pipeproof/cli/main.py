@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from pipeproof.cli.completion import complete_code, completion_option
 from pipeproof.cli.console import console_for, echo, output_closed, refused_by_system, wrapped
 from pipeproof.cli.help_sections import LazyCommands, SectionedGroup
 from pipeproof.diagnostics.finding import PipeproofError
@@ -38,7 +37,7 @@ def _explain(context: click.Context, parameter: click.Parameter, code: str | Non
 
 
 explain_option = click.option(
-    "--explain", metavar="CODE", is_eager=True, expose_value=False, callback=_explain, shell_complete=complete_code,
+    "--explain", metavar="CODE", is_eager=True, expose_value=False, callback=_explain,
     help="Explain a code such as PP201, with a wrong and a right example, and exit.",
 )  # fmt: skip
 
@@ -140,7 +139,6 @@ _MOST_ERROR_TEXT = 300
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @explain_option
 @schema_option
-@completion_option
 @click.version_option(__version__, prog_name="pipeproof")
 def main() -> None:
     """Prove, time and run a pipeline-parallel training plan.

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeproof.atomic_write import write_json
-from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, refusing_bad_plans, require_separate_outputs, writable
 from pipeproof.cli.number_text import fraction_of
+from pipeproof.cli.path_types import PLACE
 from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.set_option import set_option
 
@@ -46,7 +46,7 @@ def _scales(context: click.Context, parameter: click.Parameter, values: tuple[st
 
 @click.command()
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--plan", type=PlanFile(), help="The plan of the run. Without it, show the content of traces.")
+@click.option("--plan", type=PLACE, help="The plan of the run. Without it, show the content of traces.")
 @set_option
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write the profile, for `cost: {profile: FILE}`.")  # fmt: skip

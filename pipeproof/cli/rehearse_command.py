@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
 from pipeproof.cli.number_text import fraction_of
+from pipeproof.cli.path_types import PLACE
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.rank_options import rank_options
@@ -34,7 +34,7 @@ def _scale(context: click.Context, parameter: click.Parameter, value: str) -> Fr
 
 
 @click.command()
-@click.argument("plan", metavar="PLAN", type=PlanFile())
+@click.argument("plan", metavar="PLAN", type=PLACE)
 @plan_options()
 @click.option("--backend", type=click.Choice(["paddle", "torch"]), help="In place of the plan's `run.backend`.")
 @click.option("--on", "device", type=click.Choice(["cpu", "gpu"]), help="In place of the plan's `run.device`.")

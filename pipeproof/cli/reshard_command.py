@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeproof.cli.completion import PLACE, PlanFile, complete_convention, is_plan
 from pipeproof.cli.console import echo, format_option, note_kind, opening_checkpoints, refusing_bad_plans
+from pipeproof.cli.path_types import PLACE, is_plan
 from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.reshard_output import Outcome, show_findings, show_outcome, showing_copy
 from pipeproof.cli.set_option import set_option
@@ -97,15 +97,15 @@ _MOST_JOBS = 16
 
 @click.command()
 @click.argument("source", type=PLACE)
-@click.argument("target_plan", type=PlanFile(), required=False)
-@click.option("--to", "to_plan", type=PlanFile(), metavar="PLAN", help="The plan that resumes; same as TARGET_PLAN.")
+@click.argument("target_plan", type=PLACE, required=False)
+@click.option("--to", "to_plan", type=PLACE, metavar="PLAN", help="The plan that resumes; same as TARGET_PLAN.")
 @set_option
 @click.option("--check", is_flag=True, help="Prove that nothing is lost or mixed, and write nothing.")
 @click.option("-o", "--output", "out", type=PLACE, metavar="OUT",
               help="The output: a directory, or if it ends with .safetensors, one file with all tensors.")  # fmt: skip
 @click.option("--aoa", type=click.Path(exists=True, path_type=Path, dir_okay=False), metavar="FILE",
               help="AOA statements that make the target's tensors from the source's.")  # fmt: skip
-@click.option("--names", metavar="CONVENTION", shell_complete=complete_convention,
+@click.option("--names", metavar="CONVENTION",
               help="Convention of the tensor names in the one file (huggingface, megatron, paddleformers, ..); with a "
               "plan, of those in SOURCE.")  # fmt: skip
 @click.option("--weights-only", is_flag=True, help="Leave out the optimizer state: training begins at step 0.")

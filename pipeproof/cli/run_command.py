@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.path_types import PLACE
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.rank_options import rank_options
@@ -60,7 +60,7 @@ def _record_directory(context: click.Context, parameter: click.Parameter, value:
 
 
 @click.command()
-@click.argument("plan", metavar="PLAN", type=PlanFile())
+@click.argument("plan", metavar="PLAN", type=PLACE)
 @plan_options()
 @click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write a JSON report.")  # fmt: skip

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import click
 
-from pipeproof.cli.completion import PlanFile, complete_schedule
 from pipeproof.cli.console import format_option, refusing_bad_plans, writable
 from pipeproof.cli.help_sections import LazyCommands, SuggestingGroup
+from pipeproof.cli.path_types import PLACE
 from pipeproof.cli.plan_options import PlanSource, plan_options
 
 FORMATS = ("text", "csv", "csv-comms", "fleet", "svg")
@@ -62,7 +62,7 @@ def list_kinds(form: str) -> None:
 
 
 @schedule.command("show")
-@click.argument("kind", metavar="KIND", shell_complete=complete_schedule)
+@click.argument("kind", metavar="KIND")
 @click.option("-p", "--ranks", type=click.IntRange(1, 1024), required=True, help="Pipeline ranks.")
 @click.option("-m", "--micro-batches", type=click.IntRange(1, 10**5), required=True, help="Micro-batches of a step.")
 @click.option("-v", "--chunks", type=click.IntRange(1, 1024),
@@ -143,7 +143,7 @@ def show_kind(
 
 
 @schedule.command("solve")
-@click.argument("plan", metavar="PLAN", type=PlanFile())
+@click.argument("plan", metavar="PLAN", type=PLACE)
 @plan_options(device=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable, required=True,
               help="Write the schedule here, as PyTorch's CSV of computations.")  # fmt: skip

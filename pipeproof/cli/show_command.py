@@ -6,14 +6,14 @@ from pathlib import Path
 
 import click
 
-from pipeproof.cli.completion import PlanFile
 from pipeproof.cli.console import console_for, refusing_bad_plans
+from pipeproof.cli.path_types import PLACE
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
 
 
 @click.command()
-@click.argument("plan", metavar="PLAN", type=PlanFile())
+@click.argument("plan", metavar="PLAN", type=PLACE)
 @plan_options(device=True)
 @click.option("--rank", type=int, help="Also print the whole program of this global rank.")
 @click.option("--costs", is_flag=True,

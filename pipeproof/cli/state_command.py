@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeproof.cli.completion import PLACE, is_plan
 from pipeproof.cli.console import console_for, echo, format_option, note_kind, opening_checkpoints, refusing_bad_plans
 from pipeproof.cli.help_sections import LazyCommands, SuggestingGroup
+from pipeproof.cli.path_types import PLACE, is_plan
 from pipeproof.cli.progress import showing_progress
 from pipeproof.exit_status import ExitStatus
 

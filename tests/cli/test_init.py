@@ -1,13 +1,10 @@
-"""``pipeproof init``: the plan that it writes, what it asks, and what it refuses."""
+"""``pipeproof init``: the plan that it writes, and what it refuses."""
 
 from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
-from pipeproof.cli import init_command
-from pipeproof.cli import main as cli
 from pipeproof.specs.load_plan import load_plan
 from tests.cli.commands import invoke
 
@@ -82,7 +79,7 @@ def test_an_existing_file_is_kept_without_force(tmp_path):
     ("arguments", "text"),
     [
         ((), "--model, --gpus, --pp, --global-batch are missing"),
-        (SMALL[:-2], "--global-batch is missing, and there is no terminal"),
+        (SMALL[:-2], "--global-batch is missing"),
         ((*SMALL[:-1], "17", "--tp", "1", "--micro-batch-size", "2"), "--global-batch: 17 does not divide by"),
         (("--model", "small", "--gpus", "6", "--pp", "4", "--global-batch", "8"), "--gpus: 6 does not divide by"),
         ((*SMALL, "--schedule", "1f1c"), "did you mean 1f1b?"),
@@ -107,28 +104,3 @@ def test_a_plan_that_fails_the_check_is_not_written(tmp_path):
     assert refused.exit_code == 1
     assert "was not written" in refused.stderr
     assert not file.exists()
-
-
-@pytest.mark.parametrize(
-    ("answers", "facts"),
-    [
-        (["small", "4", "cpu", "1", "1", "4", "1f1b", "1", "16"], (4, "paddle", None)),
-        (["qwen3-30b-a3b", "64", "x100", "h100", "torch", "2", "1", "8", "4", "1f1b", "1", "64"], (4, "torch", "h100")),
-        ([""] * 9, (4, "paddle", None)),
-    ],
-)
-def test_a_terminal_is_asked_what_no_flag_gives(tmp_path, monkeypatch, answers, facts):
-    monkeypatch.setattr(init_command, "_may_ask", lambda: True)
-    file = tmp_path / "new.yaml"
-    result = CliRunner().invoke(cli.main, ["init", "-o", str(file)], input="\n".join(answers) + "\n")
-    assert result.exit_code == 0, result.output
-    spec = load_plan(file).spec
-    device = None if spec.cost.analytic is None else spec.cost.analytic.device
-    assert (spec.topology.pp, spec.run.backend, device) == facts
-
-
-def test_the_end_of_the_input_ends_the_questions(tmp_path, monkeypatch):
-    monkeypatch.setattr(init_command, "_may_ask", lambda: True)
-    result = CliRunner().invoke(cli.main, ["init", "-o", str(tmp_path / "new.yaml")], input="small\n")
-    assert result.exit_code == 1
-    assert not (tmp_path / "new.yaml").exists()

@@ -10,8 +10,8 @@ from typing import Literal
 import click
 
 from pipeproof.atomic_write import write_output
-from pipeproof.cli.completion import GivenPath
 from pipeproof.cli.console import console_for, echo, format_option, note_kind, writable
+from pipeproof.cli.path_types import GivenPath
 from pipeproof.cli.progress import showing_progress
 from pipeproof.exit_status import ExitStatus
 

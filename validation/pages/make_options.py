@@ -20,8 +20,8 @@ INTRODUCTION = """\
 
 # Commands and options
 
-An option means the same in every command that has it. `--help` after a command describes its own. Codes, the
-schema of plans and shell completion concern no single command, so they are options of `pipeproof` itself.
+An option means the same in every command that has it. `--help` after a command describes its own. Codes and the
+schema of plans concern no single command, so they are options of `pipeproof` itself.
 """
 
 
