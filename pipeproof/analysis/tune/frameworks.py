@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
-from pipeproof.specs.pipeline_checks import GENERATED_WITH_PAIRS
 from pipeproof.specs.memory import Recompute
+from pipeproof.specs.pipeline_checks import GENERATED_WITH_PAIRS
 from pipeproof.specs.plan import PlanSpec
 
 FrameworkName = Literal["megatron", "torch", "paddle", "any"]

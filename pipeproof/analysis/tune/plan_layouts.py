@@ -29,8 +29,8 @@ from pipeproof.comm.generated_schedule import generating_pair_time, plan_schedul
 from pipeproof.comm.lower import with_measured_times
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement
-from pipeproof.specs.pipeline_checks import GENERATED_WITH_PAIRS, check_overlap
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
+from pipeproof.specs.pipeline_checks import GENERATED_WITH_PAIRS, check_overlap
 from pipeproof.stages.describe.layer import counts_in_even_cut, layer_order
 from pipeproof.stages.describe.model_family import stage_layers
 
