@@ -48,7 +48,6 @@ EXAMPLES: Final = MappingProxyType(
         "schedule convert": "pipeproof schedule convert schedule.csv --as text",
         "schedule list": "pipeproof schedule list",
         "schedule show": "pipeproof schedule show zb_v -p 4 -m 8",
-        "schedule solve": "pipeproof schedule solve plan.yaml -o solved.csv",
         "show": "pipeproof show plan.yaml --rank 0",
         "simulate": "pipeproof simulate plan.yaml -o timeline.html",
         "state align": "pipeproof state align records/run records/reference",

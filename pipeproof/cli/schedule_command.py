@@ -1,4 +1,4 @@
-"""``pipeproof schedule``: the kinds of schedules, one of them on a timeline, and the solver.
+"""``pipeproof schedule``: the kinds of schedules, and one of them, or that of a plan, on a timeline.
 
 Each command imports what it needs when it runs.
 """
@@ -9,12 +9,14 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from pipeproof.cli.console import format_option, refusing_bad_plans, writable
+from pipeproof.cli.console import format_option, refusing_bad_plans
 from pipeproof.cli.help_sections import LazyCommands, SuggestingGroup
-from pipeproof.cli.path_types import PLACE
+from pipeproof.cli.path_types import is_plan
 from pipeproof.cli.plan_options import PlanSource, plan_options
 
 FORMATS = ("text", "csv", "csv-comms", "fleet", "svg")
@@ -49,7 +51,7 @@ def _time(context: click.Context, parameter: click.Parameter, value: str) -> Fra
 
 @click.group(cls=SuggestingGroup)
 def schedule() -> None:
-    """List and show pipeline schedules, convert their files, and search for the shortest one."""
+    """List and show pipeline schedules, search for the shortest one, and convert their files."""
 
 
 @schedule.command("list")
@@ -62,9 +64,10 @@ def list_kinds(form: str) -> None:
 
 
 @schedule.command("show")
-@click.argument("kind", metavar="KIND")
-@click.option("-p", "--ranks", type=click.IntRange(1, 1024), required=True, help="Pipeline ranks.")
-@click.option("-m", "--micro-batches", type=click.IntRange(1, 10**5), required=True, help="Micro-batches of a step.")
+@click.argument("name", metavar="KIND_OR_PLAN")
+@plan_options(device=True)
+@click.option("-p", "--ranks", type=click.IntRange(1, 1024), help="Pipeline ranks.")
+@click.option("-m", "--micro-batches", type=click.IntRange(1, 10**5), help="Micro-batches of a step.")
 @click.option("-v", "--chunks", type=click.IntRange(1, 1024),
               help="Stages on each rank; without it, the fewest that the schedule allows.")  # fmt: skip
 @click.option("--variant", metavar="NAME", help="The tool whose order is used, where tools differ.")
@@ -97,6 +100,10 @@ def list_kinds(form: str) -> None:
     show_default=True,
     help="Time of a message between two ranks.",
 )
+@click.option("--time-limit", "time_limit_s", type=click.IntRange(1, 10**6),
+              help="With optimal, search for a shorter schedule with OR-tools (extra `solve`): seconds of the solver's "
+                   "own clock, which counts its steps, so that results repeat; one takes about 1 to 10 real "
+                   "seconds.")  # fmt: skip
 @click.option("--no-check", is_flag=True, help="Leave out the check of the schedule with its communication.")
 @format_option()
 @click.option("--as", "target", type=click.Choice(FORMATS),
@@ -104,65 +111,42 @@ def list_kinds(form: str) -> None:
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
               help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
 def show_kind(
-    kind: str,
-    *,
-    ranks: int,
-    micro_batches: int,
-    chunks: int | None,
-    variant: str | None,
-    splits: int,
-    group_size: int | None,
-    memory_limit: int | None,
-    cost: Times | None,
-    forward: Times | None,
-    backward_input: Times | None,
-    backward_weight: Times | None,
-    overlapped: Times | None,
-    latency: Fraction,
-    no_check: bool,
-    form: str,
-    target: str | None,
-    color: str,
-) -> None:
-    """Show the schedule KIND for given sizes, with every operation as early as possible.
+    name: str, *, source: PlanSource, cost: Times | None, time_limit_s: int | None,
+    no_check: bool, form: str, target: str | None, color: str, **sizes: Any,
+) -> None:  # fmt: skip
+    """Show the schedule KIND for given sizes, or that of a plan, with every operation as early as possible.
 
-    `pipeproof schedule list` names the kinds. Times are exact, in any one unit, of one micro-batch on one stage.
+    `pipeproof schedule list` names the kinds. Times of a kind are exact, in any one unit, of one micro-batch on one
+    stage; a plan has its own. For the kind optimal, the output has the bound that no schedule is below.
     """
-    from pipeproof.cli.schedule_show import ScheduleRequest, show_schedule, write_requested
+    from pipeproof.cli.schedule_show import ScheduleRequest, of_kind, of_plan, show_schedule, write_shown
 
-    parts = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
-    costs = {**_costs(cost, parts), "overlapped": overlapped, "p2p_latency": latency}
-    request = ScheduleRequest(
-        kind, ranks, micro_batches, chunks, variant, splits, group_size, memory_limit,
-        {f"{name}_us": time for name, time in costs.items() if time is not None},
-    )  # fmt: skip
-    if target is not None:
-        write_requested(request, target)
+    output, context = target or form, click.get_current_context()
+    is_given = {size: context.get_parameter_source(size) is not ParameterSource.DEFAULT for size in ("cost", *sizes)}
+    if source.kind is not None or is_plan(Path(name)):
+        for size in (size for size, given in is_given.items() if given):
+            raise click.UsageError(f"--{size.replace('_', '-')} goes with KIND: a plan has its own (--set KEY=VALUE)")
+        with refusing_bad_plans("text", Path(name)):
+            shown = of_plan(source.load(Path(name)), output, time_limit_s)
     else:
-        show_schedule(request, form, verify=not no_check, color=color)
-
-
-@schedule.command("solve")
-@click.argument("plan", metavar="PLAN", type=PLACE)
-@plan_options(device=True)
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable, required=True,
-              help="Write the schedule here, as PyTorch's CSV of computations.")  # fmt: skip
-@click.option("--time-limit", "time_limit_s", type=click.IntRange(1, 10**6), default=60, show_default=True,
-              help="Seconds of the solver's own clock, which counts its steps, so that results repeat; "
-              "one takes about 1 to 10 real seconds.")  # fmt: skip
-@click.option("--memory-limit", type=click.IntRange(1, 10**9),
-              help="Most chunk activations that a rank may hold; overrides the plan's.")  # fmt: skip
-def solve_for(plan: Path, *, source: PlanSource, output: Path, time_limit_s: int, memory_limit: int | None) -> None:
-    """Search for the shortest schedule of a plan, for its times, placement and memory limit.
-
-    The result is proved to be the shortest, or the gap is reported. For a plan with schedule.overlap, a second search
-    has overlapped pairs, and the shortest step of those simulated is written. It needs OR-tools: pip install
-    'pipeproof[solve]'.
-    """
-    with refusing_bad_plans("text", plan):
-        from pipeproof.cli.schedule_solve import solve_plan
-
-        solve_plan(plan, source.load(plan), output, time_limit_s, memory_limit)
+        if source.words:
+            raise click.UsageError(f"{source.words[0]} goes with PLAN: {name} is a kind of schedule")
+        missing = [option for option, size in (("-p", "ranks"), ("-m", "micro_batches")) if sizes[size] is None]
+        if missing:
+            raise click.UsageError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+        parts = {part: sizes.pop(part) for part in ("forward", "backward_input", "backward_weight")}
+        costs = {**_costs(cost, parts), "overlapped": sizes.pop("overlapped"), "p2p_latency": sizes.pop("latency")}
+        request = ScheduleRequest(
+            kind=name, num_ranks=sizes["ranks"], num_micro_batches=sizes["micro_batches"], num_chunks=sizes["chunks"],
+            variant=sizes["variant"], num_sequence_splits=sizes["splits"], group_size=sizes["group_size"],
+            memory_limit=sizes["memory_limit"],
+            cost={f"{part}_us": time for part, time in costs.items() if time is not None},
+        )  # fmt: skip
+        shown = of_kind(request, output, time_limit_s)
+    if target is not None:
+        write_shown(shown, target)
+    else:
+        show_schedule(shown, form, verify=not no_check, color=color)
 
 
 def _costs(cost: Times | None, parts: Mapping[str, Times | None]) -> Mapping[str, Times | None]:

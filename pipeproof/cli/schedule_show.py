@@ -18,7 +18,9 @@ from rich.text import Text
 
 from pipeproof.cli.console import console_for
 from pipeproof.cli.progress import showing_progress
-from pipeproof.comm.generated_schedule import plan_schedule, stage_costs
+from pipeproof.cli.schedule_bound import BoundedSchedule, bounded, require_optimal
+from pipeproof.comm.generated_schedule import generating_pair_time, plan_schedule, stage_costs
+from pipeproof.comm.lower import blaming_plan, own_schedule, with_measured_times
 from pipeproof.comm.sample_plan import sample_plan
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.diagnostics.problems import nearest_name
@@ -56,62 +58,98 @@ class ScheduleRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
-    """A requested schedule with its plan, its times, and the verdict of the rules if they ran."""
+class SelectedSchedule:
+    """A schedule with its plan and its times; ``unit`` is that of times, ``bounded`` is None but for ``optimal``."""
 
-    request: ScheduleRequest
     plan: LoadedPlan
     schedule: Schedule
     costs: StageCosts
-    timed: Timed
-    verdict: ScheduleVerdict | None
+    unit: str
+    placeholder_note: str
+    cost_source: str
+    bounded: BoundedSchedule | None
+
+    @property
+    def timed(self) -> Timed:
+        """When each operation runs, as early as possible."""
+        return asap(self.schedule, self.costs)
 
 
-def show_schedule(request: ScheduleRequest, form: str, *, verify: bool, color: str) -> None:
-    """Print the timeline and figures of a schedule as text or JSON; exit 1 if the rules refuse it.
+def of_kind(request: ScheduleRequest, form: str, time_limit_s: int | None) -> SelectedSchedule:
+    """Return the schedule of a kind; ``form`` is that of the output, which some kinds depend on.
 
     Raises:
         click.UsageError: there is no such kind, or it does not exist for these sizes.
     """
-    with showing_progress(f"generating {request.kind}") as on_progress:
-        plan, schedule = _requested(request, form)
-        costs = stage_costs(plan.spec)
-        on_progress(f"checking {request.kind}", 0, 0)
-        verdict = check_schedule(plan) if verify else None
-        shown = _Shown(request, plan, schedule, costs, asap(schedule, costs), verdict)
+    kind = _kind(request.kind)
+    require_optimal(request.kind, time_limit_s)
+    note = placeholder_note(request.cost, forward="1", backward="2")
+    with showing_progress(f"generating {request.kind}"), _with_option_names():
+        plan = _plan(request, kind, form)
+        if form in ("text", "json", "svg"):
+            _require_moderate_picture(plan, kind)
+        return _selected(plan, "", note, cost_source(request.cost), time_limit_s)
+
+
+def of_plan(plan: LoadedPlan, form: str, time_limit_s: int | None) -> SelectedSchedule:
+    """Return the schedule of a plan, with the times of its stages.
+
+    Raises:
+        PlanFileError: it cannot be generated or read.
+        click.UsageError: it has too many computations for a timeline.
+    """
+    require_optimal(plan.spec.schedule.kind, time_limit_s)
+    with showing_progress(f"generating {plan.spec.schedule.kind}"), blaming_plan(plan):
+        if form in ("text", "json", "svg") and plan.spec.schedule.kind in SCHEDULE_KINDS:
+            _require_moderate_picture(plan, SCHEDULE_KINDS[plan.spec.schedule.kind])
+        cost = plan.spec.cost
+        measured = with_measured_times(plan)
+        return _selected(measured, " us", cost.placeholder_note, cost.source, time_limit_s)
+
+
+def _selected(plan: LoadedPlan, unit: str, note: str, source: str, time_limit_s: int | None) -> SelectedSchedule:
+    foreign = own_schedule(plan)
+    schedule = plan_schedule(plan.spec) if foreign is None else Schedule(foreign.programs)
+    costs = stage_costs(plan.spec, generating_pair_time(plan.spec))
+    found = None
+    if plan.spec.schedule.kind == "optimal":
+        found = bounded(plan.spec, schedule, costs, time_limit_s)
+        schedule = found.schedule
+    return SelectedSchedule(plan, schedule, costs, unit, note, source, found)
+
+
+def show_schedule(shown: SelectedSchedule, form: str, *, verify: bool, color: str) -> None:
+    """Print the timeline and figures of a schedule as text or JSON; exit 1 if the rules refuse it.
+
+    With a schedule that the solver found, the check is of the generated one.
+    """
+    with showing_progress(f"checking {shown.plan.spec.schedule.kind}"):
+        is_solved = shown.bounded is not None and shown.bounded.seconds is not None
+        verdict = check_schedule(shown.plan) if verify and not is_solved else None
     if form == "json":
-        click.echo(json.dumps(_to_json(shown), indent=2))
+        click.echo(json.dumps(_to_json(shown, verdict), indent=2))
     else:
-        _render(shown, console_for(color=color))
+        _render(shown, verdict, console_for(color=color))
     if verdict is not None and verdict.outcome is Outcome.WRONG:
         sys.exit(ExitStatus.FAILED)
 
 
-def write_requested(request: ScheduleRequest, target: str) -> None:
+def write_shown(shown: SelectedSchedule, target: str) -> None:
     """Print a schedule in one of the formats of ``schedule_command.FORMATS``.
 
     Raises:
-        click.UsageError: there is no such kind, it does not exist for these sizes, or the format cannot express it.
+        click.UsageError: the format cannot express it.
     """
-    plan, schedule = _requested(request, target)
     if target == "svg":
-        note = _placeholder_note(request)
-        title = f"{_title(plan)} ({note})" if note else _title(plan)
-        click.echo(schedule_svg(asap(schedule, stage_costs(plan.spec)), title), nl=False)
+        title = _title(shown.plan)
+        if shown.placeholder_note:
+            title += f" ({shown.placeholder_note})"
+        click.echo(schedule_svg(shown.timed, title), nl=False)
         return
     try:
-        click.echo(write_schedule(schedule, target), nl=False)
+        click.echo(write_schedule(shown.schedule, target), nl=False)
     except InexpressibleError as error:
         raise click.UsageError(f"--as {target}: {error}") from error
-
-
-def _requested(request: ScheduleRequest, form: str) -> tuple[LoadedPlan, Schedule]:
-    kind = _kind(request.kind)
-    with _with_option_names():
-        plan = _plan(request, kind, form)
-        if form in ("text", "json", "svg"):
-            _require_moderate_picture(plan, kind)
-        return plan, plan_schedule(plan.spec)
 
 
 def _require_moderate_picture(plan: LoadedPlan, kind: ScheduleKind) -> None:
@@ -203,19 +241,21 @@ def _with_options(text: str) -> str:
     return _KEYS.sub(option, text)
 
 
-def _render(shown: _Shown, console: Console) -> None:
+def _render(shown: SelectedSchedule, verdict: ScheduleVerdict | None, console: Console) -> None:
     timeline = timeline_of(shown.timed)
-    render_timeline(timeline, console, _title(shown.plan), unit="")
+    render_timeline(timeline, console, _title(shown.plan), unit=shown.unit)
     console.print()
     console.print(Text(_costs_text(shown.costs)), soft_wrap=True)
-    if note := _placeholder_note(shown.request):
-        console.print(Text(note), soft_wrap=True)
+    if shown.placeholder_note:
+        console.print(Text(shown.placeholder_note), soft_wrap=True)
     print_lines(figures_lines((str(figures.rank), figures) for figures in figures_of(timeline)), console)
-    if shown.verdict is None:
+    for line in () if shown.bounded is None else shown.bounded.lines(shown.unit):
+        console.print(Text(line), soft_wrap=True)
+    if verdict is None:
         return
-    style = {Outcome.ROBUST: "green", Outcome.CONDITIONAL: "yellow", Outcome.WRONG: "bold red"}[shown.verdict.outcome]
-    verdict = Text.assemble("deadlock: ", (shown.verdict.outcome, style), f": {shown.verdict.reason}")
-    console.print(verdict, soft_wrap=True)
+    style = {Outcome.ROBUST: "green", Outcome.CONDITIONAL: "yellow", Outcome.WRONG: "bold red"}[verdict.outcome]
+    text = Text.assemble("deadlock: ", (verdict.outcome, style), f": {verdict.reason}")
+    console.print(text, soft_wrap=True)
 
 
 def _title(plan: LoadedPlan) -> str:
@@ -227,11 +267,6 @@ def _title(plan: LoadedPlan) -> str:
     parts += [f"{schedule.num_chunks} stages a rank"] if schedule.num_chunks > 1 else []
     parts += [f"{schedule.num_sequence_splits} splits"] if schedule.num_sequence_splits > 1 else []
     return ", ".join(parts)
-
-
-def _placeholder_note(request: ScheduleRequest) -> str:
-    """A sentence about the times that no option gives; empty if there are none."""
-    return placeholder_note(request.cost, forward="1", backward="2")
 
 
 def _costs_text(costs: StageCosts) -> str:
@@ -246,11 +281,12 @@ def _costs_text(costs: StageCosts) -> str:
     return f"times of a stage: {'; '.join(texts)}; B = I + W; latency {format_us(Fraction(costs.latency))}"
 
 
-def _to_json(shown: _Shown) -> dict[str, Any]:
+def _to_json(shown: SelectedSchedule, verdict: ScheduleVerdict | None) -> dict[str, Any]:
     """The form of ``--format json``; see ``docs/schemas/schedule.schema.json``."""
     spec, schedule = shown.plan.spec, shown.plan.spec.schedule
-    stages = stages_of(shown.schedule.programs)
-    figures = figures_of(timeline_of(shown.timed))
+    stages, timed = stages_of(shown.schedule.programs), shown.timed
+    figures = figures_of(timeline_of(timed))
+    bound = None if shown.bounded is None else shown.bounded.bound
     return {
         "kind": schedule.kind,
         "variant": schedule.variant,
@@ -258,10 +294,11 @@ def _to_json(shown: _Shown) -> dict[str, Any]:
         "num_micro_batches": schedule.num_micro_batches,
         "num_chunks": schedule.num_chunks,
         "num_sequence_splits": schedule.num_sequence_splits,
-        "cost_source": cost_source(shown.request.cost),
-        **number_to_json("makespan", Fraction(shown.timed.makespan)),
-        "verdict": None if shown.verdict is None else _verdict_to_json(shown.verdict),
-        "ranks": [_rank_to_json(shown, own, stages[own.rank]) for own in figures],
+        "cost_source": shown.cost_source,
+        **number_to_json("makespan", Fraction(timed.makespan)),
+        **({"bound": None} if bound is None else number_to_json("bound", Fraction(bound))),
+        "verdict": None if verdict is None else _verdict_to_json(verdict),
+        "ranks": [_rank_to_json(shown.schedule, timed, own, stages[own.rank]) for own in figures],
     }
 
 
@@ -274,9 +311,9 @@ def _verdict_to_json(verdict: ScheduleVerdict) -> dict[str, Any]:
     }
 
 
-def _rank_to_json(shown: _Shown, figures: RankFigures, stages: tuple[int, ...]) -> dict[str, Any]:
-    rank, timed = figures.rank, shown.timed
-    begins = shown.schedule.pairs_of(rank)
+def _rank_to_json(schedule: Schedule, timed: Timed, figures: RankFigures, stages: tuple[int, ...]) -> dict[str, Any]:
+    rank = figures.rank
+    begins = schedule.pairs_of(rank)
     ops = zip(timed.programs[rank], timed.starts[rank], timed.ends[rank], strict=True)
     return {
         "rank": rank,

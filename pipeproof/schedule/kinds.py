@@ -260,7 +260,7 @@ _KINDS = (
     ScheduleKind(
         "optimal",
         "the best of many orders for the times of each stage, any placement and a memory limit",
-        "greedy; pipeproof schedule solve improves on it",
+        "greedy; pipeproof schedule show --time-limit improves on it",
         arguments=lambda r: (r.stages_of_ranks, r.num_micro_batches, r.stage_costs, r.memory_limit),
         max_chunks=None,
         placement=Placement.ANY,

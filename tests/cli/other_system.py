@@ -70,7 +70,6 @@ COMMANDS = {
     "schedule convert": [str(EXAMPLES / "schedules" / "zbv_pp2.csv"), "--as", "text"],
     "schedule list": [],
     "schedule show": ["zb_v", "-p", "4", "-m", "8"],
-    "schedule solve": [_PLAN, "-o", "solved.csv"],
     "show": [_PLAN, "--rank", "0"],
     "simulate": [_PLAN, "-o", "timeline.html"],
     "state align": [_LOG, _LOG],

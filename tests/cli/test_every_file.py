@@ -114,7 +114,7 @@ COMMANDS = {
     "sweep": (["sweep", "--set", "schedule.kind=[1f1b]", "--workers", "1"], {"plan"}),
     "compare": (["compare", PLAN], {"plan", "trace", "traces", "table", "report"}),
     "schedule convert": (["schedule", "convert", "--as", "text"], IMPORTERS["torch-csv"]),
-    "schedule solve": (["schedule", "solve", "-o", "{out}/s.csv", "--time-limit", "1"], {"plan"}),
+    "schedule show": (["schedule", "show"], {"plan"}),
     "job hang": (["job", "hang"], {"dumps", "rings"}),
     "job merge": (["job", "merge"], {"host directory"}),
     "state show": (["state", "show"], {"checkpoint", "index", "our index", "sharded", "all states"}),

@@ -74,8 +74,7 @@ def test_the_kinds_of_binary_files_and_directories(tmp_path):
         (("check",), SCHEDULES / "zbv_pp2.csv", "schedule convert FILE --as text"),
         (("simulate",), IMPORTING / "strategy.prototxt", "simulate --from fleet FILE"),
         (("run",), IMPORTING / "strategy.prototxt", "run --from fleet FILE"),
-        (("schedule", "solve", "-o", "x.csv"), IMPORTING / "megatron.sh", "schedule solve --from megatron FILE"),
-        (("sweep",), IMPORTING / "megatron.sh", "import megatron FILE -o plan.yaml"),
+        (("sweep", "--set", "topology.pp=[2]"), IMPORTING / "megatron.sh", "sweep --from megatron FILE"),
         (
             ("compare", EXAMPLES / "gpt_pp4.yaml"),
             IMPORTING / "megatron.sh",

@@ -37,7 +37,6 @@ def test_commands_work_as_on_linux_and_those_that_start_ranks_refuse(system, tmp
     assert {words for words in here if here[words][0] not in (0, 1)} <= {
         "import profile",
         "job merge",
-        "schedule solve",
     }
     for words in LAUNCHED:
         status, output = there[words]

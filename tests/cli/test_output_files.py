@@ -56,7 +56,6 @@ def test_a_full_disk_leaves_the_file_that_exists_and_names_it(name, tmp_path):
         "rehearse plan.json -o plan.json",
         "run plan.json --report plan.json",
         "run plan.json --report new.json --profile ../{folder}/new.json",
-        "schedule solve plan.json -o plan.json",
         "schedule convert zbv.csv --as text -o zbv.csv",
         "import torch-csv other.csv zbv.csv -o zbv.csv",
         "import profile log.json --plan plan.json -o log.json",

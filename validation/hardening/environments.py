@@ -135,7 +135,6 @@ COMMANDS = (
     Command("tune IN"),
     Command("sweep IN --set schedule.num_micro_batches=[4,8] -o OUT.jsonl"),
     Command("schedule show 1f1b -p 4 -m 8 --as text"),
-    Command("schedule solve IN -o OUT.csv"),
     Command("schedule list"),
     Command("compare IN IN -o OUT.html"),
     Command("init --model small --gpus 2 --pp 2 --global-batch 4 --force -o OUT.yaml"),

@@ -44,8 +44,8 @@ SOLVER_MISSING = RuleDoc(
     code="PP142",
     title="the solver is not installed",
     explanation=(
-        "`pipeproof schedule solve` looks for schedules with OR-tools, which is a large package and an extra of its "
-        "own. Schedules of kind `optimal` do not need it."
+        "`pipeproof schedule show --time-limit` looks for schedules with OR-tools, which is a large package and an "
+        "extra of its own. Without a time limit, schedules of kind `optimal` do not need it."
     ),
     wrong="pip install pipeproof",
     right="pip install 'pipeproof[solve]'",
