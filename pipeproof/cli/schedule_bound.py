@@ -15,9 +15,8 @@ import click
 from pipeproof.cli.progress import showing_progress
 from pipeproof.comm.generated_schedule import UNFIT_SCHEDULE
 from pipeproof.diagnostics.finding import BadPlanAtError
-from pipeproof.schedule.programs import StageCosts, Time, asap
 from pipeproof.schedule.generators.workload import make_workload
-from pipeproof.schedule.programs import Schedule, UnfitSizesError, stages_of
+from pipeproof.schedule.programs import Schedule, StageCosts, Time, UnfitSizesError, asap, stages_of
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.views.timeline_text import format_us
 
