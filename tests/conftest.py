@@ -149,6 +149,7 @@ def _not_installed(package):
 def pytest_collection_modifyitems(items):
     reasons = {package: _not_installed(package) for package in OPTIONAL if not _is_there(package)}
     browser = [program for program in BROWSER if shutil.which(program) is None]
+    browser += ["selenium"] * (not _is_there("selenium"))
     for item in items:
         needed = {mark.name.removeprefix("needs_") for mark in item.iter_markers() if mark.name.startswith("needs_")}
         needed.update(package for mark in item.iter_markers("needs") for package in mark.args)

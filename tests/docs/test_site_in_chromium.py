@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim.browser.driver import Browser
-
 pytestmark = [pytest.mark.needs_browser, pytest.mark.needs("material")]
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +42,8 @@ def site(tmp_path_factory):
 
 @pytest.mark.parametrize(("width", "height"), [(390, 844), (1024, 768), (1600, 1000)])
 def test_pages_fit(site, width, height):
+    from tests.sim.browser.driver import Browser
+
     browser = Browser(width, height)
     try:
         for name in PAGES:

@@ -1,7 +1,6 @@
 """Pages in a real Chromium. Without it these tests are skipped; ``make test-browser`` installs it and runs them."""
 
 import pytest
-from driver import Browser
 
 from pipeproof.comm.lower import lower
 from pipeproof.sim.simulate import simulate
@@ -12,6 +11,8 @@ from pipeproof.views.memory_curves import memory_held
 
 @pytest.fixture(scope="session")
 def browser():
+    from driver import Browser  # tests that need no browser are collected without Selenium
+
     opened = Browser()
     yield opened
     opened.close()
