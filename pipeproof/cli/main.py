@@ -118,6 +118,9 @@ def _unexpected(error: Exception) -> NoReturn:
     if isinstance(error, MemoryError):
         echo("error: out of memory\n  = help: use smaller sizes or files, or a machine with more memory", err=True)
         sys.exit(ExitStatus.BAD_INPUT)
+    if type(error).__name__ == "SchemaError" and "KeyboardInterrupt" in str(error):  # pydantic wraps an interrupt
+        echo("interrupted", err=True)
+        sys.exit(ExitStatus.INTERRUPTED)
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next

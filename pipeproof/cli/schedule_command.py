@@ -123,7 +123,7 @@ def show_kind(
 
     output, context = target or form, click.get_current_context()
     is_given = {size: context.get_parameter_source(size) is not ParameterSource.DEFAULT for size in ("cost", *sizes)}
-    if source.kind is not None or is_plan(Path(name)):
+    if source.kind is not None or is_plan(Path(name)) or Path(name).exists():
         for size in (size for size, given in is_given.items() if given):
             raise click.UsageError(f"--{size.replace('_', '-')} goes with KIND: a plan has its own (--set KEY=VALUE)")
         with refusing_bad_plans("text", Path(name)):

@@ -89,12 +89,6 @@ def test_the_grid_of_1f1b(check_golden, monkeypatch):
     check_golden("schedule_1f1b.txt", shown("1f1b", *SIZES))
 
 
-def test_the_picture_of_the_page_is_what_is_printed(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    page = (SCHEMAS.parent / "schedules" / "commands.md").read_text()
-    assert "\n".join(shown("1f1b", *SIZES).splitlines()[:6]) in page
-
-
 def test_the_grid_of_dualpipe_has_stages_pairs_and_parts_of_backwards(check_golden, monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
     check_golden("schedule_dualpipe.txt", shown("dualpipe", *SIZES, "--overlapped", "2", "--latency", "1/2"))

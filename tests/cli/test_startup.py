@@ -35,7 +35,7 @@ def loaded_by_check(tmp_path, **sections):
     [
         ({"kind": "1f1b"}, {"one_f_one_b"}),
         ({"kind": "gpipe"}, {"gpipe"}),
-        ({"kind": "interleaved", "num_chunks": 2}, {"interleaved", "interleaved_fleet", "round_robin"}),
+        ({"kind": "interleaved", "num_chunks": 2}, {"interleaved", "round_robin"}),
     ],
     ids=lambda value: value["kind"] if isinstance(value, dict) else "",
 )

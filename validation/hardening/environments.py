@@ -150,7 +150,10 @@ COMMANDS = (
         for kind in ("paddleformers", "paddlenlp", "ernie")
     ),
     Command("import automodel IN --world-size 64 -o OUT.yaml", _EXAMPLES / "importing" / "automodel.yaml"),
-    Command("import nemo-rl IN -o OUT.yaml", _EXAMPLES / "importing" / "nemo_rl.yaml"),
+    *(
+        Command(f"import {kind} IN -o OUT.yaml", _EXAMPLES / "importing" / f"{kind.replace('-', '_')}.yaml")
+        for kind in ("nemo-rl", "llama-factory", "roll", "flagscale", "primus")
+    ),
     Command("import verl IN -o OUT.yaml", _EXAMPLES / "importing" / "verl.sh", ".sh"),
     Command("import ms-swift IN -o OUT.yaml", _EXAMPLES / "importing" / "ms_swift.sh", ".sh"),
     Command("import torch-csv IN -o OUT.yaml", _EXAMPLES / "schedules" / "zbv_pp2.csv", ".csv"),

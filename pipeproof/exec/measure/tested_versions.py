@@ -26,7 +26,9 @@ TESTED = (
     VersionRow("3.11", "2.13.0", "5.23.0", "CPU", "all, in CI", "all passed"),
     VersionRow("3.11", "2.13.0", "5.24.0", "CPU", "stages of `transformers`", "82 passed"),
     VersionRow("3.11", "2.14.1", "5.23.0", "CPU", "training scripts, stages", "608 passed, and 4 after a fix"),
-    VersionRow("3.12", "2.11.0", "5.17.0", "two H200", "`benchmarks/gpu`", "[times](gpu-measurements.md)"),
+    VersionRow(
+        "3.12", "2.11.0", "5.17.0", "two H200", "`benchmarks/gpu`", "[times](../validation/results/gpu-measurements.md)"
+    ),
     VersionRow("3.13", "2.14.1", "5.23.0", "CPU", "cuts of `nn.Sequential`, errors", "all passed"),
 )
 _NAMES = {"python": "Python", "torch": "PyTorch", "transformers": "transformers"}

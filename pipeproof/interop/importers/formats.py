@@ -24,7 +24,7 @@ class Format:
     marks: tuple[str, ...]
     instead: str
     kind: str = ""
-    """Name for ``--from`` of a tool with a table."""
+    """Name for ``--from`` of a tool with a table, or ``plan``: only that tool reads the file."""
 
 
 _PROCESS: Final = "what can be read is its configuration in its process, by `pipeproof.interop.from_arguments`"
@@ -36,11 +36,13 @@ TOOLS: Final[tuple[Tool, ...]] = (VERL, MS_SWIFT, NEMO_RL, LLAMA_FACTORY, ROLL, 
 """Tools whose files have arguments of Megatron-Core under names of their own."""
 
 _FORMATS: Final = (
+    Format("a plan", ("pipeproof",), "`pipeproof check FILE` checks it", "plan"),
     *(
         Format(f"a file of {tool.name}", tool.marks, f"`--from {tool.kind}` reads it", tool.kind)
         for tool in (NEMO_RL, PRIMUS, ROLL, FLAGSCALE, LLAMA_FACTORY)
     ),
-    Format("a recipe of Automodel", ("distributed.pp_size", "distributed.strategy"), "`--from automodel` reads it"),
+    Format("a recipe of Automodel", ("distributed.pp_size", "distributed.strategy"), "`--from automodel` reads it",
+           "automodel"),
     Format("a configuration of gpt-neox", ("pipe_parallel_size", "model_parallel_size"), _NEOX),
     Format("a configuration of nanotron", ("parallelism.pp", "parallelism.pp_engine"),
            "it is not read; its schedules are one forward and one backward, which a plan describes"),
@@ -48,8 +50,9 @@ _FORMATS: Final = (
            f"they are not read without the recipe; {_PROCESS}"),
     Format("a configuration of NeMo", ("trainer.num_nodes", "trainer.strategy"), _BLOCK),
     Format("a configuration of DeepSpeed", ("train_micro_batch_size_per_gpu", "zero_optimization"),
-           "`--from deepspeed` reads it"),
-    Format("a configuration of torchtitan", ("parallelism.pipeline_parallel_degree",), "`--from torchtitan` reads it"),
+           "`--from deepspeed` reads it", "deepspeed"),
+    Format("a configuration of torchtitan", ("parallelism.pipeline_parallel_degree",), "`--from torchtitan` reads it",
+           "torchtitan"),
     Format("training arguments of PaddleFormers", ("pipeline_parallel_degree", "tensor_parallel_degree"),
            "`--from paddleformers` reads them"),
     Format("a file of ms-swift", ("micro_batch_size", "tensor_model_parallel_size"), "`--from ms-swift` reads it",

@@ -140,7 +140,7 @@ def test_copies_that_are_not_there_are_not_needed(tmp_path):
 
 
 def test_own_layers_have_no_names_elsewhere(tmp_path):
-    model = {"kind": "layers", "build": "mine.py:build", "layers": [{"name": "one"}]}
+    model = {"kind": "layers", "layers": [{"name": "one"}]}
     loss = {"normalization": "mean_of_micro_batches"}
     own = plan_from_dict(plan_dict(topology={"pp": 1}, loss=loss) | {"model": model}).spec
     _, theirs = theirs_of(plan_of())

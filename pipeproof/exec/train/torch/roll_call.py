@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_flatten
 
+from pipeproof.foreign_text import decode_json
+
 REFUSED = 0
 """The word of a rank that refuses its arguments."""
 _MOST_WORDS = 1024
@@ -91,7 +93,7 @@ def connected_rounds(address: str, rank: int, num_ranks: int, store: HostStore, 
 
 
 def _connected(store: HostStore, rank: int, target: int, timeout_s: float) -> socket.socket:
-    address, port, secret = json.loads(store.get(f"words/{target}"))
+    address, port, secret = decode_json(store.get(f"words/{target}"))
     connection = socket.create_connection((address, port), timeout_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(secret.encode() + struct.pack("<q", rank))

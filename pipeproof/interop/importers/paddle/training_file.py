@@ -11,8 +11,10 @@ from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, describe_value, shortened
 from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
+from pipeproof.interop.importers.formats import format_of, looks_like
 from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.paddle.fleet_job import SourcedValue
+from pipeproof.interop.importers.tree import read_tree
 
 BASE = "_base_"
 """Key of the base files of a file, relative to it."""
@@ -95,6 +97,9 @@ def read_settings(files: Sequence[Path]) -> Settings:
     first = None
     for file in files:
         file_values, source = _read(file, ())
+        known = format_of(read_tree(file))
+        if known is not None and known.kind not in ("", "ms-swift"):  # ms-swift has the same names of degrees
+            raise unreadable(looks_like(known), Location(str(file)))
         values |= file_values
         first = first or source
     assert first is not None, "at least one file is imported"

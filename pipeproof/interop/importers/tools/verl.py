@@ -12,6 +12,7 @@ _OVERRIDES: Final = ("override_transformer_config", "override_ddp_config", "over
 _OTHER_MODELS: Final = ("actor_rollout_ref.ref.megatron", "critic.megatron")
 _LENGTHS: Final = (("data.max_length",), ("data.max_prompt_length", "data.max_response_length"))
 _DEFAULT_LENGTH, _DEFAULT_BATCH = 512, 256
+_AXES: Final = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor")
 
 
 def _adapt(job: Job) -> None:
@@ -52,7 +53,7 @@ def _adapt(job: Job) -> None:
 VERL: Final = Tool(
     name="verl", kind="verl", names="verl", form="overrides",
     entry=re.compile(r"\S*verl[./]\S* .*\b(actor_rollout_ref\.actor\.megatron|engine)\.\w*parallel_size="),
-    marks=(_ACTOR, _ENGINE), adapt=_adapt,
+    marks=(_ACTOR, *(f"{_ENGINE}.{axis}_parallel_size" for axis in _AXES)), adapt=_adapt,
     sections=tuple(f"{top}.{below}".strip(".") for top in (_ACTOR, _ENGINE) for below in ("", *_OVERRIDES)),
     switches=("--variable-seq-lengths",),
     models=("actor_rollout_ref.model.path", "model.path"),
