@@ -91,6 +91,11 @@ def scenes(directory: Path) -> tuple[Scene, ...]:
             0,
         ),
         Scene(
+            "layers that a plan declares in place of the built-in ones",
+            ("check", "examples/declared_layers.yaml"),
+            0,
+        ),
+        Scene(
             "a schedule written by hand: every send, receive and wait as text",
             ("check", "examples/gpt_pp2_text.yaml"),
             0,

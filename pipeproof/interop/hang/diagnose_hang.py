@@ -17,6 +17,8 @@ from pipeproof.interop.hang.hang_codes import HANG_CYCLE, NEVER_ISSUED, NO_DUMP,
 
 _Node = tuple[int, int]
 """A launch that is not done: its rank, and its index among those of its rank; ``_NOTHING`` for a rank without one."""
+_MOST_WAITS = 6
+"""Ranks that wait for others that wait, whose waits are listed."""
 _NOTHING = -1
 _LEFT_OUT = ".."
 _NEIGHBOURS = 1
@@ -121,7 +123,11 @@ class _Waits:
         suggested_fix = "their operations are unknown: they may have ended, or were killed before they could write"
         if at_end:
             nodes = {rank: (rank, _NOTHING) for rank in at_end}
-            finding = absence_finding(NO_DUMP, self.graph, nodes, f"{headline}; all waits end there, in")
+            direct = {wait.rank for node in nodes.values() for wait in self.graph.waiters(node).values()}
+            waits = {node: wait for node in self._launches for wait in self.graph.waits(node).values()}
+            others = {wait.rank: wait for node, wait in reversed(waits.items()) if node[0] not in direct}
+            lines = [f"{wait.text} for {wait.awaited}" for _, wait in sorted(others.items())][:_MOST_WAITS]
+            finding = absence_finding(NO_DUMP, self.graph, nodes, f"{headline}; all waits end there, in", lines)
             yield replace(finding, severity=Severity.ERROR, help=suggested_fix)
         elif missing:
             yield NO_DUMP.finding(headline, help=suggested_fix)

@@ -177,6 +177,17 @@ def test_waits_that_all_end_at_a_rank_without_a_dump_are_an_error_that_names_the
     assert invoke("job", "hang", tmp_path).exit_code == 1
 
 
+def test_ranks_that_wait_for_others_that_wait_are_listed_too(tmp_path):
+    a, _, c = recorders(3, {"1": [0, 1]})
+    a.collective("all_reduce", "started", group="1")
+    c.message("recv", 0, "started")
+    headline, first, second = diagnosed(tmp_path, (a, c)).findings[0].message.splitlines()
+    assert headline.startswith("1 of 3 ranks have no dump: rank 1; all waits end there")
+    assert first.startswith("rank 0 waits in all_reduce")
+    assert second.startswith("rank 2 waits in recv 2<-0")
+    assert second.endswith(" for rank 0")
+
+
 def test_a_rank_without_a_dump_is_not_blamed_where_other_ranks_wait_for_each_other(tmp_path):
     a, b, _ = recorders(3, {"1": [0, 1]})
     for recorder in (a, b):
