@@ -135,7 +135,7 @@ def test_any_rows_can_be_checked_and_reported(base, inserted, without_facts):
     one = one.with_graph(build_graph(rows, one.graph.tensors, one.graph.groups))
     if without_facts:
         one = dataclasses.replace(one, facts=Facts())
-    for rule in RULES:
+    for rule in (rule for rule in RULES if not rule.needs_plan):
         for finding in rule.check(one):
             assert finding.code == rule.doc.code
             assert finding.message

@@ -24,7 +24,6 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "Stage.forward": "a whole stage: its gradients are compared with the slopes of the loss",
         "ShardedOptimizer.to_scatter": "moves gradients; none flows through it",
         "ShardedOptimizer.to_gather": "moves weights; no gradient flows through it",
-        "CustomStage.buffers": "what is saved of custom layers; no gradient flows through it",
         "StageOptimizer.state": "what is saved of an optimizer; no gradient flows through it",
         "ShardedOptimizer.state": "what is saved of an optimizer; no gradient flows through it",
     }
