@@ -1,6 +1,7 @@
 """Progress of commands: a line at a terminal once a command takes long, and nothing anywhere else."""
 
 import json
+import contextlib
 import os
 import pty
 import re
@@ -140,6 +141,16 @@ class Timers:
         self.waiting.clear()
 
 
+def read_to_end(terminal):
+    """What was written to the other end, which is closed: the kernel hands it over in parts."""
+    parts = []
+    with contextlib.suppress(OSError):  # how Linux ends a terminal
+        while part := os.read(terminal, 65536):
+            parts.append(part)
+    os.close(terminal)
+    return b"".join(parts).decode()
+
+
 def test_the_line_begins_after_the_delay_with_the_latest_task_and_is_removed(monkeypatch):
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
@@ -156,8 +167,7 @@ def test_the_line_begins_after_the_delay_with_the_latest_task_and_is_removed(mon
             on_progress("fourth", 1500, 2000)
         assert timers.waiting == []
         show()  # the timer's thread may come late: nothing is shown then
-        shown = os.read(ours, 65536).decode()
-    os.close(ours)
+    shown = read_to_end(ours)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
     assert "second: 3 of 1,000" in text
     assert "first" not in text
