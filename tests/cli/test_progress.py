@@ -1,7 +1,7 @@
 """Progress of commands: a line at a terminal once a command takes long, and nothing anywhere else."""
 
-import json
 import contextlib
+import json
 import os
 import pty
 import re
