@@ -140,8 +140,13 @@ def test_the_action_of_the_workflow_passes_fails_and_writes_what_is_uploaded(pro
 def test_other_inputs_of_the_action(project):
     (project / "strategy.prototxt").write_bytes((ROOT / "examples/importing/strategy.prototxt").read_bytes())
     imported = {"arguments": "--from fleet strategy.prototxt", "sarif": "out.sarif"}
+    assert with_inputs(project, **imported)[1] == {"status": "1", "sarif": "out.sarif"}  # undecided
+    imported["arguments"] += " --set topology.sequence_parallel=false"
     assert with_inputs(project, **imported)[1] == {"status": "0", "sarif": "out.sarif"}
-    assert with_inputs(project, **imported, strict="true")[0].returncode == 1
+    (project / "pretrain.sh").write_bytes((ROOT / "examples/importing/megatron.sh").read_bytes())
+    warned = {"arguments": "--from megatron pretrain.sh"}
+    assert with_inputs(project, **warned)[0].returncode == 0
+    assert with_inputs(project, **warned, strict="true")[0].returncode == 1
     (project / "deep" / "er").mkdir(parents=True)
     (project / "deep" / "er" / "plan.yaml").write_text(json.dumps(plan_dict(**WRONG)))
     assert "PP201" in with_inputs(project, plans="**/plan.yaml")[0].stdout
