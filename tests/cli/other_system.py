@@ -169,6 +169,7 @@ def unimportable():
     import pipeproof
 
     hide(_FRAMEWORKS)
+    os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # trio is one, which Selenium brings: it asks for this system
     errors = {}
     for module in pkgutil.walk_packages(pipeproof.__path__, "pipeproof.", onerror=lambda name: None):
         try:
