@@ -7,9 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-pytest.importorskip("torch")
-from pipeproof.exec.train.torch.roll_call import RollCall, connected_rounds
-
 pytestmark = pytest.mark.needs_torch
 
 
@@ -17,6 +14,20 @@ def run_ranks(work, num_ranks):
     """The results of ``work(rank)`` of all ranks, in threads side by side."""
     with ThreadPoolExecutor(num_ranks) as threads:
         return list(threads.map(work, range(num_ranks)))
+
+
+def connected(*arguments):
+    """A rank's connections; the module needs PyTorch."""
+    from pipeproof.exec.train.torch.roll_call import connected_rounds
+
+    return connected_rounds(*arguments)
+
+
+def roll_call(rounds, waits_for=lambda _: None):
+    """The exchange over connections."""
+    from pipeproof.exec.train.torch.roll_call import RollCall
+
+    return RollCall(rounds, waits_for)
 
 
 class Values:
@@ -41,7 +52,7 @@ def test_every_rank_has_the_words_of_all_from_its_own_on(num_ranks):
     store = Values()
 
     def rank_main(rank):
-        roll = RollCall(connected_rounds("127.0.0.1", rank, num_ranks, store, 20), lambda _: None)
+        roll = roll_call(connected("127.0.0.1", rank, num_ranks, store, 20))
         return [roll.exchange(100 * step + rank + 1) for step in range(3)]
 
     for rank, steps in enumerate(run_ranks(rank_main, num_ranks)):
@@ -53,13 +64,13 @@ def test_a_rank_that_waits_is_told_when_the_other_ends_or_gives_up():
     store, waits = Values(), threading.Event()
 
     def rank_main(rank):
-        (connected,) = rounds = connected_rounds("127.0.0.1", rank, 2, store, 20)
+        (own,) = rounds = connected("127.0.0.1", rank, 2, store, 20)
         if rank == 1:
             assert waits.wait(20)
-            connected.close()
+            own.close()
             return ""
         with pytest.raises(RuntimeError) as error:
-            RollCall(rounds, lambda _: waits.set()).exchange(5)
+            roll_call(rounds, lambda _: waits.set()).exchange(5)
         return str(error.value)
 
     assert "rank 1" in run_ranks(rank_main, 2)[0]
@@ -80,7 +91,7 @@ def test_a_connection_that_is_none_of_the_pipeline_is_closed():
     store.set = set_and_connect
 
     def rank_main(rank):
-        return RollCall(connected_rounds("127.0.0.1", rank, 2, store, 20), lambda _: None).exchange(rank + 1)
+        return roll_call(connected("127.0.0.1", rank, 2, store, 20)).exchange(rank + 1)
 
     assert run_ranks(rank_main, 2) == [(1, 2), (2, 1)]
     assert all(stranger.recv(1) == b"" for stranger in strangers)
