@@ -18,7 +18,7 @@ PAGES = (
     "installation",
     "results/reshard-matrix",
     "codes",
-    "timeline",
+    "pictures",
     "zh/tutorial",
 )
 """The first page, those with the widest tables, code and pictures, and one in Chinese."""
