@@ -189,6 +189,11 @@ def read_tree(path: Path) -> Tree:
     return Tree(source, nodes)
 
 
+def tree_of_data(data: Mapping[str, Any], source: SourceMap) -> Tree:
+    """Return the values of a file alone, without its bases, from its data."""
+    return Tree(source, _nodes(data, source, ()))
+
+
 def _read(path: Path, above: tuple[Path, ...]) -> tuple[SourceMap, dict[str, Node]]:
     data, source = read_mapping(str(path))
     nodes: dict[str, Node] = {}

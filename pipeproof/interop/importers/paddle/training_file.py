@@ -14,7 +14,7 @@ from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.interop.importers.formats import format_of, looks_like
 from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.paddle.fleet_job import SourcedValue
-from pipeproof.interop.importers.tree import read_tree
+from pipeproof.interop.importers.tree import tree_of_data
 
 BASE = "_base_"
 """Key of the base files of a file, relative to it."""
@@ -97,9 +97,6 @@ def read_settings(files: Sequence[Path]) -> Settings:
     first = None
     for file in files:
         file_values, source = _read(file, ())
-        known = format_of(read_tree(file))
-        if known is not None and known.kind not in ("", "ms-swift"):  # ms-swift has the same names of degrees
-            raise unreadable(looks_like(known), Location(str(file)))
         values |= file_values
         first = first or source
     assert first is not None, "at least one file is imported"
@@ -114,6 +111,9 @@ def _read(file: Path, above: tuple[Path, ...]) -> tuple[dict[str, tuple[Any, Loc
     if not isinstance(tree.data, dict):
         kind = "nothing" if tree.data is None else describe_value(tree.data)
         raise unreadable(f"training arguments are a mapping of keys, found {kind}", Location(name))
+    known = format_of(tree_of_data(tree.data, tree.source))
+    if known is not None and known.kind not in ("", "ms-swift"):  # ms-swift has the same names of degrees
+        raise unreadable(looks_like(known), Location(name))
     values: dict[str, tuple[Any, Location]] = {}
     for base, location in _bases(tree.data, tree.source):
         path = file.parent / base
