@@ -120,10 +120,12 @@ def show_kind(
     stage; a plan has its own. For the kind optimal, the output has the bound that no schedule is below.
     """
     from pipeproof.cli.schedule_show import ScheduleRequest, of_kind, of_plan, show_schedule, write_shown
+    from pipeproof.schedule.kinds import SCHEDULE_KINDS
 
     output, context = target or form, click.get_current_context()
     is_given = {size: context.get_parameter_source(size) is not ParameterSource.DEFAULT for size in ("cost", *sizes)}
-    if source.kind is not None or is_plan(Path(name)) or Path(name).exists():
+    is_file = is_plan(Path(name)) or (name not in SCHEDULE_KINDS and Path(name).exists())
+    if source.kind is not None or is_file:
         for size in (size for size, given in is_given.items() if given):
             raise click.UsageError(f"--{size.replace('_', '-')} goes with KIND: a plan has its own (--set KEY=VALUE)")
         with refusing_bad_plans("text", Path(name)):

@@ -89,6 +89,12 @@ def test_the_grid_of_1f1b(check_golden, monkeypatch):
     check_golden("schedule_1f1b.txt", shown("1f1b", *SIZES))
 
 
+def test_a_kind_is_no_file_of_that_name(tmp_path, monkeypatch):
+    (tmp_path / "gpipe").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert "makespan" in shown("gpipe", *SIZES)
+
+
 def test_the_grid_of_dualpipe_has_stages_pairs_and_parts_of_backwards(check_golden, monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
     check_golden("schedule_dualpipe.txt", shown("dualpipe", *SIZES, "--overlapped", "2", "--latency", "1/2"))
