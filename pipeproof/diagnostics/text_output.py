@@ -107,13 +107,16 @@ def _without_copies(
 ) -> tuple[list[tuple[Finding, list[Finding]]], dict[Finding, list[Finding]]]:
     """The groups without those whose finding is that of an earlier one but for its numbers, and these by that one."""
     first: dict[tuple[object, ...], Finding] = {}
+    shown: list[tuple[Finding, list[Finding]]] = []
     copies: dict[Finding, list[Finding]] = {}
-    for finding, _ in groups:
+    for group in groups:
+        finding = group[0]
         same = first.setdefault(_fault(finding), finding)
-        if same is not finding:
+        if same is finding:
+            shown.append(group)
+        else:
             copies.setdefault(same, []).append(finding)
-    folded = {id(copy) for each in copies.values() for copy in each}
-    return [group for group in groups if id(group[0]) not in folded], copies
+    return shown, copies
 
 
 def _fault(finding: Finding) -> tuple[object, ...]:

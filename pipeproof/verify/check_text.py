@@ -71,7 +71,7 @@ def _verdict(report: Report) -> str:
     size = _size(report)
     counted = _all_counted(report.findings)
     if report.undecided:
-        open_codes = Counter(finding.code for finding in report.findings if finding.message in report.undecided)
+        open_codes = Counter(finding.code for finding in report.findings if finding.code in _OPEN)
         what = listed([f"{n} {_OPEN[code]}{'s' if n > 1 else ''} ({code})" for code, n in open_codes.items()], "and")
         return f"[bold yellow]undecided[/]: the answer depends on {what}; this plan of {size} has {counted}"
     if report.errors:

@@ -49,6 +49,16 @@ COMMANDS = {
 """Words of commands, and a text that their line has."""
 
 
+def read_to_end(terminal):
+    """What was written to the other end, which is closed: the kernel hands it over in parts."""
+    parts = []
+    with contextlib.suppress(OSError):  # how Linux ends a terminal
+        while part := os.read(terminal, 65536):
+            parts.append(part)
+    os.close(terminal)
+    return b"".join(parts).decode()
+
+
 def at_terminal(program, words):
     """Run a command whose standard error is a terminal and whose output is a pipe: status, output and error."""
     ours, theirs = pty.openpty()
@@ -58,21 +68,12 @@ def at_terminal(program, words):
         [sys.executable, "-c", program, *map(str, words)], stdout=subprocess.PIPE, stderr=theirs, env=environment
     )
     os.close(theirs)
-    seen = bytearray()
-
-    def read():
-        try:
-            while block := os.read(ours, 65536):
-                seen.extend(block)
-        except OSError:  # the other end was closed, on Linux
-            pass
-
-    reader = threading.Thread(target=read)
+    seen = []
+    reader = threading.Thread(target=lambda: seen.append(read_to_end(ours)))
     reader.start()
     output, _ = process.communicate(timeout=120)
     reader.join()
-    os.close(ours)
-    return process.returncode, output.decode(), re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
+    return process.returncode, output.decode(), re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen[0])
 
 
 @pytest.fixture
@@ -139,16 +140,6 @@ class Timers:
 
     def cancel(self):
         self.waiting.clear()
-
-
-def read_to_end(terminal):
-    """What was written to the other end, which is closed: the kernel hands it over in parts."""
-    parts = []
-    with contextlib.suppress(OSError):  # how Linux ends a terminal
-        while part := os.read(terminal, 65536):
-            parts.append(part)
-    os.close(terminal)
-    return b"".join(parts).decode()
 
 
 def test_the_line_begins_after_the_delay_with_the_latest_task_and_is_removed(monkeypatch):

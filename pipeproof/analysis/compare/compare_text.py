@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipeproof.analysis.compare.compare_timelines import Comparison, Divergence, PairedOp
 from pipeproof.analysis.compare.timeline_files import TimelineFile
 from pipeproof.schedule.ops import OpKind
+from pipeproof.sim.figures import figures_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,13 +85,14 @@ def _verdict(comparison: Comparison) -> str:
 
     last = comparison.steps[-1]
     facts = []
-    for file, step in ((comparison.a, last.step_a), (comparison.b, last.step_b)):
-        timeline = step_timeline(file, [op for op in file.ops if op.step == step], None)
-        ranks = [rank for rank in range(len(timeline.ranks)) if timeline.compute_spans(rank)]
-        whole = len(ranks) * timeline.makespan_us
-        bubble = 1 - sum(timeline.busy_us(rank) for rank in ranks) / whole if whole else 0
-        peak = max((timeline.peak_activations(rank) for rank in ranks), default=0)
-        facts.append((f"{_us(timeline.makespan_us)} us", f"{float(bubble):.1%}", str(peak)))
+    for file, step, makespan in (
+        (comparison.a, last.step_a, last.makespan_a), (comparison.b, last.step_b, last.makespan_b),
+    ):  # fmt: skip
+        figures = figures_of(step_timeline(file, [op for op in file.ops if op.step == step], None))
+        ranks = [of_rank for of_rank in figures if of_rank.busy_us]
+        bubble = float(sum(of_rank.bubble_makespan_ratio for of_rank in ranks) / max(1, len(ranks)))
+        peak = max((of_rank.peak_activations for of_rank in figures), default=0)
+        facts.append((f"{_us(makespan)} us", f"{bubble:.1%}", str(peak)))
     ratio = _quotient(last.makespan_b, last.makespan_a)
     if ratio is None or ratio == 1:
         lead = "A and B take equally long"
