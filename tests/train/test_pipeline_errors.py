@@ -279,15 +279,15 @@ def test_an_exception_ends_all_of_four_ranks():
 
 
 @SLOW
-@pytest.mark.parametrize(("failure", "killed"), [("kill", 1), ("kill_first", 0)])
-def test_a_killed_rank_is_named_by_the_one_that_waits_for_it(failure, killed):
+@pytest.mark.parametrize(("failure", "killed", "step"), [("kill", 1, 0), ("kill_first", 0, 1)])
+def test_a_killed_rank_is_named_by_the_one_that_waits_for_it(failure, killed, step):
     """Without the rank that holds the store, too."""
     ended = Ended(failure, 2)
     statuses = ended.statuses()
     assert statuses[killed] == -signal.SIGKILL
     assert statuses[1 - killed] in ENDED
     text = ended.outputs[1 - killed]
-    assert re.search(rf"its communication ended while it waits in step 0 for rank {killed}: \S*(SEND|RECV)_", text)
+    assert re.search(rf"its communication ended while it waits in step {step} for rank {killed}: \S*(SEND|RECV)_", text)
     assert "the peer's process has probably ended" in text
     assert "During handling of" not in text
 

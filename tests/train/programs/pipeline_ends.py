@@ -21,15 +21,16 @@ STALLS = ("sleep", "stop", "deadlock", "no_pipeline", "no_step", "clip")
 
 
 class Block(nn.Module):
-    """A layer; ``fault`` is called in the first stage's second forward of the first step."""
+    """A layer; ``fault`` is called in the second forward of a step."""
 
-    def __init__(self, fault=None):
+    def __init__(self, fault=None, in_step=0):
         super().__init__()
         self.inner, self.fault, self.calls = nn.Linear(WIDTH, WIDTH), fault, 0
+        self.last = 3 + NUM * in_step  # the first call is the inference of shapes
 
     def forward(self, x):
         self.calls += 1
-        if self.calls == 3 and self.fault is not None:  # the first call is the inference of shapes
+        if self.calls == self.last and self.fault is not None:
             self.fault()
         return self.inner(x)
 
@@ -70,13 +71,14 @@ def main(failure):
     rank, size = dist.get_rank(), dist.get_world_size()
     faults = {"sleep": sleep, "kill": kill, "stop": stop, "raise": bad_batch, "kill_first": kill}
     failing = {"kill_first": 0}.get(failure, 1)
+    in_step = int(failure == "kill_first")  # before the end of step 0 other ranks still read this one's store
     options = {}
     if failure == "deadlock":  # refused without unsafe
         options = {"schedule": [["0F0", "0B0", "0F1", "0B1"], ["1F1", "1F0", "1B0", "1B1"]], "unsafe": True}
     if failure == "no_pipeline" and rank == failing:
         sleep()
     pipe = Pipeline(
-        {rank: Block(faults.get(failure) if rank == failing else None).to(device)}, loss_fn=F.mse_loss,
+        {rank: Block(faults.get(failure) if rank == failing else None, in_step).to(device)}, loss_fn=F.mse_loss,
         num_micro_batches=2 if failure == "deadlock" else NUM, example=(torch.zeros(ROWS, WIDTH, device=device),),
         timeout_s=10 if failure in STALLS else 120,  # a busy machine is no stall
         **options,
