@@ -236,14 +236,14 @@ STAGES = {
 }
 ON_PADDLE = {
     "stages/reference/unpartitioned.py": in_paddle_reference,
-    "stages/reference/ (ordered_model.py, ordered_layers.py)": in_ordered_reference,
+    "stages/reference/ (ordered.py, ordered_layers.py)": in_ordered_reference,
 }
 ON_TORCH = {"stages/reference/ (torch_model.py, torch_reference_weights.py)": in_torch_reference}
 COMPUTED = {**STAGES, **ON_PADDLE, **ON_TORCH}
 """Places that compute a model: its gradients by parameter."""
 
 SHARED = {
-    frozenset(STAGES): "stages/common/ (stage.py, positions.py)",
+    frozenset(STAGES): "stages/common/ (stage.py, embedding_and_head.py)",
     frozenset(ON_PADDLE): "stages/reference/layer_math.py",
 }
 """The file that is wrong, where all these places are wrong together."""

@@ -254,7 +254,9 @@ PLACES: Mapping[str, Mapping[str, tuple[Mutant, ...]]] = {
         "stages/describe/layers/attention.py": (
             Mutant(seeing_none(f"{_LAYERS}:attention"), check_rotation, "positions"),
         ),
-        "stages/common/positions.py": _values(made_without("stages.common.positions:Positions", 1), "positions"),
+        "stages/common/embedding_and_head.py": _values(
+            made_without("stages.common.embedding_and_head:Positions", 1), "positions"
+        ),
     },
 }
 """By part and place, relative to the package: the mutants that leave the part out there."""

@@ -4,7 +4,7 @@ import numpy as np
 import paddle
 import pytest
 
-from pipeproof.stages.paddle.balance import PaddleBalance
+from pipeproof.stages.paddle.experts import PaddleBalance
 from pipeproof.stages.paddle.functional import rotate
 from tests.stages.adjoints.coverage import EXCUSED, operations
 from tests.stages.adjoints.rows import plain

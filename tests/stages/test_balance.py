@@ -6,8 +6,7 @@ import pytest
 
 from pipeproof.specs.model import MoeSpec
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.paddle.balance import PaddleBalance
-from pipeproof.stages.paddle.experts import choose
+from pipeproof.stages.paddle.experts import PaddleBalance, choose
 from pipeproof.stages.reference import balance as reference
 from tests.stages.staged_run import make_plan
 

@@ -7,8 +7,7 @@ import pytest
 from pipeproof.specs.model import MoeSpec
 from pipeproof.stages.common.experts import ExpertRegion
 from pipeproof.stages.paddle.backend_ops import OPS
-from pipeproof.stages.paddle.balance import PaddleBalance
-from pipeproof.stages.paddle.experts import PaddleExperts, choose, reorder
+from pipeproof.stages.paddle.experts import PaddleBalance, PaddleExperts, choose, reorder
 from pipeproof.stages.paddle.functional import causal_attention, fork, swiglu
 from pipeproof.stages.paddle.weights import SplitWeights
 from pipeproof.stages.reference.experts import route

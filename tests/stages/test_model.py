@@ -10,7 +10,7 @@ from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import rotary_tables, rotate
-from pipeproof.stages.paddle.vocabulary import token_losses
+from pipeproof.stages.paddle.stage import token_losses
 from pipeproof.stages.reference.unpartitioned import run_unpartitioned
 from tests.features import GPT3, QWEN3
 from tests.stages.slopes import assert_slopes

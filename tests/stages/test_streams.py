@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from pipeproof.stages.common.residual_streams import contract_streams, expand_streams, sinkhorn, with_streams
+from pipeproof.stages.common.stage import contract_streams, expand_streams, sinkhorn, with_streams
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layers.layer_operations import BlockStreams
 from pipeproof.stages.describe.synthetic import loss_scale, micro_batch

@@ -4,7 +4,8 @@ This file defines what the layers do, in which order, with which weights and col
 ``stages.paddle`` and ``stages.torch`` implement the abstract methods, and their ``BackendOps`` the arithmetic.
 
 Shape letters: S sequence, B rows, H hidden, K heads of keys and values of this rank, G query heads of each, D head
-size, A heads of this rank in latent attention, Z size of a head's value.
+size, A heads of this rank in latent attention, N and R elements of a head's query without and with positions, Z size
+of a head's value.
 Activations between layers are [S, B, H] or [B, S, H], as in the plan, sharded along the sequence with sequence
 parallelism. They are written [S, B, H] below.
 """
@@ -17,22 +18,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from pipeproof.specs.model import MlaSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.backend_ops import BackendOps, Tensor, Weight
 from pipeproof.stages.common.balance import Balance
 from pipeproof.stages.common.dropout import Dropouts
-from pipeproof.stages.common.embedding_and_head import EmbeddingAndHead, Vocabulary
+from pipeproof.stages.common.embedding_and_head import EmbeddingAndHead, Positions, Vocabulary
 from pipeproof.stages.common.experts import ExpertRegion, Experts
-from pipeproof.stages.common.latent_attention import latent_heads, with_positions
-from pipeproof.stages.common.positions import Positions
-from pipeproof.stages.common.residual_streams import contract_streams, expand_streams, with_streams
 from pipeproof.stages.common.sequence_splits import ContextCollectives, EarlierSplits, GatheredKeys
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives, TensorParallelRegion
 from pipeproof.stages.common.weights import SplitWeights, StageWeights, WeightGradients, WeightMaker
 from pipeproof.stages.common.work_items import MtpStream, WorkItem, join_mtp_streams, split_mtp_streams, training_loss
 from pipeproof.stages.describe.layer import Layer, is_empty
 from pipeproof.stages.describe.layer_records import LayerWatch
-from pipeproof.stages.describe.layers.layer_operations import ENDS, residual_streams_of
+from pipeproof.stages.describe.layers.layer_operations import ENDS, BlockStreams, residual_streams_of
 from pipeproof.stages.describe.model_family import describe_boundary
 from pipeproof.stages.describe.mtp_streams import (
     is_mtp,
@@ -274,15 +273,14 @@ class Stage(ABC, Generic[TokenBatch]):
         """Query [B, A, 1, S, D], key [B, A, S, D] and value [B, A, S, Z] of a sequence split."""
         mla = self._plan.gpt.mla
         assert mla is not None
-        query, keys, shared = latent_heads(
-            self._ops,
-            activation,
-            mla,
-            lambda x, part: self._product(x, f"{name}.{part}"),
-            lambda x, part: self._norm(x, f"{name}.{part}"),
-            self._region,
-            name,
-        )
+
+        def product(x: Tensor, part: str) -> Tensor:
+            return self._product(x, f"{name}.{part}")
+
+        def norm(x: Tensor, part: str) -> Tensor:
+            return self._norm(x, f"{name}.{part}")
+
+        query, keys, shared = latent_heads(self._ops, activation, mla, product, norm, self._region, name)
         order = [0, 2, 1, 3] if self._batch_first else [1, 2, 0, 3]
         query, keys = (self._ops.permute(heads, order) for heads in (query, keys))
         if not self._batch_first:
@@ -355,3 +353,103 @@ class Stage(ABC, Generic[TokenBatch]):
     @abstractmethod
     def _reported_losses(self, losses: Tensor) -> Any:
         """Convert the scaled losses to the type of ``losses``."""
+
+
+def latent_heads(
+    ops: BackendOps,
+    x: Tensor,
+    mla: MlaSpec,
+    product: Callable[[Tensor, str], Tensor],
+    norm: Callable[[Tensor, str], Tensor],
+    region: TensorParallelRegion,
+    name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query [.., A, N + R], key without positions and value [.., A, N + Z], key with positions [.., R].
+
+    They come from compressed vectors (arXiv:2405.04434). ``x`` is the activation between layers, [.., H]. The
+    compressed vectors enter the tensor-parallel region with one collective each, in the order query, latent, positions.
+    ``product`` and ``norm`` apply the weight whose name ends in their second argument.
+    """
+    latent, shared = ops.split(product(x, "kv_down"), [mla.kv_rank, mla.rope_head_size], -1)
+    latent = norm(latent, "kv_norm")
+    if mla.q_rank is None:
+        before, label, up = x, f"{name}.in", "q"
+    else:
+        before, label, up = norm(product(x, "q_down"), "q_norm"), f"{name}.q.in", "q_up"
+    labels = [label, f"{name}.kv.in", f"{name}.rope.in"]
+    before, latent, shared = region.enter_each([before, latent, shared], labels)
+    query, keys = product(before, up), product(latent, "kv_up")
+    query = query.reshape([*query.shape[:2], -1, mla.nope_head_size + mla.rope_head_size])
+    keys = keys.reshape([*keys.shape[:2], -1, mla.nope_head_size + mla.value_head_size])
+    return query, keys, shared
+
+
+def with_positions(
+    ops: BackendOps, query: Tensor, keys: Tensor, shared: Tensor, mla: MlaSpec, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query and key [B, A, S, N + R] and value [B, A, S, Z], from [B, A, S, ..] and the shared key [B, S, R]."""
+    plain, rotary = ops.split(query, [mla.nope_head_size, mla.rope_head_size], -1)
+    query = ops.concat([plain, ops.rotate(rotary, cos, sin)], -1)
+    key, value = ops.split(keys, [mla.nope_head_size, mla.value_head_size], -1)
+    shared_of_heads = ops.repeat(ops.rotate(shared, cos, sin), key.shape[1], 1)
+    return query, ops.concat([key, shared_of_heads], -1), value
+
+
+def expand_streams(ops: BackendOps, activation: Tensor, count: int) -> Tensor:
+    """Copy one activation into ``count`` streams: [.., H] to [.., n H]. The gradient adds theirs in order."""
+    return ops.concat(ops.fork(activation, count), -1)
+
+
+def contract_streams(ops: BackendOps, streams: Tensor, count: int) -> Tensor:
+    """Add the streams in order: [.., n H] to [.., H]."""
+    total, *others = ops.chunk(streams, count, -1)
+    for other in others:
+        total = total + other
+    return total
+
+
+def with_streams(
+    ops: BackendOps,
+    streams: Tensor,
+    sub_layer: Callable[[Tensor], Tensor],
+    spec: BlockStreams,
+    weights: SplitWeights,
+    parameters: Mapping[str, Weight],
+) -> Tensor:
+    """Run a sub-layer, [.., H] to [.., H], on hyper-connections' n streams [.., n H] and return the new streams.
+
+    The formulas are in ``describe/layers/layer_operations.py``. The streams have three readers: the gates, the
+    sub-layer and the mixture. Their gradients are added in that order. Backward recomputes Sinkhorn-Knopp, which never
+    runs in 16 bits, so the results of its iterations are not kept. ``parameters`` has the ``weight``, ``scale`` and
+    ``bias`` of the sub-layer's streams.
+    """
+    to_gates, to_read, to_mix = ops.fork(streams, 3)
+    sizes = [spec.count, spec.count, spec.count * spec.count]
+    products = weights.product(ops.rms_norm(to_gates), parameters["weight"])
+    gates = weights.scaled_and_shifted(products, parameters["scale"], parameters["bias"], sizes)
+    pre, post, res = ops.split(gates, sizes, -1)
+    res = ops.recompute_in_backward(
+        partial(sinkhorn, ops, iterations=spec.iterations), _unflatten_streams(res, spec.count)
+    )
+    mixed = (res @ _unflatten_streams(to_mix, spec.count)).flatten(-2)
+    read = (pre.sigmoid().unsqueeze(-2) @ _unflatten_streams(to_read, spec.count)).squeeze(-2)
+    output = sub_layer(read)
+    written = (2.0 * post.sigmoid()).unsqueeze(-1) * output.unsqueeze(-2)
+    return mixed + written.flatten(-2)
+
+
+def sinkhorn(ops: BackendOps, matrix: Tensor, iterations: int) -> Tensor:
+    """Sinkhorn-Knopp: exp of [.., n, n], then ``iterations`` times columns, then rows, divided by their sums.
+
+    It works on logarithms, so no sum can vanish or overflow.
+    """
+    logs = ops.widened(matrix)
+    for _ in range(iterations):
+        logs = logs - logs.logsumexp(-2, keepdim=True)
+        logs = logs - logs.logsumexp(-1, keepdim=True)
+    return ops.as_type_of(logs.exp(), matrix)
+
+
+def _unflatten_streams(flat: Tensor, count: int) -> Tensor:
+    """[.., n K] to [.., n, K]."""
+    return flat.reshape([*flat.shape[:-1], count, -1])

@@ -1,14 +1,14 @@
-"""The families of models, a GPT and custom layers, and everything of a description that differs between them."""
+"""The description of a plan's model, which is a GPT or custom layers as the plan declares them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import chain, pairwise
+from math import prod
 
-from pipeproof.specs.axis_layout import INVARIANT, REPLICATED, Placement, sharded
-from pipeproof.specs.custom_layers import CustomModelSpec
+from pipeproof.specs.axis_layout import INVARIANT, REPLICATED, Placement, dtype_bytes, sharded
+from pipeproof.specs.custom_layers import LayerOutputSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.transport import SHARDED_DIM, BoundarySpec, is_float
 from pipeproof.stages.describe.boundary import (
@@ -22,18 +22,91 @@ from pipeproof.stages.describe.boundary import (
 )
 from pipeproof.stages.describe.derive_types import TypedLayer
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.layer import Layer
+from pipeproof.stages.describe.layer import Layer, Parameter
 from pipeproof.stages.describe.layers.layer_operations import width_after
 from pipeproof.stages.describe.mtp_streams import mtp_streams_after
 from pipeproof.stages.describe.partition import custom_stages, gpt_stages
 from pipeproof.stages.describe.stage_memory import Lifetime, StoredActivation, gpt_activations, gpt_input_lifetime
 from pipeproof.stages.describe.typed_gpt import typed_gpt
+from pipeproof.stages.describe.typed_ops import TypedProgram
 
-# Boundary tensors of each edge between stages: the activation of the layers, or the tensors that a plan declares.
+_DIMS = "acdefghijklmnopqrstuvwxyz"
+"""Names of dims other than the rows of a micro-batch, in order."""
 
 
-def gpt_edges(plan: PlanSpec) -> tuple[Edge, ...]:
+def describe_layers(plan: PlanSpec) -> tuple[Layer, ...]:
+    """The layers of a plan's model in execution order."""
+    return _custom_layers(plan) if plan.is_custom else describe_gpt(plan)
+
+
+def stage_layers(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:
+    """Layer names by global stage: as listed in ``stages``, else an even partition.
+
+    Raises:
+        BadPlanAtError: PP110, fewer layers than stages; PP111, ``stages`` names an unknown layer; PP143, the layers
+            that ``layer:REGEX`` matches do not divide into the stages.
+    """
+    return custom_stages(plan) if plan.is_custom else gpt_stages(plan)
+
+
+def describe_boundary(plan: PlanSpec) -> Boundary:
+    """The activation between the layers of a plan's model.
+
+    Of custom layers it is the smallest output of any: a lower bound of the boundary for any partition.
+    """
+    if not plan.is_custom:
+        return gpt_boundary(plan)
+    shortest = min(plan.schedule.seq_lengths or (1,))
+    tensors = [_custom_boundary(plan, out, "", shortest) for layer in plan.custom.layers for out in layer.out]
+    nothing = Boundary("", (), INVARIANT, plan.run.dtype, 1)
+    return min(tensors, key=lambda tensor: prod(tensor.shape) * dtype_bytes(tensor.dtype), default=nothing)
+
+
+def describe_boundaries(plan: PlanSpec) -> tuple[Edge, ...]:
     """The boundary tensors of each edge of the plan. Edge e is between stages e and e + 1."""
+    return _custom_edges(plan) if plan.is_custom else _gpt_edges(plan)
+
+
+def typed_layers(plan: PlanSpec, size: MicroBatchSize | None = None) -> Mapping[str, TypedLayer]:
+    """The derived types of every kind of layer by ``layer_kind``, or of every custom layer by name.
+
+    Custom layers have no collectives, and all their gradients are complete.
+    """
+    if not plan.is_custom:
+        return typed_gpt(plan, size)
+    nothing = TypedProgram("own", {}, {}, (), (), (), ())
+    return {layer.name: TypedLayer(nothing, {}, (), (), (), {}) for layer in plan.custom.layers}
+
+
+def stored_activations(plan: PlanSpec, layers: Sequence[Layer], size: MicroBatchSize) -> tuple[StoredActivation, ...]:
+    """Activations that a stage of these layers stores for a work item of ``size``, added up per operation name.
+
+    Custom layers store the measured activations of the longest micro-batch until the end of W. Where a layer has no
+    measured ones, its input is counted: a lower bound.
+    """
+    if not plan.is_custom:
+        return gpt_activations(plan, layers, size)
+    rows, declared, longest = plan.schedule.micro_batch_size, plan.custom.layers, max(plan.schedule.seq_lengths or (1,))
+    inputs = {after.name: before.out for before, after in pairwise(declared)}
+    names = {layer.name for layer in layers}
+    total = 0
+    for layer in declared:
+        if layer.name not in names:
+            continue
+        if layer.activation_bytes is not None:
+            total += layer.activation_bytes
+            continue
+        for out in inputs.get(layer.name, ()):
+            total += prod(out.sizes(rows, longest)) * dtype_bytes(out.dtype or plan.run.dtype)
+    return (StoredActivation("activations of layers", Lifetime.TO_WEIGHT, Fraction(total)),) if total else ()
+
+
+def input_lifetime(plan: PlanSpec, layers: Sequence[Layer]) -> Lifetime | None:
+    """Lifetime of a stage's input, if the first layer of the stage stores the input itself; else None."""
+    return Lifetime.TO_WEIGHT if plan.is_custom else gpt_input_lifetime(plan, layers)
+
+
+def _gpt_edges(plan: PlanSpec) -> tuple[Edge, ...]:
     sizes, by_work_item = work_item_sizes(plan)
     edges = []
     for edge, (width, num_streams) in enumerate(zip(_widths(plan), _num_mtp_streams(plan), strict=True)):
@@ -84,85 +157,43 @@ def _placement(plan: PlanSpec, text: str, dims: str) -> Placement:
     return INVARIANT if text == "invariant" else REPLICATED
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFamily:
-    """The description of one family. Each function has the meaning of the function of this module with its name."""
-
-    layers: Callable[[PlanSpec], tuple[Layer, ...]]
-    stage_layers: Callable[[PlanSpec], tuple[tuple[str, ...], ...]]
-    boundary: Callable[[PlanSpec], Boundary]
-    edges: Callable[[PlanSpec], tuple[Edge, ...]]
-    typed_layers: Callable[[PlanSpec, MicroBatchSize | None], Mapping[str, TypedLayer]]
-    stored_activations: Callable[[PlanSpec, Sequence[Layer], MicroBatchSize], tuple[StoredActivation, ...]]
-    input_lifetime: Callable[[PlanSpec, Sequence[Layer]], Lifetime | None]
-
-
-GPT = ModelFamily(
-    layers=describe_gpt,
-    stage_layers=gpt_stages,
-    boundary=gpt_boundary,
-    edges=gpt_edges,
-    typed_layers=typed_gpt,
-    stored_activations=gpt_activations,
-    input_lifetime=gpt_input_lifetime,
-)
+def _custom_layers(plan: PlanSpec) -> tuple[Layer, ...]:
+    """Declared layers issue no collectives: each rank holds a whole layer."""
+    weights: dict[str, Parameter] = {}
+    layers = []
+    for declared in plan.custom.layers:
+        parameters = tuple(
+            Parameter(f"{declared.name}.{weight.name}", weight.shape, INVARIANT) for weight in declared.parameters
+        )
+        weights |= {weight.name: weight for weight in parameters}
+        borrowed = tuple(weights[name] for name in declared.borrows)
+        layers.append(Layer(declared.name, parameters, borrowed=borrowed))
+    return tuple(layers)
 
 
-def family_of(plan: PlanSpec) -> ModelFamily:
-    """The family of a plan's model."""
-    return _custom_family() if isinstance(plan.model, CustomModelSpec) else GPT
+def _custom_edges(plan: PlanSpec) -> tuple[Edge, ...]:
+    """The outputs of the last layer of each stage but the last."""
+    outputs = {layer.name: layer.out for layer in plan.custom.layers}
+    sizes, by_work_item = work_item_sizes(plan)
+    edges = []
+    for names in custom_stages(plan)[:-1]:
+        out = outputs[names[-1]] if names else ()
+        members = [(spec, str(number) if len(out) > 1 else "") for number, spec in enumerate(out)]
+        variants = (tuple(_custom_boundary(plan, *member, size.seq_length) for member in members) for size in sizes)
+        edges.append(Edge(tuple(variants), by_work_item))
+    return tuple(edges)
 
 
-@cache
-def _custom_family() -> ModelFamily:
-    from pipeproof.stages.describe import custom_model as custom  # most plans are of a GPT
-
-    return ModelFamily(
-        layers=custom.describe_custom_layers,
-        stage_layers=custom_stages,
-        boundary=custom.custom_boundary,
-        edges=lambda plan: custom.custom_edges(plan, custom_stages(plan)),
-        typed_layers=lambda plan, _: custom.typed_custom_layers(plan),
-        stored_activations=lambda plan, layers, _: custom.custom_activations(plan, [layer.name for layer in layers]),
-        input_lifetime=lambda _, __: Lifetime.TO_WEIGHT,
+def _custom_boundary(plan: PlanSpec, out: LayerOutputSpec, member: str, seq_length: int) -> Boundary:
+    names = iter(_DIMS)
+    dims = "".join("b" if size == "b" and index == 0 else next(names) for index, size in enumerate(out.shape))
+    dtype = out.dtype or plan.run.dtype
+    return Boundary(
+        dims,
+        out.sizes(plan.schedule.micro_batch_size, seq_length),
+        INVARIANT,
+        dtype,
+        1,
+        member,
+        has_gradient=out.has_gradient,
     )
-
-
-def describe_layers(plan: PlanSpec) -> tuple[Layer, ...]:
-    """The layers of a plan's model in execution order."""
-    return family_of(plan).layers(plan)
-
-
-def stage_layers(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:
-    """Layer names by global stage: as listed in ``stages``, else an even partition.
-
-    Raises:
-        BadPlanAtError: PP110, fewer layers than stages; PP111, ``stages`` names an unknown layer; PP143, the layers
-            that ``layer:REGEX`` matches do not divide into the stages.
-    """
-    return family_of(plan).stage_layers(plan)
-
-
-def describe_boundary(plan: PlanSpec) -> Boundary:
-    """The activation between the layers of a plan's model; of custom layers the smallest output of any."""
-    return family_of(plan).boundary(plan)
-
-
-def describe_boundaries(plan: PlanSpec) -> tuple[Edge, ...]:
-    """The boundary tensors of each edge of the plan. Edge e is between stages e and e + 1."""
-    return family_of(plan).edges(plan)
-
-
-def typed_layers(plan: PlanSpec, size: MicroBatchSize | None = None) -> Mapping[str, TypedLayer]:
-    """The derived types of every kind of layer by ``layer_kind``, or of every custom layer by name."""
-    return family_of(plan).typed_layers(plan, size)
-
-
-def stored_activations(plan: PlanSpec, layers: Sequence[Layer], size: MicroBatchSize) -> tuple[StoredActivation, ...]:
-    """Activations that a stage of these layers stores for a work item of ``size``, added up per operation name."""
-    return family_of(plan).stored_activations(plan, layers, size)
-
-
-def input_lifetime(plan: PlanSpec, layers: Sequence[Layer]) -> Lifetime | None:
-    """Lifetime of a stage's input, if the first layer of the stage stores the input itself; else None."""
-    return family_of(plan).input_lifetime(plan, layers)

@@ -1,4 +1,4 @@
-"""Experts on Paddle, whose choice and order of rows are on the host.
+"""Experts and routers on Paddle. Choices, the order of rows, losses, biases and visits are on the host.
 
 The number of rows changes the bits of a product, and of functions with vector instructions, so an expert computes all
 its tokens at once, and no others. The visits of a token are added in the order of its choice of experts.
@@ -8,7 +8,7 @@ Shape letters: as in ``stages.common.experts``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,7 +17,10 @@ import paddle
 import paddle.nn.functional as F
 
 from pipeproof.specs.model import MoeSpec
+from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common import experts as common
+from pipeproof.stages.common.balance import Balance
+from pipeproof.stages.describe.layer import Layer
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import Indices, fork
 
@@ -131,3 +134,57 @@ class PaddleExperts(common.Experts):
             return self._gated(gate, up)
         parts = zip(paddle.split(gate, rows), paddle.split(up, rows), strict=True)
         return paddle.concat([self._gated(*part) for part in parts])
+
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+class PaddleBalance(Balance):
+    """A ``Balance`` that computes biases on the host."""
+
+    def __init__(self, plan: PlanSpec, layers: Sequence[Layer], *, adds_losses: bool) -> None:
+        self._dtype = plan.run.dtype
+        super().__init__(OPS, plan, layers, adds_losses=adds_losses)
+
+    def _zero_bias(self) -> Array:
+        assert self._moe is not None
+        return np.zeros(self._moe.num_experts, dtype=self._dtype)
+
+    def _total(self, visits: Iterable[Indices]) -> Indices:
+        total: Indices = np.sum([*visits], axis=0, dtype=np.int64)
+        return total
+
+    def _move(self, bias: Array, distance: Indices) -> None:
+        bias += np.sign(distance).astype(self._dtype) * np.asarray(self._rate, self._dtype)
+
+    def _array(self, value: Array) -> Array:
+        return value.copy()
+
+    def _losses_of(self, logits: Tensor) -> tuple[Mapping[str, Array], Tensor | None]:
+        assert self._moe is not None
+        leaf = OPS.leaf(logits)
+        with paddle.enable_grad():
+            losses = {name: _LOSSES[name](leaf, self._moe) * weight for name, weight in self._weights.items()}
+        arrays = {name: loss.numpy() for name, loss in losses.items()}
+        if logits.stop_gradient:
+            return arrays, None
+        paddle.autograd.backward(list(losses.values()))
+        return arrays, leaf.grad.detach()
+
+
+def _even_loads(logits: Tensor, moe: MoeSpec) -> Tensor:
+    if moe.score == "softmax":
+        scores = parts = F.softmax(logits, axis=-1)
+    else:
+        scores = F.sigmoid(logits)
+        parts = scores / paddle.sum(scores, axis=-1, keepdim=True)
+    largest = np.argsort(-scores.numpy(), axis=-1, kind="stable")[:, : moe.top_k]
+    loads = np.bincount(largest.reshape(-1), minlength=moe.num_experts) * moe.num_experts / largest.size
+    return paddle.sum(paddle.mean(parts, axis=0) * paddle.to_tensor(loads, dtype=logits.dtype))
+
+
+def _small_outputs(logits: Tensor, moe: MoeSpec) -> Tensor:
+    return paddle.mean(paddle.square(paddle.logsumexp(logits, axis=-1)))
+
+
+_LOSSES: Mapping[str, Callable[[Tensor, MoeSpec], Tensor]] = {"aux": _even_loads, "z": _small_outputs}

@@ -10,9 +10,9 @@ import paddle
 
 from pipeproof.stages.common.arithmetic import clamped_swiglu, gated
 from pipeproof.stages.common.dropout import Dropouts
-from pipeproof.stages.common.latent_attention import with_positions
-from pipeproof.stages.common.positions import Positions
+from pipeproof.stages.common.embedding_and_head import Positions
 from pipeproof.stages.common.sequence_splits import EarlierSplits, GatheredKeys
+from pipeproof.stages.common.stage import with_positions
 from pipeproof.stages.describe.synthetic import DropoutKeys
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import (

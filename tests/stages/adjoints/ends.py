@@ -6,14 +6,13 @@ import paddle
 
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.dropout import Dropouts
-from pipeproof.stages.common.embedding_and_head import EmbeddingAndHead
-from pipeproof.stages.common.positions import Positions
+from pipeproof.stages.common.embedding_and_head import EmbeddingAndHead, Positions
 from pipeproof.stages.common.work_items import MtpStream, split_mtp_streams
 from pipeproof.stages.describe.mtp_streams import shifted_batch
 from pipeproof.stages.describe.synthetic import DropoutKeys, micro_batch
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import rotary_tables
-from pipeproof.stages.paddle.vocabulary import PaddleVocabulary
+from pipeproof.stages.paddle.stage import PaddleVocabulary
 from tests.stages.adjoints.rows import per_layout
 from tests.stages.adjoints.world import Case, Rank
 from tests.stages.staged_run import make_plan

@@ -7,8 +7,7 @@ import paddle
 
 from pipeproof.specs.model import MoeSpec
 from pipeproof.stages.common.arithmetic import gated
-from pipeproof.stages.paddle.balance import PaddleBalance
-from pipeproof.stages.paddle.experts import PaddleExperts, choose, reorder, visits, weighted
+from pipeproof.stages.paddle.experts import PaddleBalance, PaddleExperts, choose, reorder, visits, weighted
 from pipeproof.stages.paddle.functional import fork, swiglu
 from tests.stages.adjoints.rows import plain
 from tests.stages.adjoints.world import Case, Held, Rank

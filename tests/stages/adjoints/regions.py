@@ -9,10 +9,10 @@ import numpy as np
 import paddle
 
 from pipeproof.specs.model import MlaSpec
-from pipeproof.stages.common.latent_attention import latent_heads
+from pipeproof.stages.common.stage import latent_heads
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import rms_norm
-from pipeproof.stages.paddle.vocabulary import PaddleVocabulary, summed_cross_entropies, token_losses
+from pipeproof.stages.paddle.stage import PaddleVocabulary, summed_cross_entropies, token_losses
 from tests.stages.adjoints.rows import per_layout
 from tests.stages.adjoints.world import Case, Rank
 

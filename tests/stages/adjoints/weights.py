@@ -8,7 +8,7 @@ from typing import Any
 import paddle
 
 from pipeproof.stages.common.gathered_input import mark, source_of
-from pipeproof.stages.common.residual_streams import contract_streams, expand_streams, sinkhorn, with_streams
+from pipeproof.stages.common.stage import contract_streams, expand_streams, sinkhorn, with_streams
 from pipeproof.stages.common.work_items import join_mtp_streams, split_mtp_streams, training_loss
 from pipeproof.stages.describe.layers.layer_operations import BlockStreams
 from pipeproof.stages.paddle.backend_ops import OPS

@@ -11,15 +11,13 @@ import torch
 
 from pipeproof.stages.common.arithmetic import clamped_swiglu
 from pipeproof.stages.common.experts import ExpertRegion
-from pipeproof.stages.common.latent_attention import with_positions
-from pipeproof.stages.common.residual_streams import contract_streams, expand_streams, sinkhorn, with_streams
 from pipeproof.stages.common.sequence_splits import EarlierSplits, GatheredKeys
+from pipeproof.stages.common.stage import contract_streams, expand_streams, sinkhorn, with_positions, with_streams
 from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 from pipeproof.stages.describe.gradient_facts import loss_weights
 from pipeproof.stages.describe.layers.layer_operations import ENDS, BlockStreams
 from pipeproof.stages.torch.backend_ops import OPS, recompute_in_backward
-from pipeproof.stages.torch.balance import TorchBalance
-from pipeproof.stages.torch.experts import inverse, reorder, visits
+from pipeproof.stages.torch.experts import TorchBalance, inverse, reorder, visits
 from pipeproof.stages.torch.functional import (
     Groups,
     causal_attention,
@@ -31,7 +29,7 @@ from pipeproof.stages.torch.functional import (
     rotated_heads,
     swiglu,
 )
-from pipeproof.stages.torch.vocabulary import summed_cross_entropies
+from pipeproof.stages.torch.stage import summed_cross_entropies
 from pipeproof.stages.torch.weights import SplitWeights, Weight
 from tests.stages.torch.features import EVEN, MLA, MOE, make_plan
 from tests.stages.torch.staged_run import CPU

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeproof.stages.torch.balance import TorchBalance
+from pipeproof.stages.torch.experts import TorchBalance
 
 pytestmark = pytest.mark.needs_torch
 
