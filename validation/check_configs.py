@@ -1,4 +1,4 @@
-"""Verdicts on a directory of configurations of one kind: passed, with errors, or refused, with the reason of each.
+"""Verdicts on a directory of configurations of one kind: passed, with errors, undecided, or refused, with reasons.
 
 ``python validation/check_configs.py megatron CASES --glob '**/model_config.yaml' --world-size 8`` prints a line for
 each configuration with at least ``--min-pp`` pipeline ranks, then their numbers.
@@ -21,7 +21,7 @@ from pipeproof.interop.importers.imported import Imported
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on one configuration: ``passed``, ``errors`` or ``refused``, pipeline ranks (0 if unknown), findings."""
+    """``passed``, ``errors``, ``undecided`` or ``refused``; pipeline ranks (0 if unknown); findings."""
 
     outcome: str
     pp: int
@@ -44,7 +44,10 @@ def _checked(imported: Imported) -> Verdict:
     report = check_imported(imported)
     pp = report.subject.plan.spec.topology.pp
     names = tuple(setting.name.split()[0] for setting in imported.ignored if setting.name != "other flags")
-    return Verdict("errors" if report.errors else "passed", pp, tuple(report.errors), names)
+    if report.errors:
+        return Verdict("errors", pp, tuple(report.errors), names)
+    deciding = tuple(finding for finding in report.findings if finding.message in report.undecided)
+    return Verdict("undecided" if report.undecided else "passed", pp, deciding, names)
 
 
 def verdicts(

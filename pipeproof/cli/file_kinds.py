@@ -22,6 +22,7 @@ _TRAINING_KEYS = re.compile(r"^(tensor|pipeline|sharding|expert)(_model)?_parall
 _DEGREES = re.compile(r"^(tensor|pipeline|sharding)_parallel_degree$")
 _ERNIEKIT = frozenset({"compute_type", "fine_tuning"})
 _DEEPSPEED = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"})
+_NEOX = re.compile(r"""^\s*["']?pipe[-_]parallel[-_]size["']?\s*:""", re.MULTILINE)
 _ARGUMENTS = re.compile(r"-{24} arguments -{24}|^MODEL_ARGS:\s*$", re.MULTILINE)
 _CONFIGURES = re.compile(
     r"^def \w+_(config|recipe)\(|\bConfigContainer\b|\bmodel_registry\(|\bTrainer\.Config\b", re.MULTILINE
@@ -141,6 +142,8 @@ KINDS: tuple[FileKind, ...] = (
     PLAN,
     FileKind("a configuration of a model", ("check --from megatron SCRIPT --model-config FILE",),
              lambda g: bool(g.keys & {"model_type", "architectures"}) and "num_hidden_layers" in g.keys),
+    _imported("a configuration of gpt-neox", "gpt-neox",
+              lambda g: bool(_NEOX.search(g.text))),
     _imported("a configuration of DeepSpeed", "deepspeed",
               lambda g: bool(g.keys & _DEEPSPEED)),
     _imported("a configuration of ERNIEKit", "ernie",

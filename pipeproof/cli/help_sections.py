@@ -31,6 +31,7 @@ EXAMPLES: Final = MappingProxyType(
         "import ernie": "pipeproof import ernie pretrain.yaml -o plan.yaml",
         "import flagscale": "pipeproof import flagscale train.yaml -o plan.yaml",
         "import fleet": "pipeproof import fleet strategy.prototxt -o plan.yaml",
+        "import gpt-neox": "pipeproof import gpt-neox model.yml cluster.yml -o plan.yaml",
         "import llama-factory": "pipeproof import llama-factory sft.yaml -o plan.yaml",
         "import megatron": "pipeproof import megatron pretrain.sh -o plan.yaml",
         "import ms-swift": "pipeproof import ms-swift train.sh -o plan.yaml",

@@ -38,6 +38,7 @@ COMMANDS = {
     "import ernie": [str(EXAMPLES / "importing" / "erniekit.yaml")],
     "import fleet": [str(EXAMPLES / "importing" / "strategy.prototxt"), "-o", "fleet.yaml"],
     "import flagscale": [str(EXAMPLES / "importing" / "flagscale.yaml")],
+    "import gpt-neox": [str(EXAMPLES / "importing" / "gpt_neox.yml")],
     "import llama-factory": [str(EXAMPLES / "importing" / "llama_factory.yaml")],
     "import primus": [str(EXAMPLES / "importing" / "primus.yaml")],
     "import roll": [str(EXAMPLES / "importing" / "roll.yaml")],

@@ -18,6 +18,7 @@ EXAMPLE_FILES = {
     IMPORTING / "strategy.prototxt": "a Fleet DistributedStrategy",
     IMPORTING / "megatron.sh": "a shell script",
     IMPORTING / "deepspeed.json": "a configuration of DeepSpeed",
+    IMPORTING / "gpt_neox.yml": "a configuration of gpt-neox",
     IMPORTING / "torchtitan.toml": "a job configuration of torchtitan",
     IMPORTING / "full_tp_pp.yaml": "training arguments of PaddleFormers or PaddleNLP",
 }

@@ -24,7 +24,7 @@ PLAY = {"play"}
 COMPUTED = {"show"}
 """Their times are computed for devices; `show --costs` refuses a plan that names none."""
 WITHOUT_PREDICTED_TIMES = {
-    *(f"import {kind}" for kind in ("automodel", "deepspeed", "ernie", "flagscale", "fleet",
+    *(f"import {kind}" for kind in ("automodel", "deepspeed", "ernie", "flagscale", "fleet", "gpt-neox",
       "llama-factory", "megatron", "ms-swift", "nemo-rl", "paddleformers", "paddlenlp", "primus", "profile", "roll",
       "torch-csv", "torchtitan", "verl")),
     *(f"job {part}" for part in ("hang", "merge")),

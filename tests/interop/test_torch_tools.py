@@ -1,5 +1,6 @@
-"""Plans from torchtitan's TOML, DeepSpeed's JSON and PyTorch's CSV."""
+"""Plans from torchtitan's TOML, DeepSpeed's JSON, the YAML of gpt-neox and PyTorch's CSV."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,76 @@ def test_a_csv_that_is_no_schedule(tmp_path):
     finding = refusal(lambda: imported("torch-csv", tmp_path, "0F0,0B0\nnonsense", name="s.csv"))
     assert finding.code.startswith("PP1")
     assert finding.location.line == 2
+
+
+def test_batches_of_deepspeed_have_the_number_of_ranks(tmp_path):
+    made = imported("deepspeed", tmp_path, DEEPSPEED | {"train_batch_size": 12})
+    assert made.plan["topology"] == {"pp": 2, "dp": 3}
+
+
+NEOX = {
+    "pipe-parallel-size": 4, "model-parallel-size": 2, "num-layers": 22, "hidden-size": 512, "seq-length": 64,
+    "num-attention-heads": 8, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 16,
+    "activation": "swiglu", "intermediate_size": 6000, "mlp_multiple_of": 256, "norm": "rmsnorm",
+}  # fmt: skip
+
+
+def test_gpt_neox_cuts_by_blocks_and_the_functions_beside_them(tmp_path):
+    made = imported("gpt-neox", tmp_path, NEOX | {"num_nodes": 2, "num_gpus": 8})
+    assert made.plan["topology"] == {"pp": 4, "tp": 2, "dp": 2}
+    assert [sum(name.startswith("layer") for name in stage) for stage in made.plan["stages"]] == [5, 6, 6, 5]
+    assert [made.plan["model"][key] for key in ("ffn_size", "mlp", "norm")] == [2048, "swiglu", "rms"]
+    assert made.plan["schedule"]["num_micro_batches"] == 16
+    assert codes(check_imported(made)) == []
+
+
+def test_gpt_neox_with_sequence_parallelism_needs_whole_sends(tmp_path):
+    errors = judged("gpt-neox", tmp_path, NEOX | {"sequence_parallel": True}).errors
+    assert {finding.code for finding in errors} == {"PP201"}
+    assert all("in `pipeline` of `deepspeed_extra_args`" in finding.help for finding in errors)
+    whole = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
+    job = NEOX | {"sequence_parallel": True, "deepspeed_extra_args": whole}
+    assert codes(judged("gpt-neox", tmp_path, job)) == []
+
+
+def test_files_of_gpt_neox_are_one_training(tmp_path):
+    names = ("model.yml", "data.yml")
+    first, second = (tmp_path / name for name in names)
+    first.write_text(json.dumps(NEOX), encoding="utf-8")
+    second.write_text('"precision": "bfloat16"\n"train-iters": 10\n', encoding="utf-8")
+    assert import_files("gpt-neox", [first, second], Flags()).plan["run"]["dtype"] == "bfloat16"
+    second.write_text('"pipe_parallel_size": 2\n', encoding="utf-8")
+    finding = refusal(lambda: import_files("gpt-neox", [first, second], Flags()))
+    assert (finding.code, finding.location.file) == ("PP171", str(second))
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"attention_config": [[["global", "rwkv"], 11]]}, "attention_config"),
+        ({"moe_num_experts": 8}, "moe_num_experts"),
+        ({"pipe_partition_method": "parameters"}, "pipe_partition_method"),
+        ({"pipe-parallel-order": "reverse"}, "pipe_parallel_order"),
+    ],
+)
+def test_keys_of_gpt_neox_that_leave_the_verdict_open(tmp_path, more, name):
+    assert f"`{name}`" in judged("gpt-neox", tmp_path, NEOX | more).undecided[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "message"),
+    [
+        ({"pipe-parallel-size": 0}, "PP170", "without a pipeline"),
+        ({"pipe-parallel-size": "4"}, "PP170", "must be an integer"),
+        ({"hidden-size": None}, "PP170", "`hidden_size`, which a training of gpt-neox needs, is not here"),
+        ({"train_impl": "dpo"}, "PP171", "`train_impl` dpo with a pipeline"),
+        ({"zero_optimization": {"stage": 2}}, "PP171", "ZeRO stage 2"),
+    ],
+)
+def test_what_gpt_neox_would_refuse(tmp_path, more, code, message):
+    finding = refusal(lambda: imported("gpt-neox", tmp_path, NEOX | more))
+    assert finding.code == code
+    assert message in finding.message
 
 
 @pytest.mark.parametrize("kind", ["torchtitan", "deepspeed", "torch-csv"])

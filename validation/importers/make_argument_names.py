@@ -59,6 +59,7 @@ SOURCES: Final[Mapping[str, tuple[tuple[str, str, str], ...]]] = {
         ("alibaba/ROLL", "8eb27cc", r"^mcore_adapter/src/mcore_adapter/(training_args|models/model_config)\.py$"),
     ),
     "flagscale": (("FlagOpen/FlagScale", "da4935e", _FLAGSCALE),),
+    "gpt_neox": (("EleutherAI/gpt-neox", "ea7aefd", r"^megatron/neox_arguments/(neox|deepspeed)_args\.py$"),),
     "primus": (("AMD-AGI/Primus", "fd1eeab", _PRIMUS),),
 }
 """By list: repositories, their commits, and the files with names."""

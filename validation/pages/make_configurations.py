@@ -73,14 +73,17 @@ _ONE_RANK: Final = frozenset(
 """Files with one pipeline rank that are refused: the first of five trainings has too small a batch for 8 processes; the
 others have numbers of nodes that their launch script overrides."""
 _UNKNOWN_DEPTH: Final = "the number of blocks "
-OUTCOMES: Final = ("no error", "refused", "blocks unknown", "not imported")
+OUTCOMES: Final = ("proved", "undecided", "refused", "blocks unknown", "not imported")
+_OF_VERDICT: Final = {"passed": "proved", "undecided": "undecided", "errors": "refused"}
 
 
 def outcome(verdict: Verdict) -> str | None:
     """Return the outcome of a configuration with a pipeline; None for files of another kind."""
     if verdict.outcome != "refused":
-        return ("no error" if verdict.outcome == "passed" else "refused") if verdict.pp > 1 else None
+        return _OF_VERDICT[verdict.outcome] if verdict.pp > 1 else None
     finding = verdict.findings[0]
+    if finding.code == "PP177":
+        return "undecided"
     if finding.code != "PP170":
         return "refused"
     if any(part in finding.message for part in _OF_ANOTHER_KIND):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -54,38 +55,39 @@ def import_deepspeed(files: Sequence[Path], flags: Flags) -> Imported:
         raise PlanFileError(UNREADABLE.finding(message))
     name = str(files[0])
     data, source = read_mapping(name)
-    job = _Job(data, source, Draft("deepspeed", flags))
-    job.read()
-    return job.draft.imported(name, source.lines, _rephrase)
+    job = DeepSpeedJob(data, source, Draft("deepspeed", flags))
+    job.require_known_keys()
+    return job.imported()
 
 
-def _rephrase(plan: PlanSpec, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Rewrite suggested fixes with DeepSpeed's keys."""
-    deepspeed_keys = {
-        "`transport.forward: full`": '`"pipe_partitioned": false` in `pipeline`',
-        "`transport.backward: full`": '`"grad_partitioned": false` in `pipeline`',
-    }
+def _rephrase(section: str, plan: PlanSpec, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """Rewrite suggested fixes with DeepSpeed's keys, which are in a section."""
+    keys = {"`transport.forward: full`": "pipe_partitioned", "`transport.backward: full`": "grad_partitioned"}
     rephrased = []
     for finding in findings:
         text = finding.help
-        for plan_key, deepspeed_key in deepspeed_keys.items():
-            text = text and text.replace(plan_key, deepspeed_key)
+        for plan_key, key in keys.items():
+            text = text and text.replace(plan_key, f'`"{key}": false` in {section}')
         rephrased.append(replace(finding, help=text))
     return tuple(rephrased)
 
 
-class _Job:
-    """The configuration, and the draft of its plan."""
+class DeepSpeedJob:
+    """A configuration of DeepSpeed, and the draft of its plan."""
 
-    def __init__(self, data: dict[str, Any], source: SourceMap, draft: Draft) -> None:
+    def __init__(self, data: dict[str, Any], source: SourceMap, draft: Draft, section: str = "`pipeline`") -> None:
         self._data = data
         self._source = source
+        self._section = section
         self.draft = draft
 
-    def read(self) -> None:
-        """Set the keys of the plan."""
+    def imported(self) -> Imported:
+        """Set the keys of the plan, and return it.
+
+        Raises:
+            PlanFileError: PP170 where a value cannot be read, PP171 if DeepSpeed refuses the settings.
+        """
         draft = self.draft
-        self._require_known_keys()
         pp = self._stages()
         tp = count(draft, "topology", "tp")
         self._transport(tp)
@@ -94,8 +96,9 @@ class _Job:
         self._batches(data_parallel)
         self._rest()
         assume_model(draft, Needs(pp))
+        return draft.imported(self._source.file, self._source.lines, partial(_rephrase, self._section))
 
-    def _require_known_keys(self) -> None:
+    def require_known_keys(self) -> None:
         """Refuse misspelt keys, and a file without any that is known.
 
         Raises:
@@ -166,6 +169,10 @@ class _Job:
         if ("topology", "dp") in draft:
             return count(draft, "topology", "dp")
         if world is None:
+            stated = self._stated_ranks()
+            if stated is not None:
+                self._take(("topology", "dp"), stated, "train_batch_size")
+                return stated
             draft.assume(("topology", "dp"), 1, "the launcher has the number of processes: `--world-size`")
             return 1
         if world % ranks:
@@ -173,6 +180,12 @@ class _Job:
             raise PlanFileError(REFUSED.finding(message))
         draft.set(("topology", "dp"), world // ranks, f"{world} processes")
         return world // ranks
+
+    def _stated_ranks(self) -> int | None:
+        """Return the data-parallel ranks that three stated batch sizes need; None where these do not have them."""
+        names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        total, size, steps = (self._count(name) for name in names)
+        return total // (size * steps) if total and size and steps and total % (size * steps) == 0 else None
 
     def _batches(self, data_parallel: int) -> None:
         """Set batch, micro-batch and accumulation; two of them give the third."""

@@ -30,8 +30,6 @@ class Format:
 _PROCESS: Final = "what can be read is its configuration in its process, by `pipeproof.interop.from_arguments`"
 _BLOCK: Final = "it is not read; what can be read is the block of arguments that its training prints"
 
-_NEOX: Final = "it is not read; what can be read is its DeepSpeed configuration, with `--set topology.pp=N`"
-
 TOOLS: Final[tuple[Tool, ...]] = (VERL, MS_SWIFT, NEMO_RL, LLAMA_FACTORY, ROLL, FLAGSCALE, PRIMUS)
 """Tools whose files have arguments of Megatron-Core under names of their own."""
 
@@ -43,7 +41,8 @@ _FORMATS: Final = (
     ),
     Format("a recipe of Automodel", ("distributed.pp_size", "distributed.strategy"), "`--from automodel` reads it",
            "automodel"),
-    Format("a configuration of gpt-neox", ("pipe_parallel_size", "model_parallel_size"), _NEOX),
+    Format("a configuration of gpt-neox", ("pipe_parallel_size", "pipe-parallel-size", "model_parallel_size"),
+           "`--from gpt-neox` reads it", "gpt-neox"),
     Format("a configuration of nanotron", ("parallelism.pp", "parallelism.pp_engine"),
            "it is not read; its schedules are one forward and one backward, which a plan describes"),
     Format("overrides of a recipe of Megatron-Bridge", ("model.pipeline_model_parallel_size", "dist", "ddp", "logger"),

@@ -63,6 +63,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "automodel": Kind("a YAML recipe of NeMo Automodel", "automodel:import_automodel"),
         "torchtitan": Kind("a TOML job configuration of torchtitan", "torchtitan:import_torchtitan"),
         "deepspeed": Kind("a JSON configuration for DeepSpeed's pipeline engine", "deepspeed:import_deepspeed"),
+        "gpt-neox": Kind("the YAML files of a training of gpt-neox", "gpt_neox:import_gpt_neox"),
         "torch-csv": Kind("a schedule that PyTorch wrote as CSV", "torch_csv:import_torch_csv"),
     }
 )
