@@ -35,8 +35,7 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.model_family import stage_layers
 from pipeproof.stages.describe.stage_memory import state_of_weights
-from validation.board.accuracy_board import MEASUREMENTS
-from validation.board.megatron_bridge_rows import read_megatron_bridge
+from validation.board.accuracy_board import MEASUREMENTS, read_measurements
 
 TOP = 5
 _RESULTS = Path(__file__).parents[1] / "validation" / "results" / "tune.json"
@@ -123,7 +122,7 @@ def main() -> None:
     options = parser.parse_args()
     kept: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {}
     measured: dict[str, tuple[Mapping[str, Any], list[float], str]] = {}
-    for row in read_megatron_bridge(options.table):
+    for row in read_measurements([options.table])[0][0].rows:
         if row.plan is not None:
             key = json.dumps(row.plan, sort_keys=True)
             measured.setdefault(key, (row.plan, [], row.name))[1].append(row.measured)

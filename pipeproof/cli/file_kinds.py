@@ -144,6 +144,8 @@ KINDS: tuple[FileKind, ...] = (
              lambda g: bool(g.keys & {"model_type", "architectures"}) and "num_hidden_layers" in g.keys),
     _imported("a configuration of gpt-neox", "gpt-neox",
               lambda g: bool(_NEOX.search(g.text))),
+    _imported("the configuration of a training of Megatron-Bridge", "megatron-bridge",
+              lambda g: "_target_: megatron.bridge.training.config.ConfigContainer" in g.text),
     _imported("a configuration of DeepSpeed", "deepspeed",
               lambda g: bool(g.keys & _DEEPSPEED)),
     _imported("a configuration of ERNIEKit", "ernie",

@@ -34,6 +34,7 @@ EXAMPLES: Final = MappingProxyType(
         "import gpt-neox": "pipeproof import gpt-neox model.yml cluster.yml -o plan.yaml",
         "import llama-factory": "pipeproof import llama-factory sft.yaml -o plan.yaml",
         "import megatron": "pipeproof import megatron pretrain.sh -o plan.yaml",
+        "import megatron-bridge": "pipeproof import megatron-bridge run_config.yaml -o plan.yaml",
         "import ms-swift": "pipeproof import ms-swift train.sh -o plan.yaml",
         "import nemo-rl": "pipeproof import nemo-rl grpo.yaml -o plan.yaml",
         "import paddleformers": "pipeproof import paddleformers pretrain.yaml --world-size 8 -o plan.yaml",

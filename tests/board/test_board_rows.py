@@ -216,38 +216,47 @@ def test_the_pair_of_a_trace_and_of_its_summary_are_equal(tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (MLPERF, {"median_s": "fast"}, r"others.csv:2: `median_s` is `fast`; write a number greater than 0"),
-        (VTRAIN, {"# layers": "2.5"}, r"others.csv:2: `# layers` is `2.5`; write an integer"),
-        (BRIDGE, {"Tokens / sec / GPU": "-3"}, r"others.csv:2: `Tokens / sec / GPU` is `-3`"),
+        (MLPERF, {"median_s": "fast"}, "others.csv:2: `median_s` is `fast`; write a number greater than 0"),
+        (VTRAIN, {"# layers": "2.5"}, "others.csv:2: `# layers` is `2.5`; write an integer"),
+        (BRIDGE, {"Tokens / sec / GPU": "-3"}, "others.csv:2: `Tokens / sec / GPU` is `-3`"),
     ],
 )
-def test_a_cell_that_cannot_be_read_is_refused_with_its_line(tmp_path, name, change, message):
-    with pytest.raises(MeasurementFileError, match=message):
-        rows_of(table(tmp_path, name, change))
+def test_a_row_that_cannot_be_read_is_left_out_with_its_line(tmp_path, name, change, message):
+    (file,), unread = read_measurements([table(tmp_path, name, change, {})])
+    assert len(file.rows) == 1
+    assert [message in line for line in unread] == [True]
 
 
-def test_a_row_with_other_cells_than_the_header_is_refused(tmp_path):
+def test_a_row_with_other_cells_than_the_header_is_left_out(tmp_path):
     path = table(tmp_path, VTRAIN, {})
     path.write_text(path.read_text() + "1,2,3\n")
-    with pytest.raises(MeasurementFileError, match=r"others.csv:3: 3 cells, and the header has 11"):
-        rows_of(path)
+    (file,), (line,) = read_measurements([path])
+    assert len(file.rows) == 1
+    assert "others.csv:3: 3 cells, and the header has 11" in line
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"it": "soon"}, r"row 0: 'soon' is no positive number; write one, or null"),
-        ({"mem": -1}, r"row 0: -1 is no positive number"),
+        (GOLDEN | {"it": "soon"}, "row 1: 'soon' is no positive number; write one, or null"),
+        (GOLDEN | {"mem": -1}, "row 1: -1 is no positive number"),
+        ({k: v for k, v in GOLDEN.items() if k != "mem"}, "row 1 has no `mem`; add it"),
     ],
 )
-def test_a_golden_value_that_is_no_number_is_refused(tmp_path, row, message):
-    with pytest.raises(MeasurementFileError, match=message):
-        rows_of(goldens(tmp_path, GOLDEN | row))
+def test_a_golden_row_that_cannot_be_read_is_left_out(tmp_path, row, message):
+    (file,), (line,) = read_measurements([goldens(tmp_path, GOLDEN, row)])
+    assert len(file.rows) == 2
+    assert message in line
 
 
-def test_a_golden_row_without_a_key_is_refused(tmp_path):
-    with pytest.raises(MeasurementFileError, match=r"row 1 has no `mem`; add it"):
-        rows_of(goldens(tmp_path, GOLDEN, {k: v for k, v in GOLDEN.items() if k != "mem"}))
+def test_one_file_that_cannot_be_read_does_not_end_the_directory(tmp_path):
+    table(tmp_path, VTRAIN, {})
+    (tmp_path / "cut.json").write_text('{"sizes": ')
+    (file,), (line,) = read_measurements([tmp_path])
+    assert (len(file.rows), "cut.json: no JSON" in line) == (1, True)
+    (tmp_path / "others.csv").unlink()
+    with pytest.raises(MeasurementFileError, match=r"cut\.json: no JSON"):
+        read_measurements([tmp_path])
 
 
 def test_recipes_are_those_of_the_release_and_the_sizes_of_a_row():

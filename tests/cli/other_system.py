@@ -43,6 +43,7 @@ COMMANDS = {
     "import primus": [str(EXAMPLES / "importing" / "primus.yaml")],
     "import roll": [str(EXAMPLES / "importing" / "roll.yaml")],
     "import megatron": [str(EXAMPLES / "importing" / "megatron.sh"), "-o", "megatron.yaml"],
+    "import megatron-bridge": [str(EXAMPLES / "importing" / "megatron_bridge.yaml")],
     "import ms-swift": [str(EXAMPLES / "importing" / "ms_swift.sh")],
     "import nemo-rl": [str(EXAMPLES / "importing" / "nemo_rl.yaml")],
     "import profile": [".", "--plan", _PLAN],

@@ -19,6 +19,7 @@ EXAMPLE_FILES = {
     IMPORTING / "megatron.sh": "a shell script",
     IMPORTING / "deepspeed.json": "a configuration of DeepSpeed",
     IMPORTING / "gpt_neox.yml": "a configuration of gpt-neox",
+    IMPORTING / "megatron_bridge.yaml": "the configuration of a training of Megatron-Bridge",
     IMPORTING / "torchtitan.toml": "a job configuration of torchtitan",
     IMPORTING / "full_tp_pp.yaml": "training arguments of PaddleFormers or PaddleNLP",
 }

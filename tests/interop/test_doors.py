@@ -7,7 +7,7 @@ import pytest
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop import Flags, check_imported, import_files
 from pipeproof.verify.certificate import Verdict
-from tests.cli.commands import invoke
+from tests.cli.commands import EXAMPLES, invoke
 from tests.interop.importing import imported, refusal
 
 SIZES = (
@@ -258,6 +258,13 @@ def test_a_model_of_primus_beside_the_experiment_is_read(tmp_path):
 def test_the_format_is_named_in_the_refusal(tmp_path, kind, text, message):
     finding = refusal(imported, kind, tmp_path, text)
     assert (finding.code, message in finding.message) == ("PP170", True), finding.message
+
+
+def test_the_configuration_that_bridge_writes_is_read():
+    made = import_files("megatron-bridge", [EXAMPLES / "importing" / "megatron_bridge.yaml"], Flags(world_size=16))
+    assert made.plan["topology"] == {"pp": 4, "tp": 2, "sequence_parallel": True, "dp": 2}
+    assert [made.plan["schedule"][key] for key in ("num_chunks", "num_micro_batches")] == [2, 32]
+    assert not check_imported(made).errors
 
 
 def test_a_script_of_another_tool_is_named(tmp_path):

@@ -61,7 +61,7 @@ def measurements(
             note_kind(directory)
         sys.exit(ExitStatus.BAD_INPUT)
     for line in unread:
-        echo(f"note: not read: {line}", err=True)
+        echo(f"note: left out: {line}", err=True)
     chosen = [row for file in files if not sets or file.set in sets for row in file.rows]
     if not chosen:
         echo(f"error: no measurements of the set {', '.join(sets)}; it is in another directory", err=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from types import MappingProxyType
@@ -19,29 +20,37 @@ from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from validation.board.bridge_recipes import RECIPES
 from validation.board.dualpipe_pair_rows import read_pair_summary, read_pair_trace
-from validation.board.measurement import GIB, Measurement, MeasurementFileError, Quantity
+from validation.board.measurement import (
+    GIB,
+    Cells,
+    Measurement,
+    MeasurementFileError,
+    Quantity,
+    readable,
+    rows_of_table,
+)
 from validation.board.megatron_bridge_rows import COLUMNS as BRIDGE_COLUMNS
-from validation.board.megatron_bridge_rows import read_megatron_bridge
+from validation.board.megatron_bridge_rows import megatron_bridge_rows
 from validation.board.megatron_golden_rows import KEYS as GOLDEN_KEYS
-from validation.board.megatron_golden_rows import read_goldens
+from validation.board.megatron_golden_rows import golden_rows
 from validation.board.mlperf_rows import COLUMNS as MLPERF_COLUMNS
-from validation.board.mlperf_rows import read_mlperf
+from validation.board.mlperf_rows import mlperf_rows
 from validation.board.own_run_rows import read_own_runs
 from validation.board.vtrain_rows import COLUMNS as VTRAIN_COLUMNS
-from validation.board.vtrain_rows import read_vtrain
+from validation.board.vtrain_rows import vtrain_rows
 
 MEASUREMENTS = Path(__file__).parent / "measurements"
 """The measurements that come with pipeproof."""
 
 _MICRO = 10**6
-_TABLES: Mapping[str, tuple[frozenset[str], Callable[[Path], Iterator[Measurement]]]] = MappingProxyType(
+_TABLES: Mapping[str, tuple[frozenset[str], Callable[[Cells], Sequence[Measurement]]]] = MappingProxyType(
     {
-        "mlperf": (MLPERF_COLUMNS, read_mlperf),
-        "vtrain": (VTRAIN_COLUMNS, read_vtrain),
-        "megatron-bridge": (BRIDGE_COLUMNS, read_megatron_bridge),
+        "mlperf": (MLPERF_COLUMNS, mlperf_rows),
+        "vtrain": (VTRAIN_COLUMNS, vtrain_rows),
+        "megatron-bridge": (BRIDGE_COLUMNS, megatron_bridge_rows),
     }
 )
-"""Sets in CSV files, each with the columns that it is known by, and its reader."""
+"""Sets in CSV files, each with the columns that it is known by, and the measurements of a row."""
 
 SETS = ("mlperf", "vtrain", "megatron", "megatron-bridge", "dualpipe", "own")
 
@@ -88,26 +97,31 @@ def read_measurements(directories: Sequence[Path]) -> tuple[list[MeasurementFile
     """Read the files of measurements in directories, recognized by their columns or keys.
 
     Returns:
-        The files with their rows, and a line for each file that is none.
+        The files with their rows, and a line for each file of another kind, and each file or row that cannot be read.
 
     Raises:
-        MeasurementFileError: a file of a known kind cannot be read, or there is no such file.
+        MeasurementFileError: no row can be read.
         OSError: a directory or a file cannot be opened.
     """
-    files, others = [], []
+    files: list[MeasurementFile] = []
+    unread: list[str] = []
     for directory in directories:
         for path in [directory] if directory.is_file() else sorted(directory.iterdir()):
             if path.suffix not in (".csv", ".json"):
                 continue
-            read = _read_table(path) if path.suffix == ".csv" else _read_json(path)
+            try:
+                read = (_read_table if path.suffix == ".csv" else _read_json)(path, unread)
+            except MeasurementFileError as error:
+                unread.append(str(error))
+                continue
             if read is None:
-                others.append(f"{path}: neither columns nor keys are those of a known set")
-            elif read.set:
+                unread.append(f"{path}: neither columns nor keys are those of a known set")
+            elif read.rows:
                 files.append(read)
     if not files:
         where = ", ".join(map(str, directories))
-        raise MeasurementFileError(f"{where}: no file of measurements; give a directory that has some")
-    return files, others
+        raise MeasurementFileError("\n".join((*unread, f"{where}: no measurements; give a directory that has some")))
+    return files, unread
 
 
 def set_of_table(header: str) -> str | None:
@@ -116,22 +130,23 @@ def set_of_table(header: str) -> str | None:
     return next((name for name, (columns, _) in _TABLES.items() if columns <= found), None)
 
 
-def _read_table(path: Path) -> MeasurementFile | None:
+def _read_table(path: Path, unread: list[str]) -> MeasurementFile | None:
     with path.open(encoding="utf-8-sig") as stream:
         name = set_of_table(stream.readline())
     if name is None:
         return MeasurementFile(path, "", ()) if path == RECIPES else None  # which rows of Megatron-Bridge refer to
-    _, read = _TABLES[name]
-    return MeasurementFile(path, name, tuple(read(path)))
+    columns, measure = _TABLES[name]
+    return MeasurementFile(path, name, tuple(readable(rows_of_table(path, columns, unread), measure, unread)))
 
 
-def _read_json(path: Path) -> MeasurementFile | None:
+def _read_json(path: Path, unread: list[str]) -> MeasurementFile | None:
     try:
         content = decode_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise MeasurementFileError(f"{path}: no JSON: {error}; write the file again") from error
     if isinstance(content, list) and content and isinstance(content[0], dict) and set(content[0]) >= GOLDEN_KEYS:
-        return MeasurementFile(path, "megatron", tuple(read_goldens(path, content)))
+        rows = readable(enumerate(content), partial(golden_rows, path), unread)
+        return MeasurementFile(path, "megatron", tuple(rows))
     if not isinstance(content, dict):
         return None
     if "cases" in content and "source" in content:  # the arguments of Megatron-LM's cases, which its rows refer to

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pipeproof.analysis.tune.layouts import near_even_blocks
 from pipeproof.specs.cost import DeviceName
 
+Row = TypeVar("Row")
 GIB = 2**30
 _IGNORED = re.compile(r",(?=\d{3}\b)|\[\^[^\]]*\]", re.ASCII)
 """Thousands separators, and footnotes such as ``[^note]``."""
@@ -70,29 +72,6 @@ def measured_with_plan(
         return Measurement(group, name, quantity, measured, None, str(error))
 
 
-def rows_of_table(path: Path, columns: frozenset[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the line number and the cells of each row of a CSV file that has all of ``columns``.
-
-    Raises:
-        MeasurementFileError: a column is missing, or a row has more or fewer cells than the header.
-    """
-    import csv
-
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file)
-        header = [name.strip() for name in next(reader, [])]
-        missing = sorted(columns - set(header))
-        if missing:
-            raise MeasurementFileError(f"{path}:1: the column `{missing[0]}` is missing; add it")
-        for cells in reader:
-            if not cells:
-                continue
-            if len(cells) != len(header):
-                message = f"{path}:{reader.line_num}: {len(cells)} cells, and the header has {len(header)}"
-                raise MeasurementFileError(f"{message}; give each column a value")
-            yield reader.line_num, dict(zip(header, (cell.strip() for cell in cells), strict=True))
-
-
 @dataclass(frozen=True)
 class Cells:
     """The cells of a row with their location, for typed access."""
@@ -134,6 +113,37 @@ class Cells:
             message = f"{self.path}:{self.line}: `{column}` is `{self.by_column[column]}`"
             raise MeasurementFileError(f"{message}; write an integer")
         return int(value)
+
+
+def rows_of_table(path: Path, columns: frozenset[str], unread: list[str]) -> Iterator[Cells]:
+    """Yield the cells of each row of a CSV file; ``unread`` gets a line for one with another number of cells.
+
+    Raises:
+        MeasurementFileError: a column is missing.
+    """
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file)
+        header = [name.strip() for name in next(reader, [])]
+        missing = sorted(columns - set(header))
+        if missing:
+            raise MeasurementFileError(f"{path}:1: the column `{missing[0]}` is missing; add it")
+        for cells in filter(None, reader):
+            if len(cells) == len(header):
+                yield Cells(path, reader.line_num, dict(zip(header, map(str.strip, cells), strict=True)))
+            else:
+                message = f"{path}:{reader.line_num}: {len(cells)} cells, and the header has {len(header)}"
+                unread.append(f"{message}; give each column a value")
+
+
+def readable(
+    rows: Iterable[Row], measure: Callable[[Row], Sequence[Measurement]], unread: list[str]
+) -> Iterator[Measurement]:
+    """Yield the measurements of rows; ``unread`` gets a line for each row that cannot be read."""
+    for row in rows:
+        try:
+            yield from measure(row)
+        except MeasurementFileError as error:
+            unread.append(str(error))
 
 
 def known_device(name: str) -> DeviceName:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from pipeproof.interop.public_models import MODELS, NOT_DESCRIBED, PublicModel
@@ -18,7 +16,6 @@ from validation.board.measurement import (
     known_device,
     megatron_schedule,
     partition,
-    rows_of_table,
 )
 
 COLUMNS = frozenset(
@@ -33,27 +30,24 @@ _WITH_BIASES = "gpt oss 120b"
 """Model whose experts have biases, and whose rotary positions have YaRN's factor, which no fused operation has."""
 
 
-def read_megatron_bridge(path: Path) -> Iterator[Measurement]:
-    """Yield a measurement for each row.
+def megatron_bridge_rows(cells: Cells) -> tuple[Measurement]:
+    """Return the measurement of a row.
 
     Raises:
         MeasurementFileError: a cell cannot be read.
     """
-    for line, row in rows_of_table(path, COLUMNS):
-        cells = Cells(path, line, row)
-        model_name, section = cells.text("model"), cells.text("section")
-        model = MODELS.get(model_name.lower())
-        group = f"Megatron-Bridge, {'dense' if model is None or not model.has_experts else 'MoE'}"
-        system, release = f"{cells.text('#-GPUs')} {cells.text('System')}", cells.text("release")
-        name = f"{model_name}, {system}, {cells.text('Precision')}, {release}, {section.removesuffix(' Performance')}"
-        measured = cells.number("Tokens / sec / GPU")
-        try:
-            plan, notes = _plan(cells, _described(model_name, model))
-        except NoPlanError as error:
-            group = group if model else "Megatron-Bridge, other models"
-            yield Measurement(group, name, Quantity.TOKENS, measured, None, str(error))
-        else:
-            yield Measurement(group, name, Quantity.TOKENS, measured, plan, notes=notes)
+    model_name, section = cells.text("model"), cells.text("section")
+    model = MODELS.get(model_name.lower())
+    group = f"Megatron-Bridge, {'dense' if model is None or not model.has_experts else 'MoE'}"
+    system, release = f"{cells.text('#-GPUs')} {cells.text('System')}", cells.text("release")
+    name = f"{model_name}, {system}, {cells.text('Precision')}, {release}, {section.removesuffix(' Performance')}"
+    measured = cells.number("Tokens / sec / GPU")
+    try:
+        plan, notes = _plan(cells, _described(model_name, model))
+    except NoPlanError as error:
+        group = group if model else "Megatron-Bridge, other models"
+        return (Measurement(group, name, Quantity.TOKENS, measured, None, str(error)),)
+    return (Measurement(group, name, Quantity.TOKENS, measured, plan, notes=notes),)
 
 
 def _described(name: str, model: PublicModel | None) -> PublicModel:

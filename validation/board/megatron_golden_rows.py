@@ -8,7 +8,7 @@ the importer of Megatron-LM's arguments turns into a plan.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -59,29 +59,30 @@ _APPROXIMATE = {
 }
 
 
-def read_goldens(path: Path, rows: list[Any]) -> Iterator[Measurement]:
-    """Yield the iteration time and the memory peak of each row.
+def golden_rows(path: Path, numbered: tuple[int, Any]) -> list[Measurement]:
+    """Return the iteration time and the memory peak of a row with its number.
 
     Raises:
-        MeasurementFileError: a row lacks a key, or a value is no number.
+        MeasurementFileError: the row lacks a key, or a value is no number.
     """
-    for number, row in enumerate(rows):
-        missing = sorted(KEYS - set(row)) if isinstance(row, Mapping) else sorted(KEYS)
-        if missing:
-            raise MeasurementFileError(f"{path}: row {number} has no `{missing[0]}`; add it")
-        kind, case, machine = row["kind"], row["case"], row["machine"]
-        name = f"{case}, {machine}"
-        device = _device_in(machine)
-        group = f"Megatron-LM, {'MoE' if kind in ('moe', 'mixtral') else 'dense'}, {device}"
-        plan, notes, reason = _plan_or_reason(kind, case, machine)
-        for quantity, value, unit, label in (
-            (Quantity.STEP, row["it"], 1.0, "step"),
-            (Quantity.ALLOCATED, row["mem"], float(GIB), "memory"),
-        ):
-            measured = _measured(path, number, value)
-            if measured is None:
-                measured, plan, reason = 0.0, None, "the row has no measured value"
-            yield Measurement(f"{group}, {label}", name, quantity, measured / unit, plan, reason, notes)
+    number, row = numbered
+    missing = sorted(KEYS - set(row)) if isinstance(row, Mapping) else sorted(KEYS)
+    if missing:
+        raise MeasurementFileError(f"{path}: row {number} has no `{missing[0]}`; add it")
+    kind, case, machine = row["kind"], row["case"], row["machine"]
+    name, device = f"{case}, {machine}", _device_in(machine)
+    group = f"Megatron-LM, {'MoE' if kind in ('moe', 'mixtral') else 'dense'}, {device}"
+    plan, notes, reason = _plan_or_reason(kind, case, machine)
+    found = []
+    for quantity, value, unit, label in (
+        (Quantity.STEP, row["it"], 1.0, "step"),
+        (Quantity.ALLOCATED, row["mem"], float(GIB), "memory"),
+    ):
+        measured = _measured(path, number, value)
+        if measured is None:
+            measured, plan, reason = 0.0, None, "the row has no measured value"
+        found.append(Measurement(f"{group}, {label}", name, quantity, measured / unit, plan, reason, notes))
+    return found
 
 
 def _measured(path: Path, number: int, value: object) -> float | None:

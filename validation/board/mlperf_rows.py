@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from pipeproof.interop.public_models import MODELS
@@ -19,7 +17,6 @@ from validation.board.measurement import (
     measured_with_plan,
     megatron_schedule,
     partition,
-    rows_of_table,
 )
 
 COLUMNS = frozenset({"system", "run", "gbs", "seq", "median_s", "tp", "pp", "vpp", "cp", "mbs", "nodes", "config"})
@@ -27,23 +24,19 @@ _BENCHMARK = "llama31_405b"
 _SYSTEM = re.compile(r"config_(?:DGX)?([A-Z]+\d+)_(\d+)x(\d+)x", re.ASCII)
 
 
-def read_mlperf(path: Path) -> Iterator[Measurement]:
-    """Yield a measurement for each run of the table.
+def mlperf_rows(cells: Cells) -> tuple[Measurement]:
+    """Return the measurement of a run.
 
     Raises:
         MeasurementFileError: a cell cannot be read.
     """
-    model = MODELS["llama3.1_405b"]
-    for line, row in rows_of_table(path, COLUMNS):
-        cells = Cells(path, line, row)
-        system = _SYSTEM.match(cells.text("config"))
-        device_name = system.group(1) if system else cells.text("config")
-        num_ranks = cells.count("nodes") * (int(system.group(3)) if system else 8)
-        group = f"405B on {device_name}"
-        name = f"{num_ranks} {device_name}, {cells.text('system')} run {cells.text('run')}"
-        measured = cells.number("median_s")
-        make_plan = partial(_plan, cells, dict(model.keys), device_name, num_ranks)
-        yield measured_with_plan(group, name, Quantity.STEP, measured, make_plan)
+    system = _SYSTEM.match(cells.text("config"))
+    device_name = system.group(1) if system else cells.text("config")
+    num_ranks = cells.count("nodes") * (int(system.group(3)) if system else 8)
+    group = f"405B on {device_name}"
+    name = f"{num_ranks} {device_name}, {cells.text('system')} run {cells.text('run')}"
+    make_plan = partial(_plan, cells, dict(MODELS["llama3.1_405b"].keys), device_name, num_ranks)
+    return (measured_with_plan(group, name, Quantity.STEP, cells.number("median_s"), make_plan),)
 
 
 def _plan(cells: Cells, model: dict[str, Any], device_name: str, num_ranks: int) -> dict[str, Any]:

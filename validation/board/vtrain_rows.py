@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from validation.board.measurement import (
@@ -14,7 +12,6 @@ from validation.board.measurement import (
     Quantity,
     divided,
     measured_with_plan,
-    rows_of_table,
 )
 
 COLUMNS = frozenset(
@@ -30,23 +27,21 @@ _RANKS_PER_CARD = 2
 """Four cards of 200 Gb/s for the eight GPUs of a node (``inter_node_bandwidth`` of vTrain's validation, 800 Gb/s)."""
 
 
-def read_vtrain(path: Path) -> Iterator[Measurement]:
-    """Yield a measurement for each row; up to eight GPUs are one node.
+def vtrain_rows(cells: Cells) -> tuple[Measurement]:
+    """Return the measurement of a row; up to eight GPUs are one node.
 
     Raises:
         MeasurementFileError: a cell cannot be read.
     """
-    for line, row in rows_of_table(path, COLUMNS):
-        cells = Cells(path, line, row)
-        gpus, batch, size, hidden, layers, tp, dp, pp = (
-            cells.count(name)
-            for name in ("# GPUs", "global batch", "micro batch", "hidden size", "# layers", "tensor parallelism",
-                         "data parallelism", "pipeline parallelism")
-        )  # fmt: skip
-        group = "vTrain, one node" if gpus <= _RANKS_PER_NODE else "vTrain, several nodes"
-        name = f"{gpus} A100, hidden {hidden}, {layers} blocks, tp {tp} dp {dp} pp {pp}, batch {batch} of {size}"
-        measured = cells.number("iteration time (ms)") / 1000
-        yield measured_with_plan(group, name, Quantity.STEP, measured, partial(_plan, cells, (tp, dp, pp)))
+    gpus, batch, size, hidden, layers, tp, dp, pp = (
+        cells.count(name)
+        for name in ("# GPUs", "global batch", "micro batch", "hidden size", "# layers", "tensor parallelism",
+                     "data parallelism", "pipeline parallelism")
+    )  # fmt: skip
+    group = "vTrain, one node" if gpus <= _RANKS_PER_NODE else "vTrain, several nodes"
+    name = f"{gpus} A100, hidden {hidden}, {layers} blocks, tp {tp} dp {dp} pp {pp}, batch {batch} of {size}"
+    measured = cells.number("iteration time (ms)") / 1000
+    return (measured_with_plan(group, name, Quantity.STEP, measured, partial(_plan, cells, (tp, dp, pp))),)
 
 
 def _plan(cells: Cells, mesh: tuple[int, int, int]) -> dict[str, Any]:

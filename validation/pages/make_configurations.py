@@ -62,7 +62,7 @@ SOURCES: Final = (
 _OF_ANOTHER_KIND: Final = (
     "which has the degrees of parallelism, is not in the file", "the policy trains without a pipeline",
     "which has the pipeline, is not in the file", "no command here", "`MODEL_ARGS` must be a mapping",
-    "--data.global-batch-size is no flag",
+    "--data.global-batch-size is no flag", "is known, is not here", "configures no pipeline",
 )  # fmt: skip
 """Parts of the messages on files that do not configure such a training at all; the last one has arguments of NeMo."""
 _ONE_RANK: Final = frozenset(

@@ -16,8 +16,7 @@ from typing import Any
 from pages import DOCS, EVIDENCE, fill, main, table
 
 from pipeproof.cost.devices import DEVICES
-from validation.board.accuracy_board import MEASUREMENTS
-from validation.board.megatron_bridge_rows import read_megatron_bridge
+from validation.board.accuracy_board import MEASUREMENTS, read_measurements
 
 RESULTS = EVIDENCE / "tune.json"
 PAGE = DOCS / "tune.md"
@@ -56,7 +55,7 @@ def summary_part(trainings: Mapping[str, Any]) -> str:
     """Number of trainings in which the search is at least as good, and in which the published choice is listed."""
     rows = list(trainings.values())
     commits = sorted({row["commit"] for row in rows})
-    plans = [(row.name, row.plan) for row in read_megatron_bridge(TABLE) if row.plan is not None]
+    plans = [(row.name, row.plan) for row in read_measurements([TABLE])[0][0].rows if row.plan is not None]
     known = {json.dumps([plan["topology"], plan["schedule"], plan["model"], plan["cost"]["analytic"]["device"],
                          plan["cost"]["analytic"].get("matmul_dtype")]): name for name, plan in plans}  # fmt: skip
     left_out = Counter(", ".join(name.split(", ")[:3]) for name in known.values()) - Counter(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from pipeproof.interop.importers.tools.bridge import BRIDGE
 from pipeproof.interop.importers.tools.flagscale import FLAGSCALE
 from pipeproof.interop.importers.tools.llama_factory import LLAMA_FACTORY
 from pipeproof.interop.importers.tools.ms_swift import MS_SWIFT
@@ -27,7 +28,10 @@ class Format:
     """Name for ``--from`` of a tool with a table, or ``plan``: only that tool reads the file."""
 
 
-_PROCESS: Final = "what can be read is its configuration in its process, by `pipeproof.interop.from_arguments`"
+_PROCESS: Final = (
+    "what can be read is the run_config.yaml of its checkpoints, or its configuration in its process, by "
+    "`pipeproof.interop.from_arguments`"
+)
 _BLOCK: Final = "it is not read; what can be read is the block of arguments that its training prints"
 
 TOOLS: Final[tuple[Tool, ...]] = (VERL, MS_SWIFT, NEMO_RL, LLAMA_FACTORY, ROLL, FLAGSCALE, PRIMUS)
@@ -45,8 +49,10 @@ _FORMATS: Final = (
            "`--from gpt-neox` reads it", "gpt-neox"),
     Format("a configuration of nanotron", ("parallelism.pp", "parallelism.pp_engine"),
            "it is not read; its schedules are one forward and one backward, which a plan describes"),
+    Format("the configuration of a training of Megatron-Bridge", BRIDGE.marks, "`--from megatron-bridge` reads it",
+           BRIDGE.kind),
     Format("overrides of a recipe of Megatron-Bridge", ("model.pipeline_model_parallel_size", "dist", "ddp", "logger"),
-           f"they are not read without the recipe; {_PROCESS}"),
+           f"they are not read without the recipe, which has the other settings; {_PROCESS}"),
     Format("a configuration of NeMo", ("trainer.num_nodes", "trainer.strategy"), _BLOCK),
     Format("a configuration of DeepSpeed", ("train_micro_batch_size_per_gpu", "zero_optimization"),
            "`--from deepspeed` reads it", "deepspeed"),

@@ -60,6 +60,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "roll": Kind("a YAML configuration of ROLL with Megatron-Core", "tools.roll:ROLL"),
         "flagscale": Kind("a YAML configuration of a training of FlagScale", "tools.flagscale:FLAGSCALE"),
         "primus": Kind("a YAML experiment of Primus with Megatron-LM", "tools.primus:PRIMUS"),
+        "megatron-bridge": Kind("the run_config.yaml of a training of Megatron-Bridge", "tools.bridge:BRIDGE"),
         "automodel": Kind("a YAML recipe of NeMo Automodel", "automodel:import_automodel"),
         "torchtitan": Kind("a TOML job configuration of torchtitan", "torchtitan:import_torchtitan"),
         "deepspeed": Kind("a JSON configuration for DeepSpeed's pipeline engine", "deepspeed:import_deepspeed"),

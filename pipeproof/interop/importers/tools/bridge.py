@@ -1,4 +1,7 @@
-"""Megatron-Bridge: a ``ConfigContainer`` in its process (commit 067f987: training/config.py)."""
+"""Megatron-Bridge: a ``ConfigContainer``, in its process or as YAML (commit 067f987: training/config.py).
+
+Bridge writes the YAML with each checkpoint, as ``run_config.yaml``.
+"""
 
 import re
 from types import MappingProxyType
@@ -21,7 +24,7 @@ BRIDGE: Final = Tool(
     name="Megatron-Bridge",
     kind="megatron-bridge",
     names="bridge",
-    marks=("model",),
+    marks=("ddp._target_", "model._target_"),
     sections=("model", "comm_overlap"),
     elsewhere=frozenset({"bf16", "fp16", "share_embeddings_and_output_weights", "seq_length"}),
     values=MappingProxyType(
