@@ -12,10 +12,9 @@ from pipeproof.exec.monitor.torch_watch import watch
 from pipeproof.exec.store.train_errors import PipelineError, PlanRefused
 from pipeproof.exec.train.module_plan import stages_of_rank
 from pipeproof.exec.train.torch.check_backwards import check_backwards
-from pipeproof.exec.train.torch.cut_sequential import stages_of_sequential
 from pipeproof.exec.train.torch.cut_transformers import causal_lm_loss, causal_lm_sum, stages_of_transformers
 from pipeproof.exec.train.torch.meta_buffers import note_empty_buffers
-from pipeproof.exec.train.torch.model_stages import ModelStages
+from pipeproof.exec.train.torch.model_stages import ModelStages, stages_of_sequential
 from pipeproof.exec.train.torch.packed_batches import packed
 from pipeproof.exec.train.torch.pipeline import Pipeline
 from pipeproof.exec.train.torch.seams import seam

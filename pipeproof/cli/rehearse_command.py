@@ -58,8 +58,7 @@ def rehearse(
     """Execute only the communication of a plan, on real processes, and check every element on arrival."""
     if options.share_gpus and output is not None:
         raise click.UsageError("--output: ranks that share a GPU communicate by sockets")
-    from pipeproof.exec.rehearse.rehearsal_console import rehearse_command
-    from pipeproof.exec.rehearse.rehearsal_scale import rehearsed_plan
+    from pipeproof.exec.rehearse.rehearsal_console import rehearse_command, rehearsed_plan
     from pipeproof.verify.check_plan import check
 
     with refusing_bad_plans("text", plan):

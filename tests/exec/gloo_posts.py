@@ -15,10 +15,9 @@ from pipeproof.verify.subject import make_subject
 
 def main(plan):
     start_paddle()
-    from pipeproof.exec.rank.adapter import RankAdapter
+    from pipeproof.exec.rank.adapter import RankAdapter, RankProgram
     from pipeproof.exec.rank.paddle import nccl
     from pipeproof.exec.rank.paddle.arrays import PaddleArrays
-    from pipeproof.exec.rank.rank_program import RankProgram
     from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
 
     rank = int(os.environ["PADDLE_TRAINER_ID"])

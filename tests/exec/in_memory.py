@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pipeproof.comm.accumulation_order import sum_orders, tied_sums
 from pipeproof.exec.compare.compare_gradients import compare_step
 from pipeproof.exec.compare.compare_log import compare_exchanges, compare_log
-from pipeproof.exec.rank.adapter import RankAdapter
+from pipeproof.exec.rank.adapter import RankAdapter, RankProgram
 from pipeproof.exec.rank.framework_choice import start_framework
 from pipeproof.exec.rank.job_files import StepOutcome
-from pipeproof.exec.rank.rank_program import RankProgram
 from pipeproof.stages.describe.layer_records import LayerWatch
 from tests.rank_threads import RankThreads
 

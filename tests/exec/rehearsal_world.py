@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.compare.compare_log import compare_log
-from pipeproof.exec.rank.adapter import RankAdapter
+from pipeproof.exec.rank.adapter import RankAdapter, RankProgram
 from pipeproof.exec.rank.executor_support import require_issuable
-from pipeproof.exec.rank.rank_program import RankProgram
 from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.specs.load_plan import plan_from_dict

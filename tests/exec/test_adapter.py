@@ -4,9 +4,8 @@ import pytest
 
 from pipeproof.comm.accumulation_order import sum_orders
 from pipeproof.exec.compare.compare_log import compare_log
-from pipeproof.exec.rank.adapter import RankAdapter
+from pipeproof.exec.rank.adapter import RankAdapter, RankProgram
 from pipeproof.exec.rank.framework_choice import start_framework
-from pipeproof.exec.rank.rank_program import RankProgram
 from tests.plans import subject
 
 pytestmark = pytest.mark.needs_paddle

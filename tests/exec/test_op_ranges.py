@@ -8,7 +8,7 @@ pytestmark = pytest.mark.needs_torch
 def test_operations_have_ranges_under_a_profiler_only():
     from torch.profiler import ProfilerActivity, profile
 
-    from pipeproof.exec.rank.torch.op_ranges import op_range
+    from pipeproof.exec.rank.torch.op_timing import op_range
 
     with op_range("0F0"):
         pass

@@ -7,7 +7,7 @@ import pytest
 
 from pipeproof.comm.accumulation_order import sum_orders, tied_sums
 from pipeproof.exec.compare.compare_gradients import compare_step
-from pipeproof.exec.compare.reference_start import reference_start
+from pipeproof.exec.compare.reference_process import reference_start
 from pipeproof.exec.rank.checkpointing import restore_state
 from pipeproof.exec.rank.framework_choice import start_framework
 from pipeproof.exec.rank.job_files import CheckpointOptions

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from pipeproof.exec.rehearse.rehearsal_faults import ArrivalChecks, findings_of
+from pipeproof.exec.rehearse.rehearsal_arrivals import ArrivalChecks, findings_of
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check, check_subject
 from tests.exec.rehearsal_world import MIXTURES, Faults, proved_subject, rehearsed, swapped

@@ -8,9 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeproof.exec.rank.adapter import RankAdapter
+from pipeproof.exec.rank.adapter import RankAdapter, RankProgram
 from pipeproof.exec.rank.framework_choice import capture_graphs, start_framework
-from pipeproof.exec.rank.rank_program import RankProgram
 from pipeproof.exec.rank.step_replay import ReplayedSteps
 from pipeproof.exec.rank.torch.cuda_graph import captured
 from pipeproof.stages.describe.gpt import describe_gpt

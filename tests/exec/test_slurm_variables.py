@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.exec.store.slurm_variables import expand_hosts, first_host, port_of_step, tasks_on_node
+from pipeproof.exec.store.launcher_table import expand_hosts, first_host, port_of_step, tasks_on_node
 
 NAMES = st.builds(
     lambda prefix, width, number, suffix: f"{prefix}{number:0{width}d}{suffix}",

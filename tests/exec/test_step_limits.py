@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pipeproof.exec.measure.limits_report import LimitsReport
 from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.measure.step_limits import divided_step, planned_flops
+from pipeproof.exec.rank.idle_messages import product_peak
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Timing, op_ids_of
-from pipeproof.exec.rank.product_peak import product_peak
 from pipeproof.specs.profile_file import Profile
 from tests.docs.test_schemas import require_fit
 from tests.exec.processes import Run
@@ -362,8 +362,8 @@ def test_the_peak_is_that_of_products_of_the_type(dtype, monkeypatch):
         return product(left, right)
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", counted)
-    monkeypatch.setattr("pipeproof.exec.rank.product_peak._LARGEST_SIZE", 256)
-    monkeypatch.setattr("pipeproof.exec.rank.product_peak._REPEATS_S", 0.01)
+    monkeypatch.setattr("pipeproof.exec.rank.idle_messages._LARGEST_SIZE", 256)
+    monkeypatch.setattr("pipeproof.exec.rank.idle_messages._REPEATS_S", 0.01)
     assert product_peak(TorchArrays(torch.device("cpu")), dtype) > 0
     assert {kind for kind, _ in products} == {getattr(torch, dtype)}
     assert products[0][1] == (128, 128)

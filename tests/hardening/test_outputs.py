@@ -16,7 +16,7 @@ OTHERS = {
     ("exec/rank/job_files.py", "self._new.open"): JOB + "; renamed when it is whole",
     ("exec/launch/supervisor.py", "output.open"): JOB,
     ("exec/monitor/ring.py", "new.open"): "mapped memory, renamed when its header is whole",
-    ("exec/rank/paddle/flex_writer.py", "(directory / f'rank{rank}.json').write_text"): PART,
+    ("exec/rank/paddle/framework.py", "(directory / f'rank{rank}.json').write_text"): PART,
     ("exec/train/torch/dcp_files.py", "torch.save"): PART,
     ("exec/train/torch/pretrained_save.py", "(part / INDEX).write_text"): PART,
     ("exec/train/torch/pretrained_save.py", "(part / name).open"): PART,

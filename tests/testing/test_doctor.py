@@ -14,11 +14,19 @@ from rich.console import Console
 
 from pipeproof.comm.backends import backend_table
 from pipeproof.exec.measure import doctor
-from pipeproof.exec.measure.doctor import BackendStartError, DoctorReport, backend_pair, run_doctor
+from pipeproof.exec.measure.doctor import (
+    BackendStartError,
+    DoctorReport,
+    GpuLink,
+    backend_pair,
+    gpu_properties,
+    parse_gpus,
+    parse_links,
+    run_doctor,
+)
 from pipeproof.exec.measure.doctor_report import doctor_to_json, render_doctor
+from pipeproof.exec.measure.installed_backends import TESTED
 from pipeproof.exec.measure.link_curve import Curve, CurvePoint
-from pipeproof.exec.measure.nvidia_smi import GpuLink, gpu_properties, parse_gpus, parse_links
-from pipeproof.exec.measure.tested_versions import TESTED
 from pipeproof.testing.fake_backend import fake_world
 from tests.testing.bodies import wait_in_vain
 

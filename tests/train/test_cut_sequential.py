@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeproof.exec.train.torch.cut_sequential import stages_of_sequential
+from pipeproof.exec.train.torch.model_stages import stages_of_sequential
 
 pytestmark = pytest.mark.needs_torch
 

@@ -18,11 +18,11 @@ from pipeproof.exec.train.module_plan import (
     complete_plan,
     forward_plan,
     given_plan,
+    in_script_words,
     placement_of,
     schedule_section,
     stages_of_rank,
 )
-from pipeproof.exec.train.script_words import in_script_words
 from pipeproof.exec.train.train_rank import checked_plan
 from pipeproof.schedule.ops import PART_KINDS, parse_op
 from pipeproof.specs.load_plan import plan_from_dict

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeproof.exec.store.train_errors import PipelineError
-from pipeproof.exec.train.stage_count import num_stages_of
+from pipeproof.exec.train.module_plan import num_stages_of
 from pipeproof.exec.train.tied_weights import merged_ties, names_in_plan
 from tests.train.paddle_ranks import run_ranks
 

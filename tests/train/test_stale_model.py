@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from pipeproof.exec.store.train_errors import PipelineError
-from pipeproof.exec.train.torch.cut_sequential import stages_of_sequential
-from pipeproof.exec.train.torch.model_stages import StaleModel
+from pipeproof.exec.train.torch.model_stages import StaleModel, stages_of_sequential
 
 pytestmark = pytest.mark.needs_torch
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils import _pytree as pytree
 
-from pipeproof.exec.train.torch.input_digests import digests_of, require_same_digests
+from pipeproof.exec.train.torch.signatures import digests_of, require_same_digests
 from pipeproof.exec.train.torch.stage_keywords import Signature, StageKeywords, StepInputs
 from pipeproof.exec.train.torch.step_inputs import SplitRules, StepContract
 from pipeproof.torch import MicroBatches, PipelineError, packed

@@ -13,12 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeproof.exec.launch.worker import Emit, main, require_same_plan
-from pipeproof.exec.rank.adapter import RankAdapter
+from pipeproof.exec.rank.adapter import RankAdapter, RankProgram
 from pipeproof.exec.rank.checkpointing import restore_state
 from pipeproof.exec.rank.framework_choice import start_framework
 from pipeproof.exec.rank.job_files import Job
 from pipeproof.exec.rank.op_log import HostClock
-from pipeproof.exec.rank.rank_program import RankProgram
 from pipeproof.verify.subject import make_subject
 
 STATES_FILE = "states.json"

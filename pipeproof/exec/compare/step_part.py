@@ -21,9 +21,8 @@ import numpy as np
 from pipeproof.analysis.align.array_digests import md5_of
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.comm.weight_ranges import index_of, stage_weights
-from pipeproof.exec.compare.array_differences import have_same_bits, largest, largest_difference
 from pipeproof.exec.compare.compare_routers import RouterPart, router_part
-from pipeproof.exec.compare.exact_values import ExactArray, ExactFloat
+from pipeproof.exec.compare.exact_values import ExactArray, ExactFloat, have_same_bits, largest, largest_difference
 from pipeproof.exec.compare.step_losses import FiniteFacts, finite_facts, is_finite
 from pipeproof.exec.rank.job_files import Loss, StepOutcome
 from pipeproof.stages.describe.layer import Parameter

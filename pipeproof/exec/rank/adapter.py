@@ -27,12 +27,13 @@ from pipeproof.exec.rank.framework_protocol import (
     World,
 )
 from pipeproof.exec.rank.job_files import Loss, StepOutcome
-from pipeproof.exec.rank.machine import Instruction, ProtocolError
+from pipeproof.exec.rank.machine import Begin, Finished, Instruction, ProtocolError, RankMachine
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, HostClock, LogEntry, Traffic
 from pipeproof.exec.rank.overlapped_pair import OverlappedPair, PairTurns, SeamTurns, overlapped_pairs, whole_pairs
 from pipeproof.exec.rank.step_end import RankRouters, StepEnd
 from pipeproof.exec.rank.transfers import RankTransfers
 from pipeproof.schedule.columns import work_item_of
+from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import GATHER_KINDS, SLICE_KINDS, Op, OpKind
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.layer_records import LayerWatch
@@ -361,3 +362,58 @@ class RankAdapter:
 
     def _work_item(self, op: Op) -> int:
         return work_item_of(op, self._num_splits)
+
+
+class RankProgram:
+    """State of one rank, the ``index``-th of the graph: its position in the program, its transfers and tensors.
+
+    The state after a step is validated if the plan ``is_proved``; another plan may leave anything behind.
+    """
+
+    def __init__(self, graph: OpGraph, index: int, adapter: RankAdapter, *, is_proved: bool = True) -> None:
+        self.machine, self.adapter, self._is_proved = RankMachine(graph, index), adapter, is_proved
+        self.op_id = -1
+        """The last operation that was begun, which may be a transfer that is only posted; -1 before the first."""
+        self._due: list[int] = []
+        """Operations that the machine handed out and the adapter has not executed."""
+
+    def run(self, step: int) -> None:
+        """Run one step, operation by operation; the adapter has begun it.
+
+        Raises:
+            ProtocolError: the state is wrong when the step has ended.
+            Exception: any error of an operation, with the state of the rank as a note.
+        """
+        try:
+            instructions = self.machine.handle(Begin(step))
+            while instructions:
+                self._due = [instruction.op_id for instruction in instructions]
+                for instruction in instructions:
+                    self.op_id = instruction.op_id
+                    self.adapter.execute(instruction)
+                    del self._due[0]
+                instructions = self.machine.handle(Finished(self.op_id))
+            if self._is_proved:
+                self.validate_state()
+        except Exception as error:
+            error.add_note(self.story())
+            raise
+
+    def validate_state(self) -> None:
+        """Check the invariants of the machine before an operation or after a step, and of transfers and tensors.
+
+        Raises:
+            ProtocolError: an invariant is violated.
+        """
+        self.machine.validate_state()
+        due = frozenset(self._due)
+        self.adapter.transfers.validate_state(self.machine.under_way - due, due=due, at_end=self.machine.finished)
+
+    def story(self) -> str:
+        """Return the rank's position, and what is posted, held in slots and kept of work items, one line each."""
+        lines = [self.machine.position(), *self.adapter.transfers.story()]
+        try:
+            self.validate_state()
+        except ProtocolError as error:
+            lines.append(f"  wrong: {error}")
+        return "\n".join(lines)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pipeproof.exec.rank.checkpointing import PaddleWriter
 from pipeproof.exec.rank.framework_protocol import Arrays, Framework, RankStage, World
 from pipeproof.exec.rank.gpu_assignment import choose_gpu
+from pipeproof.exec.rank.idle_messages import product_peak
 from pipeproof.exec.rank.op_log import Clock, HostClock, Timing
 from pipeproof.exec.rank.ping_pong import HostPingClock, PingClock
-from pipeproof.exec.rank.product_peak import product_peak
 from pipeproof.exec.rank.step_replay import DeviceProgress, Replays
 from pipeproof.specs.plan_sections import RunSpec
 
@@ -38,7 +38,7 @@ def start_framework(run: RunSpec, *, computes: bool = True, share_gpus: bool = F
 
 def paddle_writer() -> PaddleWriter:
     """Return the function with which Paddle, already started in this process, writes a rank's part of a state."""
-    from pipeproof.exec.rank.paddle.flex_writer import write_flex_part
+    from pipeproof.exec.rank.paddle.framework import write_flex_part
 
     return write_flex_part
 
@@ -98,7 +98,7 @@ def capture_graphs(stages: Mapping[int, RankStage], begin: Callable[[int], None]
 
     ``begin`` is called before each stage.
     """
-    from pipeproof.exec.rank.torch.stages import TorchGptStage
+    from pipeproof.exec.rank.torch.framework import TorchGptStage
 
     reasons = {}
     for number, stage in stages.items():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from pipeproof.atomic_write import write_json
+from pipeproof.diagnostics.finding import BadPlanError, Finding
+from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.diagnostics.text_output import render_text
 from pipeproof.exec.launch.external_launcher import execute_launched, join_launcher
 from pipeproof.exec.launch.launched_rank import LaunchedRank
@@ -21,8 +25,8 @@ from pipeproof.exec.launch.supervisor import Launcher, job_directory
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.launch.worker import Emit
 from pipeproof.exec.measure.clock_correction import ClockCorrection
-from pipeproof.exec.rank.job_files import Job, RunOptions, end_process
-from pipeproof.exec.rehearse import rehearsal_worker
+from pipeproof.exec.rank.job_files import Job, RunOptions, dump_plan, end_process
+from pipeproof.exec.rehearse import rehearsal_framework
 from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
 from pipeproof.exec.rehearse.rehearsal_report import (
     Rehearsal,
@@ -32,8 +36,11 @@ from pipeproof.exec.rehearse.rehearsal_report import (
     rehearsal_part,
     split_groups,
 )
+from pipeproof.exec.store.run_codes import NO_SUCH_SCALE
 from pipeproof.exit_status import ExitStatus
+from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.verify.check_plan import Report
+from pipeproof.verify.subject import make_subject
 from pipeproof.views.tables import print_table
 
 # --- Rehearsal of a plan: launch, read the ranks' results, report ---
@@ -51,7 +58,7 @@ def rehearse(report: Report, options: RunOptions, on_progress: Callable[[str], N
     require_runnable(report, options)
     with job_directory(options.logs) as directory:
         job, state = prepare_job(report, options, directory), JobState(report.subject)
-        launcher = Launcher(job, state, options.timeout_s, rehearsal_worker.__name__, has_reference=False)
+        launcher = Launcher(job, state, options.timeout_s, rehearsal_framework.__name__, has_reference=False)
         launcher.run(lambda: on_progress(state.phase))
         return read_rehearsal(report, job)
 
@@ -190,3 +197,75 @@ def _print_edges(result: Rehearsal, console: Console) -> None:
     ]
     console.print(title)
     print_table(headings, rows, console)
+
+
+NUM_STEPS = 2
+_MOST_TRIED = 64
+"""Number of scales that are tried for the suggested fix."""
+
+
+def rehearsed_plan(loaded: LoadedPlan, backend: str | None, device: str | None, scale: Fraction) -> LoadedPlan:
+    """Return the plan to rehearse; ``backend`` and ``device`` replace the plan's, if they are given.
+
+    ``scale`` divides the sequence length; where that is impossible, the hidden size takes as little of it as possible.
+
+    Raises:
+        PlanFileError: the plan is invalid with that backend and device, or (PP916) at that scale.
+    """
+    data = dump_plan(loaded)
+    data["run"]["steps"] = NUM_STEPS
+    data["run"] |= {key: value for key, value in (("backend", backend), ("device", device)) if value is not None}
+    try:
+        plan = plan_from_dict(data)
+    except PlanFileError as error:
+        raise PlanFileError(*error.findings, source=loaded.source) from error
+    if scale != 1:
+        smaller = _smaller(data, scale) if not loaded.spec.is_custom else None
+        if smaller is None:
+            raise PlanFileError(_refusal(loaded, data, scale), source=loaded.source)
+        plan = smaller
+    return LoadedPlan(plan.spec, loaded.source)
+
+
+def _smaller(data: dict[str, Any], scale: Fraction) -> LoadedPlan | None:
+    for length, hidden in _shares(scale):
+        scaled = deepcopy(data)
+        model, schedule = scaled["model"], scaled["schedule"]
+        sizes = [model["seq_length"], *(schedule.get("seq_lengths") or ())]
+        lengths, width = [n * length for n in sizes], model["hidden_size"] * hidden
+        if any(n.denominator != 1 or n < 1 for n in (*lengths, width)):
+            continue
+        model["seq_length"], model["hidden_size"] = int(lengths[0]), int(width)
+        if schedule.get("seq_lengths"):
+            schedule["seq_lengths"] = [int(n) for n in lengths[1:]]
+        try:
+            plan = plan_from_dict(scaled)
+            make_subject(plan)
+        except BadPlanError:
+            continue
+        return plan
+    return None
+
+
+def _shares(scale: Fraction) -> Iterator[tuple[Fraction, Fraction]]:
+    """Yield pairs (factor of lengths, factor of the hidden size) with the product ``scale``, short sequences first."""
+    for divisor in range(1, scale.denominator + 1):
+        if scale.denominator % divisor == 0:
+            yield scale * divisor, Fraction(1, divisor)
+
+
+def _refusal(loaded: LoadedPlan, data: dict[str, Any], scale: Fraction) -> Finding:
+    if loaded.spec.is_custom:
+        fact = f"--scale {scale}: custom layers declare their shapes"
+        return NO_SUCH_SCALE.finding(fact, help="rehearse the plan without `--scale`")
+    model = data["model"]
+    nearest: list[str] = []
+    scales = [Fraction(1, n) for n in range(2, _MOST_TRIED + 2)]
+    for candidate in sorted(scales, key=lambda s: (max(s / scale, scale / s), s)):
+        if len(nearest) < 2 and _smaller(data, candidate) is not None:
+            nearest.append(str(candidate))
+    return NO_SUCH_SCALE.finding(
+        f"--scale {scale}: no smaller sequence length and hidden size, from {model['seq_length']} and "
+        f"{model['hidden_size']}, give a valid plan",
+        help=f"nearest are {' and '.join(nearest)}" if nearest else "rehearse the plan without `--scale`",
+    )

@@ -7,6 +7,7 @@ issues the collectives that the graph has below the computation, and makes its o
 # ruff: noqa: D102 - the protocols document the methods
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -14,13 +15,13 @@ import numpy as np
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.comm.step_end_rows import num_loads
+from pipeproof.exec.launch.worker import Emit, main, run_rank
 from pipeproof.exec.rank.framework_choice import start_ping_clock
 from pipeproof.exec.rank.framework_protocol import Array, Framework, RankStage, StageCollectives, Tensor, World
-from pipeproof.exec.rank.job_files import Job, save_json
-from pipeproof.exec.rehearse.rehearsal_arrivals import Arrivals
+from pipeproof.exec.rank.job_files import Job, end_process, save_json
+from pipeproof.exec.rehearse.element_identity import RehearsalArrays, RehearsalTensor
+from pipeproof.exec.rehearse.rehearsal_arrivals import ArrivalChecks, Arrivals
 from pipeproof.exec.rehearse.rehearsal_edges import EdgeTimes, RankEdges, ping_edges
-from pipeproof.exec.rehearse.rehearsal_faults import ArrivalChecks
-from pipeproof.exec.rehearse.rehearsal_tensors import RehearsalArrays, RehearsalTensor
 from pipeproof.exec.rehearse.rehearsal_world import CollectiveInputs, RehearsalWorld
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
@@ -248,7 +249,7 @@ class RehearsalFramework:
         self._real_world = real
         return RehearsalWorld(real, self._inputs, self.arrays, self._arrivals)
 
-    def finish(self, job: Job, emit: Callable[..., None]) -> None:
+    def finish(self, job: Job, emit: Emit) -> None:
         """Time the edges after the last step, write what was measured and checked, and wait for all ranks."""
         arrays, real = self.arrays.real, self._real_world
         times: EdgeTimes = {}
@@ -286,3 +287,12 @@ class RehearsalFramework:
 
     def value(self, weight: RehearsalTensor) -> np.ndarray:
         return self.arrays.to_numpy(weight)
+
+
+def rehearse_rank(job: Job, rank: int, emit: Emit) -> None:
+    """Rehearse every step of one rank's program, in a process that the launcher starts as that of a run."""
+    run_rank(job, rank, emit, rehearse=RehearsalFramework)
+
+
+if __name__ == "__main__":
+    end_process(main(sys.argv[1:], rehearse_rank))

@@ -17,8 +17,8 @@ from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.exec.compare.compare_log import compare_log
 from pipeproof.exec.launch.hosts import Host
 from pipeproof.exec.rank.job_files import Job, LogFile, load_json
+from pipeproof.exec.rehearse.rehearsal_arrivals import ArrivalChecks, findings_of
 from pipeproof.exec.rehearse.rehearsal_edges import Edge, EdgeTimes, RankEdges, edges_of, network_of
-from pipeproof.exec.rehearse.rehearsal_faults import ArrivalChecks, findings_of
 from pipeproof.exec.store.run_codes import SPLIT_NODE, UNVERIFIED
 from pipeproof.verify.certificate import Certificate
 from pipeproof.verify.check_plan import Report

@@ -22,6 +22,8 @@ from pipeproof.exec.rehearse.element_identity import (
     Bytes,
     FoundRange,
     Numbers,
+    RehearsalArrays,
+    RehearsalTensor,
     Source,
     addends,
     decoded,
@@ -29,7 +31,6 @@ from pipeproof.exec.rehearse.element_identity import (
     found_ranges,
 )
 from pipeproof.exec.rehearse.rehearsal_arrivals import Arrivals, difference
-from pipeproof.exec.rehearse.rehearsal_tensors import RehearsalArrays, RehearsalTensor
 from pipeproof.schedule.op_table import Channel
 from pipeproof.schedule.ops import GATHER_KINDS, SEND_KINDS
 from pipeproof.specs.plan_sections import RunSpec

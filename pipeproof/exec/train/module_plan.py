@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -13,13 +14,12 @@ from pipeproof.atomic_write import write_output
 from pipeproof.comm.generated_schedule import plan_schedule
 from pipeproof.comm.lower import blaming_plan, own_schedule
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.diagnostics.finding import Finding
-from pipeproof.diagnostics.source import read_text
+from pipeproof.diagnostics.finding import Finding, PipeproofError
+from pipeproof.diagnostics.source import PlanFileError, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.exec.store.train_errors import PipelineError
-from pipeproof.exec.train.script_words import in_script_words
 from pipeproof.exec.train.stage_boundaries import kind_text
-from pipeproof.exec.train.stage_count import require_num_stages
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import stages_of
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
@@ -328,3 +328,108 @@ class TrainedPlan:
     def save(self, path: str | Path) -> None:
         """Write the plan as YAML, for `pipeproof check`, `simulate` and `tune`."""
         write_output(Path(path), yaml.safe_dump(self.content, sort_keys=False, default_flow_style=None, width=120))
+
+
+_Result = TypeVar("_Result")
+
+_WORDS = (
+    (r"`schedule\.programs` is missing, which `kind: custom` needs", "`schedule` is 'custom', which is not a schedule"),
+    (r"add `programs: .*`", "pass the operations of each rank: schedule=[['0F0', '0B0'], ['1F0', '1B0']]"),
+    (r"`schedule\.path` is missing, which `kind: file` needs", "`schedule` is 'file', which is not a schedule"),
+    (r"add `path: .*`", "pass the name of the file: schedule='zb.csv'"),
+    (
+        r"set schedule\.num_chunks to \d+|list the stages of each rank as schedule\.placement",
+        "cut the model into as many stages as the schedule has",
+    ),
+    (
+        r"schedule\.placement puts stage (\d+) on rank (\d+), which does not compute it",
+        r"rank \2 has stage \1, which its operations do not compute",
+    ),
+    (r"set schedule\.num_sequence_splits to \d+", "take a schedule of whole sequences"),
+    (r"schedule\.num_sequence_splits", "the number of sequence splits"),
+    (r"and the plan (\d+) stage", r"and there are \1 stage"),
+    (r"set topology\.pp to (\d+)", r"start \1 ranks"),
+    (r"topology\.pp is (\d+)", r"the group of the pipeline has \1"),
+    (r"schedule\.(kind|path|programs)", "schedule"),
+    (r"schedule\.micro_batch_size", "the number of rows of the example"),
+    (r"schedule\.(num_micro_batches|overlap)", r"\1"),
+    (r"optimal, custom or file", "optimal, a file, or the operations of each rank"),
+    (r"kind (interleaved|seq1f1b)", r"schedule='\1'"),
+)
+"""Texts of findings, and what the script wrote."""
+
+
+def in_script_words(work: Callable[[], _Result], *, has_plan: bool) -> _Result:
+    """Return the result of ``work``. Its findings speak of the script's arguments, unless the script has a plan.
+
+    Raises:
+        PlanFileError: ``work`` raised findings.
+    """
+    try:
+        return work()
+    except PipeproofError as error:
+        if has_plan:
+            raise
+        raise PlanFileError(*(_translated(finding) for finding in error.findings)) from None
+
+
+def _translated(finding: Finding) -> Finding:
+    return replace(finding, message=_text(finding.message), help=None if finding.help is None else _text(finding.help))
+
+
+def _text(text: str) -> str:
+    for words, arguments in _WORDS:
+        text = re.sub(words, arguments, text)
+    return text
+
+
+def num_stages_of(
+    plan: Mapping[str, Any] | None, schedule: Mapping[str, Any], num_ranks: int, num_chunks: int | None
+) -> int:
+    """The stages that a plan names, or ``num_chunks`` for each rank, or as few for each rank as its schedule needs.
+
+    Raises:
+        PipelineError: the schedule is in a file, which is not read here.
+    """
+    content = dict(plan or {})
+    section = content.get("schedule", schedule)
+    if isinstance(content.get("stages"), list | tuple):
+        return len(content["stages"])
+    if isinstance(section.get("placement"), list | tuple):
+        return len({number for own in section["placement"] for number in own})
+    if section.get("programs"):
+        numbers = [re.match(r"\d+", str(op)) for program in section["programs"] for op in program]
+        return 1 + max((int(found.group()) for found in numbers if found), default=0)
+    given = section.get("num_chunks") or num_chunks
+    if given:
+        return num_ranks * int(given)
+    if section.get("kind") == "file":
+        raise PipelineError("give num_virtual_pipeline_stages: the stages of each rank by the file of the schedule")
+    kind = SCHEDULE_KINDS.get(str(section.get("kind")))
+    return num_ranks * (1 if kind is None else kind.min_chunks)
+
+
+def require_num_stages(schedule: str, num_stages: int, num_ranks: int) -> None:
+    """Refuse a number of stages that a kind of schedule does not have on that many ranks.
+
+    Raises:
+        PipelineError: names the numbers that it has.
+    """
+    kind = SCHEDULE_KINDS.get(schedule)
+    if kind is None:
+        return
+    fewest, most = kind.min_chunks * num_ranks, None if kind.max_chunks is None else kind.max_chunks * num_ranks
+    is_any = kind.placement is Placement.ANY
+    if fewest <= num_stages <= (most or num_stages) and (is_any or not num_stages % num_ranks):
+        return
+    each = "one stage" if kind.min_chunks == 1 else f"{kind.min_chunks} stages"
+    wanted = f"{fewest} stage{'s' * (fewest > 1)}"
+    if most is None:
+        each += " or more"
+        nearest = max(fewest, num_stages - num_stages % num_ranks)
+        wanted = wanted if is_any else f"{nearest} or {nearest + num_ranks} stages"
+    other = "" if is_any or num_stages < num_ranks else ", or use looped_bfs, which has any number of stages"
+    raise PipelineError(
+        f"{schedule} has {each} on each rank, and there {'is' if num_stages == 1 else 'are'} {num_stages} on "
+        f"{num_ranks} rank{'s' * (num_ranks > 1)}: cut the model into {wanted}{other}"
+    )

@@ -11,12 +11,11 @@ from typing import Any
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.monitor.plan_ring import PlanRing
-from pipeproof.exec.rank.adapter import RankAdapter
+from pipeproof.exec.rank.adapter import RankAdapter, RankProgram
 from pipeproof.exec.rank.executor_support import factors_not_executed
 from pipeproof.exec.rank.framework_protocol import Framework, World
 from pipeproof.exec.rank.op_log import Clock
 from pipeproof.exec.rank.overlapped_pair import SeamTurns
-from pipeproof.exec.rank.rank_program import RankProgram
 from pipeproof.exec.rank.step_end import StepEnd
 from pipeproof.exec.store.agreement import Agreement
 from pipeproof.exec.store.store import finding_content, finding_of

@@ -21,7 +21,7 @@ def save(root, topology):
     import paddle
     import paddle.distributed as dist
 
-    from pipeproof.exec.rank.paddle.flex_writer import write_flex_part
+    from pipeproof.exec.rank.paddle.framework import write_flex_part
     from pipeproof.state.flex.flex_output import require_all_written
     from pipeproof.state.state_layout import shards_of_rank
     from pipeproof.state.write_state import finish_state, partial_directory
@@ -47,7 +47,7 @@ def load(directory, topology):
     import paddle
     from paddle.distributed import load_state_dict
 
-    from pipeproof.exec.rank.paddle.flex_writer import sharded
+    from pipeproof.exec.rank.paddle.framework import sharded
     from pipeproof.state.state_layout import shards_of_rank
 
     at = moe_plan(**topology)

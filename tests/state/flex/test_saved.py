@@ -159,7 +159,7 @@ def begun(tmp_path):
 def test_a_save_by_paddle_that_dies_leaves_no_state(begun, tmp_path, monkeypatch):
     import paddle
 
-    from pipeproof.exec.rank.paddle.flex_writer import write_flex_part
+    from pipeproof.exec.rank.paddle.framework import write_flex_part
 
     at, held, directory = begun
 
@@ -178,7 +178,7 @@ def test_a_save_by_paddle_that_dies_leaves_no_state(begun, tmp_path, monkeypatch
 
 @pytest.mark.needs_paddle
 def test_what_paddle_did_not_write_gets_no_name(begun):
-    from pipeproof.exec.rank.paddle.flex_writer import write_flex_part
+    from pipeproof.exec.rank.paddle.framework import write_flex_part
     from pipeproof.state.flex.flex_output import require_all_written
 
     at, held, directory = begun

@@ -5,7 +5,7 @@ The behaviour of Paddle's gloo decides the design:
 - ``isend`` and ``irecv`` block, so each end of each channel has its own thread, and a post never blocks the host;
 - tags are a counter per rank and group, so each (channel, direction) has its own two-rank group;
 - groups that share a store read each other's addresses, so each has a store of its own
-  (``exec.store.paddle_gloo_groups``);
+  (``exec.store.paddle_store``);
 - collectives over more than two ranks hang or are missing, so they are composed of exchanges between pairs, always in
   the same order of pairs, and sums add in group order: every rank gets the same bits.
 """
@@ -23,8 +23,7 @@ import paddle.distributed as dist
 
 from pipeproof.exec.rank.task_queue import Task, TaskQueue
 from pipeproof.exec.store.agreement import Agreement
-from pipeproof.exec.store.paddle_gloo_groups import gloo_pairs
-from pipeproof.exec.store.paddle_store import process_store, store_address
+from pipeproof.exec.store.paddle_store import gloo_pairs, process_store, store_address
 from pipeproof.schedule.op_table import Channel, Group
 from pipeproof.stages.paddle.runtime import quiet_native
 

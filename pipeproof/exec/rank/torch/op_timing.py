@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from pipeproof.exec.rank.framework_protocol import Channels, World
 from pipeproof.exec.rank.group_channels import PostedTransfer
@@ -26,6 +28,7 @@ from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, HostClock, LogEntry, T
 from pipeproof.exec.rank.task_queue import Task, TaskQueue
 from pipeproof.exec.rank.torch.comm import TorchWorld
 from pipeproof.schedule.op_table import Channel
+from pipeproof.schedule.ops import TRACE_PREFIX
 
 _ANCHOR_TRIALS = 20
 """Number of trials to find the host's time of an event."""
@@ -204,3 +207,14 @@ class CudaPingClock:
         """Return the GPU's microseconds from one event to the other."""
         second.synchronize()
         return float(first.elapsed_time(second)) * 1000
+
+
+_NO_RANGE: AbstractContextManager[object] = nullcontext()
+
+
+def op_range(text: str) -> AbstractContextManager[object]:
+    """Return the range of one operation while a profiler runs, else a context that does nothing."""
+    if torch.autograd._profiler_enabled():  # noqa: SLF001 - a name is not worth recording for nobody
+        named: AbstractContextManager[object] = record_function(f"{TRACE_PREFIX}{text}")
+        return named
+    return _NO_RANGE

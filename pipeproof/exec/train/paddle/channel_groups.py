@@ -27,8 +27,7 @@ from pipeproof.exec.rank.paddle.comm import PairwiseCollectives
 from pipeproof.exec.rank.paddle.nccl import NcclChannels, NcclCollectives
 from pipeproof.exec.rank.task_queue import Task, TaskQueue, TransfersEnded
 from pipeproof.exec.store.agreement import Agreement
-from pipeproof.exec.store.paddle_gloo_groups import gloo_pairs, process_group
-from pipeproof.exec.store.paddle_store import PaddleStore, store_address
+from pipeproof.exec.store.paddle_store import PaddleStore, gloo_pairs, process_group, store_address
 from pipeproof.exec.store.rendezvous import address_towards
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.schedule.op_table import Channel, Group, OpGraph

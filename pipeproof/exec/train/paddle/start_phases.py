@@ -27,6 +27,7 @@ from pipeproof.exec.train.module_plan import (
     TrainedPlan,
     complete_plan,
     given_plan,
+    num_stages_of,
     placement_of,
     schedule_section,
 )
@@ -38,8 +39,7 @@ from pipeproof.exec.train.paddle.fleet_settings import (
     pipeline_settings,
     share_parameters,
 )
-from pipeproof.exec.train.paddle.module_stage import ModuleStage
-from pipeproof.exec.train.paddle.split_linear import SplitBackward
+from pipeproof.exec.train.paddle.module_stage import ModuleStage, SplitBackward
 from pipeproof.exec.train.paddle.stage_layers import (
     FleetStages,
     ListStages,
@@ -55,7 +55,6 @@ from pipeproof.exec.train.paddle.stage_layers import (
 )
 from pipeproof.exec.train.paddle.step_data import MicroBatchSizes, rows_of
 from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec, common_dtype
-from pipeproof.exec.train.stage_count import num_stages_of
 from pipeproof.exec.train.tied_weights import merged_ties, names_in_plan
 from pipeproof.exec.train.train_rank import checked_plan, require_fits, require_supported
 from pipeproof.schedule.kinds import SCHEDULE_KINDS

@@ -24,10 +24,9 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeproof.exec.train.torch.boundary_inference import unchanged_buffers
-from pipeproof.exec.train.torch.cut_sizes import chosen_sizes, shared_weights, stage_ranges
 from pipeproof.exec.train.torch.meta_buffers import compute_buffers, kept_ties
 from pipeproof.exec.train.torch.model_parts import Chain, NotCutError, Part, add_parts, chains_of, observed
-from pipeproof.exec.train.torch.model_stages import ModelStages
+from pipeproof.exec.train.torch.model_stages import ModelStages, chosen_sizes, shared_weights, stage_ranges
 from pipeproof.exec.train.torch.operation_trace import OperationTrace
 from pipeproof.exec.train.torch.partial_modules import (
     AbsentBlock,

@@ -17,9 +17,8 @@ from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.thread_state import as_this_thread
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.missing_gradients import MissingGradients
-from pipeproof.exec.train.script_framework import ScriptFramework
+from pipeproof.exec.train.script_framework import ScriptFramework, StageErrors
 from pipeproof.exec.train.stage_boundaries import Boundaries
-from pipeproof.exec.train.stage_errors import StageErrors
 from pipeproof.exec.train.torch.data_parallel import local_part
 from pipeproof.exec.train.torch.graph_split import GraphSplit
 from pipeproof.exec.train.torch.split_linear import LinearSplit, require_splittable

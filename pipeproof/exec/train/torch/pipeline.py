@@ -274,7 +274,7 @@ class Pipeline:
         ``pipeproof check --log DIRECTORY/messages`` reads the messages, ``pipeproof state align`` the losses and
         gradients in ``DIRECTORY/values``.
         """
-        from pipeproof.exec.train.torch.record_steps import recorded_steps
+        from pipeproof.exec.train.torch.profile_steps import recorded_steps
 
         return recorded_steps(self._runner, Path(directory))
 

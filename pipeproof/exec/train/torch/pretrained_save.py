@@ -26,7 +26,7 @@ from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.torch.dcp_files import Ranks
 from pipeproof.exec.train.torch.dcp_state import require_equal_copies
 from pipeproof.exec.train.torch.model_names import HeldTensor, model_names, outline_of
-from pipeproof.exec.train.torch.pretrained_model import INDEX, WEIGHTS, known_tensors, models_of, whole_model
+from pipeproof.exec.train.torch.pretrained_load import INDEX, WEIGHTS, known_tensors, models_of, whole_model
 from pipeproof.state.safetensors_header import Header, make_header
 from pipeproof.system_calls import sync
 

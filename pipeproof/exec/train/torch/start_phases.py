@@ -24,10 +24,10 @@ from pipeproof.exec.train.module_plan import (
     TrainedPlan,
     complete_plan,
     given_plan,
+    in_script_words,
     require_no_times,
     schedule_section,
 )
-from pipeproof.exec.train.script_words import in_script_words
 from pipeproof.exec.train.stage_boundaries import Boundaries, common_dtype, kind_text
 from pipeproof.exec.train.tied_weights import Tie, names_in_plan
 from pipeproof.exec.train.torch.channel_groups import StageWorld, connect_stages
@@ -36,10 +36,12 @@ from pipeproof.exec.train.torch.meta_buffers import require_computed_buffers
 from pipeproof.exec.train.torch.model_stages import ModelStages
 from pipeproof.exec.train.torch.module_stage import LossFunction, ModuleStage, trained
 from pipeproof.exec.train.torch.pipeline_start import (
+    device_of,
     placed_stages,
     require_same_layouts,
     same_request,
     share_start,
+    store_of,
     tied_layouts,
     trained_ties,
 )
@@ -50,7 +52,6 @@ from pipeproof.exec.train.torch.stage_facts import StageDescriber
 from pipeproof.exec.train.torch.stage_keywords import StageKeywords, StepInputs
 from pipeproof.exec.train.torch.step_inputs import SplitRules, StepContract
 from pipeproof.exec.train.torch.step_loss import LossOn, Normalize
-from pipeproof.exec.train.torch.store import device_of, store_of
 from pipeproof.exec.train.torch.varied_lengths import Examples
 from pipeproof.exec.train.train_rank import checked_plan, require_fits, require_supported
 from pipeproof.schedule.ops import OpKind

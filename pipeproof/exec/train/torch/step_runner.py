@@ -19,7 +19,7 @@ from pipeproof.exec.monitor.plan_ring import PlanRing, ring_of_process
 from pipeproof.exec.monitor.torch_watch import watch
 from pipeproof.exec.rank.op_log import Clock
 from pipeproof.exec.rank.torch.cuda_graph import CaptureStream, TorchProgress
-from pipeproof.exec.rank.torch.op_ranges import op_range
+from pipeproof.exec.rank.torch.op_timing import op_range
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.missing_gradients import MissingGradients
 from pipeproof.exec.train.module_plan import TrainedPlan
@@ -28,13 +28,12 @@ from pipeproof.exec.train.stall_watch import StallWatch
 from pipeproof.exec.train.torch.boundary_inference import unchanged_state
 from pipeproof.exec.train.torch.channel_groups import StageWorld
 from pipeproof.exec.train.torch.data_parallel import ReplicatedStepEnd
-from pipeproof.exec.train.torch.input_digests import digests_of, require_same_digests
 from pipeproof.exec.train.torch.module_stage import StepData, TorchModules
 from pipeproof.exec.train.torch.rank_gradients import RankGradients
 from pipeproof.exec.train.torch.replayed_step import Replays
 from pipeproof.exec.train.torch.roll_call import RollCall
 from pipeproof.exec.train.torch.seams import at_seams
-from pipeproof.exec.train.torch.signatures import Signature, Signatures
+from pipeproof.exec.train.torch.signatures import Signature, Signatures, digests_of, require_same_digests
 from pipeproof.exec.train.torch.split_linear import gradients_aside
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.start_phases import Connected, Placed, Planned, Ranks, Settings, takes_turns
