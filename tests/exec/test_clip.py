@@ -7,8 +7,7 @@ from pipeproof.exec.launch.run_plan import RunOptions, require_runnable
 from pipeproof.schedule.op_table import Row, build_graph
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.verify.check_plan import check_subject
-from tests.exec.processes import bitwise_report
-from tests.plans import plan_dict, subject
+from tests.plans import subject
 
 pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
@@ -120,8 +119,3 @@ def test_a_collective_by_itself_is_refused_where_there_is_no_norm():
     with pytest.raises(PipeproofError, match="rank 0 runs 0ALL_REDUCE:tp") as refused:
         require_runnable(report, RunOptions(unsafe=True))
     assert [one.code for one in refused.value.findings] == ["PP909"]
-
-
-@pytest.mark.slow
-def test_real_ranks_clip(tmp_path):
-    bitwise_report(tmp_path, plan_dict(run={"steps": 2, "clip_norm": SMALL}))

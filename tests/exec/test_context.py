@@ -6,9 +6,8 @@ from pipeproof.diagnostics.finding import PipeproofError, Severity
 from pipeproof.exec.rank.executor_support import require_executable
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.verify.check_plan import check_subject
-from tests.exec.processes import Run
 from tests.exec.test_blocks import GROUPS, MLA, MOE
-from tests.plans import plan_dict, subject
+from tests.plans import subject
 
 pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
@@ -91,13 +90,3 @@ def test_what_stages_do_not_do_with_a_part_of_a_sequence_is_refused(model, fact)
         require_executable(subject(topology={"cp": 2}, model=model))
     (finding,) = refused.value.findings
     assert (finding.code, finding.message.startswith(fact)) == ("PP909", True)
-
-
-@pytest.mark.slow
-def test_real_processes_match_and_the_loss_is_that_of_all_parts(tmp_path):
-    ended = Run(tmp_path, plan_dict(topology={"pp": 2, "cp": 2}, run={"steps": 1})).end()
-    assert ended.status == 0, ended.output
-    assert ended.report["log_matches_graph"]
-    assert ended.report["parallel_bound"] > 0.0
-    (step,) = ended.report["steps"]
-    assert step["bitwise"]

@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.exec.processes import Run
 from tests.exec.test_blocks import GROUPS, MLA, MOE
-from tests.plans import plan_dict, subject
+from tests.plans import subject
 
 pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
@@ -82,14 +81,3 @@ def test_a_rank_with_the_mask_of_another_is_seen(monkeypatch):
         lambda self, layer, rate, heads, queries: mine(self, layer, rate, (2 - heads[0], 6 - heads[1]), queries),
     )
     assert run_all(plan)[0][0][0].loss != right
-
-
-@pytest.mark.slow
-def test_real_processes_match(tmp_path):
-    model = {"dropout": 0.1, "swiglu_limit": 0.01}
-    plan = plan_dict(model=model, topology=SP, run={"steps": 2, "main_grad_dtype": "float64"})
-    run = Run(tmp_path, plan, "--verbose").end()
-    assert run.status == 0, run.output
-    assert "float32, main gradients in float64, 1 compute thread per process" in run.output
-    assert run.report["log_matches_graph"]
-    assert all(step["bitwise"] for step in run.report["steps"])

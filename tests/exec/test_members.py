@@ -4,9 +4,8 @@ import pytest
 
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.rank.executor_support import require_executable
-from tests.exec.processes import bitwise_report
 from tests.exec.test_context import lowered
-from tests.plans import plan_dict, subject
+from tests.plans import subject
 
 pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
@@ -165,9 +164,3 @@ def test_parts_that_a_middle_stage_would_send_on_otherwise_are_refused():
     boundaries = [hidden(), {**labels, "edge": 0, "tp": "sharded(s)"}, {**labels, "edge": 1, "tp": "sharded(b)"}]
     with pytest.raises(PipeproofError, match="at stage 1, which sends it on with another placement"):
         require_executable(subject(topology={"pp": 3, "tp": 2}, boundaries=boundaries))
-
-
-@pytest.mark.slow
-def test_real_processes_match(tmp_path):
-    plan = plan_dict(**PLANS["labels in parts, laid out anew"], run={"steps": 1})
-    bitwise_report(tmp_path, plan)

@@ -6,9 +6,8 @@ import pytest
 
 from pipeproof.exec.compare.compare_log import compare_exchanges
 from pipeproof.schedule.ops import OpKind
-from tests.exec.processes import bitwise_report
 from tests.exec.test_blocks import GROUPS, MLA, MOE, lowered
-from tests.plans import plan_dict, subject
+from tests.plans import subject
 
 pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
@@ -56,12 +55,6 @@ def test_slots_and_released_outputs():
     plan = subject(schedule={"kind": "zb_h1"}, run={"steps": 2}, **sections).unfolded().plan
     assert any(op.kind is OpKind.FREE for op in plan.graph.ops)
     assert all(step.bitwise for step in compared(plan))
-
-
-@pytest.mark.slow
-def test_real_processes_match_and_their_logs_have_the_forwards_collectives_again(tmp_path):
-    plan = plan_dict(topology={"pp": 2, **SP}, schedule={"kind": "zb_v", "num_chunks": 2}, memory={"recompute": "full"})
-    bitwise_report(tmp_path, plan)
 
 
 def test_rows_that_come_again_otherwise_than_announced_are_found():

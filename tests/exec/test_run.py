@@ -21,10 +21,11 @@ pytestmark = pytest.mark.needs_paddle
 
 MATCHING = {
     "pp4": {"topology": {"pp": 4}, "schedule": {"num_micro_batches": 8}, "run": {"steps": 5}},
-    "pp2_tp2_sp_full": {"topology": {"pp": 2, "tp": 2, "sequence_parallel": True}},
-    "pp2_tp2_partial": {"topology": {"pp": 2, "tp": 2}, "transport": "partial"},
+    "slices_received_early": {
+        "topology": {"pp": 2, "tp": 2}, "schedule": {"kind": "interleaved", "num_chunks": 2},
+        "transport": {"forward": "partial", "backward": "partial", "recv_order": "prefetch_one"},
+    },
     "pp2_dp2_in_another_order": {"topology": {"pp": 2, "dp": 2, "order": ["pp", "dp", "tp", "cp", "ep"]}},
-    "tp4": {"topology": {"pp": 1, "tp": 4}},
     "interleaved_two_stages_on_each_rank": {
         "schedule": {"kind": "interleaved", "num_chunks": 2}, "topology": {"pp": 2, "tp": 2, "sequence_parallel": True},
     },
@@ -32,14 +33,11 @@ MATCHING = {
         "topology": {"pp": 3},
         "schedule": {"kind": "gpipe", "num_micro_batches": 2},
     },
-    "uneven_stages_float64": {
+    "uneven_stages_float64_sgd_bsh_mean_of_micro_batches": {
         "stages": [["embed", "layer.0", "layer.1", "layer.2"], ["layer.3", "norm", "head"]],
-        "run": {"dtype": "float64"},
-    },
-    "sgd_bsh_mean_of_micro_batches": {
         "model": {"activation_order": "bsh"},
         "loss": {"normalization": "mean_of_micro_batches"},
-        "run": {"optimizer": "sgd", "learning_rate": 0.1},
+        "run": {"dtype": "float64", "optimizer": "sgd", "learning_rate": 0.1},
     },
     "programs_of_its_own_on_a_v": {
         "schedule": {
@@ -52,7 +50,6 @@ MATCHING = {
         "topology": {"pp": 2, "tp": 2},
         "transport": "partial",
     },
-    "pp1": {"topology": {"pp": 1}},
     "looped_bfs_adds_from_the_last_micro_batch": {
         "schedule": {"kind": "looped_bfs", "num_chunks": 2}, "topology": {"pp": 2},
     },
@@ -122,8 +119,9 @@ def test_many_features_at_once_match_the_reference_bit_for_bit(tmp_path):
         memory={"shard_optimizer": "dp", "recompute": "full"},
         run={"steps": 2, "clip_norm": 0.05, "main_grad_dtype": "float64"},
     )
-    ended = Run(tmp_path, plan).end()
+    ended = Run(tmp_path, plan, "--verbose").end()
     assert ended.status == 0, ended.output
+    assert "float32, main gradients in float64, 1 compute thread per process" in ended.output
     assert ended.report["log_matches_graph"]
     assert ended.report["accumulation"] == "two_copies"
     for step in ended.report["steps"]:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.exec.processes import bitwise_report
-from tests.plans import plan_dict, subject
+from tests.plans import subject
 
 pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
@@ -82,11 +81,3 @@ def test_a_share_may_be_empty():
     """Three ranks have 2, 2 and 0 of 4 elements."""
     plan = make("dp 3", own={"hidden_size": 4, "num_heads": 1, "ffn_size": 6}, **SHARDED)
     assert all(step.bitwise for step in compared_with_references(plan))
-
-
-@pytest.mark.slow
-def test_real_ranks_share_out_the_update(tmp_path):
-    topology, schedule, model = PLANS["chunks"]
-    schedule = {**schedule, "reduce_gradients": "when_ready"}
-    plan = plan_dict(topology=topology, schedule=schedule, model={**MODEL, **model}, run={"steps": 2}, **SHARDED)
-    bitwise_report(tmp_path, plan)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.exec.processes import bitwise_report
-from tests.plans import plan_dict, subject
+from tests.plans import subject
 
 pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
@@ -53,13 +52,3 @@ def test_placement_and_schedule_do_not_change_a_bit():
         assert other.loss.tobytes() == first.loss.tobytes()
         md5s, expected = ({one.name: one.md5 for one in step.gradients} for step in (other, first))
         assert md5s == expected
-
-
-@pytest.mark.slow
-def test_real_ranks_sum_the_weight(tmp_path):
-    topology, schedule = PLANS["loop"]
-    plan = plan_dict(model={"tied_embedding": True}, topology=topology, schedule=schedule, run={"steps": 2})
-    report = bitwise_report(tmp_path, plan)
-    assert report["accumulation"] == "two_copies"
-    embedding = [gradient for gradient in report["gradients"] if gradient["name"] == "embed.weight"]
-    assert [{shard["rank"] for shard in gradient["shards"]} for gradient in embedding] == [{0, 1}, {0, 1}]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,11 +33,10 @@ def torch_plan(topology=(), schedule=(), model=(), run=(), **more):
     "changes",
     [
         {},
-        {"schedule": {"kind": "zb_v", "num_chunks": 2}},
         {"schedule": {"kind": "interleaved", "num_chunks": 2}, "run": {"dtype": "bfloat16"}},
         {"schedule": {"kind": "zb_v", "num_chunks": 2}, "model": {**GPT3, **QWEN3, "tied_embedding": False}},
     ],
-    ids=["1f1b", "zb_v", "interleaved in 16 bits", "parts of GPT-3 and Qwen3"],
+    ids=["1f1b", "interleaved in 16 bits", "parts of GPT-3 and Qwen3"],
 )
 def test_pipeline_parallelism_alone_has_the_bits_of_the_unpartitioned_model(tmp_path, changes):
     ended = Run(tmp_path, torch_plan(**changes)).end()
@@ -87,14 +85,12 @@ def test_stages_as_graphs_are_within_the_bound_and_those_without_are_named(tmp_p
 @pytest.mark.parametrize(
     "changes",
     [
-        {"schedule": {"kind": "dualpipe"}},
-        {"topology": {"tp": 2, "sequence_parallel": True}},
+        {"topology": {"ep": 2}, "model": {"moe": MOE}, "schedule": {"kind": "dualpipe"}},
         {"topology": {"dp": 2}},
-        {"topology": {"ep": 2}, "model": {"moe": MOE}},
         {"topology": {"pp": 1, "ep": 2}, "model": {"moe": MOE}, "schedule": {"kind": "1f1b", "overlap": "pairs"}},
         {"topology": {"tp": 2, "sequence_parallel": True}, "model": {**GPT3, **QWEN3}},
     ],
-    ids=["dualpipe", "sequence parallel", "dp", "experts", "pairs that take turns", "parts of GPT-3 and Qwen3"],
+    ids=["dualpipe, experts", "dp", "pairs that take turns", "parts of GPT-3 and Qwen3"],
 )
 def test_plans_that_add_in_another_order_are_within_the_bound_in_each_step(tmp_path, changes):
     ended = Run(tmp_path, torch_plan(**changes), "--verbose").end()
@@ -134,15 +130,6 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_left(tmp_path):
     assert "rank 1 (pp 1) was killed by SIGKILL, at 1F2" in ended.output
 
 
-def test_under_torchrun_each_process_is_a_rank(tmp_path):
-    ended = Run(
-        tmp_path, torch_plan(), command=("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pipeproof")
-    ).end()
-    assert ended.status == 0, ended.output
-    assert len(re.findall("matches: every loss and every gradient, bit for bit", ended.output)) == 1
-
-
-@pytest.mark.slow
 def test_under_each_launcher_the_verdict_is_that_of_torchrun(tmp_path):
     """Two processes started by hand, with the variables of a launcher that knows no framework."""
     commands = {"torchrun": ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pipeproof")}
