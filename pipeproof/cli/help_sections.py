@@ -49,7 +49,7 @@ EXAMPLES: Final = MappingProxyType(
         "job hang": "pipeproof job hang dumps/",
         "job merge": "pipeproof job merge node-1/ node-2/ -o timeline.html",
         "play": "pipeproof play -o play.html",
-        "rehearse": "pipeproof rehearse plan.yaml --scale 1/4",
+        "rehearse": "pipeproof rehearse plan.yaml --set model.seq_length=512",
         "run": "pipeproof run plan.yaml --report run.json",
         "schedule convert": "pipeproof schedule convert schedule.csv --as text",
         "schedule list": "pipeproof schedule list",

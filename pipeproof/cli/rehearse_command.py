@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
-from pipeproof.cli.number_text import fraction_of
 from pipeproof.cli.path_types import PLACE
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
@@ -24,22 +22,9 @@ if TYPE_CHECKING:
     from pipeproof.exec.rank.job_files import RunOptions
 
 
-def _scale(context: click.Context, parameter: click.Parameter, value: str) -> Fraction:
-    scale = fraction_of(value)
-    if scale is None:
-        raise click.BadParameter(f"{value[:40]!r} is not a number such as 1/8")
-    if not 0 < scale <= 1 or scale.denominator > 2**16:
-        raise click.BadParameter(f"{value!r} is not between 0 and 1, with a denominator up to 65536")
-    return scale
-
-
 @click.command()
 @click.argument("plan", metavar="PLAN", type=PLACE)
 @plan_options()
-@click.option("--backend", type=click.Choice(["paddle", "torch"]), help="In place of the plan's `run.backend`.")
-@click.option("--on", "device", type=click.Choice(["cpu", "gpu"]), help="In place of the plan's `run.device`.")
-@click.option("--scale", default="1", show_default=True, callback=_scale, metavar="FRACTION",
-              help="Divide sequences, or the hidden size, to scale tensors by this factor: 1/8.")  # fmt: skip
 @click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write a JSON report.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
@@ -48,9 +33,6 @@ def _scale(context: click.Context, parameter: click.Parameter, value: str) -> Fr
 def rehearse(
     plan: Path,
     source: PlanSource,
-    backend: str | None,
-    device: str | None,
-    scale: Fraction,
     report_file: Path | None,
     output: Path | None,
     options: RunOptions,
@@ -63,6 +45,6 @@ def rehearse(
 
     with refusing_bad_plans("text", plan):
         with showing_progress(f"checking {plan}") as on_progress:
-            report = check(rehearsed_plan(source.load(plan), backend, device, scale), on_progress=on_progress)
-        status = rehearse_command(report, replace(options, scale=scale), console_for(), report_file, output)
+            report = check(rehearsed_plan(source.load(plan)), on_progress=on_progress)
+        status = rehearse_command(report, replace(options, rehearses=True), console_for(), report_file, output)
     sys.exit(status)

@@ -109,14 +109,6 @@ def test_a_refused_plan_is_refused_before_the_backend_is_looked_for(refused, mon
     assert invoke("run", refused, "--unsafe").exit_code == 2
 
 
-@pytest.mark.parametrize("value", ["1e-99999999", "1/" + 5000 * "9", "nan", "1/0", ".", ""])
-def test_a_scale_that_is_no_small_number_is_refused_at_once(value, good, started):
-    result = invoke("rehearse", good, "--scale", value)
-    assert result.exit_code == 2
-    assert "is not a number such as 1/8" in " ".join(result.stderr.split())
-    assert started == []
-
-
 @pytest.mark.parametrize("value", ["1e-99999999", "1e99999999", "1/0", "nan", "-1"])
 @pytest.mark.parametrize("option", ["--message-us", "--stage-factor"])
 def test_a_number_of_a_profile_is_refused_at_once(option, value, tmp_path):

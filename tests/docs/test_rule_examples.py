@@ -38,7 +38,6 @@ NOT_RUN = {
     "PP939": ("directories that hosts kept", "exec/test_merge.py"),
     "PP914": ("elements that arrive wrongly", "exec/test_rehearsal.py"),
     "PP915": ("elements that really arrived", "exec/test_rehearsal.py"),
-    "PP916": ("a scale that is asked for", "exec/test_rehearsal_parts.py"),
     "PP920": ("a directory with a state", "exec/test_kept.py"),
     "PP921": ("values of a run", "exec/test_failures.py"),
     "PP922": ("a run whose memory ran out", "exec/test_failures.py"),

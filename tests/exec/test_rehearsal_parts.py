@@ -1,7 +1,6 @@
 """Parts of a rehearsal: elements with an identity, arrivals, smaller plans, edges."""
 
 from dataclasses import replace
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.rank.job_files import Job, RunOptions, dump_plan, save_json
 from pipeproof.exec.rank.op_log import LogEntry
@@ -23,7 +21,6 @@ from pipeproof.exec.rehearse.element_identity import (
     found_ranges,
 )
 from pipeproof.exec.rehearse.rehearsal_arrivals import ArrivalChecks, ArrivalFault
-from pipeproof.exec.rehearse.rehearsal_console import rehearsed_plan
 from pipeproof.exec.rehearse.rehearsal_edges import RankEdges, edges_of, network_of
 from pipeproof.exec.rehearse.rehearsal_report import (
     RehearsalPart,
@@ -34,7 +31,6 @@ from pipeproof.exec.rehearse.rehearsal_report import (
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
-from pipeproof.verify.subject import make_subject
 from tests.exec.logs import faithful_log
 from tests.plans import plan_dict, subject
 
@@ -93,43 +89,6 @@ def test_sums_of_whole_numbers_are_exact_in_every_order(dtype, num_members):
 def test_bytes_are_those_of_the_type():
     assert encoded(np.array([0, 1, 3, 200]), "bfloat16").view("<u2").tolist() == [0, 0x3F80, 0x4040, 0x4348]
     assert len(elements(OURS.content(3, 10, "float64"), "float64")) == 7
-
-
-def scaled(scale, **sections):
-    return rehearsed_plan(plan_from_dict(plan_dict(**sections)), None, None, Fraction(scale)).spec
-
-
-def test_a_scale_is_taken_from_the_sequences():
-    spec = scaled("1/4", schedule={"seq_lengths": [8, 4, 8, 4]})
-    assert (spec.model.seq_length, spec.model.hidden_size, spec.schedule.seq_lengths) == (2, 16, (2, 1, 2, 1))
-    assert spec.run.steps == 2
-
-
-def test_where_sequences_do_not_divide_the_hidden_size_gives_the_rest():
-    cut = {"topology": {"tp": 2, "sequence_parallel": True}}
-    spec = scaled("1/8", **cut)
-    assert (spec.model.seq_length, spec.model.hidden_size) == (2, 8)
-    whole, smaller = (
-        subject(**cut).graph,
-        make_subject(rehearsed_plan(subject(**cut).loaded, None, None, Fraction(1, 8))),
-    )
-    assert [t.numel for t in smaller.graph.tensors] == [t.numel // 8 for t in whole.tensors]
-
-
-def test_a_scale_that_is_no_plan_names_the_nearest_ones():
-    with pytest.raises(PlanFileError) as refused:
-        scaled("1/3")
-    (finding,) = refused.value.findings
-    assert finding.code == "PP916"
-    assert "from 8 and 16" in finding.message
-    assert finding.help == "nearest are 1/4 and 1/2"
-
-
-def test_another_backend_is_checked_as_if_the_plan_named_it():
-    loaded = plan_from_dict(plan_dict(run={"dtype": "bfloat16", "backend": "torch"}))
-    assert rehearsed_plan(loaded, "torch", "cpu", Fraction(1)).spec.run.backend == "torch"
-    with pytest.raises(PlanFileError, match="16-bit types with Paddle"):
-        rehearsed_plan(loaded, "paddle", None, Fraction(1))
 
 
 def times_of(graph, time_us):
@@ -211,7 +170,7 @@ def rehearsed(directory, one, ranks, faulty):
     """The job of a host after its ranks have rehearsed."""
     directory.mkdir()
     report = check(plan_from_dict(plan_dict(**FOUR)))
-    job = Job(directory, dump_plan(one.loaded), report.conclusion, RunOptions(scale=Fraction(1)))
+    job = Job(directory, dump_plan(one.loaded), report.conclusion, RunOptions(rehearses=True))
     times = times_of(one.graph, lambda size, channel: 10 + size / 1000)
     for rank in ranks:
         log = [

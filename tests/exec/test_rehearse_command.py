@@ -27,12 +27,12 @@ def rehearsal(tmp_path, plan, *options, **more):
 def test_paddle_moves_every_element_correctly_and_every_edge_is_measured(tmp_path):
     profile = tmp_path / "profile.json"
     plan = plan_dict(run={"clip_norm": 1.0})
-    ended = rehearsal(tmp_path, plan, "--scale", "1/2", "-o", str(profile)).end()
+    ended = rehearsal(tmp_path, plan, "--set", "model.seq_length=4", "-o", str(profile)).end()
     assert ended.status == 0, ended.output
     report = ended.report
     require_fit("rehearse", report)
     assert (report["passed"], report["faults"], report["log_matches_graph"]) == (True, 0, True)
-    assert (report["scale"], report["messages"], report["steps"]) == ("1/2", 2 * 4 * 2, 2)
+    assert (report["messages"], report["steps"]) == (2 * 4 * 2, 2)
     assert report["collectives"] > 0
     assert "correct: every element" in ended.output
     assert "`network` of `--output`" in ended.output
@@ -79,7 +79,7 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_left(tmp_path):
 def test_pytorch_executes_a_paddle_plan(tmp_path):
     moe = {"num_experts": 4, "top_k": 2, "ffn_size": 8}
     plan = plan_dict(topology={"pp": 2, "ep": 2}, model={"moe": moe}, transport="full")
-    ended = rehearsal(tmp_path, plan, "--backend", "torch").end()
+    ended = rehearsal(tmp_path, plan, "--set", "run.backend=torch").end()
     assert ended.status == 0, ended.output
     assert ended.report["backend"] == "torch"
     assert ended.report["collectives"] > 0
@@ -101,7 +101,7 @@ def test_a_gpu_that_is_not_there_is_named_before_anything_starts(tmp_path, monke
     from pipeproof.exec.rank import gpu_assignment
 
     monkeypatch.setattr(gpu_assignment, "num_gpus", lambda backend: 0)
-    code, output = refused(tmp_path, plan_dict(), "--backend", "torch", "--on", "gpu")
+    code, output = refused(tmp_path, plan_dict(), "--set", "run.backend=torch", "--set", "run.device=gpu")
     assert code == 2
     assert "error[PP913]: run.device is gpu, and PyTorch sees 0 GPUs here for 2 ranks" in output
 
@@ -117,9 +117,6 @@ def refused(tmp_path, plan, *options):
     ("sections", "options", "status", "text"),
     [
         ({"topology": SEQUENCE_PARALLEL, "transport": "partial"}, [], 1, "not rehearsed: the plan does not pass check"),
-        ({}, ["--scale", "1/3"], 2, "error[PP916]"),
-        ({}, ["--scale", "3"], 2, "is not between 0 and 1"),
-        ({}, ["--scale", "0/0"], 2, "is not a number such as 1/8"),
         ({}, ["--share-gpus", "-o", "edges.json"], 2, "--output: "),
         ({}, ["--inject", "0:7F0:die"], 2, "--inject: rank 0 of 2 never runs 7F0"),
     ],

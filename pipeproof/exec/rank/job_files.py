@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
@@ -84,10 +83,10 @@ class RunOptions:
 
     With ``profile`` times are measured: idle messages before the first step, and the reference runs after the ranks.
     ``record`` has the directory and the detail of a record, None for no record. ``share_gpus`` allows fewer GPUs than
-    ranks. ``checkpoint`` has
-    the state to resume from, as the user named it, and the directory to save to. A rehearsal has the ``scale`` of its
-    plan, and no other run has one. Without ``timeline`` the report of a run without an external launcher has none: it
-    would take memory for each step. ``watch`` is the directory of the rings for ``job hang``, None for none.
+    ranks. ``checkpoint`` has the state to resume from, as the user named it, and the directory to save to. With
+    ``rehearses`` only the communication is executed. Without ``timeline`` the report of a run without an external
+    launcher has none: it would take memory for each step. ``watch`` is the directory of the rings for ``job hang``,
+    None for none.
     """
 
     timeout_s: float = 60.0
@@ -98,14 +97,9 @@ class RunOptions:
     record: RecordOptions | None = None
     share_gpus: bool = False
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
-    scale: Fraction | None = None
+    rehearses: bool = False
     timeline: bool = True
     watch: Path | None = None
-
-    @property
-    def rehearses(self) -> bool:
-        """True if only the communication is executed."""
-        return self.scale is not None
 
 
 @dataclass(frozen=True)

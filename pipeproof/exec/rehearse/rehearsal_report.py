@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +31,6 @@ class Rehearsal:
     subject: Subject
     digest: str
     verified: bool
-    scale: Fraction
     checked: Mapping[int, ArrivalChecks]
     log_findings: tuple[Finding, ...]
     edges: tuple[Edge, ...]
@@ -79,7 +77,6 @@ class Rehearsal:
             "passed": self.passed,
             "backend": run.backend,
             "device": run.device,
-            "scale": str(self.scale),
             "ranks": self.subject.graph.num_ranks,
             "steps": run.steps,
             "seconds": self.seconds,
@@ -167,7 +164,6 @@ def merged_rehearsal(report: Report, job: Job, parts: Sequence[RehearsalPart]) -
         subject=report.subject,
         digest=report.digest,
         verified=report.certificate is not None,
-        scale=job.options.scale or Fraction(1),
         checked=dict(sorted(checked.items())),
         log_findings=tuple(finding for _, found in sorted(findings.items()) for finding in found),
         edges=edges,

@@ -229,21 +229,7 @@ NOT_AS_PROMISED = RuleDoc(
     right="pipeproof rehearse PLAN   # topology: {pp: 2, tp: 2, sequence_parallel: true}, transport: full",
     kind=ExampleKind.OUTCOME,
 )
-NO_SUCH_SCALE = RuleDoc(
-    code="PP916",
-    title="the plan cannot be rehearsed at that scale",
-    explanation=(
-        "`--scale` divides the sequence length, and the hidden size where lengths do not divide. Both must remain "
-        "divisible by everything that partitions them (tensor-parallel ranks, heads, sequence splits). No pair of "
-        "sizes gives a valid plan at the requested scale. Custom layers declare their shapes and are rehearsed "
-        "without scaling."
-    ),
-    wrong="pipeproof rehearse PLAN --scale 1/3   # seq_length: 4096, hidden_size: 4096",
-    right="pipeproof rehearse PLAN --scale 1/8   # seq_length: 4096, hidden_size: 4096",
-    kind=ExampleKind.COMMAND,
-)
-
-REHEARSAL_CODES = (NOT_AS_SENT, NOT_AS_PROMISED, NO_SUCH_SCALE)
+REHEARSAL_CODES = (NOT_AS_SENT, NOT_AS_PROMISED)
 
 
 SPLIT_NODE = RuleDoc(
