@@ -236,5 +236,6 @@ def require_moderate_size(plan: PlanSpec, num_collectives: int = 0) -> None:
             f"{plan.num_stages} stages and {schedule.num_micro_batches} micro-batches{splits} make up to {most:,} "
             f"operations in a step, more than the {MAX_OPERATIONS:,} that this release holds"
         )
-        fix = "check the plan with fewer micro-batches: after warm-up a schedule repeats itself"
+        fewer = max(1, schedule.num_micro_batches * MAX_OPERATIONS // most)
+        fix = f"set schedule.num_micro_batches to at most {fewer}: after warm-up a schedule repeats itself"
         raise BadPlanAtError(TOO_LARGE.finding(message, help=fix), ("schedule", "num_micro_batches"))

@@ -86,18 +86,18 @@ _FORMS: tuple[tuple[type | tuple[type, ...], Callable[[Any], str]], ...] = (
 )
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str | None:
+def nearest_name(name: str, known: Iterable[str], *, prefixes: bool = True) -> str | None:
     """Return the most similar known name, or None.
 
     Case, hyphens and missing underscores are ignored; apart from them, the
-    names must be similar, or one must begin with the other.
+    names must be similar, or with ``prefixes`` one must begin with the other.
     """
     by_plain = {_plain(candidate): candidate for candidate in known}
     plain = _plain(name)
     close = get_close_matches(plain, by_plain, n=1, cutoff=0.7)
     if close:
         return by_plain[close[0]]
-    if len(plain) >= _MIN_PREFIX:
+    if prefixes and len(plain) >= _MIN_PREFIX:
         for candidate, original in by_plain.items():
             if candidate.startswith(plain) or plain.startswith(candidate):
                 return original

@@ -49,7 +49,9 @@ def exact_time(value: object, name: str, path: KeyPath = (), *, positive: bool) 
             "PP105",
             path,
             f"{key} must be a time in microseconds, found {describe_value(value)}",
-            help="write a number such as 100 or 0.5, or an exact fraction such as 1/3",
+            help="remove the quotes"
+            if isinstance(value, str) and value.strip().isdecimal()
+            else "write a number such as 100 or 0.5, or an exact fraction such as 1/3",
         )
     bound = _violated_bound(time, positive=positive)
     if bound is None:

@@ -36,6 +36,35 @@ _SECTION = "a mapping of keys"
 _MODEL, _FAMILIES = "model", ("gpt", "layers")
 _UNKNOWN = ("extra_forbidden", "invalid_key")
 
+_HABITS: Mapping[str, str] = MappingProxyType(
+    {
+        "sp": "sequence_parallel",
+        "tensor_parallel": "tp",
+        "tensor_model_parallel_size": "tp",
+        "tensor_parallel_size": "tp",
+        "pipeline_parallel": "pp",
+        "pipeline_model_parallel_size": "pp",
+        "pipeline_parallel_size": "pp",
+        "context_parallel_size": "cp",
+        "expert_parallel_size": "ep",
+        "expert_model_parallel_size": "ep",
+        "data_parallel": "dp",
+        "data_parallel_size": "dp",
+        "mbs": "micro_batch_size",
+        "gbs": "global_batch_size",
+        "vpp": "num_chunks",
+        "virtual_pp_degree": "num_chunks",
+        "zero_bubble": "zb_h1",
+        "fp16": "float16",
+        "bf16": "bfloat16",
+        "half": "float16",
+        "fp32": "float32",
+        "fp64": "float64",
+        "fp8": "float8",
+    }
+)
+"""Names of keys and values in other tools, where they are not similar to ours."""
+
 _EXPECTED = {
     "int_type": "an integer",
     "float_type": "a number",
@@ -133,7 +162,10 @@ def _not_allowed(path: KeyPath, value: object) -> Problem:
     expected = listed(allowed) if allowed else "another value"
     if type(value) not in {type(option) for option in allowed}:
         return _wrong_type(path, value, f"{'one of ' if len(allowed) > 1 else ''}{expected}")
-    near = nearest_name(value, allowed) if isinstance(value, str) else None
+    near = None
+    if isinstance(value, str):
+        habitual = _HABITS.get(value)
+        near = habitual if habitual in allowed else nearest_name(value, allowed)
     return Problem(
         "PP106",
         _shown(path),
@@ -162,21 +194,34 @@ def _key_help(path: KeyPath, known: tuple[str, ...]) -> str:
         return "put a space after the colon that ends the key"
     if name == "<<":
         return "merge keys are not part of YAML 1.2: repeat the keys that you need"
+    if not section and name.startswith("rank "):
+        return "for a schedule as text, use `pipeproof check --program FILE`"
+    near = _near_key(path)
+    if near is not None and (near == _HABITS.get(name) or near.startswith(f"{name}_")):
+        return f"did you mean `{near}`?"
     sections = _sections()
     families = [other[1] for other, keys in sections.items() if _is_sibling(other, section) and name in keys]
     if families:
-        return f"it is a key of `kind: {families[0]}`"
-    homes = [_dotted((*other, name)) for other, keys in sections.items() if other != section and name in keys]
+        return f"it is a key of `kind: {families[0]}`" + (f"; did you mean `{near}`?" if near else "")
+    homes = _homes(name, section)
     if homes:
-        return f"did you mean `{listed(homes)}`? It belongs there"
-    near = _near_key(path)
+        return f"did you mean {listed([f'`{_dotted((*home, name))}`' for home in homes])}? It belongs there"
     if near is not None:
         return f"did you mean `{near}`?"
     for other, keys in sections.items():
-        elsewhere = nearest_name(name, keys) if _shown(other) != _shown(section) else None
+        elsewhere = nearest_name(name, keys, prefixes=False) if _shown(other) != _shown(section) else None
         if elsewhere is not None:
             return f"did you mean `{_dotted((*other, elsewhere))}`?"
     return f"known here: {', '.join(known)}"
+
+
+def _homes(name: str, section: KeyPath) -> list[KeyPath]:
+    """The nearest other sections with a key of this name: below the same top key, else the outermost; not in lists."""
+    homes = [other for other, keys in _sections().items() if other != section and name in keys]
+    homes = [home for home in homes if not home or get_origin(_field_of(home).annotation) is not tuple] or homes
+    homes = [home for home in homes if section and home[:1] == section[:1]] or homes
+    least = min(map(len, homes), default=0)
+    return [home for home in homes if len(home) == least]
 
 
 def _is_sibling(other: KeyPath, section: KeyPath) -> bool:
@@ -187,7 +232,9 @@ def _is_sibling(other: KeyPath, section: KeyPath) -> bool:
 def _near_key(path: KeyPath) -> str | None:
     """The most similar key of the same section."""
     section, name = _without_indices(path[:-1]), str(path[-1])
-    return nearest_name(name, _sections().get(section, ()))
+    known = _sections().get(section, ())
+    habitual = _HABITS.get(name)
+    return habitual if habitual in known else nearest_name(name, known)
 
 
 def _without_indices(path: KeyPath) -> KeyPath:
@@ -239,9 +286,11 @@ def _annotation(path: KeyPath) -> Any:
 
 
 def _addition(path: KeyPath) -> str | None:
-    allowed = get_args(_annotation(path))
+    allowed = _choices(_annotation(path))
     if len(allowed) == 1:
         return f"add `{path[-1]}: {allowed[0]}`"
+    if allowed:
+        return f"add `{path[-1]}`: one of {listed(allowed)}"
     field = _field_of(path)
     return f"add `{path[-1]}`: {field.description}" if field is not None and field.description else None
 
@@ -412,7 +461,7 @@ def _later_problems(data: Mapping[str, object]) -> list[Problem]:
                     "PP107",
                     (row.section, row.key),
                     f"`{row.section}.{row.key}: {shortened(value)}` comes in a later release, with {row.feature}",
-                    help=f"in this release, {row.alternative}",
+                    help=row.alternative,
                 )
             )
     return problems

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, dotted, nearest_name
+from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, dotted, listed, nearest_name
 from pipeproof.specs.custom_layers import SEQUENCE, CustomLayerSpec, CustomModelSpec
-from pipeproof.specs.model import MoeSpec
+from pipeproof.specs.model import ModelSpec, MoeSpec
 from pipeproof.specs.plan_sections import PlanSections
 from pipeproof.specs.section import divisors, multiples
 
@@ -33,12 +33,20 @@ def check_tensor_parallel(plan: PlanSections) -> list[Problem]:
             "PP108",
             ("model", *path),
             f"{dotted(('model', *path))} {size} does not divide by topology.tp {topology.tp}: {reason}",
-            help=f"set {dotted(('model', *path))} to {multiples(size, topology.tp)}, "
-            f"or topology.tp to {divisors(size, topology.tp)}",
+            help=_sizes_that_divide(model, path, size, topology.tp) + f"topology.tp to {divisors(size, topology.tp)}",
         )
         for path, size, reason in sharded
         if size % topology.tp
     ]
+
+
+def _sizes_that_divide(model: ModelSpec, path: KeyPath, size: int, tp: int) -> str:
+    """The beginning of a help: the sizes next to ``size`` that divide by ``tp`` and keep groups of heads whole."""
+    fitting = multiples(size, tp)
+    if path == ("num_kv_heads",):
+        near = [n for n in range(tp, model.num_heads + 1, tp) if model.num_heads % n == 0]
+        fitting = listed(sorted(sorted(near, key=lambda n: abs(n - size))[:2])) if near else ""
+    return f"set {dotted(('model', *path))} to {fitting}, or " if fitting else "set "
 
 
 def check_expert_parallel(plan: PlanSections) -> list[Problem]:

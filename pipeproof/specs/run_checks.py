@@ -296,8 +296,8 @@ def _check_links(plan: PlanSections, network: NetworkSpec) -> list[Problem]:
             "PP104",
             ("cost", "network"),
             f"the links of {num_ranks} ranks need {names}",
-            help="such as ranks_per_node: 8, node: {latency_us: 2, bandwidth: 300}, "
-            "between: {latency_us: 5, bandwidth: 40}; or name a device with cost.analytic",
+            help="add for example `{ranks_per_node: 8, node: {latency_us: 2, bandwidth: 300}, "
+            "between: {latency_us: 5, bandwidth: 40}}`; or name a device with cost.analytic",
             at_key=True,
         )
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -89,6 +90,9 @@ def _worst(simulation: Simulation) -> Worst:
 
 def what_fits(plan: LoweredPlan, budget_gib: float) -> str:
     """Changes that fit, each simulated with the plan's times; if none does, what comes nearest."""
+    overhead = float(plan.spec.memory.overhead_gib)
+    if overhead >= budget_gib:
+        return f"set memory.budget_gib to {math.ceil(overhead) + 1} or more: memory.overhead_gib alone fills the budget"
     fitting: dict[frozenset[str], int] = {}
     nearest: tuple[int, str] | None = None
     for texts, changed in _changes(plan):

@@ -58,7 +58,7 @@ def test_a_receive_that_is_still_writing():
 def test_the_one_that_frees_is_named_first_wherever_it_is(text, user, ops):
     assert texts_of("PP503", text) == (
         f"rank 0: 1B0 frees buffer `x` while {user} may still use it: WAIT({user}) comes too late",
-        f"put a wait for {user} before 1B0",
+        f"put WAIT({user}) before 1B0",
         ops,
     )
 

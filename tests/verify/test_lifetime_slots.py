@@ -78,7 +78,7 @@ def test_too_few_slots_name_the_owner_the_holder_and_the_smallest_number():
     assert found.code == "PP504"
     assert "1RECV_F2 takes slot 0 of 2, which 1RECV_F0 holds until 1B0 is done with it" in found.message
     assert "needs 3 slots" in found.message
-    assert found.help == "receive_slots: 3 is the smallest number that is enough for every channel"
+    assert found.help == "set buffers.receive_slots to 3, the smallest number that is enough for every channel"
     assert [op.op for op in found.witness.ops] == ["1RECV_F0", "1B0", "1RECV_F2"]
 
 
@@ -93,7 +93,7 @@ def test_four_pools_are_named_and_one_number_is_given_for_all():
     assert [finding.message.split(": ")[1].split()[0] for finding in found] == [
         f"{stage}RECV_F1" for stage in range(1, 5)
     ]
-    assert {finding.help.split()[1] for finding in found} == {"7"}
+    assert {finding.help.split()[3] for finding in found} == {"7,"}
 
 
 def test_a_send_holds_its_slot_until_its_wait():

@@ -75,7 +75,12 @@ def _check_ranks(schedule: RawSchedule, expected: Expected, findings: Findings) 
         return
     for rank, rows in enumerate(schedule.rows):
         if not any(row.op.kind in COMPUTE_KINDS for row in rows):
-            findings.add(NO_OPERATIONS, schedule.ends[rank], f"rank {rank} computes nothing")
+            findings.add(
+                NO_OPERATIONS,
+                schedule.ends[rank],
+                f"rank {rank} computes nothing",
+                "give it a stage, or remove the rank",
+            )
     found, wanted = len(schedule.rows), expected.num_ranks
     if wanted is not None and found != wanted:
         place = schedule.ends[-1]

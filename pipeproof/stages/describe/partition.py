@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, RuleDoc, Severity
-from pipeproof.diagnostics.problems import KeyPath, listed, names_text, nearest_name
+from pipeproof.diagnostics.problems import listed, names_text, nearest_name
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.plan_sections import BY_CLASS, UNIFORM
 from pipeproof.stages.describe.layer import CLASS_NAMES, counts_in_even_cut, layer_order, layer_prefix
@@ -109,9 +109,22 @@ def _require_enough(plan: PlanSpec, names: Sequence[str], layer_text: str) -> No
         message = (
             f"{len(names)} {layer_text} cannot be cut evenly onto {plan.num_stages} stages: a stage would be empty"
         )
-        fix = f"set topology.pp to at most {len(names)}, or list the layers of each stage under `stages`"
-        path: KeyPath = ("topology", "pp")
-        raise BadPlanAtError(Finding(TOO_FEW_LAYERS.code, Severity.ERROR, message, help=fix), path)
+        raise _too_few_layers(plan, len(names), message, "list the layers of each stage under `stages`")
+
+
+def _too_few_layers(plan: PlanSpec, number: int, message: str, alternative: str) -> BadPlanAtError:
+    """PP110 at the key that makes too many stages: the number of chunks, or of ranks, that leaves each one a layer."""
+    schedule, path = plan.schedule, ("topology", "pp")
+    pp, chunks = plan.topology.pp, schedule.num_chunks
+    if isinstance(schedule.placement, tuple):
+        path, fix = ("schedule", "placement"), f"place at most {number} stages"
+    elif number // chunks and chunks <= max(2, number // pp):
+        fix = f"set topology.pp to at most {number // chunks}"
+    elif pp <= number:
+        path, fix = ("schedule", "num_chunks"), f"set schedule.num_chunks to at most {number // pp}"
+    else:
+        fix = f"set topology.pp to at most {number} and schedule.num_chunks to 1"
+    return BadPlanAtError(Finding(TOO_FEW_LAYERS.code, Severity.ERROR, message, help=f"{fix}, or {alternative}"), path)
 
 
 def _cut_by_class(plan: PlanSpec, names: Sequence[str], pattern: str) -> tuple[tuple[str, ...], ...]:
@@ -146,8 +159,7 @@ def custom_stages(plan: PlanSpec) -> tuple[tuple[str, ...], ...]:
         return plan.stages
     if len(names) < plan.num_stages:
         message = f"{len(names)} layers cannot be cut onto {plan.num_stages} stages: a stage would be empty"
-        fix = f"set topology.pp to at most {len(names)}, or declare more layers"
-        raise BadPlanAtError(Finding("PP110", Severity.ERROR, message, help=fix), ("topology", "pp"))
+        raise _too_few_layers(plan, len(names), message, "declare more layers")
     share, remainder = divmod(len(names), plan.num_stages)
     ends = [share * (stage + 1) + min(stage + 1, remainder) for stage in range(plan.num_stages)]
     return tuple(tuple(names[begin:end]) for begin, end in zip([0, *ends], ends, strict=False))

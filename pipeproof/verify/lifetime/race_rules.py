@@ -244,7 +244,11 @@ def _describe_receiving(texts: UseText, pair: Pair) -> tuple[str, str]:
 def _describe_freed(texts: UseText, pair: Pair) -> tuple[str, str]:
     freer, user = pair if texts.does(pair[0]) == "frees" else pair[::-1]
     fact = f"{texts.use(freer, pair)} while {texts.text(user)} may still use it: {texts.wait(user)}"
-    return fact, f"put a wait for {texts.text(user)} before {texts.text(freer)}"
+    fix = f"put WAIT({texts.text(user)}) before {texts.text(freer)}"
+    lowered = texts.subject.lowered
+    if lowered is not None and lowered.spec.buffers.free_output == "after_send_posted":
+        fix = "set buffers.free_output to after_send_done"
+    return fact, fix
 
 
 def _describe_unordered(texts: UseText, pair: Pair) -> tuple[str, str]:

@@ -190,7 +190,7 @@ def _too_few(
         when, fix = " in the next step", f"wait for {graph.ops[holder]} at the end of the step"
     else:
         when = ""
-        fix = f"{key}: {enough} is the smallest number that is enough for every channel"
+        fix = f"set buffers.{key} to {enough}, the smallest number that is enough for every channel"
         until += f"; this channel needs {pool.smallest(order)} slots"
     return TOO_FEW.finding(
         f"{subject.coords_text(int(graph.rank[owner]))}, channel {graph.channels[pool.channel]}: "
