@@ -201,7 +201,7 @@ def _csv(records: Records, columns: list[str]) -> str:
     import csv
     from io import StringIO
 
-    from pipeproof.views.csv_cells import no_formula
+    from pipeproof.views.tables import no_formula
 
     text = StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")

@@ -91,7 +91,7 @@ def _write_between(
     source: str, target: str, path: Path, settings: Mapping[KeyPath, object], form: Form
 ) -> None:  # fmt: skip
     with refusing_bad_plans(form, path):
-        from pipeproof.state.names.convention_statements import statements_between
+        from pipeproof.state.names.convention_maps import statements_between
 
         with opening_checkpoints():
             statements = statements_between(source, target, _model(path, settings))

@@ -12,15 +12,11 @@ from pipeproof.interop.profiles.profile_codes import TRACE_PROFILE_CODES
 from pipeproof.interop.traces.trace_codes import RECORD_CODES
 from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE
 from pipeproof.schedule.generators.solve import SOLVER_MISSING
-from pipeproof.sim.sim_codes import NO_ROOM, NOT_FAST, UNFINISHED
+from pipeproof.sim.outcome import NO_ROOM, NOT_FAST, UNFINISHED
 from pipeproof.specs.plan import PLAN_FILE_CODES
 from pipeproof.specs.profile_file import PROFILE_CODES
 from pipeproof.specs.schedule import SCHEDULE_FILE_CODES
 from pipeproof.stages.describe.partition import PARTITION_CODES
-from pipeproof.state.aoa.aoa_codes import AOA_CODES
-from pipeproof.state.dcp.dcp_codes import DCP_CODES
-from pipeproof.state.flex.flex_codes import FLEX_CODES
-from pipeproof.state.names.name_codes import NAMES_CODES
 from pipeproof.state.reshard.reshard_codes import PROOF_CODES, REFUSED_CODES
 from pipeproof.state.state_codes import STATE_CODES
 from pipeproof.verify.registry import RULES, SUPPRESSION_CODES
@@ -51,10 +47,6 @@ def all_docs() -> tuple[RuleDoc, ...]:
         *TRACE_PROFILE_CODES,
         *STATE_CODES,
         *PROOF_CODES,
-        *AOA_CODES,
-        *NAMES_CODES,
         *REFUSED_CODES,
-        *FLEX_CODES,
-        *DCP_CODES,
     )
     return tuple(sorted(docs, key=lambda doc: doc.code))

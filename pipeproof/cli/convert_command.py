@@ -11,7 +11,7 @@ from pipeproof.cli.console import refusing_bad_plans, require_separate_outputs, 
 from pipeproof.cli.progress import showing_progress
 
 FORMATS = ("text", "csv", "csv-comms", "fleet")
-"""The formats that can be written, as in ``pipeproof.schedule.formats.write_schedule``, which imports more."""
+"""The formats that can be written, as in ``pipeproof.schedule.formats.read_schedule``, which imports more."""
 
 
 @click.command()
@@ -45,9 +45,8 @@ def _converted(file: Path, source: str, target: str, *, only_computations: bool)
     Raises:
         ScheduleFileError: the file cannot be read, or the target format cannot express it.
     """
-    from pipeproof.schedule.formats.read_schedule import load_schedule_file
+    from pipeproof.schedule.formats.read_schedule import convert_schedule, load_schedule_file
     from pipeproof.schedule.formats.schedule_size_checks import Expected
-    from pipeproof.schedule.formats.write_schedule import convert_schedule
 
     foreign = load_schedule_file(file, Expected(copies=True), format=source)
     return convert_schedule(foreign, target, only_computations=only_computations)

@@ -141,8 +141,7 @@ def reshard(
 
 def _check_plan(options: ReshardOptions) -> ExitStatus:
     """Prove all states that runs of one plan save, and runs of the other resume from."""
-    from pipeproof.state.reshard.padding import padding_map
-    from pipeproof.state.reshard.reshard_targets import training_faults, weights_of_layout
+    from pipeproof.state.reshard.reshard_targets import padding_map, training_faults, weights_of_layout
     from pipeproof.state.reshard.shard_layout import layout_of_plan
     from pipeproof.state.write_state import values_of
 
@@ -265,11 +264,11 @@ def _task_and_findings(source: Checkpoint, options: ReshardOptions) -> tuple[Res
         )
     named: StateMap | None = None
     if options.aoa is not None:
-        from pipeproof.state.reshard.map_options import map_of_statements
+        from pipeproof.state.reshard.meaning_proof import map_of_statements
 
         named = map_of_statements(options.aoa, source, plan, weights_only=weights_only)
     elif options.names is not None:
-        from pipeproof.state.reshard.map_options import map_of_names, require_other_names
+        from pipeproof.state.reshard.meaning_proof import map_of_names, require_other_names
 
         if plan is not None and source.index is not None:
             require_other_names(options.names, source.path)
@@ -280,7 +279,7 @@ def _task_and_findings(source: Checkpoint, options: ReshardOptions) -> tuple[Res
     task = _task_of(source, options, plan, digest, named, weights_only=weights_only)
     if options.aoa is None or options.names is None or named is None:
         return task, task.notes
-    from pipeproof.state.reshard.map_options import meaning_findings
+    from pipeproof.state.reshard.meaning_proof import meaning_findings
 
     return task, (*task.notes, *meaning_findings(options.names, named, source, plan, task.target_layout))
 
@@ -322,7 +321,7 @@ def _task_of(
         return as_dcp(task_for_file(source, model, named, weights_only=weights_only), str(options.out))
     if options.out is None or options.out.suffix == FILE:
         return task_for_file(source, options.out or model, named, weights_only=weights_only)
-    from pipeproof.state.reshard.map_options import config_files
+    from pipeproof.state.reshard.meaning_proof import config_files
 
     task = task_for_file(source, model, named, weights_only=weights_only)
     return replace(task, one_file=None, extra_files=config_files(source))

@@ -19,18 +19,16 @@ from rich.text import Text
 from pipeproof.cli.console import console_for
 from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.schedule_bound import BoundedSchedule, bounded, require_optimal
-from pipeproof.comm.generated_schedule import generating_pair_time, plan_schedule, stage_costs
+from pipeproof.comm.generated_schedule import generating_pair_time, plan_schedule, sample_plan, stage_costs
 from pipeproof.comm.lower import blaming_plan, own_schedule, with_measured_times
-from pipeproof.comm.sample_plan import sample_plan
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.diagnostics.problems import nearest_name
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.formats.inexpressible import InexpressibleError
-from pipeproof.schedule.formats.write_schedule import write_schedule
+from pipeproof.schedule.formats.read_schedule import write_schedule
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, ScheduleKind
 from pipeproof.schedule.programs import Schedule, StageCosts, Timed, asap, stages_of
-from pipeproof.sim.figures import RankFigures, figures_of, figures_to_json, number_to_json
-from pipeproof.sim.timeline import timeline_of
+from pipeproof.sim.timeline import RankFigures, figures_of, figures_to_json, number_to_json, timeline_of
 from pipeproof.specs.cost import cost_source, placeholder_note
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.verify.schedule_verdict import Outcome, ScheduleVerdict, check_schedule

@@ -64,7 +64,7 @@ def _show_costs(plan: Path, source: PlanSource) -> None:
     with refusing_bad_plans("text", plan), showing_progress(f"lowering {plan}"):
         from pipeproof.comm.lower import blaming_plan
         from pipeproof.cost.analytic_times import AnalyticCosts
-        from pipeproof.views.cost_table import render_costs
+        from pipeproof.views.plan_tables import render_costs
 
         loaded = source.load(plan)
         analytic = loaded.spec.cost.analytic

@@ -80,7 +80,7 @@ def write_timeline(
     note = f" ({plan.cost.placeholder_note})" if plan is not None and plan.cost.placeholder_note else ""
     match path.suffix.lower():
         case ".html":
-            from pipeproof.cost.model_flops import model_flops_utilization
+            from pipeproof.cost.devices import model_flops_utilization
             from pipeproof.views.html.timeline_page import write_html
 
             mfu = None if plan is None else model_flops_utilization(plan, timeline.makespan_us)
@@ -89,7 +89,7 @@ def write_timeline(
             write_html([(titled, timeline, graph, curves[0] if curves else None, mfu)], path)
             return f"timeline written to {path}; open it in a browser"
         case ".csv":
-            from pipeproof.views.timeline_csv import write_csv
+            from pipeproof.views.trace_slices import write_csv
 
             rounded = write_csv(timeline, path, graph)
             note = f"; times of {rounded} are not finite decimals and are rounded to 9 digits" if rounded else ""

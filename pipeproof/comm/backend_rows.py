@@ -2,7 +2,7 @@
 
 The tables are in ``pipeproof.comm.backends``, the only place for such facts. The deadlock rules read them,
 the documentation prints them, a certificate names their version, and the
-conformance suite (``pipeproof.testing.conformance``) checks a backend against
+conformance suite (``pipeproof.testing.probes``) checks a backend against
 them. Each row below states the meaning of the behaviour, the effect on plans
 if the backend differs, and the source of the value.
 

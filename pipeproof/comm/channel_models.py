@@ -18,10 +18,10 @@ from typing import Literal
 import numpy as np
 
 from pipeproof.comm.backend_rows import BackendTable, Queue, SendCompletes
-from pipeproof.schedule.columns import COMPUTE_QUEUE, HOST_QUEUE, NONE, IntColumn
+from pipeproof.schedule.columns import COMPUTE_QUEUE, HOST_QUEUE, IntColumn
 from pipeproof.schedule.derive import packed
-from pipeproof.schedule.op_table import OpGraph
-from pipeproof.schedule.ops import COLLECTIVE_KINDS, COMPUTE_KINDS, KINDS, SEND_KINDS, TRANSFER_KINDS
+from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
+from pipeproof.schedule.ops import COLLECTIVE_KINDS, COMPUTE_KINDS, KINDS, RECV_KINDS, SEND_KINDS, TRANSFER_KINDS
 from pipeproof.specs.axis_layout import dtype_bytes
 
 Connections = Literal["warm", "lazy"]
@@ -376,3 +376,38 @@ class EntryOrder:
                 return (("pair", self._peer[op_id]),)
             case _:
                 return ()
+
+
+def completed_sends(graph: OpGraph, rank: int) -> dict[int, tuple[int, ...]]:
+    """By wait for a receive of a rank, the sends of that rank that have ended then; ids of the graph's operations.
+
+    Sends for which the plan waits before that, and sends of which it is not known, are left out.
+    """
+    wait_of = {int(graph.waits_for[op_id]): op_id for op_id in range(graph.num_ops) if graph.waits_for[op_id] != NONE}
+    own = graph.rank_ops(rank)
+    sent: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    received: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for send, receive in graph.edges[EdgeKind.MATCH].tolist():
+        if (
+            graph.ops[send].kind not in SEND_KINDS
+            or graph.ops[receive].kind not in RECV_KINDS
+            or receive not in wait_of
+        ):
+            continue
+        if send in own:
+            sent[int(graph.rank[receive])].append((wait_of[receive], send))
+        elif receive in own:
+            received[int(graph.rank[send])].append((send, wait_of[receive]))
+    completed: dict[int, tuple[int, ...]] = {}
+    for peer, messages in received.items():
+        ours, position = sorted(sent.get(peer, [])), 0
+        for posted, wait in sorted(messages):
+            known = []
+            while position < len(ours) and ours[position][0] < posted:
+                send = ours[position][1]
+                if send < wait < wait_of.get(send, NONE):  # a deadlocked plan may order the send after its proof
+                    known.append(send)
+                position += 1
+            if known:
+                completed[wait] = (*completed.get(wait, ()), *known)
+    return completed

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from math import lcm
 
 from pipeproof.cost.plan_times import resolved_cost
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, RuleDoc, Severity
 from pipeproof.diagnostics.problems import listed
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind, assigned, stages_of_ranks
 from pipeproof.schedule.programs import Schedule, StageCosts, Time, UnfitSizesError
+from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 
 UNFIT_SCHEDULE = RuleDoc(
@@ -239,3 +242,55 @@ def require_moderate_size(plan: PlanSpec, num_collectives: int = 0) -> None:
         fewer = max(1, schedule.num_micro_batches * MAX_OPERATIONS // most)
         fix = f"set schedule.num_micro_batches to at most {fewer}: after warm-up a schedule repeats itself"
         raise BadPlanAtError(TOO_LARGE.finding(message, help=fix), ("schedule", "num_micro_batches"))
+
+
+CostKeys = Mapping[str, Fraction | tuple[Fraction, ...]]
+"""Keys of the plan's ``cost`` section and their times, one for all stages or one for each."""
+
+
+def sample_plan(
+    kind: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    *,
+    num_chunks: int = 1,
+    cost: CostKeys | None = None,
+    **schedule: str | int | None,
+) -> LoadedPlan:
+    """A GPT with one small layer for each stage, on pipeline ranks alone.
+
+    ``cost`` is in any unit; F, I and W take 1 by default.
+
+    ``schedule`` are further keys of the plan's schedule section; those that are None are left out.
+
+    Raises:
+        PlanFileError: a value is out of its range.
+    """
+    num_splits = schedule.get("num_sequence_splits")
+    further = {key: value for key, value in schedule.items() if value is not None}
+    return plan_from_dict(
+        {
+            "pipeproof": 1,
+            "model": {
+                "kind": "gpt",
+                "num_layers": num_ranks * num_chunks,
+                "hidden_size": 2,
+                "num_heads": 1,
+                "ffn_size": 1,
+                "vocab_size": 2,
+                "seq_length": lcm(2, num_splits if isinstance(num_splits, int) else 1),
+            },
+            "topology": {"pp": num_ranks},
+            "schedule": {
+                "kind": kind,
+                "num_micro_batches": num_micro_batches,
+                "micro_batch_size": 1,
+                "num_chunks": num_chunks,
+                **further,
+            },
+            "cost": {**_UNIT_COSTS, **(cost or {})},
+        }
+    )
+
+
+_UNIT_COSTS = {"forward_us": 1, "backward_input_us": 1, "backward_weight_us": 1}

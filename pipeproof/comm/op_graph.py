@@ -19,6 +19,7 @@ from pipeproof.schedule.columns import ANY, ANY_OTHER, NONE, Blocks, IntColumn, 
 from pipeproof.schedule.op_table import Group, OpGraph
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.specs.schedule import Side
+from pipeproof.stages.describe.layer import Parameter
 
 # --- The whole program of one rank, written with blocks around its computations ---
 
@@ -328,3 +329,22 @@ class LoweredPlan(PlanContext):
     def unfolded(self) -> LoweredPlan:
         """Return the same plan with a graph in which every rank represents itself."""
         return replace(self, graph=unfold(self, self.graph)) if self.folded else self
+
+
+def index_of(plan: LoweredPlan, parameter: Parameter, rank: int) -> tuple[tuple[int, int], ...]:
+    """The half-open range of the whole parameter that one rank holds, per dim."""
+    index = [(0, size) for size in parameter.shape]
+    coords = plan.mesh.coords(rank)
+    for axis, placed in (("tp", parameter.tp), ("ep", parameter.ep)):
+        if placed.dim is not None:
+            share, place = parameter.shape[placed.dim] // plan.mesh.size(axis), coords[axis]
+            index[placed.dim] = place * share, (place + 1) * share
+    return tuple(index)
+
+
+def stage_weights(plan: LoweredPlan) -> Iterator[tuple[int, Parameter]]:
+    """Yield each weight of a plan with its stage, in the order of stages and layers."""
+    for stage in range(len(plan.stages)):
+        for layer in plan.layers_of(stage):
+            for parameter in layer.parameters:
+                yield stage, parameter

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import repeat
 
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.ops import Op, OpKind
@@ -265,3 +266,12 @@ class AsapRun:
             source_rank, time = self._outputs[source]
             start = max(start, time if source_rank == rank else time + self._costs.latency)
         return start
+
+
+_REST = tuple(Op._field_defaults[name] for name in Op._fields[3:])
+
+
+def stage_ops(kind: OpKind, stage: int, micro_batches: Iterable[int]) -> list[Op]:
+    """Return ``[Op(kind, stage, micro_batch) for micro_batch in micro_batches]``."""
+    fields = zip(repeat(kind), repeat(stage), micro_batches, *map(repeat, _REST), strict=False)
+    return list(map(tuple.__new__, repeat(Op), fields))

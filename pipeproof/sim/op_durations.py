@@ -8,25 +8,86 @@ rounded up to nanoseconds before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from math import lcm
+from math import ceil, lcm
 from types import MappingProxyType
 
 import numpy as np
 
 from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.cost.measured_curves import exact
 from pipeproof.diagnostics.finding import BadPlanAtError
-from pipeproof.schedule.derive import packed
+from pipeproof.schedule.columns import HOST_QUEUE, NONE, IntColumn
+from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.op_table import OpGraph
-from pipeproof.schedule.ops import COMPUTE_KINDS, Op, OpKind
-from pipeproof.sim.host_copies import copy_times
+from pipeproof.schedule.ops import COMPUTE_KINDS, COPY_KINDS, KIND_CODE, KINDS, PART_KINDS, Op, OpKind
 from pipeproof.sim.link_costs import LinkDurations, link_durations
-from pipeproof.sim.part_times import part_ticks, takes_turns
-from pipeproof.sim.sim_codes import NO_ROOM
+from pipeproof.sim.outcome import NO_ROOM
 from pipeproof.specs.cost import CostSpec
-from pipeproof.specs.exact_times import GRID_US
+from pipeproof.specs.exact_times import GRID_US, rounded_up
+from pipeproof.stages.describe.model_family import stored_activations
+from pipeproof.stages.describe.op_work import Phase
+from pipeproof.stages.describe.stage_memory import Lifetime
+
+
+def takes_turns(graph: OpGraph) -> BoolColumn:
+    """Mask of the computations that have parts."""
+    mask = np.zeros(graph.num_ops, dtype=bool)
+    parents = graph.parent[graph.is_kind(PART_KINDS)]
+    mask[parents[parents != NONE]] = True
+    return mask
+
+
+def exchanges_of_pairs(graph: OpGraph) -> IntColumn:
+    """The collectives of computations that take turns that are on a queue of their own."""
+    return np.flatnonzero((graph.part_before != NONE) & (graph.queue > HOST_QUEUE))
+
+
+def part_ticks(
+    lowered: LoweredPlan, own_us: Callable[[int], Fraction], ticks_per_us: int
+) -> tuple[IntColumn, Sequence[int]]:
+    """(parts, their ticks); ``own_us`` is the time of a computation without its collectives.
+
+    WEIGHTS take the time of the weight gradients of the PARTs since the last WEIGHTS.
+    """
+    graph = lowered.graph
+    rows = np.flatnonzero(graph.is_kind(PART_KINDS) & (graph.parent != NONE))
+    rows = rows[np.argsort(graph.parent[rows], kind="stable")]
+    parent, is_part = graph.parent[rows], graph.kind[rows] == KIND_CODE[OpKind.PART]
+    begins = np.flatnonzero(np.diff(parent, prepend=NONE))
+    first = np.repeat(begins, np.diff(np.append(begins, len(rows))))
+    counted = np.concatenate([[0], np.cumsum(is_part)])
+    end = counted[1:] - counted[first]
+    last_weights = np.maximum.accumulate(np.where(is_part, NONE, np.arange(len(rows))))
+    last_weights = np.concatenate([[NONE], last_weights[:-1]])
+    begin = np.where(is_part, end - 1, np.where(last_weights >= first, end[last_weights], 0))
+    ticks = np.zeros(len(rows), dtype=object)
+    _, examples, number = np.unique(
+        packed(graph.kind[parent], graph.stage[parent]), return_index=True, return_inverse=True
+    )
+    for place, example in enumerate(parent[examples].tolist()):
+        selected = number == place
+        for ends, chosen in zip(_ends(lowered, example, own_us(example)), (is_part, ~is_part), strict=True):
+            of_kind = np.flatnonzero(selected & chosen)
+            at = np.array([int(time * ticks_per_us) for time in (_ZERO, *ends)], dtype=object)
+            stop, start = (np.minimum(column[of_kind], len(ends)) for column in (end, begin))
+            ticks[of_kind] = at[stop] - at[start]
+    return rows, [int(tick) for tick in ticks]
+
+
+def _ends(lowered: LoweredPlan, op_id: int, own_us: Fraction) -> tuple[list[Fraction], list[Fraction]]:
+    """By part, its end from the begin of all of its computation, of PARTs and of WEIGHTS."""
+    graph, cost = lowered.graph, lowered.spec.cost
+    kind, stage = KINDS[graph.kind[op_id]], int(graph.stage[op_id])
+    assert lowered.part_shares is not None, "a plan with parts has their shares"
+    parts, weights_us = lowered.part_shares.stages[stage], _ZERO
+    if kind is OpKind.BACKWARD:
+        weights_us = min(own_us, cost.backward_weight_of(stage) / max(1, graph.num_splits))
+    phase = Phase.FORWARD if kind is OpKind.FORWARD else Phase.INPUT
+    return (parts[phase].ends(own_us - weights_us, GRID_US), parts[Phase.WEIGHT].ends(weights_us, GRID_US))
+
 
 _WORK_KINDS = COMPUTE_KINDS | {OpKind.STEP}
 _ZERO = Fraction(0)
@@ -200,3 +261,34 @@ def compute_us(op: Op, cost: CostSpec) -> Fraction:
     if op.kind is OpKind.BACKWARD_INPUT:
         return cost.backward_input_of(op.stage)
     return cost.backward_weight_of(op.stage)
+
+
+COPIED = (Lifetime.TO_INPUT, Lifetime.TO_WEIGHT)
+"""Lifetimes of the activations that are copied: those that a forward stores for its backward."""
+
+_NO_TIMES: Mapping[int, Fraction] = MappingProxyType({})
+
+
+def copied_bytes(lowered: LoweredPlan, copies: IntColumn) -> IntColumn:
+    """Bytes of each of these copies: all that its stage stores of its work item from forward to backward."""
+    known: dict[tuple[int, int], int] = {}
+    graph, sizes = lowered.graph, lowered.size_of_work_item
+    keys = [
+        (stage, sizes[item] if sizes else 0)
+        for stage, item in zip(graph.stage[copies].tolist(), graph.work_item[copies].tolist(), strict=True)
+    ]
+    for stage, size in set(keys):
+        stored = stored_activations(lowered.spec, lowered.layers_of(stage), lowered.sizes[size])
+        known[stage, size] = ceil(sum(part.num_bytes for part in stored if part.lifetime in COPIED))
+    return np.array([known[key] for key in keys], dtype=np.int64)
+
+
+def copy_times(lowered: LoweredPlan) -> Mapping[int, Fraction]:
+    """Microseconds of each copy by op id, rounded up to nanoseconds; none where the plan has no ``host_bandwidth``."""
+    bandwidth = lowered.spec.cost.host_bandwidth
+    copies = np.flatnonzero(lowered.graph.is_kind(COPY_KINDS))
+    if bandwidth is None or not len(copies):
+        return _NO_TIMES
+    bytes_per_us = exact(bandwidth) * 1000
+    num_bytes = copied_bytes(lowered, copies).tolist()
+    return {op_id: rounded_up(size / bytes_per_us) for op_id, size in zip(copies.tolist(), num_bytes, strict=True)}

@@ -41,9 +41,8 @@ import simpy
 from pipeproof.comm.channel_models import ChannelModel, EntryOrder, awaited_by_sends, done, post
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
-from pipeproof.sim.op_durations import Durations
+from pipeproof.sim.op_durations import Durations, exchanges_of_pairs
 from pipeproof.sim.outcome import Outcome
-from pipeproof.sim.part_times import exchanges_of_pairs
 
 # Computations slowed down by transfers: a pending receive spins on some devices, and a collective holds processors.
 

@@ -20,21 +20,22 @@ from pipeproof.schedule.formats.op_text import op_texts
 from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
 from pipeproof.sim.contention import SharedLinks, every_rank_of, shared_network
 from pipeproof.sim.fast_engine import NotTimedError, run_fast
-from pipeproof.sim.figures import (
+from pipeproof.sim.memory_curve import MemoryCurve
+from pipeproof.sim.op_durations import Durations, durations_of
+from pipeproof.sim.outcome import NOT_FAST, Outcome, refuse_unfinished
+from pipeproof.sim.simpy_model import MakeWires, run_model
+from pipeproof.sim.step_memory import memory_of
+from pipeproof.sim.timeline import (
+    COMPUTE_QUEUE,
     RankFigures,
+    Span,
+    Timeline,
     figures_of,
     figures_of_times,
     figures_to_json,
     makespan_of_times,
     number_to_json,
 )
-from pipeproof.sim.memory_curve import MemoryCurve
-from pipeproof.sim.op_durations import Durations, durations_of
-from pipeproof.sim.outcome import Outcome, refuse_unfinished
-from pipeproof.sim.sim_codes import NOT_FAST
-from pipeproof.sim.simpy_model import MakeWires, run_model
-from pipeproof.sim.step_memory import memory_of
-from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Timeline
 from pipeproof.specs.cost import CostSource
 
 Engine = Literal["auto", "fast", "simpy"]

@@ -37,8 +37,8 @@ from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.op_parts import TensorPart, TensorSpec, part_starts
 from pipeproof.schedule.ops import KIND_CODE, RECV_KINDS, SEND_KINDS, OpKind
-from pipeproof.sim.host_copies import COPIED
 from pipeproof.sim.memory_curve import GIB, Clock, Holdings, MemoryCurve, Part, curves_of
+from pipeproof.sim.op_durations import COPIED
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.stages.describe.layer import layer_kind
 from pipeproof.stages.describe.model_family import input_lifetime, stored_activations

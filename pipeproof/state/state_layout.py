@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.comm.weight_ranges import index_of
+from pipeproof.comm.op_graph import LoweredPlan, index_of
 from pipeproof.stages.describe.gradient_facts import bias_name, moves_biases, routers
 from pipeproof.stages.describe.layer import Parameter, loss_dtype
 from pipeproof.stages.describe.stage_memory import num_shards, shard_range

@@ -14,11 +14,11 @@ from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.diagnostics.problems import listed
 from pipeproof.sim.memory_curve import GIB, MemoryCurve
-from pipeproof.sim.sim_codes import SimulationError
+from pipeproof.sim.outcome import SimulationError
 from pipeproof.sim.simulate import Simulation, simulate
 from pipeproof.specs.memory import Recompute
 from pipeproof.verify.subject import Subject
-from pipeproof.views.byte_sizes import make_up_text, size_text
+from pipeproof.views.memory_table import make_up_text, size_text
 from pipeproof.views.timeline_text import format_us
 
 _LEANER: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 
 from pipeproof.schedule.ops import CHILD_KINDS, COLLECTIVE_KINDS, COMPUTE_KINDS, PART_KINDS, UPDATE_KINDS, Op, OpKind
-from pipeproof.sim.figures import figures_of
-from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Timeline
+from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Timeline, figures_of
 from pipeproof.views import colours
-from pipeproof.views.byte_sizes import size_text
 from pipeproof.views.colours import COLLECTIVE, KIND_COLOURS, OTHER, colour_of
 from pipeproof.views.memory_curves import Curve, all_curves
+from pipeproof.views.memory_table import size_text
 from pipeproof.views.picture_rows import RankRow, rows_of, work_item_text
 from pipeproof.views.plot_file import default_style, new_figure, write_figure
 from pipeproof.views.timeline_text import format_us

@@ -20,9 +20,8 @@ from rich.console import Console
 from rich.text import Text
 
 from pipeproof.schedule.ops import Op, OpKind, parse_op
-from pipeproof.sim.figures import RankFigures
 from pipeproof.sim.simulate import Simulation
-from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Time, Timeline
+from pipeproof.sim.timeline import COMPUTE_QUEUE, RankFigures, Span, Time, Timeline
 from pipeproof.views.picture_rows import rows_of, tick_interval, work_item_text
 from pipeproof.views.tables import print_lines, print_table, table_lines
 

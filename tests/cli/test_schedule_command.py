@@ -13,11 +13,9 @@ from jsonschema import Draft202012Validator
 
 from pipeproof.cli import schedule_show
 from pipeproof.cli.schedule_command import FORMATS
-from pipeproof.comm.generated_schedule import plan_schedule, stage_costs
-from pipeproof.comm.sample_plan import sample_plan
-from pipeproof.schedule.formats.read_schedule import read_schedule
+from pipeproof.comm.generated_schedule import plan_schedule, sample_plan, stage_costs
+from pipeproof.schedule.formats.read_schedule import WRITTEN_FORMATS, read_schedule, write_schedule
 from pipeproof.schedule.formats.schedule_size_checks import Expected
-from pipeproof.schedule.formats.write_schedule import WRITTEN_FORMATS, write_schedule
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, ScheduleKind
 from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.programs import asap

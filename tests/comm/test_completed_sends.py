@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.comm.completed_sends import completed_sends
+from pipeproof.comm.channel_models import completed_sends
 from pipeproof.schedule.op_table import NONE, EdgeKind
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.subject import make_subject

@@ -14,8 +14,8 @@ from pipeproof.stages.describe.layer import layer_kind
 from pipeproof.stages.describe.layers.layer_operations import layer_operations
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.state.names.convention_maps import map_from_own_names
-from pipeproof.state.names.hf_config import config_of
-from pipeproof.state.names.name_codes import NoNamesError
+from pipeproof.state.names.part_tables import config_of
+from pipeproof.state.state_codes import NoNamesError
 from tests.interop.importing import imported
 from tests.plans import plan_dict
 

@@ -11,7 +11,7 @@ from pipeproof.comm.lower import blaming_plan, lower_loaded
 from pipeproof.diagnostics.finding import BadPlanError, ExampleKind
 from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.interop import Flags, check_imported, import_files
-from pipeproof.sim.sim_codes import NO_ROOM, NOT_FAST, UNFINISHED, SimulationError
+from pipeproof.sim.outcome import NO_ROOM, NOT_FAST, UNFINISHED, SimulationError
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import load_plan
 from pipeproof.specs.plan import PLAN_FILE_CODES

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from pipeproof.comm.weight_ranges import index_of, stage_weights
+from pipeproof.comm.op_graph import index_of, stage_weights
 from pipeproof.exec.compare import step_part
 from pipeproof.exec.compare.compare_gradients import (
     compare_step,

@@ -17,8 +17,8 @@ from pipeproof.interop.importers.megatron.launch_script import MAX_EXPANDED, Scr
 from pipeproof.interop.importers.sectioned_file import read_toml
 from pipeproof.interop.traces.trace_log import read_logs
 from pipeproof.state.flex import pickles
-from pipeproof.state.flex.flex_codes import FlexError
 from pipeproof.state.flex.pickles import read_pickle
+from pipeproof.state.state_codes import FlexError
 from tests.interop.hang.written import Recorder
 
 DOUBLED_TUPLES = b"\x80\x02" + b")" + b"q\x00h\x00\x86" * 100

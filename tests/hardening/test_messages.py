@@ -20,7 +20,7 @@ from pipeproof.exec.launch import supervisor
 from pipeproof.exec.launch.run_plan import ResultsOnDisk
 from pipeproof.exec.store.rendezvous import reserved_ports
 from pipeproof.exec.store.run_codes import DIED
-from pipeproof.views.csv_cells import no_formula
+from pipeproof.views.tables import no_formula
 
 
 @pytest.mark.parametrize("cell", ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1"])

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from pipeproof.comm.lower import lower_loaded
 from pipeproof.schedule.formats.inexpressible import InexpressibleError
-from pipeproof.schedule.formats.read_schedule import read_schedule
+from pipeproof.schedule.formats.read_schedule import convert_schedule, read_schedule, write_schedule
 from pipeproof.schedule.formats.schedule_size_checks import Expected
-from pipeproof.schedule.formats.write_schedule import convert_schedule, write_schedule
 from pipeproof.schedule.generators.gpipe import gpipe
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.programs import Schedule

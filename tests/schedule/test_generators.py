@@ -3,10 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.schedule.generators.stage_ops import stage_ops
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.ops import COMPUTE_KINDS, Op, OpKind
-from pipeproof.schedule.programs import asap, even_costs
+from pipeproof.schedule.programs import asap, even_costs, stage_ops
 
 sizes = st.tuples(st.integers(1, 8), st.integers(1, 24))
 

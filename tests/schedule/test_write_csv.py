@@ -9,9 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE, InexpressibleError
-from pipeproof.schedule.formats.read_schedule import read_schedule
+from pipeproof.schedule.formats.read_schedule import WRITTEN_FORMATS, convert_schedule, read_schedule, write_schedule
 from pipeproof.schedule.formats.schedule_size_checks import Expected
-from pipeproof.schedule.formats.write_schedule import WRITTEN_FORMATS, convert_schedule, write_schedule
 from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.ops import OpKind, parse_op

@@ -15,8 +15,7 @@ from pipeproof.cost.network_times import Shape
 from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.schedule.op_table import Group, Row, build_graph
 from pipeproof.schedule.ops import parse_op
-from pipeproof.sim.contention import every_rank_of
-from pipeproof.sim.fair_shares import FairShares, fair_rates
+from pipeproof.sim.contention import FairShares, every_rank_of, fair_rates
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict
 from tests.plans import plan_dict

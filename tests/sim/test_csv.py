@@ -13,7 +13,7 @@ from pipeproof.analysis.compare.compare_timelines import compare_timelines
 from pipeproof.analysis.compare.timeline_files import TimelineFileError, read_timeline
 from pipeproof.schedule.ops import parse_op
 from pipeproof.sim.timeline import Span, Timeline
-from pipeproof.views.timeline_csv import COLUMNS, decimal_text, write_csv
+from pipeproof.views.trace_slices import COLUMNS, decimal_text, write_csv
 
 
 def rows_of(path):

@@ -23,7 +23,7 @@ from pipeproof.sim import longest_paths as longest
 from pipeproof.sim.fast_engine import NotTimedError, run_fast
 from pipeproof.sim.longest_paths import longest_paths
 from pipeproof.sim.op_durations import Durations, durations_of
-from pipeproof.sim.sim_codes import SimulationError
+from pipeproof.sim.outcome import SimulationError
 from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict

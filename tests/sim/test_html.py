@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pipeproof.comm.backends import declared_backend
 from pipeproof.comm.lower import lower
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
-from pipeproof.sim.sim_codes import SimulationError
+from pipeproof.sim.outcome import SimulationError
 from pipeproof.sim.simulate import simulate
 from pipeproof.sim.timeline import Span, Timeline
 from pipeproof.specs.load_plan import plan_from_dict

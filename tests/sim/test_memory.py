@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from pipeproof.comm.lower import lower, lower_loaded
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.sim.memory_curve import GIB, PARTS, MemoryCurve, Part
-from pipeproof.sim.sim_codes import SimulationError
+from pipeproof.sim.outcome import SimulationError
 from pipeproof.sim.simulate import simulate, simulation_to_json
 from pipeproof.sim.step_memory import stage_holdings
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.stage_memory import Lifetime
-from pipeproof.views.byte_sizes import make_up_text, size_text
 from pipeproof.views.html.payload import payload
 from pipeproof.views.memory_curves import Curve, memory_held
-from pipeproof.views.memory_table import render_memory, render_stage_memory
+from pipeproof.views.memory_table import make_up_text, render_memory, render_stage_memory, size_text
 from tests.plans import plan_dict
 from tests.schedule.drawn import plan_of, requests
 from tests.sim.slow_memory import peaks

@@ -12,7 +12,7 @@ from pipeproof.comm.backends import backend_table
 from pipeproof.diagnostics.finding import OpsWitness
 from pipeproof.schedule.op_table import EdgeKind
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, COMPUTE_KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
-from pipeproof.sim.sim_codes import SimulationError
+from pipeproof.sim.outcome import SimulationError
 from pipeproof.sim.simulate import simulate
 
 times = st.builds(Fraction, st.integers(1, 6), st.integers(1, 4))

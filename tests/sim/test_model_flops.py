@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from pipeproof.cost.model_flops import model_flops_utilization, peak_tflops
+from pipeproof.cost.devices import model_flops_utilization, peak_tflops
 from pipeproof.specs.cost import AnalyticSpec
 from pipeproof.specs.load_plan import plan_from_dict
 

@@ -19,8 +19,7 @@ from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import COMPUTE_KINDS, PART_KINDS, OpKind
 from pipeproof.sim.fast_engine import run_fast
-from pipeproof.sim.op_durations import durations_of
-from pipeproof.sim.part_times import takes_turns
+from pipeproof.sim.op_durations import durations_of, takes_turns
 from pipeproof.sim.simpy_model import EXCHANGE, RECEIVE, SlowedWork, run_model
 from pipeproof.sim.simulate import channel_model_of, simulate
 from pipeproof.specs.load_plan import plan_from_dict
@@ -150,7 +149,7 @@ def test_turns_hide_no_time_of_the_host(execution, micro_batch_size, gains):
 @st.composite
 def plans_of_equal_stages(draw):
     """Sections of a plan with experts and one block in each stage; the times have room for the collectives inside."""
-    times = {name: draw(st.integers(2500, 8000)) for name in ("forward_us", "backward_input_us", "backward_weight_us")}
+    times = {name: draw(st.integers(4000, 12000)) for name in ("forward_us", "backward_input_us", "backward_weight_us")}
     node = {"latency_us": draw(st.sampled_from([0, 2, 50])), "bandwidth": draw(st.sampled_from([1, 0.01, 0.002]))}
     pp, num = draw(st.integers(1, 4)), draw(st.integers(1, 12))
     order = draw(st.sampled_from(["pairs", {"order": ["F", "B"]}, {"order": ["F", "W", "B"]}]))

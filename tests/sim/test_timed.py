@@ -8,8 +8,7 @@ from rich.console import Console
 
 from pipeproof.schedule.ops import OpKind, parse_op
 from pipeproof.schedule.programs import Schedule, StageCosts, asap, even_costs
-from pipeproof.sim.figures import figures_of
-from pipeproof.sim.timeline import timeline_of
+from pipeproof.sim.timeline import figures_of, timeline_of
 from pipeproof.views.timeline_text import render_timeline
 from tests.schedule.test_kinds import generated, requests
 

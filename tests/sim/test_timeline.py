@@ -2,8 +2,7 @@
 
 from fractions import Fraction
 
-from pipeproof.sim.figures import figures_of
-from pipeproof.sim.timeline import Span, Timeline
+from pipeproof.sim.timeline import Span, Timeline, figures_of
 
 ONE_RANK = ({"tp": 0, "pp": 0},)
 

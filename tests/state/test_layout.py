@@ -5,7 +5,7 @@ from math import prod
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.comm.weight_ranges import index_of
+from pipeproof.comm.op_graph import index_of
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.schedule.programs import stages_of
 from pipeproof.specs.load_plan import plan_from_dict

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from pipeproof.comm.backend_rows import BackendTable, RowValue
 from pipeproof.comm.backends import backend_table
-from pipeproof.testing.conformance import check_backend
 from pipeproof.testing.endpoint_protocol import MakeWorld, World
 from pipeproof.testing.fake_backend import fake_world
-from pipeproof.testing.probes import PROBES
+from pipeproof.testing.probes import PROBES, check_backend
 
 TABLE = backend_table("paddle", "cpu")
 TIMEOUT_S = 60.0

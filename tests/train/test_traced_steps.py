@@ -15,9 +15,9 @@ from pipeproof.interop.profiles.op_ranges import steps_of_trace
 from pipeproof.interop.profiles.profile_from_traces import measured_files, profile_of_files
 from pipeproof.schedule.ops import COMPUTE_KINDS
 from pipeproof.sim.fast_engine import run_fast
-from pipeproof.sim.figures import makespan_of_times
 from pipeproof.sim.op_durations import durations_of
 from pipeproof.sim.simulate import channel_model_of
+from pipeproof.sim.timeline import makespan_of_times
 from pipeproof.specs.load_plan import load_plan
 from pipeproof.verify.subject import make_subject
 from tests.train.launch import run

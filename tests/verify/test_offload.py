@@ -14,8 +14,7 @@ from pipeproof.schedule.formats.inexpressible import InexpressibleError
 from pipeproof.schedule.formats.text_form import format_program
 from pipeproof.schedule.ops import COPY_KINDS
 from pipeproof.sim.fast_engine import run_fast
-from pipeproof.sim.host_copies import copied_bytes
-from pipeproof.sim.op_durations import durations_of
+from pipeproof.sim.op_durations import copied_bytes, durations_of
 from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import simulate
 from pipeproof.verify.check_plan import check_subject

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from pipeproof.comm.channel_models import MODELS
-from pipeproof.comm.sample_plan import sample_plan
+from pipeproof.comm.generated_schedule import sample_plan
 from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.schedule.formats.write_schedule import write_schedule
+from pipeproof.schedule.formats.read_schedule import write_schedule
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.verify.schedule_verdict import Outcome, check_schedule
 

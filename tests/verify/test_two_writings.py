@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipeproof.comm.channel_models import MODELS, QUEUES, ChannelModel, declared_model
 from pipeproof.schedule.op_table import NONE, Group, Row, TensorSpec, build_graph
 from pipeproof.schedule.ops import TRANSFER_KINDS, OpKind, parse_op
-from pipeproof.sim.sim_codes import SimulationError
+from pipeproof.sim.outcome import SimulationError
 from pipeproof.sim.simulate import simulate
 from pipeproof.verify.deadlock.deadlock_verdict import cycle_of, cyclic_part, deadlocks, shortest_cycle
 from pipeproof.verify.deadlock.events import done, events_of, post, stuck_events

@@ -15,7 +15,7 @@ from rich.console import Console
 from pipeproof.cost.analytic_times import AnalyticCosts
 from pipeproof.cost.devices import DEVICES, Device
 from pipeproof.specs.load_plan import load_plan
-from pipeproof.views.cost_table import render_costs
+from pipeproof.views.plan_tables import render_costs
 
 
 def devices_part() -> str:

@@ -18,8 +18,8 @@ from rich.console import Console
 from pipeproof import load_plan, lower
 from pipeproof.cli.timeline_option import write_timeline
 from pipeproof.sim.simulate import simulate
-from pipeproof.views.timeline_csv import COLUMNS
 from pipeproof.views.timeline_text import render_timeline
+from pipeproof.views.trace_slices import COLUMNS
 
 PLAN = ROOT / "examples" / "gpt_pp4.yaml"
 PICTURE = DOCS / "images" / "plan.svg"

@@ -16,7 +16,7 @@ from shown_schedule import Shown, plan_text
 from pipeproof.comm.channel_models import MODELS
 from pipeproof.comm.lower import lower
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
-from pipeproof.sim.sim_codes import SimulationError
+from pipeproof.sim.outcome import SimulationError
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec

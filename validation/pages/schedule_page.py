@@ -17,11 +17,10 @@ from sizes_and_times import Case
 from pipeproof.diagnostics.finding import CycleWitness
 from pipeproof.diagnostics.text_output import cycle_drawing
 from pipeproof.schedule.formats.inexpressible import InexpressibleError
-from pipeproof.schedule.formats.write_schedule import WRITTEN_FORMATS, write_schedule
+from pipeproof.schedule.formats.read_schedule import WRITTEN_FORMATS, write_schedule
 from pipeproof.schedule.kinds import ANY_SIZES, Placement, ScheduleKind, sizes_of
 from pipeproof.schedule.programs import UnfitSizesError
-from pipeproof.sim.figures import figures_of
-from pipeproof.sim.timeline import timeline_of
+from pipeproof.sim.timeline import figures_of, timeline_of
 from pipeproof.verify.check_plan import check
 from pipeproof.verify.schedule_verdict import Outcome
 

@@ -13,8 +13,7 @@ from sizes_and_times import Case
 from pipeproof.schedule.kinds import ScheduleKind
 from pipeproof.schedule.ops import OpKind
 from pipeproof.schedule.programs import Time, stages_of
-from pipeproof.sim.figures import RankFigures, figures_of
-from pipeproof.sim.timeline import timeline_of
+from pipeproof.sim.timeline import RankFigures, figures_of, timeline_of
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.verify.schedule_verdict import ScheduleVerdict, check_schedule
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipeproof.analysis.compare.compare_timelines import Comparison, Divergence, PairedOp
 from pipeproof.analysis.compare.timeline_files import TimelineFile
 from pipeproof.schedule.ops import OpKind
-from pipeproof.sim.figures import figures_of
+from pipeproof.sim.timeline import figures_of
 
 if TYPE_CHECKING:
     from rich.console import Console

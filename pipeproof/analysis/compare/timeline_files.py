@@ -22,7 +22,7 @@ from pipeproof.sim.simulate import simulate
 from pipeproof.specs.cost import CostSource
 from pipeproof.specs.load_plan import LoadedPlan, load_plan
 from pipeproof.views.chrome_trace import ARRIVAL
-from pipeproof.views.timeline_csv import COLUMNS
+from pipeproof.views.trace_slices import COLUMNS
 
 Source = Literal["plan", "trace", "report", "table"]
 

@@ -17,8 +17,8 @@ from typing import Any, Self
 from pipeproof.analysis.sweep.sweep_points import Point, Settings
 from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
 from pipeproof.diagnostics.source import SourceMap
-from pipeproof.sim.figures import number_to_json
 from pipeproof.sim.simulate import Simulation, simulate
+from pipeproof.sim.timeline import number_to_json
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.verify.check_plan import check

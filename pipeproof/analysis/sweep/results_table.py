@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeproof.analysis.sweep.evaluate_point import PointResult, Status
 from pipeproof.analysis.sweep.sweep_points import Sweep
-from pipeproof.views.csv_cells import no_formula
+from pipeproof.views.tables import no_formula
 from pipeproof.views.timeline_text import format_us
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pipeproof.analysis.sweep.sweep_points import Point
 from pipeproof.comm.lower import lower
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.cost.analytic_times import AnalyticCosts, PhaseTime
-from pipeproof.cost.model_flops import model_flops_utilization, peak_tflops
+from pipeproof.cost.devices import model_flops_utilization, peak_tflops
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.sim.simulate import Simulation, simulate
 from pipeproof.specs.exact_times import GRID_US

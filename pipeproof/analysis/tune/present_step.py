@@ -17,10 +17,10 @@ from pipeproof.analysis.tune.critical_path import CriticalPath
 from pipeproof.analysis.tune.evaluate_layout import parts_of_step, peak_bytes_of
 from pipeproof.analysis.tune.step_clock import Figures, asap_clock, block_sequences, clock_of, figures_of
 from pipeproof.schedule.ops import OpKind
-from pipeproof.sim.figures import number_to_json
 from pipeproof.sim.memory_curve import GIB
-from pipeproof.sim.sim_codes import SimulationError
+from pipeproof.sim.outcome import SimulationError
 from pipeproof.sim.simulate import simulate
+from pipeproof.sim.timeline import number_to_json
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.verify.check_plan import check

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeproof.analysis.tune.layouts import Layout
 from pipeproof.analysis.tune.present_step import PresentStep
-from pipeproof.sim.figures import number_to_json
+from pipeproof.sim.timeline import number_to_json
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.comm.weight_ranges import stage_weights
+from pipeproof.comm.op_graph import LoweredPlan, stage_weights
 from pipeproof.exec.compare.compare_routers import RouterResult, merged_routers
 from pipeproof.exec.compare.exact_values import max_rel_diff, relative_difference
 from pipeproof.exec.compare.step_losses import require_finite

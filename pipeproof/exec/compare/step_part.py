@@ -19,8 +19,7 @@ from typing import TypeAlias
 import numpy as np
 
 from pipeproof.analysis.align.array_digests import md5_of
-from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.comm.weight_ranges import index_of, stage_weights
+from pipeproof.comm.op_graph import LoweredPlan, index_of, stage_weights
 from pipeproof.exec.compare.compare_routers import RouterPart, router_part
 from pipeproof.exec.compare.exact_values import ExactArray, ExactFloat, have_same_bits, largest, largest_difference
 from pipeproof.exec.compare.step_losses import FiniteFacts, finite_facts, is_finite

@@ -34,8 +34,8 @@ from pipeproof.exec.measure.link_curve import SIZES, Curve, device_facts, failur
 from pipeproof.exec.store.rendezvous import rank_environment, reserved_ports
 from pipeproof.exit_status import ExitStatus
 from pipeproof.system_calls import CAN_START_RANKS, num_cores
-from pipeproof.testing.conformance import RowResult, check_backend
 from pipeproof.testing.endpoint_protocol import Body, Outcome, World
+from pipeproof.testing.probes import RowResult, check_backend
 
 _TIMEOUT_S = 20.0
 _FIELDS = MappingProxyType(

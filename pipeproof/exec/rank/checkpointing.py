@@ -95,7 +95,7 @@ def only_writer(options: CheckpointOptions) -> Iterator[None]:
 def _require_paddle(options: CheckpointOptions, subject: Subject) -> None:
     backend = subject.plan.spec.run.backend
     if options.by_paddle and backend != "paddle":
-        from pipeproof.state.flex.flex_codes import FLEX_UNSUPPORTED
+        from pipeproof.state.state_codes import FLEX_UNSUPPORTED
 
         raise PipeproofError(
             FLEX_UNSUPPORTED.finding(

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeproof.comm.accumulation_order import Accumulation, accumulation_of
-from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.comm.weight_ranges import index_of, stage_weights
+from pipeproof.comm.op_graph import LoweredPlan, index_of, stage_weights
 
 Array = npt.NDArray[Any]
 

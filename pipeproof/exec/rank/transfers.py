@@ -17,8 +17,7 @@ from math import prod
 
 import numpy as np
 
-from pipeproof.comm.channel_models import ChannelModel, EntryOrder
-from pipeproof.comm.completed_sends import completed_sends
+from pipeproof.comm.channel_models import ChannelModel, EntryOrder, completed_sends
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import (
     Arrays,

@@ -1,4 +1,4 @@
-"""Schedules that are not made by a generator: read from a file, or written as programs in the plan.
+"""Schedules in files: read from a file, or as programs in the plan, and written.
 
 A schedule in any format becomes rows of each pipeline rank with their source
 locations. A schedule of computations alone is lowered like a generated one;
@@ -7,7 +7,7 @@ one with communication is used unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -18,18 +18,19 @@ from types import MappingProxyType
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import LINE_BREAK
 from pipeproof.schedule.columns import NONE, Row
-from pipeproof.schedule.formats.csv_file import CsvSchedule, looks_like_csv, read_csv
-from pipeproof.schedule.formats.fleet_text import looks_like_fleet, read_fleet
+from pipeproof.schedule.formats.csv_file import CsvSchedule, csv_comms_text, csv_text, looks_like_csv, read_csv
+from pipeproof.schedule.formats.fleet_text import fleet_text, looks_like_fleet, read_fleet
+from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE, InexpressibleError, computations_of
 from pipeproof.schedule.formats.op_text import OpReader
 from pipeproof.schedule.formats.schedule_size_checks import Expected, RawSchedule, check_fit
-from pipeproof.schedule.formats.text_form import looks_like_program, read_program
+from pipeproof.schedule.formats.text_form import format_rows, looks_like_program, read_program
 from pipeproof.schedule.formats.text_tokens import ROW_KEYS, Findings, Placed, attribute_text
 from pipeproof.schedule.formats.torch_runtime import runtime_rows
 from pipeproof.schedule.formats.transfer_peers import with_peers
 from pipeproof.schedule.op_table import Group, TensorSpec
 from pipeproof.schedule.ops import COMPUTE_KINDS, META_KINDS, TRANSFER_KINDS, Op, OpKind
 from pipeproof.schedule.programs import Programs, Schedule, stages_of
-from pipeproof.specs.schedule import BAD_LINE, BAD_OPERATION, WRONG_FORMAT, read_schedule_text
+from pipeproof.specs.schedule import BAD_LINE, BAD_OPERATION, WRONG_FORMAT, ScheduleFileError, read_schedule_text
 
 
 class ScheduleFormat(StrEnum):
@@ -273,3 +274,62 @@ def _refuse_unknown(text: str, file: str, findings: Findings) -> None:
     message = "PyTorch's CSV, the strings of Fleet and our text form all begin differently"
     findings.add(WRONG_FORMAT, place, message, fix)
     findings.raise_any()
+
+
+_WRITERS: Mapping[ScheduleFormat, Callable[[Sequence[Sequence[Row]]], str]] = MappingProxyType(
+    {
+        ScheduleFormat.TEXT: format_rows,
+        ScheduleFormat.CSV: csv_text,
+        ScheduleFormat.CSV_COMMS: csv_comms_text,
+        ScheduleFormat.FLEET: fleet_text,
+    }
+)
+
+WRITTEN_FORMATS: tuple[str, ...] = tuple(_WRITERS)
+"""The formats that can be written."""
+
+
+def write_schedule(schedule: Schedule, format: str) -> str:
+    """The computations of a schedule; ``csv-comms`` adds the transfers that PyTorch would.
+
+    Raises:
+        InexpressibleError: the format cannot express something that the schedule has.
+    """
+    rows = [_numbered(schedule.rows(rank)) for rank in range(len(schedule.programs))]
+    return _WRITERS[ScheduleFormat(format)](rows)
+
+
+def _numbered(rows: Sequence[Row]) -> list[Row]:
+    """The rows with their batches numbered from 0, as the readers of other formats number them."""
+    numbers = {NONE: NONE}
+    for row in rows:
+        numbers.setdefault(row.batch, len(numbers) - 1)
+    return [replace(row, batch=numbers[row.batch]) for row in rows]
+
+
+def convert_schedule(foreign: ForeignSchedule, format: str, *, only_computations: bool = False) -> str:
+    """A schedule that was read, in another format or the same; ``only_computations`` leaves everything else out.
+
+    Raises:
+        ScheduleFileError: PP141 at its place, the format cannot express something that the schedule has.
+    """
+    try:
+        return _converted(foreign, ScheduleFormat(format), only_computations=only_computations)
+    except InexpressibleError as error:
+        place = foreign.origins[error.row.origin] if error.row is not None and error.row.origin != NONE else None
+        raise ScheduleFileError(INEXPRESSIBLE.finding(str(error), place, error.help)) from error
+
+
+def _converted(foreign: ForeignSchedule, form: ScheduleFormat, *, only_computations: bool) -> str:
+    if only_computations:
+        return _WRITERS[form](computations_of(foreign.rows))
+    if form is ScheduleFormat.TEXT:
+        return format_rows(foreign.rows, foreign.tensors, foreign.groups)
+    for what, declared in (("tensor", foreign.tensors), ("group", foreign.groups)):
+        if declared:
+            raise InexpressibleError(
+                f"the program declares {len(declared)} {what}{'s' if len(declared) > 1 else ''}, and only our text "
+                "form has such declarations",
+                help="leave them out with --only-computations",
+            )
+    return _WRITERS[form](foreign.rows)

@@ -41,9 +41,8 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import count
 
-from pipeproof.schedule.generators.stage_ops import stage_ops
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Schedule
+from pipeproof.schedule.programs import Schedule, stage_ops
 
 _CYCLE = 6
 

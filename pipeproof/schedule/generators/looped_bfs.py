@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeproof.schedule.generators.stage_ops import stage_ops
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Schedule
+from pipeproof.schedule.programs import Schedule, stage_ops
 
 
 def looped_bfs(

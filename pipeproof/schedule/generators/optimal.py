@@ -30,14 +30,13 @@ from pipeproof.schedule.generators.interleaved import interleaved
 from pipeproof.schedule.generators.interleaved_zb import interleaved_zb
 from pipeproof.schedule.generators.list_schedule import ListSchedule, Priority, Rule, Weights, list_schedule
 from pipeproof.schedule.generators.paired_orders import with_pairs
-from pipeproof.schedule.generators.stage_ops import stage_ops
 from pipeproof.schedule.generators.v_half import v_half
 from pipeproof.schedule.generators.v_min import v_min
 from pipeproof.schedule.generators.weight_lag import with_weight_lag
 from pipeproof.schedule.generators.workload import Placement, Workload, fits, in_index_order, make_workload
 from pipeproof.schedule.generators.zb_v import zb_v
 from pipeproof.schedule.ops import OpKind
-from pipeproof.schedule.programs import Schedule, StageCosts, Time, UnfitSizesError, asap
+from pipeproof.schedule.programs import Schedule, StageCosts, Time, UnfitSizesError, asap, stage_ops
 
 _MAX_OPERATIONS = 150_000
 """Operations that all rules together may schedule, about half a second of work; one rule may take more."""

@@ -28,7 +28,6 @@ from pipeproof.schedule.generators.dualpipe_v import dualpipe_v
 from pipeproof.schedule.generators.interleaved import interleaved
 from pipeproof.schedule.generators.list_schedule import Choice, Priority, Rule, Run, Weights
 from pipeproof.schedule.generators.one_f_one_b import in_rounds, one_f_one_b
-from pipeproof.schedule.generators.stage_ops import stage_ops
 from pipeproof.schedule.generators.workload import Workload, fits, most_held
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import (
@@ -40,6 +39,7 @@ from pipeproof.schedule.programs import (
     UnfitSizesError,
     asap,
     source_of,
+    stage_ops,
     steady_pairs,
 )
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pipeproof.schedule.generators.stage_ops import stage_ops
 from pipeproof.schedule.ops import Op, OpKind
-from pipeproof.schedule.programs import Schedule, UnfitSizesError, steady_pairs
+from pipeproof.schedule.programs import Schedule, UnfitSizesError, stage_ops, steady_pairs
 
 
 def equal_rounds(title: str, num_ranks: int, num_micro_batches: int) -> list[int]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeproof.diagnostics.finding import Finding
-from pipeproof.state.aoa.aoa_codes import NO_EFFECT, SIZE_MISMATCH, AoaError
 from pipeproof.state.aoa.expand import Expanded, expand
 from pipeproof.state.aoa.statements import Program, Statement, statement_text
 from pipeproof.state.aoa.tensor_families import TensorMeta, families, with_optimizer_states
@@ -21,6 +20,7 @@ from pipeproof.state.aoa.tensor_values import (
     zeros,
 )
 from pipeproof.state.regions import Region, whole_region
+from pipeproof.state.state_codes import NO_EFFECT, SIZE_MISMATCH, AoaError
 from pipeproof.state.tensor_map import RegionCopy, StateMap
 
 

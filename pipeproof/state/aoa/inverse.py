@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from pipeproof.diagnostics.finding import Finding
-from pipeproof.state.aoa.aoa_codes import NO_INVERSE, AoaError
 from pipeproof.state.aoa.aoa_engine import AppliedProgram, apply_program, program_map
 from pipeproof.state.aoa.statements import NOTHING, Cast, Name, Program, Statement, statement_text
 from pipeproof.state.aoa.tensor_families import TensorMeta, families
 from pipeproof.state.regions import whole_region
+from pipeproof.state.state_codes import NO_INVERSE, AoaError
 from pipeproof.state.tensor_map import StateMap, TensorMap, compose, inverse_permutation, invert, map_differences
 
 _EXACT = {("float16", "float32"), ("bfloat16", "float32")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pipeproof.state.aoa.patterns import by_form
+from pipeproof.state.aoa.expand import by_form
 from pipeproof.state.aoa.tensor_families import is_state
 from pipeproof.state.region_text import counted
 from pipeproof.state.regions import Region

@@ -12,7 +12,6 @@ from pipeproof.diagnostics.finding import Finding, Location
 from pipeproof.diagnostics.problems import describe_value, listed, nearest_name
 from pipeproof.diagnostics.source import LINE_BREAK, SourceMap
 from pipeproof.diagnostics.yaml_tree import parse_text
-from pipeproof.state.aoa.aoa_codes import UNREADABLE, AoaError
 from pipeproof.state.aoa.statements import (
     CAST_TYPES,
     FUSED_KINDS,
@@ -24,6 +23,7 @@ from pipeproof.state.aoa.statements import (
     Statement,
     form_faults,
 )
+from pipeproof.state.state_codes import UNREADABLE, AoaError
 
 # --- Strict parser for one statement: names, an arrow, names, attributes; see docs/aoa.md for the grammar ---
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeproof.diagnostics.finding import Finding, Location
-from pipeproof.state.aoa.aoa_codes import UNREADABLE
+from pipeproof.state.state_codes import UNREADABLE
 
 NOTHING = "_"
 """The name for no tensor: ``_ -> A`` adds a tensor of zeros, ``A -> _`` removes one."""

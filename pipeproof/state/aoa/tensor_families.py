@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import Finding
-from pipeproof.state.aoa.aoa_codes import SIZE_MISMATCH, UNKNOWN_TENSOR, AoaError
 from pipeproof.state.aoa.tensor_values import TensorValue
 from pipeproof.state.checkpoint import Checkpoint
 from pipeproof.state.regions import Region, subtract, whole_region
+from pipeproof.state.state_codes import SIZE_MISMATCH, UNKNOWN_TENSOR, AoaError
 from pipeproof.state.state_index import Shard, TensorEntry
 from pipeproof.state.state_layout import files_of, whole_state
 from pipeproof.state.tensor_map import RegionCopy, StateMap, TensorMap

@@ -17,10 +17,9 @@ import numpy as np
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.byte_ranges import RangeReader
 from pipeproof.state.checkpoint import Checkpoint, HeldShard
-from pipeproof.state.dcp.dcp_codes import DcpError
 from pipeproof.state.dcp.dcp_metadata import METADATA_FILE, DcpChunk, DcpMetadata, read_metadata
 from pipeproof.state.dcp.torch_archive import locate_tensor
-from pipeproof.state.state_codes import reading, regular_size
+from pipeproof.state.state_codes import DcpError, reading, regular_size
 from pipeproof.state.state_index import Shard, TensorEntry, TensorKind
 
 RESERVED = "pipeproof."

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeproof.state.dcp.dcp_codes import DcpError
 from pipeproof.state.flex.pickles import (
     ForeignNameError,
     GlobalName,
@@ -27,7 +26,7 @@ from pipeproof.state.flex.pickles import (
     unpickled,
     whole_numbers,
 )
-from pipeproof.state.state_codes import reading
+from pipeproof.state.state_codes import DcpError, reading
 
 METADATA_FILE = ".metadata"
 _MODULE = "torch.distributed.checkpoint.metadata"

@@ -8,11 +8,11 @@ from math import prod
 from types import MappingProxyType
 
 from pipeproof.specs.axis_layout import dtype_bytes
-from pipeproof.state.dcp.dcp_codes import DcpError
 from pipeproof.state.dcp.dcp_metadata import DTYPES, METADATA_FILE, DcpChunk, DcpTensor, metadata_of
 from pipeproof.state.dcp.torch_archive import archive_length
 from pipeproof.state.reshard.reshard_targets import ReshardTask
 from pipeproof.state.reshard.shard_layout import layout_of_files
+from pipeproof.state.state_codes import DcpError
 from pipeproof.state.state_index import Shard, TensorEntry
 
 _FILE_BYTES = 2**32

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from pipeproof.specs.axis_layout import dtype_bytes
-from pipeproof.state.dcp.dcp_codes import DcpError
 from pipeproof.state.dcp.dcp_metadata import DTYPES, DcpChunk
 from pipeproof.state.flex.pickles import GlobalName, PersistentId, PickledObject, UnreadablePickleError, unpickled
 from pipeproof.state.safetensors_header import StoredArray
+from pipeproof.state.state_codes import DcpError
 
 _STORAGES = {
     "ByteStorage": "uint8",

@@ -13,10 +13,10 @@ from typing import Any
 
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.checkpoint import Checkpoint, HeldShard
-from pipeproof.state.flex.flex_codes import FlexError
 from pipeproof.state.flex.flex_metadata import MAIN, SUFFIX, FlexShard, read_metadata, tensor_of
 from pipeproof.state.flex.pickles import GlobalName, PickledBytes, PickledObject, read_pickle
 from pipeproof.state.safetensors_header import StoredArray, read_header
+from pipeproof.state.state_codes import FlexError
 from pipeproof.state.state_index import Shard, TensorEntry
 
 _FILE = re.compile(r"(\d+)_\d+\.(distcp|safetensors)")

@@ -17,8 +17,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from pipeproof.state.flex.flex_codes import FlexError
 from pipeproof.state.flex.pickles import GlobalName, PickledObject, read_pickle, to_pickle, whole_numbers
+from pipeproof.state.state_codes import FlexError
 from pipeproof.state.state_index import TensorEntry
 from pipeproof.state.state_layout import moment_name
 

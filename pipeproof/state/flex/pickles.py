@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar, cast
 
-from pipeproof.state.flex.flex_codes import FlexError
-from pipeproof.state.state_codes import regular_size
+from pipeproof.state.state_codes import FlexError, regular_size
 
 _T = TypeVar("_T")
 _LONGEST_TEXT = 2**20

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pipeproof.diagnostics.problems import listed
 from pipeproof.specs.model import PART_KEYS, ModelSpec
 from pipeproof.state.names.convention import OWN_NAMES, Convention
-from pipeproof.state.names.name_codes import NoNamesError
 from pipeproof.state.names.part_tables import TENSORS, PartTensors, paddle_has, transformers_class
+from pipeproof.state.state_codes import NoNamesError
 
 _MLP = {tensor: f"mlp.{tensor}_proj.weight" for tensor in ("gate", "up", "down")}
 _ROUTED = {f"expert_{tensor}": f"mlp.experts.{{expert}}.{tensor}_proj.weight" for tensor in ("gate", "up", "down")}

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.comm.weight_ranges import index_of
+from pipeproof.comm.op_graph import LoweredPlan, index_of
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.stages.describe.gradient_facts import bias_name, moves_biases, routers
 from pipeproof.stages.describe.layer import Parameter
@@ -20,8 +19,8 @@ from pipeproof.state.cast import CAST_DTYPES
 from pipeproof.state.checkpoint import HeldShard
 from pipeproof.state.region_text import and_more, range_text, weight_name
 from pipeproof.state.regions import Region, TilingFault, first_with_count, is_outside, tiling_fault, whole_region
-from pipeproof.state.reshard.padding import VOCABULARY_DIM
 from pipeproof.state.reshard.reshard_codes import DUPLICATED_ELEMENTS, LOST_ELEMENTS, SHAPE_MISMATCH, TENSOR_MISMATCH
+from pipeproof.state.reshard.reshard_targets import VOCABULARY_DIM
 from pipeproof.state.reshard.shard_layout import (
     BadSharding,
     ShardLayout,

@@ -13,7 +13,7 @@ from pipeproof.state.aoa import read_statements as read
 from pipeproof.state.aoa.aoa_engine import program_map
 from pipeproof.state.aoa.read_statements import read_file, read_statements
 from pipeproof.state.aoa.tensor_families import metas_of_plan
-from pipeproof.state.names.convention_statements import statements_between
+from pipeproof.state.names.convention_maps import statements_between
 from tests.state.runs import plan_of
 from tests.state.tiny import write_state
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeproof.state.aoa.aoa_codes import AoaError
 from pipeproof.state.aoa.aoa_engine import program_map
 from pipeproof.state.aoa.inverse import inverse
+from pipeproof.state.state_codes import AoaError
 from tests.state.aoa.arrays import apply_map, apply_map_with_paddle, engine, meta, numbers, program
 
 pytestmark = pytest.mark.needs_paddle

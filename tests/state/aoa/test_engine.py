@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeproof.state.aoa.aoa_codes import AoaError
 from pipeproof.state.aoa.aoa_engine import program_map
 from pipeproof.state.regions import Region, tiling_fault
+from pipeproof.state.state_codes import AoaError
 from pipeproof.state.tensor_map import RegionCopy
 from tests.state.aoa.arrays import apply_map, meta, numbers, program
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeproof.state.aoa.aoa_codes import AoaError
 from pipeproof.state.aoa.expand import expand
 from pipeproof.state.aoa.statements import statement_text
+from pipeproof.state.state_codes import AoaError
 from tests.state.aoa.arrays import program
 
 EXPERTS = {f"layers.{layer}.experts.{expert}.up" for layer in (1, 10) for expert in range(12)}

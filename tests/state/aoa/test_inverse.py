@@ -2,10 +2,10 @@
 
 import pytest
 
-from pipeproof.state.aoa.aoa_codes import AoaError
 from pipeproof.state.aoa.aoa_engine import program_map
 from pipeproof.state.aoa.inverse import inverse
 from pipeproof.state.aoa.statements import write_statements
+from pipeproof.state.state_codes import AoaError
 from tests.state.aoa.arrays import apply_map, meta, numbers, program, same
 
 LAYERS = {f"l.{layer}.{name}": meta(4, width) for layer in (2, 10) for name, width in (("q", 8), ("k", 4))}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeproof.state.aoa.aoa_codes import AoaError
 from pipeproof.state.aoa.aoa_engine import program_map
+from pipeproof.state.state_codes import AoaError
 from tests.state.aoa.arrays import apply_map, meta, numbers, program
 
 OWN_NAMES = ("optimizer/moment1/{}", "optimizer/moment2/{}")

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.state.aoa.aoa_codes import AoaError
 from pipeproof.state.aoa.read_statements import read_file, read_statements
 from pipeproof.state.aoa.statements import CAST_TYPES, Cast, Fused, Name, Program, Statement, write_statements
+from pipeproof.state.state_codes import AoaError
 
 
 def refusal(text):

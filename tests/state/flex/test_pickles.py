@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeproof.state.flex import pickles
-from pipeproof.state.flex.flex_codes import FlexError
 from pipeproof.state.flex.pickles import GlobalName, PickledBytes, PickledObject, read_pickle, to_pickle
+from pipeproof.state.state_codes import FlexError
 
 ATOMS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=300)
 KEYS = st.text(max_size=3) | st.integers(0, 9) | st.tuples(st.integers(0, 3), st.text(max_size=2))

@@ -10,7 +10,7 @@ import rich.console
 from pipeproof.cli.main import main
 from pipeproof.diagnostics.text_output import render_text
 from pipeproof.state.reshard import execute_reshard as carry
-from pipeproof.state.reshard import map_options as naming
+from pipeproof.state.reshard import meaning_proof as naming
 from pipeproof.state.reshard import reshard_proof as proof
 from pipeproof.state.reshard import reshard_targets as goals
 from pipeproof.state.write_state import write_rank_state

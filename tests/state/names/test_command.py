@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from pipeproof.state.names.convention_maps import map_from_own_names
-from pipeproof.state.names.convention_statements import statements_between
+from pipeproof.state.names.convention_maps import map_from_own_names, statements_between
 from pipeproof.state.names.convention_tables import CONVENTIONS
 from pipeproof.state.state_index import provenance_file
 from tests.state.names.apply_map import apply_map

@@ -9,7 +9,7 @@ from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.model_sizes import read_model_config
 from pipeproof.specs.model import ModelSpec
 from pipeproof.state.names.convention_maps import map_from_own_names
-from pipeproof.state.names.hf_config import config_of
+from pipeproof.state.names.part_tables import config_of
 from tests.state.names.models import NAMED, plan_of
 
 CLASSES = {

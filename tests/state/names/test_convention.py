@@ -16,8 +16,8 @@ from pipeproof.state.names.convention_maps import (
 )
 from pipeproof.state.names.convention_tables import CONVENTIONS
 from pipeproof.state.names.convention_tensors import weights_of
-from pipeproof.state.names.name_codes import NoNamesError
 from pipeproof.state.regions import tiling_fault
+from pipeproof.state.state_codes import NoNamesError
 from pipeproof.state.tensor_map import compose, identity_map, invert, map_differences
 from pipeproof.state.write_state import values_of
 from tests.state.names.apply_map import apply_map

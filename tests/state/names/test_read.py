@@ -9,8 +9,8 @@ from safetensors.numpy import save_file
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.state.names.convention_maps import map_from_convention, map_from_own_names
 from pipeproof.state.names.convention_tensors import weights_of
-from pipeproof.state.names.name_codes import CopiesDifferError, NoNamesError
 from pipeproof.state.open_checkpoint import open_checkpoint
+from pipeproof.state.state_codes import CopiesDifferError, NoNamesError
 from tests.plans import plan_dict
 from tests.state.names.apply_map import apply_map
 from tests.state.names.models import MODELS, NAMED, plan_of

@@ -5,10 +5,9 @@ import pytest
 from pipeproof.state.aoa.aoa_engine import program_map
 from pipeproof.state.aoa.read_statements import read_statements
 from pipeproof.state.aoa.tensor_families import TensorMeta
-from pipeproof.state.names.convention_maps import map_from_own_names, tied_copies
-from pipeproof.state.names.convention_statements import statements_between
+from pipeproof.state.names.convention_maps import map_from_own_names, statements_between, tied_copies
 from pipeproof.state.names.convention_tensors import weights_of
-from pipeproof.state.names.name_codes import NoNamesError
+from pipeproof.state.state_codes import NoNamesError
 from pipeproof.state.tensor_map import compose, invert, map_differences
 from tests.state.aoa.arrays import apply_map, apply_map_with_paddle, engine, numbers, same
 from tests.state.names.models import MODELS, NAMED, PARTS_AND_MORE, plan_of

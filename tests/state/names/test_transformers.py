@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from pipeproof.state.names.convention_maps import map_from_convention, map_from_own_names
-from pipeproof.state.names.hf_config import config_of
+from pipeproof.state.names.part_tables import config_of
 from pipeproof.state.open_checkpoint import open_checkpoint
 from tests.state.names.apply_map import apply_map
 from tests.state.names.models import PARTS, PARTS_AND_MORE, plan_of

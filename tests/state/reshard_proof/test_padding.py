@@ -7,8 +7,8 @@ from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.stages.describe.synthetic import micro_batch
 from pipeproof.state.regions import Region
-from pipeproof.state.reshard.padding import padding_map, with_vocabulary_of
 from pipeproof.state.reshard.reshard_proof import prove
+from pipeproof.state.reshard.reshard_targets import padding_map, with_vocabulary_of
 from pipeproof.state.reshard.shard_layout import layout_of_plan
 from pipeproof.state.tensor_map import RegionCopy, compose, invert, map_differences
 from pipeproof.state.write_state import values_of

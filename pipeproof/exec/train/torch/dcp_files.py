@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.state.dcp.dcp_checkpoint import is_dcp, require_files
-from pipeproof.state.dcp.dcp_codes import DCP_MISMATCH, DcpError, DcpMismatchError
 from pipeproof.state.dcp.dcp_metadata import DcpMetadata, DcpObject, read_metadata
+from pipeproof.state.state_codes import DCP_MISMATCH, DcpError, DcpMismatchError
 from pipeproof.system_calls import sync
 
 _FIX_DIRECTORY = "free space, or name another directory"

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from pipeproof.exec.train.torch.dcp_files import StoredObjects, require_plain
 from pipeproof.exec.train.torch.model_names import OPTIMIZER, HeldTensor, Location
-from pipeproof.state.dcp.dcp_codes import DcpMismatchError
 from pipeproof.state.dcp.dcp_metadata import DcpMetadata
+from pipeproof.state.state_codes import DcpMismatchError
 
 STATE, GROUP = f"{OPTIMIZER}.state.", f"{OPTIMIZER}.param_groups."
 _NOT_HYPERPARAMETERS = ("params", "param_names")

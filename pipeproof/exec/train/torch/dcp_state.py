@@ -55,8 +55,8 @@ from pipeproof.exec.train.torch.model_names import (
 )
 from pipeproof.foreign_text import decode_json
 from pipeproof.state.dcp.dcp_checkpoint import RESERVED, require_content
-from pipeproof.state.dcp.dcp_codes import DcpError, DcpMismatchError
 from pipeproof.state.dcp.dcp_metadata import DcpMetadata
+from pipeproof.state.state_codes import DcpError, DcpMismatchError
 
 _EXTRA, _RNG, _INFO = (f"{RESERVED}{name}" for name in ("extra.", "rng.", "info"))
 

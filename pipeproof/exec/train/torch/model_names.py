@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeproof.exec.train.tied_weights import Tie
 from pipeproof.state.dcp.dcp_checkpoint import RESERVED
-from pipeproof.state.dcp.dcp_codes import DcpMismatchError
+from pipeproof.state.state_codes import DcpMismatchError
 
 Names = Literal["auto", "model", "stage"]
 """Meaning of the names in a stage: of the whole model, or of this stage alone; ``auto`` decides."""
