@@ -5,7 +5,6 @@ import io
 import json
 import math
 import warnings
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -309,7 +308,7 @@ def test_a_saved_job_is_read_back(tmp_path):
             logs=tmp_path / "logs",
             record=RecordOptions(tmp_path, layers=True),
             checkpoint=CheckpointOptions(tmp_path, 2, by_paddle=True),
-            scale=Fraction(1, 8),
+            rehearses=True,
         ),
     )
     job.save()
