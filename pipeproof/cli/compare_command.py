@@ -43,13 +43,11 @@ def compare(
 ) -> None:  # fmt: skip
     """Compare two timelines: differences of lengths, starts and totals, and the first difference of order.
 
-    Each of A and B is a plan, which is simulated, a trace that `simulate -o` or `run -o` wrote, or a report of
-    `run --report`; with --from, also a file of another tool. --set is for the plans among them. The exit status is 0
-    for any differences.
+    Each of A and B is a plan or a file of another tool, which is simulated, a trace that `simulate -o` or `run -o`
+    wrote, or a report of `run --report`. --set is for the plans among them. The exit status is 0 for any differences.
     """
-    source.require_kind()
-    if source.kind is not None and not (_is_imported(a) or _is_imported(b)):
-        raise click.UsageError("--from: neither A nor B is a file of another tool")
+    if not (_is_imported(a) or _is_imported(b)):
+        source.refuse_import_options()
     first, second = _read("A", a, source), _read("B", b, source)
     with refusing_bad_plans("text", b):
         from pipeproof.analysis.compare.common_layers import with_common_layers
@@ -89,7 +87,7 @@ def _read(name: str, path: Path, source: PlanSource) -> TimelineFile:
         from pipeproof.specs.load_plan import load_plan
 
         try:
-            if source.kind is not None and _is_imported(path):
+            if _is_imported(path):
                 return simulated_plan(str(path), source.load(path))
             return read_timeline(path, lambda file: load_plan(file, source.settings))
         except TimelineFileError as error:

@@ -72,7 +72,7 @@ class FileKind:
 
 
 def _imported(noun: str, importer: str, fits: Callable[[Given], bool]) -> FileKind:
-    commands = (f"check --from {importer} FILE", f"import {importer} FILE -o plan.yaml")
+    commands = ("check FILE", f"import {importer} FILE -o plan.yaml")
     return FileKind(noun, commands, fits, importer)
 
 
@@ -100,10 +100,12 @@ def _result(command: str) -> FileKind:
 
 
 PLAN = FileKind("a plan", ("check FILE", "simulate FILE"), lambda g: "pipeproof" in g.keys)
+PROGRAM = FileKind("a program in our text form", ("check FILE", "schedule convert FILE --as csv"),
+                   lambda g: _is_schedule(g, "text"))  # fmt: skip
 
 KINDS: tuple[FileKind, ...] = (
     FileKind("a record of a training", ("state align FILE OTHER",), lambda g: "record.jsonl" in g.names),
-    FileKind("a directory of logs of a recorded program", ("check --log FILE",),
+    FileKind("a directory of logs of a recorded program", ("check FILE",),
              lambda g: any(re.fullmatch(r"rank_?\d+\.jsonl", name) for name in g.names)),
     FileKind("a directory of Flight Recorder dumps", ("job hang FILE",),
              lambda g: any(map(_DUMP_NAME.fullmatch, g.names))),
@@ -124,7 +126,7 @@ KINDS: tuple[FileKind, ...] = (
     FileKind("a trace", ("compare FILE OTHER", "import profile FILE --plan PLAN"),
              lambda g: "traceEvents" in g.keys or '"traceEvents"' in g.text),
     FileKind("a Flight Recorder dump", ("job hang DIRECTORY",), lambda g: {"entries", "pg_config"} <= g.keys),
-    FileKind("a log of one rank of a recorded program", ("check --log DIRECTORY",),
+    FileKind("a log of one rank of a recorded program", ("check DIRECTORY",),
              lambda g: bool(_LOG_OF_RANK.search(g.text))),
     FileKind("the file of a record", ("state align DIRECTORY OTHER",),
              lambda g: bool(_LINE_OF_RECORD.search(g.text))),
@@ -164,7 +166,7 @@ KINDS: tuple[FileKind, ...] = (
     _imported("a job configuration of torchtitan", "torchtitan",
               lambda g: bool(_TOML_SECTION.search(g.text))),
     FileKind("a file with the arguments of Megatron-LM",
-             ("check --from megatron FILE", "import megatron FILE -o plan.yaml", "import profile FILE --plan PLAN"),
+             ("check FILE", "import megatron FILE -o plan.yaml", "import profile FILE --plan PLAN"),
              lambda g: bool(_ARGUMENTS.search(g.text)), "megatron"),
     FileKind("Python code, which is not interpreted: call `pipeproof.interop.from_arguments` in its process", (),
              lambda g: g.path.suffix == ".py" and bool(_CONFIGURES.search(g.text))),
@@ -182,9 +184,8 @@ KINDS: tuple[FileKind, ...] = (
              lambda g: g.text.startswith("rank,queue,op,kind,")),
     FileKind("a page for a browser", (), lambda g: g.text.lstrip()[:9].lower() == "<!doctype"),
     FileKind("a picture", (), lambda g: g.text.lstrip().startswith("<svg") or g.head.startswith(_PNG)),
-    FileKind("a program in our text form", ("check --program FILE", "schedule convert FILE --as csv"),
-             lambda g: _is_schedule(g, "text")),
-    FileKind("a schedule in PyTorch's CSV", ("schedule convert FILE --as text", "check --from torch-csv FILE"),
+    PROGRAM,
+    FileKind("a schedule in PyTorch's CSV", ("schedule convert FILE --as text", "check FILE"),
              lambda g: _is_schedule(g, "csv"), "torch-csv"),
     FileKind("a schedule in the strings of Fleet", ("schedule convert FILE --as text",),
              lambda g: _is_schedule(g, "fleet")),
@@ -238,21 +239,20 @@ def note_of_kind(path: Path) -> str | None:
     if context is None or kind is None:
         return None
     words = context.command_path.split()[1:]
-    options = [f"--{name}" for name in ("log", "program") if context.params.get(name) is not None]
-    is_plan_read = context.params.get("kind") is None and not options and _reads_plans(context, words)
-    if kind is PLAN and is_plan_read:
+    asked = context.params.get("kind")
+    takes_others = any(one.name == "kind" for one in context.command.params)
+    is_plan = kind is PLAN or (takes_others and kind.importer is not None)
+    if is_plan and asked in (None, kind.importer) and _reads_plans(context, words):
         return None
-    if context.params.get("kind") is not None:
-        options += ["--from", context.params["kind"]]
-    if any(_reads(command.split(), words, options) for command in kind.commands if "DIRECTORY" not in command):
+    if asked is None and any(_takes(command.split(), words) for command in kind.commands):
         return None
-    commands = kind.commands
-    given = _arguments(context)
-    takes_from = any(one.name == "kind" for one in context.command.params)
-    if kind.importer is not None and not options and takes_from and str(path) in given:
-        here = " ".join((*words, "--from", kind.importer, *given))
-        commands = (here, *(command for command in commands if not command.startswith("check ")))
-    return _sentence(path, kind, commands)
+    return _sentence(path, kind, kind.commands)
+
+
+def _takes(command: list[str], words: list[str]) -> bool:
+    """True if a command of the table is the running one, with the file as its argument."""
+    place = command.index("FILE") if "FILE" in command else 0
+    return command[: len(words)] == words and place > 0 and not command[place - 1].startswith("--")
 
 
 def note_of_word(path: Path, group: Sequence[str]) -> str | None:
@@ -273,22 +273,11 @@ def _sentence(path: Path, kind: FileKind, commands: Iterable[str]) -> str:
     return f"{path} looks like {kind.noun}" + (f": {named}" if named else "")
 
 
-def _arguments(context: click.Context) -> list[str]:
-    """The files that the running command was given."""
-    given = [context.params.get(one.name or "") for one in context.command.params if isinstance(one, click.Argument)]
-    return [str(file) for value in given for file in (value if isinstance(value, tuple) else (value,))]
-
-
 def _reads_plans(context: click.Context, words: list[str]) -> bool:
     """True if a plan is among the files of a command, whose own message then has the reason."""
     if words == ["state", "aoa"]:  # its file has statements, or is a plan whose names are asked for
         return context.params.get("names") is not None
     arguments = (one for one in context.command.params if isinstance(one, click.Argument))
-    return words in (["compare"], ["state", "reshard"]) or any("PLAN" in (one.metavar or "") for one in arguments)
-
-
-def _reads(command: list[str], words: list[str], options: list[str]) -> bool:
-    """True if a command of the table is the running one: the same words, and the options that select its input."""
-    selects = {"--from", "--log", "--program"}
-    mine = [word for word in command if word in selects or command[command.index(word) - 1] == "--from"]
-    return command[: len(words)] == words and mine == options
+    return words in (["check"], ["compare"], ["state", "reshard"]) or any(
+        "PLAN" in (a.metavar or "") for a in arguments
+    )

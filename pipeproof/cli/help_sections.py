@@ -157,7 +157,10 @@ def _refuse(word: str, context: click.Context) -> NoReturn:
     group = context.command_path.partition(" ")[2]
     found = " or ".join(
         f"`{root.info_name} {place}`"
-        for place in sorted(dict.fromkeys(places.get(near or "", ())), key=lambda place: not place.startswith(group))
+        for place in sorted(
+            dict.fromkeys(places.get(near or "", ())),
+            key=lambda place: (not place.startswith(group), place.count(" "), place),
+        )
     )
     fix = f"did you mean {found}?" if found else f"`{context.command_path} --help` lists the commands"
     raise click.UsageError(f"there is no command {word!r}; {fix}", context)

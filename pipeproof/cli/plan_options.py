@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,31 +62,51 @@ class PlanSource:
         for path, value in self.settings.items():
             yield from ("--set", f"{dotted(path)}={json.dumps(value)}")
 
-    def require_kind(self) -> None:
-        """Refuse options of importers for a plan, which has these values.
+    def for_file(self, file: Path) -> PlanSource:
+        """Return the source for a file: without ``--from``, its content says whether another tool wrote it.
+
+        A note on standard error names the tool.
 
         Raises:
-            click.UsageError: such an option is given without ``--from``.
+            click.UsageError: an option of importers is given for a plan, which has these values.
         """
-        if self.kind is None and self._import_options:
-            verb = "goes" if len(self._import_options) == 1 else "go"
-            raise click.UsageError(f"{' and '.join(self._import_options)} {verb} with --from KIND")
+        if self.kind is not None:
+            return self
+        from pipeproof.cli.file_kinds import kind_of
+
+        kind = kind_of(file)
+        if kind is not None and kind.importer is not None:
+            echo(f"note: {file} is read as {kind.noun} (`--from {kind.importer}`)", err=True)
+            return replace(self, kind=kind.importer)
+        self.refuse_import_options()
+        return self
+
+    def refuse_import_options(self) -> None:
+        """Refuse ``--from`` and options of importers for a plan, which has these values.
+
+        Raises:
+            click.UsageError: such an option is given.
+        """
+        options = (*(["--from"] if self.kind is not None else []), *self._import_options)
+        if options:
+            verb = "goes" if len(options) == 1 else "go"
+            raise click.UsageError(f"{' and '.join(options)} {verb} with a file of another tool")
 
     def load(self, file: Path) -> LoadedPlan:
         """Load the plan, or import the file; a note on standard error counts what was assumed.
 
         Raises:
             PlanFileError: it cannot be read, or is no valid plan.
-            click.UsageError: an option of importers is given without ``--from``.
+            click.UsageError: an option of importers is given for a plan.
         """
-        self.require_kind()
-        if self.kind is None:
+        source = self.for_file(file)
+        if source.kind is None:
             from pipeproof.specs.load_plan import load_plan
 
             return load_plan(file, self.settings)
         from pipeproof.interop.importers.check_imported import load_imported
 
-        return load_imported(self.imported(file))
+        return load_imported(source.imported(file))
 
     def imported(self, file: Path) -> Imported:
         """Import the file of another tool; a note on standard error counts what was assumed.
@@ -136,12 +156,12 @@ def plan_options(*, device: bool = False) -> Callable[[Callable[..., Any]], Call
         if device:
             wrapped = click.option(
                 "--device", "imported_device", type=DeviceParam(),
-                help="With --from: let times be computed for this device (`cost.analytic`).",
+                help="For imported files: let times be computed for this device (`cost.analytic`).",
             )(wrapped)  # fmt: skip
         wrapped = import_options(wrapped)
         return click.option(
             "--from", "kind", type=KindName(),
-            help="Kind of another tool's file, in place of a plan; `docs/importing.md` has the kinds.",
+            help="Kind of another tool's file, where its content does not tell; `docs/importing.md` has the kinds.",
         )(wrapped)  # fmt: skip
 
     return decorate

@@ -75,7 +75,7 @@ def tune(
     critical rank or edge of the plan, and lists what is faster.
     """
     with refusing_bad_plans(form, Path(model)):
-        tuned = _read(model, source, options["gpus"], device)
+        tuned = _read(model, source.for_file(Path(model)), options["gpus"], device)
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)
         if options["gpus"] is None:

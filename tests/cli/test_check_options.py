@@ -286,10 +286,10 @@ def test_colours(option, environment, coloured, plan):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "give one of PLAN, --from KIND FILE..., --program FILE and --log DIR"),
-        (("plan.yaml", "--program", "p.txt"), "give one of PLAN, --from KIND FILE..., --program FILE and --log DIR"),
-        (("plan.yaml", "--transport", "paddle-gloo"), "a plan gives its backend"),
-        (("plan.yaml", "--queue", "pair"), "a plan gives its queue in `transport.queue`"),
+        ((), "Missing argument 'FILE...'"),
+        (("plan.yaml", "--transport", "paddle-gloo"), "--transport is for a program text, and plan.yaml is a plan"),
+        (("plan.yaml", "--queue", "pair"), "--queue is for a directory of logs and a program text"),
+        (("plan.yaml", "--plan", "plan.yaml"), "--plan is for a directory of logs, and plan.yaml is a plan"),
         (("plan.yaml", "--color", "blue"), "--color"),
         (("plan.yaml", "--format", "xml"), "--format"),
     ],

@@ -1,4 +1,4 @@
-"""``check --program``: a program text alone, with findings at its own lines."""
+"""``check``: a program text alone, with findings at its own lines."""
 
 import json
 
@@ -30,7 +30,7 @@ def program(tmp_path):
 
 @pytest.mark.parametrize("backend", [(), ("--transport", "paddle-gloo")])
 def test_a_right_program(program, backend):
-    result = invoke("check", "--program", program(RIGHT), *backend)
+    result = invoke("check", program(RIGHT), *backend)
     assert result.exit_code == 0
     assert "proved" in result.stdout
     assert "6 operations on 2 ranks, " in result.stdout
@@ -39,7 +39,7 @@ def test_a_right_program(program, backend):
 
 def test_a_wrong_program_is_shown_at_its_operation(program):
     path = program(SWAPPED)
-    result = invoke("check", "--program", path)
+    result = invoke("check", path)
     assert result.exit_code == 1
     assert "error[PP302]" in result.stdout
     place, *excerpt = result.stdout.split(f"--> {path}:")[1].splitlines()
@@ -53,7 +53,7 @@ def test_a_wrong_program_is_shown_at_its_operation(program):
 
 def test_a_wrong_program_as_json(program):
     path = program(SWAPPED)
-    result = invoke("check", "--program", path, "--format", "json")
+    result = invoke("check", path, "--format", "json")
     content = json.loads(result.stdout)
     assert result.exit_code == 1
     assert content["in_flight"] == []
@@ -75,7 +75,7 @@ def test_a_wrong_program_as_json(program):
 @pytest.mark.parametrize("form", ["text", "json", "sarif"])
 def test_a_text_that_is_no_program(program, text, code, place, form):
     path = program(text)
-    result = invoke("check", "--program", path, "--format", form)
+    result = invoke("check", path, "--format", form)
     assert result.exit_code == 2
     line, column = map(int, place.split(":"))
     match form:
@@ -92,13 +92,13 @@ def test_a_text_that_is_no_program(program, text, code, place, form):
 
 
 def test_a_program_that_is_not_there(tmp_path):
-    result = invoke("check", "--program", tmp_path / "no.txt")
+    result = invoke("check", tmp_path / "no.txt")
     assert result.exit_code == 2
     assert "error[PP130]" in result.stderr
 
 
 def test_a_backend_that_is_not_there(program):
-    result = invoke("check", "--program", program(RIGHT), "--transport", "carrier-pigeon")
+    result = invoke("check", program(RIGHT), "--transport", "carrier-pigeon")
     assert result.exit_code == 2
     assert "no backend 'carrier-pigeon'; there are tables for" in " ".join(result.stderr.split())
 
@@ -114,7 +114,7 @@ rank 1: 2SEND_B0{peer=0} 1RECV_F0{peer=0} WAIT(2SEND_B0) WAIT(1RECV_F0)
                         (("--queue", "pair", "--transport", "torch-nccl"), "PP401")]
 )  # fmt: skip
 def test_the_queue_of_a_runtime_that_is_stricter_than_the_backend(program, queue, code):
-    result = invoke("check", "--program", program(CROSSING), "--select", "PP401,PP411", "--format", "json", *queue)
+    result = invoke("check", program(CROSSING), "--select", "PP401,PP411", "--format", "json", *queue)
     assert [finding["code"] for finding in json.loads(result.stdout)["findings"]] == [code]
     assert result.exit_code == (1 if code == "PP401" else 0)
 
@@ -123,18 +123,18 @@ def test_receives_first_are_safe_on_that_queue(program):
     """One rank receives before it sends, so the same transfers do not cross."""
     first, second = CROSSING.splitlines()
     second = second.replace("2SEND_B0{peer=0} 1RECV_F0{peer=0}", "1RECV_F0{peer=0} 2SEND_B0{peer=0}")
-    result = invoke("check", "--program", program(f"{first}\n{second}\n"), "--select", "PP4", "--queue", "device")
+    result = invoke("check", program(f"{first}\n{second}\n"), "--select", "PP4", "--queue", "device")
     assert result.exit_code == 0
     assert "PP4" not in result.stdout.replace("--select PP4", "")
 
 
 def test_a_queue_that_is_not_there(program):
-    result = invoke("check", "--program", program(RIGHT), "--queue", "rainbow")
+    result = invoke("check", program(RIGHT), "--queue", "rainbow")
     assert result.exit_code == 2
     assert "'rainbow' is not one of" in result.stderr
 
 
 def test_a_program_can_be_judged_by_some_rules(program):
-    result = invoke("check", "--program", program(SWAPPED), "--select", "PP4")
+    result = invoke("check", program(SWAPPED), "--select", "PP4")
     assert result.exit_code == 0
     assert "incomplete" in result.stdout

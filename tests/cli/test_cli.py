@@ -62,7 +62,7 @@ def test_check_as_json_of_a_good_plan(write):
 def test_warnings_fail_a_check_only_where_it_is_strict(tmp_path, strict, status):
     program = tmp_path / "program.txt"
     program.write_text(next(doc.wrong for doc in all_docs() if doc.code == "PP413"))
-    result = invoke("check", "--program", program, *strict)
+    result = invoke("check", program, *strict)
     assert result.exit_code == status
     assert "warning[PP413]: " in result.stdout
 

@@ -81,7 +81,6 @@ UNKNOWN = {
 }
 
 READS_PLANS = (
-    "check",
     "show",
     "simulate",
     "rehearse",
@@ -108,17 +107,18 @@ IMPORTERS = {
     "nemo-rl": {"NeMo-RL"},
 }
 """Kinds of `import`, and the files that each reads."""
+FOREIGN = set.union(*IMPORTERS.values()) - {"program", "Fleet's schedule"}
+"""Files of other tools: a command that reads plans reads them, too."""
 COMMANDS = {
-    **{command: (command.split(), {"plan"}) for command in READS_PLANS},
-    "check --log": (["check", "--log"], {"logs"}),
-    "check --program": (["check", "--program"], {"program"}),
-    "tune on ranks": (["tune"], {"plan", "shell script", "torchtitan"}),
+    **{command: (command.split(), {"plan", *FOREIGN}) for command in READS_PLANS},
+    "check": (["check"], {"plan", "program", "logs", *FOREIGN}),
+    "tune on ranks": (["tune"], {"plan", *FOREIGN}),
     "tune": (["tune", "--gpus", "1", "--device", "h100", "--global-batch", "1", "--workers", "1"],
-             {"plan", "shell script", "torchtitan", "config"}),
-    "sweep": (["sweep", "--set", "schedule.kind=[1f1b]", "--workers", "1"], {"plan"}),
-    "compare": (["compare", PLAN], {"plan", "trace", "traces", "table", "report"}),
+             {"plan", "config", *FOREIGN}),
+    "sweep": (["sweep", "--set", "schedule.kind=[1f1b]", "--workers", "1"], {"plan", *FOREIGN}),
+    "compare": (["compare", PLAN], {"plan", "trace", "traces", "table", "report", *FOREIGN}),
     "schedule convert": (["schedule", "convert", "--as", "text"], IMPORTERS["torch-csv"]),
-    "schedule show": (["schedule", "show"], {"plan"}),
+    "schedule show": (["schedule", "show"], {"plan", *FOREIGN}),
     "job hang": (["job", "hang"], {"dumps", "rings"}),
     "job merge": (["job", "merge"], {"host directory"}),
     "state show": (["state", "show"], {"checkpoint", "index", "our index", "sharded", "all states"}),

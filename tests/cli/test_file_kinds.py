@@ -73,25 +73,14 @@ def test_the_kinds_of_binary_files_and_directories(tmp_path):
 @pytest.mark.parametrize(
     ("words", "file", "reader"),
     [
-        (("check",), SCHEDULES / "zbv_pp2.csv", "schedule convert FILE --as text"),
-        (("simulate",), IMPORTING / "strategy.prototxt", "simulate --from fleet FILE"),
-        (("run",), IMPORTING / "strategy.prototxt", "run --from fleet FILE"),
-        (("sweep", "--set", "topology.pp=[2]"), IMPORTING / "megatron.sh", "sweep --from megatron FILE"),
-        (
-            ("compare", EXAMPLES / "gpt_pp4.yaml"),
-            IMPORTING / "megatron.sh",
-            f"compare --from megatron {EXAMPLES / 'gpt_pp4.yaml'} FILE",
-        ),
         (("schedule", "convert", "--as", "text"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
         (("job", "hang"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
-        (("state", "show"), IMPORTING / "deepspeed.json", "check --from deepspeed FILE"),
+        (("state", "show"), IMPORTING / "deepspeed.json", "check FILE"),
         (("state", "align", EXAMPLES / "gpt_pp4.yaml"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
         (("import", "megatron"), IMPORTING / "torchtitan.toml", "import torchtitan FILE -o plan.yaml"),
         (("import", "profile"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
-        (("check", "--from", "fleet"), IMPORTING / "full_tp_pp.yaml", "check --from paddleformers FILE"),
+        (("check", "--from", "fleet"), IMPORTING / "full_tp_pp.yaml", "check FILE"),
         (("check", "--from", "fleet"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
-        (("check", "--log"), SCHEDULES / "zbv_pp2.csv", "check --from torch-csv FILE"),
-        (("check", "--program"), SCHEDULES / "zbv_pp2.csv", "schedule convert FILE --as text"),
     ],
     ids=lambda value: value.name if hasattr(value, "name") else " ".join(map(str, value))[:40],
 )
@@ -106,7 +95,7 @@ def test_a_refusal_names_the_command_that_reads_the_file(words, file, reader):
     ("group", "file", "first"),
     [
         ((), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
-        ((), IMPORTING / "strategy.prototxt", "check --from fleet FILE"),
+        ((), IMPORTING / "strategy.prototxt", "check FILE"),
         (("import",), IMPORTING / "strategy.prototxt", "import fleet FILE -o plan.yaml"),
         (("schedule",), SCHEDULES / "zbv_pp2.csv", "schedule convert FILE --as text"),
     ],
@@ -124,9 +113,10 @@ def test_a_file_in_the_place_of_a_command_is_recognised(group, file, first):
     [
         (("check",), "pipeproof: 1\nmodel: {}\n"),
         (("compare", EXAMPLES / "gpt_pp4.yaml"), "pipeproof: 1\n"),
+        (("check",), "torchrun x.py --tensor-model-paralel-size 2\n"),
         (("check", "--from", "megatron"), "torchrun x.py --tensor-model-paralel-size 2\n"),
         (("import", "megatron"), "torchrun x.py --tensor-model-paralel-size 2\n"),
-        (("check", "--program"), "rank 0: nonsense\n"),
+        (("check",), "rank 0: nonsense\n"),
         (("check",), "something: else\n"),
     ],
 )

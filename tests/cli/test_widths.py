@@ -22,7 +22,7 @@ COMMANDS = (
     ("check", GOOD, BAD, BROKEN),
     ("check", "--from", "megatron", IMPORTING / "megatron.sh"),
     ("check", IMPORTING / "megatron.sh"),
-    ("check", "--program", EXAMPLES / "schedules" / "two_by_two.txt"),
+    ("check", EXAMPLES / "schedules" / "two_by_two.txt"),
     ("check", "--nonsense", GOOD),
     ("check", "no such file"),
     ("--explain", "PP201"),

@@ -106,7 +106,7 @@ def _readers() -> tuple[Reader, ...]:
     return (
         Reader("plan", "plan.yaml", _files("examples/*.yaml"), lambda path: ["check", path]),
         Reader("program", "program.txt", _files("tests/schedule/files/*.txt", "examples/schedules/*") or (csv,),
-               lambda path: ["check", "--program", path]),
+               lambda path: ["check", path]),
         Reader("schedule", "schedule.csv", (csv,), lambda path: ["schedule", "convert", path, "--to", "text"]),
         Reader("megatron", "train.sh", (script,), lambda path: ["import", "megatron", path]),
         Reader("torchtitan", "job.toml", (toml,), lambda path: ["import", "torchtitan", path]),
@@ -123,7 +123,7 @@ def _readers() -> tuple[Reader, ...]:
                lambda path: ["state", "show", path]),
         Reader("record", "record.jsonl", (_record(),), lambda path: ["state", "align", path, path]),
         Reader("loss_log", "train.log", (loss_log,), lambda path: ["state", "align", path, path]),
-        Reader("log", "rank_0.jsonl", (_log(),), lambda path: ["check", "--log", path.parent]),
+        Reader("log", "rank_0.jsonl", (_log(),), lambda path: ["check", path.parent]),
         Reader("results", "results.jsonl", (_results(),),
                lambda path: ["sweep", path.parent / "gpt_pp4.yaml", "--set", "schedule.num_micro_batches=[2, 4]",
                              "-o", path, "--workers", "1"]),

@@ -330,9 +330,9 @@ def test_a_program_without_a_scale_says_what_was_not_checked(tmp_path):
     )
     file = tmp_path / "program.txt"
     file.write_text(rows.replace("{scale}", ""), encoding="utf-8")
-    assert "not checked: no scale is stated and no loss is declared" in invoke("check", "--program", file).output
+    assert "not checked: no scale is stated and no loss is declared" in invoke("check", file).output
     file.write_text(rows.replace("{scale}", "{scale=1/dp}"), encoding="utf-8")
-    assert "not checked" not in invoke("check", "--program", file).output
+    assert "not checked" not in invoke("check", file).output
 
 
 OLD = "0F0,0F1,0{B}0,0W0,0{B}1,0W1\n,1F0,1{B}0,1F1,1{B}1,1W0,1W1\n"

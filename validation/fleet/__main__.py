@@ -28,7 +28,7 @@ PLAN_FILE = "plan.yaml"
 @click.option("--steps", default=5, show_default=True)
 @click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), help="Write a JSON report.")
 @click.option("--log", type=click.Path(path_type=Path, file_okay=False),
-              help="Record the communication of each of Fleet's ranks here, for `check --log`.")  # fmt: skip
+              help="Record the communication of each of Fleet's ranks here, for `check`.")  # fmt: skip
 def fleet(
     model: str, pp: int, replicas: int, chunks: int, micro_batches: int, balanced: bool, steps: int,
     report_file: Path | None, log: Path | None,
@@ -44,7 +44,7 @@ def fleet(
         write_json(report_file, report.to_json())
     if log is not None:
         write_output(log / PLAN_FILE, yaml.safe_dump(report.subject.loaded.spec.model_dump(mode="json")))
-        print(f"recorded; to check: pipeproof check --log {log} --plan {log / PLAN_FILE}")
+        print(f"recorded; to check: pipeproof check {log} --plan {log / PLAN_FILE}")
     sys.exit(ExitStatus.FAILED if report.findings else ExitStatus.OK)
 
 

@@ -159,7 +159,7 @@ COMMANDS = (
     Command("import torch-csv IN -o OUT.yaml", _EXAMPLES / "schedules" / "zbv_pp2.csv", ".csv"),
     Command("import profile IN", '{"traceEvents": []}', ".json"),
     Command("tune llama3_8b --device h100 --gpus 2 --global-batch 2 --fix tp=1 --fix pp=2 --fix schedule=1f1b"),
-    Command("check --log IN", _EXAMPLES / "recording" / "crossed", ""),
+    Command("check IN", _EXAMPLES / "recording" / "crossed", ""),
     Command("doctor"),
     Command("state show IN --verify", Made("states"), ""),
     Command("state diff IN IN", Made("states"), ""),

@@ -43,8 +43,7 @@ FENCES = {
 
 ABOUT_EXAMPLES = {
     ExampleKind.PLAN: "The examples are parts of a plan file; the tests merge them into a small plan and check it.",
-    ExampleKind.PROGRAM: "The examples are program texts, as `pipeproof check --program FILE` reads them; the tests "
-    "check them.",
+    ExampleKind.PROGRAM: "The examples are program texts, as `pipeproof check FILE` reads them; the tests check them.",
     ExampleKind.PYTHON: "The examples are Python code; the tests run it and check `subject`.",
     ExampleKind.JOB: "The examples are parts of a training file of PaddleFormers, a Fleet strategy as text, or a "
     "script; the tests import and check them.",

@@ -1,7 +1,7 @@
 """Recorder of real programs, and the check of its logs with the rules that check plans.
 
 ``record_torch`` and ``record_paddle`` write a log while a program runs; they
-need only the framework. ``check_log`` (``pipeproof check --log``) reads the
+need only the framework. ``check_log`` (``pipeproof check``) reads the
 logs of all ranks.
 """
 

@@ -334,20 +334,20 @@ def run(*arguments):
 
 def test_the_command(tmp_path):
     crossing(tmp_path, waits_last=True)
-    safe = run("--log", tmp_path)
+    safe = run(tmp_path)
     assert safe.exit_code == 0, safe.output
     assert "8 operations on 2 ranks" in safe.output
-    assert "note[PP411]" in run("--log", tmp_path, "--strict").output
-    assert run("--log", tmp_path, "--strict").exit_code == 0
-    stricter = run("--log", tmp_path, "--queue", "pair", "--format", "json")
+    assert "note[PP411]" in run(tmp_path, "--strict").output
+    assert run(tmp_path, "--strict").exit_code == 0
+    stricter = run(tmp_path, "--queue", "pair", "--format", "json")
     assert stricter.exit_code == 1
     assert {f["code"] for f in json.loads(stricter.output)["findings"]} == {"PP401"}
-    sarif = run("--log", tmp_path, "--queue", "pair", "--format", "sarif")
+    sarif = run(tmp_path, "--queue", "pair", "--format", "sarif")
     assert json.loads(sarif.output)["runs"][0]["results"][0]["ruleId"] == "PP401"
 
 
 def test_the_example_of_the_page():
-    result = run("--log", "examples/recording/crossed", "--ignore", "PP411")
+    result = run("examples/recording/crossed", "--ignore", "PP411")
     assert result.exit_code == 1
     page = (ROOT / "docs" / "recording.md").read_text(encoding="utf-8")
     shown = page.partition("```text\nerror[PP302]")[2].partition("\n```")[0]
@@ -359,12 +359,9 @@ def test_the_example_of_the_page():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--queue", "pair", "plan.yaml"], "a plan gives its queue in `transport.queue`"),
-        (["--plan", "plan.yaml", "plan.yaml"], "--plan goes with --log DIR"),
-        (["--log", "logs", "plan.yaml"], "give one of PLAN"),
-        (["--log", "nowhere"], "`nowhere` is no directory"),
-        (["--log", ".", "--queue", "rainbow"], "'rainbow' is not one of"),
-        (["--log", ".", "--select", "PP9999"], "is no code"),
+        ([".", "plan.yaml", "--queue", "pair", "--transport", "torch-nccl"], "--transport is for a program text"),
+        ([".", "--queue", "rainbow"], "'rainbow' is not one of"),
+        ([".", "--select", "PP9999"], "is no code"),
     ],
 )
 def test_bad_commands(arguments, words):

@@ -271,7 +271,7 @@ class Pipeline:
     def record(self, directory: str | Path) -> AbstractContextManager[None]:
         """Record the steps of this block into a directory that does not exist.
 
-        ``pipeproof check --log DIRECTORY/messages`` reads the messages, ``pipeproof state align`` the losses and
+        ``pipeproof check DIRECTORY/messages`` reads the messages, ``pipeproof state align`` the losses and
         gradients in ``DIRECTORY/values``.
         """
         from pipeproof.exec.train.torch.profile_steps import recorded_steps
