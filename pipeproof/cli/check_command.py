@@ -97,7 +97,7 @@ def check(
 
 
 class _Kind(StrEnum):
-    """What an argument of the command may be."""
+    """A kind of argument of the command."""
 
     IMPORTED = "a file of another tool"
     LOG = "a directory of logs"

@@ -10,8 +10,6 @@ from types import MappingProxyType
 
 import click
 
-from pipeproof.foreign_text import decode_json
-
 _HEAD_BYTES = 2**16
 _MOST_JSON_BYTES = 2**24
 _TOP_KEY = re.compile(r"^([A-Za-z_][\w-]*)\s*:", re.MULTILINE)
@@ -222,6 +220,8 @@ def _keys(path: Path, head: bytes) -> Iterator[str]:
     if not text.lstrip().startswith("{"):
         yield from _TOP_KEY.findall(text)
     elif path.stat().st_size <= _MOST_JSON_BYTES:
+        from pipeproof.foreign_text import decode_json
+
         try:
             data = decode_json(path.read_bytes())
         except ValueError:

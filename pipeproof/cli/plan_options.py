@@ -63,7 +63,7 @@ class PlanSource:
             yield from ("--set", f"{dotted(path)}={json.dumps(value)}")
 
     def for_file(self, file: Path) -> PlanSource:
-        """Return the source for a file: without ``--from``, its content says whether another tool wrote it.
+        """Return the source for a file: without ``--from``, recognised by its content.
 
         A note on standard error names the tool.
 
@@ -161,7 +161,7 @@ def plan_options(*, device: bool = False) -> Callable[[Callable[..., Any]], Call
         wrapped = import_options(wrapped)
         return click.option(
             "--from", "kind", type=KindName(),
-            help="Kind of another tool's file, where its content does not tell; `docs/importing.md` has the kinds.",
+            help="Kind of another tool's file, where its content does not show it; `docs/importing.md` has the kinds.",
         )(wrapped)  # fmt: skip
 
     return decorate

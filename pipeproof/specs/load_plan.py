@@ -195,7 +195,7 @@ def _key_help(path: KeyPath, known: tuple[str, ...]) -> str:
     if name == "<<":
         return "merge keys are not part of YAML 1.2: repeat the keys that you need"
     if not section and name.startswith("rank "):
-        return "for a schedule as text, use `pipeproof check --program FILE`"
+        return "for a schedule as text, name it FILE.txt: `pipeproof check FILE.txt`"
     near = _near_key(path)
     if near is not None and (near == _HABITS.get(name) or near.startswith(f"{name}_")):
         return f"did you mean `{near}`?"
