@@ -113,17 +113,17 @@ def hang(
         from pipeproof.interop.hang.py_spy import stack_files
 
         if trigger is not None or (not follow and not ring_files(directory)):
-            if html is not None or metrics is not None or plan is not None:
-                raise click.UsageError(f"--output, --metrics and --plan need rings, not dumps of {str(directory)!r}")
+            if metrics is not None or plan is not None:
+                raise click.UsageError(f"--metrics and --plan need rings, not dumps of {str(directory)!r}")
             if trigger is None and stacks is None and stack_files(directory):
+                if html is not None:
+                    raise click.UsageError(f"--output needs operations, not stacks of {str(directory)!r}")
                 _from_stacks(directory, form, color)
-            _from_dumps(directory, trigger, stacks, form, color)
+            _from_dumps(directory, trigger, output)
         _from_rings(directory, plan, settings, follow, (patience_s, slow_s, timeout_s), output)
 
 
-def _from_dumps(
-    directory: Path, trigger: Path | None, stacks: Path | None, form: Literal["text", "json"], color: str
-) -> NoReturn:
+def _from_dumps(directory: Path, trigger: Path | None, output: _Output) -> NoReturn:
     from pipeproof.exec.monitor.rank_stacks import RankStacks
     from pipeproof.interop.hang.diagnose_hang import diagnose_dumps
     from pipeproof.interop.hang.dump_trigger import request_dumps
@@ -133,19 +133,25 @@ def _from_dumps(
     if trigger is not None:
         answered, problems = request_dumps(trigger, directory)
         for problem in problems:
-            console_for(stderr=True, color=color).print(f"{problem}: it is left out", markup=False, soft_wrap=True)
-    found = RankStacks({} if stacks is None else read_stacks(stacks))
+            console_for(stderr=True, color=output.color).print(
+                f"{problem}: it is left out", markup=False, soft_wrap=True
+            )
+    found = RankStacks({} if output.stacks is None else read_stacks(output.stacks))
     with showing_progress(f"reading the dumps in {directory}"):
         report = diagnose_dumps(directory, answered)
     failed = any(finding.severity is Severity.ERROR for finding in report.findings)
-    if form == "json":
+    if output.html is not None:
+        from pipeproof.exec.monitor.hang_page import dumps_html
+
+        write_output(output.html, dumps_html(report))
+    if output.form == "json":
         click.echo(json.dumps(report.to_json() | {"stacks": found.to_json()}, indent=2))
     else:
         from pipeproof.diagnostics.text_output import render_text
 
-        console = console_for(color=color)
+        console = console_for(color=output.color)
         render_text(report.findings, None, console=console)
-        for line in found.lines(sorted(found.stacks)):
+        for line in (*report.lines(), *found.lines(sorted(found.stacks))):
             console.print(line, markup=False, soft_wrap=True)
         launches = sum(len(dump.launches) for dump in report.dumps)
         ranks = f"{len(report.dumps)} rank{'s' if len(report.dumps) > 1 else ''}"

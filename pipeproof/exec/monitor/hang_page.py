@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Final
 
+from pipeproof.diagnostics.finding import Finding
 from pipeproof.exec.monitor.job import JobNow, RankNow
 from pipeproof.exec.monitor.lateness import Lateness
 from pipeproof.exec.monitor.ring import OpState, RingOp
 from pipeproof.exec.monitor.verdict import Verdict
+from pipeproof.interop.hang.diagnose_hang import HangReport
+from pipeproof.interop.hang.flight_recorder import Launch, State
 from pipeproof.schedule.ops import OpKind
 from pipeproof.views.colours import COLLECTIVE, KIND_COLOURS, is_dark
 from pipeproof.views.svg import label_in, rect, svg_page, text, tooltip
@@ -32,11 +35,25 @@ def hang_html(verdict: Verdict, job: JobNow, plan: PlanOps | None = None) -> str
     With a plan, and for jobs that pipeproof executes, operations have their names in it.
     """
     title = f"{verdict.status}: {verdict.kind}, rank {', '.join(map(str, verdict.causes)) or 'unknown'}"
-    parts = [f"<h1>{escape(title)}</h1>", hang_svg(verdict, job, plan)]
-    parts += [f"<pre>{escape(f'{finding.code} {finding.message}')}</pre>" for finding in verdict.findings]
     notes = (*verdict.reasons, *verdict.plan, *verdict.stacks.lines(verdict.causes))
+    tables = [_lateness_table(name, rows) for name, rows in sorted(verdict.lateness.items())]
+    rows = {rank.rank: _boxes(rank, job.now_ns, plan) for rank in job.ranks}
+    return _page(title, _picture(rows, verdict.causes), verdict.findings, notes, tables)
+
+
+def dumps_html(report: HangReport) -> str:
+    """Return the page about Flight Recorder dumps, with the last launches of each rank."""
+    rows = {dump.rank: [_launch_box(launch) for launch in dump.launches[-_LAST_OPS:]] for dump in report.dumps}
+    return _page(report.title, _picture(rows, report.causes), report.findings, list(report.lines()))
+
+
+def _page(
+    title: str, picture: str, findings: Iterable[Finding], notes: Iterable[str], tables: Iterable[str] = ()
+) -> str:
+    parts = [f"<h1>{escape(title)}</h1>", picture]
+    parts += [f"<pre>{escape(f'{finding.code} {finding.message}')}</pre>" for finding in findings]
     parts += [f"<p>{escape(line)}</p>" for line in notes]
-    parts += [_lateness_table(name, rows) for name, rows in sorted(verdict.lateness.items())]
+    parts += tables
     style = (
         "body{font-family:system-ui,sans-serif;margin:2em}pre{white-space:pre-wrap}svg{max-width:100%;height:auto}"
         "table{border-collapse:collapse}th,td{padding:.2em .8em;text-align:right;border-bottom:1px solid #ccc}"
@@ -59,49 +76,58 @@ def _lateness_table(group: str, rows: Sequence[Lateness]) -> str:
     return f"{title}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def hang_svg(verdict: Verdict, job: JobNow, plan: PlanOps | None) -> str:
+_Box = tuple[str, str, list[str]]
+"""An operation in a picture: its colour, its text in full, and the lines in its box."""
+
+
+def _picture(rows: Mapping[int, list[_Box]], causes: Collection[int]) -> str:
     """Return the picture: a row for each rank with its last operations, one column each; those not done are red.
 
     Columns count the operations of a rank, not time: while a job hangs, the
     wait would be wider than everything before it. A rank that pipeproof executes
     and that waits for nobody ends with the operation of the plan that it is in.
     """
-    height = _TOP + _ROW * len(job.ranks) + 10
-    marks = [
-        text(
-            _LEFT,
-            24,
-            "Last operations of each rank; red: not done, grey: issued, and nothing has waited for it",
-            "title",
-        )
-    ]
-    for row, rank in enumerate(job.ranks):
+    height = _TOP + _ROW * len(rows) + 10
+    title = "Last operations of each rank; red: not done, grey: issued, and nothing has waited for it"
+    marks = [text(_LEFT, 24, title, "title")]
+    for row, (rank, boxes) in enumerate(rows.items()):
         top = _TOP + row * _ROW
-        name = f"rank {rank.rank}" + (" (cause)" if rank.rank in verdict.causes else "")
-        marks.append(text(8, top + 17, name))
-        marks += _row(rank, top, job.now_ns, plan)
+        marks.append(text(8, top + 17, f"rank {rank}" + (" (cause)" if rank in causes else "")))
+        for column, box in enumerate(boxes):
+            marks += _box(column, top, *box)
     return svg_page((_WIDTH, height), "Last operations of each rank", marks)
 
 
-def _row(rank: RankNow, top: int, now_ns: int, plan: PlanOps | None) -> Iterator[str]:
+def _boxes(rank: RankNow, now_ns: int, plan: PlanOps | None) -> list[_Box]:
     header = rank.ring.header
     is_computing = bool(header.plan_op) and not rank.blocking
-    ops = rank.ring.ops[-(_LAST_OPS - is_computing) :]
-    for column, op in enumerate(ops):
-        colour = {"send": _SEND, "recv": _RECEIVE}.get(op.op, COLLECTIVE)
-        if op.state is not OpState.DONE:
-            colour = _POSTED if op.state is OpState.LAUNCHED else _PENDING
+    boxes = []
+    for op in rank.ring.ops[-(_LAST_OPS - is_computing) :]:
         name = plan_name(rank, op, plan)
         peer = "" if op.peer is None else f" {'->' if op.op == 'send' else '<-'}{op.peer}"
         label = f"{op.op}{peer} #{op.number}"
         about = f"{label} of group {op.group.name}, {op.dtype}{list(op.shape)}, {op.state.name.lower()}, {op.at}"
         lines = [name or f"{op.op}{peer}", f"#{op.number}" if op.step is None else f"step {op.step}"]
-        yield from _box(column, top, colour, f"{about}{', ' if op.meaning else ''}{op.meaning}", lines)
+        is_done, is_posted = op.state is OpState.DONE, op.state is OpState.LAUNCHED
+        boxes.append((_colour(op.op, is_done, is_posted), f"{about}{', ' if op.meaning else ''}{op.meaning}", lines))
     if is_computing:
         seconds = (now_ns - header.plan_op_ns) / 1e9
-        yield from _box(
-            len(ops), top, _PENDING, rank.plan_position(now_ns), [header.plan_op, f"{max(0.0, seconds):.1f} s"]
-        )
+        boxes.append((_PENDING, rank.plan_position(now_ns), [header.plan_op, f"{max(0.0, seconds):.1f} s"]))
+    return boxes
+
+
+def _launch_box(launch: Launch) -> _Box:
+    first = launch.entries[0]
+    colour = _colour(first.kind, not launch.pending, launch.state is State.SCHEDULED)
+    about = f"{launch.text}, {first.tensor_text}, {launch.state.name.lower()}, {launch.at}"
+    name, _, number = first.text.partition(" #")
+    return colour, about, [name, f"#{number.split()[0]}"]
+
+
+def _colour(op: str, is_done: bool, is_posted: bool) -> str:
+    if is_done:
+        return {"send": _SEND, "recv": _RECEIVE}.get(op, COLLECTIVE)
+    return _POSTED if is_posted else _PENDING
 
 
 def plan_name(rank: RankNow, op: RingOp, plan: PlanOps | None) -> str:

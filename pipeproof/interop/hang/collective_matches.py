@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeproof.diagnostics.finding import Finding, OpsWitness, WitnessOp
+from pipeproof.diagnostics.wait_graph import minority, ranks_text
 from pipeproof.interop.hang.flight_recorder import Channel, Dump, Entry, Group, Launch, State, numel
 from pipeproof.interop.hang.hang_codes import DISAGREEMENT
 from pipeproof.interop.hang.recorder_names import UNEVEN
@@ -107,9 +108,10 @@ def _aligned(
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Two ends of a message, or members of a collective, that differ, and the finding PP932 about them."""
+    """Operations that should match and differ: the ranks that differ from most, or all of them, and finding PP932."""
 
     entries: tuple[Entry, ...]
+    odd_ranks: tuple[int, ...]
     finding: Finding
 
 
@@ -143,12 +145,12 @@ def _collective_differs(members: Sequence[Entry]) -> Iterator[Disagreement]:
         ("size", [] if is_uneven else [str(entry.num_elements) for entry in members]),
         ("type", [] if is_uneven else ["/".join(dict.fromkeys(entry.dtypes)) for entry in members]),
     ):
-        odd = next((index for index, value in enumerate(values) if value != values[0]), None)
-        if odd is not None:
-            deviating = members[odd]
+        if len(set(values)) > 1:
+            by_rank = dict(zip((entry.rank for entry in members), values, strict=True))
+            forms = {value: [rank for rank in by_rank if by_rank[rank] == value] for value in values}
             message = f"collective #{first.number} of {first.group.title} differs in {property_name}: "
-            message += f"{values[0]} on rank {first.rank}, {values[odd]} on rank {deviating.rank}"
-            yield _finding(message, members)
+            message += ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in forms.items())
+            yield _finding(message, members, minority(by_rank))
             return
     if first.op == "all_to_all" and len(members) == len(first.group.ranks):
         num_sent = sum(numel(entry.input_sizes) for entry in members)
@@ -158,6 +160,9 @@ def _collective_differs(members: Sequence[Entry]) -> Iterator[Disagreement]:
             yield _finding(f"{message}, and receives {num_received}", members)
 
 
-def _finding(message: str, entries: Sequence[Entry]) -> Disagreement:
+def _finding(message: str, entries: Sequence[Entry], odd_ranks: Sequence[int] = ()) -> Disagreement:
+    """The finding at the line of an odd rank, if there is one."""
+    odd = tuple(sorted(odd_ranks)) or tuple(sorted(entry.rank for entry in entries))
+    at = next(entry.location for entry in entries if entry.rank in odd)
     ops = tuple(WitnessOp(entry.rank, f"{entry.text}: {entry.tensor_text}") for entry in entries)
-    return Disagreement(tuple(entries), DISAGREEMENT.finding(message, entries[0].location, witness=OpsWitness(ops)))
+    return Disagreement(tuple(entries), odd, DISAGREEMENT.finding(message, at, witness=OpsWitness(ops)))

@@ -23,13 +23,20 @@ _NOTHING = -1
 _LEFT_OUT = ".."
 _NEIGHBOURS = 1
 _MOST_NAMED = 8
+_MOST_LAST = 16
+"""Ranks whose last operations a text lists."""
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """The dumps of a run, and the findings about them."""
+    """The dumps of a run, the kind of its hang, the ranks that cause it, and the findings.
+
+    ``kind`` is, as for rings, ``mismatch``, ``cycle``, ``absent``, ``unfinished`` or ``none``.
+    """
 
     dumps: tuple[Dump, ...]
+    kind: str
+    causes: tuple[int, ...]
     findings: tuple[Finding, ...]
 
     @property
@@ -37,15 +44,44 @@ class HangReport:
         """Number of launches that are not done, over all ranks."""
         return sum(len(dump.pending) for dump in self.dumps)
 
+    @property
+    def title(self) -> str:
+        """``hang: cycle, ranks 0, 1``."""
+        return "no hang" if self.kind == "none" else f"hang: {self.kind}, {self._named}"
+
+    @property
+    def _named(self) -> str:
+        return ranks_text(self.causes) if self.causes else "rank unknown"
+
+    def lines(self) -> Iterator[str]:
+        """Return the cause, and the last operation of each rank, those of the cause first; nothing without a hang."""
+        if self.kind == "none":
+            return
+        yield f"cause: {self._named}"
+        for dump in sorted(self.dumps, key=lambda dump: dump.rank not in self.causes)[:_MOST_LAST]:
+            last = dump.last
+            what = "issued nothing" if last is None else f"finished {last.text}, and issued nothing after it"
+            if last is not None and last.pending:
+                what = f"is in {last.text}"
+            yield f"rank {dump.rank} {what}{f' at {last.at}' if last is not None and last.at else ''}"
+        if len(self.dumps) > _MOST_LAST:
+            yield f"and {len(self.dumps) - _MOST_LAST} more ranks"
+
     def to_json(self) -> dict[str, Any]:
         """The report as JSON data."""
         return {
+            "status": "ended" if self.kind == "none" else "hang",
+            "kind": self.kind,
+            "causes": list(self.causes),
             "ranks": [
                 {
                     "rank": dump.rank,
                     "version": dump.version,
                     "launches": len(dump.launches),
                     "pending": [launch.text for launch in dump.pending],
+                    "last": None
+                    if dump.last is None
+                    else {"op": dump.last.text, "at": dump.last.at, "state": dump.last.state.name.lower()},
                     "whole": dump.whole,
                 }
                 for dump in self.dumps
@@ -61,21 +97,27 @@ def diagnose_dumps(directory: Path, ranks: Container[int] | None = None) -> Hang
         PlanFileError: PP930, a dump cannot be read.
     """
     dumps = read_dumps(directory, ranks)
-    return HangReport(dumps, tuple(_findings(dumps)))
-
-
-def _findings(dumps: Sequence[Dump]) -> Iterator[Finding]:
     waits = _Waits(dumps)
-    others = [disagreement.finding for disagreement in disagreements(waits.matches)]
-    others += [finding for finding in (waits.cycle(),) if finding is not None]
+    differing = list(disagreements(waits.matches))
+    cycle = waits.graph.cycle()
     ends = list(waits.graph.ends())
     absent = [rank for (rank, index), *_ in ends if index == _NOTHING]
-    others += waits.never_issued([rank for rank in absent if rank in waits.by_rank])
+    silent = [rank for rank in absent if rank in waits.by_rank]
     without_dump = [rank for rank in absent if rank not in waits.by_rank]
-    yield from waits.missing_dumps([] if others else without_dump)
-    yield from others
+    others = [each.finding for each in differing]
+    others += [waits.cycle_finding(cycle)] if cycle else []
+    others += waits.never_issued(silent)
+    findings = [*waits.missing_dumps([] if others else without_dump), *others]
+    unfinished = [min(end) for end in ends if end[0][1] != _NOTHING]
     if not others:
-        yield from (waits.not_finished(min(end)) for end in ends if end[0][1] != _NOTHING)
+        findings += map(waits.not_finished, unfinished)
+    by_kind = {
+        "mismatch": [rank for each in differing[:1] for rank in each.odd_ranks],
+        "cycle": [rank for (rank, _), _ in cycle],
+        "absent": silent or without_dump,
+    }
+    kind = next((kind for kind, causes in by_kind.items() if causes), "unfinished" if unfinished else "none")
+    return HangReport(dumps, kind, tuple(sorted(set(by_kind.get(kind, ())))), tuple(findings))
 
 
 class _Waits:
@@ -132,11 +174,8 @@ class _Waits:
         elif missing:
             yield NO_DUMP.finding(headline, help=suggested_fix)
 
-    def cycle(self) -> Finding | None:
-        """Find PP931: the shortest cycle of waits."""
-        cycle = self.graph.cycle()
-        if not cycle:
-            return None
+    def cycle_finding(self, cycle: Sequence[tuple[_Node, Wait]]) -> Finding:
+        """Return finding PP931: the shortest cycle of waits."""
         number = {node: position for position, (node, _) in enumerate(cycle, start=1)}
         programs = tuple(self._excerpt(rank, number) for rank in sorted({rank for rank, _ in number}))
         return cycle_finding(HANG_CYCLE, cycle, self._suggested_fix(list(number)), programs)

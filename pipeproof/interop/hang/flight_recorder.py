@@ -130,6 +130,12 @@ class Launch:
         first = self.entries[0].text
         return first if len(self.entries) == 1 else f"batch of {len(self.entries)} ({first}, ..)"
 
+    @property
+    def at(self) -> str:
+        """``train.py:11``, the line that issued it; empty where the dump has none."""
+        location = self.entries[0].location
+        return "" if location is None else f"{location.file}:{location.line}"
+
 
 @dataclass(frozen=True)
 class Dump:
@@ -140,6 +146,11 @@ class Dump:
     version: str
     whole: bool
     launches: tuple[Launch, ...]
+
+    @property
+    def last(self) -> Launch | None:
+        """The launch that blocks the rank, else the last one; None for a rank that issued nothing."""
+        return (self.pending or self.launches[-1:] or (None,))[0]
 
     @cached_property
     def pending(self) -> tuple[Launch, ...]:

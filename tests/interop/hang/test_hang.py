@@ -222,6 +222,56 @@ def test_nothing_pending_is_clean(tmp_path):
     assert result.output == "2 ranks, 2 launches, 0 of them not done\n"
 
 
+def four_ranks(*ops):
+    """Four ranks after a common barrier, each with its last operation (name, state), or none."""
+    ranks = recorders(4)
+    for recorder, op in zip(ranks, ops, strict=True):
+        recorder.collective("barrier", "completed")
+        if op is not None:
+            recorder.collective(*op)
+    return ranks
+
+
+WAITING = ("all_reduce", "started")
+KINDS = {
+    "mismatch": ((("broadcast", "started"), WAITING, WAITING, WAITING), [0]),
+    "absent": ((WAITING, WAITING, None, WAITING), [2]),
+    "unfinished": ((WAITING, WAITING, WAITING, WAITING), []),
+    "none": ((None, None, None, None), []),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cause_and_the_last_operation_of_each_rank_are_in_every_output(tmp_path, kind):
+    ops, causes = KINDS[kind]
+    for recorder in four_ranks(*ops):
+        recorder.write(tmp_path, "pickle")
+    page = tmp_path / "hang.html"
+    content = json.loads(invoke("job", "hang", tmp_path, "--format", "json").stdout)
+    assert (content["kind"], content["causes"]) == (kind, causes)
+    assert [rank["last"] for rank in content["ranks"]] == [
+        {"op": f"{op[0]} #2 of group 0 (default_pg)", "at": "/home/me/train.py:11", "state": "started"}
+        if op is not None
+        else {"op": "barrier #1 of group 0 (default_pg)", "at": "/home/me/train.py:10", "state": "completed"}
+        for op in ops
+    ]
+    text = invoke("job", "hang", tmp_path, "-o", page).stdout
+    assert ("cause: rank 0" in text, "cause: rank 2" in text, "cause: rank unknown" in text) == (
+        kind == "mismatch", kind == "absent", kind == "unfinished"
+    )  # fmt: skip
+    for rank, op in enumerate(ops if kind != "none" else ()):
+        name, line = ("finished barrier #1", 10) if op is None else (f"is in {op[0]} #2", 11)
+        assert re.search(rf"^rank {rank} {name} .* at /home/me/train.py:{line}$", text, re.MULTILINE)
+    assert ("rank 0 (cause)" in page.read_text()) == (0 in causes)
+    assert page.read_text().count("<rect") >= 4
+
+
+def test_the_odd_rank_of_many_is_named_whichever_it_is(tmp_path):
+    report = diagnosed(tmp_path, four_ranks(("broadcast", "started"), WAITING, WAITING, WAITING))
+    assert report.causes == (0,)
+    assert "broadcast on rank 0, all_reduce on ranks 1, 2, 3" in report.findings[0].message
+
+
 def test_the_command_shows_the_cycle_and_fails(tmp_path):
     a, b = recorders(2)
     a.message("send", 1, "started")
