@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeproof.stages.common.arithmetic import NORM_EPSILON
+from pipeproof.stages.common.backend_ops import NORM_EPSILON
 from pipeproof.stages.torch.functional import causal_attention, rotary_tables, rotate
 
 

@@ -17,7 +17,7 @@ from plain_gpt import swiglu
 from sizes import Size
 from torch import Tensor, nn
 
-from pipeproof.stages.common.arithmetic import NORM_EPSILON
+from pipeproof.stages.common.backend_ops import NORM_EPSILON
 from pipeproof.stages.torch.functional import causal_attention, rotary_tables, rotate
 
 

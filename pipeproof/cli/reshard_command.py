@@ -171,10 +171,9 @@ def _check_plan(options: ReshardOptions) -> ExitStatus:
 def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
     from pipeproof.signals import TerminatedError, terminate_raises
     from pipeproof.state.open_checkpoint import num_checksummed, open_checkpoint, require_crcs
-    from pipeproof.state.reshard.execute_reshard import execute_reshard, require_output_path
+    from pipeproof.state.reshard.execute_reshard import execute_reshard, require_output_path, work_directory_of
     from pipeproof.state.reshard.reshard_codes import require_not_state_file
     from pipeproof.state.reshard.shard_layout import ShardLayout
-    from pipeproof.state.reshard.work_directory import work_directory_of
     from pipeproof.state.state_codes import StateError
 
     require_not_state_file(options.source)

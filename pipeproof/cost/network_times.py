@@ -160,18 +160,6 @@ _RING: Mapping[OpKind, Callable[[int], tuple[int, Fraction]]] = MappingProxyType
 """Collectives that go around a ring of n ranks: (steps, bytes through each rank for a byte that each puts in)."""
 
 
-def ring_bytes(kind: OpKind, num_ranks: int, num_bytes: int) -> Fraction:
-    """Bytes that each member of a ring sends to the next for ``num_bytes`` that each contributes.
-
-    Raises:
-        ValueError: ``kind`` is no collective, or an all-to-all.
-    """
-    kind = OpKind.ALL_GATHER if kind in GATHER_KINDS else kind
-    if kind not in _RING:
-        raise ValueError(f"{kind} goes around no ring")
-    return _RING[kind](num_ranks)[1] * num_bytes
-
-
 _REDUCTIONS = frozenset({OpKind.ALL_REDUCE, OpKind.BARRIER})
 """Collectives that may also use trees."""
 

@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeproof.specs.axis_layout import dtype_bytes
-from pipeproof.state.byte_ranges import ByteRange, RangeReader
-from pipeproof.state.cast import Bits, bits_dtype
+from pipeproof.state.byte_ranges import Bits, ByteRange, RangeReader, bits_dtype
 from pipeproof.state.regions import Region, TilingFault, flat_regions, intersect, tiling_fault
 from pipeproof.state.state_codes import StateError
 from pipeproof.state.state_index import Shard, ShardFile, StateIndex, TensorEntry

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeproof.specs.axis_layout import dtype_bytes
-from pipeproof.state.cast import CAST_DTYPES, bits_dtype, cast
+from pipeproof.state.byte_ranges import CAST_DTYPES, bits_dtype, cast
 from pipeproof.state.checkpoint import Checkpoint, over_tensors, tensor_blocks
 from pipeproof.state.state_index import TensorEntry
 

@@ -62,7 +62,7 @@ def _opened(path: Path) -> Checkpoint:
         if (path / _OPEN_FILE).exists():
             return _merged(path / _OPEN_FILE)
         from pipeproof.state.dcp.dcp_checkpoint import is_dcp, open_dcp
-        from pipeproof.state.flex.flex_checkpoint import is_flex, open_flex
+        from pipeproof.state.flex.flex_metadata import is_flex, open_flex
 
         if is_dcp(path):
             return open_dcp(path)

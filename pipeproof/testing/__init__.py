@@ -4,8 +4,8 @@ All names here are stable, and imported at first use::
 
     from pipeproof.testing import FakeWorld, assert_plan_sound, assert_same_gradients, check_transport
 
-Other modules: ``strategies`` (needs Hypothesis), ``conformance`` and ``endpoint``
-for backends, ``fake_backend`` and ``delivery``, and ``plugin`` for pytest.
+Other modules: ``strategies`` (needs Hypothesis), ``probes`` and ``endpoint_protocol``
+for backends, and ``plugin`` for pytest.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeproof.exec.compare.compare_log import compare_log
-from pipeproof.stages.common import arithmetic
+from pipeproof.stages.common import backend_ops as arithmetic
 from tests.exec.test_blocks import GROUPS, MLA, MOE
 from tests.plans import subject
 

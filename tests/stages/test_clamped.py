@@ -4,7 +4,7 @@ import numpy as np
 import paddle
 import pytest
 
-from pipeproof.stages.common.arithmetic import clamped_swiglu, gated
+from pipeproof.stages.common.backend_ops import clamped_swiglu, gated
 from pipeproof.stages.paddle.functional import swiglu
 from pipeproof.stages.reference import layer_math as reference
 from tests.stages.staged_run import StagedRun, make_plan, run_in_order, same_bits

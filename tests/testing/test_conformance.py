@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pipeproof.comm.backend_rows import BackendTable, RowValue
 from pipeproof.comm.backends import backend_table
 from pipeproof.testing.endpoint_protocol import MakeWorld, World
-from pipeproof.testing.fake_backend import fake_world
 from pipeproof.testing.probes import PROBES, check_backend
+from tests.testing.fake_backend import fake_world
 
 TABLE = backend_table("paddle", "cpu")
 TIMEOUT_S = 60.0

@@ -27,8 +27,8 @@ from pipeproof.exec.measure.doctor import (
 from pipeproof.exec.measure.doctor_report import doctor_to_json, render_doctor
 from pipeproof.exec.measure.installed_backends import TESTED
 from pipeproof.exec.measure.link_curve import Curve, CurvePoint
-from pipeproof.testing.fake_backend import fake_world
 from tests.testing.bodies import wait_in_vain
+from tests.testing.fake_backend import fake_world
 
 TABLE = backend_table("paddle", "cpu")
 

@@ -47,7 +47,7 @@ from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.describe.model_family import describe_layers
 from pipeproof.stages.reference.reference_state import InitialState, StepResult
 from pipeproof.state.array_files import ByteArray
-from pipeproof.state.cast import bits_dtype, cast
+from pipeproof.state.byte_ranges import bits_dtype, cast
 from pipeproof.state.read_state import SavedState, read_whole
 from pipeproof.state.state_index import read_index
 from pipeproof.state.state_layout import COUNTERS, MOMENTS, moment_name

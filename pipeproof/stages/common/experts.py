@@ -18,8 +18,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from pipeproof.specs.model import MoeSpec
 from pipeproof.stages.common.backend_ops import BackendOps, Tensor, Weight
 from pipeproof.stages.common.balance import RouterBalance
-from pipeproof.stages.common.gathered_input import mark, source_of
-from pipeproof.stages.common.weights import SplitWeights
+from pipeproof.stages.common.weights import SplitWeights, mark, source_of
 
 Gated: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Activation function of an MLP, of its gate and its other factor."""

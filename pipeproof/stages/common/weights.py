@@ -1,4 +1,4 @@
-"""Weights of one stage on one rank: this rank's shards, weights lent by another layer, and the split backward.
+"""Weights of one stage on one rank: this rank's shards, lent weights, the split backward, inputs that W gathers again.
 
 Each framework has its own implementation of the split backward.
 """
@@ -138,3 +138,43 @@ class StageWeights:
             if placement.dim is not None:
                 weight = np.split(weight, axis.num_ranks, axis=placement.dim)[axis.rank]
         return self._maker.make(weight)
+
+
+_SOURCE = "pipeproof_gathered_input"
+
+
+def mark(source: object, *tensors: Tensor) -> None:
+    """Mark tensors that have the values of a source."""
+    for tensor in tensors:
+        setattr(tensor, _SOURCE, source)
+
+
+def source_of(tensor: Tensor) -> Any:
+    """The source of a tensor that must not be kept; None for any other tensor."""
+    return getattr(tensor, _SOURCE, None)
+
+
+class GatheredInput:
+    """The source of a gathered tensor that products with weights read. ``gather`` returns it with the same bits.
+
+    With sequence parallelism each rank has its own tokens between layers, and products with weights read all tokens. If
+    the gathered tensor is kept for W, it takes T times the memory of the rank's own tokens. If it is not kept, W needs
+    one more gather (arXiv:2205.05198, section 4.2.2).
+
+    W gathers at the first use and frees the tensor after the last.
+    """
+
+    def __init__(self, gather: Callable[[], Tensor]) -> None:
+        self._gather, self._num_uses = gather, 0
+        self._tensor: Tensor | None = None
+
+    def use(self) -> None:
+        """Count a product that will call ``take`` once."""
+        self._num_uses += 1
+
+    def take(self) -> Tensor:
+        """Return the gathered tensor for one use."""
+        gathered = self._gather() if self._tensor is None else self._tensor
+        self._num_uses -= 1
+        self._tensor = gathered if self._num_uses else None
+        return gathered

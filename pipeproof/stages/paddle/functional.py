@@ -20,7 +20,7 @@ import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
 from pipeproof.specs.model import ModelSpec
-from pipeproof.stages.common.arithmetic import NORM_EPSILON, gated, rotary_angles
+from pipeproof.stages.common.backend_ops import NORM_EPSILON, gated, rotary_angles
 
 Tensor: TypeAlias = paddle.Tensor
 Indices: TypeAlias = npt.NDArray[np.int64]

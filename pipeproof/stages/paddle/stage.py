@@ -16,18 +16,16 @@ import paddle.nn.functional as F
 
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.experts import ExpertCollectives, ExpertRegion
-from pipeproof.stages.common.gathered_input import mark, source_of
 from pipeproof.stages.common.sequence_splits import ContextCollectives
 from pipeproof.stages.common.stage import LayerOps, Stage
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives, TensorParallelRegion
-from pipeproof.stages.common.weights import WeightMaker
+from pipeproof.stages.common.weights import WeightMaker, mark, source_of
 from pipeproof.stages.common.work_items import MtpStream, WorkItem, join_mtp_streams, mtp_batches, split_mtp_streams
 from pipeproof.stages.describe.layer import Layer
 from pipeproof.stages.describe.synthetic import IGNORED, Batch, loss_scale
-from pipeproof.stages.paddle.backend_ops import OPS
+from pipeproof.stages.paddle.backend_ops import OPS, PaddleGatheredInput, PartOfGathered
 from pipeproof.stages.paddle.experts import PaddleBalance, PaddleExperts
 from pipeproof.stages.paddle.functional import mlp_activation, rotary_tables
-from pipeproof.stages.paddle.recompute import PaddleGatheredInput, PartOfGathered
 from pipeproof.stages.paddle.weights import BorrowedWeight, SplitWeights
 
 Tensor: TypeAlias = paddle.Tensor

@@ -24,7 +24,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
-from pipeproof.stages.common.gathered_input import source_of
+from pipeproof.stages.common.weights import source_of
 from pipeproof.stages.paddle.functional import fork, rms_norm
 
 Tensor: TypeAlias = paddle.Tensor

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from pipeproof.stages.common.backend_ops import BackendOps
-from pipeproof.stages.common.gathered_input import GatheredInput, mark
+from pipeproof.stages.common.weights import GatheredInput, mark
 from pipeproof.stages.torch.functional import causal_attention, fork, rms_norm, rotate, rotated_heads, wide_type
 
 Tensor: TypeAlias = torch.Tensor

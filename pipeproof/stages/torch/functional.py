@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from pipeproof.specs.model import ModelSpec
-from pipeproof.stages.common.arithmetic import NORM_EPSILON, gated, rotary_angles
+from pipeproof.stages.common.backend_ops import NORM_EPSILON, gated, rotary_angles
 
 Tensor: TypeAlias = torch.Tensor
 

@@ -22,7 +22,7 @@ from torch import fx, nn
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.dropout import Dropouts
 from pipeproof.stages.common.embedding_and_head import Positions
-from pipeproof.stages.common.gathered_input import GatheredInput, source_of
+from pipeproof.stages.common.weights import GatheredInput, source_of
 from pipeproof.stages.common.work_items import MtpStream, WorkItem
 from pipeproof.stages.describe.boundary import MicroBatchSize, micro_batch_size
 from pipeproof.stages.describe.layer import Layer, is_empty, layer_order

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from pipeproof.stages.common.arithmetic import NORM_EPSILON
-from pipeproof.stages.common.gathered_input import GatheredInput, source_of
+from pipeproof.stages.common.backend_ops import NORM_EPSILON
+from pipeproof.stages.common.weights import GatheredInput, source_of
 from pipeproof.stages.torch.functional import Groups, grouped_gradients, grouped_product, is_one_kernel
 
 Tensor: TypeAlias = torch.Tensor

@@ -9,8 +9,7 @@ from types import MappingProxyType
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.state.flex.flex_checkpoint import open_flex
-from pipeproof.state.flex.flex_metadata import SUFFIX, FlexShard, key_of, metadata_of, stored_shape
+from pipeproof.state.flex.flex_metadata import SUFFIX, FlexShard, key_of, metadata_of, open_flex, stored_shape
 from pipeproof.state.reshard.reshard_targets import ReshardTask
 from pipeproof.state.safetensors_header import read_header
 from pipeproof.state.state_codes import FLEX_UNSUPPORTED, FlexError

@@ -15,7 +15,7 @@ from pipeproof.comm.op_graph import LoweredPlan, index_of
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.stages.describe.gradient_facts import bias_name, moves_biases, routers
 from pipeproof.stages.describe.layer import Parameter
-from pipeproof.state.cast import CAST_DTYPES
+from pipeproof.state.byte_ranges import CAST_DTYPES
 from pipeproof.state.checkpoint import HeldShard
 from pipeproof.state.region_text import and_more, range_text, weight_name
 from pipeproof.state.regions import Region, TilingFault, first_with_count, is_outside, tiling_fault, whole_region

@@ -23,8 +23,7 @@ import numpy as np
 from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.schedule.op_table import Channel
 from pipeproof.schedule.ops import OpKind
-from pipeproof.testing.fake.fake_operations import Array, Call, Computation, FakeOp, MismatchError, Transfer
-from pipeproof.testing.fake.virtual_clock import FakeTimes
+from pipeproof.testing.fake.fake_operations import Array, Call, Computation, FakeOp, FakeTimes, MismatchError, Transfer
 from pipeproof.verify.fifo_matching import partner_of
 
 

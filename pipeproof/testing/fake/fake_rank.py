@@ -24,9 +24,8 @@ from pipeproof.schedule.ops import (
     OpKind,
     parse_op,
 )
-from pipeproof.testing.fake.fake_operations import Array, Call, Computation, FakeOp, RaceError, Transfer
+from pipeproof.testing.fake.fake_operations import Array, Call, Computation, FakeOp, RaceError, Transfer, exact_us
 from pipeproof.testing.fake.fake_run import Running
-from pipeproof.testing.fake.virtual_clock import exact_us
 from pipeproof.testing.same_gradients import as_array, dtype_name
 
 _HERE = str(Path(__file__).parent)

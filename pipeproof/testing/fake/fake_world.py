@@ -10,10 +10,9 @@ from pipeproof.comm.channel_models import MODELS, ChannelModel
 from pipeproof.schedule.op_table import Group
 from pipeproof.schedule.ops import AXES
 from pipeproof.testing.fake.fake_engine import Engine
-from pipeproof.testing.fake.fake_operations import DeadlockError
+from pipeproof.testing.fake.fake_operations import DeadlockError, times_of
 from pipeproof.testing.fake.fake_rank import FakeRank
 from pipeproof.testing.fake.fake_run import FakeRun, Running
-from pipeproof.testing.fake.virtual_clock import times_of
 
 RankProgram = Callable[[FakeRank], Any]
 """Program of one rank, in ordinary blocking calls."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import paddle
 
-from pipeproof.stages.common.arithmetic import clamped_swiglu, gated
+from pipeproof.stages.common.backend_ops import clamped_swiglu, gated
 from pipeproof.stages.common.dropout import Dropouts
 from pipeproof.stages.common.embedding_and_head import Positions
 from pipeproof.stages.common.sequence_splits import EarlierSplits, GatheredKeys
 from pipeproof.stages.common.stage import with_positions
 from pipeproof.stages.describe.synthetic import DropoutKeys
-from pipeproof.stages.paddle.backend_ops import OPS
+from pipeproof.stages.paddle.backend_ops import OPS, recompute_in_backward
 from pipeproof.stages.paddle.functional import (
     causal_attention,
     mlp_activation,
@@ -24,7 +24,6 @@ from pipeproof.stages.paddle.functional import (
     rotated_heads,
     swiglu,
 )
-from pipeproof.stages.paddle.recompute import recompute_in_backward
 from pipeproof.stages.paddle.weights import SplitWeights, layer_norm
 from tests.stages.adjoints.regions import MLA
 from tests.stages.adjoints.rows import fixed, per_layout, plain

@@ -6,7 +6,7 @@ import numpy as np
 import paddle
 
 from pipeproof.specs.model import MoeSpec
-from pipeproof.stages.common.arithmetic import gated
+from pipeproof.stages.common.backend_ops import gated
 from pipeproof.stages.paddle.experts import PaddleBalance, PaddleExperts, choose, reorder, visits, weighted
 from pipeproof.stages.paddle.functional import fork, swiglu
 from tests.stages.adjoints.rows import plain

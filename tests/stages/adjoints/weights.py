@@ -7,12 +7,11 @@ from typing import Any
 
 import paddle
 
-from pipeproof.stages.common.gathered_input import mark, source_of
 from pipeproof.stages.common.stage import contract_streams, expand_streams, sinkhorn, with_streams
+from pipeproof.stages.common.weights import mark, source_of
 from pipeproof.stages.common.work_items import join_mtp_streams, split_mtp_streams, training_loss
 from pipeproof.stages.describe.layers.layer_operations import BlockStreams
-from pipeproof.stages.paddle.backend_ops import OPS
-from pipeproof.stages.paddle.recompute import PaddleGatheredInput, PartOfGathered
+from pipeproof.stages.paddle.backend_ops import OPS, PaddleGatheredInput, PartOfGathered
 from tests.stages.adjoints.rows import plain
 from tests.stages.adjoints.world import Case, Held, Rank
 from tests.stages.staged_run import make_plan

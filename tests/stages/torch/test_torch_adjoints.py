@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeproof.stages.common.arithmetic import clamped_swiglu
+from pipeproof.stages.common.backend_ops import clamped_swiglu
 from pipeproof.stages.common.experts import ExpertRegion
 from pipeproof.stages.common.sequence_splits import EarlierSplits, GatheredKeys
 from pipeproof.stages.common.stage import contract_streams, expand_streams, sinkhorn, with_positions, with_streams

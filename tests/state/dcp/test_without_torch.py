@@ -100,7 +100,7 @@ def test_several_files(file, tmp_path, monkeypatch):
 
 
 def test_an_interrupted_conversion_resumes(file, tmp_path, monkeypatch):
-    from pipeproof.state.reshard.work_directory import WorkDirectory
+    from pipeproof.state.reshard.execute_reshard import WorkDirectory
 
     with monkeypatch.context() as patched:
         patched.setattr(WorkDirectory, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from pipeproof.state.flex.flex_checkpoint import open_flex
+from pipeproof.state.flex.flex_metadata import open_flex
 from pipeproof.state.open_checkpoint import open_checkpoint
 from pipeproof.state.read_state import find_state, read_rank_state, read_whole
 from pipeproof.state.state_layout import shards_of_rank, whole_state

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.state.cast import CAST_DTYPES, cast
+from pipeproof.state.byte_ranges import CAST_DTYPES, cast
 
 BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
 

@@ -13,7 +13,7 @@ import pytest
 from pipeproof.cli import reshard_output as reshard_shown
 from pipeproof.signals import TerminatedError
 from pipeproof.state.reshard import copy_regions as moving
-from pipeproof.state.reshard import work_directory as work_directory
+from pipeproof.state.reshard import execute_reshard as work_directory
 from tests.state.reshard.plans import DENSE, files_of, keeps_marks, reshard, state_of, write_plan
 from tests.state.tiny import files_below
 

@@ -11,7 +11,6 @@ All transfers live in one state behind one lock: ``_advance`` completes
 all transfers that can be completed, and is called after every post.
 """
 
-# ruff: noqa: D102 - the methods of an endpoint are documented at `Endpoint`
 from __future__ import annotations
 
 import threading
