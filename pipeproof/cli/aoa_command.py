@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeproof.cli.console import echo, format_option, opening_checkpoints, refusing_bad_plans
-from pipeproof.cli.path_types import PLACE, is_plan
+from pipeproof.cli.option_types import PLACE, is_plan, set_option
 from pipeproof.cli.progress import showing_progress
-from pipeproof.cli.set_option import set_option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,7 +16,7 @@ import click
 from pipeproof.cli.console import console_for, format_option, refusing_bad_plans
 from pipeproof.cli.file_kinds import PROGRAM, kind_of
 from pipeproof.cli.import_command import import_from
-from pipeproof.cli.path_types import PLACE
+from pipeproof.cli.option_types import PLACE
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
 from pipeproof.comm.backend_rows import Queue

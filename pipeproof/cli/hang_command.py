@@ -15,8 +15,8 @@ import click
 
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, require_separate_outputs, writable
+from pipeproof.cli.option_types import set_option
 from pipeproof.cli.progress import showing_progress
-from pipeproof.cli.set_option import set_option
 from pipeproof.diagnostics.finding import Severity
 from pipeproof.exit_status import ExitStatus
 

@@ -10,7 +10,7 @@ import click
 
 from pipeproof.cli.console import console_for, refusing_bad_plans, require_separate_outputs, writable
 from pipeproof.cli.help_sections import LazyCommands, SuggestingGroup
-from pipeproof.cli.set_option import set_option
+from pipeproof.cli.option_types import set_option
 from pipeproof.interop.importers.import_kinds import KINDS
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ import click
 from pipeproof.atomic_write import write_json
 from pipeproof.cli.console import console_for, refusing_bad_plans, require_separate_outputs, writable
 from pipeproof.cli.number_text import fraction_of
-from pipeproof.cli.path_types import PLACE
+from pipeproof.cli.option_types import PLACE, set_option
 from pipeproof.cli.progress import showing_progress
-from pipeproof.cli.set_option import set_option
 
 if TYPE_CHECKING:
     from rich.console import Console

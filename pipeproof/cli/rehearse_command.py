@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeproof.cli.console import console_for, refusing_bad_plans, writable
-from pipeproof.cli.path_types import PLACE
+from pipeproof.cli.option_types import PLACE
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.rank_options import rank_options

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeproof.cli.console import echo, format_option, note_kind, opening_checkpoints, refusing_bad_plans
-from pipeproof.cli.path_types import PLACE, is_plan
+from pipeproof.cli.option_types import PLACE, is_plan, set_option
 from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.reshard_output import Outcome, show_findings, show_outcome, showing_copy
-from pipeproof.cli.set_option import set_option
 from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.exit_status import ExitStatus
 from pipeproof.system_calls import num_cores

@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from pipeproof.cli.console import format_option, refusing_bad_plans
 from pipeproof.cli.help_sections import LazyCommands, SuggestingGroup
-from pipeproof.cli.path_types import is_plan
+from pipeproof.cli.option_types import is_plan
 from pipeproof.cli.plan_options import PlanSource, plan_options
 
 FORMATS = ("text", "csv", "csv-comms", "fleet", "svg")

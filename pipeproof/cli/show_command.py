@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from pipeproof.cli.console import console_for, refusing_bad_plans
-from pipeproof.cli.path_types import PLACE
+from pipeproof.cli.option_types import PLACE
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
 

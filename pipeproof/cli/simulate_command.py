@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from pipeproof.cli.console import console_for, format_option, refusing_bad_plans
-from pipeproof.cli.path_types import PLACE
+from pipeproof.cli.option_types import PLACE
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
 from pipeproof.cli.timeline_option import timeline_file, write_timeline

@@ -13,7 +13,7 @@ import click
 
 from pipeproof.cli.console import console_for, echo, format_option, note_kind, opening_checkpoints, refusing_bad_plans
 from pipeproof.cli.help_sections import LazyCommands, SuggestingGroup
-from pipeproof.cli.path_types import PLACE, is_plan
+from pipeproof.cli.option_types import PLACE, is_plan
 from pipeproof.cli.progress import showing_progress
 from pipeproof.exit_status import ExitStatus
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from pipeproof.cli.console import console_for, echo, format_option, refusing_bad_plans, writable
-from pipeproof.cli.path_types import PLACE
+from pipeproof.cli.option_types import PLACE
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
 from pipeproof.exit_status import ExitStatus

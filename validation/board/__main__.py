@@ -11,7 +11,7 @@ import click
 
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for, echo, format_option, note_kind, writable
-from pipeproof.cli.path_types import GivenPath
+from pipeproof.cli.option_types import GivenPath
 from pipeproof.cli.progress import showing_progress
 from pipeproof.exit_status import ExitStatus
 
