@@ -68,6 +68,27 @@ def test_nothing_is_refused_in_a_tools_name_where_a_name_is_open(tmp_path):
     assert "10 layers do not divide" in finding.message
 
 
+def test_words_that_a_script_reads_while_it_runs_leave_the_verdict_open(tmp_path):
+    text = f'LINE=$(python args.py)\nread -ra MODEL <<< "$LINE"\n{TORCHRUN}--bf16 ${{MODEL[@]}}'
+    assert open_names(script(tmp_path, text=text)) == ["MODEL"]
+
+
+def test_flags_before_a_program_in_an_unknown_directory_are_those_of_its_launcher(tmp_path):
+    text = f"DIR=`pwd`\nsrun -l --container-image X sh -c \"python ${{DIR}}/pretrain_gpt.py {SIZES}\"\n"
+    assert script(tmp_path, text=text).plan["model"]["num_layers"] == 8
+
+
+def test_programs_that_train_nothing_are_refused(tmp_path):
+    finding = refusal(script, tmp_path, text=TORCHRUN.replace("pretrain_gpt.py", "evaluation.py"))
+    assert (finding.code, "`evaluation.py` trains nothing" in finding.message) == ("PP170", True)
+
+
+def test_specifications_of_mindspeed_that_are_plain_blocks_decide_nothing(tmp_path):
+    spec = "--noop-layers None --spec mindspeed_llm.tasks.models.spec.{}_spec layer_spec"
+    assert open_names(script(tmp_path, spec.format("qwen3"))) == []
+    assert open_names(script(tmp_path, spec.format("gemma2"))) == ["--spec"]
+
+
 def test_an_open_verdict_is_no_success(tmp_path):
     file = tmp_path / "train.sh"
     file.write_text(f"{TORCHRUN}--own-flag 3", encoding="utf-8")
@@ -265,6 +286,19 @@ def test_the_configuration_that_bridge_writes_is_read():
     assert made.plan["topology"] == {"pp": 4, "tp": 2, "sequence_parallel": True, "dp": 2}
     assert [made.plan["schedule"][key] for key in ("num_chunks", "num_micro_batches")] == [2, 32]
     assert not check_imported(made).errors
+
+
+def test_recipes_of_verl_are_known_by_the_actor(tmp_path):
+    actor = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 actor_rollout_ref.model.path=Qwen/Qwen3-8B"
+    assert imported("verl", tmp_path, f"python3 -m recipe.dapo.main_dapo {actor}\n", name="run.sh").kind
+
+
+def test_the_program_of_a_task_of_flagscale_is_that_of_the_experiment_above(tmp_path):
+    (tmp_path / "train").mkdir()
+    experiment = "experiment:\n  task:\n    entrypoint: ./flagscale/train/train_rwkv.py\n"
+    (tmp_path / "train.yaml").write_text(experiment, encoding="utf-8")
+    finding = refusal(imported, "flagscale", tmp_path / "train", FLAGSCALE)
+    assert "`train_rwkv.py` trains another model" in finding.message
 
 
 def test_a_script_of_another_tool_is_named(tmp_path):

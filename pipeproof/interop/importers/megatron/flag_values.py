@@ -16,7 +16,7 @@ from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
 from pipeproof.interop.importers.imported import IgnoredSetting
 from pipeproof.interop.importers.megatron.flags import FLAGS, NOT_SHOWN, concerns_parallelism
-from pipeproof.interop.importers.megatron.launch_script import BLOCKS, Argument, Script, ScriptError, read_script
+from pipeproof.interop.importers.megatron.launch_script import BLOCKS, READ, Argument, Script, ScriptError, read_script
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +179,18 @@ def _arguments(
     file: str, lines: tuple[str, ...], command: Sequence[Argument], notes: tuple[tuple[str, Location], ...]
 ) -> Arguments:
     """Separate the flags of the program from those of its launcher, which come first."""
-    programs = [index for index, word in enumerate(command) if word.text is not None and _PROGRAM.fullmatch(word.text)]
+    names = [word.end if word.text is None else word.text for word in command]
+    programs = [index for index, name in enumerate(names) if _PROGRAM.fullmatch(name)]
     first_flag = next(index for index, word in enumerate(command) if _score([word]))
     program = max((index for index in programs if index < first_flag), default=-1)
     unread = takewhile(lambda word: word.text is None or not _FLAG.match(word.text), command[program + 1 :])
     before = [(f"`{word.text or word.why}` before the first flag is not read", word.location) for word in unread]
     notes = (*notes, *(before if programs else ()))
     flags, launcher = settings_of_words(command[program + 1 :]), settings_of_words(command[: program + 1])
-    started = command[program].text if program >= 0 else None
-    return Arguments(file, lines, flags, launcher, notes, program=started or "")
+    may_have_flags = "its words are known to a run alone, and may have any flag"
+    hidden = (word for word in command[program + 1 :] if word.text is None and word.why.endswith(READ))
+    unknown = tuple(IgnoredSetting(word.why.split("`")[1], may_have_flags, word.location) for word in hidden)
+    return Arguments(file, lines, flags, launcher, notes, program=names[program] if program >= 0 else "", open=unknown)
 
 
 def settings_of_words(words: Sequence[Argument]) -> dict[str, Setting]:

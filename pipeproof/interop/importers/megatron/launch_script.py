@@ -13,7 +13,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -39,9 +38,9 @@ class ScriptError(Exception):
 class Argument:
     """A word of a command; ``text`` is None if only a run determines it, and ``why`` is the reason.
 
-    Of a known one, ``why`` names the variable of the environment whose default is in it.
-    ``start`` is then the text before the unknown part. ``block`` is the line of the block that appends the word, which
-    may run or not, or that assigns the variable of an unknown one; 0 outside of blocks.
+    Of a known one, ``why`` names the variable of the environment whose default is in it. ``start`` and ``end`` are the
+    text before and after the unknown part. ``block`` is the line of the block that appends the word, which may run or
+    not, or that assigns the variable of an unknown one; 0 outside of blocks.
     """
 
     text: str | None
@@ -49,6 +48,7 @@ class Argument:
     why: str = ""
     start: str = ""
     block: int = 0
+    end: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,9 @@ _FUNCTION: Final = re.compile(r"(?:function[ \t]+[\w-]+[ \t]*(?:\(\s*\))?|[\w-]+
 _TRACED: Final = re.compile(r"\++[ \t]+")
 _HEAD: Final = re.compile(r"^\++[ \t]+(?:case|for|select|if|while|until)\b.*$", re.MULTILINE)
 _DECLARING: Final = frozenset({"export", "local", "declare", "typeset", "readonly"})
+READ: Final = "is read while the script runs"
+"""End of the reason why such a variable is not known."""
+_READING: Final = frozenset({"read", "mapfile", "readarray"})
 _OPENS: Final = frozenset({"if", "for", "while", "until", "select", "case", "{"})
 _CLOSES: Final = frozenset({"fi", "done", "esac", "}"})
 _CONTINUES: Final = frozenset({"then", "do", "else", "elif", "in", "time", "!"})
@@ -268,7 +271,11 @@ class _Reader:
 
     def _command(self, words: Sequence[_Word], assigned: Mapping[str, list[_Word]]) -> None:
         first = _text(words[0])
-        if self._blocks:
+        if first in _READING:
+            for name in filter(_NAME.fullmatch, (_text(word) or "" for word in words[1:])):
+                piece = _Piece(None, is_quoted=False, location=words[0][0].location, why=f"`{name}` {READ}")
+                self._script.variables[name] = [(piece,)]
+        elif self._blocks:
             self._script.in_blocks.append(tuple(_arguments_of(words)))
         elif first in ("source", ".") and len(words) > 1:
             self._source(words[1])
@@ -520,9 +527,13 @@ def _argument(pieces: list[_Piece]) -> Argument:
     first = next((piece for piece in pieces if piece.text), pieces[0])
     is_one_line = all(piece.location.line == first.location.line for piece in pieces)
     length = len(text) if text is not None and is_one_line else 1
-    start = "" if unknown is None else "".join(p.text or "" for p in takewhile(lambda p: p.text is not None, pieces))
+    start = end = ""
+    if unknown is not None:
+        start = "".join(piece.text or "" for piece in pieces[: pieces.index(unknown)])
+        last = max(index for index, piece in enumerate(pieces) if piece.text is None)
+        end = "".join(piece.text or "" for piece in pieces[last + 1 :])
     why = next((piece.why for piece in pieces if piece.why), "") if unknown is None else unknown.why
-    return Argument(text, first.location.part(0, length), why, start, max(piece.block for piece in pieces))
+    return Argument(text, first.location.part(0, length), why, start, max(piece.block for piece in pieces), end)
 
 
 # --- numbers ---

@@ -14,7 +14,12 @@ from pipeproof.interop.importers.megatron.batch_flags import import_batches
 from pipeproof.interop.importers.megatron.flag_checks import check_choices, check_contradictions, check_counts
 from pipeproof.interop.importers.megatron.flag_values import Arguments, FlagReader
 from pipeproof.interop.importers.megatron.model_flags import dispatcher_of, import_model
-from pipeproof.interop.importers.megatron.other_names import note_others, refuse_misspelt, undecided_names
+from pipeproof.interop.importers.megatron.other_names import (
+    note_others,
+    refuse_misspelt,
+    refuse_other_programs,
+    undecided_names,
+)
 from pipeproof.interop.importers.megatron.precision_flags import import_precision
 from pipeproof.interop.importers.megatron.recompute_flags import MODULES, import_recomputation, recomputed_modules
 from pipeproof.interop.importers.megatron.stage_flags import CHUNKS, import_stages
@@ -35,6 +40,7 @@ def import_arguments(arguments: Arguments, flags: Flags, tool: Tool = MEGATRON_L
         PlanFileError: PP170 if a value cannot be read, PP171 if Megatron-LM refuses the settings, PP177 instead if not
             all of them are understood.
     """
+    refuse_other_programs(arguments)
     reader = FlagReader(arguments, Draft("megatron", flags))
     if not arguments.has_all:
         refuse_misspelt(reader, tool)

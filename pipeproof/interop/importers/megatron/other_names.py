@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from typing import Final
 
 from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import misspelt
+from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.imported import IgnoredSetting
-from pipeproof.interop.importers.megatron.flag_values import FlagReader, Setting, is_off
+from pipeproof.interop.importers.megatron.flag_values import Arguments, FlagReader, Setting, is_off
 from pipeproof.interop.importers.megatron.flags import (
     DECIDES,
     FLAGS,
@@ -27,6 +29,23 @@ _OTHER_MODELS: Final = re.compile(
     r"|diffusion|flux|omni|audio)\w*\.py$"
 )
 """Programs that train other models than GPT."""
+
+
+_NO_TRAINING: Final = re.compile(
+    r"(^|[/_])(eval(uat\w+)?|inference\w*|generat\w+|(run_)?text_generation\w*|convert\w*|preprocess\w*|tasks/main|export\w*)\.py$"
+)
+"""Programs that evaluate, generate or convert."""
+
+
+def refuse_other_programs(arguments: Arguments) -> None:
+    """Refuse a command that trains nothing.
+
+    Raises:
+        PlanFileError: PP170.
+    """
+    if _NO_TRAINING.search(arguments.program):
+        message = f"`{arguments.program}` trains nothing, and plans are of trainings"
+        raise PlanFileError(UNREADABLE.finding(message, Location(arguments.file)))
 
 
 def refuse_misspelt(reader: FlagReader, tool: Tool) -> None:
@@ -53,6 +72,8 @@ def undecided_names(reader: FlagReader, tool: Tool) -> Iterator[IgnoredSetting]:
         key = plain(name)
         why = None
         if name in FLAGS or name in NOT_SHOWN or WITHOUT_BEARING.fullmatch(key) or _is_default(key, setting):
+            continue
+        if key == "spec" and tool.blocks.fullmatch(setting.value or ""):
             continue
         if key in DECIDES:
             why = DECIDES[key]

@@ -1,18 +1,34 @@
 """FlagScale: YAML of an experiment, and of its task with nested arguments (commit da4935e: examples/*/conf)."""
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
+from pipeproof.diagnostics.source import read_text
 from pipeproof.interop.importers.tools.job import Job
 from pipeproof.interop.importers.tools.tool import Tool
 
 _PARTS: Final = ("system", "model", "data")
+_ENTRY: Final = re.compile(r"^ +entrypoint: (\S+)", re.MULTILINE)
 _OTHER_MODELS: Final = re.compile(r"train_(?!gpt\b|aquila\b)\w+")
 
 
-def _adapt(job: Job) -> None:
+def _programs(job: Job) -> Iterator[str]:
+    """Yield the program of the experiment; of a task alone, those of the experiments in the directory above."""
     program = job.tree.get("experiment.task.entrypoint")
-    match = _OTHER_MODELS.search(str(program.value)) if program is not None else None
+    if program is not None:
+        yield str(program.value)
+        return
+    file = Path(job.tree.source.file).resolve()
+    for experiment in sorted(file.parents[1].glob("*.yaml")) if len(file.parents) > 1 else ():
+        match = _ENTRY.search(read_text(str(experiment)))
+        if match is not None:
+            yield match[1]
+
+
+def _adapt(job: Job) -> None:
+    match = _OTHER_MODELS.search(" ".join(_programs(job)))
     if match is not None:
         job.refuse(
             f"`{match[0]}.py` trains another model than GPT, which is not described",

@@ -163,7 +163,7 @@ class Job:
         return replace(
             given, flags=self.flags, notes=tuple(self.notes), world_size=self.world_size or given.world_size,
             micro_batches=self.micro_batches, unread=(*given.unread, *self.unread),
-            checkpoint=self.checkpoint, open=tuple(self.open),
+            checkpoint=self.checkpoint, open=(*given.open, *self.open),
         )  # fmt: skip
 
     def refuse(self, message: str, location: Location, help: str | None = None) -> NoReturn:

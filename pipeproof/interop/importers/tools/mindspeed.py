@@ -9,11 +9,12 @@ MINDSPEED: Final = Tool(
     name="MindSpeed",
     names="mindspeed",
     entry=re.compile(r"(^|/)(pretrain_deepseek4|posttrain_gpt)\.py$"),
+    blocks=re.compile(r"mindspeed_llm\.tasks\.models\.spec\.(qwen3|deepseek|bailing|phi35_moe|plm)_spec"),
     decides=re.compile(
         r"schedules_method|noop_layers|num_layer_list|pp_schedule_list|automated_pipeline(_perf)?|optimized_mbs_\w+"
         r"|mbs_idx|use_nanopipe\w*|use_multiparameter_pipeline_model_parallel|moe_fb_overlap|dualpipev_\w+|tp_2d|tp_[xy]"
         r"|layerwise_disaggregated_training|pipeline_num_transformer_layers|optimize(_vpp)?_send_recv_comm|layerzero\w*"
-        r"|enable_zero3|num_zero_experts|n_hash_layers|recompute_in_(bubble|advance)|mtp_spec"
+        r"|enable_zero3|num_zero_experts|n_hash_layers|enable_dsa_indexer|recompute_in_(bubble|advance)|mtp_spec"
         r"|expert_interval|moe_model_type|embed_layernorm|fsdp2_config_path"
     ),
     without=re.compile(

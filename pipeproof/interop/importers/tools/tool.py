@@ -57,6 +57,8 @@ class Tool:
     """Finds those on which order, cut or layouts depend and which are not read: they leave the verdict open."""
     without: re.Pattern[str] = _NOTHING
     """Finds those that sound so and change nothing; others with a term of parallelism leave the verdict open."""
+    blocks: re.Pattern[str] = _NOTHING
+    """Matches specifications of layers (``--spec``) that are attention and an MLP or experts."""
     adapt: Callable[[Any], None] = nothing
     """Sets the flags of a ``Job`` that the tool's own names mean."""
 

@@ -52,7 +52,9 @@ def _adapt(job: Job) -> None:
 
 VERL: Final = Tool(
     name="verl", kind="verl", names="verl", form="overrides",
-    entry=re.compile(r"\S*verl[./]\S* .*\b(actor_rollout_ref\.actor\.megatron|engine)\.\w*parallel_size="),
+    entry=re.compile(
+        r".*\bactor_rollout_ref\.actor\.megatron\.\w*parallel_size=|\S*verl[./]\S* .*\bengine\.\w*parallel_size="
+    ),
     marks=(_ACTOR, *(f"{_ENGINE}.{axis}_parallel_size" for axis in _AXES)), adapt=_adapt,
     sections=tuple(f"{top}.{below}".strip(".") for top in (_ACTOR, _ENGINE) for below in ("", *_OVERRIDES)),
     switches=("--variable-seq-lengths",),
