@@ -45,7 +45,6 @@ lint: $(VENV)/.dev           ## format, lint, types on Linux, Windows and macOS,
 
 docs: $(VENV)/.dev           ## pages, tables and pictures that are made from the code
 	$(BIN)/python validation/pages/make_rules.py
-	$(BIN)/python validation/pages/make_options.py
 	$(BIN)/python validation/pages/make_tables.py
 	$(BIN)/python validation/pages/make_costs.py
 	$(BIN)/python validation/pages/make_notebooks.py

@@ -6,7 +6,7 @@ Megatron-LM on the same devices with the same batch and types. The limit of memo
 published layout needs by the same model where that is more. No layout has pairs that take turns, which the table does
 not name. ``--match`` compares some trainings only. Results are added to the file as they come, with the commit that
 computed them; the same command resumes.
-``validation/pages/make_tune.py`` makes the tables of docs/tune.md from them.
+``validation/pages/make_tune.py`` makes the tables of validation/results/tune-published.md from them.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ from pipeproof.specs.cost_table import CollectiveCurve
 from pipeproof.specs.model import MoeSpec
 
 DEFAULT_LINK_EFFICIENCY = 0.75
-"""Share of the bandwidth of links that were not measured: what four H200 reached (``docs/costs.md``)."""
+"""Share of the bandwidth of links that were not measured: what four H200 reached (``costs-measured.md``)."""
 
 
 @dataclass(frozen=True, slots=True)

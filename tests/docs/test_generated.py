@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
     [
         "make_rules.py",
         "make_schedules.py",
-        "make_options.py",
         "make_tables.py",
         "make_zoo.py",
         "make_costs.py",

@@ -1,4 +1,4 @@
-"""The simulated figures of docs/overlap.md are those of the simulator."""
+"""The simulated figures of the pages on pairs are those of the simulator."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from pipeproof.specs.load_plan import plan_from_dict
 from tests.sim.test_overlap_parts import step_us
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "overlap.md").read_text(encoding="utf-8")
+PAGE = "".join((ROOT / name / "overlap.md").read_text(encoding="utf-8") for name in ("docs", "validation/results"))
 
 
 def rows(heading):

@@ -74,7 +74,7 @@ def test_words_that_a_script_reads_while_it_runs_leave_the_verdict_open(tmp_path
 
 
 def test_flags_before_a_program_in_an_unknown_directory_are_those_of_its_launcher(tmp_path):
-    text = f"DIR=`pwd`\nsrun -l --container-image X sh -c \"python ${{DIR}}/pretrain_gpt.py {SIZES}\"\n"
+    text = f'DIR=`pwd`\nsrun -l --container-image X sh -c "python ${{DIR}}/pretrain_gpt.py {SIZES}"\n'
     assert script(tmp_path, text=text).plan["model"]["num_layers"] == 8
 
 

@@ -1,4 +1,4 @@
-"""Write the measured parts of ``docs/limitations.md`` from ``validation/results/hardening.json``.
+"""Write the measured parts of ``docs/limitations.md`` and ``hardening.md`` from ``validation/results/hardening.json``.
 
 ``python validation/pages/make_hardening.py`` writes, ``--check`` exits 1 if a page is stale. The figures come from
 ``validation/hardening/*.py --write`` and ``python -m tests.fuzz --write``.
@@ -85,9 +85,12 @@ def tried_table() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Return the page of limitations with its tables of limits and of attacks."""
-    page = DOCS / "limitations.md"
-    return {page: fill(page, {"limits": limits_table(), "tried": tried_table()})}
+    """Return the pages with the tables of limits and of attacks."""
+    parts = {
+        DOCS / "limitations.md": {"limits": limits_table()},
+        EVIDENCE / "hardening.md": {"tried": tried_table()},
+    }
+    return {page: fill(page, made) for page, made in parts.items()}
 
 
 if __name__ == "__main__":

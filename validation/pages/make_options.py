@@ -1,23 +1,20 @@
-"""Write ``docs/options.md``: all commands, and each option with the commands that have it.
+"""The site's page of all commands, and of each option with the commands that have it.
 
-``python validation/pages/make_options.py`` writes, ``--check`` exits 1 if the page is stale. It is made from the
-commands themselves. A test requires that an option has one spelling and one kind of value in all commands.
+It is made from the commands themselves. A test requires that an option has one spelling and one kind of value in
+all commands.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import click
-from pages import DOCS, main, table
+from pages import table
 
 from pipeproof.cli.help_sections import SECTIONS
 from pipeproof.cli.main import main as pipeproof
 
 INTRODUCTION = """\
-<!-- This page is made by validation/pages/make_options.py. -->
-
 # Commands and options
 
 An option means the same in every command that has it. `--help` after a command describes its own. Codes and the
@@ -103,7 +100,3 @@ def page() -> str:
     ]
     parts += ["## Options\n", table(("option", "commands", "meaning"), rows)]
     return "\n".join(parts)
-
-
-if __name__ == "__main__":
-    sys.exit(main("validation/pages/make_options.py", {DOCS / "options.md": page()}))

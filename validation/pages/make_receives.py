@@ -1,4 +1,4 @@
-"""Writes the generated parts of ``docs/deadlock.md``: deadlock verdicts by ``recv_order``, and predicted steps.
+"""Writes parts of ``docs/deadlock.md`` and ``receives.md``: deadlock verdicts by ``recv_order``, and predicted steps.
 
 ``python validation/pages/make_receives.py`` writes, ``--check`` exits 1 if a part is stale.
 """
@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any, get_args
 
 import yaml
-from pages import DOCS, fill, main, table
+from pages import DOCS, EVIDENCE, fill, main, table
 from shown_schedule import Shown, plan_text
 
 from pipeproof.comm.channel_models import MODELS
@@ -101,6 +101,8 @@ def _plan(num_ranks: int, kind: str, transport: dict[str, Any], cost: dict[str, 
 
 
 if __name__ == "__main__":
-    page = DOCS / "deadlock.md"
-    parts = {"verdicts": verdicts_part(), "fifos": fifos_part(), "steps": steps_part()}
-    sys.exit(main("validation/pages/make_receives.py", {page: fill(page, parts)}))
+    parts = {
+        DOCS / "deadlock.md": {"fifos": fifos_part()},
+        EVIDENCE / "receives.md": {"verdicts": verdicts_part(), "steps": steps_part()},
+    }
+    sys.exit(main("validation/pages/make_receives.py", {page: fill(page, made) for page, made in parts.items()}))

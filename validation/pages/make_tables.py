@@ -28,9 +28,7 @@ from pipeproof.verify.certificate import graph_digest
 def pages() -> dict[Path, str]:
     """Return every page with its current generated parts."""
     return {
-        DOCS / "plan.md": fill(DOCS / "plan.md", {"keys": keys_part("plan.md"), "later": later_part()}),
-        DOCS / "plan-model.md": fill(DOCS / "plan-model.md", {"keys": keys_part("plan-model.md")}),
-        DOCS / "plan-cost.md": fill(DOCS / "plan-cost.md", {"keys": keys_part("plan-cost.md")}),
+        DOCS / "plan.md": fill(DOCS / "plan.md", {"keys": keys_parts()[0], "later": later_part()}),
         DOCS / "backends.md": fill(DOCS / "backends.md", {"behaviours": behaviours_part()}),
         EVIDENCE / "backend-tables.md": fill(EVIDENCE / "backend-tables.md", {"tables": tables_part()}),
         DOCS / "running.md": fill(DOCS / "running.md", {"launchers": launchers_part()}),
@@ -39,26 +37,24 @@ def pages() -> dict[Path, str]:
     }
 
 
-PAGE_OF_SECTION = {"model": "plan-model.md", "cost": "plan-cost.md", "memory": "plan-cost.md"}
-"""Sections of a plan that have their tables on another page than ``plan.md``."""
+def keys_page() -> str:
+    """Return the page of the site with a table for each section of a plan."""
+    return "\n".join(("# Keys of the plan file\n", *keys_parts()[1]))
 
 
-def keys_part(page: str) -> str:
-    """Return a table for each section of a plan that ``page`` has, from its JSON Schema; and on ``plan.md`` of all."""
+def keys_parts() -> tuple[str, list[str]]:
+    """Return the table of all sections of a plan, from its JSON Schema, and the tables of their keys."""
     schema = plan_json_schema()
     defs = schema["$defs"]
     top: list[tuple[str, ...]] = []
     sections = []
     for name, about in schema["properties"].items():
-        home = PAGE_OF_SECTION.get(name, "plan.md")
-        link = f"[`{name}`]({'' if home == 'plan.md' else home}#{name})"
         families = [option["$ref"] for option in about.get("oneOf", ())]
         if families:
-            top.append((link, "mapping", "required", about["description"]))
+            top.append((f"`{name}`", "mapping", "required", about["description"]))
             for section in (defs[family.rpartition("/")[2]] for family in families):
                 kind = section["properties"]["kind"]["const"]
-                family = "" if kind == "gpt" else f" of kind {kind}"
-                sections += _sections(name, section, defs, family) if home == page else []
+                sections += _sections(name, section, defs, "" if kind == "gpt" else f" of kind {kind}")
             continue
         reference = about.get("$ref") or about.get("items", {}).get("$ref")
         if reference is None:
@@ -68,11 +64,9 @@ def keys_part(page: str) -> str:
             kind, default = "mapping", "required" if name in schema["required"] else "each key's"
         else:
             kind, default = "a list of mappings", _default(name, about, schema)
-        top.append((link, kind, default, about["description"]))
-        sections += _sections(name, defs[reference.rpartition("/")[2]], defs) if home == page else []
-    header = ("key", "value", "default", "meaning")
-    whole = ["### The whole plan\n", table(header, top)] if page == "plan.md" else []
-    return "\n".join([*whole, *sections])
+        top.append((f"`{name}`", kind, default, about["description"]))
+        sections += _sections(name, defs[reference.rpartition("/")[2]], defs)
+    return table(("key", "value", "default", "meaning"), top), sections
 
 
 def _sections(name: str, section: dict[str, Any], defs: dict[str, Any], family: str = "") -> list[str]:

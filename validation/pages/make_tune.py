@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/tune.md`` from ``validation/results/tune.json``.
+"""Writes the tables of ``validation/results/tune-published.md`` from ``validation/results/tune.json``.
 
 ``python validation/pages/make_tune.py`` writes, ``--check`` exits 1 if a part is stale.
 ``benchmarks/tune_published.py`` makes the results.
@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pages import DOCS, EVIDENCE, fill, main, table
+from pages import EVIDENCE, fill, main, table
 
 from pipeproof.cost.devices import DEVICES
 from validation.board.accuracy_board import MEASUREMENTS, read_measurements
 
 RESULTS = EVIDENCE / "tune.json"
-PAGE = DOCS / "tune.md"
+PAGE = EVIDENCE / "tune-published.md"
 TABLE = MEASUREMENTS / "megatron_bridge_perf.csv"
 _COMPARED = ("pp", "vpp", "tp", "cp", "ep", "mbs")
 _MESH = ("pp", "tp", "cp", "ep")

@@ -42,6 +42,9 @@ PLAY_LINKS = {
 }
 """By page, the link to it, in HTML: no file of the repository is its target."""
 
+SITE_ONLY = {"a page of all keys": "keys.md", "a page of all options": "options.md"}
+"""Words that are links on the site, to pages that the repository does not have."""
+
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[#)])")
 _TO_ENTRY = re.compile(rf"\]\((?P<folder>[\w./]*?)(?P<list>{'|'.join(LISTS)})\.md#(?P<name>\w+)\)")
 _ENTRY = re.compile(r'(<a id="\w+"></a>)(`?\w+`?)')
@@ -60,11 +63,15 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def generated_pages() -> Mapping[str, str]:
     """Return what is made when the site is built, by its path: pages of codes and of schedule kinds, and pictures."""
     sys.path.append(str(Path(__file__).parent))
+    from make_options import page as options_page
     from make_rules import code_pages
     from make_schedules import schedule_pages
+    from make_tables import keys_page
 
     pages, pictures = schedule_pages()
     return {
+        "keys.md": keys_page(),
+        "options.md": options_page(),
         **{f"codes/{name}.md": text for name, text in code_pages().items()},
         **{f"schedules/{name}.md": text for name, text in pages.items()},
         **{f"images/schedules/{name}.svg": text for name, text in pictures.items()},
@@ -107,6 +114,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Return the page in the form that the site needs."""
     src_uri = page.file.src_uri
+    up = "../" * src_uri.count("/")
+    for words, place in SITE_ONLY.items():
+        markdown = markdown.replace(words, f"[{words}]({up}{place})")
     return for_the_site(with_pages(with_play(markdown, src_uri), src_uri), src_uri)
 
 
