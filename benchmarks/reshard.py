@@ -25,7 +25,7 @@ import numpy as np
 import yaml
 
 from pipeproof.specs.load_plan import load_plan
-from pipeproof.state.array_files import digest_of
+from pipeproof.state.byte_ranges import digest_of
 from pipeproof.state.reshard.copy_regions import TargetFiles
 from pipeproof.state.state_index import INDEX_FILE, ShardFile, StateIndex, index_text, provenance_file
 from pipeproof.state.state_layout import files_of, whole_state

@@ -23,9 +23,8 @@ from operator import add, attrgetter
 from typing import NamedTuple
 
 from pipeproof.cost.analytic_links import Links
-from pipeproof.cost.device_tables import device_table
+from pipeproof.cost.device_tables import attention_share, device_table, exact, product_us
 from pipeproof.cost.devices import DEVICES, Device
-from pipeproof.cost.measured_curves import attention_share, exact, product_us
 from pipeproof.cost.network_times import DEFAULT_LINK_EFFICIENCY, Network
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
 from pipeproof.schedule.kinds import ends_share_ranks

@@ -12,7 +12,7 @@ from typing import Any, Self
 from pydantic import BaseModel
 
 from pipeproof.cost.analytic_links import message_sizes
-from pipeproof.cost.measured_curves import exact
+from pipeproof.cost.device_tables import exact
 from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, GATHER_KINDS, OpKind
 from pipeproof.specs.cost import CostSpec

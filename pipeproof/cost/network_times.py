@@ -44,8 +44,8 @@ from typing import Self
 
 import numpy as np
 
+from pipeproof.cost.device_tables import exact, moved_us
 from pipeproof.cost.devices import Device
-from pipeproof.cost.measured_curves import exact, moved_us
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
 from pipeproof.schedule.columns import IntColumn
 from pipeproof.schedule.ops import GATHER_KINDS, OpKind

@@ -17,7 +17,7 @@ from types import MappingProxyType
 import numpy as np
 
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.cost.measured_curves import exact
+from pipeproof.cost.device_tables import exact
 from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.schedule.columns import HOST_QUEUE, NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, packed

@@ -1,4 +1,4 @@
-"""Simulation of a lowered plan: predicted timeline and figures, and their JSON form."""
+"""Simulation of a lowered plan: predicted timeline and figures, their JSON form, and step times for many durations."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache, cached_property
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from pipeproof.schedule.formats.op_text import op_texts
 from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
 from pipeproof.sim.contention import SharedLinks, every_rank_of, shared_network
 from pipeproof.sim.fast_engine import NotTimedError, run_fast
+from pipeproof.sim.longest_paths import COMPILED_ABOVE
 from pipeproof.sim.memory_curve import MemoryCurve
 from pipeproof.sim.op_durations import Durations, durations_of
 from pipeproof.sim.outcome import NOT_FAST, Outcome, refuse_unfinished
@@ -232,3 +234,31 @@ def _memory_to_json(curve: MemoryCurve) -> dict[str, Any]:
         **number_to_json("peak_at", curve.peak_at_us),
         **{f"{part}_bytes": num_bytes for part, num_bytes in curve.make_up.items()},
     }
+
+
+class StepTimer:
+    """Times one graph again and again: by longest paths, and where these do not apply by the reference model.
+
+    ``num_runs`` is the number of expected calls; many of them are compiled if numba is installed.
+    """
+
+    def __init__(self, graph: OpGraph, model: ChannelModel, num_runs: int) -> None:
+        self._graph, self._model = graph, model
+        # Compiling pays once all runs together are as many operations as make it worth while in one graph.
+        self._compiled = num_runs * graph.num_ops > COMPILED_ABOVE and find_spec("numba") is not None
+
+    def makespan(self, durations: Durations) -> Fraction:
+        """From the first start to the last end, in microseconds.
+
+        Raises:
+            SimulationError: the program cannot finish.
+        """
+        try:
+            times = run_fast(self._graph, durations, self._model, compiled=self._compiled)
+        except NotTimedError:
+            outcome = run_model(self._graph, durations, self._model)
+            refuse_unfinished(self._graph, outcome)
+            starts = [start for start in outcome.starts if start is not None]
+            ends = [end for end in outcome.ends if end is not None]
+            return Fraction(max(ends) - min(starts), durations.ticks_per_us)
+        return Fraction(int(np.max(times.ends)) - int(np.min(times.starts)), durations.ticks_per_us)

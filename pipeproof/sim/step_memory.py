@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.comm.plan_context import message_name
-from pipeproof.cost.measured_curves import exact
+from pipeproof.cost.device_tables import exact
 from pipeproof.schedule.columns import NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.op_parts import TensorPart, TensorSpec, part_starts

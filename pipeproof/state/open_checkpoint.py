@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.foreign_text import decode_json
-from pipeproof.state.array_files import require_whole
+from pipeproof.state.byte_ranges import require_whole
 from pipeproof.state.checkpoint import (
     FIX,
     SUFFIX,

@@ -15,8 +15,7 @@ import numpy as np
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.specs.axis_layout import dtype_bytes
-from pipeproof.state.array_files import ByteArray, read_file
-from pipeproof.state.byte_ranges import Bits, RangeReader, bits_dtype
+from pipeproof.state.byte_ranges import Bits, ByteArray, RangeReader, bits_dtype, read_file
 from pipeproof.state.checkpoint import FIX, Checkpoint, CheckpointReader, HeldShard
 from pipeproof.state.regions import Region, intersect
 from pipeproof.state.safetensors_header import Header, read_header, require_array

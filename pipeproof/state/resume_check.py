@@ -17,7 +17,7 @@ from pydantic import JsonValue
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import Finding
-from pipeproof.state.array_files import require_whole
+from pipeproof.state.byte_ranges import require_whole
 from pipeproof.state.read_state import SavedState
 from pipeproof.state.regions import Region, intersect
 from pipeproof.state.reshard.shard_layout import bad_shardings, layout_of_files

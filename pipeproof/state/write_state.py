@@ -20,7 +20,7 @@ from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.model import model_content
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.state.array_files import ByteArray, write_file
+from pipeproof.state.byte_ranges import ByteArray, write_file
 from pipeproof.state.state_index import INDEX_FILE, DataPosition, Shard, ShardFile, StateIndex, TensorEntry, index_text
 from pipeproof.state.state_layout import file_name, whole_state
 from pipeproof.system_calls import sync

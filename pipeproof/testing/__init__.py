@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pipeproof.comm.backends import backend_table
     from pipeproof.comm.channel_models import MODELS, ChannelModel, declared_model
+    from pipeproof.testing.assertions import assert_plan_sound, assert_same_gradients
     from pipeproof.testing.fake.fake_operations import (
         DeadlockError,
         FakeWorldError,
@@ -24,11 +25,8 @@ if TYPE_CHECKING:
         RaceError,
         UnmatchedError,
     )
-    from pipeproof.testing.fake.fake_rank import FakeRank, Handle
+    from pipeproof.testing.fake.fake_rank import FakeRank, FakeWorld, Handle
     from pipeproof.testing.fake.fake_run import FakeRun
-    from pipeproof.testing.fake.fake_world import FakeWorld
-    from pipeproof.testing.same_gradients import assert_same_gradients
-    from pipeproof.testing.sound_plan import assert_plan_sound
     from pipeproof.testing.transport_verdict import TransportVerdict, check_transport
 
 __all__ = [
@@ -58,7 +56,7 @@ _HOMES = {
     "DeadlockError": "testing.fake.fake_operations",
     "FakeRank": "testing.fake.fake_rank",
     "FakeRun": "testing.fake.fake_run",
-    "FakeWorld": "testing.fake.fake_world",
+    "FakeWorld": "testing.fake.fake_rank",
     "FakeWorldError": "testing.fake.fake_operations",
     "Handle": "testing.fake.fake_rank",
     "MismatchError": "testing.fake.fake_operations",
@@ -66,8 +64,8 @@ _HOMES = {
     "RaceError": "testing.fake.fake_operations",
     "TransportVerdict": "testing.transport_verdict",
     "UnmatchedError": "testing.fake.fake_operations",
-    "assert_plan_sound": "testing.sound_plan",
-    "assert_same_gradients": "testing.same_gradients",
+    "assert_plan_sound": "testing.assertions",
+    "assert_same_gradients": "testing.assertions",
     "backend_table": "comm.backends",
     "check_transport": "testing.transport_verdict",
     "declared_model": "comm.channel_models",

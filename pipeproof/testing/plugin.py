@@ -14,7 +14,7 @@ import pytest
 
 if TYPE_CHECKING:
     from pipeproof.specs.load_plan import LoadedPlan
-    from pipeproof.testing.fake.fake_world import FakeWorld
+    from pipeproof.testing.fake.fake_rank import FakeWorld
     from pipeproof.verify.check_plan import Report
 
 _PLANS = pytest.StashKey[frozenset[Path]]()
@@ -81,7 +81,7 @@ class PlanItem(pytest.Item):
 
     def runtest(self) -> None:
         """Check it."""
-        from pipeproof.testing.sound_plan import assert_plan_sound
+        from pipeproof.testing.assertions import assert_plan_sound
 
         assert_plan_sound(self.path, strict=self.config.getoption("--pipeproof-strict"))
 
@@ -99,7 +99,7 @@ class PlanItem(pytest.Item):
 @pytest.fixture
 def plan_check() -> Callable[..., Report]:
     """``pipeproof.testing.assert_plan_sound``."""
-    from pipeproof.testing.sound_plan import assert_plan_sound
+    from pipeproof.testing.assertions import assert_plan_sound
 
     return assert_plan_sound
 
@@ -107,7 +107,7 @@ def plan_check() -> Callable[..., Report]:
 @pytest.fixture
 def fake_world() -> type[FakeWorld]:
     """``pipeproof.testing.FakeWorld``: ``fake_world(4, semantics=...).run(program)``."""
-    from pipeproof.testing.fake.fake_world import FakeWorld
+    from pipeproof.testing.fake.fake_rank import FakeWorld
 
     return FakeWorld
 
@@ -116,7 +116,7 @@ def fake_world() -> type[FakeWorld]:
 def pipeproof_plan(request: pytest.FixtureRequest) -> LoadedPlan:
     """The loaded plan of ``@pytest.mark.pipeproof_plan("../plans/mine.yaml")``, a path from the test's own file."""
     from pipeproof.diagnostics.source import PlanFileError
-    from pipeproof.testing.sound_plan import findings_text, loaded
+    from pipeproof.testing.assertions import findings_text, loaded
 
     marker = request.node.get_closest_marker(_MARKER)
     if marker is None or len(marker.args) != 1 or marker.kwargs:

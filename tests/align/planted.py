@@ -21,7 +21,7 @@ from pipeproof.exec.rank import step_end
 from pipeproof.exec.rank.step_end import StepEnd
 from pipeproof.schedule.ops import Op
 from pipeproof.stages.common import stage as common_stage
-from pipeproof.stages.common.balance import RouterBalance
+from pipeproof.stages.common.experts import RouterBalance
 from pipeproof.stages.paddle import functional
 from pipeproof.stages.paddle.experts import PaddleExperts
 from pipeproof.stages.paddle.runtime import start_paddle

@@ -8,8 +8,7 @@ from pipeproof.exec.compare.compare_gradients import StepResult, compare_step, g
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
 from pipeproof.exec.rank.job_files import RecordOptions
 from pipeproof.stages.describe.layer_records import LayerWatch
-from pipeproof.stages.reference.ordered import run_ordered
-from pipeproof.stages.reference.ordered_sums import Orders
+from pipeproof.stages.reference.ordered import Orders, run_ordered
 from tests.exec.in_memory import outcome_of, run_all
 
 

@@ -12,13 +12,12 @@ from pipeproof.comm.accumulation_order import sum_orders
 from pipeproof.exec.compare.compare_routers import merged_routers, router_part
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
 from pipeproof.exec.rank.job_files import RecordOptions
-from pipeproof.stages.common import balance
+from pipeproof.stages.common import experts as routers
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.describe.model_family import describe_boundary
 from pipeproof.stages.paddle import functional
 from pipeproof.stages.paddle import stage as paddle_stage
-from pipeproof.stages.reference.ordered import run_ordered
-from pipeproof.stages.reference.ordered_sums import Orders
+from pipeproof.stages.reference.ordered import Orders, run_ordered
 from tests.plans import subject
 from tests.stages.staged_run import StagedRun
 
@@ -126,8 +125,8 @@ def plant_wrong_rope_backward(monkeypatch) -> None:
 
 def plant_wrong_auxiliary_factor(monkeypatch) -> None:
     """Let the routers of the stage put in twice of what each of their losses should count."""
-    right = balance.loss_weights
-    monkeypatch.setattr(balance, "loss_weights", lambda plan: {name: 2 * w for name, w in right(plan).items()})
+    right = routers.loss_weights
+    monkeypatch.setattr(routers, "loss_weights", lambda plan: {name: 2 * w for name, w in right(plan).items()})
 
 
 def plant_double_auxiliary(monkeypatch) -> None:

@@ -215,8 +215,7 @@ def run_all(plan, seen=None, *, first_step=0, prepare=None, around=lambda ends: 
 
 def compared(plan):
     """Each step's comparison with Paddle's ordered reference, and the unpartitioned one; logs must be the graph's."""
-    from pipeproof.stages.reference.ordered import run_ordered
-    from pipeproof.stages.reference.ordered_sums import Orders
+    from pipeproof.stages.reference.ordered import Orders, run_ordered
     from pipeproof.stages.reference.unpartitioned import unpartitioned_step
 
     outcomes, adapters = run_all(plan)

@@ -31,8 +31,7 @@ def assert_bitwise_and_logged(plan):
     """Every loss and gradient of the only rank has the ordered reference's bits, and the log is the graph's."""
     adapter, outcomes = run_alone(plan)
 
-    from pipeproof.stages.reference.ordered import run_ordered
-    from pipeproof.stages.reference.ordered_sums import Orders
+    from pipeproof.stages.reference.ordered import Orders, run_ordered
 
     orders = sum_orders(plan)
     references = run_ordered(plan.spec, Orders(orders.loss, orders.by_parameter(plan)))

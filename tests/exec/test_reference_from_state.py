@@ -13,7 +13,7 @@ from pipeproof.exec.rank.framework_choice import start_framework
 from pipeproof.exec.rank.job_files import CheckpointOptions
 from pipeproof.exec.rank.reference_kind import is_checked_by_bound
 from pipeproof.stages.reference.bound import parallel_bound
-from pipeproof.state.array_files import write_file
+from pipeproof.state.byte_ranges import write_file
 from pipeproof.state.read_state import find_state, read_whole
 from pipeproof.state.state_index import INDEX_FILE, Shard, ShardFile
 from tests.exec.in_memory import outcome_of, run_all
@@ -49,8 +49,7 @@ def references(plan, start=None):
         from pipeproof.stages.reference.torch_unpartitioned import run_unpartitioned
 
         return run_unpartitioned(plan.spec, None, start)
-    from pipeproof.stages.reference.ordered import run_ordered
-    from pipeproof.stages.reference.ordered_sums import Orders
+    from pipeproof.stages.reference.ordered import Orders, run_ordered
 
     orders = sum_orders(plan)
     return run_ordered(plan.spec, Orders(orders.loss, orders.by_parameter(plan), tied_sums(plan)), None, start)

@@ -23,7 +23,7 @@ OTHERS = {
     ("exec/train/torch/pretrained_save.py", "file.open"): PART,
     ("interop/launch_arguments/write_arguments.py", "paths[-1].write_text"): "a temporary directory",
     ("interop/traces/recorder.py", "self.path.open"): APPENDED,
-    ("state/array_files.py", "path.open"): PART,
+    ("state/byte_ranges.py", "path.open"): PART,
     ("state/reshard/copy_regions.py", "path.open"): PART,
     ("state/reshard/execute_reshard.py", "path.write_bytes"): PART,
     ("state/write_state.py", "(directory / INDEX_FILE).write_text"): PART,

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.cost.analytic_times import AnalyticCosts, PhaseTime
-from pipeproof.cost.device_tables import device_table
+from pipeproof.cost.device_tables import attention_share, device_table, moved_us, product_us
 from pipeproof.cost.devices import DEVICES
-from pipeproof.cost.measured_curves import attention_share, moved_us, product_us
 from pipeproof.cost.network_times import Network, Shape
 from pipeproof.cost.plan_times import resolved_cost
 from pipeproof.schedule.ops import OpKind

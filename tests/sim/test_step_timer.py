@@ -7,8 +7,7 @@ from pathlib import Path
 from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.sim.op_durations import durations_of
 from pipeproof.sim.simpy_model import run_model
-from pipeproof.sim.simulate import channel_model_of, simulate
-from pipeproof.sim.step_timer import StepTimer
+from pipeproof.sim.simulate import StepTimer, channel_model_of, simulate
 from tests.plans import subject
 
 COST = {"forward_us": 100, "backward_us": 200}

@@ -17,8 +17,7 @@ from pipeproof.stages.describe.layer import Layer, Parameter
 from pipeproof.stages.describe.synthetic import micro_batch
 from pipeproof.stages.paddle.optimizer import StageOptimizer
 from pipeproof.stages.paddle.stage import PaddleStage
-from pipeproof.stages.reference.ordered import run_ordered
-from pipeproof.stages.reference.ordered_sums import Orders
+from pipeproof.stages.reference.ordered import Orders, run_ordered
 from tests.plans import plan_dict
 from tests.stages.world import Issued, World
 

@@ -7,8 +7,7 @@ from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
 from pipeproof.stages.paddle.stage import PaddleStage
 from pipeproof.stages.reference.bound import parallel_bound
-from pipeproof.stages.reference.ordered import OrderedModel, run_ordered
-from pipeproof.stages.reference.ordered_sums import Orders
+from pipeproof.stages.reference.ordered import OrderedModel, Orders, run_ordered
 from pipeproof.stages.reference.unpartitioned import run_unpartitioned
 from tests.stages.staged_run import StagedRun, make_plan, run_in_order, same_bits
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.state import byte_ranges as ranges
-from pipeproof.state.array_files import read_file
-from pipeproof.state.byte_ranges import ByteRange, RangeReader
+from pipeproof.state.byte_ranges import ByteRange, RangeReader, read_file
 from pipeproof.state.regions import Region, whole_region
 from pipeproof.state.state_codes import StateError
 from tests.state.runs import plan_of

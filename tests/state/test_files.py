@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save, save_file
 
 from pipeproof.specs.axis_layout import dtype_bytes
-from pipeproof.state.array_files import ByteArray, read_file, write_file
+from pipeproof.state.byte_ranges import ByteArray, read_file, write_file
 from pipeproof.state.read_state import find_state, read_rank_state, require_free_steps
 from pipeproof.state.resume_check import require_resumable
 from pipeproof.state.state_codes import StateError

@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 
 from pipeproof.specs.axis_layout import dtype_bytes
-from pipeproof.state.array_files import ByteArray
+from pipeproof.state.byte_ranges import ByteArray
 from pipeproof.state.state_layout import shards_of_rank, whole_state
 from pipeproof.state.write_state import finish_state, write_rank_state
 from pipeproof.verify.certificate import graph_digest

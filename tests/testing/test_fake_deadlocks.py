@@ -12,7 +12,7 @@ from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
 from pipeproof.sim.op_durations import Durations
 from pipeproof.sim.simpy_model import run_model
 from pipeproof.testing.fake.fake_operations import DeadlockError, NeverComesError, UnmatchedError
-from pipeproof.testing.fake.fake_world import FakeWorld
+from pipeproof.testing.fake.fake_rank import FakeWorld
 from pipeproof.verify.deadlock.deadlock_verdict import deadlocks
 from pipeproof.verify.deadlock.events import events_of, stuck_events
 from tests.testing.fake_programs import models, programs

@@ -46,8 +46,7 @@ from pipeproof.stages.describe.gradient_facts import bias_key, bias_name, moves_
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.describe.model_family import describe_layers
 from pipeproof.stages.reference.reference_state import InitialState, StepResult
-from pipeproof.state.array_files import ByteArray
-from pipeproof.state.byte_ranges import bits_dtype, cast
+from pipeproof.state.byte_ranges import ByteArray, bits_dtype, cast
 from pipeproof.state.read_state import SavedState, read_whole
 from pipeproof.state.state_index import read_index
 from pipeproof.state.state_layout import COUNTERS, MOMENTS, moment_name
@@ -76,8 +75,7 @@ def _paddle_results(job: Job, plan: LoweredPlan, watch: LayerWatch | None) -> It
     from pipeproof.stages.paddle.runtime import start_paddle
 
     start_paddle(0 if plan.spec.run.device == "gpu" else None)
-    from pipeproof.stages.reference.ordered import run_ordered
-    from pipeproof.stages.reference.ordered_sums import Orders
+    from pipeproof.stages.reference.ordered import Orders, run_ordered
     from pipeproof.stages.reference.unpartitioned import run_unpartitioned, unpartitioned_step
 
     spec, orders = plan.spec, sum_orders(plan)

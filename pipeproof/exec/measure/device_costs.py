@@ -95,7 +95,7 @@ def measure_costs(
 
 
 def product_curve(times: Sequence[tuple[tuple[int, int, int], float]], peak: float) -> ProductCurve:
-    """Fit the curve of ``measured_curves`` to times in microseconds, on a device that is warm, by least squares.
+    """Fit the curve of ``device_tables`` to times in microseconds, on a device that is warm, by least squares.
 
     The time c (m n + spare) (k + inner) + start is linear in c, c inner, c spare and the rest. Negative terms are left
     out, the most negative first; c is kept.

@@ -20,7 +20,7 @@ from pipeproof.system_calls import lock_file
 from pipeproof.verify.subject import Subject
 
 if TYPE_CHECKING:
-    from pipeproof.state.array_files import ByteArray
+    from pipeproof.state.byte_ranges import ByteArray
     from pipeproof.state.state_index import Shard
 
 PaddleWriter: TypeAlias = Callable[[Path, LoweredPlan, int, Mapping[tuple[str, str], Tensor]], None]
@@ -164,7 +164,7 @@ def save_state(
 
 def rank_shards(adapter: RankAdapter, arrays: Arrays, plan: LoweredPlan, rank: int) -> dict[Shard, ByteArray]:
     """Return the shards that a rank writes, with their content."""
-    from pipeproof.state.array_files import ByteArray
+    from pipeproof.state.byte_ranges import ByteArray
     from pipeproof.state.state_layout import shards_of_rank
 
     state, content = adapter.state(), {}

@@ -49,9 +49,8 @@ from pipeproof.diagnostics.source import LINE_BREAK
 from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.formats.inexpressible import InexpressibleError, require_bare, require_computations, steps_of
 from pipeproof.schedule.formats.op_text import OpReader
-from pipeproof.schedule.formats.text_tokens import Findings, Placed, end_of, placed_line, row_attributes
+from pipeproof.schedule.formats.text_tokens import Findings, Placed, end_of, placed_line, row_attributes, with_peers
 from pipeproof.schedule.formats.torch_runtime import runtime_rows
-from pipeproof.schedule.formats.transfer_peers import with_peers
 from pipeproof.schedule.ops import COMPUTE_KINDS, META_KINDS, TRANSFER_KINDS, Op, OpKind
 from pipeproof.specs.schedule import BAD_OPERATION, NO_OPERATIONS
 

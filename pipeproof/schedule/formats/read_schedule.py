@@ -24,9 +24,8 @@ from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE, Inexpressibl
 from pipeproof.schedule.formats.op_text import OpReader
 from pipeproof.schedule.formats.schedule_size_checks import Expected, RawSchedule, check_fit
 from pipeproof.schedule.formats.text_form import format_rows, looks_like_program, read_program
-from pipeproof.schedule.formats.text_tokens import ROW_KEYS, Findings, Placed, attribute_text
+from pipeproof.schedule.formats.text_tokens import ROW_KEYS, Findings, Placed, attribute_text, with_peers
 from pipeproof.schedule.formats.torch_runtime import runtime_rows
-from pipeproof.schedule.formats.transfer_peers import with_peers
 from pipeproof.schedule.op_table import Group, TensorSpec
 from pipeproof.schedule.ops import COMPUTE_KINDS, META_KINDS, TRANSFER_KINDS, Op, OpKind
 from pipeproof.schedule.programs import Programs, Schedule, stages_of

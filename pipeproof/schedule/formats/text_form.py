@@ -59,8 +59,8 @@ from pipeproof.schedule.formats.text_tokens import (
     to_number,
     to_shape,
     unquoted,
+    with_peers,
 )
-from pipeproof.schedule.formats.transfer_peers import with_peers
 from pipeproof.schedule.op_parts import TensorPart
 from pipeproof.schedule.op_table import Group, OpGraph, TensorSpec, build_graph
 from pipeproof.schedule.ops import AXES, META_KINDS, TRANSFER_KINDS, OpKind

@@ -21,10 +21,9 @@ from typing import Any, Generic, TypeVar
 from pipeproof.specs.model import MlaSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.backend_ops import BackendOps, Tensor, Weight
-from pipeproof.stages.common.balance import Balance
 from pipeproof.stages.common.dropout import Dropouts
 from pipeproof.stages.common.embedding_and_head import EmbeddingAndHead, Positions, Vocabulary
-from pipeproof.stages.common.experts import ExpertRegion, Experts
+from pipeproof.stages.common.experts import Balance, ExpertRegion, Experts
 from pipeproof.stages.common.sequence_splits import ContextCollectives, EarlierSplits, GatheredKeys
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives, TensorParallelRegion
 from pipeproof.stages.common.weights import SplitWeights, StageWeights, WeightGradients, WeightMaker

@@ -19,7 +19,7 @@ import paddle.nn.functional as F
 from pipeproof.specs.model import MoeSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common import experts as common
-from pipeproof.stages.common.balance import Balance
+from pipeproof.stages.common.experts import Balance
 from pipeproof.stages.describe.layer import Layer
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import Indices, fork

@@ -1,15 +1,16 @@
-"""Mixture of experts for the references: a loop over experts, for the tokens of one or more ranks.
+"""Mixture of experts and routers for the references: a loop over experts, for the tokens of one or more ranks.
 
 The bits depend on the rows of each product and on the order in which a token's gradients are added, so both are
 explicit: an expert's rows are its tokens, rank by rank. A token adds the outputs of its experts, and the gradients that
-come back, in the order of its choice.
+come back, in the order of its choice. A router's losses are additional roots of plain autograd.
+``pipeproof.stages.describe.gradient_facts`` defines them.
 
 Shape letters: N tokens, E experts, k of them for a token, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -20,6 +21,9 @@ import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
 from pipeproof.specs.model import MoeSpec
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.gradient_facts import bias_key, loss_key, loss_weights, moves_biases, routers
 from pipeproof.stages.reference.layer_math import gated
 from pipeproof.stages.reference.sharded_tensors import Copies, add
 
@@ -129,3 +133,119 @@ class PermuteRows(PyLayer):  # type: ignore[misc]  # Paddle ships no types
         back = np.empty_like(ctx.order)
         back[ctx.order] = np.arange(len(back))
         return paddle.gather(gradient, paddle.to_tensor(back))
+
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+class Routers:
+    """Biases, losses and visit counts of all routers of the plan's model.
+
+    ``state`` has the biases under the names of ``bias_key``. Missing biases are zero.
+    """
+
+    def __init__(self, plan: PlanSpec, state: Mapping[str, Array] | None = None) -> None:
+        self._plan, self._weights = plan, loss_weights(plan)
+        names = routers(describe_gpt(plan)) if moves_biases(plan) else ()
+        num_experts = 0 if plan.model.moe is None else plan.model.moe.num_experts
+        zero = np.zeros(num_experts, dtype=plan.run.dtype)
+        self.biases = {name: np.array((state or {}).get(bias_key(name), zero)) for name in names}
+        self.visits = {name: np.zeros(num_experts, dtype=np.int64) for name in names}
+        self.values: dict[str, Array] = {}
+        self._roots: list[Tensor] = []
+        self._work_item = 0, 0
+
+    def begin_step(self) -> dict[str, Array]:
+        """Reset losses and visits, and return the biases at the beginning of the step."""
+        self.values = {}
+        for visits in self.visits.values():
+            visits[:] = 0
+        return self._state()
+
+    def select(self, micro_batch: int, split: int = 0) -> None:
+        """Select the next work item; ``micro_batch`` counts over all data ranks."""
+        self._work_item = micro_batch, split
+
+    def route(
+        self,
+        logits: Tensor,
+        name: str,
+        *,
+        counts: bool = True,
+        sequence_dim: int | None = None,
+    ) -> Routing:
+        """Choose experts by a router's outputs [.., E], see ``routes``."""
+        (routing,) = self.routes(logits, name, 1, counts=counts, sequence_dim=sequence_dim)
+        return routing
+
+    def routes(
+        self, logits: Tensor, name: str, num_readers: int, *, counts: bool = True, sequence_dim: int | None = None
+    ) -> list[Routing]:
+        """Choose experts by a router's outputs [.., E], and compute the weights of each reader separately.
+
+        ``counts`` is False for the outputs of another tensor-parallel shard for the same tokens, whose losses and
+        visits already count. With ``sequence_dim`` the outputs are those of whole sequences, and each sequence split of
+        the plan has its own losses.
+        """
+        moe, num_splits = self._plan.model.moe, self._plan.schedule.num_sequence_splits
+        assert moe is not None
+        if counts and self._weights:
+            logits, for_losses = Copies.apply(logits, 2)
+            is_split = sequence_dim is not None and num_splits > 1
+            parts = for_losses.split(num_splits, axis=sequence_dim) if is_split else [for_losses]
+            for offset, part in enumerate(parts):
+                self._add_losses(part, name, offset)
+        copies = Copies.apply(logits, num_readers) if num_readers > 1 else [logits]
+        routings = [route(copy, moe, self.biases.get(name)) for copy in copies]
+        if counts and name in self.visits:
+            np.add.at(self.visits[name], routings[0].experts.reshape(-1), 1)
+        return routings
+
+    def _add_losses(self, logits: Tensor, name: str, offset: int) -> None:
+        moe = self._plan.model.moe
+        assert moe is not None
+        flat = logits.reshape([-1, moe.num_experts])
+        micro_batch, split = self._work_item
+        copies = Copies.apply(flat, len(self._weights)) if len(self._weights) > 1 else [flat]
+        for (loss, weight), copy in zip(self._weights.items(), copies, strict=True):
+            value = (balance_loss(copy, moe) if loss == "aux" else z_loss(copy)) * weight
+            self._roots.append(value)
+            self.values[loss_key(loss, name, micro_batch, split + offset)] = value.numpy()
+
+    def take_roots(self) -> list[Tensor]:
+        """Return the losses since the last call, as roots of backward in addition to the main loss."""
+        roots, self._roots = self._roots, []
+        return roots
+
+    def end_step(self) -> dict[str, Array]:
+        """Move the biases and return the losses and biases of the step, for comparison."""
+        moe = self._plan.model.moe
+        for name, bias in self.biases.items():
+            assert moe is not None
+            mean = self.visits[name].sum() / moe.num_experts
+            for expert, visits in enumerate(self.visits[name]):
+                step = bias.dtype.type(moe.expert_bias_rate)
+                bias[expert] += step if visits < mean else -step if visits > mean else 0
+        return {**self.values, **self._state()}
+
+    def _state(self) -> dict[str, Array]:
+        return {bias_key(name): bias.copy() for name, bias in self.biases.items()}
+
+
+def without_biases(weights: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the weights without router biases."""
+    return {name: weight for name, weight in weights.items() if not name.startswith(bias_key(""))}
+
+
+def balance_loss(logits: Tensor, moe: MoeSpec) -> Tensor:
+    """The sum over experts of (visits / mean visits) times (mean share of the scores), from outputs [N, E]."""
+    scores = F.softmax(logits, axis=-1) if moe.score == "softmax" else F.sigmoid(logits)
+    chosen = route(logits.detach(), moe).experts
+    over_mean = np.array([np.sum(chosen == e) * moe.num_experts / chosen.size for e in range(moe.num_experts)])
+    shares = scores if moe.score == "softmax" else scores / scores.sum(axis=-1, keepdim=True)
+    return (shares.mean(axis=0) * paddle.to_tensor(over_mean, dtype=logits.dtype)).sum()
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """The mean square of the logarithm of the softmax's denominator, from outputs [N, E]."""
+    return paddle.logsumexp(logits, axis=-1).square().mean()

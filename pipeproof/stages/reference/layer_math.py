@@ -1,4 +1,4 @@
-"""Arithmetic of layers on one tensor, for both references on Paddle.
+"""Arithmetic of layers on one tensor, and masks of dropout, for both references on Paddle.
 
 The tensor is a whole activation with whole weights in the unpartitioned model, and a shard with the shards of weights
 in the ordered one. Sums over shards, sequence splits and micro-batches are not here: each reference writes its own.
@@ -11,14 +11,55 @@ the plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import paddle
 import paddle.nn.functional as F
 
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.synthetic import DropoutKeys, DropoutSite, dropout_gain, dropout_rate
 from pipeproof.stages.reference.sharded_tensors import Copies
+
+
+class DropoutRng:
+    """Dropout of the selected micro-batch."""
+
+    def __init__(self, plan: PlanSpec) -> None:
+        self._plan = plan
+        self._keys = DropoutKeys(plan, 0, 0)
+
+    def select(self, step: int, index: int) -> None:
+        """Select a micro-batch of a step; ``index`` counts over all data ranks."""
+        self._keys = DropoutKeys(self._plan, step, index)
+
+    def tokens(self, x: Tensor, site: DropoutSite, layer: str, start: int = 0) -> Tensor:
+        """Apply dropout to [S, B, H] or [B, S, H], whose first position is ``start``."""
+        rate = dropout_rate(self._plan, site)
+        if rate == 0.0:
+            return x
+        sequence_first = self._plan.gpt.activation_order == "sbh"
+        length = x.shape[0 if sequence_first else 1]
+        gains = _gains(self._keys.of_tokens(layer, rate, (start, start + length)), rate, x)
+        return x * paddle.to_tensor(np.swapaxes(gains, 0, 1) if sequence_first else gains)
+
+    def probabilities(self, p: Tensor, layer: str, first_head: int = 0, start: int = 0) -> Tensor:
+        """Apply dropout to [B, .., S, keys]; the dims between are heads, from ``first_head`` on."""
+        rate = dropout_rate(self._plan, "attention")
+        if rate == 0.0:
+            return p
+        rows, length, keys = p.shape[0], p.shape[-2], p.shape[-1]
+        num_heads = int(np.prod(p.shape)) // (rows * length * keys)
+        mask = self._keys.of_attention(layer, rate, (first_head, first_head + num_heads), (start, start + length))
+        return p * paddle.to_tensor(_gains(mask, rate, p).reshape(p.shape))
+
+
+def _gains(mask: npt.NDArray[np.bool_], rate: float, like: Tensor) -> npt.NDArray[Any]:
+    dtype = str(like.dtype).removeprefix("paddle.")
+    gains: npt.NDArray[Any] = mask.astype(dtype) * np.asarray(dropout_gain(rate), dtype=dtype)
+    return gains
+
 
 Tensor: TypeAlias = paddle.Tensor
 Heads: TypeAlias = tuple[Tensor, Tensor, Tensor]

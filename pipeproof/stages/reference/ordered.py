@@ -32,9 +32,11 @@ Its layers and their weights are in ``ordered_layers``.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -46,13 +48,75 @@ from pipeproof.stages.describe.layer_records import LayerWatch, Side
 from pipeproof.stages.describe.mtp_streams import embeds_again, num_modules, shifted_batch
 from pipeproof.stages.describe.stage_memory import num_shards
 from pipeproof.stages.describe.synthetic import Batch, loss_scale, micro_batch
-from pipeproof.stages.reference.mtp_streams import copies_for_mtp_streams, stacked_losses, training_loss
 from pipeproof.stages.reference.optimizer import clip_factor, optimizer_of, restore_optimizer
 from pipeproof.stages.reference.ordered_layers import OrderedLayers
-from pipeproof.stages.reference.ordered_sums import Orders, SumByCopy
 from pipeproof.stages.reference.reference_state import InitialState, StepResult, initial_state
-from pipeproof.stages.reference.residual_streams import Residual, contracted, expanded, residual
 from pipeproof.stages.reference.sharded_tensors import Shards, add, add_shards, is_expert_weight, products
+from pipeproof.stages.reference.streams import (
+    Residual,
+    contracted,
+    copies_for_mtp_streams,
+    expanded,
+    residual,
+    stacked_losses,
+    training_loss,
+)
+
+_Addend = TypeVar("_Addend")
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Order in which the losses, and the gradients by parameter, of a data-parallel rank's work items are added.
+
+    A work item is a micro-batch or a sequence split: split p of n of micro-batch k is work item k n + p. There is one
+    order for each copy of a stage; most schedules have one copy.
+
+    ``tied`` is the order for a weight that several layers use, by weight name. Each entry is a rank that holds the
+    weight, with the sums that it adds, as (name in ``gradients``, copy). Then the ranks' sums are added in order.
+    """
+
+    loss: Sequence[Sequence[int]]
+    gradients: Mapping[str, Sequence[Sequence[int]]]
+    tied: Mapping[str, Sequence[Sequence[tuple[str, int]]]] = field(default_factory=dict)
+
+
+class OrderedSum(Generic[_Addend]):
+    """Sum of lists of equal length in a fixed order. The lists may arrive in any order and are stored until needed."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self._order = list(reversed(order))
+        self._held: dict[int, list[_Addend]] = {}
+        self.total: list[_Addend] = []
+
+    def put(self, index: int, addends: list[_Addend]) -> None:
+        """Add the addends of one work item."""
+        self._held[index] = addends
+        while self._order and self._order[-1] in self._held:
+            following = self._held.pop(self._order.pop())
+            pairs = zip(self.total, following, strict=True) if self.total else ()
+            self.total = [operator.add(*pair) for pair in pairs] if self.total else following
+
+
+class SumByCopy(Generic[_Addend]):
+    """Sums of several copies, each in its own order, and their sum in the order of the copies."""
+
+    def __init__(self, orders: Sequence[Sequence[int]]) -> None:
+        self._copies = [OrderedSum[_Addend](order) for order in orders]
+        self._copy_of = {index: copy for copy, order in zip(self._copies, orders, strict=True) for index in order}
+
+    def put(self, index: int, addends: list[_Addend]) -> None:
+        """Add the addends of one work item."""
+        self._copy_of[index].put(index, addends)
+
+    def totals(self) -> list[list[_Addend]]:
+        """The sum of each copy, after all work items have been added."""
+        return [copy.total for copy in self._copies]
+
+    def total(self) -> list[_Addend]:
+        """The sum over all copies, after all work items have been added."""
+        return [add(sums) for sums in zip(*self.totals(), strict=True)]
+
 
 Tensor: TypeAlias = paddle.Tensor
 

@@ -18,10 +18,8 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.mtp_streams import embeds_again, num_modules
 from pipeproof.stages.describe.synthetic import Batch, DropoutSite
-from pipeproof.stages.reference.balance import Routers, without_biases
-from pipeproof.stages.reference.dropout_rng import DropoutRng
-from pipeproof.stages.reference.experts import Routing, gathered_mixture, mixture
-from pipeproof.stages.reference.layer_math import Heads, LayerMath, bias_of
+from pipeproof.stages.reference.experts import Routers, Routing, gathered_mixture, mixture, without_biases
+from pipeproof.stages.reference.layer_math import DropoutRng, Heads, LayerMath, bias_of
 from pipeproof.stages.reference.sharded_tensors import (
     Copies,
     RoundedShards,

@@ -23,15 +23,13 @@ from pipeproof.stages.describe.layer import layer_order
 from pipeproof.stages.describe.layer_records import LayerWatch, Side
 from pipeproof.stages.describe.mtp_streams import num_modules, shifted_batch
 from pipeproof.stages.describe.synthetic import Batch, loss_scale, micro_batch
-from pipeproof.stages.reference import residual_streams as streams
-from pipeproof.stages.reference.balance import Routers, without_biases
-from pipeproof.stages.reference.dropout_rng import DropoutRng
-from pipeproof.stages.reference.experts import mixture
-from pipeproof.stages.reference.layer_math import LayerMath, linear
-from pipeproof.stages.reference.mtp_streams import copies_for_mtp_streams, stacked_losses, training_loss
+from pipeproof.stages.reference import streams
+from pipeproof.stages.reference.experts import Routers, mixture, without_biases
+from pipeproof.stages.reference.layer_math import DropoutRng, LayerMath, linear
 from pipeproof.stages.reference.optimizer import clip_factor, optimizer_of, restore_optimizer
 from pipeproof.stages.reference.reference_state import InitialState, StepResult, initial_state
 from pipeproof.stages.reference.sharded_tensors import Copies, rounded
+from pipeproof.stages.reference.streams import copies_for_mtp_streams, stacked_losses, training_loss
 
 Tensor: TypeAlias = paddle.Tensor
 LayerHook: TypeAlias = Callable[[str, Side, Tensor], None]

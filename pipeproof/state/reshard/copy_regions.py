@@ -17,8 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pipeproof.specs.axis_layout import dtype_bytes
-from pipeproof.state.array_files import require_sha256, write_all
-from pipeproof.state.byte_ranges import Bits, RangeReader, bits_dtype, cast
+from pipeproof.state.byte_ranges import Bits, RangeReader, bits_dtype, cast, require_sha256, write_all
 from pipeproof.state.checkpoint import Checkpoint, CheckpointReader
 from pipeproof.state.dcp.torch_archive import archive_end, archive_length, archive_start
 from pipeproof.state.regions import NO_DIM, Region, flat_regions

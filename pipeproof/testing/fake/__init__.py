@@ -1,7 +1,7 @@
 """World of ranks in one process: threads that run one at a time, a virtual clock, and configurable channels.
 
-``fake_world`` starts the ranks, ``fake_rank`` has the calls of a rank program,
+``fake_rank`` starts the ranks and has the calls of a rank program,
 ``fake_operations`` the operations, ``fake_engine`` decides when they are posted
-and done, ``stall_report`` explains a stall, and ``fake_recording`` builds a
-graph of the issued operations.
+and done, and ``fake_run`` explains a stall and builds a graph of the issued
+operations.
 """

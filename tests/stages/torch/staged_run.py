@@ -6,9 +6,8 @@ import torch
 
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.reference.reference_state import StepResult
-from pipeproof.stages.torch.batches import StepBatches
 from pipeproof.stages.torch.optimizer import GradientClip, StageOptimizer
-from pipeproof.stages.torch.stage import TorchStage
+from pipeproof.stages.torch.stage import StepBatches, TorchStage
 from tests.stages.world import World
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ import torch
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.synthetic import DropoutKeys, mask_key
 from pipeproof.stages.reference.bound import parallel_bound
-from pipeproof.stages.torch.batches import StepBatches
 from pipeproof.stages.torch.device_masks import kept, state_of
 from pipeproof.stages.torch.graph_errors import GraphOperationError
 from pipeproof.stages.torch.graph_stage import GraphStage
+from pipeproof.stages.torch.stage import StepBatches
 from tests.stages.torch.features import EVEN, MLA, MOE, TWO, make_plan
 from tests.stages.torch.staged_run import CPU, StagedRun
 

@@ -5,10 +5,9 @@ import torch
 
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.reference.bound import parallel_bound
-from pipeproof.stages.torch.batches import StepBatches
 from pipeproof.stages.torch.graph_errors import GraphOperationError
 from pipeproof.stages.torch.graph_stage import GraphStage
-from pipeproof.stages.torch.stage import TorchStage
+from pipeproof.stages.torch.stage import StepBatches, TorchStage
 from tests.stages.torch.features import make_plan
 from tests.stages.torch.staged_run import CPU
 

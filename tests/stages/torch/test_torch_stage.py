@@ -11,9 +11,8 @@ from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.describe.synthetic import IGNORED, micro_batch
 from pipeproof.stages.reference.torch_unpartitioned import run_unpartitioned
 from pipeproof.stages.torch.backend_ops import OPS
-from pipeproof.stages.torch.batches import StepBatches, member_values, with_member
 from pipeproof.stages.torch.runtime import require_kernels, start_torch
-from pipeproof.stages.torch.stage import TorchStage
+from pipeproof.stages.torch.stage import StepBatches, TorchStage, member_values, with_member
 from tests.plans import subject
 from tests.stages.torch.features import EVEN, MLA, MOE, TWO_AHEAD, make_plan
 from tests.stages.torch.staged_run import CPU, StagedRun

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from pipeproof.state.array_files import ByteArray, write_file
+from pipeproof.state.byte_ranges import ByteArray, write_file
 from pipeproof.state.open_checkpoint import open_checkpoint
 from pipeproof.state.state_codes import StateError
 from pipeproof.state.state_index import parse_index

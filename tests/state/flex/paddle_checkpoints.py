@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 
 from pipeproof.specs.axis_layout import dtype_bytes
-from pipeproof.state.array_files import ByteArray, write_file
+from pipeproof.state.byte_ranges import ByteArray, write_file
 from pipeproof.state.flex.flex_metadata import FlexShard, key_of, metadata_of, stored_shape
 from pipeproof.state.regions import flat_regions
 from pipeproof.state.state_layout import shards_of_rank

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeproof.state.array_files import ByteArray, write_file
+from pipeproof.state.byte_ranges import ByteArray, write_file
 from pipeproof.state.flex.flex_metadata import metadata_of, read_metadata
 from pipeproof.state.open_checkpoint import open_checkpoint
 from pipeproof.state.state_codes import StateError

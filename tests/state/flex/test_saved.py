@@ -10,7 +10,7 @@ from pipeproof.cli.main import main
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.rank.checkpointing import prepare_checkpoint
 from pipeproof.exec.rank.job_files import CheckpointOptions
-from pipeproof.state.array_files import ByteArray
+from pipeproof.state.byte_ranges import ByteArray
 from pipeproof.state.flex.flex_metadata import open_flex
 from pipeproof.state.open_checkpoint import open_checkpoint
 from pipeproof.state.read_state import find_state, read_whole

@@ -133,7 +133,7 @@ def test_the_md5_is_paddles_own(tmp_path, dtype):
 
 
 def test_sixteen_bits_are_numbers_too(tmp_path):
-    from pipeproof.state.array_files import ByteArray, write_file
+    from pipeproof.state.byte_ranges import ByteArray, write_file
 
     for name, value in (("one", 1.5), ("other", -2.25)):
         upper = (np.array([value], np.float32).view(np.uint32) >> 16).astype(np.uint16)

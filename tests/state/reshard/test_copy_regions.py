@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from pipeproof.state.array_files import ByteArray, write_file
+from pipeproof.state.byte_ranges import ByteArray, write_file
 from pipeproof.state.checkpoint import Checkpoint, HeldShard
 from pipeproof.state.regions import NO_DIM, Region, whole_region
 from pipeproof.state.reshard import copy_regions as moving

@@ -25,7 +25,7 @@ from pipeproof.stages.describe.synthetic import Batch, micro_batch
 from pipeproof.stages.paddle.optimizer import GradientClip, ShardedOptimizer, StageOptimizer
 from pipeproof.stages.paddle.runtime import num_math_threads, quiet_native
 from pipeproof.stages.paddle.stage import PaddleStage
-from pipeproof.state.array_files import digest_of
+from pipeproof.state.byte_ranges import digest_of
 from pipeproof.state.flex.flex_metadata import key_of, stored_shape
 from pipeproof.state.flex.flex_output import describe_file
 from pipeproof.state.state_layout import RankShard, shards_of_rank

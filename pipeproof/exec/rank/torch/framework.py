@@ -18,15 +18,14 @@ from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.comm import Copied, TorchWorld, connect
 from pipeproof.exec.rank.torch.thread_state import as_this_thread
 from pipeproof.specs.plan_sections import RunSpec
-from pipeproof.stages.common.balance import Balance
+from pipeproof.stages.common.experts import Balance
 from pipeproof.stages.common.work_items import WorkItem
 from pipeproof.stages.describe.boundary import Boundary
-from pipeproof.stages.torch.batches import StepBatches, member_values, with_member
 from pipeproof.stages.torch.functional import wide_type
 from pipeproof.stages.torch.graph_stage import GraphStage
 from pipeproof.stages.torch.optimizer import GradientClip, ShardedOptimizer, StageOptimizer
 from pipeproof.stages.torch.runtime import start_torch
-from pipeproof.stages.torch.stage import TorchStage
+from pipeproof.stages.torch.stage import StepBatches, TorchStage, member_values, with_member
 from pipeproof.stages.torch.weights import Weight
 
 Tensor: TypeAlias = torch.Tensor

@@ -27,7 +27,7 @@ from pipeproof.exec.train.paddle.start_phases import Placed
 from pipeproof.exec.train.paddle.step_data import MicroBatchSizes, StepData, step_data
 from pipeproof.exec.train.paddle.step_runner import StepRunner, drawn_step
 from pipeproof.schedule.ops import OpKind
-from pipeproof.stages.reference.ordered_sums import OrderedSum
+from pipeproof.stages.reference.ordered import OrderedSum
 
 Tensor: TypeAlias = paddle.Tensor
 _ADDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
