@@ -1,4 +1,4 @@
-"""Write the tables of unsupported combinations into ``docs/limitations.md``, from the refusals themselves.
+"""Write the tables of unsupported combinations into ``validation/results/refused.md``, from the refusals themselves.
 
 ``python validation/pages/make_refused.py`` writes, ``--check`` exits 1 if a part is stale.
 """
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from pages import DOCS, fill, main, table
+from pages import EVIDENCE, fill, main, table
 from refused_plans import REFUSED, WITH_CUSTOM_LAYERS, custom_plan, gpt_plan
 
 from pipeproof.diagnostics.finding import Finding, PipeproofError
@@ -53,6 +53,6 @@ def _refusal_cells(plan: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 if __name__ == "__main__":
-    page = DOCS / "limitations.md"
+    page = EVIDENCE / "refused.md"
     parts = {"refused": refused_part(), "custom": custom_part()}
     sys.exit(main("validation/pages/make_refused.py", {page: fill(page, parts)}))
