@@ -32,7 +32,7 @@ function thingAt(x, y) {
   const row = layout.rows.find((one) => y >= AXIS && y >= one.y - state.y && y < one.y - state.y + one.h);
   if (!row || row.kind === "title") return null;
   const tl = TIMELINES[row.k], place = { k: row.k, rank: row.rank };
-  if (x < GUTTER) return { ...place, i: -1, text: rankText(row.k, row.rank) };
+  if (x < GUTTER) return { ...place, i: -1, fold: row.kind === "compute", text: rankText(row.k, row.rank) };
   const time = timeAt(x);
   if (row.kind === "held") return { ...place, i: -1, text: heldText(row.k, row.rank, time) };
   const i = row.lane < 0 ? -1 : opAt(tl, row, x, y);
@@ -151,10 +151,10 @@ const theme = () => {
   recolour();
 };
 
-const SWITCHES = [["a", "arrows", "Arrows"], ["c", "critical", "Critical path"], ["b", "bubbles", "Bubbles"],
+const SWITCHES = [["a", "arrows", "All messages"], ["c", "critical", "Critical path"], ["b", "bubbles", "Bubbles"],
   ["q", "queues", "Queues"], ["n", "numbers", "Numbers by rank"], ["w", "why", "Causes"], ["m", "held", TIMELINES.some((tl) => tl.inBytes) ? "Memory" : "Activations"], ["d", "differences", "Differences"]]
   .filter(([, name]) => name !== "differences" || TIMELINES.length > 1);
-const ACTIONS = [["+", "Zoom in", () => zoom(0.7, centre())], ["-", "Zoom out", () => zoom(1 / 0.7, centre())],
+const ACTIONS = [["f", "Fold ranks", foldAll], ["+", "Zoom in", () => zoom(0.7, centre())], ["-", "Zoom out", () => zoom(1 / 0.7, centre())],
   ["0", "Fit", fit], ["t", "Light or dark", theme], ["?", "Keys", () => help.showModal()]];
 const MOVES = [["ArrowLeft", "\u2190", "earlier", () => pan(-0.15)], ["ArrowRight", "\u2192", "later", () => pan(0.15)],
   ["ArrowUp", "\u2191", "up", () => { state.y -= 60; clamp(); }], ["ArrowDown", "\u2193", "down", () => { state.y += 60; clamp(); }],
@@ -168,6 +168,19 @@ const MOVES = [["ArrowLeft", "\u2190", "earlier", () => pan(-0.15)], ["ArrowRigh
   ["[", "[", "the range begins with the selected operation", () => limitRange(0)],
   ["]", "]", "the range ends with the selected operation", () => limitRange(1)],
   ["Escape", "Esc", "choose nothing, no operation and no range", () => { unselect(""); setRange(null); }]];
+
+function fold(k, rank) {
+  const key = foldKey(k, rank);
+  if (!state.folded.delete(key)) state.folded.add(key);
+  relayout();
+}
+
+// Fold all ranks to their computations, or unfold them if all are folded.
+function foldAll() {
+  const keys = TIMELINES.flatMap((tl, k) => tl.ranks.map((_, rank) => foldKey(k, rank)));
+  state.folded = new Set(keys.every((key) => state.folded.has(key)) ? [] : keys);
+  relayout();
+}
 
 function toggle(name) {
   state[name] = !state[name];
@@ -199,20 +212,20 @@ function buildTools() {
   for (const [key, text, action] of ACTIONS) button(text, key, action);
   const rows = [...MOVES.map(([, key, text]) => [key, text]), ...SWITCHES.map(([key, , text]) => [key, `${text} on or off`]),
     ...ACTIONS.map(([key, text]) => [key, text]), ["wheel", "zoom at the pointer; with Shift pan"], ["drag", "pan; on the time axis, or with Shift, select a range"],
-    ["double click", "zoom to the operation"]];
-  const table = document.createElement("table");
+    ["double click", "zoom to the operation"], ["click on a rank", "fold or unfold it"], ["click on the strip at the top", "show that time"]];
+  const list = document.createElement("ul");
   for (const [key, text] of rows) {
-    const line = table.insertRow(), mark = document.createElement("kbd");
+    const line = document.createElement("li"), mark = document.createElement("kbd");
     mark.textContent = key;
-    line.insertCell().append(mark);
-    line.insertCell().textContent = text;
+    line.append(mark, text);
+    list.append(line);
   }
   const form = document.createElement("form");
   form.method = "dialog";
   const close = document.createElement("button");
   close.textContent = "Close";
   form.append(close);
-  help.append(table, form);
+  help.append(list, form);
 }
 
 // The colours of the idle times that occur.
@@ -225,6 +238,7 @@ function showLegend() {
   const used = new Set(TIMELINES.flatMap((tl) => [...new Set(tl.category)]));
   const chunks = Math.max(...TIMELINES.flatMap((tl) => tl.ranks.map((rank) => rank.stages.length)));
   const entries = [...used].sort((a, b) => a - b).map((at) => [DATA.categories[at], KIND_WORDS[DATA.categories[at]]]);
+  entries.push([null, "F0: of micro-batch 0; in texts 0F0, of stage 0"]);
   if (chunks > 1) entries.push([null, "paler: later chunks"]);
   if (state.bubbles) {
     const shown = idleColours();
@@ -287,11 +301,22 @@ canvas.addEventListener("pointerdown", (event) => {
   if (event.button !== 0) return;
   canvas.setPointerCapture(event.pointerId);
   drag = { x: event.offsetX, y: event.offsetY, t0: state.t0, t1: state.t1, top: state.y, moved: false,
-    selects: event.offsetX > GUTTER && (event.shiftKey || event.offsetY < AXIS) };
+    seeks: event.offsetX > GUTTER && event.offsetY < OVERVIEW,
+    selects: event.offsetX > GUTTER && event.offsetY >= OVERVIEW && (event.shiftKey || event.offsetY < AXIS) };
+  if (drag.seeks) seek(event.offsetX);
 });
 
+// Show the time at a place of the overview, in the middle.
+function seek(x) {
+  const half = length() / 2, middle = ((x - GUTTER) / plotWidth()) * MAKESPAN;
+  Object.assign(state, { t0: middle - half, t1: middle + half });
+  clamp();
+  redraw();
+}
+
 canvas.addEventListener("pointermove", (event) => {
-  if (drag) {
+  if (drag?.seeks) seek(event.offsetX);
+  else if (drag) {
     const dx = event.offsetX - drag.x, dy = event.offsetY - drag.y;
     drag.moved ||= Math.hypot(dx, dy) > 3;
     if (!drag.moved) return;
@@ -312,11 +337,12 @@ canvas.addEventListener("pointermove", (event) => {
 
 canvas.addEventListener("pointerup", (event) => {
   canvas.classList.remove("dragging");
-  const clicked = drag && !drag.moved, selects = drag?.selects;
+  const clicked = drag && !drag.moved && !drag.seeks, selects = drag?.selects;
   drag = null;
   if (!clicked) return;
   if (selects) { setRange(null); redraw(); return; }
   const thing = thingAt(event.offsetX, event.offsetY);
+  if (thing?.fold) fold(thing.k, thing.rank);
   if (thing && thing.i >= 0) select(thing.k, thing.i);
   else unselect(thing ? thing.text.replaceAll("\n", "; ") : "");
   redraw();
@@ -389,6 +415,13 @@ window.pipeproof = {
     return null;
   },
   draw,
+  timeAt,
+  rows: () => layout.rows,
+  gutter: () => [GUTTER, layout.rows.filter((row) => row.kind !== "title").map((row) => {
+    const [text, size, indent] = nameOfRow(row);
+    pen.font = fontOf(size);
+    return widthOf(text) + indent;
+  })],
   breakdown: (rank, t0, t1, k = 0) => breakdown(TIMELINES[k], rank, t0, t1),
   times: (first, last, k = 0) => [TIMELINES[k].start[first], TIMELINES[k].end[last]],
   causes: (text, rank, k = 0) => chainOf(k, window.pipeproof.place(text, rank, k).i).map(({ i }) => nameOf(TIMELINES[k], i)),

@@ -22,10 +22,9 @@ const signed = (us) => (Math.abs(us) < 1e-9 ? "at the same time" : `${duration(M
 
 function titleOf(k) {
   const tl = TIMELINES[k];
-  const text = `${tl.title} (${tl.clock}): ${duration(tl.makespan)}`;
-  if (k === 0) return text;
-  const more = tl.makespan - BASE.makespan;
-  return `${text}, ${more < 0 ? "" : "+"}${duration(more)} (${more < 0 ? "" : "+"}${trimmed((100 * more) / BASE.makespan, 2)}%)`;
+  const more = tl.makespan - BASE.makespan, sign = more < 0 ? "" : "+";
+  const against = k ? ` (${sign}${duration(more)}, ${sign}${trimmed((100 * more) / BASE.makespan, 2)}%)` : "";
+  return `${duration(tl.makespan)}${against}: ${tl.title} (${tl.clock})`;
 }
 
 function messageText(tl, i) {

@@ -84,10 +84,12 @@ function drawTrack(tl, track, row) {
     else pen.fillRect(x, y, width > 4 ? width - 0.5 : width, h);
     if (state.differences && tl.counterpart && !isStrip(tl, shown)) outlineDifference(tl, shown, x, y, width, h);
     const free = tl.covered[shown] ? h / 2 : h;
-    if (width > 14 && free >= 11 && !isStrip(tl, shown)) drawLabel(nameOf(tl, shown), x, y, width, free, ink);
+    if (width > 6 && free >= 11 && !isStrip(tl, shown)) drawLabel(nameOf(tl, shown), x, y, width, free, ink);
     i = next;
   }
 }
+
+const fontOf = (size) => `${size}px ui-sans-serif, system-ui, sans-serif`;
 
 // The width of a text in the pen's font; measured once.
 const widths = new Map();
@@ -105,15 +107,17 @@ function fitted(text, width) {
   return length ? `${text.slice(0, length)}\u2026` : "";
 }
 
+// A computation as F0, without its stage, which is that of the row (a paler colour is a later chunk); else as its letter.
 function drawLabel(name, x, y, width, h, ink) {
-  const size = h >= 18 ? 11 : 9;
-  pen.font = `${size}px ui-sans-serif, system-ui, sans-serif`;
-  const shorter = name.includes("_") ? [] : [name.replace(/^\d+/, ""), (name.match(/[A-Z]/) || [""])[0]];
-  const fits = [name, ...shorter].find((text) => widthOf(text) + 4 <= width);
+  const full = h >= 18 ? 11 : 9, isTransfer = name.includes("_");
+  const letter = (name.match(/[A-Z]/) || [""])[0];
+  const texts = isTransfer ? [[name, full, 4]] : [[name.replace(/^\d+/, ""), full, 4], [letter, full, 4], [letter, 8, 1]];
+  const fits = texts.find(([text, size, room]) => { pen.font = fontOf(size); return widthOf(text) + room <= width; });
   if (!fits) return;
+  const [text, size] = fits;
   pen.fillStyle = ink;
   pen.textAlign = "center";
-  pen.fillText(fits, x + width / 2, y + h / 2 + size * 0.36);
+  pen.fillText(text, x + width / 2, y + h / 2 + size * 0.36);
 }
 
 function idleColour(tl, at, rank) {
@@ -133,7 +137,7 @@ function drawIdle(tl, row) {
     pen.fillStyle = idleColour(tl, at, row.rank);
     pen.fillRect(x, y, Math.max(1, width), row.h);
     const peer = tl.idle.peer[at] - 1;
-    const texts = peer >= 0 ? [`waits for ${peer}`, `\u2190${peer}`] : [CAUSES[tl.idle.cause[at]]];
+    const texts = peer >= 0 ? [`waits for rank ${peer}`, `rank ${peer}`] : [CAUSES[tl.idle.cause[at]]];
     pen.font = "italic 10px ui-sans-serif, system-ui, sans-serif";
     const text = width > 10 && texts.find((one) => widthOf(one) + 6 <= width);
     if (text) {
@@ -201,7 +205,15 @@ function drawArrow(k, from, to, colour, weight) {
   pen.fill();
 }
 
-// All visible messages if they are few enough to follow, and always those of the path and of what is chosen.
+// True for a message at whose arrival an idle time of its rank ends.
+function endsIdle(tl, to) {
+  const { offsets, end, cause } = tl.idle, rank = rankOf(tl, to), near = 1e-9 * MAKESPAN, at = tl.end[to];
+  const place = lowerBound(end, offsets[rank], offsets[rank + 1], at - near);
+  return place < offsets[rank + 1] && end[place] <= at + near && CAUSES[cause[place]] !== "cool-down";
+}
+
+// The messages that end an idle time, or all, where they are few enough to follow; and always those of the path and of
+// what is chosen.
 function drawArrows(k) {
   const tl = TIMELINES[k], { from, to, critical } = tl.arrows;
   const focus = [state.selected, state.hovered].filter((one) => one && one.k === k && one.i >= 0).map((one) => one.i);
@@ -216,13 +228,44 @@ function drawArrows(k) {
   for (const a of visible) {
     if (focus.includes(from[a]) || focus.includes(to[a])) drawArrow(k, from[a], to[a], palette.select, 2);
     else if (state.critical && critical[a]) drawArrow(k, from[a], to[a], palette.mark, 2);
-    else if (state.arrows && few) drawArrow(k, from[a], to[a], palette.message, 0.7);
+    else if (few && (state.arrows || (state.bubbles && endsIdle(tl, to[a])))) drawArrow(k, from[a], to[a], palette.message, 0.7);
   }
+}
+
+// How busy the ranks are, all of them together, in each part of the whole time; computed once.
+const OVERVIEW_PARTS = 300;
+function busyParts(tl) {
+  const parts = new Float64Array(OVERVIEW_PARTS), unit = MAKESPAN / OVERVIEW_PARTS;
+  for (let i = 0; i < tl.size; i++) {
+    if (!COMPUTE_KINDS.includes(DATA.categories[tl.category[i]])) continue;
+    const last = Math.min(OVERVIEW_PARTS - 1, Math.floor(tl.end[i] / unit));
+    for (let part = Math.floor(tl.start[i] / unit); part <= last; part++) {
+      parts[part] += Math.max(0, Math.min(tl.end[i], (part + 1) * unit) - Math.max(tl.start[i], part * unit));
+    }
+  }
+  return parts.map((busy) => Math.min(1, busy / (unit * tl.ranks.length)));
+}
+
+// The whole time as one strip above the axis: the share of ranks that compute, and the part that is shown below.
+let overview = null;
+function drawOverview() {
+  overview ??= busyParts(BASE);
+  const wide = plotWidth() / OVERVIEW_PARTS, at = (time) => GUTTER + (time / MAKESPAN) * plotWidth();
+  pen.fillStyle = palette.lane;
+  pen.fillRect(GUTTER, 1, plotWidth(), OVERVIEW - 2);
+  pen.fillStyle = palette.kinds[CATEGORY.F][0];
+  overview.forEach((busy, part) => pen.fillRect(GUTTER + part * wide, 1 + (1 - busy) * (OVERVIEW - 2), wide, busy * (OVERVIEW - 2)));
+  if (state.t0 <= 0 && state.t1 >= MAKESPAN) return;
+  pen.strokeStyle = palette.mark;
+  pen.lineWidth = 2;
+  const left = at(Math.max(0, state.t0));
+  pen.strokeRect(left, 1, Math.max(3, at(Math.min(MAKESPAN, state.t1)) - left), OVERVIEW - 2);
 }
 
 function drawAxis() {
   pen.fillStyle = palette.panel;
   pen.fillRect(0, 0, state.width, AXIS);
+  drawOverview();
   const unit = 10 ** Math.floor(Math.log10(((state.t1 - state.t0) * 90) / plotWidth()));
   const step = unit * [1, 2, 5, 10].find((n) => (n * unit * plotWidth()) / (state.t1 - state.t0) >= 90);
   pen.font = "10px ui-sans-serif, system-ui, sans-serif";
@@ -235,11 +278,25 @@ function drawAxis() {
     pen.globalAlpha = 1;
     pen.fillStyle = palette.text;
     const text = duration(n * step, step), half = widthOf(text) / 2;
-    if (x - half > GUTTER - 8 && x - half < state.width - 2 * half - 2) pen.fillText(text, x, 13);
-    else if (x - half > GUTTER) pen.fillText(text, state.width - half - 2, 13);
+    if (x - half > GUTTER - 8 && x - half < state.width - 2 * half - 2) pen.fillText(text, x, OVERVIEW + 13);
+    else if (x - half > GUTTER) pen.fillText(text, state.width - half - 2, OVERVIEW + 13);
   }
   pen.textAlign = "left";
-  pen.fillText("time", 8, 13);
+  pen.fillText("time", 8, OVERVIEW + 13);
+}
+
+// The name of a row, its size of letters, its indentation and its base line.
+function nameOfRow(row) {
+  const tl = TIMELINES[row.k];
+  if (row.kind === "compute") return [`${state.folded.has(foldKey(row.k, row.rank)) ? "\u25b8" : "\u25be"} ${tl.ranks[row.rank].name}`, 12, 8, 16];
+  if (row.kind === "queue") return [tl.lanes[row.lane][1], 9, 22, 9];
+  return [`${tl.inBytes ? "memory, peak" : "activations, at most"} ${heldAmount(tl, tl.peaks[row.rank])}`, 9, 22, 16];
+}
+
+// The width that no name of a row exceeds, of the first thousand rows.
+function gutterWidth() {
+  const names = layout.rows.slice(0, 1000).filter((row) => row.kind !== "title").map(nameOfRow);
+  return Math.ceil(Math.max(80, ...names.map(([text, size, indent]) => { pen.font = fontOf(size); return widthOf(text) + indent + 10; })));
 }
 
 function drawGutter() {
@@ -249,17 +306,19 @@ function drawGutter() {
   for (const row of layout.rows) {
     const y = row.y - state.y;
     if (y + row.h < AXIS || y > state.height) continue;
-    const tl = TIMELINES[row.k];
     pen.save();
     pen.beginPath();
     pen.rect(0, Math.max(AXIS, y), row.kind === "title" ? state.width : GUTTER - 4, row.h);
     pen.clip();
     pen.fillStyle = row.kind === "compute" || row.kind === "title" ? palette.text : palette.faint;
-    pen.font = `${row.kind === "title" ? "bold 12" : row.kind === "compute" ? "12" : "9"}px ui-sans-serif, system-ui, sans-serif`;
-    if (row.kind === "title") pen.fillText(fitted(titleOf(row.k), state.width - 16), 8, y + 15);
-    else if (row.kind === "compute") pen.fillText(fitted(tl.ranks[row.rank].name, GUTTER - 14), 8, y + 16);
-    else if (row.kind === "queue") pen.fillText(fitted(tl.lanes[row.lane][1], GUTTER - 22), 20, y + 9);
-    else pen.fillText(fitted(`${tl.inBytes ? "memory, peak" : "activations, at most"} ${heldAmount(tl, tl.peaks[row.rank])}`, GUTTER - 22), 20, y + 16);
+    if (row.kind === "title") {
+      pen.font = `bold ${fontOf(12)}`;
+      pen.fillText(fitted(titleOf(row.k), state.width - 16), 8, y + 15);
+    } else {
+      const [text, size, indent, base] = nameOfRow(row);
+      pen.font = fontOf(size);
+      pen.fillText(text, indent, y + base);
+    }
     pen.restore();
   }
 }

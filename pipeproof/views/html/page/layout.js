@@ -1,13 +1,17 @@
 // What the reader sees of the data: the visible time, the scroll position, what is switched on, and where each row stands.
 
-const GUTTER = 132, AXIS = 22, TITLE = 22, COMPUTE = 24, QUEUE = 11, HELD = 28, GAP = 6;
+const OVERVIEW = 12, AXIS = 22 + OVERVIEW, TITLE = 22, COMPUTE = 24, QUEUE = 11, HELD = 28, GAP = 6;
+// The width of the names of rows: that of the widest, so that none is cut.
+let GUTTER = 132;
 
 const state = {
   t0: 0, t1: MAKESPAN, y: 0, width: 0, height: 0, selected: null, hovered: null, printing: false,
-  arrows: true, critical: false, bubbles: true, held: true, differences: TIMELINES.length > 1,
+  arrows: false, critical: false, bubbles: true, held: true, differences: TIMELINES.length > 1,
   queues: BASE.ranks.length <= 8, numbers: false, why: false, range: null,
+  folded: new Set(),
 };
 
+const foldKey = (k, rank) => `${k} ${rank}`;
 const plotWidth = () => Math.max(1, state.width - GUTTER - 8);
 const xOf = (time) => GUTTER + ((time - state.t0) / (state.t1 - state.t0)) * plotWidth();
 const timeAt = (x) => state.t0 + ((x - GUTTER) / plotWidth()) * (state.t1 - state.t0);
@@ -17,26 +21,29 @@ function rowsOf() {
   const rows = [];
   let y = AXIS;
   TIMELINES.forEach((tl, k) => {
-    rows.push({ kind: "title", k, y, h: TITLE });
-    y += TITLE;
+    if (TIMELINES.length > 1) {
+      rows.push({ kind: "title", k, y, h: TITLE });
+      y += TITLE;
+    } else y += 4;
     const lanes = tl.ranks.map(() => []);
     tl.lanes.forEach(([rank, queue], lane) => lanes[rank].push({ lane, queue }));
     tl.ranks.forEach((_, rank) => {
+      const isFolded = state.folded.has(foldKey(k, rank));
       const compute = lanes[rank].find(({ queue }) => queue === "compute");
       rows.push({ kind: "compute", k, rank, lane: compute ? compute.lane : -1, y, h: COMPUTE });
       y += COMPUTE + 1;
-      if (state.queues) {
+      if (state.queues && !isFolded) {
         for (const { lane, queue } of lanes[rank]) {
           if (queue === "compute") continue;
           rows.push({ kind: "queue", k, rank, lane, y, h: QUEUE });
           y += QUEUE + 1;
         }
       }
-      if (state.held) {
+      if (state.held && !isFolded) {
         rows.push({ kind: "held", k, rank, lane: -1, y, h: HELD });
         y += HELD + 1;
       }
-      y += GAP;
+      y += isFolded ? 1 : GAP;
     });
   });
   return { rows, height: y };
@@ -48,6 +55,7 @@ let rowOfLane = [], rowOfRank = [];
 
 function relayout() {
   layout = rowsOf();
+  GUTTER = gutterWidth();
   rowOfLane = TIMELINES.map(() => new Map());
   rowOfRank = TIMELINES.map(() => new Map());
   for (const row of layout.rows) {

@@ -96,7 +96,7 @@ function showFigures() {
     if (TIMELINES.length > 1) group.title = tl.title;
     for (const [term, value, note] of figuresOf(k)) {
       const box = document.createElement("div"), name = document.createElement("dt"), amount = document.createElement("dd");
-      name.textContent = TIMELINES.length > 1 && term === "Makespan" ? `${k + 1}. Makespan` : term;
+      name.textContent = term !== "Makespan" ? term : TIMELINES.length > 1 ? `${k + 1}. Makespan` : `Makespan, ${tl.clock}`;
       amount.textContent = value;
       box.title = note;
       box.append(name, amount);
