@@ -40,7 +40,8 @@ def leaves(items):
 
 @pytest.fixture
 def generated(hooks, monkeypatch):
-    pages = {"codes/PP201.md": "# PP201", "schedules/zb_v.md": "# zb_v", "results/zoo.md": "# The zoo"}
+    names = ("codes/PP201", "schedules/zb_v", "results/zoo", "keys", "options")
+    pages = {f"{name}.md": f"# {name}" for name in names}
     monkeypatch.setattr(hooks, "generated_pages", lambda: pages)
     return pages
 

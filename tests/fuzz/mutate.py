@@ -128,7 +128,7 @@ def _read(reader: Reader, path: Path, output: int) -> None:
 
 
 def keep_counts(counts: Mapping[str, int], bad: int, seconds: float) -> None:
-    """Keep the counts of a fuzz for ``docs/limitations.md``."""
+    """Keep the counts of a fuzz for ``validation/results/hardening.md``."""
     sys.path.insert(0, str(ROOT / "validation" / "hardening"))
     from attack import keep
 

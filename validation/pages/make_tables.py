@@ -25,12 +25,14 @@ from pipeproof.specs.plan import plan_json_schema
 from pipeproof.verify.certificate import graph_digest
 
 
+TABLES_PAGE = EVIDENCE / "backend-tables.md"
+
+
 def pages() -> dict[Path, str]:
     """Return every page with its current generated parts."""
     return {
         DOCS / "plan.md": fill(DOCS / "plan.md", {"keys": keys_parts()[0], "later": later_part()}),
-        DOCS / "backends.md": fill(DOCS / "backends.md", {"behaviours": behaviours_part()}),
-        EVIDENCE / "backend-tables.md": fill(EVIDENCE / "backend-tables.md", {"tables": tables_part()}),
+        TABLES_PAGE: fill(TABLES_PAGE, {"tables": tables_part(), "behaviours": behaviours_part()}),
         DOCS / "running.md": fill(DOCS / "running.md", {"launchers": launchers_part()}),
         DOCS / "deadlock.md": fill(DOCS / "deadlock.md", {"models": models_part()}),
         DOCS / "design.md": fill(DOCS / "design.md", {"grammar": grammar_part(), "digest": digest_part()}),
