@@ -143,6 +143,8 @@ COMMANDS = (
     Command("import megatron IN -o OUT.yaml", _EXAMPLES / "importing" / "megatron.sh", ".sh"),
     Command("import torchtitan IN -o OUT.yaml", _EXAMPLES / "importing" / "torchtitan.toml", ".toml"),
     Command("import deepspeed IN -o OUT.yaml", _EXAMPLES / "importing" / "deepspeed.json", ".json"),
+    Command("import gpt-neox IN -o OUT.yaml", _EXAMPLES / "importing" / "gpt_neox.yml", ".yml"),
+    Command("import megatron-bridge IN -o OUT.yaml", _EXAMPLES / "importing" / "megatron_bridge.yaml", ".yaml"),
     Command("job hang IN", _EXAMPLES / "importing" / "dumps", ""),
     Command("import fleet IN -o OUT.yaml", _EXAMPLES / "importing" / "strategy.prototxt", ".prototxt"),
     *(

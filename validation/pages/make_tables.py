@@ -24,7 +24,6 @@ from pipeproof.specs.load_plan import LATER
 from pipeproof.specs.plan import plan_json_schema
 from pipeproof.verify.certificate import graph_digest
 
-
 TABLES_PAGE = EVIDENCE / "backend-tables.md"
 
 
