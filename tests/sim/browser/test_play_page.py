@@ -1,6 +1,7 @@
 """The page `pipeproof play` in Chromium: its schedules, times and verdicts are those of Python, and it can be used."""
 
 import random
+import time
 from dataclasses import replace
 from fractions import Fraction
 
@@ -12,7 +13,7 @@ from pipeproof.cli.main import main
 from pipeproof.comm.backends import declared_backend
 from pipeproof.comm.channel_models import MODELS, declared_model
 from pipeproof.comm.generated_schedule import plan_schedule
-from pipeproof.comm.lower import lower
+from pipeproof.comm.lower import lower, lower_loaded
 from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, VARIANTS
 from pipeproof.sim.op_durations import durations_of
@@ -231,6 +232,17 @@ def test_a_link_reproduces_the_settings_and_what_it_does_not_understand_is_named
     }
 
 
+def wait_for_models(browser):
+    """Until the verdicts of all models are there: the page computes them in slices of time."""
+    ends = time.monotonic() + 60
+    while browser.run(
+        "const box = document.getElementById('models'); return box.hasAttribute('aria-busy') || !box.firstChild"
+    ):
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    browser.settle()
+
+
 def set_field(browser, name, value):
     browser.run(
         "const field = document.getElementById('field-' + arguments[0]);"
@@ -280,6 +292,62 @@ def test_every_field_has_a_label_and_every_schedule_its_source(opened):
     for name in offered:
         set_field(opened, "kind", name)
         assert SCHEDULE_KINDS[name].source in text(opened, "field-kind-help")
+
+
+PASTED = (
+    "rank 0: 0F0 0F1 0F2 0B0 0B1 0B2\nrank 1: 1F0 1F1 1I0 1I1 1F2 1W0 1W1 1B2\n",
+    "0F0,0F1,0B0,0B1\n1F0,1B0,,1F1,1B1\n",
+    "0F0 3F0 0F1 3F1 3B0 0B0 3B1 0B1\n1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1",
+)
+
+
+@pytest.mark.parametrize("program", PASTED)
+def test_a_schedule_that_is_pasted_has_the_times_of_python(opened, program):
+    page = opened.run(ROWS, {"program": program}, True)
+    lowered = lower_loaded(plan_from_dict(yaml.safe_load(page["plan"])))
+    assert not page["isStuck"]
+    assert page["rows"] == rows_of_python(lowered, simulate(lowered).timeline)
+    assert page["models"] == [deadlocks(lowered.graph, model) for model in MODELS]
+    set_field(opened, "program", program)
+    assert "Valid" in text(opened, "verdict")
+    assert yaml.safe_load(text(opened, "plan"))["schedule"]["kind"] == "custom"
+
+
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        ("0F0 0X0", "0X0 is no computation"),
+        ("0F0 0F0 0B0", "0F0 is there twice"),
+        ("0B0 0F0", "before its forward"),
+        ("0F0 0F1 0B0", "either B, or I and W"),
+        ("0F0 0I0", "0W0 is missing"),
+        ("0F0 0B0 1F0 1B0\n2F0 2B0", "each rank needs as many"),
+        ("0F0 0B0\n1F1 1B1", "0F1 is missing"),
+        ("0F99 0B99", "at most 16 ranks, 64 micro-batches"),
+    ],
+)
+def test_what_is_pasted_and_is_no_schedule_is_refused_with_the_reason(opened, program, problem):
+    set_field(opened, "program", program)
+    assert problem in text(opened, "field-program-problem")
+    assert yaml.safe_load(text(opened, "plan"))["schedule"]["kind"] == "1f1b"  # the last settings that were right
+
+
+def test_the_table_of_models_names_runtimes_and_what_was_chosen(opened):
+    wait_for_models(opened)
+    table = text(opened, "models")
+    assert "NCCL with batched transfers, gloo; chosen above" in table
+    set_field(opened, "queue", "pair")
+    wait_for_models(opened)
+    assert "NCCL, transfers of PyTorch one by one; chosen above" in text(opened, "models")
+
+
+def test_memory_is_that_of_the_formula(opened):
+    """4 activations of 8 layers each: 34 bytes for each of 4096 x 4096 elements, 32 layers on 4 ranks."""
+    boxes = (
+        "[...document.querySelectorAll('#figures div')].map((box) => [...box.children].map((one) => one.textContent))"
+    )
+    figures = {term: value for term, value, _ in opened.run(f"return {boxes}")}
+    assert figures["Memory of them"] == f"{4 * 8 * 34 * 4096 * 4096 / 2**30:.1f} GiB"
 
 
 @pytest.mark.parametrize("width", [390, 1024, 1600])

@@ -10,6 +10,8 @@ function make(tag, attributes = {}, ...children) {
 }
 
 const NAMES = {F: "forward", B: "backward", I: "input gradient", W: "weight gradient"};
+// Runtimes whose transfers share FIFOs so.
+const RUNTIMES = {directed_edge: "NCCL with batched transfers, gloo", pair: "NCCL, transfers of PyTorch one by one"};
 const NUM_NOISY_RUNS = 100;
 let values, pinned, refused;
 let inBackground = 0; // the number of the last change: work in the background of an older one ends
@@ -21,6 +23,9 @@ function makeField(name) {
   if (field.type === "choice") {
     control = make("select", {id}, ...field.options.map(([value, text]) => make("option", {value}, text)));
     control.addEventListener("change", () => set(control.value));
+  } else if (field.type === "text") {
+    control = make("textarea", {id, rows: 2, spellcheck: "false", autocomplete: "off"});
+    control.addEventListener("input", () => set(control.value));
   } else {
     control = make("input", {id, type: "text", inputmode: field.type === "count" ? "numeric" : "decimal", autocomplete: "off"});
     control.addEventListener("input", () => set(control.value));
@@ -55,6 +60,7 @@ function fillForms(problems) {
     element(`field-${name}-problem`).textContent = problems[name] ?? "";
   }
   element("field-kind-help").textContent = `${kind.title}${kind.minChunks === 2 && kind.maxChunks === 2 ? "; two stages on each rank" : ""} (${kind.source})`;
+  for (const name of ["kind", "p", "m"]) element(`field-${name}-box`).hidden = kind.name === "custom";
   element("field-variant-box").hidden = !kind.variants.length;
   element("field-v-box").hidden = kind.maxChunks === kind.minChunks;
   element("field-v-help").textContent = chunksOf(values) === +values.v ? ""
@@ -173,18 +179,23 @@ function showFigures({figures, work, graph, isNoisy}, base) {
     ["Warm-up, cool-down", share(mean((rank) => rank.warmUp + rank.coolDown)), "before the first, after the last computation"],
     ["Waiting in between", share(mean((rank) => rank.waiting)), "for messages"],
     ["Peak activations", String(peak), `of one stage and micro-batch; least ${Math.min(...ranks.map((rank) => rank.peak))}`],
+    ["Memory of them", `${heldGiB(peak)} GiB`, `${+values.layers} layers, 34 bytes of each for an element of the hidden state (bfloat16; attention scores are not kept)`],
   ];
   element("figures").replaceChildren(...items.map(([term, value, note]) =>
     make("div", {}, make("dt", {}, term), make("dd", {}, value), make("small", {}, differences[term] ?? note))));
   if (isNoisy) element("figures").append(make("div", {}, make("dt", {}, `Median of ${NUM_NOISY_RUNS} steps`), make("dd", {id: "median"}, "…")));
 }
 
+// Bytes of activations held at once, in GiB: a layer keeps 34 bytes for an element of its hidden state (Korthikanti et
+// al., 2022, without the attention scores, which FlashAttention recomputes).
+const heldGiB = (held) => (held * 17 * messageBytes(values) * values.layers / (sized(values).p * chunksOf(values)) / 2 ** 30).toPrecision(3);
+
 function showRanks({figures}) {
   const most = Math.max(...figures.ranks.map(({peak}) => peak));
   const head = make("tr", {}, ...["rank", "busy", "bubble", "held at most"].map((text) => make("th", {scope: "col"}, text)));
   const rows = figures.ranks.map(({busy, bubble, peak}, rank) => make("tr", {}, make("td", {}, String(rank)), make("td", {}, timeText(busy)),
     make("td", {}, `${(100 * bubble / figures.makespan).toFixed(1)} %`),
-    make("td", {class: "bars"}, String(peak), make("span", {class: "bar", style: `width:${Math.round(90 * peak / most)}px`}))));
+    make("td", {class: "bars"}, `${peak} (${heldGiB(peak)} GiB)`, make("span", {class: "bar", style: `width:${Math.round(90 * peak / most)}px`}))));
   element("ranks").replaceChildren(make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)));
 }
 
@@ -209,7 +220,12 @@ function* judgeModels(graph) {
   for (const verdict of verdicts(graph, values)) { found.push(verdict); yield; }
   const queues = [...new Set(found.map(({model}) => model.queueText))], endings = found.slice(0, found.length / queues.length);
   const head = make("tr", {}, make("th", {scope: "col"}, "one FIFO per"), ...endings.map(({model}) => make("th", {scope: "col"}, model.text)));
-  const rows = queues.map((queue) => make("tr", {}, make("td", {}, queue), ...found.filter(({model}) => model.queueText === queue)
+  const nameOf = (queue) => {
+    const {queue: key} = found.find(({model}) => model.queueText === queue).model, own = key === values.queue ? "chosen above" : "";
+    const notes = [RUNTIMES[key] ?? "", own].filter(Boolean).join("; ");
+    return make("td", own ? {class: "chosen"} : {}, queue, ...(notes ? [make("small", {}, notes)] : []));
+  };
+  const rows = queues.map((queue) => make("tr", {}, nameOf(queue), ...found.filter(({model}) => model.queueText === queue)
     .map(({isDeadlock}) => make("td", {class: isDeadlock ? "hangs" : "safe"}, isDeadlock ? "✗ deadlock" : "✓ valid"))));
   element("models").replaceChildren(make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)));
   element("models").removeAttribute("aria-busy");

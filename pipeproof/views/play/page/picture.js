@@ -124,10 +124,11 @@ class Picture {
     for (const row of this.rows[rank]) {
       const {x, y: top, w, h} = this.box(row);
       if (x > width || x + w < LABEL) continue;
-      const colour = this.colour(row), text = String(this.graph.microBatch[row]);
+      const colour = this.colour(row), kind = this.graph.kind[row];
+      const text = [`${kind}${this.graph.microBatch[row]}`, kind].find((one) => w > pen.measureText(one).width + 1);
       pen.fillStyle = colour;
       pen.fillRect(x, top, Math.max(0.5, w - (w > 3 ? 1 : 0)), h - (h < ROW ? 1 : 0));
-      if (w > pen.measureText(text).width + 4 && h > 11) {
+      if (text && h > 11) {
         pen.fillStyle = isDark(colour) ? "#ffffff" : "#000000";
         pen.fillText(text, x + w / 2, top + h / 2 + 0.5);
       }

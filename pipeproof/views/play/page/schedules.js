@@ -246,3 +246,49 @@ const GENERATORS = {
   dualpipe_v: eachRank(dualPipeV),
   chimera: eachRank(chimera),
 };
+
+const textOf = ({kind, stage, microBatch}) => `${stage}${kind}${microBatch}`;
+
+// {programs, m, numStages} of a text with a line for each rank, or {problem}: why it is no schedule of this page.
+const readBefore = new Map();
+function readPrograms(text) {
+  if (!readBefore.has(text)) {
+    readBefore.clear();
+    readBefore.set(text, parsePrograms(text));
+  }
+  return readBefore.get(text);
+}
+
+function parsePrograms(text) {
+  const refuse = (problem) => ({problem});
+  const lines = text.split("\n").map((line) => line.replace(/^\s*(rank\s+\d+\s*:)?/, "").trim()).filter(Boolean);
+  const programs = [], seen = new Map();
+  let m = 0, numStages = 0;
+  for (const [rank, line] of lines.entries()) {
+    programs.push([]);
+    for (const word of line.split(/[\s,;]+/).filter(Boolean)) {
+      const [, stage, kind, microBatch] = word.match(/^(\d{1,3})([FBIW])(\d{1,3})$/) ?? [];
+      if (kind === undefined) return refuse(`rank ${rank}: ${word.slice(0, 30)} is no computation such as 0F0`);
+      const op = compute(kind, +stage, +microBatch);
+      if (seen.has(textOf(op))) return refuse(`${word} is there twice`);
+      const [forward, input] = ["F", "I"].map((needed) => seen.get(textOf({...op, kind: needed})));
+      if ("BI".includes(kind) && forward !== rank) return refuse(`${word} comes before its forward, or on another rank`);
+      if (kind === "W" && input !== rank) return refuse(`${word} comes before its I, or on another rank`);
+      seen.set(textOf(op), rank);
+      programs[rank].push(op);
+      m = Math.max(m, +microBatch + 1);
+      numStages = Math.max(numStages, +stage + 1);
+    }
+  }
+  if (programs.length > 16 || m > 64 || numStages > 128) return refuse("at most 16 ranks, 64 micro-batches and 128 stages");
+  if (numStages % programs.length) return refuse(`${numStages} stages on ${programs.length} ranks: each rank needs as many`);
+  const has = (kind, stage, microBatch) => seen.has(textOf({kind, stage, microBatch}));
+  for (const stage of range(numStages)) {
+    for (const k of range(m)) {
+      if (!has("F", stage, k)) return refuse(`${stage}F${k} is missing`);
+      if (has("B", stage, k) === has("I", stage, k)) return refuse(`micro-batch ${k} of stage ${stage} needs either B, or I and W`);
+      if (has("I", stage, k) !== has("W", stage, k)) return refuse(`${stage}W${k} is missing`);
+    }
+  }
+  return {programs, m, numStages, problem: ""};
+}

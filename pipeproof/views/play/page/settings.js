@@ -13,6 +13,8 @@ const GROUPS = [
     p: count("Ranks (p)", "", 1, MOST.p, "4"),
     m: count("Micro-batches (m)", "", 1, MOST.m, "8"),
     v: count("Stages per rank (v)", "", 1, MOST.v, "1"),
+    program: {label: "Or paste one", type: "text", value: "", isWide: true,
+      help: "A line for each rank: 0F0 1F0 0B0 .. (stage, F B I or W, micro-batch), or PyTorch's CSV of computations."},
   }],
   ["Times of a micro-batch, in µs", {
     per: choice("Times are of", "", [["rank", "all stages of a rank together"], ["stage", "one stage"]], "rank"),
@@ -27,6 +29,7 @@ const GROUPS = [
     hidden: count("Hidden size", "A multiple of 64.", 64, 65536, "4096"),
     seq: count("Sequence length", "", 1, 1048576, "4096"),
     mbs: {...count("Micro-batch size", "", 1, 1024, "1"), isWide: true},
+    layers: {...count("Layers of the model", "For the memory of activations.", 1, 10000, "32"), isWide: true},
     sends: choice("A send ends", "", [["async", "at once"], ["rendezvous", "with its receive"], ["backend", "as the FIFO below allows"]], "async"),
   }],
   ["Order of transfers", {
@@ -49,6 +52,7 @@ const DEFAULTS = Object.fromEntries(Object.entries(FIELDS).map(([name, field]) =
 function problemOf(name, value) {
   const field = FIELDS[name];
   if (field.type === "choice") return field.options.some(([option]) => option === value) ? "" : "choose from the list";
+  if (field.type === "text") return value === "" ? "" : readPrograms(value).problem;
   if (value === "" && field.optional) return "";
   const pattern = field.type === "count" ? /^\d{1,7}$/ : /^\d{1,7}(\.\d{1,3})?$/;
   const shape = field.type === "count" ? "a whole number" : "a number with at most 3 decimals";
@@ -75,12 +79,24 @@ function readFragment(fragment) {
 }
 
 // Settings in a few words.
-function nameOfSettings(values) {
+function nameOfSettings(settings) {
+  const values = sized(settings);
   const chunks = chunksOf(values), variant = variantOf(values);
   return `${values.kind}${variant ? ` (${variant})` : ""}, p ${+values.p}, m ${+values.m}${chunks > 1 ? `, v ${chunks}` : ""}`;
 }
 
-const kindOf = (values) => DATA.kinds.find(({name}) => name === values.kind);
+// The settings with the sizes of a schedule that was pasted.
+function sized(values) {
+  if (values.program === "") return values;
+  const {programs, m, numStages} = readPrograms(values.program);
+  return {...values, kind: "custom", programs, p: String(programs.length), m: String(m), v: String(numStages / programs.length)};
+}
+
+function kindOf(values) {
+  if (values.kind !== "custom" && !values.program) return DATA.kinds.find(({name}) => name === values.kind);
+  const v = +sized(values).v;
+  return {name: "custom", title: "The schedule that was pasted", source: "your own", minChunks: v, maxChunks: v, variants: []};
+}
 const chunksOf = (values) => {
   const {minChunks, maxChunks} = kindOf(values);
   return Math.max(minChunks, Math.min(+values.v, maxChunks ?? MOST.v));
@@ -104,7 +120,8 @@ function timesOf(values) {
 }
 
 // The plan with these settings, which every command of pipeproof reads.
-function planText(values) {
+function planText(settings) {
+  const values = sized(settings);
   const chunks = chunksOf(values), variant = variantOf(values), times = timesOf(values);
   const size = (messageBytes(values) / 2 ** 20).toFixed(1);
   const transport = [["recv_order", values.recv, "just_in_time"], ["queue", values.queue, "directed_edge"]]
@@ -115,7 +132,8 @@ function planText(values) {
       + `ffn_size: ${4 * values.hidden}, vocab_size: 32000, seq_length: ${+values.seq}}`,
     `topology: {pp: ${+values.p}}`,
     `schedule: {kind: ${values.kind}, ${variant ? `variant: ${variant}, ` : ""}num_micro_batches: ${+values.m}, `
-      + `micro_batch_size: ${+values.mbs}${chunks > 1 ? `, num_chunks: ${chunks}` : ""}}`,
+      + `micro_batch_size: ${+values.mbs}${chunks > 1 ? `, num_chunks: ${chunks}` : ""}`
+      + `${values.programs ? `, programs: [${values.programs.map((ops) => `[${ops.map(textOf).join(", ")}]`).join(", ")}]` : ""}}`,
     ...(transport.length ? [`transport: {${transport.join(", ")}}`] : []),
     "cost:",
     `  forward_us: ${microseconds(times.F)}`,
@@ -131,11 +149,12 @@ function planText(values) {
 }
 
 // {unfit} with the sizes that would do, or the graph, its times and its figures.
-function solve(values) {
+function solve(settings) {
+  const values = sized(settings);
   const p = +values.p, m = +values.m, v = chunksOf(values), kind = kindOf(values), variant = variantOf(values);
   const sizes = sizesOf(values.kind, variant);
   if (!sizes.holds(p, m)) return {unfit: sizes.text, fitting: fittingSizes(sizes, p, m)};
-  const programs = GENERATORS[kind.name](p, m, v, variant), graph = lower(programs, m, values.recv);
+  const programs = values.programs ?? GENERATORS[kind.name](p, m, v, variant), graph = lower(programs, m, values.recv);
   const times = timesOf(values), declared = {queue: values.queue, completes: "rendezvous"};
   const model = values.sends === "backend" ? declared : {queue: "directed_edge", completes: values.sends === "async" ? "eager" : "rendezvous"};
   const isNoisy = +values.cv > 0 || +values.ncv > 0;
