@@ -59,7 +59,7 @@ def worse(group, stored):
     return ""
 
 
-@pytest.mark.slow(only=["vtrain"])
+@pytest.mark.slow(only=["vtrain", "megatron-bridge", "mlperf"])
 @pytest.mark.parametrize("name", SETS)
 def test_no_group_is_worse_than_stored(name):
     """If one is on purpose: python validation/pages/make_accuracy.py stores the errors of today."""
@@ -122,7 +122,7 @@ def test_a_mark_outside_of_the_axis_is_drawn_at_its_edge():
 @pytest.mark.parametrize(
     ("content", "status", "message"),
     [
-        ("a,b\n1,2\n", 2, "no file of measurements; give a directory that has some"),
+        ("a,b\n1,2\n", 2, "no measurements; give a directory that has some"),
         ("system,run,gbs,seq,median_s,tp,pp,vpp,cp,mbs,nodes,config\nx\n", 2, "1 cells, and the header has 12"),
     ],
 )
