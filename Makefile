@@ -58,6 +58,7 @@ docs: $(VENV)/.dev           ## pages, tables and pictures that are made from th
 	$(BIN)/python validation/pages/make_fleet.py
 	$(BIN)/python validation/pages/make_reshard.py
 	$(BIN)/python validation/pages/make_refused.py
+	$(BIN)/python validation/pages/make_mistakes.py
 	$(BIN)/python validation/pages/make_seed_experiment.py
 	$(BIN)/python validation/pages/make_alignment_log.py
 	$(BIN)/python validation/pages/make_zoo.py
