@@ -10,7 +10,6 @@ import click
 
 from pipeproof.atomic_write import write_json
 from pipeproof.cli.console import console_for, refusing_bad_plans, require_separate_outputs, writable
-from pipeproof.cli.number_text import fraction_of
 from pipeproof.cli.option_types import PLACE, set_option
 from pipeproof.cli.progress import showing_progress
 
@@ -19,6 +18,18 @@ if TYPE_CHECKING:
 
     from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.specs.profile_file import Profile
+import re
+
+_NUMBER = re.compile(r"[+-]?[0-9]{0,9}(/[0-9]{1,9}|(\.[0-9]{0,9})?([eE][+-]?[0-9]{1,2})?)")
+"""A fraction or a decimal number; an exponent of eight digits would be a number of a hundred million digits."""
+
+
+def fraction_of(text: str) -> Fraction | None:
+    """Return the exact number of a text such as ``1/8`` or ``2.5e3``; None for other texts and for longer numbers."""
+    try:
+        return Fraction(text) if _NUMBER.fullmatch(text) else None
+    except (ValueError, ZeroDivisionError):
+        return None
 
 
 def _number(text: str, name: str) -> Fraction:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from pipeproof.interop.public_models import MODELS
+from pipeproof.interop.tune_models import MODELS
 from pipeproof.specs.load_plan import plan_from_dict
 from validation.board.accuracy_board import MEASUREMENTS, SETS, Predictor, read_measurements
 from validation.board.bridge_recipes import NO_RECIPE, recipe_of

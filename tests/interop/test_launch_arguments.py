@@ -15,8 +15,7 @@ from pipeproof.interop.launch_arguments.write_arguments import (
     imported_again,
     launch_of,
 )
-from pipeproof.interop.public_models import MODELS
-from pipeproof.interop.tune_models import tune_model
+from pipeproof.interop.tune_models import MODELS, tune_model
 from pipeproof.specs.load_plan import plan_from_dict
 from tests.tune.models import LARGE_EXPERTS, to_tune
 

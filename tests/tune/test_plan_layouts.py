@@ -7,9 +7,9 @@ import pytest
 
 from pipeproof.analysis.tune.frameworks import FRAMEWORKS, every_schedule
 from pipeproof.analysis.tune.layouts import Layout
-from pipeproof.analysis.tune.plan_change import change_between
 from pipeproof.analysis.tune.plan_layouts import MAX_FORWARDS, PlanLayouts
 from pipeproof.analysis.tune.step_clock import asap_clock, block_sequences, figures_of
+from pipeproof.analysis.tune.tune_text import change_between
 from pipeproof.comm.generated_schedule import plan_schedule
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.schedule.kinds import SCHEDULE_KINDS

@@ -8,9 +8,9 @@ import yaml
 
 from pipeproof.analysis.sweep.evaluate_point import Status
 from pipeproof.analysis.tune import search_layouts
-from pipeproof.analysis.tune.plan_change import change_between
 from pipeproof.analysis.tune.present_step import Cause, idle_parts
 from pipeproof.analysis.tune.search_layouts import MAX_REFUSED, TuneError, tune
+from pipeproof.analysis.tune.tune_text import change_between
 from pipeproof.comm.generated_schedule import plan_schedule, stage_costs
 from pipeproof.comm.lower import lower
 from pipeproof.diagnostics.source import PlanFileError

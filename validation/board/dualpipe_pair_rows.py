@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeproof.interop.public_models import MODELS
+from pipeproof.interop.tune_models import MODELS
 from validation.board.measurement import (
     Measurement,
     MeasurementFileError,

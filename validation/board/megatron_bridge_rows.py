@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeproof.interop.public_models import MODELS, NOT_DESCRIBED, PublicModel
+from pipeproof.interop.tune_models import MODELS, NOT_DESCRIBED, PublicModel
 from validation.board.bridge_recipes import recipe_of
 from validation.board.measurement import (
     EXPERTS_OVER_TP,

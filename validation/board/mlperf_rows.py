@@ -6,7 +6,7 @@ import re
 from functools import partial
 from typing import Any
 
-from pipeproof.interop.public_models import MODELS
+from pipeproof.interop.tune_models import MODELS
 from validation.board.measurement import (
     Cells,
     Measurement,

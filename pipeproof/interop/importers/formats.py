@@ -7,11 +7,10 @@ from typing import Final
 
 from pipeproof.interop.importers.tools.bridge import BRIDGE
 from pipeproof.interop.importers.tools.flagscale import FLAGSCALE
-from pipeproof.interop.importers.tools.llama_factory import LLAMA_FACTORY
+from pipeproof.interop.importers.tools.mcore_adapter import LLAMA_FACTORY, ROLL
 from pipeproof.interop.importers.tools.ms_swift import MS_SWIFT
 from pipeproof.interop.importers.tools.nemo_rl import NEMO_RL
 from pipeproof.interop.importers.tools.primus import PRIMUS
-from pipeproof.interop.importers.tools.roll import ROLL
 from pipeproof.interop.importers.tools.tool import Tool
 from pipeproof.interop.importers.tools.verl import VERL
 from pipeproof.interop.importers.tree import Tree

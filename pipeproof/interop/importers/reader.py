@@ -28,16 +28,11 @@ from pipeproof.interop.importers.megatron.flag_values import (
 from pipeproof.interop.importers.megatron.launch_script import Argument, Script
 from pipeproof.interop.importers.megatron.megatron_importer import import_arguments
 from pipeproof.interop.importers.names import plain
+from pipeproof.interop.importers.tools.forks import FORKS
 from pipeproof.interop.importers.tools.job import Job
 from pipeproof.interop.importers.tools.megatron_lm import MEGATRON_LM
-from pipeproof.interop.importers.tools.mindspeed import MINDSPEED
-from pipeproof.interop.importers.tools.pai import PAI
-from pipeproof.interop.importers.tools.slime import SLIME
 from pipeproof.interop.importers.tools.tool import Tool, fork_of
 from pipeproof.interop.importers.tree import Placed, Tree, Unknown, literal, read_tree, tree_of
-
-FORKS: Final = (MINDSPEED, SLIME, PAI)
-"""Tools whose scripts have the flags of Megatron-LM and their own."""
 
 _YAML_ARGUMENTS: Final = re.compile(r"^MODEL_ARGS:\s*$", re.MULTILINE)
 _VALUES: Final = (".yaml", ".yml", ".json")

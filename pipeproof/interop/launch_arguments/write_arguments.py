@@ -20,11 +20,10 @@ from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.interop.importers.check_imported import load_imported
 from pipeproof.interop.importers.import_kinds import import_files
 from pipeproof.interop.importers.imported import Flags
-
-# --- Training arguments of PaddleFormers for a plan ---
+from pipeproof.interop.importers.model_parts import type_of_parts
+from pipeproof.interop.importers.model_sizes import MODEL_NAMES
 from pipeproof.interop.importers.torch_pipelining import SCHEDULES
 from pipeproof.interop.launch_arguments.megatron_arguments import megatron_script
-from pipeproof.interop.launch_arguments.model_config import model_config
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.model_family import stage_layers
@@ -213,3 +212,25 @@ def launch_of_row(row: TuneRow, framework: str) -> Launch:
 def plan_file(row: TuneRow) -> dict[str, str]:
     """The plan file of a row, by its name."""
     return {f"{row.rank:02d}.yaml": yaml.safe_dump(dict(row.plan), sort_keys=False)}
+
+
+_MODERN = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
+    "head_dim", "tie_word_embeddings", "num_nextn_predict_layers", "n_routed_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
+"""One name for each key of a plan's model."""
+
+
+def model_config(spec: PlanSpec) -> dict[str, Any]:
+    """The sizes, and a type of model that has the plan's norms, positions and biases; "llama" without one."""
+    data: dict[str, Any] = {"model_type": type_of_parts(spec.gpt)}
+    model = spec.gpt.model_dump(mode="json")
+    for name in _MODERN:
+        value: Any = model
+        for key in MODEL_NAMES[name]:
+            value = value.get(key) if isinstance(value, dict) else None
+        if value not in (None, 0):
+            data[name] = value
+    return data

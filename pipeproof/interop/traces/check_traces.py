@@ -11,13 +11,10 @@ from typing import get_args
 from pipeproof.comm.backend_rows import BackendTable, Queue
 from pipeproof.comm.backends import table_named, with_queue
 from pipeproof.diagnostics.finding import Finding, Location, OpsWitness, RuleDoc, WitnessOp, code_order, relinked
+from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, absence_finding, cycle_finding
+from pipeproof.interop.hang.hang_codes import HANG_CYCLE, NEVER_ISSUED
 from pipeproof.interop.traces.compare_with_plan import plan_findings
-from pipeproof.interop.traces.stalled_ranks import stuck_findings
 from pipeproof.interop.traces.trace_codes import MISSING_LOG, NOT_WAITED, RAISED, SPLITS, UNFINISHED_LOG
-
-# --- Memory of messages that was used again while they were in flight, and requests that nothing waited for ---
-# The log has the addresses of every tensor. For each operation with a wait it
-# also shows whether the memory was written between call and wait.
 from pipeproof.interop.traces.trace_graph import IN_ORDER, channels_of, collectives_of, graph_of_logs
 from pipeproof.interop.traces.trace_log import LoggedCall, LoggedGroup, LoggedTensor, LoggedWait, RankLog, read_logs
 from pipeproof.interop.traces.trace_text import call_text, position_text, with_log_names
@@ -321,3 +318,45 @@ def _split_sizes(call: LoggedCall, splits: Sequence[int], group: LoggedGroup) ->
     if len(tensors) == len(group.ranks) > 1:
         return [tensor.numel for tensor in tensors]
     return [tensors[0].numel // len(group.ranks)] * len(group.ranks) if tensors else ()
+
+
+def stuck_findings(logs: Sequence[RankLog]) -> Iterator[Finding]:
+    """Find PP931, a cycle of ranks that wait for each other, or else PP933, operations that were never issued.
+
+    A rank waits for another rank if the operation that blocks its host needs an
+    operation that the other rank has not issued.
+    """
+    graph = _waits(logs)
+    if cycle := graph.cycle():
+        suggested_fix = "let one of them issue the operation that the other waits for before it waits itself, "
+        yield cycle_finding(HANG_CYCLE, cycle, suggested_fix + "or issue both ends in one batch")
+        return
+    by_rank = {log.rank: log for log in logs}
+    for (rank,) in graph.ends():
+        if graph.waiters(rank):
+            last = by_rank[rank].calls[-1:]
+            last_text = f"ends after {call_text(last[0])}" if last else "has no operation"
+            what, lines = f"rank {rank} never issued its part of", (f"the log of rank {rank} {last_text}",)
+            yield absence_finding(NEVER_ISSUED, graph, {rank: rank}, what, lines)
+
+
+def _waits(logs: Sequence[RankLog]) -> WaitGraph[int]:
+    known = {log.rank for log in logs}
+    graph = WaitGraph(sorted(known))
+    blocking = {(log.rank, seq) for log in logs for seq in log.waiting_for}
+    for channel in channels_of(logs):
+        matched = min(len(channel.sends), len(channel.receives))
+        for call in (*channel.sends[matched:], *channel.receives[matched:]):
+            other = channel.dst if call.rank == channel.src else channel.src
+            _add(graph, call, other, blocking)
+    for (group, _), calls in collectives_of(logs).items():
+        for call in calls.values():
+            for member in sorted(known & set(group.ranks) - calls.keys()):
+                _add(graph, call, member, blocking)
+    return graph
+
+
+def _add(graph: WaitGraph[int], call: LoggedCall, other: int, blocking: set[tuple[int, int]]) -> None:
+    if (call.rank, call.seq) in blocking:
+        why = "which has not issued its part"
+        graph.add(call.rank, other, Wait(call.rank, call_text(call), f"rank {other}", why, call.at, call.line))

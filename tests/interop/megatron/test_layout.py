@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.interop.importers.megatron.layout_string import LETTERS, LayoutError, check_layout, parse_layout
+from pipeproof.interop.importers.megatron.stage_flags import LETTERS, LayoutError, check_layout, parse_layout
 
 
 def letters(text):

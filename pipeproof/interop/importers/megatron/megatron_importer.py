@@ -11,17 +11,23 @@ from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.import_codes import REFUSED, UNDECIDED
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.megatron.batch_flags import import_batches
-from pipeproof.interop.importers.megatron.flag_checks import check_choices, check_contradictions, check_counts
-from pipeproof.interop.importers.megatron.flag_values import Arguments, FlagReader
-from pipeproof.interop.importers.megatron.model_flags import dispatcher_of, import_model
-from pipeproof.interop.importers.megatron.other_names import (
+from pipeproof.interop.importers.megatron.flag_checks import (
+    check_choices,
+    check_contradictions,
+    check_counts,
     note_others,
     refuse_misspelt,
     refuse_other_programs,
     undecided_names,
 )
-from pipeproof.interop.importers.megatron.precision_flags import import_precision
-from pipeproof.interop.importers.megatron.recompute_flags import MODULES, import_recomputation, recomputed_modules
+from pipeproof.interop.importers.megatron.flag_values import Arguments, FlagReader
+from pipeproof.interop.importers.megatron.memory_flags import (
+    MODULES,
+    import_precision,
+    import_recomputation,
+    recomputed_modules,
+)
+from pipeproof.interop.importers.megatron.model_flags import dispatcher_of, import_model
 from pipeproof.interop.importers.megatron.stage_flags import CHUNKS, import_stages
 from pipeproof.interop.importers.tools.megatron_lm import MEGATRON_LM
 from pipeproof.interop.importers.tools.tool import Tool

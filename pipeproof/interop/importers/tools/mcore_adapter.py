@@ -1,17 +1,40 @@
-"""ROLL: the training of the actor on its mcore_adapter (commit 8eb27cc: examples with ``megatron_train``)."""
+"""Tools on ROLL's mcore_adapter: LLaMA-Factory's YAML (commit ff6d4d1), and ROLL's ``megatron_train`` (8eb27cc)."""
+
+from __future__ import annotations
 
 import re
+from types import MappingProxyType
 from typing import Final
 
 from pipeproof.interop.importers.tools.job import Job
 from pipeproof.interop.importers.tools.tool import Tool
+
+
+def _accumulate(job: Job) -> None:
+    job.accumulate("per_device_train_batch_size", "gradient_accumulation_steps", default_size=8)
+
+
+LLAMA_FACTORY: Final = Tool(
+    name="LLaMA-Factory",
+    kind="llama-factory",
+    names="llama_factory",
+    entry=re.compile(r"\S*llamafactory-cli train "),
+    form="file",
+    marks=("finetuning_type", "cutoff_len"),
+    renamed=MappingProxyType({"cutoff_len": "seq_length"}),
+    models=("model_name_or_path",),
+    decides=re.compile(r"additional_configs|extra_config|mixture_of_depths|use_mca|pure_bf16_pp"),
+    without=re.compile(r"(?!additional_configs|extra_config)\w+"),
+    adapt=_accumulate,
+)
+
 
 _TRAIN: Final = "actor_train"
 _ARGUMENTS: Final = f"{_TRAIN}.training_args"
 _RANGE: Final = re.compile(r"list\(range\((?:(\d{1,6}),\s*)?(\d{1,6})\)\)")
 
 
-def _adapt(job: Job) -> None:
+def _train_actor(job: Job) -> None:
     strategy = job.tree.get(_TRAIN, "strategy_args.strategy_name")
     if strategy is None or strategy.value != "megatron_train":
         job.refuse(f"`{_TRAIN}.strategy_args.strategy_name` is not megatron_train: the actor trains without a pipeline",
@@ -38,5 +61,5 @@ ROLL: Final = Tool(
     models=(f"{_TRAIN}.model_args.model_name_or_path", "pretrain"),
     decides=re.compile(r"additional_configs"),
     without=re.compile(r"(?!additional_configs)\w*(moe|offload|recompute|dtype|batch|expert|checkpoint)\w*"),
-    adapt=_adapt,
+    adapt=_train_actor,
 )
