@@ -41,7 +41,7 @@ EDITS = (
      "cost: {analytic: {device: H100-SXM}}"),
     ("a limit of memory that is too small", "run:  ", "memory: {budget_gib: 0.000001}\nrun:  "),
 )  # fmt: skip
-"""What is wrong, and what in the plan is replaced by what."""
+"""Each mistake, the text of the plan that is replaced, and the text in its place."""
 COMMANDS = (
     ("partial transfers with sequence parallelism", ("check", "examples/gpt_pp2_tp2_sp_partial.yaml")),
     ("a file that does not exist", ("check", "plan.yml")),
@@ -55,7 +55,7 @@ COMMANDS = (
     ("a suffix that no picture has", ("simulate", str(PLAN), "-o", "plan.gif")),
     ("tune without a device", ("tune", "llama3_70b", "--gpus", "256")),
 )
-"""What is wrong, and the words of the command."""
+"""Each mistake, and the words of the command."""
 
 
 def _answer(words: tuple[str, ...], written: Path) -> tuple[str, str, str]:
