@@ -314,7 +314,7 @@ def _task_of(
         return task
     model = Path(f"model{FILE}")
     if options.save_format == _DCP:
-        from pipeproof.state.dcp.dcp_output import as_dcp
+        from pipeproof.state.reshard.reshard_targets import as_dcp
 
         return as_dcp(task_for_file(source, model, named, weights_only=weights_only), str(options.out))
     if options.out is None or options.out.suffix == FILE:

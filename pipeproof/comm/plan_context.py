@@ -189,7 +189,6 @@ class PlanContext:
         return self._ranks_of(self.shared_weights.places(stage, name))
 
     def _ranks_of(self, pp_ranks: Sequence[int]) -> tuple[int, ...]:
-        """The global ranks of some pipeline ranks, in order."""
         return tuple(rank for rank in range(self.mesh.num_ranks) if self.mesh.coords(rank)["pp"] in pp_ranks)
 
     @cached_property

@@ -361,7 +361,6 @@ class RankBlocks:
                 yield Row(op, NONE, m.tensor, m.start, m.stop, group, shift=self._shift(m))
 
     def _children(self, op: Op, variant: int) -> Iterator[Row]:
-        """The collectives inside a computation."""
         return self._issued(op, self._collectives(op, variant))
 
     def _collectives(self, op: Op, variant: int) -> list[Collective]:

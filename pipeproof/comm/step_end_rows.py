@@ -233,7 +233,6 @@ class StepEnd:
             yield from self._issued(gather, (self._share(weight) for weight in weights))
 
     def _share(self, weight: Parameter) -> Collective:
-        """The gather of one weight."""
         numel = shard_numel(self._numel(weight), self._shares)
         return Collective(CollectiveKind.ALL_GATHER, "dp", numel, weight.name)
 

@@ -324,7 +324,6 @@ class AnalyticCosts:
             times[phase] = replace(time, links_us=time.links_us - hidden * (1 - _LINK_PROCESSORS))
 
     def _collectives_time(self, calls: Iterable[Collective], item_bytes: int) -> PhaseTime:
-        """Time of collectives that nothing hides."""
         time = PhaseTime()
         for call in calls:
             us = rounded_up(self.links.collective_us(call, item_bytes))  # as it is simulated

@@ -224,7 +224,6 @@ def _given(section: BaseModel) -> dict[str, Any]:
 
 
 def _differences(measured: MeasuredPlan, plan: PlanSpec) -> Iterator[str]:
-    """Differences, by the keys of a plan file."""
     expected = measured_sections(plan)
     yield from _of_section("model", measured.model, expected["model"])
     yield from _of_section("topology", measured.topology, expected["topology"])

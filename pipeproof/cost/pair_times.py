@@ -43,8 +43,6 @@ class _Sort(Enum):
 
 
 class _Row(NamedTuple):
-    """A row of a pair with its microseconds."""
-
     side: Side
     sort: _Sort
     us: Fraction = _ZERO
@@ -96,7 +94,6 @@ class PairTimes:
         return _length(list(_with_weights(rows, backward.weight_ends)), 1 + slowdown)
 
     def _place(self, side: Side, stage: int) -> int:
-        """The place of a computation among those that differ."""
         if (side, stage) not in self._places:
             described = self._described(side, stage)
             if described not in self._sides:

@@ -122,7 +122,6 @@ class _PartWork:
         return {phase: self._parts(phase, steps[phase], around[phase]) for phase in Phase}
 
     def _steps(self, name: str) -> tuple[list[_Step], list[_Step]]:
-        """The operations of a layer in forward and in backward."""
         plan, forward, backward = self._plan, list[_Step](), list[_Step]()
         item_bytes, flash = 1, True
         if self._costs is not None:

@@ -209,7 +209,6 @@ class OpGraph:
         )
 
     def _names_of(self, op_id: int) -> dict[str, tuple[str, ...]]:
-        """The buffers that a row reads, writes and frees."""
         if not len(self.columns.accesses):
             return {}
         accesses = self.columns.accesses[self.accesses.op == op_id]

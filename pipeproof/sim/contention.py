@@ -230,7 +230,6 @@ class SharedLinks:
         return self._carry([(steps_us, self._path(source, target), cost.num_bytes) for source, target in ring])
 
     def _sent(self, source: int, ranks: Sequence[int], shape: Shape, num_bytes: Fraction) -> Iterator[_Part]:
-        """The flows from one rank of an all-to-all to every other rank."""
         near, far = self._network.pieces(shape, sum(not self._crosses(source, rank) for rank in ranks), num_bytes)
         for target in ranks:
             if target != source:
@@ -284,7 +283,6 @@ class SharedLinks:
     def _after(
         self, ticks: int, path: tuple[Link, ...], num_bytes: Fraction, ended: Callable[[simpy.Event], None]
     ) -> None:
-        """Start one flow after its latency."""
 
         def begin(_: simpy.Event) -> None:
             self._shares.start(path, num_bytes).callbacks.append(ended)

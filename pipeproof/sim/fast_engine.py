@@ -201,7 +201,6 @@ class _Run:
         return self._durations.latency_ticks if by_send is None else max(by_send, default=0)
 
     def _message_ticks(self, sends: IntColumn) -> IntColumn:
-        """Ticks of the messages of these sends."""
         return self._ticks_by_send[sends]
 
     @cached_property

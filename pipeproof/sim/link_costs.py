@@ -213,8 +213,6 @@ class _Bucket:
 
 
 class _Buckets:
-    """The buckets of a stage on one rank."""
-
     def __init__(self, lowered: LoweredPlan, links: LinkTimes, num_bytes: IntColumn, calls: _Calls) -> None:
         self._lowered, self._links, self._num_bytes, self._calls = lowered, links, num_bytes, calls
         self._layers = lowered.layers_of(calls.stage)

@@ -202,7 +202,6 @@ class _Model:
             self._can_happen.append(event)
 
     def _settle(self) -> None:
-        """Process all events that can happen now."""
         now = int(self._env.now)
         while self._can_happen:
             op_id, is_done = divmod(self._can_happen.popleft(), 2)
@@ -322,7 +321,6 @@ class _Model:
             self._later(max(0, arrival - int(self._env.now)), self._received, op_id)
 
     def _begin(self, send: int) -> None:
-        """Start a message."""
         self._begun[send] = int(self._env.now)
         receive, meets = self._match[send], self._meets(send)
         if not meets:

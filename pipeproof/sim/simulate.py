@@ -228,7 +228,6 @@ def _rank_to_json(figures: RankFigures) -> dict[str, Any]:
 
 
 def _memory_to_json(curve: MemoryCurve) -> dict[str, Any]:
-    """The memory peak in bytes, its time and its parts."""
     return {
         "peak_bytes": curve.peak,
         **number_to_json("peak_at", curve.peak_at_us),

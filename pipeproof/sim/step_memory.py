@@ -234,7 +234,6 @@ class _Step:
         return not len(self._clock.rows(*_INPUT, OpKind.BACKWARD_WEIGHT))
 
     def _of_tensors(self, kind: OpKind) -> IntColumn:
-        """Operations of a kind that name a tensor."""
         rows = self._clock.rows(kind)
         return np.asarray(rows[self._graph.tensor[rows] != NONE])
 

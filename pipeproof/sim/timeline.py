@@ -133,7 +133,6 @@ class Timeline:
 
 
 def _is_channel(queue: str) -> bool:
-    """True if the name of a queue is the label of a channel."""
     return "->" in queue
 
 

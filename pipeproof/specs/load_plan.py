@@ -139,7 +139,6 @@ def _wrong_type(path: KeyPath, value: object, expected: str) -> Problem:
 
 
 def _conversion(value: object, expected: str) -> str | None:
-    """The suggested fix for an obvious mistake."""
     if expected in ("an integer", "a number"):
         if isinstance(value, float) and value.is_integer() and abs(value) < 10**15:
             return f"write {int(value)}"
@@ -175,7 +174,6 @@ def _not_allowed(path: KeyPath, value: object) -> Problem:
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
-    """The literal values of a key, optional or not."""
     literals = [option for option in (annotation, *get_args(annotation)) if get_origin(option) is Literal]
     return tuple(value for literal in literals for value in get_args(literal))
 
@@ -230,7 +228,6 @@ def _is_sibling(other: KeyPath, section: KeyPath) -> bool:
 
 
 def _near_key(path: KeyPath) -> str | None:
-    """The most similar key of the same section."""
     section, name = _without_indices(path[:-1]), str(path[-1])
     known = _sections().get(section, ())
     habitual = _HABITS.get(name)

@@ -90,7 +90,6 @@ def _mismatch(expected: TensorEntry, stored: TensorEntry | None, *, weights_only
 
 
 def _require_shards(state: SavedState, plan: LoweredPlan) -> None:
-    """Require every element of every tensor in exactly one shard."""
     held_files = {file.name: file.shards for file in state.index.files}
     layout = layout_of_files(str(state.directory), state.index.tensors, held_files, {})
     for (name, *_), fault in bad_shardings(layout):

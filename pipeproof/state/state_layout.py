@@ -188,6 +188,5 @@ def _shards(tensors: Iterable[_StateTensor], plan: LoweredPlan, rank: int) -> It
 
 
 def _writer(plan: LoweredPlan, state_tensor: _StateTensor, coords: Mapping[str, int]) -> int:
-    """Return the first rank that holds the same shard."""
     same = {axis: coords[axis] if axis in (state_tensor.tensor.cut or ()) else 0 for axis in plan.mesh.axes}
     return plan.mesh.rank({**same, "pp": state_tensor.first_pp})

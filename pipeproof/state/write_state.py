@@ -142,7 +142,6 @@ def values_of(spec: PlanSpec) -> dict[str, Any]:
 
 
 def _custom_layer_values(model: CustomModelSpec) -> dict[str, Any]:
-    """Return the declarations of custom layers, by index and name."""
     layers: dict[str, Any] = {str(index): layer.name for index, layer in enumerate(model.layers)}
     for layer in model.layers:  # whose names begin with no digit
         values = layer.model_dump(mode="json", include={"kind", "out", "borrows"}, exclude_none=True)

@@ -56,14 +56,12 @@ def _both(values: Callable[[Any, Any], RowValue], **disturbed: RowValue) -> Call
 
 
 def _always(*, value: RowValue, **disturbed: RowValue) -> Callable[[Outcomes], RowValue]:
-    """Read ``value`` wherever both ranks returned."""
     return _both(lambda *_: value, **disturbed)
 
 
 def _received(
     expected: list[Any], if_so: RowValue, if_not: RowValue, **disturbed: RowValue
 ) -> Callable[[Outcomes], RowValue]:
-    """Read whether rank 1 returned ``expected``."""
     return _both(lambda _, received: if_so if received == expected else if_not, **disturbed)
 
 

@@ -142,8 +142,6 @@ class Layouts:
 
 
 class _Comparison:
-    """One delivery against its receiver's layout."""
-
     def __init__(self, layouts: Layouts, delivery: Delivery, rank: int, expected: int, sent: int) -> None:
         self._layouts, self._delivery, self._sent = layouts, delivery, sent
         self._rank = rank

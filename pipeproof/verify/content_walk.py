@@ -333,7 +333,6 @@ class _Walk:
 
 
 def _joined(sources: Iterable[Content]) -> Terms:
-    """The terms of a sum of contents."""
     terms: dict[Term, Share] = {}
     for source in sources:
         for term, share in source.terms.items():

@@ -74,7 +74,6 @@ _Threads = Mapping[Queue, int]
 
 
 def _threads(slices: Slices) -> _Threads:
-    """Thread ids of the queues of each rank, from 0."""
     result: dict[Queue, int] = {}
     counts = [0] * len(slices.timeline.ranks)
     for rank, queue in slices.queues:

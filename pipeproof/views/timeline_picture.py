@@ -405,7 +405,6 @@ class Drawing:
         axes.set_ylabel(curve.name.removesuffix(" held"), size=7.5, color=colours.FAINT)
 
     def _marks(self) -> list[Any]:
-        """Entries of the legend."""
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
 

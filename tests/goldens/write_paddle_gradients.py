@@ -2,7 +2,7 @@
 
 Frameworks need not be in one environment, so that PyTorch's stages are compared
 with what this wrote where Paddle is: ``python -m tests.goldens.write_paddle_gradients``.
-``tests/stages/test_paddle_gradients.py`` holds that the files are what Paddle makes today. What is kept of a run is
+``tests/stages/test_adjoints.py`` holds that the files are what Paddle makes today. What is kept of a run is
 said by ``tests.stages.torch.features.kept_of``.
 """
 

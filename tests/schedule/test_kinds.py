@@ -1,5 +1,7 @@
 """What holds for every kind of schedule: all work once, in order, on time, and refusals that name what fits."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import replace
 from typing import get_args
@@ -7,7 +9,7 @@ from typing import get_args
 import pytest
 from hypothesis import assume, given, settings
 
-from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request
+from pipeproof.schedule.kinds import _CONDITIONS, ANY_SIZES, SCHEDULE_KINDS, Placement, Request, sizes_of
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import Schedule, UnfitSizesError, asap, even_costs, stages_of
 from pipeproof.specs.schedule import ScheduleName
@@ -164,3 +166,25 @@ def test_asap_names_where_it_is_stuck():
     crossed = Schedule(((Op(F, 0, 0), Op(B, 0, 0)), (Op(B, 1, 0), Op(F, 1, 0))))
     with pytest.raises(ValueError, match="rank 0 at 0B0, rank 1 at 1B0"):
         asap(crossed, even_costs(2))
+
+
+VARIANTS = [(kind, variant) for kind in SCHEDULE_KINDS.values() for variant in kind.variants or (None,)]
+
+
+@pytest.mark.parametrize(("kind", "variant"), VARIANTS, ids=lambda value: getattr(value, "name", str(value)))
+def test_a_schedule_exists_exactly_where_its_condition_holds(kind, variant):
+    condition = sizes_of(kind.name, variant)
+    for p in range(1, 7):
+        for m in range(1, 4 * p + 2):
+            for num_chunks in {kind.min_chunks, min(kind.min_chunks + 1, kind.max_chunks or kind.min_chunks + 1)}:
+                try:
+                    kind.generate(Request(p, m, num_chunks, variant=variant))
+                    exists = True
+                except UnfitSizesError:
+                    exists = False
+                holds = condition == ANY_SIZES or eval(condition, {"p": p, "m": m, "max": max})
+                assert exists == holds, (p, m, num_chunks)
+
+
+def test_conditions_are_of_kinds_and_variants_that_there_are():
+    assert set(_CONDITIONS) <= {(kind.name, variant) for kind, variant in VARIANTS}

@@ -1,5 +1,8 @@
 """Curves of products, attention and collectives: monotone, below the peak, exact, near published measurements."""
 
+from __future__ import annotations
+
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -12,8 +15,9 @@ from pipeproof.cost.device_tables import attention_share, device_table, moved_us
 from pipeproof.cost.devices import DEVICES
 from pipeproof.cost.network_times import Network, Shape
 from pipeproof.cost.plan_times import resolved_cost
-from pipeproof.schedule.ops import OpKind
-from pipeproof.specs.cost import AnalyticSpec
+from pipeproof.schedule.ops import Op, OpKind, parse_op
+from pipeproof.sim.op_durations import compute_us, durations_of
+from pipeproof.specs.cost import AnalyticSpec, CostSpec
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.model import MoeSpec
 from pipeproof.stages.describe.gpt import describe_gpt
@@ -362,3 +366,36 @@ def test_any_measured_times_make_a_curve(times):
     timed = ((64, 64, 64), (128, 128, 128), (128, 64, 256), (256, 256, 256))
     curve = product_curve(list(zip(timed, times, strict=True)), 989.4)
     assert 0 < curve.efficiency <= 1
+
+
+fractions = st.builds(Fraction, st.integers(0, 10**9), st.integers(1, 10**6))
+
+
+@given(tf=fractions.filter(bool), tb=fractions, c=fractions)
+def test_ticks_are_the_times_scaled_by_one_integer(make_plan, tf, tb, c):
+    plan = make_plan(p=2, m=1)
+    cost = CostSpec(forward_us=tf, backward_us=tb, p2p_latency_us=c)
+    graph, durations = plan.graph, durations_of(replace(plan, spec=plan.spec.model_copy(update={"cost": cost})))
+    scale = durations.ticks_per_us
+    assert durations.latency_ticks == c * scale
+    for op, ticks in zip(graph.ops, durations.ticks, strict=True):
+        assert ticks == {OpKind.FORWARD: tf, OpKind.BACKWARD: tb}.get(op.kind, 0) * scale
+
+
+def test_a_list_is_by_stage():
+    cost = CostSpec(forward_us=(Fraction(1), Fraction(2)), backward_us=(Fraction(3), Fraction(4)))
+    assert [compute_us(parse_op(text), cost) for text in ("0F0", "1F5", "0B0", "1B1")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("cost", "parts"),
+    [
+        (CostSpec(backward_us=Fraction(3)), (Fraction(3, 2), Fraction(3, 2))),
+        (CostSpec(backward_input_us=Fraction(1), backward_weight_us=Fraction(5)), (1, 5)),
+        (CostSpec(backward_input_us=(Fraction(7), Fraction(1)), backward_weight_us=Fraction(5)), (1, 5)),
+    ],
+)
+def test_parts_of_a_backward_are_those_given_or_its_halves(cost, parts):
+    kinds = (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)
+    assert tuple(compute_us(Op(kind, 1, 0), cost) for kind in kinds) == parts
+    assert compute_us(Op(OpKind.BACKWARD, 1, 0), cost) == sum(parts)

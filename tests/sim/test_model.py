@@ -1,5 +1,7 @@
 """The SimPy model against an independent longest path, and where it has to stop."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from fractions import Fraction
 
@@ -9,11 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.comm.backends import backend_table
+from pipeproof.comm.lower import lower
 from pipeproof.diagnostics.finding import OpsWitness
 from pipeproof.schedule.op_table import EdgeKind
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, COMPUTE_KINDS, SEND_KINDS, TRANSFER_KINDS, OpKind
+from pipeproof.schedule.programs import asap
 from pipeproof.sim.outcome import SimulationError
 from pipeproof.sim.simulate import simulate
+from pipeproof.specs.load_plan import plan_from_dict
+from tests.schedule.drawn import generated, plan_of, requests
 
 times = st.builds(Fraction, st.integers(1, 6), st.integers(1, 4))
 
@@ -215,3 +221,26 @@ def test_two_runs_give_the_same_spans(make_plan):
     first, second = (simulate(make_plan(**options)) for _ in range(2))
     assert first.timeline.spans == second.timeline.spans
     assert {kind for op in make_plan(**options).graph.ops if (kind := op.kind) in TRANSFER_KINDS}
+
+
+@given(requests(max_ranks=4, max_chunks=3))
+@settings(deadline=None, max_examples=150)
+def test_equal_on_both_engines(drawn):
+    kind, request = drawn
+    schedule = generated(kind, request)
+    timed = asap(schedule, request.costs)
+    lowered = lower(plan_from_dict(plan_of(kind, request)).spec)
+    assert lowered.schedule == schedule
+    for engine in ("fast", "simpy"):
+        assert_equal(simulate(lowered, engine=engine), timed)
+
+
+def assert_equal(simulation, timed):
+    assert simulation.makespan == timed.makespan
+    for rank, figures in enumerate(simulation.figures):
+        spans = {span.op: (span.start, span.end) for span, _ in simulation.timeline.compute_spans(rank)}
+        times = zip(timed.starts[rank], timed.ends[rank], strict=True)
+        assert spans == dict(zip(map(str, timed.programs[rank]), times, strict=True))
+        assert figures.busy_us == timed.busy(rank)
+        assert figures.span_us == timed.span(rank)
+        assert figures.peak_activations == timed.peak(rank)

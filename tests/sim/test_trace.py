@@ -1,15 +1,20 @@
 """The Chrome trace: a valid file with arrows that a viewer can bind."""
 
+from __future__ import annotations
+
 import json
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeproof.sim.timeline import Span, Timeline
 from pipeproof.views.chrome_trace import ARRIVAL, trace_json, write_trace
 from pipeproof.views.memory_curves import Curve, activations_held
+from pipeproof.views.trace_slices import Slices
 
 _STEP_NS = (
     Span(0, "compute", 0, "0F0", 10, 5_010),
@@ -181,3 +186,24 @@ def test_two_runs_write_the_same_bytes(run, tmp_path):
 
 def test_golden(run, check_golden):
     check_golden("trace_1f1b_pp2_m2.json", trace_json(run(p=2, m=2, tf=1, tb=2, c=1).timeline))
+
+
+times = st.one_of(
+    st.integers(-(10**12), 10**12),
+    st.builds(Fraction, st.integers(-(10**9), 10**9), st.integers(1, 9000)),
+    st.floats(-1e6, 1e6),
+)
+ticks = st.sampled_from([Fraction(1), Fraction(1, 1000), Fraction(1, 2000), Fraction(7, 3)])
+
+
+@given(first=times, time=times, tick=ticks)
+@settings(deadline=None)
+def test_nanoseconds_are_rounded_exactly(first, time, tick):
+    timeline = Timeline((Span(0, "compute", 0, "0F0", first, first),), ({"pp": 0},), tick_us=tick)
+    expected = round((Fraction(time) - Fraction(first)) * tick * 1000)
+    assert Slices(timeline).nanoseconds(time) == expected
+
+
+def test_halves_go_to_the_even_nanosecond():
+    timeline = Timeline((Span(0, "compute", 0, "0F0", 0, 0),), ({"pp": 0},), tick_us=Fraction(1, 2000))
+    assert [Slices(timeline).nanoseconds(half) for half in (-3, -1, 0, 1, 3, 5)] == [-2, 0, 0, 0, 2, 2]

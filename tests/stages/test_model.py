@@ -1,6 +1,11 @@
 """The mathematics: adjoints, finite differences, and a forward pass written without Paddle."""
 
+from __future__ import annotations
+
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import paddle
@@ -10,12 +15,106 @@ from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import rotary_tables, rotate
+from pipeproof.stages.paddle.optimizer import StageOptimizer
 from pipeproof.stages.paddle.stage import token_losses
 from pipeproof.stages.reference.unpartitioned import run_unpartitioned
 from tests.features import GPT3, QWEN3
 from tests.stages.slopes import assert_slopes
 from tests.stages.staged_run import StagedRun, make_plan
 from tests.stages.world import World
+
+RATE = 0.03
+
+
+def updated(optimizer, grads):
+    """A weight after one update for each of ``grads``."""
+    run = make_plan(run={"optimizer": optimizer, "learning_rate": RATE, "dtype": "float64"}).run
+    weight = paddle.to_tensor(np.linspace(-1.0, 2.0, 6), stop_gradient=False)
+    update = StageOptimizer(run, {"weight": weight})
+    for grad in grads:
+        update.zero_grad()
+        (weight * paddle.to_tensor(grad)).sum().backward()
+        update.step()
+    return weight.numpy()
+
+
+@pytest.fixture
+def grads():
+    return np.random.default_rng(1).standard_normal((3, 6))
+
+
+def test_sgd(grads):
+    expected = np.linspace(-1.0, 2.0, 6) - RATE * grads.sum(axis=0)
+    np.testing.assert_allclose(updated("sgd", grads), expected, rtol=1e-14)
+
+
+def test_adamw(grads):
+    weight, first, second = np.linspace(-1.0, 2.0, 6), np.zeros(6), np.zeros(6)
+    for count, grad in enumerate(grads, start=1):
+        first = 0.9 * first + 0.1 * grad
+        second = 0.999 * second + 0.001 * grad**2
+        step = (first / (1 - 0.9**count)) / (np.sqrt(second / (1 - 0.999**count)) + 1e-8)
+        weight = weight * (1 - RATE * 0.01) - RATE * step
+    np.testing.assert_allclose(updated("adamw", grads), weight, rtol=1e-6)
+
+
+def test_a_gradient_of_minus_zero_adds_up_to_plus_zero():
+    weight = paddle.to_tensor(np.ones(2), stop_gradient=False)
+    update = StageOptimizer(make_plan(run={"dtype": "float64"}).run, {"weight": weight})
+    update.zero_grad()
+    (weight * paddle.to_tensor(np.array([-0.0, 0.0]))).sum().backward()
+    assert weight.grad.numpy().tobytes() == np.zeros(2).tobytes()
+
+
+def test_buffers_begin_again():
+    weight = paddle.to_tensor(np.ones(2), stop_gradient=False)
+    update = StageOptimizer(make_plan(run={"dtype": "float64"}).run, {"weight": weight})
+    for _ in range(2):
+        update.zero_grad()
+        (weight * 3.0).sum().backward()
+        assert weight.grad.tolist() == [3.0, 3.0]
+
+
+def run_python(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **environment},
+    )
+
+
+def test_threads_are_pinned_whatever_the_environment_asks_for_and_nothing_is_printed():
+    code = (
+        "from pipeproof.stages.paddle.runtime import num_math_threads, start_paddle; start_paddle(); start_paddle(); "
+        "import sys; sys.exit(10 + num_math_threads())"
+    )
+    done = run_python(code, OMP_NUM_THREADS="2", MKL_NUM_THREADS="2")
+    assert (done.returncode, done.stdout, done.stderr) == (11, "", "")
+
+
+def test_paddle_that_has_computed_with_more_threads_is_refused():
+    code = (
+        "import paddle; paddle.ones([64, 64]) @ paddle.ones([64, 64])\n"
+        "from pipeproof.stages.paddle.runtime import start_paddle; start_paddle()"
+    )
+    done = run_python(code, OMP_NUM_THREADS="2")
+    assert done.returncode == 1
+    assert "Paddle computes with 2 threads" in done.stderr
+    assert "OMP_NUM_THREADS=1" in done.stderr
+
+
+def test_what_was_swallowed_is_shown_when_the_start_fails():
+    code = (
+        "import sys; from pipeproof.stages.paddle.runtime import quiet_python\n"
+        "with quiet_python():\n    print('the cause', file=sys.stderr)\n    raise RuntimeError('no start')"
+    )
+    done = run_python(code)
+    assert "the cause" in done.stderr
+    assert "no start" in done.stderr
+
 
 pytestmark = pytest.mark.needs_paddle
 

@@ -1,5 +1,7 @@
 """Ranks and stages that do the same are checked once, and only those."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import pytest
@@ -13,7 +15,7 @@ from pipeproof.verify.gradients.diagnose import diagnose
 from tests.plans import subject
 from tests.verify.gradient_models import BIAS, SUM, TIED_FACTS, facts, model, regrouped
 from tests.verify.gradient_mutants import changed, drop, own, plan
-from tests.verify.programs import mutated, program
+from tests.verify.programs import errors, mutated, program
 
 
 @pytest.fixture
@@ -150,3 +152,74 @@ def test_a_shared_weight_of_a_folded_program():
     one = program(texts[0], texts[1].replace("{group=2}", "{group=2 reduction=avg}"), groups=groups, facts=known)
     object.__setattr__(one.graph, "global_rank", (0, 2))
     assert own(one) == {"PP606"}
+
+
+FACTS = facts(
+    ParameterGradient("embedding", (0, 2)),
+    *(ParameterGradient(f"own{stage}", (stage,)) for stage in range(3)),
+    losses=(Loss("main", 2, SUM),),
+)
+
+
+def three_stages(middle="", group="@pp", how=""):
+    """Three stages, of which the first and the last share a weight; transfers are left out."""
+    ends = [f"{s}F0 {s}B0 {s}REDUCE_GRAD:pp{{{group} {how} writes=grad[embedding]}} {s}STEP" for s in (0, 2)]
+    return model("\n".join([ends[0], f"1F0 1B0 {middle} 1STEP", ends[1]]), FACTS, pp=3)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("", set()), ("reduction=avg scale=2", set()), ("reduction=avg scale=3", {"PP606"}), ("scale=1/2", {"PP606"})],
+)
+def test_the_group_of_the_owners_sums_their_gradients(how, expected):
+    assert own(regrouped(three_stages(how=how), "pp", (0, 2))) == expected
+
+
+@pytest.mark.parametrize("middle", ["", "1REDUCE_GRAD:pp{@pp writes=grad[embedding]}", "1REDUCE_GRAD:pp{@pp}"])
+def test_a_rank_without_a_copy_must_not_be_in_the_group(middle):
+    """It sums another weight's gradient there, or the old contents of its buffer."""
+    assert own(three_stages(middle)) == {"PP601"}
+
+
+def test_a_reduction_that_names_no_group_is_over_the_ranks_that_hold_a_copy():
+    assert own(three_stages(group="")) == set()
+
+
+TIED = subject(topology={"dp": 2}, model={"tied_embedding": True}).unfolded()
+DUAL = subject(topology={"dp": 2}, schedule={"kind": "dualpipe"}).unfolded()
+DP = subject(topology={"dp": 2, "tp": 2}).unfolded()
+
+
+def without(base, part, *ranks):
+    """The base without some rows, on some ranks."""
+
+    def change(rows):
+        for rank in ranks:
+            drop(part)([rows[rank]])
+
+    return mutated(base, change)
+
+
+@pytest.mark.parametrize("base", [TIED, DUAL])
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [
+        ((0, 2), "rank 0 (pp 0, dp 0) and 1 more,"),
+        ((1, 3), "rank 1 (pp 0, dp 1) and 1 more,"),
+        ((3,), "rank 3 (pp 1, dp 1),"),
+        ((0, 1, 2), "rank 0 (pp 0, dp 0) and 2 more,"),
+        ((0, 1, 2, 3), "rank 0 (pp 0, dp 0) and 3 more,"),
+    ],
+)
+def test_the_replica_without_a_sum_over_copies_is_named(base, ranks, named):
+    (found,) = (one for one in errors(without(base, "REDUCE_GRAD:pp", *ranks)) if one.code == "PP608")
+    assert found.message.startswith(named)
+    assert {one.rank for one in found.witness.ops} <= set(ranks)
+    assert ("as other ranks do" in found.message) == (len(ranks) < 4)
+
+
+def test_the_rank_without_a_sum_over_its_axis_is_named():
+    (found,) = (one for one in errors(without(DP, "1REDUCE_GRAD:dp/2.", 7)) if one.code == "PP601")
+    assert found.message.startswith("rank 7 (pp 1, dp 1, tp 1), gradient of `layer.2.attn.out.weight`:")
+    assert "does not take part in the sum over dp" in found.message
+    assert {one.rank for one in found.witness.ops} == {7}

@@ -125,8 +125,6 @@ _Need = tuple[bool, int, int | None]
 
 @dataclass
 class _Rank:
-    """Progress of a rank."""
-
     steps: list[tuple[Row, ...]]
     place: int = 0
     rows: list[Row] = field(default_factory=list)
@@ -293,8 +291,6 @@ def _words(line: Placed) -> list[Placed]:
 
 
 class _Reader:
-    """Reads the cells of one file, rank by rank."""
-
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
         self._ops = OpReader(findings)

@@ -75,8 +75,6 @@ def read_fleet(text: str, file: str, findings: Findings) -> FleetSchedule:
 
 
 class _Reader:
-    """Reads the steps of one file, rank by rank."""
-
     def __init__(self, num_ranks: int, findings: Findings) -> None:
         self._num_ranks, self._findings = num_ranks, findings
         self._names_chunks: bool | None = None
@@ -127,7 +125,6 @@ class _Reader:
 
 
 def _stripped(line: Placed, start: int, stop: int) -> Placed:
-    """The part of a line without the blanks around it."""
     text = line.text[start:stop]
     before = len(text) - len(text.lstrip())
     return line.part(start + before, start + before + len(text.strip()))

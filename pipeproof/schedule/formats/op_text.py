@@ -66,7 +66,6 @@ class OpReader:
 
 
 def _largest(op: Op) -> int:
-    """The largest number in an operation's text."""
     inner = 0 if op.target is None else _largest(op.target)
     return max(op.stage, op.micro_batch or 0, op.index or 0, inner)
 

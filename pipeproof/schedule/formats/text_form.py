@@ -342,7 +342,6 @@ class _Reader:
             self._rows(rest)
 
     def _rows(self, text: Placed) -> None:
-        """Append rows to the last rank."""
         self._ends[-1] = end_of(text)
         place, stop = 0, len(text.text.rstrip())
         while place < stop:

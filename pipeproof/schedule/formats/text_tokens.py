@@ -130,8 +130,6 @@ def attributes(
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Reader and writer of one attribute of a row."""
-
     read: Callable[[str], object]
     example: str
     write: Callable[[Row], str | None]
@@ -292,7 +290,6 @@ _Work = tuple[int, int | None, int | None]
 
 
 def _holders_of_work(rows_by_rank: Sequence[Sequence[Row]]) -> Mapping[_Work, tuple[int, ...]]:
-    """The ranks that compute each work item of each stage."""
     computing: dict[_Work, dict[int, None]] = {}
     for rank, rows in enumerate(rows_by_rank):
         for op in (row.op for row in rows if row.op.kind in COMPUTE_KINDS):

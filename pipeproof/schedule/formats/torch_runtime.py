@@ -41,8 +41,6 @@ PAIR = 2
 
 @dataclass
 class _Rank:
-    """Pending operations of a rank."""
-
     stages: Collection[int]
     num_stages: int
     sends: list[Row] = field(default_factory=list)

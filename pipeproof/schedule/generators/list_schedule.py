@@ -204,7 +204,6 @@ class Run:
         return chosen, soon
 
     def _weight(self, rank: int) -> int | None:
-        """The stage with the oldest W that may begin."""
         begun = self._weights
         ready = [stage for stage in self._stages[rank] if begun[stage] < self._inputs[stage]]
         return min(ready, key=begun.__getitem__) if ready else None

@@ -327,7 +327,6 @@ class _Search:
         return Schedule(tuple(programs), tuple(pairs) if any(pairs) else ())
 
     def _reporter(self, on_progress: Callable[[Progress], None]) -> Any:
-        """The callback of the solver for each improved solution."""
         in_units = self._work.in_units
 
         class Reporter(self._cp_model.CpSolverSolutionCallback):  # type: ignore[misc,name-defined]

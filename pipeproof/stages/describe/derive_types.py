@@ -151,7 +151,6 @@ class _Deriver:
         )
 
     def _gathered_for_weights(self, values: Mapping[str, Value]) -> Iterator[Collective]:
-        """The gathers whose results weight gradients read."""
         products = [op.inputs for op in self._program.ops if op.kind is TypedKind.MULTIPLY]
         read = {name for inputs in products for name in inputs if not self._parameters.keys().isdisjoint(inputs)}
         for op in reversed(self._program.ops):

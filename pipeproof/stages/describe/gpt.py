@@ -55,8 +55,6 @@ def operation_collectives(
 
 
 class _Describer:
-    """Parameters and collectives of the operations of one layer."""
-
     def __init__(self, plan: PlanSpec, name: str, size: MicroBatchSize) -> None:
         self._plan, self._name = plan, name
         self._prefix = f"{name}." if is_block(name) else ""
@@ -94,7 +92,6 @@ class _Describer:
         )
 
     def _collectives(self, operation: ops.Operation) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-        """The collectives of forward, and of backward."""
         sizes, label = self._sizes, f"{self._prefix}{operation.name}"
         back = f"{label}.grad"
         match operation:

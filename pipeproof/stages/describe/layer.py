@@ -251,7 +251,6 @@ def exchanges(collectives: Sequence[Collective]) -> tuple[Exchange, ...]:
 
 
 def _announces(collective: Collective) -> bool:
-    """True for the exchange of counts."""
     return collective.kind is CollectiveKind.ALL_TO_ALL and not collective.per_token
 
 

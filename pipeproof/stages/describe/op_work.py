@@ -183,8 +183,6 @@ def _is_bias(operation: ops.Elementwise) -> bool:
 
 
 class _RankWork:
-    """Work of single operations with one rank's sizes."""
-
     def __init__(self, plan: PlanSpec, sizes: RankSizes, item_bytes: int, *, flash: bool) -> None:
         self._sizes, self._item, self._flash = sizes, item_bytes, flash
         self._gradient = dtype_bytes(plan.gradient_dtype)

@@ -202,8 +202,6 @@ def _of_layer(plan: PlanSpec, name: str, size: MicroBatchSize) -> _StoredAndReco
 
 
 class _RankMemory:
-    """Activations of the operations of one layer on one rank."""
-
     def __init__(self, plan: PlanSpec, sizes: RankSizes) -> None:
         self._sizes, self._hidden, self._mla = sizes, plan.gpt.hidden_size, plan.gpt.mla
         self._item, self._is_flash = dtype_bytes(memory_dtype(plan)), is_flash(plan)

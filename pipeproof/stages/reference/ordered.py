@@ -266,7 +266,6 @@ class OrderedModel(OrderedLayers):
         return losses
 
     def _part(self, batch: Batch) -> Batch:
-        """The part of a micro-batch in the current split."""
         parts = (np.array_split(ids, self.num_splits, axis=1)[self.split] for ids in (batch.tokens, batch.labels))
         return Batch(*parts)
 

@@ -208,7 +208,6 @@ def _is_like(value: Any, node: fx.Node) -> bool:
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes, and all that they need."""
     found, waiting = set(), list(nodes)
     while waiting:
         node = waiting.pop()

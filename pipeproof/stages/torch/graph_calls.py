@@ -241,7 +241,6 @@ class GraphCollectives:
 
 
 def _resized(tensor: Tensor, dim: int, size: int) -> list[int]:
-    """The shape of a tensor with another size of one dim."""
     shape = list(tensor.shape)
     shape[dim] = size
     return shape

@@ -264,7 +264,6 @@ def _leave_with(
 def _weight_work(
     run: Compiled, inputs: list[Any], addends: Sequence[tuple[int, Adder]], weights: Mapping[int, Any],
 ) -> None:  # fmt: skip
-    """W of one micro-batch."""
     found = run(inputs)
     for number, add in addends:
         add(weights[number], found)
@@ -332,7 +331,6 @@ _EMBEDDING = torch.ops.aten.embedding_dense_backward.default
 
 
 def _eager_bytes(graph: fx.GraphModule, example: Sequence[Any], make: Callable[..., _Capture]) -> int:
-    """Bytes that the forward keeps in eager mode."""
     capture = make(_boxed, in_product=False, most=-1)
     try:
         _eager_autograd(graph, example, capture)

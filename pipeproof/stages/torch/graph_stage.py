@@ -130,7 +130,6 @@ class TracedWeights(SplitWeights):
 
 @contextmanager
 def _errors_at(where: str) -> Iterator[None]:
-    """Name the stage in errors of its graphs."""
     try:
         yield
     except GraphOperationError as error:
@@ -143,8 +142,6 @@ def _has_same_type(weight: Weight) -> bool:
 
 
 class _RegatheredProduct(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be
-    """A product whose W gathers its input again."""
-
     @staticmethod
     def forward(
         ctx: Any, activation: Tensor, weight: Tensor, transposed: bool, source: GatheredInput, calls: GraphCalls
@@ -237,7 +234,6 @@ class GraphStage(TorchStage):
         return result
 
     def _inputs(self, weights: Sequence[Tensor], activation: Tensor, work_item: WorkItem, index: int) -> list[Tensor]:
-        """The inputs of a graph, in order."""
         masks = [self._mask_states.of(index)] if self._draws_on_device else []
         streams = [ids for stream in work_item.streams for ids in (stream.tokens, stream.labels)]
         return [*weights, *self._tables, activation, work_item.scale, *streams, *masks]
@@ -341,7 +337,6 @@ class GraphStage(TorchStage):
 
 
 def _adder(addend: Addend) -> Callable[[Weight, Sequence[Tensor]], None]:
-    """Add one addend to a weight's gradient buffer."""
 
     def add(weight: Weight, found: Sequence[Tensor]) -> None:
         values = values_of(addend, found)
@@ -379,7 +374,6 @@ def _in_module(name: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of why a capture failed."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else ""
     return text if isinstance(error, NotCapturedError) else f"{type(error).__name__}: {text}"

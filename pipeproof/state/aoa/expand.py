@@ -59,8 +59,6 @@ def expand(program: Program, source: AbstractSet[str], target: AbstractSet[str] 
 
 
 class _NameState:
-    """Names that are read, made and removed after some statements."""
-
     def __init__(self, source: AbstractSet[str], target: AbstractSet[str] | None) -> None:
         self._source, self._target = source, target
         self._targets = NameList(target or ())

@@ -128,7 +128,6 @@ class _Inverter:
         return InverseFacts(sizes, cast_back, present)
 
     def _new_name(self, name: str) -> str:
-        """Return the name, or a similar unused one."""
         while name in self._taken:
             name += "_"
         return name

@@ -108,7 +108,6 @@ class _AxisIndex:
 
 
 def _consecutive_runs(shards: Sequence[InputShard]) -> Iterator[tuple[int, int, int]]:
-    """Yield consecutive shards of one input as one run."""
     begin = 0
     for index, (first, second) in enumerate(pairwise((*shards, (-1, 0))), 1):
         if second != (first[0], first[1] + 1):
@@ -208,7 +207,6 @@ def regrouping_of(statement: Statement, shards_left: int, shards_right: int) -> 
 
 
 def _counts(fused: Fused, shards_left: int, shards_right: int) -> tuple[int, ...]:
-    """Return the number of shards of each component."""
     if fused.kind == "fused_ffn":
         return (lcm(shards_left, shards_right),) * 2
     return (fused.num_heads, fused.num_groups, fused.num_groups)

@@ -203,7 +203,6 @@ def _dtype(path: Path, name: str, properties: Any) -> str:
 
 
 def _fields(path: Path, instance: Any, name: str) -> Mapping[str, Any]:
-    """Return the fields of an instance of one of DCP's classes."""
     if not isinstance(instance, PickledObject) or instance.global_name.name != name:
         given = instance.global_name.name if isinstance(instance, PickledObject) else type(instance).__name__
         raise DcpError(f"{path} has {given} where DCP's {name} should be", _FIX)
@@ -213,7 +212,6 @@ def _fields(path: Path, instance: Any, name: str) -> Mapping[str, Any]:
 
 
 def _sizes(size: Any) -> tuple[int, ...]:
-    """Return the numbers of a ``torch.Size``."""
     if isinstance(size, PickledObject) and size.global_name == _SIZE:
         (numbers,) = size.arguments
         return whole_numbers(numbers)

@@ -150,7 +150,6 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def _run(source: _Source, allows: Callable[[GlobalName], bool]) -> Any:
-    """Return the value of a pickle."""
     machine = _Machine(allows)
     operations: Iterable[tuple[pickletools.OpcodeInfo, Any, int | None]] = pickletools.genops(cast(IO[bytes], source))
     for number, (opcode, argument, position) in enumerate(operations):
@@ -245,7 +244,6 @@ def _key(value: Any) -> Any:
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
-    """Values inside of a value."""
     match value:
         case dict():
             return (*value.keys(), *value.values())

@@ -36,8 +36,6 @@ _PAIRS = frozenset({"gate", "up"})
 
 
 class _OwnRegion(NamedTuple):
-    """A region of one of pipeproof's own tensors."""
-
     name: str
     region: Region
 
@@ -113,7 +111,6 @@ class _OwnElements:
 
 
 def _through(copy: RegionCopy, source_region: Region) -> Region:
-    """Return the target region of a region of the source."""
     inside = source_region.relative_to(copy.source_region)
     if copy.permutation is not None:
         inside = inside.permuted(copy.permutation)

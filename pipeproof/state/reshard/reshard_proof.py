@@ -310,7 +310,6 @@ def check_map(source: ShardLayout, state_map: StateMap, target: ShardLayout) -> 
 
 
 def _copies_fault(name: str, state_map: StateMap, source: ShardLayout, answers: _FaultCache) -> str | None:
-    """Describe what is wrong with the copies of a tensor."""
     tensor = state_map.tensors[name]
     for copy in tensor.copies:
         message = _copy_fault(copy, source)

@@ -298,7 +298,6 @@ class Engine:
         return self._times.message_us(send.rank, send.peer, send.num_bytes)
 
     def _begin(self, send: Transfer) -> None:
-        """Start a message."""
         send.begun_us = self.now_us
         receive = self.channels[send.channel].other(send)
         if self.meets(send):

@@ -88,8 +88,6 @@ def explain(engine: Engine, hosts: Sequence[HostState], ops: Sequence[FakeOp]) -
 
 
 class _Reader:
-    """Reads the waits between ranks."""
-
     def __init__(self, engine: Engine, hosts: Sequence[HostState]) -> None:
         self._engine, self._hosts = engine, hosts
 
@@ -354,7 +352,6 @@ class Running:
             raise _Abandoned
 
     def _abandon(self) -> None:
-        """End the threads of ranks that have not ended."""
         self._abandoned = True
         for host in self._hosts:
             host.turn.release()

@@ -82,7 +82,6 @@ class Model:
 
     @cached_property
     def _stages_of(self) -> Mapping[int, frozenset[int]]:
-        """The stages that each rank computes."""
         computed = self.graph.is_kind(frozenset({OpKind.FORWARD, *ADDS}))
         pairs = np.unique(np.stack([self.graph.rank[computed], self.graph.stage[computed]]), axis=1)
         result: dict[int, set[int]] = {}

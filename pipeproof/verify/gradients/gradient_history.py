@@ -322,7 +322,6 @@ def writers_elsewhere(graph: OpGraph) -> IntColumn:
 
 
 def _is_gradient(graph: OpGraph) -> BoolColumn:
-    """Mask of the buffers that are gradients."""
     return np.array([names_parameter(name) for name in graph.buffers], dtype=bool)
 
 

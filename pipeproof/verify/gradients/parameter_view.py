@@ -77,8 +77,6 @@ class View:
 
 @dataclass(slots=True)
 class _Draft:
-    """A view that is being read."""
-
     moves: list[Move] = field(default_factory=list)
     ops: list[IntColumn] = field(default_factory=list)
     reduced: bool = False

@@ -288,7 +288,6 @@ def _check(subject: Subject) -> Iterator[Finding]:
 
 
 def _mistakes(routing: ExpertRouting) -> Iterator[str]:
-    """The first mistake of each sender."""
     for sender in routing.ranks:
         sent, taken = routing.dispatch.get(sender, ()), routing.combine.get(sender, ())
         num_computed = sum(len(routing.computes.get(member, ())) for member in routing.ranks)

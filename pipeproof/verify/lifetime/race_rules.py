@@ -265,7 +265,6 @@ def _describe_unordered(texts: UseText, pair: Pair) -> tuple[str, str]:
 
 
 def _check_freed(subject: Subject) -> Iterator[Finding]:
-    """Races with a free, and uses that come after one in order."""
     analysis = subject.once(lifetimes)
     texts = UseText(analysis, analysis.uses)
     yield from _findings(texts, analysis.races, FREED_IN_USE, FREED, _describe_freed)

@@ -19,10 +19,10 @@ from safetensors.numpy import load_file, save_file
 from pipeproof.cli.main import main
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.state.checkpoint import tensor_md5s
-from pipeproof.state.dcp import dcp_output
 from pipeproof.state.dcp.dcp_metadata import DcpChunk, DcpTensor, metadata_of, read_metadata
 from pipeproof.state.dcp.torch_archive import archive_end, archive_length, archive_start, locate_tensor
 from pipeproof.state.open_checkpoint import file_findings, open_checkpoint
+from pipeproof.state.reshard import reshard_targets
 from tests.state.reshard.plans import keeps_marks
 
 draw = np.random.default_rng(1)
@@ -93,7 +93,7 @@ def test_weights_only_leaves_out_optimizer_states(dcp, tmp_path):
 
 
 def test_several_files(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(dcp_output.as_dcp, "__defaults__", (16,))
+    monkeypatch.setattr(reshard_targets.as_dcp, "__defaults__", (16,))
     said("state", "reshard", file, "-o", tmp_path / "many", "--save-format", "dcp", "--jobs", 3)
     assert len(list((tmp_path / "many").glob("__0_*.distcp"))) == 4
     assert said("state", "diff", tmp_path / "many", file).startswith("all 8 tensors have the same")

@@ -11,7 +11,7 @@ from pipeproof.state.names.part_tables import config_of
 from pipeproof.state.open_checkpoint import open_checkpoint
 from tests.state.names.apply_map import apply_map
 from tests.state.names.models import PARTS, PARTS_AND_MORE, plan_of
-from tests.state.names.test_parts import own_model, random_weights
+from tests.state.names.test_convention import own_model, random_weights
 
 pytestmark = [pytest.mark.needs_torch, pytest.mark.needs("transformers")]
 
