@@ -19,7 +19,7 @@ from pipeproof.state.checkpoint import (
 )
 from pipeproof.state.read_state import SavedState, checkpoint_of_index, find_state, header_of_size, require_no_more
 from pipeproof.state.safetensors_header import StoredArray, read_header
-from pipeproof.state.state_codes import StateError, reading
+from pipeproof.state.state_codes import StateError, is_file_name, reading
 from pipeproof.state.state_index import (
     INDEX_FILE,
     Shard,
@@ -144,7 +144,7 @@ def _weight_map(content: dict[str, dict[str, str]]) -> dict[str, str]:
 
 
 def _file_name(text: str) -> str:
-    if Path(text).name != text or not text.endswith(SUFFIX):
+    if not is_file_name(text) or not text.endswith(SUFFIX):
         raise ValueError(f"{text!r} is no name of a safetensors file next to it")
     return text
 

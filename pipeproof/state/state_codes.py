@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,16 @@ def reading(path: Path, fix: str) -> Iterator[None]:
         if isinstance(error, PermissionError):
             fix = "give this user permission to read it"
         raise StateError(f"{path} cannot be read: {error.strerror}", fix) from error
+
+
+def is_file_name(text: object) -> bool:
+    """Return True for a name that a file of a directory can have: it is no path, and the system takes its bytes."""
+    if not isinstance(text, str) or not text or Path(text).name != text:
+        return False
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def regular_size(path: Path) -> int:

@@ -26,7 +26,7 @@ from pipeproof.state.flex.pickles import (
     unpickled,
     whole_numbers,
 )
-from pipeproof.state.state_codes import DcpError, reading
+from pipeproof.state.state_codes import DcpError, is_file_name, reading
 
 METADATA_FILE = ".metadata"
 _MODULE = "torch.distributed.checkpoint.metadata"
@@ -186,7 +186,7 @@ def _stored_at(
 
 def _place(path: Path, name: str, info: Mapping[str, Any]) -> DcpObject:
     file, start, length = info["relative_path"], *whole_numbers((info["offset"], info["length"]))
-    if not isinstance(file, str) or Path(file).name != file:
+    if not is_file_name(file):
         raise DcpError(f"{path}: {name} is in {file!r}, which is no name of a file next to it", _FIX)
     return DcpObject(file, start, length)
 

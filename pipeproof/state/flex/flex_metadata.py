@@ -22,7 +22,7 @@ from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.checkpoint import Checkpoint, HeldShard
 from pipeproof.state.flex.pickles import GlobalName, PickledBytes, PickledObject, read_pickle, to_pickle, whole_numbers
 from pipeproof.state.safetensors_header import StoredArray, read_header
-from pipeproof.state.state_codes import FlexError
+from pipeproof.state.state_codes import FlexError, is_file_name
 from pipeproof.state.state_index import Shard, TensorEntry
 from pipeproof.state.state_layout import moment_name
 
@@ -137,7 +137,7 @@ class _Shapes:
         if index_key not in self._found:
             where = f"the shard of {key} at {list(offsets)}"
             raise FlexError(f"{self._path} names a file for {where}, and does not describe it", _FIX)
-        if not isinstance(file, str) or Path(file).name != file:
+        if not is_file_name(file):
             raise FlexError(f"{self._path}: {key} is in {file!r}, which is no name of a file next to it", _FIX)
         dtype, shape = self._found[index_key]
         if flat is not None and not 0 <= flat[0] <= flat[1] <= prod(self._extents[index_key]):

@@ -200,9 +200,13 @@ def cut(path):
     (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:-40])
 
 
-def other_directory(path):
-    tensors = {"x": DcpTensor("float32", (2,), (DcpChunk((0,), (2,), "../x", 0, 10),))}
+def other_directory(path, file="../x"):
+    tensors = {"x": DcpTensor("float32", (2,), (DcpChunk((0,), (2,), file, 0, 10),))}
     (path / ".metadata").write_bytes(metadata_of(tensors))
+
+
+def no_file_has_this_name(path):
+    other_directory(path, "\0_0_0.distcp")
 
 
 def other_shape(path):
@@ -231,6 +235,7 @@ DAMAGES = {
     plain: "has dict where DCP's Metadata should be",
     cut: "is damaged, or no metadata of PyTorch's DCP",
     other_directory: "x is in '../x', which is no name of a file next to it",
+    no_file_has_this_name: r"x is in '\x00_0_0.distcp', which is no name of a file next to it",
     other_shape: "has layers.0.count as int64 [], and the metadata lists int64 [1]",
     other_place: "the archive of x at byte",
     one_dim: "a chunk of x and the tensor differ in their number of dims",
