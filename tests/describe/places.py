@@ -153,7 +153,7 @@ def no_types(patch, part):
 def _importers(part):
     reader = {"qk_norm": "_norms", "norm": "_norms", "mlp": "_activation", "biases": "_biases"}.get(part, "_positions")
     configuration = {"mlp": "_take_activation", "qk_norm": "_take_switches", "biases": "_take_switches"}.get(part)
-    flags = replaced(f"interop.importers.model_parts:{reader}", lambda *args, **options: None)
+    flags = replaced(f"interop.importers.megatron.model_flags:{reader}", lambda *args, **options: None)
     mutants = [flags]
     if part != "mlp":
         mutants.append(no_types)

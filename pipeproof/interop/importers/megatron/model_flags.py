@@ -9,7 +9,7 @@ from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.megatron.flag_values import FlagReader
 from pipeproof.interop.importers.megatron.layer_frequency import MAX_ITEMS, FrequencyError, layer_pattern
-from pipeproof.interop.importers.model_parts import import_flags_of_parts
+from pipeproof.interop.importers.model_parts import LLAMA, NO_BIAS, NORM, POSITIONS, QK_NORM, QKV_BIAS
 from pipeproof.interop.importers.model_sizes import read_model_config
 
 _ASSUMED_VOCABULARY = 32768
@@ -49,7 +49,7 @@ def import_model(reader: FlagReader, *, tp: int, pp: int) -> None:
             )
     if reader.has("--num-experts"):
         import_experts(reader)
-    import_flags_of_parts(reader, config)
+    _import_parts(reader, config)
 
 
 def _model_config(reader: FlagReader) -> Draft:
@@ -232,3 +232,101 @@ def _dense_layers(reader: FlagReader) -> None:
     if 0 in pattern[first:]:
         why = f"{pattern[first:].count(0)} later blocks without experts have them here"
         reader.draft.ignore(reader.shown(flag), why, setting.location)
+
+
+# --- parts ---
+
+
+def _import_parts(reader: FlagReader, config: Draft) -> None:
+    """Set the parts of the model that differ from a Llama's; sizes, experts and latent attention are set before.
+
+    A script without --hidden-size has its model elsewhere: in another file, or in a checkpoint. Its missing flags mean
+    nothing, and the parts are those of ``config``, or assumed.
+
+    Raises:
+        PlanFileError: PP170 or PP171, a value cannot be read, or Megatron-LM refuses it.
+    """
+    if not reader.has("--hidden-size"):
+        for key, value in LLAMA.items():
+            if ("model", key) in config:
+                reader.draft.set(("model", key), config.get("model", key), f"{key} of the model's configuration")
+            elif reader.draft.flags.model_config is None:
+                reader.draft.assume(("model", key), value, "no --hidden-size is given: the model is not in this script")
+        if config.get("model", "qk_norm"):
+            reader.draft.set(("model", "qk_norm"), value=True, setting="the model's configuration")
+        return
+    is_latent, has_experts = ("model", "mla") in reader.draft, ("model", "moe") in reader.draft
+    _norms(reader, is_latent=is_latent)
+    _positions(reader, is_latent=is_latent)
+    _activation(reader, has_experts=has_experts)
+    _biases(reader, is_latent=is_latent, has_experts=has_experts)
+
+
+def _norms(reader: FlagReader, *, is_latent: bool) -> None:
+    norm = reader.text(NORM)
+    if norm not in (None, "LayerNorm", "RMSNorm"):
+        reader.megatron_refuses(f"{NORM} must be LayerNorm or RMSNorm, found `{norm}`", NORM)
+    if norm == "LayerNorm" or not reader.has(NORM):
+        _default(reader, "norm", "layer", NORM)
+    if reader.has(QK_NORM) and not is_latent:  # the norms of latent attention are part of it here
+        reader.take(QK_NORM, ("model", "qk_norm"), value=True)
+
+
+def _positions(reader: FlagReader, *, is_latent: bool) -> None:
+    draft, kind = reader.draft, reader.text(POSITIONS)
+    old, without = "--use-rotary-position-embeddings", "--no-position-embedding"
+    if reader.has(old) or (reader.has(POSITIONS) and kind is None) or kind in ("rope", "mrope", "yarn"):
+        return
+    if reader.has(without) or kind in ("none", "relative"):
+        flag = without if kind is None else POSITIONS
+        draft.ignore(reader.shown(flag), "queries and keys are rotated by their position here", reader.location(flag))
+        return
+    if is_latent or reader.number("--mtp-num-layers", at_least=0):
+        part = "latent attention" if is_latent else "multi-token prediction"
+        draft.ignore("learned positions", f"with {part}, positions are rotary here", reader.location(POSITIONS))
+        return
+    _default(reader, "positions", "learned", POSITIONS)
+    flag = "--max-position-embeddings"
+    rows, length = reader.number(flag), count(draft, "model", "seq_length")
+    if rows is not None and rows != length:
+        draft.ignore(
+            reader.shown(flag), f"the table has a row for each of {length} positions here", reader.location(flag)
+        )
+
+
+def _activation(reader: FlagReader, *, has_experts: bool) -> None:
+    """Set ``model.mlp``; Megatron-LM's fusion of bias and GELU, on by default, is the approximation with tanh."""
+    if reader.has("--swiglu") or reader.has("--quick-geglu"):
+        return
+    if has_experts:
+        reader.draft.ignore(
+            "experts without --swiglu",
+            "experts and MLPs are SwiGLU here: their weights are 1.5 times as many, all else is equal",
+        )
+        return
+    relu = "--squared-relu"
+    if reader.has(relu):
+        reader.draft.ignore(relu, "the function is GELU here, all else is equal", reader.location(relu))
+    is_fused = not reader.has(NO_BIAS) and not reader.has("--no-bias-gelu-fusion")
+    is_tanh = (is_fused or reader.has("--openai-gelu")) and not reader.has(relu)
+    flag = next((name for name in (relu, "--openai-gelu", "--no-bias-gelu-fusion") if reader.has(name)), "--swiglu")
+    _default(reader, "mlp", "gelu_tanh" if is_tanh else "gelu", flag)
+
+
+def _biases(reader: FlagReader, *, is_latent: bool, has_experts: bool) -> None:
+    draft, on = reader.draft, not reader.has(NO_BIAS)
+    if on and is_latent:
+        draft.ignore(f"no {NO_BIAS}", "a model with latent attention has no biases here")
+    elif on and has_experts:
+        draft.ignore(f"no {NO_BIAS}", "with experts, only queries, keys and values have biases here")
+        _default(reader, "biases", "qkv", NO_BIAS)
+    elif on:
+        _default(reader, "biases", "all", NO_BIAS)
+    elif reader.has(QKV_BIAS) and not is_latent:
+        reader.take(QKV_BIAS, ("model", "biases"), "qkv")
+
+
+def _default(reader: FlagReader, key: str, value: str, flag: str) -> None:
+    """Set a value that a flag has, or that Megatron-LM has without the flag."""
+    setting = reader.shown(flag) if reader.has(flag) else f"no {flag}"
+    reader.draft.set(("model", key), value, setting, reader.location(flag))
