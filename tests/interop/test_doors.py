@@ -102,6 +102,12 @@ def test_an_open_verdict_is_no_success(tmp_path):
     assert (result.exit_code, "proved" in result.output) == (0, True)
 
 
+def test_blocks_that_another_name_has_leave_the_verdict_open(tmp_path):
+    text = TORCHRUN.replace("--num-layers 8 ", "--hybrid-layer-pattern M-M*M-M* ")
+    finding = refusal(script, tmp_path, text=text)
+    assert (finding.code, "`--hybrid-layer-pattern`" in finding.message) == ("PP177", True)
+
+
 def test_an_unknown_number_of_blocks_is_not_assumed(tmp_path):
     text = TORCHRUN.replace("--num-layers 8 ", "") + "--decoder-last-pipeline-num-layers 5"
     sourced = f'source "${{SCRIPT_DIR}}/models/own.sh"\n{text} ${{MODEL_ARGS[@]}}'

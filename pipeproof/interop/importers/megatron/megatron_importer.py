@@ -27,7 +27,7 @@ from pipeproof.interop.importers.megatron.memory_flags import (
     import_recomputation,
     recomputed_modules,
 )
-from pipeproof.interop.importers.megatron.model_flags import dispatcher_of, import_model
+from pipeproof.interop.importers.megatron.model_flags import UnknownDepthError, dispatcher_of, import_model
 from pipeproof.interop.importers.megatron.stage_flags import CHUNKS, import_stages
 from pipeproof.interop.importers.tools.megatron_lm import MEGATRON_LM
 from pipeproof.interop.importers.tools.tool import Tool
@@ -54,7 +54,8 @@ def import_arguments(arguments: Arguments, flags: Flags, tool: Tool = MEGATRON_L
     try:
         _import(reader)
     except PlanFileError as error:
-        if not undecided or error.findings[0].code != REFUSED.code:
+        is_open = isinstance(error, UnknownDepthError) or error.findings[0].code == REFUSED.code
+        if not undecided or not is_open:
             raise
         first, *others = undecided.values()
         more = f" (and {', '.join(setting.name for setting in others)})" if others else ""

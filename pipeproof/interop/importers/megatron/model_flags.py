@@ -5,7 +5,9 @@ from __future__ import annotations
 from math import lcm
 
 from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.source import PlanFileError, SourceMap
 from pipeproof.interop.importers.draft import Draft, count
+from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.megatron.flag_values import FlagReader
 from pipeproof.interop.importers.megatron.layer_frequency import MAX_ITEMS, FrequencyError, layer_pattern
@@ -13,6 +15,10 @@ from pipeproof.interop.importers.model_parts import LLAMA, NO_BIAS, NORM, POSITI
 from pipeproof.interop.importers.model_sizes import read_model_config
 
 _ASSUMED_VOCABULARY = 32768
+
+
+class UnknownDepthError(PlanFileError):
+    """A pipeline of an unknown number of blocks."""
 
 
 def import_model(reader: FlagReader, *, tp: int, pp: int) -> None:
@@ -86,10 +92,10 @@ def _require_layers(reader: FlagReader, config: Draft, pp: int) -> None:
     why = f": {', '.join(arguments.unread)} is not next to it" if arguments.unread else ""
     why = f": the value of {flag} is {setting.why}" if setting is not None else why
     location = reader.location(flag) or place or reader.location("--pipeline-model-parallel-size")
-    reader.refuse(
-        f"the number of blocks {f'of `{name}` ' if name else ''}is not in the file, and decides the stages{why}",
-        location or Location(arguments.file), "give it with `--set model.num_layers=N`, or `--model-config FILE`",
-    )  # fmt: skip
+    message = f"the number of blocks {f'of `{name}` ' if name else ''}is not in the file, and decides the stages{why}"
+    fix = "give it with `--set model.num_layers=N`, or `--model-config FILE`"
+    finding = UNREADABLE.finding(message, location or Location(arguments.file), fix)
+    raise UnknownDepthError(finding, source=SourceMap(arguments.file, arguments.lines))
 
 
 def _why(reader: FlagReader, flag: str) -> str:
