@@ -14,18 +14,12 @@ from typing import Any, Final, NoReturn
 from pipeproof.diagnostics.finding import Location, RuleDoc
 from pipeproof.diagnostics.problems import describe_value
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.interop.importers.draft import MAX_NUMBER, Draft, count, misspelt
+from pipeproof.interop.importers.draft import MAX_LAYERS, MAX_NUMBER, Draft, count, misspelt, stages_of
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_sizes import Needs, assume_model, read_model_config
 from pipeproof.interop.importers.public_checkpoints import depth_of, is_public
-from pipeproof.interop.importers.torch_pipelining import (
-    MAX_LAYERS,
-    known_schedules,
-    module_named,
-    schedule_named,
-    stages_of,
-)
+from pipeproof.interop.importers.torch_pipelining import known_schedules, module_named, schedule_named
 from pipeproof.interop.importers.tree import Placed, Unknown, read_tree
 
 _TOP: Final = "distributed"

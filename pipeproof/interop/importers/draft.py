@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +21,9 @@ from pipeproof.interop.importers.imported import (
 
 MAX_NUMBER = 2**40
 """Upper bound of all sizes and counts of a plan."""
+
+MAX_LAYERS = 100_000
+"""Most blocks of a model, as in plans."""
 
 _MISSPELT = 0.88
 """Least similarity of a misspelt name to the known one, by ``difflib``.
@@ -142,3 +145,15 @@ def count(draft: Draft, *path: str, default: int = 1) -> int:
     """
     value = draft.get(*path)
     return value if type(value) is int and value > 0 else default
+
+
+def stages_of(sizes: Sequence[int], num_mtp: int = 0) -> list[list[str]]:
+    """Return the layers of each global stage: the blocks, with the embedding first, modules, norm and head last."""
+    stages: list[list[str]] = []
+    block = 0
+    for size in sizes:
+        stages.append([f"layer.{index}" for index in range(block, block + size)])
+        block += size
+    stages[0].insert(0, "embed")
+    stages[-1] += [*(f"mtp.{index}" for index in range(num_mtp)), "norm", "head"]
+    return stages

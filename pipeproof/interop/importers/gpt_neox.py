@@ -14,10 +14,9 @@ from pipeproof.diagnostics.finding import Location, RuleDoc
 from pipeproof.diagnostics.problems import describe_value
 from pipeproof.diagnostics.source import PlanFileError, SourceMap
 from pipeproof.interop.importers.deepspeed import DeepSpeedJob
-from pipeproof.interop.importers.draft import Draft, count
+from pipeproof.interop.importers.draft import MAX_LAYERS, Draft, count, stages_of
 from pipeproof.interop.importers.import_codes import REFUSED, UNDECIDED, UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
-from pipeproof.interop.importers.megatron.stage_flags import MAX_LAYERS, named_stages
 from pipeproof.interop.importers.model_sizes import read_mapping
 from pipeproof.interop.importers.names import MEGATRON, names_of
 
@@ -147,7 +146,7 @@ class _Training:
         if method == _BLOCKS:
             sizes = balanced(num_layers, pp)
             if len(set(sizes)) > 1:
-                self._set(("stages",), named_stages(sizes, 0), _METHOD if _METHOD in self._data else "num_layers")
+                self._set(("stages",), stages_of(sizes), _METHOD if _METHOD in self._data else "num_layers")
         reasons = {
             _METHOD: f"the cut by {describe_value(method)} is not read" if method != _BLOCKS else "",
             "attention_config": "blocks other than attention and an MLP are not described"

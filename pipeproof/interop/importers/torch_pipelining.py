@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -21,9 +21,6 @@ SCHEDULES: Final[Mapping[str, tuple[str, int]]] = MappingProxyType(
 )
 """PyTorch's names, ours, and the default number of stages of a rank."""
 
-MAX_LAYERS: Final = 100_000
-"""Most blocks of a model, as in plans."""
-
 
 def schedule_named(name: str) -> tuple[str, int] | None:
     """Return our name and the default number of stages of a rank; the case of the name does not matter to PyTorch."""
@@ -35,17 +32,6 @@ def known_schedules(name: str) -> str:
     """Return the hint for a name that is no schedule."""
     near = nearest_name(name, SCHEDULES)
     return f"did you mean {near}?" if near else f"known are {listed(list(SCHEDULES), 'and')}"
-
-
-def stages_of(sizes: Sequence[int]) -> list[list[str]]:
-    """Return the modules of each stage with these numbers of blocks: embedding first, norm and head last."""
-    stages, block = [], 0
-    for size in sizes:
-        stages.append([f"layer.{index}" for index in range(block, block + size)])
-        block += size
-    stages[0].insert(0, "embed")
-    stages[-1] += ["norm", "head"]
-    return stages
 
 
 _MODULES: Final[Mapping[str, str]] = MappingProxyType({"norm": "norm", "output": "head", "lm_head": "head"})

@@ -16,19 +16,13 @@ from typing import Any, Final
 
 from pipeproof.diagnostics.problems import describe_value
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.interop.importers.draft import Draft, count, misspelt
+from pipeproof.interop.importers.draft import MAX_LAYERS, Draft, count, misspelt, stages_of
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_parts import take_parts_of_type
 from pipeproof.interop.importers.model_sizes import Needs, assume_model
 from pipeproof.interop.importers.sectioned_file import SectionedFile, read_toml
-from pipeproof.interop.importers.torch_pipelining import (
-    MAX_LAYERS,
-    known_schedules,
-    module_named,
-    schedule_named,
-    stages_of,
-)
+from pipeproof.interop.importers.torch_pipelining import known_schedules, module_named, schedule_named
 
 TOKENS: Final = "num_tokens_per_microbatch_per_dp_rank"
 _PARALLELISM: Final = ("parallelism", "experimental", "training")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pipeproof.diagnostics.finding import Location
+from pipeproof.interop.importers.draft import MAX_LAYERS, stages_of
 from pipeproof.interop.importers.import_codes import REFUSED
 from pipeproof.interop.importers.megatron.flag_values import MAX_RANKS, FlagReader
 
@@ -154,9 +155,6 @@ def _times(text: str, at: int) -> tuple[int, int]:
     return int(match.group(1)), match.end()
 
 
-MAX_LAYERS = 100_000
-"""Most blocks of a model, as in plans."""
-
 LAYOUT = "--pipeline-model-parallel-layout"
 PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"
@@ -181,7 +179,7 @@ def import_stages(reader: FlagReader, *, num_layers: int, num_mtp: int, pp: int)
         return _by_layout(reader, num_layers, num_mtp, pp)
     num_chunks = _num_chunks(reader, num_layers, pp)
     sizes = _sizes(reader, num_layers, pp, num_chunks)
-    stages = named_stages(sizes, num_mtp)
+    stages = stages_of(sizes, num_mtp)
     flag = next((flag for flag in (FIRST, LAST, EMBEDDING, LOSS, PER_CHUNK, CHUNKS) if reader.has(flag)), None)
     if any(not stage for stage in stages):
         reader.refuse(
@@ -191,18 +189,6 @@ def import_stages(reader: FlagReader, *, num_layers: int, num_mtp: int, pp: int)
     if flag is not None and len(set(sizes)) > 1:  # an even cut is that of a plan without `stages`, for any pp
         reader.take(flag, ("stages",), stages)
     return num_chunks
-
-
-def named_stages(sizes: list[int], num_mtp: int) -> list[list[str]]:
-    """Return the layers of each global stage: the blocks, with the embedding first, modules, norm and head last."""
-    stages: list[list[str]] = []
-    block = 0
-    for size in sizes:
-        stages.append([f"layer.{index}" for index in range(block, block + size)])
-        block += size
-    stages[0].insert(0, "embed")
-    stages[-1] += [*(f"mtp.{index}" for index in range(num_mtp)), "norm", "head"]
-    return stages
 
 
 def _num_chunks(reader: FlagReader, num_layers: int, pp: int) -> int:
