@@ -197,6 +197,12 @@ def without_a_width(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
+@pytest.fixture(autouse=True)
+def without_lines_of_progress(monkeypatch):
+    """Let slow machines print what fast ones do: no line of progress after ten seconds."""
+    monkeypatch.setattr("pipeproof.cli.progress.PLAIN_S", float("inf"))
+
+
 # --- goldens ---
 
 

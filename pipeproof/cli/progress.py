@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -13,18 +14,21 @@ if TYPE_CHECKING:
 DELAY_S = 1.0
 """Time without a line: commands that end before it show none, and load nothing for it."""
 
+PLAIN_S = 10.0
+"""Time between two lines without a terminal."""
+
 OnProgress = Callable[[str, int, int], None]
 """Callback for progress: the current task, the number done and the total, which is 0 if it is not known."""
 
 
 @contextmanager
 def showing_progress(first: str, count: Callable[[int], str] = "{:,}".format) -> Iterator[OnProgress]:
-    """Show progress, which begins as ``first``; yields the callback, which does nothing without a terminal.
+    """Show progress, which begins as ``first``; yields the callback, which without a terminal writes a line each 10 s.
 
     ``count`` writes the number done and the total. Print nothing to standard output inside: it would get into the line.
     """
     if sys.stderr is None or not sys.stderr.isatty():  # it may have been closed
-        yield _without_terminal
+        yield _PlainLines(count).update
         return
     import threading
 
@@ -39,8 +43,23 @@ def showing_progress(first: str, count: Callable[[int], str] = "{:,}".format) ->
         line.end()
 
 
-def _without_terminal(task: str, done: int, total: int) -> None:
-    """Show nothing."""
+class _PlainLines:
+    """Lines of a file or a pipe: one each ten seconds."""
+
+    def __init__(self, count: Callable[[int], str]) -> None:
+        self._count, self._next = count, time.monotonic() + PLAIN_S
+
+    def update(self, task: str, done: int, total: int) -> None:
+        """Write the current task, the number done and the total, if the last line is old enough."""
+        if time.monotonic() < self._next or sys.stderr is None:
+            return
+        self._next = time.monotonic() + PLAIN_S
+        sys.stderr.write(f"{_text(task, done, total, self._count)}\n")
+        sys.stderr.flush()
+
+
+def _text(task: str, done: int, total: int, count: Callable[[int], str]) -> str:
+    return f"{task}: {count(done)} of {count(total)}" if total else task
 
 
 class _Line:
@@ -90,6 +109,6 @@ class _Line:
 
     def _refresh(self, bars: Progress) -> None:
         task, done, total = self._latest
-        text = f"{task}: {self._count(done)} of {self._count(total)}" if total else task
+        text = _text(task, done, total, self._count)
         bars.tasks[0].total = bars.tasks[0].total if total else None  # ``update`` cannot make a total unknown
         bars.update(bars.task_ids[0], description=text, completed=done, total=total or None)

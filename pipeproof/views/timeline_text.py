@@ -123,6 +123,18 @@ def format_us(time: Fraction) -> str:
     return str(time.numerator) if time.denominator == 1 else f"{float(time):.3f}"
 
 
+def time_text(us: Fraction | float) -> str:
+    """A time with its unit, us, ms or s, and three significant digits: ``12.3 ms``."""
+    value, unit = abs(float(us)), "us"
+    for unit in ("us", "ms", "s"):
+        if value < 999.5 or unit == "s":
+            break
+        value /= 1000
+    decimals = 0 if value >= 99.95 or value == 0 else 1 if value >= 9.995 else 2 if value >= 0.9995 else 3
+    digits = f"{value:.{decimals}f}"
+    return f"{'-' if us < 0 else ''}{digits.rstrip('0').rstrip('.') if '.' in digits else digits} {unit}"
+
+
 def _p2p_text(simulation: Simulation) -> str:
     if simulation.p2p == "backend":
         return f"backend (a send is {simulation.send_completes})"

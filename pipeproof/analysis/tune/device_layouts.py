@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pipeproof.analysis.tune.frameworks import Framework
 from pipeproof.analysis.tune.layout_bounds import Bounds, even_stages
 from pipeproof.analysis.tune.layout_plans import base_data, plan_data, require_tunable
 from pipeproof.analysis.tune.layouts import Bound, Layout, SearchSpace
-from pipeproof.cost.devices import DEVICES
+from pipeproof.cost.devices import DEVICES, expected_error
 from pipeproof.specs.plan import PlanSpec
 
 
@@ -64,6 +65,24 @@ class DeviceLayouts:
         """The plan of a layout, as a plan file has it."""
         stages = self._bounds.stages_of(layout)
         return plan_data(self.data, self.framework, layout, None if even_stages(stages) else stages, self._memory_gib)
+
+    @property
+    def expected_error(self) -> float | None:
+        """Mean absolute error of comparable predictions."""
+        return expected_error(self.device, has_experts=self._space.spec.gpt.moe is not None)
+
+    def nearest_change(self) -> str | None:
+        """The nearest number of devices, or the value that is fixed, with which there is a layout."""
+        space = self._space
+        for name in space.fix:
+            rest = {key: values for key, values in space.fix.items() if key != name}
+            if any(replace(space, fix=rest, removed=Counter()).layouts()):
+                return f"There are some without `--fix {name}`."
+        for distance in range(1, space.num_gpus):
+            for number in (space.num_gpus + distance, space.num_gpus - distance):
+                if any(replace(space, num_gpus=number, removed=Counter()).layouts()):
+                    return f"The nearest number with one is {number}: give --gpus {number}."
+        return None
 
     def notes(self, layouts: Sequence[Layout]) -> Iterator[str]:
         """Sentences about some layouts."""

@@ -27,6 +27,7 @@ from pipeproof.analysis.tune.recut import layer_times, num_blocks, stage_times
 from pipeproof.analysis.tune.step_clock import asap_clock, block_sequences, figures_of
 from pipeproof.comm.generated_schedule import generating_pair_time, plan_schedule
 from pipeproof.comm.lower import with_measured_times
+from pipeproof.cost.devices import expected_error
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
@@ -76,6 +77,9 @@ class PlanLayouts:
         self.seq_length, self.cost_source = self.spec.model.seq_length, loaded.spec.cost.source
         analytic = self.spec.cost.analytic
         self.device = None if analytic is None else str(analytic.device)
+        self.expected_error = None if self.device is None else expected_error(
+            self.device, has_experts=not self.spec.is_custom and self.spec.gpt.moe is not None
+        )  # fmt: skip
         self.data: Mapping[str, Any] = self.spec.model_dump(mode="json", exclude_unset=True)
         self._layers = stage_layers(self.spec)
         self._costs: dict[tuple[int, int], dict[str, Any]] = {}
@@ -136,6 +140,9 @@ class PlanLayouts:
         if (layout.num_stages, layout.mbs) != given and self.spec.cost.analytic is None:
             data["cost"] = self._cost(data, layout.num_stages, layout.mbs)
         return data
+
+    def nearest_change(self) -> None:
+        """Return None: the plan itself is a layout."""
 
     def notes(self, layouts: Sequence[Layout]) -> Iterator[str]:
         """Sentences about the times of some layouts, and what they need."""

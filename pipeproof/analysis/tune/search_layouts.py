@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 from os import cpu_count
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from pipeproof.analysis.tune.layouts import FIXABLE, Bound, Layout
 from pipeproof.analysis.tune.plan_layouts import FIXABLE as FIXABLE_OF_PLAN
 from pipeproof.analysis.tune.plan_layouts import PlanLayouts
 from pipeproof.analysis.tune.present_step import NoTrainingError
-from pipeproof.analysis.tune.tune_reasons import differences_text, winner_text
+from pipeproof.analysis.tune.tune_reasons import complexity, differences_text, winner_text
 from pipeproof.analysis.tune.tune_result import TuneCounts, TuneResult, TuneRow
 from pipeproof.comm.lower import blaming_plan
 from pipeproof.cost.devices import DEVICES
@@ -187,6 +187,23 @@ class _Search:
                 self._waiting.append((bound, layout))
         self._waiting.sort(key=lambda item: (item[0].step_us, item[0].peak_bytes, astuple_of(item[1])))
 
+    def _nearest_change(self) -> str | None:
+        """The smallest change with which there is a layout, in a sentence."""
+        if self._tried == 0:
+            return self._choices.nearest_change()
+        bounds = ((self._choices.bound(layout, inf), layout) for layout in self._choices.layouts())
+        peaks = {layout: bound.peak_bytes for bound, layout in bounds if bound is not None}
+        peaks |= {self._points[each]: result.details.get("peak_bytes", inf) for each, result in self._done.items()}
+        layout = min(peaks, key=peaks.__getitem__, default=None)
+        if layout is None or peaks[layout] <= self._limit_bytes:
+            return None
+        gib = peaks[layout] / GIB
+        names = [f"{name} {getattr(layout, name)}" for name in ("tp", "cp", "ep", "pp", "vpp", "mbs", "recompute")]
+        return (
+            f"The one with the least memory needs {gib:.3g} GiB or more ({', '.join(names)}): "
+            f"give --memory-gib {ceil(gib)}, or more devices."
+        )
+
     def recording(self, path: Path | None) -> AbstractContextManager[ResultsFile | None]:
         """Context with the open results file; None without one."""
         if path is None:
@@ -334,6 +351,12 @@ class _Search:
     def result(self, rows: Sequence[str], assumptions: tuple[str, ...]) -> TuneResult:
         """The result of a search with these rows."""
         choices, present = self._choices, self._choices.present
+        error = choices.expected_error
+        steps = {point_id: self._checked[point_id].makespan or 0 for point_id in rows}
+        limit = min(steps.values(), default=0) * (1 + (error or 0))
+        ties = sorted((each for each in rows if steps[each] <= limit), key=lambda each: complexity(self._points[each]))
+        ties = [] if error is None or len(ties) == 1 else ties
+        rows = [*ties, *(point_id for point_id in rows if point_id not in ties)]
         best = None if present is None else present.parts_s
         parts = [
             {name: us / 10**6 for name, us in self._checked[point_id].details["parts_us"].items()} for point_id in rows
@@ -355,14 +378,15 @@ class _Search:
                 why = winner_text(parts[0], parts[1:])
             else:
                 why = differences_text(parts[index], best or parts[0])
-            listed.append(self._row(index + 1, self._checked[point_id], parts[index], why))
+            listed.append(self._row(index + 1, self._checked[point_id], parts[index], why, is_tie=point_id in ties))
         notes = tuple(choices.notes([row.layout for row in listed]))
         return TuneResult(
             choices.framework.name, choices.device, choices.num_gpus, self._memory_gib, choices.global_batch,
             choices.seq_length, choices.cost_source, tuple(listed), counts, assumptions, notes, present,
+            error, None if listed else self._nearest_change(),
         )  # fmt: skip
 
-    def _row(self, rank: int, result: PointResult, parts: Mapping[str, float], why: str) -> TuneRow:
+    def _row(self, rank: int, result: PointResult, parts: Mapping[str, float], why: str, *, is_tie: bool) -> TuneRow:
         layout, details = self._points[result.id], result.details
         assert result.makespan is not None
         step = result.makespan / 10**6
@@ -378,6 +402,7 @@ class _Search:
             peak_gib=details["peak_bytes"] / GIB,
             parts_s=parts,
             why=why,
+            is_tie=is_tie,
             digest=details["digest"],
             notes=result.warnings,
             deadlocks_with=details["deadlocks_with"],

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pipeproof.analysis.tune.evaluate_layout import PARTS
+from pipeproof.analysis.tune.layouts import Layout
+from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement
+from pipeproof.views.timeline_text import time_text
 
 _NAMES = {
     "compute": "computations",
@@ -24,7 +27,7 @@ def differences_text(parts: Mapping[str, float], best: Mapping[str, float]) -> s
     if not differing:
         return "within 0.1 % in each part"
     ordered = sorted(differing, key=lambda item: -abs(item[0]))
-    return ", ".join(f"{_NAMES[name]} {_signed(difference, step)}" for difference, name in ordered)
+    return ", ".join(f"{_NAMES[name]} {_signed(difference)}" for difference, name in ordered)
 
 
 def winner_text(parts: Mapping[str, float], others: Sequence[Mapping[str, float]]) -> str:
@@ -34,12 +37,32 @@ def winner_text(parts: Mapping[str, float], others: Sequence[Mapping[str, float]
     mean = {name: sum(other[name] for other in others) / len(others) for name in PARTS}
     step = sum(parts.values())
     gains = sorted(((mean[name] - parts[name], name) for name in PARTS), reverse=True)
-    saves = [f"{gain:.3g} s less {_NAMES[name]}" for gain, name in gains if gain > _LEAST * step]
-    pays = [f"{-gain:.3g} s more {_NAMES[name]}" for gain, name in reversed(gains) if -gain > _LEAST * step]
+    saves = [f"{time_text(gain * 10**6)} less {_NAMES[name]}" for gain, name in gains if gain > _LEAST * step]
+    pays = [
+        f"{time_text(-gain * 10**6)} more {_NAMES[name]}" for gain, name in reversed(gains) if -gain > _LEAST * step
+    ]
     text = "against the mean of the next rows it has " + (", ".join(saves) if saves else "no shorter part")
     return f"{text}; it pays {', '.join(pays)}" if pays else text
 
 
-def _signed(seconds: float, step: float) -> str:
-    """A difference in the unit that goes with the time of a step."""
-    return f"{seconds:+.3g} s" if step >= 0.01 else f"{seconds * 10**6:+.4g} us"
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds >= 0 else ''}{time_text(seconds * 10**6)}"
+
+
+_SIMPLE_KINDS = ("1f1b", "interleaved", "gpipe")
+"""Kinds of schedules that every framework runs, the simplest first."""
+
+
+def complexity(layout: Layout) -> tuple[int, ...]:
+    """The order of layouts that are as fast: stages with two copies last, then by schedule, chunks, axes, memory."""
+    kind = SCHEDULE_KINDS[layout.kind]
+    simple = _SIMPLE_KINDS.index(layout.kind) if layout.kind in _SIMPLE_KINDS else len(_SIMPLE_KINDS)
+    return (
+        int(kind.placement is Placement.BOTH_WAYS),
+        simple,
+        layout.vpp,
+        layout.num_sequence_splits,
+        int(layout.overlap != "none"),
+        sum(size > 1 for size in (layout.pp, layout.tp, layout.cp, layout.ep)),
+        ("none", "selective", "full").index(layout.recompute),
+    )

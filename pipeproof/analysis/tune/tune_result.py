@@ -21,7 +21,8 @@ class TuneRow:
     without recomputation, and ``mfu`` is its share of the device's peak; both are None unless times are computed.
     ``peak_gib`` is the memory of the rank that holds most. ``plan`` has the keys of a plan file, ``notes`` are the
     codes of warnings and notes of its check. ``why`` is a sentence that compares the row with the plan on its own
-    ranks, or with the first row. ``deadlocks_with`` names the channel models with which a conditional plan deadlocks.
+    ranks, or with the first row. ``is_tie`` is True for a step that is within the expected error of the shortest one.
+    ``deadlocks_with`` names the channel models with which a conditional plan deadlocks.
     """
 
     rank: int
@@ -34,6 +35,7 @@ class TuneRow:
     peak_gib: float
     parts_s: Mapping[str, float]
     why: str
+    is_tie: bool
     digest: str
     notes: tuple[str, ...]
     deadlocks_with: str | None
@@ -69,10 +71,12 @@ class TuneCounts:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """The layouts with the shortest steps, the fastest first.
+    """The layouts with the shortest steps: those that tie with the fastest first, the simplest of them at the front.
 
     ``assumptions`` are sentences about values that the caller did not give, ``notes`` about what the rows need.
     ``present`` is the step of the plan itself in a search on its own ranks; None in a search on a number of devices.
+    ``expected_error`` is the share by which a predicted step is off in the mean of comparable measurements, or None.
+    ``nearest`` is the smallest change with which there is a layout, if there is none.
     ``device`` is None where times are not computed, ``memory_gib`` where no limit was given.
     """
 
@@ -88,6 +92,8 @@ class TuneResult:
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     present: PresentStep | None = None
+    expected_error: float | None = None
+    nearest: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The form of ``tune --format json``; see ``docs/schemas/tune.schema.json``."""
@@ -99,6 +105,8 @@ class TuneResult:
             "global_batch": self.global_batch,
             "seq_length": self.seq_length,
             "cost_source": self.cost_source,
+            "expected_error": self.expected_error,
+            "nearest": self.nearest,
             "assumptions": list(self.assumptions),
             "notes": list(self.notes),
             "present": None if self.present is None else self.present.to_json(),

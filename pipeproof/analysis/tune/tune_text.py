@@ -51,13 +51,17 @@ def render_tune(result: TuneResult, console: Console) -> None:
         ">#", *(f">{heading}" if name in _NUMBERS else heading for heading, name in columns), *_figure_names(result),
     ]  # fmt: skip
     rows = [
-        (str(row.rank), *(_cell(getattr(row.layout, name)) for _, name in columns), *_figures(row, result))
+        (
+            f"={row.rank}" if row.is_tie else str(row.rank),
+            *(_cell(getattr(row.layout, name)) for _, name in columns),
+            *_figures(row, result),
+        )
         for row in result.rows
     ]
     print_table(headings, rows, console, optional=("TFLOP/s", "comm.", "bubble", "MFU"))
     if shared:
         _print(f"All rows: {', '.join(shared)}.", console)
-    for note in result.notes:
+    for note in (*_error_text(result), *result.notes):
         _print(note, console)
     console.print()
     for row in result.rows:
@@ -114,10 +118,22 @@ def _present_text(present: PresentStep) -> str:
     return text
 
 
+def _error_text(result: TuneResult) -> Iterator[str]:
+    error, ties = result.expected_error, sum(row.is_tie for row in result.rows)
+    if error is None:
+        if result.device is not None:
+            yield f"No step like these was measured on {result.device}: how far the predictions are off is not known."
+        return
+    yield f"Predicted steps are off by {error:.1%} in the mean of comparable measurements."
+    if ties:
+        yield f"Rows with = are a tie: {ties} steps within that error of the shortest, the simplest layout first."
+
+
 def _nothing_text(result: TuneResult) -> str:
     if result.present is not None:
         return "Fix the plan first." if result.present.errors else "Nothing that was tried is better."
-    return "No layout fits." if result.counts.tried else f"No layout is possible on {result.num_gpus} devices."
+    text = "No layout fits." if result.counts.tried else f"No layout is possible on {result.num_gpus} devices."
+    return text if result.nearest is None else f"{text} {result.nearest}"
 
 
 def _figure_names(result: TuneResult) -> list[str]:
@@ -128,10 +144,10 @@ def _figure_names(result: TuneResult) -> list[str]:
 
 def _figures(row: TuneRow, result: TuneResult) -> Iterator[str]:
     if result.present is None:
-        yield f"{row.step_s:.4g}"
+        yield f"{row.step_s:.4g}{_error_of(row, result, 1)}"
     else:
         now = result.present.step_us
-        yield format_us(row.step * 10**6)
+        yield format_us(row.step * 10**6) + _error_of(row, result, 10**6)
         yield "" if now is None else f"{float(1 - row.step * 10**6 / now):.1%}"
     if result.device is not None:
         yield f"{row.tokens_per_s_per_gpu:,.0f}"
@@ -140,6 +156,10 @@ def _figures(row: TuneRow, result: TuneResult) -> Iterator[str]:
     yield f"{row.peak_gib:.1f}" if row.peak_gib >= 1 or result.present is None else f"{row.peak_gib:.3g}"
     yield f"{row.parts_s['bubble'] / row.step_s:.1%}"
     yield f"{row.parts_s['communication'] / row.step_s:.1%}"
+
+
+def _error_of(row: TuneRow, result: TuneResult, unit: int) -> str:
+    return "" if result.expected_error is None else f" +-{row.step_s * unit * result.expected_error:.2g}"
 
 
 def _cell(value: object) -> str:

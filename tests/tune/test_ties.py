@@ -1,0 +1,104 @@
+"""How sure a prediction is, ties, the nearest change where nothing fits, and times that people can read."""
+
+import json
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from pipeproof.analysis.tune.search_layouts import tune
+from pipeproof.analysis.tune.tune_reasons import complexity, differences_text, winner_text
+from pipeproof.cli import progress
+from pipeproof.cost.devices import DEVICES, expected_error
+from pipeproof.views.timeline_text import time_text
+from tests.tune.models import DENSE, EXPERTS, to_tune
+
+ACCURACY = Path(__file__).parents[2] / "validation" / "results" / "accuracy.json"
+BRIDGE = {False: "Megatron-Bridge, dense", True: "Megatron-Bridge, MoE"}
+GROUPS = {
+    ("a100", False): ("Megatron-LM, dense, a100, step", "vTrain, several nodes", "vTrain, one node"),
+    ("a100", True): ("Megatron-LM, MoE, a100, step",),
+    ("h100", False): ("Megatron-LM, dense, h100, step", "405B on H100", BRIDGE[False]),
+    ("h100", True): ("Megatron-LM, MoE, h100, step", BRIDGE[True]),
+    ("h200", False): ("405B on H200",),
+    ("gb200", False): ("Megatron-LM, dense, gb200, step", "405B on GB200", BRIDGE[False]),
+    ("gb200", True): ("Megatron-LM, MoE, gb200, step", BRIDGE[True]),
+    **{(device, moe): (BRIDGE[moe],) for device in ("b200", "b300", "gb300") for moe in (False, True)},
+}
+"""The groups of measurements on a device, or with it among others, of models without or with experts."""
+
+
+@pytest.mark.parametrize("device", [*map(str, DEVICES)])
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_the_expected_error_is_that_of_the_measurements(device, has_experts):
+    groups = {group["group"]: group for group in json.loads(ACCURACY.read_text())}
+    named = [groups[name] for name in GROUPS.get((device, has_experts), ())]
+    errors = [group["mape"] for group in named for _ in range(group["count"])]
+    expected = pytest.approx(sum(errors) / len(errors), abs=5e-4) if errors else None
+    assert expected_error(device, has_experts=has_experts) == expected
+
+
+@pytest.mark.parametrize("model", [DENSE, EXPERTS])
+def test_a_tie_comes_first_and_in_it_the_simplest(model):
+    result = tune(to_tune(model), gpus=8, device="h100", global_batch=32, top=30, workers=1)
+    shortest = min(row.step for row in result.rows)
+    limit = shortest * (1 + Fraction(result.expected_error))
+    assert [row.is_tie for row in result.rows] == sorted((row.step <= limit for row in result.rows), reverse=True)
+    ties = [row for row in result.rows if row.is_tie]
+    assert len(ties) > 1
+    assert [complexity(row.layout) for row in ties] == sorted(complexity(row.layout) for row in ties)
+    rest = [row.step for row in result.rows if not row.is_tie]
+    assert rest == sorted(rest)
+
+
+NOTHING = {
+    "memory": {"gpus": 4, "memory_gib": 0.05},
+    "devices": {"gpus": 11},
+    "fixed": {"gpus": 8, "fix": {"tp": [3]}},
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_where_nothing_fits_the_nearest_change_gives_rows(case):
+    options = {"device": "h100", "global_batch": 32, "workers": 1, "top": 1} | NOTHING[case]
+    result = tune(to_tune(), **options)
+    assert not result.rows
+    option, value = re.search(r"--(memory-gib|gpus|fix) (\w+)", result.nearest).groups()
+    if option == "fix":
+        changed = options | {"fix": {name: values for name, values in options["fix"].items() if name != value}}
+    else:
+        changed = options | {option.replace("-", "_"): int(value)}
+    assert tune(to_tune(), **changed).rows
+
+
+@pytest.mark.parametrize(
+    ("us", "text"),
+    [
+        (0, "0 us"), (0.0123, "0.012 us"), (50, "50 us"), (999.4, "999 us"), (999.6, "1 ms"), (-1234.5, "-1.23 ms"),
+        (Fraction(41, 3), "13.7 us"), (999_999, "1 s"), (12_345_678, "12.3 s"), (3.6e9, "3600 s"),
+    ],
+)  # fmt: skip
+def test_a_time_has_a_unit_and_three_digits(us, text):
+    assert time_text(us) == text
+
+
+def test_reasons_have_no_powers_of_ten():
+    parts = {"compute": 1e-3, "recompute": 0.0, "optimizer": 0.0, "bubble": 1e-4, "communication": 0.0}
+    other = parts | {"bubble": 1.5e-4, "compute": 5.0}
+    for text in (winner_text(parts, [other]), differences_text(other, parts)):
+        assert not re.search(r"\de[-+]?\d", text)
+
+
+def test_without_a_terminal_a_line_comes_every_ten_seconds(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "PLAIN_S", 10.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 0.0)
+    lines = progress._PlainLines("{:,}".format)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 4.0)
+    lines.update("simulating", 1, 2000)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 11.0)
+    lines.update("simulating", 2, 2000)
+    lines.update("simulating", 3, 2000)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 22.0)
+    lines.update("simulating", 4, 2000)
+    assert capsys.readouterr().err == "simulating: 2 of 2,000\nsimulating: 4 of 2,000\n"
