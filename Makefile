@@ -100,7 +100,8 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu]'
+	@echo "installing PaddlePaddle for CPUs and pipeproof into $(VENV): 1.1 GB, one to five minutes by the network"
+	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check -e '.[cpu]'
 	$(BIN)/python -m compileall -q pipeproof    # pip compiles what it installs, but not an editable package
 	touch $@
 

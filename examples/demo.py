@@ -119,7 +119,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pipeproof-demo-") as name:
         directory = Path(name)
         try:
-            failures = [problem for scene in scenes(directory) for problem in play(scene)]
+            shown = scenes(directory)
+            print_now(f"demo: {len(shown)} commands, about a minute on two cores")
+            failures = [problem for number, scene in enumerate(shown, 1) for problem in play(scene, number, len(shown))]
             failures += lesson(directory / "full.json", directory / "damaged.json")
         except KeyboardInterrupt:
             print_now("\ninterrupted")
@@ -131,9 +133,9 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def play(scene: Scene) -> list[str]:
+def play(scene: Scene, number: int, total: int) -> list[str]:
     """Run one command visibly; return the problem with its exit status, if any."""
-    print_now(f"\n== {scene.heading}\n$ pipeproof {' '.join(scene.arguments)}\n")
+    print_now(f"\n== {number} of {total}: {scene.heading}\n$ pipeproof {' '.join(scene.arguments)}\n")
     status = run_command(scene.arguments)
     print_now(f"(exit status {status}{', as expected' if status == scene.status else ''})")
     if status == scene.status:

@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from pipeproof.api.check_result import check
     from pipeproof.api.compare_result import compare
     from pipeproof.api.show_result import show
-    from pipeproof.api.simulate_result import simulate
+    from pipeproof.api.simulate_result import make_schedule, simulate
     from pipeproof.api.sweep_result import sweep
     from pipeproof.api.tune_result import tune
     from pipeproof.comm.lower import lower
     from pipeproof.diagnostics.finding import BadPlanError, Finding, PipeproofError
+    from pipeproof.diagnostics.source import PlanFileError
+    from pipeproof.interop.hang.diagnose_hang import diagnose_dumps as hang
+    from pipeproof.interop.importers.import_kinds import import_files
     from pipeproof.specs.load_plan import load_plan, plan_from_dict
     from pipeproof.specs.plan import PlanSpec
     from pipeproof.verify.check_plan import check_graph, check_program
@@ -34,14 +37,18 @@ __all__ = [
     "BadPlanError",
     "Finding",
     "PipeproofError",
+    "PlanFileError",
     "PlanSpec",
     "__version__",
     "check",
     "check_graph",
     "check_program",
     "compare",
+    "hang",
+    "import_files",
     "load_plan",
     "lower",
+    "make_schedule",
     "plan_from_dict",
     "show",
     "simulate",
@@ -53,13 +60,17 @@ _HOMES = {
     "BadPlanError": "diagnostics.finding",
     "Finding": "diagnostics.finding",
     "PipeproofError": "diagnostics.finding",
+    "PlanFileError": "diagnostics.source",
     "PlanSpec": "specs.plan",
     "check": "api.check_result",
     "check_graph": "verify.check_plan",
     "check_program": "verify.check_plan",
     "compare": "api.compare_result",
+    "hang": "interop.hang.diagnose_hang:diagnose_dumps",
+    "import_files": "interop.importers.import_kinds",
     "load_plan": "specs.load_plan",
     "lower": "comm.lower",
+    "make_schedule": "api.simulate_result",
     "plan_from_dict": "specs.load_plan",
     "show": "api.show_result",
     "simulate": "api.simulate_result",
@@ -72,7 +83,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'pipeproof' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"pipeproof.{_HOMES[name]}"), name)
+    module, _, original = _HOMES[name].partition(":")
+    return getattr(importlib.import_module(f"pipeproof.{module}"), original or name)
 
 
 def __dir__() -> list[str]:

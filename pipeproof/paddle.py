@@ -5,7 +5,12 @@
 
 from __future__ import annotations
 
-from pipeproof.exec.monitor.paddle_watch import watch
+from pipeproof.diagnostics.install_command import missing_framework
+
+try:
+    from pipeproof.exec.monitor.paddle_watch import watch
+except ModuleNotFoundError as error:
+    raise missing_framework(error, "PaddlePaddle", "cpu") from None
 from pipeproof.exec.store.train_errors import PipelineError, PlanRefused
 from pipeproof.exec.train.module_plan import stages_of_rank
 from pipeproof.exec.train.paddle.pipeline import Pipeline

@@ -8,7 +8,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pipeproof.exec.monitor.torch_watch import watch
+from pipeproof.diagnostics.install_command import missing_framework
+
+try:
+    from pipeproof.exec.monitor.torch_watch import watch
+except ModuleNotFoundError as error:
+    raise missing_framework(error, "PyTorch", "torch") from None
 from pipeproof.exec.store.train_errors import PipelineError, PlanRefused
 from pipeproof.exec.train.module_plan import stages_of_rank
 from pipeproof.exec.train.torch.check_backwards import check_backwards

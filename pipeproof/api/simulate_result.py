@@ -13,8 +13,10 @@ from typing import Any
 from pipeproof.api.given_plan import GivenPlan, Settings, load_given, name_of
 from pipeproof.api.result import Records, Result, html_table, noted
 from pipeproof.comm.backend_rows import BackendTable
+from pipeproof.comm.generated_schedule import sample_plan
 from pipeproof.comm.lower import blaming_plan, lower_loaded
 from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.schedule.ops import COMPUTE_KINDS, parse_op
 from pipeproof.schedule.programs import Timed
 from pipeproof.sim.simulate import Engine, Simulation, simulation_to_json
@@ -130,12 +132,19 @@ class SimulateResult(Simulation, Result):
         return timeline_html([(title, self.timeline, self.plan.graph, curve)])
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the timeline as ``.html``, figures as ``.json``, ranks as ``.csv``, and return the path.
+        """Write the timeline as ``.html``, ``.svg`` or ``.png``, figures as ``.json``, ranks as ``.csv``.
 
         Raises:
             OSError: the file cannot be written.
             ValueError: the name has another ending.
         """
+        if Path(path).suffix.lower() in (".svg", ".png"):
+            from pipeproof.views.memory_curves import memory_held
+            from pipeproof.views.timeline_picture import write_picture
+
+            title = f"{self.name} ({self.note})" if self.note else self.name
+            write_picture(self.timeline, Path(path), title, (memory_held(self.timeline, self.memory),))
+            return Path(path)
         return super().save(path)
 
 
@@ -168,6 +177,28 @@ def simulate(
         lowered = lower_loaded(loaded)
         simulation = simulate_lowered(lowered, backend, engine=engine)
     return _result(simulation, lowered, loaded.spec.cost, name_of(plan))
+
+
+def make_schedule(
+    kind: str, num_ranks: int, num_micro_batches: int, *, num_chunks: int | None = None, **keys: Any
+) -> SimulateResult:
+    """Make a schedule by its kind, and its timeline with equal stages: F, I and W take 1 us, messages nothing.
+
+    Args:
+        kind: A name of ``pipeproof schedule list``.
+        num_ranks: Pipeline ranks.
+        num_micro_batches: Micro-batches of a step.
+        num_chunks: Stages on each rank; by default the fewest that the kind has.
+        keys: Further keys of a plan's schedule section, such as ``variant``.
+
+    Raises:
+        BadPlanError: there is no such kind, or it does not exist for these sizes.
+    """
+    known = SCHEDULE_KINDS.get(kind)
+    fewest = 1 if known is None else known.min_chunks
+    loaded = sample_plan(kind, num_ranks, num_micro_batches, num_chunks=num_chunks or fewest, **keys)
+    lowered = lower_loaded(loaded)
+    return _result(simulate_lowered(lowered), lowered, loaded.spec.cost, kind)
 
 
 def _result(simulation: Simulation, plan: LoweredPlan, cost: CostSpec, name: str) -> SimulateResult:

@@ -15,6 +15,7 @@ from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for, format_option, note_kind, refusing_bad_plans, writable
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
+from pipeproof.schedule.kinds import SCHEDULE_KINDS
 
 if TYPE_CHECKING:
     from pipeproof.analysis.compare.timeline_files import TimelineFile
@@ -44,11 +45,14 @@ def compare(
     """Compare two timelines: differences of lengths, starts and totals, and the first difference of order.
 
     Each of A and B is a plan or a file of another tool, which is simulated, a trace that `simulate -o` or `run -o`
-    wrote, or a report of `run --report`. --set is for the plans among them. The exit status is 0 for any differences.
+    wrote, or a report of `run --report`. B may be a kind of schedule, such as zb_v: the plan A with it. --set is for
+    the plans among them. The exit status is 0 for any differences.
     """
     if not (_is_imported(a) or _is_imported(b)):
         source.refuse_import_options()
-    first, second = _read("A", a, source), _read("B", b, source)
+    first = _read("A", a, source)
+    is_kind = str(b) in SCHEDULE_KINDS and not b.exists()
+    second = _of_kind(str(b), a, source) if is_kind else _read("B", b, source)
     with refusing_bad_plans("text", b):
         from pipeproof.analysis.compare.common_layers import with_common_layers
 
@@ -72,6 +76,22 @@ def compare(
         render_comparison(comparison, console_for(), worst=worst, note=note)
         if output is not None:
             console_for().print(f"timelines written to {output}; open it in a browser", soft_wrap=True)
+
+
+def _of_kind(kind: str, plan: Path, source: PlanSource) -> TimelineFile:
+    """The step of a plan with another kind of schedule, each stage with the time of its layers."""
+    with refusing_bad_plans("text", plan), showing_progress(f"simulating {kind}"):
+        from pipeproof.analysis.compare.timeline_files import simulated_plan
+        from pipeproof.api.given_plan import plan_data
+        from pipeproof.specs.load_plan import plan_from_dict
+
+        data = plan_data(source.load(plan))
+        given = data["schedule"]
+        assert isinstance(given, dict)
+        kept = {key: given[key] for key in ("num_micro_batches", "micro_batch_size") if key in given}
+        chunks = max(SCHEDULE_KINDS[kind].min_chunks, 1)
+        data |= {"schedule": {"kind": kind, "num_chunks": chunks, **kept}}
+        return simulated_plan(kind, plan_from_dict(data))
 
 
 def _is_imported(path: Path) -> bool:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,8 +31,12 @@ def _explain(context: click.Context, parameter: click.Parameter, code: str | Non
 
     doc = next((doc for doc in all_docs() if doc.code == code.upper()), None)
     if doc is None:
-        known = ", ".join(doc.code for doc in all_docs())
-        raise click.BadParameter(f"no code {code!r}; known are {known}")
+        from pipeproof.diagnostics.problems import listed
+
+        known = [doc.code for doc in all_docs()]
+        family = [each for each in known if each[:3] == code.upper()[:3]]
+        near = get_close_matches(code.upper(), family, n=3, cutoff=0.0) or [known[0]]
+        raise click.BadParameter(f"no code {code!r}; did you mean {listed(sorted(near))}?")
     _render(doc, console_for())
     context.exit()
 

@@ -65,7 +65,7 @@ def plan_schedule(plan: PlanSpec, pair_time: PairTime | None = None) -> Schedule
         return generated if placement is None or kind.placement is Placement.ANY else assigned(generated, placement)
     except UnfitSizesError as error:
         finding = Finding(UNFIT_SCHEDULE.code, Severity.ERROR, str(error), help=error.help)
-        raise BadPlanAtError(finding, error.key) from error
+        raise BadPlanAtError(finding, error.key) from None
 
 
 def default_variant(kind: ScheduleKind, backend: str) -> str | None:

@@ -169,9 +169,9 @@ def blaming_plan(loaded: LoadedPlan) -> Iterator[None]:
         yield
     except BadPlanAtError as error:
         location = source.locate(error.path) if source is not None else None
-        raise PlanFileError(*(replace(f, location=location) for f in error.findings), source=source) from error
+        raise PlanFileError(*(replace(f, location=location) for f in error.findings), source=source) from None
     except BadPlanError as error:
-        raise PlanFileError(*error.findings, source=source) from error
+        raise PlanFileError(*error.findings, source=source) from None
 
 
 def own_schedule(loaded: LoadedPlan) -> ForeignSchedule | None:

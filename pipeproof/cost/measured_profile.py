@@ -59,7 +59,7 @@ class ProfileTimes:
         except ProfileError as error:
             if error.findings[0].code != UNREADABLE_PROFILE.code:
                 raise  # it has its place in the profile
-            raise BadPlanAtError(error.findings[0], ("cost", "profile")) from error
+            raise BadPlanAtError(error.findings[0], ("cost", "profile")) from None
         require_fit(profile, plan)
         return cls.of(profile, plan.cost.profile)
 

@@ -137,6 +137,10 @@ class Finding:
     witness: Witness | None = None
     cause: Finding | None = None
 
+    def __str__(self) -> str:
+        """Return the message."""
+        return self.message
+
 
 def by_cause(findings: Iterable[Finding]) -> list[tuple[Finding, list[Finding]]]:
     """Return the findings to show, in their order, each with those that follow from it.

@@ -25,6 +25,13 @@ def install_extra(extra: str) -> str:
     return f"{_pip()} install '{name}[{extra}]'"
 
 
+def missing_framework(error: ModuleNotFoundError, title: str, extra: str) -> ImportError:
+    """Return the error of an import without a framework, with the command that installs it; others stay as they are."""
+    if error.name not in ("torch", "paddle"):
+        return error
+    return ImportError(f"`pipeproof.{error.name}` needs {title}: {install_extra(extra)}", name=error.name)
+
+
 def install_package(requirement: str) -> str:
     """Return the command that installs a package of others."""
     return f"{_pip()} install {requirement}"

@@ -77,7 +77,7 @@ def read_text(name: str) -> str:
     try:
         return read_utf8(name, MAX_BYTES, "plan")
     except UnreadableTextError as error:
-        raise PlanFileError(Finding("PP100", Severity.ERROR, error.message, error.location, error.help)) from error
+        raise PlanFileError(Finding("PP100", Severity.ERROR, error.message, error.location, error.help)) from None
 
 
 def read_utf8(name: str, max_bytes: int, kind: str) -> str:

@@ -162,6 +162,9 @@ def _not_allowed(path: KeyPath, value: object) -> Problem:
     if type(value) not in {type(option) for option in allowed}:
         return _wrong_type(path, value, f"{'one of ' if len(allowed) > 1 else ''}{expected}")
     near = None
+    if _shown(path) == ("pipeproof",):
+        message = f"this release reads plans of version {expected}, found {describe_value(value)}"
+        return Problem("PP106", path, message, help=f"write `pipeproof: {expected}`")
     if isinstance(value, str):
         habitual = _HABITS.get(value)
         near = habitual if habitual in allowed else nearest_name(value, allowed)

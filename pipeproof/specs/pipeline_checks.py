@@ -142,6 +142,20 @@ def _check_gradient(plan: PlanSections, entry: BoundarySpec, path: KeyPath) -> I
         )
 
 
+TWO_CHUNKS = ("zb_v", "v_half", "v_min", "dualpipe_v")
+"""Kinds of schedules with two stages on each rank: ``num_chunks`` may be left out."""
+
+
+def with_chunks(data: object) -> object:
+    """Return the keys of a plan with ``schedule.num_chunks`` where the kind of schedule has one value other than 1."""
+    schedule = data.get("schedule") if isinstance(data, Mapping) else None
+    if not isinstance(schedule, Mapping) or not isinstance(data, Mapping) or "num_chunks" in schedule:
+        return data
+    if schedule.get("kind") not in TWO_CHUNKS or isinstance(schedule.get("placement"), list | tuple):
+        return data
+    return {**data, "schedule": {**schedule, "num_chunks": 2}}
+
+
 def with_micro_batches(data: object) -> object:
     """Return the keys of a plan with ``schedule.num_micro_batches`` where only ``global_batch_size`` is given.
 

@@ -27,6 +27,7 @@ from pipeproof.specs.pipeline_checks import (
     check_lengths,
     check_overlap,
     check_placed_ranks,
+    with_chunks,
     with_micro_batches,
 )
 from pipeproof.specs.plan_sections import PlanSections
@@ -49,8 +50,8 @@ class PlanSpec(PlanSections):
     @model_validator(mode="before")
     @classmethod
     def _with_micro_batches(cls, data: object) -> object:
-        """Add ``schedule.num_micro_batches`` where the global batch gives it."""
-        return with_micro_batches(data)
+        """Add ``schedule.num_micro_batches`` if the global batch gives it, and ``num_chunks`` if the kind does."""
+        return with_micro_batches(with_chunks(data))
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:

@@ -375,7 +375,7 @@ def _text_of(path: Path) -> str:
         return read_utf8(str(path), MAX_BYTES, "profile")
     except UnreadableTextError as error:
         fix = "`pipeproof run PLAN --profile FILE` writes a profile"
-        raise ProfileError(UNREADABLE_PROFILE.finding(error.message, error.location, fix)) from error
+        raise ProfileError(UNREADABLE_PROFILE.finding(error.message, error.location, fix)) from None
 
 
 _Spread = TypeVar("_Spread", bound=Spread)

@@ -413,4 +413,4 @@ def read_schedule_text(path: str | Path) -> str:
     try:
         return read_utf8(str(path), MAX_BYTES, "schedule")
     except UnreadableTextError as error:
-        raise ScheduleFileError(UNREADABLE.finding(error.message, error.location)) from error
+        raise ScheduleFileError(UNREADABLE.finding(error.message, error.location)) from None

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from rich.console import Console
 
-from pipeproof.diagnostics.finding import Finding, Severity, by_cause
+from pipeproof.diagnostics.finding import Finding, Severity, by_cause, shown_path
 from pipeproof.diagnostics.problems import listed
 from pipeproof.diagnostics.text_output import Brevity, render_text
 from pipeproof.verify.check_plan import CHECK_CODES, Report
@@ -25,17 +25,33 @@ _MOST_CODES = 8
 
 
 def render_report(report: Report, console: Console, brevity: Brevity) -> None:
-    """Print the findings, what was set aside, and the verdict with the digest; in detail also what is in flight."""
+    """Print the findings, the verdict and what comes next; in detail also the digest and what is in flight."""
     render_text(report.findings, report.subject.source, console=console, brevity=brevity)
     if report.subject.lowered is not None and brevity.details:
         _render_in_flight(report, console)
     if report.suppressed:
         console.print(f"suppressed by the plan: {_suppressed_text(report)}", soft_wrap=True)
+    if brevity.details:
+        console.print(f"digest {report.digest}", soft_wrap=True)
     console.print(_verdict(report), soft_wrap=True)
-    console.print(f"digest {report.digest}", soft_wrap=True)
     unchecked = _unchecked(report)
     if unchecked:
         console.print(unchecked, soft_wrap=True)
+    console.print(f"next: {_next_step(report)}", soft_wrap=True)
+
+
+def _next_step(report: Report) -> str:
+    """Return the reader's next step after this verdict."""
+    if report.undecided:
+        return "give the value that decides, and check again"
+    if report.errors:
+        code = report.errors[0].code
+        return f"apply the help of {code}, and check again; `pipeproof --explain {code}` has the reason"
+    if report.subject.lowered is None:
+        return "run it, or convert it for another tool (`pipeproof schedule convert`)"
+    source = report.subject.source
+    plan = "PLAN" if source is None else shown_path(source.file)
+    return f"`pipeproof simulate {plan}` predicts its time and memory, `pipeproof run {plan}` executes it"
 
 
 def _unchecked(report: Report) -> str:

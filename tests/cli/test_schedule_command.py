@@ -267,7 +267,7 @@ WRONG = {
         "",
     ),
     ("1f1b", "-p", 1024, "-m", 100_000): ("204,800,000 computations, more than the 200,000", "fewer micro-batches"),
-    ("1f1b", "-p", 1024, "-m", 100_000, "--as", "csv"): ("more than the 5,000,000", "fewer micro-batches"),
+    ("1f1b", "-p", 1024, "-m", 100_000, "--as", "csv"): ("more than the 5,000,000", "-m to at most 325"),
     ("seq1f1b", "-p", 4, "-m", 100_000, "--splits", 2): ("1,600,000 computations", "fewer micro-batches"),
     ("1f1b", "-p", 0, "-m", 8): ("'-p' / '--ranks'", ""),
     ("1f1b", "-p", 4): ("-m is missing", ""),

@@ -123,7 +123,7 @@ def test_a_config_of_hugging_face_gets_a_stated_sequence_length(tmp_path):
 def test_nothing_that_fits_is_status_1(plan):
     result = invoke("tune", plan, *OPTIONS, "--memory-gib", "0.001")
     assert result.exit_code == 1
-    assert "No layout fits. Of " in result.stdout
+    assert "No layout fits. The one with the least memory needs " in result.stdout
     none = invoke("tune", plan, "--gpus", "31", "--device", "h100", "--global-batch", "32")
     assert none.exit_code == 1
     assert "No layout is possible on 31 devices. Not tried: " in none.stdout

@@ -134,8 +134,8 @@ def test_a_missing_report_is_a_failure(demo, tmp_path):
 @pytest.mark.slow
 def test_an_unexpected_exit_status_is_a_failure(demo):
     plan = "examples/gpt_pp2_tp2_sp_partial.yaml"
-    assert demo.play(demo.Scene("refused", ("check", plan), 1)) == []
-    (problem,) = demo.play(demo.Scene("refused", ("check", plan), 0))
+    assert demo.play(demo.Scene("refused", ("check", plan), 1), 1, 1) == []
+    (problem,) = demo.play(demo.Scene("refused", ("check", plan), 0), 1, 1)
     assert "ended with 1, expected 0" in problem
 
 

@@ -1,11 +1,13 @@
 """Fleet strategies: prototxt with its omitted defaults, objects, the five conditions, and the cost of each fix."""
 
+import json
 import re
 from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,6 +36,42 @@ hybrid_configs {
 
 def fleet(path, text, flags=None, **more):
     return judged("fleet", path, text, name="strategy.prototxt", settings=flags or {}, **more)
+
+
+MAPPINGS = {
+    "pipeline_configs": {"micro_batch_size": 2, "accumulate_steps": 8, "enable_partial_send_recv": False},
+    "hybrid_configs": {"mp_degree": 2, "pp_degree": 4, "pp_configs": {"use_batch_p2p_comm": True}},
+}
+FORMS = {
+    "strategy.json": json.dumps(MAPPINGS),
+    "strategy.yaml": yaml.safe_dump(MAPPINGS),
+    "strategy.txt": repr(MAPPINGS),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_mappings_are_read_as_the_saved_strategy(tmp_path, name):
+    saved = BARE.replace("steps: 8", "steps: 8\n  enable_partial_send_recv: false")
+    saved = saved.replace("pp_degree: 4\n", "pp_degree: 4\n  pp_configs {\n    use_batch_p2p_comm: true\n  }\n")
+    expected = imported("fleet", tmp_path, saved, name="strategy.prototxt", settings=SEQUENCE_PARALLEL)
+    given = imported("fleet", tmp_path, FORMS[name], name=name, settings=SEQUENCE_PARALLEL)
+    assert given.plan == expected.plan
+    wrong = FORMS[name].replace("mp_degree", "mp_degre")
+    with pytest.raises(PlanFileError) as refused:
+        imported("fleet", tmp_path, wrong, name=name, settings={})
+    (finding,) = refused.value.findings
+    assert finding.help == "did you mean `mp_degree`?"
+    line, column = finding.location.line - 1, finding.location.column - 1
+    assert wrong.splitlines()[line][column:].lstrip("\"'").startswith("mp_degre")
+
+
+def test_a_python_file_is_refused_with_the_two_lines_to_run(tmp_path):
+    with pytest.raises(PlanFileError) as refused:
+        imported("fleet", tmp_path, "strategy = DistributedStrategy()\n", name="train.py", settings={})
+    (finding,) = refused.value.findings
+    python, command = re.findall("`([^`]*)`", finding.help)
+    assert python == 'strategy.save_to_prototxt("strategy.prototxt")'
+    assert command == "pipeproof check --from fleet strategy.prototxt"
 
 
 def with_pp(line):

@@ -81,7 +81,12 @@ def import_files(kind: str, files: Sequence[Path], flags: Flags) -> Imported:
         if file.suffix == ".py":
             from pipeproof.interop.importers.import_codes import PYTHON, UNREADABLE
 
-            raise PlanFileError(UNREADABLE.finding(PYTHON, Location(str(file))))
+            fix = None
+            if kind == "fleet":
+                fix = 'call `strategy.save_to_prototxt("strategy.prototxt")` where the strategy is made, then run\n'
+                fix += "`pipeproof check --from fleet strategy.prototxt`"
+            message = PYTHON if fix is None else PYTHON.split(":")[0]
+            raise PlanFileError(UNREADABLE.finding(message, Location(str(file)), fix))
     from pipeproof.interop.importers.imported import repeatable
 
     return repeatable(partial(KINDS[kind].load(), files), flags)

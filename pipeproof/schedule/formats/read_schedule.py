@@ -316,7 +316,7 @@ def convert_schedule(foreign: ForeignSchedule, format: str, *, only_computations
         return _converted(foreign, ScheduleFormat(format), only_computations=only_computations)
     except InexpressibleError as error:
         place = foreign.origins[error.row.origin] if error.row is not None and error.row.origin != NONE else None
-        raise ScheduleFileError(INEXPRESSIBLE.finding(str(error), place, error.help)) from error
+        raise ScheduleFileError(INEXPRESSIBLE.finding(str(error), place, error.help)) from None
 
 
 def _converted(foreign: ForeignSchedule, form: ScheduleFormat, *, only_computations: bool) -> str:

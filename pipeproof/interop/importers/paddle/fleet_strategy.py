@@ -17,7 +17,8 @@ from typing import Any
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, nearest_name, shortened
-from pipeproof.diagnostics.source import LINE_BREAK, read_text
+from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, read_text
+from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.imported import Flags, Imported, repeatable
 from pipeproof.interop.importers.paddle.fleet_job import FleetJob, SourcedValue
@@ -38,6 +39,7 @@ _TOKEN = re.compile(
       | (?P<mark>[{}<>:,;])""",
     re.VERBOSE | re.ASCII,
 )
+_MESSAGE = re.compile(r"^\s*\w+\s*\{", re.MULTILINE)
 _CLOSES = {"{": "}", "<": ">"}
 _MAX_DEPTH = 16
 
@@ -88,6 +90,35 @@ def parse_prototxt(text: str, file: str) -> Message:
     end = _fields(tokens, 0, top, None, 0)
     assert tokens[end].kind == "end", "the top-level fields end with the text"
     return top
+
+
+def _parse_mapping(text: str, file: str) -> Message:
+    """The message of a strategy's mappings in YAML, of which JSON and the literal of a Python dict are parts."""
+    tree = parse_text(text, file)
+    if tree.problems or not isinstance(tree.data, Mapping):
+        raise (
+            PlanFileError(*tree.problems, source=tree.source)
+            if tree.problems
+            else unreadable("a mapping of the strategy's fields is expected", Location(file))
+        )
+
+    def message(mapping: Mapping[Any, Any], path: KeyPath) -> Message:
+        result = Message(tree.source.locate(path, key=True))
+        for name, value in mapping.items():
+            below = (*path, name)
+            at = tree.source.locate(below)
+            if isinstance(value, Mapping):
+                field: Scalar | Message = message(value, below)
+            elif value is None or value == "None":
+                continue
+            elif isinstance(value, bool) or value in ("True", "False"):
+                field = Scalar(str(value).lower(), at)
+            else:
+                field = Scalar(str(value), at, quoted=isinstance(value, str))
+            result.fields.append((str(name), field, tree.source.locate(below, key=True)))
+        return result
+
+    return message(tree.data, ())
 
 
 def _tokens(text: str, file: str) -> Iterator[_Token]:
@@ -202,7 +233,7 @@ FIELDS: Mapping[tuple[str, ...], frozenset[str]] = MappingProxyType(
 
 
 def import_fleet(files: Sequence[Path], flags: Flags) -> Imported:
-    """Read a strategy that ``DistributedStrategy.save_to_prototxt`` wrote.
+    """Read a strategy: as ``DistributedStrategy.save_to_prototxt`` wrote it, or its mappings as JSON, YAML or a dict.
 
     Raises:
         PlanFileError: PP100 or PP170 for an invalid text, PP171 for a job that Fleet refuses.
@@ -211,7 +242,9 @@ def import_fleet(files: Sequence[Path], flags: Flags) -> Imported:
         raise unreadable(f"a strategy is one file, found {len(files)}", None)
     name = str(files[0])
     text = read_text(name)
-    message = parse_prototxt(text, name)
+    is_yaml = files[0].suffix in (".yaml", ".yml") and not _MESSAGE.search(text)
+    is_mapping = is_yaml or text.lstrip()[:1] == "{"
+    message = _parse_mapping(text, name) if is_mapping else parse_prototxt(text, name)
     if not message.fields:
         raise unreadable("the file has no field of a strategy", Location(name), "save it with `save_to_prototxt`")
     for path, known in FIELDS.items():
