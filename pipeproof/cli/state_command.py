@@ -20,7 +20,7 @@ from pipeproof.exit_status import ExitStatus
 if TYPE_CHECKING:
     from pipeproof.cli.check_report import Form
     from pipeproof.state.checkpoint import Checkpoint
-    from pipeproof.state.compare_checkpoints import StateComparison
+    from pipeproof.state.inspect_checkpoints import StateComparison
 
 _MANY = 40
 """Most tensors with one row each; of more, similar ones share a row."""
@@ -125,7 +125,7 @@ def _print_verified(opened: Checkpoint) -> None:
 
 
 def _show(opened: Checkpoint, *, as_json: bool) -> None:
-    from pipeproof.state.checkpoint_text import checkpoint_to_json, summary_lines, tensor_rows, totals_by_kind
+    from pipeproof.state.inspect_checkpoints import checkpoint_to_json, summary_lines, tensor_rows, totals_by_kind
     from pipeproof.views.tables import print_table
 
     if as_json:
@@ -157,7 +157,7 @@ def _show_md5(opened: Checkpoint, *, as_json: bool) -> None:
 
 
 def _compare(first: Checkpoint, second: Checkpoint, *, as_json: bool) -> None:
-    from pipeproof.state.compare_checkpoints import compare_checkpoints, comparison_to_json
+    from pipeproof.state.inspect_checkpoints import compare_checkpoints, comparison_to_json
 
     with showing_progress("comparing"):
         comparison = compare_checkpoints(first, second)
@@ -169,7 +169,7 @@ def _compare(first: Checkpoint, second: Checkpoint, *, as_json: bool) -> None:
 
 
 def _print_comparison(first: Checkpoint, second: Checkpoint, comparison: StateComparison) -> None:
-    from pipeproof.state.compare_checkpoints import difference_text
+    from pipeproof.state.inspect_checkpoints import difference_text
     from pipeproof.state.region_text import counted
 
     for checkpoint, names in ((first, comparison.only_first), (second, comparison.only_second)):

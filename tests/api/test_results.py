@@ -198,10 +198,10 @@ def test_names_are_escaped_in_html(tmp_path):
 
 
 def test_a_large_timeline_is_a_sentence_and_the_page_is_a_file(monkeypatch):
-    from pipeproof.api import timeline_image
+    from pipeproof.api import simulate_result
 
     assert "<img" in pp.simulate(plan_dict())._repr_html_()
-    monkeypatch.setattr(timeline_image, "MOST_OPS", 3)
+    monkeypatch.setattr(simulate_result, "MOST_OPS", 3)
     assert "too large for a picture here" in pp.simulate(plan_dict())._repr_html_()
 
 

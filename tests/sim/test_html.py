@@ -20,9 +20,8 @@ from pipeproof.sim.outcome import SimulationError
 from pipeproof.sim.simulate import simulate
 from pipeproof.sim.timeline import Span, Timeline
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.views.html.payload import CATEGORIES, Cause, Idle, cause, critical_path, idle_times, payload
-from pipeproof.views.html.relations import Relations
-from pipeproof.views.html.timeline_page import timeline_html, write_html
+from pipeproof.views.html.relations import Cause, Idle, Relations, cause, critical_path, idle_times
+from pipeproof.views.html.timeline_page import CATEGORIES, payload, timeline_html, write_html
 from tests.plans import plan_dict
 from tests.schedule.drawn import generated, plan_of, requests
 
@@ -284,11 +283,3 @@ def test_a_page_of_nothing_and_a_graph_of_another_plan_are_refused(plan, make_pl
         timeline_html([])
     with pytest.raises(ValueError, match="operations that its graph does not have"):
         timeline_html([("a", simulate(plan).timeline, make_plan(p=1, m=1).graph)])
-
-
-def test_the_code_of_the_timeline_page_runs(tmp_path, monkeypatch):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "pictures.md").read_text(encoding="utf-8"), re.DOTALL)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, "timeline.md", "exec"), {})
-    assert len(data_of(Path("both.html").read_text(encoding="utf-8"))["timelines"]) == 2

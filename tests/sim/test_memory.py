@@ -17,7 +17,7 @@ from pipeproof.sim.simulate import simulate, simulation_to_json
 from pipeproof.sim.step_memory import stage_holdings
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.stage_memory import Lifetime
-from pipeproof.views.html.payload import payload
+from pipeproof.views.html.timeline_page import payload
 from pipeproof.views.memory_curves import Curve, memory_held
 from pipeproof.views.memory_table import make_up_text, render_memory, render_stage_memory, size_text
 from tests.plans import plan_dict

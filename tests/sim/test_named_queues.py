@@ -18,7 +18,7 @@ from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import load_plan
 from pipeproof.verify.check_plan import check
-from pipeproof.views.html.payload import payload
+from pipeproof.views.html.timeline_page import payload
 from tests.plans import plan_dict
 
 STEPS = """\

@@ -14,8 +14,7 @@ from pipeproof.sim.op_durations import durations_of
 from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import channel_model_of, simulate
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.views.html.payload import critical_path
-from pipeproof.views.html.relations import Relations
+from pipeproof.views.html.relations import Relations, critical_path
 from tests.plans import plan_dict, subject
 
 NETWORK = {"ranks_per_node": 8, "node": {"latency_us": 2, "bandwidth": 1}}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from pipeproof.state.checkpoint import BLOCK, md5_lines, md5_of_all, tensor_blocks, tensor_md5s
-from pipeproof.state.compare_checkpoints import compare_checkpoints, comparison_to_json, difference_text
+from pipeproof.state.inspect_checkpoints import compare_checkpoints, comparison_to_json, difference_text
 from pipeproof.state.open_checkpoint import open_checkpoint
 from tests.state.runs import MOE, plan_of
 from tests.state.tiny import values, write_state
@@ -93,7 +93,7 @@ def test_the_first_elements_that_differ_and_how_far_they_are_apart(tmp_path_fact
 
 
 def test_a_run_of_elements_that_differ_continues_over_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeproof.state.compare_checkpoints.tensor_blocks", lambda c, name: tensor_blocks(c, name, 12))
+    monkeypatch.setattr("pipeproof.state.inspect_checkpoints.tensor_blocks", lambda c, name: tensor_blocks(c, name, 12))
     one = np.zeros(30, np.float32)
     other = one.copy()
     other[5:19] = 0.5

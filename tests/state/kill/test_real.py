@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.state.compare_checkpoints import compare_checkpoints
+from pipeproof.state.inspect_checkpoints import compare_checkpoints
 from pipeproof.state.open_checkpoint import file_findings, open_checkpoint
 from pipeproof.state.read_state import find_state
 from tests.exec.processes import Run

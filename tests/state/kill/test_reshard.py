@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.state.compare_checkpoints import compare_checkpoints
+from pipeproof.state.inspect_checkpoints import compare_checkpoints
 from pipeproof.state.open_checkpoint import open_checkpoint
 from pipeproof.state.read_state import find_state
 from pipeproof.state.state_codes import StateError
