@@ -20,6 +20,7 @@ WITH_OUTPUT = ("fleet-bug.md", *START)
 
 OTHERS = {
     "aoa.md": {},
+    "faq.md": {},
     "checking.md": {"programs.txt": "schedules/two_by_two.txt"},
     "importing.md": {},
     "memory.md": {},
