@@ -84,6 +84,8 @@ class _Commands(SectionedGroup):
         except KeyboardInterrupt:  # while the help imports all commands
             echo("interrupted", err=True)
             sys.exit(ExitStatus.INTERRUPTED)
+        except click.UsageError as error:
+            _wrong_usage(error)
 
     def invoke(self, ctx: click.Context) -> Any:
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
@@ -98,7 +100,7 @@ class _Commands(SectionedGroup):
             echo("interrupted", err=True)
             sys.exit(ExitStatus.INTERRUPTED)
         except click.UsageError as error:
-            raise click.UsageError(wrapped(error.format_message(), "Error: "), error.ctx) from error
+            _wrong_usage(error)
         except (click.exceptions.Exit, click.Abort, click.ClickException):
             raise
         except Exception as error:  # noqa: BLE001 - the boundary: an error that escapes is reported without a traceback
@@ -108,6 +110,17 @@ class _Commands(SectionedGroup):
             # executed from a string (dataclasses are made so), caught or not; executing another one resets that
             # (pythonrun.c, run_eval_code_obj).
             exec("")  # noqa: S102 - nothing
+
+
+def _wrong_usage(error: click.UsageError) -> NoReturn:
+    """Report options or arguments that cannot be meant, in the form of every other error."""
+    if type(error).__name__ == "NoArgsIsHelpError":  # of newer releases of click: the help itself
+        raise error
+    message = wrapped(error.format_message(), "error: ")
+    echo(f"error: {message}", err=True)
+    if error.ctx is not None and "--help" not in message:
+        echo(f"  = help: `{error.ctx.command_path} --help` lists what it takes", err=True)
+    sys.exit(ExitStatus.BAD_INPUT)
 
 
 def _unexpected(error: Exception) -> NoReturn:

@@ -81,6 +81,21 @@ def test_a_missing_framework_is_one_sentence_with_the_command(module, extra):
     assert "During handling" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("check", "--nonsense"), ("chek",), ("tune", "llama3_8b", "--gpus", "8"), ("simulate",), ("--explain", "PP999"),
+        ("schedule", "show", "1f1b"), ("compare", "a", "b", "-o", "c.gif"), ("check", "none.yaml"),
+    ],
+)  # fmt: skip
+def test_errors_have_one_form(words):
+    result = invoke(*words)
+    assert result.exit_code == 2
+    first, *rest = result.stderr.splitlines()
+    assert first.startswith(("error: ", "error[PP"))
+    assert any(line.startswith("  = help: ") for line in rest) or "--help` lists" in first
+
+
 def test_a_code_that_is_not_there_and_a_version_that_is_not_read():
     unknown = invoke("--explain", "PP999").stderr
     assert "did you mean PP9" in unknown

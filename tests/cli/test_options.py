@@ -16,7 +16,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(command, op
         result = invoke(command, good, option, output)
         assert result.exit_code == 2
         assert str(output) in result.stderr
-        assert "Error: " in result.stderr
+        assert "error: " in result.stderr
         assert result.stdout == ""
     assert started == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]

@@ -40,7 +40,7 @@ def refused(kind, *options):
     result = invoke("schedule", "show", kind, *options)
     assert result.exit_code == 2
     assert result.stdout == ""
-    return re.sub(r"\s+", " ", result.stderr.split("Error: ")[1])
+    return re.sub(r"\s+", " ", result.stderr.split("error: ")[1])
 
 
 def generated(kind, *, p=4, m=8, **options):
