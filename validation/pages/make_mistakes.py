@@ -62,7 +62,7 @@ def _answer(words: tuple[str, ...], written: Path) -> tuple[str, str, str]:
     """The exit status, the first line of the answer, and its help."""
     result = CliRunner().invoke(pipeproof, words, prog_name="pipeproof")
     lines = [line.strip().replace(str(written), "plan.yaml") for line in result.output.splitlines()]
-    first = next(line for line in lines if line.startswith(("error", "Error")))
+    first = next(line for line in lines if line.startswith("error"))
     helps = (line.removeprefix("= help: ") for line in lines if line.startswith("= help: "))
     return str(result.exit_code), first, next(helps, "")
 
