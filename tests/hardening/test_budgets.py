@@ -1,4 +1,4 @@
-"""Budgets for foreign input: small files of hours or gigabytes are refused at once (docs/limitations.md)."""
+"""Budgets for foreign input: small files of hours or gigabytes are refused at once (hardening.md of the results)."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Write the measured parts of ``docs/limitations.md`` and ``hardening.md`` from ``validation/results/hardening.json``.
+"""Write the measured parts of ``validation/results/hardening.md`` from ``validation/results/hardening.json``.
 
 ``python validation/pages/make_hardening.py`` writes, ``--check`` exits 1 if a page is stale. The figures come from
 ``validation/hardening/*.py --write`` and ``python -m tests.fuzz --write``.
@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from pages import DOCS, EVIDENCE, fill, main, table
+from pages import EVIDENCE, fill, main, table
 
 RESULTS = json.loads((EVIDENCE / "hardening.json").read_text(encoding="utf-8"))
 
@@ -85,12 +85,9 @@ def tried_table() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Return the pages with the tables of limits and of attacks."""
-    parts = {
-        DOCS / "limitations.md": {"limits": limits_table()},
-        EVIDENCE / "hardening.md": {"tried": tried_table()},
-    }
-    return {page: fill(page, made) for page, made in parts.items()}
+    """Return the page with its tables of limits and of attacks."""
+    page = EVIDENCE / "hardening.md"
+    return {page: fill(page, {"limits": limits_table(), "tried": tried_table()})}
 
 
 if __name__ == "__main__":
