@@ -74,7 +74,7 @@ def compare(spec: PlanSpec, workers: int | None) -> dict[str, Any]:
         "memory_gib": limit,
         "rows": [
             {**asdict(row.layout), "step_s": row.step_s, "peak_gib": row.peak_gib, "parts_s": dict(row.parts_s)}
-            for row in result.rows
+            for row in sorted(result.rows, key=lambda row: row.step)
         ],
         "counts": asdict(result.counts),
         "seconds": time.perf_counter() - start,
