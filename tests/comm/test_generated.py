@@ -54,7 +54,8 @@ def test_stages_there_and_back_may_be_asked_for_where_any_placement_goes():
 @pytest.mark.parametrize(
     ("schedule", "key", "fragment", "fix"),
     [
-        ({"kind": "zb_v", "num_chunks": 1}, "num_chunks", "2 stages on each rank, and schedule.num_chunks is 1", "num_chunks to 2"),
+        ({"kind": "zb_v", "num_chunks": 1}, "num_chunks",
+         "2 stages on each rank, and schedule.num_chunks is 1", "num_chunks to 2"),
         ({"kind": "interleaved"}, "num_chunks", "2 or more stages on each rank", "set num_chunks to 2"),
         ({"kind": "1f1b", "num_chunks": 2}, "num_chunks", "one stage on each rank, and", "num_chunks to 1"),
         ({"kind": "1f1b", "placement": [[0, 1], [2, 3], [4, 5], [6, 7]]}, "placement", "placement lists 2", "list 1"),
