@@ -4,10 +4,16 @@ import pytest
 
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.rank.executor_support import require_executable
-from tests.exec.test_context import lowered
+from tests.exec.test_reference_bits import lowered as lowered_plan
 from tests.plans import subject
 
 pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
+
+
+def lowered(**sections):
+    parts = (sections.pop(name, {}) for name in ("topology", "schedule", "model"))
+    return lowered_plan(*parts, sections, steps=sections.get("run", {}).get("steps", 2))
+
 
 SP = {"pp": 3, "tp": 2, "sequence_parallel": True}
 BATCH_MEMBERS = [
@@ -84,17 +90,6 @@ def test_a_run_has_the_bits_of_the_reference(name):
     from tests.exec.in_memory import compared
 
     assert all(step.bitwise for step in compared(lowered(**PLANS[name])))
-
-
-@pytest.mark.slow
-def test_20_steps_of_adamw_have_the_bits_of_the_unpartitioned_model():
-    from tests.exec.in_memory import compared
-
-    plan = lowered(boundaries=[hidden(), *BATCH_MEMBERS], schedule={"num_micro_batches": 2}, run={"steps": 20})
-    steps = compared(plan)
-    assert len(steps) == 20
-    assert all(step.bitwise for step in steps)
-    assert all(gradient.unpartitioned_max_rel_diff == 0.0 for step in steps for gradient in step.gradients)
 
 
 @pytest.mark.parametrize("batch_member", BATCH_MEMBERS, ids=[member["name"] for member in BATCH_MEMBERS])

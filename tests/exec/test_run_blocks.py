@@ -10,12 +10,11 @@ from pipeproof.schedule.op_table import Group
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
 from tests.exec.processes import bitwise_report
+from tests.exec.test_reference_bits import MLA, MOE
 from tests.features import GPT3, QWEN3
 from tests.plans import plan_dict
 
 pytestmark = pytest.mark.needs_paddle
-
-MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
 
 
 @pytest.mark.slow
@@ -41,14 +40,17 @@ def test_parts_of_sequences_and_of_models_match_the_reference_bit_for_bit(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("model", "fact"),
+    ("cp", "model", "fact"),
     [
-        ({"moe": {**MOE, "nodes_per_token": 1}}, "the plan has model.moe.nodes_per_token"),
-        ({"moe": {**MOE, "dispatch_dtype": "float8"}}, "the plan has model.moe.dispatch_dtype"),
+        (1, {"moe": {**MOE, "nodes_per_token": 1}}, "the plan has model.moe.nodes_per_token"),
+        (1, {"moe": {**MOE, "dispatch_dtype": "float8"}}, "the plan has model.moe.dispatch_dtype"),
+        (2, {"mla": MLA}, "the plan has cp 2 and latent attention"),
+        (2, {"moe": {**MOE, "aux_loss": 0.01}}, "the plan has cp 2 and model.moe.aux_loss"),
+        (2, {"moe": {**MOE, "z_loss": 0.01}}, "the plan has cp 2 and model.moe.z_loss"),
     ],
 )
-def test_what_no_run_carries_out_is_refused(model, fact):
-    report = check(plan_from_dict(plan_dict(model=model)))
+def test_what_no_run_carries_out_is_refused(cp, model, fact):
+    report = check(plan_from_dict(plan_dict(topology={"cp": cp}, model=model)))
     with pytest.raises(PipeproofError) as refused:
         require_runnable(report, RunOptions())
     (finding,) = refused.value.findings
