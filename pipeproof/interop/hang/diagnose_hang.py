@@ -10,15 +10,13 @@ from typing import Any
 
 from pipeproof.diagnostics.finding import Finding, ProgramExcerpt, Severity
 from pipeproof.diagnostics.text_output import finding_to_json
-from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, absence_finding, cycle_finding, ranks_text
+from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, absence_finding, cycle_finding, ranks_text, wait_lines
 from pipeproof.interop.hang.collective_matches import disagreements, match_entries
 from pipeproof.interop.hang.flight_recorder import Dump, Entry, Launch, State, read_dumps
 from pipeproof.interop.hang.hang_codes import HANG_CYCLE, NEVER_ISSUED, NO_DUMP, NOT_FINISHED
 
 _Node = tuple[int, int]
 """A launch that is not done: its rank, and its index among those of its rank; ``_NOTHING`` for a rank without one."""
-_MOST_WAITS = 6
-"""Ranks that wait for others that wait, whose waits are listed."""
 _NOTHING = -1
 _LEFT_OUT = ".."
 _NEIGHBOURS = 1
@@ -168,7 +166,7 @@ class _Waits:
             direct = {wait.rank for node in nodes.values() for wait in self.graph.waiters(node).values()}
             waits = {node: wait for node in self._launches for wait in self.graph.waits(node).values()}
             others = {wait.rank: wait for node, wait in reversed(waits.items()) if node[0] not in direct}
-            lines = [f"{wait.text} for {wait.awaited}" for _, wait in sorted(others.items())][:_MOST_WAITS]
+            lines = wait_lines([wait for _, wait in sorted(others.items())])
             finding = absence_finding(NO_DUMP, self.graph, nodes, f"{headline}; all waits end there, in", lines)
             yield replace(finding, severity=Severity.ERROR, help=suggested_fix)
         elif missing:
