@@ -21,7 +21,7 @@ os.environ.setdefault("NCCL_HOSTID", f"rank {RANK}")  # two ranks of one GPU
 import torch  # noqa: E402 - NCCL reads its variables when it is loaded
 import torch.distributed as dist  # noqa: E402
 
-from pipeproof.exec.rank.torch.batched_messages import BatchedMessages  # noqa: E402
+from pipeproof.exec.rank.torch.comm import BatchedMessages  # noqa: E402
 from pipeproof.exec.rank.torch.cuda_graph import StreamWord  # noqa: E402
 
 NUM_CALLS, NUM_ROUNDS = 200, 15

@@ -13,20 +13,20 @@ from collections import deque
 
 import torch
 
-from pipeproof.exec.rank.torch import peer_memory
+from pipeproof.exec.rank.torch import copy_channels
 
 WAIT_S = 20.0
 HOST_MEMORY_ALREADY_REGISTERED = 712
 
 
-class EmulatedDriver(peer_memory.Driver):
+class EmulatedDriver(copy_channels.Driver):
     """All streams of all ranks; ``refuses`` has the status of functions that fail."""
 
     def __init__(self, seed=0):
         self.lock, self.random = threading.RLock(), random.Random(seed)
         self.queues, self.memory, self.refuses, self.pause = {}, [], {}, lambda: time.sleep(0.0005)
         self.registered = set()
-        self.functions = {name: self._function(name) for name in peer_memory._SIGNATURES}
+        self.functions = {name: self._function(name) for name in copy_channels._SIGNATURES}
         self._library = self
 
     def cuGetErrorName(self, status, text):  # noqa: N802 - the driver's name
@@ -139,7 +139,7 @@ class CurrentStream:
 def emulate(monkeypatch, seed=0):
     """Replace the driver and PyTorch's streams; return the driver."""
     driver = EmulatedDriver(seed)
-    monkeypatch.setattr(peer_memory, "driver", lambda: driver)
+    monkeypatch.setattr(copy_channels, "driver", lambda: driver)
     for name, value in {
         "device": lambda device: contextlib.nullcontext(),
         "current_device": lambda: 0,

@@ -12,9 +12,8 @@ from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.launch import meeting as module
 from pipeproof.exec.launch.hosts import Host, Identity, hosts_content, hosts_from, hosts_of, make_directory, ranks_text
 from pipeproof.exec.launch.launched_rank import LaunchedRank
-from pipeproof.exec.launch.meeting import key_prefix, meet
+from pipeproof.exec.launch.meeting import JobEndedError, key_prefix, meet
 from pipeproof.exec.launch.supervisor import job_directory
-from pipeproof.exec.launch.verdict import JobEndedError
 from pipeproof.exec.store.launcher_table import TORCHRUN
 from pipeproof.exec.store.process_state import ProcessId
 from tests.train.fake_store import FakeStore, on_ranks

@@ -21,13 +21,13 @@ from pipeproof.exec.rehearse.element_identity import (
     found_ranges,
 )
 from pipeproof.exec.rehearse.rehearsal_arrivals import ArrivalChecks, ArrivalFault
-from pipeproof.exec.rehearse.rehearsal_edges import RankEdges, edges_of, network_of
-from pipeproof.exec.rehearse.rehearsal_report import (
+from pipeproof.exec.rehearse.rehearsal_console import (
     RehearsalPart,
     merged_rehearsal,
     read_rehearsal,
     rehearsal_part,
 )
+from pipeproof.exec.rehearse.rehearsal_edges import RankEdges, edges_of, network_of
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeproof.exec.measure.limits_report import LimitsReport
+from pipeproof.exec.measure.limits_report import LimitsReport, divided_step, planned_flops
 from pipeproof.exec.measure.profile_from_logs import measured_profile
-from pipeproof.exec.measure.step_limits import divided_step, planned_flops
 from pipeproof.exec.rank.idle_messages import product_peak
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Timing, op_ids_of
 from pipeproof.specs.profile_file import Profile

@@ -98,7 +98,7 @@ def test_the_thread_is_set_up_before_the_work():
 def test_a_thread_computes_as_the_one_that_made_its_context():
     import torch
 
-    from pipeproof.exec.rank.torch.thread_state import as_this_thread
+    from pipeproof.exec.rank.torch.arrays import as_this_thread
 
     def state():
         cast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")

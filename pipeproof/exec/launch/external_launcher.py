@@ -25,10 +25,9 @@ from pipeproof.exec.launch.host_clock import HostClock
 from pipeproof.exec.launch.host_watch import HostWatch
 from pipeproof.exec.launch.hosts import make_directory
 from pipeproof.exec.launch.launched_rank import LaunchedRank, launched_rank
-from pipeproof.exec.launch.meeting import Meeting, key_prefix, longest_pause_s, meet
+from pipeproof.exec.launch.meeting import JobEndedError, Meeting, Verdict, key_prefix, longest_pause_s, meet
 from pipeproof.exec.launch.run_plan import prepare_job, require_runnable, status_of
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S
-from pipeproof.exec.launch.verdict import JobEndedError, Verdict
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.launch.worker import Emit, Rehearse, run_rank
 from pipeproof.exec.measure.clock_correction import ClockCorrection

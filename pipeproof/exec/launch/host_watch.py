@@ -33,9 +33,8 @@ from typing import Any
 from pipeproof.atomic_write import atomic_write
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.exec.launch.hosts import Host
-from pipeproof.exec.launch.meeting import Meeting
+from pipeproof.exec.launch.meeting import VERDICT, JobEndedError, Meeting, Verdict
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S
-from pipeproof.exec.launch.verdict import VERDICT, JobEndedError, Verdict
 from pipeproof.exec.launch.watchdog import JobState, RankState
 from pipeproof.exec.rank.job_files import end_process
 from pipeproof.exec.store.answering_store import AnsweringStore

@@ -22,12 +22,47 @@ from typing import Any, NoReturn
 from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.exec.launch.hosts import Host, Identity, host_of, hosts_content, hosts_from, hosts_of, ranks_text
 from pipeproof.exec.launch.launched_rank import LaunchedRank
-from pipeproof.exec.launch.verdict import VERDICT, JobEndedError, Verdict
 from pipeproof.exec.store.polling import LONGEST_PAUSE_S, wait_until
 from pipeproof.exec.store.run_codes import NOT_TOGETHER
-from pipeproof.exec.store.store import Store, get_json, has_json, put_json
+from pipeproof.exec.store.store import Store, finding_content, finding_of, get_json, has_json, put_json
 from pipeproof.exit_status import ExitStatus
 from pipeproof.version import __version__
+
+VERDICT = "verdict"
+"""Its key in the store of a job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Findings that explain the end, and the exit status of every rank."""
+
+    findings: tuple[Finding, ...]
+    status: ExitStatus = ExitStatus.WORKER_FAILED
+
+    def content(self) -> dict[str, Any]:
+        """Return a JSON value."""
+        return {"findings": [finding_content(finding) for finding in self.findings], "status": int(self.status)}
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Verdict:
+        """Read what ``content`` made.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            return cls(tuple(finding_of(each) for each in content["findings"]), ExitStatus(content["status"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the store has no verdict: {error}") from None
+
+
+class JobEndedError(PipeproofError):
+    """A job ended early by its verdict; without findings on ranks that do not print it."""
+
+    def __init__(self, *findings: Finding, status: ExitStatus = ExitStatus.WORKER_FAILED) -> None:
+        super().__init__(*findings)
+        self.status = status
+
 
 _REFUSED = "refused"
 """Counter of the ranks that have read the verdict of the meeting."""

@@ -23,10 +23,9 @@ from pipeproof.exec.launch.external_launcher import execute_launched, join_launc
 from pipeproof.exec.launch.host_part import HostPart, host_part, merged_report, read_records
 from pipeproof.exec.launch.hosts import ranks_text
 from pipeproof.exec.launch.launched_rank import LaunchedRank
-from pipeproof.exec.launch.meeting import Meeting
+from pipeproof.exec.launch.meeting import JobEndedError, Meeting
 from pipeproof.exec.launch.run_plan import NotVerifiedError, Progress, StepCollector, run, status_of
 from pipeproof.exec.launch.run_report import LogClock, RunReport
-from pipeproof.exec.launch.verdict import JobEndedError
 from pipeproof.exec.launch.worker import Emit
 from pipeproof.exec.measure.clock_correction import ClockCorrection
 from pipeproof.exec.measure.limits_report import LimitsReport

@@ -25,9 +25,9 @@ from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
 from pipeproof.exec.compare.step_losses import NotFiniteError
 from pipeproof.exec.compare.step_part import StepPart, compare_part
 from pipeproof.exec.launch.host_part import RankRecords, build_report, log_findings, read_records
+from pipeproof.exec.launch.meeting import JobEndedError
 from pipeproof.exec.launch.run_report import RunReport
 from pipeproof.exec.launch.supervisor import Launcher, WorkerFailedError, job_directory
-from pipeproof.exec.launch.verdict import JobEndedError
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.measure.installed_backends import INSTALLED_BY
 from pipeproof.exec.rank.checkpointing import only_writer, prepare_checkpoint, remove_unfinished

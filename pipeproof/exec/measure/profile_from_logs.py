@@ -18,7 +18,7 @@ from typing import TypeVar, get_args
 
 from pipeproof.cost.measured_profile import measured_sections
 from pipeproof.exec.measure.installed_backends import installed_version
-from pipeproof.exec.measure.step_limits import (
+from pipeproof.exec.measure.limits_report import (
     DividedStep,
     collective_calls,
     divided_step,

@@ -1,18 +1,25 @@
-"""Terminal output of ``pipeproof rehearse``: progress, findings, edges, files, exit status."""
+"""``pipeproof rehearse``: launch, the ranks' results and measured edges, split groups, terminal output, files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import TypeAdapter
 from rich.console import Console
 
 from pipeproof.atomic_write import write_json
-from pipeproof.diagnostics.text_output import render_text
+from pipeproof.cost.analytic_links import groups_of
+from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.text_output import finding_to_json, render_text
+from pipeproof.exec.compare.compare_log import compare_log
 from pipeproof.exec.launch.external_launcher import execute_launched, join_launcher
+from pipeproof.exec.launch.hosts import Host
 from pipeproof.exec.launch.launched_rank import LaunchedRank
 from pipeproof.exec.launch.meeting import Meeting
 from pipeproof.exec.launch.run_console import launched_or_status
@@ -21,21 +28,202 @@ from pipeproof.exec.launch.supervisor import Launcher, job_directory
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.launch.worker import Emit
 from pipeproof.exec.measure.clock_correction import ClockCorrection
-from pipeproof.exec.rank.job_files import Job, RunOptions, dump_plan, end_process
+from pipeproof.exec.rank.job_files import Job, LogFile, RunOptions, dump_plan, end_process, load_json
 from pipeproof.exec.rehearse import rehearsal_framework
+from pipeproof.exec.rehearse.rehearsal_arrivals import ArrivalChecks, findings_of
+from pipeproof.exec.rehearse.rehearsal_edges import Edge, EdgeTimes, RankEdges, edges_of, network_of
 from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
-from pipeproof.exec.rehearse.rehearsal_report import (
-    Rehearsal,
-    RehearsalPart,
-    merged_rehearsal,
-    read_rehearsal,
-    rehearsal_part,
-    split_groups,
-)
+from pipeproof.exec.store.run_codes import SPLIT_NODE, UNVERIFIED
 from pipeproof.exit_status import ExitStatus
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
+from pipeproof.verify.certificate import Certificate
 from pipeproof.verify.check_plan import Report
+from pipeproof.verify.subject import Subject
 from pipeproof.views.tables import print_table
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Report of a rehearsal; ``seconds_by_host`` has the time of all steps, by the clock of each host."""
+
+    subject: Subject
+    digest: str
+    verified: bool
+    checked: Mapping[int, ArrivalChecks]
+    log_findings: tuple[Finding, ...]
+    edges: tuple[Edge, ...]
+    network: dict[str, Any] | None
+    seconds_by_host: Mapping[str, float]
+    split: tuple[Finding, ...] = ()
+    """Warnings about groups of ranks on several hosts."""
+
+    @property
+    def seconds(self) -> float:
+        """Time of all steps: that of the slowest host."""
+        return max(self.seconds_by_host.values())
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """Findings about the rehearsal."""
+        findings = findings_of([fault for checked in self.checked.values() for fault in checked.faults])
+        if not self.verified:
+            unsafe = UNVERIFIED.finding("the plan does not pass check; it was rehearsed unsafe")
+            findings = (unsafe, *findings)
+        return (*self.log_findings, *findings, *self.split)
+
+    @property
+    def num_faults(self) -> int:
+        """Number of all faults, including those that were not stored."""
+        return sum(checked.num_faults for checked in self.checked.values())
+
+    @property
+    def is_correct(self) -> bool:
+        """True if all elements arrived as planned, and the issued operations match the graph."""
+        return not self.num_faults and not self.log_findings
+
+    @property
+    def passed(self) -> bool:
+        """True if the exit status is 0: the plan was verified and the rehearsal is correct."""
+        return self.verified and self.is_correct
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form of ``rehearse --report``."""
+        run, counts = self.subject.plan.spec.run, self.checked.values()
+        return {
+            "digest": self.digest,
+            "verified": self.verified,
+            "passed": self.passed,
+            "backend": run.backend,
+            "device": run.device,
+            "ranks": self.subject.graph.num_ranks,
+            "steps": run.steps,
+            "seconds": self.seconds,
+            **({"seconds_by_host": dict(self.seconds_by_host)} if len(self.seconds_by_host) > 1 else {}),
+            "messages": sum(checks.messages for checks in counts),
+            "collectives": sum(checks.collectives for checks in counts),
+            "elements": sum(checks.elements for checks in counts),
+            "faults": self.num_faults,
+            "log_matches_graph": not self.log_findings,
+            "findings": [finding_to_json(finding) for finding in self.findings],
+        }
+
+    def profile(self) -> dict[str, Any]:
+        """Return the form of ``rehearse --output``: every edge, and ``cost.network`` with all edges."""
+        run = self.subject.plan.spec.run
+        return {
+            "rehearsal": 1,
+            "digest": self.digest,
+            "backend": run.backend,
+            "device": run.device,
+            "machine": f"{platform.machine()} {platform.system()} {platform.release()}",
+            "edges": [edge.to_json() for edge in self.edges],
+            "network": self.network,
+        }
+
+
+@dataclass(frozen=True)
+class RehearsalPart:
+    """Part of a rehearsal that one host makes of its ranks' files; all hosts have the same ``run`` token.
+
+    ``seconds`` is the time of all steps by the host's clock. As JSON a part has at most about 200 faults for each rank,
+    which are stored, and 20 bytes for each timed message.
+    """
+
+    run: str
+    host: str
+    ranks: tuple[int, ...]
+    certificate: Certificate
+    checked: Mapping[int, ArrivalChecks]
+    log_findings: Mapping[int, tuple[Finding, ...]]
+    times: EdgeTimes
+    seconds: float
+
+
+def rehearsal_part(report: Report, job: Job, ranks: Sequence[int], *, run: str, host: str) -> RehearsalPart:
+    """Read the files of a host's ranks and make the host's part of the rehearsal."""
+    graph, spec = report.subject.graph, report.subject.plan.spec.run
+    logs = {rank: [*LogFile(job.rank_file(rank, "log"))] for rank in ranks}
+    findings = {
+        rank: tuple(
+            compare_log(graph, rank, entries, num_steps=spec.steps, dtype=spec.dtype, weight_dtype=spec.weight_dtype)
+        )
+        for rank, entries in logs.items()
+    }
+    edges = [load_json(job.rank_file(rank, "edges"), RankEdges) for rank in ranks]
+    entries = [entry for log in logs.values() for entry in log]
+    first, last = min(entry.start_ns for entry in entries), max(entry.end_ns for entry in entries)
+    return RehearsalPart(
+        run=run,
+        host=host,
+        ranks=tuple(ranks),
+        certificate=job.certificate,
+        checked={rank: load_json(job.rank_file(rank, "checks"), ArrivalChecks) for rank in ranks},
+        log_findings={rank: found for rank, found in findings.items() if found},
+        times={channel: times for own in edges for channel, times in own.times.items()},
+        seconds=(last - first) / 1e9,
+    )
+
+
+def merged_rehearsal(report: Report, job: Job, parts: Sequence[RehearsalPart]) -> Rehearsal:
+    """Merge the parts of all hosts into the report of a rehearsal.
+
+    Raises:
+        ValueError: a rank is in no part or in several.
+    """
+    graph = report.subject.graph
+    host_of = {rank: part.host for part in parts for rank in part.ranks}
+    if sorted(rank for part in parts for rank in part.ranks) != list(range(graph.num_ranks)):
+        raise ValueError(f"the parts have the ranks {sorted(host_of)}, expected each of {graph.num_ranks} once")
+    times = {channel: own for part in parts for channel, own in part.times.items()}
+    edges = edges_of(graph, times)
+    checked = {rank: checks for part in parts for rank, checks in part.checked.items()}
+    findings = {rank: found for part in parts for rank, found in part.log_findings.items()}
+    return Rehearsal(
+        subject=report.subject,
+        digest=report.digest,
+        verified=report.certificate is not None,
+        checked=dict(sorted(checked.items())),
+        log_findings=tuple(finding for _, found in sorted(findings.items()) for finding in found),
+        edges=edges,
+        network=network_of([host_of[rank] for rank in range(graph.num_ranks)], edges, times),
+        seconds_by_host={part.host: part.seconds for part in parts},
+    )
+
+
+def read_rehearsal(report: Report, job: Job) -> Rehearsal:
+    """Read the files of all ranks of a job on one host and return the report."""
+    ranks = range(report.subject.graph.num_ranks)
+    return merged_rehearsal(report, job, [rehearsal_part(report, job, ranks, run="", host=platform.node())])
+
+
+def split_groups(subject: Subject, hosts: Sequence[Host]) -> tuple[Finding, ...]:
+    """Return a warning for each axis with groups on several hosts that consecutive ranks would keep on one.
+
+    The plan assumes that ranks are numbered host by host, as many on each host as the launcher started there.
+    """
+    host_of_rank = np.empty(subject.plan.spec.topology.num_ranks, dtype=np.int64)
+    for number, host in enumerate(hosts):
+        host_of_rank[list(host.ranks)] = number
+    in_order = np.repeat(np.arange(len(hosts)), [len(host.ranks) for host in hosts])
+    findings = []
+    for axis in subject.plan.spec.topology.order:
+        groups = groups_of(subject.plan.spec.topology, axis)
+        pairs = np.stack([groups[:, :-1], groups[:, 1:]], axis=2).reshape(-1, 2)
+        split = (np.diff(host_of_rank[pairs])[:, 0] != 0) & (np.diff(in_order[pairs])[:, 0] == 0)
+        if split.any():
+            first, second = pairs[int(np.argmax(split))].tolist()
+            names = " and ".join(hosts[host_of_rank[rank]].name for rank in (first, second))
+            findings.append(
+                SPLIT_NODE.finding(
+                    f"ranks {first} and {second} of one {axis} group are on {names}; with ranks numbered host by host "
+                    f"both would be on one host ({int(split.sum())} such pairs)",
+                    location=subject.locate("topology", "order"),
+                    help="number ranks host by host (Slurm: `--distribution=block`, Open MPI: `--map-by slot`), or put "
+                    "the axes with the most communication first in `topology.order`",
+                )
+            )
+    return tuple(findings)
+
 
 # --- Rehearsal of a plan: launch, read the ranks' results, report ---
 

@@ -3,7 +3,7 @@
 # ruff: noqa: D102 - `Arrays` documents the methods
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
@@ -68,3 +68,29 @@ class TorchArrays:
     def release(self, tensor: torch.Tensor) -> None:
         # Free only the memory: autograd still reads the tensor's shape.
         tensor.untyped_storage().resize_(0)
+
+
+def as_this_thread(device: torch.device) -> Callable[[], None]:
+    """Return a function that a new thread calls to compute with PyTorch as this one does now.
+
+    That is on the same device and stream, which may be captured, with the same number of threads (on which the bits of
+    products depend), gradient mode and autocast.
+    """
+    num_threads, records = torch.get_num_threads(), torch.is_grad_enabled()
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    is_cast, cast_to = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    keeps_casts = torch.is_autocast_cache_enabled()
+
+    def set_up() -> None:
+        torch.set_num_threads(num_threads)
+        if stream is not None:
+            torch.cuda.set_device(device)
+            torch.cuda.set_stream(stream)
+        torch.set_grad_enabled(records)
+        torch.set_autocast_enabled(device.type, is_cast)
+        torch.set_autocast_dtype(device.type, cast_to)
+        torch.set_autocast_cache_enabled(keeps_casts)
+        if is_cast:  # else the end of a nested autocast would clear the casts of all threads
+            torch.autocast_increment_nesting()
+
+    return set_up

@@ -14,9 +14,8 @@ import torch
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import RankStage, StageCollectives
 from pipeproof.exec.rank.gpt_stage import GptRouters, GptStage
-from pipeproof.exec.rank.torch.arrays import TorchArrays
+from pipeproof.exec.rank.torch.arrays import TorchArrays, as_this_thread
 from pipeproof.exec.rank.torch.comm import Copied, TorchWorld, connect
-from pipeproof.exec.rank.torch.thread_state import as_this_thread
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.stages.common.experts import Balance
 from pipeproof.stages.common.work_items import WorkItem

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.stage_boundaries import Form, LeafSpec
-from pipeproof.exec.train.torch.split_linear import is_compiled
+from pipeproof.exec.train.torch.split_backward import is_compiled
 from pipeproof.exec.train.torch.stage_values import Leaves, plain_leaves_of
 
 

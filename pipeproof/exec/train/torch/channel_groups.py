@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pipeproof.exec.rank.group_channels import PostedTransfer
-from pipeproof.exec.rank.torch.batched_messages import post_recv, post_send
+from pipeproof.exec.rank.torch.comm import post_recv, post_send
 from pipeproof.exec.rank.torch.copy_channels import CopyChannels, connect_copies, slot_sizes
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.torch.roll_call import REFUSED, RollCall, Round, connected_rounds

@@ -6,7 +6,7 @@ the stage's own returns what the stage received. So each stage computes position
 masks with the model's own code, only what blocks return crosses the boundaries, and parameters have the model's names.
 
 Not every forward can be run so. The cut runs the model and its stages on a small batch and compares the operations that
-led to the result, weight by weight (``operation_trace``). A model whose stages would compute anything else is refused.
+led to the result, weight by weight (``OperationTrace``). A model whose stages would compute anything else is refused.
 """
 
 from __future__ import annotations
@@ -25,9 +25,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeproof.exec.train.torch.boundary_inference import unchanged_buffers
 from pipeproof.exec.train.torch.meta_buffers import compute_buffers, kept_ties
-from pipeproof.exec.train.torch.model_parts import Chain, NotCutError, Part, add_parts, chains_of, observed
+from pipeproof.exec.train.torch.model_parts import (
+    Chain,
+    NotCutError,
+    OperationTrace,
+    Part,
+    add_parts,
+    chains_of,
+    observed,
+)
 from pipeproof.exec.train.torch.model_stages import ModelStages, chosen_sizes, shared_weights, stage_ranges
-from pipeproof.exec.train.torch.operation_trace import OperationTrace
 from pipeproof.exec.train.torch.partial_modules import (
     AbsentBlock,
     AbsentModule,

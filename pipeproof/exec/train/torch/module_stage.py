@@ -13,15 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from pipeproof.exec.rank.torch.arrays import TorchArrays
-from pipeproof.exec.rank.torch.thread_state import as_this_thread
+from pipeproof.exec.rank.torch.arrays import TorchArrays, as_this_thread
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.missing_gradients import MissingGradients
 from pipeproof.exec.train.script_framework import ScriptFramework, StageErrors
 from pipeproof.exec.train.stage_boundaries import Boundaries
 from pipeproof.exec.train.torch.data_parallel import local_part
-from pipeproof.exec.train.torch.graph_split import GraphSplit
-from pipeproof.exec.train.torch.split_linear import LinearSplit, require_splittable
+from pipeproof.exec.train.torch.split_backward import GraphSplit, LinearSplit, require_splittable
 from pipeproof.exec.train.torch.stage_values import Leaves, plain_leaves_of
 from pipeproof.exec.train.torch.step_loss import Normalize, StepTerms, detached_metrics, loss_terms
 from pipeproof.stages.torch.graph_capture import Compiler, KeptBytes, NotCapturedError

@@ -1,4 +1,4 @@
-"""Measured times of a pipeline's operations and messages, as a profile for `pipeproof simulate`."""
+"""Steps of a pipeline recorded, for `check --log` and `state align`, and measured, as a profile for `simulate`."""
 
 from __future__ import annotations
 

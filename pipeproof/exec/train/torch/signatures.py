@@ -23,10 +23,10 @@ from pipeproof.exec.train.module_plan import TrainedPlan, forward_plan, sized_pl
 from pipeproof.exec.train.stage_boundaries import Boundaries
 from pipeproof.exec.train.torch.module_stage import StepData
 from pipeproof.exec.train.torch.roll_call import REFUSED, RollCall, Words
+from pipeproof.exec.train.torch.stage_facts import Examples, varied_sizes
 from pipeproof.exec.train.torch.stage_keywords import AssignedInputs, StepInputs
 from pipeproof.exec.train.torch.stage_values import MicroBatches
 from pipeproof.exec.train.torch.start_phases import Placed, Planned, Ranks, Settings, takes_turns
-from pipeproof.exec.train.torch.varied_lengths import Examples, varied_sizes
 from pipeproof.exec.train.train_rank import TrainRank, checked_plan
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.subject import make_subject

@@ -47,12 +47,11 @@ from pipeproof.exec.train.torch.pipeline_start import (
 )
 from pipeproof.exec.train.torch.replayed_step import require_replayable
 from pipeproof.exec.train.torch.script_groups import ScriptGroup, process_group
-from pipeproof.exec.train.torch.split_linear import require_splittable
-from pipeproof.exec.train.torch.stage_facts import StageDescriber
+from pipeproof.exec.train.torch.split_backward import require_splittable
+from pipeproof.exec.train.torch.stage_facts import Examples, StageDescriber
 from pipeproof.exec.train.torch.stage_keywords import StageKeywords, StepInputs
 from pipeproof.exec.train.torch.step_inputs import SplitRules, StepContract
 from pipeproof.exec.train.torch.step_loss import LossOn, Normalize
-from pipeproof.exec.train.torch.varied_lengths import Examples
 from pipeproof.exec.train.train_rank import checked_plan, require_fits, require_supported
 from pipeproof.schedule.ops import OpKind
 from pipeproof.stages.torch.graph_capture import Compiler

@@ -34,7 +34,7 @@ from pipeproof.exec.train.torch.replayed_step import Replays
 from pipeproof.exec.train.torch.roll_call import RollCall
 from pipeproof.exec.train.torch.seams import at_seams
 from pipeproof.exec.train.torch.signatures import Signature, Signatures, digests_of, require_same_digests
-from pipeproof.exec.train.torch.split_linear import gradients_aside
+from pipeproof.exec.train.torch.split_backward import gradients_aside
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.start_phases import Connected, Placed, Planned, Ranks, Settings, takes_turns
 from pipeproof.exec.train.torch.step_loss import (
