@@ -67,33 +67,17 @@ def test_partial_under_sequence_parallelism_is_refused_and_unsafe_shows_what_it_
     ]
 
 
-@pytest.mark.needs_paddle
-def test_a_rank_that_is_killed_is_named_and_nothing_is_left(tmp_path):
-    ended = rehearsal(tmp_path, plan_dict(), "--inject", "1:1F2:die").end()
-    assert ended.status == 3
-    assert "error[PP902]" in ended.output
-    assert "rank 1 (pp 1) was killed by SIGKILL" in ended.output
-
-
 @pytest.mark.needs_torch
-def test_pytorch_executes_a_paddle_plan(tmp_path):
+def test_pytorch_executes_a_paddle_plan_in_sixteen_bits_under_torchrun(tmp_path):
     moe = {"num_experts": 4, "top_k": 2, "ffn_size": 8}
-    plan = plan_dict(topology={"pp": 2, "ep": 2}, model={"moe": moe}, transport="full")
-    ended = rehearsal(tmp_path, plan, "--set", "run.backend=torch").end()
-    assert ended.status == 0, ended.output
-    assert ended.report["backend"] == "torch"
-    assert ended.report["collectives"] > 0
-
-
-@pytest.mark.needs_torch
-def test_sixteen_bits_under_torchrun(tmp_path):
-    plan = plan_dict(
-        topology={"pp": 1, "tp": 2, "sequence_parallel": True}, run={"backend": "torch", "dtype": "bfloat16"}
-    )
-    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pipeproof")
-    ended = rehearsal(tmp_path, plan, command=command).end()
+    plan = plan_dict(topology={"pp": 1, "tp": 2, "sequence_parallel": True, "ep": 2}, model={"moe": moe})
+    command = ("-m", "torch.distributed.run", "--nproc-per-node", "4", "-m", "pipeproof")
+    options = ("--set", "run.backend=torch", "--set", "run.dtype=bfloat16")
+    ended = rehearsal(tmp_path, plan, *options, command=command).end()
     assert ended.status == 0, ended.output
     assert len(re.findall("correct: every element", ended.output)) == 1
+    assert ended.report["backend"] == "torch"
+    assert ended.report["collectives"] > 0
 
 
 @pytest.mark.needs_torch

@@ -1,8 +1,6 @@
 """Limits of a step: its division by hand-written logs, the achieved rates, the largest loss, and the table."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,10 +11,8 @@ from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.rank.idle_messages import product_peak
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Timing, op_ids_of
 from pipeproof.specs.profile_file import Profile
-from tests.docs.test_schemas import require_fit
-from tests.exec.processes import Run
 from tests.features import FEATURES
-from tests.plans import plan_dict, subject
+from tests.plans import subject
 from tests.profiles import COST, DIGEST, bare_of, logs_of
 
 PARTS = ("computation", "messages", "collectives", "bubble", "launch_bound", "update")
@@ -370,25 +366,3 @@ def test_the_peak_is_that_of_products_of_the_type(dtype, monkeypatch):
 
 
 # --- real runs ---
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "backend",
-    [pytest.param("torch", marks=pytest.mark.needs_torch), pytest.param("paddle", marks=pytest.mark.needs_paddle)],
-)
-def test_a_run_prints_its_limits_and_reports_them(tmp_path, backend):
-    file = tmp_path / "profile.json"
-    ended = Run(tmp_path, plan_dict(run={"backend": backend, "steps": 3}), "--profile", str(file)).end()
-    assert ended.status == 0, ended.output
-    profile = Profile.model_validate(json.loads(Path(file).read_text()))
-    assert str(LimitsReport(profile)) in ended.output
-    assert "measured peak of products" in ended.output
-    require_fit("run", ended.report)
-    assert ended.report["limits"] == profile.to_json()["limits"]
-    limits = profile.limits
-    assert [(each.rank, each.stage) for each in limits.stages] == [(0, 0), (1, 1)]
-    for each in limits.stages:
-        assert each.computation_us > 0
-        assert each.share_of_peak > 0
-        assert sum(parts_of(profile, each.rank).values()) == pytest.approx(limits.step_us)

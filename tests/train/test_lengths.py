@@ -18,9 +18,3 @@ def ran():
 @pytest.mark.parametrize("case", CASES)
 def test_steps_of_other_sizes_have_the_bits_of_the_unpartitioned_model_or_are_refused_together(ran, case):
     require_done(ran, 2, case)
-
-
-@pytest.mark.slow
-def test_two_hundred_steps_of_random_lengths_have_the_bits_of_one_process():
-    ran = launch("lengths.py", 2, "two_hundred_steps", timeout=1200)
-    assert ran.stdout.count("steps=200") == 6, ran.stdout
