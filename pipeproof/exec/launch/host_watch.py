@@ -200,7 +200,6 @@ class HostWatch:
         ]
 
     def _conclude(self, reason: str) -> Verdict:
-        """Stop all ranks; return the verdict."""
         # Else a store that does not answer would keep this rank longer than the watchdog waits for it.
         self._store = self._store.limited(_HOSTS_S)
         composes = reason != _STOP and self._store.add(_CLAIMS, 1) == 1

@@ -109,7 +109,6 @@ class RunReport:
 
     @cached_property
     def _differing(self) -> tuple[StepResult, ...]:
-        """Steps that do not match the reference."""
         return tuple(step for step in self.steps if not self._matches_reference(step))
 
     @cached_property

@@ -196,7 +196,6 @@ class Launcher:
         raise WorkerFailedError(_with_limits(self._death(min([*dead, *raised], key=self._blame))))
 
     def _drain(self) -> None:
-        """Read all events that the workers have sent so far."""
         for worker in self._workers:
             with contextlib.suppress(BlockingIOError):
                 while worker.listening:

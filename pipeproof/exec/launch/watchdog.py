@@ -194,7 +194,6 @@ class JobState:
         return f"at {ops[op_id]} of step {step}{ahead}; {self._expectation(op_id)}"
 
     def _input_text(self, rank: int) -> str:
-        """Text on the input of a rank's current operation, if it is a computation."""
         op_id = self.ranks[rank].position[1]
         text = "" if op_id == NONE else received_before(self.subject.graph, op_id)
         return text and f"; {text}"

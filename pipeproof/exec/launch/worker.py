@@ -164,7 +164,6 @@ class _RankSteps:
             self._ring.leave()
 
     def _write_step(self, step: int) -> None:
-        """Write the step's log, records, results and state."""
         job, adapter, rank, num_steps = self._job, self._adapter, self._rank, self._plan.spec.run.steps
         self._log.write(adapter.log)
         adapter.log.clear()

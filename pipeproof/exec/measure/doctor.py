@@ -229,7 +229,6 @@ def _answers(ranks: list[_Rank], timeout_s: float) -> Iterator[tuple[_Rank, Any]
 
 
 def _expect(word: str, ranks: list[_Rank]) -> None:
-    """Wait until every rank has answered ``word``."""
     silent = {rank.number for rank in ranks}
     for rank, answer in _answers(ranks, START_TIMEOUT_S):
         if answer is None:
@@ -250,7 +249,6 @@ def _let_join(rank: _Rank) -> None:
 
 
 def _await_store(rank: _Rank, port: int) -> None:
-    """Wait until the store of this rank listens."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if rank.process.poll() is not None:

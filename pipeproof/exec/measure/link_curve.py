@@ -63,7 +63,6 @@ def fit_link(points: Sequence[tuple[int, float]]) -> LinkFit:
 
 
 def _to_digits(value: float) -> float:
-    """Round a number to five significant digits."""
     return float(f"{value:.5g}")
 
 

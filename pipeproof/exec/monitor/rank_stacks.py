@@ -87,7 +87,6 @@ def _has_line(job: JobNow, rank: int) -> bool:
 
 
 def _pid_here(job: JobNow, rank: int) -> int | None:
-    """Return the process of a rank that runs on this host; None if there is none."""
     here = [each for each in job.ranks if _is_here(each.ring.header.host, each.ring.header.boot_id)]
     now = next((each for each in here if each.rank == rank), None)
     if now is not None:

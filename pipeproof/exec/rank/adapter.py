@@ -265,7 +265,6 @@ class RankAdapter:
         return found
 
     def _take_turns(self, pair: OverlappedPair) -> None:
-        """Execute both computations of a pair."""
         framework = cast(ThreadedFramework, self._framework)  # executor_support refuses the others
         forward, backward = (self._plan.graph.ops[op_id] for op_id in (pair.forward, pair.backward))
 

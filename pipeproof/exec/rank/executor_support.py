@@ -68,7 +68,6 @@ def require_issuable(subject: Subject) -> None:
 
 
 def _refuse(subject: Subject, refusals: Iterable[Refusal]) -> None:
-    """Raise the first refusal."""
     for path, fact in refusals:
         raise PipeproofError(
             NOT_EXECUTED.finding(

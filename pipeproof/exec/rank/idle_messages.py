@@ -101,7 +101,6 @@ def _seconds(arrays: Arrays, left: Tensor, right: Tensor) -> float:
 
 
 def _matrix(arrays: Arrays, size: int, dtype: str) -> Tensor:
-    """Return a square matrix of values between -1 and 1."""
     values = np.random.default_rng(0).uniform(-1, 1, 2**16).astype("float32")
     is_upper_half = dtype == "bfloat16"  # of float32; numpy has no such type
     typed = (values.view(np.uint32) >> 16).astype(np.uint16) if is_upper_half else values.astype(dtype)

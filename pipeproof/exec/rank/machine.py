@@ -168,7 +168,6 @@ class RankMachine:
         return "its end" if self._awaited is None else self._text(self._awaited)
 
     def _awaited_story(self) -> str:
-        """Return the story of the rank's current operation."""
         return "" if self._awaited is None else self.story(self._awaited)
 
     def story(self, op_id: int) -> str:

@@ -269,7 +269,6 @@ class PairTurns:
         return arrived
 
     def _run(self, owner: int, work: Callable[[], None]) -> None:
-        """Run one computation, in its thread."""
         self._owner = owner
         self._begin_part()
         work()
@@ -363,7 +362,6 @@ class PairTurns:
         return _Issued(call, collectives, entry, begun.wait, is_aside)
 
     def _wait(self, issued: _Issued) -> Tensor:
-        """Wait for a collective and return its result."""
         result = issued.wait()
         if issued.is_aside:
             self._side_stream.keep(result)

@@ -77,7 +77,6 @@ class StepEnd:
                 self._sum(op, name)
 
     def _sum(self, op: Op, name: str) -> None:
-        """Sum the gradient of one weight over ranks."""
         weight = self._stages[op.stage].parameters[name]
         gradient = self._framework.gradient(weight)
         self._framework.put_gradient(weight, self._children.reduce_over(str(op.axis), gradient, "sum", name))

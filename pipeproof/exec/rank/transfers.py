@@ -194,7 +194,6 @@ class RankTransfers:
         self._post(op_id, order, buffer)
 
     def _outgoing(self, op_id: int, message: _Message, channel: Channel, tensors: WorkItemTensors) -> Tensor | Slice:
-        """Buffer of a send."""
         forward, member = message.is_forward, message.member
         buffer: Tensor | Slice
         if message.parts:
@@ -233,7 +232,6 @@ class RankTransfers:
         ]
 
     def _incoming(self, op_id: int, message: _Message, channel: Channel, tensors: WorkItemTensors) -> Tensor | Slice:
-        """Buffer of a receive."""
         forward, member = message.is_forward, message.member
         if message.is_slice and self._slicing is not None:
             part = message.slice_of(self._arrays.empty(message.shape, message.dtype))

@@ -233,7 +233,6 @@ def _find(whole: bytes, window: bytes, size: int) -> int:
 
 
 def _joined(ranges: Iterable[FoundRange]) -> list[FoundRange]:
-    """Join adjacent ranges that continue each other."""
     joined: list[FoundRange] = []
     for part in ranges:
         last = joined[-1] if joined else None

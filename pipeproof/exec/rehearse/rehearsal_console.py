@@ -348,7 +348,6 @@ def _render(result: Rehearsal, console: Console, *, timed: bool) -> None:
 
 
 def _network_line(result: Rehearsal) -> str:
-    """Return the line about all edges together, within and between hosts."""
     assert result.network is not None
     node, between = (
         f"{link['latency_us']:g} us and {link['bandwidth']:g} GB/s" if link else ""

@@ -164,7 +164,6 @@ class Agreement:
 
 @contextmanager
 def _store_errors() -> Iterator[None]:
-    """Explain the loss of the store."""
     try:
         yield
     except ConnectionError:

@@ -74,7 +74,6 @@ class PaddleGptStage(GptStage):
         return paddle.to_tensor(losses)
 
     def _sequence_split(self, batch: Batch, split: int) -> Batch:
-        """One sequence split of a micro-batch."""
         return Batch(*(np.split(array, self._num_splits, axis=1)[split] for array in (batch.tokens, batch.labels)))
 
 

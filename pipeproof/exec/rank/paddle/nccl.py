@@ -95,7 +95,6 @@ class NcclCollectives:
 
 
 def _unwritten(shape: Sequence[int], like: paddle.Tensor) -> paddle.Tensor:
-    """Uninitialized tensor on the GPU with the type of ``like``."""
     return paddle.empty(list(shape), dtype=like.dtype)
 
 

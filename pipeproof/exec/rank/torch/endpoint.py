@@ -80,7 +80,6 @@ class TorchEndpoint(GroupEndpoint):
         }
 
     def _exchange_tokens(self) -> None:
-        """Send a message each way on the group."""
         token, peer = np.zeros(1, np.float32), 1 - self.rank
         for sender in (0, 1):
             if self.rank == sender:

@@ -116,7 +116,6 @@ def _gradients_aside(weights: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _own_parts(runner: StepRunner) -> tuple[list[_Part], list[Tensor]]:
-    """All weights, buffers and gradients of this rank's stages."""
     parts: list[_Part] = []
     tensors: list[Tensor] = []
 
@@ -138,7 +137,6 @@ def _own_parts(runner: StepRunner) -> tuple[list[_Part], list[Tensor]]:
 
 
 def _tensors(module: nn.Layer | None) -> dict[str, Tensor]:
-    """The weights and buffers of a layer, by their names in it."""
     return {} if module is None else {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 

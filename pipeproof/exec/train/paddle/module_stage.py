@@ -211,7 +211,6 @@ class ModuleStage:
         return found[data.loss_index]
 
     def _checked(self, value: Any, index: int) -> Leaves:
-        """The leaves of an output, which must be those of the boundary."""
         form, leaves = leaves_of(value, self._errors.where(index), paddle.Tensor)
         self._errors.require_boundary(self._boundaries, form, leaves, index, _SHAPE_FIX)
         return leaves

@@ -200,7 +200,6 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
         return self._runner, steps[0]
 
     def _started(self, first_inputs: Callable[[], Any]) -> StepRunner:
-        """Infer the boundaries, prove the plan and connect the ranks."""
         with one_failure(self._ranks.agreement):
             planned = infer(self._ranks, self._placed, first_inputs)
             plan = prove(self._ranks, self._settings, self._placed, planned)

@@ -217,7 +217,6 @@ def connect(ranks: Ranks, placed: Placed, planned: Planned, plan: TrainedPlan) -
 
 
 def _request(ranks: Ranks, settings: Settings, layers: PipelineLayer | Sequence[Any]) -> dict[str, Any]:
-    """The arguments of this rank, as JSON values."""
     require_layers(layers)
     is_cut = isinstance(layers, PipelineLayer)
     if is_cut and (settings.seg_method != "uniform" or settings.num_chunks):
@@ -248,7 +247,6 @@ def _request(ranks: Ranks, settings: Settings, layers: PipelineLayer | Sequence[
 def _built(
     ranks: Ranks, settings: Settings, asked: Request, layers: PipelineLayer | Sequence[Any]
 ) -> tuple[dict[str, Any], StageLayers]:
-    """The plan without layers, and the stages of this rank."""
     if isinstance(layers, PipelineLayer):
         stages: StageLayers = FleetStages(layers)
         stages.losses = settings.losses or stages.losses
@@ -304,7 +302,6 @@ def _require_one_rank(placed: Sequence[Sequence[int]]) -> None:
 
 
 def _inferred(placed: Placed, inputs: Any, number: int, before: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON facts of one stage, after those of the stage before it."""
     stages = placed.stages
     module = stages.module(number)
     value, num_rows = (zeros_of(*boundary_of(before)), before["rows"]) if before else (inputs, rows_of(inputs))
@@ -331,7 +328,6 @@ def _require_supported(ranks: Ranks, placed: Placed, planned: Planned, lowered: 
 
 
 def _weights_of(placed: Placed, number: int) -> dict[str, Tensor]:
-    """The weights of a stage by the plan's names."""
     declared = declared_names(placed.stages, number, placed.skeleton)
     if declared is not None:
         return declared
@@ -364,7 +360,6 @@ def _module_stages(
 
 
 def _share_start(world: StageWorld, lowered: LoweredPlan, modules: Mapping[int, ModuleStage], rank: int) -> None:
-    """Give the copies of a shared weight the values of its first holder."""
     by_ranks = {each.ranks: each for each in world.collectives.values()}
     with paddle.no_grad():
         for holders in sorted(by_ranks):

@@ -89,7 +89,6 @@ class StepRunner:
         return [data.outputs[index] for index in sorted(data.outputs)]
 
     def _rank_of(self, lowered: LoweredPlan) -> TrainRank:
-        """This rank's machine and adapter for a plan."""
         framework, world = cast(Framework, self._framework), cast(World, self.world)  # without optimizers
         backend = "nccl" if lowered.spec.run.device == "gpu" else "gloo"
         rank, ranks = self.ranks.rank, self.ranks.fleet.ranks

@@ -152,7 +152,6 @@ def _reached(value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> froz
 
 
 def _graph_of(value: Any) -> set[Any]:
-    """The nodes of autograd behind a value."""
     nodes = [x.grad_fn for x in tree_leaves(value) if isinstance(x, torch.Tensor) and x.grad_fn is not None]
     seen = set(nodes)
     while nodes:

@@ -73,7 +73,6 @@ def _differences(
 
 
 def _calls(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, list[_Call]]:
-    """The calls of each direct child in one forward."""
     calls: dict[str, list[_Call]] = {}
     handles = []
     for name, child in module.named_children():

@@ -230,7 +230,6 @@ def _fsdp_module() -> Any:
 
 
 def _fsdp_roots(module: nn.Module) -> list[Any]:
-    """The outermost modules that ``fully_shard`` was applied to."""
     if "torch.distributed.fsdp" not in sys.modules:  # its import takes a second
         return []
     if isinstance(module, _fsdp_module()):

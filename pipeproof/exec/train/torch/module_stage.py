@@ -153,7 +153,6 @@ class ModuleStage:
                 self._leave_graphs(str(error))
 
     def _leave_graphs(self, reason: str) -> None:
-        """Run as modules from now on."""
         self._split_linear(f": {reason}")
         warnings.warn(f"stage {self._errors.number} does not run as graphs, but as split={self.split}", stacklevel=2)
 
@@ -239,7 +238,6 @@ class ModuleStage:
         return loss if data.scaler is None else data.scaler.scale(loss)
 
     def _checked(self, value: Any, index: int) -> Leaves:
-        """The leaves of an output, which must be those of the boundary."""
         form, leaves = plain_leaves_of(value, self._errors.where(index))
         self._errors.require_boundary(self._boundaries, form, leaves, index, _SHAPE_FIX)
         return leaves

@@ -78,7 +78,6 @@ def _offsets(input_ids: torch.Tensor, cu_seqlens: torch.Tensor | None, others: d
 
 
 def _parts(input_ids: torch.Tensor, offsets: Sequence[int], num: int) -> list[_Part]:
-    """The documents of each micro-batch, in order."""
     num_tokens, num_documents = input_ids.numel(), len(offsets) - 1
     is_packs = input_ids.dim() == 2 and input_ids.shape[0] > 1
     if is_packs and input_ids.shape[0] % num:

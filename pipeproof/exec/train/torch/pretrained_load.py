@@ -172,7 +172,6 @@ class _Stored:
 
 
 def _files_of(index: Path) -> set[str]:
-    """The files that an index names."""
     try:
         names = set(decode_json(index.read_bytes())["weight_map"].values())
     except (ForeignTextError, KeyError, TypeError, AttributeError) as error:
@@ -184,7 +183,6 @@ def _files_of(index: Path) -> set[str]:
 
 
 def _stored_tensors(path: Path) -> dict[str, _Stored]:
-    """The tensors of a directory by their names in it."""
     if (path / WEIGHTS).is_file():
         names = {WEIGHTS}
     elif (path / INDEX).is_file():

@@ -192,7 +192,6 @@ class Signatures:
     def _inferred(
         self, phase: str, num: int, rows: int | None, views: list[View], order: list[int], data: StepData
     ) -> Signature:
-        """Run the stages on the shapes of a step."""
         self._ranks.agreement.gather(f"{phase}: stages", self._require_runs)
         chosen = [order.index(variant) for variant in range(len(views))] if order else [0]
         lengths = varied_sizes(views) if order else ()
@@ -234,7 +233,6 @@ class Signatures:
 
 
 def _of_micro_batch(data: StepData, index: int) -> tuple[tuple[Any, ...], dict[int, Mapping[str, Any]]]:
-    """The arguments of the first stage, and the keyword arguments by stage."""
     return data.args[index] if data.args else (), {stage: named[index] for stage, named in data.kwargs.items()}
 
 

@@ -335,7 +335,6 @@ _HOOKS = (
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """All hooks of modules and parameters."""
     tables = [getattr(part, name) for part in module.modules() for name in _HOOKS]
     tables += [getattr(weight, name, None) for weight in module.parameters() for name in _WEIGHT_HOOKS]
     return [hook for table in tables if table for hook in table.values()]

@@ -176,7 +176,6 @@ def time_stage(
 def _time_once(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> tuple[int, int]:
-    """Nanoseconds of one forward and its backward."""
     run_args, run_kwargs = tree_map_only(
         torch.Tensor, lambda tensor: real_tensor(tensor, device), (tuple(args), dict(kwargs))
     )
@@ -271,7 +270,6 @@ class StageDescriber:
     def _facts(
         self, number: int, before: Mapping[str, Any], examples: Examples, skeleton: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """JSON facts of one stage of this rank, after those of the stage before it."""
         module = self.replicas[number].call()
         is_last = number == self.num_stages - 1
         declared = skeleton["model"].get("layers")

@@ -270,7 +270,6 @@ def connect(
 def _request(
     settings: Settings, stages: Mapping[int, nn.Module], shards: dist.ProcessGroup | None, num_ranks: int
 ) -> dict[str, Any]:
-    """The arguments of this rank, as JSON values."""
     _require_arguments(settings, stages)
     modules = list(stages.values())
     replicas = [Replicas(number, module, shards) for number, module in stages.items()]
@@ -343,7 +342,6 @@ def _require_splittable(replicas: Mapping[int, Replicas], split: Split) -> None:
 def _module_stages(
     ranks: Ranks, settings: Settings, placed: Placed, planned: Planned, plan: TrainedPlan
 ) -> dict[int, ModuleStage]:
-    """This rank's stages, which must be those of the plan."""
     lowered, boundaries = plan.lowered, planned.boundaries
     splitting = {op.stage for op in lowered.programs[ranks.rank] if op.kind is OpKind.BACKWARD_WEIGHT}
     modules = {

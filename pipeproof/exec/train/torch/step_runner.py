@@ -176,7 +176,6 @@ class StepRunner:
         return loss, terms
 
     def _run(self, inputs: StepInputs, scaler: torch.amp.GradScaler | None) -> StepData:
-        """Run or replay the next step."""
         signature = self._agreed("step", inputs, partial(self._require_trainable, scaler))
         rank, step = self._train_of(signature), self._begin()
         if self._progress is not None:
@@ -223,7 +222,6 @@ class StepRunner:
         )  # fmt: skip
 
     def _ring_of(self, lowered: LoweredPlan) -> PlanRing | None:
-        """The ring of this process for a plan, if it is watched."""
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         return ring_of_process(
             watch, lowered.graph, self.ranks.rank, self.ranks.global_ranks, backend, self.framework.arrays
@@ -238,7 +236,6 @@ class StepRunner:
         return self.signature
 
     def _train_of(self, signature: Signature) -> TrainRank:
-        """The machine of a training step."""
         assert signature.plan is not None
         if self._make_train is not None:
             self.current = self._make_train(signature.plan.lowered)
@@ -249,7 +246,6 @@ class StepRunner:
         return self.current
 
     def _begin(self) -> int:
-        """Begin the next step; return its number."""
         step, self.num_steps = self.num_steps, self.num_steps + 1
         return step
 
@@ -278,7 +274,6 @@ class StepRunner:
     def _execute(
         self, rank: TrainRank, signature: Signature, step: int, scaler: torch.amp.GradScaler | None, inputs: StepInputs
     ) -> StepData:
-        """Execute one step, operation by operation."""
         try:
             is_training, num = rank is not signature.forward, signature.num_micro_batches
             data = self._step_data(inputs, num, None, is_training=is_training)
