@@ -44,9 +44,3 @@ def test_stages_that_are_compiled_recomputed_or_under_autocast(composed, case):
 def test_a_qwen3_moe_of_hugging_face_has_its_experts_on_two_ranks():
     output = run("qwen3_experts.py", 4).stdout
     assert output.count("gradients, at most") == 4
-
-
-@pytest.mark.needs("transformers")
-def test_a_llama_of_hugging_face_is_sharded_by_fsdp_on_two_pipeline_ranks():
-    output = run("llama_sharded.py", 4).stdout
-    assert output.count("20 steps, gradients at most") == 4
