@@ -65,7 +65,11 @@ PLANS = {
         "boundaries": [BATCH_MEMBERS[2], hidden(tp="sharded(s)"), BATCH_MEMBERS[0]],
         "buffers": {"receive_slots": 16, "send_slots": 16, "free_output": "after_send_done"},
     },
-    "two stages of one rank": {"boundaries": [hidden(), *BATCH_MEMBERS], "schedule": {"kind": "zb_v", "num_chunks": 2}},
+    "two stages of one rank": {
+        "model": {"num_layers": 4},
+        "boundaries": [hidden(), *BATCH_MEMBERS],
+        "schedule": {"kind": "zb_v", "num_chunks": 2},
+    },
     "sequence splits": {
         "boundaries": [hidden(), *BATCH_MEMBERS], "schedule": {"kind": "seq1f1b", "num_sequence_splits": 2},
     },
