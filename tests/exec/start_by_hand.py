@@ -1,4 +1,4 @@
-"""Start ``pipeproof ARGUMENTS`` as two ranks, with the variables that a launcher sets for each; argument 1 names it.
+"""Start ``pipeproof ARGUMENTS`` as two ranks, with the variables that Slurm sets; argument 1 is the port.
 
 Its own exit status is the largest of the ranks'.
 """
@@ -8,17 +8,8 @@ import subprocess
 import sys
 
 
-def environment(launcher, rank, port):
-    """Variables of one of two ranks on one host."""
-    if launcher == "open_mpi":
-        return {
-            "OMPI_COMM_WORLD_RANK": str(rank),
-            "OMPI_COMM_WORLD_SIZE": "2",
-            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+def environment(rank, port):
+    """Slurm's variables of one of two ranks on one host."""
     return {
         "SLURM_PROCID": str(rank),
         "SLURM_NTASKS": "2",
@@ -34,11 +25,9 @@ def environment(launcher, rank, port):
 
 def main():
     """Start the ranks and wait for both."""
-    launcher, port, *arguments = sys.argv[1:]
+    port, *arguments = sys.argv[1:]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "pipeproof", *arguments], env={**os.environ, **environment(launcher, rank, port)}
-        )
+        subprocess.Popen([sys.executable, "-m", "pipeproof", *arguments], env={**os.environ, **environment(rank, port)})
         for rank in range(2)
     ]
     sys.exit(max(rank.wait() for rank in ranks))

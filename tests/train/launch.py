@@ -1,4 +1,4 @@
-"""Programs of several processes, started as a user starts them: by ``torchrun``, on a port that it chooses itself."""
+"""Programs of several processes, started as ``torchrun`` starts them, but forked (``forked_ranks``)."""
 
 import os
 import signal
@@ -11,13 +11,13 @@ PROGRAMS = Path(__file__).resolve().parent / "programs"
 
 
 def launch(program, num_processes, *args, timeout=400, env=()):
-    """The finished ``torchrun`` of ``programs/<program>`` with its output; stdout and stderr of all ranks are one text.
+    """The finished launcher of ``programs/<program>`` with its output; stdout and stderr of all ranks are one text.
 
     The launcher and its ranks are ended after ``timeout`` seconds; the return code is then that of a killed process.
     """
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes),
-        str(PROGRAMS / program), *map(str, args),
+        sys.executable, "-m", "tests.train.forked_ranks", str(num_processes), str(PROGRAMS / program),
+        *map(str, args),
     ]  # fmt: skip
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
@@ -27,7 +27,7 @@ def launch(program, num_processes, *args, timeout=400, env=()):
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its ranks, which have sessions of their own
+        process.terminate()  # it ends its ranks, which have sessions of their own
         try:
             output, _ = process.communicate(timeout=20)
         except subprocess.TimeoutExpired:
