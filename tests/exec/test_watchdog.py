@@ -36,6 +36,16 @@ class Feed:
         op_id = next(i for i in self.graph.rank_ops(rank) if str(self.graph.ops[i]) == text)
         self.tell(rank, "at", step=step, op=op_id)
 
+    def follow(self, events):
+        """Tell events such as ``"1 1F0 2"``: rank 1 has come to 1F0 of step 2."""
+        for event in events:
+            rank, what, *step = event.split()
+            if what == "finished":
+                self.tell(int(rank), what)
+            else:
+                self.at(int(rank), what, *map(int, step))
+        return self
+
 
 def test_the_state_of_a_rank_follows_its_events():
     feed = Feed(PP2, ready=False)
@@ -81,25 +91,27 @@ def test_raise_carries_the_message():
     assert feed.state.ranks[0].failure.at_ns == 5
 
 
-def test_death_at_a_wait_names_the_peer_and_its_counterpart():
-    feed = Feed(PP2)
-    feed.at(1, "WAIT(1RECV_F2)")
-    message = feed.state.died(1, "was killed by SIGSEGV").message
-    assert "the graph expects its peer rank 0 to issue 0SEND_F2" in message
+DEATHS = {
+    "at a wait: its peer and its counterpart": (
+        PP2, ["1 WAIT(1RECV_F2)"], 1, ["the graph expects its peer rank 0 to issue 0SEND_F2"],
+    ),
+    "in a collective: its members": (
+        TP2, ["3 1F0/0.ALL_REDUCE:tp"], 3,
+        ["rank 3 (pp 1, tp 1) raised", "the graph expects ranks [2, 3] to join this tp collective"],
+    ),
+    "after the last transfer": (
+        PP2, ["0 0STEP 1"], 0, ["the graph expects no more transfers of this rank in this step"],
+    ),
+    "after others have finished": (PP2, ["0 0STEP 1", "0 finished"], 1, ["meanwhile rank 0 finished at 0STEP"]),
+}  # fmt: skip
+"""What ranks do, one after the other: the operation that a rank has come to, and its step."""
 
 
-def test_death_in_a_collective_names_its_members():
-    feed = Feed(TP2)
-    feed.at(3, "1F0/0.ALL_REDUCE:tp")
-    message = feed.state.died(3, "raised").message
-    assert "rank 3 (pp 1, tp 1) raised" in message
-    assert "the graph expects ranks [2, 3] to join this tp collective" in message
-
-
-def test_death_after_the_last_transfer_expects_none():
-    feed = Feed(PP2)
-    feed.at(0, "0STEP", step=1)
-    assert "the graph expects no more transfers of this rank in this step" in feed.state.died(0, "raised").message
+@pytest.mark.parametrize("name", DEATHS)
+def test_death_names_what_the_graph_expects(name):
+    one, events, rank, texts = DEATHS[name]
+    message = Feed(one).follow(events).state.died(rank, "raised").message
+    assert all(text in message for text in texts), message
 
 
 def test_death_during_set_up_names_what_was_set_up():
@@ -124,13 +136,6 @@ def test_death_of_the_only_rank():
     assert state.died(0, "raised").message == "rank 0 raised, while starting; it was the only rank"
 
 
-def test_finished_ranks_are_reported_as_finished():
-    feed = Feed(PP2)
-    feed.at(0, "0STEP", step=1)
-    feed.tell(0, "finished")
-    assert "meanwhile rank 0 finished at 0STEP" in feed.state.died(1, "raised").message
-
-
 # --- hangs ---
 
 
@@ -142,93 +147,55 @@ def blamed(feed, **stopped):
     return found.message
 
 
-def test_hang_in_compute_is_blamed_through_a_chain_of_waits():
-    feed = Feed(PP3)
-    feed.at(0, "WAIT(0RECV_B0)")
-    feed.at(1, "WAIT(1RECV_B0)")
-    feed.at(2, "2F0")
-    message = blamed(feed)
-    assert message.startswith("rank 2 (pp 2) hangs")
-    assert re.search(r"it is at 2F0 of step 0; the graph expects it to \D*2SEND_B0", message)
-    assert "meanwhile rank 0 running at WAIT(0RECV_B0), rank 1 running at WAIT(1RECV_B0)" in message
+HANGS = {
+    "compute, through a chain of waits": (
+        PP3, ["0 WAIT(0RECV_B0)", "1 WAIT(1RECV_B0)", "2 2F0"], "rank 2 (pp 2)",
+        [
+            r"it is at 2F0 of step 0; the graph expects it to \D*2SEND_B0",
+            r"meanwhile rank 0 running at WAIT\(0RECV_B0\), rank 1 running at WAIT\(1RECV_B0\)",
+        ],
+    ),
+    "the first stage starves the others": (PP3, ["2 WAIT(2RECV_F1)", "1 WAIT(1RECV_F1)", "0 0F1"], "rank 0 (pp 0)", []),
+    "a later step of a slow one": (PP2, ["0 0STEP", "1 WAIT(1RECV_F0) 1"], "rank 0 (pp 0)", ["at 0STEP of step 0"]),
+    "who never came to the collective": (
+        TP2,
+        [
+            "0 0F0/1.ALL_REDUCE:tp", "1 0F0/0.ALL_REDUCE:tp", "1 0F0", "2 WAIT(1RECV_F0)", "3 WAIT(1RECV_F0)",
+        ],
+        "rank 1 (pp 0, tp 1)", [],
+    ),
+    "a chain over a wait and a collective": (
+        TP2, ["0 0F2/0.ALL_REDUCE:tp", "2 WAIT(1RECV_F2)", "3 WAIT(1RECV_F2)", "1 0F2"], "rank 1 (pp 0, tp 1)", [],
+    ),
+    "a collective that all have joined": (
+        TP2,
+        ["0 0F0/1.ALL_REDUCE:tp", "1 0F0/1.ALL_REDUCE:tp", "2 WAIT(1RECV_F0)", "3 WAIT(1RECV_F0)"],
+        "rank 0 (pp 0, tp 0)",
+        [
+            r"at 0F0/1.ALL_REDUCE:tp of step 0; the graph expects ranks \[0, 1\] to join this tp collective",
+            "rank 1 running at 0F0/1.ALL_REDUCE:tp",
+        ],
+    ),
+    "not a finished rank": (
+        PP2, ["0 0STEP 1", "0 finished", "1 1B3 1"], "rank 1 (pp 1)", ["meanwhile rank 0 finished at 0STEP"],
+    ),
+    "a wait whose transfer both have posted": (  # 0 waits for 1SEND_B0, after rank 1's wait for what 0 has sent
+        PP2, ["0 0F1", "1 WAIT(1RECV_F0)", "0 WAIT(0RECV_B0)"], "rank 1 (pp 1)",
+        ["the graph expects its peer rank 0 to issue 0SEND_F0"],
+    ),
+}  # fmt: skip
 
 
-def test_hang_of_the_first_stage_starves_the_others():
-    feed = Feed(PP3)
-    feed.at(2, "WAIT(2RECV_F1)")
-    feed.at(1, "WAIT(1RECV_F1)")
-    feed.at(0, "0F1")
-    assert blamed(feed).startswith("rank 0 (pp 0) hangs")
-
-
-def test_a_rank_that_waits_for_a_later_step_of_a_slow_one():
-    feed = Feed(PP2)
-    feed.at(0, "0STEP", step=0)
-    feed.at(1, "WAIT(1RECV_F0)", step=1)
-    message = blamed(feed)
-    assert message.startswith("rank 0 (pp 0) hangs")
-    assert "at 0STEP of step 0" in message
-
-
-def test_who_never_came_to_the_collective_is_blamed():
-    feed = Feed(TP2)
-    feed.at(0, "0F0/1.ALL_REDUCE:tp")
-    feed.at(1, "0F0/0.ALL_REDUCE:tp")
-    feed.at(1, "0F0")
-    for rank in (2, 3):
-        feed.at(rank, "WAIT(1RECV_F0)")
-    message = blamed(feed)
-    assert message.startswith("rank 1 (pp 0, tp 1) hangs")
-
-
-def test_a_hang_in_the_middle_of_a_chain_over_wait_and_collective():
-    """Rank 2 waits for its transfer from rank 0, rank 0 in a collective for rank 1, rank 1 computes."""
-    feed = Feed(TP2)
-    feed.at(0, "0F2/0.ALL_REDUCE:tp")
-    feed.at(2, "WAIT(1RECV_F2)")
-    feed.at(3, "WAIT(1RECV_F2)")
-    feed.at(1, "0F2")
-    assert blamed(feed).startswith("rank 1 (pp 0, tp 1) hangs")
-
-
-def test_a_collective_that_all_have_joined_is_named_with_its_members():
-    feed = Feed(TP2)
-    for rank in (0, 1):
-        feed.at(rank, "0F0/1.ALL_REDUCE:tp")
-    for rank in (2, 3):
-        feed.at(rank, "WAIT(1RECV_F0)")
-    message = blamed(feed)
-    assert message.startswith("rank 0 (pp 0, tp 0) hangs")
-    assert "at 0F0/1.ALL_REDUCE:tp of step 0; the graph expects ranks [0, 1] to join this tp collective" in message
-    assert "rank 1 running at 0F0/1.ALL_REDUCE:tp" in message
-
-
-def test_a_finished_rank_is_never_blamed():
-    feed = Feed(PP2)
-    feed.at(0, "0STEP", step=1)
-    feed.tell(0, "finished")
-    feed.at(1, "1B3", step=1)
-    message = blamed(feed)
-    assert message.startswith("rank 1 (pp 1) hangs")
-    assert "meanwhile rank 0 finished at 0STEP" in message
-
-
-def test_a_wait_whose_transfer_both_have_posted_hangs_itself():
-    feed = Feed(PP2)
-    feed.at(0, "0F1")
-    feed.at(1, "WAIT(1RECV_F0)")
-    feed.at(0, "WAIT(0RECV_B0)")
-    message = blamed(feed)  # 0 waits for 1SEND_B0, which comes after rank 1's wait for what 0 has sent
-    assert message.startswith("rank 1 (pp 1) hangs")
-    assert "the graph expects its peer rank 0 to issue 0SEND_F0" in message
+@pytest.mark.parametrize("name", HANGS)
+def test_the_rank_for_which_all_wait_is_blamed(name):
+    one, events, rank, patterns = HANGS[name]
+    message = blamed(Feed(one).follow(events))
+    assert message.startswith(f"{rank} hangs")
+    assert all(re.search(pattern, message) for pattern in patterns), message
 
 
 def test_a_stopped_process_is_blamed_even_if_others_wait_for_another_rank():
-    feed = Feed(PP3)
-    feed.at(0, "WAIT(0RECV_B0)")
-    feed.at(1, "WAIT(1RECV_F0)")
-    feed.at(2, "2F0")
-    message = blamed(feed, stopped=1)
+    message = blamed(Feed(PP3).follow(["0 WAIT(0RECV_B0)", "1 WAIT(1RECV_F0)", "2 2F0"]), stopped=1)
     assert message.startswith("rank 1 (pp 1) hangs")
     assert "its peer rank 0 to issue 0SEND_F0" in message
 

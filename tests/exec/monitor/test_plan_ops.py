@@ -138,22 +138,13 @@ def test_a_job_of_another_number_of_ranks_and_a_channel_of_both_directions(tmp_p
 
 
 @pytest.mark.needs_torch
-@pytest.mark.parametrize(
-    ("planted", "meaning", "position"),
-    [
-        ("stuck",
-            "gradient of micro-batch 3, stage 0, step 2",
-            "after 1RECV_F3 in step 2, before 1SEND_B3 it is in 1F3"),
-        ("left_out", "gradient of micro-batch 3, stage 0, step 2", None),
-    ],
-)  # fmt: skip
-def test_a_script_that_knows_nothing_of_the_plan(tmp_path, planted, meaning, position):
+def test_a_script_that_knows_nothing_of_the_plan(tmp_path):
     root = Path(__file__).parents[3]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     rings = tmp_path / "rings"
     processes = [
         subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("planned_job.py")), str(rank), str(rings), planted],
+            [sys.executable, str(Path(__file__).with_name("planned_job.py")), str(rank), str(rings)],
             cwd=root, env=environment,
         )
         for rank in range(2)
@@ -168,7 +159,6 @@ def test_a_script_that_knows_nothing_of_the_plan(tmp_path, planted, meaning, pos
     verdict, _ = followed
     assert verdict.status == "hang"
     (wait,) = (wait for wait in verdict.waits if wait.rank == 0)
-    assert wait.meaning.endswith(meaning)
-    if position is not None:
-        assert verdict.causes == (1,)
-        assert position in verdict.plan[0]
+    assert wait.meaning.endswith("gradient of micro-batch 3, stage 0, step 2")
+    assert verdict.causes == (1,)
+    assert "after 1RECV_F3 in step 2, before 1SEND_B3 it is in 1F3" in verdict.plan[0]
