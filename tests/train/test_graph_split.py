@@ -127,6 +127,7 @@ def inputs(rows=ROWS, dims=2, num=NUM):
     return [torch.randn(*(2, rows, WIDTH)[3 - dims - (dims == 2) :][-dims:]) for _ in range(num)]
 
 
+@pytest.mark.slow(only=["inductor"])
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_graphs_do_not_hold_the_weights_of_a_stage_that_is_gone(compiler):
     """Dynamo keeps what it compiled. A second Pipeline would have the weights of the first one next to its own."""
@@ -158,6 +159,7 @@ def with_metrics(output, target):
     return distance.pow(2).mean(), {"largest": distance.abs().amax(), "rows": distance.mean(1)}
 
 
+@pytest.mark.slow(only=["inductor"])
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_a_graph_returns_the_metrics_of_its_loss_function(compiler):
     module, values, targets = Block(), inputs(), [torch.ones(ROWS, WIDTH)] * NUM
@@ -658,6 +660,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow(but=["padded-I"])
 @pytest.mark.parametrize("graph", ["F", "I"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_graphs_get_tensors_in_the_form_that_they_were_compiled_for(monkeypatch, change, graph):
@@ -673,6 +676,7 @@ def test_graphs_get_tensors_in_the_form_that_they_were_compiled_for(monkeypatch,
     torch.testing.assert_close(found, stage.expected(values))
 
 
+@pytest.mark.slow(only=["F-input gradients"])
 @pytest.mark.parametrize(("graph", "name"), [("F", "input gradients"), ("I", "weight gradients")])
 def test_a_graph_whose_input_has_other_elements_fails_with_its_stage_and_adds_nothing(monkeypatch, graph, name):
     change_outputs(monkeypatch, graph, lambda x: x.flatten()[1:])
