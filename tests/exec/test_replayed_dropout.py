@@ -111,6 +111,7 @@ def outcomes(plan, replays=None):
         yield adapter.outcome
 
 
+@pytest.mark.slow(only=["graphs"])
 @pytest.mark.parametrize("name", SECTIONS)
 def test_a_replay_has_the_bits_of_the_step_operation_by_operation(name, monkeypatch):
     expected = list(outcomes(plan_of(SECTIONS[name])))

@@ -52,6 +52,7 @@ def test_a_hang_of_a_run_has_its_operation_micro_batch_and_stage(tmp_path, backe
     assert wait["meaning"] == "0RECV_B2 of the plan: gradient of micro-batch 2, stage 0, step 0"
 
 
+@pytest.mark.slow
 @pytest.mark.needs_torch
 def test_a_run_that_ends_well_has_all_of_its_operations_in_its_rings(tmp_path):
     done, rings = run(
