@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 MAX_DEPTH = 64
 """Most objects and lists in one another."""
+MOST_RANKS = 2**20
+"""Most ranks that a plan, the log of a rank or a ring may state: what is made for each of them stays small."""
 Decoded = TypeVar("Decoded")
 _TOO_DEEP = f"values are nested more than {MAX_DEPTH} deep"
 

@@ -253,16 +253,16 @@ class _Groups:
     @classmethod
     def of(cls, plan: PlanContext, fold: Sequence[str]) -> _Groups:
         mesh = plan.mesh
-        ranks = tuple(rank for rank in range(mesh.num_ranks) if _represented_by(plan, rank, fold) == rank)
+        ranks = mesh.ranks(folded=fold)
         index = {rank: number for number, rank in enumerate(ranks)}
         groups: list[Group] = []
         by_axis: list[dict[str, int]] = [{} for _ in ranks]
         for axis in _GROUP_AXES:
-            for group in mesh.groups(axis) if mesh.size(axis) > 1 else ():
-                if members := tuple(index[rank] for rank in group.ranks if rank in index):
-                    for member in members:
-                        by_axis[member][axis] = len(groups)
-                    groups.append(Group(axis, members, copies=mesh.size(axis) if axis in fold else 1))
+            for group in mesh.groups(axis, folded=fold) if mesh.size(axis) > 1 else ():
+                members = tuple(index[rank] for rank in group.ranks)
+                for member in members:
+                    by_axis[member][axis] = len(groups)
+                groups.append(Group(axis, members, copies=mesh.size(axis) if axis in fold else 1))
         of_copies: list[dict[tuple[int, ...], int]] = [{} for _ in ranks]
         numbers: dict[tuple[int, ...], int] = {}
         for holders in _copy_holders(plan):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -189,7 +190,10 @@ class PlanContext:
         return self._ranks_of(self.shared_weights.places(stage, name))
 
     def _ranks_of(self, pp_ranks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(rank for rank in range(self.mesh.num_ranks) if self.mesh.coords(rank)["pp"] in pp_ranks)
+        mesh = self.mesh
+        stride = prod(mesh.sizes[: mesh.axes.index("pp")])
+        ranks = np.arange(mesh.num_ranks)
+        return tuple(ranks[np.isin(ranks // stride % mesh.size("pp"), pp_ranks)].tolist())
 
     @cached_property
     def layer_by_name(self) -> Mapping[str, Layer]:
@@ -215,10 +219,7 @@ class Mesh:
     @property
     def num_ranks(self) -> int:
         """Number of global ranks: the product of all sizes."""
-        result = 1
-        for size in self.sizes:
-            result *= size
-        return result
+        return prod(self.sizes)
 
     def size(self, axis: str) -> int:
         """Number of ranks along ``axis``."""
@@ -238,13 +239,20 @@ class Mesh:
             result = result * size + coords[axis]
         return result
 
-    def groups(self, axis: str) -> Iterator[Group]:
-        """The groups along ``axis``: members differ in that coordinate only, in its order."""
+    def ranks(self, folded: Collection[str] = ()) -> tuple[int, ...]:
+        """The global ranks in order; of ``folded`` axes only those at 0, without a look at the others."""
+        axes = tuple(reversed(self.axes))
+        sizes = (1 if axis in folded else self.size(axis) for axis in axes)
+        return tuple(self.rank(dict(zip(axes, point, strict=True))) for point in product(*map(range, sizes)))
+
+    def groups(self, axis: str, folded: Collection[str] = ()) -> Iterator[Group]:
+        """The groups along ``axis``: members differ in that coordinate only, in order; ``folded`` as of ``ranks``."""
         others = [a for a in self.axes if a != axis]
-        ranges = [range(self.size(a)) for a in reversed(others)]
+        ranges = [range(1 if a in folded else self.size(a)) for a in reversed(others)]
+        along = range(1 if axis in folded else self.size(axis))
         for point in product(*ranges):
             fixed = dict(zip(reversed(others), point, strict=True))
-            yield Group(axis, tuple(self.rank({**fixed, axis: i}) for i in range(self.size(axis))))
+            yield Group(axis, tuple(self.rank({**fixed, axis: i}) for i in along))
 
 
 # The tensors at the ends of stages, which transfers carry: one for each side, direction, size and member.

@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, dotted, listed, problems_error
+from pipeproof.foreign_text import MOST_RANKS
 from pipeproof.specs.cost import CostSpec
 from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.memory import MemorySpec
@@ -133,7 +134,7 @@ class TopologySpec(Section):
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
-        refuse(_check_order(self))
+        refuse(_check_order(self) or _check_num_ranks(self))
         return self
 
     @property
@@ -158,6 +159,22 @@ def _check_order(topology: TopologySpec) -> list[Problem]:
             ("order",),
             f"`topology.order` must name each axis once, and it {' and '.join(faults)}",
             help="the default is [tp, cp, ep, dp, pp]",
+        )
+    ]
+
+
+def _check_num_ranks(topology: TopologySpec) -> list[Problem]:
+    """PP106: the product of the axes is within the limit."""
+    if topology.num_ranks <= MOST_RANKS:
+        return []
+    axes = {axis: getattr(topology, axis) for axis in get_args(AxisName)}
+    largest = max(axes, key=lambda axis: axes[axis])
+    return [
+        Problem(
+            "PP106",
+            (largest,),
+            f"`topology` has {topology.num_ranks:,} ranks, and a plan has at most {MOST_RANKS:,}",
+            help=f"use a smaller `{largest}`: data-parallel ranks repeat each other, so fewer prove the same",
         )
     ]
 

@@ -79,7 +79,7 @@ def _suppressed_text(report: Report) -> str:
     return ", ".join(f"{_counted(count, severity)} ({code})" for (severity, code), count in counts.items())
 
 
-_OPEN = MappingProxyType({"PP176": "assumed value", "PP177": "unknown name"})
+_OPEN = MappingProxyType({"PP176": "assumed value", "PP177": "unknown name", "PP942": "gap in the logs"})
 """Causes of an open verdict, by code."""
 
 
@@ -89,7 +89,7 @@ def _verdict(report: Report) -> str:
     if report.undecided:
         open_codes = Counter(finding.code for finding in report.findings if finding.code in _OPEN)
         what = listed([f"{n} {_OPEN[code]}{'s' if n > 1 else ''} ({code})" for code, n in open_codes.items()], "and")
-        return f"[bold yellow]undecided[/]: the answer depends on {what}; this plan of {size} has {counted}"
+        return f"[bold yellow]undecided[/]: the answer depends on {what}; what is known, {size}, has {counted}"
     if report.errors:
         return f"[bold red]refused[/]: {counted} in {size}"
     if report.not_run:

@@ -29,7 +29,7 @@ from typing import Any, Final
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.exec.monitor.monitor_codes import UNREADABLE_RING
-from pipeproof.foreign_text import decode_json
+from pipeproof.foreign_text import MOST_RANKS, decode_json
 
 MAGIC: Final = b"PPRING01"
 RECORD_BYTES: Final = 128
@@ -45,6 +45,7 @@ _PULSE: Final = struct.Struct("<QQQ")
 _PULSE_AT: Final = 512
 _END: Final = struct.Struct("<QI")
 _END_AT: Final = 544
+_MOST_BYTES: Final = 2**28
 _PLACE: Final = struct.Struct("<QIii48s")
 _PLACE_AT: Final = 576
 _STRINGS_USED: Final = struct.Struct("<I")
@@ -349,6 +350,8 @@ def read_header(path: Path) -> RingHeader:
         PlanFileError: PP952, the file cannot be read, or is no ring.
     """
     try:
+        if not path.is_file():  # reading a pipe would never end
+            raise _unreadable(path, "it is no regular file")
         with path.open("rb") as file:
             return _header(file.read(HEADER_BYTES), str(path))
     except OSError as error:
@@ -361,13 +364,15 @@ def read_ring(path: Path) -> Ring:
     Raises:
         PlanFileError: PP952, the file cannot be read, or is no ring.
     """
+    header = read_header(path)
+    size = HEADER_BYTES + STRINGS_BYTES + header.capacity * RECORD_BYTES
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            raw = file.read(min(size, _MOST_BYTES) + 1)
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
-    header = _header(raw[:HEADER_BYTES], str(path))
-    if len(raw) != HEADER_BYTES + STRINGS_BYTES + header.capacity * RECORD_BYTES:
-        raise _unreadable(path, "it is truncated")
+    if len(raw) != size:
+        raise _unreadable(path, f"it is truncated, or has more than {_MOST_BYTES // 2**20} MiB")
     strings = raw[HEADER_BYTES : HEADER_BYTES + STRINGS_BYTES]
     ops = []
     for position in range(header.capacity):
@@ -388,11 +393,17 @@ def _header(raw: bytes, file: str) -> RingHeader:
     (_, record_bytes, capacity, strings_bytes, pid, rank, num_ranks, started_ns, *texts) = _IDENTITY.unpack_from(raw, 0)
     if (record_bytes, strings_bytes) != (RECORD_BYTES, STRINGS_BYTES):
         raise _unreadable(Path(file), "it has another layout")
+    if not rank < num_ranks <= MOST_RANKS:
+        raise _unreadable(
+            Path(file), f"it is of rank {rank} of {num_ranks}; a job has at most {MOST_RANKS:,} ranks"
+        )
     process_start, host, boot_id, framework = (
         text.rstrip(b"\0").decode(errors="replace") for text in texts
     )  # fmt: skip
     heartbeat_ns, cpu_ns, num_events = _PULSE.unpack_from(raw, _PULSE_AT)
     end_ns, end = _END.unpack_from(raw, _END_AT)
+    if end not in set(End):
+        raise _unreadable(Path(file), f"its end has the unknown value {end}")
     stack_ns, stack = _read_text(raw, _STACK_AT)
     _, error = _read_text(raw, _ERROR_AT)
     plan_op_ns, step, stage, micro_batch, plan_op = _PLACE.unpack_from(raw, _PLACE_AT)

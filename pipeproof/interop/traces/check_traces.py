@@ -10,7 +10,7 @@ from typing import get_args
 
 from pipeproof.comm.backend_rows import BackendTable, Queue
 from pipeproof.comm.backends import table_named, with_queue
-from pipeproof.diagnostics.finding import Finding, Location, OpsWitness, RuleDoc, WitnessOp, code_order, relinked
+from pipeproof.diagnostics.finding import Finding, Location, OpsWitness, RuleDoc, Severity, WitnessOp, code_order, relinked
 from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, absence_finding, cycle_finding
 from pipeproof.interop.hang.hang_codes import HANG_CYCLE, NEVER_ISSUED
 from pipeproof.interop.traces.compare_with_plan import plan_findings
@@ -227,7 +227,9 @@ def check_log(
     findings = relinked(report.findings, named)
     findings += [finding for finding in _log_findings(logs, plan, whole=whole) if selection.picks(finding.code)]
     ordered = tuple(sorted(findings, key=code_order))
-    return replace(report, findings=ordered, not_run=tuple(sorted(set(rules) - set(rules_run))))
+    has_error = any(finding.severity is Severity.ERROR for finding in ordered)
+    gaps = () if has_error else tuple(finding.message for finding in ordered if finding.code == MISSING_LOG.code)
+    return replace(report, findings=ordered, not_run=tuple(sorted(set(rules) - set(rules_run))), undecided=gaps)
 
 
 def _log_findings(logs: Sequence[RankLog], plan: LoadedPlan | None, *, whole: bool) -> Iterator[Finding]:

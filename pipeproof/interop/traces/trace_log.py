@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.foreign_text import decode_json
+from pipeproof.foreign_text import MOST_RANKS, decode_json
 from pipeproof.interop.traces.recorder import VERSION
 from pipeproof.interop.traces.trace_codes import UNREADABLE_LOG
 
@@ -252,6 +252,8 @@ class _Reader:
                     raise ValueError(f"it is of rank {data['rank']}, and the file's name has {self._rank}")
                 if str(data["framework"]).partition(" ")[0] not in _FRAMEWORKS:
                     raise ValueError(f"`framework` is {data['framework']!r}, not one of {', '.join(_FRAMEWORKS)}")
+                if not 1 <= int(data["num_ranks"]) <= MOST_RANKS:
+                    raise ValueError(f"`num_ranks` is {data['num_ranks']}, and a job has 1 to {MOST_RANKS:,} ranks")
                 self._start = {"num_ranks": int(data["num_ranks"]), "framework": str(data["framework"])}
             case "group":
                 ranks = tuple(map(int, data["ranks"]))

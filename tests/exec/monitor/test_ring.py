@@ -1,5 +1,6 @@
 """Rings of a rank's last operations, written and read by one process."""
 
+import os
 import threading
 
 import pytest
@@ -101,3 +102,35 @@ def test_files_that_are_no_rings_are_refused(tmp_path, damage):
     with pytest.raises(PlanFileError) as raised:
         read_ring(path)
     assert raised.value.findings[0].code == "PP952"
+
+
+@pytest.mark.parametrize(
+    ("place", "number", "reason"),
+    [
+        (28, 2**31, "a job has at most 1,048,576 ranks"),  # the number of ranks
+        (24, 4, "it is of rank 4 of 4"),
+        (552, 9, "its end has the unknown value 9"),
+        (12, 2**24, "it is truncated, or has more than 256 MiB"),  # the number of records
+    ],
+)
+def test_a_number_beyond_its_bound_is_refused_before_anything_is_made_of_it(tmp_path, place, number, reason):
+    recorder(tmp_path)
+    path = tmp_path / "rank_1.ring"
+    raw = bytearray(path.read_bytes())
+    raw[place : place + 4] = number.to_bytes(4, "little")
+    path.write_bytes(raw)
+    with pytest.raises(PlanFileError, match=reason):
+        read_ring(path)
+
+
+def test_a_large_hole_and_a_pipe_are_refused(tmp_path):
+    recorder(tmp_path)
+    path = tmp_path / "rank_1.ring"
+    with path.open("r+b") as file:
+        file.truncate(2**40)
+    with pytest.raises(PlanFileError, match="truncated, or has more"):
+        read_ring(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(PlanFileError, match="no regular file"):
+        read_ring(path)

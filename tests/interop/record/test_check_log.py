@@ -276,6 +276,20 @@ def test_a_missing_log(tmp_path):
         rank.end()
     (tmp_path / "rank_1.jsonl").unlink()
     assert list(found(tmp_path)) == ["PP942"]
+    answer = run(tmp_path)
+    assert answer.exit_code == 1
+    assert "undecided: the answer depends on 1 gap in the logs (PP942)" in answer.output
+
+
+@pytest.mark.parametrize("number", [0, -1, 2**20 + 1, 10**9])
+def test_a_number_of_ranks_that_no_job_has(tmp_path, number):
+    (tmp_path / "rank_0.jsonl").write_text(
+        f'{{"event": "start", "version": 1, "rank": 0, "num_ranks": {number}, "framework": "torch 2.13.0", '
+        '"epoch_ns": 1, "time_ns": 1}\n'
+    )
+    answer = run(tmp_path)
+    assert answer.exit_code == 2
+    assert f"`num_ranks` is {number}, and a job has 1 to 1,048,576 ranks" in answer.output
 
 
 PLAN = """\
