@@ -394,9 +394,7 @@ def _header(raw: bytes, file: str) -> RingHeader:
     if (record_bytes, strings_bytes) != (RECORD_BYTES, STRINGS_BYTES):
         raise _unreadable(Path(file), "it has another layout")
     if not rank < num_ranks <= MOST_RANKS:
-        raise _unreadable(
-            Path(file), f"it is of rank {rank} of {num_ranks}; a job has at most {MOST_RANKS:,} ranks"
-        )
+        raise _unreadable(Path(file), f"it is of rank {rank} of {num_ranks}; a job has at most {MOST_RANKS:,} ranks")
     process_start, host, boot_id, framework = (
         text.rstrip(b"\0").decode(errors="replace") for text in texts
     )  # fmt: skip

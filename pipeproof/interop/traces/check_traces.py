@@ -10,7 +10,16 @@ from typing import get_args
 
 from pipeproof.comm.backend_rows import BackendTable, Queue
 from pipeproof.comm.backends import table_named, with_queue
-from pipeproof.diagnostics.finding import Finding, Location, OpsWitness, RuleDoc, Severity, WitnessOp, code_order, relinked
+from pipeproof.diagnostics.finding import (
+    Finding,
+    Location,
+    OpsWitness,
+    RuleDoc,
+    Severity,
+    WitnessOp,
+    code_order,
+    relinked,
+)
 from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, absence_finding, cycle_finding
 from pipeproof.interop.hang.hang_codes import HANG_CYCLE, NEVER_ISSUED
 from pipeproof.interop.traces.compare_with_plan import plan_findings
