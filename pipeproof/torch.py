@@ -20,9 +20,9 @@ from pipeproof.exec.train.torch.check_backwards import check_backwards
 from pipeproof.exec.train.torch.cut_transformers import causal_lm_loss, causal_lm_sum, stages_of_transformers
 from pipeproof.exec.train.torch.meta_buffers import note_empty_buffers
 from pipeproof.exec.train.torch.model_stages import ModelStages, stages_of_sequential
+from pipeproof.exec.train.torch.overlap_points import overlap_point
 from pipeproof.exec.train.torch.packed_batches import packed
 from pipeproof.exec.train.torch.pipeline import Pipeline
-from pipeproof.exec.train.torch.seams import seam
 from pipeproof.exec.train.torch.stage_values import MicroBatches
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ __all__ = [
     "initialize_weights",
     "load_dcp",
     "load_pretrained",
+    "overlap_point",
     "packed",
     "save_dcp",
     "save_pretrained",
-    "seam",
     "stages_of_rank",
     "stages_of_sequential",
     "stages_of_transformers",

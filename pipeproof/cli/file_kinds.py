@@ -160,7 +160,7 @@ KINDS: tuple[FileKind, ...] = (
     _imported("training arguments of PaddleFormers or PaddleNLP", "paddleformers",
               lambda g: any(map(_TRAINING_KEYS.match, g.keys))),
     _imported("a Fleet DistributedStrategy", "fleet",
-              lambda g: bool(_PROTOTXT.search(g.text))),
+              lambda g: bool(_PROTOTXT.search(g.text)) or bool(g.keys & {"hybrid_configs", "pipeline_configs"})),
     _imported("a job configuration of torchtitan", "torchtitan",
               lambda g: bool(_TOML_SECTION.search(g.text))),
     FileKind("a file with the arguments of Megatron-LM",

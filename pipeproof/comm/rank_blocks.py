@@ -190,7 +190,7 @@ class RankBlocks:
         yield from self._children(op, work.variant)
 
     def take_turns(self, works: Sequence[Work], batches: Sequence[int], order: Sequence[Side]) -> Iterator[Row]:
-        """A forward and a backward that take turns at the seams of each, in the cycle ``order``.
+        """A forward and a backward that take turns at the overlap points of each, in the cycle ``order``.
 
         The two computations come first, as containers of their parts and collectives, and take no time themselves.
         """
@@ -222,7 +222,7 @@ class RankBlocks:
         for exchange in exchanges(collectives):
             issued = islice(calls, exchange.num_collectives)
             rows = [replace(call, queue=EXPERTS_QUEUE) if call.op.axis == "ep" else call for call in issued]
-            cuts.append(Cut(rows, exchange.is_seam, exchange.is_late))
+            cuts.append(Cut(rows, exchange.is_overlap_point, exchange.is_late))
         return turns_of_side([Row(part_of(op, index, OpKind.PART)) for index in range(len(cuts) + 1)], cuts)
 
     def after(self, work: Work, batch: int) -> Iterator[Row]:

@@ -105,7 +105,7 @@ class PairTimes:
         cost, parts = self.plan.cost, self.shares.stages[stage]
         described = parts[Phase.FORWARD if side == "F" else Phase.INPUT]
         cuts = [
-            Cut([self._call(side, call) for call in calls], exchange.is_seam, exchange.is_late)
+            Cut([self._call(side, call) for call in calls], exchange.is_overlap_point, exchange.is_late)
             for exchange, calls in described.exchanges
         ]
         whole = cost.forward_of(stage) if side == "F" else cost.backward_of(stage)

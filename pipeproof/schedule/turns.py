@@ -1,7 +1,7 @@
-"""Turns of an overlapped pair: which computation runs up to which of its seams, and when its weight gradients run.
+"""Turns of an overlapped pair: which computation runs up to which overlap point, and when its weight gradients run.
 
-A *seam* is a collective at which a computation hands the rank over to the other one of its pair. What a side does up
-to its next seam, or to its end, is a *turn*. The two sides take turns in a cycle.
+An *overlap point* is a collective at which a computation hands the rank over to the other one of its pair. What a side
+does up to its next overlap point, or to its end, is a *turn*. The two sides take turns in a cycle.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Turn(NamedTuple):
 
 
 def turns_of_pair(
-    num_forward_seams: int, num_backward_seams: int, order: Sequence[Side], *, defers: bool
+    num_forward_overlap_points: int, num_backward_overlap_points: int, order: Sequence[Side], *, defers: bool
 ) -> tuple[Turn, ...]:
-    """The turns of a pair in the cycle ``order``, F and B each with one turn more than it has seams.
+    """The turns of a pair in the cycle ``order``, F and B each with one turn more than it has overlap points.
 
     With ``defers`` the backward leaves its weight gradients to turns W, each with those of the turns of B since the
     last one. A side that has ended is skipped, and so is W where nothing is deferred. What is still deferred when both
     have ended comes last.
     """
-    num_turns: dict[Side, int] = {"F": num_forward_seams + 1, "B": num_backward_seams + 1}
+    num_turns: dict[Side, int] = {"F": num_forward_overlap_points + 1, "B": num_backward_overlap_points + 1}
     done: dict[Side, int] = {"F": 0, "B": 0, "W": 0}
     turns: list[Turn] = []
     deferred = False
@@ -58,13 +58,13 @@ class Cut(NamedTuple, Generic[_Row]):
     """One exchange of a computation: its collectives, whether the computation hands over there, and how late."""
 
     rows: Sequence[_Row]
-    is_seam: bool
+    is_overlap_point: bool
     is_late: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SideTurn(Generic[_Row]):
-    """Rows that one turn of a side issues, and its seam where that is late: issued in the next turn."""
+    """Rows that one turn of a side issues, and its overlap point where that is late: issued in the next turn."""
 
     rows: list[_Row] = field(default_factory=list)
     late: list[_Row] = field(default_factory=list)
@@ -76,7 +76,7 @@ def turns_of_side(parts: Sequence[_Row], cuts: Sequence[Cut[_Row]]) -> list[Side
     for part, cut in zip(parts[:-1], cuts, strict=True):
         turns[-1].rows.append(part)
         (turns[-1].late if cut.is_late else turns[-1].rows).extend(cut.rows)
-        if cut.is_seam:
+        if cut.is_overlap_point:
             turns.append(SideTurn())
     turns[-1].rows.append(parts[-1])
     return turns
@@ -92,8 +92,8 @@ def rows_in_turns(
     """Rows of a pair in the order in which it issues them.
 
     ``weights`` makes the row of the turns W by their numbers; None if the backward defers nothing. ``is_exchange`` is
-    true for a collective that runs while the rank computes. A late seam is issued in the next turn, if that is not its
-    own side's: behind the parts, and before the first such collective.
+    true for a collective that runs while the rank computes. A late overlap point is issued in the next turn, if that
+    is not its own side's: behind the parts, and before the first such collective.
     """
     late: list[_Row] = []
     before: Side | None = None

@@ -273,7 +273,7 @@ def check_overlap(plan: PlanSections) -> list[Problem]:
     if schedule.kind not in _KINDS_WITH_PAIRS:
         message = f"`schedule.overlap` is of pairs that overlap, and `kind: {schedule.kind}` has none"
         problems.append(Problem("PP106", path, message, help=f"use kind {listed(_KINDS_WITH_PAIRS)}, or remove it"))
-    if plan.is_custom:  # computations are whole in the graph: they pass the turn at the seams of a script's modules
+    if plan.is_custom:  # computations are whole in the graph: a script's modules have the overlap points
         if schedule.overlap != "pairs":
             message = "`schedule.overlap` orders the parts of a GPT's blocks, and the model has custom layers"
             problems.append(Problem("PP106", path, message, help="use overlap: pairs, or remove it"))

@@ -207,7 +207,8 @@ class ScheduleSpec(Section):
         "pairs, in turns up to each all-to-all of experts, which runs during the turn of the other one: dispatch of "
         "the forward next to the backward of the experts, and so on; or a cycle of turns of one's own, such as "
         "`{order: [B, W, F]}`, in which W are the weight gradients that B has deferred (without it, at the end). With "
-        "custom layers pairs alone: modules of `pipeproof.torch` declare their seams, which the graph does not have.",
+        "custom layers pairs alone: modules of `pipeproof.torch` declare their overlap points, which the graph "
+        "does not have.",
     )
     placement: StagePlacement | None = Field(
         default=None,

@@ -9,14 +9,14 @@ from pipeproof.schedule.turns import Turn, turns_of_pair
 from pipeproof.specs.schedule import PAIRS
 
 cycles = st.sampled_from([*permutations("FB"), *permutations("FBW")])
-seams = st.integers(0, 9)
+overlap_points = st.integers(0, 9)
 
 
 def text(turns):
     return " ".join(f"{turn.side}{turn.number}" for turn in turns)
 
 
-@given(seams, seams, cycles, st.booleans())
+@given(overlap_points, overlap_points, cycles, st.booleans())
 def test_each_side_has_all_its_turns_in_order(num_forward, num_backward, order, defers):
     turns = turns_of_pair(num_forward, num_backward, order, defers=defers)
     for side, number in (("F", num_forward + 1), ("B", num_backward + 1)):
@@ -26,7 +26,7 @@ def test_each_side_has_all_its_turns_in_order(num_forward, num_backward, order, 
     assert bool(weights) == defers
 
 
-@given(seams, seams, cycles)
+@given(overlap_points, overlap_points, cycles)
 def test_weight_gradients_follow_the_turns_that_defer_them(num_forward, num_backward, order):
     deferred = 0
     for turn in turns_of_pair(num_forward, num_backward, order, defers=True):
@@ -38,7 +38,7 @@ def test_weight_gradients_follow_the_turns_that_defer_them(num_forward, num_back
     assert not deferred  # nothing is left
 
 
-@given(seams, seams, cycles)
+@given(overlap_points, overlap_points, cycles)
 def test_sides_alternate_while_both_run(num_forward, num_backward, order):
     sides = [turn.side for turn in turns_of_pair(num_forward, num_backward, order, defers=True) if turn.side != "W"]
     both = 2 * (min(num_forward, num_backward) + 1)

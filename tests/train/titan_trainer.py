@@ -13,7 +13,7 @@ torchtitan 0.3.0 is not changed. Its trainer needs this around it on a CPU with 
 4. It calls ``torch.distributed.set_timeout``, which PyTorch 2.13 has under another name.
 5. It has ``fully_shard`` divide gradients by a factor, for which gloo has no reduction: they are summed, then divided.
 6. One module of kernels that no model here uses imports triton, which the CPU's PyTorch does not install.
-7. No data set can be downloaded: tokens come from a formula, through the configuration's seams.
+7. No data set can be downloaded: tokens come from a formula, through the configuration's own parts.
 """
 
 from __future__ import annotations

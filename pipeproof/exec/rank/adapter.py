@@ -29,7 +29,7 @@ from pipeproof.exec.rank.framework_protocol import (
 from pipeproof.exec.rank.job_files import Loss, StepOutcome
 from pipeproof.exec.rank.machine import Begin, Finished, Instruction, ProtocolError, RankMachine
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, HostClock, LogEntry, Traffic
-from pipeproof.exec.rank.overlapped_pair import OverlappedPair, PairTurns, SeamTurns, overlapped_pairs, whole_pairs
+from pipeproof.exec.rank.overlapped_pair import OverlappedPair, OverlapTurns, PairTurns, overlapped_pairs, whole_pairs
 from pipeproof.exec.rank.step_end import RankRouters, StepEnd
 from pipeproof.exec.rank.transfers import RankTransfers
 from pipeproof.schedule.columns import work_item_of
@@ -45,8 +45,8 @@ class RankAdapter:
     ``enter`` is called with the step and id of each host operation and each child collective before it is executed.
     ``watch`` gets the tensors at the borders between layers. ``clock`` times the operations; the default is the host's.
     ``make_step_end`` makes the end of a step from the plan, the coordinates, the stages, and the two issuers.
-    ``frees_sends`` is as of ``RankTransfers``. ``seams`` makes the context of each overlapped pair whose computations
-    take turns at seams that the graph does not have; without it those take turns that have parts in the graph.
+    ``frees_sends`` is as of ``RankTransfers``. ``overlap_points`` makes the context of each overlapped pair whose
+    computations take turns at points that the graph does not have; without it those do that have parts in the graph.
     ``annotate`` makes the context in which an operation is executed, from its text: a range in the trace of a profiler.
     """
 
@@ -62,7 +62,7 @@ class RankAdapter:
         make_step_end: Callable[..., StepEnd] = StepEnd,
         *,
         frees_sends: bool = False,
-        seams: Callable[[SeamTurns], AbstractContextManager[object]] | None = None,
+        overlap_points: Callable[[OverlapTurns], AbstractContextManager[object]] | None = None,
         annotate: Callable[[str], AbstractContextManager[object]] | None = None,
     ) -> None:
         self.rank = rank
@@ -99,9 +99,9 @@ class RankAdapter:
         self._traffic: list[tuple[LogEntry, Callable[[], Traffic]]] = []
         """Entries of this step whose rows are not counted yet, for which the host would wait."""
         self._texts: dict[int, str] = {}
-        self._seams = seams
+        self._overlap_points = overlap_points
         index = plan.graph.global_rank.index(rank)
-        self._pairs = (overlapped_pairs if seams is None else whole_pairs)(plan.graph, index)
+        self._pairs = (overlapped_pairs if overlap_points is None else whole_pairs)(plan.graph, index)
         self._paired = {op_id for pair in self._pairs.values() for op_id, _ in pair.containers} - self._pairs.keys()
         self._computes: dict[OpKind, Callable[[Op], None]] = {
             OpKind.FORWARD: self._forward,
@@ -276,15 +276,15 @@ class RankAdapter:
                 cast(DeferringStage, self._stages[backward.stage]).accumulate_deferred()
 
         sides = (lambda: self._forward(forward)), (lambda: self._backward_input(backward))
-        if self._seams is None:
+        if self._overlap_points is None:
             side_stream = cast(OverlappingFramework, self._framework).side_stream
             turns = PairTurns(pair, self, add_weights, side_stream)
             with self._children.issued_by(turns):
                 turns.run(*sides, framework.as_this_thread())
         else:
-            at_seams = SeamTurns(pair, self)
-            with self._seams(at_seams):
-                at_seams.run(*sides, framework.as_this_thread())
+            at_overlap_points = OverlapTurns(pair, self)
+            with self._overlap_points(at_overlap_points):
+                at_overlap_points.run(*sides, framework.as_this_thread())
         if backward.kind is OpKind.BACKWARD:
             self._backward_weight(backward)
 

@@ -374,8 +374,8 @@ class PairTurns:
         return dict(self._pair.containers).get(op_id, "neither")
 
 
-class SeamTurns:
-    """One execution of a pair without rows: its computations pass the turn at their seams, the backward first."""
+class OverlapTurns:
+    """One execution of a pair without rows: its sides pass the turn at their overlap points, the backward first."""
 
     def __init__(self, pair: OverlappedPair, host: Host) -> None:
         self._pair, self._host = pair, host
@@ -414,13 +414,13 @@ class SeamTurns:
             while not self._helper.has_ended:
                 self._resume()
         except Exception as error:
-            error.add_note(f"{texts} take turns at their seams")
+            error.add_note(f"{texts} take turns at their overlap points")
             raise
         finally:
             self._helper.close()
 
     def pass_turn(self) -> None:
-        """Let the other computation run up to its next seam or its end."""
+        """Let the other computation run up to its next overlap point or its end."""
         if self.is_backward:
             self._helper.give_back()
             self.is_backward = True

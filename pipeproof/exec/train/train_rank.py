@@ -15,7 +15,7 @@ from pipeproof.exec.rank.adapter import RankAdapter, RankProgram
 from pipeproof.exec.rank.executor_support import factors_not_executed
 from pipeproof.exec.rank.framework_protocol import Framework, World
 from pipeproof.exec.rank.op_log import Clock
-from pipeproof.exec.rank.overlapped_pair import SeamTurns
+from pipeproof.exec.rank.overlapped_pair import OverlapTurns
 from pipeproof.exec.rank.step_end import StepEnd
 from pipeproof.exec.store.agreement import Agreement
 from pipeproof.exec.store.store import finding_content, finding_of
@@ -158,7 +158,7 @@ def _require_same(derived: list[list[Any]]) -> None:
 class TrainRank(RankProgram):
     """The program of one rank for one plan; ``index`` is the rank's place in the pipeline.
 
-    ``enter`` is called with the step and number of each host operation before it runs. ``seams`` is as of
+    ``enter`` is called with the step and number of each host operation before it runs. ``overlap_points`` is as of
     ``RankAdapter``. With ``ring`` operations are written into the ring of a watched process.
     """
 
@@ -173,7 +173,7 @@ class TrainRank(RankProgram):
         clock: Clock | None = None,
         *,
         is_proved: bool,
-        seams: Callable[[SeamTurns], AbstractContextManager[object]] | None = None,
+        overlap_points: Callable[[OverlapTurns], AbstractContextManager[object]] | None = None,
         annotate: Callable[[str], AbstractContextManager[object]] | None = None,
         ring: PlanRing | None = None,
     ) -> None:
@@ -187,7 +187,7 @@ class TrainRank(RankProgram):
         adapter = RankAdapter(
             plan, plan.graph.global_rank[index], framework, world if ring is None else ring.world(world),
             enter if ring is None else enter_both, clock=clock, make_step_end=make_step_end, frees_sends=True,
-            seams=seams, annotate=annotate,
+            overlap_points=overlap_points, annotate=annotate,
         )  # fmt: skip
         super().__init__(plan.graph, index, adapter, is_proved=is_proved)
 

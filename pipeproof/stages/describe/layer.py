@@ -221,20 +221,20 @@ def counts_in_even_cut(name: str) -> bool:
     return layer_prefix(name) in ("layer", "empty")
 
 
-# Exchanges: the collectives between the parts of a computation, and the seams among them.
+# Exchanges: the collectives between the parts of a computation, and the overlap points among them.
 #
 # A computation that takes turns with another one is cut at each of its collectives. Those that it issues together are
 # one exchange: the gathers of the router's outputs and of the tokens, and the sums of their gradients. An exchange of
-# tokens over ``ep`` is a *seam*: while it is under way, the other computation has its turn. The exchange of counts is
-# none. The host reads its result before it can send tokens, so the seam behind it is *late*: it is issued after the
-# other computation has launched what it computes in its turn.
+# tokens over ``ep`` is an *overlap point*: while it is under way, the other computation has its turn. The exchange of
+# counts is none. The host reads its result before it can send tokens, so the overlap point behind it is *late*: it is
+# issued after the other computation has launched what it computes in its turn.
 
 
 class Exchange(NamedTuple):
     """Number of collectives that are issued together, whether the computation hands over there, and how late."""
 
     num_collectives: int
-    is_seam: bool
+    is_overlap_point: bool
     is_late: bool = False
 
 
@@ -245,8 +245,9 @@ def exchanges(collectives: Sequence[Collective]) -> tuple[Exchange, ...]:
         if place and _goes_with(collectives[place - 1], collective):
             result[-1] = result[-1]._replace(num_collectives=result[-1].num_collectives + 1)
         else:
-            is_seam = collective.axis == "ep" and collective.per_token
-            result.append(Exchange(1, is_seam, is_seam and place > 0 and _announces(collectives[place - 1])))
+            is_overlap_point = collective.axis == "ep" and collective.per_token
+            is_late = is_overlap_point and place > 0 and _announces(collectives[place - 1])
+            result.append(Exchange(1, is_overlap_point, is_late))
     return tuple(result)
 
 

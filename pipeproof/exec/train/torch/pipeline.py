@@ -81,7 +81,8 @@ class Pipeline:
         replay: whether steps are replayed as CUDA graphs, one for each signature from its third step on, which leaves
             the host no work. No module may read a value on the host.
         overlap: whether the forward and the backward of an overlapped pair (of DualPipe, DualPipeV, 1F1B or interleaved
-            1F1B) take turns at the seams of their modules, see ``seam``. Also by ``schedule.overlap`` of the plan.
+            1F1B) take turns at the overlap points of their modules, see ``overlap_point``. Also by ``schedule.overlap``
+            of the plan.
         timeout_s: time without progress after which a report is printed and all ranks end.
         unsafe: train by a plan that is not proved.
 

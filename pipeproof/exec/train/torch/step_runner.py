@@ -29,10 +29,10 @@ from pipeproof.exec.train.torch.boundary_inference import unchanged_state
 from pipeproof.exec.train.torch.channel_groups import StageWorld
 from pipeproof.exec.train.torch.data_parallel import ReplicatedStepEnd
 from pipeproof.exec.train.torch.module_stage import StepData, TorchModules
+from pipeproof.exec.train.torch.overlap_points import at_overlap_points
 from pipeproof.exec.train.torch.rank_gradients import RankGradients
 from pipeproof.exec.train.torch.replayed_step import Replays
 from pipeproof.exec.train.torch.roll_call import RollCall
-from pipeproof.exec.train.torch.seams import at_seams
 from pipeproof.exec.train.torch.signatures import Signature, Signatures, digests_of, require_same_digests
 from pipeproof.exec.train.torch.split_backward import gradients_aside
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
@@ -110,8 +110,9 @@ class StepRunner:
         framework, world = cast("Framework", self.framework), cast("World", own)  # without optimizers
         return TrainRank(
             lowered, self.ranks.rank, framework, world, self._enter, step_end, clock,
-            is_proved=not self.plan.findings, seams=at_seams if self._takes_turns and channels is None else None,
-            annotate=op_range, ring=None if channels is not None else self._ring_of(lowered),
+            is_proved=not self.plan.findings,
+            overlap_points=at_overlap_points if self._takes_turns and channels is None else None, annotate=op_range,
+            ring=None if channels is not None else self._ring_of(lowered),
         )  # fmt: skip
 
     @contextmanager

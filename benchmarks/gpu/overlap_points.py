@@ -1,7 +1,7 @@
-"""A script's own experts that declare their seams: ``Pipeline(overlap=True)`` alternately with the same without.
+"""A script's own experts that declare overlap points: ``Pipeline(overlap=True)`` alternately with the same without.
 
-    torchrun --nproc-per-node 2 benchmarks/gpu/seams.py "2048,4096,4,8" 64,8,1024 1f1b,dualpipe_v
-    torchrun --nproc-per-node 4 benchmarks/gpu/seams.py "2048,4096,4,8" 64,8,1024 dualpipe_v --pp 2
+    torchrun --nproc-per-node 2 benchmarks/gpu/overlap_points.py "2048,4096,4,8" 64,8,1024 1f1b,dualpipe_v
+    torchrun --nproc-per-node 4 benchmarks/gpu/overlap_points.py "2048,4096,4,8" 64,8,1024 dualpipe_v --pp 2
 
 The first argument is the size (hidden, sequence, blocks of a pipeline rank, micro-batches), the second the experts of a
 block (how many, how many for a token, inner size), the third schedules. ``--pp N`` is the number of pipeline ranks, by
@@ -43,7 +43,7 @@ from rival import stage_numbers
 from sizes import Size
 from torch import Tensor, nn
 
-from pipeproof.torch import Pipeline, seam
+from pipeproof.torch import Pipeline, overlap_point
 
 NUM_PAIRS = 10
 NUM_TIMED = 3
@@ -134,7 +134,7 @@ def _exchanged(rows: Tensor, group: Any) -> Tensor:
     result = torch.empty_like(rows)
     begun = EXCHANGES.mark() if EXCHANGES.is_on else None
     work = dist.all_to_all_single(result, rows, group=group, async_op=True)
-    seam(EXCHANGES.timed(work, begun))
+    overlap_point(EXCHANGES.timed(work, begun))
     return result
 
 

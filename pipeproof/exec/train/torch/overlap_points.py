@@ -1,4 +1,4 @@
-"""Seams of a script's modules: places at which the two computations of an overlapped pair pass the turn.
+"""Overlap points of a script's modules: places at which the two computations of an overlapped pair pass the turn.
 
 On a GPU both computations launch on one stream, that of the step, and the collectives of the script run on those of
 their groups. The forward runs in the rank's thread. Autograd runs the backward in its own thread for the GPU, which
@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from pipeproof.exec.rank.overlapped_pair import SeamTurns
+from pipeproof.exec.rank.overlapped_pair import OverlapTurns
 
 
 class Work(Protocol):
@@ -29,8 +29,8 @@ class Work(Protocol):
         ...
 
 
-def seam(work: Work) -> None:
-    """Let the other micro-batch of an overlapped pair run up to its next seam, then wait for a collective.
+def overlap_point(work: Work) -> None:
+    """Let the other micro-batch of an overlapped pair run up to its next overlap point, then wait for a collective.
 
     Outside of a pair it only waits. Modules call it in their forward, and in the backward of their autograd functions.
     """
@@ -40,8 +40,8 @@ def seam(work: Work) -> None:
 
 
 @contextmanager
-def at_seams(turns: SeamTurns) -> Iterator[None]:
-    """Within the context ``seam`` passes the turn by ``turns``."""
+def at_overlap_points(turns: OverlapTurns) -> Iterator[None]:
+    """Within the context ``overlap_point`` passes the turn by ``turns``."""
     pair = _Pair(turns)
     _running.append(pair)
     try:
@@ -54,7 +54,7 @@ def at_seams(turns: SeamTurns) -> Iterator[None]:
 class _Pair:
     """A pair that runs, and the state of the generators that its forward has while the backward runs."""
 
-    def __init__(self, turns: SeamTurns) -> None:
+    def __init__(self, turns: OverlapTurns) -> None:
         self._turns, self._of_forward = turns, _Generators()
 
     def pass_turn(self) -> None:

@@ -1,4 +1,4 @@
-"""Two processes with experts of a script's own, exchanged between them: pairs that take turns at seams."""
+"""Two processes with experts of a script's own, exchanged between them: pairs that take turns at overlap points."""
 
 import copy
 import threading
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeproof.torch import Pipeline, PipelineError, seam
+from pipeproof.torch import Pipeline, PipelineError, overlap_point
 
 HIDDEN, ROWS, MICRO_BATCHES = 8, 4, 6
 calls = []
@@ -32,7 +32,7 @@ def exchanged(rows, side):
     result = torch.empty_like(rows)
     work = dist.all_to_all_single(result, rows.contiguous(), async_op=True)
     calls.append(f"{side} begins")
-    seam(work)
+    overlap_point(work)
     calls.append(f"{side} ends")
     return result
 
