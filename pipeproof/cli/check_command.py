@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, get_args
 import click
 
 from pipeproof.cli.console import console_for, format_option, refusing_bad_plans
-from pipeproof.cli.file_kinds import PROGRAM, kind_of
-from pipeproof.cli.import_command import import_from
+from pipeproof.cli.file_kinds import LOGS, PROGRAM, kind_of
 from pipeproof.cli.option_types import PLACE
-from pipeproof.cli.plan_options import PlanSource, plan_options
+from pipeproof.cli.plan_options import PlanSource, import_from, plan_options
 from pipeproof.cli.progress import showing_progress
 from pipeproof.comm.backend_rows import Queue
 
@@ -107,9 +106,9 @@ class _Kind(StrEnum):
 
 def _kind(file: Path) -> _Kind:
     """A text that is not recognised counts as a program where its name ends so, else as a plan."""
-    if file.is_dir():
-        return _Kind.LOG
     kind = kind_of(file)
+    if kind is LOGS:
+        return _Kind.LOG
     if kind is PROGRAM or (kind is None and file.suffix == ".txt"):
         return _Kind.PROGRAM
     return _Kind.PLAN if kind is None or kind.importer is None else _Kind.IMPORTED

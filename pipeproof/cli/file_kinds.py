@@ -98,13 +98,14 @@ def _result(command: str) -> FileKind:
 
 
 PLAN = FileKind("a plan", ("check FILE", "simulate FILE"), lambda g: "pipeproof" in g.keys)
+LOGS = FileKind("a directory of logs of a recorded program", ("check FILE",),
+                lambda g: any(re.fullmatch(r"rank_?\d+\.jsonl", name) for name in g.names))  # fmt: skip
 PROGRAM = FileKind("a program in our text form", ("check FILE", "schedule convert FILE --as csv"),
                    lambda g: _is_schedule(g, "text"))  # fmt: skip
 
 KINDS: tuple[FileKind, ...] = (
     FileKind("a record of a training", ("state align FILE OTHER",), lambda g: "record.jsonl" in g.names),
-    FileKind("a directory of logs of a recorded program", ("check FILE",),
-             lambda g: any(re.fullmatch(r"rank_?\d+\.jsonl", name) for name in g.names)),
+    LOGS,
     FileKind("a directory of Flight Recorder dumps", ("job hang FILE",),
              lambda g: any(map(_DUMP_NAME.fullmatch, g.names))),
     FileKind("a directory of rings", ("job hang FILE",), lambda g: g.has(".ring")),

@@ -1,83 +1,21 @@
-"""``pipeproof import``, and its parts that ``check --from`` shares: files of other tools, and their options."""
+"""``pipeproof import``: plans from files of other tools."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING
 
 import click
 
 from pipeproof.cli.console import console_for, refusing_bad_plans, require_separate_outputs, writable
 from pipeproof.cli.help_sections import LazyCommands, SuggestingGroup
-from pipeproof.cli.option_types import set_option
+from pipeproof.cli.plan_options import DeviceParam, import_from, import_options
 from pipeproof.interop.importers.import_kinds import KINDS
 
 if TYPE_CHECKING:
     from pipeproof.diagnostics.problems import KeyPath
-    from pipeproof.interop.importers.imported import Flags, Imported
+    from pipeproof.interop.importers.imported import Flags
     from pipeproof.specs.cost import DeviceName
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
-
-
-class KindName(click.Choice):  # type: ignore[type-arg]  # generic in some of click's releases
-    """A name of ``pipeproof.interop.importers.import_kinds.KINDS``."""
-
-    def __init__(self) -> None:
-        super().__init__(tuple(KINDS))
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        """Return the name in help texts."""
-        return "KIND"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the name of an existing kind."""
-        from pipeproof.diagnostics.problems import nearest_name
-
-        if value in KINDS:
-            return str(value)
-        near = nearest_name(str(value), KINDS)
-        fix = f"; did you mean {near!r}?" if near else ""
-        raise click.BadParameter(f"{value!r} is none of {', '.join(KINDS)}{fix}", ctx, param)
-
-
-class DeviceParam(click.ParamType):  # type: ignore[type-arg]  # generic in some of click's releases
-    """A name of ``pipeproof.specs.cost.DeviceName``, which is imported on use."""
-
-    name = "device"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the name of a device with a data sheet."""
-        from pipeproof.specs.cost import DeviceName
-
-        known = get_args(DeviceName)
-        if value not in known:
-            raise click.BadParameter(f"{value!r} is none of {', '.join(known)}", ctx, param)
-        return str(value)
-
-
-def import_options(command: _Command) -> _Command:
-    """Give a command the options for values that the files lack."""
-    model_help = "A model's config.json with its sizes, for imported files."
-    for option in (
-        click.option("--world-size", type=click.IntRange(min=1), help="Number of processes, for imported files."),
-        click.option("--model-config", type=click.Path(path_type=Path), help=model_help),
-        set_option,
-    ):
-        command = option(command)
-    return command
-
-
-def import_from(kind: str, files: Sequence[Path], flags: Flags) -> Imported:
-    """Import the files.
-
-    Raises:
-        PlanFileError: they cannot be a plan.
-    """
-    from pipeproof.interop.importers.import_kinds import import_files
-
-    return import_files(kind, files, flags)
 
 
 @click.group("import", cls=SuggestingGroup)

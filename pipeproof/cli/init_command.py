@@ -10,8 +10,8 @@ import click
 
 from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import console_for, echo, refusing_bad_plans, writable
-from pipeproof.cli.import_command import DeviceParam
 from pipeproof.cli.option_types import set_option
+from pipeproof.cli.plan_options import DeviceParam
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:

@@ -4,21 +4,89 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
 from pipeproof.cli.console import echo, require_separate_outputs
-from pipeproof.cli.import_command import DeviceParam, KindName, import_from, import_options
+from pipeproof.cli.option_types import set_option
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.interop.importers.imported import Flags, Imported
     from pipeproof.specs.cost import DeviceName
     from pipeproof.specs.load_plan import LoadedPlan
+
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class KindName(click.ParamType):  # type: ignore[type-arg]  # generic in some of click's releases
+    """A name of ``pipeproof.interop.importers.import_kinds.KINDS``, which is imported on use."""
+
+    name = "kind"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return the names that begin so."""
+        from click.shell_completion import CompletionItem
+
+        from pipeproof.interop.importers.import_kinds import KINDS
+
+        return [CompletionItem(kind) for kind in KINDS if kind.startswith(incomplete)]
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the name of an existing kind."""
+        from pipeproof.diagnostics.problems import nearest_name
+        from pipeproof.interop.importers.import_kinds import KINDS
+
+        if value in KINDS:
+            return str(value)
+        near = nearest_name(str(value), KINDS)
+        fix = f"; did you mean {near!r}?" if near else ""
+        raise click.BadParameter(f"{value!r} is none of {', '.join(KINDS)}{fix}", ctx, param)
+
+
+class DeviceParam(click.ParamType):  # type: ignore[type-arg]  # generic in some of click's releases
+    """A name of ``pipeproof.specs.cost.DeviceName``, which is imported on use."""
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the name of a device with a data sheet."""
+        from pipeproof.specs.cost import DeviceName
+
+        known = get_args(DeviceName)
+        if value not in known:
+            raise click.BadParameter(f"{value!r} is none of {', '.join(known)}", ctx, param)
+        return str(value)
+
+
+def import_options(command: _Command) -> _Command:
+    """Give a command the options for values that the files lack."""
+    model_help = "A model's config.json with its sizes, for imported files."
+    for option in (
+        click.option("--world-size", type=click.IntRange(min=1), help="Number of processes, for imported files."),
+        click.option("--model-config", type=click.Path(path_type=Path), help=model_help),
+        set_option,
+    ):
+        command = option(command)
+    return command
+
+
+def import_from(kind: str, files: Sequence[Path], flags: Flags) -> Imported:
+    """Import the files.
+
+    Raises:
+        PlanFileError: they cannot be a plan.
+    """
+    from pipeproof.interop.importers.import_kinds import import_files
+
+    return import_files(kind, files, flags)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 
 from pipeproof.cli.console import console_for, echo, format_option, refusing_bad_plans, writable
-from pipeproof.cli.import_command import DeviceParam
-from pipeproof.cli.plan_options import PlanSource, plan_options
+from pipeproof.cli.plan_options import DeviceParam, PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
 from pipeproof.exit_status import ExitStatus
 

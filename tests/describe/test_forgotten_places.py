@@ -153,8 +153,11 @@ ALSO = {
     "positions": r"'positions'|'(embed\.)?positions\.weight'|\blearned\b",
 }
 """Other lines of a part: names of its weights, values and settings, and the function that only it needs."""
-PLANS = "interop/public_models.py"
-"""Modules with plans of published trainings: they give keys values, as plan files do."""
+NOT_COUNTED = (
+    "interop/tune_models.py",  # plans of published trainings: they give keys values, as plan files do
+    "interop/importers/megatron/model_flags.py",  # these two set parts from a tool's own keys: one that they lack is a
+    "interop/importers/gpt_neox.py",  # name that is not understood (PP177), and `check_importers` tries Megatron-LM's
+)
 GENERAL = {"biases": {"stages/common/stage.py"}}
 """Places without such a line: they use all weights that the description gives an operation."""
 
@@ -173,7 +176,7 @@ def is_written_in(text, lines):
 def test_a_part_is_written_in_the_listed_places_and_in_no_others():
     root = Path(pipeproof.__file__).parent
     texts = {file.relative_to(root).as_posix(): file.read_text(encoding="utf-8") for file in root.rglob("*.py")}
-    texts = {file: text for file, text in texts.items() if not file.startswith(PLANS)}
+    texts = {file: text for file, text in texts.items() if file not in NOT_COUNTED}
     for part, places in PLACES.items():
         lines = re.compile(f"{KEY.format(part)}|{ALSO[part]}")
         found = {file for file, text in texts.items() if is_written_in(text, lines)}

@@ -157,7 +157,7 @@ def test_an_action_that_cannot_check_fails_and_uploads_nothing(project, given):
     done, outputs = with_inputs(project, **given)
     assert done.returncode == 2
     assert outputs == {"status": "2"}
-    assert "Usage" in done.stderr
+    assert "`pipeproof check --help` lists what it takes" in done.stderr
 
 
 def test_what_the_action_is_made_of():

@@ -12,7 +12,7 @@ UNREADABLE_LOG = RuleDoc(
         "files are of one rank, the files are of different jobs, or the format has another version. A truncated last "
         "line is no error: the rank was killed while it wrote."
     ),
-    wrong="pipeproof check out/   # no rank_N.jsonl there",
+    wrong="pipeproof check logs/   # rank_0.jsonl, rank_00.jsonl: two logs of one rank",
     right="pipeproof check logs/   # rank_0.jsonl, rank_1.jsonl, ..",
     kind=ExampleKind.OUTCOME,
 )

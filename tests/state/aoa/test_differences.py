@@ -12,7 +12,7 @@ from pipeproof.state.state_codes import AoaError
 from tests.state.aoa.arrays import apply_map, apply_map_with_paddle, engine, meta, numbers, program
 
 pytestmark = pytest.mark.needs_paddle
-PAGE = Path(__file__).parents[3] / "docs" / "aoa.md"
+PAGE = Path(__file__).parents[3] / "validation" / "results" / "aoa-differences.md"
 
 LAYERS = {"layers.0.w": meta(4, 4), "layers.1.w": meta(4, 4)}
 EXPERTS = {f"layers.0.experts.{number}.w": meta(2, 4) for number in range(12)}

@@ -73,7 +73,7 @@ def test_what_has_our_names_has_not_those_of_others(there, source):
     said = refused(source, "plan.yaml", "-o", "made", "--names", "huggingface", status=2)
     assert "have pipeproof's own names, and not those of `huggingface`" in said
     of_plans = refused("plan.yaml", "plan.yaml", "--check", "--names", "huggingface", status=2)
-    assert of_plans.endswith("leave --names out")
+    assert "leave --names out" in of_plans
 
 
 def test_a_state_in_place_of_the_plan(there):
