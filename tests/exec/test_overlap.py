@@ -92,7 +92,10 @@ def captured(adapter, arrays, rank):
 
 
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("changes", [PLANS[name] for name in GRAPHS], ids=GRAPHS)
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param(PLANS[name], marks=() if name == "all-gather" else pytest.mark.slow, id=name) for name in GRAPHS],
+)
 def test_graphs_hand_over_in_their_calls_and_have_the_bits_of_whole_ones(changes, compiler, monkeypatch):
     from pipeproof.stages.torch import graph_capture
     from tests.exec.in_memory import require_logged, run_all

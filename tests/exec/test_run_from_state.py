@@ -51,6 +51,7 @@ def test_so_does_a_run_on_torch(tmp_path):
     assert [report["judged_by"] for report in reports] == ["bits", "bound"]
 
 
+@pytest.mark.slow
 @pytest.mark.needs_torch
 def test_a_run_resumes_with_other_micro_batches_with_a_note_and_saves_the_position_of_its_data(tmp_path):
     run = {"run": {"backend": "torch", "steps": 2, "optimizer": "adamw"}}
