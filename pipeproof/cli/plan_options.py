@@ -29,7 +29,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 class KindName(click.ParamType):  # type: ignore[type-arg]  # generic in some of click's releases
     """A name of ``pipeproof.interop.importers.import_kinds.KINDS``, which is imported on use."""
 
-    name = "kind"
+    name = "choice"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Return the names that begin so."""
@@ -228,7 +228,7 @@ def plan_options(*, device: bool = False) -> Callable[[Callable[..., Any]], Call
             )(wrapped)  # fmt: skip
         wrapped = import_options(wrapped)
         return click.option(
-            "--from", "kind", type=KindName(),
+            "--from", "kind", metavar="KIND", type=KindName(),
             help="Kind of another tool's file, where its content does not show it; `docs/importing.md` has the kinds.",
         )(wrapped)  # fmt: skip
 

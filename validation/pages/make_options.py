@@ -50,7 +50,7 @@ def kind(option: click.Option) -> str:
     """Kind of an option's value: that of its type, and for text its name in the help."""
     if option.is_flag:
         return "flag"
-    if isinstance(option.type, click.Choice):
+    if option.type.name == "choice":
         return "choice"
     if isinstance(option.type, click.Path):
         return "path"

@@ -49,7 +49,7 @@ def _refusal_cells(plan: Mapping[str, Any]) -> tuple[str, str, str]:
     refused = refusal(plan)
     assert refused is not None, "the table contains plans that are refused"
     command, finding = refused
-    return f"`{command}`", f"[{finding.code}](codes.md#{finding.code.lower()})", finding.message
+    return f"`{command}`", f"[{finding.code}](../../docs/codes.md#{finding.code.lower()})", finding.message
 
 
 if __name__ == "__main__":
