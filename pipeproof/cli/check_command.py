@@ -22,6 +22,7 @@ from pipeproof.comm.backend_rows import Queue
 
 if TYPE_CHECKING:
     from pipeproof.cli.check_report import CheckTask, Form
+    from pipeproof.cli.file_kinds import FileKind
     from pipeproof.cli.progress import OnProgress
     from pipeproof.interop.importers.imported import Flags
     from pipeproof.verify.check_plan import Report
@@ -66,7 +67,8 @@ def check(
     """
     from pipeproof.cli.check_report import run_checks, selection_of, show_all
 
-    kinds = [_Kind.IMPORTED] if source.kind is not None else [_kind(file) for file in files]
+    recognised = [] if source.kind is not None else list(map(kind_of, files))
+    kinds = [_Kind.IMPORTED] if source.kind is not None else list(map(_kind, files, recognised))
     for option, value, takers in (
         ("--plan", plan, {_Kind.LOG}),
         ("--transport", backend, {_Kind.PROGRAM}),
@@ -75,16 +77,18 @@ def check(
     ):
         if value is not None and takers.isdisjoint(kinds):
             raise click.UsageError(f"{option} is for {' and '.join(sorted(takers))}, and {files[0]} is {kinds[0]}")
+    if {_Kind.PLAN, _Kind.IMPORTED}.isdisjoint(kinds):
+        source.refuse_import_options()
     selection = selection_of(select, ignore, _codes(set(kinds)))
 
-    def task(file: Path, kind: _Kind) -> CheckTask:
+    def task(file: Path, kind: _Kind, found: FileKind | None) -> CheckTask:
         if kind is _Kind.PROGRAM:
             return (file,), partial(_check_program, file, backend, queue, selection)
         if kind is _Kind.LOG:
             return (file,), partial(_check_log, file, plan, queue, selection)
-        return (file,), partial(_check_file, file, source, selection)
+        return (file,), partial(_check_file, file, found, source, selection)
 
-    tasks = list(map(task, files, kinds))
+    tasks = list(map(task, files, kinds, recognised))
     if source.kind is not None:
         tasks = [(files, partial(_check_imported, source.kind, files, source.flags, selection))]
     with (
@@ -104,9 +108,8 @@ class _Kind(StrEnum):
     PROGRAM = "a program text"
 
 
-def _kind(file: Path) -> _Kind:
+def _kind(file: Path, kind: FileKind | None) -> _Kind:
     """A text that is not recognised counts as a program where its name ends so, else as a plan."""
-    kind = kind_of(file)
     if kind is LOGS:
         return _Kind.LOG
     if kind is PROGRAM or (kind is None and file.suffix == ".txt"):
@@ -142,11 +145,13 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _check_file(file: Path, source: PlanSource, selection: Selection, on_progress: OnProgress) -> Report:
+def _check_file(
+    file: Path, kind: FileKind | None, source: PlanSource, selection: Selection, on_progress: OnProgress
+) -> Report:  # fmt: skip
     from pipeproof.specs.load_plan import load_plan
     from pipeproof.verify.check_plan import check as check_plan
 
-    source = source.for_file(file)
+    source = source.for_kind(file, kind)
     if source.kind is not None:
         return _check_imported(source.kind, (file,), source.flags, selection, on_progress)
     return check_plan(load_plan(file, source.settings), selection, on_progress)

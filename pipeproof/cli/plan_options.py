@@ -17,6 +17,7 @@ from pipeproof.cli.option_types import set_option
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+    from pipeproof.cli.file_kinds import FileKind
     from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.interop.importers.imported import Flags, Imported
     from pipeproof.specs.cost import DeviceName
@@ -131,18 +132,17 @@ class PlanSource:
             yield from ("--set", f"{dotted(path)}={json.dumps(value)}")
 
     def for_file(self, file: Path) -> PlanSource:
-        """Return the source for a file: without ``--from``, recognised by its content.
+        """Return the source for a file: without ``--from``, recognised by its content, as ``for_kind`` has it."""
+        from pipeproof.cli.file_kinds import kind_of
 
-        A note on standard error names the tool.
+        return self if self.kind is not None else self.for_kind(file, kind_of(file))
+
+    def for_kind(self, file: Path, kind: FileKind | None) -> PlanSource:
+        """Return the source for a file of a recognised kind; a note on standard error names the other tool.
 
         Raises:
             click.UsageError: an option of importers is given for a plan, which has these values.
         """
-        if self.kind is not None:
-            return self
-        from pipeproof.cli.file_kinds import kind_of
-
-        kind = kind_of(file)
         if kind is not None and kind.importer is not None:
             echo(f"note: {file} is read as {kind.noun} (`--from {kind.importer}`)", err=True)
             return replace(self, kind=kind.importer)

@@ -205,7 +205,7 @@ class Change:
 
 
 def change_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Change:
-    """From one plan to another, both as they are written; ``after`` has no section that is no mapping and new."""
+    """The change from one plan to another, both as written; each new section of ``after`` is a mapping."""
     set_: dict[str, dict[str, Any]] = {}
     remove = [section for section in before if section not in after]
     for section, values in after.items():

@@ -374,6 +374,7 @@ def test_the_example_of_the_page():
     ("arguments", "words"),
     [
         ([".", "plan.yaml", "--queue", "pair", "--transport", "torch-nccl"], "--transport is for a program text"),
+        (["examples/schedules/two_by_two.txt", "--world-size", "8"], "--world-size goes with a file of another tool"),
         ([".", "--queue", "rainbow"], "'rainbow' is not one of"),
         ([".", "--select", "PP9999"], "is no code"),
     ],

@@ -93,7 +93,7 @@ function sized(values) {
 }
 
 function kindOf(values) {
-  if (values.kind !== "custom" && !values.program) return DATA.kinds.find(({name}) => name === values.kind);
+  if (!values.program) return DATA.kinds.find(({name}) => name === values.kind);
   const v = +sized(values).v;
   return {name: "custom", title: "The schedule that was pasted", source: "your own", minChunks: v, maxChunks: v, variants: []};
 }
