@@ -14,6 +14,9 @@ from pipeproof.analysis.tune.layouts import Bound, Layout, SearchSpace
 from pipeproof.cost.devices import DEVICES, expected_error
 from pipeproof.specs.plan import PlanSpec
 
+_MOST_DISTANCE = 16
+"""Devices more or fewer than asked for, up to which another number is looked for: the search ends for any number."""
+
 
 class DeviceLayouts:
     """The layouts of the model of a plan on ``num_gpus`` devices, with ``global_batch`` sequences in a step.
@@ -78,7 +81,7 @@ class DeviceLayouts:
             rest = {key: values for key, values in space.fix.items() if key != name}
             if any(replace(space, fix=rest, removed=Counter()).layouts()):
                 return f"There are some without `--fix {name}`."
-        for distance in range(1, space.num_gpus):
+        for distance in range(1, min(space.num_gpus, _MOST_DISTANCE + 1)):
             for number in (space.num_gpus + distance, space.num_gpus - distance):
                 if any(replace(space, num_gpus=number, removed=Counter()).layouts()):
                     return f"The nearest number with one is {number}: give --gpus {number}."
