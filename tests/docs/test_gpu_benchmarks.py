@@ -13,6 +13,10 @@ pytestmark = pytest.mark.needs_torch
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = {
     "moe": (["128,32,1,2", "8,2,32", "1f1b"], ["ep 2", "pp 2 1f1b"]),
+    "host": (
+        [os.devnull, "--device", "cpu", "--size", "128,8,1,2", "--rounds", "1"],
+        ['{"way": "1f1b, rival, eager", "ms":', '{"way": "1f1b, ours, whole", "ms":'],
+    ),
     "tensor": (["256,32,1,2", "2", "1f1b"], ["tp 2 pp 1 1f1b"]),
 }
 
