@@ -249,13 +249,13 @@ class _Output:
         """Write the last verdict everywhere, run the command of a hang, and exit with the status."""
         from pipeproof.exec.monitor.follow import metrics_text
         from pipeproof.exec.monitor.hang_page import hang_html
-        from pipeproof.exec.monitor.verdict import Status
+        from pipeproof.exec.monitor.verdict import FAILURES
 
         if result is None:
             console_for(stderr=True, color=self.color).print("no hang in that time")
             sys.exit(ExitStatus.OK)
         verdict, job = result
-        if verdict.status is Status.HANG:
+        if verdict.status in FAILURES:
             verdict = replace(verdict, stacks=self._stacks(verdict, job))
         if self.metrics is not None:
             write_output(self.metrics, metrics_text(verdict, job, verdict.lateness))
@@ -265,7 +265,7 @@ class _Output:
             click.echo(json.dumps(verdict.to_json(), indent=2))
         else:
             self._print(verdict)
-        is_hang = verdict.status is Status.HANG
+        is_hang = verdict.status in FAILURES
         if self.on_hang is not None and is_hang:
             causes = ",".join(map(str, verdict.causes))
             subprocess.run(  # noqa: S602 - the command is the user's own, and is meant for the shell

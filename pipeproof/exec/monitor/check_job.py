@@ -21,24 +21,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pipeproof.diagnostics.finding import Finding
-from pipeproof.diagnostics.wait_graph import absence_finding, cycle_finding, minority
+from pipeproof.diagnostics.wait_graph import WaitGraph, absence_finding, cycle_finding, minority, ranks_text
 from pipeproof.exec.monitor.job import JobNow, ProcessState, RankNow
 from pipeproof.exec.monitor.lateness import job_lateness, straggler_findings
 from pipeproof.exec.monitor.monitor_codes import RANK_FAILED, RANK_STOPPED, SLOW_RANK
-from pipeproof.exec.monitor.ring import OpState, RingOp
+from pipeproof.exec.monitor.ring import OpState, RingOp, group_text
+from pipeproof.exec.monitor.sequence_digest import Divergence, divergences, group_key
 from pipeproof.exec.monitor.verdict import MOST_WAITS, PATIENCE_S, SLOW_S, BlockedRank, Kind, Status, Verdict
 from pipeproof.exec.monitor.waits import Analysis, analyse, at_text, location_of, ring_entry, waits_of
 from pipeproof.interop.hang.collective_matches import Disagreement, disagreements
 from pipeproof.interop.hang.flight_recorder import Entry, State
-from pipeproof.interop.hang.hang_codes import HANG_CYCLE, NEVER_ISSUED, NOT_FINISHED
+from pipeproof.interop.hang.hang_codes import DISAGREEMENT, HANG_CYCLE, NEVER_ISSUED, NOT_FINISHED
 
 if TYPE_CHECKING:
     from pipeproof.exec.monitor.plan_ops import PlanOps
 
 
 # --- Failures that are found without following waits: an error, a process that does not run, a mismatch ---
-# Two of them need no patience, because no speed ends the job well: the program of
-# a rank noted the error that ended it, and a process is gone that noted no end.
+# Three of them need no patience, because no speed ends the job well: the program of
+# a rank noted the error that ended it, a process is gone that noted no end, and
+# members of a group issued different collectives.
 # The short grace is for their order: the first of several errors is the cause.
 
 
@@ -57,7 +59,10 @@ class Failure:
 
 
 def certain_failure(analysis: Analysis, patience_s: float, is_waiting: bool) -> Failure | None:
-    """Return a failure that is found without following waits: a mismatch, an error, a process that does not run."""
+    """Return a failure that is found without following waits: a mismatch, an error, a process that does not run.
+
+    Collectives that differ need nobody to wait: NCCL may let them pass, and the numbers are wrong.
+    """
     job = analysis.job
     raised = [rank for rank in job.ranks if rank.state is ProcessState.RAISED]
     in_call = [rank for rank in raised if rank.last is not None and _failed_last(rank)]
@@ -67,11 +72,12 @@ def certain_failure(analysis: Analysis, patience_s: float, is_waiting: bool) -> 
         header = own[0].ring.header
         message = f"rank {header.rank} raised {header.error}"
         return Failure(Kind.RAISED, (header.rank,), [_rank_failed(own[0], message)])
-    has_failed = bool(in_call or gone)
-    mismatch = _unfinished_mismatch(analysis, 0 if has_failed else patience_s) if has_failed or is_waiting else None
+    has_failed = bool(in_call or gone) or job.is_over
+    mismatch = _mismatch(analysis, 0 if has_failed else patience_s)
     if mismatch is not None:
         ranks, finding = mismatch
-        return Failure(Kind.MISMATCH, ranks, [finding], reasons_for(analysis, ranks))
+        status = Status.HANG if has_failed or is_waiting else Status.ERROR
+        return Failure(Kind.MISMATCH, ranks, [finding], reasons_for(analysis, ranks), status)
     if gone:
         message = f"the process of rank {gone[0].rank} (PID {gone[0].ring.header.pid}) is gone and noted no end"
         ranks = tuple(rank.rank for rank in gone)
@@ -85,9 +91,49 @@ def certain_failure(analysis: Analysis, patience_s: float, is_waiting: bool) -> 
         ranks = tuple(rank.rank for rank in halted)
         return Failure(Kind.STOPPED, ranks, [stopped(rank, job, "is stopped (state T)") for rank in halted])
     if in_call and all(_is_old(rank, job) for rank in in_call):
+        ended = _ended_before(analysis, in_call)
+        if ended is not None:
+            return ended
         first = min(in_call, key=lambda rank: rank.ring.header.end_ns)
         message = f"rank {first.rank} raised {first.ring.header.error} in {last_text(first)}, before any other rank"
         return Failure(Kind.RAISED, (first.rank,), [_rank_failed(first, message)])
+    return None
+
+
+def _killed_together(analysis: Analysis) -> Failure:
+    """Return the failure of a job whose processes are all gone, as after the death of one a launcher ends the others.
+
+    The first is a rank that others lacked in operations that they had issued, if it lacked none itself: which of these
+    blocked them is not known, because a device's last ends are not noted.
+    """
+    graph: WaitGraph[int] = WaitGraph(analysis.job.by_rank)
+    for (rank, index), others in analysis.matches.missing.items():
+        entry = analysis.entries[rank, index]
+        for other in others if entry.state is not State.COMPLETED else ():
+            graph.add(rank, other, analysis.wait(entry, other))
+    ends = (end for end in graph.ends() if len(end) == 1 and graph.waiters(end[0]))
+    ranks = tuple(sorted(rank for (rank,) in ends)) or tuple(analysis.job.by_rank)
+    message = "the processes of all ranks are gone and noted no end"
+    first = analysis.job.by_rank.get(ranks[0])
+    if len(ranks) < len(analysis.job.by_rank) and first is not None:
+        waiters = ranks_text(tuple(graph.waiters(ranks[0])))
+        message += f"; {waiters} waited for rank {ranks[0]} (PID {first.ring.header.pid}) then"
+    return Failure(Kind.KILLED, ranks, [_rank_failed(first or analysis.job.ranks[0], message)])
+
+
+def _ended_before(analysis: Analysis, in_call: Sequence[RankNow]) -> Failure | None:
+    """Return the failure of calls that failed because a rank had ended before its part; None without one."""
+    ranks = {now.rank for now in in_call}
+    for (rank, index), others in analysis.matches.missing.items():
+        left = [other for other in others if other in analysis.job.by_rank and analysis.job.by_rank[other].has_left]
+        if left and rank in ranks and analysis.ops[rank, index].state is OpState.FAILED:
+            entry = analysis.entries[rank, index]
+            last = last_text(analysis.job.by_rank[left[0]])
+            message = (
+                f"{ranks_text(left)} ended without a part in {entry.text}, which failed on rank {rank}"
+                f"{at_text(analysis.op(entry))}; the last operation of rank {left[0]} is {last}"
+            )
+            return Failure(Kind.ENDED, tuple(left), [NEVER_ISSUED.finding(message, entry.location)])
     return None
 
 
@@ -109,7 +155,7 @@ def _rank_failed(rank: RankNow, message: str) -> Finding:
     last = rank.last
     lines = [message, f"its last operation is {last_text(rank)}"]
     suggested_fix = "look at the end of its own log first; the errors of the other ranks follow from it"
-    if rank.state is ProcessState.GONE:
+    if rank.state is not ProcessState.RAISED:
         suggested_fix = "look at the kernel's log (`dmesg -T | grep -i kill`) and at the scheduler's for PID "
         suggested_fix += str(rank.ring.header.pid)
     return RANK_FAILED.finding("\n".join(lines), None if last is None else location_of(last.at), suggested_fix)
@@ -135,22 +181,32 @@ def stopped(rank: RankNow, job: JobNow, what: str) -> Finding:
     )
 
 
-def _unfinished_mismatch(analysis: Analysis, patience_s: float) -> tuple[tuple[int, ...], Finding] | None:
-    """Return the ranks that differ, and the finding, of the first mismatch that is not done on one of its ranks.
+def _mismatch(analysis: Analysis, patience_s: float) -> tuple[tuple[int, ...], Finding] | None:
+    """Return the ranks that differ, and the finding, of the first mismatch.
 
-    For ``patience_s`` nothing has happened to any part of it.
+    Messages, and totals of an all-to-all, are compared where an end is not done and for ``patience_s`` nothing has
+    happened to any part: their positions are certain only at the end of a ring. Where the first collective that differs
+    has left the rings, the digests say since when.
     """
-    unfinished: list[Disagreement] = [
+    found: list[Disagreement] = [
         disagreement
         for disagreement in disagreements(analysis.matches)
-        if any(entry.state is not State.COMPLETED for entry in disagreement.entries)
-        and all(analysis.seconds(entry) >= patience_s for entry in disagreement.entries)
+        if _is_certain(disagreement)
+        or (
+            any(entry.state is not State.COMPLETED for entry in disagreement.entries)
+            and all(analysis.seconds(entry) >= patience_s for entry in disagreement.entries)
+        )
     ]
-    if not unfinished:
+    earlier = [
+        each for each in _divergences(analysis) if not any(_has(analysis, each, disagreement) for disagreement in found)
+    ]
+    if earlier:
+        return _digests_differ(analysis, earlier[0])
+    if not found:
         return None
-    first = min(unfinished, key=lambda each: min(analysis.op(entry).issued_ns for entry in each.entries))
-    forms = {entry.rank: (entry.kind, entry.num_elements, entry.dtypes) for entry in first.entries}
-    ranks = minority(forms) or tuple(sorted(forms))
+    first = min(found, key=lambda each: min(analysis.op(entry).issued_ns for entry in each.entries))
+    forms = {entry.rank: (entry.op, entry.num_elements, entry.dtypes) for entry in first.entries}
+    ranks = minority(forms) or _unusual(analysis, first.entries) or tuple(sorted(forms))
     if len(ranks) > 1:
         ranks = most_suspect(analysis, ranks)
     finding = first.finding
@@ -158,6 +214,48 @@ def _unfinished_mismatch(analysis: Analysis, patience_s: float) -> tuple[tuple[i
              for entry in first.entries[:MOST_WAITS]]  # fmt: skip
     message = "\n".join((finding.message, *lines))
     return ranks, Finding(finding.code, finding.severity, message, finding.location, finding.help, finding.witness)
+
+
+def _is_certain(disagreement: Disagreement) -> bool:
+    return all(entry.channel is None for entry in disagreement.entries) and any(
+        entry.op != "all_to_all" for entry in disagreement.entries
+    )
+
+
+def _unusual(analysis: Analysis, entries: Sequence[Entry]) -> tuple[int, ...]:
+    """Return the ranks whose own ring has their operation, at its line, less than half as often as another rank's."""
+    counts = {}
+    for entry in entries:
+        op, ops = analysis.op(entry), analysis.job.by_rank[entry.rank].ring.ops
+        counts[entry.rank] = sum(_signature(each) == _signature(op) for each in ops)
+    return tuple(sorted(rank for rank, count in counts.items() if 2 * count < max(counts.values())))
+
+
+def _divergences(analysis: Analysis) -> list[Divergence]:
+    return list(divergences((rank.rank, rank.ring.header.digests) for rank in analysis.job.ranks))
+
+
+def _has(analysis: Analysis, divergence: Divergence, disagreement: Disagreement) -> bool:
+    """True if a disagreement is the first collective that differs, as far as the digests say."""
+    op = analysis.op(disagreement.entries[0])
+    is_group = not op.is_message and divergence.key == group_key(group_text(op.group))
+    return is_group and divergence.agreed <= op.number < divergence.different
+
+
+def _digests_differ(analysis: Analysis, divergence: Divergence) -> tuple[tuple[int, ...], Finding]:
+    forms: dict[int, list[int]] = {}
+    for rank, value in sorted(divergence.digests.items()):
+        forms.setdefault(value, []).append(rank)
+    last = divergence.different - 1
+    since = f"#{last}" if divergence.agreed == last else f"one of #{divergence.agreed} to #{last}"
+    sides = " and ".join(ranks_text(ranks) for ranks in forms.values())
+    titles = {group_key(group_text(analysis.op(entry).group)): entry.group.title for entry in analysis.entries.values()}
+    message = (
+        f"the collectives of {titles.get(divergence.key, 'a group')} differ since {since} in operation, size or type, "
+        f"by the digests of {sides}; the rings no longer have the first one that differs"
+    )
+    ranks = minority(divergence.digests) or tuple(sorted(divergence.digests))
+    return ranks, DISAGREEMENT.finding(message)
 
 
 def check_job(
@@ -180,7 +278,12 @@ def check_job(
     failure = certain_failure(analysis, patience_s, oldest >= patience_s)
     if failure is None and oldest >= patience_s:
         failure = follow_waits(analysis, waits, patience_s, slow_s, busy, starting)
-    states = {rank.rank: rank.state for rank in job.ranks}
+    if failure is None and job.is_over:
+        failure = _killed_together(analysis)
+    states = {
+        rank.rank: ProcessState.GONE if job.is_over and rank.state is ProcessState.RUNNING else rank.state
+        for rank in job.ranks
+    }
     late = job_lateness(job)
     if failure is None:
         ended = all(rank.state is ProcessState.ENDED for rank in job.ranks) and not job.missing
@@ -279,9 +382,9 @@ def _unfinished(analysis: Analysis, now: RankNow, patience_s: float, slow_s: flo
         return Failure(Kind.UNFINISHED, (rank,), [NOT_FINISHED.finding(text)])
     entry = next((each for each in entries if _seconds_still(analysis, each, entries) >= slow_s), None)
     if entry is None:
-        return None
+        return _left(analysis, entries, patience_s)
     ranks = parted(analysis)
-    members = entry.group.ranks if entry.channel is None else (entry.channel.src, entry.channel.dst)
+    members = _members(entry)
     return Failure(
         Kind.UNFINISHED, ranks or tuple(sorted(members)),
         [
@@ -293,6 +396,25 @@ def _unfinished(analysis: Analysis, now: RankNow, patience_s: float, slow_s: flo
         ],
         reasons_for(analysis, ranks),
     )  # fmt: skip
+
+
+def _left(analysis: Analysis, entries: Sequence[Entry], patience_s: float) -> Failure | None:
+    """Return the failure of operations that all have issued, and that a rank that has ended can finish no more."""
+    for entry in entries:
+        left = [
+            rank for rank in _members(entry) if rank in analysis.job.by_rank and analysis.job.by_rank[rank].has_left
+        ]
+        if left and _seconds_still(analysis, entry, entries) >= patience_s:
+            message = (
+                f"{entry.text} is issued on all its ranks and does not end on rank {entry.rank}"
+                f"{at_text(analysis.op(entry))}; {ranks_text(left)} ended meanwhile"
+            )
+            return Failure(Kind.ENDED, tuple(left), [NOT_FINISHED.finding(message, entry.location)])
+    return None
+
+
+def _members(entry: Entry) -> tuple[int, ...]:
+    return entry.group.ranks if entry.channel is None else (entry.channel.src, entry.channel.dst)
 
 
 def _seconds_still(analysis: Analysis, entry: Entry, entries: Sequence[Entry]) -> float:
@@ -372,7 +494,7 @@ def _deviation(ops: Sequence[RingOp]) -> RingOp | None:
     occurs elsewhere. Training repeats a step, so a rank that takes another
     branch than in all steps before is found; a rank that only waits for it is not.
     """
-    signatures = [(op.op, op.group.name, op.peer, op.tag, op.num_inputs, op.num_outputs, op.at) for op in ops]
+    signatures = [_signature(op) for op in ops]
     for end in range(max(1, len(ops) - _TAIL), len(ops)):
         longest = 0
         successors: set[object] = set()
@@ -389,6 +511,10 @@ def _deviation(ops: Sequence[RingOp]) -> RingOp | None:
         if longest >= _ENOUGH and signatures[end] not in successors:
             return ops[end]
     return None
+
+
+def _signature(op: RingOp) -> tuple[object, ...]:
+    return op.op, op.group.name, op.peer, op.tag, op.num_inputs, op.num_outputs, op.at
 
 
 def _first_divergence(analysis: Analysis) -> Mapping[int, RingOp]:

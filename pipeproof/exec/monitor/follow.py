@@ -12,7 +12,8 @@ from pipeproof.exec.monitor.check_job import check_job
 from pipeproof.exec.monitor.job import JobNow, ProcessState, process_states, read_headers, read_job, ring_files
 from pipeproof.exec.monitor.lateness import Lateness, job_lateness, straggler_findings
 from pipeproof.exec.monitor.ring import RingHeader
-from pipeproof.exec.monitor.verdict import PATIENCE_S, SLOW_S, Kind, Status, Verdict
+from pipeproof.exec.monitor.sequence_digest import divergences
+from pipeproof.exec.monitor.verdict import FAILURES, PATIENCE_S, SLOW_S, Kind, Status, Verdict
 
 if TYPE_CHECKING:
     from pipeproof.exec.monitor.plan_ops import PlanOps
@@ -32,11 +33,12 @@ _LONGER: Final = 2.0
 class Follower:
     """Repeated verdicts about the rings in a directory.
 
-    A look at a job that makes progress reads the headers only. A rank is busy
-    if its process used a processor for more than half of the last two seconds.
-    A job that has survived a longer wait (its checkpoints, its evaluation) gets
-    twice that much patience. Ranks begin at different times: one that has not
-    issued an operation yet is awaited for ``slow_s``.
+    A look at a job that makes progress, and whose groups have one digest each,
+    reads the headers only. A rank is busy if its process used a processor for
+    more than half of the last two seconds. A job that has survived a longer wait
+    (its checkpoints, its evaluation) gets twice that much patience. Ranks begin
+    at different times: one that has not issued an operation yet is awaited for
+    ``slow_s``.
 
     Args:
         directory: directory of the rings, or of one directory per host.
@@ -65,15 +67,22 @@ class Follower:
         if not files:
             return None
         headers = read_headers(files)
-        if self._makes_progress(headers):
+        is_sound = next(divergences((header.rank, header.digests) for header in headers), None) is None
+        if self._makes_progress(headers) and is_sound:
             return self._look_for_stragglers(files)
         job = read_job(files)
+        verdict = self._check(job)
+        if verdict.status is Status.ERROR:  # of a record that was read while it was written, nothing is left
+            job = read_job(files)
+            verdict = self._check(job)
+        return verdict, job
+
+    def _check(self, job: JobNow) -> Verdict:
         patience_s = max(self.patience_s, _LONGER * self._longest_gap_s)
         slow_s = max(self.slow_s, patience_s)
-        verdict = check_job(
+        return check_job(
             job, patience_s=patience_s, slow_s=slow_s, busy=self._busy(), starting=self._starting(job), plan=self.plan
         )
-        return verdict, job
 
     def _look_for_stragglers(self, files: dict[int, Path]) -> tuple[Verdict, JobNow] | None:
         now_ns = self.now_ns()
@@ -134,7 +143,9 @@ def follow(
     source: Looks, *, report: Callable[[Verdict | None, JobNow | None], None], timeout_s: float | None = None,
     poll_s: float = POLL_S,
 ) -> tuple[Verdict, JobNow | None] | None:  # fmt: skip
-    """Look every ``poll_s`` seconds until the job hangs or ends; return that verdict, None after ``timeout_s``.
+    """Look every ``poll_s`` seconds until the job hangs, computes wrong numbers or ends.
+
+    Return that verdict, None after ``timeout_s``.
 
     ``report`` gets every look, None while the job makes progress.
 
@@ -145,7 +156,7 @@ def follow(
     while end is None or time.monotonic() < end:
         looked = source.look()
         report(*(looked or (None, None)))
-        if looked is not None and looked[0].status in (Status.HANG, Status.ENDED):
+        if looked is not None and looked[0].status in (*FAILURES, Status.ENDED):
             return looked
         time.sleep(poll_s)
     return None
@@ -156,8 +167,11 @@ def metrics_text(
 ) -> str:
     """Return the state of a job as Prometheus metrics; ``lateness`` is from the last look at whole rings."""
     status = Status.RUNNING if verdict is None else verdict.status
-    lines = ["# HELP pipeproof_hang 1 while the watched job hangs", "# TYPE pipeproof_hang gauge"]
-    lines.append(f"pipeproof_hang {int(status is Status.HANG)}")
+    lines = [
+        "# HELP pipeproof_hang 1 while the watched job hangs or computes wrong numbers",
+        "# TYPE pipeproof_hang gauge",
+    ]
+    lines.append(f"pipeproof_hang {int(status in FAILURES)}")
     shares: dict[int, float] = {}
     for row in (row for rows in (lateness or {}).values() for row in rows):
         shares[row.rank] = max(shares.get(row.rank, 0.0), row.share)

@@ -6,7 +6,7 @@ import re
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Final
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.exec.monitor.monitor_codes import UNREADABLE_RING
-from pipeproof.exec.monitor.ring import End, OpState, Ring, RingHeader, RingOp, read_header, read_ring
+from pipeproof.exec.monitor.ring import End, OpState, Ring, RingGroup, RingHeader, RingOp, read_header, read_ring
 from pipeproof.exec.store.process_state import ProcessId, boot_id, is_stopped
 
 _NAME: Final = re.compile(r"rank_(0|[1-9]\d*)\.ring", re.ASCII)
@@ -52,6 +52,11 @@ class RankNow:
     def rank(self) -> int:
         """Number of the rank."""
         return self.ring.header.rank
+
+    @property
+    def has_left(self) -> bool:
+        """True once nothing more can happen on the rank."""
+        return self.state in (ProcessState.GONE, ProcessState.ENDED)
 
     @cached_property
     def blocking(self) -> tuple[RingOp, ...]:
@@ -155,6 +160,8 @@ class JobNow:
     ranks: tuple[RankNow, ...]
     missing: tuple[int, ...]
     now_ns: int
+    is_over: bool = False
+    """All processes are gone, and none noted an end: the states are those before."""
 
     @cached_property
     def by_rank(self) -> dict[int, RankNow]:
@@ -204,8 +211,8 @@ def read_headers(files: dict[int, Path]) -> tuple[RingHeader, ...]:
 def read_job(files: dict[int, Path]) -> JobNow:
     """Read all rings, and the states of the processes of this host.
 
-    If the last heartbeat of all ranks is old, the time is that heartbeat's: the
-    job is checked as it was when it ended. The time is taken before the rings
+    If all processes are gone, or the last heartbeat of all ranks is old, the time
+    is that heartbeat's: the job is checked as it was when it ended. The time is taken before the rings
     are read, so that no wait looks longer than it was; states are read before
     ends, so that no process that has noted its end counts as gone.
 
@@ -215,22 +222,53 @@ def read_job(files: dict[int, Path]) -> JobNow:
     now_ns = time.time_ns()
     headers = read_headers(files)
     states = process_states(headers)
-    rings = tuple(read_ring(path) for path in files.values())
+    rings = _with_ends(tuple(read_ring(path) for path in files.values()))
     states = [_noted_end(ring.header) or state for ring, state in zip(rings, states, strict=True)]
     last_ns = max((max(header.heartbeat_ns, header.end_ns) for header in headers), default=0)
     num_ranks = headers[0].num_ranks if headers else 0
     missing = tuple(rank for rank in range(num_ranks) if rank not in files)
+    is_over = bool(states) and all(state in (ProcessState.GONE, ProcessState.SILENT) for state in states)
+    if is_over:
+        states = [
+            ProcessState.GONE if last_ns - header.heartbeat_ns > _LATE_HEARTBEAT_S * 1e9 else ProcessState.RUNNING
+            for header in headers
+        ]
     ranks = tuple(RankNow(ring, state) for ring, state in zip(rings, states, strict=True))
     is_live = ProcessState.STOPPED in states or now_ns - last_ns < _LIVE_S * 1e9
-    return JobNow(ranks, missing, now_ns if is_live else last_ns)
+    return JobNow(ranks, missing, now_ns if is_live and not is_over else last_ns, is_over)
+
+
+_ALL_ENTER: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "barrier"})
+"""Collectives that no member leaves before all have entered."""
+
+
+def _with_ends(rings: tuple[Ring, ...]) -> tuple[Ring, ...]:
+    """Return the rings with ends of collectives that only another member has noted.
+
+    A rank notes ends on its device with its heartbeat, and one that was killed does not note the last ones. Where one
+    member has finished a collective, all have entered it, and have finished those before it.
+    """
+    entered: dict[RingGroup, int] = {}
+    for ring in rings:
+        for op in ring.ops:
+            if op.state is OpState.DONE and op.op in _ALL_ENTER:
+                entered[op.group] = max(entered.get(op.group, 0), op.number)
+    return tuple(
+        replace(
+            ring,
+            ops=tuple(
+                replace(op, state=OpState.DONE, done_ns=op.waited_ns)
+                if op.state is OpState.QUEUED and not op.is_message and op.number < entered.get(op.group, 0)
+                else op
+                for op in ring.ops
+            ),
+        )
+        for ring in rings
+    )
 
 
 def process_states(headers: Sequence[RingHeader]) -> list[ProcessState]:
-    """Return the state of each rank's process.
-
-    If the files were copied or all processes are gone, a rank counts as gone
-    only if its heartbeat ended before that of the others.
-    """
+    """Return the state of each rank's process."""
     here = socket.gethostname(), boot_id()
     last_ns = max((header.heartbeat_ns for header in headers), default=0)
     states = []
@@ -245,11 +283,6 @@ def process_states(headers: Sequence[RingHeader]) -> list[ProcessState]:
         else:
             is_late = last_ns - header.heartbeat_ns > _LATE_HEARTBEAT_S * 1e9
             states.append(ProcessState.SILENT if is_late else ProcessState.RUNNING)
-    if all(state in (ProcessState.GONE, ProcessState.SILENT) for state in states):
-        return [
-            ProcessState.GONE if last_ns - header.heartbeat_ns > _LATE_HEARTBEAT_S * 1e9 else ProcessState.RUNNING
-            for header in headers
-        ]
     return states
 
 

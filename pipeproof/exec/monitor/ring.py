@@ -3,7 +3,8 @@
 The rank maps the file into its memory and writes to it without system calls,
 so the content survives a rank that hangs or is killed. A file has four parts:
 
-header    4096 bytes: who the rank is; then what changes: heartbeat, processor time, number of events, stack, end
+header    who the rank is; then what changes: heartbeat, processor time, number of events, stack, end; at 4096 the
+          digests of each group (``sequence_digest``)
 strings   texts that records refer to by their offset: source positions, groups, types; each is written once
 records   ``capacity`` records of 128 bytes; operation ``seq`` is in record ``seq % capacity``
 
@@ -19,8 +20,8 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
@@ -29,11 +30,19 @@ from typing import Any, Final
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.exec.monitor.monitor_codes import UNREADABLE_RING
+from pipeproof.exec.monitor.sequence_digest import FACTOR, SequenceDigest, group_key
 from pipeproof.foreign_text import MOST_RANKS, decode_json
 
-MAGIC: Final = b"PPRING01"
+MAGIC: Final = b"PPRING02"
 RECORD_BYTES: Final = 128
-HEADER_BYTES: Final = 4096
+_DIGESTS_AT: Final = 4096
+_MOST_GROUPS: Final = 64
+"""Groups with digests; of later ones a ring has records only."""
+_LEVELS: Final = 12
+_DIGEST: Final = struct.Struct("<QQQ")
+"""Position, digest, and both combined: one that is read while it is written does not fit."""
+_SLOT_BYTES: Final = 8 + 2 * _LEVELS * _DIGEST.size
+HEADER_BYTES: Final = 49152
 STRINGS_BYTES: Final = 1 << 18
 CAPACITY: Final = 2048
 """Operations that a ring keeps by default."""
@@ -184,6 +193,8 @@ class RingHeader:
     stage: int | None
     micro_batch: int | None
     plan_op_ns: int
+    digests: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    """By the key of a group: the digest of its collectives at some positions."""
 
 
 class RingWriter:
@@ -203,7 +214,7 @@ class RingWriter:
             self._file = os.dup(file.fileno())
         self._memory = mmap.mmap(self._file, size)
         self._capacity = capacity
-        self._num_events = 0
+        self._num_events = self._num_groups = 0
         self._strings: dict[str, int] = {"": 0}
         self._strings_used = 2
         self._lock = threading.Lock()
@@ -253,6 +264,28 @@ class RingWriter:
         _TIMES.pack_into(memory, start + _TIMES_AT, 0, 0)
         memory[start : start + 8] = (seq + 1).to_bytes(8, "little")
         self._num_events += 1
+
+    def add_group(self, text: str) -> SequenceDigest | None:
+        """Reserve the digests of a group; None if all are used."""
+        slot = self._num_groups
+        if slot == _MOST_GROUPS:
+            return None
+        self._num_groups = slot + 1
+        start = _DIGESTS_AT + slot * _SLOT_BYTES
+        self._memory[start : start + 8] = group_key(text).to_bytes(8, "little")
+        return SequenceDigest(slot)
+
+    def digest(self, digest: SequenceDigest) -> None:
+        """Write a digest for each power of four that divides its position."""
+        position, value = digest.position, digest.value
+        multiple, at = position, _DIGESTS_AT + digest.slot * _SLOT_BYTES + 8
+        for _ in range(_LEVELS):
+            start = at + (multiple & 1) * _DIGEST.size
+            _DIGEST.pack_into(self._memory, start, position, value, _check(position, value))
+            if multiple & 3:
+                return
+            multiple >>= 2
+            at += 2 * _DIGEST.size
 
     def launched(self, seq: int) -> None:
         """Write that the call has returned."""
@@ -409,8 +442,27 @@ def _header(raw: bytes, file: str) -> RingHeader:
         rank, num_ranks, pid, process_start, host, boot_id, framework, started_ns, heartbeat_ns, cpu_ns, num_events,
         End(end), end_ns, tuple(stack.split("\n")) if stack else (), stack_ns, error, capacity,
         plan_op.rstrip(b"\0").decode(errors="replace"), step - 1 if step else None, None if stage == _NONE else stage,
-        None if micro_batch == _NONE else micro_batch, plan_op_ns,
+        None if micro_batch == _NONE else micro_batch, plan_op_ns, _digests(raw),
     )  # fmt: skip
+
+
+def _check(position: int, digest: int) -> int:
+    return position * FACTOR % 2**64 ^ digest
+
+
+def _digests(raw: bytes) -> dict[int, dict[int, int]]:
+    groups: dict[int, dict[int, int]] = {}
+    for slot in range(_MOST_GROUPS):
+        start = _DIGESTS_AT + slot * _SLOT_BYTES
+        key = int.from_bytes(raw[start : start + 8], "little")
+        if not key:
+            break
+        groups[key] = {
+            position: value
+            for position, value, check in _DIGEST.iter_unpack(raw[start + 8 : start + _SLOT_BYTES])
+            if position and check == _check(position, value)
+        }
+    return groups
 
 
 def _read_text(raw: bytes, at: int) -> tuple[int, str]:

@@ -20,7 +20,17 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final, Literal, Self
 
-from pipeproof.exec.monitor.ring import CAPACITY, End, Identity, OpState, RingGroup, RingWriter, group_text, op_number
+from pipeproof.exec.monitor.ring import (
+    CAPACITY,
+    End,
+    Identity,
+    OpState,
+    RingGroup,
+    RingWriter,
+    group_text,
+    op_number,
+)
+from pipeproof.exec.monitor.sequence_digest import SequenceDigest
 from pipeproof.exec.store.process_state import ProcessId, boot_id
 from pipeproof.interop.traces.message_hooks import GroupCalls
 from pipeproof.interop.traces.recorder import Call, CallBatches, is_library
@@ -73,6 +83,7 @@ class RingRecorder(CallBatches):
         self._only, self._marker, self._shared, self._capacity = only, marker, shared, capacity
         self._groups: dict[str, tuple[int, str]] = {}
         self._counts: dict[tuple[str, str, int | None, int], int] = {}
+        self._digests: dict[str, SequenceDigest | None] = {}
         self._pending: dict[int, tuple[str, bool]] = {}
         """By number: the backend, and True if the call blocks its caller."""
         self._on_device: deque[tuple[int, IsDone]] = deque()
@@ -113,6 +124,7 @@ class RingRecorder(CallBatches):
         if name not in self._groups:
             text = group_text(RingGroup(name, tuple(ranks), backend, about))
             self._groups[name] = self._ring.intern(text), backend
+            self._digests[name] = self._ring.add_group(text)
 
     def call(self, call: Call, mark: dict[str, Any] | None = None) -> int:
         """Write that an operation is about to be issued, and return its number; -1 if its group is not recorded."""
@@ -153,6 +165,10 @@ class RingRecorder(CallBatches):
                 ring.intern(dtype), shape, num_inputs, num_outputs, position, marked, time.time_ns(),
                 ring.intern(plan_op), step,
             )  # fmt: skip
+            digest = self._digests[group]
+            if digest is not None and op not in _MESSAGES:
+                digest.add(op, num_inputs, num_outputs, dtype)
+                ring.digest(digest)
         return seq
 
     def enter(self, plan_op: str, step: int, stage: int, micro_batch: int) -> None:
@@ -229,10 +245,7 @@ class RingRecorder(CallBatches):
         lines: tuple[str, ...] = ()
         while not self._stop.wait(HEARTBEAT_S):
             now_ns = time.time_ns()
-            while self._on_device and self._on_device[0][1]():
-                seq, _ = self._on_device.popleft()
-                if seq >= self._next_seq - self._capacity:  # else its record is that of a later one
-                    self._ring.finished(seq, OpState.DONE, now_ns)
+            self._note_done(now_ns)
             self._ring.pulse(now_ns, time.process_time_ns())
             if self._ring.num_events != num_events:
                 if lines:
@@ -245,6 +258,14 @@ class RingRecorder(CallBatches):
                     lines = now_at
             if self._shared:
                 self._ring.sync()
+        self._note_done(time.time_ns())  # else a program that has ended would seem to wait for its device
+
+    def _note_done(self, now_ns: int) -> None:
+        """Write the ends of operations that the device has finished."""
+        while self._on_device and self._on_device[0][1]():
+            seq, _ = self._on_device.popleft()
+            if seq >= self._next_seq - self._capacity:  # else its record is that of a later one
+                self._ring.finished(seq, OpState.DONE, now_ns)
 
     def _stack(self) -> tuple[str, ...]:
         """Frames of the main thread, innermost first, as ``file:line function``; a ``*`` marks the program's own."""

@@ -28,7 +28,12 @@ class Status(StrEnum):
     RUNNING = "running"
     SLOW = "slow"
     HANG = "hang"
+    ERROR = "error"
+    """It runs, and computes wrong numbers: members of a collective differ."""
     ENDED = "ended"
+
+
+FAILURES: Final = (Status.HANG, Status.ERROR)
 
 
 class Kind(StrEnum):
@@ -84,9 +89,9 @@ class Verdict:
 
     def lines(self) -> Iterator[str]:
         """Return the verdict as text, apart from its findings: the cause, the reasons, and the ranks that wait."""
-        if self.status in (Status.HANG, Status.SLOW):
+        if self.status in (*FAILURES, Status.SLOW):
             named = ranks_text(self.causes) if self.causes else "rank unknown"
-            yield f"{'cause' if self.status is Status.HANG else 'slow'}: {named}"
+            yield f"{'slow' if self.status is Status.SLOW else 'cause'}: {named}"
             yield from (f"  because {reason}" for reason in self.reasons)
             yield from (f"  by the plan, {note}" for note in self.plan)
             yield from (f"  {line}" for line in self.stacks.lines(self.causes))

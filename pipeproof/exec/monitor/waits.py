@@ -63,7 +63,9 @@ class Analysis:
         return max(0.0, (self.job.now_ns - since_ns) / 1e9)
 
     def _device_seconds(self, now: RankNow, since_ns: int) -> float:
-        """Seconds until the last heartbeat, which notes ends on the device; until now if it is very old."""
+        """Seconds until the last heartbeat, which notes ends on the device; until now if it is very old or the last."""
+        if now.has_left:
+            return self._seconds(since_ns)
         heartbeat_ns = now.ring.header.heartbeat_ns
         seconds = self._seconds(since_ns) - self._seconds(heartbeat_ns)
         return max(0.0, seconds) if self._seconds(heartbeat_ns) < SLOW_S else self._seconds(since_ns)
@@ -80,7 +82,8 @@ class Analysis:
         """Ranks that have not issued their part of an operation, or whose device cannot reach it."""
         missing = set(self.matches.missing.get((entry.rank, entry.index), ()))
         if self.op(entry).state is not OpState.ISSUED and not self.is_behind(entry):
-            missing.update(part.rank for part in self.parts(entry) if self.is_behind(part))
+            parts = (part for part in self.parts(entry) if not self.job.by_rank[part.rank].has_left)
+            missing.update(part.rank for part in parts if self.is_behind(part))
         return tuple(sorted(missing))
 
     def wait(self, entry: Entry, other: int) -> Wait:

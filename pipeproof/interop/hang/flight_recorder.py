@@ -15,7 +15,7 @@ from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.foreign_text import decode_json
 from pipeproof.interop.hang.hang_codes import UNREADABLE_DUMP
-from pipeproof.interop.hang.recorder_names import END_OF_BATCH, WITHOUT_PEER, op_of
+from pipeproof.interop.hang.recorder_names import END_OF_BATCH, WITHOUT_PEER, num_elements, op_of
 from pipeproof.interop.json_stream import JsonStream
 from pipeproof.state.flex.pickles import ForeignNameError, UnreadablePickleError, unpickled
 from pipeproof.state.state_codes import regular_size
@@ -90,8 +90,8 @@ class Entry:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements that are sent, received or put into a collective."""
-        return numel(self.input_sizes) or numel(self.output_sizes)
+        """Number of elements that are sent, received or put into a collective; those that an all-gather gives."""
+        return num_elements(self.op, numel(self.input_sizes), numel(self.output_sizes))
 
     @property
     def text(self) -> str:

@@ -47,3 +47,11 @@ UNEVEN: Final = frozenset({
 def op_of(name: str) -> str:
     """Return the operation of an entry by its name without the backend; an unknown name is an operation of its own."""
     return _OP_BY_NAME.get(name, name)
+
+
+def num_elements(op: str, num_inputs: int, num_outputs: int) -> int:
+    """Return the number of elements that the members of a collective have in common, or that a message has.
+
+    Members of an all-gather may put in different numbers; what it gives is the same.
+    """
+    return (num_outputs or num_inputs) if op == "all_gather" else (num_inputs or num_outputs)

@@ -180,14 +180,27 @@ def test_a_rank_that_has_just_left_an_operation_is_not_absent():
     assert kind(*ranks, later_s=5) == "absent"
 
 
-def test_a_mismatch_needs_patience_with_its_own_operations():
+def test_a_mismatch_of_messages_needs_patience_and_that_of_collectives_none():
     ranks = (
-        [done("all_reduce", 9, backend="gloo"), waited("all_reduce", 1, number=1)],
-        [done("all_reduce", 9, backend="gloo"), replace(waited("all_reduce", 1, number=1), num_inputs=5)],
+        [done("all_reduce", 9, backend="gloo"), waited("send", 1, peer=1)],
+        [done("all_reduce", 9, backend="gloo"), replace(waited("recv", 1, peer=0), num_inputs=0, num_outputs=5)],
         [done("all_reduce", 9, backend="gloo"), waited("recv", 8, peer=0)],
     )
     assert kind(*ranks) == "running"
     assert kind(*ranks, later_s=4.5) == "mismatch"
+    ranks = [[done("all_reduce", 9), op(name, OpState.ISSUED, 0.1, number=1)] for name in ("all_reduce", "all_gather")]
+    assert kind(*ranks) == "error"
+
+
+def test_a_rank_that_waits_on_its_device_for_one_that_has_ended():
+    """NCCL lets a collective pass that the other rank lacks: the last one of this rank has no partner."""
+    calls = [done("all_reduce", 30 - number, number=number, ranks=(0, 1)) for number in range(20)]
+    waits = [*calls, queued("all_reduce", 9, number=20, ranks=(0, 1))]
+    for last in (done, queued):  # the heartbeat of a rank that ends may have missed the last end
+        other = [*calls, last("all_reduce", 9, number=20, ranks=(0, 1))]
+        ended = {"states": [(1, ProcessState.ENDED)], "heartbeats": [(1, 8.9)]}
+        assert kind(waits, other, **ended) == "ended"
+        assert kind(waits, other, **ended, later_s=-5) == "running"
 
 
 @pytest.mark.parametrize("state", [ProcessState.STOPPED, ProcessState.SILENT])

@@ -1,6 +1,8 @@
 """Verdicts about rings that this process writes for all ranks of a job."""
 
+import re
 import time
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -12,14 +14,15 @@ from pipeproof.exec.monitor.hang_page import hang_html
 from pipeproof.exec.monitor.job import JobNow, read_job, ring_files
 from pipeproof.exec.monitor.lateness import Lateness
 from pipeproof.exec.monitor.ring_recorder import RingRecorder
+from pipeproof.exec.store.process_state import ProcessId
 
 
 class Rank:
     """A rank whose operations the test issues."""
 
-    def __init__(self, directory, rank, num_ranks, *, on_device=False):
+    def __init__(self, directory, rank, num_ranks, *, on_device=False, **options):
         marker = (lambda backend: lambda: False) if on_device else None
-        self.ring = RingRecorder(directory, rank, num_ranks, "none 1.0", marker=marker)
+        self.ring = RingRecorder(directory, rank, num_ranks, "none 1.0", marker=marker, **options)
         self.ring.group("0", range(num_ranks), "nccl" if on_device else "gloo")
 
     def begin(self, op, peer=None, size=4, at=1, dtype="float32"):
@@ -29,6 +32,11 @@ class Rank:
         exec(compile("\n" * (at - 1) + call, "train.py", "exec"), names)
         self.seq = names["seq"]
         self.ring.waits((self.seq,))
+
+    def note_ends(self):
+        """Note the ends on the device, as the heartbeat does."""
+        self.ring._on_device = deque((seq, lambda: True) for seq, _ in self.ring._on_device)
+        self.ring._note_done(time.time_ns())
 
     def do(self, op, peer=None, size=4, at=1):
         self.begin(op, peer, size, at)
@@ -151,6 +159,79 @@ def test_a_mismatch_names_the_rank_that_differs(tmp_path, change, named):
     line = next(line for line in verdict.findings[0].message.splitlines() if line.startswith("rank 2 issued"))
     assert named in line
     assert line.endswith("train.py:10")
+
+
+def nccl_ranks(directory, num_ranks=2, **options):
+    """Ranks whose devices have finished everything, and whose heartbeats have not noted it yet."""
+    return [Rank(directory, rank, num_ranks, on_device=True, **options) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize("change", [{"op": "all_gather", "at": 11}, {"size": 5, "at": 11}], ids=["operation", "size"])
+def test_a_mismatch_that_nccl_lets_pass_is_an_error_though_nobody_waits(tmp_path, change):
+    ranks = nccl_ranks(tmp_path)
+    for number in range(60):
+        for rank in ranks:
+            rank.do(**({"op": "all_reduce", "at": 10} | (change if rank is ranks[1] and number == 5 else {})))
+            rank.note_ends()
+    verdict, _ = Follower(tmp_path).look()
+    assert (verdict.status, verdict.kind, verdict.causes, verdict.waits) == ("error", "mismatch", (1,), ())
+    assert "collective #5 of group 0" in verdict.findings[0].message
+    assert next(iter(verdict.lines())) == "cause: rank 1"
+
+
+@pytest.mark.parametrize("more", [2, 77, 1000])
+def test_the_digests_say_since_when_members_differ_whose_records_are_gone(tmp_path, more):
+    ranks = nccl_ranks(tmp_path, 3, capacity=16)
+    for rank in ranks:
+        for number in range(100):
+            rank.do("broadcast" if rank is ranks[2] and number == 41 else "all_reduce")
+    for number in range(more):
+        for rank in ranks[: 3 if number < more - 2 else 2]:
+            rank.do("all_reduce")
+    verdict = check_job(job_of(tmp_path, after_s=1))
+    assert (verdict.kind, verdict.causes) == ("mismatch", (2,))
+    first, last = map(int, re.search(r"one of #(\d+) to #(\d+) ", verdict.findings[0].message).groups())
+    assert first <= 41 <= last
+
+
+def test_equal_sequences_have_equal_digests_whatever_their_ranks_may_differ_in(tmp_path):
+    ranks = nccl_ranks(tmp_path, capacity=4)
+    for number in range(300):
+        for rank in ranks[: 1 + (number < 290)]:
+            rank.do("all_reduce")
+            rank.do("all_to_all", size=1 + number % 3 + rank.ring.rank)
+            rank.ring.issue("all_gather", "0", None, 0, "float32", (2,), 2 + rank.ring.rank, 5)
+            rank.do("send", 1 - rank.ring.rank, size=rank.ring.rank + 1)
+    assert Follower(tmp_path).look() is None
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_of_processes_that_are_all_gone_the_one_that_was_awaited_was_killed(tmp_path, monkeypatch, killed):
+    """A launcher ends the others within 0.2 s; the heartbeat of none has noted the last ends of its device."""
+    monkeypatch.setattr(ProcessId, "own", lambda: ProcessId(2**22 + 1, "1"))
+    ranks = nccl_ranks(tmp_path)
+    for rank in ranks:
+        for _ in range(5):
+            rank.do("all_reduce")
+    ranks[1 - killed].do("all_reduce")
+    looked = Follower(tmp_path).look()
+    for verdict in (looked[0], check_job(read_job(ring_files(tmp_path)))):
+        assert (verdict.status, verdict.kind, verdict.causes) == ("hang", "killed", (killed,))
+        assert set(verdict.states.values()) == {"gone"}
+        assert f"rank {1 - killed} waited for rank {killed}" in verdict.findings[0].message
+    ranks[killed].do("all_reduce")
+    verdict = check_job(read_job(ring_files(tmp_path)))
+    assert (verdict.kind, verdict.causes) == ("killed", (0, 1))
+
+
+def test_ends_that_a_killed_rank_did_not_note_are_known_from_the_others(tmp_path):
+    ranks = nccl_ranks(tmp_path)
+    for rank in ranks:
+        for _ in range(5):
+            rank.do("all_reduce")
+    ranks[0].note_ends()
+    other = read_job(ring_files(tmp_path)).ranks[1]
+    assert [op.number for op in other.blocking] == [4]
 
 
 def test_a_rank_without_a_ring_is_named(tmp_path):
