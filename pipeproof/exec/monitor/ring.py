@@ -41,7 +41,7 @@ _MOST_GROUPS: Final = 64
 _LEVELS: Final = 12
 _DIGEST: Final = struct.Struct("<QQQ")
 """Position, digest, and both combined: one that is read while it is written does not fit."""
-_SLOT_BYTES: Final = 8 + 2 * _LEVELS * _DIGEST.size
+_SLOT_BYTES: Final = 8 + 2 * _LEVELS * 24
 HEADER_BYTES: Final = 49152
 STRINGS_BYTES: Final = 1 << 18
 CAPACITY: Final = 2048
@@ -277,15 +277,15 @@ class RingWriter:
 
     def digest(self, digest: SequenceDigest) -> None:
         """Write a digest for each power of four that divides its position."""
-        position, value = digest.position, digest.value
-        multiple, at = position, _DIGESTS_AT + digest.slot * _SLOT_BYTES + 8
+        multiple = position = digest.position
+        value, at = digest.value, _DIGESTS_AT + digest.slot * _SLOT_BYTES + 8
+        check = _check(position, value)
         for _ in range(_LEVELS):
-            start = at + (multiple & 1) * _DIGEST.size
-            _DIGEST.pack_into(self._memory, start, position, value, _check(position, value))
+            _DIGEST.pack_into(self._memory, at + 24 * (multiple & 1), position, value, check)
             if multiple & 3:
                 return
             multiple >>= 2
-            at += 2 * _DIGEST.size
+            at += 48
 
     def launched(self, seq: int) -> None:
         """Write that the call has returned."""
@@ -447,7 +447,7 @@ def _header(raw: bytes, file: str) -> RingHeader:
 
 
 def _check(position: int, digest: int) -> int:
-    return position * FACTOR % 2**64 ^ digest
+    return position * FACTOR & 0xFFFFFFFFFFFFFFFF ^ digest
 
 
 def _digests(raw: bytes) -> dict[int, dict[int, int]]:

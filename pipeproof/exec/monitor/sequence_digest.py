@@ -30,7 +30,7 @@ class SequenceDigest:
     def add(self, op: str, num_inputs: int, num_outputs: int, dtype: str) -> None:
         """Add the next collective."""
         self.position += 1
-        value = (self.value ^ _signature(op, num_inputs, num_outputs, dtype)) * FACTOR % 2**64
+        value = (self.value ^ _signature(op, num_inputs, num_outputs, dtype)) * FACTOR & 0xFFFFFFFFFFFFFFFF
         self.value = value ^ value >> 32
 
 
