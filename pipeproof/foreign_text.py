@@ -1,4 +1,7 @@
-"""JSON and TOML decoded with a limit of depth: one error for all texts that cannot be decoded.
+"""Files of others: opened as regular files of a limited size; JSON and TOML decoded with a limit of depth.
+
+All readers open files here, so that no input blocks, and none is read whole that is larger than its kind can be. A text
+that cannot be decoded has one error.
 
 Python's own limit of depth differs between its versions, and is met as a RecursionError; a value that it still decodes
 can be too deep for what walks it afterwards.
@@ -6,14 +9,27 @@ can be too deep for what walks it afterwards.
 
 from __future__ import annotations
 
+import errno
+import gzip
+import io
 import json
+import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, TextIO, TypeVar
+
+from pipeproof.system_calls import open_to_read
 
 MAX_DEPTH = 64
 """Most objects and lists in one another."""
 MOST_RANKS = 2**20
 """Most ranks that a plan, the log of a rank or a ring may state: what is made for each of them stays small."""
+MOST_JSON_BYTES = 2**26
+"""Largest JSON file that is decoded as a whole, where its kind has no smaller limit."""
+MALFORMED = (
+    ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, ZeroDivisionError, RecursionError,
+)  # fmt: skip
+"""Errors of code that takes the parts of a decoded value, where the value has another form than the code expects."""
 Decoded = TypeVar("Decoded")
 _TOO_DEEP = f"values are nested more than {MAX_DEPTH} deep"
 
@@ -24,6 +40,57 @@ class ForeignTextError(ValueError):
 
 class IncompleteValueError(ForeignTextError):
     """No JSON value was found: there is none, or its end is missing."""
+
+
+def open_foreign(path: Path, max_bytes: int | None = None) -> BinaryIO:
+    """Open a file; without ``max_bytes`` the caller reads it part by part.
+
+    Raises:
+        OSError: It cannot be opened, is a directory, a pipe or a device, or has more than ``max_bytes``.
+    """
+    stream = os.fdopen(open_to_read(path), "rb")
+    if max_bytes is not None and os.fstat(stream.fileno()).st_size > max_bytes:
+        stream.close()
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
+    return stream
+
+
+def read_foreign(path: Path, max_bytes: int = MOST_JSON_BYTES) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        OSError: As of `open_foreign`.
+    """
+    with open_foreign(path, max_bytes) as stream:
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:  # it grows, or its size is that of /proc
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
+    return content
+
+
+def open_foreign_text(
+    path: Path, *, errors: Literal["strict", "replace"] = "strict", newline: str | None = None
+) -> TextIO:
+    """Open a text in UTF-8, also one that is compressed by gzip; the caller bounds what it reads of it.
+
+    Raises:
+        OSError: As of `open_foreign`; reading can raise it, too, with EOFError and UnicodeDecodeError.
+    """
+    stream = open_foreign(path)
+    content: Any = stream
+    if stream.peek(2)[:2] == b"\x1f\x8b":  # type: ignore[attr-defined]  # of BufferedReader
+        content = gzip.GzipFile(fileobj=stream)
+    return io.TextIOWrapper(content, encoding="utf-8", errors=errors, newline=newline)
+
+
+def regular_size(path: Path) -> int:
+    """Return the size of a regular file in bytes.
+
+    Raises:
+        OSError: As of `open_foreign`.
+    """
+    with open_foreign(path) as stream:
+        return os.fstat(stream.fileno()).st_size
 
 
 def decode_json(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,14 +61,22 @@ def lock_file(handle: int) -> bool:
 
 
 def open_to_read(path: Path) -> int:
-    """Open a file for `read_at`; return its handle.
+    """Open a regular file; return its handle. A read from a pipe would block, and a device has no end.
 
     Raises:
-        OSError: The file cannot be opened.
+        OSError: The file cannot be opened, or is a directory, a pipe or a device.
     """
     if sys.platform == "win32":
-        return os.open(path, os.O_RDONLY | os.O_BINARY)  # it would translate the ends of lines
-    return os.open(path, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY | os.O_BINARY)  # it would translate the ends of lines
+    else:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe without a writer would block, too
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "it is a directory, and no file", str(path))
+        raise OSError(errno.EINVAL, "it is a pipe or a device, and no regular file", str(path))
+    return handle
 
 
 def open_pipe(path: Path) -> int:

@@ -1,7 +1,9 @@
-"""JSON and TOML of others: one error for all that cannot be decoded, and no reader that goes around it."""
+"""Files of others: how they are opened, one error for JSON and TOML that cannot be decoded, and no other reader."""
 
 import ast
+import gzip
 import json
+import os
 import tomllib
 from pathlib import Path
 
@@ -14,6 +16,10 @@ from pipeproof.foreign_text import (
     decode_json,
     decode_json_value,
     decode_toml,
+    open_foreign,
+    open_foreign_text,
+    read_foreign,
+    regular_size,
 )
 
 PACKAGE = Path(__file__).parents[1] / "pipeproof"
@@ -87,13 +93,55 @@ def test_toml_has_the_same_limits():
 
 DECODERS = {("json", "load"), ("json", "loads"), ("json", "JSONDecoder"), ("tomllib", "load"), ("tomllib", "loads")}
 DECODERS |= {("yaml", name) for name in ("load", "safe_load", "load_all", "safe_load_all", "full_load", "unsafe_load")}
-ALLOWED = {"foreign_text.py", "interop/json_stream.py"}
-"""``json_stream`` gives its decoder to ``decode_json_value``."""
+DECODERS |= {
+    ("gzip", "open"),
+    ("gzip", "decompress"),
+    ("zlib", "decompress"),
+    ("zipfile", "ZipFile"),
+    ("pickle", "load"),
+}
+DECODERS |= {("np", name) for name in ("load", "fromfile", "loadtxt", "genfromtxt", "memmap")}
+READS = {"open", "read_text", "read_bytes"}
+"""Methods of paths, and ``open`` itself; a mode that begins by writing is no read."""
+FILES = {
+    "foreign_text.py": "opens and decodes all foreign files",
+    "interop/json_stream.py": "gives its decoder to `decode_json_value`",
+    "system_calls.py": "opens regular files only, and what is written",
+    "state/dcp/torch_archive.py": "reads an archive within a file that `open_foreign` opened",
+    "exec/rank/job_files.py": "loads arrays from a file that `open_foreign` opened",
+    "analysis/align/first_difference.py": "loads arrays from a file that `open_foreign` opened",
+    "exec/train/torch/pretrained_load.py": "reads elements from a file that `open_foreign` opened",
+    "analysis/sweep/results_file.py": "writes its own file, which it locks first",
+    "exec/store/process_state.py": "/proc",
+    "exec/rank/failures.py": "/proc",
+    "exec/measure/profile_from_logs.py": "/proc",
+    "exec/rank/torch/copy_channels.py": "/proc, and a device",
+    "exec/rank/checkpointing.py": "syncs a directory",
+    "state/reshard/execute_reshard.py": "locks a file of its own",
+    "cli/console.py": "/dev/null",
+    "views/html/timeline_page.py": "files of the package",
+    "views/play/play_page.py": "files of the package",
+    "interop/importers/names/__init__.py": "files of the package",
+}
 
 
-def decoders_in(source):
-    """Names of decoders that a module uses or imports."""
+def is_read(call):
+    """True for a call that opens a file, unless its mode begins by writing."""
+    function = call.func
+    if not (isinstance(function, ast.Name) and function.id == "open") and not (
+        isinstance(function, ast.Attribute) and function.attr in READS
+    ):
+        return False
+    modes = [arg.value for arg in (*call.args, *(each.value for each in call.keywords if each.arg == "mode"))
+             if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]  # fmt: skip
+    return not any(mode[:1] in ("w", "x") or mode == "r+b" for mode in modes)
+
+
+def readers_in(source):
+    """Names of decoders and calls of methods that read files, of a module."""
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and is_read(node):
+            yield ast.unparse(node.func)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             names = [(node.value.id, node.attr)]
         elif isinstance(node, ast.ImportFrom):
@@ -103,15 +151,73 @@ def decoders_in(source):
         yield from (f"{module}.{name}" for module, name in names if (module, name) in DECODERS)
 
 
-def test_every_reader_decodes_by_it():
-    found = {
-        (path.relative_to(PACKAGE).as_posix(), name)
-        for path in PACKAGE.rglob("*.py")
-        for name in decoders_in(path.read_text(encoding="utf-8"))
-    }
-    assert {file for file, _ in found} == ALLOWED, found
+def test_every_reader_opens_and_decodes_files_by_it():
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        names = sorted(set(readers_in(path.read_text(encoding="utf-8"))))
+        if names:
+            found[path.relative_to(PACKAGE).as_posix()] = names
+    unknown = {file: names for file, names in found.items() if file not in FILES}
+    assert not unknown
+    assert not FILES.keys() - found.keys()
 
 
-def test_decoders_are_found():
-    source = "import json\nfrom tomllib import loads\nx = [json.loads]\ny = json.dumps\n"
-    assert sorted(decoders_in(source)) == ["json.loads", "tomllib.loads"]
+def test_readers_are_found():
+    source = """import json, gzip, pathlib
+from tomllib import loads
+x = [json.loads]
+y = json.dumps
+pathlib.Path("a").read_text()
+open("a")
+open("a", "w"); pathlib.Path("a").open("xb"); pathlib.Path("a").open(mode="r+b")
+pathlib.Path("a").open("rb")
+gzip.open("a")
+"""
+    assert sorted(set(readers_in(source))) == [
+        "gzip.open", "json.loads", "open", "pathlib.Path('a').open", "pathlib.Path('a').read_text", "tomllib.loads",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def no_file(tmp_path, request):
+    path = tmp_path / "x"
+    if request.param == "pipe":
+        os.mkfifo(path)
+    elif request.param == "directory":
+        path.mkdir()
+    elif request.param == "device":
+        path = Path("/dev/zero")
+    else:
+        path.symlink_to("/dev/zero")
+    return path
+
+
+@pytest.mark.parametrize("no_file", ["pipe", "directory", "device", "link to a device"], indirect=True)
+@pytest.mark.parametrize("opened", [open_foreign, read_foreign, open_foreign_text, regular_size])
+def test_only_regular_files_are_opened_and_nothing_blocks(no_file, opened):
+    with pytest.raises(OSError, match="and no"):
+        opened(no_file)
+
+
+def test_size_is_bounded_before_anything_is_read(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(b"12345")
+    assert read_foreign(path, 5) == b"12345"
+    assert regular_size(path) == 5
+    for opened in (open_foreign, read_foreign):
+        with pytest.raises(OSError, match="more than 4 bytes"):
+            opened(path, 4)
+    with path.open("r+b") as file:
+        file.truncate(2**40)
+    with pytest.raises(OSError, match="more than 67,108,864 bytes"):
+        read_foreign(path)
+    with pytest.raises(OSError, match="more than 10 bytes"):
+        read_foreign(Path("/proc/self/status"), 10)  # its size is 0
+
+
+def test_a_text_may_be_compressed(tmp_path):
+    path = tmp_path / "x"
+    for content in ("äö\n".encode(), gzip.compress("äö\n".encode())):
+        path.write_bytes(content)
+        with open_foreign_text(path) as stream:
+            assert stream.readline() == "äö\n"

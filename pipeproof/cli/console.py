@@ -179,15 +179,15 @@ def wrapped(text: str, label: str = "", *, err: bool = True) -> str:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print prose without styles on standard output or error, wrapped as consoles wrap it."""
-    click.echo(wrapped(text, err=err), err=err)
+    """Print prose without styles and control characters on standard output or error, wrapped as consoles wrap it."""
+    from pipeproof.diagnostics.text_output import printable_lines
+
+    click.echo(wrapped(printable_lines(text), err=err), err=err)
 
 
 def print_error(text: str) -> None:
-    """Print an error on standard error, without the terminal control characters that names of files may have."""
-    from pipeproof.diagnostics.text_output import printable
-
-    echo("\n".join(map(printable, f"error: {text}".split("\n"))), err=True)
+    """Print an error on standard error."""
+    echo(f"error: {text}", err=True)
 
 
 def _error_text(error: OSError) -> str:

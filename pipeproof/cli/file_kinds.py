@@ -10,6 +10,8 @@ from types import MappingProxyType
 
 import click
 
+from pipeproof.foreign_text import decode_json, open_foreign, read_foreign
+
 _HEAD_BYTES = 2**16
 _MOST_JSON_BYTES = 2**24
 _TOP_KEY = re.compile(r"^([A-Za-z_][\w-]*)\s*:", re.MULTILINE)
@@ -205,10 +207,8 @@ def kind_of(path: Path) -> FileKind | None:
     try:
         if path.is_dir():
             given = Given(path, names=frozenset(entry.name for entry in path.iterdir()))
-        elif not path.is_file():
-            return None  # nothing, or a pipe, which is read once
         else:
-            with path.open("rb") as stream:
+            with open_foreign(path) as stream:
                 head = stream.read(_HEAD_BYTES)
             given = Given(path, head, keys=frozenset(_keys(path, head)))
     except OSError:
@@ -220,12 +220,10 @@ def _keys(path: Path, head: bytes) -> Iterator[str]:
     text = head.decode("utf-8", errors="replace")
     if not text.lstrip().startswith("{"):
         yield from _TOP_KEY.findall(text)
-    elif path.stat().st_size <= _MOST_JSON_BYTES:
-        from pipeproof.foreign_text import decode_json
-
+    else:
         try:
-            data = decode_json(path.read_bytes())
-        except ValueError:
+            data = decode_json(read_foreign(path, _MOST_JSON_BYTES))
+        except (OSError, ValueError):
             return
         yield from data
 

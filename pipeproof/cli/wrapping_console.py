@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pipeproof.diagnostics.text_output import given_columns, line_parts, prose_width
+from pipeproof.diagnostics.text_output import given_columns, line_parts, printable_lines, prose_width
 
 
 class WrappingConsole(Console):
@@ -26,7 +26,8 @@ class WrappingConsole(Console):
         return prose_width(self.file)
 
     def print(self, *objects: Any, no_wrap: bool | None = None, **options: Any) -> None:
-        """Print text wrapped between words; other objects are printed as rich prints them."""
+        """Print text, wrapped between words and without control characters; rich prints other objects."""
+        objects = tuple(map(_harmless, objects))
         if not no_wrap and objects and all(isinstance(one, str | Text) for one in objects):
             options["soft_wrap"] = True  # or rich would divide words at its own width
             width = self.prose_width
@@ -36,6 +37,15 @@ class WrappingConsole(Console):
                          for one in objects]  # fmt: skip
                 objects = (Text("\n").join(_wrapped(Text(options.get("sep", " ")).join(texts), width)),)
         super().print(*objects, no_wrap=no_wrap, **options)
+
+
+def _harmless(one: Any) -> Any:
+    """Return text without the control characters that names in foreign files may have; other objects as they are."""
+    if isinstance(one, str):
+        return printable_lines(one)
+    if isinstance(one, Text) and not one.plain.isprintable():
+        one.plain = printable_lines(one.plain)  # of the same length, so that styles stay in their places
+    return one
 
 
 def _wrapped(text: Text, width: int) -> Iterator[Text]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipeproof.diagnostics.finding import BadPlanError, Finding, Location, Severity
 from pipeproof.diagnostics.problems import KeyPath, nearest_name
+from pipeproof.foreign_text import open_foreign, read_foreign
 
 LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 """Line breaks as PyYAML counts them, so that line numbers agree with its marks."""
@@ -87,7 +88,7 @@ def read_utf8(name: str, max_bytes: int, kind: str) -> str:
         UnreadableTextError: the file cannot be opened, is too large or is not UTF-8.
     """
     try:
-        with Path(name).open("rb") as stream:
+        with open_foreign(Path(name)) as stream:
             content = stream.read(max_bytes + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -163,11 +164,8 @@ class Sources:
 
 def _read_lines(file: str) -> tuple[str, ...]:
     """The lines of a file; none if it cannot be read as text: its findings are shown without an excerpt."""
-    path = Path(file)
     try:
-        if not path.is_file() or path.stat().st_size > _MAX_EXCERPT_BYTES:
-            return ()
-        return tuple(LINE_BREAK.split(path.read_text(encoding="utf-8-sig")))
+        return tuple(LINE_BREAK.split(read_foreign(Path(file), _MAX_EXCERPT_BYTES).decode("utf-8-sig")))
     except (OSError, ValueError):
         return ()
 

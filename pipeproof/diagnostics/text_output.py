@@ -231,7 +231,14 @@ def _range_text(item: ElementRange) -> str:
 
 def printable(text: str) -> str:
     """Return ``text`` on one line without terminal control characters; tabs count as one column."""
+    if text.isprintable():
+        return text
     return "".join(" " if c == "\t" else c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def printable_lines(text: str) -> str:
+    """Return ``text`` with each line `printable`."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def finding_to_json(finding: Finding) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from pipeproof.foreign_text import open_foreign, regular_size
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.regions import Region, row_numels, spanned_range
 from pipeproof.state.safetensors_header import make_header, read_header, require_array
-from pipeproof.state.state_codes import StateError, reading, regular_size
+from pipeproof.state.state_codes import StateError, reading
 from pipeproof.state.state_index import ShardFile, TensorEntry
 from pipeproof.system_calls import open_to_read, read_at, sync
 
@@ -323,7 +324,7 @@ def require_sha256(path: Path, sha256: str, fix: str, on_block: Callable[[], Non
 def digest_of(path: Path, on_block: Callable[[], None] = lambda: None) -> str:
     """Return the SHA-256 of a file; ``on_block`` is called between blocks, and may raise."""
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
+    with open_foreign(path) as stream:
         while block := stream.read(_BLOCK):
             digest.update(block)
             on_block()

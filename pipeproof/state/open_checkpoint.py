@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeproof.diagnostics.finding import Finding
-from pipeproof.foreign_text import decode_json
+from pipeproof.foreign_text import MALFORMED, decode_json, read_foreign
 from pipeproof.state.byte_ranges import require_whole
 from pipeproof.state.checkpoint import (
     FIX,
@@ -22,6 +22,7 @@ from pipeproof.state.safetensors_header import StoredArray, read_header
 from pipeproof.state.state_codes import StateError, is_file_name, reading
 from pipeproof.state.state_index import (
     INDEX_FILE,
+    MAX_BYTES,
     Shard,
     ShardFile,
     TensorEntry,
@@ -127,12 +128,12 @@ def _of_many(directory: Path) -> Checkpoint:
     """Open a directory of Hugging Face: its index gives the file of each tensor."""
     file = directory / _OPEN_INDEX
     with reading(file, FIX):
-        content = file.read_bytes()
+        content = read_foreign(file, MAX_BYTES)
     try:
         names_of = dict[str, list[str]]()
         for name, file_name in _weight_map(decode_json(content)).items():
             names_of.setdefault(_file_name(file_name), []).append(name)
-    except (ValueError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise StateError(f"{file} is no index of safetensors files: {error}", FIX) from error
     return _of_whole_tensors(directory, {directory / name: names for name, names in sorted(names_of.items())})
 

@@ -10,15 +10,16 @@ memory. Both are wrong for files of many GB.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from pipeproof.foreign_text import decode_json
+from pipeproof.foreign_text import MALFORMED, decode_json, open_foreign
 from pipeproof.specs.axis_layout import dtype_bytes
-from pipeproof.state.state_codes import StateError, reading, regular_size
+from pipeproof.state.state_codes import StateError, reading
 
 METADATA = "__metadata__"
 _TYPES = {
@@ -80,13 +81,12 @@ def read_header(path: Path) -> Header:
     Raises:
         StateError: The file cannot be read, is cut short or longer, or its header is invalid.
     """
-    with reading(path, _FIX):
-        size = regular_size(path)
-        with path.open("rb") as stream:
-            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-            if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_BYTES):
-                raise StateError(f"{path} is cut short, or no safetensors file: it has {size} bytes", _FIX)
-            content = stream.read(length)
+    with reading(path, _FIX), open_foreign(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_BYTES):
+            raise StateError(f"{path} is cut short, or no safetensors file: it has {size} bytes", _FIX)
+        content = stream.read(length)
     try:
         table = decode_json(content, object_pairs_hook=_once)
         metadata = _texts(table.pop(METADATA, {}))
@@ -96,7 +96,7 @@ def read_header(path: Path) -> Header:
     except _UnknownTypeError as error:
         fix = "remove such tensors, or convert them to one of these types"
         raise StateError(f"{path}: {error}, and the supported types are {', '.join(_TYPES)}", fix) from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except MALFORMED as error:
         raise StateError(f"{path} is damaged: its header cannot be read: {error}", _FIX) from error
     position, arrays = 0, {}
     for name, array, start, stop in entries:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,18 +74,6 @@ def is_file_name(text: object) -> bool:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         return False
-
-
-def regular_size(path: Path) -> int:
-    """Return the size of a regular file in bytes. A read from a pipe would block, and a device has no end.
-
-    Raises:
-        OSError: The file is missing, or is a directory, a pipe or a device.
-    """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(0, "it is a directory, a pipe or a device, and no file")
-    return found.st_size
 
 
 DCP_UNUSABLE = RuleDoc(

@@ -20,9 +20,9 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from pipeproof.foreign_text import decode_json
+from pipeproof.foreign_text import decode_json, read_foreign
 from pipeproof.state.regions import Region, flat_regions
-from pipeproof.state.state_codes import StateError, reading, regular_size
+from pipeproof.state.state_codes import StateError, reading
 
 INDEX_FILE = "index.json"
 _PROVENANCE = ".provenance.json"
@@ -218,9 +218,7 @@ def read_provenance(path: Path) -> StateIndex | None:
 
 def _read(file: Path, fix: str) -> StateIndex:
     with reading(file, fix):
-        if regular_size(file) > MAX_BYTES:
-            raise StateError(f"{file} has more than {MAX_BYTES} bytes", fix)
-        content = file.read_bytes()
+        content = read_foreign(file, MAX_BYTES)
     return parse_index(content, str(file), fix)
 
 

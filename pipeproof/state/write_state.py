@@ -17,11 +17,21 @@ from typing import Any
 import numpy as np
 
 from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.foreign_text import read_foreign
 from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.model import model_content
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.state.byte_ranges import ByteArray, write_file
-from pipeproof.state.state_index import INDEX_FILE, DataPosition, Shard, ShardFile, StateIndex, TensorEntry, index_text
+from pipeproof.state.state_index import (
+    INDEX_FILE,
+    MAX_BYTES,
+    DataPosition,
+    Shard,
+    ShardFile,
+    StateIndex,
+    TensorEntry,
+    index_text,
+)
 from pipeproof.state.state_layout import file_name, whole_state
 from pipeproof.system_calls import sync
 from pipeproof.version import __version__
@@ -72,7 +82,7 @@ def finish_state(
     """
     directory, final = partial_directory(root, steps_done, job), step_directory(root, steps_done)
     entries = [directory / f"rank{rank}.json" for rank in range(plan.mesh.num_ranks)]
-    files = tuple(ShardFile.model_validate_json(entry.read_bytes()) for entry in entries)
+    files = tuple(ShardFile.model_validate_json(read_foreign(entry, MAX_BYTES)) for entry in entries)
     index = index_of_plan(
         plan,
         steps_done,

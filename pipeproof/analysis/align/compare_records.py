@@ -12,6 +12,7 @@ from pipeproof.analysis.align.loss_pairs import LossAlignment, Tolerance, align_
 from pipeproof.analysis.align.read_record import RecordFile
 from pipeproof.analysis.align.record_format import RECORD_FILE, RecordedStep
 from pipeproof.analysis.align.training_logs import LogForm, Observed, read_log
+from pipeproof.foreign_text import open_foreign
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def _record(path: Path) -> RecordFile | None:
             raise AlignmentError(f"{path} is a directory without {RECORD_FILE}: {hint}")
         return RecordFile(path)
     try:
-        with path.open("rb") as stream:
+        with open_foreign(path) as stream:
             beginning = stream.read(1)
     except OSError as error:
         raise AlignmentError(f"cannot read {path}: {error.strerror or error}") from error

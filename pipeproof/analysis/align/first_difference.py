@@ -15,6 +15,7 @@ from pipeproof.analysis.align.likely_cause import Cause, Family, Values, guess, 
 from pipeproof.analysis.align.loss_pairs import Tolerance
 from pipeproof.analysis.align.read_record import RecordFile
 from pipeproof.analysis.align.record_format import Recorded, RecordedStep, values_file
+from pipeproof.foreign_text import open_foreign
 
 # --- Evidence of the tensors around the first difference: its producer, and the correct outputs of its layer ---
 
@@ -275,7 +276,7 @@ def _place(x: Array, y: Array) -> tuple[int, ...] | None:
 def _values(record: RecordFile, recorded: Recorded) -> Values:
     file = values_file(record.directory, recorded.step)
     try:
-        with np.load(file) as arrays:
+        with open_foreign(file) as stream, np.load(stream) as arrays:
             others = {
                 int(name.rpartition("@")[2]): arrays[name]
                 for name in arrays.files

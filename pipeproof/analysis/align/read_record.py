@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from pipeproof.analysis.align.align_errors import AlignmentError
 from pipeproof.analysis.align.record_format import FORMAT, RECORD_FILE, Header, OtherRecorded, Recorded, RecordedStep
-from pipeproof.foreign_text import ForeignTextError, decode_json
+from pipeproof.foreign_text import MALFORMED, ForeignTextError, decode_json, open_foreign_text
 
 MAX_LINE = 2**24
 """Longest line of a record or of a training log, in characters."""
@@ -51,7 +51,7 @@ class RecordFile:
                     else:
                         _require(content["kind"] in ("tensor", "gradient"), f"kind {content['kind']!r}")
                         tensors.append(Recorded.from_json(content))
-                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                except MALFORMED as error:
                     raise AlignmentError(f"{self.file}:{number}: no line of a record: {_reason(error)}") from error
             if tensors:
                 raise AlignmentError(
@@ -68,7 +68,7 @@ class RecordFile:
                 f"format {content['format']!r}, this pipeproof reads format {FORMAT}: record both with one version",
             )
             return Header(**{field.name: content[field.name] for field in fields(Header)})
-        except (KeyError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             raise AlignmentError(f"{self.file}:1: no header of a record: {_reason(error)}") from error
 
     def _parsed(self, line: str, number: int) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _step(content: dict[str, Any], tensors: tuple[Recorded, ...]) -> RecordedSte
 @contextmanager
 def _opened(file: Path) -> Iterator[IO[str]]:
     try:
-        with file.open(encoding="utf-8") as stream:
+        with open_foreign_text(file) as stream:
             yield stream
     except OSError as error:
         raise AlignmentError(f"cannot read {file}: {error.strerror or error}") from error

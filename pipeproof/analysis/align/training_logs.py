@@ -25,6 +25,7 @@ from pathlib import Path
 
 from pipeproof.analysis.align.align_errors import AlignmentError
 from pipeproof.analysis.align.read_record import MAX_LINE
+from pipeproof.foreign_text import open_foreign_text
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PAIR = re.compile(r"(?<![\w.])([A-Za-z_]\w*): ([^,\s]+)")
@@ -85,7 +86,7 @@ def read_log(path: Path, form: LogForm) -> Iterator[Observed]:
     """
     counts: Counter[tuple[int, str]] = Counter()
     try:
-        with path.open(encoding="utf-8", errors="replace") as stream:
+        with open_foreign_text(path, errors="replace") as stream:
             for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), ""), start=1):
                 if len(line) > MAX_LINE:
                     raise AlignmentError(f"{path}:{number}: the line has more than {MAX_LINE:,} characters")

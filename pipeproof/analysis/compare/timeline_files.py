@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pipeproof.comm.lower import blaming_plan, lower_loaded
-from pipeproof.foreign_text import decode_json
+from pipeproof.foreign_text import MALFORMED, decode_json, open_foreign, open_foreign_text, read_foreign
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import Op, parse_op
 from pipeproof.sim.simulate import simulate
@@ -95,15 +95,24 @@ def read_timeline(path: Path, load: Callable[[Path], LoadedPlan] = load_plan) ->
     raise TimelineFileError(f"{name}: it has no timeline; {fix}")
 
 
+_MOST_BYTES = 2**30
+
+
 def _json_object(path: Path) -> dict[str, Any] | None:
-    """The file's content if it is a JSON object; the plan reader reports anything else."""
+    """The file's content if it is a JSON object; the plan reader reports anything else.
+
+    Raises:
+        OSError: it is too large.
+    """
     try:
-        with path.open("rb") as stream:
+        with open_foreign(path) as stream:
             if not stream.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
                 return None
-            stream.seek(0)
-            content = decode_json(stream.read())
-    except (OSError, ValueError):
+    except OSError:
+        return None
+    try:
+        content = decode_json(read_foreign(path, _MOST_BYTES))
+    except ValueError:
         return None
     return content if isinstance(content, dict) else None
 
@@ -160,7 +169,7 @@ def _is_table(path: Path) -> bool:
     """True if it begins as our tables do; the plan reader reports files that cannot be read."""
     heading = ",".join(COLUMNS).encode()
     try:
-        with path.open("rb") as stream:
+        with open_foreign(path) as stream:
             return stream.read(len(heading)) == heading
     except OSError:
         return False
@@ -169,7 +178,7 @@ def _is_table(path: Path) -> bool:
 def _of_table(path: Path) -> TimelineFile:
     name = str(path)
     try:
-        with path.open(encoding="utf-8", newline="") as stream:
+        with open_foreign_text(path, newline="") as stream:
             rows = list(csv.DictReader(stream))
     except (UnicodeDecodeError, csv.Error) as error:
         raise TimelineFileError(f"{name}: it begins as a CSV table, but is none: {error}") from error
@@ -201,7 +210,7 @@ def _each(
             raise TimelineFileError(
                 f"{name}: {what} {index} has no {error.args[0]!r}; another tool wrote it"
             ) from error
-        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        except MALFORMED as error:
             raise TimelineFileError(f"{name}: {what} {index} is no operation: {error}") from error
 
 

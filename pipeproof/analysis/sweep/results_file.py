@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from pipeproof.analysis.sweep.evaluate_point import PointResult
 from pipeproof.analysis.sweep.sweep_points import Sweep
-from pipeproof.foreign_text import decode_json
+from pipeproof.foreign_text import MALFORMED, decode_json
 from pipeproof.system_calls import lock_file
 from pipeproof.verify.certificate import RULE_SET_VERSION
 
@@ -111,7 +111,7 @@ def _results(path: Path, lines: list[bytes], sweep: Sweep) -> dict[str, PointRes
         content = _json(line)
         try:
             result = PointResult.from_json(content or {})
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except MALFORMED as error:
             raise ResultsFileError(f"{path}:{number}: the line is no result; remove it, or the file") from error
         if result.id not in known:
             raise ResultsFileError(f"{path}:{number}: the sweep has no point {result.id}; remove the line, or the file")

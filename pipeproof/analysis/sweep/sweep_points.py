@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.diagnostics.problems import describe_value, nearest_name
 from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.foreign_text import read_foreign
 from pipeproof.specs.cost import CostSource, cost_source, placeholder_note
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.section import sections_in
@@ -173,7 +174,7 @@ def _named_files(point: Point) -> Iterator[object]:
 def _file_digest(path: Path) -> str | None:
     """None for a plan that cannot be read: its points are refused with the reason."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(read_foreign(path)).hexdigest()
     except (OSError, ValueError):
         return None
 

@@ -42,7 +42,7 @@ from pipeproof.exec.store.polling import wait_until
 from pipeproof.exec.store.process_state import is_stopped
 from pipeproof.exec.store.run_codes import DIED
 from pipeproof.exec.store.store import get_json, has_json, put_json
-from pipeproof.foreign_text import decode_json
+from pipeproof.foreign_text import decode_json, read_foreign
 from pipeproof.system_calls import kill
 
 _POLL_S, _STORE_POLL_S = 0.05, 0.5
@@ -236,7 +236,7 @@ class HostWatch:
                 identity = self._meeting.local[rank].process
                 stopped, alive = is_stopped(identity.pid), identity.is_alive
                 if self._file("position", rank).exists():
-                    positions[str(rank)] = decode_json(self._file("position", rank).read_text())
+                    positions[str(rank)] = decode_json(read_foreign(self._file("position", rank)))
                 elif stopped or not alive or time.monotonic() > ends:
                     finished = self._file(_FINISHED, rank).exists()
                     reason = "stopped" if stopped else "finished" if finished else "ended" if not alive else "silent"
@@ -249,7 +249,7 @@ class HostWatch:
 
     def _last_note(self, rank: int) -> Any:
         try:
-            return decode_json(self._file("note", rank).read_text())
+            return decode_json(read_foreign(self._file("note", rank)))
         except (OSError, ValueError):
             return {}
 

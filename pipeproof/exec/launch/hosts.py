@@ -22,7 +22,7 @@ from typing import Any
 
 from pipeproof.atomic_write import atomic_write
 from pipeproof.exec.store.process_state import ProcessId, boot_id
-from pipeproof.foreign_text import decode_json
+from pipeproof.foreign_text import decode_json, read_foreign
 
 _LONGEST_NAME = 255
 """Characters of a host's name, as in DNS."""
@@ -178,7 +178,7 @@ def _remove_if_left(directory: Path) -> None:
     with contextlib.suppress(OSError, ValueError):  # not ours, or being made
         if not _is_own(directory.lstat()):
             return
-        identities = [Identity.of(content) for content in decode_json((directory / _PROCESSES).read_text())]
+        identities = list(map(Identity.of, decode_json(read_foreign(directory / _PROCESSES))))
         own = Identity.own().machine  # of another machine's processes, which may write here, nobody knows the end here
         if all(identity.machine == own and not identity.process.is_alive for identity in identities):
             shutil.rmtree(directory, ignore_errors=True)

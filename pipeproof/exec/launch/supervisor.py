@@ -23,7 +23,7 @@ from pipeproof.exec.rank.job_files import Job
 from pipeproof.exec.store.process_state import is_ending, is_stopped
 from pipeproof.exec.store.rendezvous import process_environment, rank_environment, reserved_ports
 from pipeproof.exec.store.run_codes import DIED, HUNG
-from pipeproof.foreign_text import decode_json
+from pipeproof.foreign_text import decode_json, open_foreign
 from pipeproof.system_calls import address_space_limit, open_files_limit
 
 START_UP_TIMEOUT_S = 60.0
@@ -261,6 +261,11 @@ _ENOUGH_FILES = 256
 """Open files that are enough for a process of a small run; a rank of a larger one has some for each peer."""
 
 
+_LAST_BYTES = 2**16
+
+
 def _last_line(path: Path) -> str:
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    with open_foreign(path) as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - _LAST_BYTES))
+        lines = [line for line in stream.read().decode(errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else "it printed nothing"

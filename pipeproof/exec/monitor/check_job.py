@@ -186,7 +186,7 @@ def _mismatch(analysis: Analysis, patience_s: float) -> tuple[tuple[int, ...], F
 
     Messages, and totals of an all-to-all, are compared where an end is not done and for ``patience_s`` nothing has
     happened to any part: their positions are certain only at the end of a ring. Where the first collective that differs
-    has left the rings, the digests say since when.
+    has left the rings, the digests show since when.
     """
     found: list[Disagreement] = [
         disagreement
@@ -236,7 +236,7 @@ def _divergences(analysis: Analysis) -> list[Divergence]:
 
 
 def _has(analysis: Analysis, divergence: Divergence, disagreement: Disagreement) -> bool:
-    """True if a disagreement is the first collective that differs, as far as the digests say."""
+    """True if a disagreement is the first collective that differs, by the digests."""
     op = analysis.op(disagreement.entries[0])
     is_group = not op.is_message and divergence.key == group_key(group_text(op.group))
     return is_group and divergence.agreed <= op.number < divergence.different

@@ -31,7 +31,7 @@ from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.exec.monitor.monitor_codes import UNREADABLE_RING
 from pipeproof.exec.monitor.sequence_digest import FACTOR, SequenceDigest, group_key
-from pipeproof.foreign_text import MOST_RANKS, decode_json
+from pipeproof.foreign_text import MALFORMED, MOST_RANKS, decode_json, open_foreign, read_foreign
 
 MAGIC: Final = b"PPRING02"
 RECORD_BYTES: Final = 128
@@ -383,9 +383,7 @@ def read_header(path: Path) -> RingHeader:
         PlanFileError: PP952, the file cannot be read, or is no ring.
     """
     try:
-        if not path.is_file():  # reading a pipe would never end
-            raise _unreadable(path, "it is no regular file")
-        with path.open("rb") as file:
+        with open_foreign(path) as file:
             return _header(file.read(HEADER_BYTES), str(path))
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
@@ -400,12 +398,11 @@ def read_ring(path: Path) -> Ring:
     header = read_header(path)
     size = HEADER_BYTES + STRINGS_BYTES + header.capacity * RECORD_BYTES
     try:
-        with path.open("rb") as file:
-            raw = file.read(min(size, _MOST_BYTES) + 1)
+        raw = read_foreign(path, min(size, _MOST_BYTES))
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
     if len(raw) != size:
-        raise _unreadable(path, f"it is truncated, or has more than {_MOST_BYTES // 2**20} MiB")
+        raise _unreadable(path, f"it is truncated, or has more than {_MOST_BYTES:,} bytes")
     strings = raw[HEADER_BYTES : HEADER_BYTES + STRINGS_BYTES]
     ops = []
     for position in range(header.capacity):
@@ -414,7 +411,7 @@ def read_ring(path: Path) -> Ring:
         if seq >= 0 and seq % header.capacity == position:
             try:
                 ops.append(_op(raw, start, strings))
-            except (ValueError, IndexError, KeyError, TypeError) as error:
+            except MALFORMED as error:
                 raise _unreadable(path, f"record {position} has a value of a wrong type: {error}") from error
     ops.sort(key=lambda op: op.seq)
     return Ring(str(path), header, tuple(ops))

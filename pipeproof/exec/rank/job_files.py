@@ -24,6 +24,7 @@ from pydantic import TypeAdapter
 from pipeproof.atomic_write import atomic_write
 from pipeproof.comm.lower import from_here, schedule_path
 from pipeproof.exec.rank.op_log import LogEntry
+from pipeproof.foreign_text import open_foreign, read_foreign
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.verify.certificate import Certificate
 
@@ -177,9 +178,12 @@ def save_json(path: Path, value: object, form: Any) -> None:
         new.write_bytes(TypeAdapter(form).dump_json(value))
 
 
+_MOST_BYTES = 2**30
+
+
 def load_json(path: Path, form: type[_Value]) -> _Value:
     """Read what ``save_json`` wrote."""
-    return TypeAdapter(form).validate_json(path.read_bytes())
+    return TypeAdapter(form).validate_json(read_foreign(path, _MOST_BYTES))
 
 
 class LogWriter:
@@ -215,7 +219,7 @@ class LogFile:
 
     def __iter__(self) -> Iterator[LogEntry]:
         """Yield the entries in the order of the log."""
-        with self.path.open("rb") as lines:
+        with open_foreign(self.path) as lines:
             for line in lines:
                 yield from _ENTRIES.validate_json(b"[" + line.strip(b"[],\n") + b"]")
 
@@ -297,7 +301,7 @@ def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
     """Read what ``save_arrays`` wrote."""
-    with np.load(path) as arrays:
+    with open_foreign(path) as stream, np.load(stream) as arrays:
         return {name: arrays[name] for name in arrays.files}
 
 

@@ -13,12 +13,11 @@ from typing import Any, Final
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.foreign_text import decode_json
+from pipeproof.foreign_text import MALFORMED, decode_json, open_foreign, open_foreign_text
 from pipeproof.interop.hang.hang_codes import UNREADABLE_DUMP
 from pipeproof.interop.hang.recorder_names import END_OF_BATCH, WITHOUT_PEER, num_elements, op_of
 from pipeproof.interop.json_stream import JsonStream
 from pipeproof.state.flex.pickles import ForeignNameError, UnreadablePickleError, unpickled
-from pipeproof.state.state_codes import regular_size
 
 
 class State(IntEnum):
@@ -211,9 +210,7 @@ def read_content(path: Path) -> dict[str, Any]:
         PlanFileError: PP930, it cannot be read, is truncated, or is something else.
     """
     try:
-        if regular_size(path) > MAX_BYTES:
-            raise unreadable_dump(f"`{path}` has more than {MAX_BYTES} bytes", str(path))
-        with path.open("rb") as stream:
+        with open_foreign(path, MAX_BYTES) as stream:
             is_json = stream.read(_MOST_SPACES).lstrip()[:1] == b"{"
         data = _json_content(path) if is_json else unpickled(path, allows=lambda _: False)
     except OSError as error:
@@ -239,7 +236,7 @@ def _json_content(path: Path) -> dict[str, Any]:
         return unreadable_dump(f"`{path}` is no Flight Recorder dump, or is cut short: {message}", str(path))
 
     data: dict[str, Any] = {}
-    with path.open(encoding="utf-8") as text:
+    with open_foreign_text(path) as text:
         stream = JsonStream(text, refusal, MAX_BYTES)
         for key in stream.members():
             is_list = key == "entries" and stream.peek() == "["
@@ -307,7 +304,7 @@ def _dump(rank: int, path: Path, data: Mapping[str, Any], members_by_group: Mapp
         raise unreadable_dump(f"`{path}`: `entries` is no list", str(path))
     try:
         launches = tuple(reader.launches(raw))
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
+    except MALFORMED as error:
         raise unreadable_dump(f"`{path}`: an entry has a value of a wrong type: {error}", str(path)) from error
     return Dump(rank, str(path), version, not launches or raw[0]["record_id"] == 0, launches)
 
@@ -320,7 +317,7 @@ def _groups(config: Any, file: str) -> dict[str, Group]:
         try:
             ranks = record["ranks"]
             members = tuple(int(rank) for rank in (decode_json(ranks) if isinstance(ranks, str) else ranks))
-        except (TypeError, KeyError, ValueError) as error:
+        except MALFORMED as error:
             raise unreadable_dump(f"`{file}`: the ranks of group {name} cannot be read", file) from error
         groups[str(name)] = Group(str(name), str(record.get("desc", "")), members)
     return groups

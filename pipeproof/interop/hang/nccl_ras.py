@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.foreign_text import decode_json
+from pipeproof.foreign_text import MALFORMED, decode_json
 from pipeproof.interop.hang.hang_codes import UNREADABLE_STATUS
 
 PORT: Final = 28028
@@ -130,7 +130,7 @@ def status_from_json(output: str, address: str) -> RasStatus:
                 ranks[rank.rank] = rank
             name = f"{each['hash']}"
             communicators[name] = RasCommunicator(name, int(each["size"]), ranks)
-    except (ValueError, KeyError, TypeError) as error:
+    except MALFORMED as error:
         raise _refused(address, f"its JSON output is not understood: {error!r}") from error
     return RasStatus(communicators)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pipeproof.foreign_text import decode_json
+from pipeproof.foreign_text import MALFORMED, decode_json, open_foreign, read_foreign
 from pipeproof.interop.hang.flight_recorder import unreadable_dump
 
 MAX_BYTES: Final = 2**24
@@ -132,14 +132,12 @@ def read_stack(path: Path) -> Stack:
         PlanFileError: PP930, it cannot be read, or is none.
     """
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise unreadable_dump(f"`{path}` has more than {MAX_BYTES} bytes", str(path))
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_foreign(path, MAX_BYTES).decode(errors="replace")
     except OSError as error:
         raise unreadable_dump(f"cannot read `{path}`: {error.strerror}", str(path)) from error
     try:
         return _from_json(text) if text.lstrip().startswith("[") else _from_text(text)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except MALFORMED as error:
         raise unreadable_dump(f"`{path}` is no dump of py-spy, or is cut short: {error}", str(path)) from error
 
 
@@ -163,7 +161,7 @@ def ask_py_spy(pid: int) -> Stack | str:
     if done.returncode == 0:
         try:
             return _from_json(done.stdout)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except MALFORMED as error:
             return f"py-spy printed something else than stacks: {error}"
     if "permission" in done.stderr.lower():
         return (
@@ -175,7 +173,7 @@ def ask_py_spy(pid: int) -> Stack | str:
 
 
 def _begins_as_stack(path: Path) -> bool:
-    with path.open("rb") as file:
+    with open_foreign(path) as file:
         start = file.read(4096).lstrip()
     return start.startswith(b"[") or bool(re.match(rb"(?:Process \d+|Thread \S+ \()", start))
 

@@ -15,14 +15,14 @@ Events are decoded one by one from a window of the text, so that the memory depe
 
 from __future__ import annotations
 
-import gzip
 import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pipeproof.diagnostics.finding import BadPlanError
+from pipeproof.foreign_text import MALFORMED, open_foreign_text
 from pipeproof.interop.json_stream import JsonStream
 from pipeproof.interop.profiles.profile_codes import unreadable
 from pipeproof.interop.profiles.rank_trace import NO_THREAD, NamedRange, RankTrace, Work, by_start, rank_of_name
@@ -47,16 +47,10 @@ def read_kineto(path: Path) -> RankTrace:
         BadPlanError: PP163, it is not one, is cut off, or is too large.
     """
     try:
-        with _open(path) as stream:
+        with open_foreign_text(path) as stream:
             return _Collected(path).read(JsonStream(stream, _refusal(path), MAX_TEXT))
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise unreadable(str(path), f"the trace cannot be read: {error}", _AGAIN) from error
-
-
-def _open(path: Path) -> IO[str]:
-    with path.open("rb") as stream:
-        compressed = stream.read(2) == b"\x1f\x8b"
-    return gzip.open(path, "rt", encoding="utf-8") if compressed else path.open(encoding="utf-8")
 
 
 def _refusal(path: Path) -> Callable[[str], BadPlanError]:
@@ -95,12 +89,12 @@ class _Collected:
         if not isinstance(event, dict) or event.get("ph") != "X":
             return
         kind, name = event.get("cat"), event.get("name")
-        if kind not in _KEPT or not isinstance(name, str):
+        if not isinstance(kind, str) or kind not in _KEPT or not isinstance(name, str):
             return
         try:
             start = nanoseconds(event["ts"])
             end = start + nanoseconds(event.get("dur", 0))
-        except (KeyError, ValueError, TypeError) as error:
+        except MALFORMED as error:
             raise stream.error(f"the event `{name}` has no time") from error
         if kind == "user_annotation":
             self._ranges.append(NamedRange(name, start, end))
@@ -129,7 +123,7 @@ class _Collected:
     def _trace(self) -> RankTrace:
         try:
             base = int(self._header.get("baseTimeNanoseconds", 0))
-        except (ValueError, TypeError) as error:
+        except MALFORMED as error:
             raise unreadable(str(self._path), "`baseTimeNanoseconds` is not a number", _AGAIN) from error
         info, devices = self._header.get("distributedInfo"), self._header.get("deviceProperties")
         rank = info.get("rank") if isinstance(info, dict) else None
@@ -142,7 +136,8 @@ class _Collected:
                 )
                 for (start, end, name, _), launch in zip(self._kernels, launches, strict=True)
             ]
-        named = devices[0].get("name") if isinstance(devices, list) and devices else None
+        first = devices[0] if isinstance(devices, list) and devices else None
+        named = first.get("name") if isinstance(first, dict) else None
         return RankTrace(
             str(self._path),
             rank if isinstance(rank, int) else rank_of_name(self._path.name),

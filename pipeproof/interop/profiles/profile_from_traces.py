@@ -13,6 +13,7 @@ from typing import get_args
 from pydantic import ValidationError
 
 from pipeproof.cost.measured_profile import measured_sections
+from pipeproof.foreign_text import open_foreign
 from pipeproof.interop.profiles.kineto_trace import read_kineto
 from pipeproof.interop.profiles.measurements import Measurements
 from pipeproof.interop.profiles.profile_codes import not_assigned, unreadable
@@ -74,7 +75,7 @@ def read_trace(path: Path) -> RankTrace:
         BadPlanError: PP163, it is not a trace, or it cannot be read; PP164.
     """
     try:
-        with path.open("rb") as stream:
+        with open_foreign(path) as stream:
             begin = stream.read(64)
     except OSError as error:
         raise unreadable(str(path), f"the file cannot be read: {error.strerror}", f"name {_TRACES}") from error

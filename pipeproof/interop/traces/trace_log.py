@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.foreign_text import MOST_RANKS, decode_json
+from pipeproof.foreign_text import MALFORMED, MOST_RANKS, decode_json, open_foreign
 from pipeproof.interop.traces.recorder import VERSION
 from pipeproof.interop.traces.trace_codes import UNREADABLE_LOG
 
@@ -213,7 +213,7 @@ class _Reader:
             try:
                 data = decode_json(text)
                 self._take(data["event"], data)
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except MALFORMED as error:
                 problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
                 _raise_unreadable(f"this is not a line of a log: {problem}", self._here)
         if self._start is None:
@@ -226,9 +226,7 @@ class _Reader:
 
     def _lines(self) -> Iterator[str]:
         try:
-            if self._path.stat().st_size > MAX_BYTES:
-                _raise_unreadable(f"this log is larger than {MAX_BYTES // 2**20} MiB: record fewer steps", self._here)
-            with self._path.open("rb") as stream:
+            with open_foreign(self._path, MAX_BYTES) as stream:
                 for line in stream:
                     if line.endswith(b"\n"):  # text after the last line break is a truncated line
                         yield line[:-1].decode("utf-8", errors="replace")

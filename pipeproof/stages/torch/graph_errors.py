@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import fx
 
+from pipeproof.foreign_text import read_foreign
+
 _ASSIGNED = re.compile(r"\s*(\w+)(?:\s*:[^=]*)?\s*=")
 """The name of an operation in the code of a graph: ``view = torch.ops.aten.view.default(x, [2])``."""
 _FUSED = re.compile(r"# Topologically Sorted Source Nodes: \[(.*?)\], Original ATen: \[(.*?)\]")
@@ -89,9 +91,11 @@ def _place(error: Exception, sources: dict[str, _Source]) -> tuple[str, list[_So
 
 def _comment_above(file: str, line: int) -> re.Match[str] | None:
     """Inductor's comment on the kernel that a line of its code calls."""
-    if not Path(file).is_file():
+    try:
+        code = read_foreign(Path(file)).decode(errors="replace")
+    except OSError:
         return None
-    for text in reversed(Path(file).read_text(errors="replace").splitlines()[:line]):
+    for text in reversed(code.splitlines()[:line]):
         comment = _FUSED.search(text)
         if comment or text.strip().startswith("def "):
             return comment

@@ -12,6 +12,7 @@ from pipeproof.diagnostics.finding import Finding, Location
 from pipeproof.diagnostics.problems import describe_value, listed, nearest_name
 from pipeproof.diagnostics.source import LINE_BREAK, SourceMap
 from pipeproof.diagnostics.yaml_tree import parse_text
+from pipeproof.foreign_text import read_foreign
 from pipeproof.state.aoa.statements import (
     CAST_TYPES,
     FUSED_KINDS,
@@ -291,16 +292,11 @@ def read_file(path: Path) -> Program:
         AoaError: PP180 and PP184; the file or a statement cannot be read, or there is no statement.
     """
     try:
-        with path.open("rb") as stream:
-            content = stream.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            fix = "name a file of statements; $LAYER_ID and $EXPERT_ID cover many tensors"
-            raise AoaError(UNREADABLE.finding(f"{path} has more than {MAX_BYTES:,} bytes", None, fix))
-        text = content.decode("utf-8-sig")
+        text = read_foreign(path, MAX_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise AoaError(UNREADABLE.finding(f"{path} is not UTF-8 text", None, "name a file of statements")) from error
     except OSError as error:
-        fix = "name a file of statements"
+        fix = "name a file of statements; $LAYER_ID and $EXPERT_ID cover many tensors"
         raise AoaError(UNREADABLE.finding(f"{path} cannot be read: {error.strerror}", None, fix)) from error
     program = read_statements(text, str(path))
     if not program.statements and not _is_config(text, program.file):  # forgotten, or a command that failed wrote it

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeproof.foreign_text import open_foreign, regular_size
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.byte_ranges import RangeReader
 from pipeproof.state.checkpoint import Checkpoint, HeldShard
 from pipeproof.state.dcp.dcp_metadata import METADATA_FILE, DcpChunk, DcpMetadata, read_metadata
 from pipeproof.state.dcp.torch_archive import locate_tensor
-from pipeproof.state.state_codes import DcpError, reading, regular_size
+from pipeproof.state.state_codes import DcpError, reading
 from pipeproof.state.state_index import Shard, TensorEntry, TensorKind
 
 RESERVED = "pipeproof."
@@ -68,7 +69,7 @@ def _located(
 ) -> Iterator[tuple[str, int, tuple[HeldShard, int]]]:
     """Yield name and number of chunks, and where their elements are, with their CRC-32; file by file."""
     for file, of_file in groupby(sorted(places), key=itemgetter(0)):
-        with reading(path / file, _FIX), (path / file).open("rb") as stream:
+        with reading(path / file, _FIX), open_foreign(path / file) as stream:
             for _, _, name, number in of_file:
                 tensor = metadata.tensors[name]
                 chunk = tensor.chunks[number]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeproof.foreign_text import MALFORMED
 from pipeproof.state.flex.pickles import (
     ForeignNameError,
     GlobalName,
@@ -135,7 +136,7 @@ def read_metadata(directory: Path) -> DcpMetadata:
             raise DcpError(f"{path} is damaged, or no metadata of PyTorch's DCP: {error}", _FIX) from error
     try:
         return _metadata(path, metadata)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except MALFORMED as error:
         raise DcpError(f"{path} is no metadata of PyTorch's DCP: {error!r}", _FIX) from error
 
 

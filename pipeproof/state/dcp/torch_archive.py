@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from pipeproof.foreign_text import MALFORMED
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.dcp.dcp_metadata import DTYPES, DcpChunk
 from pipeproof.state.flex.pickles import GlobalName, PersistentId, PickledObject, UnreadablePickleError, unpickled
@@ -92,7 +93,7 @@ def locate_tensor(stream: BinaryIO, path: Path, name: str, dtype: str, chunk: Dc
         start, num_bytes = _content_of(stream, chunk, data)
     except (zipfile.BadZipFile, struct.error, KeyError, EOFError, NotImplementedError, UnicodeDecodeError) as error:
         raise DcpError(f"{path}: the archive of {name} at byte {chunk.start} is damaged: {error}", _FIX) from error
-    except (UnreadablePickleError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (UnreadablePickleError, *MALFORMED) as error:
         raise DcpError(f"{path}: the archive of {name} at byte {chunk.start} is no tensor: {error}", _FIX) from error
     if (stored_dtype, shape) != (dtype, chunk.extents):
         stored_text = f"{stored_dtype} {list(shape)}"

@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from pipeproof.foreign_text import MALFORMED
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.state.checkpoint import Checkpoint, HeldShard
 from pipeproof.state.flex.pickles import GlobalName, PickledBytes, PickledObject, read_pickle, to_pickle, whole_numbers
@@ -103,7 +104,7 @@ def read_metadata(path: Path) -> tuple[FlexShard, ...]:
         described, stored = metadata["state_dict_metadata"], metadata["storage_metadata"]
         shapes = _Shapes(path, described)
         return tuple(shapes.shard(_fields(path, index, "LocalTensorIndex"), file) for index, file in stored.items())
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except MALFORMED as error:
         raise FlexError(f"{path} is no metadata of Paddle's: {error!r}", _FIX) from error
 
 
@@ -336,7 +337,7 @@ def _array(path: Path, key: Any, instance: Any) -> StoredArray:
     try:
         _, shape, kind, is_fortran, content = instance.state
         dtype, order = kind.arguments[0], kind.state[1]
-    except (TypeError, ValueError, AttributeError, IndexError) as error:
+    except MALFORMED as error:
         raise FlexError(f"{path}: {key} is no array of numpy's: {error}", _FIX_ARRAYS) from error
     if dtype not in _TYPES or order == ">" or not isinstance(content, PickledBytes) or (is_fortran and len(shape) > 1):
         raise FlexError(f"{path}: {key} is an array of a type or order that is not read: {order}{dtype}", _FIX_ARRAYS)

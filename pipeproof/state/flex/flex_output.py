@@ -9,11 +9,12 @@ from types import MappingProxyType
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import PipeproofError
+from pipeproof.foreign_text import read_foreign
 from pipeproof.state.flex.flex_metadata import SUFFIX, FlexShard, key_of, metadata_of, open_flex, stored_shape
 from pipeproof.state.reshard.reshard_targets import ReshardTask
 from pipeproof.state.safetensors_header import read_header
 from pipeproof.state.state_codes import FLEX_UNSUPPORTED, FlexError
-from pipeproof.state.state_index import Shard, ShardFile, TensorEntry
+from pipeproof.state.state_index import MAX_BYTES, Shard, ShardFile, TensorEntry
 from pipeproof.state.state_layout import RankShard, files_of
 from pipeproof.system_calls import sync
 
@@ -82,7 +83,8 @@ def require_all_written(directory: Path, plan: LoweredPlan) -> None:
     """
     wanted = {shard for shards in files_of(plan).values() for shard in shards}
     records = [directory / f"rank{rank}.json" for rank in range(plan.mesh.num_ranks)]
-    written = [shard for record in records for shard in ShardFile.model_validate_json(record.read_bytes()).shards]
+    files = [ShardFile.model_validate_json(read_foreign(record, MAX_BYTES)) for record in records]
+    written = [shard for file in files for shard in file.shards]
     described = [stored.shard for of_tensor in open_flex(directory).shards.values() for stored in of_tensor]
     for subject, shards in (("Paddle's metadata has", described), ("Paddle wrote", written)):
         if len(shards) != len(wanted) or set(shards) != wanted:

@@ -9,6 +9,7 @@ file, so that arrays of many GB are located and not read.
 
 from __future__ import annotations
 
+import io
 import pickletools
 import struct
 from collections.abc import Callable, Iterable
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar, cast
 
-from pipeproof.state.state_codes import FlexError, regular_size
+from pipeproof.foreign_text import MALFORMED, open_foreign
+from pipeproof.state.state_codes import FlexError
 
 _T = TypeVar("_T")
 _LONGEST_TEXT = 2**20
@@ -99,13 +101,13 @@ def unpickled(
         UnreadablePickleError: The pickle is damaged, uses an operation that is not read, or has more than
             ``MAX_OPERATIONS`` or ``MAX_DEPTH``.
     """
-    size = regular_size(path)
-    with path.open("rb") as stream:
+    with open_foreign(path) as stream:
+        size = stream.seek(0, io.SEEK_END)
         stream.seek(start)
         try:
             value = _run(_Source(stream, size if length is None else min(size, start + length), start), allows)
             _require_moderate(value)
-        except (struct.error, IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
+        except (struct.error, *MALFORMED) as error:
             raise UnreadablePickleError(str(error)) from error
     return value
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pipeproof.atomic_write import write_output
-from pipeproof.foreign_text import decode_json
+from pipeproof.foreign_text import decode_json, open_foreign, read_foreign
 from pipeproof.state.checkpoint import Checkpoint
 from pipeproof.state.open_checkpoint import file_findings
 from pipeproof.state.region_text import size_words
@@ -24,6 +24,7 @@ from pipeproof.state.reshard.reshard_targets import ReshardTask
 from pipeproof.state.state_codes import StateError, reading
 from pipeproof.state.state_index import (
     INDEX_FILE,
+    MAX_BYTES,
     ShardFile,
     StateIndex,
     index_text,
@@ -181,7 +182,8 @@ def is_complete_output(out: Path, task: ReshardTask) -> bool:
             _begins_with(_path_in(out, task, name), task.target.header_of(name)[0]) for name in task.target.files
         )
         extra_files_match = all(
-            (out / name).read_bytes() == _bytes(content) for name, content in task.extra_files.items()
+            _begins_with(out / name, _bytes(content)) and (out / name).stat().st_size == len(_bytes(content))
+            for name, content in task.extra_files.items()
         )
         if not headers_match or not extra_files_match:
             return False
@@ -203,7 +205,7 @@ def _path_in(out: Path, task: ReshardTask, name: str) -> Path:
 
 
 def _begins_with(path: Path, start: bytes) -> bool:
-    with path.open("rb") as stream:  # nothing of PyTorch's archives, which are compared with the metadata
+    with open_foreign(path) as stream:  # nothing of PyTorch's archives, which are compared with the metadata
         return stream.read(len(start)) == start
 
 
@@ -233,7 +235,7 @@ class WorkDirectory:
         finished = {}
         for name in names:
             try:
-                file = ShardFile.model_validate_json((self.directory / _DONE / f"{name}.json").read_bytes())
+                file = ShardFile.model_validate_json(read_foreign(self.directory / _DONE / f"{name}.json", MAX_BYTES))
                 size = (self.new / name).stat().st_size
             except (OSError, ValidationError):
                 continue
@@ -256,7 +258,7 @@ class WorkDirectory:
         output_files = self.new if one_file is None else self.new / one_file
         if hasattr(os, "setxattr"):
             with suppress(OSError):
-                os.setxattr(output_files, _MARK, (self.directory / _JOB).read_bytes())
+                os.setxattr(output_files, _MARK, read_foreign(self.directory / _JOB, MAX_BYTES))
         sync(self.new)
         require_free(self.output)
         if one_file is not None:
@@ -396,7 +398,7 @@ def _job_text(job: Mapping[str, object]) -> str:
 def _recorded_job(directory: Path) -> dict[str, object]:
     """Return the recorded job; empty if none can be read."""
     try:
-        return _job_of((directory / _JOB).read_bytes())
+        return _job_of(read_foreign(directory / _JOB, MAX_BYTES))
     except OSError:
         return {}
 

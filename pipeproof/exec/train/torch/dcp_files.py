@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.store.train_errors import PipelineError
+from pipeproof.foreign_text import open_foreign
 from pipeproof.state.dcp.dcp_checkpoint import is_dcp, require_files
 from pipeproof.state.dcp.dcp_metadata import DcpMetadata, DcpObject, read_metadata
 from pipeproof.state.state_codes import DCP_MISMATCH, DcpError, DcpMismatchError
@@ -231,7 +232,7 @@ class StoredObjects:
         stored: DcpObject = self.table[name]
         try:
             if stored.file not in self._streams:
-                self._streams[stored.file] = (self.path / stored.file).open("rb")
+                self._streams[stored.file] = open_foreign(self.path / stored.file)
             stream = self._streams[stored.file]
             stream.seek(stored.start)
             content = stream.read(stored.length)

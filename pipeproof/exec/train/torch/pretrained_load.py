@@ -28,7 +28,7 @@ from pipeproof.exec.train.torch.dcp_files import Ranks
 from pipeproof.exec.train.torch.meta_buffers import compute_buffers, give_memory, kept_ties, require_computed_buffers
 from pipeproof.exec.train.torch.model_names import HeldTensor, held_tensors, unwrapped
 from pipeproof.exec.train.torch.model_stages import ModelStages
-from pipeproof.foreign_text import ForeignTextError, decode_json
+from pipeproof.foreign_text import MALFORMED, decode_json, open_foreign, read_foreign
 from pipeproof.state.safetensors_header import StoredArray, read_header
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -167,14 +167,16 @@ class _Stored:
     def read(self) -> torch.Tensor:
         """Its elements."""
         array = self.array
-        content = np.fromfile(self.file, np.uint8, array.num_bytes, offset=array.start)
+        with open_foreign(self.file) as stream:
+            stream.seek(array.start)
+            content = np.fromfile(stream, np.uint8, array.num_bytes)
         return torch.from_numpy(content).view(getattr(torch, array.dtype)).reshape(array.shape)
 
 
 def _files_of(index: Path) -> set[str]:
     try:
-        names = set(decode_json(index.read_bytes())["weight_map"].values())
-    except (ForeignTextError, KeyError, TypeError, AttributeError) as error:
+        names = set(decode_json(read_foreign(index))["weight_map"].values())
+    except MALFORMED as error:
         raise PipelineError(f"{index} has no `weight_map` from tensors to files: save the model again") from error
     strange = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if strange:
