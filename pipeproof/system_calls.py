@@ -74,7 +74,7 @@ def open_to_read(path: Path) -> int:
     if not stat.S_ISREG(mode):
         os.close(handle)
         if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, "it is a directory, and no file", str(path))
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "it is a pipe or a device, and no regular file", str(path))
     return handle
 

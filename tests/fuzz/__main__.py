@@ -13,6 +13,7 @@ import random
 import sys
 import time
 
+from tests.fuzz import mutate
 from tests.fuzz.mutate import mutant_of, outcome_of, preload
 from tests.fuzz.readers import READERS, SEEDS
 
@@ -43,7 +44,9 @@ def main() -> int:
                 sys.stdout.write(f"{name}: {problem}; kept as {kept.name}\n")
     for name, count in counts.items():
         sys.stdout.write(f"{name:12} {count}\n")
-    sys.stdout.write(f"{sum(counts.values())} mutants of {len(counts)} readers, {bad} not handled\n")
+    sys.stdout.write(
+        f"{sum(counts.values())} mutants of {len(counts)} readers, {bad} not handled; at most {mutate.peak_mb:.0f} MB\n"
+    )
     if options.write:
         from tests.fuzz.mutate import keep_counts
 

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.fuzz.readers import ROOT, Reader
+from tests.fuzz.readers import ROOT, Reader, record_of_values
 
 LIMIT_S = 30
 """Processor time of a command, in seconds: a mutant of a small file takes less than one."""
@@ -71,15 +71,25 @@ def preload(reader: Reader) -> None:
 
 def _written(reader: Reader, content: bytes, directory: Path) -> Path:
     path = directory / "input" / reader.file
-    path.parent.mkdir()
+    path.parent.mkdir(parents=True)
     path.write_bytes(content)
+    if reader.name == "values":
+        for number, record in enumerate((directory / "input", directory / "other")):
+            (record / "values").mkdir(parents=True, exist_ok=True)
+            (record / "values" / "step0.npz").write_bytes(content if number == 0 else reader.seeds[0])
+            (record / "record.jsonl").write_bytes(record_of_values(str(number) * 32))
     if reader.name == "results":
         (path.parent / "gpt_pp4.yaml").write_bytes((ROOT / "examples" / "gpt_pp4.yaml").read_bytes())
     return path
 
 
+peak_mb = 0.0
+"""Largest resident memory of a process that read a mutant until now, with what it was forked with."""
+
+
 def outcome_of(reader: Reader, content: bytes) -> str | None:
     """Read a mutant in a forked process; return what was not handled, or None."""
+    global peak_mb
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as output:
         path = _written(reader, content, Path(directory))
         pid = os.fork()
@@ -90,7 +100,8 @@ def outcome_of(reader: Reader, content: bytes) -> str | None:
         os.close(descriptor)
         if not ready:
             os.kill(pid, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        _, ended, usage = os.wait4(pid, 0)
+        status, peak_mb = os.waitstatus_to_exitcode(ended), max(peak_mb, usage.ru_maxrss / 1000)
         output.seek(0)
         return problem_of(status, output.read().decode(errors="replace"))
 
@@ -133,5 +144,12 @@ def keep_counts(counts: Mapping[str, int], bad: int, seconds: float) -> None:
     from attack import keep
 
     keep(
-        "fuzz", {"mutants": sum(counts.values()), "readers": len(counts), "not_handled": bad, "seconds": round(seconds)}
+        "fuzz",
+        {
+            "mutants": sum(counts.values()),
+            "readers": len(counts),
+            "not_handled": bad,
+            "seconds": round(seconds),
+            "peak_mb": round(peak_mb),
+        },
     )

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
+from click.testing import CliRunner
+
+from pipeproof.analysis.align.record_format import Recorded, RecordedStep, Shard
 from pipeproof.analysis.sweep.evaluate_point import evaluate
 from pipeproof.analysis.sweep.results_file import open_results
 from pipeproof.analysis.sweep.sweep_points import sweep_of_plan
+from pipeproof.cli.main import main
+from pipeproof.exec.monitor.ring_recorder import RingRecorder
 from pipeproof.specs.load_plan import load_plan
 from tests.interop.hang.written import Recorder
 from tests.plans import subject
+from tests.profiles import profile_text
 from tests.state.tiny import write_state
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +101,74 @@ def _state_index() -> bytes:
         return (write_state(subject(topology={"pp": 2}), Path(directory)) / "index.json").read_bytes()
 
 
+def _ring() -> bytes:
+    with TemporaryDirectory() as name:
+        ring = RingRecorder(Path(name), 0, 2, "torch 2.11", capacity=8, marker=lambda _: lambda: False)
+        ring.group("0", (0, 1), "nccl")
+        for number in range(5):
+            seq = ring.issue("send" if number == 3 else "all_reduce", "0", 1 if number == 3 else None, 0, "float32",
+                             (4,), 4, 4, {"kind": "F", "stage": 0, "micro_batch": 1})  # fmt: skip
+            ring.waits((seq,))
+            ring.done((seq,))
+        ring.raised(KeyError("loss"))
+        return ring.path.read_bytes()
+
+
+def _gradient(md5: str) -> Recorded:
+    return Recorded(0, "layer.0", (2, 3), "float32", md5, 1.0, (Shard(0, md5, ((0, 2), (0, 3))),), parameter="w")
+
+
+def _npz() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **{_gradient("").key: np.zeros((2, 3), np.float32)})
+    return file.getvalue()
+
+
+def record_of_values(md5: str) -> bytes:
+    """Return a record whose only gradient has this MD5, and the values of `_npz`."""
+    header = _record().splitlines(keepends=True)[0]
+    return header + RecordedStep(0, "1.5", "0" * 32, (_gradient(md5),)).lines().encode()
+
+
+def _simulated(suffix: str) -> bytes:
+    with TemporaryDirectory() as name:
+        file = Path(name) / f"timeline.{suffix}"
+        CliRunner().invoke(main, ["simulate", str(ROOT / "examples" / "gpt_pp4.yaml"), "-o", str(file)])
+        return file.read_bytes()
+
+
+def _report() -> bytes:
+    entry = {"rank": 0, "step": 0, "queue": "compute", "op": "0F0", "start_us": 0, "end_us": 2.5}
+    return json.dumps({"log_matches_graph": True, "timeline": [entry, entry | {"op": "0B0"}]}).encode()
+
+
+IMPORTED = {
+    "fleet": "strategy.prototxt", "paddleformers": "full_tp_pp.yaml", "paddlenlp": "full_tp_pp.yaml",
+    "ernie": "erniekit.yaml", "megatron": "megatron.sh", "nemo-rl": "nemo_rl.yaml", "verl": "verl.sh",
+    "ms-swift": "ms_swift.sh", "llama-factory": "llama_factory.yaml", "roll": "roll.yaml",
+    "flagscale": "flagscale.yaml", "primus": "primus.yaml",
+    "megatron-bridge": "megatron_bridge.yaml", "automodel": "automodel.yaml", "torchtitan": "torchtitan.toml",
+    "deepspeed": "deepspeed.json", "gpt-neox": "gpt_neox.yml", "torch-csv": "schedule.csv",
+}  # fmt: skip
+"""By the kind of ``pipeproof import``, an example."""
+
+
+def _importers(script: bytes, toml: bytes, deepspeed: bytes, csv: bytes) -> Iterator[Reader]:
+    block = b"------------------------ arguments ------------------------\n  num_layers ...................... 4\n"
+    block += b"  hidden_size ..................... 64\n-------------------- end of arguments ---------------------\n"
+    yield Reader("argument_block", "train.log", (block,), partial(_import, "megatron"))
+    others = {"megatron": script, "torchtitan": toml, "deepspeed": deepspeed, "torch-csv": csv}
+    for kind, name in IMPORTED.items():
+        example = ROOT / "examples" / "importing" / name
+        seeds = (others.get(kind), example.read_bytes() if example.exists() else None)
+        command = partial(_import, kind)
+        yield Reader(kind.replace("-", "_"), name, tuple(seed for seed in seeds if seed is not None), command)
+
+
+def _import(kind: str, path: Path) -> list[str | Path]:
+    return ["import", kind, path]
+
+
 def _readers() -> tuple[Reader, ...]:
     header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'.ljust(64)
     toml = (
@@ -98,6 +176,10 @@ def _readers() -> tuple[Reader, ...]:
     )
     script = b'A=2\nB=("--num-layers" 4)\nif [ $A -gt 1 ]; then C=${D:-8}; fi\n'
     script += b"torchrun p.py ${B[@]} --hidden-size $((A*4))\n"
+    config = (
+        b'{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 64, '
+    )
+    config += b'"num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 128, "rms_norm_eps": 1e-5}'
     csv = b"0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
     deepspeed = b'{"train_batch_size": 8, "pipeline": {"stages": 2}, "gradient_accumulation_steps": 4}'
     loss_log = (
@@ -107,13 +189,29 @@ def _readers() -> tuple[Reader, ...]:
         Reader("plan", "plan.yaml", _files("examples/*.yaml"), lambda path: ["check", path]),
         Reader("program", "program.txt", _files("tests/schedule/files/*.txt", "examples/schedules/*") or (csv,),
                lambda path: ["check", path]),
-        Reader("schedule", "schedule.csv", (csv,), lambda path: ["schedule", "convert", path, "--to", "text"]),
-        Reader("megatron", "train.sh", (script,), lambda path: ["import", "megatron", path]),
-        Reader("torchtitan", "job.toml", (toml,), lambda path: ["import", "torchtitan", path]),
-        Reader("deepspeed", "ds.json", (deepspeed,), lambda path: ["import", "deepspeed", path]),
+        Reader("schedule", "schedule.csv", (csv, b"f0;f1;b0;b1;\nf0;b0;f1;b1;\n"),
+               lambda path: ["schedule", "convert", path, "--to", "text"]),
+        *_importers(script, toml, deepspeed, csv),
+        Reader("model_config", "config.json", (config,),
+               lambda path: ["import", "megatron", ROOT / "examples/importing/megatron.sh", "--model-config", path]),
+        Reader("ring", "rank_0.ring", (_ring(),), lambda path: ["job", "hang", path.parent]),
+        Reader("stack", "rank_0.txt", _files("tests/goldens/stacks/*/*"), lambda path: ["job", "hang", path.parent]),
+        Reader("stack_of_dump", "rank_0.txt", _files("tests/goldens/stacks/*/*"),
+               lambda path: ["job", "hang", ROOT / "examples" / "importing" / "dumps", "--stacks", path.parent]),
+        Reader("host_part", "job.json", (b'{"directory": "a", "plan": {}, "certificate": {}, "options": {}}',),
+               lambda path: ["job", "merge", path.parent]),
+        Reader("profile", "profile.json", (profile_text().encode(),),
+               lambda path: ["simulate", ROOT / "examples" / "gpt_pp4.yaml", "--set", f"cost={{profile: {path}}}"]),
+        Reader("statements", "names.aoa", _files("examples/aoa/*"),
+               lambda path: ["state", "aoa", path, "--source", ROOT / "examples" / "gpt_pp4.yaml"]),
+        Reader("values", "values/step0.npz", (_npz(),),
+               lambda path: ["state", "align", path.parents[1], path.parents[2] / "other"]),
+        Reader("table", "timeline.csv", (_simulated("csv"),), lambda path: ["compare", path, path]),
+        Reader("report", "report.json", (_report(),), lambda path: ["compare", path, path]),
         Reader("dump_pickle", "rank_0", (pickle.dumps(_dump(), 2), pickle.dumps(_dump(), 4)),
                lambda path: ["job", "hang", path.parent]),
-        Reader("dump_json", "rank_0", (json.dumps(_dump()).encode(),), lambda path: ["job", "hang", path.parent]),
+        Reader("dump_json", "nccl_trace_0.json", (json.dumps(_dump()).encode(),),
+               lambda path: ["job", "hang", path.parent]),
         Reader("flex", "0.metadata", (pickle.dumps({"state_dict_metadata": {"a": [(1, 2)]}, "x": (1, [2])}, 4),),
                lambda path: ["state", "show", path.parent]),
         Reader("dcp", ".metadata", (pickle.dumps({"storage_data": {("a", 1): 2}}, 4),),
@@ -130,9 +228,10 @@ def _readers() -> tuple[Reader, ...]:
         Reader("timeline", "trace.json", _files("tests/goldens/trace_1f1b_pp2_m2.json"),
                lambda path: ["compare", path, path]),
         Reader("kineto", "trace.json", (_kineto(),), lambda path: ["import", "profile", path]),
-        Reader("measurements", "runs.json",
-               (b'{"sizes": [{"a": 1}], "num_ranks": 2}', b'{"traceEvents": [{"ph": "X"}]}'),
-               lambda path: ["import", "measurements", path.parent]),
+        Reader("kineto_gzip", "trace.pt.trace.json.gz", (gzip.compress(_kineto()),),
+               lambda path: ["import", "profile", path]),
+        Reader("kineto_of_plan", "trace.pt.trace.json", (_kineto(),),
+               lambda path: ["import", "profile", path.parent, "--plan", ROOT / "examples" / "gpt_pp4.yaml"]),
         Reader("state_index", "index.json", (_state_index(),), lambda path: ["state", "show", path.parent]),
         Reader("hf_index", "model.safetensors.index.json",
                (b'{"metadata": {"total_size": 4}, "weight_map": {"a": "model.safetensors"}}',),

@@ -4,8 +4,13 @@ import random
 
 import pytest
 
+from pipeproof.cli.file_kinds import KINDS, kind_of
+from pipeproof.interop.importers import import_kinds
 from tests.fuzz.mutate import mutant_of, outcome_of, problem_of
-from tests.fuzz.readers import READERS, SEEDS
+from tests.fuzz.readers import IMPORTED, READERS, SEEDS
+
+WITHOUT_SEEDS = {"states of a run": "the newest one is read, and its files have seeds"}
+"""Kinds of files without seeds, each with the reason."""
 
 
 @pytest.mark.parametrize("path", sorted(SEEDS.glob("*.*")), ids=lambda path: path.name)
@@ -19,6 +24,19 @@ def test_mutants_of_every_reader_are_handled(name):
     for seed in READERS[name].all_seeds()[:2]:
         content = mutant_of(seed, draw)
         assert outcome_of(READERS[name], content) is None, content
+
+
+def test_every_kind_of_file_that_a_command_reads_has_seeds(tmp_path):
+    assert set(IMPORTED) == set(import_kinds.KINDS)
+    found = set()
+    for reader in READERS.values():
+        for number, seed in enumerate(reader.all_seeds()):
+            directory = tmp_path / reader.name / str(number)
+            file = directory / reader.file
+            file.parent.mkdir(parents=True)
+            file.write_bytes(seed)
+            found |= {kind.noun for kind in map(kind_of, (directory, file)) if kind is not None}
+    assert {kind.noun for kind in KINDS if kind.commands} - found == set(WITHOUT_SEEDS)
 
 
 def test_mutants_are_those_of_their_seed():

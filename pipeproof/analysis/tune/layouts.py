@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from math import isqrt
 from typing import Any
 
 from pipeproof.analysis.tune.frameworks import Framework, FrameworkSchedule
@@ -254,4 +255,5 @@ def near_even_blocks(num_layers: int, num_stages: int) -> list[int] | None:
 
 def divisors(number: int) -> list[int]:
     """Divisors of a number in ascending order."""
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return [*small, *(number // divisor for divisor in reversed(small) if divisor * divisor != number)]
