@@ -268,14 +268,15 @@ class TransformersStage(nn.Module):  # type: ignore[misc]  # torch is untyped
         return sent if len(sent) > 1 else sent[0]
 
     def _require(self, batch: Mapping[str, Any]) -> None:
-        unknown = batch.keys() - self._inputs.accepted
+        # Lists: Dynamo of PyTorch 2.11 follows no difference of the keys of a dict and a set.
+        unknown = [name for name in batch if name not in self._inputs.accepted]
         if unknown:
             raise ValueError(
                 f"the cut was not checked with {', '.join(map(repr, sorted(unknown)))}: pass a small batch that has "
                 "it as `example` of stages_of_transformers"
             )
-        needed = self._inputs.needed if not self.is_first else self._inputs.needed - {self._inputs.main}
-        missing = needed - batch.keys()
+        given = {*batch, self._inputs.main} if self.is_first else batch
+        missing = [name for name in self._inputs.needed if name not in given]
         if missing:
             name = min(missing)
             raise ValueError(
@@ -312,8 +313,8 @@ class TransformersStage(nn.Module):  # type: ignore[misc]  # torch is untyped
                 arguments["attention_mask"] = _ready_mask(first)
             with _experts_without_values(self.__dict__["_model"].config, is_needed=True):
                 return called(**arguments)
-        given = arguments.keys() & {"attention_mask", "position_ids"}
-        if given or not self._inputs.knows_positions:
+        has_own = "attention_mask" in arguments or "position_ids" in arguments
+        if has_own or not self._inputs.knows_positions:
             return called(**arguments)
         batch, length = first.shape[:2]
         positions = torch.arange(length, device=first.device).expand(batch, -1)
