@@ -22,7 +22,8 @@ from pipeproof.schedule.programs import Timed
 from pipeproof.sim.simulate import Engine, Simulation, simulation_to_json
 from pipeproof.sim.simulate import simulate as simulate_lowered
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Timeline
-from pipeproof.specs.cost import CostSource, CostSpec
+from pipeproof.specs.cost import CostSource
+from pipeproof.specs.plan import PlanSpec
 from pipeproof.views.schedule_svg import schedule_svg
 
 MOST_RANKS, MOST_OPS = 32, 4000
@@ -171,12 +172,12 @@ def simulate(
     if isinstance(plan, LoweredPlan):
         if settings:
             raise ValueError("settings are for a plan, and this one is lowered already")
-        return _result(simulate_lowered(plan, backend, engine=engine), plan, plan.spec.cost, "plan")
+        return _result(simulate_lowered(plan, backend, engine=engine), plan, plan.spec, "plan")
     loaded = load_given(plan, settings)
     with blaming_plan(loaded):
         lowered = lower_loaded(loaded)
         simulation = simulate_lowered(lowered, backend, engine=engine)
-    return _result(simulation, lowered, loaded.spec.cost, name_of(plan))
+    return _result(simulation, lowered, loaded.spec, name_of(plan))
 
 
 def make_schedule(
@@ -198,9 +199,9 @@ def make_schedule(
     fewest = 1 if known is None else known.min_chunks
     loaded = sample_plan(kind, num_ranks, num_micro_batches, num_chunks=num_chunks or fewest, **keys)
     lowered = lower_loaded(loaded)
-    return _result(simulate_lowered(lowered), lowered, loaded.spec.cost, kind)
+    return _result(simulate_lowered(lowered), lowered, loaded.spec, kind)
 
 
-def _result(simulation: Simulation, plan: LoweredPlan, cost: CostSpec, name: str) -> SimulateResult:
+def _result(simulation: Simulation, plan: LoweredPlan, spec: PlanSpec, name: str) -> SimulateResult:
     given = {key: value for key, value in vars(simulation).items() if key not in ("timeline", "memory")}
-    return SimulateResult(**given, name=name, plan=plan, cost_source=cost.source, note=cost.placeholder_note)
+    return SimulateResult(**given, name=name, plan=plan, cost_source=spec.cost_source, note=spec.placeholder_note)

@@ -36,7 +36,7 @@ class TuneResult(Result):
         best = f"; best {rows[0].step_s:,.6g} s a step" if rows else ""
         devices = f"{self.tuned.num_gpus} {self.tuned.device or 'ranks'}"
         present = self.tuned.present
-        note = "" if present is None else noted(present.spec.cost.placeholder_note)
+        note = "" if present is None else noted(present.spec.placeholder_note)
         return f"<tune: {self.name}, {devices}, {len(rows)} layouts{best}{note}>"
 
     def _dict(self) -> dict[str, Any]:

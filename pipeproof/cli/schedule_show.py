@@ -107,9 +107,8 @@ def of_plan(plan: LoadedPlan, form: str, time_limit_s: int | None) -> SelectedSc
     with showing_progress(f"generating {plan.spec.schedule.kind}"), blaming_plan(plan):
         if form in ("text", "json", "svg") and plan.spec.schedule.kind in SCHEDULE_KINDS:
             _require_moderate_picture(plan, SCHEDULE_KINDS[plan.spec.schedule.kind])
-        cost = plan.spec.cost
         measured = with_measured_times(plan)
-        return _selected(measured, " us", cost.placeholder_note, cost.source, time_limit_s)
+        return _selected(measured, " us", plan.spec.placeholder_note, plan.spec.cost_source, time_limit_s)
 
 
 def _selected(plan: LoadedPlan, unit: str, note: str, source: str, time_limit_s: int | None) -> SelectedSchedule:

@@ -73,7 +73,7 @@ def _show_costs(plan: Path, source: PlanSource) -> None:
                 f"{plan} has custom layers, whose work is not known; `Pipeline.profile` of their script measures them"
             )
         if analytic is None:
-            has = "gives its times itself" if loaded.spec.cost.source != "placeholder" else "names no device"
+            has = "gives its times itself" if loaded.spec.cost_source != "placeholder" else "names no device"
             raise click.UsageError(
                 f"{plan} {has}; --costs shows times computed for a device: write `cost: {{analytic: h200}}` in the plan"
             )

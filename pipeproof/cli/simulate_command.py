@@ -39,7 +39,7 @@ def simulate(
         from pipeproof.views.timeline_text import render_figures, render_timeline
 
         loaded = source.load(plan)
-        note = loaded.spec.cost.placeholder_note
+        note = loaded.spec.placeholder_note
         with blaming_plan(loaded):
             lowered = lower_loaded(loaded)
             on_progress(f"simulating {plan}", 0, 0)
@@ -50,7 +50,7 @@ def simulate(
                 output, plan.stem, simulation.timeline, lowered.graph, simulation.memory, plan=loaded.spec
             )
     if form == "json":
-        click.echo(json.dumps(simulation_to_json(simulation, loaded.spec.cost.source), indent=2))
+        click.echo(json.dumps(simulation_to_json(simulation, loaded.spec.cost_source), indent=2))
         return
     console = console_for()
     render_timeline(simulation.timeline, console)

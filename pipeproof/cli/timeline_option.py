@@ -77,7 +77,7 @@ def write_timeline(
     from pipeproof.views.memory_curves import memory_held
 
     curves = (memory_held(timeline, memory),) if memory else ()
-    note = f" ({plan.cost.placeholder_note})" if plan is not None and plan.cost.placeholder_note else ""
+    note = f" ({plan.placeholder_note})" if plan is not None and plan.placeholder_note else ""
     match path.suffix.lower():
         case ".html":
             from pipeproof.cost.devices import model_flops_utilization
@@ -97,7 +97,7 @@ def write_timeline(
         case ".json":
             from pipeproof.views.chrome_trace import write_trace
 
-            about = {} if plan is None else {"cost_source": plan.cost.source, "note": plan.cost.placeholder_note}
+            about = {} if plan is None else {"cost_source": plan.cost_source, "note": plan.placeholder_note}
             write_trace(timeline, path, curves, {key: text for key, text in about.items() if text})
             return f"trace written to {path}; open it in chrome://tracing or ui.perfetto.dev"
     from pipeproof.views.timeline_picture import write_picture

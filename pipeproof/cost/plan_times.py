@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def with_times(plan: PlanSpec) -> PlanSpec:
-    """The plan with given times in place of ``cost.analytic`` or ``cost.profile``; itself where it has given times.
+    """The plan with given times of stages in place of those computed, measured or of layers; itself where it has them.
 
     Raises:
         BadPlanAtError: the layers cannot be put onto the stages, a time is too long, or the profile is of another plan.
@@ -45,7 +45,8 @@ def resolved_cost(plan: PlanSpec) -> CostSpec:
         return _with_host(profile, plan.cost.host_bandwidth)
     analytic = plan.cost.analytic
     if analytic is None:
-        return plan.cost if plan.cost.network is None else _by_network(plan, plan.cost.network)
+        cost = _by_layers(plan) if plan.has_layer_times else plan.cost
+        return cost if cost.network is None else _by_network(plan, cost, cost.network)
     from pipeproof.cost.analytic_times import AnalyticCosts
 
     costs, given = AnalyticCosts(plan, analytic), plan.cost.recv_slowdown
@@ -100,13 +101,23 @@ def reduced_dtype(plan: PlanSpec) -> str:
     return "float64" if plan.run.dtype == "float64" else plan.gradient_dtype
 
 
-def _by_network(plan: PlanSpec, network: NetworkSpec) -> CostSpec:
+def _by_layers(plan: PlanSpec) -> CostSpec:
+    """The times of stages as the sums over their custom layers."""
+    from pipeproof.stages.describe.partition import custom_stages
+
+    of_layers = {layer.name: layer.times for layer in plan.custom.layers}
+    stages, keys = custom_stages(plan), next(iter(of_layers.values()))
+    times = {key: tuple(sum((of_layers[n][key] for n in names), Fraction(0)) for names in stages) for key in keys}
+    return plan.cost.model_copy(update=times)
+
+
+def _by_network(plan: PlanSpec, cost: CostSpec, network: NetworkSpec) -> CostSpec:
     """Given times with the latency of the slowest edge, which is what schedules are made for."""
     from pipeproof.cost.analytic_links import Links
     from pipeproof.cost.network_times import Network
 
     slowest = max(Links(plan, Network.of_spec(network)).messages(), default=Fraction(0))
-    return plan.cost.model_copy(update={"p2p_latency_us": rounded_up(slowest), "network": None})
+    return cost.model_copy(update={"p2p_latency_us": rounded_up(slowest), "network": None})
 
 
 def _with_host(cost: CostSpec, bandwidth: float | None) -> CostSpec:

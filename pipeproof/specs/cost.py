@@ -19,7 +19,7 @@ from pydantic_core import CoreSchema
 
 from pipeproof.diagnostics.problems import Problem, listed
 from pipeproof.specs.cost_table import CostTable
-from pipeproof.specs.exact_times import PositiveTimeByStage, Slowdown, StageTimes, Time, TimeByStage
+from pipeproof.specs.exact_times import TIME_KEYS, PositiveTimeByStage, Slowdown, StageTimes, Time, TimeByStage
 from pipeproof.specs.section import FROM_LIST, Section, refuse, shorthand_schema
 
 DeviceName = Literal["a100", "h100", "h200", "h800", "b200", "gb200", "b300", "gb300", "mi300x"]
@@ -404,16 +404,17 @@ class CostSpec(Section):
 
     @property
     def source(self) -> CostSource:
-        """Origin of the times of computations."""
-        return cost_source(self._given)
+        """Origin of the times of computations, without those of custom layers."""
+        return cost_source(self.given)
 
     @property
-    def placeholder_note(self) -> str:
-        """A sentence for outputs about times that the plan leaves out; empty if there are none."""
-        return placeholder_note(self._given)
+    def has_times(self) -> bool:
+        """True if a time of computations is given, computed or measured."""
+        return not self.given.isdisjoint((*TIME_KEYS, "analytic", "profile"))
 
     @property
-    def _given(self) -> frozenset[str]:
+    def given(self) -> frozenset[str]:
+        """The keys that have a value in the plan."""
         return frozenset(name for name in self.model_fields_set if getattr(self, name) is not None)
 
     def forward_of(self, stage: int) -> Fraction:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
 from pipeproof.diagnostics.problems import Problem, describe_value, problems_error
+from pipeproof.specs.exact_times import TIME_KEYS, Time
 from pipeproof.specs.section import FROM_LIST, Section
 
 ROWS = "b"
@@ -97,6 +99,20 @@ class CustomLayerSpec(Section):
         description="Bytes that the layer keeps of one micro-batch for its backward, its input included, as measured; "
         "without it, the bytes of its input.",
     )
+    forward_us: Time | None = Field(
+        default=None,
+        description="Time of its forward. Where `cost` has no times of computations, those of a stage are the sums "
+        "over its layers. All layers have the same times.",
+    )
+    backward_us: Time | None = Field(default=None, description="Time of its backward.")
+    backward_input_us: Time | None = Field(default=None, description="The backward's input-gradient part.")
+    backward_weight_us: Time | None = Field(default=None, description="The backward's weight-gradient part.")
+
+    @property
+    def times(self) -> dict[str, Fraction]:
+        """The times in microseconds that the layer has, by key."""
+        every = {key: getattr(self, key) for key in TIME_KEYS}
+        return {key: time for key, time in every.items() if time is not None}
 
 
 class CustomModelSpec(Section):

@@ -21,6 +21,9 @@ GRID_US = Fraction(1, 1000)
 MAX_DENOMINATOR = 10**12
 """Finest resolution of a time, so that sums stay small exact fractions."""
 
+TIME_KEYS = ("forward_us", "backward_us", "backward_input_us", "backward_weight_us")
+"""Keys of the times of computations, in ``cost`` and of custom layers."""
+
 _RATIO = re.compile(r"([0-9]{1,30})/([0-9]{1,30})", re.ASCII)
 _RATIO_TEXT = {"type": "string", "pattern": "^[0-9]{1,30}/0*[1-9][0-9]{0,29}$"}
 

@@ -155,7 +155,31 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 
 def check_custom_layers(plan: PlanSections, model: CustomModelSpec) -> list[Problem]:
     """Return the problems of the declared layers (PP104, PP106), and of the rest of the plan with them."""
-    return [*_check_layers(model), *_check_lengths(plan, model), *_check_other_sections(plan, model)]
+    return [
+        *_check_layers(model), *_check_times(model), *_check_lengths(plan, model), *_check_other_sections(plan, model),
+    ]  # fmt: skip
+
+
+_WHOLE, _PARTS = ("forward_us", "backward_us"), ("forward_us", "backward_input_us", "backward_weight_us")
+
+
+def _check_times(model: CustomModelSpec) -> Iterator[Problem]:
+    """PP104, PP106: all layers have a forward and a backward time, whole or in its parts, or no layer has any."""
+    first = next((layer for layer in model.layers if layer.times), None)
+    if first is None:
+        return
+    wanted = _WHOLE if "backward_us" in first.times else _PARTS
+    fix = f"give each layer {listed([f'`{key}`' for key in wanted], 'and')}, or none of them"
+    for index, layer in enumerate(model.layers):
+        other = next((key for key in layer.times if key not in wanted), None)
+        missing = next((key for key in wanted if key not in layer.times), None)
+        path: KeyPath = ("model", "layers", index)
+        if other is not None:
+            message = f"`{layer.name}` has `{other}`, and `{first.name}` has `{wanted[1]}`"
+            yield Problem("PP106", (*path, other), message, help=fix, at_key=True)
+        elif missing is not None:
+            message = f"`{layer.name}` has no `{missing}`, and `{first.name}` has `{next(iter(first.times))}`"
+            yield Problem("PP104", path, message, help=fix)
 
 
 def _check_lengths(plan: PlanSections, model: CustomModelSpec) -> Iterator[Problem]:

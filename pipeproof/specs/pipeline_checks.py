@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from pipeproof.diagnostics.problems import KeyPath, Problem, dotted, listed
+from pipeproof.specs.exact_times import TIME_KEYS
 from pipeproof.specs.plan_sections import UNIFORM, PlanSections
 from pipeproof.specs.section import multiples
 from pipeproof.specs.transport import SHARDED_DIM, BoundarySpec, is_float
@@ -218,8 +219,7 @@ def check_lengths(plan: PlanSections) -> list[Problem]:
     """PP109: lists by global stage have one entry per stage."""
     num_stages = plan.num_stages
     lists: dict[tuple[str, ...], object] = {("stages",): plan.stages}
-    times = ("forward_us", "backward_us", "backward_input_us", "backward_weight_us", "overlapped_us", "optimizer_us")
-    for name in times:
+    for name in (*TIME_KEYS, "overlapped_us", "optimizer_us"):
         lists["cost", name] = getattr(plan.cost, name)
     problems = []
     for path, values in lists.items():

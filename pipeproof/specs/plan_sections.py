@@ -20,7 +20,7 @@ from pydantic import (
 
 from pipeproof.diagnostics.problems import KeyPath, Problem, describe_value, dotted, listed, problems_error
 from pipeproof.foreign_text import MOST_RANKS
-from pipeproof.specs.cost import CostSpec
+from pipeproof.specs.cost import CostSource, CostSpec, placeholder_note
 from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.memory import MemorySpec
 from pipeproof.specs.model import ModelSpec
@@ -340,6 +340,21 @@ class PlanSections(Section):
     def is_custom(self) -> bool:
         """True if the model is a sequence of custom layers."""
         return isinstance(self.model, CustomModelSpec)
+
+    @property
+    def has_layer_times(self) -> bool:
+        """True if the times of a stage are sums over its custom layers: they have times, and ``cost`` has none."""
+        return self.is_custom and not self.cost.has_times and any(layer.times for layer in self.custom.layers)
+
+    @property
+    def cost_source(self) -> CostSource:
+        """Origin of the times of computations."""
+        return "given" if self.has_layer_times else self.cost.source
+
+    @property
+    def placeholder_note(self) -> str:
+        """A sentence for outputs about times that the plan leaves out; empty if there are none."""
+        return "" if self.has_layer_times else placeholder_note(self.cost.given)
 
     @property
     def turns(self) -> tuple[Side, ...] | None:

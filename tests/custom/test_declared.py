@@ -178,3 +178,76 @@ def test_run_names_the_pipelines_that_train_the_layers(tmp_path):
     assert done.exit_code == 2
     assert "error[PP909]: the plan declares the layers of a training script" in done.output
     assert "pipeproof.torch.Pipeline or pipeproof.paddle.Pipeline; `compare`" in done.output
+
+
+F, B, INPUT, W = "forward_us", "backward_us", "backward_input_us", "backward_weight_us"
+FACTORS = {F: 1, B: 2, INPUT: 3, W: 4}
+CUT = [["stem"], ["act", "mid", "head"]]
+
+
+def timed(times, keys=(F, B)):
+    """LAYERS with times: those of ``times`` for a forward, and multiples of them for what follows."""
+    return [layer | {key: FACTORS[key] * time for key in keys} for layer, time in zip(LAYERS, times, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("keys", [(F, B), (F, INPUT, W)])
+def test_a_stage_takes_the_time_of_its_layers_wherever_the_cut_is(keys, kind):
+    layers, schedule = timed([10, 0, 7, 5], keys), {"kind": kind}
+    for stages, sums in ((CUT, [10, 12]), ([["stem", "act", "mid"], ["head"]], [17, 5]), (None, [10, 12])):
+        cut = {} if stages is None else {"stages": stages}
+        cost = {key: [FACTORS[key] * time for time in sums] for key in keys}
+        of_layers = plan_from_dict(plan(layers, schedule=schedule, **cut))
+        of_stages = plan_from_dict(plan(schedule=schedule, cost=cost, **cut))
+        assert simulate(lower_loaded(of_layers)).timeline.spans == simulate(lower_loaded(of_stages)).timeline.spans
+        assert of_layers.spec.cost_source == "given"
+        assert not of_layers.spec.placeholder_note
+
+
+def test_times_of_stages_go_before_those_of_layers():
+    cost = {F: [1, 2], B: 3}
+    both, one = plan(timed([10, 0, 7, 5]), cost=cost), plan(cost=cost)
+    spans = [simulate(lower_loaded(plan_from_dict(each))).timeline.spans for each in (both, one)]
+    assert spans[0] == spans[1]
+
+
+def test_a_network_gives_messages_their_times_next_to_layers():
+    network = {"ranks_per_node": 2, "node": {"bandwidth": 1, "latency_us": 5}}
+    lowered = lower_loaded(plan_from_dict(plan(timed([10, 0, 7, 5]), cost={"network": network})))
+    assert lowered.spec.cost.forward_of(1) == 12
+    assert lowered.spec.cost.p2p_latency_us > 5
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "index"),
+    [
+        (lambda layers: layers[2].pop(B), "PP104", 2),
+        (lambda layers: layers[3].pop(F), "PP104", 3),
+        (lambda layers: layers[1].update({INPUT: 1}), "PP106", 1),
+        (lambda layers: layers.__setitem__(3, LAYERS[3]), "PP104", 3),
+        (lambda layers: [layer.pop(F) for layer in layers], "PP104", 0),
+    ],
+    ids=["backward", "forward", "both", "none", "only_backwards"],
+)
+def test_layers_have_the_same_times(change, code, index):
+    layers = timed([10, 0, 7, 5])
+    change(layers)
+    with pytest.raises(PlanFileError) as caught:
+        plan_from_dict(plan(layers))
+    first = caught.value.findings[0]
+    assert (first.code, first.message.split("`")[1]) == (code, LAYERS[index]["name"])
+
+
+def test_commands_move_the_cut(tmp_path):
+    file = tmp_path / "plan.yaml"
+    file.write_text(json.dumps(plan(timed([10, 0, 7, 5]), stages=CUT)))
+    before, moved = (
+        json.loads(invoke("simulate", str(file), *change, "--format", "json").stdout)
+        for change in ((), ("--set", "stages=[[stem, act, mid], [head]]"))
+    )
+    assert [before[key] for key in ("cost_source", "makespan")] == ["given", 10 + 12 * 3 * 4 + 20]
+    assert moved["makespan"] == 17 * 3 * 4
+    compared = invoke("compare", str(file), str(file))
+    assert "placeholder" not in compared.stdout
+    assert invoke("tune", str(file)).exit_code == 0
+    assert "12" in invoke("schedule", "show", str(file)).stdout

@@ -14,7 +14,6 @@ from pipeproof.exec.store.agreement import Agreement
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.module_plan import (
     Request,
-    StageFacts,
     complete_plan,
     forward_plan,
     given_plan,
@@ -23,6 +22,7 @@ from pipeproof.exec.train.module_plan import (
     schedule_section,
     stages_of_rank,
 )
+from pipeproof.exec.train.plan_layers import StageFacts
 from pipeproof.exec.train.train_rank import checked_plan
 from pipeproof.schedule.ops import PART_KINDS, parse_op
 from pipeproof.specs.load_plan import plan_from_dict
@@ -41,7 +41,7 @@ def request(plan=None, schedule="1f1b", num_micro_batches=4, num_ranks=2, num_re
 
 def facts(num_stages):
     return [
-        StageFacts("Block", [{"name": "w", "shape": [8, 8]}], OUT if n < num_stages - 1 else [], 64)
+        StageFacts.whole(n, "Block", [{"name": "w", "shape": [8, 8]}], OUT if n < num_stages - 1 else [], 64)
         for n in range(num_stages)
     ]
 

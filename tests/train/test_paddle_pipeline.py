@@ -7,7 +7,7 @@ import pytest
 
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.module_plan import num_stages_of
-from pipeproof.exec.train.tied_weights import merged_ties, names_in_plan
+from pipeproof.exec.train.plan_layers import StageFacts, merged_ties, names_in_plan
 from tests.train.paddle_ranks import run_ranks
 
 pytestmark = pytest.mark.needs_paddle
@@ -286,7 +286,9 @@ def test_ties_of_all_ranks_are_merged_by_their_key():
     ]
     ties = merged_ties(reports)
     assert ties == [{0: "a", 5: "b"}, {1: "x", 3: "y"}]
-    assert names_in_plan(5, ["b", "d"], ties) == {"b": "stage.0.a", "d": "stage.5.d"}
+    weights = {0: ["a"], 5: ["b", "d"]}
+    facts = [StageFacts.whole(n, "", [{"name": name} for name in weights.get(n, ["x", "y"])]) for n in range(6)]
+    assert names_in_plan(facts, ties)[5] == {"b": "stage.0.a", "d": "stage.5.d"}
 
 
 @pytest.mark.parametrize(

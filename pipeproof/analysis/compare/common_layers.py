@@ -25,7 +25,9 @@ def with_common_layers(a: TimelineFile, b: TimelineFile) -> tuple[TimelineFile, 
     if a.loaded is None or b.loaded is None:
         return b, ""
     plan_a, plan_b = a.loaded.spec, b.loaded.spec
-    sources = {plan_a.cost.source, plan_b.cost.source}
+    sources = {plan_a.cost_source, plan_b.cost_source}
+    if plan_a.has_layer_times and plan_b.has_layer_times:
+        return b, ""
     if plan_a.num_stages == plan_b.num_stages or not sources <= {"placeholder", "given"}:
         return b, ""
     text = f"A has {plan_a.num_stages} stages, B {plan_b.num_stages}"

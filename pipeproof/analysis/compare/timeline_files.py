@@ -131,10 +131,9 @@ def simulated_plan(file: str, loaded: LoadedPlan) -> TimelineFile:
         TimedOp(s.rank, s.step, s.queue, parse_op(s.op), timeline.us(s.start), timeline.us(s.end), s.op_id)
         for s in timeline.spans
     )
-    cost = loaded.spec.cost
     return TimelineFile(
-        file, "plan", measured=False, ops=tuple(ops), cost_source=cost.source, note=cost.placeholder_note,
-        graph=lowered.graph, loaded=loaded,
+        file, "plan", measured=False, ops=tuple(ops), cost_source=loaded.spec.cost_source,
+        note=loaded.spec.placeholder_note, graph=lowered.graph, loaded=loaded,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from pipeproof.diagnostics.problems import describe_value, nearest_name
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.foreign_text import read_foreign
 from pipeproof.specs.cost import CostSource, cost_source, placeholder_note
+from pipeproof.specs.exact_times import TIME_KEYS
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.section import sections_in
 from pipeproof.version import __version__
@@ -75,10 +76,18 @@ class Sweep:
 
     @property
     def _cost_keys(self) -> list[frozenset[str]]:
-        """Keys that each point gives in its section ``cost``; a point without a proper section is refused later."""
-        sections = [point.plan.get("cost") for point in self.points]
-        given = [section if isinstance(section, Mapping) else {} for section in sections]
-        return [frozenset(key for key, value in section.items() if value is not None) for section in given]
+        """Keys of times that each point gives; a point without proper sections is refused later."""
+        return [_cost_keys(point.plan) for point in self.points]
+
+
+def _cost_keys(plan: Mapping[str, Any]) -> frozenset[str]:
+    """Keys of ``cost``, or, where it has no times of computations, those of the times of custom layers."""
+    cost, model = ({} if not isinstance(plan.get(key), Mapping) else plan[key] for key in ("cost", "model"))
+    given = frozenset(key for key, value in cost.items() if value is not None)
+    layers = model.get("layers")
+    if given.isdisjoint((*TIME_KEYS, "analytic", "profile")) and isinstance(layers, list | tuple) and layers:
+        given |= {key for key in TIME_KEYS if isinstance(layers[0], Mapping) and layers[0].get(key) is not None}
+    return given
 
 
 def sweep_of_plan(plan: Mapping[str, Any], plan_file: str, values: Mapping[str, Sequence[Any]]) -> Sweep:

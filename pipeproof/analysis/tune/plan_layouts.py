@@ -30,6 +30,7 @@ from pipeproof.comm.lower import with_measured_times
 from pipeproof.cost.devices import expected_error
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement
+from pipeproof.specs.exact_times import TIME_KEYS
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.specs.pipeline_checks import GENERATED_WITH_PAIRS, check_overlap
 from pipeproof.stages.describe.layer import counts_in_even_cut, layer_order
@@ -53,7 +54,7 @@ _CHOSEN = (
     "micro_batch_group_size", "num_sequence_splits", "placement", "memory_limit", "overlap",
 )  # fmt: skip
 """Keys of the schedule that a layout replaces."""
-_TIMES = ("forward_us", "backward_us", "backward_input_us", "backward_weight_us", "overlapped_us")
+_TIMES = (*TIME_KEYS, "overlapped_us")
 """The keys of the cost section that have a time for each stage."""
 
 
@@ -74,7 +75,7 @@ class PlanLayouts:
         self.present: PresentStep = present_step(loaded)
         self.spec = with_measured_times(loaded).spec  # which other cuts are computed from, as from given ones
         self.num_gpus, self.global_batch = self.spec.topology.num_ranks, num_sequences(self.spec)
-        self.seq_length, self.cost_source = self.spec.model.seq_length, loaded.spec.cost.source
+        self.seq_length, self.cost_source = self.spec.model.seq_length, loaded.spec.cost_source
         analytic = self.spec.cost.analytic
         self.device = None if analytic is None else str(analytic.device)
         self.expected_error = None if self.device is None else expected_error(

@@ -94,7 +94,7 @@ def _print_head(result: TuneResult, console: Console) -> None:
             console,
         )
     else:
-        if note := present.spec.cost.placeholder_note:
+        if note := present.spec.placeholder_note:
             _print(f"{note.capitalize()}.", console)
         _print(_present_text(present), console)
         if title:

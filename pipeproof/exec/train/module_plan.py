@@ -1,10 +1,10 @@
-"""The plan of a script's own modules: one layer for each stage, described by the stages themselves."""
+"""The plan of a script's own modules, whose layers the stages themselves describe."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,36 +18,17 @@ from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.diagnostics.source import PlanFileError, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.exec.store.train_errors import PipelineError
+from pipeproof.exec.train.plan_layers import StageFacts, Tie, layers_content
 from pipeproof.exec.train.stage_boundaries import kind_text
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import stages_of
+from pipeproof.specs.exact_times import TIME_KEYS
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.specs.pipeline_checks import ORDERED_WITH_PAIRS
 from pipeproof.verify.certificate import Certificate
 
 _SCHEDULE_SUFFIXES = {".csv", ".txt", ".json"}
-
-
-@dataclass(frozen=True, slots=True)
-class StageFacts:
-    """One stage as its rank describes it: JSON values.
-
-    ``kind`` is the module's class; ``parameters`` and ``outputs`` have the keys of the plan's layers. ``outputs`` is
-    empty for the last stage. ``activation_bytes`` and the times are measured, or None.
-    """
-
-    kind: str
-    parameters: list[dict[str, Any]]
-    outputs: list[dict[str, Any]] = field(default_factory=list)
-    activation_bytes: int | None = None
-    forward_us: float | None = None
-    backward_us: float | None = None
-
-
-def stage_name(number: int) -> str:
-    """Name of a stage's layer in the plan."""
-    return f"stage.{number}"
 
 
 def schedule_section(schedule: str | Path | Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -172,7 +153,7 @@ class Request:
 def complete_plan(
     skeleton: Mapping[str, Any],
     stages: Sequence[StageFacts],
-    tied: Sequence[Mapping[int, str]],
+    tied: Sequence[Tie],
     num_rows: int,
     seq_lengths: Sequence[int] | None = None,
 ) -> dict[str, Any]:
@@ -191,7 +172,9 @@ def complete_plan(
         if list(planned) != list(seq_lengths):
             raise PipelineError(f"the plan has schedule.seq_lengths {list(planned)}, and the example {seq_lengths}")
     if not content["model"].get("layers"):
-        content["model"] = {"kind": "layers", "layers": [_layer(n, facts, tied) for n, facts in enumerate(stages)]}
+        content["model"] = {"kind": "layers", "layers": layers_content(stages, tied)}
+        if any(len(facts.layers) > 1 for facts in stages):
+            content.setdefault("stages", [[layer.name for layer in facts.layers] for facts in stages])
     content.setdefault("memory", {"gradient_dtype": content["run"]["dtype"]})
     forward, backward = ([getattr(facts, key) for facts in stages] for key in ("forward_us", "backward_us"))
     if None not in forward:
@@ -205,8 +188,7 @@ def require_no_times(content: Mapping[str, Any]) -> None:
     Raises:
         PipelineError: ``cost`` has some.
     """
-    names = ("forward_us", "backward_us", "backward_input_us", "backward_weight_us", "analytic", "profile")
-    given = [name for name in names if content.get("cost", {}).get(name) is not None]
+    given = [name for name in (*TIME_KEYS, "analytic", "profile") if content.get("cost", {}).get(name) is not None]
     if given:
         raise PipelineError(f"the plan has cost.{given[0]}, and profile=True measures it: leave out one of the two")
 
@@ -217,9 +199,9 @@ def placement_of(skeleton: Mapping[str, Any], num_stages: int) -> list[list[int]
     Raises:
         PlanFileError: the schedule does not exist for these sizes, or cannot be read.
     """
-    facts = [StageFacts("", [], [{"shape": ["b"]}] if n < num_stages - 1 else [], 0) for n in range(num_stages)]
+    facts = [StageFacts.whole(n, "", [], [{"shape": ["b"]}] if n < num_stages - 1 else []) for n in range(num_stages)]
     schedule = {key: value for key, value in skeleton["schedule"].items() if key != "seq_lengths"}
-    unknown = {**skeleton, "model": {"kind": "layers"}, "schedule": schedule}
+    unknown = {**skeleton, "model": {"kind": "layers"}, "schedule": schedule, "stages": None}
     loaded = plan_from_dict(complete_plan(unknown, facts, (), 1))
     with blaming_plan(loaded):
         foreign = own_schedule(loaded)
@@ -249,22 +231,22 @@ def sized_plan(
     *,
     by_kind: bool,
 ) -> dict[str, Any]:
-    """A plan for steps of other sizes: ``outputs`` are those of its stages, as the layers' ``out``.
+    """A plan for steps of other sizes: ``outputs`` are those of its layers, as their ``out``.
 
     Fewer micro-batches run as in ``programs``, without the others; more of them, and all with ``by_kind``, by the
     plan's own kind.
 
     Raises:
-        PipelineError: the plan's layers are not its stages.
+        PipelineError: the plan has other layers, or the output of one was not seen.
     """
     layers = content["model"]["layers"]
-    if len(layers) != len(outputs):
+    if len(layers) != len(outputs) or not all(outputs[:-1]):
         raise PipelineError(
-            f"steps of other sizes need a plan with one layer for each stage, and this one has {len(layers)} layers "
-            f"for {len(outputs)} stages"
+            f"steps of other sizes need the output of each layer, and the plan has {len(layers)} layers, of which "
+            f"{sum(map(bool, outputs[:-1])) + 1} were seen: leave out `model` of the plan"
         )
     sized = [
-        {key: value for key, value in layer.items() if key not in ("out", "activation_bytes")}
+        {key: value for key, value in layer.items() if key not in ("out", "activation_bytes", *TIME_KEYS)}
         | ({"out": list(out)} if out else {})
         for layer, out in zip(layers, outputs, strict=True)
     ]
@@ -298,21 +280,6 @@ def _custom_schedule(schedule: Mapping[str, Any], programs: Sequence[Sequence[Op
         sizes.pop("num_chunks", None)
         sizes["placement"] = own
     return {"kind": "custom", "programs": [[str(op) for op in program] for program in programs], **sizes}
-
-
-def _layer(number: int, facts: StageFacts, tied: Sequence[Mapping[int, str]]) -> dict[str, Any]:
-    borrowed = {names[number]: f"{stage_name(min(names))}.{names[min(names)]}" for names in tied if number in names}
-    is_owner = {names[number] for names in tied if number in names and number == min(names)}
-    layer: dict[str, Any] = {"name": stage_name(number), "kind": facts.kind}
-    if facts.outputs:
-        layer["out"] = facts.outputs
-    layer["parameters"] = [p for p in facts.parameters if p["name"] not in borrowed or p["name"] in is_owner]
-    names = [name for local, name in borrowed.items() if local not in is_owner]
-    if names:
-        layer["borrows"] = names
-    if facts.activation_bytes is not None:
-        layer["activation_bytes"] = facts.activation_bytes
-    return layer
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from pipeproof.exec.store.paddle_store import PaddleStore, send_at_once, store_a
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.module_plan import (
     Request,
-    StageFacts,
     TrainedPlan,
     complete_plan,
     given_plan,
@@ -54,8 +53,8 @@ from pipeproof.exec.train.paddle.stage_layers import (
     trained,
 )
 from pipeproof.exec.train.paddle.step_data import MicroBatchSizes, rows_of
+from pipeproof.exec.train.plan_layers import StageFacts, merged_ties, names_in_plan
 from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec, common_dtype
-from pipeproof.exec.train.tied_weights import merged_ties, names_in_plan
 from pipeproof.exec.train.train_rank import checked_plan, require_fits, require_supported
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.schedule.ops import OpKind
@@ -108,9 +107,10 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The keys of the plan, and the boundary after each stage."""
+    """The keys of the plan, the names of each stage's weights in it, and the boundary after each stage."""
 
     content: dict[str, Any]
+    names: list[dict[str, str]]
     boundaries: dict[int, Boundary]
     sizes: MicroBatchSizes
 
@@ -181,14 +181,15 @@ def infer(ranks: Ranks, placed: Placed, first_inputs: Callable[[], Any]) -> Plan
     agreement.gather("sizes", lambda: _require_rows(placed.skeleton, num_rows))
     boundaries = {number: boundary_of(entries[number]) for number in range(placed.num_stages)}
     facts = [
-        StageFacts(entry["kind"], entry["parameters"], [s.plan_entry(num_rows) for s in outputs], entry["kept"])
-        for entry, (_, outputs) in ((entries[number], boundaries[number]) for number in range(placed.num_stages))
+        StageFacts.whole(n, entry["kind"], entry["parameters"], [s.plan_entry(num_rows) for s in specs], entry["kept"])
+        for n, (entry, (_, specs)) in ((n, (entries[n], boundaries[n])) for n in range(placed.num_stages))
     ]
     skeleton = dict(placed.skeleton)
     if not skeleton["model"].get("layers"):
         skeleton.pop("stages", None)
     content = complete_plan(skeleton, facts, placed.ties, num_rows)
-    return Planned(content, boundaries, MicroBatchSizes(placed.sizes.count, num_rows))
+    names = names_in_plan(facts, placed.ties)
+    return Planned(content, names, boundaries, MicroBatchSizes(placed.sizes.count, num_rows))
 
 
 def prove(ranks: Ranks, settings: Settings, placed: Placed, planned: Planned) -> TrainedPlan:
@@ -322,17 +323,16 @@ def _require_rows(skeleton: Mapping[str, Any], num_rows: int) -> None:
 def _require_supported(ranks: Ranks, placed: Placed, planned: Planned, lowered: LoweredPlan) -> None:
     require_supported(lowered.spec)
     numbers, boundaries = placed.stages.numbers, planned.boundaries
-    weights = {n: {name: weight.shape for name, weight in _weights_of(placed, n).items()} for n in numbers}
+    weights = {n: {name: weight.shape for name, weight in _weights_of(placed, planned, n).items()} for n in numbers}
     outputs = {n: [(leaf.dtype, leaf.shape) for leaf in boundaries[n][1]] for n in numbers}
     require_fits(lowered, ranks.rank, weights, outputs)
 
 
-def _weights_of(placed: Placed, number: int) -> dict[str, Tensor]:
+def _weights_of(placed: Placed, planned: Planned, number: int) -> dict[str, Tensor]:
     declared = declared_names(placed.stages, number, placed.skeleton)
     if declared is not None:
         return declared
-    weights, ties = trained(placed.stages.module(number)), placed.ties
-    return {planned: weights[name] for name, planned in names_in_plan(number, weights, ties).items()}
+    return {planned.names[number][name]: weight for name, weight in trained(placed.stages.module(number)).items()}
 
 
 def _module_stages(
@@ -351,7 +351,7 @@ def _module_stages(
             partial(stages.call, number),
             Boundaries(boundaries[number - 1][0] if number else None, *boundaries[number]),
             stages.losses,
-            _weights_of(placed, number),
+            _weights_of(placed, planned, number),
             num_losses=1 if ranks.fleet.delay_scale_loss else placed.sizes.count,
             split=split,
         )

@@ -7,11 +7,13 @@ and the random state are put back.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -20,14 +22,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.stage_boundaries import Form, LeafSpec
+from pipeproof.exec.train.torch.block_layers import CutLayers, LayerWatch
 from pipeproof.exec.train.torch.split_backward import is_compiled
 from pipeproof.exec.train.torch.stage_values import Leaves, plain_leaves_of
 
 
 @dataclass(frozen=True, slots=True)
 class StageRun:
-    """Result of one run of a stage. ``activation_bytes`` are kept for its backward; None if not seen.
+    """Result of one run of a stage. ``inner`` are the outputs of its layers but the last, None if not seen.
 
+    ``kept`` are the bytes that each layer keeps for the backward; None if not seen.
     ``recomputes_reentrantly`` is True for activation checkpointing with ``use_reentrant=True``, where it was seen.
     ``uses`` are the arguments, by position or keyword, that the gradient of each output reaches, for the last stage of
     all outputs together; None if not seen.
@@ -35,7 +39,8 @@ class StageRun:
 
     form: Form
     leaves: tuple[LeafSpec, ...]
-    activation_bytes: int | None
+    inner: tuple[tuple[LeafSpec, ...], ...] | None = None
+    kept: tuple[int, ...] | None = None
     recomputes_reentrantly: bool = False
     uses: tuple[frozenset[int | str], ...] | None = None
 
@@ -48,8 +53,11 @@ def run_stage(
     device: torch.device,
     *,
     is_last: bool = False,
+    layers: CutLayers | None = None,
 ) -> StageRun:
     """Run one stage on the arguments of a micro-batch; tensors may be on the meta device.
+
+    Compiled modules run uncompiled. ``layers`` are those of the stage whose outputs are to be seen.
 
     What the last stage returns is between it and the loss function, and is not described.
 
@@ -60,34 +68,33 @@ def run_stage(
     try:
         if not needs_real_run(module):
             try:
-                return _run_with_gradients(number, module, args, kwargs, device, is_last=is_last)
+                return _run_with_gradients(number, module, args, kwargs, device, is_last=is_last, layers=layers)
             except PipelineError:
                 raise
             except Exception:  # noqa: BLE001, S110 - values may decide shapes; the real run names a real fault
                 pass
-        return _run_with_values(number, module, args, kwargs, device, is_last=is_last)
+        return _run_with_values(number, module, args, kwargs, device, is_last=is_last, layers=layers)
     finally:
         torch.clear_autocast_cache()  # it may hold weights without values
 
 
 def _run_with_values(
     number: int, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device,
-    *, is_last: bool,
+    *, is_last: bool, layers: CutLayers | None,
 ) -> StageRun:  # fmt: skip
     devices = [device] if device.type == "cuda" else []  # without them, PyTorch warns of the other GPUs
+    watch = LayerWatch(module, layers)
     try:
         with torch.no_grad(), unchanged_buffers(module), torch.random.fork_rng(devices):
             real_args, real_kwargs = tree_map_only(
                 torch.Tensor, lambda x: real_tensor(x, device), (tuple(args), dict(kwargs))
             )
-            value = module(*real_args, **real_kwargs)
+            with torch.compiler.set_stance("force_eager"), watch.watching(real_args):
+                value = module(*real_args, **real_kwargs)
     except Exception as error:
         raise PipelineError(f"stage {number} fails on the example: {type(error).__name__}: {error}") from error
-    if is_last:
-        return StageRun(Form("tensor"), (), None)
-    form, leaves = plain_leaves_of(value, f"stage {number}")
-    specs = tuple(LeafSpec.of(leaf, has_gradient=leaf.is_floating_point()) for leaf in leaves)
-    return StageRun(form, specs, None)
+    form, leaves = (Form("tensor"), ()) if is_last else plain_leaves_of(value, f"stage {number}")
+    return StageRun(form, _specs(leaves), _inner(watch))
 
 
 def needs_real_run(module: nn.Module) -> bool:
@@ -111,37 +118,59 @@ def _is_small(module: nn.Module, args: Sequence[Any], device: torch.device) -> b
 
 def _run_with_gradients(
     number: int, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device,
-    *, is_last: bool,
+    *, is_last: bool, layers: CutLayers | None,
 ) -> StageRun:  # fmt: skip
-    storages: dict[int, int] = {}
-    own = {x.untyped_storage()._cdata for x in (*module.parameters(), *module.buffers())}  # noqa: SLF001 - identity
+    saved: list[tuple[ref[torch.Tensor], int]] = []  # what is kept, while its node lives, and the layer that runs
+    watch = LayerWatch(module, layers)
 
     def see(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own and id(tensor) not in weights:  # noqa: SLF001
-            storages[storage._cdata] = storage.nbytes()  # noqa: SLF001
-        return tensor.detach()  # an output that its own node holds would keep the graph for ever
+        kept = tensor.detach()  # an output that its own node holds would keep the graph for ever
+        if tensor.untyped_storage()._cdata not in own:  # noqa: SLF001 - identity
+            saved.append((ref(kept), watch.current))
+        return kept
 
     has_values = _is_small(module, args, device)
     mode = None if has_values else FakeTensorMode(allow_non_fake_inputs=True)
     make = partial(real_tensor if has_values else _fake, device=device)
     with unchanged_buffers(module), torch.random.fork_rng(devices=[]) if mode is None else mode, torch.enable_grad():
-        weights = set() if mode is None else {id(mode.from_tensor(weight)) for weight in module.parameters()}
+        state = [*module.parameters(), *module.buffers()]
+        state += [] if mode is None else [mode.from_tensor(tensor) for tensor in state]  # they stay until the end
+        own = {x.untyped_storage()._cdata for x in state}  # noqa: SLF001
         run_args, run_kwargs = tree_map_only(torch.Tensor, make, (tuple(args), dict(kwargs)))
-        with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor), watch.watching(run_args):
             value = module(*run_args, **run_kwargs)
         form, leaves = (Form("tensor"), ()) if is_last else plain_leaves_of(value, f"stage {number}")
-        is_frozen = not any(leaf.requires_grad for leaf in leaves)  # zeros come back then
-        specs = tuple(
-            LeafSpec.of(leaf, has_gradient=leaf.is_floating_point() if is_frozen else leaf.requires_grad)
-            for leaf in leaves
-        )
+        specs, inner = _specs(leaves), _inner(watch)
         inputs = [x for x in tree_leaves((run_args, run_kwargs)) if isinstance(x, torch.Tensor)]
-        for leaf in inputs:
-            storages[leaf.untyped_storage()._cdata] = leaf.untyped_storage().nbytes()  # noqa: SLF001
+        kept = _bytes_by_layer([*((each(), layer) for each, layer in saved), *((leaf, 0) for leaf in inputs)])
         reentrant = any(node.name() == "CheckpointFunctionBackward" for node in _graph_of(value))
         uses = tuple(_reached(output, run_args, run_kwargs) for output in ([value] if is_last else leaves))
-    return StageRun(form, specs, sum(storages.values()), reentrant, uses)
+    num_layers = 1 if layers is None else len(layers.names)
+    return StageRun(form, specs, inner, tuple(kept[layer] for layer in range(num_layers)), reentrant, uses)
+
+
+def _bytes_by_layer(kept: Iterable[tuple[torch.Tensor | None, int]]) -> Counter[int]:
+    """The bytes of all memory of tensors that still exist, by the layer of the first that has it."""
+    first: dict[int, tuple[int, int]] = {}
+    for tensor, layer in kept:
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            first.setdefault(storage._cdata, (layer, storage.nbytes()))  # noqa: SLF001 - identity
+    found: Counter[int] = Counter()
+    for layer, num_bytes in first.values():
+        found[layer] += num_bytes
+    return found
+
+
+def _specs(leaves: Sequence[torch.Tensor]) -> tuple[LeafSpec, ...]:
+    is_frozen = not any(leaf.requires_grad for leaf in leaves)  # zeros come back then
+    return tuple(
+        LeafSpec.of(leaf, has_gradient=leaf.is_floating_point() if is_frozen else leaf.requires_grad) for leaf in leaves
+    )
+
+
+def _inner(watch: LayerWatch) -> tuple[tuple[LeafSpec, ...], ...] | None:
+    return None if watch.outputs is None else tuple(map(_specs, watch.outputs))
 
 
 def _reached(value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int | str]:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pipeproof.exec.train.torch.block_layers import CutLayers
 from pipeproof.exec.train.torch.boundary_inference import unchanged_buffers
 from pipeproof.exec.train.torch.meta_buffers import compute_buffers, kept_ties
 from pipeproof.exec.train.torch.model_parts import (
@@ -205,6 +206,8 @@ class TransformersStage(nn.Module):  # type: ignore[misc]  # torch is untyped
         called = part.get_submodule(self._runs)
         self._takes = _arguments_of(called, model.config)
         self._embeds = None if self._begins else cut.embeds_of(number)
+        self._outputs = [chain.outputs[index] for index in numbers]
+        self._late = [name for part in chain.parts if 0 not in part.calls for name in part.names]
         self.training = model.training
 
     @property
@@ -212,6 +215,22 @@ class TransformersStage(nn.Module):  # type: ignore[misc]  # torch is untyped
         """The blocks of this stage by number, for example to compile or to shard each."""
         blocks = self.get_submodule(self._list)
         return {number: blocks[number] for number in self._numbers}
+
+    def plan_layers(self) -> CutLayers | None:
+        """The stage's blocks as layers of a plan, and what is before and after them; None if it has none of these."""
+        if not (self._begins or self._ends or len(self._numbers)):
+            return None
+        prefix = "encoder." if self._is_encoder else "decoder." if self._is_decoder else ""
+        names = ["embed"] * self._begins + [f"layer.{n}" for n in self._numbers] + ["head"] * self._ends
+        blocks = [(f"{self._list}.{number}", block) for number, block in self.blocks.items()]
+        late = self._late if self._ends else ()
+        return CutLayers(
+            tuple(f"{prefix}{name}" for name in names), blocks, int(self._begins), tuple(late), int(self._is_decoder)
+        )
+
+    def boundary_of(self, position: int, output: Any) -> tuple[torch.Tensor, ...]:
+        """The tensors that cross after a block, see ``CutStage``."""
+        return self._outputs[position].tensors_of(output)
 
     def train(self, mode: bool = True) -> TransformersStage:  # noqa: FBT002 - as of nn.Module
         """Set the mode of all modules."""

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from pipeproof.exec.train.tied_weights import Tie
+from pipeproof.exec.train.plan_layers import Tie
 from pipeproof.exec.train.torch.dcp_files import (
     RNG_RESTORED,
     Ranks,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeproof.exec.train.tied_weights import Tie
+from pipeproof.exec.train.plan_layers import Tie
 from pipeproof.state.dcp.dcp_checkpoint import RESERVED
 from pipeproof.state.state_codes import DcpMismatchError
 

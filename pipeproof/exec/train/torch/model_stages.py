@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 
 from pipeproof.exec.store.train_errors import PipelineError
-from pipeproof.exec.train.tied_weights import Tie
+from pipeproof.exec.train.plan_layers import Tie
+from pipeproof.exec.train.torch.block_layers import CutLayers
 from pipeproof.exec.train.torch.model_names import unwrapped
+from pipeproof.exec.train.torch.stage_values import plain_leaves_of
 
 _CUTS: WeakKeyDictionary[nn.Module, tuple[ref[nn.Module], tuple[dict[int, str], ...]]] = WeakKeyDictionary()
 """By stage the model that it was cut from, and the weights that stages of the cut share."""
@@ -172,6 +176,17 @@ class SequentialStage(nn.Module):  # type: ignore[misc]  # torch is untyped
         for module in self._modules.values():
             value = module(value)
         return value
+
+    def plan_layers(self) -> CutLayers | None:
+        """Each module as a layer of a plan; None if a plan cannot have its name."""
+        blocks = [*self._modules.items()]
+        if not all(re.fullmatch(r"[\w-]+", name, re.ASCII) for name, _ in blocks):
+            return None
+        return CutLayers(tuple(f"layer.{name}" for name, _ in blocks), blocks)
+
+    def boundary_of(self, position: int, output: Any) -> tuple[torch.Tensor, ...]:
+        """The tensors that cross after a module, see ``CutStage``."""
+        return plain_leaves_of(output, f"module {position}")[1]
 
 
 def stages_of_sequential(

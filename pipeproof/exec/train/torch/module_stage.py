@@ -379,10 +379,14 @@ def without_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer updates, by their names in the module without those of wrappers."""
+def trained(module: nn.Module, *, repeats: bool = False) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer updates, by their names in the module without those of wrappers.
+
+    With ``repeats`` a parameter is there by each of its names, else by the first one.
+    """
     inner = module.module if type(module).__name__ == "DistributedDataParallel" else module
-    named = {name: weight for name, weight in inner.named_parameters() if weight.requires_grad}
+    every = inner.named_parameters(remove_duplicate=not repeats)
+    named = {name: weight for name, weight in every if weight.requires_grad}
     return {_WRAPPER_NAMES.sub("", name): weight for name, weight in named.items()}
 
 

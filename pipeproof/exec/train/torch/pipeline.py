@@ -15,7 +15,7 @@ from torch import nn
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.comparison import Comparison
 from pipeproof.exec.train.pipeline_failures import one_failure
-from pipeproof.exec.train.tied_weights import Tie
+from pipeproof.exec.train.plan_layers import Tie
 from pipeproof.exec.train.torch.compare_reference import compare_step
 from pipeproof.exec.train.torch.model_stages import StaleModel
 from pipeproof.exec.train.torch.module_stage import LossFunction

@@ -15,7 +15,7 @@ from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.store.agreement import require_equal
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.module_plan import Request, placement_of
-from pipeproof.exec.train.tied_weights import Tie
+from pipeproof.exec.train.plan_layers import Tie
 from pipeproof.exec.train.torch.channel_groups import StageWorld
 from pipeproof.exec.train.torch.data_parallel import layout_of, local_part
 from pipeproof.exec.train.torch.model_names import unwrapped

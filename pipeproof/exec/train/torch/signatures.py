@@ -43,7 +43,8 @@ class Signature:
     """Sizes of steps, and what exists for them.
 
     ``num_rows`` are the rows of a micro-batch. ``views`` are the distinct arguments of micro-batches, None where the
-    plan declares the boundaries; ``order`` has the view of each micro-batch, and is empty for one view.
+    plan declares the boundaries; ``order`` has the view of each micro-batch, and is empty for one view. ``outputs`` are
+    those of all layers of the plan.
     """
 
     num_micro_batches: int
@@ -201,7 +202,7 @@ class Signatures:
         facts, boundaries, num_rows = describer.describe_examples(
             examples, self._placed.by_rank, self._placed.skeleton, f"{phase}: boundaries"
         )
-        outputs = [each.outputs for each in facts]
+        outputs = [[dict(out) for out in layer.outputs] for each in facts for layer in each.layers]
         content = self._sized(outputs, num_rows, num, examples.seq_lengths)
         return Signature(num, num_rows, views, order, boundaries, outputs, content)
 

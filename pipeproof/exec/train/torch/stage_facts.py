@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeproof.exec.store.agreement import Agreement, described_in_order
 from pipeproof.exec.store.train_errors import PipelineError
-from pipeproof.exec.train.module_plan import StageFacts
+from pipeproof.exec.train.plan_layers import Cut, LayerFacts, StageFacts, declared_cut, stage_name
 from pipeproof.exec.train.stage_boundaries import Boundaries, LeafSpec, form_of, kind_text, specs_of
+from pipeproof.exec.train.torch.block_layers import CutLayers, described_layers, layers_of
 from pipeproof.exec.train.torch.boundary_inference import StageRun, meta_leaves, real_tensor, run_stage, unchanged_state
 from pipeproof.exec.train.torch.data_parallel import Replicas
-from pipeproof.exec.train.torch.module_stage import trained, without_autocast
+from pipeproof.exec.train.torch.module_stage import without_autocast
 from pipeproof.exec.train.torch.split_backward import gradients_aside
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.step_inputs import StepContract
@@ -201,7 +202,9 @@ def _now(device: torch.device) -> int:
 class StageDescriber:
     """Describes the stages of one rank, ``replicas`` by their numbers, and collects the descriptions of all ranks.
 
-    ``splits`` is True if backwards may run in parts. With ``profile`` each stage is timed, too.
+    ``splits`` is True if backwards may run in parts. With ``profile`` each stage is timed, too. ``layers`` are the
+    names of each stage's layers; with ``is_planned`` the plan has them, else a stage becomes one layer where the
+    outputs of its layers are not seen.
     """
 
     agreement: Agreement
@@ -212,6 +215,8 @@ class StageDescriber:
     splits: bool
     profile: bool
     contract: StepContract
+    layers: Cut
+    is_planned: bool
 
     def describe(
         self,
@@ -248,13 +253,7 @@ class StageDescriber:
         forms = {n: form_of(e) for n, e in entries.items()}
         specs = {n: [specs_of(out) for out in e["out"]] for n, e in entries.items()}
         facts = [
-            StageFacts(
-                e["kind"],
-                e["parameters"],
-                plan_entries(specs[n], num_rows, examples.lengths, n),
-                e["kept"],
-                *e["times"],
-            )
+            StageFacts(_layer_facts(n, e, specs[n], num_rows, examples.lengths), *e["times"])
             for n, e in entries.items()
         ]
         unused = _unused_outputs(entries)
@@ -271,6 +270,7 @@ class StageDescriber:
         self, number: int, before: Mapping[str, Any], examples: Examples, skeleton: Mapping[str, Any]
     ) -> dict[str, Any]:
         module = self.replicas[number].call()
+        layers = self._layers_of(number, module)
         is_last = number == self.num_stages - 1
         declared = skeleton["model"].get("layers")
         if self.profile and not examples.distinct:
@@ -278,32 +278,22 @@ class StageDescriber:
         if not examples.distinct and not declared:
             raise PipelineError("give Pipeline an `example`: the arguments of the first stage for one micro-batch")
         entry: dict[str, Any] = {
-            "kind": type(module).__name__,
-            "parameters": [
-                {"name": name, "shape": list(weight.shape)} for name, weight in trained(module).items()
-            ],
-            "kept": None, "form": ["tensor", []], "out": [], "rows": before.get("rows"), "times": [None, None],
+            "form": ["tensor", []],
+            "out": [],
+            "rows": before.get("rows"),
+            "times": [None, None],
             "uses": None,
-        }  # fmt: skip
+        }
         if not examples.distinct:
+            entry["layers"] = described_layers(number, module, layers)
             return self._declared_facts(number, entry, skeleton, examples.lengths)
         if self.profile and self.replicas[number].is_sharded:
             raise PipelineError(
                 f"stage {number} is sharded by fully_shard, which communicates in each run: leave out profile=True, "
                 "and measure steps with `profile(file, ...)`"
             )
-        runs, times = [], []
-        for variant, (args, by_stage) in enumerate(examples.distinct):
-            kwargs = dict(by_stage.get(number, {}))
-            if number:
-                form, leaves = form_of(before), meta_leaves(specs_of(before["out"][variant]))
-                args, named = form.arguments(leaves)
-                names = self.contract.keywords.bound(number, form, len(leaves))
-                kwargs = {name: value for name, value in kwargs.items() if name not in names} | named
-            runs.append(run_stage(number, module, args, kwargs, self.device, is_last=is_last))
-            if self.profile:
-                times.append(time_stage(number, module, args, kwargs, self.device))
-        run, kept = runs[0], [each.activation_bytes for each in runs if each.activation_bytes is not None]
+        runs, times = self._runs(number, before, examples, layers)
+        run = runs[0]
         self.replicas[number].reshard()
         if not number:
             if examples.rows is None:
@@ -314,7 +304,7 @@ class StageDescriber:
                 f"stage {number} uses activation checkpointing with use_reentrant=True, whose backward cannot be "
                 "split: pass use_reentrant=False, or use split='whole'"
             )
-        entry["kept"] = max(kept, default=None)
+        entry["layers"] = self._seen_layers(number, layers, runs, entry["rows"], examples.lengths)
         if times:  # means over the micro-batches, which may differ in length
             every = [times[variant] for variant in examples.by_micro_batch] or times
             entry["times"] = [round(fmean(each), 3) for each in zip(*every, strict=True)]
@@ -329,17 +319,55 @@ class StageDescriber:
             entry["form"] = [run.form.kind, list(run.form.keys)]
         return entry
 
+    def _runs(
+        self, number: int, before: Mapping[str, Any], examples: Examples, layers: CutLayers | None
+    ) -> tuple[list[StageRun], list[tuple[float, float]]]:
+        """The runs of a stage on each of the examples, and its times in each with ``profile``."""
+        module, is_last = self.replicas[number].call(), number == self.num_stages - 1
+        runs, times = [], []
+        for variant, (args, by_stage) in enumerate(examples.distinct):
+            kwargs = dict(by_stage.get(number, {}))
+            if number:
+                form, leaves = form_of(before), meta_leaves(specs_of(before["out"][variant]))
+                args, named = form.arguments(leaves)
+                names = self.contract.keywords.bound(number, form, len(leaves))
+                kwargs = {name: value for name, value in kwargs.items() if name not in names} | named
+            runs.append(run_stage(number, module, args, kwargs, self.device, is_last=is_last, layers=layers))
+            if self.profile:
+                times.append(time_stage(number, module, args, kwargs, self.device))
+        return runs, times
+
+    def _seen_layers(
+        self, number: int, layers: CutLayers | None, runs: Sequence[StageRun], num_rows: int, lengths: Sequence[int]
+    ) -> list[dict[str, Any]]:
+        """The layers of a stage with their outputs, but that of the last, and what each keeps."""
+        inner = _inner_entries(runs, num_rows, lengths, number)
+        if inner is None and not self.is_planned:
+            layers = None
+        found = described_layers(number, self.replicas[number].call(), layers)
+        for layer, outputs in zip(found, inner or (), strict=False):
+            layer["outputs"] = outputs
+        kept = max((run.kept for run in runs if run.kept is not None), key=sum, default=())
+        for layer, num_bytes in zip(found, kept if layers is not None else [sum(kept)] * len(kept[:1]), strict=False):
+            layer["activation_bytes"] = num_bytes
+        return found
+
+    def _layers_of(self, number: int, module: nn.Module) -> CutLayers | None:
+        return None if self.layers[number] == [stage_name(number)] else layers_of(module)
+
     def _declared_facts(
         self, number: int, entry: dict[str, Any], skeleton: Mapping[str, Any], lengths: Sequence[int]
     ) -> dict[str, Any]:
         """The boundary that the plan declares after a stage: one tensor, or a tuple."""
         layers, rows = skeleton["model"]["layers"], skeleton["schedule"].get("micro_batch_size")
-        if rows is None or len(layers) != self.num_stages:
+        cut = declared_cut(skeleton, self.num_stages) or []
+        if rows is None or len(cut) != self.num_stages or (cut != self.layers and len(layers) != self.num_stages):
             raise PipelineError(
-                "boundaries are read from a plan with schedule.micro_batch_size and one layer for each stage: "
-                f"this one has {len(layers)} layers for {self.num_stages} stages; or give Pipeline an `example`"
+                "boundaries are read from a plan with schedule.micro_batch_size and one layer for each stage, or the "
+                f"stages of the cut: this one has {len(layers)} layers for {self.num_stages} stages; or give Pipeline "
+                "an `example`"
             )
-        out = layers[number].get("out", [])
+        out: list[Any] = next(layer for layer in layers if layer["name"] == cut[number][-1]).get("out", [])
         dtype = skeleton["run"]["dtype"]
         entry["rows"] = rows
         entry["form"] = ["tensor" if len(out) == 1 else "tuple", []]
@@ -352,6 +380,28 @@ class StageDescriber:
                 shape = [letters.get(size, size) for size in leaf["shape"]]
                 entry["out"][-1].append([shape, of, "float" in of if gradient is None else gradient])
         return entry
+
+
+def _layer_facts(
+    number: int, entry: Mapping[str, Any], outputs: Sequence[Sequence[LeafSpec]], num_rows: int, lengths: Sequence[int]
+) -> tuple[LayerFacts, ...]:
+    """The layers of a stage as its rank has described them; the last one has the ``outputs`` of the stage."""
+    *inner, last = entry["layers"]
+    every = [*inner, {**last, "outputs": plan_entries(outputs, num_rows, lengths, number)}]
+    return tuple(LayerFacts(**layer) for layer in every)
+
+
+def _inner_entries(
+    runs: Sequence[StageRun], num_rows: int, lengths: Sequence[int], number: int
+) -> list[list[dict[str, Any]]] | None:
+    """The plan's ``out`` of all layers of a stage but the last; None if one was not seen, or cannot be in a plan."""
+    seen = [run.inner for run in runs if run.inner is not None]
+    if len(seen) < len(runs):
+        return None
+    try:
+        return [plan_entries(outputs, num_rows, lengths, number) for outputs in zip(*seen, strict=True)]
+    except (PipelineError, ValueError):  # an output that varies otherwise than by the length
+        return None
 
 
 def _uses(runs: Sequence[StageRun], num_inputs: int, keys: Sequence[str]) -> list[list[int]] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,13 +28,14 @@ from pipeproof.exec.train.module_plan import (
     require_no_times,
     schedule_section,
 )
+from pipeproof.exec.train.plan_layers import Cut, Tie, names_in_plan, planned_cut
 from pipeproof.exec.train.stage_boundaries import Boundaries, common_dtype, kind_text
-from pipeproof.exec.train.tied_weights import Tie, names_in_plan
+from pipeproof.exec.train.torch.block_layers import layer_names
 from pipeproof.exec.train.torch.channel_groups import StageWorld, connect_stages
 from pipeproof.exec.train.torch.data_parallel import Replicas
 from pipeproof.exec.train.torch.meta_buffers import require_computed_buffers
 from pipeproof.exec.train.torch.model_stages import ModelStages
-from pipeproof.exec.train.torch.module_stage import LossFunction, ModuleStage, trained
+from pipeproof.exec.train.torch.module_stage import LossFunction, ModuleStage
 from pipeproof.exec.train.torch.pipeline_start import (
     device_of,
     placed_stages,
@@ -114,12 +115,14 @@ class Ranks:
 class Placed:
     """The stages of every rank by number, and this rank's modules.
 
-    ``skeleton`` is the plan without layers. ``tied`` are weights that stages share, each as {stage: name}.
+    ``skeleton`` is the plan without layers, and ``layers`` are their names by stage. ``tied`` are weights that stages
+    share, each as {stage: name}.
     """
 
     by_rank: list[list[int]]
     num_stages: int
     skeleton: dict[str, Any]
+    layers: Cut
     tied: list[dict[int, str]]
     stages: dict[int, nn.Module]
     replicas: dict[int, Replicas]
@@ -131,10 +134,13 @@ class Placed:
 class Planned:
     """The keys of the plan, and the ``boundaries`` of all stages; a micro-batch has ``num_rows``.
 
+    ``names`` are the plan's names of the weights of each stage, by those in the stage.
+
     ``describer`` also describes the stages for steps of other sizes than the ``examples`` have.
     """
 
     content: dict[str, Any]
+    names: list[dict[str, str]]
     boundaries: dict[int, Boundaries]
     num_rows: int
     contract: StepContract
@@ -183,9 +189,12 @@ def place(
     skeleton = agreement.gather(
         "sizes", lambda: _skeleton(asked, len(numbers), own_numbers, measures=settings.profile)
     )[0]
-    by_rank = agreement.gather(
+    by_rank, layers = agreement.gather(
         "placement",
-        lambda: in_script_words(lambda: placed_stages(answers, numbers, skeleton), has_plan=asked.plan is not None),
+        lambda: [
+            in_script_words(lambda: placed_stages(answers, numbers, skeleton), has_plan=asked.plan is not None),
+            planned_cut(asked.plan, _layers_of(answers)),
+        ],
     )[0]
     own = {number: stages[number] for number in by_rank[ranks.rank]}
     tied = [{int(number): str(name) for number, name in names.items()} for names in answers[0]["tied"]]
@@ -203,7 +212,7 @@ def place(
     modules = {number: each.call() for number, each in replicas.items()}
     keywords = StageKeywords.gathered(agreement, modules, has_loss_fn=settings.loss_fn is not None)
     agreement.gather("rules", lambda: settings.rules.require_valid(keywords))
-    return Placed(by_rank, len(numbers), skeleton, tied, own, replicas, device[0], keywords)
+    return Placed(by_rank, len(numbers), skeleton, layers, tied, own, replicas, device[0], keywords)
 
 
 def infer(ranks: Ranks, settings: Settings, placed: Placed) -> Planned:
@@ -214,12 +223,15 @@ def infer(ranks: Ranks, settings: Settings, placed: Placed) -> Planned:
     """
     describer = StageDescriber(
         ranks.agreement, ranks.rank, placed.num_stages, placed.replicas, placed.device, settings.split != "whole",
-        settings.profile, StepContract(placed.keywords, settings.rules),
+        settings.profile, StepContract(placed.keywords, settings.rules), placed.layers,
+        bool(placed.skeleton["model"].get("layers")),
     )  # fmt: skip
     facts, boundaries, num_rows, examples = describer.describe(settings.example, placed.by_rank, placed.skeleton)
     content = complete_plan(placed.skeleton, facts, placed.tied, num_rows, examples.seq_lengths)
     contract = StepContract(placed.keywords.with_boundaries(boundaries), settings.rules)
-    return Planned(content, boundaries, num_rows, contract, examples, describer)
+    names = names_in_plan(facts, placed.tied)
+    describer = replace(describer, layers=[[layer.name for layer in each.layers] for each in facts], is_planned=True)
+    return Planned(content, names, boundaries, num_rows, contract, examples, describer)
 
 
 def prove(ranks: Ranks, settings: Settings, planned: Planned) -> TrainedPlan:
@@ -299,6 +311,7 @@ def _request(
         "settings": {name: getattr(settings, name) for name in same} | settings.rules.content,
         "whole": len(stages) if isinstance(stages, ModelStages) else None,
         "stages": sorted(stages),
+        "layers": {str(number): layer_names(number, module) for number, module in stages.items()},
         "tied": [*trained_ties(stages), *map(dict, settings.tied)],
     }
 
@@ -333,6 +346,12 @@ def _skeleton(
     return skeleton
 
 
+def _layers_of(answers: Sequence[Mapping[str, Any]]) -> Cut:
+    """The names of the layers of all stages, from those that each rank was given."""
+    named = {int(number): names for other in answers for number, names in other["layers"].items()}
+    return [named[number] for number in sorted(named)]
+
+
 def _require_splittable(replicas: Mapping[int, Replicas], split: Split) -> None:
     for number, each in replicas.items():
         if split == "linear":
@@ -347,7 +366,7 @@ def _module_stages(
     modules = {
         number: ModuleStage(
             number, each.call(), boundaries[number], settings.loss_fn,
-            names_in_plan(number, trained(each.call()), placed.tied),
+            planned.names[number],
             normalize=settings.normalize,
             splits=settings.split != "whole" and number in splitting, check_finite=settings.check_finite,
             compiler=settings.compiler if settings.split == "graph" else None, is_sharded=each.is_sharded,
