@@ -1,9 +1,9 @@
 """Host time of the runtime for each operation of a schedule, without computation and without communication.
 
 One rank of a plan runs in this process. Its stages return their tensors, and its transfers are done when they are
-posted, so that what is left is the interpreter, the tensors between operations, the op log, its clock and the progress
-for the stall watch. Times are CPU times of the thread, the smallest of the rounds, so that other processes matter
-little. ``log``, ``clock`` and ``progress`` are the differences to a run without them.
+posted, so that what is left is the interpreter, the tensors between operations and the progress for the stall watch.
+Times are CPU times of the thread, the smallest of the rounds, so that other processes matter little. ``progress`` is
+the difference to a run without it, and ``log`` what a log with times adds, as for a profile.
 
     python benchmarks/runtime_host_cost.py --schedules 1f1b zb_v
 """
@@ -15,17 +15,14 @@ import cProfile
 import json
 import pstats
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.exec.rank import adapter, transfers
-from pipeproof.exec.rank.op_log import HostClock, LogEntry
+from pipeproof.exec.rank.op_log import HostClock
 from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.train.module_plan import Request, StageFacts, complete_plan
 from pipeproof.exec.train.script_framework import ScriptFramework
@@ -83,11 +80,6 @@ class _Stage:
         """Do nothing: no weight is shared."""
 
 
-class _NoClock(HostClock):
-    def now(self) -> int:
-        return 0
-
-
 @dataclass(slots=True)
 class _Watch:
     """The assignments of ``StallWatch.enter``."""
@@ -115,21 +107,16 @@ def main() -> None:
     for kind in options.schedules:
         plan = _plan(kind, options)
         kinds = [plan.graph.ops[i].kind for i in plan.graph.rank_ops(options.rank)]
-        parts: dict[str, tuple[Callable[[int, int], None], Any, Any]] = {
-            "all": (_Watch().enter, HostClock(), nullcontext),
-            "progress": (lambda *_: None, HostClock(), nullcontext),
-            "clock": (_Watch().enter, _NoClock(), nullcontext),
-            "log": (_Watch().enter, HostClock(), _without_log),
-        }
         ranks = {
-            name: (_rank(plan, options.rank, enter, clock), context) for name, (enter, clock, context) in parts.items()
+            "all": _rank(plan, options.rank, _Watch().enter, None),
+            "progress": _rank(plan, options.rank, lambda *_: None, None),
+            "log": _rank(plan, options.rank, _Watch().enter, HostClock()),
         }
-        best = dict.fromkeys(parts, float("inf"))
+        best = dict.fromkeys(ranks, float("inf"))
         for step in range(options.rounds):
-            for name, (rank, context) in ranks.items():
-                with context():
-                    best[name] = min(best[name], _us_per_step(rank, step * options.steps, options.steps))
-        own = {f"{name}_us": round((best["all"] - best[name]) / len(kinds), 3) for name in parts if name != "all"}
+            for name, rank in ranks.items():
+                best[name] = min(best[name], _us_per_step(rank, step * options.steps, options.steps))
+        own = {f"{name}_us": round(abs(best[name] - best["all"]) / len(kinds), 3) for name in ("progress", "log")}
         compute = sum(
             each in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT) for each in kinds
         )
@@ -139,7 +126,7 @@ def main() -> None:
             "operation_us": round(best["all"] / len(kinds), 2), **own,
         }), flush=True)  # fmt: skip
         if options.profile:
-            _profile(ranks["all"][0], options.rounds * options.steps)
+            _profile(ranks["all"], options.rounds * options.steps)
 
 
 def _us_per_step(rank: TrainRank, first: int, num: int) -> float:
@@ -147,17 +134,6 @@ def _us_per_step(rank: TrainRank, first: int, num: int) -> float:
     for step in range(first, first + num):
         rank.run(step)
     return (time.thread_time_ns() - start) / num / 1000
-
-
-@contextmanager
-def _without_log() -> Iterator[None]:
-    made = LogEntry(0, "", "", 0, 0)
-
-    def entry(*_: Any, **__: Any) -> LogEntry:
-        return made
-
-    with patch.object(adapter, "LogEntry", entry), patch.object(transfers, "LogEntry", entry):
-        yield
 
 
 def _plan(kind: str, options: argparse.Namespace) -> LoweredPlan:

@@ -6,7 +6,7 @@ Nothing here reads a value of a tensor during a step: losses, gradients and rout
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import cast
@@ -38,6 +38,8 @@ from pipeproof.schedule.ops import GATHER_KINDS, SLICE_KINDS, Op, OpKind
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.stages.describe.layer_records import LayerWatch
 
+Annotate = Callable[[str], AbstractContextManager[object]]
+
 
 class RankAdapter:
     """One rank: its stages, their tensors and optimizers, and its communication.
@@ -47,7 +49,9 @@ class RankAdapter:
     ``make_step_end`` makes the end of a step from the plan, the coordinates, the stages, and the two issuers.
     ``frees_sends`` is as of ``RankTransfers``. ``overlap_points`` makes the context of each overlapped pair whose
     computations take turns at points that the graph does not have; without it those do that have parts in the graph.
-    ``annotate`` makes the context in which an operation is executed, from its text: a range in the trace of a profiler.
+    ``annotate`` is called at the beginning of a step. It may return what makes the context of each operation from its
+    text: a range in the trace of a profiler. Without ``keeps_log`` the clock is not read, and only collectives are
+    logged.
     """
 
     def __init__(
@@ -63,10 +67,12 @@ class RankAdapter:
         *,
         frees_sends: bool = False,
         overlap_points: Callable[[OverlapTurns], AbstractContextManager[object]] | None = None,
-        annotate: Callable[[str], AbstractContextManager[object]] | None = None,
+        annotate: Callable[[], Annotate | None] = lambda: None,
+        keeps_log: bool = True,
     ) -> None:
-        self.rank = rank
+        self.rank, self._keeps_log = rank, keeps_log
         self._annotate = annotate
+        self._range_of: Annotate | None = None
         self._clock = HostClock() if clock is None else clock
         self._log_start = self._split_ns = 0
         self._plan, self._arrays, self._enter, self._watch = plan, framework.arrays, enter, watch
@@ -92,7 +98,9 @@ class RankAdapter:
         routers = {number: self._factory.routers(stage) for number, stage in self._stages.items()}
         self._routers = RankRouters(plan, {number: r for number, r in routers.items() if r is not None}, self._children)
         self._step_end = make_step_end(plan, self._coords, self._stages, self._children, framework)
-        self.transfers = RankTransfers(plan, rank, world.channels, framework.arrays, frees_sends=frees_sends)
+        self.transfers = RankTransfers(
+            plan, rank, world.channels, framework.arrays, frees_sends=frees_sends, keeps_log=keeps_log
+        )
         self._value = framework.value
         self._step = -1
         self._losses: list[tuple[Op, Tensor]] = []
@@ -143,6 +151,7 @@ class RankAdapter:
         self._traffic.clear()
         self.outcome = StepOutcome()
         self._step_end.begin()
+        self._range_of = self._annotate()
         self._log_start = len(self.log)
         self._clock.begin()
 
@@ -175,10 +184,10 @@ class RankAdapter:
 
     def execute(self, instruction: Instruction) -> None:
         """Execute one instruction; a transfer is only posted, all others are finished on return."""
-        if self._annotate is None:
+        if self._range_of is None:
             self._execute(instruction)
             return
-        with self._annotate(self._text(instruction)):
+        with self._range_of(self._text(instruction)):
             self._execute(instruction)
 
     def _text(self, instruction: Instruction) -> str:
@@ -198,34 +207,43 @@ class RankAdapter:
         if op_id in self._paired:  # it ran with the first computation of its pair
             return
         op = instruction.row.op
-        kind = op.kind
         self.enter(op_id)
         self._children.begin(op_id, op)
+        if not self._keeps_log:
+            self._compute(instruction, op)
+            return
         self._split_ns = 0
         start = self.now()
         position = len(self.log)
-        ranks: tuple[int, ...] = ()
-        numel, dtype = 0, ""
-        if kind is OpKind.WAIT:
+        ranks, numel, dtype = self._compute(instruction, op)
+        text = self._text(instruction)
+        entry = LogEntry(self._step, HOST_QUEUE, text, start, self.now(), ranks, numel, dtype, split_ns=self._split_ns)
+        self.log.insert(position, entry)  # before the children that ran inside it
+
+    def _compute(self, instruction: Instruction, op: Op) -> tuple[tuple[int, ...], int, str]:
+        """Execute a host operation; return the members of its collective, and the size and type of this rank's part."""
+        op_id, kind = instruction.op_id, op.kind
+        compute = self._computes.get(kind)
+        if compute is not None:
+            compute(op)
+        elif kind is OpKind.WAIT:
             if instruction.awaited_transfer is not None:  # all other operations are done already
-                self.log.append(self.transfers.wait(self._step, op_id, instruction.awaited_transfer))
-        elif kind in self._computes:
-            self._computes[kind](op)
+                entry = self.transfers.wait(self._step, op_id, instruction.awaited_transfer)
+                if entry is not None:
+                    self.log.append(entry)
         elif kind is OpKind.FREE:
             self.transfers.free_output(op)
         elif kind in GATHER_KINDS:
             collectives = self.collectives_over("tp", op.stage)
             part = self.transfers.gather(op_id, collectives)
-            ranks, (numel, dtype) = collectives.ranks, self.transfers.size_of(part)
+            return collectives.ranks, *self.transfers.size_of(part)
         elif kind in SLICE_KINDS:
             self.transfers.slice(op_id)
         elif kind is OpKind.ALL_REDUCE:
-            ranks, numel, dtype = self._sum_norms(instruction)
+            return self._sum_norms(instruction)
         else:
             raise ValueError(f"the adapter cannot execute {op}")
-        text = self._text(instruction)
-        entry = LogEntry(self._step, HOST_QUEUE, text, start, self.now(), ranks, numel, dtype, split_ns=self._split_ns)
-        self.log.insert(position, entry)  # before the children that ran inside it
+        return (), 0, ""
 
     def enter(self, op_id: int) -> None:
         """Report the operation that is about to run."""
@@ -373,8 +391,9 @@ class RankProgram:
         self.machine, self.adapter, self._is_proved = RankMachine(graph, index), adapter, is_proved
         self.op_id = -1
         """The last operation that was begun, which may be a transfer that is only posted; -1 before the first."""
-        self._due: list[int] = []
-        """Operations that the machine handed out and the adapter has not executed."""
+        self._handed_out: Sequence[Instruction] = ()
+        self._num_executed = 0
+        """Instructions that the machine has handed out last, and how many of them the adapter has executed."""
 
     def run(self, step: int) -> None:
         """Run one step, operation by operation; the adapter has begun it.
@@ -386,11 +405,11 @@ class RankProgram:
         try:
             instructions = self.machine.handle(Begin(step))
             while instructions:
-                self._due = [instruction.op_id for instruction in instructions]
+                self._handed_out, self._num_executed = instructions, 0
                 for instruction in instructions:
                     self.op_id = instruction.op_id
                     self.adapter.execute(instruction)
-                    del self._due[0]
+                    self._num_executed += 1
                 instructions = self.machine.handle(Finished(self.op_id))
             if self._is_proved:
                 self.validate_state()
@@ -405,7 +424,7 @@ class RankProgram:
             ProtocolError: an invariant is violated.
         """
         self.machine.validate_state()
-        due = frozenset(self._due)
+        due = frozenset(instruction.op_id for instruction in self._handed_out[self._num_executed :])
         self.adapter.transfers.validate_state(self.machine.under_way - due, due=due, at_end=self.machine.finished)
 
     def story(self) -> str:

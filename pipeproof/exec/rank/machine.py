@@ -60,18 +60,18 @@ class ProtocolError(Exception):
 
 
 class RankMachine:
-    """State of one rank's program: posted and finished operations, and the next one."""
+    """State of one rank's program: the step, the position in the program, and the operation that blocks the host.
+
+    All else follows from the position, as the program is fixed: an operation of the step costs the host little.
+    """
 
     def __init__(self, graph: OpGraph, rank: int) -> None:
         self._graph, self._rank = graph, rank
         self._program = [i for i in graph.rank_ops(rank) if graph.parent[i] == NONE]
         self._cursor = len(self._program)
         self._awaited: int | None = None
-        self._awaited_transfer: int | None = None
-        self._instructions: dict[int, Instruction] = {}
-        self._under_way: set[int] = set()
-        self._finished: set[int] = set()
-        self._history: list[tuple[int, int, str]] = []
+        self._from: dict[int, list[Instruction]] = {}
+        """Instructions from a position up to the first operation that blocks the host, which all steps share."""
         self._step = -1
 
     @property
@@ -106,20 +106,10 @@ class RankMachine:
         if step <= self._step:
             raise ProtocolError(f"step {step} begins, but step {self._step} was run already")
         self._step, self._cursor = step, 0
-        self._under_way.clear()
-        self._finished.clear()
-        self._history.clear()
 
     def _finish(self, op_id: int) -> None:
         if op_id != self._awaited:
             self._refuse(op_id)
-        history, step, transfer = self._history, self._step, self._awaited_transfer
-        if transfer is not None:
-            self._under_way.discard(transfer)
-            history.append((transfer, step, "done"))
-            self._finished.add(transfer)
-        history.append((op_id, step, "finished"))
-        self._finished.add(op_id)
         self._awaited = None
 
     def _refuse(self, op_id: int) -> NoReturn:
@@ -135,27 +125,38 @@ class RankMachine:
         )
 
     def _advance(self) -> list[Instruction]:
-        program, history, step = self._program, self._history, self._step
-        found: list[Instruction] = []
-        while self._cursor < len(program):
-            op_id = program[self._cursor]
-            self._cursor += 1
-            instruction = self._instructions.get(op_id)
-            if instruction is None:  # all steps share the instructions
-                instruction = self._instructions[op_id] = Instruction.of(self._graph, op_id)
-            found.append(instruction)
-            if not instruction.is_transfer:
-                history.append((op_id, step, "started"))
-                self._awaited, self._awaited_transfer = op_id, instruction.awaited_transfer
-                break
-            self._under_way.add(op_id)
-            history.append((op_id, step, "posted"))
+        found = self._from.get(self._cursor)
+        if found is None:
+            found = self._from[self._cursor] = self._instructions_from(self._cursor)
+        self._cursor += len(found)
+        if found and not found[-1].is_transfer:
+            self._awaited = found[-1].op_id
         return found
+
+    def _instructions_from(self, position: int) -> list[Instruction]:
+        found: list[Instruction] = []
+        for op_id in self._program[position:]:
+            found.append(Instruction.of(self._graph, op_id))
+            if not found[-1].is_transfer:
+                break
+        return found
+
+    def _handed_out(self) -> list[Instruction]:
+        """The instructions of this step until now, in order."""
+        found: list[Instruction] = []
+        while len(found) < self._cursor and self._step >= 0:
+            found += self._from[len(found)]
+        return found
+
+    def _waited(self) -> set[int]:
+        """Transfers whose wait has finished in this step; ``NONE`` for a wait that has none."""
+        handed_out = self._handed_out()
+        return {i.awaited_transfer for i in handed_out if i.awaited_transfer is not None and i.op_id != self._awaited}
 
     @property
     def under_way(self) -> frozenset[int]:
         """Transfers that were handed out to be posted, and whose wait is not finished."""
-        return frozenset(self._under_way)
+        return frozenset(i.op_id for i in self._handed_out() if i.is_transfer) - self._waited()
 
     def position(self) -> str:
         """Return the operation at which the rank is, in one line."""
@@ -176,10 +177,17 @@ class RankMachine:
         lines = [f"story of {self._text(op_id)} on rank {self._rank}:"]
         if row.peer != NONE:
             lines.append(f"  the graph: elements {row.start}..{row.stop} with rank {row.peer}")
-        lines += [f"  step {step}: {event}" for op, step, event in self._history if op == op_id]
-        if not any(op == op_id for op, _, _ in self._history):
-            lines.append(f"  step {self._step}: not reached; the rank is at {self._describe_awaited()}")
-        return "\n".join(lines)
+        events = self._events(op_id) or [f"not reached; the rank is at {self._describe_awaited()}"]
+        return "\n".join([*lines, *(f"  step {self._step}: {event}" for event in events)])
+
+    def _events(self, op_id: int) -> list[str]:
+        """The events of one operation in this step; none if it is not reached."""
+        reached = next((i for i in self._handed_out() if i.op_id == op_id), None)
+        if reached is None:
+            return []
+        if reached.is_transfer:
+            return ["posted", "done"] if op_id in self._waited() else ["posted"]
+        return ["started"] if op_id == self._awaited else ["started", "finished"]
 
     def validate_state(self) -> None:
         """Check the invariants between events; for tests and for debugging adapters.
@@ -187,15 +195,9 @@ class RankMachine:
         Raises:
             ProtocolError: an invariant is violated.
         """
-        both = self._under_way & self._finished
-        if both:
-            raise ProtocolError(f"both under way and finished: {sorted(both)}")
-        for op_id in self._under_way:
-            if self._graph.ops[op_id].kind not in TRANSFER_KINDS:
-                raise ProtocolError(f"{self._text(op_id)} is under way, but is not a transfer")
-        reached = set(self._program[: self._cursor])
-        if not (self._under_way | self._finished) <= reached:
-            raise ProtocolError("an operation is under way or finished that was never handed out")
-        if self.finished and self._cursor and self._under_way:
-            texts = ", ".join(self._text(i) for i in sorted(self._under_way))
+        if not self._waited() <= {i.op_id for i in self._handed_out()}:
+            raise ProtocolError("an operation is finished that was never handed out")
+        under_way = self.under_way
+        if self.finished and under_way:
+            texts = ", ".join(self._text(i) for i in sorted(under_way))
             raise ProtocolError(f"the step is complete, but nothing waited for {texts}")

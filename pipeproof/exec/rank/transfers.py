@@ -125,11 +125,13 @@ class RankTransfers:
     """Tensors of one rank's work items, and their transfers to and from other ranks.
 
     With ``frees_sends`` the memory of a send is given back as soon as its end is known, not when the plan waits for it.
+    Without ``keeps_log`` a wait has no log entry.
     """
 
     def __init__(
-        self, plan: LoweredPlan, rank: int, channels: Channels, arrays: Arrays, *, frees_sends: bool = False
-    ) -> None:
+        self, plan: LoweredPlan, rank: int, channels: Channels, arrays: Arrays, *,
+        frees_sends: bool = False, keeps_log: bool = True,
+    ) -> None:  # fmt: skip
         self._plan, self._channels, self._arrays, self._num_splits = plan, channels, arrays, plan.num_splits
         buffers, row_rank = plan.spec.buffers, plan.graph.global_rank.index(rank)
         self._receive_slots, self._send_slots = (
@@ -148,7 +150,8 @@ class RankTransfers:
         self._last: dict[Hashable, list[Transfer]] = {}
         self._ready: dict[int, list[tuple[int, Channel, Tensor | Slice]]] = {}
         self._posted: dict[int, Transfer] = {}
-        self._freed: dict[int, LogEntry] = {}
+        self._keeps_log = keeps_log
+        self._freed: dict[int, LogEntry | None] = {}
         graph, own = plan.graph, plan.graph.rank_ops(row_rank)
         ids = np.arange(own.start, own.stop)
         backward = ids[graph.is_kind(_BACKWARD)[own.start : own.stop]]
@@ -279,21 +282,24 @@ class RankTransfers:
             for transfer in self._posted.values():
                 transfer.wait()
 
-    def wait(self, step: int, op_id: int, target: int) -> LogEntry:
+    def wait(self, step: int, op_id: int, target: int) -> LogEntry | None:
         """Block until the transfer ``target``, for which an operation waits, is done; return its log entry."""
-        entry = self._freed.pop(target, None) or self._end(step, target)
+        entry = self._freed.pop(target) if target in self._freed else self._end(step, target)
         for send in self._completed.get(op_id, ()):
             self._freed[send] = self._end(step, send)
         return entry
 
-    def _end(self, step: int, target: int) -> LogEntry:
+    def _end(self, step: int, target: int) -> LogEntry | None:
         """End a posted transfer, and forget its buffer."""
         transfer = self._posted[target]
         transfer.wait()
         del self._posted[target]
-        message, order = self._message(target), self._order(target)
+        message = self._message(target)
         if not message.is_send and message.changes_layout and not message.is_whole:
             self._copy_range(message, transfer.buffer)
+        if not self._keeps_log:
+            return None
+        order = self._order(target)
         return LogEntry(
             step,
             order.channel_text,

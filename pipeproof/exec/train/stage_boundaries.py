@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -105,6 +106,7 @@ class Boundaries:
         return self.by_micro_batch[index] if self.by_micro_batch else self.outputs
 
 
+@cache
 def dtype_name(dtype: object) -> str:
     """The plan's name of a framework's type: float32 of ``torch.float32`` and of ``paddle.float32``."""
     return str(dtype).rpartition(".")[2]

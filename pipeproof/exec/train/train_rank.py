@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.monitor.plan_ring import PlanRing
-from pipeproof.exec.rank.adapter import RankAdapter, RankProgram
+from pipeproof.exec.rank.adapter import Annotate, RankAdapter, RankProgram
 from pipeproof.exec.rank.executor_support import factors_not_executed
 from pipeproof.exec.rank.framework_protocol import Framework, World
 from pipeproof.exec.rank.op_log import Clock
@@ -159,7 +159,8 @@ class TrainRank(RankProgram):
     """The program of one rank for one plan; ``index`` is the rank's place in the pipeline.
 
     ``enter`` is called with the step and number of each host operation before it runs. ``overlap_points`` is as of
-    ``RankAdapter``. With ``ring`` operations are written into the ring of a watched process.
+    ``RankAdapter``. Operations are logged if there is a ``clock``. With ``ring`` they are written into the ring of a
+    watched process.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class TrainRank(RankProgram):
         *,
         is_proved: bool,
         overlap_points: Callable[[OverlapTurns], AbstractContextManager[object]] | None = None,
-        annotate: Callable[[str], AbstractContextManager[object]] | None = None,
+        annotate: Callable[[], Annotate | None] = lambda: None,
         ring: PlanRing | None = None,
     ) -> None:
         self.plan, self.index, self._ring = plan, index, ring
@@ -187,12 +188,12 @@ class TrainRank(RankProgram):
         adapter = RankAdapter(
             plan, plan.graph.global_rank[index], framework, world if ring is None else ring.world(world),
             enter if ring is None else enter_both, clock=clock, make_step_end=make_step_end, frees_sends=True,
-            overlap_points=overlap_points, annotate=annotate,
+            overlap_points=overlap_points, annotate=annotate, keeps_log=clock is not None,
         )  # fmt: skip
         super().__init__(plan.graph, index, adapter, is_proved=is_proved)
 
     def run(self, step: int) -> None:
-        """Run one step, operation by operation; the log has its entries alone."""
+        """Run one step, operation by operation; a log has its entries alone."""
         self.adapter.log.clear()
         if self._ring is not None:
             self._ring.begin(step)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -209,12 +209,11 @@ class CudaPingClock:
         return float(first.elapsed_time(second)) * 1000
 
 
-_NO_RANGE: AbstractContextManager[object] = nullcontext()
+def op_ranges() -> Callable[[str], AbstractContextManager[object]] | None:
+    """Return what makes the range of an operation from its text; None unless a profiler runs."""
+    return _op_range if torch.autograd._profiler_enabled() else None  # noqa: SLF001 - no public query
 
 
-def op_range(text: str) -> AbstractContextManager[object]:
-    """Return the range of one operation while a profiler runs, else a context that does nothing."""
-    if torch.autograd._profiler_enabled():  # noqa: SLF001 - a name is not worth recording for nobody
-        named: AbstractContextManager[object] = record_function(f"{TRACE_PREFIX}{text}")
-        return named
-    return _NO_RANGE
+def _op_range(text: str) -> AbstractContextManager[object]:
+    named: AbstractContextManager[object] = record_function(f"{TRACE_PREFIX}{text}")
+    return named

@@ -142,15 +142,15 @@ class ReplicatedStepEnd(StepEnd):
         self._replicas, self._sums = replicas, sums
         self._averaged: set[int] = set()
         self._earlier: dict[int, torch.Tensor] = {}
+        self._shared = [weight for number in self._stages for weight in self._shared_by(number)]
 
     def begin(self) -> None:
         """Begin a step; gradients of earlier steps that are summed over ``pp`` already are kept aside."""
         self._averaged.clear()
         self._earlier.clear()
-        for number in self._stages if torch.is_grad_enabled() else ():
-            for weight in self._shared(number):
-                if weight.grad is not None:
-                    self._earlier[id(weight)], weight.grad = weight.grad, None
+        for weight in self._shared if torch.is_grad_enabled() else ():
+            if weight.grad is not None:
+                self._earlier[id(weight)], weight.grad = weight.grad, None
         super().begin()
 
     def reduce(self, op: Op) -> None:
@@ -188,7 +188,7 @@ class ReplicatedStepEnd(StepEnd):
             self._averaged.add(stage)
             self._replicas[stage].reduce()
 
-    def _shared(self, number: int) -> Iterator[nn.Parameter]:
+    def _shared_by(self, number: int) -> Iterator[nn.Parameter]:
         """The weights of a stage that other ranks hold too."""
         for parameter in self._plan.weights_of(number, self._coords["pp"]):
             if len(self._plan.shared_weights.places(number, parameter.name)) > 1:

@@ -51,12 +51,12 @@ class StepTerms:
         Raises:
             PipelineError: another micro-batch has other metrics.
         """
-        for other in self.metrics.values():
-            if other.keys() != terms.metrics.keys():
-                raise PipelineError(
-                    f"{source} returns the metrics {[*terms.metrics]}, and {[*other]} for another micro-batch: return "
-                    "the same names for each"
-                )
+        other = next(iter(self.metrics.values()), terms.metrics)
+        if other.keys() != terms.metrics.keys():
+            raise PipelineError(
+                f"{source} returns the metrics {[*terms.metrics]}, and {[*other]} for another micro-batch: return "
+                "the same names for each"
+            )
         self.losses[index], self.metrics[index] = terms.loss.detach(), terms.metrics
         if terms.num_tokens is not None:
             self.counts[index] = terms.num_tokens
@@ -108,6 +108,8 @@ def loss_terms(returned: Any, normalize: Normalize, source: str) -> LossTerms:
     Raises:
         PipelineError: they are not those of ``normalize``.
     """
+    if isinstance(returned, torch.Tensor) and not returned.dim() and normalize == "micro_batches":
+        return LossTerms(returned, None, {})
     parts = returned if isinstance(returned, tuple) else (returned,)
     *scalars, metrics = parts if isinstance(parts[-1], Mapping) else (*parts, {})
     by_tokens = normalize == "tokens"

@@ -19,7 +19,7 @@ from pipeproof.exec.monitor.plan_ring import PlanRing, ring_of_process
 from pipeproof.exec.monitor.torch_watch import watch
 from pipeproof.exec.rank.op_log import Clock
 from pipeproof.exec.rank.torch.cuda_graph import CaptureStream, TorchProgress
-from pipeproof.exec.rank.torch.op_timing import op_range
+from pipeproof.exec.rank.torch.op_timing import op_ranges
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.missing_gradients import MissingGradients
 from pipeproof.exec.train.module_plan import TrainedPlan
@@ -111,7 +111,7 @@ class StepRunner:
         return TrainRank(
             lowered, self.ranks.rank, framework, world, self._enter, step_end, clock,
             is_proved=not self.plan.findings,
-            overlap_points=at_overlap_points if self._takes_turns and channels is None else None, annotate=op_range,
+            overlap_points=at_overlap_points if self._takes_turns and channels is None else None, annotate=op_ranges,
             ring=None if channels is not None else self._ring_of(lowered),
         )  # fmt: skip
 
@@ -162,8 +162,8 @@ class StepRunner:
         """Run or replay forward and backward of all micro-batches; return the loss, and those of micro-batches."""
         inputs = inputs._replace(loss_kwargs=with_tensor_number(inputs.loss_kwargs, self.device))
         by_tokens = self.settings.normalize == "tokens"
-        weights = self.gradients.parameters()
-        if isinstance(self.settings.loss_fn, nn.Module):
+        weights = self.gradients.parameters() if by_tokens else []
+        if by_tokens and isinstance(self.settings.loss_fn, nn.Module):
             weights += self.settings.loss_fn.parameters()
         with earlier_aside(weights, copies=self._replays is not None) if by_tokens else nullcontext():
             data = self._run(inputs, scaler)
@@ -177,11 +177,12 @@ class StepRunner:
         return loss, terms
 
     def _run(self, inputs: StepInputs, scaler: torch.amp.GradScaler | None) -> StepData:
-        signature = self._agreed("step", inputs, partial(self._require_trainable, scaler))
+        weights: list[nn.Parameter] = []
+        signature = self._agreed("step", inputs, partial(self._require_trainable, scaler, weights))
         rank, step = self._train_of(signature), self._begin()
         if self._progress is not None:
             self._progress.begin(step)
-        execute = partial(self._execute, rank, signature, step, scaler)
+        execute = partial(self._execute, rank, signature, step, scaler, weights)
         replay = None
         if self._replays is not None and self._make_train is None:
             replay = self._replays.of(self._signatures.words, self._signatures.known)
@@ -202,7 +203,7 @@ class StepRunner:
             assert signature.forward_plan is not None
             signature.forward = self.rank_of(signature.forward_plan.lowered)
         self.current = signature.forward
-        data = self._execute(signature.forward, signature, self._begin(), None, inputs)
+        data = self._execute(signature.forward, signature, self._begin(), None, self.gradients.parameters(), inputs)
         for replicas in self._replicas.values():
             replicas.reshard()
         torch.clear_autocast_cache()  # it may hold casts without a graph
@@ -273,21 +274,22 @@ class StepRunner:
             self.watch.enter(self.num_steps - 1, self.current.op_id)
 
     def _execute(
-        self, rank: TrainRank, signature: Signature, step: int, scaler: torch.amp.GradScaler | None, inputs: StepInputs
-    ) -> StepData:
+        self, rank: TrainRank, signature: Signature, step: int, scaler: torch.amp.GradScaler | None,
+        weights: Sequence[nn.Parameter], inputs: StepInputs,
+    ) -> StepData:  # fmt: skip
         try:
             is_training, num = rank is not signature.forward, signature.num_micro_batches
             data = self._step_data(inputs, num, None, is_training=is_training)
             data.scaler, data.boundaries = scaler, signature.boundaries
             is_first = is_training and self._missing.is_first_step
-            versions, before = self._versions(), self.gradients.states() if is_first else {}
+            versions, before = self._versions(weights), self.gradients.states() if is_first else {}
             self._missing.owner = rank.plan.owner
             for stage in self.modules.values():
                 stage.begin(data, self._missing)
             for replicas in self._replicas.values():
                 replicas.begin()
             rank.run(step)
-            self._require_unchanged(versions)
+            self._require_unchanged(weights, versions)
             if is_first:
                 self._end_first_step(before)
         finally:
@@ -349,8 +351,10 @@ class StepRunner:
         elif settings.averages_losses:
             data.num_losses = num
 
-    def _require_trainable(self, scaler: torch.amp.GradScaler | None) -> None:
+    def _require_trainable(self, scaler: torch.amp.GradScaler | None, weights: list[nn.Parameter]) -> None:
         """Refuse a step without gradients, and parameters that the plan does not have: no norm would count them.
+
+        All parameters are appended to ``weights``: modules may have others in each step, and are walked once.
 
         Raises:
             PipelineError: names the stage and the parameter.
@@ -364,6 +368,7 @@ class StepRunner:
         for number, stage in self.modules.items():
             planned = {id(weight) for weight in stage.parameters.values()}
             for name, weight in stage.module.named_parameters():
+                weights.append(weight)
                 if weight.requires_grad and id(weight) not in planned and not self._replicas[number].is_sharded:
                     raise PipelineError(
                         f"stage {number}: parameter {name} was frozen when the Pipeline was made, or is another object "
@@ -371,14 +376,14 @@ class StepRunner:
                         "(load_state_dict without assign=True)"
                     )
 
-    def _versions(self) -> list[int]:
+    def _versions(self, weights: Sequence[nn.Parameter]) -> list[int]:
         """Numbers of writes of all parameters, which an optimizer inside of a step would raise."""
         if any(each.is_sharded for each in self._replicas.values()):
             return []  # fully_shard writes gathered weights
-        return [weight._version for weight in self.gradients.parameters()]  # noqa: SLF001
+        return [weight._version for weight in weights]  # noqa: SLF001
 
-    def _require_unchanged(self, versions: Sequence[int]) -> None:
-        if versions and list(versions) != self._versions():
+    def _require_unchanged(self, weights: Sequence[nn.Parameter], versions: Sequence[int]) -> None:
+        if versions and list(versions) != self._versions(weights):
             raise PipelineError(
                 "parameters changed inside of step(): later micro-batches used other weights; step the optimizer after "
                 "Pipeline.step (not in a hook), and keep what a forward itself updates in buffers"
