@@ -50,8 +50,7 @@ class RankAdapter:
     ``frees_sends`` is as of ``RankTransfers``. ``overlap_points`` makes the context of each overlapped pair whose
     computations take turns at points that the graph does not have; without it those do that have parts in the graph.
     ``annotate`` is called at the beginning of a step. It may return what makes the context of each operation from its
-    text: a range in the trace of a profiler. Without ``keeps_log`` the clock is not read, and only collectives are
-    logged.
+    text: a range in the trace of a profiler.
     """
 
     def __init__(
@@ -68,10 +67,8 @@ class RankAdapter:
         frees_sends: bool = False,
         overlap_points: Callable[[OverlapTurns], AbstractContextManager[object]] | None = None,
         annotate: Callable[[], Annotate | None] = lambda: None,
-        keeps_log: bool = True,
     ) -> None:
-        self.rank, self._keeps_log = rank, keeps_log
-        self._annotate = annotate
+        self.rank, self._keeps_log, self._annotate = rank, True, annotate
         self._range_of: Annotate | None = None
         self._clock = HostClock() if clock is None else clock
         self._log_start = self._split_ns = 0
@@ -88,19 +85,12 @@ class RankAdapter:
         self._used_over: dict[tuple[str, int, str], Collectives] = {}
         """Those that were asked for, by axis, stage and weight."""
         self._children = ChildCollectives(self, framework.arrays)
-        self._stages: dict[int, RankStage] = {}
-        lent: dict[str, Weight] = {}
         self._factory = framework.stages(plan, self._coords, self._children)
-        for number in plan.stages_of_rank(rank):
-            stage = self._factory.make(number, lent)
-            self._stages[number] = stage
-            lent |= stage.parameters
+        self._stages = self._made_stages()
         routers = {number: self._factory.routers(stage) for number, stage in self._stages.items()}
         self._routers = RankRouters(plan, {number: r for number, r in routers.items() if r is not None}, self._children)
         self._step_end = make_step_end(plan, self._coords, self._stages, self._children, framework)
-        self.transfers = RankTransfers(
-            plan, rank, world.channels, framework.arrays, frees_sends=frees_sends, keeps_log=keeps_log
-        )
+        self.transfers = RankTransfers(plan, rank, world.channels, framework.arrays, frees_sends=frees_sends)
         self._value = framework.value
         self._step = -1
         self._losses: list[tuple[Op, Tensor]] = []
@@ -122,6 +112,19 @@ class RankAdapter:
         }
         self.log: list[LogEntry] = []
         self.outcome = StepOutcome()
+
+    def leave_out_log(self) -> None:
+        """Log nothing but collectives, and do not read the clock; call before the first step."""
+        self._keeps_log = self.transfers.keeps_log = False
+
+    def _made_stages(self) -> dict[int, RankStage]:
+        """The rank's stages, each with the weights that earlier ones lend it."""
+        stages: dict[int, RankStage] = {}
+        lent: dict[str, Weight] = {}
+        for number in self._plan.stages_of_rank(self.rank):
+            stages[number] = self._factory.make(number, lent)
+            lent |= stages[number].parameters
+        return stages
 
     @property
     def stages(self) -> Mapping[int, RankStage]:

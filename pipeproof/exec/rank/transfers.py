@@ -125,13 +125,11 @@ class RankTransfers:
     """Tensors of one rank's work items, and their transfers to and from other ranks.
 
     With ``frees_sends`` the memory of a send is given back as soon as its end is known, not when the plan waits for it.
-    Without ``keeps_log`` a wait has no log entry.
     """
 
     def __init__(
-        self, plan: LoweredPlan, rank: int, channels: Channels, arrays: Arrays, *,
-        frees_sends: bool = False, keeps_log: bool = True,
-    ) -> None:  # fmt: skip
+        self, plan: LoweredPlan, rank: int, channels: Channels, arrays: Arrays, *, frees_sends: bool = False
+    ) -> None:
         self._plan, self._channels, self._arrays, self._num_splits = plan, channels, arrays, plan.num_splits
         buffers, row_rank = plan.spec.buffers, plan.graph.global_rank.index(rank)
         self._receive_slots, self._send_slots = (
@@ -150,7 +148,8 @@ class RankTransfers:
         self._last: dict[Hashable, list[Transfer]] = {}
         self._ready: dict[int, list[tuple[int, Channel, Tensor | Slice]]] = {}
         self._posted: dict[int, Transfer] = {}
-        self._keeps_log = keeps_log
+        self.keeps_log = True
+        """If False, waits make no log entries."""
         self._freed: dict[int, LogEntry | None] = {}
         graph, own = plan.graph, plan.graph.rank_ops(row_rank)
         ids = np.arange(own.start, own.stop)
@@ -297,7 +296,7 @@ class RankTransfers:
         message = self._message(target)
         if not message.is_send and message.changes_layout and not message.is_whole:
             self._copy_range(message, transfer.buffer)
-        if not self._keeps_log:
+        if not self.keeps_log:
             return None
         order = self._order(target)
         return LogEntry(

@@ -188,8 +188,10 @@ class TrainRank(RankProgram):
         adapter = RankAdapter(
             plan, plan.graph.global_rank[index], framework, world if ring is None else ring.world(world),
             enter if ring is None else enter_both, clock=clock, make_step_end=make_step_end, frees_sends=True,
-            overlap_points=overlap_points, annotate=annotate, keeps_log=clock is not None,
+            overlap_points=overlap_points, annotate=annotate,
         )  # fmt: skip
+        if clock is None:
+            adapter.leave_out_log()
         super().__init__(plan.graph, index, adapter, is_proved=is_proved)
 
     def run(self, step: int) -> None:
