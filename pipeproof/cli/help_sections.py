@@ -40,7 +40,6 @@ EXAMPLES: Final = MappingProxyType(
         "import paddleformers": "pipeproof import paddleformers pretrain.yaml --world-size 8 -o plan.yaml",
         "import paddlenlp": "pipeproof import paddlenlp pretrain.json --world-size 8 -o plan.yaml",
         "import primus": "pipeproof import primus pretrain.yaml -o plan.yaml",
-        "import profile": "pipeproof import profile traces/ --plan plan.yaml -o profile.json",
         "import roll": "pipeproof import roll agent.yaml -o plan.yaml",
         "import torch-csv": "pipeproof import torch-csv schedule.csv -o plan.yaml",
         "import torchtitan": "pipeproof import torchtitan train.toml --world-size 8 -o plan.yaml",

@@ -35,7 +35,6 @@ def test_commands_work_as_on_linux_and_those_that_start_ranks_refuse(system, tmp
         words: without_times(here[words]) for words in here
     }
     assert {words for words in here if here[words][0] not in (0, 1)} <= {
-        "import profile",
         "job merge",
     }
     for words in LAUNCHED:

@@ -1,1 +1,0 @@
-"""Profiles from traces of programs that pipeproof did not run."""
