@@ -1,8 +1,8 @@
 """The pipeline runtime of this project: 1F1B over any object that sends and receives.
 
 ``comm`` has ``rank``, ``num_ranks``, ``isend``, ``irecv`` and ``batch``. On
-the cluster it is a thin layer over the framework's calls, in the tests a rank
-of pipeproof's ``FakeWorld``.
+the cluster it is a thin layer over the framework's calls, in the tests one
+over queues, which records what is issued (``tests/recorded.py``).
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""The graph of waits: cycles and ends of waits in runs, scripts, watched jobs, dumps, logs and fake ranks.
+"""The graph of waits: cycles and ends of waits in runs, scripts, watched jobs, dumps and logs.
 
 A node is a rank, or one operation of a rank. An edge is a wait. Sources add the waits that they know; the cycle, the
 nodes at which waits end, and the ranks that differ from most are found here.

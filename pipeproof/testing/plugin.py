@@ -14,7 +14,6 @@ import pytest
 
 if TYPE_CHECKING:
     from pipeproof.specs.load_plan import LoadedPlan
-    from pipeproof.testing.fake.fake_rank import FakeWorld
     from pipeproof.verify.check_plan import Report
 
 _PLANS = pytest.StashKey[frozenset[Path]]()
@@ -102,14 +101,6 @@ def plan_check() -> Callable[..., Report]:
     from pipeproof.testing.assertions import assert_plan_sound
 
     return assert_plan_sound
-
-
-@pytest.fixture
-def fake_world() -> type[FakeWorld]:
-    """``pipeproof.testing.FakeWorld``: ``fake_world(4, semantics=...).run(program)``."""
-    from pipeproof.testing.fake.fake_rank import FakeWorld
-
-    return FakeWorld
 
 
 @pytest.fixture

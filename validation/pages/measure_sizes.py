@@ -26,7 +26,7 @@ NEEDED_FOR = {
     "pygments": "part of rich",
     "pyyaml": "plans, with line and column of each key",
     "rich": "text output: tables, colours, progress",
-    "simpy": "the reference model of the simulator, the virtual clock of `pipeproof.testing`",
+    "simpy": "the reference model of the simulator",
     "typing-extensions": "part of pydantic",
     "typing-inspection": "part of pydantic",
 }

@@ -1,14 +1,16 @@
-"""The runtime on simulated ranks: its gradients, its order, its time."""
+"""The runtime on recorded ranks: its gradients, and its order by the rules."""
 
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
+import recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import train_step
 
-from pipeproof.testing import DeadlockError, FakeWorld, assert_same_gradients
+from pipeproof import check_program
+from pipeproof.testing import assert_same_gradients, backend_table
 
 WIDTH = 3
 
@@ -25,7 +27,7 @@ def batches(number):
 
 def program(num_stages, num_batches):
     """Return the runtime as a program of one rank."""
-    return lambda rank: train_step(rank, weights(num_stages)[rank.rank], batches(num_batches))
+    return lambda comm: train_step(comm, weights(num_stages)[comm.rank], batches(num_batches))
 
 
 def reference(num_stages, num_batches):
@@ -54,45 +56,28 @@ sizes = given(st.integers(1, 4), st.integers(1, 6))
 @settings(deadline=None, max_examples=20)
 @sizes
 def test_gradients_are_those_of_one_process(num_stages, num_batches):
-    run = FakeWorld(num_stages).run(program(num_stages, num_batches))
-    assert_same_gradients(by_name(run.values), by_name(reference(num_stages, num_batches)))
+    gradients, _ = recorded.run(num_stages, program(num_stages, num_batches))
+    assert_same_gradients(by_name(gradients), by_name(reference(num_stages, num_batches)))
 
 
-@settings(deadline=None, max_examples=20)
-@sizes
-def test_no_backend_makes_our_order_hang(num_stages, num_batches):
-    assert FakeWorld(num_stages).failing_models(program(num_stages, num_batches)) == ()
+@pytest.mark.parametrize("backend", [("paddle", "cpu"), ("paddle", "gpu"), ("torch", "cpu"), ("torch", "gpu")])
+def test_no_backend_makes_our_order_hang(backend):
+    _, text = recorded.run(4, program(4, 6))
+    assert check_program(text, backend=backend_table(*backend)).errors == ()
 
 
-def test_the_rules_find_nothing_in_what_the_runtime_issues(fake_world):
-    assert fake_world(4).run(program(4, 6)).check().errors == ()
+def test_why_there_is_a_batch_in_the_runtime(monkeypatch):
+    """Sends and receives one by one, each send waited for immediately."""
+    issue = recorded.RecordedRank.isend
 
-
-class WithoutBatches:
-    """A rank that issues sends and receives one by one, and waits for each send immediately."""
-
-    def __init__(self, rank):
-        self._rank = rank
-
-    def __getattr__(self, name):
-        return getattr(self._rank, name)
-
-    def batch(self):
-        return nullcontext()
-
-    def isend(self, value, to, name):
-        handle = self._rank.isend(value, to, name=name)
+    def isend(comm, value, to, name):
+        handle = issue(comm, value, to, name)
         handle.wait()
         return handle
 
-
-def test_why_there_is_a_batch_in_the_runtime():
-    with pytest.raises(DeadlockError) as caught:
-        FakeWorld(2).run(lambda rank: program(2, 3)(WithoutBatches(rank)))
-    assert [op.op for op in caught.value.cycle] == ["0SEND_F1", "1SEND_B0"]
-
-
-def test_a_step_of_two_stages_takes_its_messages_one_after_the_other():
-    """4 micro-batches each way, 2 x 3 numbers of 8 bytes, over a link of 1 byte/us and 5 us."""
-    slow = {"ranks_per_node": 2, "node": {"bandwidth": 0.001, "latency_us": 5}}
-    assert FakeWorld(2, network=slow).run(program(2, 4)).makespan_us == 2 * 4 * (5 + 2 * 3 * 8)
+    monkeypatch.setattr(recorded.RecordedRank, "batch", lambda comm: nullcontext())
+    monkeypatch.setattr(recorded.RecordedRank, "isend", isend)
+    _, text = recorded.run(2, program(2, 3))
+    (finding,) = check_program(text).errors
+    assert finding.code == "PP401"
+    assert {"0SEND_F1", "1SEND_B0"} <= {op.op for op in finding.witness.ops}
