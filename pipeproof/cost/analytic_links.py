@@ -1,4 +1,4 @@
-"""Times of the messages and collectives of a plan's stages, on the slowest of their links, without contention.
+"""Times of the messages and collectives of a plan's stages, on the slowest of their links.
 
 These are the times that a stage includes, and the latency that schedules are
 made for. ``network_times`` has the formulas, and the times of single places.
@@ -70,11 +70,6 @@ class Links:
         """Return True if groups of ``axis`` use the network."""
         return crosses_nodes(self.plan.topology, axis, self.network.ranks_per_node)
 
-    def leaves_switch(self, axis: str) -> bool:
-        """Return True if groups of ``axis`` are below several switches."""
-        below = self.network.ranks_per_switch
-        return below is not None and crosses_nodes(self.plan.topology, axis, below)
-
     def shapes(self, axis: str) -> frozenset[Shape]:
         """Shapes of the groups of ``axis``."""
         if axis not in self._shapes:
@@ -123,9 +118,7 @@ class Links:
         return time
 
     def _slowest_us(self, num_bytes: int) -> Fraction:
-        return self.network.slowest_message_us(
-            Fraction(num_bytes), crosses=self.crosses("pp"), leaves_switch=self.leaves_switch("pp")
-        )
+        return self.network.slowest_message_us(Fraction(num_bytes), crosses=self.crosses("pp"))
 
 
 def message_sizes(boundaries: Iterable[Boundary], transport: str, *, packed: bool) -> list[int]:

@@ -1,4 +1,6 @@
-"""Times of messages and collectives on the links of nodes and between them, without contention.
+"""Times of messages and collectives on the links of nodes and between them.
+
+Every transfer has its links to itself.
 
 Everything takes ``launch_us``, a latency for each step, and its bytes at the
 bandwidth of the slowest link that it uses. n ranks, each of which puts in B
@@ -23,12 +25,6 @@ bytes, take by this:
   each other one, in a further step (arXiv:2412.19437, section 3.2.2);
 - barrier: an all-reduce of nothing.
 
-Below an oversubscribed switch all groups of an axis communicate at the same
-time, so a group has the share of the switch's links to others that its cards
-have of all cards below it: of c cards, c x the bandwidth of a card /
-oversubscription. A ring passes them once for each switch, an all-to-all with
-all that its members below a switch send to the others.
-
 The steps of a ring go together, so that each takes as long as its slowest
 link.
 """
@@ -49,7 +45,7 @@ from pipeproof.cost.devices import Device
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
 from pipeproof.schedule.columns import IntColumn
 from pipeproof.schedule.ops import GATHER_KINDS, OpKind
-from pipeproof.specs.cost import Algorithm, AnalyticSpec, EdgeSpec, LinkSpec, NetworkSpec, SwitchSpec
+from pipeproof.specs.cost import Algorithm, AnalyticSpec, EdgeSpec, LinkSpec, NetworkSpec
 from pipeproof.specs.cost_table import CollectiveCurve
 from pipeproof.specs.model import MoeSpec
 
@@ -59,41 +55,27 @@ DEFAULT_LINK_EFFICIENCY = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """``on_nodes`` are the members on each node that has some; ``on_cards`` for each card (its members, its node's).
-
-    ``on_switches`` are (members, cards of them) below each switch that has some, empty without switches.
-    """
+    """``on_nodes`` are the members on each node that has some; ``on_cards`` for each card (its members, its node's)."""
 
     num_ranks: int
     on_nodes: tuple[int, ...]
     on_cards: tuple[tuple[int, int], ...]
-    on_switches: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, ranks: list[int], ranks_per_node: int, ranks_per_nic: int, ranks_per_switch: int | None = None) -> Self:
+    def of(cls, ranks: list[int], ranks_per_node: int, ranks_per_nic: int) -> Self:
         """The shape of a group of global ranks.
 
-        Node k has the ranks from k * ``ranks_per_node`` on; cards and switches alike.
+        Node k has the ranks from k * ``ranks_per_node`` on; cards likewise.
         """
         nodes = Counter(rank // ranks_per_node for rank in ranks)
         cards = Counter(rank // ranks_per_nic for rank in ranks)
         on_cards = sorted((count, nodes[card * ranks_per_nic // ranks_per_node]) for card, count in cards.items())
-        on_switches: list[tuple[int, int]] = []
-        if ranks_per_switch is not None:
-            below = Counter(rank // ranks_per_switch for rank in ranks)
-            cards_below = Counter(card * ranks_per_nic // ranks_per_switch for card in cards)
-            on_switches = sorted((count, cards_below[switch]) for switch, count in below.items())
-        return cls(len(ranks), tuple(sorted(nodes.values())), tuple(on_cards), tuple(on_switches))
+        return cls(len(ranks), tuple(sorted(nodes.values())), tuple(on_cards))
 
     @property
     def crosses(self) -> bool:
         """True if the group is on several nodes."""
         return len(self.on_nodes) > 1
-
-    @property
-    def leaves_switch(self) -> bool:
-        """True if the group is below several switches."""
-        return len(self.on_switches) > 1
 
     @property
     def cards_per_node(self) -> int:
@@ -106,29 +88,11 @@ class Shape:
         return self.on_nodes[-1] > 1
 
 
-def shapes_of(
-    groups: IntColumn, ranks_per_node: int, ranks_per_nic: int, ranks_per_switch: int | None = None
-) -> frozenset[Shape]:
+def shapes_of(groups: IntColumn, ranks_per_node: int, ranks_per_nic: int) -> frozenset[Shape]:
     """The shapes among ``groups``, global ranks of shape [groups, members]; linear, but for sorting."""
-    blocks = [ranks_per_node, ranks_per_nic] + ([] if ranks_per_switch is None else [ranks_per_switch])
-    places = [groups // block for block in blocks]
+    places = [groups // block for block in (ranks_per_node, ranks_per_nic)]
     _, examples = np.unique(np.concatenate([p - p[:, :1] for p in places], axis=1), axis=0, return_index=True)
-    return frozenset(
-        Shape.of(ranks, ranks_per_node, ranks_per_nic, ranks_per_switch) for ranks in groups[examples].tolist()
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Switches:
-    """Switches above ``ranks`` consecutive ranks each, whose links to each other are oversubscribed."""
-
-    ranks: int
-    oversubscription: Fraction
-
-    @classmethod
-    def of(cls, spec: SwitchSpec | None) -> Self | None:
-        """The switches that a plan describes."""
-        return None if spec is None else cls(spec.ranks, exact(spec.oversubscription))
+    return frozenset(Shape.of(ranks, ranks_per_node, ranks_per_nic) for ranks in groups[examples].tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,13 +175,11 @@ class Network:
     launch_us: Fraction = Fraction(0)
     ranks_per_nic: int = 1
     algorithm: Algorithm = "ring"
-    contention: bool = False
     routing: Routing | None = None
     edges: tuple[tuple[tuple[int, int], Link], ...] = ()
     """By sender and receiver, what messages between them really take, all in all."""
     curves: tuple[CollectiveCurve, ...] = ()
     """Measured collectives inside a node, which take the place of rings there."""
-    switches: Switches | None = None
     uses_all_cards: bool = False
     """True if rings across nodes are spread over the network cards of all their members, as those of NCCL are."""
 
@@ -237,9 +199,7 @@ class Network:
             launch,
             spec.ranks_per_nic,
             spec.algorithm,
-            spec.contention,
             edges=_edges_of(spec),
-            switches=Switches.of(spec.switch),
         )
 
     @classmethod
@@ -252,15 +212,15 @@ class Network:
     ) -> Self:
         """The links of a data sheet, as far as the plan assumes they are reached; ``spec`` has what that lacks.
 
-        If the plan gives ``link_efficiency``, or if transfers share links, measured ``curves`` do not apply, and all
-        collectives are rings of single links.
+        If the plan gives ``link_efficiency``, measured ``curves`` do not apply, and all collectives are rings of single
+        links.
 
         Raises:
-            BadPlanAtError: PP106, a network card would be of two nodes, or a node below two switches.
+            BadPlanAtError: PP106, a network card would be of two nodes.
         """
         spec, ranks_per_node = spec or NetworkSpec(), analytic.ranks_per_node or device.ranks_per_node
         _require_whole_nodes(spec, ranks_per_node)
-        is_measured = analytic.link_efficiency is None and not spec.contention
+        is_measured = analytic.link_efficiency is None
         share = exact(DEFAULT_LINK_EFFICIENCY if analytic.link_efficiency is None else analytic.link_efficiency)
 
         def link(bandwidth: float, latency: float) -> Link:
@@ -274,10 +234,8 @@ class Network:
             exact(analytic.launch_us),
             spec.ranks_per_nic,
             spec.algorithm,
-            spec.contention,
             edges=_edges_of(spec),
             curves=curves if is_measured else (),
-            switches=Switches.of(spec.switch),
             uses_all_cards=is_measured,
         )
 
@@ -287,29 +245,19 @@ class Network:
             return self
         return replace(self, routing=Routing(moe.top_k, moe.nodes_per_token))
 
-    @property
-    def ranks_per_switch(self) -> int | None:
-        """Ranks below one switch; None without switches."""
-        return None if self.switches is None else self.switches.ranks
-
     def shapes(self, groups: IntColumn) -> frozenset[Shape]:
         """The shapes among groups of global ranks, shape [groups, members]."""
-        return shapes_of(groups, self.ranks_per_node, self.ranks_per_nic, self.ranks_per_switch)
+        return shapes_of(groups, self.ranks_per_node, self.ranks_per_nic)
 
-    def message_us(self, num_bytes: Fraction, *, crosses: bool, leaves_switch: bool = False) -> Fraction:
-        """Time of one message, inside a node, between two, or between two below different switches."""
-        link = self.uplink(1) if leaves_switch else self.between if crosses else self.peer
+    def message_us(self, num_bytes: Fraction, *, crosses: bool) -> Fraction:
+        """Time of one message, inside a node or between two."""
+        link = self.between if crosses else self.peer
         return self.launch_us + link.message_us(num_bytes)
 
-    def slowest_message_us(self, num_bytes: Fraction, *, crosses: bool, leaves_switch: bool) -> Fraction:
+    def slowest_message_us(self, num_bytes: Fraction, *, crosses: bool) -> Fraction:
         """The same for unknown ranks: no measured edge takes longer."""
         measured = [link.message_us(num_bytes) for _, link in self.edges]
-        return max(self.message_us(num_bytes, crosses=crosses, leaves_switch=leaves_switch), *measured, Fraction(0))
-
-    def uplink(self, cards: int) -> Link:
-        """The share of ``cards`` of the links from their switch to others."""
-        assert self.switches is not None
-        return Link(self.between.latency_us, cards * self.between.bytes_per_us / self.switches.oversubscription)
+        return max(self.message_us(num_bytes, crosses=crosses), *measured, Fraction(0))
 
     def collective_us(self, kind: OpKind, shape: Shape, num_bytes: Fraction) -> Fraction:
         """Time of a collective into which each member puts ``num_bytes``; nothing for one rank alone.
@@ -369,11 +317,10 @@ class Network:
         cards = shape.cards_per_node if self.uses_all_cards else 1
         used = [Link(self.between.latency_us, cards * self.between.bytes_per_us)] if shape.crosses else []
         used += [self.node] if shape.has_neighbours else []
-        used += [self.uplink(min(cards for _, cards in shape.on_switches))] if shape.leaves_switch else []
         return Link(max(link.latency_us for link in used), min(link.bytes_per_us for link in used))
 
     def _all_to_all_us(self, shape: Shape, num_bytes: Fraction) -> Fraction:
-        """By the rank that sends most inside its node, and by the network card, or switch, that sends most."""
+        """By the rank that sends most inside its node, and by the network card that sends most."""
         near, far = self.pieces(shape, shape.on_nodes[-1], num_bytes)
         others = shape.on_nodes[-1] - 1
         inside = near.latency_us + others * near.num_bytes / self.node.bytes_per_us
@@ -381,12 +328,6 @@ class Network:
             return self.launch_us + inside
         pieces = max(on_card * (shape.num_ranks - on_node) for on_card, on_node in shape.on_cards)
         across = far.latency_us + pieces * far.num_bytes / self.between.bytes_per_us
-        if shape.leaves_switch:
-            sent = (
-                members * (shape.num_ranks - members) * far.num_bytes / self.uplink(cards).bytes_per_us
-                for members, cards in shape.on_switches
-            )
-            across = max(across, far.latency_us + max(sent))
         return self.launch_us + (max(inside, across) if shape.has_neighbours else across)
 
     def pieces(self, shape: Shape, on_node: int, num_bytes: Fraction) -> tuple[Way, Way]:
@@ -400,22 +341,14 @@ class Network:
 
 
 def _require_whole_nodes(spec: NetworkSpec, ranks_per_node: int) -> None:
-    """Raise an error if a card would be of two nodes, or a node below two switches."""
-    if ranks_per_node % spec.ranks_per_nic:
-        message = (
-            f"a node has {ranks_per_node} ranks, which cost.network.ranks_per_nic {spec.ranks_per_nic} does not divide"
-        )
-        fix = "a network card belongs to one node: choose a divisor"
-        path: tuple[str, ...] = ("ranks_per_nic",)
-    elif spec.switch is not None and spec.switch.ranks % ranks_per_node:
-        message = (
-            f"a node has {ranks_per_node} ranks, which do not divide cost.network.switch.ranks {spec.switch.ranks}"
-        )
-        fix, path = "all ranks of a node are below one switch: choose a multiple", ("switch", "ranks")
-    else:
+    """Raise an error if a card would be of two nodes."""
+    if ranks_per_node % spec.ranks_per_nic == 0:
         return
-    finding = Finding("PP106", Severity.ERROR, message, help=fix)
-    raise BadPlanAtError(finding, ("cost", "network", *path))
+    message = (
+        f"a node has {ranks_per_node} ranks, which cost.network.ranks_per_nic {spec.ranks_per_nic} does not divide"
+    )
+    finding = Finding("PP106", Severity.ERROR, message, help="a network card belongs to one node: choose a divisor")
+    raise BadPlanAtError(finding, ("cost", "network", "ranks_per_nic"))
 
 
 def _edges_of(spec: NetworkSpec) -> tuple[tuple[tuple[int, int], Link], ...]:

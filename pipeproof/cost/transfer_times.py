@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 from pipeproof.cost.network_times import Link, Network, Shape
 from pipeproof.schedule.columns import IntColumn
 from pipeproof.schedule.ops import OpKind
-from pipeproof.specs.exact_times import GRID_US
 
 if TYPE_CHECKING:
     from pipeproof.cost.measured_profile import ProfileTimes
@@ -30,10 +29,6 @@ class LinkTimes(Protocol):
     def gradient_dtype(self) -> str:
         """Type in which gradients of weights are reduced."""
 
-    @property
-    def grid_us(self) -> tuple[Fraction, ...]:
-        """Of these, every time is a sum of multiples once it is rounded up to ``GRID_US``."""
-
     def message_us(self, pairs: IntColumn, num_bytes: int) -> Fraction:
         """Of a message; ``pairs`` has the global ranks (sender, receiver) of every place, shape [places, 2]."""
 
@@ -51,13 +46,6 @@ class NetworkTimes:
     _shapes: dict[tuple[int, bytes], frozenset[Shape]] = field(default_factory=dict, repr=False, compare=False)
     _times: dict[tuple[OpKind, Shape, int], Fraction] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
-    def grid_us(self) -> tuple[Fraction, ...]:
-        """``GRID_US``; where links are shared also the latencies, after which flows begin."""
-        network = self.network
-        shared = (network.launch_us, network.node.latency_us, network.between.latency_us) if network.contention else ()
-        return (GRID_US, *shared)
-
     @cached_property
     def _edges(self) -> dict[tuple[int, int], Link]:
         return dict(self.network.edges)
@@ -65,24 +53,13 @@ class NetworkTimes:
     def message_us(self, pairs: IntColumn, num_bytes: int) -> Fraction:
         """Of the slowest of these messages."""
         edges = [self._edges.get((a, b)) for a, b in pairs.tolist()] if self._edges else [None] * len(pairs)
-        crosses = self._is_between(pairs, self.network.ranks_per_node)
-        leaves = self._is_between(pairs, self.network.ranks_per_switch)
-        ways = {edge or (node, switch) for edge, node, switch in zip(edges, crosses, leaves, strict=True)}
+        crosses = (pairs[:, 0] // self.network.ranks_per_node != pairs[:, 1] // self.network.ranks_per_node).tolist()
+        ways = {edge or between for edge, between in zip(edges, crosses, strict=True)}
         size = Fraction(num_bytes)
         return max(
-            way.message_us(size)
-            if isinstance(way, Link)
-            else self.network.message_us(size, crosses=way[0], leaves_switch=way[1])
+            way.message_us(size) if isinstance(way, Link) else self.network.message_us(size, crosses=way)
             for way in ways
         )
-
-    @staticmethod
-    def _is_between(pairs: IntColumn, block: int | None) -> list[bool]:
-        """For each pair, True if its ranks are in different blocks of consecutive ranks."""
-        if block is None:
-            return [False] * len(pairs)
-        sender, receiver = (pairs // block).T
-        return list((sender != receiver).tolist())
 
     def collective_us(self, kind: OpKind, groups: IntColumn, num_bytes: int) -> Fraction:
         """Of the slowest of these groups."""
@@ -105,11 +82,6 @@ class MeasuredLinks:
     profile: ProfileTimes
     dtype: str
     gradient_dtype: str
-
-    @property
-    def grid_us(self) -> tuple[Fraction, ...]:
-        """``GRID_US``."""
-        return (GRID_US,)
 
     def message_us(self, pairs: IntColumn, num_bytes: int) -> Fraction:
         """The measured time of a message.

@@ -149,7 +149,7 @@ def durations_of(lowered: LoweredPlan) -> Durations:
     works = _Works(lowered, timed, overlapped)
     copies = copy_times(lowered)
     slowdown, of_collectives = cost.recv_slowdown or _ZERO, cost.collective_slowdown or _ZERO
-    times = (cost.p2p_latency_us, *works.own_us, *works.pairs_us.values(), *(() if links is None else links.grid_us))
+    times = (cost.p2p_latency_us, *works.own_us, *works.pairs_us.values(), *(() if links is None else (GRID_US,)))
     # slowed computations and parts end on a tick, so ticks are at most this long
     grid = (GRID_US,) if slowdown or of_collectives or copies or works.have_parts else ()
     ticks_per_us = lcm(*(time.denominator for time in (*times, *grid)))

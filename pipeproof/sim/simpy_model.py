@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from typing import Any, Protocol
+from typing import Any
 
 import simpy
 
@@ -132,32 +132,16 @@ class SlowedWork:
         self._env.timeout(work.ends_at - now).callbacks.append(over)
 
 
-class Wires(Protocol):
-    """Carrier of messages and collectives whose times are not simply those of ``Durations``."""
-
-    def message(self, send: int) -> simpy.Event:
-        """Start a message; return the event of its arrival."""
-
-    def collective(self, calls: Sequence[int]) -> simpy.Event:
-        """Start a collective whose last member has just arrived; return the event of its end."""
-
-
-MakeWires = Callable[[simpy.Environment], Wires]
-
-
-def run_model(
-    graph: OpGraph, durations: Durations, model: ChannelModel, make_wires: MakeWires | None = None
-) -> Outcome:
-    """Run until no event is left; connections are open before the step. Linear in operations, wires aside."""
-    return _Model(graph, durations, model, make_wires).run()
+def run_model(graph: OpGraph, durations: Durations, model: ChannelModel) -> Outcome:
+    """Run until no event is left; connections are open before the step. Linear in operations."""
+    return _Model(graph, durations, model).run()
 
 
 class _Model:
-    def __init__(self, graph: OpGraph, durations: Durations, model: ChannelModel, make_wires: MakeWires | None) -> None:
+    def __init__(self, graph: OpGraph, durations: Durations, model: ChannelModel) -> None:
         self._graph, self._durations = graph, durations
         self._rendezvous = model.completes == "rendezvous"
         self._env = simpy.Environment(initial_time=0)
-        self._wires = make_wires(self._env) if make_wires else None
         self._first_of_pair = {second: first for first, second in durations.overlapped.items()}
         self._order = EntryOrder(graph, model)
         actions = [self._action_of(kind) for kind in KINDS]
@@ -174,8 +158,6 @@ class _Model:
         self._can_happen: deque[int] = deque()
         self._begun: dict[int, int] = {}
         """Start times of messages by their sends."""
-        self._delivered: set[int] = set()
-        """Receives whose messages have arrived over wires."""
         self._awaited = awaited_by_sends(graph, model)
         self._held: dict[int, list[int]] = defaultdict(list)
         """Sends that wait for buffer room, by the receive that frees it."""
@@ -225,17 +207,15 @@ class _Model:
 
     def _later(self, ticks: int, then: Callable[[int], None], op_id: int) -> None:
         """Call ``then(op_id)`` after ``ticks``, then process the events that it enables."""
-        if ticks:
-            self._when(self._env.timeout(ticks), then, op_id)
-        else:
+        if not ticks:
             then(op_id)
+            return
 
-    def _when(self, event: simpy.Event, then: Callable[[int], None], op_id: int) -> None:
         def happened(_: Any) -> None:
             then(op_id)
             self._settle()
 
-        event.callbacks.append(happened)
+        self._env.timeout(ticks).callbacks.append(happened)
 
     def _action_of(self, kind: OpKind) -> Callable[[int], None]:
         if kind is OpKind.WAIT:
@@ -273,16 +253,12 @@ class _Model:
         met.append(op_id)
         if len(met) < len(self._graph.groups[group].ranks):
             return
-        over = self._wires.collective(met) if self._wires else None
         for member in met:
             then = self._done
             if self._work is not None and member in self._is_exchange:
                 self._work.transfer_starts(self._rank[member], EXCHANGE)
                 then = self._exchanged
-            if over is not None:
-                self._when(over, then, member)
-            else:
-                self._later(self._durations.ticks[member], then, member)
+            self._later(self._durations.ticks[member], then, member)
 
     def _exchanged(self, op_id: int) -> None:
         assert self._work is not None
@@ -313,9 +289,6 @@ class _Model:
         if self._meets(send):
             if self._starts[send] is not None:
                 self._begin(send)
-        elif self._wires:
-            if op_id in self._delivered:
-                self._received(op_id)
         elif send in self._begun:
             arrival = self._begun[send] + self._durations.message(send)
             self._later(max(0, arrival - int(self._env.now)), self._received, op_id)
@@ -325,22 +298,14 @@ class _Model:
         receive, meets = self._match[send], self._meets(send)
         if not meets:
             self._done(send)
-        if self._wires:
-            self._when(self._wires.message(send), self._arrived, send)
-        elif meets:
-            self._later(self._durations.message(send), self._arrived, send)
+        if meets:
+            self._later(self._durations.message(send), self._met_message, send)
         elif receive != NONE and self._starts[receive] is not None:
             self._later(self._durations.message(send), self._received, receive)
 
-    def _arrived(self, send: int) -> None:
-        receive = self._match[send]
-        if self._meets(send):
-            self._done(send)
-            self._received(receive)
-        elif receive != NONE:
-            self._delivered.add(receive)
-            if self._starts[receive] is not None:
-                self._received(receive)
+    def _met_message(self, send: int) -> None:
+        self._done(send)
+        self._received(self._match[send])
 
     def _received(self, op_id: int) -> None:
         if self._work is not None:

@@ -19,13 +19,12 @@ from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.schedule.columns import HOST_QUEUE
 from pipeproof.schedule.formats.op_text import op_texts
 from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
-from pipeproof.sim.contention import SharedLinks, every_rank_of, shared_network
 from pipeproof.sim.fast_engine import NotTimedError, run_fast
 from pipeproof.sim.longest_paths import COMPILED_ABOVE
 from pipeproof.sim.memory_curve import MemoryCurve
 from pipeproof.sim.op_durations import Durations, durations_of
 from pipeproof.sim.outcome import NOT_FAST, Outcome, refuse_unfinished
-from pipeproof.sim.simpy_model import MakeWires, run_model
+from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.step_memory import memory_of
 from pipeproof.sim.timeline import (
     COMPUTE_QUEUE,
@@ -78,25 +77,17 @@ def simulate(lowered: LoweredPlan, backend: BackendTable | None = None, *, engin
 
     ``engine`` is ``fast`` (longest paths over columns), ``simpy`` (the
     reference model) or ``auto``: the fast engine, and SimPy for plans that it
-    does not support. Both give the same times to the last tick. A plan whose
-    messages and collectives share links is always timed by the reference model,
-    unfolded.
+    does not support. Both give the same times to the last tick.
 
     Raises:
         SimulationError: the program cannot finish.
-        BadPlanAtError: ``engine`` is ``fast``, and only the reference model supports this plan; links are shared and
-            the unfolded plan is too large; or a stage's time is shorter than its collectives.
+        BadPlanAtError: ``engine`` is ``fast``, and only the reference model supports this plan; or a stage's time is
+            shorter than its collectives.
         ValueError: there is no such engine.
     """
     if engine not in ("auto", "fast", "simpy"):
         raise ValueError(f"engine {engine!r} is not auto, fast or simpy")
     model = channel_model_of(lowered, backend)
-    if shared_network(lowered) is not None:
-        if engine == "fast":
-            raise _not_fast("messages and collectives share links (`cost.network.contention`)")
-        lowered = every_rank_of(lowered)
-        durations = durations_of(lowered)
-        return _by_model(lowered, durations, model, lambda env: SharedLinks(env, lowered, durations))
     durations = durations_of(lowered)
     if engine == "simpy":
         return _by_model(lowered, durations, model)
@@ -129,10 +120,8 @@ def _by_longest_paths(lowered: LoweredPlan, durations: Durations, model: Channel
     )
 
 
-def _by_model(
-    lowered: LoweredPlan, durations: Durations, model: ChannelModel, make_wires: MakeWires | None = None
-) -> Simulation:
-    outcome = run_model(lowered.graph, durations, model, make_wires)
+def _by_model(lowered: LoweredPlan, durations: Durations, model: ChannelModel) -> Simulation:
+    outcome = run_model(lowered.graph, durations, model)
     refuse_unfinished(lowered.graph, outcome)
     timeline = _timeline(lowered, durations, outcome)
     p2p = lowered.spec.cost.p2p

@@ -255,24 +255,11 @@ class EdgeSpec(Section):
     )
 
 
-class SwitchSpec(Section):
-    """Switches that network cards are connected to, with fewer or slower links to each other than to the cards."""
-
-    ranks: int = Field(
-        ge=1, le=2**20, description="Number of consecutive global ranks below one switch, a multiple of a node's."
-    )
-    oversubscription: float = Field(
-        ge=1,
-        le=1000,
-        description="Bandwidth of all cards below a switch, divided by that of its links to other switches.",
-    )
-
-
 class NetworkSpec(Section):
     """The links between ranks, which give messages and collectives their times.
 
     Together with ``cost.analytic``, whose data sheet describes the links, only
-    ``ranks_per_nic``, ``switch``, ``algorithm``, ``contention`` and ``edges`` are allowed.
+    ``ranks_per_nic``, ``algorithm`` and ``edges`` are allowed.
     """
 
     ranks_per_node: int | None = Field(
@@ -283,22 +270,12 @@ class NetworkSpec(Section):
     ranks_per_nic: int = Field(
         default=1, ge=1, le=2**16, description="Number of consecutive ranks of a node that share a network card."
     )
-    switch: SwitchSpec | None = Field(
-        default=None,
-        description="Switches with less bandwidth to each other than to their cards; without it, only cards limit "
-        "transfers between nodes.",
-    )
     launch_us: Time | None = Field(
         default=None,
         description="Time of a message or a collective before its first byte moves; without it, 0.",
     )
     algorithm: Algorithm = Field(
         default="ring", description="Algorithm of all-reduces: ring, tree, or auto for the faster one at each size."
-    )
-    contention: bool = Field(
-        default=False,
-        description="Whether transfers that use a link at the same time share its bandwidth; if not, each has all of "
-        "it.",
     )
     edges: tuple[EdgeSpec, ...] = Field(
         default=(),

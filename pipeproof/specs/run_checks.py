@@ -232,9 +232,6 @@ def check_buckets(plan: PlanSections) -> list[Problem]:
     if cost.profile is not None:
         message = "`cost.bucket_size` is given together with `cost.profile`, which measured sums of single weights"
         return [Problem("PP106", key, message, help="remove one of them", at_key=True)]
-    if cost.network is not None and cost.network.contention:
-        message = "`cost.bucket_size` is given, and with `cost.network.contention` each sum shares links by itself"
-        return [Problem("PP106", key, message, help="remove one of them", at_key=True)]
     return []
 
 
@@ -269,7 +266,6 @@ def check_network(plan: PlanSections) -> list[Problem]:
         *_check_latency(cost),
         *_check_links(plan, network),
         *_check_cards(network),
-        *_check_switch(network),
         *_check_edges(plan, network),
     ]
 
@@ -313,24 +309,9 @@ def _check_cards(network: NetworkSpec) -> list[Problem]:
     return [Problem("PP106", ("cost", "network", "ranks_per_nic"), message, help=fix)]
 
 
-def _check_switch(network: NetworkSpec) -> list[Problem]:
-    """PP106: nodes fill switches. With `cost.analytic` the device has the size of a node, and ``Network`` checks it."""
-    if network.switch is None or network.ranks_per_node is None or network.switch.ranks % network.ranks_per_node == 0:
-        return []
-    message = (
-        f"cost.network.switch.ranks {network.switch.ranks} does not divide by ranks_per_node {network.ranks_per_node}"
-    )
-    fix = "all ranks of a node are below one switch: choose a multiple"
-    return [Problem("PP106", ("cost", "network", "switch", "ranks"), message, help=fix)]
-
-
 def _check_edges(plan: PlanSections, network: NetworkSpec) -> list[Problem]:
-    """Each edge joins two ranks of the plan and is listed once; measured edges share no link."""
+    """Each edge joins two ranks of the plan and is listed once."""
     path = ("cost", "network", "edges")
-    if network.edges and network.contention:
-        message = "`cost.network.edges` gives messages measured times, and with `contention` they share links"
-        fix = "remove one of them: a measured message had its link to itself"
-        return [Problem("PP106", path, message, help=fix, at_key=True)]
     problems, pairs = [], set()
     last = plan.topology.num_ranks - 1
     for index, edge in enumerate(network.edges):

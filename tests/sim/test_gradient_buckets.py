@@ -185,10 +185,6 @@ def test_both_engines_have_the_same_times_and_buckets_of_several_weights_are_nev
 
 RULES = {
     "a gather during a forward without buckets": ({"gather_weights": "first_forward"}, {"bucket_size": "megatron"}),
-    "buckets of shared links": (
-        {"bucket_size": 1, "network": {**NETWORK, "contention": True}},
-        {"network": {**NETWORK, "contention": False}},
-    ),
     "buckets of a profile": ({"bucket_size": 1, "profile": "p.json"}, {"bucket_size": None}),
 }
 """For each rule: keys of ``cost`` that it alone refuses, and the ones that make them right."""

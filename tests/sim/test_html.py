@@ -90,13 +90,11 @@ def test_the_path_goes_on_through_full_queues_and_hosts_that_transfers_hold(kind
     assert_path_is_tight(timeline, Relations(timeline, lowered.graph), c)
 
 
-@pytest.mark.parametrize("contention", [False, True])
-def test_the_path_and_the_bubbles_of_a_plan_with_a_network(contention):
+def test_the_path_and_the_bubbles_of_a_plan_with_a_network():
     network = {
         "ranks_per_node": 2,
         "node": {"bandwidth": 0.1, "latency_us": 1},
         "between": {"bandwidth": 0.01, "latency_us": 3},
-        "contention": contention,
     }
     cost = {"forward_us": 900, "backward_us": 1900, "optimizer_us": 70, "network": network}
     lowered = lower(plan_from_dict(plan_dict(topology={"pp": 2, "tp": 2, "dp": 2}, cost=cost)).spec)

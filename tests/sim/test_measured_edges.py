@@ -66,7 +66,6 @@ def test_beside_a_data_sheet_the_edges_count():
         ([edge(0, 4)], {}, "cost.network.edges[0] 0->4: the plan has ranks 0 to 3"),
         ([edge(0, 1), edge(2, 2)], {}, "cost.network.edges[1] 2->2 joins a rank to itself"),
         ([edge(0, 1), edge(0, 1)], {}, "cost.network.edges[1] 0->1 is given twice"),
-        ([edge(0, 1)], {"contention": True}, "and with `contention` they share links"),
         ([{"source": 0, "destination": 1}], {}, "bandwidth"),
         ([edge(0, 1, bandwidth=0)], {}, "bandwidth"),
     ],

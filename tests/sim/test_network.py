@@ -12,7 +12,7 @@ from pipeproof.analysis.tune.step_clock import asap_clock, simulated_clock
 from pipeproof.comm.lower import lower, mesh_of
 from pipeproof.cost.analytic_links import groups_of
 from pipeproof.cost.devices import DEVICES
-from pipeproof.cost.network_times import Link, Network, Shape, Switches, shapes_of
+from pipeproof.cost.network_times import Link, Network, Shape, shapes_of
 from pipeproof.cost.plan_times import resolved_cost
 from pipeproof.cost.transfer_times import MeasuredLinks
 from pipeproof.diagnostics.finding import BadPlanAtError, BadPlanError
@@ -90,69 +90,6 @@ def test_groups_use_only_their_own_links():
         LINKS.way(OpKind.FORWARD, inside, BYTES)
 
 
-SWITCHED = replace(LINKS, switches=Switches(4, Fraction(8)))
-TWO_SWITCHES = Shape.of([*range(8)], 2, 1, 4)
-
-
-def test_oversubscribed_switches_by_hand():
-    """Four cards of 10 bytes/us below a switch have 4 * 10 / 8 = 5 to others, one alone 1.25."""
-    assert TWO_SWITCHES.on_switches == ((4, 4), (4, 4))
-    assert SWITCHED.collective_us(OpKind.REDUCE_SCATTER, TWO_SWITCHES, BYTES) == 7 * 5 + Fraction(700, 5)
-    # 4 members send 100 bytes to each of 4 others
-    assert SWITCHED.collective_us(OpKind.ALL_TO_ALL, TWO_SWITCHES, BYTES) == 5 + Fraction(1600, 5)
-    assert SWITCHED.message_us(BYTES, crosses=True, leaves_switch=True) == 5 + 640
-    assert SWITCHED.message_us(BYTES, crosses=True) == 5 + 80
-    below_one = Shape.of([*range(4)], 2, 1, 4)
-    for kind in (OpKind.ALL_REDUCE, OpKind.ALL_TO_ALL):
-        assert SWITCHED.collective_us(kind, below_one, BYTES) == LINKS.collective_us(kind, below_one, BYTES)
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    group=st.lists(st.integers(0, 31), min_size=2, max_size=8, unique=True),
-    per_nic=st.sampled_from([1, 2]),
-    kind=st.sampled_from([OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.ALL_TO_ALL]),
-    all_cards=st.booleans(),
-)
-def test_switches_without_oversubscription_change_nothing(group, per_nic, kind, all_cards):
-    group = sorted(group)
-    network = replace(LINKS, ranks_per_nic=per_nic, uses_all_cards=all_cards, switches=Switches(8, Fraction(1)))
-    plain = replace(network, switches=None)
-    switched = network.collective_us(kind, Shape.of(group, 2, per_nic, 8), BYTES)
-    assert switched == plain.collective_us(kind, Shape.of(group, 2, per_nic), BYTES)
-
-
-def test_messages_of_a_plan_pass_switches():
-    """Ranks 0 and 1 are below one switch; 1 and 2 are not, and have half of a card's 100 bytes/us."""
-    switch = {"ranks_per_node": 1, "switch": {"ranks": 2, "oversubscription": 2}}
-    lowered = lower(plan(network=switch, topology={"pp": 4}))
-    num_bytes = 2 * 8 * 16 * 4
-    assert set(by_op(lowered, "0SEND_F")) == {2 + 5 + Fraction(num_bytes, 100)}
-    assert set(by_op(lowered, "1SEND_F")) == {2 + 5 + Fraction(num_bytes, 50)}
-
-
-@pytest.mark.parametrize(
-    "cost",
-    [
-        {"forward_us": 1, "network": {**NETWORK, "switch": {"ranks": 3, "oversubscription": 2}}},
-        {"analytic": "h100", "network": {"switch": {"ranks": 12, "oversubscription": 2}}},
-    ],
-    ids=["network", "analytic"],
-)
-def test_a_node_is_below_one_switch(cost):
-    with pytest.raises((BadPlanError, BadPlanAtError), match=r"switch\.ranks"):
-        lower(plan_from_dict(plan_dict(topology={"pp": 2}, cost=cost)).spec)
-
-
-def test_computed_messages_pass_switches():
-    """Stages on nodes of one rank: the message to another switch takes 4 times as long, latencies apart."""
-    cost = {"analytic": {"device": "h100", "ranks_per_node": 1, "launch_us": 0, "network_step_us": 0}}
-    at_once = resolved_cost(plan_from_dict(plan_dict(topology={"pp": 4}, cost=cost)).spec)
-    switch = {"network": {"switch": {"ranks": 2, "oversubscription": 4}}}
-    through = resolved_cost(plan_from_dict(plan_dict(topology={"pp": 4}, cost={**cost, **switch})).spec)
-    assert through.p2p_latency_us == pytest.approx(4 * at_once.p2p_latency_us, abs=0.01)
-
-
 @settings(deadline=None, max_examples=100)
 @given(
     sizes=st.fixed_dictionaries({axis: st.integers(1, 4) for axis in ("tp", "cp", "ep", "dp", "pp")}),
@@ -166,9 +103,8 @@ def test_the_shapes_of_an_axis_are_those_of_its_groups(sizes, order, node, per_n
     for axis in order:
         groups = [list(group.ranks) for group in mesh.groups(axis)]
         assert sorted(groups_of(topology, axis).tolist()) == sorted(groups)
-        for below in (None, 2 * node * per_nic):
-            shapes = {Shape.of(group, node * per_nic, per_nic, below) for group in groups}
-            assert shapes_of(np.array(groups), node * per_nic, per_nic, below) == shapes
+        shapes = {Shape.of(group, node * per_nic, per_nic) for group in groups}
+        assert shapes_of(np.array(groups), node * per_nic, per_nic) == shapes
 
 
 def test_a_device_brings_its_links():
@@ -332,7 +268,7 @@ def test_both_engines_time_networks_alike(lowered):
         ({"network": {**NETWORK, "ranks_per_node": 3, "ranks_per_nic": 2}}, "PP106", "does not divide"),
         ({"network": {**NETWORK, "algorithm": "rings"}}, "PP106", "did you mean `ring`?"),
         ({"network": {"launch_us": 3}, "analytic": "h200"}, "PP106", "set cost.analytic.launch_us"),
-        ({"network": {"contention": True}, "profile": "x.json"}, "PP106", "which measured"),
+        ({"network": {"ranks_per_nic": 2}, "profile": "x.json"}, "PP106", "which measured"),
     ],
 )
 def test_what_is_wrong_is_said(cost, code, words):
@@ -367,9 +303,8 @@ def test_a_stage_has_room_for_its_collectives():
 
 @pytest.mark.parametrize("p2p", ["async", "rendezvous"])
 def test_clocks_compare_by_one_measure(p2p):
-    """One latency for all, and nothing shared, whichever way a clock is made."""
-    shared = {"contention": True, "ranks_per_nic": 2}
-    lowered = lower(plan(cost={"p2p": p2p}, network=shared, topology={"pp": 2, "dp": 2}))
+    """One latency for all, whichever way a clock is made."""
+    lowered = lower(plan(cost={"p2p": p2p}, network={"ranks_per_nic": 2}, topology={"pp": 2, "dp": 2}))
     given = lowered.spec.model_copy(update={"cost": lowered.spec.cost})
     assert simulated_clock(lowered).timed == simulated_clock(lower(given)).timed
     if p2p == "async":

@@ -4,14 +4,12 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pipeproof.comm.lower import lower
 from pipeproof.cost.analytic_times import AnalyticCosts
 from pipeproof.cost.network_times import Link, Network, Routing, Shape
 from pipeproof.diagnostics.finding import BadPlanError, Severity
-from pipeproof.schedule.op_table import NONE, Group
+from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.link_costs import bytes_of
 from pipeproof.sim.simulate import simulate
@@ -24,7 +22,6 @@ from pipeproof.stages.describe.op_work import Phase
 from pipeproof.verify.certificate import graph_digest
 from pipeproof.verify.check_plan import check_subject
 from tests.plans import plan_dict, subject
-from tests.sim.test_contention import network_of, networks
 
 MOE = {"num_experts": 8, "top_k": 4, "ffn_size": 8, "dense_layers": 1}
 EIGHT_BIT = {**MOE, "dispatch_dtype": "float8"}
@@ -172,22 +169,3 @@ def test_experts_keep_tokens_as_they_were_sent():
 def test_bad_values_are_refused(moe):
     with pytest.raises(BadPlanError, match=next(iter(moe))):
         plan_from_dict(plan_dict(model={"moe": {**MOE, **moe}}))
-
-
-@given(
-    network=networks,
-    members=st.sets(st.integers(0, 3), min_size=2).map(lambda ranks: tuple(sorted(ranks))),
-    size=st.integers(0, 5000),
-    top_k=st.integers(1, 4),
-    nodes=st.integers(1, 4),
-)
-@settings(max_examples=60, deadline=None)
-def test_alone_on_shared_links_exchanges_take_what_the_formula_says(network, members, size, top_k, nodes):
-    moe = MoeSpec(num_experts=8, top_k=top_k, ffn_size=8, nodes_per_token=nodes)
-    both = []
-    for contention in (False, True):
-        programs = [[("0ALL_TO_ALL:dp", {"group": 0, "stop": size})] if rank in members else [] for rank in range(4)]
-        plan = network_of(*programs, groups=(Group("dp", members),), network={**network, "contention": contention})
-        links = replace(plan.links, network=plan.links.network.routed(moe))
-        both.append(simulate(replace(plan, links=links)).timeline)
-    assert both[0] == both[1]

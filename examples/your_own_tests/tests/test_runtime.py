@@ -75,7 +75,7 @@ def test_why_there_is_a_batch_in_the_runtime(monkeypatch):
         handle.wait()
         return handle
 
-    monkeypatch.setattr(recorded.RecordedRank, "batch", lambda comm: nullcontext())
+    monkeypatch.setattr(recorded.RecordedRank, "batch", lambda _: nullcontext())
     monkeypatch.setattr(recorded.RecordedRank, "isend", isend)
     _, text = recorded.run(2, program(2, 3))
     (finding,) = check_program(text).errors
