@@ -48,10 +48,7 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
         if device == "gpu" and kind == "zb_v":
             yield f"sequence 4096, {kind}, not deterministic", {**long, "run": {**long_run, "deterministic": False}}
             replayed, graphs = {**long_run, "replay": True, "steps": 4}, {**long_run, "compiler": "inductor"}
-            copies = {**long, "transport": {"send_recv": "copy_engine"}}
             yield f"sequence 4096, {kind}, replayed", {**long, "run": replayed}
-            yield f"sequence 4096, {kind}, copies", {**copies, "run": long_run}
-            yield f"sequence 4096, {kind}, copies, replayed", {**copies, "run": replayed}
             yield f"sequence 4096, {kind}, graphs", {**long, "run": graphs}
             yield f"sequence 4096, {kind}, graphs, replayed", {**long, "run": {**replayed, **graphs}}
     for name, sections in FEATURES.items():
@@ -76,18 +73,12 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
         # in one product for all experts of a rank, with more rows than visits
         replayed = {**run, "dtype": "bfloat16", "replay": True, "steps": 4}
         yield "experts by all-gather, ep 2, replayed", {**gathered, "run": replayed}
-        copies = {**gathered, "transport": {"experts": "copy_engine"}}
-        sent = {**copies, "model": {**copies["model"], "moe": {**experts, "dispatcher": "all_to_all"}}}
-        yield "experts by all-gather, ep 2, copies, replayed", {**copies, "run": replayed}
         dropped = {**gathered, "model": {**gathered["model"], "dropout": 0.1}, "run": replayed}
         yield "experts by all-gather, ep 2, dropout, replayed", dropped
         no_loss = {**gathered["model"], "moe": {**experts, "aux_loss": 0.0}}
         graphs = {**gathered, "model": no_loss, "run": {**replayed, "compiler": "inductor"}}
         yield "experts by all-gather, ep 2, graphs, replayed", graphs
-        yield "experts by all-to-all, ep 2, copies", {**sent, "run": {**run, "dtype": "bfloat16"}}
         yield "experts by all-gather, ep 2, turns, replayed", {**turns, "run": replayed}
-        turns_of_copies = {**sent, "schedule": turns["schedule"], "run": {**run, "dtype": "bfloat16"}}
-        yield "experts by all-to-all, ep 2, turns, copies", turns_of_copies
     for name, topology in GROUPS.items():
         model = {"model": FEATURES["experts"]["model"]} if name == "ep 2" else {}
         yield name, plan_dict(topology={"pp": 1, **topology}, stages=None, run=run, **copy.deepcopy(model))

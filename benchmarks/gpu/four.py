@@ -70,7 +70,7 @@ COMMANDS = (
     Command("3-compiled", f'{TORCHRUN}prediction.py OUT/3-compiled.json "4096,4096,4,8;2048,4096,4,16" inductor', 400,
             f"{TORCHRUN}prediction.py OUT/3-compiled.json 128,16,4,8 1f1b,zb_v inductor"),
     # Experts: pairs that take turns with ep 4 and pp 2 x ep 2. Without ep (pp 4) there is no exchange to hide.
-    Command("4-ep4", f"{TORCHRUN}overlap.py 2048,4096,4,16 64,8,1024 1f1b --rows 2 --movers backend,copy_engine", 190,
+    Command("4-ep4", f"{TORCHRUN}overlap.py 2048,4096,4,16 64,8,1024 1f1b --rows 2", 190,
             f"{TORCHRUN}overlap.py 128,16,2,4 8,2,64 1f1b"),
     Command("4-pp2-ep2", f"{TORCHRUN}overlap.py 2048,4096,4,16 64,8,1024 dualpipe_v --rows 2 --pp 2", 190,
             f"{TORCHRUN}overlap.py 128,16,2,4 8,2,64 dualpipe_v --pp 2"),

@@ -6,13 +6,11 @@ The first argument has sizes (hidden, sequence, blocks of a rank, micro-batches)
 rival's schedules, the third ours. Forward and backward of all micro-batches, bfloat16, no optimizer, a GPU a rank. The
 rival is ``torch.distributed.pipelining`` with ``torch.compile`` of each block; ours are the same modules with
 ``split="graph"``, operation by operation and replayed as one CUDA graph. Milliseconds, ratios to the best of the rival,
-and GiB. A fourth argument may have values of ``transport.send_recv``, such as ``backend,copy_engine``. The rival cannot
-split the backward of compiled blocks, so that its ``zb_v`` does not run.
+and GiB. The rival cannot split the backward of compiled blocks, so that its ``zb_v`` does not run.
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable
 
@@ -27,10 +25,8 @@ from sizes import Size
 from pipeproof.torch import Pipeline
 
 
-def our_step(
-    kind: str, size: Size, device: torch.device, *, replay: bool, send_recv: str = "backend"
-) -> Callable[[], object]:
-    """A step of the modules as graphs; ``send_recv`` is the plan's key of that name."""
+def our_step(kind: str, size: Size, device: torch.device, *, replay: bool) -> Callable[[], object]:
+    """A step of the modules as graphs."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     num_stages = num_ranks * size.chunks(kind)
     numbers = stage_numbers(kind, size.chunks(kind), rank, num_ranks)
@@ -38,8 +34,7 @@ def our_step(
     shape = (size.num_micro_batches, size.seq_length)
     tokens, labels = (torch.randint(0, size.vocab_size, shape, device=device) for _ in range(2))
     pipe = Pipeline(
-        modules, plan={"transport": {"send_recv": send_recv}}, schedule=kind,
-        num_micro_batches=size.num_micro_batches, loss_fn=summed_loss, example=(tokens[:1],),
+        modules, schedule=kind, num_micro_batches=size.num_micro_batches, loss_fn=summed_loss, example=(tokens[:1],),
         split="graph", replay=replay, timeout_s=120,
     )  # fmt: skip
 
@@ -68,12 +63,10 @@ def main() -> None:
         assert best is not None
         for kind in sys.argv[3].split(","):
             replays = (False, True) if device.type == "cuda" else (False,)
-            for send_recv, replay in itertools.product(
-                sys.argv[4].split(",") if sys.argv[4:] else ["backend"], replays
-            ):
-                ours = timed(our_step(kind, size, device, replay=replay, send_recv=send_recv), device, times)
+            for replay in replays:
+                ours = timed(our_step(kind, size, device, replay=replay), device, times)
                 forget(device)
-                way = f"graph{', replayed' * replay}{', copies' * (send_recv != 'backend')}"
+                way = f"graph{', replayed' * replay}"
                 report(f"{way:24} {kind:12} {ours.ratio_to(best)} {ours.gib:6.2f} GiB")
     leave()
 

@@ -5,7 +5,7 @@
 The first argument is the size (hidden, sequence, blocks of a rank, micro-batches),
 the second the experts of a block (how many, how many for a token, inner size).
 First no pipeline, and experts shared out over all ranks (``ep``), with both
-dispatchers over NCCL and over copy engines, with pairs that take turns, and with
+dispatchers, with pairs that take turns, and with
 stages as graphs (replayed alone): the rival is a plain loop over micro-batches,
 with an all-to-all each way. Then pipelines of the given schedules with all experts
 of a block on its rank: the rival is ``torch.distributed.pipelining``. Both sides
@@ -39,12 +39,11 @@ def _shared_out(size: Size, num_ranks: int, *, on_gpus: bool) -> dict[str, dict[
     """Plans by name."""
     assert size.moe is not None
     plans = {}
-    movers, overlaps = (("backend", "copy_engine"), ("none", "pairs")) if on_gpus else (("backend",), ("none",))
-    for mover, overlap, dispatcher in itertools.product(movers, overlaps, DISPATCHERS):
+    for overlap, dispatcher in itertools.product(("none", "pairs") if on_gpus else ("none",), DISPATCHERS):
         plan = replace(size, moe={**size.moe, "dispatcher": dispatcher}).plan("1f1b", 1, ep=num_ranks)
         plan["schedule"]["overlap"] = overlap
-        name = f"ep {num_ranks} {dispatcher}{', copies' * (mover != 'backend')}{', pairs' * (overlap != 'none')}"
-        plans[name] = {**plan, "transport": {"experts": mover}}
+        name = f"ep {num_ranks} {dispatcher}{', pairs' * (overlap != 'none')}"
+        plans[name] = plan
         if on_gpus and dispatcher == "all_gather":
             plans[f"{name}, graphs"] = {**plans[name], "run": {**plan["run"], "compiler": "inductor"}}
     return plans

@@ -19,7 +19,7 @@ from pipeproof.exec.rank.adapter import RankAdapter
 from pipeproof.exec.rank.framework_choice import capture_graphs
 from pipeproof.exec.rank.gpu_assignment import shared_gpu
 from pipeproof.exec.rank.machine import Instruction
-from pipeproof.exec.rank.torch.comm import Copied, connect_groups
+from pipeproof.exec.rank.torch.comm import connect_groups
 from pipeproof.exec.rank.torch.framework import TorchFramework
 from pipeproof.schedule.op_table import NONE, Channel
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
@@ -52,8 +52,7 @@ class OurStep:
         if alone:
             world: Any = _NoWorld(self._rank, {i: g.ranks for i, g in enumerate(graph.groups) if self._rank in g.ranks})
         else:
-            copied = Copied.of(self._plan)
-            world = connect_groups(self._rank, self._device, graph.channels, graph.groups, lambda _: None, copied)
+            world = connect_groups(self._rank, self._device, graph.channels, graph.groups, lambda _: None)
         self._adapter = RankAdapter(self._plan, self._rank, framework, world, lambda *_: None)
         ids = [i for i in graph.rank_ops(self._rank) if graph.parent[i] == NONE]
         self._program = [Instruction.of(graph, i) for i in ids if graph.ops[i].kind is not OpKind.STEP]

@@ -4,8 +4,7 @@
 
 The first argument is the size (hidden, sequence, blocks of a pipeline rank, micro-batches), the second the experts of
 a block (how many, how many for a token, inner size), the third schedules. ``--pp N`` is the number of pipeline ranks,
-by default 1; the experts of a block are shared out over the others. Both dispatchers, over the values of
-``transport.experts`` that ``--movers`` names; operation by operation or, with ``--compiler``, by compiled graphs, and
+by default 1; the experts of a block are shared out over the others. Both dispatchers; operation by operation or, with ``--compiler``, by compiled graphs, and
 the all-gather also as one CUDA graph. ``--timeline FILE`` draws the last timed step of both sides, with the device's
 times: its suffix is one of those of ``pipeproof run -o``.
 
@@ -23,7 +22,6 @@ products next to exchanges as it was measured by itself.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -46,7 +44,7 @@ from pipeproof.exec.measure.limits_report import LimitsReport
 from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.rank.framework_choice import capture_graphs
 from pipeproof.exec.rank.op_log import LogEntry
-from pipeproof.exec.rank.torch.comm import Copied, connect_groups
+from pipeproof.exec.rank.torch.comm import connect_groups
 from pipeproof.exec.rank.torch.framework import TorchFramework
 from pipeproof.schedule.ops import CHILD_KINDS, COMPUTE_KINDS, PART_KINDS, parse_op
 from pipeproof.sim.simulate import simulate
@@ -136,7 +134,7 @@ class Side:
         self.data = {**data, "schedule": schedule, "run": run}
         self.plan = plan = lower(plan_from_dict(self.data).spec).unfolded()
         rank, graph = dist.get_rank(), plan.graph
-        self.world = connect_groups(rank, self._device, graph.channels, graph.groups, lambda _: None, Copied.of(plan))
+        self.world = connect_groups(rank, self._device, graph.channels, graph.groups, lambda _: None)
         self.ours = OurRank(plan, rank, framework, self.world)
         if plan.spec.run.compiler is not None and (without := capture_graphs(self.ours.adapter.stages, lambda _: None)):
             raise SystemExit(f"rank {rank} has no graphs: {without}")
@@ -276,7 +274,6 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--rows", type=int, default=1, help="sequences of a micro-batch")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--movers", default="backend")
     parser.add_argument("--dispatchers", default=",".join(DISPATCHERS))
     parser.add_argument("--compiler", choices=["eager", "inductor"])
     parser.add_argument("--timeline", type=Path)
@@ -290,15 +287,14 @@ def main() -> None:
            f"{size.num_micro_batches} micro-batches of {options.rows}, "
            f"{num_experts} experts of {ffn}, {top_k} a token, pp {options.pp}, ep {ep}, {NUM_PAIRS} pairs of steps"
     )  # fmt: skip
-    kinds, movers, dispatchers = (each.split(",") for each in (options.kinds, options.movers, options.dispatchers))
-    for kind, mover in itertools.product(kinds, movers):
+    kinds, dispatchers = (each.split(",") for each in (options.kinds, options.dispatchers))
+    for kind in kinds:
         for dispatcher in dispatchers:
             data = replace(size, moe={**moe, "dispatcher": dispatcher}).plan(kind, options.pp, ep=ep)
-            data["transport"] = {"experts": mover}
             data["schedule"]["micro_batch_size"] = options.rows
             if options.compiler is not None:
                 data["run"]["compiler"] = options.compiler
-            title = f"{kind} {dispatcher}{', copies' if mover == 'copy_engine' else ''}"
+            title = f"{kind} {dispatcher}"
             how = "op by op" if options.compiler is None else f"graphs ({options.compiler})"
             sides = [Side(data, overlap, framework, replay=False) for overlap in ("none", "pairs")]
             medians, ratio = _alternated([side.step_ms for side in sides])
@@ -310,7 +306,7 @@ def main() -> None:
             names = "none", "pairs"
             if options.timeline is not None and dist.get_rank() == 0:
                 for name, side, timeline in zip(names, sides, timelines, strict=True):
-                    file = options.timeline.with_stem(f"{options.timeline.stem}-{dispatcher}-{mover}-{name}")
+                    file = options.timeline.with_stem(f"{options.timeline.stem}-{dispatcher}-{name}")
                     graph = make_subject(plan_from_dict(side.data)).graph
                     write_timeline(file, f"{title}, overlap: {name}", timeline, graph)
             for name, one, side, profile in zip(names, found, sides, profiles, strict=True):

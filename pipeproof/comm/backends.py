@@ -223,61 +223,28 @@ _PADDLE_NCCL = replace(
     ),
 )
 
-_SLOTS = "pipeproof's adapter: exec.rank.slot_protocol"
-_DRIVER = "CUDA driver API, stream memory operations"
-
-_TORCH_COPY_ENGINE = replace(
-    _TORCH_NCCL,
-    name="torch-copy-engine",
-    send_completes="slots",
-    longer_message="truncate",
-    shorter_message="stale_rest",
-    max_batched_transfers=0,
-    sources=MappingProxyType(
-        {
-            **_TORCH_NCCL.sources,
-            "send_completes": f"{_SLOTS}: a send is a copy into one of two slots of its channel, once that is free",
-            "host_blocks_on_post": f"{_DRIVER}: waits, writes and copies are launched, and the host continues while "
-            "their queue has room",
-            "queue": f"{_SLOTS}: a stream for each end of each directed edge",
-            "isend_blocks_host": _DRIVER,
-            "irecv_blocks_host": _DRIVER,
-            "matching": f"{_SLOTS}: both ends take the slots of a channel in one order",
-            "tags": f"{_SLOTS}: messages have no tag",
-            "longer_message": f"{_SLOTS}: the receiver copies as many bytes as its buffer has",
-            "shorter_message": f"{_SLOTS}: the receiver copies as many bytes as its buffer has, the rest of an earlier "
-            "message",
-            "dtype_checked": "bytes have no dtype",
-            "max_batched_transfers": f"{_SLOTS}: transfers of a batch are posted one by one, each on its own stream",
-        }
-    ),
-    also=MappingProxyType({"send_completes": frozenset({"eager"})}),  # as long as a slot is free
-)
-
-TABLES: Mapping[tuple[str, str, str], BackendTable] = MappingProxyType(
+TABLES: Mapping[tuple[str, str], BackendTable] = MappingProxyType(
     {
-        ("paddle", "cpu", "backend"): _PADDLE_GLOO,
-        ("torch", "cpu", "backend"): _TORCH_GLOO,
-        ("torch", "gpu", "backend"): _TORCH_NCCL,
-        ("torch", "gpu", "copy_engine"): _TORCH_COPY_ENGINE,
-        ("paddle", "gpu", "backend"): _PADDLE_NCCL,
+        ("paddle", "cpu"): _PADDLE_GLOO,
+        ("torch", "cpu"): _TORCH_GLOO,
+        ("torch", "gpu"): _TORCH_NCCL,
+        ("paddle", "gpu"): _PADDLE_NCCL,
     }
 )
-"""By ``run.backend``, ``run.device`` and ``transport.send_recv``."""
+"""By ``run.backend`` and ``run.device``."""
 
 
-def backend_table(backend: str, device: str, send_recv: str = "backend") -> BackendTable:
-    """The table of a plan's ``run.backend`` on its ``run.device``, with the messages of ``transport.send_recv``.
+def backend_table(backend: str, device: str) -> BackendTable:
+    """The table of a plan's ``run.backend`` on its ``run.device``.
 
     Raises:
         ValueError: no such table; the message lists those there are.
     """
     try:
-        return TABLES[backend, device, send_recv]
+        return TABLES[backend, device]
     except KeyError:
-        known = ", ".join(f"{b} on {d}" for b, d, name in TABLES if name == "backend")
-        moved = "" if send_recv == "backend" else f" with send_recv {send_recv}"
-        raise ValueError(f"no backend table for {backend} on {device}{moved}; there are tables for {known}") from None
+        known = ", ".join(f"{b} on {d}" for b, d in TABLES)
+        raise ValueError(f"no backend table for {backend} on {device}; there are tables for {known}") from None
 
 
 def table_named(name: str) -> BackendTable:
@@ -294,7 +261,7 @@ def table_named(name: str) -> BackendTable:
 
 def declared_backend(spec: PlanSpec) -> BackendTable:
     """The table of the plan's backend, with the queues of ``transport.queue`` where that is given."""
-    return with_queue(backend_table(spec.run.backend, spec.run.device, spec.transport.send_recv), spec.transport.queue)
+    return with_queue(backend_table(spec.run.backend, spec.run.device), spec.transport.queue)
 
 
 def with_queue(table: BackendTable, queue: Queue | None) -> BackendTable:

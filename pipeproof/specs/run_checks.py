@@ -18,7 +18,7 @@ _ALIGNED = 8
 
 
 def check_run(plan: PlanSections) -> list[Problem]:
-    """PP106: Paddle has no 16-bit types, copy engines or graphs, and replay is of fixed steps.
+    """PP106: Paddle has no 16-bit types or graphs, and replay is of fixed steps.
 
     16-bit main weights are too narrow for AdamW's epsilon (float16), and for the squares of all gradients.
     """
@@ -29,13 +29,6 @@ def check_run(plan: PlanSections) -> list[Problem]:
         problems.append(Problem("PP106", ("run", "dtype"), message, help=fix))
     if run.compiler is not None:
         problems += _check_compiler(plan)
-    for key in ("send_recv", "experts"):
-        if getattr(plan.transport, key) == "copy_engine" and (run.backend, run.device) != ("torch", "gpu"):
-            message = f"`{key}: copy_engine` is for PyTorch on GPUs, and the plan has {run.backend} on {run.device}"
-            fix = f"use `{key}: backend`, or `run: {{backend: torch, device: gpu}}`"
-            problems.append(Problem("PP106", ("transport", key), message, help=fix))
-    if plan.transport.experts == "copy_engine":
-        problems += _check_copies_of_experts(plan)
     if run.replay:
         problems += _check_replay(plan)
     if not run.deterministic and (run.backend, run.device) != ("torch", "gpu"):
@@ -53,22 +46,6 @@ def check_run(plan: PlanSections) -> list[Problem]:
         fix = "set run.main_grad_dtype to float32, or remove clip_norm"
         problems.append(Problem("PP106", ("run", "clip_norm"), message, help=fix))
     return problems
-
-
-def _check_copies_of_experts(plan: PlanSections) -> list[Problem]:
-    """Experts are on several ranks, but not on so many that all hardware queues of a GPU may wait."""
-    ep, path = plan.topology.ep, ("transport", "experts")
-    if ep == 1:
-        message = "`experts: copy_engine` is given, and with one expert-parallel rank no token moves"
-        return [Problem("PP106", path, message, help="remove it, or give `topology.ep`")]
-    of_messages = 4 if plan.transport.send_recv == "copy_engine" and plan.topology.pp > 1 else 0
-    num_streams = 2 * (ep - 1) + of_messages
-    if num_streams <= _MAX_WAITING_STREAMS:
-        return []
-    copied = f"{ep} expert-parallel ranks{' and of messages' if of_messages else ''}"
-    limit = f"{_MAX_WAITING_STREAMS + 1} would block its computations"
-    message = f"copies of {copied} wait on {num_streams} streams of a GPU, and {limit}"
-    return [Problem("PP106", path, message, help="use `experts: backend`")]
 
 
 def _check_compiler(plan: PlanSections) -> list[Problem]:

@@ -42,21 +42,11 @@ class TransportSpec(Section):
         description="Transfers of a rank that share one FIFO queue, for a runtime that is stricter than run.backend. "
         "pair is the queue of PyTorch's unbatched transfers on NCCL.",
     )
-    send_recv: Literal["backend", "copy_engine"] = Field(
-        default="backend",
-        description="What moves messages: backend, the send and receive of run.backend; copy_engine, copies into "
-        "mapped memory of another GPU of the host, which occupy no multiprocessor (PyTorch on GPUs).",
-    )
     messages: Literal["per_tensor", "packed"] = Field(
         default="per_tensor",
         description="Messages of a boundary with several tensors: per_tensor, one for each; packed, one of fixed shape "
         "with the bytes of all of them, in the order of the boundary. Fixed shapes need the transport full and one "
         "layout on both sides.",
-    )
-    experts: Literal["backend", "copy_engine"] = Field(
-        default="backend",
-        description="What moves tokens between expert-parallel ranks: backend, the collectives of run.backend; "
-        "copy_engine, copies as with send_recv.",
     )
     shape_exchange: Literal["none", "per_message"] = Field(
         default="none",

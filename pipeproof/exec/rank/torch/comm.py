@@ -8,19 +8,16 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import AsyncCollectives, Channels, Collectives
 from pipeproof.exec.rank.group_channels import GroupChannels, connected_groups
-from pipeproof.exec.rank.torch.copy_channels import AllEnded, connect_copies, slot_sizes
 from pipeproof.exec.store.torch_store import CONNECT_TIMEOUT, process_store
 from pipeproof.schedule.op_table import Channel, Group
 
@@ -116,107 +113,6 @@ class WaitedCollectives:
 def combined(parts: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     """Return the ``sum`` or ``max`` of tensors, taken in their order."""
     return functools.reduce({"sum": torch.add, "max": torch.maximum}[reduction], parts)
-
-
-# Collectives over GPUs of one host as copies by copy engines: each member sends to every other on its own channel.
-# Kernels only add, for a reduce-scatter.
-
-
-SLOT_BYTES: Final = 2**26
-"""Bytes of a slot; larger tensors move in pieces, each of which costs the host some calls and the GPU about 10 us."""
-
-
-def pair_channels(groups: Iterable[Group]) -> dict[Channel, int]:
-    """A channel between any two members of each group, with the bytes of its slots, in an order of all ranks."""
-    return {
-        Channel(group.axis, source, target): SLOT_BYTES
-        for group in groups
-        for source in group.ranks
-        for target in group.ranks
-        if source != target
-    }
-
-
-class Reductions(Protocol):
-    """Collectives that the backend keeps."""
-
-    def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
-        """Return the ``sum`` or ``max`` over the members."""
-        ...
-
-
-class Moves(Protocol):
-    """Ends of the channels of a rank."""
-
-    def move(
-        self, messages: Sequence[tuple[Channel, torch.Tensor]], copied: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> AllEnded:
-        """Start moving contiguous buffers over this rank's ends, and copying from the second tensor to the first."""
-        ...
-
-
-class BegunCopies:
-    """Collectives over one group that the caller waits for; an ``AsyncCollectives``.
-
-    They begin after all that the current stream has launched so far.
-    """
-
-    def __init__(self, rank: int, group: Group, channels: Moves) -> None:
-        size, own = len(group.ranks), group.ranks.index(rank)
-        self._ranks, self._own, self._channels = group.ranks, own, channels
-        # From the next member on, so that no link has the messages of all.
-        others = [((own + distance) % size, (own - distance) % size) for distance in range(1, size)]
-        self._messages = [
-            (to, Channel(group.axis, rank, group.ranks[to]), source, Channel(group.axis, group.ranks[source], rank))
-            for to, source in others
-        ]
-
-    def all_gather(self, tensor: torch.Tensor, dim: int) -> Begun:
-        """Begin ``Collectives.all_gather``."""
-        parts = tensor.new_empty([len(self._ranks), *tensor.shape])
-        transfers = self._begin([tensor] * len(self._ranks), list(parts))
-
-        def joined() -> torch.Tensor:
-            return parts.flatten(0, 1) if dim == 0 else torch.cat(list(parts), dim)
-
-        return Begun(transfers, joined, tensor)
-
-    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> Begun:
-        """Begin ``Collectives.reduce_scatter``, which adds in group order."""
-        outgoing = [part.contiguous() for part in tensor.chunk(len(self._ranks), dim)]
-        own = outgoing[self._own]
-        incoming = [own if m == self._own else torch.empty_like(own) for m in range(len(self._ranks))]
-        return Begun(self._begin(outgoing, incoming), lambda: combined(incoming, "sum"), *outgoing)
-
-    def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> Begun:
-        """Begin ``Collectives.exchange``."""
-        result = rows.new_empty([sum(receive), *rows.shape[1:]])
-        transfers = self._begin(rows.split_with_sizes(list(send)), result.split_with_sizes(list(receive)))
-        return Begun(transfers, lambda: result, rows)
-
-    def _begin(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> list[AllEnded]:
-        """Send each member its tensor and receive from each."""
-        messages: list[tuple[Channel, torch.Tensor]] = []
-        for member, to_member, source, from_source in self._messages:
-            messages += ((to_member, outgoing[member]), (from_source, incoming[source]))
-        target, kept = incoming[self._own], outgoing[self._own]
-        is_copied = kept.numel() and target is not kept
-        return [self._channels.move(messages, (target, kept) if is_copied else None)]
-
-
-class CopyCollectives(WaitedCollectives):
-    """Collectives over one group of ranks, see ``exec.rank.framework_protocol.Collectives``.
-
-    ``channels`` has the ends of ``pair_channels`` on this rank. Calls of all members come in one order.
-    """
-
-    def __init__(self, rank: int, group: Group, backend: Reductions, channels: Moves) -> None:
-        self.begun, self._backend = BegunCopies(rank, group, channels), backend
-        super().__init__(group.ranks, self.begun)
-
-    def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
-        """Return the reduction over the members, as the backend makes it."""
-        return self._backend.reduce(tensor, reduction)
 
 
 class BegunCollectives:
@@ -336,25 +232,6 @@ class TorchWorld:
         dist.barrier()
 
 
-@dataclass(frozen=True)
-class Copied:
-    """Communication by copy engines instead of the backend.
-
-    ``slots`` has the bytes of a slot of each channel, if they move messages. ``axis`` is the mesh axis whose
-    collectives are copies, those that reduce to all members excepted.
-    """
-
-    slots: Mapping[Channel, int] | None = None
-    axis: str | None = None
-
-    @classmethod
-    def of(cls, plan: LoweredPlan) -> Copied:
-        """Return the communication that the ``transport`` of a plan leaves to copy engines."""
-        transport = plan.spec.transport
-        slots = slot_sizes(plan.graph) if transport.send_recv == "copy_engine" else None
-        return cls(slots, "ep" if transport.experts == "copy_engine" else None)
-
-
 def connect(
     rank: int,
     num_ranks: int,
@@ -362,11 +239,10 @@ def connect(
     channels: tuple[Channel, ...],
     groups: tuple[Group, ...],
     progress: Callable[[str], None],
-    copied: Copied | None = None,
 ) -> TorchWorld:
     """Join the world at ``MASTER_ADDR`` and ``MASTER_PORT``, make every group and use each once.
 
-    Copy engines move what is ``copied``. Every rank must call this with the same channels and groups.
+    Every rank must call this with the same channels and groups.
     """
     progress("joining the world group")
     on_gpu = device.type == "cuda"
@@ -379,7 +255,7 @@ def connect(
         timeout=CONNECT_TIMEOUT,
         device_id=device if on_gpu else None,
     )
-    return connect_groups(rank, device, channels, groups, progress, copied)
+    return connect_groups(rank, device, channels, groups, progress)
 
 
 def connect_groups(
@@ -388,45 +264,19 @@ def connect_groups(
     channels: tuple[Channel, ...],
     groups: tuple[Group, ...],
     progress: Callable[[str], None],
-    copied: Copied | None = None,
 ) -> TorchWorld:
-    """Make every group of a joined world, in one order on all ranks, and use each once.
-
-    Copy engines move what is ``copied``; channels whose messages they move have no groups.
-
-    Raises:
-        RuntimeError: copy engines are not possible between the GPUs of a channel or group.
-    """
+    """Make every group of a joined world, in one order on all ranks, and use each once."""
     token = torch.ones(1, device=device)
     messages = BatchedMessages(device) if device.type == "cuda" else dist
-    copied = Copied() if copied is None else copied
-    with_group = channels if copied.slots is None else ()
     by_channel, by_group = connected_groups(
-        messages, _group, rank, token, with_group, groups, progress, _prior_group if device.type == "cuda" else _group
+        messages, _group, rank, token, channels, groups, progress, _prior_group if device.type == "cuda" else _group
     )
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     collectives: dict[int, Collectives] = {
         index: GroupCollectives(rank, groups[index].ranks, group) for index, group in by_group.items()
     }
-    ends: Channels = GroupChannels(messages, rank, by_channel)
-    if copied.slots is not None:
-        ends = connect_copies(copied.slots, rank, device, _new_store(), progress, CONNECT_TIMEOUT.total_seconds())
-    if copied.axis is not None:
-        pairs = pair_channels(group for group in groups if group.axis == copied.axis)
-        copies = connect_copies(pairs, rank, device, _new_store(), progress, CONNECT_TIMEOUT.total_seconds(), "experts")
-        for index in [index for index in collectives if groups[index].axis == copied.axis]:
-            collectives[index] = CopyCollectives(rank, groups[index], collectives[index], copies)
-    return TorchWorld(rank, device, ends, collectives)
-
-
-_CONNECTIONS = itertools.count()
-"""Connections by copies that this process has made, the same on all ranks: their keys are in one store."""
-
-
-def _new_store() -> dist.Store:
-    """A store of one connection by copies, the same on all ranks."""
-    return process_store().part(f"copies/{_attempt()}.{next(_CONNECTIONS)}/").of_groups
+    return TorchWorld(rank, device, GroupChannels(messages, rank, by_channel), collectives)
 
 
 def _attempt() -> str:

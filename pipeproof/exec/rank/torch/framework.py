@@ -15,7 +15,7 @@ from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.rank.framework_protocol import RankStage, StageCollectives
 from pipeproof.exec.rank.gpt_stage import GptRouters, GptStage
 from pipeproof.exec.rank.torch.arrays import TorchArrays, as_this_thread
-from pipeproof.exec.rank.torch.comm import Copied, TorchWorld, connect
+from pipeproof.exec.rank.torch.comm import TorchWorld, connect
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.stages.common.experts import Balance
 from pipeproof.stages.common.work_items import WorkItem
@@ -170,7 +170,7 @@ class TorchFramework:
 
     def connect(self, rank: int, plan: LoweredPlan, progress: Callable[[str], None]) -> TorchWorld:
         graph, num_ranks = plan.graph, plan.mesh.num_ranks
-        return connect(rank, num_ranks, self.device, graph.channels, graph.groups, progress, Copied.of(plan))
+        return connect(rank, num_ranks, self.device, graph.channels, graph.groups, progress)
 
     def stages(self, plan: LoweredPlan, coords: Mapping[str, int], collectives: StageCollectives) -> TorchStages:
         return TorchStages(plan, coords, collectives, self.device)

@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from pipeproof.exec.rank.group_channels import PostedTransfer
 from pipeproof.exec.rank.torch.comm import post_recv, post_send
-from pipeproof.exec.rank.torch.copy_channels import CopyChannels, connect_copies, slot_sizes
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.torch.roll_call import REFUSED, RollCall, Round, connected_rounds
 from pipeproof.exec.train.torch.script_groups import ScriptGroup
@@ -158,7 +157,7 @@ class StageWorld:
     """The connected groups of one rank; a ``World``. ``rank`` is the place in the pipeline."""
 
     rank: int
-    channels: StageChannels | CopyChannels
+    channels: StageChannels
     collectives: dict[int, OrderedSums]
     """By index of the graph's groups, without groups of one member."""
     backends: list[Any]
@@ -174,8 +173,6 @@ class StageWorld:
 
     def abort(self) -> None:
         """Give up all communication, so that ranks that wait for this one end with an error."""
-        if isinstance(self.channels, CopyChannels):
-            self.channels.abort()
         connections = [each.shut_down for each in self.connections], [each.shut_down for each in self.rounds]
         for end in chain((backend.abort for backend in self.backends), *connections):
             try:
@@ -185,9 +182,9 @@ class StageWorld:
 
     def close(self) -> None:
         """Let go of all groups, whose threads end with them: none may be left when the interpreter ends."""
-        for each in (self.channels, *self.collectives.values()):
-            if not isinstance(each, CopyChannels):  # they have memory in place of groups
-                each.release()
+        self.channels.release()
+        for each in self.collectives.values():
+            each.release()
         self.backends.clear()
         for connected in self.rounds:
             connected.close()
@@ -200,21 +197,19 @@ def connect_stages(
     store: dist.Store,
     group: ScriptGroup,
     timeout_s: float,
-    *,
-    by_copies: bool = False,
 ) -> StageWorld:
     """Make this rank's groups and use each once, so that the first step connects nothing.
 
     ``index`` is the rank's place in the pipeline, which is its rank in ``graph``; ``store`` is the pipeline's own, and
-    ``group`` the script's. With ``by_copies`` channels have memory in place of groups, and copy engines move messages.
+    ``group`` the script's.
 
     Raises:
-        PipelineError: a peer did not come, the device has no backend, or copy engines are not possible.
+        PipelineError: a peer did not come, or the device has no backend.
     """
     backends: list[Any] = []
     connections: list[Connection] = []
     by_channel: dict[Channel, Any] = {}
-    channels: StageChannels | CopyChannels = StageChannels(index, by_channel, device)
+    channels = StageChannels(index, by_channel, device)
     token = torch.ones(1, device=device)
 
     def connected(name: str, members: Sequence[int], between: torch.device = device) -> Any:
@@ -225,9 +220,7 @@ def connect_stages(
         return backend
 
     try:
-        if by_copies:
-            channels = connect_copies(slot_sizes(graph), index, device, store, lambda _: None, timeout_s)
-        for channel in () if by_copies else graph.channels:
+        for channel in graph.channels:
             if index in (channel.src, channel.dst):
                 by_channel[channel] = connected(str(channel), (channel.src, channel.dst))
                 channels.post(channel, token).wait()

@@ -26,7 +26,6 @@ from pipeproof.exec.rank.group_channels import PostedTransfer
 from pipeproof.exec.rank.idle_messages import IdleMessageEnd, product_peak, time_idle_messages
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, LogEntry, Timing, op_ids_of
 from pipeproof.exec.rank.torch.arrays import TorchArrays
-from pipeproof.exec.rank.torch.copy_channels import CopyChannels
 from pipeproof.exec.rank.torch.op_timing import free_cached_memory, timed_channels, timing_of
 from pipeproof.exec.train.torch.channel_groups import StageChannels
 from pipeproof.exec.train.torch.step_runner import StepRunner
@@ -68,7 +67,7 @@ class RecordedChannels:
 
     def __init__(
         self,
-        channels: StageChannels | CopyChannels,
+        channels: StageChannels,
         recorder: Recorder,
         graph: OpGraph,
         index: int,

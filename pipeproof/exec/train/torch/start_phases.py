@@ -271,7 +271,7 @@ def connect(
     modules = ranks.agreement.own("connecting", lambda: _module_stages(ranks, settings, placed, planned, plan))
     world = connect_stages(
         lowered.graph, ranks.rank, placed.device, dist.PrefixStore("channels/", ranks.store), ranks.script_group,
-        settings.timeout_s, by_copies=lowered.spec.transport.send_recv == "copy_engine",
+        settings.timeout_s,
     )  # fmt: skip
     undo.callback(world.close)
     undo.callback(world.abort)
