@@ -4,9 +4,9 @@
 
 The first argument is the size (hidden, sequence, blocks of a pipeline rank, micro-batches), the second the experts of
 a block (how many, how many for a token, inner size), the third schedules. ``--pp N`` is the number of pipeline ranks,
-by default 1; the experts of a block are shared out over the others. Both dispatchers; operation by operation or, with ``--compiler``, by compiled graphs, and
-the all-gather also as one CUDA graph. ``--timeline FILE`` draws the last timed step of both sides, with the device's
-times: its suffix is one of those of ``pipeproof run -o``.
+by default 1; the experts of a block are shared out over the others. Both dispatchers; operation by operation or, with
+``--compiler``, by compiled graphs, and the all-gather also as one CUDA graph. ``--timeline FILE`` draws the last timed
+step of both sides, with the device's times: its suffix is one of those of ``pipeproof run -o``.
 
 Forward and backward of all micro-batches, bfloat16, no optimizer. The two sides are timed one step after the other; a
 step counts from a common start to the end of the slowest rank. Printed are medians, and of pairs of steps the median,

@@ -107,11 +107,3 @@ def test_a_refused_plan_is_refused_before_the_backend_is_looked_for(refused, mon
     assert "error[PP201]" in result.output
     assert "--unsafe" in result.output
     assert invoke("run", refused, "--unsafe").exit_code == 2
-
-
-@pytest.mark.parametrize("value", ["1e-99999999", "1e99999999", "1/0", "nan", "-1"])
-@pytest.mark.parametrize("option", ["--message-us", "--stage-factor"])
-def test_a_number_of_a_profile_is_refused_at_once(option, value, tmp_path):
-    result = invoke("import", "profile", tmp_path, option, f"0={value}" if option == "--stage-factor" else value)
-    assert result.exit_code == 2
-    assert " is not a " in " ".join(result.stderr.split())

@@ -26,7 +26,7 @@ COMPUTED = {"show"}
 WITHOUT_PREDICTED_TIMES = {
     *(f"import {kind}" for kind in ("automodel", "deepspeed", "ernie", "flagscale", "fleet", "gpt-neox",
       "llama-factory", "megatron", "megatron-bridge", "ms-swift", "nemo-rl", "paddleformers", "paddlenlp", "primus",
-      "profile", "roll", "torch-csv", "torchtitan", "verl")),
+      "roll", "torch-csv", "torchtitan", "verl")),
     *(f"job {part}" for part in ("hang", "merge")),
     *(f"state {part}" for part in ("align", "aoa", "diff", "reshard", "show")),
     "check", "doctor", "init", "rehearse", "run", "schedule convert", "schedule list",

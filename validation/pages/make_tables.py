@@ -196,15 +196,14 @@ def behaviours_part() -> str:
 def tables_part() -> str:
     """Return the values and sources of each backend."""
     parts = []
-    for (name, device, send_recv), backend in TABLES.items():
+    for (name, device), backend in TABLES.items():
         rows = []
         for row in backend.rows():
             value = _shown(row.value)
             if others := backend.also.get(row.key):
                 value += f"; also {', '.join(sorted(map(_shown, others)))}"
             rows.append((f"`{row.key}`", value, row.source))
-        key = "" if send_recv == "backend" else f", `transport: {{send_recv: {send_recv}}}`"
-        heading = f"## {backend.name}: `run: {{backend: {name}, device: {device}}}`{key}\n\n"
+        heading = f"## {backend.name}: `run: {{backend: {name}, device: {device}}}`\n\n"
         parts.append(heading + table(("behaviour", "value", "source"), rows))
     return "\n".join(parts)
 
