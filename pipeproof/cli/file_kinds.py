@@ -112,7 +112,6 @@ KINDS: tuple[FileKind, ...] = (
              lambda g: any(map(_DUMP_NAME.fullmatch, g.names))),
     FileKind("a directory of rings", ("job hang FILE",), lambda g: g.has(".ring")),
     FileKind("a ring of a watched rank", ("job hang DIRECTORY",), lambda g: g.path.suffix == ".ring"),
-    FileKind("a directory that a host of a run kept", ("job merge FILE",), lambda g: "job.json" in g.names),
     FileKind("states of a run", ("state show FILE", "state reshard FILE --to PLAN -o OUT"),
              lambda g: any(map(_STATE_OF_STEP.fullmatch, g.names))),
     FileKind("a checkpoint", ("state show FILE", "state reshard FILE --to PLAN -o OUT"),

@@ -46,7 +46,6 @@ EXAMPLES: Final = MappingProxyType(
         "import verl": "pipeproof import verl train.sh -o plan.yaml",
         "init": "pipeproof init --model llama3-70b --gpus 512 --pp 8 --tp 8 --device h100 --global-batch 1024",
         "job hang": "pipeproof job hang dumps/",
-        "job merge": "pipeproof job merge node-1/ node-2/ -o timeline.html",
         "play": "pipeproof play -o play.html",
         "rehearse": "pipeproof rehearse plan.yaml --set model.seq_length=512",
         "run": "pipeproof run plan.yaml --report run.json",

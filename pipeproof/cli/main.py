@@ -184,7 +184,7 @@ main.commands = LazyCommands(
         "doctor": "doctor_command:doctor",
         "rehearse": "rehearse_command:rehearse",
         "run": "run_command:run",
-        "job": "merge_command:job",
+        "job": "job_command:job",
         "state": "state_command:state",
     },
     {},

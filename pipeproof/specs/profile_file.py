@@ -138,7 +138,7 @@ class ClockOfTimes(_Part):
     undecided: int = Field(
         default=0,
         ge=0,
-        description="Messages and collectives between hosts that are left out: the clocks are not accurate enough.",
+        description="Times between hosts that earlier releases left out: the clocks were not accurate enough.",
     )
 
 

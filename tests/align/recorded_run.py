@@ -9,7 +9,7 @@ import paddle
 from paddle.autograd import PyLayer
 
 from pipeproof.comm.accumulation_order import sum_orders
-from pipeproof.exec.compare.compare_routers import merged_routers, router_part
+from pipeproof.exec.compare.compare_routers import compare_routers
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
 from pipeproof.exec.rank.job_files import RecordOptions
 from pipeproof.stages.common import experts as routers
@@ -75,10 +75,8 @@ class RecordedRun:
                 for (stage,), seen in zip(self.run.stages, self.watches, strict=True)
             ]
             of_reference = watch.take() if layers else {}
-            shown = {rank: stage.balance.values() for rank, (stage,) in enumerate(self.run.stages)}
-            of_reference_routers = reference.routers
-            part = router_part(shown, of_reference_routers)
-            routers = merged_routers(self.plan, [part], of_reference_routers, of_reference_routers)
+            of_ranks = [stage.balance.values() for (stage,) in self.run.stages]
+            routers = compare_routers(self.plan, of_ranks, reference.routers, reference.routers)
             recorder.put(step, loss, ranks, ReferenceStep(reference.loss, reference.gradients, of_reference), routers)
             for optimizer in self.run.optimizers:
                 optimizer.step()

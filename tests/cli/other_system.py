@@ -64,7 +64,6 @@ COMMANDS = {
         "8",
     ],
     "job hang": [str(EXAMPLES / "importing" / "dumps")],
-    "job merge": [".", "."],
     "play": ["-o", "play.html"],
     "rehearse": [_PLAN],
     "run": [_PLAN],

@@ -59,7 +59,6 @@ WRITTEN = {
     "svg": ("timeline.svg", "<svg></svg>"),
     "rehearsal": ("times.json", json.dumps({"rehearsal": 1, "edges": []})),
     "ring": ("rings/rank_0.ring", b"\0" * 64),
-    "host": ("host/job.json", "{}"),
     "states": ("states/step-00000002/none", ""),
     **{f"result of {name}": (f"{number}.json", json.dumps(dict.fromkeys(keys))) for number, (name, keys) in
        enumerate(RESULTS.items())},
@@ -68,7 +67,6 @@ DIRECTORIES = {
     "record directory": "record",
     "sharded": "sharded",
     "rings": "rings",
-    "host directory": "host",
     "all states": "states",
 }
 UNKNOWN = {
@@ -117,7 +115,6 @@ COMMANDS = {
     "schedule convert": (["schedule", "convert", "--as", "text"], IMPORTERS["torch-csv"]),
     "schedule show": (["schedule", "show"], {"plan", *FOREIGN}),
     "job hang": (["job", "hang"], {"dumps", "rings"}),
-    "job merge": (["job", "merge"], {"host directory"}),
     "state show": (["state", "show"], {"checkpoint", "index", "our index", "sharded", "all states"}),
     "state diff": (["state", "diff", "{checkpoint}"], {"checkpoint", "index", "our index", "sharded", "all states"}),
     "state reshard": (["state", "reshard", "--to", PLAN, "-o", "{out}/state"],

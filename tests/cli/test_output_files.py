@@ -59,7 +59,6 @@ def test_a_full_disk_leaves_the_file_that_exists_and_names_it(name, tmp_path):
         "schedule convert zbv.csv --as text -o zbv.csv",
         "import torch-csv other.csv zbv.csv -o zbv.csv",
         "compare plan.json page.html -o page.html",
-        "job merge hosts --report new.json --profile new.json",
         "job hang hosts --follow -o new.html --metrics new.html",
     ],
 )

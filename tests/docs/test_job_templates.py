@@ -16,7 +16,7 @@ from tests.plans import plan_dict
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "many-hosts.md").read_text(encoding="utf-8")
 TEMPLATES = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
-REHEARSE, RUN = ["-m", "pipeproof", "rehearse", "plan.yaml"], ["-m", "pipeproof", "run", "plan.yaml"]
+REHEARSE, TRAIN = ["-m", "pipeproof", "rehearse", "plan.yaml"], ["train.py"]
 
 RECORDER = """#!{python}
 import json, os, sys
@@ -74,7 +74,7 @@ def test_each_host_starts_its_ranks_by_torchrun(name, recorded):
     text = TEMPLATES[name] if name == "torchrun.sh" else pod()["command"][2]
     status, calls = recorded(text, "1", JOB_COMPLETION_INDEX="1")
     (rehearsal, first), (training, second) = map(torchrun, calls)
-    assert (status, first, second) == (0, REHEARSE, RUN)
+    assert (status, first, second) == (0, REHEARSE, TRAIN)
     for options in (rehearsal, training):
         assert (options.nnodes, options.nproc_per_node, options.node_rank) == ("2", "8", 1)
         assert options.rdzv_backend == "static"
@@ -85,7 +85,7 @@ def test_slurm_starts_a_task_per_rank(recorded):
     lines = TEMPLATES["slurm.sh"].splitlines()
     assert {"#SBATCH --nodes=2", "#SBATCH --ntasks=16", "#SBATCH --ntasks-per-node=8"} <= set(lines)
     status, calls = recorded(TEMPLATES["slurm.sh"])
-    assert (status, calls) == (0, [["--kill-on-bad-exit=1", "python", *words] for words in (REHEARSE, RUN)])
+    assert (status, calls) == (0, [["--kill-on-bad-exit=1", "python", *words] for words in (REHEARSE, TRAIN)])
 
 
 @pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sh", "jobset.yaml"])
@@ -154,7 +154,7 @@ def test_ray_starts_torchrun_on_each_host(fails, monkeypatch):
     assert hosts == [0, 0, 1, 0, 0, 1]  # the address of host 0, then a task per host, for each step
     parsed = [torchrun(words[1:]) for words in calls]
     assert [options.node_rank for options, _ in parsed] == [0, 1, 0, 1]
-    assert [words for _, words in parsed] == [REHEARSE, REHEARSE, RUN, RUN]
+    assert [words for _, words in parsed] == [REHEARSE, REHEARSE, TRAIN, TRAIN]
 
 
 def test_nemo_run_trains_after_the_rehearsal(monkeypatch):
@@ -191,7 +191,8 @@ def test_nemo_run_trains_after_the_rehearsal(monkeypatch):
     (rehearse, first), (train, second) = added
     assert "dependencies" not in first
     assert (second["dependencies"], second["executor"].dependency_type) == (["job 1"], "afterok")
-    assert [script.inline.split()[-2:] for script in (rehearse, train)] == [REHEARSE[2:], RUN[2:]]
+    assert rehearse.inline.split()[-2:] == REHEARSE[2:]
+    assert train.inline.split()[-1:] == TRAIN
 
 
 @pytest.mark.slow
@@ -205,6 +206,7 @@ def test_nemo_run_trains_after_the_rehearsal(monkeypatch):
 )
 def test_real_ranks_rehearse_and_train(name, backend, tmp_path):
     (tmp_path / "plan.yaml").write_text(json.dumps(plan_dict(run={"backend": backend})))
+    (tmp_path / "train.py").write_text("print('trains')")
     commands = {
         "python": '#!/bin/sh\nexec {python} "$@"\n',
         "torchrun": '#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n',
@@ -227,4 +229,4 @@ def test_real_ranks_rehearse_and_train(name, backend, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("every element arrived where the plan needs it") == 1
-    assert done.stdout.count("matches: every loss and every gradient") == 1
+    assert done.stdout.count("trains") == 2

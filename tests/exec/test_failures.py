@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from pipeproof.exec.compare.step_losses import NotFiniteError, finite_facts, require_finite
+from pipeproof.exec.compare.step_losses import NotFiniteError, require_finite
 from pipeproof.exec.rank.failures import event_of, failure_from, is_out_of_memory, received_before
 from pipeproof.exec.rank.job_files import StepOutcome
 from tests.plans import subject
@@ -90,11 +90,9 @@ BAD = {"w": np.array([1, np.nan, 2], np.float32)}
 
 
 def require(step, ranks, first_ops, reference):
-    """The check of all ranks as one part."""
+    """The check of all ranks."""
     outcomes = [StepOutcome(loss, own, not_finite=op) for (loss, own), op in zip(ranks, first_ops, strict=True)]
-    facts = finite_facts(dict(enumerate(outcomes)), StepOutcome(*reference))
-    num_gradients = len({name for _, own in ranks for name in own})
-    require_finite(PP2.graph, step, [facts], lambda rank: ranks[rank][0], num_gradients)
+    require_finite(PP2.graph, step, outcomes, StepOutcome(*reference))
 
 
 def test_numbers_that_are_finite_are_not_spoken_of():

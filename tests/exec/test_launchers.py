@@ -189,13 +189,9 @@ def test_the_framework_learns_its_rank_from_its_own_variables(row, backend, monk
     assert join_launcher(RunSpec(backend=backend)) == again
 
 
-@pytest.mark.parametrize(
-    ("row", "verb"),
-    [*((row, "run") for row in LAUNCHERS), (SLURM, "rehearse")],
-    ids=lambda value: getattr(value, "name", value),
-)
+@pytest.mark.parametrize("row", LAUNCHERS, ids=lambda row: row.name)
 @pytest.mark.parametrize("fault", ["another number", "a contradiction"])
-def test_the_commands_refuse_with_status_2(row, verb, fault, tmp_path, monkeypatch):
+def test_a_rehearsal_is_refused_with_status_2(row, fault, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setenv("COLUMNS", "400")
     environment = dict(OF[row.name])
@@ -210,8 +206,19 @@ def test_the_commands_refuse_with_status_2(row, verb, fault, tmp_path, monkeypat
         run={"backend": row.backend or "torch"},
     )
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    result = CliRunner().invoke(main, [verb, str(tmp_path / "plan.json")])
+    result = CliRunner().invoke(main, ["rehearse", str(tmp_path / "plan.json")])
     assert result.exit_code == 2, result.output
     assert "error[PP907]" in result.output
     assert text in result.output
     assert row.command.format(ranks="")[:4] in result.output
+
+
+@pytest.mark.parametrize("row", LAUNCHERS, ids=lambda row: row.name)
+def test_a_run_is_refused_under_each_launcher(row, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.environ", {**OF[row.name], "COLUMNS": "400", "PATH": "/usr/bin"})
+    plan = plan_dict(model={"num_layers": 8}, topology={"pp": 8}, run={"backend": row.backend or "torch"})
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    result = CliRunner().invoke(main, ["run", str(tmp_path / "plan.json")])
+    assert result.exit_code == 2, result.output
+    assert f"error[PP907]: `run` starts all ranks itself, on one host, and {row.name} started" in result.output
+    assert "pipeproof rehearse" in result.output

@@ -167,7 +167,6 @@ COMMANDS = (
     Command("state reshard IN -o OUT.safetensors", Made("states"), "", continues=True),
     Command("state align IN IN", Made("record"), ""),
     Command("state aoa IN --source EXAMPLES/gpt_pp2_tp2_sp_full.yaml", _EXAMPLES / "aoa" / "names.aoa", ".aoa"),
-    Command("job merge IN/host0 IN/host1 -o OUT.html", Made("hosts"), ""),
     Command("rehearse IN --report OUT.json", "a run", ".json"),
     Command("run IN --report OUT.json", "a run", ".json"),
     Command("run IN -o OUT.html", "a run", ".json"),

@@ -4,54 +4,77 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from pipeproof.comm.op_graph import LoweredPlan, stage_weights
-from pipeproof.exec.compare.compare_routers import RouterResult, merged_routers
-from pipeproof.exec.compare.exact_values import max_rel_diff, relative_difference
-from pipeproof.exec.compare.step_losses import require_finite
-from pipeproof.exec.compare.step_part import (
-    Index,
-    ReferenceGradient,
-    Region,
-    ShardFacts,
-    StepPart,
-    compare_part,
-    deciding_ranks,
-    dp_group,
-    gradient_key,
-    regions_of,
-)
+from pipeproof.analysis.align.array_digests import md5_of
+from pipeproof.comm.op_graph import LoweredPlan, index_of, stage_weights
+from pipeproof.exec.compare.compare_routers import RouterResult, compare_routers
+from pipeproof.exec.compare.step_losses import is_finite
 from pipeproof.exec.rank.job_files import Loss, StepOutcome
 from pipeproof.stages.describe.layer import Parameter
-from pipeproof.stages.describe.stage_memory import num_shards
-from pipeproof.verify.subject import Subject
+from pipeproof.stages.describe.layers.layer_operations import measured_with
+from pipeproof.stages.describe.stage_memory import num_shards, shard_range
 
 Gradients = Mapping[str, np.ndarray]
+Index: TypeAlias = tuple[tuple[int, int], ...]
+"""Half-open range of a whole gradient, per dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Elements of a gradient that a rank has: a range per dim; with a sharded optimizer, a flat range of those."""
+
+    index: Index
+    elements: tuple[int, int] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the rank's array."""
+        if self.elements is not None:
+            return (self.elements[1] - self.elements[0],)
+        return tuple(stop - start for start, stop in self.index)
+
+    def of(self, whole: np.ndarray) -> np.ndarray:
+        """Return these elements of the whole gradient."""
+        block = whole[tuple(slice(start, stop) for start, stop in self.index)]
+        return block if self.elements is None else block.reshape(-1)[slice(*self.elements)]
+
+
+def regions_of(plan: LoweredPlan, stage: int, parameter: Parameter) -> dict[int, Region]:
+    """Region of each rank that has a part of a gradient, in the order of the ranks."""
+    shards = num_shards(plan.spec)
+    regions = {}
+    for rank in plan.ranks_of_weight(stage, parameter.name):
+        block = Region(index_of(plan, parameter, rank))
+        dp_rank = plan.mesh.coords(rank)["dp"]
+        elements = None if shards == 1 else shard_range(prod(block.shape), shards, dp_rank)
+        regions[rank] = Region(block.index, elements)
+    return regions
+
+
+def dp_group(plan: LoweredPlan, rank: int) -> tuple[int, ...]:
+    """Ranks of the dp group of a rank, in order."""
+    coords = plan.mesh.coords(rank)
+    return tuple(plan.mesh.rank({**coords, "dp": dp}) for dp in range(plan.mesh.size("dp")))
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One rank's shard of a gradient; ``index`` is its half-open range in each dim of the whole.
 
-    With a sharded optimizer whose dp group is on several hosts, a rank's shard is only the half-open range ``elements``
-    of that region, flattened in C order. ``reference_md5`` is the MD5 of the reference's region, None where the bits
-    are equal or the step has no reference.
+    With a sharded optimizer it is the shard that the rank's dp group has together.
     """
 
     rank: int
     md5: str
     index: Index
-    elements: tuple[int, int] | None = None
-    reference_md5: str | None = None
 
-    def to_json(self, *, with_reference: bool) -> dict[str, Any]:
-        """Return the form of the run report, with ``elements`` only where they are used."""
-        elements = {} if self.elements is None else {"elements": list(self.elements)}
-        reference = {"reference_md5": self.reference_md5} if with_reference and self.reference_md5 is not None else {}
-        return {"rank": self.rank, "md5": self.md5, "index": [list(i) for i in self.index], **elements, **reference}
+    def to_json(self) -> dict[str, Any]:
+        """Return the form of the run report."""
+        return {"rank": self.rank, "md5": self.md5, "index": [list(i) for i in self.index]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +86,13 @@ class GradientResult:
     ``unpartitioned_max_rel_diff`` is the same for the unpartitioned model, which computes this step from the same
     weights; there max|b| includes the gradients that ``measured_with`` names. ``replicas_agree`` is True if all ranks
     with the same shard have the same bits.
-
-    ``md5`` is None where the gathered gradient differs from the reference and its shards are on several hosts: nobody
-    has it as a whole. In a step without a reference ``reference_md5`` is None, and the differences are NaN.
     """
 
     step: int
     stage: int
     name: str
-    md5: str | None
-    reference_md5: str | None
+    md5: str
+    reference_md5: str
     max_rel_diff: float
     unpartitioned_max_rel_diff: float
     replicas_agree: bool
@@ -81,12 +101,7 @@ class GradientResult:
     @property
     def bitwise(self) -> bool:
         """True if every bit is the reference's, on every rank that has it."""
-        return self.md5 is not None and self.md5 == self.reference_md5 and self.replicas_agree
-
-    @property
-    def differing(self) -> tuple[Shard, ...]:
-        """Shards with other bits than the reference's region."""
-        return tuple(shard for shard in self.shards if shard.reference_md5 is not None)
+        return self.md5 == self.reference_md5 and self.replicas_agree
 
     def to_json(self) -> dict[str, Any]:
         """Return the form of the run report."""
@@ -99,17 +114,13 @@ class GradientResult:
             "max_rel_diff": self.max_rel_diff,
             "uncut_max_rel_diff": self.unpartitioned_max_rel_diff,
             "replicas_agree": self.replicas_agree,
-            "shards": [shard.to_json(with_reference=self.md5 is None) for shard in self.shards],
+            "shards": [shard.to_json() for shard in self.shards],
         }
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Comparison of one step's losses (in the run's dtype), gradients and router values with the reference.
-
-    With ``is_compared`` False the step has no reference: the reference's losses are NaN, and only equal shards are
-    compared with each other.
-    """
+    """Comparison of one step's losses (in the run's dtype), gradients and router values with the reference."""
 
     step: int
     loss: Loss
@@ -117,22 +128,20 @@ class StepResult:
     unpartitioned_loss: Loss
     gradients: tuple[GradientResult, ...]
     routers: RouterResult | None = None
-    is_compared: bool = True
 
     @property
     def loss_is_bitwise(self) -> bool:
         """True if the loss has the reference's bits."""
-        return self.is_compared and self.loss.tobytes() == self.reference_loss.tobytes()
+        return self.loss.tobytes() == self.reference_loss.tobytes()
 
     @property
     def loss_distance(self) -> float:
-        """max|a - b| / max|b| of the losses a and the unpartitioned model's losses b; infinite without a reference."""
+        """max|a - b| / max|b| of the losses a and the unpartitioned model's losses b; infinite for NaN."""
         return max_rel_diff(np.asarray(self.loss), np.asarray(self.unpartitioned_loss))
 
     def agrees(self, bound: float) -> bool:
         """Return True if equal shards have equal bits, and losses are within ``bound`` of the unpartitioned model's."""
-        is_within = not self.is_compared or self.loss_distance <= bound
-        return is_within and all(g.replicas_agree for g in self.gradients)
+        return self.loss_distance <= bound and all(g.replicas_agree for g in self.gradients)
 
     @property
     def bitwise(self) -> bool:
@@ -144,109 +153,181 @@ class StepResult:
 def compare_step(
     plan: LoweredPlan, step: int, ranks: Sequence[StepOutcome], ordered: StepOutcome, unpartitioned: StepOutcome
 ) -> StepResult:
-    """Compare a step of all ranks with both references."""
-    return merged_step(plan, [compare_part(plan, step, dict(enumerate(ranks)), ordered, unpartitioned)])
-
-
-def merged_step(plan: LoweredPlan, parts: Sequence[StepPart]) -> StepResult:
-    """Return the comparison of all ranks from its parts, which together have each rank once.
-
-    The result is that of one part with all ranks, but ``GradientResult.md5`` is None where the gathered gradient
-    differs from the reference and no part has all of it. References of the parts that differ are not found here; see
-    ``host_part.reference_findings``. If a part has no reference for the step, the result has none.
+    """Compare a step of all ranks with both references.
 
     Raises:
-        ValueError: a rank is in no part or in several, or the parts are of different steps.
+        ValueError: a shard has another shape or dtype than the plan states.
     """
-    by_rank = {rank: part for part in parts for rank in part.ranks}
-    if sorted(rank for part in parts for rank in part.ranks) != list(range(plan.mesh.num_ranks)):
-        raise ValueError(f"the parts have the ranks {sorted(by_rank)}, expected each of {plan.mesh.num_ranks} once")
-    if len({part.step for part in parts}) != 1:
-        raise ValueError(f"the parts are of the steps {sorted({part.step for part in parts})}")
-    references = [part.reference for part in parts if part.reference is not None]
-    reference = references[0] if len(references) == len(parts) else None
-    gradients = tuple(
-        _merged_gradient(plan, stage, parameter, by_rank, None if reference is None else reference.gradients)
-        for stage, parameter in stage_weights(plan)
-    )
-    loss = _total_loss(plan, {rank: part.loss(rank) for rank, part in by_rank.items()})
-    if reference is None:
-        none = loss * loss.dtype.type(np.nan)
-        return StepResult(parts[0].step, loss, none, none, gradients, is_compared=False)
-    routers, unpartitioned_routers = (
-        {name: value.array() for name, value in of_model.items()}
-        for of_model in (reference.routers, reference.unpartitioned_routers)
-    )
+    models = _Models(ordered, unpartitioned)
+    assert ordered.loss is not None
+    assert unpartitioned.loss is not None
     return StepResult(
-        step=parts[0].step,
-        loss=loss,
-        reference_loss=reference.loss.loss(),
-        unpartitioned_loss=reference.unpartitioned_loss.loss(),
-        gradients=gradients,
-        routers=merged_routers(plan, [part.routers for part in parts], routers, unpartitioned_routers),
-    )
-
-
-def require_finite_step(subject: Subject, parts: Sequence[StepPart]) -> None:
-    """Refuse to continue training with a loss or gradient that is not finite, in parts of all ranks.
-
-    Raises:
-        NotFiniteError: a loss or a gradient of a rank is NaN or infinite.
-    """
-    by_rank = {rank: part for part in parts for rank in part.ranks}
-    names = {key.partition("/")[2] for part in parts for key, own in part.gradients.items() if own.shards}
-    facts = [part.finite for part in parts]
-    require_finite(subject.graph, parts[0].step, facts, lambda rank: by_rank[rank].loss(rank), len(names))
-
-
-def _merged_gradient(
-    plan: LoweredPlan,
-    stage: int,
-    parameter: Parameter,
-    by_rank: Mapping[int, StepPart],
-    references: Mapping[str, ReferenceGradient] | None,
-) -> GradientResult:
-    regions = regions_of(plan, stage, parameter)
-    parts = {rank: by_rank[rank].gradients[gradient_key(stage, parameter.name)] for rank in regions}
-    facts = {rank: part.shards[rank] for rank, part in parts.items()}
-    md5_by_region: dict[Region, str] = {}
-    agree = all(
-        md5_by_region.setdefault(region, facts[rank].md5) == facts[rank].md5 for rank, region in regions.items()
-    )
-    deciding = [facts[rank] for rank in sorted(deciding_ranks(regions))]
-    gathered = next((part.md5 for part in parts.values() if part.md5 is not None), None)
-    shards = tuple(_shard(rank, region, facts[rank]) for rank, region in regions.items())
-    step = next(iter(by_rank.values())).step
-    if references is None:
-        return GradientResult(step, stage, parameter.name, gathered, None, np.nan, np.nan, agree, shards)
-    reference = references[parameter.name]
-    return GradientResult(
         step=step,
-        stage=stage,
-        name=parameter.name,
-        md5=reference.md5 if all(shard.reference_md5 is None for shard in deciding) else gathered,
-        reference_md5=reference.md5,
-        max_rel_diff=relative_difference(_maximum([shard.difference for shard in deciding]), reference.scale),
-        unpartitioned_max_rel_diff=relative_difference(
-            _maximum([shard.unpartitioned_difference for shard in deciding]), reference.unpartitioned_scale
+        loss=_total_loss(plan, ranks),
+        reference_loss=ordered.loss,
+        unpartitioned_loss=unpartitioned.loss,
+        gradients=tuple(
+            _GradientComparison(plan, stage, parameter, ranks, models).result(step)
+            for stage, parameter in stage_weights(plan)
         ),
-        replicas_agree=agree,
-        shards=shards,
+        routers=compare_routers(plan, [own.routers for own in ranks], ordered.routers, unpartitioned.routers),
     )
 
 
-def _maximum(differences: Sequence[float]) -> float:
-    """Largest of some differences; NaN if one is NaN, wherever it is."""
-    return float(np.max(differences))
+class _Models:
+    """Both references of a step, with what is computed of each gradient once."""
+
+    def __init__(self, ordered: StepOutcome, unpartitioned: StepOutcome) -> None:
+        self.ordered, self.unpartitioned = ordered, unpartitioned
+        self.are_same = ordered is unpartitioned
+        self._md5s: dict[tuple[str, Region | None], str] = {}
+        self._scales: dict[tuple[str, bool], float] = {}
+
+    def md5(self, name: str, region: Region | None = None) -> str:
+        """MD5 of a region of the ordered reference's gradient; without a region, of the whole."""
+        whole = self.ordered.gradients[name]
+        if region is not None and region.shape == whole.shape:
+            region = None
+        if (name, region) not in self._md5s:
+            self._md5s[name, region] = md5_of(whole if region is None else region.of(whole))
+        return self._md5s[name, region]
+
+    def scale(self, name: str, *, of_ordered: bool) -> float:
+        """max|b| of a gradient."""
+        key = name, of_ordered or self.are_same
+        if key not in self._scales:
+            gradients = (self.ordered if key[1] else self.unpartitioned).gradients
+            self._scales[key] = _largest(gradients[name])
+        return self._scales[key]
 
 
-def _shard(rank: int, region: Region, facts: ShardFacts) -> Shard:
-    if facts.joined is not None:
-        return Shard(rank, facts.joined[0], region.index, None, facts.joined[1])
-    return Shard(rank, facts.md5, region.index, region.elements, facts.reference_md5)
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """One rank's shard compared with the same region of the reference; the differences are max|a - b| in float64."""
+
+    md5: str
+    is_equal: bool
+    difference: float
+    unpartitioned_difference: float
 
 
-def _total_loss(plan: LoweredPlan, losses: Mapping[int, Loss | None]) -> Loss:
+class _GradientComparison:
+    """Comparison of the shards of one gradient. Shards with the reference's bits are not hashed."""
+
+    def __init__(
+        self, plan: LoweredPlan, stage: int, parameter: Parameter, ranks: Sequence[StepOutcome], models: _Models
+    ) -> None:
+        self._plan, self._stage, self._parameter, self._models = plan, stage, parameter, models
+        self._name = parameter.name
+        self._regions = regions_of(plan, stage, parameter)
+        self._shards = {rank: ranks[rank].gradients[self._name] for rank in self._regions}
+
+    def result(self, step: int) -> GradientResult:
+        """Compare each shard, then the joined and the gathered ones."""
+        for rank, shard in self._shards.items():
+            self._require_form(rank, shard)
+        compared = {rank: self._compared(self._regions[rank], shard) for rank, shard in self._shards.items()}
+        by_region: dict[Region, str] = {}
+        agree = all(
+            by_region.setdefault(region, compared[rank].md5) == compared[rank].md5
+            for rank, region in self._regions.items()
+        )
+        # Of ranks with the same region the last: their shards make up the gathered gradient.
+        deciding = {region: rank for rank, region in self._regions.items()}
+        parts = [compared[rank] for rank in sorted(deciding.values())]
+        reference_md5 = self._models.md5(self._name)
+        unpartitioned_scale = max(
+            self._models.scale(other, of_ordered=False) for other in (self._name, *measured_with(self._name))
+        )
+        return GradientResult(
+            step=step,
+            stage=self._stage,
+            name=self._name,
+            md5=reference_md5 if all(part.is_equal for part in parts) else md5_of(self._gathered(deciding)),
+            reference_md5=reference_md5,
+            max_rel_diff=relative_difference(
+                float(np.max([part.difference for part in parts])), self._models.scale(self._name, of_ordered=True)
+            ),
+            unpartitioned_max_rel_diff=relative_difference(
+                float(np.max([part.unpartitioned_difference for part in parts])), unpartitioned_scale
+            ),
+            replicas_agree=agree,
+            shards=tuple(self._shard(rank, compared) for rank in self._regions),
+        )
+
+    def _require_form(self, rank: int, shard: np.ndarray) -> None:
+        """Check a shard's shape and dtype: numpy would broadcast and convert silently, and hide a wrong shard."""
+        shape, dtype = self._regions[rank].shape, self._models.ordered.gradients[self._name].dtype
+        if (shard.shape, shard.dtype) != (shape, dtype):
+            raise ValueError(
+                f"gradient of {self._name} on rank {rank}: {shard.dtype} {list(shard.shape)}, expected {dtype} "
+                f"{list(shape)}"
+            )
+
+    def _compared(self, region: Region, shard: np.ndarray) -> _Comparison:
+        models = self._models
+        ordered, unpartitioned = (
+            region.of(model.gradients[self._name]) for model in (models.ordered, models.unpartitioned)
+        )
+        if have_same_bits(shard, ordered):
+            md5, is_equal, difference = models.md5(self._name, region), True, 0.0 if is_finite(shard) else np.nan
+        else:
+            md5, is_equal, difference = md5_of(shard), False, _largest_difference(shard, ordered)
+        to_unpartitioned = difference if models.are_same else _largest_difference(shard, unpartitioned)
+        return _Comparison(md5, is_equal, difference, to_unpartitioned)
+
+    def _shard(self, rank: int, compared: Mapping[int, _Comparison]) -> Shard:
+        region = self._regions[rank]
+        if region.elements is None:
+            return Shard(rank, compared[rank].md5, region.index)
+        group = dp_group(self._plan, rank)
+        if all(compared[member].is_equal for member in group):
+            return Shard(rank, self._models.md5(self._name, Region(region.index)), region.index)
+        return Shard(rank, md5_of(np.concatenate([self._shards[member] for member in group])), region.index)
+
+    def _gathered(self, deciding: Mapping[Region, int]) -> np.ndarray:
+        gathered = np.empty(self._parameter.shape, dtype=next(iter(self._shards.values())).dtype)
+        by_index: dict[Index, list[np.ndarray]] = {}
+        for region, rank in sorted(deciding.items(), key=lambda pair: pair[0].elements or (0, 0)):
+            by_index.setdefault(region.index, []).append(self._shards[rank].reshape(-1))
+        for index, shards in by_index.items():
+            block = Region(index)
+            block.of(gathered)[...] = np.concatenate(shards).reshape(block.shape)
+        return gathered
+
+
+def have_same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Return True if two arrays of one shape and dtype have the same bits: +0 and -0 differ, equal NaNs do not."""
+    bits = np.dtype(f"u{a.dtype.itemsize}")
+    return np.array_equal(a.view(bits), b.view(bits))
+
+
+def _largest(array: np.ndarray) -> float:
+    """max|b| in float64, 0 without elements."""
+    with np.errstate(invalid="ignore"):
+        return float(np.max(np.abs(array.astype(np.float64)), initial=0.0))
+
+
+def _largest_difference(a: np.ndarray, b: np.ndarray) -> float:
+    """max|a - b| in float64, 0 without elements."""
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, and NaN is infinitely far
+        return float(np.max(np.abs(a.astype(np.float64) - b.astype(np.float64)), initial=0.0))
+
+
+def relative_difference(difference: float, scale: float) -> float:
+    """max|a - b| / max|b|; 0 if there is no difference, infinite if only the reference is zero, or for NaN."""
+    if difference == 0.0:
+        return 0.0
+    ratio = difference / scale if scale > 0.0 else np.inf
+    return ratio if np.isfinite(ratio) else float("inf")
+
+
+def max_rel_diff(array: np.ndarray, reference: np.ndarray) -> float:
+    """max|a - b| / max|b| in float64; 0 if both are zero, infinite if only the reference is zero, or for NaN."""
+    return relative_difference(_largest_difference(array, reference), _largest(reference))
+
+
+def _total_loss(plan: LoweredPlan, ranks: Sequence[StepOutcome]) -> Loss:
     """Sum of the last stage's losses over context-, expert- and then data-parallel ranks, in their order.
 
     The loss is that of the first TP rank. Where the last stage has copies, their losses are added first, in the order
@@ -254,7 +335,7 @@ def _total_loss(plan: LoweredPlan, losses: Mapping[int, Loss | None]) -> Loss:
     """
 
     def of_copy(dp: int, ep: int, cp: int, pp: int) -> Loss:
-        loss = losses[plan.mesh.rank({**plan.mesh.coords(0), "dp": dp, "ep": ep, "cp": cp, "pp": pp})]
+        loss = ranks[plan.mesh.rank({**plan.mesh.coords(0), "dp": dp, "ep": ep, "cp": cp, "pp": pp})].loss
         assert loss is not None
         return loss
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy.typing as npt
 
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.exec.compare.exact_values import ExactArray
 from pipeproof.exec.compare.step_losses import json_number
 from pipeproof.stages.describe.gradient_facts import ROUTER_LOSSES, routers
 
@@ -56,45 +55,27 @@ class RouterResult:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class RouterPart:
-    """Router values of some ranks: by name the first rank that has a value, with the value; names whose bits differ."""
-
-    values: Mapping[str, tuple[int, ExactArray]]
-    differing: tuple[str, ...]
-
-
-def router_part(ranks: Mapping[int, Mapping[str, Array]], reference: Mapping[str, Array] | None) -> RouterPart:
-    """Compare the router values of some ranks with the reference, if there is one."""
-    values: dict[str, tuple[int, ExactArray]] = {}
-    differing: dict[str, None] = {}
-    for rank, of_rank in ranks.items():
-        for name, array in of_rank.items():
-            if name not in values:
-                values[name] = rank, ExactArray.of(array)
-            if reference is not None and (name not in reference or not _same(array, reference[name])):
-                differing[name] = None
-    return RouterPart(values, tuple(differing))
-
-
-def merged_routers(
+def compare_routers(
     plan: LoweredPlan,
-    parts: Sequence[RouterPart],
+    ranks: Sequence[Mapping[str, Array]],
     reference: Mapping[str, Array],
     unpartitioned: Mapping[str, Array],
 ) -> RouterResult | None:
-    """Return the comparison of all ranks from its parts; None if there are no values.
+    """Compare the router values of all ranks with the reference; None if there are no values.
 
     Of ranks with the same value that of the lowest rank is reported.
     """
     of_run: dict[str, Array] = {}
-    values = [(rank, name, value) for part in parts for name, (rank, value) in part.values.items()]
-    for _, name, value in sorted(values, key=lambda entry: entry[0]):
-        of_run.setdefault(name, value.array())
+    for of_rank in ranks:
+        for name, array in of_rank.items():
+            of_run.setdefault(name, array)
     if not reference and not of_run:
         return None
     differing = {name for name in reference if name not in of_run}
-    differing.update(name for part in parts for name in part.differing)
+    for of_rank in ranks:
+        differing |= {
+            name for name, array in of_rank.items() if name not in reference or not _same(array, reference[name])
+        }
     sums = [_summed(plan, side) for side in (of_run, reference, unpartitioned)]
     return RouterResult(sums[0], sums[1], sums[2], tuple(sorted(differing)))
 

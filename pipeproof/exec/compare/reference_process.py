@@ -7,7 +7,7 @@ the order of micro-batches, copies of stages) the optimizer would turn rounding 
 - On Paddle it trains the ordered model instead, and computes each step of the unpartitioned model from the same
   weights. Both write a file per step.
 - On PyTorch there is no ordered model. Each step but the first is computed from the weights with which the ranks ended
-  the previous step, if the ranks of this host have all of them; otherwise these steps have no reference.
+  the previous step.
 
 For a run that resumes from a state it repeats the steps from step 0 on, which shows what the state lost or mixed up.
 Where these steps do not have the run's bits (another plan or another program computed the state) it starts from the
@@ -17,7 +17,7 @@ state itself, and not from the weights that the ranks loaded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipeproof.comm.accumulation_order import sum_orders, tied_sums
@@ -35,7 +35,6 @@ from pipeproof.exec.rank.job_files import (
 )
 from pipeproof.exec.rank.reference_kind import (
     assembled_weights,
-    holds_all_weights,
     is_checked_by_bound,
     needs_ordered_reference,
 )
@@ -52,16 +51,15 @@ from pipeproof.state.state_index import read_index
 from pipeproof.state.state_layout import COUNTERS, MOMENTS, moment_name
 
 
-def run_reference(job: Job, on_step: Callable[[int], None], ranks: Sequence[int] | None = None) -> None:
+def run_reference(job: Job, on_step: Callable[[int], None]) -> None:
     """Run every step; write ``unpartitioned`` and, where needed, ``ordered`` step files, and layer files.
 
-    ``ranks`` are those that write their weights into the job's directory, all by default. If they do not have all
-    weights, only the first step of a plan that a bound checks has a reference. ``on_step`` is called for these steps.
+    ``on_step`` is called after each step.
     """
     plan = lower_loaded(job.loaded_plan())
     is_torch = plan.spec.run.backend == "torch"
     watch = None if not job.layers else LayerWatch() if is_torch else LayerWatch(join_dim=plan.boundary.tp.dim)
-    results = _torch_results(job, plan, ranks, watch) if is_torch else _paddle_results(job, plan, watch)
+    results = _torch_results(job, plan, watch) if is_torch else _paddle_results(job, plan, watch)
     for result in results:
         if result.step >= job.checkpoint.first_step:
             if watch is not None:
@@ -92,14 +90,11 @@ def _paddle_results(job: Job, plan: LoweredPlan, watch: LayerWatch | None) -> It
         yield unpartitioned_step(spec, result.weights, result.step)
 
 
-def _torch_results(
-    job: Job, plan: LoweredPlan, ranks: Sequence[int] | None, watch: LayerWatch | None
-) -> Iterator[StepResult]:
+def _torch_results(job: Job, plan: LoweredPlan, watch: LayerWatch | None) -> Iterator[StepResult]:
     from pipeproof.stages.reference.torch_unpartitioned import run_unpartitioned, unpartitioned_step
     from pipeproof.stages.torch.runtime import start_torch
 
     start_torch(plan.spec.run.device, deterministic=plan.spec.run.deterministic)
-    ranks = range(plan.mesh.num_ranks) if ranks is None else ranks
     by_bound = is_checked_by_bound(plan)
     from_state = job.checkpoint.reference_from_state or (by_bound and job.checkpoint.resume is not None)
     results = run_unpartitioned(plan.spec, watch, reference_start(job.checkpoint, plan.spec) if from_state else None)
@@ -107,10 +102,9 @@ def _torch_results(
         yield from results
         return
     yield next(results)
-    if not holds_all_weights(plan, ranks):
-        return
     for step in range(job.checkpoint.first_step + 1, plan.spec.run.steps):
-        weights = assembled_weights(plan, {rank: _await_arrays(job.weights_file(rank, step)) for rank in ranks})
+        files = {rank: job.weights_file(rank, step) for rank in range(plan.mesh.num_ranks)}
+        weights = assembled_weights(plan, {rank: _await_arrays(file) for rank, file in files.items()})
         yield unpartitioned_step(plan.spec, weights, step)
 
 

@@ -6,8 +6,7 @@ loss and without its weight; else a scalar.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,46 +55,20 @@ def is_finite(array: np.ndarray | Loss) -> bool:
     return bool(np.isfinite(array).all())
 
 
-@dataclass(frozen=True, slots=True)
-class FiniteFacts:
-    """Values of some ranks that are not finite: by rank, the first operation with such a loss, and the gradients.
+def require_finite(graph: OpGraph, step: int, ranks: Sequence[StepOutcome], reference: StepOutcome) -> None:
+    """Refuse to continue training with a loss or gradient of a rank that is not finite.
 
-    ``reference_is_finite`` is about the unpartitioned model, None if these ranks have only finite values, or no
-    reference.
-    """
-
-    first_ops: Mapping[int, str]
-    gradients: Mapping[int, tuple[str, ...]]
-    reference_is_finite: bool | None = None
-
-
-def finite_facts(ranks: Mapping[int, StepOutcome], reference: StepOutcome | None) -> FiniteFacts:
-    """Find the values of some ranks that are not finite."""
-    first_ops = {rank: own.not_finite for rank, own in ranks.items() if own.not_finite}
-    gradients = {
-        rank: names
-        for rank, own in ranks.items()
-        if (names := tuple(name for name, array in own.gradients.items() if not is_finite(array)))
-    }
-    if reference is None or not (first_ops or gradients):
-        return FiniteFacts(first_ops, gradients)
-    assert reference.loss is not None
-    reference_is_finite = is_finite(reference.loss) and all(map(is_finite, reference.gradients.values()))
-    return FiniteFacts(first_ops, gradients, reference_is_finite)
-
-
-def require_finite(
-    graph: OpGraph, step: int, parts: Sequence[FiniteFacts], loss_of: Callable[[int], Loss | None], num_gradients: int
-) -> None:
-    """Refuse to continue training with a loss or gradient that is not finite.
-
-    ``loss_of`` returns the loss of a rank; ``num_gradients`` is the number of all gradients of the step.
+    ``reference`` is the step of the unpartitioned model.
 
     Raises:
         NotFiniteError: a loss or a gradient of a rank is NaN or infinite.
     """
-    first_ops = {rank: op for part in parts for rank, op in part.first_ops.items()}
-    gradients = dict(sorted((rank, names) for part in parts for rank, names in part.gradients.items()))
+    first_ops = {rank: own.not_finite for rank, own in enumerate(ranks) if own.not_finite}
+    gradients = {
+        rank: of_rank
+        for rank, own in enumerate(ranks)
+        if (of_rank := [name for name, array in own.gradients.items() if not is_finite(array)])
+    }
     if not first_ops and not gradients:
         return
     clauses, witness = [], None
@@ -103,29 +76,26 @@ def require_finite(
         rank = min(first_ops)
         op_id = next(i for i in graph.rank_ops(rank) if str(graph.ops[i]) == first_ops[rank])
         witness = OpsWitness((WitnessOp(rank, first_ops[rank], op_id),))
-        loss = loss_of(rank)
+        loss = ranks[rank].loss
         value = "not a number" if loss is None or np.isnan(loss).any() else "infinite"
         clauses.append(
             f"the loss is {value}, on rank {rank} first at {first_ops[rank]}; {received_before(graph, op_id)}"
         )
     else:
         clauses.append("every loss is finite")
-    names = list(dict.fromkeys(name for of_rank in gradients.values() for name in of_rank))
-    if names:
+    if names := list(dict.fromkeys(name for of_rank in gradients.values() for name in of_rank)):
+        num_gradients = len({name for own in ranks for name in own.gradients})
         on_ranks = ", ".join(map(str, gradients))
         clauses.append(
             f"gradients that are not finite: {len(names)} of {num_gradients}, on ranks {on_ranks}, {_listed(names)}"
         )
-    of_reference = {part.reference_is_finite for part in parts}
-    if False in of_reference:
-        clauses.append("the reference has values that are not finite too")
-        fix = "the model diverges with any plan: try a smaller run.learning_rate, run.clip_norm or a wider run.dtype"
-    elif True in of_reference:
+    assert reference.loss is not None
+    if is_finite(reference.loss) and all(map(is_finite, reference.gradients.values())):
         clauses.append("the reference's loss and gradients are all finite")
         fix = "only the plan's run has this: look at the operation and its input (`--record-layers`)"
     else:
-        clauses.append("this step has no reference")
-        fix = "try a smaller run.learning_rate, run.clip_norm or a wider run.dtype"
+        clauses.append("the reference has values that are not finite too")
+        fix = "the model diverges with any plan: try a smaller run.learning_rate, run.clip_norm or a wider run.dtype"
     raise NotFiniteError(NOT_FINITE.finding(f"step {step}: {'; '.join(clauses)}", help=fix, witness=witness))
 
 

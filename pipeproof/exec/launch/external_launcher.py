@@ -1,8 +1,8 @@
-"""Runs under an external launcher (see ``exec.store.launcher_table``), on any number of hosts.
+"""Rehearsals under an external launcher (see ``exec.store.launcher_table``), on any number of hosts.
 
 Each process is one rank, identified by its environment. The ranks meet at the framework's store. The ranks of one host
-share a directory of its temporary files; the first of them, the leader, runs the reference there and compares. No
-tensor crosses hosts to be compared: leaders send what they found through the store to rank 0, which reports.
+share a directory of its temporary files; the first of them, the leader, reads what they found and sends it through the
+store to rank 0, which reports.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from pipeproof.diagnostics.finding import Finding, PipeproofError
-from pipeproof.exec.launch.host_clock import HostClock
 from pipeproof.exec.launch.host_watch import HostWatch
 from pipeproof.exec.launch.hosts import make_directory
 from pipeproof.exec.launch.launched_rank import LaunchedRank, launched_rank
@@ -29,13 +27,11 @@ from pipeproof.exec.launch.meeting import JobEndedError, Meeting, Verdict, key_p
 from pipeproof.exec.launch.run_plan import prepare_job, require_runnable, status_of
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S
 from pipeproof.exec.launch.watchdog import JobState
-from pipeproof.exec.launch.worker import Emit, Rehearse, run_rank
-from pipeproof.exec.measure.clock_correction import ClockCorrection
-from pipeproof.exec.rank.checkpointing import only_writer, remove_unfinished
+from pipeproof.exec.launch.worker import Rehearse, run_rank
 from pipeproof.exec.rank.failures import event_of
 from pipeproof.exec.rank.framework_choice import start_framework
 from pipeproof.exec.rank.framework_protocol import Framework
-from pipeproof.exec.rank.job_files import CheckpointOptions, Job, RunOptions, dump_plan, end_process
+from pipeproof.exec.rank.job_files import Job, RunOptions, dump_plan, end_process
 from pipeproof.exec.store.answering_store import AnsweringStore
 from pipeproof.exec.store.launcher_table import OF_BACKEND, TORCHRUN
 from pipeproof.exec.store.polling import wait_until
@@ -70,38 +66,20 @@ class Outcome(Protocol):
         ...
 
 
-_Result = TypeVar("_Result", bound=Outcome, covariant=True)
+_Result = TypeVar("_Result", bound=Outcome)
 
 
-class Conclusion(Protocol, Generic[_Result]):
-    """End of a job: what each host finds out about its own ranks, and what all of it means."""
+@dataclass(frozen=True)
+class LaunchedRehearsal(Generic[_Result]):
+    """A rehearsal under a launcher: what each rank runs, what each host finds out, and what all of it means.
 
-    @property
-    def rehearse(self) -> Rehearse | None:
-        """Function that makes a rehearsal of the job; None for a run."""
-        ...
+    ``of_host`` returns the JSON value of this host, whose ranks have written their files to the job's directory.
+    ``of_all`` returns the result of all hosts, by their values in order; rank 0's directory still exists.
+    """
 
-    def require_hosts(self, job: Job, num_hosts: int) -> None:
-        """Refuse a job that cannot have that many hosts.
-
-        Raises:
-            PipeproofError: it is not supported.
-        """
-        ...
-
-    def of_host(
-        self, job: Job, meeting: Meeting, emit: Emit, threads: int, finish_clock: Callable[[], ClockCorrection]
-    ) -> Any:
-        """Return the JSON value of this host, whose ranks have written their logs to the job's directory.
-
-        ``threads`` is the largest number of compute threads of this host's ranks that are known here; ``finish_clock``
-        ends the measurements of its clock.
-        """
-        ...
-
-    def of_all(self, job: Job, meeting: Meeting, parts: Sequence[Any]) -> _Result:
-        """Return the result of all hosts, by their values in order; rank 0's directory still exists."""
-        ...
+    make: Rehearse
+    of_host: Callable[[Job, Meeting], Any]
+    of_all: Callable[[Job, Meeting, Sequence[Any]], _Result]
 
 
 def join_launcher(run: RunSpec) -> LaunchedRank | None:
@@ -138,7 +116,7 @@ def execute_launched(
     launched: LaunchedRank,
     report: Report,
     options: RunOptions,
-    conclusion: Conclusion[_Result],
+    rehearsal: LaunchedRehearsal[_Result],
     on_finding: Callable[[Finding], None],
     on_wait: Callable[[str], None],
 ) -> _Result:
@@ -162,29 +140,13 @@ def execute_launched(
         raise PipeproofError(NOT_TOGETHER.finding(fact)) from error
     state = JobState(report.subject)
 
-    def on_end() -> None:
-        if launched.rank == 0:
-            if (mark := _mark(meeting, options.checkpoint)) is not None:
-                mark.unlink(missing_ok=True)
-            remove_unfinished(options.checkpoint, meeting.name)
-
     # A shell that started the ranks by hand, with torchrun's variables, may end before them.
     has_launcher = launched.launcher is not TORCHRUN or launched.run_id != ""
-    watch = HostWatch(meeting, state, options.timeout_s, on_finding, on_end, watches_launcher=has_launcher)
-    clock = HostClock(meeting)
-    watch.offset_ns = clock.offset_ns
-
-    def emit(kind: str, **content: Any) -> None:
-        watch.emit(kind, **content)
-        if kind == "step":
-            clock.step_ended()
-
+    watch = HostWatch(meeting, state, options.timeout_s, on_finding, watches_launcher=has_launcher)
     try:
-        job = _job_of_host(meeting, watch, report, options, on_finding)
-        conclusion.require_hosts(job, len(meeting.hosts))
-        with only_writer(job.checkpoint if launched.rank == 0 else CheckpointOptions()):
-            run_rank(job, launched.rank, emit, framework(), conclusion.rehearse)
-            result = _concluded(meeting, watch, clock, job, conclusion, state)
+        job = _job_of_host(meeting, watch, report, options)
+        run_rank(job, launched.rank, watch.emit, framework(), rehearsal.make)
+        result = _concluded(meeting, watch, job, rehearsal)
     except TerminatedError as error:
         raise watch.fail("terminated") from error
     except PipeproofError as error:
@@ -250,30 +212,22 @@ def _facts(report: Report, options: RunOptions) -> Mapping[str, Any]:
     plan, certificate = dump_plan(report.subject.loaded), report.conclusion
     for section, key in (("schedule", "path"), ("cost", "profile")):
         plan.get(section, {}).pop(key, None)  # files may lie elsewhere on another host
-    stated = replace(options, logs=None, record=None, checkpoint=CheckpointOptions())
-    states = options.checkpoint
+    stated = replace(options, logs=None)
     return {
         "the plan's graph": certificate.graph_digest,
         "the plan": hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest(),
         "rules": certificate.rule_set_version,
         "backend tables": certificate.backend_table_version,
-        "command": "rehearse" if options.rehearses else "run",
         "options": hashlib.sha256(repr(stated).encode()).hexdigest(),
-        "states": [states.root is not None, states.resume is not None, states.every, states.by_paddle],
     }
 
 
-def _job_of_host(
-    meeting: Meeting, watch: HostWatch, report: Report, options: RunOptions, on_note: Callable[[Finding], None]
-) -> Job:
+def _job_of_host(meeting: Meeting, watch: HostWatch, report: Report, options: RunOptions) -> Job:
     """The job in the directory of this host, which its leader writes."""
     ready = meeting.directory / "ready"
     if meeting.leads:
         watch.emit("setup", what="preparing the job")
-        job = prepare_job(report, options, meeting.directory, on_note if meeting.rank == 0 else lambda _: None)
-        if len(meeting.hosts) > 1:
-            with watch.waiting():
-                _require_one_state(meeting, job.checkpoint)
+        job = prepare_job(report, options, meeting.directory)
         ready.touch()
         return job
     with watch.waiting():
@@ -281,54 +235,15 @@ def _job_of_host(
     return Job.load(meeting.directory)
 
 
-def _require_one_state(meeting: Meeting, options: CheckpointOptions) -> None:
-    """Refuse hosts that see another state to resume from than rank 0's host, or another directory for states.
-
-    Raises:
-        PipeproofError: PP947.
-    """
-    if options.root is None and options.resume is None:
-        return
-    store, mark = meeting.store, _mark(meeting, options)
-    if meeting.rank == 0:
-        if mark is not None:
-            mark.touch()
-        put_json(store, "state", options.first_step)
-        wait_until(lambda: store.add("state seen") == len(meeting.hosts) - 1)
-        if mark is not None:
-            mark.unlink()
-        return
-    first_step = get_json(store, "state", START_UP_TIMEOUT_S)
-    fact = None
-    if mark is not None and not mark.exists():
-        fact = f"the directory {options.root} of states is another one than on {meeting.hosts[0]}"
-    elif first_step != options.first_step:
-        fact = f"the state begins at step {options.first_step}, and at step {first_step} on {meeting.hosts[0]}"
-    if fact is not None:
-        message, fix = f"on {meeting.host} {fact}", "states need a directory that all hosts share"
-        raise PipeproofError(NOT_TOGETHER.finding(message, help=fix))
-    store.add("state seen", 1)
-
-
-def _mark(meeting: Meeting, options: CheckpointOptions) -> Path | None:
-    """File of rank 0's host by which the others see that they share the directory of states."""
-    return None if options.root is None else options.root / f".{meeting.token}"
-
-
 def _concluded(
-    meeting: Meeting,
-    watch: HostWatch,
-    clock: HostClock,
-    job: Job,
-    conclusion: Conclusion[_Result],
-    state: JobState,
+    meeting: Meeting, watch: HostWatch, job: Job, rehearsal: LaunchedRehearsal[_Result]
 ) -> _Result | ExitStatus:
     """Result on rank 0, the job's exit status on the others."""
     store = meeting.store
     if meeting.leads:
         with watch.waiting():
             wait_until(lambda: all(job.rank_file(rank, "log").exists() for rank in meeting.host.ranks))
-        own = conclusion.of_host(job, meeting, watch.emit, state.threads, clock.finish)
+        own = rehearsal.of_host(job, meeting)
         _keep(job, meeting)
         if meeting.rank > 0:
             put_json(store, f"part/{meeting.index}", own)
@@ -340,14 +255,13 @@ def _concluded(
         for index in range(1, len(meeting.hosts)):
             wait_until(functools.partial(has_json, store, f"part/{index}"))
             parts.append(get_json(store, f"part/{index}", _LAST_S))
-    clock.close()
-    result = conclusion.of_all(job, meeting, parts)
+    result = rehearsal.of_all(job, meeting, parts)
     put_json(store, "status", int(ExitStatus.OK if result.passed else ExitStatus.FAILED))
     return result
 
 
 def _keep(job: Job, meeting: Meeting) -> None:
-    """Copy the host's files for ``pipeproof job merge`` to ``--logs``; each of several hosts has its own folder."""
+    """Copy the host's files to ``--logs``; each of several hosts has its own folder."""
     if job.options.logs is None:
         return
     folder = job.options.logs if len(meeting.hosts) == 1 else job.options.logs / meeting.host.name

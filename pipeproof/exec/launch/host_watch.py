@@ -69,8 +69,8 @@ _LOCAL_CAUSES = frozenset({"ended", "stopped", "launcher"})
 class HostWatch:
     """Watch of one rank.
 
-    ``on_finding`` prints a finding of the verdict, on one rank of each host; ``on_end`` is called before a failed end.
-    With ``watches_launcher`` the parent process must live as long as this one.
+    ``on_finding`` prints a finding of the verdict, on one rank of each host. With ``watches_launcher`` the parent
+    process must live as long as this one.
     """
 
     def __init__(
@@ -79,18 +79,17 @@ class HostWatch:
         state: JobState,
         timeout_s: float,
         on_finding: Callable[[Finding], None],
-        on_end: Callable[[], None],
         *,
         watches_launcher: bool = True,
     ) -> None:
         self._meeting, self._state, self._timeout_s = meeting, state, timeout_s
-        self._on_finding, self._on_end = on_finding, on_end
+        self._on_finding = on_finding
         self._store = AnsweringStore(meeting.store.of_thread(), max(timeout_s, _STORE_S))
         self._launcher = os.getppid() if watches_launcher else None
         self._last = time.monotonic()
         self._looked = self._noted = 0.0
-        self.offset_ns = 0
-        """Nanoseconds from this host's clock to that of rank 0's host, as far as it is known."""
+        # Of wall clocks, which order the failures of different hosts as well as the hosts are synchronized.
+        self._offset_ns = time.time_ns() - time.monotonic_ns()
         self._is_busy, self._prints = True, False
         self._reason: str | None = None
         self._closed, self._asked, self._concluded = threading.Event(), threading.Event(), threading.Event()
@@ -157,7 +156,7 @@ class HostWatch:
         now = time.monotonic()
         if now - self._noted > _NOTE_S:
             self._noted = now
-            self._write("note", {"state": self._state.ranks[self._meeting.rank].content(self.offset_ns)})
+            self._write("note", {"state": self._state.ranks[self._meeting.rank].content(self._offset_ns)})
 
     def _own_reason(self) -> str | None:
         if self._launcher not in (None, os.getppid()):
@@ -220,7 +219,7 @@ class HostWatch:
 
     def _write_position(self, reason: str) -> None:
         refused = None if self._refused is None else self._refused.content()
-        state = self._state.ranks[self._meeting.rank].content(self.offset_ns)
+        state = self._state.ranks[self._meeting.rank].content(self._offset_ns)
         self._write("position", {"reason": reason, "state": state, "refused": refused})
 
     def _write(self, name: str, content: Any) -> None:
@@ -297,8 +296,6 @@ class HostWatch:
 
     def _leave(self) -> None:
         """Leave a failed job: the first rank left on a host ends what is left on the host and removes its files."""
-        with contextlib.suppress(Exception):
-            self._on_end()
         if self._is_watchdog():
             self._end_others()
             shutil.rmtree(self._meeting.directory, ignore_errors=True)

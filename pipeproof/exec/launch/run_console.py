@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from pydantic import TypeAdapter
 from rich.console import Console
 from rich.text import Text
 
@@ -17,23 +16,17 @@ from pipeproof.atomic_write import write_json
 from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.diagnostics.text_output import render_text
 from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult
-from pipeproof.exec.compare.reference_process import run_reference
 from pipeproof.exec.compare.step_losses import main_loss, module_losses
-from pipeproof.exec.launch.external_launcher import execute_launched, join_launcher
-from pipeproof.exec.launch.host_part import HostPart, host_part, merged_report, read_records
-from pipeproof.exec.launch.hosts import ranks_text
-from pipeproof.exec.launch.launched_rank import LaunchedRank
-from pipeproof.exec.launch.meeting import JobEndedError, Meeting
-from pipeproof.exec.launch.run_plan import NotVerifiedError, Progress, StepCollector, run, status_of
+from pipeproof.exec.launch.launched_rank import launched_rank
+from pipeproof.exec.launch.meeting import JobEndedError
+from pipeproof.exec.launch.run_plan import NotVerifiedError, Progress, run, status_of
 from pipeproof.exec.launch.run_report import LogClock, RunReport
-from pipeproof.exec.launch.worker import Emit
-from pipeproof.exec.measure.clock_correction import ClockCorrection
 from pipeproof.exec.measure.limits_report import LimitsReport
 from pipeproof.exec.rank.checkpointing import checkpoint_lines
 from pipeproof.exec.rank.gpu_assignment import shared_gpus_text
-from pipeproof.exec.rank.job_files import Job, RecordOptions, RunOptions, end_process
+from pipeproof.exec.rank.job_files import RecordOptions, RunOptions, end_process
 from pipeproof.exec.rank.reference_kind import is_checked_by_bound
-from pipeproof.exec.store.run_codes import NOT_EXECUTED
+from pipeproof.exec.store.run_codes import WORLD_SIZE
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.signals import TerminatedError, terminate_raises
@@ -59,25 +52,44 @@ def run_command(
     ``write_timeline`` writes the measured timeline and returns the line to print about it; ``verbose`` prints what is
     equal, too.
     """
+    refused = _refuse_launcher(report)
+    if refused is not None:
+        render_text([refused], report.subject.source, console=console)
+        return ExitStatus.BAD_INPUT
     report = replace(report, subject=report.subject.unfolded())  # every process runs one rank
     refusal = "not run: the plan does not pass check (`--unsafe` runs it without a certificate)"
-    result = launched_or_status(_run, _run_launched, report, options, console, refusal)
+    result = result_or_status(lambda: _run(report, options, console), report, options, console, refusal)
     if isinstance(result, int):
         return result
     checkpoint = replace(options.checkpoint, reference_from_state=result.reference_from_state)
     for line in checkpoint_lines(checkpoint, [step.step for step in result.steps]):
         console.print(line, soft_wrap=True)
-    status = show_run(result, console, report_file, profile_file, write_timeline, options.record, verbose=verbose)
-    return status if join_launcher(report.subject.plan.spec.run) is None else end_process(status)
+    return _show_run(result, console, report_file, profile_file, write_timeline, options.record, verbose=verbose)
 
 
-def show_run(
+def _refuse_launcher(report: Report) -> Finding | None:
+    """PP907: a process that a launcher started as one of several; ``run`` starts all ranks itself."""
+    try:
+        launched = launched_rank(os.environ, report.subject.plan.spec.run.backend)
+    except PipeproofError:  # variables that name no rank
+        return None
+    if launched is None:
+        return None
+    return WORLD_SIZE.finding(
+        f"`run` starts all ranks itself, on one host, and {launched.launcher.name} started this process as rank "
+        f"{launched.rank} of {launched.world_size}",
+        help="start it once, without the launcher; under the launcher, `pipeproof rehearse` executes the plan's "
+        "communication, and `pipeproof.torch.Pipeline` or `pipeproof.paddle.Pipeline` trains your own script",
+    )
+
+
+def _show_run(
     result: RunReport,
     console: Console,
     report_file: Path | None,
     profile_file: Path | None,
     write_timeline: Callable[[Timeline, OpGraph], str] | None,
-    record: RecordOptions | None = None,
+    record: RecordOptions | None,
     *,
     verbose: bool,
 ) -> int:
@@ -90,8 +102,7 @@ def show_run(
         print_lines(LimitsReport(result.profile).lines(), console)
         console.print(_profile_line(result.profile, profile_file), soft_wrap=True)
     elif profile_file is not None:
-        reason = "logs of ranks are missing" if result.ranks_without_log else "the executed log differs from the graph"
-        console.print(f"no profile was written: {reason}", soft_wrap=True)
+        console.print("no profile was written: the executed log differs from the graph", soft_wrap=True)
     if record is not None:
         console.print(_record_line(record), soft_wrap=True)
     if write_timeline is not None:
@@ -99,34 +110,16 @@ def show_run(
     return ExitStatus.OK if result.passed else ExitStatus.FAILED
 
 
-def launched_or_status(
-    here: Callable[[Report, RunOptions, Console], _Result],
-    launched: Callable[[LaunchedRank, Report, RunOptions, Console], _Result],
-    report: Report,
-    options: RunOptions,
-    console: Console,
-    refusal: str,
+def result_or_status(
+    execute: Callable[[], _Result], report: Report, options: RunOptions, console: Console, refusal: str
 ) -> _Result | int:
-    """Return ``result_or_status`` of ``here``, or of ``launched`` on a rank of an external launcher."""
-
-    def execute() -> _Result:
-        rank = join_launcher(report.subject.plan.spec.run)
-        return here(report, options, console) if rank is None else launched(rank, report, options, console)
-
-    result = result_or_status(execute, report, console, refusal)
-    if options.share_gpus and not isinstance(result, int):
-        console.print(f"[bold yellow]{shared_gpus_text(report.subject)}[/]", soft_wrap=True)
-    return result
-
-
-def result_or_status(execute: Callable[[], _Result], report: Report, console: Console, refusal: str) -> _Result | int:
     """Return the result of ``execute``; where it fails, print the reason and return the exit status.
 
     ``refusal`` is the line for a plan that does not pass check.
     """
     try:
         with terminate_raises():
-            return execute()
+            result = execute()
     except KeyboardInterrupt:
         console.print("interrupted: all processes were stopped")
         return ExitStatus.INTERRUPTED
@@ -140,15 +133,15 @@ def result_or_status(execute: Callable[[], _Result], report: Report, console: Co
         if isinstance(error, JobEndedError):
             end_process(error.status)
         return status_of(error)
+    if options.share_gpus:
+        console.print(f"[bold yellow]{shared_gpus_text(report.subject)}[/]", soft_wrap=True)
+    return result
 
 
 def _profile_line(profile: Profile, file: Path) -> str:
     steps = f"{profile.steps.counted} of {profile.steps.run} steps"
     idle = "" if profile.messages or not profile.bare_messages else ", messages only from before the first step"
-    undecided = profile.clock.undecided
-    between = f", without {undecided} uncertain times between hosts" if undecided else ""
-    details = f"{steps}{idle}{between}"
-    return f"profile of {details} written to {file}; in a plan: `cost: {{profile: {file.name}, p2p: backend}}`"
+    return f"profile of {steps}{idle} written to {file}; in a plan: `cost: {{profile: {file.name}, p2p: backend}}`"
 
 
 def _record_line(record: RecordOptions) -> str:
@@ -185,17 +178,6 @@ def _bound(report: Report) -> float | None:
     return parallel_bound(plan.spec) if is_checked_by_bound(plan) else None
 
 
-def _run_launched(launched: LaunchedRank, report: Report, options: RunOptions, console: Console) -> RunReport:
-    return execute_launched(
-        launched,
-        report,
-        options,
-        RunConclusion(report, lambda step: console.print(step_line(step, _bound(report)), soft_wrap=True)),
-        on_finding=_printed(report, console),
-        on_wait=lambda line: console.print(line, soft_wrap=True),
-    )
-
-
 def _printed(report: Report, console: Console) -> Callable[[Finding], None]:
     return lambda finding: render_text([finding], report.subject.source, console=console)
 
@@ -205,10 +187,6 @@ def step_line(step: StepResult, bound: float | None = None) -> str:
 
     With a ``bound`` the line has distances to the reference in place of bitwise comparisons.
     """
-    if not step.is_compared:
-        agrees = all(gradient.replicas_agree for gradient in step.gradients)
-        equal_shards = "agree" if agrees else "[red]differ[/]"
-        return f"step {step.step}  loss {float(main_loss(step.loss)):.9f}  no reference  equal shards {equal_shards}"
     if bound is not None:
         farthest = max((gradient.unpartitioned_max_rel_diff for gradient in step.gradients), default=0.0)
         colour = "green" if step.agrees(bound) and farthest <= bound else "red"
@@ -232,12 +210,6 @@ def step_line(step: StepResult, bound: float | None = None) -> str:
     return f"{line}{losses}  routers {'bitwise equal' if step.routers.bitwise else '[red]differ[/]'}"
 
 
-def step_lines(report: RunReport) -> list[str]:
-    """Return the lines of all steps of a report."""
-    bound = report.parallel_bound if report.is_checked_by_bound else None
-    return [step_line(step, bound) for step in report.steps]
-
-
 _MOST_ROWS = 80
 """Most parameters that the table shows of those that differ. The JSON report has all."""
 
@@ -257,10 +229,10 @@ def _print_gradients(step: StepResult, bound: float | None, console: Console, *,
         (
             str(gradient.stage),
             gradient.name,
-            "on several hosts" if gradient.md5 is None else gradient.md5[:8],
+            gradient.md5[:8],
             _verdict(gradient, bound),
-            _distance(gradient.max_rel_diff),
-            _distance(gradient.unpartitioned_max_rel_diff),
+            f"{gradient.max_rel_diff:.2g}",
+            f"{gradient.unpartitioned_max_rel_diff:.2g}",
         )
         for gradient in shown
     ]
@@ -271,21 +243,12 @@ def _print_gradients(step: StepResult, bound: float | None, console: Console, *,
 
 
 def _verdict(gradient: GradientResult, bound: float | None) -> Text:
-    """Return a gradient's cell under ``bits`` or ``bound``; without a reference it is about equal shards."""
-    if gradient.reference_md5 is None:
-        accepted, refused = "shards agree", "shards differ"
-    else:
-        accepted, refused = ("equal", "differ") if bound is None else ("within", "beyond")
+    """Return a gradient's cell under ``bits`` or ``bound``."""
+    accepted, refused = ("equal", "differ") if bound is None else ("within", "beyond")
     return Text(accepted) if _is_accepted(gradient, bound) else Text(refused, style="red")
 
 
-def _distance(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.2g}"
-
-
 def _is_accepted(gradient: GradientResult, bound: float | None) -> bool:
-    if gradient.reference_md5 is None:
-        return gradient.replicas_agree
     return gradient.bitwise if bound is None else gradient.unpartitioned_max_rel_diff <= bound
 
 
@@ -298,7 +261,7 @@ def render_run(report: RunReport, console: Console, *, verbose: bool = False) ->
     bound = report.parallel_bound if report.is_checked_by_bound else None
     _print_gradients(report.steps[-1], bound, console, verbose=verbose)
     spec = report.subject.plan.spec
-    if verbose or not report.passed or report.uncompared_steps:
+    if verbose or not report.passed:
         _print_sides(report, console)
     if spec.run.compiler is not None and (verbose or report.without_graphs):
         num_without, num_stages = len(report.without_graphs), len(report.subject.plan.stages)
@@ -307,21 +270,7 @@ def render_run(report: RunReport, console: Console, *, verbose: bool = False) ->
             console.print(f"stage {stage} does not: {reason}", soft_wrap=True, markup=False)
     verb = "equals" if not report.log_findings else "[red]differs from[/]"
     console.print(f"executed log {verb} the verified graph{_logged_steps(report)}{CLOCKS[report.clock]}")
-    if report.ranks_without_log:
-        ranks = ranks_text(report.ranks_without_log)
-        console.print(
-            f"the timeline lacks the logs of {ranks}, which their hosts have; `pipeproof job merge` joins them",
-            soft_wrap=True,
-        )
-    if report.clock_error_ns:
-        console.print(f"times of different hosts are comparable within {report.clock_error_ns / 1000:.3g} us")
-    if report.passed and report.uncompared_steps:
-        console.print(
-            f"[bold green]matches[/]: the loss and every gradient of step {report.steps[0].step}, within the bound; "
-            "equal shards of later steps, bit for bit",
-            soft_wrap=True,
-        )
-    elif report.passed and report.is_checked_by_bound:
+    if report.passed and report.is_checked_by_bound:
         gradients = " and every gradient of the first step" if report.starts_from_initial_weights else ""
         console.print(f"[bold green]matches[/]: every loss{gradients}, within the bound")
     elif report.passed:
@@ -335,14 +284,7 @@ def render_run(report: RunReport, console: Console, *, verbose: bool = False) ->
 def _print_sides(report: RunReport, console: Console) -> None:
     """Print how the reference and the ranks computed, and the bound on their distance."""
     spec = report.subject.plan.spec
-    if report.uncompared_steps:
-        console.print(
-            f"reference: one process, unpartitioned model, only of step {report.steps[0].step}: no host has "
-            "the weights of all ranks. Of later steps only equal shards were compared with each other",
-            soft_wrap=True,
-        )
-        console.print(f"distance to it: stated bound {report.parallel_bound:.3g}")
-    elif report.is_checked_by_bound:
+    if report.is_checked_by_bound:
         console.print("reference: one process, unpartitioned model, each step from the ranks' own weights")
         console.print(f"distance to it: stated bound {report.parallel_bound:.3g}")
     elif report.parallel_bound:
@@ -373,49 +315,6 @@ def _logged_steps(report: RunReport) -> str:
     first, last = report.steps[0].step, report.steps[-1].step
     second = first + 1
     return f" in steps {first} and {second}; steps {second} to {last} replay the CUDA graph captured in step {second}"
-
-
-class RunConclusion:
-    """A ``Conclusion`` of a run; ``on_step`` prints each compared step on rank 0."""
-
-    def __init__(self, report: Report, on_step: Callable[[StepResult], None]) -> None:
-        self._report, self._on_step, self.rehearse = report, on_step, None
-
-    def require_hosts(self, job: Job, num_hosts: int) -> None:
-        """Refuse options that need all ranks on one host.
-
-        Raises:
-            PipeproofError: PP909.
-        """
-        if num_hosts > 1 and job.options.record is not None:
-            raise PipeproofError(
-                NOT_EXECUTED.finding(
-                    f"--record writes whole tensors, and the ranks are on {num_hosts} hosts: no tensor crosses hosts",
-                    help="record a run on one host, where the values are the same bits",
-                )
-            )
-
-    def of_host(
-        self, job: Job, meeting: Meeting, emit: Emit, threads: int, finish_clock: Callable[[], ClockCorrection]
-    ) -> Any:
-        """Run the reference and compare this host's ranks with it."""
-        report, ranks = self._report, meeting.host.ranks
-        clock = finish_clock()
-        run_reference(job, lambda step: emit("reference", step=step), ranks)
-        is_finite = report.certificate is not None
-        collector = StepCollector(job, report.subject, job.options.record, requires_finite=is_finite, ranks=ranks)
-        steps = collector.collect_parts(report.subject.plan.spec.run.steps)
-        part = host_part(report, job, steps, ranks, threads, run=meeting.token, host=meeting.host.name, clock=clock)
-        part.save(job.directory)
-        return TypeAdapter(HostPart).dump_python(part, mode="json")
-
-    def of_all(self, job: Job, meeting: Meeting, parts: Sequence[Any]) -> RunReport:
-        """Return the report of all ranks, with the timeline of this host's."""
-        read = [TypeAdapter(HostPart).validate_python(part) for part in parts]
-        result = merged_report(self._report, job, read, read_records(job, meeting.host.ranks))
-        for step in result.steps:
-            self._on_step(step)
-        return result
 
 
 _Result = TypeVar("_Result")

@@ -13,40 +13,42 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import overload
 
+from pipeproof.comm.accumulation_order import accumulation_of
 from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
 from pipeproof.diagnostics.install_command import install_extra
-from pipeproof.exec.compare.compare_gradients import (
-    StepResult,
-    gather_sharded_gradients,
-    merged_step,
-    require_finite_step,
-)
+from pipeproof.exec.compare.compare_gradients import StepResult, compare_step, gather_sharded_gradients
+from pipeproof.exec.compare.compare_log import compare_exchanges, compare_log
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
-from pipeproof.exec.compare.step_losses import NotFiniteError
-from pipeproof.exec.compare.step_part import StepPart, compare_part
-from pipeproof.exec.launch.host_part import RankRecords, build_report, log_findings, read_records
+from pipeproof.exec.compare.step_losses import NotFiniteError, require_finite
 from pipeproof.exec.launch.meeting import JobEndedError
-from pipeproof.exec.launch.run_report import RunReport
+from pipeproof.exec.launch.run_report import RunReport, clock_of, measured_timeline
 from pipeproof.exec.launch.supervisor import Launcher, WorkerFailedError, job_directory
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.measure.installed_backends import INSTALLED_BY
+from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.rank.checkpointing import only_writer, prepare_checkpoint, remove_unfinished
 from pipeproof.exec.rank.executor_support import require_executable, require_issuable
 from pipeproof.exec.rank.gpu_assignment import missing_gpus
+from pipeproof.exec.rank.idle_messages import IdleMessageEnd
 from pipeproof.exec.rank.job_files import (
     Fault,
     Job,
+    LogFile,
     RecordOptions,
     RunOptions,
     StepOutcome,
     dump_plan,
     load_arrays,
+    load_json,
 )
-from pipeproof.exec.rank.reference_kind import holds_all_weights, is_checked_by_bound, needs_ordered_reference
+from pipeproof.exec.rank.op_log import LogEntry, Timing
+from pipeproof.exec.rank.reference_kind import is_checked_by_bound, needs_ordered_reference
+from pipeproof.exec.rank.step_replay import num_logged_steps
 from pipeproof.exec.store.run_codes import BACKEND_MISSING, NOT_EXECUTED
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS
 from pipeproof.specs.plan_sections import RunSpec
+from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.system_calls import CAN_START_RANKS
 from pipeproof.verify.check_plan import Report
 from pipeproof.verify.subject import Subject
@@ -232,77 +234,42 @@ def _require_fault_op(subject: Subject, fault: Fault | None) -> None:
 class StepCollector:
     """Comparison of steps in order, as soon as all files of a step exist; it records them and removes the files.
 
-    ``results`` are those of ``collect``, on disk, and ``parts`` those of ``collect_parts``; a collector is used for one
-    of the two. ``ranks`` are those whose files are in the job's directory, all by default. With ``requires_finite`` a
-    loss or gradient of all ranks that is not finite raises ``NotFiniteError``; for some ranks the caller of
-    ``host_part.merged_report`` finds out.
-
-    Raises:
-        ValueError: a record is requested of some ranks; it has the tensors of all.
+    ``results``, on disk, are those of ``collect``. With ``requires_finite`` a loss or gradient that is not finite
+    raises ``NotFiniteError``.
     """
 
     def __init__(
-        self,
-        job: Job,
-        subject: Subject,
-        record: RecordOptions | None = None,
-        *,
-        requires_finite: bool = True,
-        ranks: Sequence[int] | None = None,
+        self, job: Job, subject: Subject, record: RecordOptions | None = None, *, requires_finite: bool = True
     ) -> None:
-        all_ranks = tuple(range(subject.plan.mesh.num_ranks))
-        self.ranks = all_ranks if ranks is None else tuple(sorted(ranks))
-        self._has_all = self.ranks == all_ranks
-        if record is not None and not self._has_all:
-            raise ValueError(f"a record needs the tensors of all ranks, and here are ranks {list(self.ranks)}")
         self._job, self._subject = job, subject
+        self._ranks = range(subject.plan.mesh.num_ranks)
         self._recorder = None if record is None else Recorder(record, subject.plan, job.digest)
         self._requires_finite = requires_finite
-        self._has_all_weights = not is_checked_by_bound(subject.plan) or holds_all_weights(subject.plan, self.ranks)
         self.results = ResultsOnDisk(job.directory)
-        self.parts: list[StepPart] = []
 
     def collect(self, num_steps: int) -> list[StepResult]:
-        """Return the results of the steps before ``num_steps`` that were not collected yet; needs all ranks."""
+        """Return the results of the steps before ``num_steps`` that were not collected yet."""
         collected = []
         for step in range(self._job.checkpoint.first_step + len(self.results), num_steps):
-            _, result = self._compare(step)
-            assert result is not None, "some ranks have no results of their own"
+            result = self._compare(step)
             self.results.append(result)
             collected.append(result)
         return collected
 
-    def collect_parts(self, num_steps: int) -> list[StepPart]:
-        """Return the parts of the steps before ``num_steps`` that were not collected yet, of the collector's ranks."""
-        known = len(self.parts)
-        for step in range(self._job.checkpoint.first_step + known, num_steps):
-            part, _ = self._compare(step)
-            self.parts.append(part)
-        return self.parts[known:]
-
-    def _compare(self, step: int) -> tuple[StepPart, StepResult | None]:
-        """Return the part of the collector's ranks, and the result if they are all ranks."""
-        plan = self._subject.plan
-        rank_files = [self._job.step_file(f"rank{rank}", step) for rank in self.ranks]
+    def _compare(self, step: int) -> StepResult:
+        plan, job = self._subject.plan, self._job
+        rank_files = [job.step_file(f"rank{rank}", step) for rank in self._ranks]
         own = [StepOutcome.load(file) for file in rank_files]
-        unpartitioned_file = self._job.step_file("unpartitioned", step)
+        unpartitioned_file = job.step_file("unpartitioned", step)
         has_ordered = needs_ordered_reference(plan) and not is_checked_by_bound(plan)
-        ordered_file = self._job.step_file("ordered", step) if has_ordered else unpartitioned_file
-        models = {}
-        if self._has_all_weights or step == self._job.checkpoint.first_step:
-            models = {file: StepOutcome.load(file) for file in {unpartitioned_file, ordered_file}}
-        by_rank = dict(zip(self.ranks, own, strict=True))
-        part = compare_part(plan, step, by_rank, models.get(ordered_file), models.get(unpartitioned_file))
-        used = {*rank_files, *models, *(() if models else (self._job.weights_file(rank, step) for rank in self.ranks))}
-        result = None
-        if self._has_all:
-            if self._requires_finite:
-                require_finite_step(self._subject, [part])
-            result = merged_step(plan, [part])
-            used |= self._record(result, own, models[ordered_file])
-        for file in used:
+        ordered_file = job.step_file("ordered", step) if has_ordered else unpartitioned_file
+        models = {file: StepOutcome.load(file) for file in {unpartitioned_file, ordered_file}}
+        if self._requires_finite:
+            require_finite(self._subject.graph, step, own, models[unpartitioned_file])
+        result = compare_step(plan, step, own, models[ordered_file], models[unpartitioned_file])
+        for file in {*rank_files, *models, *self._record(result, own, models[ordered_file])}:
             file.unlink()
-        return part, result
+        return result
 
     def _record(self, result: StepResult, own: Sequence[StepOutcome], reference: StepOutcome) -> set[Path]:
         """Record a step of all ranks, if a record is requested; return the files that only the record needs."""
@@ -310,7 +277,7 @@ class StepCollector:
             return set()
         assert reference.loss is not None
         files = [
-            self._job.layers_file(who, result.step) for who in (*(f"rank{rank}" for rank in self.ranks), "reference")
+            self._job.layers_file(who, result.step) for who in (*(f"rank{rank}" for rank in self._ranks), "reference")
         ]
         *rank_layers, whole_layers = [load_arrays(file) for file in files] if self._job.layers else [{}] * len(files)
         gradients = gather_sharded_gradients(self._subject.plan, [outcome.gradients for outcome in own])
@@ -329,10 +296,53 @@ def finish_report(report: Report, job: Job, steps: Sequence[StepResult], threads
 
     ``threads`` is the largest number of compute threads that a worker measured.
     """
-    ranks = range(report.subject.graph.num_ranks)
-    findings = log_findings(report.subject, job, ranks)
-    records = read_records(job, ranks) if job.options.timeline else RankRecords(dict.fromkeys(ranks, ()))
-    return build_report(report, job, steps, findings, records, threads)
+    subject, spec = report.subject, report.subject.plan.spec
+    findings = _log_findings(subject, job)
+    ranks, options = range(subject.graph.num_ranks), job.options
+    logs: dict[int, Sequence[LogEntry]] = {
+        rank: [*LogFile(job.rank_file(rank, "log"))] if options.timeline else () for rank in ranks
+    }
+    profile = None
+    if options.timeline and options.profile and not findings:
+        idle_messages = {rank: load_json(job.rank_file(rank, "bare"), list[IdleMessageEnd]) for rank in ranks}
+        timings = {rank: load_json(job.rank_file(rank, "timing"), Timing) for rank in ranks}
+        profile = measured_profile(subject, report.digest, logs, idle_messages, threads, timings)
+    captured = [file for file in (job.rank_file(rank, "graphs") for rank in ranks) if file.exists()]
+    without_graphs = {stage: why for file in captured for stage, why in load_json(file, dict[int, str]).items()}
+    return RunReport(
+        subject=subject,
+        digest=report.digest,
+        verified=report.certificate is not None,
+        steps=steps,
+        log_findings=findings,
+        timeline=measured_timeline(subject, logs),
+        parallel_bound=parallel_bound(spec) if needs_ordered_reference(subject.plan) else 0.0,
+        is_checked_by_bound=is_checked_by_bound(subject.plan),
+        num_logged_steps=num_logged_steps(spec.run, layers=job.layers, first_step=job.checkpoint.first_step),
+        reference_from_state=job.checkpoint.reference_from_state,
+        threads=threads,
+        accumulation=accumulation_of(subject.plan),
+        profile=profile,
+        clock=clock_of(spec.run, is_timed=options.profile),
+        without_graphs=dict(sorted(without_graphs.items())),
+    )
+
+
+def _log_findings(subject: Subject, job: Job) -> tuple[Finding, ...]:
+    """Differences of the logs from the graph; of ranks without any, exchanged rows that differ from their counts."""
+    run, first_step = subject.plan.spec.run, job.checkpoint.first_step
+    num_steps = num_logged_steps(run, layers=job.layers, first_step=first_step)
+    findings: list[Finding] = []
+    for rank in range(subject.graph.num_ranks):
+        entries = LogFile(job.rank_file(rank, "log"))
+        differences = tuple(
+            compare_log(
+                subject.graph, rank, entries, num_steps=num_steps, first_step=first_step, dtype=run.dtype,
+                weight_dtype=run.weight_dtype,
+            )
+        )  # fmt: skip
+        findings += differences or compare_exchanges(subject.graph, rank, entries)
+    return tuple(findings)
 
 
 class ResultsOnDisk(Sequence[StepResult]):

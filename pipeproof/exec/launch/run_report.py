@@ -64,14 +64,6 @@ class RunReport:
     """Stages that do not run as graphs though the plan has ``run.compiler``, each with the reason."""
     reference_from_state: bool = False
     """True if the reference started from the resumed state instead of training up to it."""
-    hosts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """The ranks of each host, if there are several."""
-    host_findings: tuple[Finding, ...] = ()
-    """Findings about several hosts together."""
-    ranks_without_log: tuple[int, ...] = ()
-    """Ranks whose logs are on another host, so that the timeline lacks them."""
-    clock_error_ns: int = 0
-    """Largest error of the times of a rank in comparison with rank 0, by the clocks of different hosts."""
 
     @property
     def gradients(self) -> Iterator[GradientResult]:
@@ -82,9 +74,7 @@ class RunReport:
     def beyond_bound(self) -> tuple[GradientResult, ...]:
         """Gradients farther from the plain unpartitioned model than the stated bound, in order."""
         return tuple(
-            gradient
-            for gradient in self.gradients
-            if gradient.reference_md5 is not None and not gradient.unpartitioned_max_rel_diff <= self.parallel_bound
+            gradient for gradient in self.gradients if not gradient.unpartitioned_max_rel_diff <= self.parallel_bound
         )
 
     @property
@@ -104,17 +94,11 @@ class RunReport:
     @property
     def matches(self) -> bool:
         """True if losses, gradients and op log are correct."""
-        is_wrong = self.log_findings or any(finding.severity is Severity.ERROR for finding in self.host_findings)
-        return not self._differing and self.within_bound and not is_wrong
+        return not self._differing and self.within_bound and not self.log_findings
 
     @cached_property
     def _differing(self) -> tuple[StepResult, ...]:
         return tuple(step for step in self.steps if not self._matches_reference(step))
-
-    @cached_property
-    def uncompared_steps(self) -> tuple[int, ...]:
-        """Steps without a reference, because no host has the weights of all ranks."""
-        return tuple(step.step for step in self.steps if not step.is_compared)
 
     def _matches_reference(self, step: StepResult) -> bool:
         """Return True if a step matches the reference, without the distance to the unpartitioned model."""
@@ -128,7 +112,7 @@ class RunReport:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """Findings about the run."""
-        findings = [*self.log_findings, *self.host_findings]
+        findings = [*self.log_findings]
         if not self.verified:
             findings.append(UNVERIFIED.finding("the plan does not pass check; it ran unsafe"))
         findings += map(self._mismatch, self._differing)
@@ -152,8 +136,6 @@ class RunReport:
             loss = (
                 f"the loss is {step.loss_distance:.3g} from the unpartitioned model's, and the stated bound is "
                 f"{self.parallel_bound:.3g}"
-                if step.is_compared
-                else "no host has the weights of all ranks, so there is no reference"
             )
             return MISMATCH.finding(f"step {step.step}: {loss}{replicas}")
         wrong = [g for g in step.gradients if not g.bitwise]
@@ -166,9 +148,7 @@ class RunReport:
         example = ""
         if wrong:
             first = wrong[0]
-            shard = "" if first.md5 is not None else f" on rank {first.differing[0].rank}"
-            source = first if first.md5 is not None else first.differing[0]
-            example = f" (first: {first.name}{shard}, md5 {source.md5}, reference {source.reference_md5})"
+            example = f" (first: {first.name}, md5 {first.md5}, reference {first.reference_md5})"
         return MISMATCH.finding(
             f"step {step.step}: {loss}; gradients that differ: {by_stage}{example}"
             + ("" if step.routers is None else step.routers.mismatch()),
@@ -204,7 +184,6 @@ class RunReport:
                         **module_losses_to_json(step.loss, step.reference_loss, step.unpartitioned_loss),
                         "loss_is_bitwise": step.loss_is_bitwise,
                         "bitwise": step.bitwise,
-                        **({} if step.is_compared else {"compared": False}),
                         **({} if step.routers is None else {"routers": step.routers.to_json()}),
                     }
                 )
@@ -212,10 +191,7 @@ class RunReport:
             ],
             "gradients": [_finite(gradient.to_json()) for gradient in self.gradients],
             "findings": [finding_to_json(finding) for finding in self.findings],
-            **({"hosts": {host: list(ranks) for host, ranks in self.hosts.items()}} if self.hosts else {}),
-            **({"ranks_without_log": list(self.ranks_without_log)} if self.ranks_without_log else {}),
             **({} if self.profile is None else {"limits": self.profile.to_json()["limits"]}),
-            **({"clock_error_us": self.clock_error_ns / 1000} if self.clock_error_ns else {}),
             **self._graphs_to_json(),
             "timeline": [
                 {

@@ -40,7 +40,7 @@ class RankState:
     """Time of the last event; 0 before the first. Under an external launcher each process knows only its own events."""
 
     def content(self, offset_ns: int) -> dict[str, Any]:
-        """Return a JSON value for other hosts; ``offset_ns`` is added to times, which are of this host's clock."""
+        """Return a JSON value for other hosts; ``offset_ns`` is added to times of this host's monotonic clock."""
         content = asdict(self)
         content["heard_s"] = self.heard_s and self.heard_s + offset_ns / 1e9
         if content["failure"] is not None:

@@ -1,8 +1,6 @@
 """Profile of a run from its op logs.
 
-Processes of one host read one monotonic clock, so times of different ranks can be subtracted. Times of several hosts
-are corrected to one clock before (``clock_correction``). A difference between two hosts that is not larger than its
-possible error is no measurement: it is counted as undecided and left out.
+Processes of one host read one monotonic clock, so times of different ranks can be subtracted.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar, get_args
+from typing import get_args
 
 from pipeproof.cost.measured_profile import measured_sections
 from pipeproof.exec.measure.installed_backends import installed_version
@@ -27,7 +25,7 @@ from pipeproof.exec.measure.limits_report import (
     step_limits,
 )
 from pipeproof.exec.rank.idle_messages import IdleMessageEnd
-from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, Timing, accuracy_between_ns, op_ids_of
+from pipeproof.exec.rank.op_log import HOST_QUEUE, LogEntry, Timing, op_ids_of
 from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
 from pipeproof.schedule.ops import GATHER_KINDS, PART_KINDS, Op, OpKind
 from pipeproof.specs.axis_layout import dtype_bytes
@@ -65,32 +63,27 @@ def measured_profile(
     """Return the profile of a run from the ranks' logs; the first step is left out if there are others.
 
     ``logs`` are by rank and match the graph; ``idle_messages`` has each rank's ends of the idle messages; ``threads``
-    is the number per process; ``timings`` has each rank's clock, which is that of one host by default. Logs and idle
-    messages of several hosts are corrected to one clock. ``flops`` are counted ones of a step by rank and stage; by
-    default they are those of the plan's model.
+    is the number per process; ``timings`` has each rank's clock, which is that of the host by default. ``flops`` are
+    counted ones of a step by rank and stage; by default they are those of the plan's model.
     """
     plan, graph = subject.plan, subject.graph
     all_steps = sorted({entry.step for entries in logs.values() for entry in entries})
     counted = all_steps[1:] or all_steps
-    steps = [_MeasuredStep(graph, logs, step, timings) for step in counted]
-    messages = [sample for step in steps for sample in step.messages()]
-    bare_messages = [*_idle_messages(idle_messages, timings)]
-    collectives = [sample for step in steps for sample in step.collectives()]
-    num_undecided = sum(time_ns is None for _, time_ns in (*messages, *bare_messages, *collectives))
+    steps = [_MeasuredStep(graph, logs, step) for step in counted]
     return Profile(
         profile=1,
         machine=_machine(plan.spec.run.backend, len(logs), threads, timings),
         plan=MeasuredPlan(digest=digest, **measured_sections(plan.spec)),
         steps=Steps(run=len(all_steps), counted=len(counted)),
         stages=tuple(_stages(len(plan.stages), steps)),
-        messages=by_size(_decided(messages)),
-        bare_messages=by_size(_decided(bare_messages)),
-        collectives=tuple(_collectives(_decided(collectives))),
+        messages=by_size(sample for step in steps for sample in step.messages()),
+        bare_messages=by_size(_idle_messages(idle_messages)),
+        collectives=tuple(_collectives(sample for step in steps for sample in step.collectives())),
         host=Host(
             between_ops=spread_of(Spread, [gap for step in steps for gap in step.gaps()]),
             after_wait=spread_of(Spread, [delay for step in steps for delay in step.delays()]),
         ),
-        clock=_clock(timings, num_undecided),
+        clock=_clock(timings),
         memory=tuple(
             DeviceMemory(rank=rank, allocated_bytes=timing.allocated_bytes, reserved_bytes=timing.reserved_bytes)
             for rank, timing in sorted(timings.items())
@@ -116,12 +109,10 @@ class _TimedOp:
 
 
 class _MeasuredStep:
-    """One step of all ranks: the log's entries by op id. A sample without a time is undecided."""
+    """One step of all ranks: the log's entries by op id."""
 
-    def __init__(
-        self, graph: OpGraph, logs: Mapping[int, Sequence[LogEntry]], step: int, timings: Mapping[int, Timing]
-    ) -> None:
-        self._graph, self._timings = graph, timings
+    def __init__(self, graph: OpGraph, logs: Mapping[int, Sequence[LogEntry]], step: int) -> None:
+        self._graph = graph
         self._entries: dict[int, LogEntry] = {}
         self._hosts: list[list[int]] = []
         of_ranks = []
@@ -159,27 +150,23 @@ class _MeasuredStep:
                     for kind, whole, children in _parts(op.kind, self._entries[op_id], inside[str(op)]):
                         yield _TimedOp(kind, op.stage, whole, whole - sum(map(_duration, children)))
 
-    def messages(self) -> Iterator[tuple[int, int | None]]:
+    def messages(self) -> Iterator[tuple[int, int]]:
         """Yield (bytes, nanoseconds) of each message unless its receiver was ready after its sender."""
         for send, receive in self._graph.edges[EdgeKind.MATCH].tolist():
             sent, ready, entry = self._ready_ns[send], self._ready_ns[receive], self._entries[receive]
-            error = _error_between_hosts_ns(self._timings, self._graph.rank[send], self._graph.rank[receive])
-            if ready <= sent + error:
-                yield entry.numel * dtype_bytes(entry.dtype), _time_of_message(sent, ready, entry.end_ns, error)
+            if ready <= sent:
+                yield entry.numel * dtype_bytes(entry.dtype), max(0, entry.end_ns - sent)
 
-    def collectives(self) -> Iterator[tuple[tuple[str, int, int], int | None]]:
+    def collectives(self) -> Iterator[tuple[tuple[str, int, int], int]]:
         """Yield ((kind, members, bytes per member), nanoseconds from the last arrival to the end) of each member."""
         for (group, _), members in collective_calls(self._graph, self._entries).items():
             kind = self._graph.ops[members[0]].kind
             name = str(OpKind.ALL_GATHER if kind in GATHER_KINDS else kind)
             entries = [self._entries[op_id] for op_id in members]
             last_start = max(entry.start_ns for entry in entries)
-            ranks = [int(self._graph.rank[op_id]) for op_id in members]
-            for rank, entry in zip(ranks, entries, strict=True):
+            for entry in entries:
                 num_bytes = entry.numel * dtype_bytes(entry.dtype)
-                error = max(_error_between_hosts_ns(self._timings, rank, member) for member in ranks)
-                time_ns = entry.end_ns - last_start
-                yield (name, self._graph.groups[group].size, num_bytes), _beyond(time_ns, error)
+                yield (name, self._graph.groups[group].size, num_bytes), max(0, entry.end_ns - last_start)
 
     def gaps(self) -> Iterator[int]:
         """Yield the nanoseconds between consecutive operations of a host."""
@@ -201,29 +188,6 @@ class _MeasuredStep:
     def divided(self) -> DividedStep:
         """Divide the time of the ranks by what it is spent on."""
         return divided_step(self._graph, self._entries, self._hosts)
-
-
-def _error_between_hosts_ns(timings: Mapping[int, Timing], first: int, second: int) -> int:
-    """Largest error of a difference between times of two ranks on different hosts; 0 for ranks of one host."""
-    timing, other = timings.get(int(first), Timing()), timings.get(int(second), Timing())
-    return 0 if timing.host == other.host else accuracy_between_ns(timing, other)
-
-
-def _time_of_message(sent_ns: int, ready_ns: int, end_ns: int, error_ns: int) -> int | None:
-    """Time of a message whose receiver was perhaps ready first; None if that, or the time, is not certain."""
-    return _beyond(end_ns - sent_ns, error_ns) if ready_ns + error_ns <= sent_ns else None
-
-
-def _beyond(time_ns: int, error_ns: int) -> int | None:
-    """A time that is larger than its error, None otherwise; without error never negative: GPUs differ a little."""
-    return None if 0 < error_ns >= time_ns else max(0, time_ns)
-
-
-_Key = TypeVar("_Key")
-
-
-def _decided(samples: Iterable[tuple[_Key, int | None]]) -> Iterator[tuple[_Key, int]]:
-    return ((key, time_ns) for key, time_ns in samples if time_ns is not None)
 
 
 def _ready_times(entries: Mapping[int, LogEntry], done_ns: Mapping[int, int]) -> dict[int, int]:
@@ -290,44 +254,26 @@ def _collectives(measured: Iterable[tuple[tuple[str, int, int], int]]) -> Iterat
         yield point
 
 
-def _idle_messages(
-    idle_messages: Mapping[int, Sequence[IdleMessageEnd]], timings: Mapping[int, Timing]
-) -> Iterator[tuple[int, int | None]]:
+def _idle_messages(idle_messages: Mapping[int, Sequence[IdleMessageEnd]]) -> Iterator[tuple[int, int]]:
     """Yield (bytes, nanoseconds) of each idle message unless its receiver was ready second; each channel is a FIFO."""
-    sends: dict[str, list[tuple[int, IdleMessageEnd]]] = defaultdict(list)
-    receives: dict[str, list[tuple[int, IdleMessageEnd]]] = defaultdict(list)
-    for rank, ends in idle_messages.items():
+    sends: dict[str, list[IdleMessageEnd]] = defaultdict(list)
+    receives: dict[str, list[IdleMessageEnd]] = defaultdict(list)
+    for ends in idle_messages.values():
         for end in ends:
-            (sends if end.is_send else receives)[end.channel].append((rank, end))
+            (sends if end.is_send else receives)[end.channel].append(end)
     for channel, sent in sends.items():
-        for (source, send), (destination, receive) in zip(sent, receives[channel], strict=True):
-            error = _error_between_hosts_ns(timings, source, destination)
-            if receive.posted_ns <= send.posted_ns + error:
-                times = send.posted_ns, receive.posted_ns, receive.end_ns
-                yield send.num_bytes, _time_of_message(*times, error)
+        for send, receive in zip(sent, receives[channel], strict=True):
+            if receive.posted_ns <= send.posted_ns:
+                yield send.num_bytes, max(0, receive.end_ns - send.posted_ns)
 
 
-def _clock(timings: Mapping[int, Timing], num_undecided: int) -> ClockOfTimes:
-    """Return one clock for all ranks, with the largest error of a difference between two of them."""
-    by_host: dict[int, list[Timing]] = defaultdict(list)
-    for timing in timings.values():
-        by_host[timing.host].append(timing)
-    within = [_two_largest(timing.accuracy_ns for timing in of_host) for of_host in by_host.values()]
-    between = (
-        max(timing.accuracy_ns + timing.offset_error_ns for timing in of_host)
-        for of_host in by_host.values()
-        if len(by_host) > 1
-    )
+def _clock(timings: Mapping[int, Timing]) -> ClockOfTimes:
+    """Return one clock for all ranks; errors of two ranks may have different signs, so the two largest add."""
+    errors_ns = sorted((timing.accuracy_ns for timing in timings.values()), reverse=True)
     return ClockOfTimes(
         name="device" if any(timing.device for timing in timings.values()) else "host",
-        accuracy_us=max([*within, _two_largest(between)]) / 1000,
-        undecided=num_undecided,
+        accuracy_us=sum(errors_ns[:2]) / 1000,
     )
-
-
-def _two_largest(errors_ns: Iterable[int]) -> int:
-    """Sum of the two largest errors, which may have different signs."""
-    return sum(sorted(errors_ns, reverse=True)[:2])
 
 
 def _machine(backend: str, num_processes: int, threads: int, timings: Mapping[int, Timing]) -> Machine:

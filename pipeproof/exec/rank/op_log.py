@@ -145,8 +145,7 @@ class Timing:
     """Clock of a rank's times, and its accuracy in comparison with other ranks.
 
     ``device`` is the GPU's name; ``allocated_bytes`` and ``reserved_bytes`` are the allocator's peaks in the last step.
-    On a CPU they are empty and 0. ``offset_error_ns`` is the largest error of the offset that corrected the times to
-    the clock of rank 0's host; ranks with the same index ``host`` share it. ``peak_flops`` is the measured FLOP/s of
+    On a CPU they are empty and 0. ``peak_flops`` is the measured FLOP/s of
     products of ``peak_dtype``; 0 and empty if they were not measured.
     """
 
@@ -155,13 +154,5 @@ class Timing:
     device: str = ""
     allocated_bytes: int = 0
     reserved_bytes: int = 0
-    host: int = 0
-    offset_error_ns: int = 0
     peak_flops: float = 0.0
     peak_dtype: str = ""
-
-
-def accuracy_between_ns(first: Timing, second: Timing) -> int:
-    """Largest error of a difference between times of two ranks; the errors may have different signs, so they add."""
-    offsets = 0 if first.host == second.host else first.offset_error_ns + second.offset_error_ns
-    return first.accuracy_ns + second.accuracy_ns + offsets

@@ -7,7 +7,7 @@ optimizer would turn rounding differences into whole steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -38,21 +38,10 @@ def is_checked_by_bound(plan: LoweredPlan) -> bool:
     return plan.spec.run.backend == "torch" and needs_ordered_reference(plan)
 
 
-def holds_all_weights(plan: LoweredPlan, ranks: Collection[int]) -> bool:
-    """Return True if some ranks together have every element of every weight."""
-    return all(
-        {index_of(plan, parameter, rank) for rank in holders}
-        == {index_of(plan, parameter, rank) for rank in holders if rank in ranks}
-        for stage, parameter in stage_weights(plan)
-        for holders in (plan.ranks_of_weight(stage, parameter.name),)
-    )
-
-
 def assembled_weights(plan: LoweredPlan, ranks: Mapping[int, Mapping[str, Array]]) -> dict[str, Array]:
     """Assemble the shards of ranks to whole weights; other arrays (biases of routers) are taken as they are.
 
-    Where several ranks have the same array or shard, that of the first rank is taken. The ranks must have all weights
-    (``holds_all_weights``).
+    Where several ranks have the same array or shard, that of the first rank is taken. The ranks must have all weights.
     """
     whole = {name: array for _, own in sorted(ranks.items(), reverse=True) for name, array in own.items()}
     for stage, parameter in stage_weights(plan):

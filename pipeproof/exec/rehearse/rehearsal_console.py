@@ -18,16 +18,14 @@ from pipeproof.cost.analytic_links import groups_of
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.text_output import finding_to_json, render_text
 from pipeproof.exec.compare.compare_log import compare_log
-from pipeproof.exec.launch.external_launcher import execute_launched, join_launcher
+from pipeproof.exec.launch.external_launcher import LaunchedRehearsal, execute_launched, join_launcher
 from pipeproof.exec.launch.hosts import Host
 from pipeproof.exec.launch.launched_rank import LaunchedRank
 from pipeproof.exec.launch.meeting import Meeting
-from pipeproof.exec.launch.run_console import launched_or_status
+from pipeproof.exec.launch.run_console import result_or_status
 from pipeproof.exec.launch.run_plan import prepare_job, require_runnable
 from pipeproof.exec.launch.supervisor import Launcher, job_directory
 from pipeproof.exec.launch.watchdog import JobState
-from pipeproof.exec.launch.worker import Emit
-from pipeproof.exec.measure.clock_correction import ClockCorrection
 from pipeproof.exec.rank.job_files import Job, LogFile, RunOptions, dump_plan, end_process, load_json
 from pipeproof.exec.rehearse import rehearsal_framework
 from pipeproof.exec.rehearse.rehearsal_arrivals import ArrivalChecks, findings_of
@@ -245,28 +243,17 @@ def rehearse(report: Report, options: RunOptions, on_progress: Callable[[str], N
         return read_rehearsal(report, job)
 
 
-class RehearsalConclusion:
-    """End of a rehearsal under an external launcher; a ``Conclusion``."""
-
-    def __init__(self, report: Report) -> None:
-        self._report, self.rehearse = report, RehearsalFramework
-
-    def require_hosts(self, job: Job, num_hosts: int) -> None:
-        """Accept any number of hosts."""
-
-    def of_host(
-        self, job: Job, meeting: Meeting, emit: Emit, threads: int, finish_clock: Callable[[], ClockCorrection]
-    ) -> Any:
-        """Return what this host's ranks found."""
+def _launched_rehearsal(report: Report) -> LaunchedRehearsal[Rehearsal]:
+    def of_host(job: Job, meeting: Meeting) -> Any:
         host = meeting.host
-        part = rehearsal_part(self._report, job, host.ranks, run=meeting.token, host=host.name)
+        part = rehearsal_part(report, job, host.ranks, run=meeting.token, host=host.name)
         return TypeAdapter(RehearsalPart).dump_python(part, mode="json")
 
-    def of_all(self, job: Job, meeting: Meeting, parts: Sequence[Any]) -> Rehearsal:
-        """Return the report of all ranks."""
+    def of_all(job: Job, meeting: Meeting, parts: Sequence[Any]) -> Rehearsal:
         read = [TypeAdapter(RehearsalPart).validate_python(part) for part in parts]
-        split = split_groups(self._report.subject, meeting.hosts)
-        return replace(merged_rehearsal(self._report, job, read), split=split)
+        return replace(merged_rehearsal(report, job, read), split=split_groups(report.subject, meeting.hosts))
+
+    return LaunchedRehearsal(RehearsalFramework, of_host, of_all)
 
 
 _MOST_EDGES = 24
@@ -283,7 +270,14 @@ def rehearse_command(
     """Rehearse a checked plan, print the findings, write the requested files; return the exit status."""
     report = replace(report, subject=report.subject.unfolded())  # every process runs one rank
     refusal = "not rehearsed: the plan does not pass check (`--unsafe` rehearses it without a certificate)"
-    result = launched_or_status(_rehearse, _run_launched, report, options, console, refusal)
+
+    def execute() -> Rehearsal:
+        rank = join_launcher(report.subject.plan.spec.run)
+        if rank is None:
+            return _rehearse(report, options, console)
+        return _run_launched(rank, report, options, console)
+
+    result = result_or_status(execute, report, options, console, refusal)
     if isinstance(result, int):
         return result
     _render(result, console, timed=not options.share_gpus)
@@ -316,7 +310,7 @@ def _run_launched(launched: LaunchedRank, report: Report, options: RunOptions, c
         launched,
         report,
         options,
-        RehearsalConclusion(report),
+        _launched_rehearsal(report),
         on_finding=lambda finding: render_text([finding], source, console=console),
         on_wait=lambda line: console.print(line, soft_wrap=True),
     )

@@ -159,46 +159,19 @@ NOT_TOGETHER = RuleDoc(
     code="PP947",
     title="the processes of a run do not belong together",
     explanation=(
-        "Under a launcher all ranks meet at the store of rank 0 before the first step. Each rank comes once, within "
-        "the start-up time, with the same plan, options and version of pipeproof. A rank did not come, two processes "
-        "came as one rank (two runs at one address), or a host was started with another plan. Every rank that came "
-        "ends with the same message."
+        "Under a launcher all ranks of a rehearsal meet at the store of rank 0 before the first step. Each rank comes "
+        "once, within the start-up time, with the same plan, options and version of pipeproof. A rank did not come, "
+        "two processes came as one rank (two jobs at one address), or a host was started with another plan. Every rank "
+        "that came ends with the same message."
     ),
     wrong="torchrun --nnodes 2 ..   # the plan files of the two hosts differ",
     right="torchrun --nnodes 2 ..   # one plan file",
     kind=ExampleKind.COMMAND,
 )
 
-REFERENCES_DIFFER = RuleDoc(
-    code="PP938",
-    title="the references of two hosts differ",
-    explanation=(
-        "On several hosts each host computes the whole single-process reference and compares its own ranks with it, so "
-        "that no tensor crosses hosts. The reference is deterministic: hosts with the same processors, framework and "
-        "libraries have the same bits. Here they do not, so gradients cannot have the bits of both references. In a "
-        "plan that a bound decides this is a warning."
-    ),
-    wrong="step 0: the references of hosts node-1 and node-2 differ",
-    right="every host has the same processor type, framework and libraries",
-    kind=ExampleKind.OUTCOME,
-)
-
-PARTS_DO_NOT_FIT = RuleDoc(
-    code="PP939",
-    title="the directories of hosts are not one run",
-    explanation=(
-        "`pipeproof job merge` joins the directories that the hosts of one run kept. All must have the same run and "
-        "the same certificate, and each rank of the plan must be in one of them. The finding names the directories, "
-        "and the ranks that are missing or double."
-    ),
-    wrong="pipeproof job merge node-1/ node-1/      # the ranks of node-2 are missing",
-    right="pipeproof job merge node-1/ node-2/",
-    kind=ExampleKind.OUTCOME,
-)
-
 RUN_CODES = (
     LOG_DIFFERS, DIED, HUNG, MISMATCH, UNVERIFIED, BACKEND_MISSING, WORLD_SIZE, BEYOND_BOUND, NOT_EXECUTED,
-    DEVICE_MISSING, NOT_FINITE, OUT_OF_MEMORY, NOT_TOGETHER, REFERENCES_DIFFER, PARTS_DO_NOT_FIT,
+    DEVICE_MISSING, NOT_FINITE, OUT_OF_MEMORY, NOT_TOGETHER,
 )  # fmt: skip
 
 
