@@ -11,8 +11,6 @@ from pipeproof.specs.memory import MemorySpec
 from pipeproof.specs.plan_sections import PlanSections
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
-_MAX_WAITING_STREAMS = 7
-"""One less than a GPU's hardware queues (CUDA_DEVICE_MAX_CONNECTIONS): if all wait, nothing else runs."""
 _ALIGNED = 8
 """Rows of the kernel for all experts begin at multiples of 16 bytes: 8 elements of 16 bits."""
 

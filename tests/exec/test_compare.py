@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pipeproof.comm.accumulation_order import accumulation_of
-from pipeproof.exec.compare.compare_gradients import compare_step
-from pipeproof.exec.compare.exact_values import max_rel_diff
+from pipeproof.exec.compare.compare_gradients import compare_step, max_rel_diff
 from pipeproof.exec.launch.run_console import render_run, step_line
 from pipeproof.exec.launch.run_report import RunReport, measured_timeline
 from pipeproof.exec.rank.job_files import Job, StepOutcome, dump_plan
