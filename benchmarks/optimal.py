@@ -8,9 +8,7 @@ to OR-tools' CP-SAT (``pip install ortools``), from the greedy schedule on, for
 up to LIMIT (2) of its deterministic seconds. Printed is how much longer the
 greedy schedule is than the proved optimum; what was not proved is counted and
 left out. Before that, the 4 ranks and 8 micro-batches of unit times that the
-documentation names. At last, 40 of them again with pairs that take turns, which
-take their longer computation and 0 to 60 % of the shorter one. Nothing is
-asserted: times are the machine's.
+documentation names. Nothing is asserted: times are the machine's.
 """
 
 from __future__ import annotations
@@ -19,13 +17,11 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 
 from pipeproof.schedule.generators.optimal import optimal
 from pipeproof.schedule.generators.solve import solve
-from pipeproof.schedule.programs import StageCosts, Time, asap, even_costs
+from pipeproof.schedule.programs import StageCosts, asap, even_costs
 
 
 def main() -> None:
@@ -40,18 +36,15 @@ def main() -> None:
         solution = solve(placement, 8, costs, memory, time_limit_s=limit)
         proved = "yes" if solution.proved else "no"
         print(f"{memory:>6} {greedy!s:>6} {solution.makespan!s:>6} {proved:>6} {solution.seconds:>7.2f}")
-    compare(num_workloads, limit, with_pairs=False)
-    compare(min(num_workloads, 40), limit, with_pairs=True)
+    compare(num_workloads, limit)
 
 
-def compare(num_workloads: int, limit: float, *, with_pairs: bool) -> None:
+def compare(num_workloads: int, limit: float) -> None:
     """Random workloads, scheduled and solved."""
     draw, longer, unproved = random.Random(0), [], 0
     start = time.perf_counter()
     for _ in range(num_workloads):
         placement, num_micro_batches, costs, memory = random_workload(draw)
-        if with_pairs:
-            costs = replace(costs, in_turns=pair_time(costs, draw.choice([0, Fraction(1, 5), Fraction(3, 5)])))
         greedy = asap(optimal(placement, num_micro_batches, costs, memory), costs).makespan
         solution = solve(placement, num_micro_batches, costs, memory, time_limit_s=limit)
         if solution.proved:
@@ -59,8 +52,8 @@ def compare(num_workloads: int, limit: float, *, with_pairs: bool) -> None:
         else:
             unproved += 1
     shortest = sum(share == 0 for share in longer)
-    named = "random workloads with pairs" if with_pairs else "random workloads"
-    print(f"{num_workloads} {named} in {time.perf_counter() - start:.0f} s, {unproved} not proved in the limit")
+    seconds = time.perf_counter() - start
+    print(f"{num_workloads} random workloads in {seconds:.0f} s, {unproved} not proved in the limit")
     average, worst = statistics.mean(longer), max(longer)
     print(
         f"greedy is the shortest in {shortest / len(longer):.0%} of the others, {average:.1%} longer on average, ",
@@ -72,16 +65,6 @@ def compare(num_workloads: int, limit: float, *, with_pairs: bool) -> None:
 def loop(num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
     """Stages round-robin over the ranks."""
     return tuple(tuple(range(rank, num_ranks * num_chunks, num_ranks)) for rank in range(num_ranks))
-
-
-def pair_time(costs: StageCosts, share: Fraction | int) -> Callable[[int, int], Time]:
-    """The longer of two computations, and a share of the shorter one."""
-
-    def in_turns(forward: int, backward: int) -> Time:
-        times = costs.forward[forward], costs.backward_input[backward] + costs.backward_weight[backward]
-        return max(times) + share * min(times)
-
-    return in_turns
 
 
 def random_workload(draw: random.Random) -> tuple[tuple[tuple[int, ...], ...], int, StageCosts, int]:

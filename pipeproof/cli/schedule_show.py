@@ -20,7 +20,6 @@ from pipeproof.cli.console import console_for
 from pipeproof.cli.progress import showing_progress
 from pipeproof.comm.generated_schedule import (
     UNFIT_SCHEDULE,
-    generating_pair_time,
     plan_schedule,
     sample_plan,
     stage_costs,
@@ -114,7 +113,7 @@ def of_plan(plan: LoadedPlan, form: str, time_limit_s: int | None) -> SelectedSc
 def _selected(plan: LoadedPlan, unit: str, note: str, source: str, time_limit_s: int | None) -> SelectedSchedule:
     foreign = own_schedule(plan)
     schedule = plan_schedule(plan.spec) if foreign is None else Schedule(foreign.programs)
-    costs = stage_costs(plan.spec, generating_pair_time(plan.spec))
+    costs = stage_costs(plan.spec)
     found = None
     if plan.spec.schedule.kind == "optimal":
         found = bounded(plan.spec, schedule, costs, time_limit_s)
@@ -369,7 +368,7 @@ def bounded(spec: PlanSpec, schedule: Schedule, costs: StageCosts, time_limit_s:
     try:
         if time_limit_s is None:
             work = make_workload(*work_of)
-            ticks = work.least_makespan() if work.pairs is None else work.least_with_pairs()
+            ticks = work.least_makespan()
             return BoundedSchedule(schedule, asap(schedule, costs).makespan, work.in_units(ticks))
         return _solved(work_of, time_limit_s)
     except UnfitSizesError as error:

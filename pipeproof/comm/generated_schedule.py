@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from math import lcm
 
@@ -10,7 +10,7 @@ from pipeproof.cost.plan_times import resolved_cost
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, RuleDoc, Severity
 from pipeproof.diagnostics.problems import listed
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind, assigned, stages_of_ranks
-from pipeproof.schedule.programs import Schedule, StageCosts, Time, UnfitSizesError
+from pipeproof.schedule.programs import Schedule, StageCosts, UnfitSizesError
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 
@@ -29,22 +29,14 @@ _VARIANT_OF_BACKEND = {"paddle": "fleet"}
 """Default variant by backend; other backends have the first variant."""
 
 
-PairTime = Callable[[int, int], Time]
-"""Microseconds of a forward next to a whole backward that takes turns with it, by their stages."""
-
-
-def plan_schedule(plan: PlanSpec, pair_time: PairTime | None = None) -> Schedule:
+def plan_schedule(plan: PlanSpec) -> Schedule:
     """The computations of the plan's schedule, by pipeline rank.
-
-    ``pair_time`` is of its pairs that take turns. Without it, it is computed if the schedule is made for it; a plan
-    that has got given times in place of others does not have it.
 
     Raises:
         BadPlanAtError: the schedule does not exist for these sizes, or has too many operations (PP116).
     """
     schedule = plan.schedule
     kind = SCHEDULE_KINDS[schedule.kind]
-    pair_time = pair_time or generating_pair_time(plan)
     try:
         _require_fit(plan, kind)
         require_moderate_size(plan)
@@ -56,7 +48,7 @@ def plan_schedule(plan: PlanSpec, pair_time: PairTime | None = None) -> Schedule
             num_sequence_splits=schedule.num_sequence_splits,
             variant=schedule.variant or default_variant(kind, plan.run.backend),
             group_size=schedule.micro_batch_group_size,
-            costs=stage_costs(plan, pair_time),
+            costs=stage_costs(plan),
             memory_limit=schedule.memory_limit,
             placement=stages_of_ranks(plan) if kind.placement is Placement.ANY else None,
             overlaps=schedule.turns is not None,
@@ -74,11 +66,8 @@ def default_variant(kind: ScheduleKind, backend: str) -> str | None:
     return variant if variant in kind.variants else next(iter(kind.variants), None)
 
 
-def stage_costs(plan: PlanSpec, pair_time: PairTime | None = None) -> StageCosts:
-    """The times of one work item by stage, in exact microseconds: a split takes its share of the micro-batch.
-
-    ``pair_time`` is of pairs that take turns.
-    """
+def stage_costs(plan: PlanSpec) -> StageCosts:
+    """The times of one work item by stage, in exact microseconds: a split takes its share of the micro-batch."""
     cost, stages = resolved_cost(plan), range(plan.num_stages)
     share = plan.schedule.num_sequence_splits
     return StageCosts(
@@ -89,33 +78,7 @@ def stage_costs(plan: PlanSpec, pair_time: PairTime | None = None) -> StageCosts
         overlapped=None
         if cost.overlapped_us is None
         else tuple(cost.overlapped_of(stage, stage) / share for stage in stages),
-        in_turns=pair_time,
     )
-
-
-def is_made_for_pairs(plan: PlanSpec) -> bool:
-    """True if the plan's schedule is generated for the times of its pairs that take turns."""
-    return plan.schedule.turns is not None and plan.schedule.kind == "optimal"
-
-
-def generating_pair_time(plan: PlanSpec) -> PairTime | None:
-    """The times of pairs for which the plan's schedule is generated; None if it is not generated for any.
-
-    Raises:
-        BadPlanAtError: PP161, a profile lacks some time.
-    """
-    return own_pair_time(plan) if is_made_for_pairs(plan) else None
-
-
-def own_pair_time(plan: PlanSpec) -> PairTime:
-    """The times of the plan's pairs that take turns.
-
-    Raises:
-        BadPlanAtError: PP161, a profile lacks some time.
-    """
-    from pipeproof.cost.pair_times import PairTimes
-
-    return PairTimes.of_plan(plan).pair_us
 
 
 def _require_fit(plan: PlanSpec, kind: ScheduleKind) -> None:

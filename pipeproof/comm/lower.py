@@ -36,7 +36,6 @@ import numpy as np
 from pipeproof.comm.generated_schedule import (
     TOO_LARGE,
     UNFIT_SCHEDULE,
-    generating_pair_time,
     plan_schedule,
     require_moderate_size,
 )
@@ -89,9 +88,8 @@ def lower(plan: PlanSpec, *, boundary: Boundary | None = None, foreign: ForeignS
     require_moderate_size(plan, sum(len(calls) for layer in layers for calls in _calls(plan, layer)))
     stages = stage_layers(plan)
     device = None if plan.cost.analytic is None else plan.cost.analytic.device
-    pair_time = generating_pair_time(plan) if foreign is None else None
     shares, links, plan = shares_of_parts(plan), link_times(plan), with_times(plan)
-    schedule = foreign.schedule if foreign is not None else plan_schedule(plan, pair_time)
+    schedule = foreign.schedule if foreign is not None else plan_schedule(plan)
     edges = describe_boundaries(plan) if boundary is None else (Edge(((boundary,),)),) * (plan.num_stages - 1)
     activation = boundary or describe_boundary(plan)
     context = PlanContext(plan, mesh, layers, stages, activation, edges, schedule, foreign, links=links, device=device,

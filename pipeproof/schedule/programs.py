@@ -6,7 +6,7 @@ waits, collectives, gradient reductions and the optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import repeat
@@ -110,8 +110,6 @@ class StageCosts:
     A whole backward takes the sum of both its parts. ``overlapped`` is the
     time of a forward that overlaps with a whole backward, by the stage of the
     forward; without it, and with an I, the time is the sum of the two.
-    ``in_turns`` is that time by the stages of both, where the two take turns;
-    it goes before ``overlapped``.
     """
 
     forward: Sequence[Time]
@@ -119,7 +117,6 @@ class StageCosts:
     backward_weight: Sequence[Time]
     latency: Time = 0
     overlapped: Sequence[Time] | None = None
-    in_turns: Callable[[int, int], Time] | None = None
 
     def of(self, op: Op) -> Time:
         """The time of an F, B, I or W alone."""
@@ -135,11 +132,8 @@ class StageCosts:
 
     def of_pair(self, forward: Op, backward: Op) -> Time:
         """The time of two computations that run side by side."""
-        if backward.kind is OpKind.BACKWARD:
-            if self.in_turns is not None:
-                return self.in_turns(forward.stage, backward.stage)
-            if self.overlapped is not None:
-                return self.overlapped[forward.stage]
+        if backward.kind is OpKind.BACKWARD and self.overlapped is not None:
+            return self.overlapped[forward.stage]
         return self.of(forward) + self.of(backward)
 
 

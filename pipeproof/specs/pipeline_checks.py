@@ -255,11 +255,8 @@ def check_cut(plan: PlanSections) -> list[Problem]:
     return [Problem("PP106", ("stages",), message, help=fix)]
 
 
-ORDERED_WITH_PAIRS = ("dualpipe", "dualpipe_v", "1f1b", "interleaved")
-"""Kinds of generated schedules in which a forward and a backward may overlap, with any times."""
-
-GENERATED_WITH_PAIRS = (*ORDERED_WITH_PAIRS, "optimal")
-"""The same, and the kind that pairs them where this is shorter."""
+GENERATED_WITH_PAIRS = ("dualpipe", "dualpipe_v", "1f1b", "interleaved")
+"""Kinds of generated schedules in which a forward and a backward may overlap."""
 
 _KINDS_WITH_PAIRS = (*GENERATED_WITH_PAIRS, "file", "custom")
 
@@ -277,9 +274,6 @@ def check_overlap(plan: PlanSections) -> list[Problem]:
         if schedule.overlap != "pairs":
             message = "`schedule.overlap` orders the parts of a GPT's blocks, and the model has custom layers"
             problems.append(Problem("PP106", path, message, help="use overlap: pairs, or remove it"))
-        if schedule.kind == "optimal":
-            message = "the solver needs the parts of pairs, and those of custom layers are not known"
-            problems.append(Problem("PP106", path, message, help="use another kind, or remove overlap"))
         return [*problems, *_unused_slowdown(plan, "the model has custom layers")]
     if plan.gpt.moe is None or plan.topology.ep == 1:
         lacks = "model.moe is missing" if plan.gpt.moe is None else "topology.ep is 1"

@@ -12,7 +12,6 @@ import numpy as np
 
 from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.backends import backend_table, declared_backend
-from pipeproof.comm.generated_schedule import is_made_for_pairs
 from pipeproof.comm.lower import lower_loaded
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import (
@@ -161,8 +160,7 @@ class Subject:
     was made in Python and is checked alone. ``source`` is None for plans made
     in Python. ``origins`` are the places of rows that were read from a file,
     by the graph's ``origin`` column. ``facts`` are stated by a person in
-    addition to the graph. ``made_for`` is the plan before it got given times,
-    if these are not all that its schedule is made for.
+    addition to the graph.
     """
 
     graph: OpGraph
@@ -171,7 +169,6 @@ class Subject:
     source: SourceMap | None = None
     origins: tuple[Location, ...] = ()
     facts: Facts = NO_FACTS
-    made_for: LoadedPlan | None = None
 
     @property
     def plan(self) -> LoweredPlan:
@@ -181,8 +178,8 @@ class Subject:
 
     @property
     def loaded(self) -> LoadedPlan:
-        """A plan that lowers to the same graph: with given times, or as it was loaded."""
-        return self.made_for or LoadedPlan(self.plan.spec, self.source)
+        """A plan that lowers to the same graph, with given times."""
+        return LoadedPlan(self.plan.spec, self.source)
 
     def with_graph(self, graph: OpGraph) -> Subject:
         """The same subject with another graph, as mutation tests and users' own graphs need it."""
@@ -302,8 +299,7 @@ def make_subject(loaded: LoadedPlan, *, boundary: Boundary | None = None) -> Sub
     """
     lowered = lower_loaded(loaded, boundary=boundary)
     origins = lowered.foreign.origins if lowered.foreign is not None else ()
-    made_for = loaded if is_made_for_pairs(loaded.spec) else None
-    return Subject(lowered.graph, declared_backend(loaded.spec), lowered, loaded.source, origins, made_for=made_for)
+    return Subject(lowered.graph, declared_backend(loaded.spec), lowered, loaded.source, origins)
 
 
 def graph_subject(

@@ -99,25 +99,6 @@ def test_what_is_not_proved_has_its_gap(write):
     assert "a longer --time-limit may close it" in result.stdout
 
 
-@pytest.mark.needs("ortools")
-def test_a_search_with_pairs_is_no_longer_than_the_generated_schedule(write):
-    plan = write(
-        model={"num_layers": 4, "moe": {"num_experts": 4, "top_k": 2, "ffn_size": 16}},
-        topology={"pp": 2, "ep": 2},
-        cost={
-            "forward_us": 900, "backward_input_us": 900, "backward_weight_us": 400, "collective_slowdown": 0.1,
-            "network": {"ranks_per_node": 8, "node": {"latency_us": 2, "bandwidth": 0.02}},
-        },
-        schedule={"kind": "optimal", "num_chunks": 2, "num_micro_batches": 6, "overlap": "pairs"},
-    )  # fmt: skip
-    generated, solved = (
-        json.loads(invoke("schedule", "show", plan, "--format", "json", *options).stdout)
-        for options in ((), ("--time-limit", "1"))
-    )
-    assert generated["bound"] <= solved["bound"] <= solved["makespan"] <= generated["makespan"]
-    assert any(op["overlaps"] for rank in solved["ranks"] for op in rank["ops"])
-
-
 def test_a_plan_without_such_a_schedule_is_refused(write):
     result = invoke("schedule", "show", write(schedule={**OPTIMAL, "num_chunks": 2, "memory_limit": 1}))
     assert result.exit_code == 2

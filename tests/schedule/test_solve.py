@@ -2,7 +2,6 @@
 
 import random
 import sys
-from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 
@@ -15,10 +14,9 @@ from pipeproof.schedule.generators.gpipe import gpipe
 from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
 from pipeproof.schedule.generators.optimal import optimal
 from pipeproof.schedule.generators.solve import SolverMissingError, UnfitHintError, solve
-from pipeproof.schedule.generators.workload import fits, make_workload, most_held
+from pipeproof.schedule.generators.workload import most_held
 from pipeproof.schedule.ops import Op, OpKind, parse_op
 from pipeproof.schedule.programs import Schedule, StageCosts, UnfitSizesError, asap, even_costs
-from tests.schedule.test_paired_orders import check_paired, paired
 from tests.schedule.workloads import anywhere, check_schedule, costs_of, loop, lower_bounds, there_and_back, workloads
 
 pytestmark = pytest.mark.needs("ortools")
@@ -56,23 +54,6 @@ def merged(chains):
                 yield (chain[0], *order)
 
 
-def in_pairs(program):
-    """A program with each choice of pairs among a forward, an I and its W that follow each other."""
-    if not program:
-        yield (), frozenset()
-        return
-    for rest, begins in in_pairs(program[1:]):
-        yield (program[0], *rest), frozenset(place + 1 for place in begins)
-    if [op.kind for op in program[:3]] == list(KINDS):
-        forward, backward, weight = program[:3]
-        one = forward.stage, forward.micro_batch
-        other = backward.stage, backward.micro_batch
-        if (weight.stage, weight.micro_batch) == other != one:
-            for rest, begins in in_pairs(program[3:]):
-                pair = forward, backward._replace(kind=OpKind.BACKWARD)
-                yield (*pair, *rest), frozenset({0, *(place + 2 for place in begins)})
-
-
 def shortest(placement, num_micro_batches, costs, limit):
     """The shortest makespan over all orders of all ranks, micro-batches in any order too."""
     orders = [
@@ -85,15 +66,10 @@ def shortest(placement, num_micro_batches, costs, limit):
         ]
         for stages in placement
     ]
-    if costs.in_turns is not None:
-        orders = [[one for program in of_rank for one in in_pairs(program)] for of_rank in orders]
-    else:
-        orders = [[(program, frozenset()) for program in of_rank] for of_rank in orders]
     best = None
-    for ranks in product(*orders):
-        programs, pairs = zip(*ranks, strict=True)
+    for programs in product(*orders):
         try:
-            makespan = asap(Schedule(programs, pairs), costs).makespan
+            makespan = asap(Schedule(programs), costs).makespan
         except ValueError:  # these orders wait for each other
             continue
         best = makespan if best is None else min(best, makespan)
@@ -123,52 +99,6 @@ def test_it_lies_between_the_bounds_and_the_greedy_schedule(work):
     makespan = checked(solution, *work)
     assert max(lower_bounds(*work[:3])) <= solution.bound
     assert makespan <= asap(optimal(*work), work[2]).makespan
-
-
-@given(st.sampled_from([(loop(1), 3), (loop(2), 2)]), st.data())
-@settings(deadline=None, max_examples=15)
-def test_no_order_with_pairs_is_shorter(sizes, data):
-    placement, num_micro_batches = sizes
-    costs = data.draw(costs_of(sum(map(len, placement))))
-    pair = data.draw(st.fractions(0, 6, max_denominator=4))
-    costs = replace(costs, in_turns=lambda forward, backward: max(pair, longer(costs, forward, backward)))
-    limit = data.draw(st.sampled_from([None, *range(len(placement[0]), num_micro_batches * len(placement[0]) + 1)]))
-    solution = solve(placement, num_micro_batches, costs, limit, time_limit_s=5)
-    assert solution.proved
-    assert solution.makespan == shortest(placement, num_micro_batches, costs, limit)
-
-
-def longer(costs, forward, backward):
-    """The time of the longer of two computations."""
-    return max(costs.forward[forward], costs.backward_input[backward] + costs.backward_weight[backward])
-
-
-@given(paired(placements=anywhere(3, 4), max_micro_batches=3))
-@settings(deadline=None, max_examples=25)
-def test_with_pairs_it_lies_between_the_bound_and_the_greedy_schedule(given_work):
-    placement, num_micro_batches, costs, limit = given_work
-    work = make_workload(*given_work)
-    solution = solve(*given_work, time_limit_s=2)
-    check_paired(solution.schedule, placement, num_micro_batches)
-    assert fits(solution.schedule, work)
-    assert work.in_units(work.least_with_pairs()) <= solution.bound <= solution.makespan
-    assert solution.makespan == asap(solution.schedule, costs).makespan
-    assert solution.makespan <= asap(optimal(*given_work), costs).makespan
-    unpaired = solve(placement, num_micro_batches, replace(costs, in_turns=None), limit, time_limit_s=2)
-    assert not unpaired.proved or solution.makespan <= unpaired.makespan
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(None, 20), (4, 20), (3, 22), (2, 25)])
-def test_pairs_of_two_ranks_are_proved(limit, expected):
-    costs = replace(even_costs(2), in_turns=lambda forward, backward: 2)
-    solution = solve(loop(2), 8, costs, limit)
-    assert (solution.makespan, solution.proved) == (expected, True)
-
-
-def test_pairs_that_save_nothing_leave_the_proved_makespan():
-    costs = replace(even_costs(4), in_turns=lambda forward, backward: 3)
-    solution = solve(loop(4), 8, costs, 3)
-    assert (solution.makespan, solution.proved, any(solution.schedule.pairs)) == (31, True, False)
 
 
 @pytest.mark.slow

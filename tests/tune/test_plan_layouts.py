@@ -305,7 +305,7 @@ def overlaps(framework=None, **sections):
 
 
 def test_kinds_with_pairs_are_tried_with_turns():
-    kinds = ("dualpipe", "dualpipe_v", "1f1b", "interleaved", "optimal")
+    kinds = ("dualpipe", "dualpipe_v", "1f1b", "interleaved")
     assert overlaps(schedule={"kind": "gpipe"}) == {(kind, "pairs") for kind in kinds}
 
 

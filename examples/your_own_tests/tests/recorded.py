@@ -26,7 +26,7 @@ class Handle:
 
 
 class RecordedRank:
-    """What the runtime calls ``comm``."""
+    """Communication of one rank, which the runtime calls ``comm``."""
 
     def __init__(self, rank, num_ranks, queues):
         self.rank, self.num_ranks, self.ops = rank, num_ranks, []

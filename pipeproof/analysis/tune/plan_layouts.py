@@ -25,7 +25,7 @@ from pipeproof.analysis.tune.layouts import Bound, Layout, chunk_counts_of, divi
 from pipeproof.analysis.tune.present_step import PresentStep, present_step
 from pipeproof.analysis.tune.recut import layer_times, num_blocks, stage_times
 from pipeproof.analysis.tune.step_clock import asap_clock, block_sequences, figures_of
-from pipeproof.comm.generated_schedule import generating_pair_time, plan_schedule
+from pipeproof.comm.generated_schedule import plan_schedule
 from pipeproof.comm.lower import with_measured_times
 from pipeproof.cost.devices import expected_error
 from pipeproof.diagnostics.finding import BadPlanError
@@ -119,8 +119,7 @@ class PlanLayouts:
         """
         try:
             spec = plan_from_dict(self.plan_of(layout)).spec
-            pair_time = generating_pair_time(spec)
-            clock = asap_clock(plan_schedule(spec, pair_time), spec, pair_time)
+            clock = asap_clock(plan_schedule(spec), spec)
         except BadPlanError:
             return None
         figures = figures_of(clock, block_sequences(spec))

@@ -15,7 +15,7 @@ from operator import add
 
 from pipeproof.analysis.tune.critical_path import CriticalPath, critical_path
 from pipeproof.analysis.tune.recut import num_blocks
-from pipeproof.comm.generated_schedule import PairTime, stage_costs
+from pipeproof.comm.generated_schedule import stage_costs
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.schedule.formats.op_text import kinds_of
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
@@ -76,39 +76,25 @@ def block_sequences(spec: PlanSpec) -> tuple[Fraction, ...]:
     return tuple(max(1, num_blocks(names)) * sequences for names in stage_layers(spec))
 
 
-def asap_clock(schedule: Schedule, spec: PlanSpec, pair_time: PairTime | None = None) -> Clock:
+def asap_clock(schedule: Schedule, spec: PlanSpec) -> Clock:
     """When a schedule's computations run where no message waits for another.
 
-    A pair that takes turns takes ``pair_time``, or as long as the longer of its computations, which is the least that
-    it may take.
+    A pair that takes turns takes as long as the longer of its computations, which is the least that it may take.
 
     Raises:
         ValueError: it cannot finish.
     """
-    costs = stage_costs(spec, pair_time)
-    pairs = {} if pair_time is None else {stages: pair_time(*stages) for stages in _stages_of_pairs(schedule)}
+    costs = stage_costs(spec)
     if spec.turns is not None:
         backward = min(map(add, costs.backward_input, costs.backward_weight))
         costs = replace(costs, overlapped=tuple(max(time, backward) for time in costs.forward))
     rows = [costs.forward, costs.backward_input, costs.backward_weight, costs.overlapped or (), (costs.latency,)]
-    rows.append(tuple(pairs.values()))
     ticks_per_us = lcm(*(Fraction(time).denominator for row in rows for time in row))
-    forward, backward_input, backward_weight, overlapped, (latency,), of_pairs = (
+    forward, backward_input, backward_weight, overlapped, (latency,) = (
         [int(time * ticks_per_us) for time in row] for row in rows
     )
-    pair_ticks = dict(zip(pairs, of_pairs, strict=True))
-    in_turns = None if pair_time is None else lambda forward, backward: pair_ticks[forward, backward]
-    in_ticks = StageCosts(forward, backward_input, backward_weight, latency, overlapped or None, in_turns)
+    in_ticks = StageCosts(forward, backward_input, backward_weight, latency, overlapped or None)
     return Clock(asap(schedule, in_ticks), latency, ticks_per_us)
-
-
-def _stages_of_pairs(schedule: Schedule) -> set[tuple[int, int]]:
-    """The stages of the forward and of the backward of each pair."""
-    return {
-        (program[place].stage, program[place + 1].stage)
-        for rank, program in enumerate(schedule.programs)
-        for place in schedule.pairs_of(rank)
-    }
 
 
 def clock_of(lowered: LoweredPlan) -> Clock:

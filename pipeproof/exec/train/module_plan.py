@@ -25,7 +25,7 @@ from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import stages_of
 from pipeproof.specs.exact_times import TIME_KEYS
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
-from pipeproof.specs.pipeline_checks import ORDERED_WITH_PAIRS
+from pipeproof.specs.pipeline_checks import GENERATED_WITH_PAIRS
 from pipeproof.verify.certificate import Certificate
 
 _SCHEDULE_SUFFIXES = {".csv", ".txt", ".json"}
@@ -135,7 +135,7 @@ class Request:
             ]
         elif "placement" not in schedule and num_stages > self.num_ranks:
             schedule.setdefault("num_chunks", -(-num_stages // self.num_ranks))
-        if self.overlap and schedule.get("kind") in ORDERED_WITH_PAIRS:
+        if self.overlap and schedule.get("kind") in GENERATED_WITH_PAIRS:
             schedule.setdefault("overlap", "pairs")
             if schedule["kind"] == "interleaved":
                 schedule.setdefault("variant", "megatron")

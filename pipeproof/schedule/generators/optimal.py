@@ -29,7 +29,6 @@ from itertools import accumulate
 from pipeproof.schedule.generators.interleaved import interleaved
 from pipeproof.schedule.generators.interleaved_zb import interleaved_zb
 from pipeproof.schedule.generators.list_schedule import ListSchedule, Priority, Rule, Weights, list_schedule
-from pipeproof.schedule.generators.paired_orders import with_pairs
 from pipeproof.schedule.generators.v_half import v_half
 from pipeproof.schedule.generators.v_min import v_min
 from pipeproof.schedule.generators.weight_lag import with_weight_lag
@@ -64,21 +63,16 @@ def optimal(
 ) -> Schedule:
     """One program of F, I and W per rank, whose stages are ``placement[rank]``.
 
-    ``costs`` are by stage, in any exact unit. With ``costs.in_turns`` a
-    forward and a whole backward may run side by side, where that makes the
-    step shorter (``paired_orders``); ``costs.overlapped`` is not read.
-    ``memory_limit`` is the most
-    activations that a rank may hold from F to the end of W, for all ranks or
-    one for each. Never slower than a schedule of ``fixed_orders`` that fits in
+    ``costs`` are by stage, in any exact unit; ``costs.overlapped`` is not read.
+    ``memory_limit`` is the most activations that a rank may hold from F to the
+    end of W, for all ranks or one for each. Never slower than a schedule of ``fixed_orders`` that fits in
     the limit, 1F1B and ZB-H1 among them.
 
     Raises:
         UnfitSizesError: a rank may hold fewer activations than it has stages, or a stage is on two ranks.
         ValueError: the placement is none of all stages, or times are missing or negative.
     """
-    work = make_workload(placement, num_micro_batches, costs, memory_limit)
-    unpaired = best_order(work)
-    return unpaired if work.pairs is None else with_pairs(work, unpaired)[0].schedule
+    return best_order(make_workload(placement, num_micro_batches, costs, memory_limit))
 
 
 def best_order(work: Workload) -> Schedule:

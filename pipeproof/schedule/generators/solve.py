@@ -5,9 +5,7 @@ forward, I and W; what each needs and its latency; one operation at a time on a
 rank; activations held from the start of F to the end of W. On each stage,
 operations of a kind run in index order, which costs nothing (``workload`` explains
 why) and takes away all schedules that differ only in the names of
-micro-batches. With times of pairs (``costs.in_turns``), a forward and a whole
-backward of a rank may also be one operation, of that time: then they start and
-end together, and W takes no time of its own. OR-tools' CP-SAT minimizes the makespan from the greedy schedule
+micro-batches. OR-tools' CP-SAT minimizes the makespan from the greedy schedule
 on. One worker, a fixed seed and a limit in deterministic time give the same
 schedule and the same bound in every run with the same OR-tools, proved or not.
 """
@@ -15,29 +13,22 @@ schedule and the same bound in every run with the same OR-tools, proved or not.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 from pipeproof.diagnostics.finding import BadPlanError, ExampleKind, RuleDoc
 from pipeproof.diagnostics.install_command import install_extra
 from pipeproof.schedule.generators.optimal import best_order
-from pipeproof.schedule.generators.paired_orders import with_pairs
 from pipeproof.schedule.generators.workload import Placement, Workload, fits, in_index_order, make_workload, most_held
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import Program, Schedule, StageCosts, Time, UnfitSizesError, asap
 
 _F, _I, _W = OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
 _KINDS = (_F, _I, _W)
-_BOTH = ("start", "end")
 
 _MAX_TICKS = 2**45
 """Longest schedule that is given to the solver, whose integers have 64 bits and which adds many of them."""
-
-
-_MAX_PAIRS = 20_000
-"""Possible pairs up to which schedules with pairs are searched: each has a variable of its own."""
 
 
 SOLVER_MISSING = RuleDoc(
@@ -102,13 +93,12 @@ def solve(
     hint: Schedule | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
-    """Search for the shortest schedule; arguments are those of ``optimal``, and with ``costs.in_turns`` it has pairs.
+    """Search for the shortest schedule; arguments are those of ``optimal``.
 
     ``time_limit_s`` is in the solver's deterministic seconds, which count its
     steps: one takes about one to ten seconds. The search begins with the greedy
     schedule or with ``hint``, if that is shorter, and nothing longer comes
-    back. Pairs of a hint are not kept; with more than 20,000 possible pairs
-    nothing is searched. ``on_progress`` is called with each improvement.
+    back. ``on_progress`` is called with each improvement.
 
     Raises:
         SolverMissingError: OR-tools is not installed.
@@ -121,8 +111,6 @@ def solve(
     work = make_workload(placement, num_micro_batches, costs, memory_limit)
     first = best_order(work)
     bound = work.least_makespan()
-    if work.pairs is not None:
-        first, bound = with_pairs(work, first)[0].schedule, work.least_with_pairs()
     if hint is not None:
         first = min(first, _from_hint(hint, work), key=lambda schedule: asap(schedule, work.costs).makespan)
     ticks = int(asap(first, work.costs).makespan)
@@ -134,8 +122,7 @@ def solve(
             key=("cost",),
         )
     best = first
-    num_pairs = 0 if work.pairs is None else work.num_micro_batches**2 * len(work.pairs)
-    if ticks > bound and num_pairs <= _MAX_PAIRS:
+    if ticks > bound:
         best, bound = _Search(cp_model, work, first).run(time_limit_s, on_progress)
         ticks = int(asap(best, work.costs).makespan)
     return Solution(best, work.in_units(ticks), work.in_units(bound), time.perf_counter() - started)
@@ -179,18 +166,13 @@ class _Search:
         self._model = cp_model.CpModel()
         timed = asap(first, work.costs)
         self._horizon = int(timed.makespan)
-        self._least = work.least_makespan() if work.pairs is None else work.least_with_pairs()
+        self._least = work.least_makespan()
         self._makespan = self._model.new_int_var(self._least, self._horizon, "makespan")
         self._model.add_hint(self._makespan, self._horizon)
         self._starts: dict[Op, Any] = {}
         self._ends: dict[Op, Any] = {}
-        self._pairs: list[dict[tuple[Op, Op], Any]] = [{} for _ in work.placement]
-        """By rank, whether a forward and an I are a pair."""
-        for rank, (program, starts, ends) in enumerate(zip(timed.programs, timed.starts, timed.ends, strict=True)):
-            if work.pairs is None:
-                self._add_operations(program, starts)
-            else:
-                self._add_paired_operations(rank, _split(program, starts, ends), work.pairs)
+        for program, starts in zip(timed.programs, timed.starts, strict=True):
+            self._add_operations(program, starts)
         for stage in range(work.num_stages):
             self._add_order(stage)
         for rank, stages in enumerate(work.placement):
@@ -220,46 +202,6 @@ class _Search:
             self._starts[op], self._ends[op] = start, start + duration
             intervals.append(self._model.new_fixed_size_interval_var(start, duration, f"time of {op}"))
         self._model.add_no_overlap(intervals)
-
-    def _add_paired_operations(
-        self, rank: int, hinted: Mapping[Op, tuple[Time, Time]], ticks: Mapping[tuple[int, int], int]
-    ) -> None:
-        """Those of one rank, of which a forward and a backward may be one: the interval is that of the forward."""
-        model, horizon = self._model, self._horizon
-        for op, (start, end) in hinted.items():
-            self._starts[op], self._ends[op] = (model.new_int_var(0, horizon, f"{what} of {op}") for what in _BOTH)
-            model.add_hint(self._starts[op], int(start))
-            model.add_hint(self._ends[op], int(end))
-        of_op: dict[Op, dict[tuple[Op, Op], Any]] = {op: {} for op in hinted}
-        backwards = [op for op in hinted if op.kind is _I]
-        for forward in (op for op in hinted if op.kind is _F):
-            for backward in backwards:
-                if _may_pair(self._work, forward, backward):
-                    is_pair = model.new_bool_var(f"{forward} next to {backward}")
-                    model.add_hint(is_pair, hinted[forward][0] == hinted[backward][0])
-                    self._pairs[rank][forward, backward] = is_pair
-                    for op in (forward, backward, backward._replace(kind=_W)):
-                        of_op[op][forward, backward] = is_pair
-        intervals = []
-        for op, mine in of_op.items():
-            alone = model.new_bool_var(f"{op} alone")
-            model.add(sum(mine.values()) + alone == 1)
-            start, end, duration = self._starts[op], self._ends[op], self._work.costs.of(op)
-            if op.kind is _F:
-                longer = sum(
-                    is_pair * (ticks[forward.stage, backward.stage] - duration)
-                    for (forward, backward), is_pair in mine.items()
-                )
-                taken = model.new_int_var(0, horizon, f"time of {op} and its pair")
-                model.add(taken == duration + longer)
-                intervals.append(model.new_interval_var(start, taken, end, f"{op} and its pair"))
-                continue
-            intervals.append(model.new_optional_interval_var(start, duration, end, alone, f"time of {op}"))
-            for (forward, backward), is_pair in mine.items():
-                begin = self._starts[forward] if op.kind is _I else self._ends[backward]
-                model.add(start == begin).only_enforce_if(is_pair)
-                model.add(end == self._ends[forward]).only_enforce_if(is_pair)
-        model.add_no_overlap(intervals)
 
     def _add_order(self, stage: int) -> None:
         """Add the inputs of each operation of a stage, and the order of operations of one kind."""
@@ -308,23 +250,7 @@ class _Search:
             kind = _KINDS.index(op.kind)
             return value(self._starts[op]), value(self._ends[op]), kind, op.micro_batch, -op.stage
 
-        programs, pairs = [], []
-        for rank, program in enumerate(self._first.programs):
-            backward_of = {
-                forward: backward for (forward, backward), is_pair in self._pairs[rank].items() if value(is_pair)
-            }
-            in_pairs = {*backward_of.values(), *(op._replace(kind=_W) for op in backward_of.values())}
-            ops: list[Op] = []
-            begins = set()
-            for op in sorted(_split(program), key=order):
-                if op in backward_of:
-                    begins.add(len(ops))
-                    ops += op, backward_of[op]._replace(kind=OpKind.BACKWARD)
-                elif op not in in_pairs:
-                    ops.append(op)
-            programs.append(tuple(ops))
-            pairs.append(frozenset(begins))
-        return Schedule(tuple(programs), tuple(pairs) if any(pairs) else ())
+        return Schedule(tuple(tuple(sorted(program, key=order)) for program in self._first.programs))
 
     def _reporter(self, on_progress: Callable[[Progress], None]) -> Any:
         in_units = self._work.in_units
@@ -335,23 +261,3 @@ class _Search:
                 on_progress(Progress(in_units(round(self.objective_value)), in_units(bound)))
 
         return Reporter()
-
-
-def _may_pair(work: Workload, forward: Op, backward: Op) -> bool:
-    """True if a pair saves time and may exist: on one stage, the backward is of an earlier micro-batch."""
-    assert forward.micro_batch is not None
-    assert backward.micro_batch is not None
-    in_order = forward.stage != backward.stage or backward.micro_batch < forward.micro_batch
-    return in_order and work.saved(forward.stage, backward.stage) > 0
-
-
-def _split(program: Program, starts: Sequence[Time] = (), ends: Sequence[Time] = ()) -> dict[Op, tuple[Time, Time]]:
-    """The operations of a rank with their times, whole backwards as an I and a W that takes none."""
-    times: dict[Op, tuple[Time, Time]] = {}
-    for op, start, end in zip_longest(program, starts, ends, fillvalue=0):
-        assert isinstance(op, Op), "each operation has its times"
-        whole = op.kind is OpKind.BACKWARD
-        times[op._replace(kind=_I) if whole else op] = start, end
-        if whole:
-            times[op._replace(kind=_W)] = end, end
-    return times

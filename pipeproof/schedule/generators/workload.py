@@ -8,7 +8,7 @@ least k of those are, and how much a rank holds does not depend on names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -30,9 +30,7 @@ class Workload:
 
     Times are in ticks, by stage; ``latency`` is that of an edge between two
     ranks. ``limits`` are the most chunk activations that each rank may hold,
-    from the start of F to the end of W. ``pairs`` has the ticks of a forward
-    next to a whole backward, by their stages, which are on one rank; None
-    where nothing runs side by side.
+    from the start of F to the end of W.
     """
 
     placement: tuple[tuple[int, ...], ...]
@@ -44,7 +42,6 @@ class Workload:
     latency: int
     limits: tuple[int, ...]
     ticks_per_unit: int
-    pairs: Mapping[tuple[int, int], int] | None = None
 
     @property
     def num_stages(self) -> int:
@@ -54,9 +51,7 @@ class Workload:
     @property
     def costs(self) -> StageCosts:
         """The times in ticks."""
-        pairs = self.pairs
-        in_turns = None if pairs is None else lambda forward, backward: pairs[forward, backward]
-        return StageCosts(self.forward, self.backward_input, self.backward_weight, self.latency, in_turns=in_turns)
+        return StageCosts(self.forward, self.backward_input, self.backward_weight, self.latency)
 
     @property
     def num_operations(self) -> int:
@@ -78,33 +73,10 @@ class Workload:
         return tuple(accumulate(steps, initial=0))
 
     def least_makespan(self) -> int:
-        """Ticks that no schedule beats: of the busiest rank from its earliest start, or of one micro-batch alone.
-
-        Without pairs, as ``solve`` looks for schedules.
-        """
+        """Ticks that no schedule beats: of the busiest rank from its earliest start, or of one micro-batch alone."""
         heads = self.heads()
         busiest = max(min(heads[s] for s in stages) + self.busy(rank) for rank, stages in enumerate(self.placement))
         return max(busiest, self._alone())
-
-    def least_with_pairs(self) -> int:
-        """Ticks that no schedule beats, with pairs or without.
-
-        Before the first backward of a rank, a micro-batch goes through all its stages, so as many forwards as it has
-        stages have no pair. Each other one saves at most what the best pair of its rank saves.
-        """
-        heads, longest = self.heads(), self._alone()
-        for rank, stages in enumerate(self.placement):
-            num_pairs = (self.num_micro_batches - 1) * len(stages)
-            saved = max(0, *(self.saved(forward, backward) for forward in stages for backward in stages))
-            longest = max(longest, min(heads[s] for s in stages) + self.busy(rank) - num_pairs * saved)
-        return longest
-
-    def saved(self, forward: int, backward: int) -> int:
-        """Ticks by which a pair is shorter than a forward and a whole backward one after the other."""
-        if self.pairs is None:
-            return 0
-        whole = self.backward_input[backward] + self.backward_weight[backward]
-        return self.forward[forward] + whole - self.pairs[forward, backward]
 
     def _alone(self) -> int:
         """Ticks of one micro-batch alone."""
@@ -147,8 +119,7 @@ def make_workload(
     if min(times[0]) == 0:
         raise ValueError("a forward takes time; schedules of forwards that take none are not looked for")
     (latency,) = _fractions("latency", [costs.latency], 1)
-    pairs = _pairs(stages_of, costs)
-    rows = (*times, [latency], pairs.values())
+    rows = (*times, [latency])
     ticks_per_unit = lcm(*(time.denominator for row in rows for time in row))
     forward, backward_input, backward_weight = (tuple(int(time * ticks_per_unit) for time in part) for part in times)
     return Workload(
@@ -161,20 +132,7 @@ def make_workload(
         latency=int(latency * ticks_per_unit),
         limits=_limits(stages_of, num_micro_batches, memory_limit),
         ticks_per_unit=ticks_per_unit,
-        pairs={stages: int(time * ticks_per_unit) for stages, time in pairs.items()} if costs.in_turns else None,
     )
-
-
-def _pairs(placement: Placement, costs: StageCosts) -> dict[tuple[int, int], Fraction]:
-    """Times of a forward next to a backward, by their stages; none where no computations take turns."""
-    if costs.in_turns is None:
-        return {}
-    return {
-        (forward, backward): Fraction(costs.in_turns(forward, backward))
-        for stages in placement
-        for forward in stages
-        for backward in stages
-    }
 
 
 def in_index_order(programs: Programs) -> Programs:
