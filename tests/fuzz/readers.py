@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import pickle
@@ -190,8 +189,6 @@ def _readers() -> tuple[Reader, ...]:
         Reader("stack", "rank_0.txt", _files("tests/goldens/stacks/*/*"), lambda path: ["job", "hang", path.parent]),
         Reader("stack_of_dump", "rank_0.txt", _files("tests/goldens/stacks/*/*"),
                lambda path: ["job", "hang", ROOT / "examples" / "importing" / "dumps", "--stacks", path.parent]),
-        Reader("host_part", "job.json", (b'{"directory": "a", "plan": {}, "certificate": {}, "options": {}}',),
-               lambda path: ["job", "merge", path.parent]),
         Reader("profile", "profile.json", (profile_text().encode(),),
                lambda path: ["simulate", ROOT / "examples" / "gpt_pp4.yaml", "--set", f"cost={{profile: {path}}}"]),
         Reader("statements", "names.aoa", _files("examples/aoa/*"),
