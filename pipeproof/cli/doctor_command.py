@@ -1,4 +1,4 @@
-"""``pipeproof doctor``: versions, backend behaviour and message times on this machine."""
+"""``pipeproof doctor``: versions and backend behaviour on this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pipeproof.exit_status import ExitStatus
               help="Instead measure the GPU (products, attention, memory, host) and write its curves as the "
               "section `cost` of a plan.")  # fmt: skip
 def doctor(form: Literal["text", "json"], backend: str, device: str, costs: Path | None) -> None:
-    """Show versions, compare the behaviour of a backend on this machine with our table, and measure messages."""
+    """Show versions, and compare the behaviour of a backend on this machine with our table."""
     if costs is not None:
         if backend != "torch" or device != "gpu":
             raise click.UsageError("--write-costs: a GPU is measured with PyTorch; add --backend torch --on gpu")

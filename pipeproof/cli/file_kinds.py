@@ -80,7 +80,7 @@ RESULTS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "check": frozenset({"certified", "findings"}),
         "compare": frozenset({"only_a", "only_b", "first_divergence"}),
-        "doctor": frozenset({"backend", "not_measured", "curve"}),
+        "doctor": frozenset({"backend", "not_measured", "rows"}),
         "rehearse --report": frozenset({"passed", "elements", "faults"}),
         "schedule list": frozenset({"schedules"}),
         "schedule show": frozenset({"num_sequence_splits", "verdict", "ranks"}),

@@ -1,4 +1,4 @@
-"""Round trips between two ranks with modelled message times, the lines through them, and the curve."""
+"""Round trips between two ranks with modelled message times, and the lines through them."""
 
 import itertools
 import queue
@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.exec.measure import link_curve as curves
-from pipeproof.exec.measure.link_curve import Curve, CurvePoint, fit_link, measure_curve
 from pipeproof.exec.rank.group_endpoint import CHANNELS
-from pipeproof.exec.rank.ping_pong import HostPingClock, Wire, crossing_us, one_way_us, repeats_of, way_back
+from pipeproof.exec.rank.ping_pong import HostPingClock, Wire, one_way_us, way_back
+from pipeproof.exec.rehearse.rehearsal_edges import fit_link
 from pipeproof.schedule.op_table import Channel
-from pipeproof.testing.endpoint_protocol import Outcome
 
 FORWARD, BACKWARD = CHANNELS[0], CHANNELS[1]
 WAIT_S = 10.0
@@ -104,12 +102,6 @@ def test_a_message_takes_its_round_trip_without_the_way_back(there, back, rate):
     assert others == dict.fromkeys(sizes, ())
 
 
-def test_messages_that_cross_take_as_long_as_the_slower():
-    times = link().both(lambda wire: crossing_us(wire, FORWARD, BACKWARD, 10**6))
-    for of_rank in times:
-        assert of_rank == pytest.approx([30 + 10**6 / 250] * repeats_of(10**6))
-
-
 def test_a_message_never_takes_less_than_half_of_its_round_trip():
     """A busy machine may take 100 us for two tokens and 60 for a message and a token."""
     marks = itertools.accumulate([0, *[100] * 20, 0, *[60] * 20])
@@ -182,48 +174,3 @@ def test_neither_latency_nor_bandwidth_is_negative(points, latency, bandwidth):
     found = fit_link(points)
     assert found.latency_us == latency
     assert found.bandwidth == pytest.approx(bandwidth, rel=1e-3)
-
-
-# The curve
-
-
-class World:
-    """Two ranks on a modelled link; beyond ``most_bytes`` messages do not arrive."""
-
-    def __init__(self, one, most_bytes=2**40):
-        self.one, self.most_bytes = one, most_bytes
-
-    def run(self, body, timeout_s):
-        if body.keywords["num_bytes"] > self.most_bytes:
-            return Outcome("returned"), Outcome("died", detail="SIGKILL")
-        found = self.one.both(lambda wire: body(type("End", (), {"wire": wire})))
-        return tuple(Outcome("returned", value) for value in found)
-
-
-def test_the_curve_has_each_direction_and_both_at_once():
-    curve = measure_curve(World(link()), (8, 4096, 2**20))
-    assert [point.num_bytes for point in curve.points] == [8, 4096, 2**20]
-    assert curve.ended == ""
-    assert (curve.forward.latency_us, curve.forward.bandwidth) == pytest.approx((30, 1), rel=1e-2)
-    assert (curve.backward.latency_us, curve.backward.bandwidth) == pytest.approx((30, 0.25), rel=1e-2)
-    assert (curve.both.latency_us, curve.both.bandwidth) == pytest.approx((30, 0.25), rel=1e-2)
-
-
-def test_a_size_that_does_not_come_through_ends_the_curve_and_is_named():
-    curve = measure_curve(World(link(), most_bytes=4096), (8, 4096, 2**20))
-    assert [point.num_bytes for point in curve.points] == [8, 4096]
-    assert curve.ended == "messages of 1048576 bytes did not arrive: rank 1 died: SIGKILL"
-    assert curve.is_broken
-
-
-def test_the_curve_ends_before_it_takes_too_long(monkeypatch):
-    monkeypatch.setattr(curves, "BUDGET_S", 0.0)
-    curve = measure_curve(World(link()), (8, 2**20, 2**24))
-    assert [point.num_bytes for point in curve.points] == [8, 2**20]
-    assert curve.ended.startswith("messages of 16777216 bytes would exceed")
-    assert not curve.is_broken
-
-
-def test_the_line_of_both_directions_lies_between_them():
-    points = tuple(CurvePoint(size, 10 + size / 1000, 10 + size / 500, 1) for size in SIZES)
-    assert 0.5 < Curve(points).one_way.bandwidth < 1

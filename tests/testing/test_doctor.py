@@ -26,7 +26,6 @@ from pipeproof.exec.measure.doctor import (
 )
 from pipeproof.exec.measure.doctor_report import doctor_to_json, render_doctor
 from pipeproof.exec.measure.installed_backends import TESTED
-from pipeproof.exec.measure.link_curve import Curve, CurvePoint
 from tests.testing.bodies import wait_in_vain
 from tests.testing.fake_backend import fake_world
 
@@ -54,8 +53,8 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.needs_paddle
 def test_a_backend_as_its_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "backend_pair", lambda *_: fake_world(TABLE))
-    report = run_doctor(sizes=())
-    assert (report.exit_status, report.problems, report.curve) == (0, [], None)
+    report = run_doctor(asks_devices=False)
+    assert (report.exit_status, report.problems) == (0, [])
     assert [row.key for row in report.not_measured] == [
         "serial_group_creation",
         "max_group_size",
@@ -71,7 +70,7 @@ def test_a_row_that_differs_is_named_with_what_it_means_for_plans(monkeypatch: p
     other = dataclasses.replace(TABLE, queue="pair", tags=True)
     monkeypatch.setattr(doctor, "backend_pair", lambda *_: fake_world(other))
     monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 60.0)
-    report = run_doctor(["queue", "tags", "all_gather"], sizes=())
+    report = run_doctor(["queue", "tags", "all_gather"], asks_devices=False)
     assert report.exit_status == 1
     queue, tags = report.problems
     assert queue.startswith("queue: the table has directed_edge, this machine pair. ")
@@ -113,10 +112,10 @@ def test_a_worker_that_cannot_import_paddle_is_told_and_reaped(monkeypatch: pyte
 @pytest.mark.needs_paddle
 def test_json_holds_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "backend_pair", lambda *_: fake_world(TABLE))
-    data = json.loads(json.dumps(doctor_to_json(run_doctor(["longer_message"], sizes=()))))
+    data = json.loads(json.dumps(doctor_to_json(run_doctor(["longer_message"], asks_devices=False))))
     assert list(data) == [
-        "backend", "device", "exit_status", "versions", "devices", "links", "ranks", "rows", "not_measured", "curve",
-        "network", "problems", "notes",
+        "backend", "device", "exit_status", "versions", "devices", "links", "ranks", "rows", "not_measured",
+        "problems", "notes",
     ]  # fmt: skip
     assert data["rows"] == [
         {
@@ -151,7 +150,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, **rows: object) -> DoctorReport:
     monkeypatch.setattr(doctor, "gpu_properties", lambda: parse_gpus(GPUS))
     monkeypatch.setattr(doctor, "gpu_links", lambda: parse_links(TOPOLOGY))
     monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 60.0)
-    return run_doctor(CERTAIN, "torch", "gpu", sizes=())
+    return run_doctor(CERTAIN, "torch", "gpu", asks_devices=False)
 
 
 def test_versions_that_no_row_has_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,43 +221,14 @@ def test_without_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
-def report_with(*said: dict[str, str]) -> DoctorReport:
-    curve = Curve((CurvePoint(8, 10.0, 12.0, 14.0), CurvePoint(2**28, 700.0, 900.0, 1000.0)))
-    return DoctorReport("torch-nccl", {}, [], [], [], device="gpu", facts=said, curve=curve)
-
-
-def test_links_between_gpus_make_a_network_and_sockets_of_one_gpu_do_not() -> None:
-    two = {"gpus": "2", "kernels": ""}
-    report = report_with(two, two)
-    assert report.network is not None
-    assert report.network["ranks_per_node"] == 2
-    assert 2**28 / 900e3 < report.network["node"]["bandwidth"] < 2**28 / 690e3
-    text = rendered(report, width=120)
-    assert "in a plan on this machine: cost: {network: {ranks_per_node: 2, node: {latency_us:" in text
-    shared = report_with({"gpus": "1"}, {"gpus": "1"})
-    assert shared.network is None
-    assert "in a plan on this machine" not in rendered(shared, width=120)
-
-
-def test_processes_that_say_nothing_and_messages_that_do_not_come_through_are_problems(
+def test_processes_that_say_nothing_are_a_problem(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(doctor, "backend_pair", lambda *_: fake_world(TABLE))
-    report = run_doctor(["matching"], sizes=(8,))  # fake endpoints have nothing to say of themselves
+    report = run_doctor(["matching"])  # fake endpoints have nothing to say of themselves
     assert report.exit_status == 1
     assert report.problems[0].startswith("A process did not report its device: rank 0 raised: ")
-    monkeypatch.setattr(doctor, "device_facts", lying_still)
-    report = run_doctor(["matching"], sizes=(8,))
-    assert report.exit_status == 1
-    assert report.problems[0].startswith("Messages of 8 bytes did not arrive: rank 0 raised: ")
-    assert report.network is None
-    assert "messages between the two" not in rendered(report)
-
-
-def lying_still(end: object) -> dict[str, str]:
-    """What a process says that has nothing to say."""
-    return {}
 
 
 def test_what_nvidia_smi_does_not_say_is_left_out() -> None:
@@ -284,11 +254,7 @@ def test_processes_that_find_no_gpu_are_told_of_and_reaped() -> None:
 
 @pytest.mark.needs_torch
 def test_pytorch_behaves_as_its_table_says() -> None:
-    report = run_doctor(backend="torch", sizes=(8, 4096))
-    assert report.curve is not None
-    assert [point.num_bytes for point in report.curve.points] == [8, 4096]
-    assert report.network is not None
-    assert report.network["node"]["bandwidth"] > 0
+    report = run_doctor(backend="torch")
     assert {row.key: row.observed for row in report.rows if not row.ok} == {}
     assert (report.backend, report.exit_status) == ("torch-gloo", 0)
 
@@ -297,11 +263,9 @@ def test_pytorch_behaves_as_its_table_says() -> None:
 @pytest.mark.needs_paddle
 def test_this_machine_behaves_as_the_table_says() -> None:
     before = children_of(os.getpid())
-    report = run_doctor(sizes=(8,))
+    report = run_doctor()
     assert {row.key: row.observed for row in report.rows if not row.ok} == {}
     assert report.exit_status == 0
-    assert report.curve is not None
-    assert len(report.curve.points) == 1
     assert children_of(os.getpid()) == before
 
 

@@ -1,4 +1,4 @@
-"""Doctor of a machine for plans: versions, devices, measured backend behaviour compared with its table, links."""
+"""Doctor of a machine for plans: versions, devices, and measured backend behaviour compared with its table."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ from pipeproof.exec.measure.installed_backends import (
     transformers_version,
     untested_versions,
 )
-from pipeproof.exec.measure.link_curve import SIZES, Curve, device_facts, failure_text, measure_curve
 from pipeproof.exec.store.rendezvous import rank_environment, reserved_ports
 from pipeproof.exit_status import ExitStatus
 from pipeproof.system_calls import CAN_START_RANKS, num_cores
-from pipeproof.testing.endpoint_protocol import Body, Outcome, World
+from pipeproof.testing.endpoint_protocol import Body, Endpoint, Outcome, World
 from pipeproof.testing.probes import RowResult, check_backend
 
 _TIMEOUT_S = 20.0
@@ -273,7 +272,7 @@ class DoctorReport:
     ``rows`` are the measured rows of the backend's table, empty if the backend is missing; ``not_measured`` are rows
     that rely on their source. ``problems`` are sentences with the meaning or the next step; ``notes`` are remarks that
     contradict nothing. ``facts`` describe each rank's device by the framework, ``devices`` and ``links`` the machine's
-    GPUs by ``nvidia-smi``, ``curve`` the times of messages.
+    GPUs by ``nvidia-smi``.
     """
 
     backend: str
@@ -285,7 +284,6 @@ class DoctorReport:
     devices: Sequence[Mapping[str, str]] = ()
     links: Sequence[GpuLink] = ()
     facts: Sequence[Mapping[str, str]] = ()
-    curve: Curve | None = None
     notes: Sequence[str] = ()
 
     @property
@@ -294,16 +292,6 @@ class DoctorReport:
         if not self.rows:
             return ExitStatus.BAD_INPUT
         return ExitStatus.FAILED if self.problems else ExitStatus.OK
-
-    @property
-    def network(self) -> dict[str, Any] | None:
-        """``cost.network`` of a plan on this machine; None if no link was measured."""
-        if self.curve is None or not self.curve.points or self.shares_a_gpu:
-            return None
-        link, num_gpus = self.curve.one_way, max((int(facts.get("gpus", 0)) for facts in self.facts), default=0)
-        num_ranks = num_gpus if self.device == "gpu" else num_cores()
-        node = {"latency_us": link.latency_us, "bandwidth": link.bandwidth}
-        return {"ranks_per_node": max(2, num_ranks), "node": node}
 
     @property
     def shares_a_gpu(self) -> bool:
@@ -317,7 +305,6 @@ class _Measured:
 
     rows: list[RowResult] = field(default_factory=list)
     facts: list[Mapping[str, str]] = field(default_factory=list)
-    curve: Curve | None = None
     problems: list[str] = field(default_factory=list)
 
 
@@ -325,7 +312,8 @@ def run_doctor(
     keys: Collection[str] | None = None,
     backend: str = "paddle",
     device: str = "cpu",
-    sizes: Sequence[int] = SIZES,
+    *,
+    asks_devices: bool = True,
 ) -> DoctorReport:
     """Collect versions and measure a framework's transports on this machine; takes half a minute on two cores.
 
@@ -333,7 +321,7 @@ def run_doctor(
         keys: the rows to measure; by default all that two ranks can observe.
         backend: ``paddle`` or ``torch``.
         device: ``cpu`` for gloo, ``gpu`` for NCCL.
-        sizes: bytes of the timed messages; no messages are timed if it is empty.
+        asks_devices: whether two processes report their device and compute a known product.
     """
     table = backend_table(backend, device)
     measured = _Measured()
@@ -345,7 +333,7 @@ def run_doctor(
         measured.problems.append(f"Transports are measured on Linux, and this system is {sys.platform}: nothing was.")
     else:
         try:
-            _measure(measured, table, lambda: backend_pair(backend, device), keys, sizes)
+            _measure(measured, table, lambda: backend_pair(backend, device), keys, asks_devices=asks_devices)
         except BackendStartError as error:
             fix = "" if device == "cpu" else f" Use --on cpu, or a machine with a GPU and a build of {name} for it."
             measured.problems.append(f"Two processes could not be connected by {table.name}: {error}.{fix}")
@@ -359,9 +347,13 @@ def run_doctor(
         devices=gpu_properties() if device == "gpu" else (),
         links=gpu_links() if device == "gpu" else (),
         facts=measured.facts,
-        curve=measured.curve,
     )
     return _with_notes(report, name)
+
+
+def device_facts(end: Endpoint) -> Any:
+    """Return a rank's facts about its framework and device; a body of a probe."""
+    return end.facts()  # type: ignore[attr-defined]  # endpoints built on the adapter have it
 
 
 def _measure(
@@ -369,20 +361,22 @@ def _measure(
     table: BackendTable,
     make_world: Callable[[], AbstractContextManager[World]],
     keys: Collection[str] | None,
-    sizes: Sequence[int],
+    *,
+    asks_devices: bool,
 ) -> None:
-    """Measure facts and message times in one world, and the rows of the table in others."""
-    if sizes:
+    """Ask for facts in one world, and measure the rows of the table in others."""
+    if asks_devices:
         with make_world() as world:
             outcomes = world.run(device_facts, _FACTS_TIMEOUT_S)
             measured.facts = [outcome.value for outcome in outcomes if outcome.kind == "returned"]
             measured.problems += sorted({facts["kernels"] for facts in measured.facts if facts.get("kernels")})
-            if failure := failure_text(outcomes):
-                measured.problems.append(f"A process did not report its device: {failure}.")
-            else:
-                measured.curve = measure_curve(world, sizes)
-                if measured.curve.is_broken:
-                    measured.problems.append(f"{measured.curve.ended[0].upper()}{measured.curve.ended[1:]}.")
+            silent = "; ".join(
+                f"rank {rank} {outcome.kind}{f': {outcome.detail}' if outcome.detail else ''}"
+                for rank, outcome in enumerate(outcomes)
+                if outcome.kind != "returned"
+            )
+            if silent:
+                measured.problems.append(f"A process did not report its device: {silent}.")
     measured.rows = check_backend(table, make_world, keys=keys, timeout_s=PROBE_TIMEOUT_S)
     measured.problems += [_difference(table, row) for row in measured.rows if not row.ok]
 
@@ -392,14 +386,12 @@ def _with_notes(report: DoctorReport, name: str) -> DoctorReport:
     if report.shares_a_gpu:
         notes.append(
             f"{name} sees one GPU, which both processes shared: NCCL connected them by sockets, so its behaviour was "
-            "measured, but no link"
+            "measured"
         )
     if report.device == "gpu" and not report.devices:
         notes.append(
             "nvidia-smi is missing or prints nothing: the driver, clocks, power limits and links are not shown"
         )
-    if report.curve is not None and report.curve.ended and not report.curve.is_broken:
-        notes.append(report.curve.ended)
     notes += [
         f"{row.key}: the table has {value_text(row.expected)}, this machine {value_text(row.observed)}; plans are "
         "valid with both"

@@ -93,20 +93,6 @@ def one_way_us(wire: Wire, channel: Channel, back: Channel, sizes: Iterable[int]
     return times
 
 
-def crossing_us(wire: Wire, channel: Channel, back: Channel, num_bytes: int) -> tuple[float, ...]:
-    """Microseconds of each exchange in which both ranks send ``num_bytes`` to each other at once."""
-    sends, receives = (channel, back) if wire.rank == channel.src else (back, channel)
-    out, into = (wire.arrays.empty([num_bytes], "uint8") for _ in range(2))
-    wire.clock.hold()
-    marks = []
-    for _ in range(repeats_of(num_bytes) + 1):  # the first one synchronizes the two ranks
-        incoming = wire.channels.post(receives, into)
-        wire.channels.post(sends, out).wait()
-        incoming.wait()
-        marks.append(wire.clock.mark())
-    return tuple(wire.clock.between_us(*pair) for pair in pairwise(marks))
-
-
 def _round_trips(wire: Wire, channel: Channel, back: Channel, num_bytes: int) -> tuple[float, ...]:
     """Microseconds of each round trip, on the rank that begins; empty on the other."""
     content, token = wire.arrays.empty([num_bytes], "uint8"), wire.arrays.empty([TOKEN_BYTES], "uint8")

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from pipeproof.comm.channel_models import message_bytes
-from pipeproof.exec.measure.link_curve import LinkFit, fit_link
 from pipeproof.exec.rank.framework_protocol import Arrays, World
 from pipeproof.exec.rank.ping_pong import TOKEN_BYTES, PingClock, Wire, one_way_us, way_back
 from pipeproof.schedule.op_table import OpGraph
@@ -23,8 +22,58 @@ USUAL_BYTES = (TOKEN_BYTES, 2**16, 2**20)
 LARGE_BYTES = 2**24
 """Additional size on GPUs, whose links smaller messages do not saturate."""
 
+_ROUNDS = 60
+_LEAST_LOG = -40.0
+"""Logarithm of a latency or a time per byte that is zero."""
+_LEAST_US = 1e-3
+_LEAST_SHARE = 1e-3
+"""Least share of the bytes in the largest message's time for which a bandwidth is measurable."""
+
 EdgeTimes = dict[str, dict[int, tuple[float, ...]]]
 """Microseconds of each message, by the channel's text and the message's bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFit:
+    """Line of a link: ``latency_us`` in microseconds, ``bandwidth`` in GB/s (10^9 bytes), neither negative.
+
+    ``residual`` is the largest relative distance of a point to the line: 0.1 is a tenth.
+    """
+
+    latency_us: float
+    bandwidth: float
+    residual: float
+
+    def time_us(self, num_bytes: int) -> float:
+        """Return a message's microseconds by the line."""
+        return self.latency_us + num_bytes / self.bandwidth / 1000
+
+
+def fit_link(points: Sequence[tuple[int, float]]) -> LinkFit:
+    """Return the line through (bytes, microseconds) with the least relative error: twice counts as much as half.
+
+    So the smallest messages determine the latency and the largest the bandwidth. Where more bytes take no longer, all
+    of the largest message's time counts for its bytes. The method is least squares of the logarithms, by Gauss-Newton
+    steps on the logarithms of latency and time per byte, which keeps both positive.
+    """
+    sizes = np.array([num_bytes for num_bytes, _ in points], dtype=float)
+    times = np.maximum([time for _, time in points], _LEAST_US)
+    line = np.log([times.min(), times[-1] / sizes[-1]])
+    for _ in range(_ROUNDS):
+        parts = np.exp(line) * np.stack([np.ones(len(points)), sizes], axis=1)
+        by_line = parts.sum(axis=1)
+        step = np.linalg.lstsq(parts / by_line[:, None], np.log(times / by_line), rcond=None)[0]
+        line = np.maximum(line + np.clip(step, -1, 1), _LEAST_LOG)
+    latency, per_byte = np.exp(line)
+    if len(points) < 2 or per_byte * sizes[-1] < _LEAST_SHARE * times[-1]:
+        latency, per_byte = 0.0, float(times[-1] / sizes[-1])
+    rounded = LinkFit(round(float(latency), 3), _to_digits(1e-3 / float(per_byte)), 0.0)
+    off = max(abs(rounded.time_us(int(n)) / t - 1) for n, t in zip(sizes, times, strict=True))
+    return LinkFit(rounded.latency_us, rounded.bandwidth, round(float(off), 3))
+
+
+def _to_digits(value: float) -> float:
+    return float(f"{value:.5g}")
 
 
 @dataclass(frozen=True, slots=True)
