@@ -36,7 +36,6 @@ OTHERS = {
 
 EXEMPT = {
     "aligning.md": "minutes of runs, and logs of other programs; tests/align",
-    "backends.md": "asks the machine; tests/testing/test_doctor.py",
     "cut-by-hand.md": "processes of PyTorch; tests/train/test_cut_by_hand_page.py",
     "flex.md": "states, and runs of Paddle that save them; tests/state/flex",
     "gpus.md": "GPUs",
