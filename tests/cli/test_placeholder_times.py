@@ -27,9 +27,8 @@ WITHOUT_PREDICTED_TIMES = {
     *(f"import {kind}" for kind in ("automodel", "deepspeed", "ernie", "flagscale", "fleet", "gpt-neox",
       "llama-factory", "megatron", "megatron-bridge", "ms-swift", "nemo-rl", "paddleformers", "paddlenlp", "primus",
       "roll", "torch-csv", "torchtitan", "verl")),
-    *(f"job {part}" for part in ("hang", "merge")),
     *(f"state {part}" for part in ("align", "aoa", "diff", "reshard", "show")),
-    "check", "doctor", "init", "rehearse", "run", "schedule convert", "schedule list",
+    "check", "doctor", "init", "job hang", "rehearse", "run", "schedule convert", "schedule list",
 }  # fmt: skip
 
 
