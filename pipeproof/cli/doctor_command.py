@@ -30,8 +30,7 @@ def doctor(form: Literal["text", "json"], backend: str, device: str, costs: Path
         if backend != "torch" or device != "gpu":
             raise click.UsageError("--write-costs: a GPU is measured with PyTorch; add --backend torch --on gpu")
         sys.exit(_write_costs(costs))
-    from pipeproof.exec.measure.doctor import run_doctor
-    from pipeproof.exec.measure.doctor_report import doctor_to_json, render_doctor
+    from pipeproof.exec.measure.doctor import doctor_to_json, render_doctor, run_doctor
 
     report = run_doctor(backend=backend, device=device)
     if form == "json":

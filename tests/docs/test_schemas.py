@@ -326,8 +326,7 @@ def test_the_report_of_a_real_run_fits(tmp_path):
 @pytest.mark.slow
 @pytest.mark.needs_paddle
 def test_the_doctors_json_fits():
-    from pipeproof.exec.measure.doctor import run_doctor
-    from pipeproof.exec.measure.doctor_report import doctor_to_json
+    from pipeproof.exec.measure.doctor import doctor_to_json, run_doctor
 
     report = run_doctor(keys=["send_completes", "matching"])
     content = strict_json(json.dumps(doctor_to_json(report)))
@@ -337,7 +336,7 @@ def test_the_doctors_json_fits():
 
 def test_the_doctors_json_fits_without_a_backend(monkeypatch):
     from pipeproof.exec.measure import doctor
-    from pipeproof.exec.measure.doctor_report import doctor_to_json
+    from pipeproof.exec.measure.doctor import doctor_to_json
 
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     content = strict_json(json.dumps(doctor_to_json(doctor.run_doctor())))

@@ -19,12 +19,13 @@ from pipeproof.exec.measure.doctor import (
     DoctorReport,
     GpuLink,
     backend_pair,
+    doctor_to_json,
     gpu_properties,
     parse_gpus,
     parse_links,
+    render_doctor,
     run_doctor,
 )
-from pipeproof.exec.measure.doctor_report import doctor_to_json, render_doctor
 from pipeproof.exec.measure.installed_backends import TESTED
 from tests.testing.bodies import wait_in_vain
 from tests.testing.fake_backend import fake_world
