@@ -15,6 +15,7 @@ from pipeproof.analysis.compare.compare_timelines import Comparison, KindErrors,
 from pipeproof.analysis.compare.timeline_files import TimelineFile, read_timeline, simulated_plan
 from pipeproof.api.given_plan import GivenPlan, load_given
 from pipeproof.api.result import Records, Result, html_text, printed
+from pipeproof.diagnostics.units import time_text
 
 _WIDTH = 120
 
@@ -35,7 +36,7 @@ class CompareResult(Result):
     def __repr__(self) -> str:
         """Return both makespans, and notes about the costs."""
         steps = "; ".join(
-            f"{float(step.makespan_a):,.3f} us and {float(step.makespan_b):,.3f} us" for step in self.comparison.steps
+            f"{time_text(step.makespan_a)} and {time_text(step.makespan_b)}" for step in self.comparison.steps
         )
         notes = dict.fromkeys((self.comparison.a.note, self.comparison.b.note, self.note))
         text = f"{self.comparison.a.file} and {self.comparison.b.file}, {steps}"

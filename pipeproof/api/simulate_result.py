@@ -16,6 +16,7 @@ from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.generated_schedule import sample_plan
 from pipeproof.comm.lower import blaming_plan, lower_loaded
 from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.diagnostics.units import size_text, time_text
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.schedule.ops import COMPUTE_KINDS, parse_op
 from pipeproof.schedule.programs import Timed
@@ -81,10 +82,10 @@ class SimulateResult(Simulation, Result):
 
     def __repr__(self) -> str:
         """Return the makespan, the idle time, the largest memory peak, and a note about times."""
-        peak = max(curve.peak for curve in self.memory) / _GIB
+        peak = max(curve.peak for curve in self.memory)
         return (
-            f"<simulate: {self.name}, {len(self.figures)} ranks, {self.makespan_us:,.3f} us, "
-            f"{self.idle_ratio:.1%} idle, {peak:.3f} GiB at most{noted(self.note)}>"
+            f"<simulate: {self.name}, {len(self.figures)} ranks, {time_text(self.makespan_us)}, "
+            f"{self.idle_ratio:.1%} idle, {size_text(peak)} at most{noted(self.note)}>"
         )
 
     def _dict(self) -> dict[str, Any]:
@@ -119,7 +120,7 @@ class SimulateResult(Simulation, Result):
     def _parts(self) -> Iterator[str]:
         from pipeproof.api.simulate_result import timeline_image
 
-        yield f"<p><b>{self.makespan_us:,.3f} us</b>, {self.idle_ratio:.1%} idle. {self.note}</p>"
+        yield f"<p><b>{time_text(self.makespan_us)}</b>, {self.idle_ratio:.1%} idle. {self.note}</p>"
         yield timeline_image(self.timeline, self.name)
         yield html_table(self.to_records("ranks"), "ranks, in microseconds and GiB")
 

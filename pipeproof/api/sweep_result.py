@@ -12,6 +12,7 @@ from pipeproof.analysis.sweep.run_sweep import run_sweep
 from pipeproof.analysis.sweep.sweep_points import Sweep, sweep_of_plan
 from pipeproof.api.given_plan import GivenPlan, load_given, name_of, plan_data
 from pipeproof.api.result import Records, Result, html_table, noted
+from pipeproof.diagnostics.units import time_text
 
 
 class SweepResult(Result):
@@ -26,7 +27,7 @@ class SweepResult(Result):
         text = ""
         if best:
             settings = ", ".join(f"{key}={value}" for key, value in best[0].settings.items())
-            text = f"; best {settings}, {float(best[0].makespan or 0):,.3f} us"
+            text = f"; best {settings}, {time_text(best[0].makespan or 0)}"
         note = noted(self.sweep.placeholder_note)
         return f"<sweep: {self.name}, {len(self.points)} points, {len(best)} timed{text}{note}>"
 

@@ -15,6 +15,7 @@ from pipeproof.analysis.tune.tune_model import model_of_plan
 from pipeproof.analysis.tune.tune_result import TuneResult as Tuned
 from pipeproof.api.given_plan import GivenPlan, Settings, load_given, name_of
 from pipeproof.api.result import Records, Result, html_table, html_text, noted, printed
+from pipeproof.diagnostics.units import time_text
 
 _WIDTH = 110
 _FIGURES = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "peak_gib", "why")
@@ -33,7 +34,7 @@ class TuneResult(Result):
     def __repr__(self) -> str:
         """Return the number of layouts and the fastest step."""
         rows = self.tuned.rows
-        best = f"; best {rows[0].step_s:,.6g} s a step" if rows else ""
+        best = f"; best {time_text(rows[0].step * 10**6)} a step" if rows else ""
         devices = f"{self.tuned.num_gpus} {self.tuned.device or 'ranks'}"
         present = self.tuned.present
         note = "" if present is None else noted(present.spec.placeholder_note)

@@ -103,7 +103,7 @@ PLAN = FileKind("a plan", ("check FILE", "simulate FILE"), lambda g: "pipeproof"
 LOGS = FileKind("a directory of logs of a recorded program", ("check FILE",),
                 lambda g: any(re.fullmatch(r"rank_?\d+\.jsonl", name) for name in g.names))  # fmt: skip
 PROGRAM = FileKind("a program in our text form", ("check FILE", "schedule convert FILE --as csv"),
-                   lambda g: _is_schedule(g, "text"))  # fmt: skip
+                   lambda g: _is_schedule(g, "text"), "schedule")  # fmt: skip
 
 KINDS: tuple[FileKind, ...] = (
     FileKind("a record of a training", ("state align FILE OTHER",), lambda g: "record.jsonl" in g.names),
@@ -181,21 +181,25 @@ KINDS: tuple[FileKind, ...] = (
              lambda g: g.text.startswith("rank,queue,op,kind,")),
     FileKind("a page for a browser", (), lambda g: g.text.lstrip()[:9].lower() == "<!doctype"),
     FileKind("a picture", (), lambda g: g.text.lstrip().startswith("<svg") or g.head.startswith(_PNG)),
+    FileKind("a schedule as rows of blocks", ("simulate FILE", "schedule convert FILE --as csv"),
+             lambda g: _is_schedule(g, "blocks"), "schedule"),
     PROGRAM,
     FileKind("a schedule in PyTorch's CSV", ("schedule convert FILE --as text", "check FILE"),
-             lambda g: _is_schedule(g, "csv"), "torch-csv"),
+             lambda g: _is_schedule(g, "csv"), "schedule"),
     FileKind("a schedule in the strings of Fleet", ("schedule convert FILE --as text",),
-             lambda g: _is_schedule(g, "fleet")),
+             lambda g: _is_schedule(g, "fleet"), "schedule"),
 )  # fmt: skip
 """Kinds, the more specific ones first."""
 
 
 def _is_schedule(given: Given, form: str) -> bool:
+    from pipeproof.schedule.formats.block_rows import looks_like_blocks
     from pipeproof.schedule.formats.csv_file import looks_like_csv
     from pipeproof.schedule.formats.fleet_text import looks_like_fleet
     from pipeproof.schedule.formats.text_form import looks_like_program
 
-    return {"csv": looks_like_csv, "fleet": looks_like_fleet, "text": looks_like_program}[form](given.text)
+    tests = {"blocks": looks_like_blocks, "csv": looks_like_csv, "fleet": looks_like_fleet, "text": looks_like_program}
+    return tests[form](given.text)
 
 
 def kind_of(path: Path) -> FileKind | None:

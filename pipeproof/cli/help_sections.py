@@ -41,7 +41,7 @@ EXAMPLES: Final = MappingProxyType(
         "import paddlenlp": "pipeproof import paddlenlp pretrain.json --world-size 8 -o plan.yaml",
         "import primus": "pipeproof import primus pretrain.yaml -o plan.yaml",
         "import roll": "pipeproof import roll agent.yaml -o plan.yaml",
-        "import torch-csv": "pipeproof import torch-csv schedule.csv -o plan.yaml",
+        "import schedule": "pipeproof import schedule schedule.csv -o plan.yaml",
         "import torchtitan": "pipeproof import torchtitan train.toml --world-size 8 -o plan.yaml",
         "import verl": "pipeproof import verl train.sh -o plan.yaml",
         "init": "pipeproof init --model llama3-70b --gpus 512 --pp 8 --tp 8 --device h100 --global-batch 1024",

@@ -74,7 +74,8 @@ def show_outcome(
         num = sum(finding.severity is Severity.ERROR for finding in outcome.findings)
         echo(f"not proved: {num} {'error' if num == 1 else 'errors'}; nothing was written")
         return
-    from pipeproof.state.region_text import counted, size_words
+    from pipeproof.diagnostics.units import size_text, time_text
+    from pipeproof.state.region_text import counted
 
     tensors, shards = counted(len(outcome.target.tensors), "tensor"), counted(_num_parts(outcome.source), "part")
     echo(
@@ -82,14 +83,14 @@ def show_outcome(
         "its source"
     )
     if result is not None and out is not None:
-        size = f"{size_words(result.size_bytes)} in {counted(result.num_files, 'file')}"
+        size = f"{size_text(result.size_bytes)} in {counted(result.num_files, 'file')}"
         if result.existed:
             echo(f"{out} already exists and is complete: {size}, written by an earlier call")
         else:
             before = f", {result.num_finished} of them from an earlier call" if result.num_finished else ""
             has_speed = result.size_bytes >= _LARGE and not before
-            speed = f", {size_words(round(result.size_bytes / max(seconds, 1e-9)))}/s" if has_speed else ""
-            echo(f"{out}: {size}{before}, {seconds:.1f} s{speed}")
+            speed = f", {size_text(round(result.size_bytes / max(seconds, 1e-9)))}/s" if has_speed else ""
+            echo(f"{out}: {size}{before}, {time_text(seconds * 1e6)}{speed}")
         if md5 is not None:
             echo(f"MD5 of {tensors}: {md5} in {outcome.source.name}, {md5} in {out}: equal")
         if plan is not None:
@@ -99,7 +100,7 @@ def show_outcome(
 @contextmanager
 def showing_copy() -> Iterator[tuple[OnBegin, OnProgress]]:
     """Show progress in bytes on standard error: a bar, or now and then a line if that is not a terminal."""
-    from pipeproof.state.region_text import size_words
+    from pipeproof.diagnostics.units import size_text
 
     def on_begin(finished: int, num_files: int) -> None:
         if finished:
@@ -112,11 +113,11 @@ def showing_copy() -> Iterator[tuple[OnBegin, OnProgress]]:
             nonlocal last
             if time.monotonic() - last >= _LINE_EVERY_S:
                 last = time.monotonic()
-                echo(f"{size_words(done)} of {size_words(total)}", err=True)
+                echo(f"{size_text(done)} of {size_text(total)}", err=True)
 
         yield on_begin, line
         return
-    with showing_progress("copying", count=size_words) as show:
+    with showing_progress("copying", count=size_text) as show:
         yield on_begin, lambda done, total: show("copying", done, total)
 
 

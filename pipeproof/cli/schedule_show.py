@@ -27,6 +27,7 @@ from pipeproof.comm.generated_schedule import (
 from pipeproof.comm.lower import blaming_plan, own_schedule, with_measured_times
 from pipeproof.diagnostics.finding import BadPlanAtError, BadPlanError
 from pipeproof.diagnostics.problems import nearest_name
+from pipeproof.diagnostics.units import number_text, time_text
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.formats.inexpressible import InexpressibleError
 from pipeproof.schedule.formats.read_schedule import write_schedule
@@ -40,7 +41,7 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.verify.schedule_verdict import Outcome, ScheduleVerdict, check_schedule
 from pipeproof.views.schedule_svg import schedule_svg
 from pipeproof.views.tables import print_lines
-from pipeproof.views.timeline_text import figures_lines, format_us, render_timeline
+from pipeproof.views.timeline_text import TimeText, figures_lines, render_timeline
 
 MOST_COMPUTATIONS = 200_000
 """Most computations of a schedule that is shown: its picture takes about a tenth of a millisecond for each."""
@@ -63,12 +64,12 @@ class ScheduleRequest:
 
 @dataclass(frozen=True, slots=True)
 class SelectedSchedule:
-    """A schedule with its plan and its times; ``unit`` is that of times, ``bounded`` is None but for ``optimal``."""
+    """A schedule with its plan and its times; ``time_text`` writes them, ``bounded`` is None but for ``optimal``."""
 
     plan: LoadedPlan
     schedule: Schedule
     costs: StageCosts
-    unit: str
+    time_text: TimeText
     placeholder_note: str
     cost_source: str
     bounded: BoundedSchedule | None
@@ -92,7 +93,7 @@ def of_kind(request: ScheduleRequest, form: str, time_limit_s: int | None) -> Se
         plan = _plan(request, kind, form)
         if form in ("text", "json", "svg"):
             _require_moderate_picture(plan, kind)
-        return _selected(plan, "", note, cost_source(request.cost), time_limit_s)
+        return _selected(plan, number_text, note, cost_source(request.cost), time_limit_s)
 
 
 def of_plan(plan: LoadedPlan, form: str, time_limit_s: int | None) -> SelectedSchedule:
@@ -107,10 +108,10 @@ def of_plan(plan: LoadedPlan, form: str, time_limit_s: int | None) -> SelectedSc
         if form in ("text", "json", "svg") and plan.spec.schedule.kind in SCHEDULE_KINDS:
             _require_moderate_picture(plan, SCHEDULE_KINDS[plan.spec.schedule.kind])
         measured = with_measured_times(plan)
-        return _selected(measured, " us", plan.spec.placeholder_note, plan.spec.cost_source, time_limit_s)
+        return _selected(measured, time_text, plan.spec.placeholder_note, plan.spec.cost_source, time_limit_s)
 
 
-def _selected(plan: LoadedPlan, unit: str, note: str, source: str, time_limit_s: int | None) -> SelectedSchedule:
+def _selected(plan: LoadedPlan, text: TimeText, note: str, source: str, time_limit_s: int | None) -> SelectedSchedule:
     foreign = own_schedule(plan)
     schedule = plan_schedule(plan.spec) if foreign is None else Schedule(foreign.programs)
     costs = stage_costs(plan.spec)
@@ -118,7 +119,7 @@ def _selected(plan: LoadedPlan, unit: str, note: str, source: str, time_limit_s:
     if plan.spec.schedule.kind == "optimal":
         found = bounded(plan.spec, schedule, costs, time_limit_s)
         schedule = found.schedule
-    return SelectedSchedule(plan, schedule, costs, unit, note, source, found)
+    return SelectedSchedule(plan, schedule, costs, text, note, source, found)
 
 
 def show_schedule(shown: SelectedSchedule, form: str, *, verify: bool, color: str) -> None:
@@ -246,13 +247,16 @@ def _with_options(text: str) -> str:
 
 def _render(shown: SelectedSchedule, verdict: ScheduleVerdict | None, console: Console) -> None:
     timeline = timeline_of(shown.timed)
-    render_timeline(timeline, console, _title(shown.plan), unit=shown.unit)
+    render_timeline(timeline, console, _title(shown.plan), shown.time_text)
     console.print()
-    console.print(Text(_costs_text(shown.costs)), soft_wrap=True)
+    console.print(
+        Text(_costs_text(shown.costs, str if shown.time_text is number_text else shown.time_text)), soft_wrap=True
+    )
     if shown.placeholder_note:
         console.print(Text(shown.placeholder_note), soft_wrap=True)
-    print_lines(figures_lines((str(figures.rank), figures) for figures in figures_of(timeline)), console)
-    for line in () if shown.bounded is None else shown.bounded.lines(shown.unit):
+    figures = ((str(of_rank.rank), of_rank) for of_rank in figures_of(timeline))
+    print_lines(figures_lines(figures, shown.time_text), console)
+    for line in () if shown.bounded is None else shown.bounded.lines(shown.time_text):
         console.print(Text(line), soft_wrap=True)
     if verdict is None:
         return
@@ -272,7 +276,7 @@ def _title(plan: LoadedPlan) -> str:
     return ", ".join(parts)
 
 
-def _costs_text(costs: StageCosts) -> str:
+def _costs_text(costs: StageCosts, text: TimeText) -> str:
     """The times of the picture; one if all stages have the same."""
     named = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
     if costs.overlapped is not None:
@@ -280,8 +284,8 @@ def _costs_text(costs: StageCosts) -> str:
     texts = []
     for name, times in named.items():
         shown = times[:1] if len(set(times)) == 1 else times
-        texts.append(f"{name} {','.join(str(time) for time in shown)}")
-    return f"times of a stage: {'; '.join(texts)}; B = I + W; latency {format_us(Fraction(costs.latency))}"
+        texts.append(f"{name} {','.join(text(Fraction(time)) for time in shown)}")
+    return f"times of a stage: {'; '.join(texts)}; B = I + W; latency {text(Fraction(costs.latency))}"
 
 
 def _to_json(shown: SelectedSchedule, verdict: ScheduleVerdict | None) -> dict[str, Any]:
@@ -343,11 +347,11 @@ class BoundedSchedule:
     bound: Time
     seconds: float | None = None
 
-    def lines(self, unit: str) -> Iterator[str]:
-        """Sentences about the bound; ``unit`` follows each time."""
-        makespan, bound = (f"{format_us(Fraction(time))}{unit}" for time in (self.makespan, self.bound))
+    def lines(self, text: TimeText) -> Iterator[str]:
+        """Sentences about the bound; ``text`` writes times."""
+        makespan, bound = (text(Fraction(time)) for time in (self.makespan, self.bound))
         if self.makespan == self.bound:
-            took = "" if self.seconds is None else f" ({self.seconds:.1f} s)"
+            took = "" if self.seconds is None else f" ({time_text(self.seconds * 1e6)})"
             yield f"makespan {makespan}: proved, no schedule of these stages is shorter{took}"
             return
         yield f"makespan {makespan}: not proved to be the shortest; none is below {bound}"
@@ -355,7 +359,7 @@ class BoundedSchedule:
             yield "`--time-limit SECONDS` searches for a shorter one, and proves a higher bound"
         else:
             gap = float((self.makespan - self.bound) / self.makespan)
-            yield f"gap {gap:.1%} after {self.seconds:.1f} s; a longer --time-limit may close it"
+            yield f"gap {gap:.1%} after {time_text(self.seconds * 1e6)}; a longer --time-limit may close it"
 
 
 def bounded(spec: PlanSpec, schedule: Schedule, costs: StageCosts, time_limit_s: int | None) -> BoundedSchedule:
@@ -385,7 +389,7 @@ def _solved(
     with showing_progress(f"solving; {hint}") as show:
 
         def on_progress(so_far: Progress) -> None:
-            best, bound = (format_us(Fraction(time)) for time in (so_far.makespan, so_far.bound))
+            best, bound = (number_text(Fraction(time)) for time in (so_far.makespan, so_far.bound))
             show(f"solving: {best}, at best {bound}; {hint}", 0, 0)
 
         solution = solve(*work_of, time_limit_s=time_limit_s, on_progress=on_progress)

@@ -19,6 +19,7 @@ import numpy as np
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.cost.device_tables import exact
 from pipeproof.diagnostics.finding import BadPlanAtError
+from pipeproof.diagnostics.units import time_text
 from pipeproof.schedule.columns import HOST_QUEUE, NONE, IntColumn
 from pipeproof.schedule.derive import BoolColumn, packed
 from pipeproof.schedule.op_table import OpGraph
@@ -227,7 +228,7 @@ class _Works:
         if inside <= whole:
             return
         message = (
-            f"{name} of stage {op.stage} takes {float(whole):g} us, and the collectives inside it {float(inside):g} us"
+            f"{name} of stage {op.stage} takes {time_text(whole)}, and the collectives inside it {time_text(inside)}"
         )
         fix = "a stage's time includes its collectives: give it a longer time, or the network faster links"
         raise BadPlanAtError(NO_ROOM.finding(message, help=fix), ("cost", _KEYS[op.kind]))

@@ -53,14 +53,6 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def size_words(num_bytes: int) -> str:
-    """``939.5 MB``: a size of files in decimal units."""
-    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
-        if num_bytes >= 10**power:
-            return f"{num_bytes / 10**power:.1f} {unit}"
-    return f"{num_bytes} bytes"
-
-
 def tensor_range_text(name: str, region: Region, shape: Sequence[int], meaning: str | None = None) -> str:
     """``layer.3.attn.qkv.weight columns 64..95 (key of group 2)``: name, range unless all of it, and ``meaning``."""
     range_part = "" if region == whole_region(shape) else f" {range_text(region, shape)}"

@@ -9,6 +9,7 @@ from math import prod
 import numpy as np
 
 from pipeproof.diagnostics.finding import ElementRange, Finding, RangesWitness, RuleDoc
+from pipeproof.diagnostics.units import size_text
 from pipeproof.schedule.op_table import NONE, IntColumn, OpGraph, TensorSpec
 from pipeproof.schedule.ops import FORWARD_KINDS
 from pipeproof.specs.axis_layout import INVARIANT, VARYING, Placement, PlacementKind, dtype_bytes, parse_placement
@@ -326,8 +327,8 @@ def _suggested_fix(subject: Subject, direction: str, tensor: TensorSpec) -> str 
         return None
     full, num_tp = tensor.numel * dtype_bytes(tensor.dtype), subject.lowered.spec.topology.tp
     return (
-        f"set `transport.{direction}: full`: {full} bytes per rank and micro-batch on the wire, not "
-        f"{full // num_tp}, and no all-gather"
+        f"set `transport.{direction}: full`: {size_text(full)} per rank and micro-batch on the wire, not "
+        f"{size_text(full // num_tp)}, and no all-gather"
     )
 
 

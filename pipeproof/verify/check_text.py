@@ -11,6 +11,7 @@ from rich.console import Console
 from pipeproof.diagnostics.finding import Finding, Severity, by_cause, shown_path
 from pipeproof.diagnostics.problems import listed
 from pipeproof.diagnostics.text_output import Brevity, render_text
+from pipeproof.diagnostics.units import size_text
 from pipeproof.verify.check_plan import CHECK_CODES, Report
 
 BRIEF = Brevity(
@@ -68,9 +69,9 @@ def _render_in_flight(report: Report, console: Console) -> None:
     mesh, global_rank = report.subject.plan.mesh, report.subject.graph.global_rank
     peaks = {mesh.coords(global_rank[figure.rank])["pp"]: figure for figure in report.in_flight}
     held = ", ".join(
-        f"pp {pp}: {figure.peak_activations} ({figure.boundary_bytes} bytes)" for pp, figure in peaks.items()
+        f"pp {pp}: {figure.peak_activations} ({size_text(figure.boundary_bytes)})" for pp, figure in peaks.items()
     )
-    console.print("in flight at most, micro-batches of a stage held and the bytes of their boundary inputs:")
+    console.print("in flight at most, micro-batches of a stage held and the size of their boundary inputs:")
     console.print(f"  {held}", soft_wrap=True)
 
 

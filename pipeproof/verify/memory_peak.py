@@ -13,13 +13,13 @@ from pipeproof.comm.lower import lower
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.diagnostics.problems import listed
+from pipeproof.diagnostics.units import size_text, time_text
 from pipeproof.sim.memory_curve import GIB, MemoryCurve
 from pipeproof.sim.outcome import SimulationError
 from pipeproof.sim.simulate import Simulation, simulate
 from pipeproof.specs.memory import Recompute
 from pipeproof.verify.subject import Subject
-from pipeproof.views.memory_table import make_up_text, size_text
-from pipeproof.views.timeline_text import format_us
+from pipeproof.views.memory_table import make_up_text
 
 _LEANER: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -72,7 +72,7 @@ def gib_text(gib: float) -> str:
 def peak_text(worst: Worst, limit: str) -> str:
     """Text of a peak: its size and time, the limit that it is over, and its parts."""
     curve = worst.curve
-    return f"{size_text(curve.peak)} at {format_us(curve.peak_at_us)} us, and {limit}: {make_up_text(curve)}"
+    return f"{size_text(curve.peak)} at {time_text(curve.peak_at_us)}, and {limit}: {make_up_text(curve)}"
 
 
 def _simulated(plan: LoweredPlan) -> Simulation | None:

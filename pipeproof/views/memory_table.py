@@ -9,6 +9,7 @@ from rich.text import Text
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.problems import ranges_text, runs
+from pipeproof.diagnostics.units import size_text, time_text, unit_name, unit_of
 from pipeproof.sim.memory_curve import GIB, PARTS, STATES, MemoryCurve
 from pipeproof.sim.simulate import Simulation
 from pipeproof.sim.step_memory import stage_holdings
@@ -20,7 +21,6 @@ from pipeproof.stages.describe.stage_memory import (
     state_of_weights,
 )
 from pipeproof.views.tables import print_table
-from pipeproof.views.timeline_text import format_us
 
 
 def render_memory(simulation: Simulation, lowered: LoweredPlan, console: Console) -> None:
@@ -40,8 +40,8 @@ def render_memory(simulation: Simulation, lowered: LoweredPlan, console: Console
             size_text(size, power, unit=False)
             for size in (curve.peak, states, *(curve.make_up[part] for part in parts))
         )
-        rows.append((ranges_text(ranks), peak, format_us(curve.peak_at_us), *sizes))
-    print_table(("rank", ">peak", ">at us", ">states", *(f">{part}" for part in parts)), rows, console)
+        rows.append((ranges_text(ranks), peak, time_text(curve.peak_at_us), *sizes))
+    print_table(("rank", ">peak", ">at", ">states", *(f">{part}" for part in parts)), rows, console)
     budget = lowered.spec.memory.budget_gib
     if budget is not None:
         over = sum(curve.peak > budget * GIB for curve in curves)
@@ -104,30 +104,6 @@ def _alike(curves: Sequence[MemoryCurve]) -> list[list[int]]:
     for rank, curve in enumerate(curves):
         groups.setdefault((curve.peak_at_us, *curve.make_up.values()), []).append(rank)
     return list(groups.values())
-
-
-_UNITS = ("B", "KiB", "MiB", "GiB")
-
-
-def unit_of(num_bytes: int) -> int:
-    """The power of 1024 in which a size is written, at most that of GiB."""
-    power = 0
-    while power < len(_UNITS) - 1 and num_bytes >= 1000 * 1024**power:  # a number has at most three digits before it
-        power += 1
-    return power
-
-
-def size_text(num_bytes: int, power: int | None = None, *, unit: bool = True) -> str:
-    """A size to three significant digits: ``31.2 GiB``; in the unit of ``power`` if one is given."""
-    power = unit_of(num_bytes) if power is None else power
-    value = num_bytes / 1024**power
-    digits = 0 if power == 0 or value >= 100 else 1 if value >= 10 else 2
-    return f"{value:.{digits}f} {_UNITS[power]}" if unit else f"{value:.{digits}f}"
-
-
-def unit_name(power: int) -> str:
-    """``GiB`` for 3."""
-    return _UNITS[power]
 
 
 def make_up_text(curve: MemoryCurve) -> str:

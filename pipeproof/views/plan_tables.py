@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 from math import prod
 
 from rich.console import Console
@@ -13,6 +12,7 @@ from pipeproof.comm.accumulation_order import accumulation_of
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.cost.analytic_times import AnalyticCosts, PhaseTime
 from pipeproof.diagnostics.problems import names_text, ranges_text, runs
+from pipeproof.diagnostics.units import time_text
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import CHILD_KINDS
 from pipeproof.stages.describe.boundary import Boundary
@@ -105,18 +105,20 @@ def render_costs(costs: AnalyticCosts, console: Console) -> None:
         for phase in Phase
     ]
     console.print("one rank's work for one micro-batch; shares of its time that compute, memory, links and host bound")
-    headings = (">us", ">TFLOP", ">GB", ">GB sent", ">TFLOP/s", ">compute", ">memory", ">links", ">host")
+    headings = (">time", ">TFLOP", ">GB", ">GB sent", ">TFLOP/s", ">compute", ">memory", ">links", ">host")
     print_table(("stage", "", *headings), rows, console)
     console.print(_assumptions(costs), soft_wrap=True, highlight=False)
     most = max(costs.updates)
-    few = "" if min(costs.updates) == most else f" on the slowest stage (on the fastest {_us(min(costs.updates))} us)"
-    console.print(f"the optimizer's step takes {_us(most)} us{few}", highlight=False)
+    few = (
+        "" if min(costs.updates) == most else f" on the slowest stage (on the fastest {time_text(min(costs.updates))})"
+    )
+    console.print(f"the optimizer's step takes {time_text(most)}{few}", highlight=False)
     if costs.messages:
         slowest = max(costs.messages)
         where = "between nodes" if costs.links.crosses("pp") else "inside a node"
-        few = "" if min(costs.messages) == slowest else f" (the fastest edge {_us(min(costs.messages))} us)"
+        few = "" if min(costs.messages) == slowest else f" (the fastest edge {time_text(min(costs.messages))})"
         console.print(
-            f"a message between stages takes {_us(slowest)} us, {where}; schedules count it for every edge{few}",
+            f"a message between stages takes {time_text(slowest)}, {where}; schedules count it for every edge{few}",
             highlight=False,
         )
 
@@ -126,7 +128,7 @@ def _figures(time: PhaseTime) -> tuple[str, ...]:
     shares = (f"{float(100 * us / time.us):.0f} %" if time.us else "" for us in parts)
     rate = f"{float(time.flops / time.us) / 10**6:.0f}" if time.us else ""
     return (
-        _us(time.us),
+        time_text(time.us),
         f"{float(time.flops) / 10**12:.3f}",
         f"{float(time.num_bytes) / 10**9:.3f}",
         f"{float(time.link_bytes) / 10**9:.3f}",
@@ -145,7 +147,3 @@ def _assumptions(costs: AnalyticCosts) -> str:
         f"{shares.memory:g} of memory bandwidth, {links}; {costs.num_splits} x {costs.size.num_rows} x "
         f"{costs.size.seq_length} tokens"
     )
-
-
-def _us(time: Fraction) -> str:
-    return f"{float(time):.1f}"

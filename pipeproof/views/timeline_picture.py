@@ -16,15 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from pipeproof.diagnostics.units import size_text, time_text
 from pipeproof.schedule.ops import CHILD_KINDS, COLLECTIVE_KINDS, COMPUTE_KINDS, PART_KINDS, UPDATE_KINDS, Op, OpKind
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Timeline, figures_of
 from pipeproof.views import colours
 from pipeproof.views.colours import COLLECTIVE, KIND_COLOURS, OTHER, colour_of
 from pipeproof.views.memory_curves import Curve, all_curves
-from pipeproof.views.memory_table import size_text
 from pipeproof.views.picture_rows import RankRow, rows_of, work_item_text
 from pipeproof.views.plot_file import default_style, new_figure, write_figure
-from pipeproof.views.timeline_text import format_us
 from pipeproof.views.trace_slices import Slices
 
 # --- The parts of a timeline picture, independent of the drawing library: boxes, labels, messages, curves ---
@@ -280,7 +279,7 @@ class Drawing:
         idle = sum(float(rank.bubble_makespan_ratio) for rank in figures) / max(1, len(figures))
         peak = max((rank.peak_activations for rank in figures), default=0)
         parts = [
-            f"makespan {format_us(timeline.makespan_us)} us",
+            f"makespan {time_text(timeline.makespan_us)}",
             f"idle {idle * 100:.1f} %",
             f"peak {peak} activation{'s' * (peak != 1)}",
         ]

@@ -11,7 +11,7 @@ help to distinguish letters and stages.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor, gcd, lcm
@@ -19,6 +19,7 @@ from math import ceil, floor, gcd, lcm
 from rich.console import Console
 from rich.text import Text
 
+from pipeproof.diagnostics.units import time_text
 from pipeproof.schedule.ops import Op, OpKind, parse_op
 from pipeproof.sim.simulate import Simulation
 from pipeproof.sim.timeline import COMPUTE_QUEUE, RankFigures, Span, Time, Timeline
@@ -43,23 +44,27 @@ _WORDS = {
 }
 
 
-def render_timeline(timeline: Timeline, console: Console, title: str = "", unit: str = " us") -> None:
+TimeText = Callable[[Fraction], str]
+"""Text of a time in the unit of a picture."""
+
+
+def render_timeline(timeline: Timeline, console: Console, title: str = "", text: TimeText = time_text) -> None:
     """Print one row per rank over a time axis that is fitted to the console's width.
 
     Ranks that differ only outside ``pp`` and have equal timelines share a row,
     and a line below gives the number of ranks of each row. ``title`` begins the
-    line above the picture, which names the makespan; ``unit`` follows times.
+    line above the picture, which names the makespan; ``text`` writes times.
     """
     rows, updates = rows_of(timeline), _updates(timeline)
     label_width = max((len(row.label) for row in rows), default=0) + 1
     scale = _fit(timeline, max(_MIN_COLUMNS, console.width - label_width - 1))
     head = f"{title}, {timeline.clock}" if title else timeline.clock
-    column = format_us(1 / scale.columns_per_us) if scale.columns_per_us else "0"
-    makespan, of_column = f"{head}: makespan {format_us(timeline.makespan_us)}{unit}", f"one column is {column}{unit}"
+    column = text(1 / scale.columns_per_us) if scale.columns_per_us else "0"
+    makespan, of_column = f"{head}: makespan {text(timeline.makespan_us)}", f"one column is {column}"
     together = f"{makespan}, {of_column}"
     for words in (together,) if len(together) <= console.width else (f"{makespan},", of_column):
         console.print(Text(words), soft_wrap=True)
-    lines = [Text(" " * label_width + _axis(scale))]
+    lines = [Text(" " * label_width + _axis(scale, text))]
     for row in rows:
         line = Text(row.label.ljust(label_width))
         line.append_text(_picture(timeline, row.ranks[0], updates[row.ranks[0]], scale))
@@ -79,7 +84,7 @@ def render_figures(simulation: Simulation, console: Console, note: str = "") -> 
     console.print()
     if note:
         console.print(Text(note), soft_wrap=True)
-    console.print(Text(f"p2p {_p2p_text(simulation)}; engine {simulation.engine}; times in us"))
+    console.print(Text(f"p2p {_p2p_text(simulation)}; engine {simulation.engine}"))
     rows = [(row.label.removeprefix("rank "), simulation.figures[row.ranks[0]]) for row in rows_of(simulation.timeline)]
     lines = figures_lines(rows)
     if max(line.cell_len for line in lines) <= console.width:
@@ -88,8 +93,8 @@ def render_figures(simulation: Simulation, console: Console, note: str = "") -> 
     cells = [
         (
             name,
-            format_us(figures.span_us),
-            format_us(figures.busy_us),
+            time_text(figures.span_us),
+            time_text(figures.busy_us),
             f"{float(figures.bubble_makespan_ratio * 100):.1f} %",
             _peak_text(figures),
         )
@@ -99,7 +104,7 @@ def render_figures(simulation: Simulation, console: Console, note: str = "") -> 
     console.print(Text("bubble: of the makespan; peak: of activations"))
 
 
-def figures_lines(rows: Iterable[tuple[str, RankFigures]]) -> list[Text]:
+def figures_lines(rows: Iterable[tuple[str, RankFigures]], text: TimeText = time_text) -> list[Text]:
     """A table of figures by the name of their rank, or ranks."""
     headings = ("rank", ">span", ">busy", ">bubble of span", ">bubble of makespan", ">peak activations")
     return table_lines(
@@ -107,32 +112,15 @@ def figures_lines(rows: Iterable[tuple[str, RankFigures]]) -> list[Text]:
         (
             (
                 name,
-                format_us(figures.span_us),
-                format_us(figures.busy_us),
-                _with_percent(figures.bubble_span_us, figures.bubble_span_ratio),
-                _with_percent(figures.bubble_makespan_us, figures.bubble_makespan_ratio),
+                text(figures.span_us),
+                text(figures.busy_us),
+                _with_percent(text(figures.bubble_span_us), figures.bubble_span_ratio),
+                _with_percent(text(figures.bubble_makespan_us), figures.bubble_makespan_ratio),
                 _peak_text(figures),
             )
             for name, figures in rows
         ),
     )
-
-
-def format_us(time: Fraction) -> str:
-    """A time as people read it: whole where it is whole, else rounded to three digits after the point."""
-    return str(time.numerator) if time.denominator == 1 else f"{float(time):.3f}"
-
-
-def time_text(us: Fraction | float) -> str:
-    """A time with its unit, us, ms or s, and three significant digits: ``12.3 ms``."""
-    value, unit = abs(float(us)), "us"
-    for unit in ("us", "ms", "s"):
-        if value < 999.5 or unit == "s":
-            break
-        value /= 1000
-    decimals = 0 if value >= 99.95 or value == 0 else 1 if value >= 9.995 else 2 if value >= 0.9995 else 3
-    digits = f"{value:.{decimals}f}"
-    return f"{'-' if us < 0 else ''}{digits.rstrip('0').rstrip('.') if '.' in digits else digits} {unit}"
 
 
 def _p2p_text(simulation: Simulation) -> str:
@@ -141,8 +129,8 @@ def _p2p_text(simulation: Simulation) -> str:
     return simulation.p2p
 
 
-def _with_percent(time: Fraction, ratio: Fraction) -> str:
-    return f"{format_us(time)} ({float(ratio * 100):.1f} %)"
+def _with_percent(time: str, ratio: Fraction) -> str:
+    return f"{time} ({float(ratio * 100):.1f} %)"
 
 
 def _peak_text(figures: RankFigures) -> str:
@@ -188,14 +176,14 @@ def _fit(timeline: Timeline, width: int) -> _Scale:
     return _Scale(width / makespan, width, step)
 
 
-def _axis(scale: _Scale) -> str:
+def _axis(scale: _Scale, text: TimeText) -> str:
     """Times along the columns, each starting at its own column."""
     if not scale.num_columns:
         return "0"
     interval = tick_interval(_MIN_TICK_COLUMNS / scale.columns_per_us)
     line = ""
     for count in range(ceil(scale.num_columns / (interval * scale.columns_per_us))):
-        column, label = floor(count * interval * scale.columns_per_us), f"|{format_us(count * interval)}"
+        column, label = floor(count * interval * scale.columns_per_us), f"|{text(count * interval) if count else 0}"
         if column + len(label) <= scale.num_columns:
             line = line.ljust(column) + label
     return line

@@ -41,6 +41,7 @@ EXISTING = {
 }
 WRITTEN = {
     "Fleet's schedule": ("fleet.txt", "f0;b0;\n"),
+    "rows of blocks": ("blocks.txt", "F0 F1 B0 B1\nF0 B0 F1 B1\n"),
     "pickle": ("dump_0", b"\x80\x04K\x01."),
     "record": ("record/record.jsonl", '{"kind": "record", "format": 1}\n'),
     "index": ("sharded/model.safetensors.index.json",
@@ -90,7 +91,7 @@ IMPORTERS = {
     "megatron-bridge": {"Megatron-Bridge"},
     "paddleformers": {"PaddleFormers", "ERNIEKit"},
     "ernie": {"PaddleFormers", "ERNIEKit"},
-    "torch-csv": {"schedule CSV", "program", "Fleet's schedule"},
+    "schedule": {"schedule CSV", "program", "Fleet's schedule", "rows of blocks"},
     "torchtitan": {"torchtitan"},
     "automodel": {"Automodel"},
     "verl": {"verl"},
@@ -102,17 +103,17 @@ IMPORTERS = {
     "nemo-rl": {"NeMo-RL"},
 }
 """Kinds of `import`, and the files that each reads."""
-FOREIGN = set.union(*IMPORTERS.values()) - {"program", "Fleet's schedule"}
+FOREIGN = set.union(*IMPORTERS.values())
 """Files of other tools: a command that reads plans reads them, too."""
 COMMANDS = {
     **{command: (command.split(), {"plan", *FOREIGN}) for command in READS_PLANS},
-    "check": (["check"], {"plan", "program", "logs", *FOREIGN}),
+    "check": (["check"], {"plan", "logs", *FOREIGN}),
     "tune on ranks": (["tune"], {"plan", *FOREIGN}),
     "tune": (["tune", "--gpus", "1", "--device", "h100", "--global-batch", "1", "--workers", "1"],
              {"plan", "config", *FOREIGN}),
     "sweep": (["sweep", "--set", "schedule.kind=[1f1b]", "--workers", "1"], {"plan", *FOREIGN}),
     "compare": (["compare", PLAN], {"plan", "trace", "traces", "table", "report", *FOREIGN}),
-    "schedule convert": (["schedule", "convert", "--as", "text"], IMPORTERS["torch-csv"]),
+    "schedule convert": (["schedule", "convert", "--as", "text"], IMPORTERS["schedule"]),
     "schedule show": (["schedule", "show"], {"plan", *FOREIGN}),
     "job hang": (["job", "hang"], {"dumps", "rings"}),
     "state show": (["state", "show"], {"checkpoint", "index", "our index", "sharded", "all states"}),

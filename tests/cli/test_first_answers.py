@@ -45,7 +45,7 @@ def test_a_schedule_file_is_simulated_to_a_picture_and_a_page(tmp_path, suffix):
 
 def test_a_schedule_by_its_kind_has_a_picture_and_a_table(tmp_path):
     result = pp.make_schedule("zb_v", 4, 8)
-    assert repr(result).startswith("<simulate: zb_v, 4 ranks, 51.000 us")
+    assert repr(result).startswith("<simulate: zb_v, 4 ranks, 51 us")
     assert "data:image/svg+xml" in result._repr_html_()
     assert [row["busy_us"] for row in result.to_records()] == [48.0] * 4
     for suffix in (".svg", ".png"):
@@ -68,7 +68,7 @@ def test_importers_and_hang_are_public():
     assert pp.hang(EXAMPLES / "importing" / "dumps").causes == (0, 1)
     from pipeproof.interop import Flags
 
-    assert pp.import_files("torch-csv", [ZB_V], Flags()).plan["topology"] == {"pp": 2}
+    assert pp.import_files("schedule", [ZB_V], Flags()).plan["topology"] == {"pp": 2}
 
 
 @pytest.mark.parametrize(("module", "extra"), [("torch", "torch"), ("paddle", "cpu")])

@@ -55,7 +55,7 @@ COMMANDS = (
             ("ms-swift", IMPORTING / "ms_swift.sh"),
             ("nemo-rl", IMPORTING / "nemo_rl.yaml"),
             ("verl", IMPORTING / "verl.sh"),
-            ("torch-csv", EXAMPLES / "schedules" / "zbv_pp2.csv"),
+            ("schedule", EXAMPLES / "schedules" / "zbv_pp2.csv"),
             ("fleet", IMPORTING / "megatron.sh"),
         )
     ),

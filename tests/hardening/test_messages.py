@@ -90,7 +90,7 @@ def test_the_limits_of_processes_are_named_where_one_ended(monkeypatch):
     assert supervisor._with_limits(finding) == finding
     monkeypatch.setattr(supervisor, "address_space_limit", lambda: 700_000_000)
     monkeypatch.setattr(supervisor, "open_files_limit", lambda: 32)
-    text = "an address space of 700 MB (`ulimit -v`) and 32 open files (`ulimit -n`), which may be too little"
+    text = "an address space of 668 MiB (`ulimit -v`) and 32 open files (`ulimit -n`), which may be too little"
     assert supervisor._with_limits(finding).help == f"look; each process may have only {text}"
 
 

@@ -379,10 +379,10 @@ OLD = "0F0,0F1,0{B}0,0W0,0{B}1,0W1\n,1F0,1{B}0,1F1,1{B}1,1W0,1W1\n"
 
 
 def test_a_schedule_of_an_older_pytorch_is_read_as_it_was_meant(tmp_path):
-    old, new = (imported("torch-csv", tmp_path, OLD.format(B=name), name=f"{name}.csv") for name in "BI")
+    old, new = (imported("schedule", tmp_path, OLD.format(B=name), name=f"{name}.csv") for name in "BI")
     assert check_imported(old).digest == check_imported(new).digest
     whole = "0F0,0F1,0{B}0,0{B}1\n,1F0,1{B}0,1F1,1{B}1\n"
-    old, new = (imported("torch-csv", tmp_path, whole.format(B=name), name=f"{name}.csv") for name in ("BW", "B"))
+    old, new = (imported("schedule", tmp_path, whole.format(B=name), name=f"{name}.csv") for name in ("BW", "B"))
     assert check_imported(old).digest == check_imported(new).digest
 
 

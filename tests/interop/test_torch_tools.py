@@ -202,14 +202,14 @@ def test_what_deepspeed_would_refuse(tmp_path, content, message, code):
 
 @pytest.mark.parametrize("file", sorted(CSV_FILES.glob("*.csv")), ids=lambda file: file.stem)
 def test_schedules_of_pytorch(file):
-    made = import_files("torch-csv", [file], Flags())
+    made = import_files("schedule", [file], Flags())
     num_ranks = len(file.read_text().splitlines())
     assert made.plan["topology"] == {"pp": num_ranks}
     assert errors(made) == []
 
 
 def test_a_csv_that_is_no_schedule(tmp_path):
-    finding = refusal(lambda: imported("torch-csv", tmp_path, "0F0,0B0\nnonsense", name="s.csv"))
+    finding = refusal(lambda: imported("schedule", tmp_path, "0F0,0B0\nnonsense", name="s.csv"))
     assert finding.code.startswith("PP1")
     assert finding.location.line == 2
 
@@ -284,7 +284,7 @@ def test_what_gpt_neox_would_refuse(tmp_path, more, code, message):
     assert message in finding.message
 
 
-@pytest.mark.parametrize("kind", ["torchtitan", "deepspeed", "torch-csv"])
+@pytest.mark.parametrize("kind", ["torchtitan", "deepspeed", "schedule"])
 def test_each_takes_one_file(kind):
     file = REAL / "torchtitan_deepseek_v3_671b.toml"
     assert "found 2" in refusal(lambda: import_files(kind, [file, file], Flags())).message

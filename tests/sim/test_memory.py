@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pipeproof.comm.lower import lower, lower_loaded
 from pipeproof.diagnostics.finding import BadPlanError
+from pipeproof.diagnostics.units import size_text
 from pipeproof.sim.memory_curve import GIB, PARTS, MemoryCurve, Part
 from pipeproof.sim.outcome import SimulationError
 from pipeproof.sim.simulate import simulate, simulation_to_json
@@ -19,7 +20,7 @@ from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.stage_memory import Lifetime
 from pipeproof.views.html.timeline_page import payload
 from pipeproof.views.memory_curves import Curve, memory_held
-from pipeproof.views.memory_table import make_up_text, render_memory, render_stage_memory, size_text
+from pipeproof.views.memory_table import make_up_text, render_memory, render_stage_memory
 from tests.plans import plan_dict
 from tests.schedule.drawn import plan_of, requests
 from tests.sim.slow_memory import peaks

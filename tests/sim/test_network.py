@@ -295,7 +295,7 @@ def test_a_plan_with_a_network_survives_its_dump():
 def test_a_stage_has_room_for_its_collectives():
     lowered = lower(plan(cost={"forward_us": 5}, topology={"pp": 2, "tp": 2}))
     with pytest.raises(
-        BadPlanAtError, match=r"F of stage 0 takes 5 us, and the collectives inside it 25\.12 us"
+        BadPlanAtError, match=r"F of stage 0 takes 5 us, and the collectives inside it 25\.1 us"
     ) as caught:
         simulate(lowered)
     assert (caught.value.findings[0].code, caught.value.path) == ("PP154", ("cost", "forward_us"))

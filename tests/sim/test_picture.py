@@ -205,7 +205,7 @@ def test_labels_fit_into_their_blocks(run):
 def test_the_title_has_the_figures(run):
     simulation = run(p=4, m=8, tf=100, tb=200)
     heading = drawing_of(simulation.timeline, "plan").heading
-    assert heading == "plan, simulated: makespan 3300 us, idle 27.3 %, peak 4 activations"
+    assert heading == "plan, simulated: makespan 3.3 ms, idle 27.3 %, peak 4 activations"
     assert drawing_of(MEASURED, "plan, measured").heading.startswith("plan, measured: makespan")
     memory = Curve("memory held", "bytes", (((0, 3_210_000_000),),))
     assert "peak 1 activation, memory held 2.99 GiB" in drawing_of(of_one_rank(("0F0", 0, 1)), "x", [memory]).heading

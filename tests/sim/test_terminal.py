@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pipeproof.comm.lower import lower
+from pipeproof.diagnostics.units import time_text
 from pipeproof.sim.simulate import simulate
 from pipeproof.sim.timeline import Span, Timeline
 from pipeproof.specs.load_plan import plan_from_dict
-from pipeproof.views.timeline_text import format_us, render_figures, render_timeline
+from pipeproof.views.timeline_text import render_figures, render_timeline
 from tests.plans import plan_dict
 
 
@@ -74,7 +75,7 @@ def test_any_plan_fits_any_width(run, p, m, tf, tb, width):
     simulation = run(p=p, m=m, tf=tf, tb=tb)
     text = text_of(render_timeline, simulation.timeline, width=width)
     head, *lines = text.splitlines()
-    assert f"makespan {format_us(simulation.makespan)} us" in head
+    assert f"makespan {time_text(simulation.makespan)}" in head
     assert all(len(line) <= width for line in lines)
     rows = picture_rows(text)
     assert len(rows) == p
@@ -111,7 +112,7 @@ def test_a_measured_timeline_is_drawn_from_its_first_start():
         Span(0, "compute", 1, "0B0", 5_000_300_000, 5_001_000_000),
     )
     text = text_of(render_timeline, Timeline(spans, ({"pp": 0},), "measured", Fraction(1, 1000)))
-    assert text.startswith("measured: makespan 1000 us")
+    assert text.startswith("measured: makespan 1 ms")
     assert picture_rows(text) == {"0": "F0----------B0--------------------------"}
 
 
@@ -138,8 +139,8 @@ def test_figures_fit_any_width(run, options, width):
     assert max(map(len, text.splitlines())) <= width
     table = text[text.index("rank  ") :].splitlines()
     for rank, (line, figures) in enumerate(zip(table[1:], simulation.figures, strict=False)):
-        words = line.split()
-        assert words[:3] == [str(rank), format_us(figures.span_us), format_us(figures.busy_us)]
+        words = line.split()[:5]
+        assert words == [str(rank), *time_text(figures.span_us).split(), *time_text(figures.busy_us).split()]
         assert f"{float(figures.bubble_makespan_ratio * 100):.1f}" in line
         assert ("bubble of makespan" in table[0]) == (width > 70)
 

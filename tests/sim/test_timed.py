@@ -6,6 +6,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from rich.console import Console
 
+from pipeproof.diagnostics.units import number_text
 from pipeproof.schedule.ops import OpKind, parse_op
 from pipeproof.schedule.programs import Schedule, StageCosts, asap, even_costs
 from pipeproof.sim.timeline import figures_of, timeline_of
@@ -20,7 +21,7 @@ def programs(*texts):
 def picture(timed, width=80):
     """(rows by rank, the lines below them)."""
     buffer = io.StringIO()
-    render_timeline(timeline_of(timed), Console(file=buffer, width=width), unit="")
+    render_timeline(timeline_of(timed), Console(file=buffer, width=width), text=number_text)
     lines = buffer.getvalue().splitlines()
     rows = [line.split(" ", 2)[2] for line in lines if line.startswith("rank ")]
     return rows, "\n".join(lines[2 + len(rows) :])

@@ -53,14 +53,14 @@ def test_best_first_and_equal_ones_in_order(by, order):
 def test_the_table_has_the_chosen_columns_and_says_why_points_are_missing():
     text = text_of()
     assert [line.split() for line in text.splitlines()[2:5]] == [
-        ["gpipe", "4", "-", "100", "25.0%", "9"],
-        ["1f1b", "4", "-", "100", "0.0%", "2"],
-        ["1f1b", "2", "-", "300", "0.0%", "3"],
+        ["gpipe", "4", "-", "100", "us", "25.0%", "9"],
+        ["1f1b", "4", "-", "100", "us", "0.0%", "2"],
+        ["1f1b", "2", "-", "300", "us", "0.0%", "3"],
     ]
     assert "refused PP140: 1; first topology.pp=5: not for [5]" in text
     assert "failed: 1; first topology=pp 6, tp null: died, twice" in text
     assert "warning PP411: 1 of 3" in text
-    assert re.split("  +", text.splitlines()[1]) == ["kind", "pp", "topology", "makespan us", "idle", "peak"]
+    assert re.split("  +", text.splitlines()[1]) == ["kind", "pp", "topology", "makespan", "idle", "peak"]
 
 
 def test_rows_and_columns_can_be_fewer():

@@ -39,7 +39,7 @@ def test_the_text_says_what_is_where_it_goes_and_what_to_do(write):
     text = result.stdout
     assert text.startswith("Now: 1f1b, 8 x 1: 33 us a step, bubble 27.3%, ")
     assert "Rank 3 is critical: " in text
-    assert re.search(r"^1 +27 +18\.2% ", text, re.MULTILINE)
+    assert re.search(r"^1 +27 us +18\.2% ", text, re.MULTILINE)
     assert "Row 1 against the plan: bubble -6 us." in text
     assert text.index("Every row has passed") < text.index("Row 1 is this change of the plan:\n  schedule:\n    kind: ")
 

@@ -89,7 +89,7 @@ def test_where_messages_rule_an_edge_is_named_and_eager_1f1b_saves_them():
     assert present.step_us == 33 + 3 * (3 + 5)
     assert present.why == (
         "Messages are critical: the critical path waits 24 us for them, longest on the edge from rank 1 to rank 2 "
-        "(4.500 us)."
+        "(4.5 us)."
     )
     assert steps(result) == {("eager_1f1b", 1): 33 + 3 * 3}
     assert result.rows[0].why == "exposed communication -15 us"

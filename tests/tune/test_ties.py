@@ -11,7 +11,7 @@ from pipeproof.analysis.tune.search_layouts import tune
 from pipeproof.analysis.tune.tune_reasons import complexity, differences_text, winner_text
 from pipeproof.cli import progress
 from pipeproof.cost.devices import DEVICES, expected_error
-from pipeproof.views.timeline_text import time_text
+from pipeproof.diagnostics.units import time_text
 from tests.tune.models import DENSE, EXPERTS, to_tune
 
 ACCURACY = Path(__file__).parents[2] / "validation" / "results" / "accuracy.json"
@@ -75,7 +75,8 @@ def test_where_nothing_fits_the_nearest_change_gives_rows(case):
 @pytest.mark.parametrize(
     ("us", "text"),
     [
-        (0, "0 us"), (0.0123, "0.012 us"), (50, "50 us"), (999.4, "999 us"), (999.6, "1 ms"), (-1234.5, "-1.23 ms"),
+        (0, "0 us"), (0.0123, "0.0123 us"), (1_234_567_890, "1230 s"),
+        (50, "50 us"), (999.4, "999 us"), (999.6, "1 ms"), (-1234.5, "-1.23 ms"),
         (Fraction(41, 3), "13.7 us"), (999_999, "1 s"), (12_345_678, "12.3 s"), (3.6e9, "3600 s"),
     ],
 )  # fmt: skip

@@ -131,7 +131,7 @@ def test_an_operation_that_a_schedule_file_lacks_is_one_error(tmp_path, op, code
     text = (EXAMPLES / "schedules" / "zbv_pp2.csv").read_text()
     file = tmp_path / "schedule.csv"
     file.write_text(text.replace(f"{op},", "", 1))
-    shown = CliRunner().invoke(main, ["check", "--from", "torch-csv", str(file)]).output
+    shown = CliRunner().invoke(main, ["check", "--from", "schedule", str(file)]).output
     assert shown.count("error[") == 1
     assert f"error[{code}]" in shown
     assert "refused: 1 error" in shown

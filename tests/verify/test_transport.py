@@ -276,7 +276,7 @@ def test_a_finding_says_where_and_what_whole_tensors_would_cost(num_micro_batche
     assert forward.message == (f"boundary 0->1, forward: `partial` delivers 128 of 256 elements wrongly in {where}")
     assert backward.message == (f"boundary 1->0, backward: `partial` delivers 128 of 256 elements wrongly in {where}")
     assert [finding.help for finding in (forward, backward)] == [
-        f"set `transport.{direction}: full`: 512 bytes per rank and micro-batch on the wire, not 256, and no all-gather"
+        f"set `transport.{direction}: full`: 512 B per rank and micro-batch on the wire, not 256 B, and no all-gather"
         for direction in ("forward", "backward")
     ]
 

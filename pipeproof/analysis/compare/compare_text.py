@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeproof.analysis.compare.compare_timelines import Comparison, Divergence, PairedOp
 from pipeproof.analysis.compare.timeline_files import TimelineFile
+from pipeproof.diagnostics.units import signed_time_text, time_text
 from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.timeline import figures_of
 
@@ -34,12 +35,12 @@ def render_comparison(comparison: Comparison, console: Console, *, worst: int, n
         if sentence:
             console.print(sentence, soft_wrap=True, markup=False)
     clocks = "at the first operation of each rank" if comparison.per_rank_clocks else "at the first start of all"
-    console.print(f"clocks are set equal {clocks}; errors are B - A, in microseconds\n", soft_wrap=True)
+    console.print(f"clocks are set equal {clocks}; errors are B - A\n", soft_wrap=True)
 
     totals = [
         (
-            str(step.step_a), str(step.step_b), _us(step.makespan_a), _us(step.makespan_b),
-            _ratio(_quotient(step.makespan_b, step.makespan_a)), _us(step.compute_a), _us(step.compute_b),
+            str(step.step_a), str(step.step_b), time_text(step.makespan_a), time_text(step.makespan_b),
+            _ratio(_quotient(step.makespan_b, step.makespan_a)), time_text(step.compute_a), time_text(step.compute_b),
             _ratio(_quotient(step.compute_b, step.compute_a)),
         )
         for step in comparison.steps
@@ -50,8 +51,9 @@ def render_comparison(comparison: Comparison, console: Console, *, worst: int, n
     if comparison.kinds:
         kinds = [
             (
-                str(kind.kind), str(kind.count), _ratio(kind.median_ratio), _signed(kind.median_error),
-                _signed(kind.max_error), _signed(kind.median_start_error), _signed(kind.max_start_error),
+                str(kind.kind), str(kind.count), _ratio(kind.median_ratio), signed_time_text(kind.median_error),
+                signed_time_text(kind.max_error), signed_time_text(kind.median_start_error),
+                signed_time_text(kind.max_start_error),
             )
             for kind in comparison.kinds
         ]  # fmt: skip
@@ -70,8 +72,8 @@ def render_comparison(comparison: Comparison, console: Console, *, worst: int, n
     if listed:
         ops = [
             (
-                str(pair.a.op), str(pair.a.rank), _steps(pair), _us(pair.a.duration), _us(pair.b.duration),
-                _signed(pair.duration_error), _signed(pair.start_error),
+                str(pair.a.op), str(pair.a.rank), _steps(pair), time_text(pair.a.duration), time_text(pair.b.duration),
+                signed_time_text(pair.duration_error), signed_time_text(pair.start_error),
             )
             for pair in listed
         ]  # fmt: skip
@@ -92,7 +94,7 @@ def _verdict(comparison: Comparison) -> str:
         ranks = [of_rank for of_rank in figures if of_rank.busy_us]
         bubble = float(sum(of_rank.bubble_makespan_ratio for of_rank in ranks) / max(1, len(ranks)))
         peak = max((of_rank.peak_activations for of_rank in figures), default=0)
-        facts.append((f"{_us(makespan)} us", f"{bubble:.1%}", str(peak)))
+        facts.append((time_text(makespan), f"{bubble:.1%}", str(peak)))
     ratio = _quotient(last.makespan_b, last.makespan_a)
     if ratio is None or ratio == 1:
         lead = "A and B take equally long"
@@ -114,14 +116,6 @@ def _divergence_text(divergence: Divergence | None) -> str:
 
 def _steps(pair: PairedOp) -> str:
     return str(pair.a.step) if pair.a.step == pair.b.step else f"{pair.a.step}, {pair.b.step}"
-
-
-def _us(time: Fraction) -> str:
-    return str(time.numerator) if time.denominator == 1 else f"{float(time):.{0 if abs(time) >= 10_000 else 1}f}"
-
-
-def _signed(time: Fraction) -> str:
-    return f"{'+' if time > 0 else ''}{_us(time)}"
 
 
 def _quotient(b: Fraction, a: Fraction) -> Fraction | None:

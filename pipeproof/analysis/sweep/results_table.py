@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeproof.analysis.sweep.evaluate_point import PointResult, Status
 from pipeproof.analysis.sweep.sweep_points import Sweep
+from pipeproof.diagnostics.units import time_text
 from pipeproof.views.tables import no_formula
-from pipeproof.views.timeline_text import format_us
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,8 +36,8 @@ def _percent(ratio: Fraction) -> str:
 
 FIGURES: Mapping[str, Figure] = MappingProxyType(
     {
-        "makespan": Figure("makespan us", lambda result: result.makespan, format_us),
-        "sequence": Figure("us/sequence", lambda result: result.sequence, format_us),
+        "makespan": Figure("makespan", lambda result: result.makespan, time_text),
+        "sequence": Figure("per sequence", lambda result: result.sequence, time_text),
         "idle": Figure("idle", lambda result: result.idle_ratio, _percent),
         "most_idle": Figure("most idle", lambda result: result.most_idle_ratio, _percent),
         "peak": Figure("peak", lambda result: result.peak_activations, str),

@@ -16,6 +16,7 @@ from typing import Any
 from pipeproof.analysis.tune.critical_path import CriticalPath
 from pipeproof.analysis.tune.evaluate_layout import parts_of_step, peak_bytes_of
 from pipeproof.analysis.tune.step_clock import Figures, asap_clock, block_sequences, clock_of, figures_of
+from pipeproof.diagnostics.units import time_text
 from pipeproof.schedule.ops import OpKind
 from pipeproof.sim.memory_curve import GIB
 from pipeproof.sim.outcome import SimulationError
@@ -24,7 +25,6 @@ from pipeproof.sim.timeline import number_to_json
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.verify.check_plan import check
-from pipeproof.views.timeline_text import format_us
 
 
 class NoTrainingError(ValueError):
@@ -150,20 +150,20 @@ def why_idle(figures: Figures, path: CriticalPath) -> str:
             return "No rank is ever idle."
         case Cause.OVERLOAD:
             return (
-                f"Rank {figures.busiest} is critical: it computes for {format_us(figures.most_work_us)} us, "
-                f"{format_us(idle.overload)} us more than the ranks do on average."
+                f"Rank {figures.busiest} is critical: it computes for {time_text(figures.most_work_us)}, "
+                f"{time_text(idle.overload)} more than the ranks do on average."
             )
         case Cause.MESSAGES:
-            text = f"Messages are critical: the critical path waits {format_us(Fraction(path.waiting))} us for them"
+            text = f"Messages are critical: the critical path waits {time_text(Fraction(path.waiting))} for them"
             if path.edge is not None:
                 source, target = path.edge
-                longest = format_us(Fraction(path.messages[path.edge]))
-                text += f", longest on the edge from rank {source} to rank {target} ({longest} us)"
+                longest = time_text(Fraction(path.messages[path.edge]))
+                text += f", longest on the edge from rank {source} to rank {target} ({longest})"
             return f"{text}."
         case _:
             return (
                 f"Rank {path.rank} is critical: the critical path computes there for "
-                f"{format_us(Fraction(path.compute[path.rank]))} us, after a warm-up of "
-                f"{format_us(Fraction(path.warm_up))} us and before a cool-down of "
-                f"{format_us(Fraction(path.cool_down))} us."
+                f"{time_text(Fraction(path.compute[path.rank]))}, after a warm-up of "
+                f"{time_text(Fraction(path.warm_up))} and before a cool-down of "
+                f"{time_text(Fraction(path.cool_down))}."
             )

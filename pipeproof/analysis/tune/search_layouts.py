@@ -36,6 +36,7 @@ from pipeproof.analysis.tune.tune_result import TuneCounts, TuneResult, TuneRow
 from pipeproof.comm.lower import blaming_plan
 from pipeproof.cost.devices import DEVICES
 from pipeproof.diagnostics.problems import nearest_name
+from pipeproof.diagnostics.units import size_text
 from pipeproof.sim.memory_curve import GIB
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.version import __version__
@@ -200,7 +201,7 @@ class _Search:
         gib = peaks[layout] / GIB
         names = [f"{name} {getattr(layout, name)}" for name in ("tp", "cp", "ep", "pp", "vpp", "mbs", "recompute")]
         return (
-            f"The one with the least memory needs {gib:.3g} GiB or more ({', '.join(names)}): "
+            f"The one with the least memory needs {size_text(gib * GIB)} or more ({', '.join(names)}): "
             f"give --memory-gib {ceil(gib)}, or more devices."
         )
 

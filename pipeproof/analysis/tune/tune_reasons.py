@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from pipeproof.analysis.tune.evaluate_layout import PARTS
 from pipeproof.analysis.tune.layouts import Layout
+from pipeproof.diagnostics.units import signed_time_text, time_text
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement
-from pipeproof.views.timeline_text import time_text
 
 _NAMES = {
     "compute": "computations",
@@ -27,7 +27,7 @@ def differences_text(parts: Mapping[str, float], best: Mapping[str, float]) -> s
     if not differing:
         return "within 0.1 % in each part"
     ordered = sorted(differing, key=lambda item: -abs(item[0]))
-    return ", ".join(f"{_NAMES[name]} {_signed(difference)}" for difference, name in ordered)
+    return ", ".join(f"{_NAMES[name]} {signed_time_text(difference * 10**6)}" for difference, name in ordered)
 
 
 def winner_text(parts: Mapping[str, float], others: Sequence[Mapping[str, float]]) -> str:
@@ -43,10 +43,6 @@ def winner_text(parts: Mapping[str, float], others: Sequence[Mapping[str, float]
     ]
     text = "against the mean of the next rows it has " + (", ".join(saves) if saves else "no shorter part")
     return f"{text}; it pays {', '.join(pays)}" if pays else text
-
-
-def _signed(seconds: float) -> str:
-    return f"{'+' if seconds >= 0 else ''}{time_text(seconds * 10**6)}"
 
 
 _SIMPLE_KINDS = ("1f1b", "interleaved", "gpipe")

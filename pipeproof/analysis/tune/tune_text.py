@@ -13,9 +13,9 @@ from rich.text import Text
 from pipeproof.analysis.tune.frameworks import FRAMEWORKS
 from pipeproof.analysis.tune.present_step import PresentStep
 from pipeproof.analysis.tune.tune_result import TuneResult, TuneRow
+from pipeproof.diagnostics.units import size_text, time_text
 from pipeproof.sim.memory_curve import GIB
 from pipeproof.views.tables import print_table
-from pipeproof.views.timeline_text import format_us
 
 _COLUMNS = (
     ("PP", "pp"), ("VPP", "vpp"), ("TP", "tp"), ("CP", "cp"), ("EP", "ep"), ("DP", "dp"), ("MBS", "mbs"),
@@ -111,7 +111,7 @@ def _present_text(present: PresentStep) -> str:
         text += ": it never ends."
     else:
         bubble = present.parts_s["bubble"] / float(present.step_us / 10**6)
-        text += f": {format_us(present.step_us)} us a step, bubble {bubble:.1%}, {present.peak_bytes / GIB:.3g} GiB. "
+        text += f": {time_text(present.step_us)} a step, bubble {bubble:.1%}, {size_text(present.peak_bytes)}. "
         text += present.why or ""
     if present.errors:
         text += f" The plan does not pass check ({', '.join(present.errors)}): fix that too."
@@ -138,28 +138,29 @@ def _nothing_text(result: TuneResult) -> str:
 
 def _figure_names(result: TuneResult) -> list[str]:
     rates = [">tokens/s/GPU", ">TFLOP/s", ">MFU"] if result.device is not None else []
-    step = [">step s"] if result.present is None else [">step us", ">saved"]
-    return [*step, *rates, ">GiB", ">bubble", ">comm."]
+    step = [">step"] if result.present is None else [">step", ">saved"]
+    return [*step, *rates, ">memory", ">bubble", ">comm."]
 
 
 def _figures(row: TuneRow, result: TuneResult) -> Iterator[str]:
     if result.present is None:
-        yield f"{row.step_s:.4g}{_error_of(row, result, 1)}"
+        yield _step_text(row, result)
     else:
         now = result.present.step_us
-        yield format_us(row.step * 10**6) + _error_of(row, result, 10**6)
+        yield _step_text(row, result)
         yield "" if now is None else f"{float(1 - row.step * 10**6 / now):.1%}"
     if result.device is not None:
         yield f"{row.tokens_per_s_per_gpu:,.0f}"
         yield "" if row.tflops_per_gpu is None else f"{row.tflops_per_gpu:.0f}"
         yield "" if row.mfu is None else f"{row.mfu:.1%}"
-    yield f"{row.peak_gib:.1f}" if row.peak_gib >= 1 or result.present is None else f"{row.peak_gib:.3g}"
+    yield size_text(row.peak_gib * GIB)
     yield f"{row.parts_s['bubble'] / row.step_s:.1%}"
     yield f"{row.parts_s['communication'] / row.step_s:.1%}"
 
 
-def _error_of(row: TuneRow, result: TuneResult, unit: int) -> str:
-    return "" if result.expected_error is None else f" +-{row.step_s * unit * result.expected_error:.2g}"
+def _step_text(row: TuneRow, result: TuneResult) -> str:
+    step_us, error = row.step * 10**6, result.expected_error
+    return time_text(step_us) + ("" if error is None else f" +-{time_text(float(step_us) * error)}")
 
 
 def _cell(value: object) -> str:

@@ -15,6 +15,7 @@ from rich.text import Text
 from pipeproof.atomic_write import write_json
 from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.diagnostics.text_output import render_text
+from pipeproof.diagnostics.units import size_text, time_text
 from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult
 from pipeproof.exec.compare.step_losses import main_loss, module_losses
 from pipeproof.exec.launch.launched_rank import launched_rank
@@ -147,7 +148,7 @@ def _profile_line(profile: Profile, file: Path) -> str:
 def _record_line(record: RecordOptions) -> str:
     run, reference = record.directory / "run", record.directory / "reference"
     size = sum(file.stat().st_size for record in (run, reference) for file in record.rglob("*") if file.is_file())
-    return f"recorded, {size / 1e6:.1f} MB; compare: pipeproof state align {run} {reference}"
+    return f"recorded, {size_text(size)}; compare: pipeproof state align {run} {reference}"
 
 
 def _run(report: Report, options: RunOptions, console: Console) -> RunReport:

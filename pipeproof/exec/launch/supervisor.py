@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeproof.diagnostics.finding import Finding, PipeproofError
+from pipeproof.diagnostics.units import size_text
 from pipeproof.exec.launch.hosts import Identity, make_directory
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.rank.job_files import Job
@@ -248,7 +249,7 @@ class Launcher:
 def _with_limits(finding: Finding) -> Finding:
     """Add limits of the processes that may be too low: frameworks fail at them in many ways, and few name them."""
     space, files = address_space_limit(), open_files_limit()
-    low = [] if space is None else [f"an address space of {space / 1e6:.0f} MB (`ulimit -v`)"]
+    low = [] if space is None else [f"an address space of {size_text(space)} (`ulimit -v`)"]
     if files is not None and files < _ENOUGH_FILES:
         low.append(f"{files} open files (`ulimit -n`)")
     if not low:

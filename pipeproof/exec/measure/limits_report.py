@@ -26,6 +26,7 @@ from fractions import Fraction
 
 from rich.text import Text
 
+from pipeproof.diagnostics.units import time_text
 from pipeproof.exec.rank.op_log import LogEntry, Timing
 from pipeproof.schedule.columns import HOST_QUEUE
 from pipeproof.schedule.op_table import NONE, EdgeKind, OpGraph
@@ -320,7 +321,7 @@ class LimitsReport:
             rows[each.pp, each.stage].append(each)
         cells = [_row(limits, replicas, scale) for _, replicas in sorted(rows.items())]
         lines = [
-            Text(f"step of {limits.step_us / 1000:.2f} ms, mean of {self.profile.steps.counted}, in % of it:"),
+            Text(f"step of {time_text(limits.step_us)}, mean of {self.profile.steps.counted}, in % of it:"),
             *table_lines((*_HEADINGS, f">{unit}", ">of peak"), cells),
         ]
         if limits.peaks:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.units import time_text
 from pipeproof.diagnostics.wait_graph import WaitGraph, absence_finding, cycle_finding, minority, ranks_text
 from pipeproof.exec.monitor.job import JobNow, ProcessState, RankNow
 from pipeproof.exec.monitor.lateness import job_lateness, straggler_findings
@@ -174,8 +175,8 @@ def stopped(rank: RankNow, job: JobNow, what: str) -> Finding:
     header = rank.ring.header
     seconds = seconds_since_heartbeat(rank, job)
     return RANK_STOPPED.finding(
-        f"rank {rank.rank} (PID {header.pid} on {header.host}) {what}; its last heartbeat is {seconds:.1f} s old\n"
-        f"its last operation is {last_text(rank)}",
+        f"rank {rank.rank} (PID {header.pid} on {header.host}) {what}; its last heartbeat is "
+        f"{time_text(seconds * 1e6)} old\nits last operation is {last_text(rank)}",
         None if rank.last is None else location_of(rank.last.at),
         f"if nobody debugs it: kill -CONT {header.pid}",
     )
@@ -357,12 +358,14 @@ def _end_of_waits(analysis: Analysis, rank: int, patience_s: float, slow_s: floa
     outside_s = (analysis.job.now_ns - now.since_ns) / 1e9
     where = f", in {now.own_line}" if now.own_line else ""
     activity = "it computes" if is_busy else "it is idle"
-    last = f"rank {rank} has been outside of communication for {outside_s:.1f} s{where}; {activity}"
+    last = f"rank {rank} has been outside of communication for {time_text(outside_s * 1e6)}{where}; {activity}"
     if now.last is not None:
         last += f"; its last operation is {last_text(now)}"
     if is_busy and longest.seconds < slow_s:
         line = location_of(now.own_line.rpartition(" ")[0]) or longest.location
-        finding = SLOW_RANK.finding(f"{longest.text} for rank {rank}, for {longest.seconds:.1f} s\n{last}", line)
+        finding = SLOW_RANK.finding(
+            f"{longest.text} for rank {rank}, for {time_text(longest.seconds * 1e6)}\n{last}", line
+        )
         return Failure(Kind.NONE, (rank,), [finding], status=Status.SLOW)
     return Failure(Kind.ABSENT, (rank,), [_never_issued(analysis, rank, last)])
 
@@ -390,7 +393,7 @@ def _unfinished(analysis: Analysis, now: RankNow, patience_s: float, slow_s: flo
         [
             NOT_FINISHED.finding(
                 f"{entry.text} is issued on all its ranks and does not end; rank {rank} has waited "
-                f"{analysis.seconds(entry):.1f} s{at_text(analysis.op(entry))}",
+                f"{time_text(analysis.seconds(entry) * 1e6)}{at_text(analysis.op(entry))}",
                 entry.location, "look at the computation before it on its stream, and at the network between its ranks",
             )
         ],

@@ -7,6 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Final
 
 from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.units import time_text
 from pipeproof.exec.monitor.job import JobNow, RankNow
 from pipeproof.exec.monitor.lateness import Lateness
 from pipeproof.exec.monitor.ring import OpState, RingOp
@@ -68,7 +69,7 @@ def _lateness_table(group: str, rows: Sequence[Lateness]) -> str:
     head = "".join(f"<th>{name}</th>" for name in ("rank", "came last to", "after the others", "others wait for it"))
     body = "".join(
         f"<tr{_LATE if row.is_straggler else ''}><td>{row.rank}</td>"
-        f"<td>{row.num_last} of {row.num_collectives}</td><td>{row.delay_s * 1e3:.3g} ms</td>"
+        f"<td>{row.num_last} of {row.num_collectives}</td><td>{time_text(row.delay_s * 1e6)}</td>"
         f"<td>{row.share:.0%} of the time</td></tr>"
         for row in rows
     )
@@ -112,7 +113,7 @@ def _boxes(rank: RankNow, now_ns: int, plan: PlanOps | None) -> list[_Box]:
         boxes.append((_colour(op.op, is_done, is_posted), f"{about}{', ' if op.meaning else ''}{op.meaning}", lines))
     if is_computing:
         seconds = (now_ns - header.plan_op_ns) / 1e9
-        boxes.append((_PENDING, rank.plan_position(now_ns), [header.plan_op, f"{max(0.0, seconds):.1f} s"]))
+        boxes.append((_PENDING, rank.plan_position(now_ns), [header.plan_op, time_text(max(0.0, seconds) * 1e6)]))
     return boxes
 
 

@@ -14,6 +14,7 @@ from typing import Final
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.diagnostics.units import time_text
 from pipeproof.exec.monitor.monitor_codes import UNREADABLE_RING
 from pipeproof.exec.monitor.ring import End, OpState, Ring, RingGroup, RingHeader, RingOp, read_header, read_ring
 from pipeproof.exec.store.process_state import ProcessId, boot_id, is_stopped
@@ -150,7 +151,7 @@ class RankNow:
         seconds = max(0.0, (now_ns - header.plan_op_ns) / 1e9)
         micro_batch = "" if header.micro_batch is None else f", micro-batch {header.micro_batch}"
         of = f"step {header.step}, stage {header.stage}{micro_batch}"
-        return f"rank {self.rank} has been in {header.plan_op} ({of}) for {seconds:.1f} s"
+        return f"rank {self.rank} has been in {header.plan_op} ({of}) for {time_text(seconds * 1e6)}"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Final
 
 from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.units import time_text
 from pipeproof.exec.monitor.job import JobNow
 from pipeproof.exec.monitor.monitor_codes import SLOW_RANK
 from pipeproof.exec.monitor.ring import OpState, RingOp
@@ -118,7 +119,7 @@ def straggler_findings(groups: Mapping[str, Sequence[Lateness]]) -> Iterator[Fin
             if row.is_straggler:
                 yield SLOW_RANK.finding(
                     f"rank {row.rank} came last to {row.num_last} of {row.num_collectives} collectives of group "
-                    f"{name}, {row.delay_s * 1e3:.3g} ms after the others by the median; "
+                    f"{name}, {time_text(row.delay_s * 1e6)} after the others by the median; "
                     f"they wait {row.share:.0%} of the time for it alone",
                     None,
                     "a straggler, no hang: compare its computation, clock rate and data with those of the other ranks; "

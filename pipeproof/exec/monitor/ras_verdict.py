@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.units import time_text
 from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, minority
 from pipeproof.exec.monitor.job import ProcessState
 from pipeproof.exec.monitor.monitor_codes import RANK_FAILED, RANK_STOPPED
@@ -182,6 +183,6 @@ def _cause(differences: Sequence[_Difference]) -> tuple[Kind, tuple[int, ...]]:
 
 def _finding(kind: Kind, differences: Sequence[_Difference], seconds: float) -> Finding:
     lines = [f"{each.op} of communicator {each.communicator}: {line}" for each in differences for line in each.lines]
-    still = f"no rank has launched a collective for {seconds:.0f} s, and the counts differ"
+    still = f"no rank has launched a collective for {time_text(seconds * 1e6)}, and the counts differ"
     code = {Kind.MISMATCH: DISAGREEMENT, Kind.CYCLE: HANG_CYCLE}.get(kind, NEVER_ISSUED)
     return code.finding("\n".join((still, *lines)))

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.text_output import finding_to_json
+from pipeproof.diagnostics.units import time_text
 from pipeproof.diagnostics.wait_graph import ranks_text
 from pipeproof.exec.monitor.job import ProcessState
 from pipeproof.exec.monitor.lateness import Lateness
@@ -101,7 +102,7 @@ class Verdict:
             meaning = f" ({wait.meaning})" if wait.meaning else ""
             at = f" at {wait.at}" if wait.at else ""
             others = f" for {ranks_text(wait.ranks)}" if wait.ranks else ""
-            yield f"rank {wait.rank} waits {wait.seconds:.1f} s in {wait.op}{meaning}{at}{others}"
+            yield f"rank {wait.rank} waits {time_text(wait.seconds * 1e6)} in {wait.op}{meaning}{at}{others}"
         if self.missing:
             yield f"no ring of {ranks_text(self.missing)}"
 

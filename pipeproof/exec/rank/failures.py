@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeproof.diagnostics.units import size_text
 from pipeproof.exec.store.run_codes import DIED, OUT_OF_MEMORY
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import COMPUTE_KINDS, RECV_KINDS, OpKind
@@ -84,22 +85,18 @@ def _memory_of(error: BaseException) -> str:
     if requested is None:
         return f"{_held()}, and it requested more"
     number, unit = requested.groups()
-    return f"{_held()}, and it requested {f'{number} {unit}' if unit else _gib(int(float(number)))} more"
+    return f"{_held()}, and it requested {f'{number} {unit}' if unit else size_text(int(float(number)))} more"
 
 
 def _held() -> str:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        return f"its tensors held {_gib(held)} of the GPU, in {_gib(reserved)} that PyTorch had reserved"
+        return f"its tensors held {size_text(held)} of the GPU, in {size_text(reserved)} that PyTorch had reserved"
     if sys.platform != "linux":
         return "the memory that the process held is unknown"
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return f"the process held {_gib(pages * os.sysconf('SC_PAGE_SIZE'))} of the host"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+    return f"the process held {size_text(pages * os.sysconf('SC_PAGE_SIZE'))} of the host"
 
 
 def received_before(graph: OpGraph, op_id: int) -> str:

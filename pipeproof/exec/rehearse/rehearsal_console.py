@@ -17,6 +17,7 @@ from pipeproof.atomic_write import write_json
 from pipeproof.cost.analytic_links import groups_of
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.text_output import finding_to_json, render_text
+from pipeproof.diagnostics.units import time_text
 from pipeproof.exec.compare.compare_log import compare_log
 from pipeproof.exec.launch.external_launcher import LaunchedRehearsal, execute_launched, join_launcher
 from pipeproof.exec.launch.hosts import Host
@@ -329,7 +330,7 @@ def _render(result: Rehearsal, console: Console, *, timed: bool) -> None:
     verb = "differs from" if result.log_findings else "equals"
     console.print(
         f"{counts['messages']} messages and {counts['collectives']} collectives of all ranks read on arrival, "
-        f"{counts['elements']} elements, in {result.seconds:.1f} s; executed log {verb} the verified graph",
+        f"{counts['elements']} elements, in {time_text(result.seconds * 1e6)}; executed log {verb} the verified graph",
         soft_wrap=True,
     )
     if result.passed:
@@ -344,7 +345,7 @@ def _render(result: Rehearsal, console: Console, *, timed: bool) -> None:
 def _network_line(result: Rehearsal) -> str:
     assert result.network is not None
     node, between = (
-        f"{link['latency_us']:g} us and {link['bandwidth']:g} GB/s" if link else ""
+        f"{time_text(link['latency_us'])} and {link['bandwidth']:.3g} GB/s" if link else ""
         for link in (result.network["node"], result.network.get("between"))
     )
     use = "`network` of `--output` is for `cost.network` of a plan on"
@@ -364,9 +365,9 @@ def _print_edges(result: Rehearsal, console: Console) -> None:
     if len(shown) > _MOST_EDGES:
         shown = tuple(sorted(shown, key=lambda edge: edge.link.bandwidth)[:_MOST_EDGES])
         title += f": the slowest {len(shown)} of {len(result.edges)} (`--output` has all)"
-    headings = ("edge", ">latency us", ">GB/s", ">fit error")
+    headings = ("edge", ">latency", ">GB/s", ">fit error")
     rows = [
-        (edge.channel, f"{edge.link.latency_us:g}", f"{edge.link.bandwidth:g}", f"{edge.link.residual:.0%}")
+        (edge.channel, time_text(edge.link.latency_us), f"{edge.link.bandwidth:.3g}", f"{edge.link.residual:.0%}")
         for edge in shown
     ]
     console.print(title)

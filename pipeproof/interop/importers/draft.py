@@ -39,7 +39,7 @@ def misspelt(name: str, known: Iterable[str]) -> str | None:
 
 _FRAMEWORKS = MappingProxyType(
     {
-        "megatron": "megatron", "torchtitan": "torch", "automodel": "torch", "torch-csv": "torch", "fleet": "paddle",
+        "megatron": "megatron", "torchtitan": "torch", "automodel": "torch", "fleet": "paddle",
         "paddleformers": "paddle",
     }
 )  # fmt: skip

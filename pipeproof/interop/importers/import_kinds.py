@@ -65,7 +65,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "torchtitan": Kind("a TOML job configuration of torchtitan", "torchtitan:import_torchtitan"),
         "deepspeed": Kind("a JSON configuration for DeepSpeed's pipeline engine", "deepspeed:import_deepspeed"),
         "gpt-neox": Kind("the YAML files of a training of gpt-neox", "gpt_neox:import_gpt_neox"),
-        "torch-csv": Kind("a schedule that PyTorch wrote as CSV", "torch_csv:import_torch_csv"),
+        "schedule": Kind("a schedule file, such as the CSV that PyTorch writes", "schedule_file:import_schedule"),
     }
 )
 """Kinds by name on the command line; several names may mean one kind."""

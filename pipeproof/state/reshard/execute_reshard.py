@@ -14,10 +14,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pipeproof.atomic_write import write_output
+from pipeproof.diagnostics.units import size_text
 from pipeproof.foreign_text import decode_json, open_foreign, read_foreign
 from pipeproof.state.checkpoint import Checkpoint
 from pipeproof.state.open_checkpoint import file_findings
-from pipeproof.state.region_text import size_words
 from pipeproof.state.reshard.copy_regions import write_target
 from pipeproof.state.reshard.reshard_codes import OUTPUT_UNUSABLE, RefusedError, writing
 from pipeproof.state.reshard.reshard_targets import ReshardTask
@@ -134,7 +134,7 @@ def _require_room(task: ReshardTask, out: Path) -> None:
     parent = out.absolute().parent
     needed, free = sum(sizes) - existing_bytes, shutil.disk_usage(parent).free
     if needed > free:
-        message = f"{out} needs {size_words(needed)} more, and {parent} has {size_words(free)} free"
+        message = f"{out} needs {size_text(needed)} more, and {parent} has {size_text(free)} free"
         raise RefusedError(OUTPUT_UNUSABLE, message, "free space, or name an output on another disk")
 
 

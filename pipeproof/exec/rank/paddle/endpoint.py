@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from pipeproof.diagnostics.units import size_text
 from pipeproof.exec.rank.gpu_assignment import num_gpus, shared_gpu
 from pipeproof.exec.rank.group_endpoint import CHANNELS, GroupEndpoint, numpy_of, serve
 from pipeproof.exec.rank.ping_pong import HostPingClock, Wire
@@ -73,7 +74,7 @@ class PaddleEndpoint(GroupEndpoint):
             kernels = str(error)
         return {
             "cuda": str(self._library.version.cuda()),
-            "device": f"{self._library.device.get_device()} {about.name}, {about.total_memory / 2**30:.0f} GiB",
+            "device": f"{self._library.device.get_device()} {about.name}, {size_text(about.total_memory)}",
             "gpus": str(cuda.device_count()),
             "kernels": kernels,
         }

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeproof.diagnostics.units import size_text
 from pipeproof.exec.rank.gpu_assignment import num_gpus, shared_gpu
 from pipeproof.exec.rank.group_endpoint import CHANNELS, GroupEndpoint, numpy_of, serve
 from pipeproof.exec.rank.ping_pong import HostPingClock, Wire
@@ -74,7 +75,7 @@ class TorchEndpoint(GroupEndpoint):
         return {
             "cuda": str(self._library.version.cuda),
             "nccl": ".".join(map(str, cuda.nccl.version())),
-            "device": f"{self._device} {about.name}, {about.total_memory / 2**30:.0f} GiB",
+            "device": f"{self._device} {about.name}, {size_text(about.total_memory)}",
             "gpus": str(cuda.device_count()),
             "kernels": kernels,
         }

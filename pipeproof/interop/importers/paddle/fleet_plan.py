@@ -8,6 +8,7 @@ from math import gcd, lcm
 
 from pipeproof.diagnostics.finding import Finding, Location, RuleDoc
 from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.diagnostics.units import size_text
 from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.import_codes import GUARDED, REFUSED, WITHOUT_EFFECT
 from pipeproof.interop.importers.imported import Rephrase
@@ -332,7 +333,9 @@ def suggested_fix(job: FleetJob, plan: PlanSpec) -> str:
         ("full sends, without it", tp * whole, 0, ""),
     )
     lines = [
-        f"{mode + ':':<34} {sent} bytes between stages" + (f" + {gathered} in all-gathers" if gathered else "") + remark
+        f"{mode + ':':<34} {size_text(sent)} between stages"
+        + (f" + {size_text(gathered)} in all-gathers" if gathered else "")
+        + remark
         for mode, sent, gathered, remark in modes
     ]
     return "\n".join([intro, *lines])

@@ -1,4 +1,4 @@
-"""Importer of schedules that PyTorch wrote as CSV: ranks, stages and micro-batches, and assumed sizes."""
+"""Importer of schedule files: ranks, stages and micro-batches, and assumed sizes."""
 
 from __future__ import annotations
 
@@ -11,33 +11,42 @@ from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_sizes import Needs, assume_model
+from pipeproof.schedule.formats.block_rows import looks_like_blocks, read_blocks
+from pipeproof.schedule.formats.csv_file import looks_like_csv
 from pipeproof.schedule.formats.read_schedule import load_schedule_file
 from pipeproof.schedule.formats.schedule_size_checks import Expected
+from pipeproof.schedule.formats.text_tokens import Findings
 from pipeproof.schedule.ops import COMPUTE_KINDS
 
 
-def import_torch_csv(files: Sequence[Path], flags: Flags) -> Imported:
-    """Import one CSV file of a schedule, a row a rank, without or with its communication.
+def import_schedule(files: Sequence[Path], flags: Flags) -> Imported:
+    """Import one file in any format of ``read_schedule``, without or with communication.
 
     Raises:
         PlanFileError: PP100 if the file cannot be read, the codes of schedule files if it is invalid.
     """
     if len(files) != 1:
-        message = f"a schedule is one CSV file, found {len(files)}"
+        message = f"a schedule is one file, found {len(files)}"
         raise PlanFileError(UNREADABLE.finding(message))
     name = str(files[0])
-    foreign = load_schedule_file(files[0], Expected())
+    foreign, text = load_schedule_file(files[0], Expected()), read_text(name)
     ops = [row.op for rows in foreign.rows for row in rows if row.op.kind in COMPUTE_KINDS]
     num_ranks = len(foreign.rows)
     num_stages = max(op.stage for op in ops) + 1
-    draft, location = Draft("torch-csv", flags), Location(name)
+    draft, location = Draft("schedule", flags), Location(name)
     draft.set(("topology", "pp"), num_ranks, f"{num_ranks} rows", location)
     draft.set(("schedule", "kind"), "file", name, location)
     draft.set(("schedule", "path"), str(files[0].resolve()), name, location)
     draft.set(("schedule", "num_micro_batches"), max(op.micro_batch or 0 for op in ops) + 1, name, location)
     draft.assume(("schedule", "micro_batch_size"), 1, "not in a schedule")
-    draft.set(("schedule", "num_chunks"), max(num_stages // num_ranks, 1), name, location)
-    draft.set(("run", "backend"), "torch", "a schedule of PyTorch")
-    draft.set(("run", "device"), "gpu", "a schedule of PyTorch")
+    inferred = read_blocks(text, name, Findings()).placement if looks_like_blocks(text) else ""
+    if inferred:
+        stages = [list(of_rank) for of_rank in foreign.placement]
+        draft.assume(("schedule", "placement"), stages, f"the rows end soonest in a {inferred}")
+    else:
+        draft.set(("schedule", "num_chunks"), max(num_stages // num_ranks, 1), name, location)
+    if looks_like_csv(text) and not looks_like_blocks(text):
+        draft.set(("run", "backend"), "torch", "a schedule of PyTorch")
+        draft.set(("run", "device"), "gpu", "a schedule of PyTorch")
     assume_model(draft, Needs(num_stages))
-    return draft.imported(name, tuple(LINE_BREAK.split(read_text(name))))
+    return draft.imported(name, tuple(LINE_BREAK.split(text)))
