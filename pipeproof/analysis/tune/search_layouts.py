@@ -31,7 +31,7 @@ from pipeproof.analysis.tune.layouts import FIXABLE, Bound, Layout
 from pipeproof.analysis.tune.plan_layouts import FIXABLE as FIXABLE_OF_PLAN
 from pipeproof.analysis.tune.plan_layouts import PlanLayouts
 from pipeproof.analysis.tune.present_step import NoTrainingError
-from pipeproof.analysis.tune.tune_reasons import complexity, differences_text, winner_text
+from pipeproof.analysis.tune.tune_reasons import complexity, difference_error, differences_text, winner_text
 from pipeproof.analysis.tune.tune_result import TuneCounts, TuneResult, TuneRow
 from pipeproof.comm.lower import blaming_plan
 from pipeproof.cost.devices import DEVICES
@@ -349,15 +349,26 @@ class _Search:
         if self._on_progress is not None:
             self._on_progress(task, done, total)
 
+    def _ordered(self, rows: Sequence[str]) -> tuple[list[str], dict[str, float | None]]:
+        """Rows by their steps, after the simplest of those that share the fastest one's mesh and are as fast.
+
+        The second has by row the error of its step's ratio to the fastest one's; None if it is larger than that.
+        """
+        if self._choices.expected_error is None or not rows:
+            return [*rows], dict.fromkeys(rows)
+        steps = {each: self._checked[each].makespan or 0 for each in rows}
+        fastest = min(rows, key=lambda each: steps[each])
+        errors = {each: difference_error(self._points[each], self._points[fastest]) for each in rows}
+        ties = [each for each in rows if steps[each] <= steps[fastest] * (1 + errors[each])]
+        least = min(errors.values())
+        near = sorted((each for each in ties if errors[each] == least), key=lambda each: complexity(self._points[each]))
+        rest = (each for each in rows if each not in near)
+        return [*near, *rest], {each: errors[each] if each in ties and len(ties) > 1 else None for each in rows}
+
     def result(self, rows: Sequence[str], assumptions: tuple[str, ...]) -> TuneResult:
         """The result of a search with these rows."""
         choices, present = self._choices, self._choices.present
-        error = choices.expected_error
-        steps = {point_id: self._checked[point_id].makespan or 0 for point_id in rows}
-        limit = min(steps.values(), default=0) * (1 + (error or 0))
-        ties = sorted((each for each in rows if steps[each] <= limit), key=lambda each: complexity(self._points[each]))
-        ties = [] if error is None or len(ties) == 1 else ties
-        rows = [*ties, *(point_id for point_id in rows if point_id not in ties)]
+        rows, differences = self._ordered(rows)
         best = None if present is None else present.parts_s
         parts = [
             {name: us / 10**6 for name, us in self._checked[point_id].details["parts_us"].items()} for point_id in rows
@@ -379,15 +390,17 @@ class _Search:
                 why = winner_text(parts[0], parts[1:])
             else:
                 why = differences_text(parts[index], best or parts[0])
-            listed.append(self._row(index + 1, self._checked[point_id], parts[index], why, is_tie=point_id in ties))
+            listed.append(self._row(index + 1, self._checked[point_id], parts[index], why, differences[point_id]))
         notes = tuple(choices.notes([row.layout for row in listed]))
         return TuneResult(
             choices.framework.name, choices.device, choices.num_gpus, self._memory_gib, choices.global_batch,
             choices.seq_length, choices.cost_source, tuple(listed), counts, assumptions, notes, present,
-            error, None if listed else self._nearest_change(),
+            choices.expected_error, None if listed else self._nearest_change(),
         )  # fmt: skip
 
-    def _row(self, rank: int, result: PointResult, parts: Mapping[str, float], why: str, *, is_tie: bool) -> TuneRow:
+    def _row(
+        self, rank: int, result: PointResult, parts: Mapping[str, float], why: str, difference: float | None
+    ) -> TuneRow:
         layout, details = self._points[result.id], result.details
         assert result.makespan is not None
         step = result.makespan / 10**6
@@ -403,7 +416,7 @@ class _Search:
             peak_gib=details["peak_bytes"] / GIB,
             parts_s=parts,
             why=why,
-            is_tie=is_tie,
+            difference_error=difference,
             digest=details["digest"],
             notes=result.warnings,
             deadlocks_with=details["deadlocks_with"],

@@ -21,7 +21,8 @@ class TuneRow:
     without recomputation, and ``mfu`` is its share of the device's peak; both are None unless times are computed.
     ``peak_gib`` is the memory of the rank that holds most. ``plan`` has the keys of a plan file, ``notes`` are the
     codes of warnings and notes of its check. ``why`` is a sentence that compares the row with the plan on its own
-    ranks, or with the first row. ``is_tie`` is True for a step that is within the expected error of the shortest one.
+    ranks, or with the first row. ``difference_error`` is the error of the ratio
+    of its step to the shortest one if the step is within it, a tie; else None.
     ``deadlocks_with`` names the channel models with which a conditional plan deadlocks.
     """
 
@@ -35,7 +36,7 @@ class TuneRow:
     peak_gib: float
     parts_s: Mapping[str, float]
     why: str
-    is_tie: bool
+    difference_error: float | None
     digest: str
     notes: tuple[str, ...]
     deadlocks_with: str | None
@@ -71,7 +72,7 @@ class TuneCounts:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """The layouts with the shortest steps: those that tie with the fastest first, the simplest of them at the front.
+    """The layouts with the shortest steps: the shortest first, but the simplest of those with its mesh that tie.
 
     ``assumptions`` are sentences about values that the caller did not give, ``notes`` about what the rows need.
     ``present`` is the step of the plan itself in a search on its own ranks; None in a search on a number of devices.

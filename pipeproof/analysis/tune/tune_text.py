@@ -12,6 +12,7 @@ from rich.text import Text
 
 from pipeproof.analysis.tune.frameworks import FRAMEWORKS
 from pipeproof.analysis.tune.present_step import PresentStep
+from pipeproof.analysis.tune.tune_reasons import DIFFERENCE_ERRORS
 from pipeproof.analysis.tune.tune_result import TuneResult, TuneRow
 from pipeproof.diagnostics.units import size_text, time_text
 from pipeproof.sim.memory_curve import GIB
@@ -52,7 +53,7 @@ def render_tune(result: TuneResult, console: Console) -> None:
     ]  # fmt: skip
     rows = [
         (
-            f"={row.rank}" if row.is_tie else str(row.rank),
+            f"={row.rank}" if row.difference_error is not None else str(row.rank),
             *(_cell(getattr(row.layout, name)) for _, name in columns),
             *_figures(row, result),
         )
@@ -119,14 +120,19 @@ def _present_text(present: PresentStep) -> str:
 
 
 def _error_text(result: TuneResult) -> Iterator[str]:
-    error, ties = result.expected_error, sum(row.is_tie for row in result.rows)
+    error, ties = result.expected_error, {row.difference_error for row in result.rows} - {None}
     if error is None:
         if result.device is not None:
             yield f"No step like these was measured on {result.device}: how far the predictions are off is not known."
         return
     yield f"Predicted steps are off by {error:.1%} in the mean of comparable measurements."
     if ties:
-        yield f"Rows with = are a tie: {ties} steps within that error of the shortest, the simplest layout first."
+        schedule, replicas, shards = (f"{share:.1%}" for share in DIFFERENCE_ERRORS.values())
+        yield (
+            "Rows with = are a tie with the shortest step, so measure them. The difference of two rows is off by "
+            f"{schedule} with one mesh and micro-batch, by {replicas} with other pp, dp or micro-batches, by {shards} "
+            "with other tp, cp or ep."
+        )
 
 
 def _nothing_text(result: TuneResult) -> str:
