@@ -19,7 +19,7 @@ from tests.plans import BASE
 _SAMPLES = {"an integer": "1", "a number": "1", "true or false": "true", "a string": "x"}
 GONE = object()
 _VERB = r"(?:set|use|remove|write|add|give|list|allow|raise|kind|variant|[a-z_]+\.[a-z_.]+ to)\b"
-_REASON = r",? (?:the smallest|if|which is) .*|: (?:after|then|memory|\d+ bytes) .*"
+_REASON = r",? (?:the smallest|if|which is) .*|: (?:after|then|memory|[\d.]+ (?:B|KiB|MiB|GiB)) .*"
 _CLAUSES = re.compile(rf", or (?:leave it out)?|{_REASON}|; |\? | or (?={_VERB})")
 _VALUE = r"`[^`]*`|[^\s,]+"
 _VALUES = re.compile(rf"(?:at (?:most|least) )?((?:{_VALUE})(?:(?:, | or | to )(?:{_VALUE}))*)(?: at least| or more)?$")

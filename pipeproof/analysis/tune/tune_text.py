@@ -165,8 +165,8 @@ def _figures(row: TuneRow, result: TuneResult) -> Iterator[str]:
 
 
 def _step_text(row: TuneRow, result: TuneResult) -> str:
-    step_us, error = row.step * 10**6, result.expected_error
-    return time_text(step_us) + ("" if error is None else f" +-{time_text(float(step_us) * error)}")
+    error = result.expected_error
+    return time_text(row.step * 10**6) + ("" if error is None else f" +-{error:.1%}")
 
 
 def _cell(value: object) -> str:
