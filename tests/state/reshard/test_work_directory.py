@@ -280,7 +280,7 @@ def end_at(monkeypatch, number):
 def test_progress_is_a_line_now_and_then_without_a_terminal(job, monkeypatch):
     source, plan, _, made = job
     monkeypatch.setattr(reshard_shown, "_LINE_EVERY_S", 0.0)
-    assert " kB of " in reshard(source, plan, "-o", made)
+    assert " KiB of " in reshard(source, plan, "-o", made)
 
 
 def test_the_result_as_json(job):
