@@ -26,7 +26,7 @@ COMPUTED = {"show"}
 WITHOUT_PREDICTED_TIMES = {
     *(f"import {kind}" for kind in ("automodel", "deepspeed", "ernie", "flagscale", "fleet", "gpt-neox",
       "llama-factory", "megatron", "megatron-bridge", "ms-swift", "nemo-rl", "paddleformers", "paddlenlp", "primus",
-      "roll", "torch-csv", "torchtitan", "verl")),
+      "roll", "schedule", "torchtitan", "verl")),
     *(f"state {part}" for part in ("align", "aoa", "diff", "reshard", "show")),
     "check", "doctor", "init", "job hang", "rehearse", "run", "schedule convert", "schedule list",
 }  # fmt: skip

@@ -139,7 +139,7 @@ IMPORTED = {
     "ms-swift": "ms_swift.sh", "llama-factory": "llama_factory.yaml", "roll": "roll.yaml",
     "flagscale": "flagscale.yaml", "primus": "primus.yaml",
     "megatron-bridge": "megatron_bridge.yaml", "automodel": "automodel.yaml", "torchtitan": "torchtitan.toml",
-    "deepspeed": "deepspeed.json", "gpt-neox": "gpt_neox.yml", "torch-csv": "schedule.csv",
+    "deepspeed": "deepspeed.json", "gpt-neox": "gpt_neox.yml", "schedule": "schedule.csv",
 }  # fmt: skip
 """By the kind of ``pipeproof import``, an example."""
 
@@ -148,7 +148,7 @@ def _importers(script: bytes, toml: bytes, deepspeed: bytes, csv: bytes) -> Iter
     block = b"------------------------ arguments ------------------------\n  num_layers ...................... 4\n"
     block += b"  hidden_size ..................... 64\n-------------------- end of arguments ---------------------\n"
     yield Reader("argument_block", "train.log", (block,), partial(_import, "megatron"))
-    others = {"megatron": script, "torchtitan": toml, "deepspeed": deepspeed, "torch-csv": csv}
+    others = {"megatron": script, "torchtitan": toml, "deepspeed": deepspeed, "schedule": csv}
     for kind, name in IMPORTED.items():
         example = ROOT / "examples" / "importing" / name
         seeds = (others.get(kind), example.read_bytes() if example.exists() else None)

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
 
 from pipeproof.diagnostics.finding import Finding, OpsWitness, WitnessOp
-from pipeproof.diagnostics.units import time_text
 from pipeproof.exec.rank.op_log import (
     HOST_QUEUE,
     LogEntry,

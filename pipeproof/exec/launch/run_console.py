@@ -15,7 +15,7 @@ from rich.text import Text
 from pipeproof.atomic_write import write_json
 from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.diagnostics.text_output import render_text
-from pipeproof.diagnostics.units import size_text, time_text
+from pipeproof.diagnostics.units import size_text
 from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult
 from pipeproof.exec.compare.step_losses import main_loss, module_losses
 from pipeproof.exec.launch.launched_rank import launched_rank
