@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pipeproof.exec.train.torch.profile_steps import ProductCounter
+from pipeproof.exec.train.torch.product_counter import ProductCounter
 
 pytestmark = pytest.mark.needs_torch
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipeproof.exec.train.torch.partial_modules import BlockOutput, hidden_of
+from pipeproof.exec.train.torch.product_counter import ProductCounter
 
 
 class NotCutError(ValueError):
@@ -57,6 +59,8 @@ class Chain:
     """The tensors of each block's output."""
     entry: torch.Tensor | None = None
     """The hidden states that the first block gets."""
+    work: list[int] = field(default_factory=list)
+    """FLOPs before the first block, of each block, and after the last one."""
 
 
 def chains_of(model: nn.Module) -> list[Chain]:
@@ -156,7 +160,7 @@ def add_parts(model: nn.Module, chains: list[Chain]) -> None:
 
 @contextmanager
 def observed(chain: Chain) -> Iterator[None]:
-    """Within it, one forward of the model fills the chain's outputs and its parts' calls.
+    """Within it, one forward of the model fills the chain's outputs and FLOPs, and its parts' calls.
 
     Raises:
         NotCutError: The blocks were called in another order, or a module with weights was called between blocks.
@@ -164,17 +168,22 @@ def observed(chain: Chain) -> Iterator[None]:
     numbers = {id(block): number for number, block in enumerate(chain.blocks)}
     parts = {id(part.module): part for part in chain.parts}
     called: list[int] = []
+    counter = ProductCounter()
+    marks = [0]
     chain.outputs, chain.tensors, chain.entry = [], [], None
 
     def before(module: nn.Module, args: Any) -> None:
         number = numbers.get(id(module))
         if number is not None:
             called.append(number)
+            marks.append(counter.now())
             if not number:
                 chain.entry = _form(hidden_of(args, {}))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if id(module) in numbers:
+            if numbers[id(module)] == len(chain.blocks) - 1:
+                marks.append(counter.now())
             form = BlockOutput.of(output)
             chain.outputs.append(form)
             chain.tensors.append(tuple(map(_form, form.tensors_of(output))))
@@ -185,10 +194,12 @@ def observed(chain: Chain) -> Iterator[None]:
 
     handles = [global_hooks.register_module_forward_pre_hook(before), global_hooks.register_module_forward_hook(after)]
     try:
-        yield
+        with counter:
+            yield
     finally:
         for handle in handles:
             handle.remove()
+    chain.work = [after - before for before, after in pairwise((*marks, counter.now()))]
     if called != list(range(len(chain.blocks))):
         raise NotCutError(f"its forward does not call each block of `{chain.name}` once, in order")
     between = [part.names[0] for part in chain.parts if part.has_weights and part.calls - {0, len(chain.blocks)}]
