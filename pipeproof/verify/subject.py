@@ -12,9 +12,11 @@ import numpy as np
 
 from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.backends import backend_table, declared_backend
+from pipeproof.comm.generated_schedule import MAX_OPERATIONS, TOO_LARGE
 from pipeproof.comm.lower import lower_loaded
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import (
+    BadPlanError,
     CycleWitness,
     Finding,
     Location,
@@ -187,9 +189,19 @@ class Subject:
         return replace(self, graph=graph, lowered=lowered)
 
     def unfolded(self) -> Subject:
-        """The same subject with every rank standing for itself, as processes run it."""
+        """The same subject with every rank standing for itself, as processes run it.
+
+        Raises:
+            BadPlanError: PP116, all ranks together have too many operations.
+        """
         if self.lowered is None or not self.lowered.folded:
             return self
+        num_ranks = self.plan.mesh.num_ranks
+        num_ops = self.graph.num_ops * (num_ranks // self.graph.num_ranks)
+        if num_ops > MAX_OPERATIONS:
+            message = f"{num_ranks:,} ranks have {num_ops:,} operations in a step, and a run's processes hold at most "
+            fix = "run it with fewer replicas, such as --set topology.dp=1; `check` and `simulate` count replicas once"
+            raise BadPlanError(TOO_LARGE.finding(f"{message}{MAX_OPERATIONS:,}", self.locate("topology"), fix))
         lowered = self.lowered.unfolded()
         return replace(self, graph=lowered.graph, lowered=lowered)
 

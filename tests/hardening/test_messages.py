@@ -1,6 +1,7 @@
 """Messages where the machine is the problem, and outputs that another program must not execute."""
 
 import errno
+import json
 import os
 import resource
 import shutil
@@ -21,6 +22,7 @@ from pipeproof.exec.launch.run_plan import ResultsOnDisk
 from pipeproof.exec.store.rendezvous import reserved_ports
 from pipeproof.exec.store.run_codes import DIED
 from pipeproof.views.tables import no_formula
+from tests.fuzz.readers import READERS
 
 
 @pytest.mark.parametrize("cell", ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1"])
@@ -42,6 +44,15 @@ def test_names_of_files_do_not_control_the_terminal(tmp_path):
         result = CliRunner().invoke(main, [str(argument) for argument in arguments], color=True)
         assert result.exit_code == 2
         assert "\x1b[31mb" not in result.stderr
+
+
+def test_names_in_files_do_not_control_the_terminal(tmp_path):
+    trace = json.loads(READERS["kineto"].seeds[0])
+    trace["deviceProperties"][0]["name"] = "H100\x1b[31m\x9b2J"
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    result = CliRunner().invoke(main, ["import", "profile", str(tmp_path / "trace.json")], color=True)
+    assert "H100\N{REPLACEMENT CHARACTER}[31m" in result.output
+    assert not {"\x1b", "\x9b"} & set(result.output)
 
 
 def test_a_process_that_ended_on_a_full_disk(tmp_path, monkeypatch):

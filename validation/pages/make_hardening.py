@@ -84,10 +84,35 @@ def tried_table() -> str:
     return table(("attack", "tool", "tried", "handled", "ran for"), rows)
 
 
+def trainings_table() -> str:
+    """Return how each attacked training ended, and the ends of the script of docs/train.md."""
+    rows = [
+        (row["attack"], str(row["status"]), f"{row['seconds']:g} s", row["outcome"].replace("|", "/"),
+         "no" if row["problem"] else "yes")
+        for row in RESULTS["trainings"]["runs"]
+    ]  # fmt: skip
+    return table(("attack", "exit status", "ended after", "last error, or end", "handled"), rows)
+
+
+def exits_text() -> str:
+    """Return the ends of the script of docs/train.md in a sentence."""
+    found = RESULTS["exits"]
+    ends = ", ".join(f"{number} ended with {end}" for end, number in sorted(found["ends"].items()))
+    return (
+        f"The script of docs/train.md ran {found['times']} times, two at a time, on a machine with a load of "
+        f"{found['load']}: {ends}."
+    )
+
+
 def pages() -> dict[Path, str]:
     """Return the page with its tables of limits and of attacks."""
     page = EVIDENCE / "hardening.md"
-    return {page: fill(page, {"limits": limits_table(), "tried": tried_table()})}
+    return {
+        page: fill(
+            page,
+            {"limits": limits_table(), "tried": tried_table(), "trainings": trainings_table(), "exits": exits_text()},
+        )
+    }
 
 
 if __name__ == "__main__":

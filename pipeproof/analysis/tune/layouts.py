@@ -28,6 +28,9 @@ MAX_MICRO_BATCH = 8
 MAX_CHUNKS = 20
 """Most stages of a rank that are tried unless ``fix`` names more."""
 
+MAX_FORWARDS = 100_000
+"""Most forwards of a step, over all stages: a layout with more is not tried, unless the plan itself has as many."""
+
 FIXABLE = ("tp", "cp", "ep", "dp", "pp", "vpp", "mbs", "schedule", "cut", "recompute", "shard_optimizer", "overlap")
 """Names that ``fix`` takes, in the order of the table."""
 
@@ -67,6 +70,11 @@ class Layout:
         return self.pp * self.vpp
 
     @property
+    def num_forwards(self) -> int:
+        """Forwards of a step, over all stages of a replica."""
+        return self.num_stages * self.num_micro_batches
+
+    @property
     def schedule_name(self) -> str:
         """The schedule with its variant."""
         return self.kind if self.variant is None else f"{self.kind} ({self.variant})"
@@ -102,6 +110,9 @@ class SearchSpace:
             for mbs in self._micro_batches(dp * ep):
                 num_micro_batches = self.global_batch // (dp * ep * mbs)
                 for schedule, vpp in self._schedules(pp, num_micro_batches):
+                    if pp * vpp * num_micro_batches > MAX_FORWARDS:
+                        self.removed[f"more than {MAX_FORWARDS:,} forwards in a step"] += 1
+                        continue
                     for cut in self._cuts(pp * vpp):
                         for recompute, sharding in self._memory_settings(dp, ep):
                             for overlap in self._overlaps(schedule, pp, vpp, ep, recompute):

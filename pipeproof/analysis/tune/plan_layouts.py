@@ -21,7 +21,7 @@ from typing import Any
 
 from pipeproof.analysis.sweep.evaluate_point import num_sequences
 from pipeproof.analysis.tune.frameworks import Framework
-from pipeproof.analysis.tune.layouts import Bound, Layout, chunk_counts_of, divisors
+from pipeproof.analysis.tune.layouts import MAX_FORWARDS, Bound, Layout, chunk_counts_of, divisors
 from pipeproof.analysis.tune.present_step import PresentStep, present_step
 from pipeproof.analysis.tune.recut import layer_times, num_blocks, stage_times
 from pipeproof.analysis.tune.step_clock import asap_clock, block_sequences, figures_of
@@ -42,8 +42,11 @@ FIXABLE = ("vpp", "mbs", "splits", "schedule", "overlap")
 MAX_SPLITS = 8
 """Most pieces of a sequence that are tried unless ``fix`` names more."""
 
-MAX_FORWARDS = 100_000
-"""Most forwards of a step with more micro-batches than the plan has."""
+MAX_BATCHES = 16
+"""Micro-batch sizes that are tried unless ``fix`` names them: those nearest to the given one."""
+
+MAX_BOUNDED_FORWARDS = 4_000_000
+"""Forwards of all layouts that are tried: the bound of a layout takes its schedule, some 20 us for each forward."""
 
 _OPTIMAL, _MAX_OPTIMAL_CHUNKS = "optimal", 2
 """The kind that is made for given times and a memory limit. To make one takes as long as to make many others, so it is
@@ -100,17 +103,26 @@ class PlanLayouts:
         return None if is_over else self.present.step_us
 
     def layouts(self) -> Iterator[Layout]:
-        """Yield everything to try, in the order of the schedules."""
+        """Yield everything to try, the micro-batches of the plan first."""
         num_ranks, given = self.spec.topology.pp, self.spec.schedule
-        for schedule in self.framework.schedules:
-            for num_micro_batches, size in self._batches:
+        num_forwards = 0
+        for num_micro_batches, size in self._batches:
+            for schedule in self.framework.schedules:
                 if not (self._allows("schedule", schedule.kind) and schedule.fits(num_ranks, num_micro_batches)):
                     continue
                 for vpp in chunk_counts_of(schedule, self._chunk_counts(schedule.kind)):
-                    num_forwards = num_ranks * vpp * num_micro_batches
-                    if num_micro_batches <= given.num_micro_batches or num_forwards <= MAX_FORWARDS:
-                        sizes = vpp, size, num_micro_batches
-                        yield from self._variations(schedule.kind, schedule.variant, sizes, overlaps=schedule.overlaps)
+                    if (
+                        num_micro_batches > given.num_micro_batches
+                        and num_ranks * vpp * num_micro_batches > MAX_FORWARDS
+                    ):
+                        continue
+                    sizes = vpp, size, num_micro_batches
+                    for layout in self._variations(schedule.kind, schedule.variant, sizes, overlaps=schedule.overlaps):
+                        if num_forwards > MAX_BOUNDED_FORWARDS:
+                            self.removed[f"after {MAX_BOUNDED_FORWARDS:,} forwards of others"] += 1
+                        else:
+                            num_forwards += layout.num_forwards
+                            yield layout
 
     def bound(self, layout: Layout, limit_bytes: float) -> Bound | None:
         """The time of a layout's computations alone; None if there is no such plan.
@@ -223,7 +235,13 @@ class PlanLayouts:
         if self.spec.cost.analytic is None and "mbs" not in self.fix:
             return [given]
         total = given[0] * given[1]
-        others = [(total // size, size) for size in divisors(total) if size != given[1]]
+        sizes = [size for size in divisors(total) if size != given[1]]
+        if "mbs" not in self.fix:
+            nearest = sorted(sizes, key=lambda size: max(size, given[1]) / min(size, given[1]))
+            if nearest[MAX_BATCHES:]:
+                self.removed["a size of micro-batches far from the given one"] += len(nearest[MAX_BATCHES:])
+            sizes = sorted(nearest[:MAX_BATCHES])
+        others = [(total // size, size) for size in sizes]
         return [batch for batch in (given, *others) if self._allows("mbs", batch[1])]
 
     def _chunk_counts(self, kind: str) -> list[int]:

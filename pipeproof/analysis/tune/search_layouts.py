@@ -47,6 +47,12 @@ FIRST_BATCH, BATCH = 8, 32
 They do not depend on the number of workers, so neither does the work. The first rows remove most of what follows.
 """
 
+MAX_SIMULATED_FORWARDS = 2_000_000
+"""Forwards of all simulated layouts after which the search ends: a minute of a processor for some 200,000."""
+
+_LARGE = 10_000
+"""Forwards of a layout whose bound takes long enough to be reported by itself."""
+
 MAX_REFUSED = 20
 """Refused layouts on a plan's own ranks before the search ends: what fails so often is a fault of the plan."""
 
@@ -169,6 +175,7 @@ class _Search:
         self._fitting: set[Layout] = set()
         self._taken: set[str] = set()
         self._checked: dict[str, PointResult] = {}
+        self._simulated_forwards = 0
         self._tried = self._unfit = self._over = self._over_simulated = 0
         self._refused: Counter[str] = Counter()
 
@@ -177,7 +184,7 @@ class _Search:
         layouts = [*self._choices.layouts()]
         self._tried = len(layouts)
         for index, layout in enumerate(layouts):
-            if index % 16 == 0:
+            if index % 16 == 0 or layout.num_forwards > _LARGE:
                 self._report("bounding layouts", index, len(layouts))
             bound = self._choices.bound(layout, self._limit_bytes)
             if bound is None:
@@ -218,6 +225,10 @@ class _Search:
         recorded = {} if file is None else file.done
         position = 0
         while True:
+            if self._simulated_forwards > MAX_SIMULATED_FORWARDS and position < len(self._waiting):
+                reason = f"after {MAX_SIMULATED_FORWARDS:,} simulated forwards of faster bounds"
+                self._choices.removed[reason] = len(self._waiting) - position
+                position = len(self._waiting)
             rows = self._rows()
             limit = self._done[rows[-1]].makespan if len(rows) >= self._top else self._choices.slowest_us
             batch: list[Point] = []
@@ -234,6 +245,7 @@ class _Search:
                 point = self._point(layout)
                 if point.id not in self._taken:  # cuts of two kinds may be the same stages
                     self._taken.add(point.id)
+                    self._simulated_forwards += layout.num_forwards
                     batch.append(point)
             if batch:
                 self._simulate(batch, pool, recorded, file)

@@ -175,13 +175,14 @@ def _cell(value: object) -> str:
 
 def _counts_text(result: TuneResult) -> str:
     counts, sentences = result.counts, []
-    counted = "the last row" if result.present is None else "the last row or the plan"
+    others = "the last row" if result.present is None else "the last row or the plan"
+    is_cut = any("simulated forwards" in reason for reason in counts.removed)
+    rest = "the rest were not" if is_cut else f"the rest cannot be faster than {others}"
     if counts.tried:
         sentences.append(
             f"Of {counts.tried:,} layouts, {counts.over_memory:,} need more memory by their lower bound and "
             f"{counts.unfit:,} have no such schedule; {counts.simulated:,} of the other {counts.bounded:,} were "
-            f"simulated, the rest cannot be faster than {counted}; {counts.over_memory_simulated:,} simulated ones "
-            "needed more memory."
+            f"simulated, {rest}; {counts.over_memory_simulated:,} simulated ones needed more memory."
         )
     if counts.removed:
         reasons = "; ".join(f"{reason} ({number:,})" for reason, number in counts.removed.items())
