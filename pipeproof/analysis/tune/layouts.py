@@ -72,7 +72,7 @@ class Layout:
     @property
     def num_forwards(self) -> int:
         """Forwards of a step, over all stages of a replica."""
-        return self.num_stages * self.num_micro_batches
+        return self.num_stages * self.num_micro_batches * self.num_sequence_splits
 
     @property
     def schedule_name(self) -> str:

@@ -45,7 +45,7 @@ MAX_SPLITS = 8
 MAX_BATCHES = 16
 """Micro-batch sizes that are tried unless ``fix`` names them: those nearest to the given one."""
 
-MAX_BOUNDED_FORWARDS = 4_000_000
+MAX_BOUNDED_FORWARDS = 2_000_000
 """Forwards of all layouts that are tried: the bound of a layout takes its schedule, some 20 us for each forward."""
 
 _OPTIMAL, _MAX_OPTIMAL_CHUNKS = "optimal", 2

@@ -48,7 +48,7 @@ They do not depend on the number of workers, so neither does the work. The first
 """
 
 MAX_SIMULATED_FORWARDS = 2_000_000
-"""Forwards of all simulated layouts after which the search ends: a minute of a processor for some 200,000."""
+"""Forwards of all simulated layouts after which the search ends: a minute of a processor for some 500,000."""
 
 _LARGE = 10_000
 """Forwards of a layout whose bound takes long enough to be reported by itself."""

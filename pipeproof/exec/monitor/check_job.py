@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from pipeproof.diagnostics.finding import Finding
@@ -70,6 +70,9 @@ def certain_failure(analysis: Analysis, patience_s: float, is_waiting: bool) -> 
     own = sorted((rank for rank in raised if rank not in in_call), key=lambda rank: rank.ring.header.end_ns)
     gone = [rank for rank in job.ranks if rank.state is ProcessState.GONE and (in_call or _is_old(rank, job))]
     if own and (in_call or is_waiting or _is_old(own[0], job)):
+        crossed = _crossed_before(analysis, own)
+        if crossed is not None:
+            return crossed
         header = own[0].ring.header
         message = f"rank {header.rank} raised {header.error}"
         return Failure(Kind.RAISED, (header.rank,), [_rank_failed(own[0], message)])
@@ -102,7 +105,7 @@ def certain_failure(analysis: Analysis, patience_s: float, is_waiting: bool) -> 
 
 
 def _killed_together(analysis: Analysis) -> Failure:
-    """Return the failure of a job whose processes are all gone, as after the death of one a launcher ends the others.
+    """Return the failure of a job with processes that are gone and none that runs: a launcher ends the others of one.
 
     The first is a rank that others lacked in operations that they had issued, if it lacked none itself: which of these
     blocked them is not known, because a device's last ends are not noted.
@@ -112,14 +115,28 @@ def _killed_together(analysis: Analysis) -> Failure:
         entry = analysis.entries[rank, index]
         for other in others if entry.state is not State.COMPLETED else ():
             graph.add(rank, other, analysis.wait(entry, other))
-    ends = (end for end in graph.ends() if len(end) == 1 and graph.waiters(end[0]))
-    ranks = tuple(sorted(rank for (rank,) in ends)) or tuple(analysis.job.by_rank)
-    message = "the processes of all ranks are gone and noted no end"
-    first = analysis.job.by_rank.get(ranks[0])
-    if len(ranks) < len(analysis.job.by_rank) and first is not None:
+    gone = {now.rank: now for now in analysis.job.ranks if now.state is ProcessState.RUNNING}
+    ends = (end for end in graph.ends() if len(end) == 1 and end[0] in gone and graph.waiters(end[0]))
+    ranks = tuple(sorted(rank for (rank,) in ends)) or tuple(gone)
+    message = f"the processes of {ranks_text(gone)} are gone and noted no end"
+    if len(ranks) < len(gone):
         waiters = ranks_text(tuple(graph.waiters(ranks[0])))
-        message += f"; {waiters} waited for rank {ranks[0]} (PID {first.ring.header.pid}) then"
-    return Failure(Kind.KILLED, ranks, [_rank_failed(first or analysis.job.ranks[0], message)])
+        message += f"; {waiters} waited for rank {ranks[0]} (PID {gone[ranks[0]].ring.header.pid}) then"
+    return Failure(Kind.KILLED, ranks, [_rank_failed(gone[ranks[0]], message)])
+
+
+def _crossed_before(analysis: Analysis, raised: Sequence[RankNow]) -> Failure | None:
+    """Return the failure of operations that wait for each other, where a device ended them by an error; None without.
+
+    NCCL may fault in a send without a receive, and the host raises the error of the device at any later call.
+    """
+    ranks = {now.rank for now in raised if any(op.state is OpState.QUEUED for op in now.blocking)}
+    for component in analysis.graph.ends(sorted(ranks)):
+        failure = _cycle(analysis, component, 0) if len(component) > 1 and ranks.issuperset(component) else None
+        if failure is not None:
+            errors = [_rank_failed(now, f"rank {now.rank} raised {now.ring.header.error}") for now in raised]
+            return replace(failure, findings=(*failure.findings, *errors))
+    return None
 
 
 def _ended_before(analysis: Analysis, in_call: Sequence[RankNow]) -> Failure | None:
@@ -454,7 +471,7 @@ def most_suspect(analysis: Analysis, candidates: Iterable[int]) -> tuple[int, ..
     issued = {
         rank: max(analysis.share(entry) for entry in analysis.blocking[rank])
         for rank in ranks
-        if rank in analysis.blocking
+        if rank in analysis.blocking and not analysis.job.by_rank[rank].has_left
     }
     # on the side of a rank that has ended are the members that did not issue the operation either
     shares = {rank: issued.get(rank, 1 - max(issued.values(), default=0.0)) for rank in ranks}

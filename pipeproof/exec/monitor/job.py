@@ -162,7 +162,7 @@ class JobNow:
     missing: tuple[int, ...]
     now_ns: int
     is_over: bool = False
-    """All processes are gone, and none noted an end: the states are those before."""
+    """No process runs, and some are gone that noted no end: the states of these are those before."""
 
     @cached_property
     def by_rank(self) -> dict[int, RankNow]:
@@ -212,7 +212,7 @@ def read_headers(files: dict[int, Path]) -> tuple[RingHeader, ...]:
 def read_job(files: dict[int, Path]) -> JobNow:
     """Read all rings, and the states of the processes of this host.
 
-    If all processes are gone, or the last heartbeat of all ranks is old, the time
+    If no process runs, and some are gone that noted no end, or if the last heartbeat of all ranks is old, the time
     is that heartbeat's: the job is checked as it was when it ended. The time is taken before the rings
     are read, so that no wait looks longer than it was; states are read before
     ends, so that no process that has noted its end counts as gone.
@@ -228,12 +228,15 @@ def read_job(files: dict[int, Path]) -> JobNow:
     last_ns = max((max(header.heartbeat_ns, header.end_ns) for header in headers), default=0)
     num_ranks = headers[0].num_ranks if headers else 0
     missing = tuple(rank for rank in range(num_ranks) if rank not in files)
-    is_over = bool(states) and all(state in (ProcessState.GONE, ProcessState.SILENT) for state in states)
-    if is_over:
-        states = [
-            ProcessState.GONE if last_ns - header.heartbeat_ns > _LATE_HEARTBEAT_S * 1e9 else ProcessState.RUNNING
-            for header in headers
-        ]
+    at_end = [
+        ProcessState.RUNNING
+        if state is not ProcessState.ENDED and last_ns - header.heartbeat_ns <= _LATE_HEARTBEAT_S * 1e9
+        else state
+        for state, header in zip(states, headers, strict=True)
+    ]
+    is_over = {ProcessState.GONE} <= {*states} <= {ProcessState.GONE, ProcessState.SILENT, ProcessState.ENDED}
+    is_over = is_over and ProcessState.RUNNING in at_end
+    states = at_end if is_over else states
     ranks = tuple(RankNow(ring, state) for ring, state in zip(rings, states, strict=True))
     is_live = ProcessState.STOPPED in states or now_ns - last_ns < _LIVE_S * 1e9
     return JobNow(ranks, missing, now_ns if is_live and not is_over else last_ns, is_over)

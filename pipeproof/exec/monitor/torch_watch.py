@@ -69,7 +69,10 @@ class DeviceMarker:
             _allow_captures_of_other_threads()
         if torch.cuda.current_device() != device:  # of this thread: a query would make a context on device 0
             torch.cuda.set_device(device)
-        return bool(event.query())
+        try:
+            return bool(event.query())
+        except RuntimeError:  # the device has faulted: nothing ends on it any more, and the heartbeat goes on
+            return False
 
 
 def _allow_captures_of_other_threads() -> None:

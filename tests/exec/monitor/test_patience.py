@@ -192,6 +192,15 @@ def test_a_mismatch_of_messages_needs_patience_and_that_of_collectives_none():
     assert kind(*ranks) == "error"
 
 
+def test_sends_to_each_other_at_which_the_devices_fault_are_a_cycle_and_not_the_error_of_one():
+    ranks = [[done("all_reduce", 9, ranks=(0, 1)), queued("send", 2, peer=1 - rank, ranks=(0, 1))] for rank in range(2)]
+    raised = {"states": [(0, ProcessState.RAISED), (1, ProcessState.RAISED)], "heartbeats": [(0, 1.5), (1, 1.5)]}
+    verdict = check_job(job(*ranks, **raised))
+    assert (verdict.kind, verdict.causes) == ("cycle", (0, 1))
+    assert [finding.code for finding in verdict.findings] == ["PP931", "PP953", "PP953"]
+    assert kind(ranks[0], [ranks[1][0]], states=[(0, ProcessState.RAISED)], heartbeats=[(0, 1.5)]) == "raised"
+
+
 def test_a_rank_that_waits_on_its_device_for_one_that_has_ended():
     """NCCL lets a collective pass that the other rank lacks: the last one of this rank has no partner."""
     calls = [done("all_reduce", 30 - number, number=number, ranks=(0, 1)) for number in range(20)]

@@ -224,6 +224,20 @@ def test_of_processes_that_are_all_gone_the_one_that_was_awaited_was_killed(tmp_
     assert (verdict.kind, verdict.causes) == ("killed", (0, 1))
 
 
+def test_a_hang_is_known_after_the_processes_that_waited_are_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(ProcessId, "own", lambda: ProcessId(2**22 + 1, "1"))
+    ranks = nccl_ranks(tmp_path)
+    for rank in ranks:
+        rank.do("all_reduce")
+    ranks[1].ring.close(None)
+    ranks[0].note_ends()
+    ranks[0].do("all_reduce")
+    assert check_job(read_job(ring_files(tmp_path))).kind == "killed"  # it had waited for a moment
+    ranks[0].ring._ring.pulse(time.time_ns() + 20 * 10**9, 0)
+    verdict = check_job(read_job(ring_files(tmp_path)))
+    assert (verdict.kind, verdict.causes, dict(verdict.states)) == ("ended", (1,), {0: "gone", 1: "ended"})
+
+
 def test_ends_that_a_killed_rank_did_not_note_are_known_from_the_others(tmp_path):
     ranks = nccl_ranks(tmp_path)
     for rank in ranks:
