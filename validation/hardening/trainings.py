@@ -167,8 +167,8 @@ def outcome(
         problem = f"no message with {names!r}: {text[-300:]}"
     errors = [line.strip() for line in text.splitlines() if re.search(r"(Error: |error\[PP)", line)]
     errors = [re.sub(r"^\[rank\d\]: |/tmp/\S*", "", line) for line in errors if "elastic" not in line]
-    told = "trained to its end" if ended >= 2 else (errors[0][:160] if errors else "ended")
-    return {"status": process.returncode, "seconds": round(seconds, 1), "outcome": told, "problem": problem}
+    ending = "trained to its end" if ended >= 2 else (errors[0][:160] if errors else "ended")
+    return {"status": process.returncode, "seconds": round(seconds, 1), "outcome": ending, "problem": problem}
 
 
 def store_of_torchrun(directory: Path) -> dict[str, Any]:
@@ -235,8 +235,8 @@ def clock_jump(directory: Path) -> dict[str, Any]:
             row["problem"] = f"a false alarm: {followed.output[-300:]}"
         rows.append(row)
     worst = next((row for row in rows if row["problem"]), rows[-1])
-    told = "a false alarm" if worst["problem"] else f"{worst['outcome']}; no alarm"
-    return worst | {"outcome": told}
+    ending = "a false alarm" if worst["problem"] else f"{worst['outcome']}; no alarm"
+    return worst | {"outcome": ending}
 
 
 def two_jobs(directory: Path) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def two_jobs(directory: Path) -> dict[str, Any]:
 
 
 def stopped_rank(directory: Path) -> dict[str, Any]:
-    """A rank is stopped for longer than the timeout, then goes on."""
+    """A rank is stopped for longer than the timeout, then continues."""
     training = Training(directory)
     process = training.start()
     training.stepped(process)
@@ -314,8 +314,13 @@ def killed_reshard(directory: Path) -> dict[str, Any]:
     again = pipeproof([*command, directory / "killed"])
     equal = _content(directory / "whole") == _content(directory / "killed")
     problem = None if equal and whole.status == 0 else f"{again.status}: {again.output[-300:]}"
-    told = "equal bytes" if equal else "other bytes"
-    return {"status": again.status, "seconds": round(time.monotonic() - begun, 1), "outcome": told, "problem": problem}
+    ending = "equal bytes" if equal else "other bytes"
+    return {
+        "status": again.status,
+        "seconds": round(time.monotonic() - begun, 1),
+        "outcome": ending,
+        "problem": problem,
+    }
 
 
 def _content(directory: Path) -> dict[str, str]:

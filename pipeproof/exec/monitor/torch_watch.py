@@ -71,7 +71,7 @@ class DeviceMarker:
             torch.cuda.set_device(device)
         try:
             return bool(event.query())
-        except RuntimeError:  # the device has faulted: nothing ends on it any more, and the heartbeat goes on
+        except RuntimeError:  # the device has faulted: nothing ends on it any more
             return False
 
 
