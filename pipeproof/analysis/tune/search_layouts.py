@@ -50,6 +50,9 @@ They do not depend on the number of workers, so neither does the work. The first
 MAX_SIMULATED_FORWARDS = 2_000_000
 """Forwards of all simulated layouts after which the search ends: a minute of a processor for some 500,000."""
 
+_RANKS_AS_ONE = 8
+"""Devices that count as a forward: with a million of them, most of the time goes into the places of groups."""
+
 _LARGE = 10_000
 """Forwards of a layout whose bound takes long enough to be reported by itself."""
 
@@ -245,7 +248,7 @@ class _Search:
                 point = self._point(layout)
                 if point.id not in self._taken:  # cuts of two kinds may be the same stages
                     self._taken.add(point.id)
-                    self._simulated_forwards += layout.num_forwards
+                    self._simulated_forwards += layout.num_forwards + self._choices.num_gpus // _RANKS_AS_ONE
                     batch.append(point)
             if batch:
                 self._simulate(batch, pool, recorded, file)
