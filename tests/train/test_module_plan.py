@@ -75,7 +75,7 @@ def test_a_schedule_without_pairs_is_left_as_it_is(schedule):
     [
         ({"schedule": {"overlap": {"order": ["B", "F"]}}}, "orders the parts of a GPT's blocks"),
         ({"cost": {"collective_slowdown": 0.1}, "schedule": {"overlap": "pairs"}}, "the model has custom layers"),
-        ({"schedule": {"kind": "optimal", "overlap": "pairs"}}, "the solver needs the parts of pairs"),
+        ({"schedule": {"kind": "optimal", "overlap": "pairs"}}, "`kind: optimal` has none"),
     ],
 )
 def test_what_custom_layers_have_no_parts_for_is_refused(section, text):

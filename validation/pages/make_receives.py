@@ -35,7 +35,9 @@ def verdicts_part() -> str:
     rows = []
     for kind in SCHEDULE_KINDS.values():
         plan = yaml.safe_load(plan_text(Shown(kind)))
-        rows.append((f"[`{kind.name}`](schedules.md#{kind.name})", *(_verdict(plan, post) for post in POSTS)))
+        rows.append(
+            (f"[`{kind.name}`](../../docs/schedules.md#{kind.name})", *(_verdict(plan, post) for post in POSTS))
+        )
     return table(("schedule", *(f"`{post}`" for post in POSTS)), rows)
 
 
