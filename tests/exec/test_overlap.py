@@ -46,13 +46,6 @@ def require_equal(found, expected):
             assert one.routers.keys() == other.routers.keys()
 
 
-SLOW_EXCHANGES = {
-    "forward_us": 300, "backward_input_us": 300, "backward_weight_us": 100,
-    "network": {"ranks_per_node": 8, "node": {"latency_us": 2, "bandwidth": 0.02}},
-}  # fmt: skip
-"""Times for which optimal schedules have pairs."""
-
-
 PLANS = {
     "all-to-all": {},
     "all-gather": {"moe": {"dispatcher": "all_gather"}},
@@ -62,7 +55,6 @@ PLANS = {
     },
     "sequence parallel": {"pp": 1, "topology": {"tp": 2, "sequence_parallel": True}},
     "dense block": {"moe": {"dense_layers": 1}},
-    "optimal": {"schedule": {"kind": "optimal", "num_micro_batches": 6}, "cost": SLOW_EXCHANGES},
 }  # fmt: skip
 
 
