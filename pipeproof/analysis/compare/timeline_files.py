@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pipeproof.comm.lower import blaming_plan, lower_loaded
-from pipeproof.foreign_text import MALFORMED, decode_json, open_foreign, open_foreign_text, read_foreign
+from pipeproof.foreign_text import MALFORMED, MOST_RANKS, decode_json, open_foreign, open_foreign_text, read_foreign
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import Op, parse_op
 from pipeproof.sim.simulate import simulate
@@ -204,7 +204,10 @@ def _each(
 ) -> Iterator[TimedOp]:
     for index, item in enumerate(items):
         try:
-            yield read(item, index)
+            op = read(item, index)
+            if not 0 <= op.rank < MOST_RANKS:
+                raise ValueError(f"its rank is {op.rank}, and a job has at most {MOST_RANKS:,}")
+            yield op
         except KeyError as error:
             raise TimelineFileError(
                 f"{name}: {what} {index} has no {error.args[0]!r}; another tool wrote it"
