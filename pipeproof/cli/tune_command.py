@@ -82,7 +82,7 @@ def tune(
                 raise click.UsageError("--gpus is missing: only a plan has ranks and a batch")
             if global_batch is not None:
                 raise click.UsageError("--global-batch goes with --gpus: without it, the batch is that of the plan")
-        else:
+        elif not tuned.plan.spec.has_layer_times:
             from pipeproof.specs.cost import DeviceName
 
             framework = framework or tuned.framework or "megatron"

@@ -27,6 +27,8 @@ from pipeproof.analysis.sweep.sweep_points import Point, Sweep, digest_of
 from pipeproof.analysis.tune.device_layouts import DeviceLayouts
 from pipeproof.analysis.tune.evaluate_layout import check_layout, simulate_layout
 from pipeproof.analysis.tune.frameworks import FRAMEWORKS, every_schedule, named_framework
+from pipeproof.analysis.tune.layer_layouts import FIXABLE as FIXABLE_OF_LAYERS
+from pipeproof.analysis.tune.layer_layouts import LayerLayouts
 from pipeproof.analysis.tune.layouts import FIXABLE, Bound, Layout
 from pipeproof.analysis.tune.plan_layouts import FIXABLE as FIXABLE_OF_PLAN
 from pipeproof.analysis.tune.plan_layouts import PlanLayouts
@@ -113,11 +115,14 @@ def tune(
         if number is not None and number < 1:
             raise TuneError(f"{name} is {number}; give at least 1")
     fix, assumptions = fix or {}, []
-    _require_known("name to fix", fix, FIXABLE_OF_PLAN if gpus is None else FIXABLE)
+    fixable = FIXABLE_OF_PLAN if gpus is None else FIXABLE
+    _require_known("name to fix", fix, FIXABLE_OF_LAYERS if plan.spec.has_layer_times else fixable)
     if executor is not None and workers is not None:
         raise TuneError("workers is the number of our own processes: give it, or an executor")
-    choices: DeviceLayouts | PlanLayouts
-    if gpus is None:
+    choices: DeviceLayouts | PlanLayouts | LayerLayouts
+    if plan.spec.has_layer_times:
+        choices = _of_layers(plan, framework, fix, gpus, memory_gib)
+    elif gpus is None:
         if global_batch is not None or device is not None:
             raise TuneError("`device` and `global_batch` go with `gpus`: without it, times and batch are the plan's")
         choices = _of_plan(plan, framework, fix)
@@ -140,6 +145,20 @@ def tune(
     with _executor(executor, number) as pool, search.recording(results) as file:
         rows = search.run(pool, file)
     return search.result(rows, tuple(assumptions))
+
+
+def _of_layers(
+    plan: LoadedPlan, framework: str | None, fix: Mapping[str, Sequence[Any]], gpus: int | None,
+    memory_gib: float | None,
+) -> LayerLayouts:  # fmt: skip
+    named = None if framework is None else FRAMEWORKS.get(framework)
+    with blaming_plan(plan):
+        try:
+            return LayerLayouts(
+                plan, named or every_schedule(), fix, gpus, None if memory_gib is None else int(memory_gib * GIB)
+            )
+        except NoTrainingError as error:
+            raise TuneError(str(error)) from error
 
 
 def _of_plan(plan: LoadedPlan, framework: str | None, fix: Mapping[str, Sequence[Any]]) -> PlanLayouts:
@@ -167,7 +186,11 @@ class _Search:
     """The layouts in the order of their bounds, and the results so far."""
 
     def __init__(
-        self, choices: DeviceLayouts | PlanLayouts, top: int, memory_gib: float | None, on_progress: Progress | None
+        self,
+        choices: DeviceLayouts | PlanLayouts | LayerLayouts,
+        top: int,
+        memory_gib: float | None,
+        on_progress: Progress | None,
     ) -> None:
         self._choices, self._top, self._on_progress = choices, top, on_progress
         self._memory_gib = memory_gib

@@ -88,7 +88,10 @@ def render_tune(result: TuneResult, console: Console) -> None:
 def _print_head(result: TuneResult, console: Console) -> None:
     """Print the devices, or the plan as it is."""
     present, title = result.present, "" if result.framework == "any" else FRAMEWORKS[result.framework].title
-    if present is None:
+    if result.device is None and present is None:
+        limit = "" if result.memory_gib is None else f", {result.memory_gib:g} GiB each"
+        _print(f"{result.num_gpus} ranks{limit}, {result.global_batch} rows in a step.", console)
+    elif present is None:
         _print(
             f"{result.num_gpus} {result.device}, {result.memory_gib:g} GiB each, {result.global_batch} sequences of "
             f"{result.seq_length} tokens in a step, {title}.",
@@ -200,25 +203,33 @@ def _print(text: str, console: Console) -> None:
 class Change:
     """Keys with new values by section, and keys to remove (dotted, or a section's name)."""
 
-    set: Mapping[str, Mapping[str, Any]]
+    set: Mapping[str, Any]
     remove: tuple[str, ...]
 
     def lines(self) -> list[str]:
         """The change as lines of a plan file; what goes away is in comments."""
         lines = [f"# remove {key}" for key in self.remove]
         for section, values in self.set.items():
+            if not isinstance(values, Mapping):
+                lines.append(f"{section}: {_flow(values)}")
+                continue
             lines.append(f"{section}:")
-            lines += [f"  {key}: {_flow(value)}" for key, value in values.items()]
+            lines += [f"  {key}: {_flow(value)}" for key, value in values.items() if key != "layers"]
+            if "layers" in values:
+                lines.append("  # layers: with those that hand on what they receive, in the plan that -o writes")
         return lines
 
 
 def change_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Change:
-    """The change from one plan to another, both as written; each new section of ``after`` is a mapping."""
-    set_: dict[str, dict[str, Any]] = {}
+    """The change from one plan to another, both as written."""
+    set_: dict[str, Any] = {}
     remove = [section for section in before if section not in after]
     for section, values in after.items():
         old = before.get(section, {})
         if values == old:
+            continue
+        if not isinstance(values, Mapping):
+            set_[section] = values
             continue
         set_[section] = {key: value for key, value in values.items() if key not in old or old[key] != value}
         remove += [f"{section}.{key}" for key in old if key not in values]
