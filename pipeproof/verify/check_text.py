@@ -52,7 +52,10 @@ def _next_step(report: Report) -> str:
         return "run it, or convert it for another tool (`pipeproof schedule convert`)"
     source = report.subject.source
     plan = "PLAN" if source is None else shown_path(source.file)
-    return f"`pipeproof simulate {plan}` predicts its time and memory, `pipeproof run {plan}` executes it"
+    simulate = f"`pipeproof simulate {plan}` predicts its time and memory"
+    if report.subject.lowered.spec.is_custom:
+        return f"{simulate}, a `Pipeline` with this plan trains by it"
+    return f"{simulate}, `pipeproof run {plan}` executes it"
 
 
 def _unchecked(report: Report) -> str:
