@@ -29,15 +29,19 @@ if TYPE_CHECKING:
     from pipeproof.exec.train.torch.dcp_state import load_dcp, save_dcp
     from pipeproof.exec.train.torch.pretrained_load import initialize_weights, load_pretrained
     from pipeproof.exec.train.torch.pretrained_save import save_pretrained
+    from pipeproof.exec.train.torch.tune import tune
+    from pipeproof.exec.train.torch.tuned_layout import Layout
 
 _LATE = {
     "load_dcp": "dcp_state", "save_dcp": "dcp_state", "initialize_weights": "pretrained_load",
-    "load_pretrained": "pretrained_load", "save_pretrained": "pretrained_save",
+    "load_pretrained": "pretrained_load", "save_pretrained": "pretrained_save", "tune": "tune",
+    "Layout": "tuned_layout",
 }  # fmt: skip
 
 note_empty_buffers()
 
 __all__ = [
+    "Layout",
     "MicroBatches",
     "ModelStages",
     "Pipeline",
@@ -56,12 +60,13 @@ __all__ = [
     "stages_of_rank",
     "stages_of_sequential",
     "stages_of_transformers",
+    "tune",
     "watch",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs ``torch.distributed.tensor`` at first use: that takes a second."""
+    """Import what takes a second at first use: ``torch.distributed.tensor``, and the search of ``tune``."""
     if name in _LATE:
         return getattr(import_module(f"pipeproof.exec.train.torch.{_LATE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -64,6 +64,7 @@ class StaleModel:
 
     def __init__(self, stages: Mapping[int, nn.Module], num_stages: int) -> None:
         self.is_stale, self._message = False, ""
+        self._hooks: list[Any] = []
         own = {id(weight) for stage in stages.values() for weight in stage.parameters()}
         model = next(filter(None, (cut_model(unwrapped(stage)) for stage in stages.values())), None)
         if model is None or len(stages) == num_stages:
@@ -80,8 +81,13 @@ class StaleModel:
         )
         for part in model.modules():
             if not all(id(weight) in own for weight in part.parameters()):
-                part.register_state_dict_pre_hook(self)
-        model.register_load_state_dict_post_hook(self._loaded)
+                self._hooks.append(part.register_state_dict_pre_hook(self))
+        self._hooks.append(model.register_load_state_dict_post_hook(self._loaded))
+
+    def forget(self) -> None:
+        """Refuse nothing from now on: the stages were run, but not trained."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _loaded(self, *_: Any) -> None:
         self.is_stale = False

@@ -139,6 +139,19 @@ class Pipeline:
         self.plan, self.micro_batch_size = proved, planned.num_rows
         self.num_micro_batches: int = planned.content["schedule"]["num_micro_batches"]
 
+    @classmethod
+    def tuned(cls, model: nn.Module, **arguments: Any) -> Pipeline:
+        """The pipeline of the layout that ``tune`` chooses for a model; ``arguments`` are those of ``tune``.
+
+        Raises:
+            PipelineError: no layout is possible, see ``tune``.
+        """
+        from pipeproof.exec.train.torch.tune import TUNE_ALONE, tune  # which imports this module
+
+        layout = tune(model, **arguments)
+        own = {name: value for name, value in arguments.items() if name not in TUNE_ALONE}
+        return cls(layout.stages, plan=layout.plan, split=layout.split, replay=layout.replay, **own)
+
     @property
     def is_first(self) -> bool:
         """True if this rank has the first stage, which gets the positional arguments of a step."""

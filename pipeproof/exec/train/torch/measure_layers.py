@@ -1,0 +1,436 @@
+"""Times and memory of the layers of a model, each measured as a stage of its own; identical layers are measured once.
+
+A stage takes what its layers take, and something of its own: masks and positions, which each stage makes, the message
+buffers that it keeps. Two neighbouring layers as one stage show that: the sum of both alone has it twice.
+
+Computations are repeated without a pause, so that a GPU has the clock of a busy one. Where the host is slower than the
+GPU, the times are those of the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pipeproof.analysis.tune.layer_cuts import LayerCost, Way
+from pipeproof.exec.store.agreement import Agreement
+from pipeproof.exec.store.train_errors import PipelineError
+from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec
+from pipeproof.exec.train.torch.boundary_inference import unchanged_state
+from pipeproof.exec.train.torch.cut_transformers import stages_of_transformers
+from pipeproof.exec.train.torch.model_stages import ModelStages, SequentialStage, stages_of_sequential
+from pipeproof.exec.train.torch.module_stage import LossFunction, ModuleStage, StepData, trained
+from pipeproof.exec.train.torch.split_backward import LinearSplit, gradients_aside
+from pipeproof.exec.train.torch.stage_values import plain_leaves_of
+
+_INDEX_NAMES = frozenset(
+    {"training", "layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_id", "idx", "index"}
+)
+"""Attributes of a module that say where it is, and not what it computes."""
+_WARM_UPS, _LEAST_ROUNDS = 3, 5
+_LEAST_S, _LEAST_S_ON_GPU = 0.4, 2.0
+"""Time of the rounds of one sample. A GPU that has been idle takes a second to lower its clock."""
+
+
+class RunWay(NamedTuple):
+    """How stages run: the ``split`` of a ``Pipeline``, whether blocks are compiled, and recomputed."""
+
+    split: str
+    is_compiled: bool
+    recomputes: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.split}{', compiled' * self.is_compiled}{', recomputed' * self.recomputes}"
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """A model as a chain of layers that can be cut anywhere: one of ``transformers``, or an ``nn.Sequential``.
+
+    The layers of the first are the embedding, the blocks and the head; those of the second its modules.
+    """
+
+    model: nn.Module
+    blocks: tuple[nn.Module, ...]
+    has_ends: bool
+    example: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, example: Mapping[str, Any] | None = None) -> Cutter:
+        """The layers of a model.
+
+        Raises:
+            PipelineError: it is no chain of layers that is known.
+        """
+        if isinstance(model, nn.Sequential):
+            return cls(model, tuple(model._modules.values()), has_ends=False)  # noqa: SLF001 - repeated ones, too
+        if not hasattr(model, "config"):
+            raise PipelineError(
+                f"{type(model).__name__} is no model of transformers and no nn.Sequential: its layers are not known, "
+                "so that it cannot be cut; put its blocks into an nn.Sequential"
+            )
+        (whole,) = stages_of_transformers(model, 1, example=example).values()
+        return cls(model, tuple(whole.blocks.values()), has_ends=True, example=example)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers: the blocks, and with ``has_ends`` the embedding before and the head behind them."""
+        return len(self.blocks) + 2 * self.has_ends
+
+    @property
+    def can_recompute(self) -> bool:
+        """True if blocks have a switch for the checkpointing of their activations, as those of transformers."""
+        return self.has_ends and all(hasattr(block, "gradient_checkpointing") for block in self.blocks)
+
+    def stages(self, sizes: Sequence[int]) -> ModelStages:
+        """The stages of a cut: the number of layers of each."""
+        if not self.has_ends:
+            return stages_of_sequential(self.model, len(sizes), sizes=sizes)
+        blocks = list(sizes)
+        blocks[0] -= 1
+        blocks[-1] -= 1
+        return stages_of_transformers(self.model, len(blocks), blocks_per_stage=blocks, example=self.example)
+
+    def block(self, layer: int) -> nn.Module | None:
+        """The module of a layer; None for the embedding and the head."""
+        number = layer - self.has_ends
+        return self.blocks[number] if 0 <= number < len(self.blocks) else None
+
+    def signature(self, layer: int) -> str:
+        """What a layer computes, as text: equal for identical layers."""
+        block = self.block(layer)
+        if block is None:
+            return f"end {layer}"
+        parts = []
+        for name, part in block.named_modules():
+            values = {k: v for k, v in vars(part).items() if k not in _INDEX_NAMES and not k.startswith("_")}
+            plain = {k: v for k, v in values.items() if isinstance(v, int | float | str | tuple | None)}
+            parts.append((name, type(part).__qualname__, sorted(map(str, plain.items()))))
+        weights = [(name, tuple(w.shape), str(w.dtype), w.requires_grad) for name, w in block.named_parameters()]
+        return str((parts, weights))
+
+    def weight_bytes(self, layer: int, stages: ModelStages) -> tuple[int, int]:
+        """The bytes of a layer's weights, and the number of those that are trained, in a cut with a layer a stage."""
+        weights = list(stages[layer].parameters())
+        return (
+            sum(w.numel() * w.element_size() for w in weights),
+            sum(w.numel() * w.element_size() for w in weights if w.requires_grad),
+        )
+
+    def run_as(self, way: RunWay, recomputed: Iterable[int] | None = None) -> None:
+        """Compile the blocks or not, and recompute the activations of ``recomputed`` layers, by default as ``way``."""
+        chosen = None if recomputed is None else set(recomputed)
+        for number, block in enumerate(self.blocks):
+            if way.is_compiled and block._compiled_call_impl is None:  # noqa: SLF001 - no public query
+                block.compile()
+            elif not way.is_compiled:
+                block._compiled_call_impl = None  # noqa: SLF001 - no public way back
+            for part in block.modules():
+                if isinstance(vars(part).get("forward"), partial) and isinstance(
+                    getattr(part.forward.func, "__self__", None), LinearSplit
+                ):
+                    del part.forward
+            if self.can_recompute:
+                recomputes = way.recomputes if chosen is None else number + self.has_ends in chosen
+                block.gradient_checkpointing = recomputes
+                if recomputes:
+                    block._gradient_checkpointing_func = partial(  # noqa: SLF001 - as gradient_checkpointing_enable
+                        torch.utils.checkpoint.checkpoint, use_reentrant=False
+                    )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Layers that are measured as one stage: one layer, or two neighbours."""
+
+    first: int
+    num: int
+
+    @property
+    def layers(self) -> range:
+        """Their numbers."""
+        return range(self.first, self.first + self.num)
+
+
+def samples_of(cutter: Cutter) -> tuple[list[int], list[Sample]]:
+    """For each layer the number of the sample that has its like, and all samples; the last is two layers, if any."""
+    first_of: dict[str, int] = {}
+    of: list[int] = []
+    samples: list[Sample] = []
+    for layer in range(cutter.num_layers):
+        signature = cutter.signature(layer)
+        if signature not in first_of:
+            first_of[signature] = len(samples)
+            samples.append(Sample(layer, 1))
+        of.append(first_of[signature])
+    inner = [n for n in range(cutter.num_layers - 1) if cutter.block(n) is not None and cutter.block(n + 1) is not None]
+    pairs = [n for n in inner if of[n] == of[n + 1]] or inner
+    if pairs:
+        samples.append(Sample(pairs[0], 2))
+    return of, samples
+
+
+def cut_around(cutter: Cutter, sample: Sample) -> tuple[ModelStages, int]:
+    """A cut in which a sample is one stage, and the number of this stage."""
+    before, behind = sample.first, cutter.num_layers - sample.first - sample.num
+    sizes = [size for size in (before, sample.num, behind) if size]
+    return cutter.stages(sizes), int(before > 0)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch: positional arguments of the first stage, keyword arguments of all, and the target."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any
+    loss_fn: LossFunction | None
+
+
+def measure_sample(
+    cutter: Cutter, sample: Sample, way: RunWay, batch: Batch, device: torch.device
+) -> tuple[LayerCost, str]:
+    """What a stage of these layers takes, and why it does not run in this way; the reason is empty if it does."""
+    stages, number = cut_around(cutter, sample)
+    cutter.run_as(way)
+    with unchanged_state(stages.values(), device), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        value = _input_of(stages, number, batch)
+        module = stages[number]
+        is_last = number == len(stages) - 1
+        arguments = batch.args if not number else value if isinstance(value, tuple) else (value,)
+        kwargs = _accepted(module, batch.kwargs)
+        output = module(*arguments, **kwargs)
+    boundaries = _boundaries(output, number, is_last=is_last)
+    names = {name: name for name in trained(module)}
+    weights = list(module.parameters())
+    with gradients_aside(weights), unchanged_state([module], device), torch.enable_grad():
+        stage = ModuleStage(
+            number, module, boundaries, batch.loss_fn if is_last else None, names, splits=way.split != "whole",
+            check_finite=False, compiler="inductor" if way.split == "graph" else None,
+        )  # fmt: skip
+        run = _Repeated(stage, number, arguments, kwargs, batch.target if is_last else None, output, device)
+        cost = run.cost()
+    reason = stage.split.partition(": ")[2] if way.split == "graph" and stage.split != "graph" else ""
+    return cost, reason
+
+
+def _input_of(stages: ModelStages, number: int, batch: Batch) -> Any:
+    """What a stage receives: the output of the stages before it."""
+    value: Any = batch.args
+    for earlier in range(number):
+        arguments = value if isinstance(value, tuple) else (value,)
+        value = stages[earlier](*arguments, **_accepted(stages[earlier], batch.kwargs))
+    return value
+
+
+def _accepted(module: nn.Module, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {} if isinstance(module, SequentialStage) else kwargs
+
+
+def _boundaries(output: Any, number: int, *, is_last: bool) -> Boundaries:
+    tensor = Form("tensor")
+    if is_last:
+        return Boundaries(tensor if number else None, tensor, ())
+    form, leaves = plain_leaves_of(output, f"stage {number}")
+    specs = tuple(LeafSpec.of(leaf, has_gradient=leaf.is_floating_point()) for leaf in leaves)
+    return Boundaries(Form("tuple") if number else None, form, specs)
+
+
+class _Repeated:
+    """F, I and W of one stage again and again."""
+
+    def __init__(
+        self, stage: ModuleStage, number: int, arguments: Sequence[Any], kwargs: Mapping[str, Any], target: Any,
+        output: Any, device: torch.device,
+    ) -> None:  # fmt: skip
+        self._stage, self._number, self._arguments, self._device = stage, number, tuple(arguments), device
+        self._kwargs, self._target = kwargs, target
+        leaves = [x for x in (output if isinstance(output, tuple) else (output,)) if isinstance(x, torch.Tensor)]
+        self._gradients = [torch.randn_like(leaf) if leaf.is_floating_point() else None for leaf in leaves]
+        self._is_gpu = device.type == "cuda"
+
+    def cost(self) -> LayerCost:
+        """The median times of the later half of many rounds, and the memory of one.
+
+        Raises:
+            PipelineError: the module raised.
+        """
+        for _ in range(_WARM_UPS):
+            self._round(lambda: None)
+        memory = self._memory()
+        rounds: list[list[Any]] = []
+        end = time.monotonic() + (_LEAST_S_ON_GPU if self._is_gpu else _LEAST_S)
+        while len(rounds) < _LEAST_ROUNDS or time.monotonic() < end:
+            marks: list[Any] = []
+            self._round(partial(self._mark, marks))
+            rounds.append(marks)
+            if self._is_gpu and len(rounds) % 10 == 0:
+                marks[-1].synchronize()  # or the host would run far ahead
+        if self._is_gpu:
+            torch.cuda.synchronize(self._device)
+        kept = rounds[len(rounds) // 2 :]
+        times = [self._between(marks) for marks in kept]
+        forward, inputs, weights = (int(median(each)) for each in zip(*times, strict=True))
+        return replace(memory, forward=forward, backward_input=inputs, backward_weight=weights)
+
+    def _round(self, mark: Callable[[], None]) -> None:
+        inputs = tuple(
+            x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, torch.Tensor) and self._number else x
+            for x in self._arguments
+        )
+        data = StepData(args=[inputs], targets=None if self._target is None else [self._target])
+        if self._kwargs:
+            data.kwargs = {self._number: [self._kwargs]}
+        self._stage.begin(data)
+        mark()
+        outputs = self._stage.forward(inputs if self._number else (), step=0, index=0, split=0, watch=None)
+        mark()
+        gradients = [None] if len(outputs) == 1 and outputs[0].dim() == 0 else self._gradients
+        rest = self._stage.backward_input(outputs, gradients)
+        del outputs, inputs
+        mark()
+        rest.accumulate()
+        mark()
+        self._stage.end()
+
+    def _mark(self, marks: list[Any]) -> None:
+        if not self._is_gpu:
+            marks.append(time.perf_counter_ns())
+            return
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+
+    def _between(self, marks: Sequence[Any]) -> list[float]:
+        pairs = pairwise(marks)
+        if not self._is_gpu:
+            return [end - start for start, end in pairs]
+        return [start.elapsed_time(end) * 1e6 for start, end in pairs]
+
+    def _memory(self) -> LayerCost:
+        """The bytes that one round keeps and needs; on a CPU those that autograd keeps, all of them until W."""
+        if not self._is_gpu:
+            return self._saved()
+        used: list[int] = []
+        peaks: list[int] = []
+
+        def look() -> None:
+            torch.cuda.synchronize(self._device)
+            used.append(torch.cuda.memory_allocated(self._device))
+            peaks.append(torch.cuda.max_memory_allocated(self._device))
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+        self._round(look)
+        base = used[0]
+        return LayerCost(
+            kept=used[1] - base, kept_for_weight=max(0, used[2] - base), forward_peak=peaks[1] - base,
+            backward_peak=max(peaks[2:]) - base,
+        )  # fmt: skip
+
+    def _saved(self) -> LayerCost:
+        own = {
+            x.untyped_storage().data_ptr() for x in (*self._stage.module.parameters(), *self._stage.module.buffers())
+        }
+        saved: dict[int, int] = {}
+
+        def see(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+            self._round(lambda: None)
+        kept = sum(saved.values())
+        return LayerCost(kept=kept, kept_for_weight=kept, forward_peak=kept, backward_peak=kept)
+
+
+def ways_measured(
+    cutter: Cutter,
+    ways: Sequence[RunWay],
+    batch: Batch,
+    agreement: Agreement,
+    device: torch.device,
+    progress: Callable[[str], None],
+    known: Mapping[RunWay, Sequence[LayerCost]],
+) -> tuple[dict[RunWay, list[LayerCost]], dict[RunWay, str]]:
+    """The costs of all layers in each way with what a stage takes in addition at the end, or why a way is not possible.
+
+    Each rank measures a part of the samples. Embedding and head recompute nothing: their costs are ``known``.
+
+    Raises:
+        PipelineError: a layer raised, on every rank.
+    """
+    of, samples = samples_of(cutter)
+    tasks = [(way, number) for way in ways for number, sample in enumerate(samples)
+             if not way.recomputes or cutter.block(sample.first) is not None]  # fmt: skip
+
+    def own() -> list[Any]:
+        measured = []
+        for position in range(agreement.rank, len(tasks), agreement.num_ranks):
+            way, number = tasks[position]
+            sample = samples[number]
+            progress(f"measuring layers {sample.first} to {sample.layers[-1]}, {way}")
+            cost, reason = measure_sample(cutter, sample, way, batch, device)
+            measured.append([position, asdict(cost), reason])
+        return measured
+
+    costs: dict[RunWay, dict[int, LayerCost]] = {}
+    refused: dict[RunWay, str] = {}
+    for position, cost, reason in sorted(each for part in agreement.gather(f"layers {ways}", own) for each in part):
+        way, number = tasks[position]
+        costs.setdefault(way, {})[number] = LayerCost(**cost)
+        if reason:
+            refused[way] = f"layer {samples[number].first}: {reason}"
+    possible = [way for way in ways if way not in refused]
+    found = {way: _of_layers(of, samples, costs[way], known.get(way._replace(recomputes=False))) for way in possible}
+    return found, refused
+
+
+def _of_layers(
+    of: Sequence[int], samples: Sequence[Sample], costs: Mapping[int, LayerCost], known: Sequence[LayerCost] | None
+) -> list[LayerCost]:
+    each_stage = LayerCost()
+    pair = len(samples) - 1
+    if samples[pair].num == 2:
+        first, second = samples[pair].layers
+        alone = _sum(costs[of[first]], costs[of[second]])
+        each_stage = _difference(alone, costs[pair])
+        each_stage = replace(each_stage, forward_peak=each_stage.kept, backward_peak=each_stage.kept)
+    layers = [
+        known[layer] if known is not None and number not in costs else _without(costs[number], each_stage)
+        for layer, number in enumerate(of)
+    ]
+    return [*layers, each_stage]
+
+
+def _sum(first: LayerCost, second: LayerCost) -> LayerCost:
+    return LayerCost(**{name: value + asdict(second)[name] for name, value in asdict(first).items()})
+
+
+def _difference(first: LayerCost, second: LayerCost) -> LayerCost:
+    return LayerCost(**{name: max(0, value - asdict(second)[name]) for name, value in asdict(first).items()})
+
+
+def _without(cost: LayerCost, each_stage: LayerCost) -> LayerCost:
+    """A layer's own part of a stage that has it alone; peaks are above what the stage keeps itself."""
+    own = _difference(cost, each_stage)
+    return replace(
+        own, forward_peak=max(0, cost.forward_peak - each_stage.kept),
+        backward_peak=max(0, cost.backward_peak - each_stage.kept),
+    )  # fmt: skip
+
+
+def way_of(way: RunWay, costs: Sequence[LayerCost], recomputed: Sequence[LayerCost] | None, cutter: Cutter) -> Way:
+    """The costs of one way for the search, with those of recomputed blocks if they were measured."""
+    others = () if recomputed is None else tuple(
+        cost if cutter.block(layer) is not None else None for layer, cost in enumerate(recomputed[:-1])
+    )  # fmt: skip
+    return Way(str(way), way.split != "whole", tuple(costs[:-1]), others, costs[-1])

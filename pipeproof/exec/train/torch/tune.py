@@ -1,0 +1,465 @@
+"""``tune``: from a model and a group of devices to the fastest proved pipeline that was measured on them."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
+from torch import nn
+
+from pipeproof.analysis.tune.layer_cuts import Best, Lacking, LayerCost, Layers, numbers_of_stages, search_cuts
+from pipeproof.atomic_write import write_output
+from pipeproof.exec.store.agreement import require_equal
+from pipeproof.exec.store.train_errors import PipelineError
+from pipeproof.exec.train.torch.boundary_inference import unchanged_state
+from pipeproof.exec.train.torch.measure_layers import Batch, Cutter, RunWay, way_of, ways_measured
+from pipeproof.exec.train.torch.model_stages import ModelStages
+from pipeproof.exec.train.torch.module_stage import LossFunction
+from pipeproof.exec.train.torch.pipeline import Pipeline
+from pipeproof.exec.train.torch.pipeline_start import device_of
+from pipeproof.exec.train.torch.split_backward import gradients_aside
+from pipeproof.exec.train.torch.stage_values import MicroBatches
+from pipeproof.exec.train.torch.start_phases import join
+from pipeproof.exec.train.torch.tuned_layout import Layout, LayoutRow, expected_ms, next_to_run, ranked, with_times
+from pipeproof.foreign_text import decode_json, read_foreign
+from pipeproof.version import __version__
+
+GIB = 2**30
+_NUM_OTHERS = 7
+"""Rows of a result that were not run."""
+_NUM_SERIES, _STEPS_OF_SERIES = 3, 3
+TUNE_ALONE = frozenset({"target", "memory_gib", "optimizer_bytes", "num_trials", "max_s", "splits", "file"})
+"""Arguments of ``tune`` that a ``Pipeline`` does not have."""
+_ROWS = TypeAdapter(list[LayoutRow])
+
+
+def tune(
+    model: nn.Module,
+    *,
+    loss_fn: LossFunction | None,
+    example: Sequence[Any],
+    num_micro_batches: int,
+    target: Any = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | dist.DeviceMesh | None = None,
+    memory_gib: float | None = None,
+    optimizer_bytes: float = 2.0,
+    num_trials: int = 3,
+    max_s: float = 180.0,
+    splits: Sequence[str] | None = None,
+    file: str | Path | None = None,
+    timeout_s: float = 600.0,
+    **options: Any,
+) -> Layout:
+    """Find the fastest pipeline for a model on the ranks of a group, by measurements on their devices.
+
+    Every rank calls it with an equal model on its own device; weights, gradients, buffers and random states are as
+    before when it returns. Distinct layers are timed, forward, input and weight gradients, and what they keep; all cuts
+    are searched for every kind of schedule that ``Pipeline`` runs; the best ones run with the model's own modules, and
+    the fastest of these that was proved is chosen, of equally fast ones the simplest.
+
+    Args:
+        model: a model of transformers, or an ``nn.Sequential``, on the rank's device.
+        loss_fn: as of ``Pipeline``.
+        example: positional arguments of the first stage for one micro-batch.
+        num_micro_batches: micro-batches of a step.
+        target: the target of one micro-batch.
+        example_kwargs: keyword arguments of the stages for one micro-batch.
+        group: the ranks of the pipeline; default: the world.
+        memory_gib: memory of each rank for weights, gradients, optimizer states and activations; by default 94 % of
+            that of a GPU. Blocks of transformers recompute their activations where they would not fit.
+        optimizer_bytes: bytes of optimizer states for each byte of trained weights: 2 for AdamW.
+        num_trials: layouts that are run, as many of them as ``max_s`` seconds allow, but one at least.
+        max_s: see ``num_trials``.
+        splits: those that are tried, by default ``whole`` and ``graph`` on a GPU, ``whole`` and ``linear`` on a CPU.
+        file: keeps the result; a call with an equal model, devices and arguments reads it.
+        timeout_s: time without progress after which all ranks end.
+        options: further arguments of ``Pipeline`` for the steps that are run.
+
+    Raises:
+        PipelineError: no layout fits into the memory, the ranks have other models, or the layers are not known.
+    """
+    search = _Tuning(
+        model, Batch(tuple(example), example_kwargs or {}, target, loss_fn), num_micro_batches, group, memory_gib,
+        optimizer_bytes, num_trials, splits, None if file is None else Path(file), timeout_s, options, max_s,
+    )  # fmt: skip
+    return search.run()
+
+
+@dataclass
+class _Tuning:
+    model: nn.Module
+    batch: Batch
+    num_micro_batches: int
+    group: Any
+    memory_gib: float | None
+    optimizer_bytes: float
+    num_trials: int
+    splits: Sequence[str] | None
+    file: Path | None
+    timeout_s: float
+    options: Mapping[str, Any]
+    max_s: float
+    notes: list[str] = field(default_factory=list)
+    _num_asked: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> Layout:
+        """All phases."""
+        self.started = time.monotonic()
+        self.ranks = join(self.group, self.timeout_s)
+        self.device = device_of([self.model])
+        self.is_gpu = self.device.type == "cuda"
+        self.cutter = self.ranks.agreement.own("model", self._cutter)
+        self.signature = self._common_signature()
+        kept = self._kept()
+        if kept is not None:
+            return kept
+        costs = self._phase("measure", lambda: self._measured(self._ways()))
+        found, lacking = self._phase("search", lambda: self._searched(costs))
+        if lacking and self.cutter.can_recompute:
+            ways = [way._replace(recomputes=True) for way in costs]
+            costs |= self._phase("measure recomputation", lambda: self._measured(ways, costs))
+            found, lacking = self._phase("search again", lambda: self._searched(costs))
+        rows = self._phase("try", lambda: self._tried(found, lacking))
+        layout = self._layout(rows, costs)
+        if self.file is not None and not self.ranks.rank:
+            write_output(self.file, json.dumps({
+                "signature": self.signature, "rows": [asdict(row) for row in layout.rows], "plan": layout.plan,
+                "notes": list(layout.notes), "seconds": dict(layout.seconds),
+            }))  # fmt: skip
+        return layout
+
+    def _phase(self, name: str, work: Callable[[], Any]) -> Any:
+        started = time.monotonic()
+        result = work()
+        self.seconds[name] = round(time.monotonic() - started, 1)
+        return result
+
+    def _tell(self, text: str) -> None:
+        """Show on the first rank what is done, with the seconds since the start."""
+        if not self.ranks.rank:
+            print(  # noqa: T201 - progress of minutes, also without a terminal
+                f"tune: {time.monotonic() - self.started:5.1f} s: {text}", file=sys.stderr, flush=True
+            )
+
+    # --- what is tuned ---
+
+    def _cutter(self) -> Cutter:
+        example = None
+        if self.batch.kwargs:
+            example = {getattr(self.model, "main_input_name", "input_ids"): self.batch.args[0], **self.batch.kwargs}
+        return Cutter.of(self.model, example)
+
+    def _common_signature(self) -> str:
+        """A digest of all that the result depends on, equal on all ranks.
+
+        Raises:
+            PipelineError: the ranks have other models or arguments.
+        """
+        layers = [self.cutter.signature(n) for n in range(self.cutter.num_layers)]
+        weights = [(n, tuple(w.shape), str(w.dtype), w.requires_grad) for n, w in self.model.named_parameters()]
+        digest = hashlib.sha256(str((layers, weights)).encode()).hexdigest()
+        device = torch.cuda.get_device_name(self.device) if self.is_gpu else "cpu"
+        shapes = [_about(value) for value in (*self.batch.args, *self.batch.kwargs.items(), self.batch.target)]
+        own = {
+            "model": digest, "device": device, "torch": torch.__version__, "pipeproof": __version__,
+            "arguments": [shapes, self.num_micro_batches, self.memory_gib, self.optimizer_bytes, self.num_trials,
+                          list(self.splits or ()), sorted(map(str, self.options.items()))],
+            "ranks": self.ranks.num_ranks,
+        }  # fmt: skip
+        answers = self.ranks.agreement.gather("signature", lambda: own)
+        for key in own:
+            require_equal([json.dumps(answer[key]) for answer in answers], f"the {key} of tune")
+        return json.dumps(own, sort_keys=True)
+
+    def _kept(self) -> Layout | None:
+        """The result of an earlier call, from the file of the first rank."""
+
+        def read() -> Any:
+            if self.file is None or self.ranks.rank or not self.file.exists():
+                return None
+            try:
+                content = decode_json(read_foreign(self.file).decode())
+                rows = _ROWS.validate_python(content["rows"])
+            except (ValueError, KeyError, TypeError, ValidationError) as error:
+                raise PipelineError(f"{self.file} is no result of tune ({type(error).__name__}): remove it") from None
+            if content["signature"] != self.signature:
+                return None
+            return {**content, "rows": [asdict(row) for row in rows]}
+
+        content = self.ranks.agreement.gather("file", read)[0]
+        if content is None:
+            return None
+        rows = tuple(_ROWS.validate_python(content["rows"]))
+        return Layout(self._stages(rows[0]), content["plan"], rows, tuple(content["notes"]), content["seconds"])
+
+    # --- measure and search ---
+
+    def _ways(self) -> list[RunWay]:
+        splits = self.splits or (("whole", "graph") if self.is_gpu else ("whole", "linear"))
+        return [RunWay(split, self.is_gpu and split == "whole") for split in splits]
+
+    def _measured(
+        self, ways: Sequence[RunWay], known: Mapping[RunWay, list[LayerCost]] | None = None
+    ) -> dict[RunWay, list[LayerCost]]:
+        """The costs in each way that is possible; ``linear`` takes the place of ``graph`` where it is not."""
+        costs, refused = ways_measured(
+            self.cutter, ways, self.batch, self.ranks.agreement, self.device, self._tell, known or {}
+        )
+        self.notes += [f"split={way.split} is not possible: {reason}" for way, reason in refused.items()]
+        linear = RunWay("linear", is_compiled=False)
+        if any(way.split == "graph" for way in refused) and known is None and linear not in costs:
+            costs |= self._measured([linear])
+        self._clean()
+        return costs
+
+    def _searched(self, costs: Mapping[RunWay, list[LayerCost]]) -> tuple[list[Best], list[Lacking]]:
+        """On the first rank alone: the search is deterministic, and the others get its result."""
+        static = self._static_bytes()
+        layers = Layers(static, self.cutter.has_ends, self._latency_ns())
+        ways = [
+            way_of(way, own, costs.get(way._replace(recomputes=True)), self.cutter)
+            for way, own in costs.items() if not way.recomputes
+        ]  # fmt: skip
+        self._names = {str(way): way for way in costs}
+        self._tell(f"searching cuts of {layers.num_layers} layers for {self.ranks.num_ranks} ranks")
+        return search_cuts(layers, ways, self.ranks.num_ranks, self.num_micro_batches, self._limit())
+
+    def _static_bytes(self) -> tuple[int, ...]:
+        """Weights, gradients and optimizer states of each layer."""
+        stages = self.cutter.stages([1] * self.cutter.num_layers)
+        sizes = [self.cutter.weight_bytes(layer, stages) for layer in range(self.cutter.num_layers)]
+        return tuple(int(whole + trained * (1 + self.optimizer_bytes)) for whole, trained in sizes)
+
+    def _limit(self) -> int | None:
+        if self.memory_gib is not None:
+            return int(self.memory_gib * GIB)
+        return int(0.94 * torch.cuda.get_device_properties(self.device).total_memory) if self.is_gpu else None
+
+    def _latency_ns(self) -> int:
+        """The slowest median time of a message between neighbours, measured with nothing else under way."""
+        if self.ranks.num_ranks == 1:
+            return 0
+        message = self.ranks.agreement.gather("message", self._message_bytes)[0]
+        group, ranks = self.ranks.group, self.ranks.global_ranks
+        buffer = torch.empty(max(1, message), dtype=torch.uint8, device=self.device)
+        times = [0.0]
+        for first in range(self.ranks.num_ranks - 1):
+            for _ in range(13):
+                dist.barrier(group)
+                self._sync()
+                started = time.perf_counter_ns()
+                if self.ranks.rank == first:
+                    dist.send(buffer, ranks[first + 1], group=group)
+                    dist.recv(buffer, ranks[first + 1], group=group)
+                elif self.ranks.rank == first + 1:
+                    dist.recv(buffer, ranks[first], group=group)
+                    dist.send(buffer, ranks[first], group=group)
+                self._sync()
+                times.append((time.perf_counter_ns() - started) / 2)
+        own = median(times[4:]) if self.ranks.rank in (0, self.ranks.num_ranks - 1) else 0
+        return int(max(self.ranks.agreement.gather("message time", lambda: own)))
+
+    def _message_bytes(self) -> int:
+        stages = self.cutter.stages([1, self.cutter.num_layers - 1]) if self.cutter.num_layers > 1 else None
+        if stages is None:
+            return 0
+        with torch.no_grad(), unchanged_state(stages.values(), self.device):
+            value = stages[0](*self.batch.args, **(self.batch.kwargs if self.cutter.has_ends else {}))
+        leaves = value if isinstance(value, tuple) else (value,)
+        return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+
+    def _sync(self) -> None:
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+
+    # --- try ---
+
+    def _tried(self, found: Sequence[Best], lacking: Sequence[Lacking]) -> list[LayoutRow]:
+        """The rows of all schedules; the best ones are proved, run and measured."""
+        if not found:
+            raise PipelineError(self._lacking_text(lacking))
+        left, tried = self._candidates(found), list[LayoutRow]()
+        longest = 0.0
+        while left and len({row.plain for row in tried}) < self.num_trials:
+            if tried and not self._has_time(longest):
+                num = len({row.plain for row in tried})
+                self.notes.append(f"{num} of {self.num_trials} layouts were run within {self.max_s:g} s")
+                break
+            began, row = time.monotonic(), next_to_run(left, tried)
+            left = [each for each in left if each is not row]
+            self._tell(f"running {row.name}")
+            tried += self._trial(row)
+            longest = max(longest, time.monotonic() - began)
+        measured = [row for row in tried if row.measured_ms is not None]
+        if not measured:
+            raise PipelineError("no layout could be run: " + "; ".join(row.reason for row in tried))
+        failed = [row for row in tried if row.measured_ms is None]
+        return [*ranked(measured), *failed, *sorted(left, key=lambda row: expected_ms(row, tried))[:_NUM_OTHERS]]
+
+    def _has_time(self, needed_s: float) -> bool:
+        """True if the first rank has so much time left; the same on all ranks."""
+        left = self.started + self.max_s - time.monotonic()
+        self._num_asked += 1
+        return bool(self.ranks.agreement.gather(f"time {self._num_asked}", lambda: left > needed_s)[0])
+
+    def _candidates(self, found: Sequence[Best]) -> list[LayoutRow]:
+        rows = []
+        for best in found:
+            way = self._names[best.way.name]
+            ends = 2 * self.cutter.has_ends
+            blocks = list(best.sizes)
+            if ends:
+                blocks[0] -= 1
+                blocks[-1] -= 1
+            rows.append(LayoutRow(
+                best.kind, best.num_chunks, best.sizes, tuple(blocks), way.split, way.is_compiled, False,  # noqa: FBT003
+                best.recomputed, best.step / 1e6, max(best.peaks) / GIB,
+                reason="" if best.is_exhaustive else "the search of its cuts ended before all were compared",
+            ))  # fmt: skip
+        return rows
+
+    def _lacking_text(self, lacking: Sequence[Lacking]) -> str:
+        limit = self._limit()
+        if not lacking or limit is None:
+            return "no schedule exists for these ranks and micro-batches"
+        least = min(lacking, key=lambda each: each.needed)
+        return (
+            f"no layout fits into {limit / GIB:.3g} GiB: the smallest, {least.kind} ({least.way.name}), needs "
+            f"{least.needed / GIB:.3g} GiB on its fullest rank, {least.static / GIB:.3g} GiB of it for weights, "
+            f"gradients and optimizer states and {(least.needed - least.static) / GIB:.3g} GiB for activations: use "
+            "more ranks, smaller micro-batches, or an optimizer with smaller states (optimizer_bytes)"
+        )
+
+    def _stages(self, row: LayoutRow) -> ModelStages:
+        """The stages of a layout, of which the blocks run as it says."""
+        self.cutter.run_as(row.way, self._recomputed(row))
+        return self.cutter.stages(row.sizes)
+
+    def _recomputed(self, row: LayoutRow) -> list[int]:
+        """The layers whose activations are recomputed: the first blocks of each stage."""
+        every = []
+        for numbers, num in zip(numbers_of_stages(row.sizes), row.recomputed, strict=True):
+            every += [n for n in numbers if self.cutter.block(n) is not None][:num]
+        return every
+
+    def _trial(self, row: LayoutRow) -> list[LayoutRow]:
+        """A layout proved and run, on a GPU also replayed; the reason where it does not run."""
+        rows: list[LayoutRow] = []
+        replays = self.is_gpu and row.split == "graph"
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(gradients_aside(list(self.model.parameters())))
+                stack.enter_context(unchanged_state([self.model], self.device))
+                before = torch.cuda.memory_allocated(self.device) if self.is_gpu else 0
+                pipe = Pipeline(
+                    self._stages(row), plan=self._plan(row), loss_fn=self.batch.loss_fn, example=self.batch.args,
+                    example_kwargs=self.batch.kwargs or None, group=self.group, split=row.split,  # type: ignore[arg-type]
+                    replay=replays, timeout_s=self.timeout_s, **self.options,
+                )  # fmt: skip
+                stack.callback(pipe.close)
+                stack.callback(pipe._cut_model.forget)  # noqa: SLF001 - its weights stay as they are
+                with pipe._runner.unchanged():  # noqa: SLF001 - operation by operation
+                    rows.append(self._measured_row(row, pipe, before))
+                other = [split for split in pipe.splits.values() if split != row.split]
+                if row.split == "graph" and other:
+                    return [replace(rows[0], reason=other[0])]
+                if replays:
+                    rows.append(self._measured_row(replace(row, replay=True), pipe, before))
+        except PipelineError as error:
+            rows.append(replace(row, replay=bool(rows), reason=str(error).splitlines()[0][:200]))
+        finally:
+            self._clean()
+        return rows
+
+    def _plan(self, row: LayoutRow) -> dict[str, Any]:
+        schedule: dict[str, Any] = {"kind": row.schedule, "num_micro_batches": self.num_micro_batches}
+        if row.num_chunks > 1:
+            schedule["num_chunks"] = row.num_chunks
+        return {"schedule": schedule}
+
+    def _measured_row(self, row: LayoutRow, pipe: Pipeline, before: int) -> LayoutRow:
+        """The row with the slowest rank's time and the fullest one's memory; ``before`` was allocated at the start."""
+        times, peak = self._times(pipe)
+        own = sum(w.numel() * w.element_size() * (1 + self.optimizer_bytes * w.requires_grad)
+                  for stage in pipe.stages.values() for w in stage.parameters())  # fmt: skip
+        gathered = self.ranks.agreement.gather(
+            f"trial {row.name}", lambda: [times, (peak - before + own) / GIB if self.is_gpu else None]
+        )
+        slowest = [max(each) for each in zip(*(answer[0] for answer in gathered), strict=True)]
+        gib = [answer[1] for answer in gathered]
+        row = replace(
+            row, measured_ms=min(slowest), noise_ms=median(slowest) - min(slowest),
+            measured_gib=None if None in gib else max(gib),
+        )  # fmt: skip
+        self._tell(f"{row.name}: predicted {row.predicted_ms:.4g} ms, measured {row.measured_ms:.4g} ms")
+        return row
+
+    def _times(self, pipe: Pipeline) -> tuple[list[float], int]:
+        """Milliseconds of a step in each series, and the most bytes that were allocated."""
+        num = self.num_micro_batches
+        args = [_every(value, num) for value in self.batch.args] if pipe.is_first else []
+        kwargs = {name: _every(value, num) for name, value in self.batch.kwargs.items()}
+        target = _every(self.batch.target, num) if pipe.is_last and self.batch.loss_fn is not None else None
+        weights = [weight for stage in pipe.stages.values() for weight in stage.parameters()]
+
+        def steps(number: int) -> float:
+            dist.barrier(self.ranks.group)
+            self._sync()
+            started = time.perf_counter()
+            for _ in range(number):
+                pipe.step(*args, target=target, **kwargs)
+                for weight in weights:
+                    weight.grad = None
+            self._sync()
+            dist.barrier(self.ranks.group)
+            return (time.perf_counter() - started) / number * 1e3
+
+        steps(_STEPS_OF_SERIES)  # compiles, and with replay captures
+        if self.is_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        times = [steps(_STEPS_OF_SERIES) for _ in range(_NUM_SERIES)]
+        return times, torch.cuda.max_memory_allocated(self.device) if self.is_gpu else 0
+
+    def _clean(self) -> None:
+        gc.collect()
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+
+    # --- the result ---
+
+    def _layout(self, rows: Sequence[LayoutRow], costs: Mapping[RunWay, list[LayerCost]]) -> Layout:
+        chosen = rows[0]
+        stages = self._stages(chosen)
+        weights = list(self.model.parameters())
+        with gradients_aside(weights), unchanged_state([self.model], self.device):
+            pipe = Pipeline(
+                stages, plan=self._plan(chosen), loss_fn=self.batch.loss_fn, example=self.batch.args,
+                example_kwargs=self.batch.kwargs or None, group=self.group, timeout_s=self.timeout_s, **self.options,
+            )  # fmt: skip
+            content = pipe.plan.content
+            pipe._cut_model.forget()  # noqa: SLF001
+            pipe.close()
+        content = with_times(content, chosen, costs[chosen.way])
+        return Layout(stages, content, tuple(rows), tuple(self.notes), dict(self.seconds))
+
+
+def _every(value: Any, num: int) -> Any:
+    return MicroBatches([value] * num) if isinstance(value, torch.Tensor) else value
+
+
+def _about(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

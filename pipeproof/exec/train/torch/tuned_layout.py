@@ -1,0 +1,172 @@
+"""The layouts that ``tune`` compares, and the one that it chose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from pipeproof.analysis.tune.layer_cuts import LayerCost, numbers_of_stages
+from pipeproof.atomic_write import write_output
+from pipeproof.exec.train.torch.measure_layers import RunWay
+from pipeproof.exec.train.torch.model_stages import ModelStages
+
+_ALIKE = 1.015
+"""Ratio of predicted times below which the simpler layout is tried first: predictions are not more accurate."""
+_TIE = 0.005
+"""Share of a measured time by which two layouts differ in nothing that can be told."""
+
+
+@dataclass(frozen=True)
+class LayoutRow:
+    """One layout: its schedule, the blocks of each stage, how its stages run, and what was predicted and measured.
+
+    Times are in milliseconds, ``gib`` of the fullest rank. ``measured_ms`` is None for what was not tried.
+    """
+
+    schedule: str
+    num_chunks: int
+    sizes: tuple[int, ...]
+    blocks: tuple[int, ...]
+    split: str
+    is_compiled: bool
+    replay: bool
+    recomputed: tuple[int, ...]
+    predicted_ms: float
+    predicted_gib: float
+    measured_ms: float | None = None
+    measured_gib: float | None = None
+    noise_ms: float = 0.0
+    reason: str = ""
+
+    @property
+    def way(self) -> RunWay:
+        """How its stages run."""
+        return RunWay(self.split, self.is_compiled)
+
+    @property
+    def plain(self) -> tuple[Any, ...]:
+        """What tells it from other layouts, but for the replay."""
+        return self.schedule, self.sizes, self.way
+
+    @property
+    def name(self) -> str:
+        """Schedule, cut and way in a few words."""
+        words = [self.schedule, "/".join(map(str, self.blocks)), self.split]
+        words += ["compiled blocks"] * self.is_compiled + ["replayed"] * self.replay
+        if any(self.recomputed):
+            words.append(f"{'/'.join(map(str, self.recomputed))} blocks recomputed")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout that ``tune`` chose, and those that it compared, the chosen one first.
+
+    ``Pipeline(layout.stages, plan=layout.plan, split=layout.split, replay=layout.replay, ..)`` trains by it; ``stages``
+    are those of the model that ``tune`` was given, whose blocks are compiled and recomputed as the layout has them.
+    """
+
+    stages: ModelStages
+    plan: dict[str, Any]
+    rows: tuple[LayoutRow, ...]
+    notes: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """What ``tune`` took, by phase."""
+
+    @property
+    def split(self) -> Any:
+        """The ``split`` of the Pipeline."""
+        return self.rows[0].split
+
+    @property
+    def replay(self) -> bool:
+        """Whether steps are replayed."""
+        return self.rows[0].replay
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as YAML, with the measured times of its layers: for `pipeproof check`, `simulate`, `tune`."""
+        write_output(Path(path), yaml.safe_dump(self.plan, sort_keys=False, default_flow_style=None, width=120))
+
+    def __repr__(self) -> str:
+        table = [_HEAD, *(_cells(row) for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+        times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items())
+        return "\n".join([*(line.rstrip() for line in lines), *self.notes, *([f"({times})"] if times else [])])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(row)) + "</tr>" for row in self.rows
+        )
+        head = "".join(f"<th>{cell}</th>" for cell in _HEAD)
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return f"<table><tr>{head}</tr>{rows}</table>{notes}"
+
+
+_HEAD = ("layout", "predicted", "measured", "GiB predicted", "GiB measured", "")
+
+
+def _cells(row: LayoutRow) -> tuple[str, ...]:
+    measured = "" if row.measured_ms is None else f"{row.measured_ms:.4g} ms"
+    gib = "" if row.measured_gib is None else f"{row.measured_gib:.3g}"
+    return row.name, f"{row.predicted_ms:.4g} ms", measured, f"{row.predicted_gib:.3g}", gib, row.reason
+
+
+def expected_ms(row: LayoutRow, tried: Sequence[LayoutRow]) -> float:
+    """The predicted time, times what the steps of rows that run in the same way took by what was predicted."""
+    ratios = [
+        each.measured_ms / each.predicted_ms
+        for each in tried if each.way == row.way and not each.replay and each.measured_ms is not None
+    ]  # fmt: skip
+    return row.predicted_ms * (median(ratios) if ratios else 1.0)
+
+
+def next_to_run(left: Sequence[LayoutRow], tried: Sequence[LayoutRow]) -> LayoutRow:
+    """The row to run next: the fastest to expect, and of those within a little of it the simplest."""
+    fastest = min(expected_ms(row, tried) for row in left)
+    alike = [row for row in left if expected_ms(row, tried) <= fastest * _ALIKE]
+    return min(alike, key=lambda row: (row.num_chunks, row.split != "whole", row.predicted_gib, row.predicted_ms))
+
+
+def ranked(rows: Sequence[LayoutRow]) -> list[LayoutRow]:
+    """Measured rows by their time; those within the noise of the fastest are a tie, the simplest of which is first."""
+    ordered = sorted(rows, key=lambda row: row.measured_ms or 0.0)
+    fastest = ordered[0].measured_ms or 0.0
+    width = max(ordered[0].noise_ms, _TIE * fastest)
+    tied = [row for row in ordered if (row.measured_ms or 0.0) - fastest <= max(width, row.noise_ms / 2)]
+    if len(tied) > 1:
+        text = f"a tie within {width:.2g} ms of noise"
+        tied = [replace(row, reason=row.reason or text) for row in sorted(tied, key=_complexity)]
+    return [*tied, *(row for row in ordered if row.name not in {each.name for each in tied})]
+
+
+def _complexity(row: LayoutRow) -> tuple[Any, ...]:
+    return row.replay, row.num_chunks, row.split != "whole", sum(row.recomputed), row.measured_ms
+
+
+def with_times(content: Mapping[str, Any], row: LayoutRow, costs: Sequence[LayerCost]) -> dict[str, Any]:
+    """The plan with the measured times of its layers; what each stage takes in addition counts for its first layer."""
+    result = {**content, "model": {**content["model"]}}
+    layers = [dict(layer) for layer in content["model"]["layers"]]
+    stages = content.get("stages") or [[layer["name"]] for layer in layers]
+    by_name = {layer["name"]: layer for layer in layers}
+    is_split = row.split != "whole"
+    for numbers, names in zip(numbers_of_stages(row.sizes), stages, strict=True):
+        own = [costs[n] for n in numbers] if len(numbers) == len(names) else []
+        for position, name in enumerate(names):
+            parts = [own[position], *([costs[-1]] if not position else [])] if own else [costs[n] for n in numbers]
+            times = [sum(getattr(part, key) for part in parts) / 1e3
+                     for key in ("forward", "backward_input", "backward_weight")]  # fmt: skip
+            by_name[name]["forward_us"] = round(times[0], 3)
+            if is_split:
+                by_name[name] |= {"backward_input_us": round(times[1], 3), "backward_weight_us": round(times[2], 3)}
+            else:
+                by_name[name]["backward_us"] = round(times[1] + times[2], 3)
+    result["model"]["layers"] = layers
+    return result

@@ -1,0 +1,109 @@
+"""Tune small models on two ranks over gloo; each rank checks the results."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipeproof.exec.store.train_errors import PipelineError
+from pipeproof.exec.train.torch.tune import tune
+from pipeproof.torch import Pipeline, causal_lm_loss
+
+
+def sequential():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 32 * (1 + n % 2)), nn.ReLU(), nn.Linear(32 * (1 + n % 2), 16))
+                            for n in range(5)), nn.BatchNorm1d(16))  # fmt: skip
+    return model, torch.randn(8, 16)
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
+                    num_key_value_heads=2, vocab_size=64, max_position_embeddings=32)
+    )  # fmt: skip
+    return model, torch.randint(0, 64, (2, 16))
+
+
+def state_of(model):
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return weights, torch.get_rng_state(), [None if w.grad is None else w.grad.clone() for w in model.parameters()]
+
+
+def require_same(before, after):
+    (weights, random, gradients), (weights_after, random_after, gradients_after) = before, after
+    assert all(torch.equal(value, weights_after[name]) for name, value in weights.items())
+    assert torch.equal(random, random_after)
+    for one, other in zip(gradients, gradients_after, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+def tune_a_sequential(directory):
+    model, x = sequential()
+    nn.functional.mse_loss(model(x), x).backward()
+    before = state_of(model)
+    own = {"loss_fn": nn.functional.mse_loss, "example": (x,), "target": x, "num_micro_batches": 4, "num_trials": 2}
+    layout = tune(model, **own, file=directory / "layout.json")
+    require_same(before, state_of(model))
+    rows = layout.rows
+    assert [row.measured_ms is not None for row in rows[:3]] == [True, True, False]
+    assert rows[0].name in repr(layout)
+    assert "<table>" in layout._repr_html_()
+    again = tune(model, **own, file=directory / "layout.json")
+    assert again.rows == rows
+    assert again.plan == layout.plan
+    pipe = Pipeline(
+        layout.stages, plan=layout.plan, loss_fn=nn.functional.mse_loss, example=(x,), split=layout.split,
+        replay=layout.replay,
+    )  # fmt: skip
+    batch = torch.cat([x] * 4)
+    pipe.step(batch, target=batch)
+    pipe.close()
+    if dist.get_rank() == 0:
+        layout.save(directory / "plan.yaml")
+
+
+def recompute_a_llama(_):
+    model, tokens = llama()
+    own = {"loss_fn": causal_lm_loss, "example": (tokens,), "target": tokens, "num_micro_batches": 4, "num_trials": 1,
+           "splits": ["whole"]}  # fmt: skip
+    free = tune(model, **own)
+    least = min(row.predicted_gib for row in free.rows)
+    tight = tune(model, **own, memory_gib=0.9 * least)
+    assert any(tight.rows[0].recomputed)
+    assert tight.rows[0].predicted_gib <= 0.9 * least
+    flags = {n for n, block in enumerate(model.model.layers) if block.gradient_checkpointing}
+    assert len(flags) == sum(tight.rows[0].recomputed)
+    with pytest.raises(PipelineError, match=r"no layout fits into 1e-05 GiB.*for weights"):
+        tune(model, **own, memory_gib=1e-5)
+
+
+def other_models(_):
+    model, x = sequential()
+    if dist.get_rank():
+        model[0][0] = nn.Linear(16, 33)
+        model[0][2] = nn.Linear(33, 16)
+    with pytest.raises(PipelineError, match="the model of tune differs between the ranks"):
+        tune(model, loss_fn=nn.functional.mse_loss, example=(x,), target=x, num_micro_batches=2)
+
+
+def train_in_one_line(_):
+    model, x = sequential()
+    pipe = Pipeline.tuned(
+        model, loss_fn=nn.functional.mse_loss, example=(x,), target=x, num_micro_batches=2, num_trials=1
+    )
+    batch = torch.cat([x, x])
+    assert pipe.compare(sequential()[0], batch, target=batch)
+    pipe.close()
+
+
+dist.init_process_group("gloo")
+globals()[sys.argv[1]](Path(sys.argv[2]))
+dist.destroy_process_group()
