@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from pipeproof.exec.train.torch.dcp_state import load_dcp, save_dcp
     from pipeproof.exec.train.torch.pretrained_load import initialize_weights, load_pretrained
     from pipeproof.exec.train.torch.pretrained_save import save_pretrained
-    from pipeproof.exec.train.torch.tune import tune
+    from pipeproof.exec.train.torch.tune import Search, tune
     from pipeproof.exec.train.torch.tuned_layout import Layout
 
 _LATE = {
     "load_dcp": "dcp_state", "save_dcp": "dcp_state", "initialize_weights": "pretrained_load",
     "load_pretrained": "pretrained_load", "save_pretrained": "pretrained_save", "tune": "tune",
-    "Layout": "tuned_layout",
+    "Search": "tune", "Layout": "tuned_layout",
 }  # fmt: skip
 
 note_empty_buffers()
@@ -47,6 +47,7 @@ __all__ = [
     "Pipeline",
     "PipelineError",
     "PlanRefused",
+    "Search",
     "causal_lm_loss",
     "causal_lm_sum",
     "check_backwards",

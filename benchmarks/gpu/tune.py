@@ -30,8 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from pipeproof.exec.train.torch.tune import Layout, tune
-from pipeproof.torch import Pipeline, causal_lm_loss, stages_of_rank, stages_of_transformers
+from pipeproof.torch import Layout, Pipeline, Search, causal_lm_loss, stages_of_rank, stages_of_transformers, tune
 
 ROUNDS = 3
 
@@ -92,10 +91,10 @@ class Job:
         return model
 
     def layout(self, memory_gib: float | None, num_trials: int) -> Layout:
-        """What ``tune`` chooses."""
+        """The layout that ``tune`` chooses."""
         return tune(
             self.model(), loss_fn=causal_lm_loss, example=(self.tokens[:1],), target=self.tokens[:1],
-            num_micro_batches=self.shape.num_micro_batches, memory_gib=memory_gib, num_trials=num_trials,
+            num_micro_batches=self.shape.num_micro_batches, memory_gib=memory_gib, search=Search(num_trials=num_trials),
         )  # fmt: skip
 
     def ours(self, layout: Layout) -> Callable[[], object]:

@@ -3,7 +3,7 @@
 A cut is the number of layers of each stage. All cuts are compared by the times of the schedule's computations
 (``asap``), in three steps: an even start, moves of one layer as long as they help, then a search of all other cuts
 that leaves out those which cannot be faster, by a bound: a rank's work, after what must come before its first and
-behind its last computation. So the result is the best of all cuts, unless ``Best.is_exhaustive`` says that the search
+behind its last computation. So the result is the best of all cuts, unless ``Best.is_exhaustive`` is False: the search
 ended before.
 """
 
@@ -29,7 +29,7 @@ _OTHER_KINDS = frozenset({"optimal", "seq1f1b"})
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """What a layer takes and keeps for one micro-batch: times in nanoseconds, memory in bytes.
+    """Time and memory of a layer for one micro-batch: times in nanoseconds, memory in bytes.
 
     A backward in one piece is all in ``backward_input``. ``kept`` stays from F to I, ``kept_for_weight`` from I to W.
     ``forward_peak`` and ``backward_peak`` are the most memory during F, and during I and W, above that before F.

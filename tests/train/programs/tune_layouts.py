@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeproof.exec.store.train_errors import PipelineError
-from pipeproof.exec.train.torch.tune import tune
-from pipeproof.torch import Pipeline, causal_lm_loss
+from pipeproof.torch import Pipeline, Search, causal_lm_loss, tune
 
 
 def sequential():
@@ -49,14 +48,15 @@ def tune_a_sequential(directory):
     model, x = sequential()
     nn.functional.mse_loss(model(x), x).backward()
     before = state_of(model)
-    own = {"loss_fn": nn.functional.mse_loss, "example": (x,), "target": x, "num_micro_batches": 4, "num_trials": 2}
-    layout = tune(model, **own, file=directory / "layout.json")
+    own = {"loss_fn": nn.functional.mse_loss, "example": (x,), "target": x, "num_micro_batches": 4}
+    search = Search(num_trials=2, file=directory / "layout.json")
+    layout = tune(model, **own, search=search)
     require_same(before, state_of(model))
     rows = layout.rows
     assert [row.measured_ms is not None for row in rows[:3]] == [True, True, False]
     assert rows[0].name in repr(layout)
     assert "<table>" in layout._repr_html_()
-    again = tune(model, **own, file=directory / "layout.json")
+    again = tune(model, **own, search=search)
     assert again.rows == rows
     assert again.plan == layout.plan
     pipe = Pipeline(
@@ -72,8 +72,8 @@ def tune_a_sequential(directory):
 
 def recompute_a_llama(_):
     model, tokens = llama()
-    own = {"loss_fn": causal_lm_loss, "example": (tokens,), "target": tokens, "num_micro_batches": 4, "num_trials": 1,
-           "splits": ["whole"]}  # fmt: skip
+    own = {"loss_fn": causal_lm_loss, "example": (tokens,), "target": tokens, "num_micro_batches": 4,
+           "search": Search(num_trials=1, splits=["whole"])}  # fmt: skip
     free = tune(model, **own)
     least = min(row.predicted_gib for row in free.rows)
     tight = tune(model, **own, memory_gib=0.9 * least)
@@ -97,7 +97,12 @@ def other_models(_):
 def train_in_one_line(_):
     model, x = sequential()
     pipe = Pipeline.tuned(
-        model, loss_fn=nn.functional.mse_loss, example=(x,), target=x, num_micro_batches=2, num_trials=1
+        model,
+        loss_fn=nn.functional.mse_loss,
+        example=(x,),
+        target=x,
+        num_micro_batches=2,
+        search=Search(num_trials=1),
     )
     batch = torch.cat([x, x])
     assert pipe.compare(sequential()[0], batch, target=batch)

@@ -34,14 +34,14 @@ from pipeproof.exec.train.torch.stage_values import plain_leaves_of
 _INDEX_NAMES = frozenset(
     {"training", "layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_id", "idx", "index"}
 )
-"""Attributes of a module that say where it is, and not what it computes."""
+"""Attributes of a module that give its place, and not what it computes."""
 _WARM_UPS, _LEAST_ROUNDS = 3, 5
 _LEAST_S, _LEAST_S_ON_GPU = 0.4, 2.0
 """Time of the rounds of one sample. A GPU that has been idle takes a second to lower its clock."""
 
 
 class RunWay(NamedTuple):
-    """How stages run: the ``split`` of a ``Pipeline``, whether blocks are compiled, and recomputed."""
+    """The way stages run: the ``split`` of a ``Pipeline``, whether blocks are compiled, and recomputed."""
 
     split: str
     is_compiled: bool
@@ -105,7 +105,7 @@ class Cutter:
         return self.blocks[number] if 0 <= number < len(self.blocks) else None
 
     def signature(self, layer: int) -> str:
-        """What a layer computes, as text: equal for identical layers."""
+        """A text of all that a layer computes: equal for identical layers."""
         block = self.block(layer)
         if block is None:
             return f"end {layer}"
@@ -198,7 +198,7 @@ class Batch:
 def measure_sample(
     cutter: Cutter, sample: Sample, way: RunWay, batch: Batch, device: torch.device
 ) -> tuple[LayerCost, str]:
-    """What a stage of these layers takes, and why it does not run in this way; the reason is empty if it does."""
+    """The cost of a stage of these layers, and why it does not run in this way; empty if it does."""
     stages, number = cut_around(cutter, sample)
     cutter.run_as(way)
     with unchanged_state(stages.values(), device), torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -223,7 +223,7 @@ def measure_sample(
 
 
 def _input_of(stages: ModelStages, number: int, batch: Batch) -> Any:
-    """What a stage receives: the output of the stages before it."""
+    """The input of a stage: the output of the stages before it."""
     value: Any = batch.args
     for earlier in range(number):
         arguments = value if isinstance(value, tuple) else (value,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -146,11 +147,8 @@ class Pipeline:
         Raises:
             PipelineError: no layout is possible, see ``tune``.
         """
-        from pipeproof.exec.train.torch.tune import TUNE_ALONE, tune  # which imports this module
-
-        layout = tune(model, **arguments)
-        own = {name: value for name, value in arguments.items() if name not in TUNE_ALONE}
-        return cls(layout.stages, plan=layout.plan, split=layout.split, replay=layout.replay, **own)
+        made: Pipeline = import_module("pipeproof.exec.train.torch.tune").tuned(cls, model, **arguments)
+        return made
 
     @property
     def is_first(self) -> bool:

@@ -40,9 +40,24 @@ GIB = 2**30
 _NUM_OTHERS = 7
 """Rows of a result that were not run."""
 _NUM_SERIES, _STEPS_OF_SERIES = 3, 3
-TUNE_ALONE = frozenset({"target", "memory_gib", "optimizer_bytes", "num_trials", "max_s", "splits", "file"})
-"""Arguments of ``tune`` that a ``Pipeline`` does not have."""
 _ROWS = TypeAdapter(list[LayoutRow])
+
+
+@dataclass(frozen=True)
+class Search:
+    """Limits of ``tune``.
+
+    ``num_trials`` layouts are run, as many of them as ``max_s`` seconds allow, but one at least. ``splits`` are tried:
+    by default ``whole`` and ``graph`` on a GPU, ``whole`` and ``linear`` on a CPU. ``optimizer_bytes`` are the bytes of
+    optimizer states for each byte of trained weights: 2 for AdamW. ``file`` keeps the result, and a call with an equal
+    model, devices and arguments reads it.
+    """
+
+    num_trials: int = 3
+    max_s: float = 180.0
+    splits: Sequence[str] | None = None
+    optimizer_bytes: float = 2.0
+    file: str | Path | None = None
 
 
 def tune(
@@ -55,20 +70,15 @@ def tune(
     example_kwargs: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | dist.DeviceMesh | None = None,
     memory_gib: float | None = None,
-    optimizer_bytes: float = 2.0,
-    num_trials: int = 3,
-    max_s: float = 180.0,
-    splits: Sequence[str] | None = None,
-    file: str | Path | None = None,
-    timeout_s: float = 600.0,
+    search: Search | None = None,
     **options: Any,
 ) -> Layout:
     """Find the fastest pipeline for a model on the ranks of a group, by measurements on their devices.
 
     Every rank calls it with an equal model on its own device; weights, gradients, buffers and random states are as
-    before when it returns. Distinct layers are timed, forward, input and weight gradients, and what they keep; all cuts
-    are searched for every kind of schedule that ``Pipeline`` runs; the best ones run with the model's own modules, and
-    the fastest of these that was proved is chosen, of equally fast ones the simplest.
+    before when it returns. Distinct layers are timed, forward, input and weight gradients, and the memory that they
+    keep; all cuts are searched for every kind of schedule that ``Pipeline`` runs; the best ones run with the model's
+    own modules, and the fastest of these that was proved is chosen, of equally fast ones the simplest.
 
     Args:
         model: a model of transformers, or an ``nn.Sequential``, on the rank's device.
@@ -80,22 +90,23 @@ def tune(
         group: the ranks of the pipeline; default: the world.
         memory_gib: memory of each rank for weights, gradients, optimizer states and activations; by default 94 % of
             that of a GPU. Blocks of transformers recompute their activations where they would not fit.
-        optimizer_bytes: bytes of optimizer states for each byte of trained weights: 2 for AdamW.
-        num_trials: layouts that are run, as many of them as ``max_s`` seconds allow, but one at least.
-        max_s: see ``num_trials``.
-        splits: those that are tried, by default ``whole`` and ``graph`` on a GPU, ``whole`` and ``linear`` on a CPU.
-        file: keeps the result; a call with an equal model, devices and arguments reads it.
-        timeout_s: time without progress after which all ranks end.
+        search: its limits.
         options: further arguments of ``Pipeline`` for the steps that are run.
 
     Raises:
         PipelineError: no layout fits into the memory, the ranks have other models, or the layers are not known.
     """
-    search = _Tuning(
-        model, Batch(tuple(example), example_kwargs or {}, target, loss_fn), num_micro_batches, group, memory_gib,
-        optimizer_bytes, num_trials, splits, None if file is None else Path(file), timeout_s, options, max_s,
-    )  # fmt: skip
-    return search.run()
+    batch = Batch(tuple(example), example_kwargs or {}, target, loss_fn)
+    return _Tuning(model, batch, num_micro_batches, group, memory_gib, search or Search(), options).run()
+
+
+def tuned(
+    pipeline: type[Pipeline], model: nn.Module, search: Search | None = None, target: Any = None,
+    memory_gib: float | None = None, **arguments: Any,
+) -> Pipeline:  # fmt: skip
+    """The pipeline of the layout that ``tune`` chooses, see ``Pipeline.tuned``."""
+    layout = tune(model, search=search, target=target, memory_gib=memory_gib, **arguments)
+    return pipeline(layout.stages, plan=layout.plan, split=layout.split, replay=layout.replay, **arguments)
 
 
 @dataclass
@@ -105,13 +116,8 @@ class _Tuning:
     num_micro_batches: int
     group: Any
     memory_gib: float | None
-    optimizer_bytes: float
-    num_trials: int
-    splits: Sequence[str] | None
-    file: Path | None
-    timeout_s: float
+    search: Search
     options: Mapping[str, Any]
-    max_s: float
     notes: list[str] = field(default_factory=list)
     _num_asked: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -119,7 +125,8 @@ class _Tuning:
     def run(self) -> Layout:
         """All phases."""
         self.started = time.monotonic()
-        self.ranks = join(self.group, self.timeout_s)
+        self.file = None if self.search.file is None else Path(self.search.file)
+        self.ranks = join(self.group, self.options.get("timeout_s", 600.0))
         self.device = device_of([self.model])
         self.is_gpu = self.device.type == "cuda"
         self.cutter = self.ranks.agreement.own("model", self._cutter)
@@ -148,7 +155,7 @@ class _Tuning:
         self.seconds[name] = round(time.monotonic() - started, 1)
         return result
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         """Show on the first rank what is done, with the seconds since the start."""
         if not self.ranks.rank:
             print(  # noqa: T201 - progress of minutes, also without a terminal
@@ -176,8 +183,8 @@ class _Tuning:
         shapes = [_about(value) for value in (*self.batch.args, *self.batch.kwargs.items(), self.batch.target)]
         own = {
             "model": digest, "device": device, "torch": torch.__version__, "pipeproof": __version__,
-            "arguments": [shapes, self.num_micro_batches, self.memory_gib, self.optimizer_bytes, self.num_trials,
-                          list(self.splits or ()), sorted(map(str, self.options.items()))],
+            "arguments": [shapes, self.num_micro_batches, self.memory_gib, str(replace(self.search, file=None)),
+                          sorted(map(str, self.options.items()))],
             "ranks": self.ranks.num_ranks,
         }  # fmt: skip
         answers = self.ranks.agreement.gather("signature", lambda: own)
@@ -209,7 +216,7 @@ class _Tuning:
     # --- measure and search ---
 
     def _ways(self) -> list[RunWay]:
-        splits = self.splits or (("whole", "graph") if self.is_gpu else ("whole", "linear"))
+        splits = self.search.splits or (("whole", "graph") if self.is_gpu else ("whole", "linear"))
         return [RunWay(split, self.is_gpu and split == "whole") for split in splits]
 
     def _measured(
@@ -217,7 +224,7 @@ class _Tuning:
     ) -> dict[RunWay, list[LayerCost]]:
         """The costs in each way that is possible; ``linear`` takes the place of ``graph`` where it is not."""
         costs, refused = ways_measured(
-            self.cutter, ways, self.batch, self.ranks.agreement, self.device, self._tell, known or {}
+            self.cutter, ways, self.batch, self.ranks.agreement, self.device, self._report, known or {}
         )
         self.notes += [f"split={way.split} is not possible: {reason}" for way, reason in refused.items()]
         linear = RunWay("linear", is_compiled=False)
@@ -235,14 +242,14 @@ class _Tuning:
             for way, own in costs.items() if not way.recomputes
         ]  # fmt: skip
         self._names = {str(way): way for way in costs}
-        self._tell(f"searching cuts of {layers.num_layers} layers for {self.ranks.num_ranks} ranks")
+        self._report(f"searching cuts of {layers.num_layers} layers for {self.ranks.num_ranks} ranks")
         return search_cuts(layers, ways, self.ranks.num_ranks, self.num_micro_batches, self._limit())
 
     def _static_bytes(self) -> tuple[int, ...]:
         """Weights, gradients and optimizer states of each layer."""
         stages = self.cutter.stages([1] * self.cutter.num_layers)
         sizes = [self.cutter.weight_bytes(layer, stages) for layer in range(self.cutter.num_layers)]
-        return tuple(int(whole + trained * (1 + self.optimizer_bytes)) for whole, trained in sizes)
+        return tuple(int(whole + trained * (1 + self.search.optimizer_bytes)) for whole, trained in sizes)
 
     def _limit(self) -> int | None:
         if self.memory_gib is not None:
@@ -294,14 +301,14 @@ class _Tuning:
             raise PipelineError(self._lacking_text(lacking))
         left, tried = self._candidates(found), list[LayoutRow]()
         longest = 0.0
-        while left and len({row.plain for row in tried}) < self.num_trials:
+        while left and len({row.plain for row in tried}) < self.search.num_trials:
             if tried and not self._has_time(longest):
                 num = len({row.plain for row in tried})
-                self.notes.append(f"{num} of {self.num_trials} layouts were run within {self.max_s:g} s")
+                self.notes.append(f"{num} of {self.search.num_trials} layouts were run within {self.search.max_s:g} s")
                 break
             began, row = time.monotonic(), next_to_run(left, tried)
             left = [each for each in left if each is not row]
-            self._tell(f"running {row.name}")
+            self._report(f"running {row.name}")
             tried += self._trial(row)
             longest = max(longest, time.monotonic() - began)
         measured = [row for row in tried if row.measured_ms is not None]
@@ -312,7 +319,7 @@ class _Tuning:
 
     def _has_time(self, needed_s: float) -> bool:
         """True if the first rank has so much time left; the same on all ranks."""
-        left = self.started + self.max_s - time.monotonic()
+        left = self.started + self.search.max_s - time.monotonic()
         self._num_asked += 1
         return bool(self.ranks.agreement.gather(f"time {self._num_asked}", lambda: left > needed_s)[0])
 
@@ -345,7 +352,7 @@ class _Tuning:
         )
 
     def _stages(self, row: LayoutRow) -> ModelStages:
-        """The stages of a layout, of which the blocks run as it says."""
+        """The stages of a layout, whose blocks run in its way."""
         self.cutter.run_as(row.way, self._recomputed(row))
         return self.cutter.stages(row.sizes)
 
@@ -368,7 +375,7 @@ class _Tuning:
                 pipe = Pipeline(
                     self._stages(row), plan=self._plan(row), loss_fn=self.batch.loss_fn, example=self.batch.args,
                     example_kwargs=self.batch.kwargs or None, group=self.group, split=row.split,  # type: ignore[arg-type]
-                    replay=replays, timeout_s=self.timeout_s, **self.options,
+                    replay=replays, **self.options,
                 )  # fmt: skip
                 stack.callback(pipe.close)
                 stack.callback(pipe._cut_model.forget)  # noqa: SLF001 - its weights stay as they are
@@ -394,7 +401,7 @@ class _Tuning:
     def _measured_row(self, row: LayoutRow, pipe: Pipeline, before: int) -> LayoutRow:
         """The row with the slowest rank's time and the fullest one's memory; ``before`` was allocated at the start."""
         times, peak = self._times(pipe)
-        own = sum(w.numel() * w.element_size() * (1 + self.optimizer_bytes * w.requires_grad)
+        own = sum(w.numel() * w.element_size() * (1 + self.search.optimizer_bytes * w.requires_grad)
                   for stage in pipe.stages.values() for w in stage.parameters())  # fmt: skip
         gathered = self.ranks.agreement.gather(
             f"trial {row.name}", lambda: [times, (peak - before + own) / GIB if self.is_gpu else None]
@@ -405,7 +412,7 @@ class _Tuning:
             row, measured_ms=min(slowest), noise_ms=median(slowest) - min(slowest),
             measured_gib=None if None in gib else max(gib),
         )  # fmt: skip
-        self._tell(f"{row.name}: predicted {row.predicted_ms:.4g} ms, measured {row.measured_ms:.4g} ms")
+        self._report(f"{row.name}: predicted {row.predicted_ms:.4g} ms, measured {row.measured_ms:.4g} ms")
         return row
 
     def _times(self, pipe: Pipeline) -> tuple[list[float], int]:
@@ -448,7 +455,7 @@ class _Tuning:
         with gradients_aside(weights), unchanged_state([self.model], self.device):
             pipe = Pipeline(
                 stages, plan=self._plan(chosen), loss_fn=self.batch.loss_fn, example=self.batch.args,
-                example_kwargs=self.batch.kwargs or None, group=self.group, timeout_s=self.timeout_s, **self.options,
+                example_kwargs=self.batch.kwargs or None, group=self.group, **self.options,
             )  # fmt: skip
             content = pipe.plan.content
             pipe._cut_model.forget()  # noqa: SLF001

@@ -19,7 +19,7 @@ from pipeproof.exec.train.torch.model_stages import ModelStages
 _ALIKE = 1.015
 """Ratio of predicted times below which the simpler layout is tried first: predictions are not more accurate."""
 _TIE = 0.005
-"""Share of a measured time by which two layouts differ in nothing that can be told."""
+"""Share of a measured time below which two layouts are as fast as each other."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class LayoutRow:
 
     @property
     def way(self) -> RunWay:
-        """How its stages run."""
+        """The way its stages run."""
         return RunWay(self.split, self.is_compiled)
 
     @property
     def plain(self) -> tuple[Any, ...]:
-        """What tells it from other layouts, but for the replay."""
+        """Its schedule, cut and way: those of another layout differ, but for the replay."""
         return self.schedule, self.sizes, self.way
 
     @property
@@ -77,7 +77,7 @@ class Layout:
     rows: tuple[LayoutRow, ...]
     notes: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """What ``tune`` took, by phase."""
+    """Seconds that ``tune`` took, by phase."""
 
     @property
     def split(self) -> Any:
@@ -86,7 +86,7 @@ class Layout:
 
     @property
     def replay(self) -> bool:
-        """Whether steps are replayed."""
+        """True if steps are replayed."""
         return self.rows[0].replay
 
     def save(self, path: str | Path) -> None:
