@@ -8,6 +8,7 @@ from pipeproof.exec.monitor.monitor_codes import MONITOR_CODES
 from pipeproof.exec.store.run_codes import PLACEMENT_CODES, REHEARSAL_CODES, RUN_CODES
 from pipeproof.interop.hang.hang_codes import HANG_CODES
 from pipeproof.interop.importers.import_codes import IMPORT_CODES
+from pipeproof.interop.profiles.profile_codes import TRACE_PROFILE_CODES
 from pipeproof.interop.traces.trace_codes import RECORD_CODES
 from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE
 from pipeproof.schedule.generators.solve import SOLVER_MISSING
@@ -43,6 +44,7 @@ def all_docs() -> tuple[RuleDoc, ...]:
         *HANG_CODES,
         *MONITOR_CODES,
         *RECORD_CODES,
+        *TRACE_PROFILE_CODES,
         *STATE_CODES,
         *PROOF_CODES,
         *REFUSED_CODES,

@@ -36,7 +36,7 @@ _STATEMENT = re.compile(r"^[\w$.*, '()\[\]-]+ -> [^\n]*\w", re.MULTILINE)
 _DUMP_NAME = re.compile(r"\w*(trace|dump)\w*_\d+(\.json|\.pickle)?")
 _STATE_OF_STEP = re.compile(r"step-\d{8,}")
 _AUTOMODEL = re.compile(r"^  pp_size:", re.MULTILINE)
-_PICKLE, _PNG = b"\x80", b"\x89PNG"
+_PICKLE, _GZIP, _PNG = b"\x80", b"\x1f\x8b", b"\x89PNG"
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,12 @@ KINDS: tuple[FileKind, ...] = (
              lambda g: g.path.suffix == ".safetensors" or g.has(".safetensors", ".distcp", "index.json", ".metadata")),
     FileKind("the index of a checkpoint", ("state show FILE", "state reshard FILE --to PLAN -o OUT"),
              lambda g: "pipeproof_state" in g.keys or {"metadata", "weight_map"} <= g.keys),
+    FileKind("a directory of traces", ("import profile FILE --plan PLAN",),
+             lambda g: g.has(".pt.trace.json", ".pt.trace.json.gz")),
+    FileKind("a compressed trace", ("import profile FILE --plan PLAN",), lambda g: g.head.startswith(_GZIP)),
     FileKind("a pickle, such as a Flight Recorder dump", ("job hang DIRECTORY",),
              lambda g: g.head.startswith(_PICKLE)),
-    FileKind("a trace", ("compare FILE OTHER",),
+    FileKind("a trace", ("compare FILE OTHER", "import profile FILE --plan PLAN"),
              lambda g: "traceEvents" in g.keys or '"traceEvents"' in g.text),
     FileKind("a Flight Recorder dump", ("job hang DIRECTORY",), lambda g: {"entries", "pg_config"} <= g.keys),
     FileKind("a log of one rank of a recorded program", ("check DIRECTORY",),
@@ -163,7 +166,7 @@ KINDS: tuple[FileKind, ...] = (
     _imported("a job configuration of torchtitan", "torchtitan",
               lambda g: bool(_TOML_SECTION.search(g.text))),
     FileKind("a file with the arguments of Megatron-LM",
-             ("check FILE", "import megatron FILE -o plan.yaml"),
+             ("check FILE", "import megatron FILE -o plan.yaml", "import profile FILE --plan PLAN"),
              lambda g: bool(_ARGUMENTS.search(g.text)), "megatron"),
     FileKind("Python code, which is not interpreted: call `pipeproof.interop.from_arguments` in its process", (),
              lambda g: g.path.suffix == ".py" and bool(_CONFIGURES.search(g.text))),

@@ -40,6 +40,7 @@ EXAMPLES: Final = MappingProxyType(
         "import paddleformers": "pipeproof import paddleformers pretrain.yaml --world-size 8 -o plan.yaml",
         "import paddlenlp": "pipeproof import paddlenlp pretrain.json --world-size 8 -o plan.yaml",
         "import primus": "pipeproof import primus pretrain.yaml -o plan.yaml",
+        "import profile": "pipeproof import profile traces/ --plan plan.yaml -o profile.json",
         "import roll": "pipeproof import roll agent.yaml -o plan.yaml",
         "import schedule": "pipeproof import schedule schedule.csv -o plan.yaml",
         "import torchtitan": "pipeproof import torchtitan train.toml --world-size 8 -o plan.yaml",

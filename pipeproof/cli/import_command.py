@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.group("import", cls=SuggestingGroup)
 def import_group() -> None:
-    """Write plans from files of other tools."""
+    """Write plans, declarations of layers and profiles from files of other tools and from measurements."""
 
 
 def _add_importer(kind: str) -> None:
@@ -81,4 +81,10 @@ def _import_plan(
         click.echo(text, nl=False)
 
 
-import_group.commands = LazyCommands({}, import_group.commands, "import")
+import_group.commands = LazyCommands(
+    {
+        "profile": "profile_command:profile",
+    },
+    import_group.commands,
+    "import",
+)

@@ -104,6 +104,8 @@ class ProfileTimes:
             return Fraction(0)
         name = OpKind.ALL_GATHER if kind in GATHER_KINDS else kind
         curve = self.collectives.get((name, axis_size))
+        if curve is None and self.profile.source is not None:
+            return Fraction(0)  # part of the time of its operation
         if curve is None:
             raise self._missing(f"{name} among {axis_size} ranks")
         return _rounded(curve.at(num_bytes))

@@ -50,7 +50,7 @@ BucketSize = Annotated[int, Field(ge=1, le=10**12)] | Literal["megatron", "stage
 """Elements of a bucket of gradients, or how many there are."""
 
 ProfilePath = Annotated[str, Field(min_length=1)]
-"""A file that `pipeproof run PLAN --profile FILE` wrote, relative to the plan file."""
+"""A file that `pipeproof run PLAN --profile FILE` or `pipeproof import profile` wrote, relative to the plan file."""
 
 _DEFAULT_FORWARD_US = Fraction(100)
 _DEFAULT_BACKWARD_US = Fraction(200)

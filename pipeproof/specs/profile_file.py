@@ -221,11 +221,40 @@ class StepLimits(_Part):
     largest_loss: LargestLoss | None = Field(description="Null if there is none.")
 
 
+TraceFormat = Literal["kineto"]
+"""A source of times other than our own measurement."""
+
+
+class AttributedTime(_Part):
+    """Division of the time of one rank in the counted steps: busy time of its GPU, else time of its host."""
+
+    rank: int = Field(ge=0, description="Global rank.")
+    total_us: _Time = Field(description="The time that is divided.")
+    computation_us: _Time = Field(description="In F, B, I and W.")
+    communication_us: _Time = Field(description="Messages and collectives; on a host with the waits for them.")
+    update_us: _Time = Field(description="The optimizer, and sums of gradients.")
+    unattributed_us: _Time = Field(description="The rest, which belongs to no operation.")
+
+
+class ProfileSource(_Part):
+    """The files from which `pipeproof import profile` made the times."""
+
+    format: TraceFormat = Field(description="Their kind.")
+    files: _Listed[str] = Field(description="Their names.")
+    devices: _Listed[str] = Field(description="The GPU of each rank; none for runs on CPUs.")
+    step_us: _Time | None = Field(
+        description="Median of the counted steps, from the first start to the last end of a computation. Null if "
+        "not known."
+    )
+    ranks: _Listed[AttributedTime] = Field(description="By rank.")
+    assumptions: _Listed[str] = Field(description="What was assumed or left out.")
+
+
 class Profile(_Part):
     """Measured times of a plan."""
 
     profile: Literal[1] = Field(description="Version of this format.")
-    machine: Machine
+    machine: Machine | None = Field(description="Null in a profile that was made from traces.")
     plan: MeasuredPlan
     steps: Steps
     stages: _Listed[StageTimes] = Field(description="By global stage.")
@@ -242,6 +271,11 @@ class Profile(_Part):
     memory: _Listed[DeviceMemory] = Field(default=(), description="By rank; none for runs on CPUs.")
     limits: StepLimits | None = Field(
         default=None, description="The division of a step; null in profiles of releases that did not divide it."
+    )
+    source: ProfileSource | None = Field(
+        default=None,
+        description="The traces that the profile was made from; null for our own measurements. With it, the "
+        "times of operations include their collectives, and a collective that is not listed takes no time.",
     )
 
     @model_validator(mode="after")

@@ -46,6 +46,7 @@ COMMANDS = {
     "import megatron-bridge": [str(EXAMPLES / "importing" / "megatron_bridge.yaml")],
     "import ms-swift": [str(EXAMPLES / "importing" / "ms_swift.sh")],
     "import nemo-rl": [str(EXAMPLES / "importing" / "nemo_rl.yaml")],
+    "import profile": [".", "--plan", _PLAN],
     "import schedule": [str(EXAMPLES / "schedules" / "zbv_pp2.csv"), "-o", "csv.yaml"],
     "import torchtitan": [str(EXAMPLES / "importing" / "torchtitan.toml"), "--world-size", "8"],
     "import verl": [str(EXAMPLES / "importing" / "verl.sh")],

@@ -1,5 +1,6 @@
 """Every kind of file, given to every command that reads files: it is read, or refused with the name of its command."""
 
+import gzip
 import json
 import shutil
 
@@ -50,6 +51,7 @@ WRITTEN = {
     "configuration in Python": ("recipe.py", "def small_config():\n    raise SystemExit\n"),
     "profile": ("profile.json", json.dumps({"profile": 1, "stages": []})),
     "trace": ("trace.json", json.dumps({"traceEvents": []})),
+    "compressed trace": ("t.json.gz", gzip.compress(b"{}")),
     "traces": ("traces/rank0.pt.trace.json", json.dumps({"traceEvents": []})),
     "arguments": ("training.log", f"{'-' * 24} arguments {'-' * 24}\n  hidden_size ...... 2\n"),
     "points": ("sweep.jsonl", '{"pipeproof_sweep": 1}\n'),
@@ -68,6 +70,7 @@ DIRECTORIES = {
     "record directory": "record",
     "sharded": "sharded",
     "rings": "rings",
+    "all traces": "traces",
     "all states": "states",
 }
 UNKNOWN = {
@@ -122,6 +125,8 @@ COMMANDS = {
                       {"plan", "checkpoint", "index", "our index", "sharded", "all states"}),
     "state aoa": (["state", "aoa", "--source", "{checkpoint}"], {"AOA"}),
     "state align": (["state", "align", PLAN], {"record directory"}),
+    "import profile": (["import", "profile", "--plan", PLAN],
+                       {"trace", "traces", "all traces", "compressed trace", "arguments"}),
     **{f"import {kind}": (["import", kind, "-o", "{out}/plan.yaml"], files) for kind, files in IMPORTERS.items()},
 }  # fmt: skip
 """Commands with their words, and the files that they read (and may still refuse, with their own reasons)."""

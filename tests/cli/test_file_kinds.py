@@ -50,10 +50,11 @@ def test_the_kinds_of_written_files(tmp_path, name):
 
 def test_the_kinds_of_binary_files_and_directories(tmp_path):
     (tmp_path / "a").write_bytes(b"\x80\x04rest")
+    (tmp_path / "c.json.gz").write_bytes(b"\x1f\x8b")
     save_file({"w": np.zeros(2)}, tmp_path / "d.safetensors")
-    nouns = [kind_of(tmp_path / name).noun for name in ("a", "d.safetensors")]
+    nouns = [kind_of(tmp_path / name).noun for name in ("a", "c.json.gz", "d.safetensors")]
     assert nouns == [
-        "a pickle, such as a Flight Recorder dump", "a checkpoint",
+        "a pickle, such as a Flight Recorder dump", "a compressed trace", "a checkpoint",
     ]  # fmt: skip
     for name, inside, noun in (
         ("record", "record.jsonl", "a record of a training"),
@@ -77,6 +78,7 @@ def test_the_kinds_of_binary_files_and_directories(tmp_path):
         (("state", "show"), IMPORTING / "deepspeed.json", "check FILE"),
         (("state", "align", EXAMPLES / "gpt_pp4.yaml"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
         (("import", "megatron"), IMPORTING / "torchtitan.toml", "import torchtitan FILE -o plan.yaml"),
+        (("import", "profile"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
         (("check", "--from", "fleet"), IMPORTING / "full_tp_pp.yaml", "check FILE"),
         (("check", "--from", "fleet"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
     ],

@@ -55,7 +55,7 @@ def test_every_command_that_reads_a_plan_takes_set(make_options):
         if isinstance(argument, click.Argument) and "PLAN" in (argument.metavar or "")
     }
     assert readers >= {"simulate", "show", "tune", "run", "rehearse", "schedule show"}
-    by_option = {"check", "state reshard", "state aoa", "job hang"}
+    by_option = {"check", "state reshard", "state aoa", "job hang", "import profile"}
     assert (readers | by_option) - set(make_options.options()["--set"]) == set()
 
 

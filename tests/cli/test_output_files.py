@@ -58,6 +58,7 @@ def test_a_full_disk_leaves_the_file_that_exists_and_names_it(name, tmp_path):
         "run plan.json --report new.json --profile ../{folder}/new.json",
         "schedule convert zbv.csv --as text -o zbv.csv",
         "import schedule other.csv zbv.csv -o zbv.csv",
+        "import profile log.json --plan plan.json -o log.json",
         "compare plan.json page.html -o page.html",
         "job hang hosts --follow -o new.html --metrics new.html",
     ],

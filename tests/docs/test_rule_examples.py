@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 NOT_RUN = {
     "PP142": ("what is installed on the machine", "cli/test_schedule_bound.py"),
+    "PP163": ("traces of a run", "interop/profiles/test_traces.py"),
+    "PP164": ("traces of a run", "interop/profiles/test_traces.py"),
     "PP180": ("a checkpoint, and statements about it", "state/aoa/test_read.py"),
     "PP181": ("a checkpoint, and statements about it", "state/aoa/test_expand.py"),
     "PP182": ("a checkpoint, and statements about it", "state/aoa/test_engine.py"),

@@ -87,6 +87,14 @@ def _results() -> bytes:
         return (directory / "results.jsonl").read_bytes()
 
 
+def _kineto() -> bytes:
+    event = {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": 10.5, "dur": 3.25}
+    events = [event | {"args": {"correlation": 1}}, event | {"cat": "cuda_runtime", "args": {"correlation": 1}}]
+    events += [event | {"cat": "user_annotation", "name": "forward 0"}, event | {"cat": "cpu_op", "name": "aten::mm"}]
+    header = {"baseTimeNanoseconds": 5, "distributedInfo": {"rank": 0}, "deviceProperties": [{"name": "H100"}]}
+    return json.dumps({**header, "traceEvents": events}).encode()
+
+
 def _state_index() -> bytes:
     with TemporaryDirectory() as directory:
         return (write_state(subject(topology={"pp": 2}), Path(directory)) / "index.json").read_bytes()
@@ -216,6 +224,11 @@ def _readers() -> tuple[Reader, ...]:
                              "-o", path, "--workers", "1"]),
         Reader("timeline", "trace.json", _files("tests/goldens/trace_1f1b_pp2_m2.json"),
                lambda path: ["compare", path, path]),
+        Reader("kineto", "trace.json", (_kineto(),), lambda path: ["import", "profile", path]),
+        Reader("kineto_gzip", "trace.pt.trace.json.gz", (gzip.compress(_kineto()),),
+               lambda path: ["import", "profile", path]),
+        Reader("kineto_of_plan", "trace.pt.trace.json", (_kineto(),),
+               lambda path: ["import", "profile", path.parent, "--plan", ROOT / "examples" / "gpt_pp4.yaml"]),
         Reader("state_index", "index.json", (_state_index(),), lambda path: ["state", "show", path.parent]),
         Reader("hf_index", "model.safetensors.index.json",
                (b'{"metadata": {"total_size": 4}, "weight_map": {"a": "model.safetensors"}}',),

@@ -159,6 +159,7 @@ COMMANDS = (
     Command("import verl IN -o OUT.yaml", _EXAMPLES / "importing" / "verl.sh", ".sh"),
     Command("import ms-swift IN -o OUT.yaml", _EXAMPLES / "importing" / "ms_swift.sh", ".sh"),
     Command("import schedule IN -o OUT.yaml", _EXAMPLES / "schedules" / "zbv_pp2.csv", ".csv"),
+    Command("import profile IN", '{"traceEvents": []}', ".json"),
     Command("tune llama3_8b --device h100 --gpus 2 --global-batch 2 --fix tp=1 --fix pp=2 --fix schedule=1f1b"),
     Command("check IN", _EXAMPLES / "recording" / "crossed", ""),
     Command("doctor"),

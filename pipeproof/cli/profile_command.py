@@ -1,0 +1,156 @@
+"""``pipeproof import profile``: a profile from traces of a run."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeproof.atomic_write import write_json
+from pipeproof.cli.console import console_for, refusing_bad_plans, require_separate_outputs, writable
+from pipeproof.cli.option_types import PLACE, set_option
+from pipeproof.cli.progress import showing_progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pipeproof.diagnostics.problems import KeyPath
+    from pipeproof.specs.profile_file import Profile
+import re
+
+_NUMBER = re.compile(r"[+-]?[0-9]{0,9}(/[0-9]{1,9}|(\.[0-9]{0,9})?([eE][+-]?[0-9]{1,2})?)")
+"""A fraction or a decimal number; an exponent of eight digits would be a number of a hundred million digits."""
+
+
+def fraction_of(text: str) -> Fraction | None:
+    """Return the exact number of a text such as ``1/8`` or ``2.5e3``; None for other texts and for longer numbers."""
+    try:
+        return Fraction(text) if _NUMBER.fullmatch(text) else None
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _number(text: str, name: str) -> Fraction:
+    """The exact number of a text, from 0 to 10^9."""
+    number = fraction_of(text)
+    if number is None or not 0 <= number <= 10**9:
+        raise click.BadParameter(f"{text!r} is not {name}")
+    return number
+
+
+def _time(context: click.Context, parameter: click.Parameter, value: str | None) -> Fraction | None:
+    return None if value is None else _number(value, "a time in microseconds, 0 or more")
+
+
+def _scales(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[int, Fraction]:
+    scales = {}
+    for value in values:
+        stage, _, factor = value.partition("=")
+        if not stage.isdecimal() or len(stage) > 9:
+            raise click.BadParameter(f"{value!r} is not STAGE=FACTOR, such as 3=0.9")
+        scales[int(stage)] = _number(factor, "a factor, 0 or more")
+    return scales
+
+
+@click.command()
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--plan", type=PLACE, help="The plan of the run. Without it, show the content of traces.")
+@set_option
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+              help="Write the profile, for `cost: {profile: FILE}`.")  # fmt: skip
+@click.option("--message-us", callback=_time, metavar="TIME",
+              help="Microseconds of a message, if the files do not show it, or in place of measured ones.")  # fmt: skip
+@click.option("--stage-factor", "scales", multiple=True, callback=_scales, metavar="STAGE=FACTOR",
+              help="Multiply the computations of a stage: 3=0.9 for a stage 3 that takes 10 % less.")  # fmt: skip
+def profile(
+    files: tuple[Path, ...],
+    plan: Path | None,
+    settings: dict[KeyPath, object],
+    output: Path | None,
+    message_us: Fraction | None,
+    scales: dict[int, Fraction],
+) -> None:
+    """Make a profile from traces of a run.
+
+    FILE is a trace of PyTorch's profiler (.json, .json.gz, one for each rank), or a directory of them. A plan with
+    `cost: {profile: FILE}` is then simulated with these times.
+    """
+    require_separate_outputs()
+    if plan is None and (output is not None or message_us is not None or scales or settings):
+        raise click.UsageError("other options need --plan: a profile has the times of a plan's operations")
+    with refusing_bad_plans("text", plan or files[0], noted=files):
+        from pipeproof.interop.profiles.profile_from_traces import measured_files, profile_of_files
+        from pipeproof.specs.load_plan import load_plan
+
+        paths = measured_files(files)
+        if plan is None:
+            _show_content(paths, console_for())
+            return
+        with showing_progress(f"reading {len(paths)} files"):
+            found = profile_of_files(paths, load_plan(plan, settings), message_us, scales)
+        if output is not None:
+            write_json(output, found.to_json())
+    _show(found, output, console_for())
+
+
+def _show(found: Profile, output: Path | None, console: Console) -> None:
+    from rich.text import Text
+
+    from pipeproof.views.tables import print_table
+
+    source = found.source
+    assert source is not None
+    kinds = [
+        kind for kind in ("F", "B", "I", "W", "STEP") if any(op.kind == kind for s in found.stages for op in s.ops)
+    ]
+    medians: list[dict[str, str]] = [
+        {op.kind: f"{op.whole.median_us / 1000:.3f}" for op in stage.ops} for stage in found.stages
+    ]
+    rows = [[str(stage), *(times.get(kind, "-") for kind in kinds)] for stage, times in enumerate(medians)]
+    print_table(["stage", *(f">{kind} ms" for kind in kinds)], rows, console)
+    parts = ("computation", "communication", "update", "unattributed")
+    shares = [
+        [str(each.rank), f"{each.total_us / 1000:.3f}",
+         *(f"{100 * getattr(each, f'{part}_us') / each.total_us:.1f} %" if each.total_us else "-" for part in parts)]
+        for each in source.ranks
+    ]  # fmt: skip
+    print_table(["rank", ">total ms", *(f">{part}" for part in parts)], shares, console)
+    step = "" if source.step_us is None else f"; a step takes {source.step_us / 1000:.3f} ms, the median"
+    lines = [f"{found.steps.run} steps, {found.steps.counted} counted{step}"]
+    lines += [
+        f"messages of {point.num_bytes} bytes: {point.median_us:.3f} us, the median of {point.count}"
+        for point in found.messages
+    ]
+    lines += [f"assumed: {note}" for note in source.assumptions]
+    if output is not None:
+        lines.append(f"wrote {output}: `cost: {{profile: {output.name}}}` in a plan next to it uses it")
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+
+
+def _show_content(paths: list[Path], console: Console) -> None:
+    from rich.text import Text
+
+    from pipeproof.interop.profiles.profile_from_traces import read_trace
+    from pipeproof.interop.profiles.trace_content import content_of
+    from pipeproof.views.tables import print_table
+
+    for trace in map(read_trace, paths):
+        rank = "rank not known" if trace.rank is None else f"rank {trace.rank}"
+        content = content_of(trace)
+        total, outside = sum(row.total_ns for row in content), content[-1].total_ns
+        communication = sum(row.communication_ns for row in content)
+        summary = (
+            f"{trace.file}: {rank}, {trace.device or 'processors'}; {len(trace.work)} kernels or operators take "
+            f"{total / 1e6:.3f} ms, of it communication {communication / 1e6:.3f} ms; "
+            f"{100 * outside / max(1, total):.1f} % is in no range; {trace.num_unlaunched} have no launch"
+        )
+        console.print(Text(summary), soft_wrap=True)
+        rows = [
+            [row.name or "(no range)", str(row.count), *(f"{ns / 1e6:.3f}" for ns in (row.computation_ns,
+                                                                                     row.communication_ns))]
+            for row in content
+        ]  # fmt: skip
+        print_table(["range", ">count", ">computation ms", ">communication ms"], rows, console)

@@ -1,0 +1,1 @@
+"""Profiles from traces of programs that pipeproof did not run."""

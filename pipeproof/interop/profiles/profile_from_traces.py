@@ -1,0 +1,199 @@
+"""Profile of a plan from traces of PyTorch's profiler: the files, and the profile of their times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from statistics import median
+from types import MappingProxyType
+from typing import get_args
+
+from pydantic import ValidationError
+
+from pipeproof.cost.measured_profile import measured_sections
+from pipeproof.foreign_text import open_foreign
+from pipeproof.interop.profiles.kineto_trace import read_kineto
+from pipeproof.interop.profiles.measurements import Measurements
+from pipeproof.interop.profiles.profile_codes import not_assigned, unreadable
+from pipeproof.interop.profiles.rank_trace import RankTrace
+from pipeproof.interop.profiles.trace_measurements import measure_traces
+from pipeproof.schedule.ops import COMPUTE_KINDS, SEND_KINDS, OpKind
+from pipeproof.specs.cost import CostSpec
+from pipeproof.specs.load_plan import LoadedPlan
+from pipeproof.specs.profile_file import (
+    AttributedTime,
+    ClockOfTimes,
+    Host,
+    MeasuredPlan,
+    Profile,
+    ProfileSource,
+    SizedSpread,
+    Spread,
+    StageOp,
+    StageTimes,
+    Steps,
+    TimedKind,
+    by_size,
+    spread_of,
+)
+from pipeproof.verify.certificate import graph_digest
+from pipeproof.verify.subject import Subject, make_subject
+
+_TRACES = "traces of PyTorch's profiler"
+_SUFFIXES = (".json", ".json.gz")
+"""Files of a directory that are read."""
+_WHOLE = "give whole files of one run"
+_GZIP = b"\x1f\x8b"
+
+
+def measured_files(names: Sequence[Path]) -> list[Path]:
+    """Return the files, with those of directories that may be traces.
+
+    Raises:
+        BadPlanError: PP163, one does not exist, or a directory has none.
+    """
+    files: list[Path] = []
+    for name in names:
+        if name.is_dir():
+            inside = sorted(p for p in name.iterdir() if p.is_file() and p.name.endswith(_SUFFIXES))
+            if not inside:
+                raise unreadable(str(name), f"no file there ends with {', '.join(_SUFFIXES)}", f"name {_TRACES}")
+            files += inside
+        elif not name.exists():
+            raise unreadable(str(name), "there is no such file", f"name {_TRACES}")
+        else:
+            files.append(name)
+    return files
+
+
+def read_trace(path: Path) -> RankTrace:
+    """Return the trace of a rank.
+
+    Raises:
+        BadPlanError: PP163, it is not a trace, or it cannot be read; PP164.
+    """
+    try:
+        with open_foreign(path) as stream:
+            begin = stream.read(64)
+    except OSError as error:
+        raise unreadable(str(path), f"the file cannot be read: {error.strerror}", f"name {_TRACES}") from error
+    if begin.lstrip()[:1] != b"{" and not (begin.startswith(_GZIP) and ".json" in path.name):
+        raise unreadable(str(path), "it is not a trace", f"give {_TRACES}")
+    return read_kineto(path)
+
+
+def profile_of_files(
+    paths: Sequence[Path],
+    loaded: LoadedPlan,
+    message_us: Fraction | None,
+    scales: Mapping[int, Fraction] = MappingProxyType({}),
+) -> Profile:
+    """Return the profile of a plan from the files of a run of it.
+
+    ``message_us`` is the time of a message, for files that do not show it; it replaces measured ones. ``scales`` are
+    factors of the computations by stage, for a stage that will be faster or slower.
+
+    Raises:
+        BadPlanError: PP163, a file cannot be read; PP164, its events cannot be assigned to operations of the plan.
+    """
+    spec = loaded.spec.model_copy(update={"cost": CostSpec()})  # the plan may name the profile that is being made
+    subject = make_subject(replace(loaded, spec=spec))
+    found = measure_traces([read_trace(path) for path in paths], subject)
+    _scale(found, scales, len(subject.plan.stages))
+    try:
+        return _profile(found, subject, message_us)
+    except ValidationError as error:  # a time beyond the limits of a profile
+        raise unreadable(
+            ", ".join(found.files), f"a time is out of range: {error.errors()[0]['msg']}", _WHOLE
+        ) from error
+
+
+def _scale(found: Measurements, scales: Mapping[int, Fraction], num_stages: int) -> None:
+    for stage, factor in scales.items():
+        if not 0 <= stage < num_stages:
+            raise not_assigned(
+                ", ".join(found.files), f"stage {stage} to scale, and the plan has {num_stages} stages",
+                "stages count from 0",
+            )  # fmt: skip
+        for kind in COMPUTE_KINDS:
+            found.ops[stage, kind] = [round(time * factor) for time in found.ops.get((stage, kind), [])]
+        found.notes.append(f"computations of stage {stage} take {float(factor):g} of the measured time")
+
+
+def _profile(found: Measurements, subject: Subject, message_us: Fraction | None) -> Profile:
+    notes = list(found.notes)
+    return Profile(
+        profile=1,
+        machine=None,
+        plan=MeasuredPlan(digest=graph_digest(subject), **measured_sections(subject.plan.spec)),
+        steps=Steps(run=found.num_steps, counted=found.num_counted),
+        stages=tuple(_stages(found, subject, notes)),
+        messages=() if message_us is not None else by_size(found.messages),
+        bare_messages=tuple(_given_messages(found, subject, message_us, notes)),
+        collectives=(),
+        host=Host(between_ops=None, after_wait=None),
+        clock=ClockOfTimes(name="device" if found.devices else "host", accuracy_us=0.0),
+        source=ProfileSource(
+            format="kineto",
+            files=tuple(found.files),
+            devices=tuple(found.devices),
+            step_us=None if found.step_ns is None else found.step_ns / 1000,
+            ranks=tuple(
+                AttributedTime(
+                    rank=each.rank,
+                    total_us=each.total_ns / 1000,
+                    computation_us=each.computation_ns / 1000,
+                    communication_us=each.communication_ns / 1000,
+                    update_us=each.update_ns / 1000,
+                    unattributed_us=each.unattributed_ns / 1000,
+                )
+                for each in sorted(found.ranks, key=lambda each: each.rank)
+            ),
+            assumptions=tuple(notes),
+        ),
+    )
+
+
+def _stages(found: Measurements, subject: Subject, notes: list[str]) -> Iterator[StageTimes]:
+    """Yield the times of the stages; the optimizer includes the sums of gradients, whose collectives are not listed."""
+    num_stages = len(subject.plan.stages)
+    reduced = any(kind is OpKind.REDUCE_GRAD for _, kind in found.ops)
+    if not any(kind is OpKind.STEP for _, kind in found.ops):
+        notes.append("no time of the optimizer: its step takes 0 us" + (" but for sums of gradients" * reduced))
+    elif reduced:
+        notes.append("the time of the optimizer includes the sums of gradients")
+    for stage in range(num_stages):
+        times = {kind: found.ops.get((stage, OpKind(kind)), []) for kind in get_args(TimedKind)}
+        if not times["F"] or not (times["B"] or (times["I"] and times["W"])):
+            lacking = "forward" if not times["F"] else "backward"
+            raise not_assigned(
+                ", ".join(found.files), f"no time of a {lacking} of stage {stage}",
+                "give the files of one rank of each stage at least",
+            )  # fmt: skip
+        sums = round(median(times["REDUCE_GRAD"])) if times["REDUCE_GRAD"] else 0
+        times["STEP"] = [time + sums for time in times["STEP"] or [0]]
+        spreads = {kind: spread_of(Spread, samples) for kind, samples in times.items()}
+        yield StageTimes(
+            stage=stage,
+            ops=tuple(
+                StageOp(kind=kind, whole=spread, own=spread) for kind, spread in spreads.items() if spread is not None
+            ),
+        )
+
+
+def _given_messages(
+    found: Measurements, subject: Subject, message_us: Fraction | None, notes: list[str]
+) -> Iterator[SizedSpread]:
+    """Yield the time of a message that was given, for all sizes."""
+    if message_us is not None:
+        spread = spread_of(SizedSpread, [round(message_us * 1000)], bytes=0)
+        assert spread is not None
+        notes.append(f"every message takes {float(message_us):g} us, as given")
+        yield spread
+    elif not found.messages and subject.graph.is_kind(SEND_KINDS).any():
+        raise not_assigned(
+            ", ".join(found.files), "no message shows its time without waits",
+            "give it: `--message-us 20`, for instance from `pipeproof doctor` or `rehearse`; 0 leaves messages out",
+        )  # fmt: skip
