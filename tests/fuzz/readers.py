@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import pickle
@@ -188,8 +189,11 @@ def _readers() -> tuple[Reader, ...]:
         Reader("plan", "plan.yaml", _files("examples/*.yaml"), lambda path: ["check", path]),
         Reader("program", "program.txt", _files("tests/schedule/files/*.txt", "examples/schedules/*") or (csv,),
                lambda path: ["check", path]),
-        Reader("schedule", "schedule.csv", (csv, b"f0;f1;b0;b1;\nf0;b0;f1;b1;\n"),
-               lambda path: ["schedule", "convert", path, "--to", "text"]),
+        Reader("schedule", "schedule.csv", (csv,), lambda path: ["schedule", "convert", path, "--as", "text"]),
+        Reader("schedule_of_fleet", "schedule.txt", (b"f0;f1;b0;b1;\nf0;b0;f1;b1;\n",),
+               lambda path: ["schedule", "convert", path, "--as", "text"]),
+        Reader("schedule_rows", "rows.txt", (b"F0 F1 B0 B1\nF0 B0 F1 B1\n",),
+               lambda path: ["schedule", "convert", path, "--as", "text"]),
         *_importers(script, toml, deepspeed, csv),
         Reader("model_config", "config.json", (config,),
                lambda path: ["import", "megatron", ROOT / "examples/importing/megatron.sh", "--model-config", path]),
