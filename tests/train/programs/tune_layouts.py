@@ -55,6 +55,7 @@ def tune_a_sequential(directory):
     rows = layout.rows
     assert [row.measured_ms is not None for row in rows[:3]] == [True, True, False]
     assert rows[0].name in repr(layout)
+    assert [note[:24] for note in layout.notes] == ["FSDP2 without a pipeline"] * 2
     assert "<table>" in layout._repr_html_()
     again = tune(model, **own, search=search)
     assert again.rows == rows

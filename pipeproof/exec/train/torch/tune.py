@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +28,7 @@ from pipeproof.exec.train.torch.boundary_inference import unchanged_state
 from pipeproof.exec.train.torch.measure_layers import Batch, Cutter, RunWay, way_of, ways_measured
 from pipeproof.exec.train.torch.model_stages import ModelStages
 from pipeproof.exec.train.torch.module_stage import LossFunction
+from pipeproof.exec.train.torch.no_pipeline import sharded_step
 from pipeproof.exec.train.torch.pipeline import Pipeline
 from pipeproof.exec.train.torch.pipeline_start import device_of
 from pipeproof.exec.train.torch.split_backward import gradients_aside
@@ -50,7 +52,7 @@ class Search:
     ``num_trials`` layouts are run, as many of them as ``max_s`` seconds allow, but one at least. ``splits`` are tried:
     by default ``whole`` and ``graph`` on a GPU, ``whole`` and ``linear`` on a CPU. ``optimizer_bytes`` are the bytes of
     optimizer states for each byte of trained weights: 2 for AdamW. ``file`` keeps the result, and a call with an equal
-    model, devices and arguments reads it.
+    model, devices and arguments reads it. ``without_pipeline``: FSDP2 over the same ranks is run, too, and noted.
     """
 
     num_trials: int = 3
@@ -58,6 +60,7 @@ class Search:
     splits: Sequence[str] | None = None
     optimizer_bytes: float = 2.0
     file: str | Path | None = None
+    without_pipeline: bool = True
 
 
 def tune(
@@ -141,6 +144,7 @@ class _Tuning:
             costs |= self._phase("measure recomputation", lambda: self._measured(ways, costs))
             found, lacking = self._phase("search again", lambda: self._searched(costs))
         rows = self._phase("try", lambda: self._tried(found, lacking))
+        self._phase("without a pipeline", lambda: self._note_no_pipeline(rows[0]))
         layout = self._layout(rows, costs)
         if self.file is not None and not self.ranks.rank:
             write_output(self.file, json.dumps({
@@ -423,23 +427,71 @@ class _Tuning:
         target = _every(self.batch.target, num) if pipe.is_last and self.batch.loss_fn is not None else None
         weights = [weight for stage in pipe.stages.values() for weight in stage.parameters()]
 
-        def steps(number: int) -> float:
+        def step() -> None:
+            pipe.step(*args, target=target, **kwargs)
+            for weight in weights:
+                weight.grad = None
+
+        return self._timed(step)
+
+    def _timed(self, step: Callable[[], None]) -> tuple[list[float], int]:
+        """Milliseconds of a step that all ranks make, in each series, and the most bytes that were allocated."""
+
+        def steps() -> float:
             dist.barrier(self.ranks.group)
             self._sync()
             started = time.perf_counter()
-            for _ in range(number):
-                pipe.step(*args, target=target, **kwargs)
-                for weight in weights:
-                    weight.grad = None
+            for _ in range(_STEPS_OF_SERIES):
+                step()
             self._sync()
             dist.barrier(self.ranks.group)
-            return (time.perf_counter() - started) / number * 1e3
+            return (time.perf_counter() - started) / _STEPS_OF_SERIES * 1e3
 
-        steps(_STEPS_OF_SERIES)  # compiles, and with replay captures
+        steps()  # compiles, and with replay captures
         if self.is_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
-        times = [steps(_STEPS_OF_SERIES) for _ in range(_NUM_SERIES)]
+        times = [steps() for _ in range(_NUM_SERIES)]
         return times, torch.cuda.max_memory_allocated(self.device) if self.is_gpu else 0
+
+    def _note_no_pipeline(self, fastest: LayoutRow) -> None:
+        """Note the steps of FSDP2 without a pipeline, with the example's micro-batches and with twice as many rows."""
+        num_ranks, found = self.ranks.num_ranks, dict[int, tuple[float, float | None]]()
+        if num_ranks == 1 or not self.search.without_pipeline:
+            return
+        for num_examples in (1, 2):
+            num, rest = divmod(self.num_micro_batches, num_ranks * num_examples)
+            if rest or not self._has_time(0.0) or not self._has_room():
+                continue
+            self._report(f"running FSDP2 without a pipeline, micro-batches of {num_examples} examples")
+            before = torch.cuda.memory_allocated(self.device) if self.is_gpu else 0
+            with unchanged_state([self.model], self.device):
+                step = sharded_step(
+                    self.cutter, self.batch, num_examples, num, self.ranks.group, is_compiled=self.is_gpu
+                )
+                times, peak = self._timed(step)
+            states = sum(self._static_bytes()) / num_ranks / (2 + self.search.optimizer_bytes)
+            own = [min(times), (peak - before + states * self.search.optimizer_bytes) / GIB if self.is_gpu else None]
+            answers = self.ranks.agreement.gather(f"no pipeline {num_examples}", partial(list, own))
+            gib = None if answers[0][1] is None else max(answer[1] for answer in answers)
+            found[num_examples] = max(answer[0] for answer in answers), gib
+            del step
+            self._clean()
+        for num_examples, (ms, gib) in found.items():
+            memory = "" if gib is None else f" and {gib:.3g} GiB"
+            which = "is faster" if ms < (fastest.measured_ms or 0.0) else "is slower"
+            self.notes.append(
+                f"FSDP2 without a pipeline, micro-batches of {num_examples} example{'s' * (num_examples > 1)}: "
+                f"{ms:.4g} ms{memory}, which {which} than the first row"
+            )
+
+    def _has_room(self) -> bool:
+        """True if every rank can hold a second copy of the model."""
+        size = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+        self._num_asked += 1
+        answers = self.ranks.agreement.gather(
+            f"room {self._num_asked}", lambda: not self.is_gpu or 3 * size < torch.cuda.mem_get_info(self.device)[0]
+        )
+        return all(answers)
 
     def _clean(self) -> None:
         gc.collect()
