@@ -2,7 +2,13 @@
 
 import ast
 import re
+import shlex
 from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipeproof.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -26,3 +32,23 @@ def test_its_map_names_rooms_and_files_that_exist():
     for room, first in rooms:
         assert first.startswith(f"{room}/")
         assert (ROOT / "pipeproof" / first).is_file()
+
+
+_FEWER = ("--top", "1", "--workers", "1", "--fix", "tp=4", "--fix", "pp=4", "--fix", "mbs=1")
+"""Fewer layouts: the answer is tested elsewhere."""
+COMMANDS = [
+    shlex.split(line, comments=True)[1:] for line in re.findall(r"^\$ (\.venv/bin/pipeproof .*)$", TEXT, re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("command", [each for each in COMMANDS if each[0] not in ("job", "run")], ids=" ".join)
+def test_its_commands_answer(command, tmp_path, monkeypatch):
+    """Those that start processes, or read a directory of the reader's, are tested elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    result = CliRunner().invoke(main, [*command, *_FEWER] if command[0] == "tune" else command)
+    assert result.exit_code == (1 if command[0] == "check" else 0), result.output  # the strategy is undecided
+
+
+def test_all_five_questions_have_a_command():
+    assert [command[0] for command in COMMANDS] == ["check", "tune", "job", "simulate", "run"]

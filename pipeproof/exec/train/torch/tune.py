@@ -512,7 +512,9 @@ class _Tuning:
             content = pipe.plan.content
             pipe._cut_model.forget()  # noqa: SLF001
             pipe.close()
-        content = with_times(content, chosen, costs[chosen.way])
+        own, again = costs[chosen.way], costs.get(chosen.way._replace(recomputes=True), [])
+        recomputed = set(self._recomputed(chosen))
+        content = with_times(content, chosen, [again[n] if n in recomputed else own[n] for n in range(len(own))])
         return Layout(stages, content, tuple(rows), tuple(self.notes), dict(self.seconds))
 
 
