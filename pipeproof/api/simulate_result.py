@@ -25,6 +25,7 @@ from pipeproof.sim.simulate import simulate as simulate_lowered
 from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Timeline
 from pipeproof.specs.cost import CostSource
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.verify.check_plan import require_whole_step
 from pipeproof.views.schedule_svg import schedule_svg
 
 MOST_RANKS, MOST_OPS = 32, 4000
@@ -167,16 +168,18 @@ def simulate(
 
     Raises:
         BadPlanError: it is not a valid plan, cannot be lowered, or the engine does not support it.
-        SimulationError: the step cannot finish.
+        SimulationError: the step cannot finish, or the plan's own schedule is no whole step.
         ValueError: there is no such engine, or settings are given for a lowered plan.
     """
     if isinstance(plan, LoweredPlan):
         if settings:
             raise ValueError("settings are for a plan, and this one is lowered already")
+        require_whole_step(plan, None)
         return _result(simulate_lowered(plan, backend, engine=engine), plan, plan.spec, "plan")
     loaded = load_given(plan, settings)
     with blaming_plan(loaded):
         lowered = lower_loaded(loaded)
+        require_whole_step(lowered, loaded.source)
         simulation = simulate_lowered(lowered, backend, engine=engine)
     return _result(simulation, lowered, loaded.spec, name_of(plan))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -176,9 +176,13 @@ def show_refusal(error: PipeproofError, form: Form, file: Path, status: int, con
     """Write the findings of a refused input; as text, they go to the console for errors."""
     match form:
         case "text":
-            from pipeproof.diagnostics.text_output import render_text
+            from pipeproof.diagnostics.text_output import BRIEF_WITNESSES, render_text
+            from pipeproof.sim.outcome import SimulationError
 
-            render_text(error.findings, getattr(error, "source", None), console=console())
+            brevity = BRIEF_WITNESSES
+            if isinstance(error, SimulationError):
+                brevity = replace(brevity, findings_of_a_code=10, rest="`pipeproof check --all` shows all")
+            render_text(error.findings, getattr(error, "source", None), console=console(), brevity=brevity)
         case "json":
             from pipeproof.diagnostics.text_output import finding_to_json
 

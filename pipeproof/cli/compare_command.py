@@ -19,6 +19,7 @@ from pipeproof.schedule.kinds import SCHEDULE_KINDS
 
 if TYPE_CHECKING:
     from pipeproof.analysis.compare.timeline_files import TimelineFile
+    from pipeproof.cli.file_kinds import FileKind
 
 
 def _page(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
@@ -48,11 +49,14 @@ def compare(
     wrote, or a report of `run --report`. B may be a kind of schedule, such as zb_v: the plan A with it. --set is for
     the plans among them. The exit status is 0 for any differences.
     """
-    if not (_is_imported(a) or _is_imported(b)):
-        source.refuse_import_options()
-    first = _read("A", a, source)
+    from pipeproof.cli.file_kinds import kind_of
+
     is_kind = str(b) in SCHEDULE_KINDS and not b.exists()
-    second = _of_kind(str(b), a, source) if is_kind else _read("B", b, source)
+    kinds = [kind_of(a), None if is_kind else kind_of(b)]
+    if not any(map(_is_imported, kinds)):
+        source.refuse_import_options()
+    first = _read("A", a, source, kinds[0])
+    second = _of_kind(str(b), a, first, source) if is_kind else _read("B", b, source, kinds[1])
     with refusing_bad_plans("text", b):
         from pipeproof.analysis.compare.common_layers import with_common_layers
 
@@ -78,14 +82,14 @@ def compare(
             console_for().print(f"timelines written to {output}; open it in a browser", soft_wrap=True)
 
 
-def _of_kind(kind: str, plan: Path, source: PlanSource) -> TimelineFile:
+def _of_kind(kind: str, plan: Path, first: TimelineFile, source: PlanSource) -> TimelineFile:
     """The step of a plan with another kind of schedule, each stage with the time of its layers."""
     with refusing_bad_plans("text", plan), showing_progress(f"simulating {kind}"):
         from pipeproof.analysis.compare.timeline_files import simulated_plan
         from pipeproof.api.given_plan import plan_data
         from pipeproof.specs.load_plan import plan_from_dict
 
-        data = plan_data(source.load(plan))
+        data = plan_data(first.loaded or source.load(plan))
         given = data["schedule"]
         assert isinstance(given, dict)
         kept = {key: given[key] for key in ("num_micro_batches", "micro_batch_size") if key in given}
@@ -94,21 +98,19 @@ def _of_kind(kind: str, plan: Path, source: PlanSource) -> TimelineFile:
         return simulated_plan(kind, plan_from_dict(data))
 
 
-def _is_imported(path: Path) -> bool:
-    from pipeproof.cli.file_kinds import kind_of
-
-    kind = kind_of(path)
+def _is_imported(kind: FileKind | None) -> bool:
     return kind is not None and kind.importer is not None
 
 
-def _read(name: str, path: Path, source: PlanSource) -> TimelineFile:
+def _read(name: str, path: Path, source: PlanSource, kind: FileKind | None) -> TimelineFile:
     with refusing_bad_plans("text", path), showing_progress(f"reading {path}"):
         from pipeproof.analysis.compare.timeline_files import TimelineFileError, read_timeline, simulated_plan
         from pipeproof.specs.load_plan import load_plan
 
         try:
-            if _is_imported(path):
-                return simulated_plan(str(path), source.load(path))
+            if _is_imported(kind):
+                importer = source if source.kind is not None else source.for_kind(path, kind)
+                return simulated_plan(str(path), importer.load(path))
             return read_timeline(path, lambda file: load_plan(file, source.settings))
         except TimelineFileError as error:
             note_kind(path)

@@ -24,7 +24,7 @@ from pipeproof.comm.generated_schedule import (
     sample_plan,
     stage_costs,
 )
-from pipeproof.comm.lower import blaming_plan, own_schedule, with_measured_times
+from pipeproof.comm.lower import blaming_plan, lower_loaded, own_schedule, with_measured_times
 from pipeproof.diagnostics.finding import BadPlanAtError, BadPlanError
 from pipeproof.diagnostics.problems import nearest_name
 from pipeproof.diagnostics.units import number_text, time_text
@@ -38,6 +38,7 @@ from pipeproof.sim.timeline import RankFigures, figures_of, figures_to_json, num
 from pipeproof.specs.cost import cost_source, placeholder_note
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.specs.plan import PlanSpec
+from pipeproof.verify.check_plan import require_whole_step
 from pipeproof.verify.schedule_verdict import Outcome, ScheduleVerdict, check_schedule
 from pipeproof.views.schedule_svg import schedule_svg
 from pipeproof.views.tables import print_lines
@@ -115,6 +116,14 @@ def _selected(plan: LoadedPlan, text: TimeText, note: str, source: str, time_lim
     foreign = own_schedule(plan)
     schedule = plan_schedule(plan.spec) if foreign is None else Schedule(foreign.programs)
     costs = stage_costs(plan.spec)
+    if foreign is not None:
+        lowered = lower_loaded(plan)
+        require_whole_step(lowered, plan.source)
+        try:
+            asap(schedule, costs)
+        except ValueError:  # computations wait for each other, on any backend
+            require_whole_step(lowered, plan.source, ("PP4",))
+            raise
     found = None
     if plan.spec.schedule.kind == "optimal":
         found = bounded(plan.spec, schedule, costs, time_limit_s)

@@ -42,6 +42,10 @@ def simulate(
         note = loaded.spec.placeholder_note
         with blaming_plan(loaded):
             lowered = lower_loaded(loaded)
+            if lowered.foreign is not None:  # a generated schedule is whole: the rules need not be loaded
+                from pipeproof.verify.check_plan import require_whole_step
+
+                require_whole_step(lowered, loaded.source)
             on_progress(f"simulating {plan}", 0, 0)
             simulation = run_simulation(lowered, engine=engine)
         if output is not None:

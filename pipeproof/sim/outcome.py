@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeproof.diagnostics.finding import OpsWitness, PipeproofError, RuleDoc, WitnessOp
+from pipeproof.diagnostics.finding import Finding, OpsWitness, PipeproofError, RuleDoc, WitnessOp
+from pipeproof.diagnostics.source import SourceMap
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, TRANSFER_KINDS, OpKind
 
@@ -52,7 +53,14 @@ NO_ROOM = RuleDoc(
 
 
 class SimulationError(PipeproofError):
-    """The simulated program cannot finish; the finding names the waiting ranks and operations."""
+    """A program without a timeline: it cannot finish, or is no whole step; the findings name ranks and operations.
+
+    ``source`` is the text of the plan for the findings to show, None if there is none.
+    """
+
+    def __init__(self, *findings: Finding, source: SourceMap | None = None) -> None:
+        super().__init__(*findings)
+        self.source = source
 
 
 _MOST_NAMED = 8

@@ -8,7 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeproof.comm.backend_rows import BackendTable
-from pipeproof.diagnostics.finding import CycleWitness, Finding, Location, OpsWitness, Severity, WitnessOp
+from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.diagnostics.finding import CycleWitness, Finding, Location, OpsWitness, Severity, WitnessOp, code_order
+from pipeproof.diagnostics.source import SourceMap
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.schedule.op_table import NONE, OpGraph
 from pipeproof.schedule.ops import COLLECTIVE_KINDS, KINDS, UPDATE_KINDS, OpKind, parse_op
@@ -18,7 +20,7 @@ from pipeproof.verify.declared_facts import NO_FACTS, Facts
 from pipeproof.verify.fifo_matching import FaultsByChannel
 from pipeproof.verify.memory_budget import InFlight, in_flight
 from pipeproof.verify.registry import ALL_RULES, RULES, SUPPRESSION_CODES, Selection, Suppressed, suppress
-from pipeproof.verify.subject import Rule, Subject, graph_subject, make_subject, program_subject
+from pipeproof.verify.subject import Rule, Subject, graph_subject, lowered_subject, make_subject, program_subject
 
 # --- Causes of findings: one fault in a program is one finding, and what follows from it is shown behind it ---
 # A rule sees one thing, so a send that is left out is seen by several: a receive
@@ -270,6 +272,10 @@ OnProgress = Callable[[str, int, int], None]
 """Callback for progress: the current task, the number of rules done and of all."""
 
 
+WHOLE_STEP = (*(f"PP12{digit}" for digit in range(1, 10)), "PP3")
+"""Beginnings of the codes of steps that are not whole: all is computed once, in order, and sent to who receives it."""
+
+
 @dataclass(frozen=True)
 class Report:
     """Result of ``check`` for one plan, whose identity is the graph digest ``digest``.
@@ -338,6 +344,27 @@ def check(plan: LoadedPlan, selection: Selection = ALL_RULES, on_progress: OnPro
         BadPlanError: the plan cannot be lowered at all.
     """
     return check_subject(make_subject(plan), selection, on_progress)
+
+
+def require_whole_step(lowered: LoweredPlan, source: SourceMap | None, codes: tuple[str, ...] = WHOLE_STEP) -> None:
+    """Refuse a timeline of a plan with its own schedule that is no whole step: it would show a step that is none.
+
+    An evaluation, which has no backward at all, is whole without them. ``codes`` are the beginnings of the codes of
+    the rules to run, ``source`` the text of the plan, if there is one.
+
+    Raises:
+        SimulationError: with the errors of those rules.
+    """
+    if lowered.foreign is None:
+        return
+    subject = lowered_subject(lowered, source)
+    rules = _rules_for(subject, [code for code in CHECK_CODES if code.startswith(codes)])
+    found = [subject.placed(finding) for rule in rules for finding in rule.check(subject)]
+    errors = [finding for finding in found if finding.severity is Severity.ERROR]
+    if errors:
+        from pipeproof.sim.outcome import SimulationError  # a check loads no simulator
+
+        raise SimulationError(*with_causes(subject, sorted(errors, key=code_order)), source=source)
 
 
 def check_subject(

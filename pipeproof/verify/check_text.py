@@ -44,7 +44,8 @@ def render_report(report: Report, console: Console, brevity: Brevity) -> None:
 def _next_step(report: Report) -> str:
     """Return the reader's next step after this verdict."""
     if report.undecided:
-        return "give the value that decides, and check again"
+        gap = next((finding.help for finding in report.findings if finding.code == "PP942"), None)
+        return f"{gap or 'give the value that decides'}, and check again"
     if report.errors:
         code = report.errors[0].code
         return f"apply the help of {code}, and check again; `pipeproof --explain {code}` has the reason"

@@ -309,9 +309,13 @@ def make_subject(loaded: LoadedPlan, *, boundary: Boundary | None = None) -> Sub
         PlanFileError: the plan's own schedule cannot be read or does not fit, the layers cannot be put onto the
             stages, or the plan is too large.
     """
-    lowered = lower_loaded(loaded, boundary=boundary)
+    return lowered_subject(lower_loaded(loaded, boundary=boundary), loaded.source)
+
+
+def lowered_subject(lowered: LoweredPlan, source: SourceMap | None) -> Subject:
+    """Subject of a plan that is lowered already; ``source`` is the text of the plan, if there is one."""
     origins = lowered.foreign.origins if lowered.foreign is not None else ()
-    return Subject(lowered.graph, declared_backend(loaded.spec), lowered, loaded.source, origins)
+    return Subject(lowered.graph, declared_backend(lowered.spec), lowered, source, origins)
 
 
 def graph_subject(

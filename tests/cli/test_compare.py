@@ -5,6 +5,7 @@ import json
 import pytest
 from jsonschema import Draft202012Validator
 
+from pipeproof.cli import file_kinds
 from tests.cli.commands import REPOSITORY, invoke
 from tests.plans import plan_dict
 
@@ -104,3 +105,16 @@ def test_a_step_that_is_not_there(plan, tmp_path):
     result = invoke("compare", plan("one"), report, "--step", "7")
     assert result.exit_code == 2
     assert "has no step 7: it has steps 0 to 1" in " ".join(result.stderr.split())
+
+
+def test_files_of_other_tools_are_recognised_and_loaded_once(monkeypatch):
+    recognised = []
+    original = file_kinds.kind_of
+    monkeypatch.setattr(file_kinds, "kind_of", lambda path: recognised.append(path) or original(path))
+    path = REPOSITORY / "examples" / "schedules" / "zbv_pp2.csv"
+    for other in (path, "1f1b"):
+        recognised.clear()
+        answer = invoke("compare", path, other)
+        assert answer.exit_code == 0
+        files = 2 if other is path else 1
+        assert (len(recognised), answer.stderr.count("is read as")) == (files, files)

@@ -21,6 +21,7 @@ from pipeproof.schedule.ops import Op, parse_op
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.cost import CostSource
 from pipeproof.specs.load_plan import LoadedPlan, load_plan
+from pipeproof.verify.check_plan import require_whole_step
 from pipeproof.views.chrome_trace import ARRIVAL
 from pipeproof.views.trace_slices import COLUMNS
 
@@ -122,10 +123,11 @@ def simulated_plan(file: str, loaded: LoadedPlan) -> TimelineFile:
 
     Raises:
         BadPlanError: it cannot be lowered or simulated.
-        SimulationError: it comes to no end.
+        SimulationError: it comes to no end, or its own schedule is no whole step.
     """
     with blaming_plan(loaded):
         lowered = lower_loaded(loaded)
+        require_whole_step(lowered, loaded.source)
         timeline = simulate(lowered).timeline
     ops = (
         TimedOp(s.rank, s.step, s.queue, parse_op(s.op), timeline.us(s.start), timeline.us(s.end), s.op_id)

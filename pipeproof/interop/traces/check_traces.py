@@ -19,6 +19,7 @@ from pipeproof.diagnostics.finding import (
     WitnessOp,
     code_order,
     relinked,
+    shown_path,
 )
 from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, absence_finding, cycle_finding
 from pipeproof.interop.hang.hang_codes import HANG_CYCLE, NEVER_ISSUED
@@ -278,10 +279,12 @@ def _state_of_logs(logs: Sequence[RankLog]) -> Iterator[Finding]:
     known = {log.rank for log in logs}
     missing = [rank for rank in range(logs[0].num_ranks) if rank not in known]
     if missing:
-        ranks = ", ".join(map(str, missing[:8])) + (", .." if len(missing) > 8 else "")
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        ranks, files = (", ".join(f"{name}{rank}{end}" for rank in missing[:8]) + more
+                        for name, end in (("", ""), ("rank_", ".jsonl")))  # fmt: skip
         message = f"{len(missing)} of {logs[0].num_ranks} ranks have no log: {ranks}"
-        location = Location(str(Path(logs[0].file).parent))
-        yield MISSING_LOG.finding(message, location, "copy the logs of all ranks to one directory")
+        directory = Path(logs[0].file).parent
+        yield MISSING_LOG.finding(message, Location(str(directory)), f"copy {files} to {shown_path(str(directory))}")
     for log in logs:
         if not log.ended:
             waiting = [call for call in log.calls if call.seq in log.waiting_for]

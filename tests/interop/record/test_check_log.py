@@ -279,6 +279,7 @@ def test_a_missing_log(tmp_path):
     answer = run(tmp_path)
     assert answer.exit_code == 1
     assert "undecided: the answer depends on 1 gap in the logs (PP942)" in answer.output
+    assert answer.output.splitlines()[-1] == f"next: copy rank_1.jsonl to {tmp_path}, and check again"
 
 
 @pytest.mark.parametrize("number", [0, -1, 2**20 + 1, 10**9])
