@@ -47,7 +47,7 @@ Titled = (
 )
 """A timeline with its title; the graph that it is of, what its ranks hold and its MFU, where these are known."""
 
-_SCRIPTS = ("data.js", "layout.js", "draw.js", "describe.js", "numbers.js", "app.js")
+_SCRIPTS = ("data.js", "layout.js", "draw.js", "units.js", "describe.js", "numbers.js", "app.js")
 """In the order in which they need each other; together they are one script."""
 
 

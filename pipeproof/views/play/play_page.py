@@ -24,10 +24,10 @@ _SCRIPTS = ("schedules.js", "programs.js", "engine.js", "settings.js", "picture.
 
 def play_html() -> str:
     """Return the text of the page; the same bytes each time."""
-    folder = files(__package__) / "page"
+    folder, units = files(__package__) / "page", files("pipeproof.views.html") / "page" / "units.js"
     return Template((folder / "play.html").read_text(encoding="utf-8")).substitute(
         style=(folder / "play.css").read_text(encoding="utf-8"),
-        script="\n".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS),
+        script="\n".join(part.read_text(encoding="utf-8") for part in (units, *(folder / name for name in _SCRIPTS))),
         data=json.dumps(_tables(), separators=(",", ":")).replace("<", "\\u003c"),
     )
 

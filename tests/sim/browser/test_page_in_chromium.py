@@ -2,16 +2,22 @@
 
 import io
 from itertools import groupby, pairwise
+from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from matplotlib.image import imread
 
+import pipeproof.views.html
+from pipeproof.diagnostics.units import size_text, time_text
 from pipeproof.sim.simulate import simulate
 from pipeproof.views.html.timeline_page import write_html
 from pipeproof.views.memory_curves import memory_held
 
 pytestmark = pytest.mark.needs_browser
 
+UNITS = (Path(pipeproof.views.html.__file__).parent / "page" / "units.js").read_text(encoding="utf-8")
 MAKESPAN = (8 + 3) * 30 + 2 * 2 * (3 + 7 * 3 // 4)
 """Of 1F1B with the costs of ``plan_of``, by its closed form."""
 TOP = "return document.getElementById('canvas').getBoundingClientRect().top"
@@ -54,6 +60,21 @@ def edge(browser, op, rank, k):
     return pixel(browser, box["x"] + box["w"] / 2, box["y"] + browser.run(TOP))
 
 
+@given(
+    us=st.one_of(st.floats(-1e12, 1e12), st.integers(-(10**9), 10**9).map(lambda eighths: eighths / 8)),
+    num_bytes=st.one_of(st.integers(0, 2**48), st.integers(0, 2**30).map(lambda n: n * 128)),
+)
+@settings(max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_times_and_sizes_are_written_as_in_text(browser, us, num_bytes):
+    texts = browser.run(f"{UNITS}\nreturn [duration(arguments[0]), bytesText(arguments[1])]", us, num_bytes)
+    assert texts == [time_text(us), size_text(num_bytes)]
+
+
+def test_neighbours_on_the_axis_differ(browser):
+    ticks = browser.run(f"{UNITS}\nreturn [1, 2, 3].map((n) => tickText(123456 + 0.5 * n, 0.5))")
+    assert ticks == ["123456.5 us", "123457 us", "123457.5 us"]
+
+
 def test_the_page_draws_itself_and_asks_for_nothing(opened):
     assert opened.run("return performance.getEntriesByType('resource').length") == 0
     assert view(opened)[:2] == [0, MAKESPAN]
@@ -62,10 +83,10 @@ def test_the_page_draws_itself_and_asks_for_nothing(opened):
 
 def test_hovering_tells_what_an_operation_a_message_and_a_bubble_are(opened):
     opened.move(*place(opened, "1F2", 1))
-    assert tip(opened).startswith("1F2: forward on rank 1 pp1\n32 \u00b5s to 42 \u00b5s, takes 10 \u00b5s")
+    assert tip(opened).startswith("1F2: forward on rank 1 pp1\n32 us to 42 us, takes 10 us")
     opened.move(*place(opened, "1RECV_F0", 1))
-    assert "512 bytes" in tip(opened)
-    assert "from 0SEND_F0 on rank 0: sent at 10 \u00b5s, arrived at 12 \u00b5s" in tip(opened)
+    assert "512 B" in tip(opened)
+    assert "from 0SEND_F0 on rank 0: sent at 10 us, arrived at 12 us" in tip(opened)
     x, y = place(opened, "0F3", 0)
     opened.move(x + 60, y)
     assert "rank 0 pp0 is idle: waits for a message from rank 1" in tip(opened)
@@ -320,7 +341,7 @@ def figures(browser):
 def test_the_figures_are_those_of_the_closed_form(opened):
     """Three warm-ups and three cool-downs: each rank computes for 8 of its 8 + 3 rounds, less the messages."""
     found = figures(opened)
-    assert found["Makespan, simulated"] == f"{MAKESPAN} \u00b5s"
+    assert found["Makespan, simulated"] == f"{MAKESPAN} us"
     assert found["Bubble"] == f"{round(100 * (1 - 8 * 30 / MAKESPAN), 1):g} %"
     assert found["Peak activations"] == "4"
     assert "MFU" not in found
@@ -359,7 +380,7 @@ def test_exposed_communication_is_idle_time_in_which_a_message_is_under_way(brow
     write_html([("1f1b", simulate(lowered).timeline, lowered.graph)], tmp_path / "x.html")
     browser.open(tmp_path / "x.html")
     assert browser.run("return [0, 1].map((rank) => pipeproof.breakdown(rank, 0, 64).messages)") == [2, 2]
-    assert figures(browser)["Exposed communication"] == "2 \u00b5s, 3.1 %"
+    assert figures(browser)["Exposed communication"] == "2 us, 3.1 %"
 
 
 def test_a_range_is_chosen_on_the_axis_or_by_keys_and_broken_down(opened):

@@ -5,19 +5,6 @@ const KIND_WORDS = {
   wait: "wait", collective: "collective", other: "other",
 };
 
-const trimmed = (value, digits) => String(Number(value.toFixed(digits)));
-
-// Microseconds in a unit that suits `step`, the least difference that matters.
-function duration(us, step = Math.abs(us)) {
-  const [unit, name] = step >= 1e6 ? [1e6, "s"] : step >= 1e3 ? [1e3, "ms"] : step >= 1 || us === 0 ? [1, "\u00b5s"] : [1e-3, "ns"];
-  return `${trimmed(us / unit, 3)} ${name}`;
-}
-
-function bytesText(bytes) {
-  const power = bytes < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(bytes) / 10));
-  return `${trimmed(bytes / 1024 ** power, 2)} ${["bytes", "KiB", "MiB", "GiB", "TiB"][power]}`;
-}
-
 const signed = (us) => (Math.abs(us) < 1e-9 ? "at the same time" : `${duration(Math.abs(us))} ${us > 0 ? "later" : "earlier"}`);
 
 function titleOf(k) {

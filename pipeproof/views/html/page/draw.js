@@ -277,7 +277,7 @@ function drawAxis() {
     pen.fillRect(x, AXIS - 4, 1, state.height);
     pen.globalAlpha = 1;
     pen.fillStyle = palette.text;
-    const text = duration(n * step, step), half = widthOf(text) / 2;
+    const text = tickText(n * step, step), half = widthOf(text) / 2;
     if (x - half > GUTTER - 8 && x - half < state.width - 2 * half - 2) pen.fillText(text, x, OVERVIEW + 13);
     else if (x - half > GUTTER) pen.fillText(text, state.width - half - 2, OVERVIEW + 13);
   }

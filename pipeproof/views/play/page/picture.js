@@ -19,10 +19,7 @@ function tickStep(width, wanted) {
   return power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
 }
 
-const timeText = (ns) => {
-  const text = (value) => String(Math.round(value * 1000) / 1000);
-  return ns >= 1e6 ? `${text(ns / 1e6)} ms` : `${text(ns / 1e3)} µs`;
-};
+const timeText = (ns) => duration(ns / 1e3); // units.js is before this script
 
 class Picture {
   constructor(canvas, onSelect) {
@@ -101,7 +98,7 @@ class Picture {
     pen.strokeStyle = this.colours.line;
     pen.lineWidth = 1;
     for (let time = Math.ceil(this.from / step) * step; time <= this.to; time += step) {
-      const x = Math.round(this.x(time)) + 0.5, text = timeText(time), width = pen.measureText(text).width;
+      const x = Math.round(this.x(time)) + 0.5, text = tickText(time / 1e3, step / 1e3), width = pen.measureText(text).width;
       pen.beginPath();
       pen.moveTo(x, AXIS - 4);
       pen.lineTo(x, this.height);

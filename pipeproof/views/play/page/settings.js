@@ -16,7 +16,7 @@ const GROUPS = [
     program: {label: "Or paste one", type: "text", value: "", isWide: true,
       help: "A line for each rank: 0F0 1F0 0B0 .. (stage, F B I or W, micro-batch), or PyTorch's CSV of computations."},
   }],
-  ["Times of a micro-batch, in µs", {
+  ["Times of a micro-batch, in us", {
     per: choice("Times are of", "", [["rank", "all stages of a rank together"], ["stage", "one stage"]], "rank"),
     f: decimal("Forward (F)", "", "1000", {least: 0.001}),
     i: decimal("Input gradient (I)", "", "1000"),
@@ -24,7 +24,7 @@ const GROUPS = [
     o: decimal("F with B, overlapped", "Empty: the sum of both.", "", {optional: true}),
   }],
   ["Links", {
-    latency: decimal("Latency, in µs", "", "5"),
+    latency: decimal("Latency, in us", "", "5"),
     speed: decimal("Speed, in GB/s", "Empty: no limit.", "200", {least: 0.001, optional: true}),
     hidden: count("Hidden size", "A multiple of 64.", 64, 65536, "4096"),
     seq: count("Sequence length", "", 1, 1048576, "4096"),
