@@ -9,7 +9,7 @@ ended before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import ceil
@@ -23,6 +23,8 @@ MOST_CHUNKS = 4
 MOST_OPERATIONS = 200_000
 """Computations that are timed for one schedule before its search ends: a few seconds."""
 _LEAST_CUTS = 50
+NEAR = 1.05
+"""Ratio of steps up to which a schedule may still turn out to be the fastest."""
 _OTHER_KINDS = frozenset({"optimal", "seq1f1b"})
 """Kinds that are not tried: orders that depend on the times, and pieces of sequences. Nor are those with copies."""
 
@@ -123,7 +125,8 @@ def tried_kinds(way: Way, num_ranks: int, num_micro_batches: int, layers: Layers
             continue
         least = 2 if kind.placement is Placement.ANY else kind.min_chunks  # with one it is gpipe
         for chunks in range(least, 1 + min(MOST_CHUNKS, kind.max_chunks or MOST_CHUNKS)):
-            if layers.fits(num_ranks * chunks) and (num_ranks > 1 or chunks == 1 == kind.min_chunks):
+            has_layers = chunks == least or num_ranks * chunks <= layers.num_layers
+            if has_layers and layers.fits(num_ranks * chunks) and (num_ranks > 1 or chunks == 1 == kind.min_chunks):
                 yield kind, chunks
 
 
@@ -132,18 +135,24 @@ def best_cut(
     limit: int | None = None,
 ) -> Best | Lacking | None:  # fmt: skip
     """The fastest cut for a kind of schedule; None where the schedule does not exist. ``limit`` is bytes of a rank."""
+    search = _begun(layers, way, kind, num_ranks, num_chunks, num_micro_batches, limit)
+    if search is None:
+        return None
+    search.compare_all()
+    return search.result(kind.name, num_chunks)
+
+
+def _begun(
+    layers: Layers, way: Way, kind: ScheduleKind, num_ranks: int, num_chunks: int, num_micro_batches: int,
+    limit: int | None,
+) -> _Search | None:  # fmt: skip
     try:
         schedule = kind.generate(Request(num_ranks, num_micro_batches, num_chunks))
     except UnfitSizesError:
         return None
     search = _Search(layers, way, schedule, num_micro_batches, limit)
-    search.run()
-    if search.best is None:
-        return Lacking(kind.name, way, search.least_needed, search.least_static)
-    timed = search.best
-    return Best(
-        kind.name, num_chunks, way, timed.sizes, timed.recomputed, timed.step, timed.peaks, search.is_exhaustive
-    )
+    search.climb()
+    return search
 
 
 @dataclass(frozen=True)
@@ -162,7 +171,7 @@ class _Search:
     num_micro_batches: int
     limit: int | None
     best: _Timed | None = None
-    is_exhaustive: bool = True
+    is_exhaustive: bool = False
     least_needed: int = 0
     least_static: int = 0
     _timed: dict[tuple[int, ...], _Timed | None] = field(default_factory=dict)
@@ -177,12 +186,23 @@ class _Search:
         self._first = [min(stages) for stages in self.stages_of_ranks]
         self._most_cuts = max(_LEAST_CUTS, MOST_OPERATIONS // sum(map(len, self.schedule.programs)))
 
-    def run(self) -> None:
-        """Find ``best``."""
+    def climb(self) -> None:
+        """Find a cut from which no move of one layer leads to a shorter step."""
         start = self._even()
         self._consider(start)
         self._climb(start)
+
+    def compare_all(self) -> None:
+        """Find the fastest of all cuts."""
+        self.is_exhaustive = True
         self._visit((), 0, [0] * len(self.stages_of_ranks))
+
+    def result(self, kind: str, num_chunks: int) -> Best | Lacking:
+        """The fastest cut so far, or what is lacking for one."""
+        best = self.best
+        if best is None:
+            return Lacking(kind, self.way, self.least_needed, self.least_static)
+        return Best(kind, num_chunks, self.way, best.sizes, best.recomputed, best.step, best.peaks, self.is_exhaustive)
 
     # --- one cut ---
 
@@ -279,12 +299,14 @@ class _Search:
             start = sizes if before is None else before.sizes
             for source in range(self.num_stages):
                 for target in range(self.num_stages):
+                    if len(self._timed) >= self._most_cuts:
+                        return
                     if source != target and start[source] > self._least(source):
                         moved = list(start)
                         moved[source] -= 1
                         moved[target] += 1
                         self._consider(tuple(moved))
-            if self.best is before or len(self._timed) >= self._most_cuts:
+            if self.best is before:
                 return
 
     def _visit(self, sizes: tuple[int, ...], at: int, work: list[int]) -> None:
@@ -359,24 +381,26 @@ def _stage_of(numbers: range, costs: Sequence[LayerCost], each_stage: LayerCost)
 def search_cuts(
     layers: Layers, ways: Sequence[Way], num_ranks: int, num_micro_batches: int, limit: int | None = None
 ) -> tuple[list[Best], list[Lacking]]:
-    """The fastest cut of each schedule and way, the fastest first, and what has none within ``limit`` bytes."""
-    found: list[Best] = []
-    lacking: list[Lacking] = []
-    for way in ways:
-        for kind, chunks in tried_kinds(way, num_ranks, num_micro_batches, layers):
-            result = best_cut(layers, way, kind, num_ranks, chunks, num_micro_batches, limit)
-            if isinstance(result, Best):
-                found.append(result)
-            elif result is not None:
-                lacking.append(result)
+    """The fastest cut of each schedule and way, the fastest first, and what has none within ``limit`` bytes.
+
+    All cuts are compared where the best of a few is within ``NEAR`` of the fastest schedule.
+    """
+    begun = [
+        (search, kind.name, chunks)
+        for way in ways
+        for kind, chunks in tried_kinds(way, num_ranks, num_micro_batches, layers)
+        if (search := _begun(layers, way, kind, num_ranks, chunks, num_micro_batches, limit)) is not None
+    ]
+    fastest = min((search.best.step for search, *_ in begun if search.best is not None), default=0)
+    for search, *_ in begun:
+        if search.best is None or search.best.step <= NEAR * fastest:
+            search.compare_all()
+    results = [search.result(name, chunks) for search, name, chunks in begun]
+    found = [result for result in results if isinstance(result, Best)]
+    lacking = [result for result in results if isinstance(result, Lacking)]
     return sorted(found, key=lambda best: (best.step, len(best.sizes), best.kind)), lacking
 
 
 def numbers_of_stages(sizes: Sequence[int]) -> list[range]:
     """The layers of each stage of a cut."""
     return [range(*bounds) for bounds in pairwise(accumulate(sizes, initial=0))]
-
-
-def by_name(costs: Mapping[str, LayerCost], names: Sequence[str]) -> tuple[LayerCost, ...]:
-    """The costs of layers in the order of ``names``."""
-    return tuple(costs[name] for name in names)

@@ -42,6 +42,7 @@ GIB = 2**30
 _NUM_OTHERS = 7
 """Rows of a result that were not run."""
 _NUM_SERIES, _STEPS_OF_SERIES = 3, 3
+_MESSAGES = 12
 _ROWS = TypeAdapter(list[LayoutRow])
 
 
@@ -137,7 +138,9 @@ class _Tuning:
         kept = self._kept()
         if kept is not None:
             return kept
+        self.limit = self._limit()
         costs = self._phase("measure", lambda: self._measured(self._ways()))
+        self.latency_ns = self._latency_ns()
         found, lacking = self._phase("search", lambda: self._searched(costs))
         if lacking and self.cutter.can_recompute:
             ways = [way._replace(recomputes=True) for way in costs]
@@ -238,16 +241,15 @@ class _Tuning:
         return costs
 
     def _searched(self, costs: Mapping[RunWay, list[LayerCost]]) -> tuple[list[Best], list[Lacking]]:
-        """On the first rank alone: the search is deterministic, and the others get its result."""
-        static = self._static_bytes()
-        layers = Layers(static, self.cutter.has_ends, self._latency_ns())
+        """The cuts of all schedules; every rank finds the same, from what they agreed on."""
+        layers = Layers(self._static_bytes(), self.cutter.has_ends, self.latency_ns)
         ways = [
             way_of(way, own, costs.get(way._replace(recomputes=True)), self.cutter)
             for way, own in costs.items() if not way.recomputes
         ]  # fmt: skip
         self._names = {str(way): way for way in costs}
         self._report(f"searching cuts of {layers.num_layers} layers for {self.ranks.num_ranks} ranks")
-        return search_cuts(layers, ways, self.ranks.num_ranks, self.num_micro_batches, self._limit())
+        return search_cuts(layers, ways, self.ranks.num_ranks, self.num_micro_batches, self.limit)
 
     def _static_bytes(self) -> tuple[int, ...]:
         """Weights, gradients and optimizer states of each layer."""
@@ -256,9 +258,12 @@ class _Tuning:
         return tuple(int(whole + trained * (1 + self.search.optimizer_bytes)) for whole, trained in sizes)
 
     def _limit(self) -> int | None:
-        if self.memory_gib is not None:
-            return int(self.memory_gib * GIB)
-        return int(0.94 * torch.cuda.get_device_properties(self.device).total_memory) if self.is_gpu else None
+        """The bytes that the rank with least memory may use; None without a limit."""
+        own = None if self.memory_gib is None else int(self.memory_gib * GIB)
+        if own is None and self.is_gpu:
+            own = int(0.94 * torch.cuda.get_device_properties(self.device).total_memory)
+        limits = [each for each in self.ranks.agreement.gather("limit", lambda: own) if each is not None]
+        return min(limits, default=None)
 
     def _latency_ns(self) -> int:
         """The slowest median time of a message between neighbours, measured with nothing else under way."""
@@ -267,22 +272,26 @@ class _Tuning:
         message = self.ranks.agreement.gather("message", self._message_bytes)[0]
         group, ranks = self.ranks.group, self.ranks.global_ranks
         buffer = torch.empty(max(1, message), dtype=torch.uint8, device=self.device)
-        times = [0.0]
+        medians = [0.0]
         for first in range(self.ranks.num_ranks - 1):
-            for _ in range(13):
-                dist.barrier(group)
-                self._sync()
-                started = time.perf_counter_ns()
-                if self.ranks.rank == first:
-                    dist.send(buffer, ranks[first + 1], group=group)
-                    dist.recv(buffer, ranks[first + 1], group=group)
-                elif self.ranks.rank == first + 1:
-                    dist.recv(buffer, ranks[first], group=group)
-                    dist.send(buffer, ranks[first], group=group)
-                self._sync()
-                times.append((time.perf_counter_ns() - started) / 2)
-        own = median(times[4:]) if self.ranks.rank in (0, self.ranks.num_ranks - 1) else 0
-        return int(max(self.ranks.agreement.gather("message time", lambda: own)))
+            times = [self._message_ns(buffer, first, ranks, group) for _ in range(_MESSAGES)]
+            if self.ranks.rank in (first, first + 1):
+                medians.append(median(times[_MESSAGES // 3 :]))
+        return int(max(self.ranks.agreement.gather("message time", lambda: max(medians))))
+
+    def _message_ns(self, buffer: torch.Tensor, first: int, ranks: Sequence[int], group: dist.ProcessGroup) -> float:
+        """Half the time of a message from rank ``first`` to the next one and back; every rank calls it."""
+        dist.barrier(group)
+        self._sync()
+        started = time.perf_counter_ns()
+        if self.ranks.rank == first:
+            dist.send(buffer, ranks[first + 1], group=group)
+            dist.recv(buffer, ranks[first + 1], group=group)
+        elif self.ranks.rank == first + 1:
+            dist.recv(buffer, ranks[first], group=group)
+            dist.send(buffer, ranks[first], group=group)
+        self._sync()
+        return (time.perf_counter_ns() - started) / 2
 
     def _message_bytes(self) -> int:
         stages = self.cutter.stages([1, self.cutter.num_layers - 1]) if self.cutter.num_layers > 1 else None
@@ -344,7 +353,7 @@ class _Tuning:
         return rows
 
     def _lacking_text(self, lacking: Sequence[Lacking]) -> str:
-        limit = self._limit()
+        limit = self.limit
         if not lacking or limit is None:
             return "no schedule exists for these ranks and micro-batches"
         least = min(lacking, key=lambda each: each.needed)
