@@ -179,7 +179,7 @@ def test_other_launchers_start_ranks_as_messages_suggest(command):
 def test_no_other_kind_of_command_is_shown():
     """So that a new kind cannot go unlooked at."""
     assert {name for name, *_ in ALL_COMMANDS} <= {
-        "make", "mpirun", "pipeproof", "pre-commit", "python", "srun", "torchrun",
+        "cat", "make", "mpirun", "pipeproof", "pre-commit", "python", "srun", "torchrun",
     }  # fmt: skip
 
 

@@ -52,3 +52,23 @@ def test_its_commands_answer(command, tmp_path, monkeypatch):
 
 def test_all_five_questions_have_a_command():
     assert [command[0] for command in COMMANDS] == ["check", "tune", "job", "simulate", "run"]
+
+
+def outline(text):
+    """Levels of the headings with what stands below each: code blocks, targets of links, code in tables."""
+    parts = re.split(r"^(#+) .*$", text, flags=re.MULTILINE)[1:]
+    return [
+        (level, re.findall(r"^```.*?^```$", body, re.DOTALL | re.MULTILINE), sorted(targets(body)))
+        for level, body in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def targets(text):
+    return {link for link in re.findall(r"\]\((\S+?)\)", text) if "README" not in link}
+
+
+def test_the_chinese_readme_has_the_commands_the_sections_and_the_links():
+    chinese = (ROOT / "README.zh.md").read_text(encoding="utf-8")
+    assert outline(chinese) == outline(TEXT)
+    assert "(README.zh.md)" in TEXT
+    assert "(README.md)" in chinese

@@ -103,6 +103,17 @@ def installs(step):
     return getattr(step, "text", "").startswith(("python3 -m venv", ".venv/bin/pip", "export PATH="))
 
 
+@pytest.mark.slow
+def test_the_answer_of_the_page_of_tune_ends_in_launch_arguments(blocks, session):
+    """The worked question of 256 devices: a search of half a minute, the script that it writes, and its check."""
+    text = (DOCS / "tune.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"^### [^\n]*, to the launch arguments$.*?(?=^### )", text, re.DOTALL | re.MULTILINE)
+    steps = list(blocks.steps_of(section))
+    assert len(steps) == 3
+    for step in steps:
+        session.follow(step)
+
+
 @pytest.mark.slow(but=["schedules-from-files.md", "aoa.md"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_commands_end_with_a_verdict(name, blocks, session, work):
@@ -138,6 +149,27 @@ def test_translations_have_the_blocks_of_the_original(page, blocks):
 
     assert all_blocks(page) == all_blocks(DOCS / page.name)
     assert len(all_blocks(page)) >= 10
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "zh").glob("*.md")), ids=lambda page: page.name)
+def test_translations_have_the_sections_of_the_original(page, blocks):
+    """Section by section: the level of its heading, its blocks, the pages that it links to."""
+
+    def sections(path):
+        text = path.read_text(encoding="utf-8")
+        typed = [match[0] for match in blocks.BLOCK.finditer(text)]
+        for number, block in enumerate(typed):
+            text = text.replace(block, f"<block {number}>", 1)
+        parts = re.split(r"^(#+) .*$", text, flags=re.MULTILINE)[1:]
+        return [
+            (level, re.findall(r"<block \d+>", body), {Path(link).name for link in re.findall(r"\]\(([^)#]+)", body)})
+            for level, body in zip(parts[::2], parts[1::2], strict=True)
+        ]
+
+    translated, original = sections(page), sections(DOCS / page.name)
+    assert len(translated) == len(original) >= 8
+    assert translated[0][:2] == original[0][:2]  # each links to the other there
+    assert translated[1:] == original[1:]
 
 
 PAGE = """

@@ -36,6 +36,7 @@ _VARIES = (
     (re.compile(r"\b\d+\.\d{9}\b"), "<loss>"),
     (re.compile(r"\b\d+(\.\d+)? m?s\b"), "<time>"),
     (re.compile(r"[ \t]+$", re.MULTILINE), ""),
+    (re.compile(r"^(simulating layouts|checking rows): [\d,]+ of [\d,]+\n", re.MULTILINE), ""),  # every 10 s
 )
 
 # The shell of each command continues from the previous one: directory, environment, exit status.
