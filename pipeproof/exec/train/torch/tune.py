@@ -20,7 +20,15 @@ import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from pipeproof.analysis.tune.layer_cuts import Best, Lacking, LayerCost, Layers, numbers_of_stages, search_cuts
+from pipeproof.analysis.tune.layer_cuts import (
+    NEAR,
+    Best,
+    Lacking,
+    LayerCost,
+    Layers,
+    numbers_of_stages,
+    search_cuts,
+)
 from pipeproof.atomic_write import write_output
 from pipeproof.exec.store.agreement import require_equal
 from pipeproof.exec.store.train_errors import PipelineError
@@ -340,15 +348,15 @@ class _Tuning:
         rows = []
         for best in found:
             way = self._names[best.way.name]
-            ends = 2 * self.cutter.has_ends
             blocks = list(best.sizes)
-            if ends:
+            if self.cutter.has_ends:
                 blocks[0] -= 1
                 blocks[-1] -= 1
+            is_open = not best.is_exhaustive and best.step <= NEAR * found[0].step
             rows.append(LayoutRow(
                 best.kind, best.num_chunks, best.sizes, tuple(blocks), way.split, way.is_compiled, False,  # noqa: FBT003
                 best.recomputed, best.step / 1e6, max(best.peaks) / GIB,
-                reason="" if best.is_exhaustive else "the search of its cuts ended before all were compared",
+                reason="the search of its cuts ended before all were compared" if is_open else "",
             ))  # fmt: skip
         return rows
 
