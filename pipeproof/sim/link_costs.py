@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate, product
+from itertools import accumulate
 from math import ceil, prod
 
 import numpy as np
@@ -135,8 +135,9 @@ class GlobalRanks:
         return self._replicas(self._global[[ends.src, ends.dst]], self._folded)
 
     def _replicas(self, ranks: IntColumn, axes: list[str]) -> IntColumn:
-        steps = [range(0, self._sizes[axis] * self._strides[axis], self._strides[axis]) for axis in axes]
-        offsets = np.array([sum(point) for point in product(*steps)], dtype=np.int64)
+        offsets = np.zeros(1, dtype=np.int64)
+        for axis in axes:
+            offsets = (offsets[:, None] + np.arange(self._sizes[axis]) * self._strides[axis]).ravel()
         return ranks + offsets[:, None]
 
 
