@@ -100,7 +100,7 @@ def test_every_command_takes_every_feature(name, write):
     assert all(point["makespan"] > 0 for point in points)
 
 
-@pytest.mark.parametrize("kind", ["dualpipe_v", "1f1b", "optimal"])
+@pytest.mark.parametrize("kind", ["dualpipe_v", "1f1b"])
 @pytest.mark.parametrize("name", ["experts", "experts by all-gather"])
 def test_every_command_takes_pairs_that_take_turns(kind, name, write):
     plan = mixed([name], "ep 2", kind, **ANALYTIC, **WIDE)

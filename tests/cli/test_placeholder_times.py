@@ -9,8 +9,7 @@ from click.testing import CliRunner
 
 import pipeproof as pp
 from pipeproof.cli.main import main
-from pipeproof.specs.cost import CostSpec
-from pipeproof.specs.load_plan import load_plan
+from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from tests.cli.commands import REPOSITORY
 from tests.plans import plan_dict
 
@@ -26,7 +25,7 @@ COMPUTED = {"show"}
 WITHOUT_PREDICTED_TIMES = {
     *(f"import {kind}" for kind in ("automodel", "deepspeed", "ernie", "flagscale", "fleet", "gpt-neox",
       "llama-factory", "megatron", "megatron-bridge", "ms-swift", "nemo-rl", "paddleformers", "paddlenlp", "primus",
-      "roll", "schedule", "torchtitan", "verl")),
+      "profile", "roll", "schedule", "torchtitan", "verl")),
     *(f"state {part}" for part in ("align", "aoa", "diff", "reshard", "show")),
     "check", "doctor", "init", "job hang", "rehearse", "run", "schedule convert", "schedule list",
 }  # fmt: skip
@@ -78,11 +77,13 @@ def test_an_output_says_once_that_times_are_placeholders(plan, command, cost, so
 
 
 def test_a_time_that_is_left_out_is_named_alone():
-    note = "times are placeholders (200 us backward per stage): proportions only"
-    assert CostSpec.model_validate({"forward_us": 7}).placeholder_note == note
-    halves = CostSpec.model_validate({"backward_input_us": 1, "backward_weight_us": 1})
-    assert halves.placeholder_note == "times are placeholders (100 us forward per stage): proportions only"
-    assert CostSpec.model_validate({"profile": "file.json"}).source == "profile"
+    def note(**cost):
+        return plan_from_dict(plan_dict(cost=cost)).spec.placeholder_note
+
+    assert note(forward_us=7) == "times are placeholders (200 us backward per stage): proportions only"
+    halves = note(backward_input_us=1, backward_weight_us=1)
+    assert halves == "times are placeholders (100 us forward per stage): proportions only"
+    assert note(profile="file.json") == ""
 
 
 def test_the_page_has_the_note_in_its_title(plan, tmp_path):

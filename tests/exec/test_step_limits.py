@@ -274,7 +274,7 @@ def test_the_table_has_a_row_for_each_pipeline_rank_and_stage():
     text = str(LimitsReport(profile_with(of, logs_of(of, num_steps=1), peaks_of(8e9, 4e9))))
     *lines, loss = text.splitlines()
     assert lines == [
-        "step of 0.65 ms, mean of 1, in % of it:",
+        "step of 654 us, mean of 1, in % of it:",
         "pp  stage  computation  bubble  exposed communication  launch-bound  update  GFLOP/s  of peak",
         " 0      0         48.9    50.0                    1.1           0.0     0.0     1.64     20 %",
         " 1      1         48.9    48.9                    2.1           0.0     0.0     1.79     45 %",

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from fractions import Fraction
-from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -250,10 +249,13 @@ def test_forbidden_file(write, monkeypatch):
     path.chmod(0)
     if os.geteuid() == 0:  # root may read every file: let the system say what it would say to others
 
-        def refuse(path, mode):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        def refuse(path, *options, **named):
+            if str(path) == str(denied):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return opened(path, *options, **named)
 
-        monkeypatch.setattr(Path, "open", refuse)
+        denied, opened = path, os.open
+        monkeypatch.setattr(os, "open", refuse)
     assert "permission denied" in code_of(path).message
 
 

@@ -7,7 +7,6 @@ from pipeproof.cli.main import main
 from tests.train.launch import run
 
 pytestmark = pytest.mark.needs_torch
-pytest.importorskip("torch")
 
 
 def test_a_sequential_is_tuned_kept_and_trained_and_is_as_before(tmp_path):

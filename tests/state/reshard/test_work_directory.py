@@ -140,7 +140,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(job, monkeypa
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 100))
     said = reshard(source, plan, "-o", made, status=2)
     assert "PP923" in said
-    assert "has 100 bytes free" in said
+    assert "has 100 B free" in said
     assert not [*made.parent.glob("*made*")]
 
 
