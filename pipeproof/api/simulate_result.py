@@ -46,7 +46,7 @@ def timeline_image(timeline: Timeline, title: str) -> str:
         tuple(tuple(timeline.us(span.start) for span in row) for row in rows),
         tuple(tuple(timeline.us(span.end) for span in row) for row in rows),
     )
-    picture = b64encode(schedule_svg(timed, title).encode()).decode()
+    picture = b64encode(schedule_svg(timed, title, in_us=True).encode()).decode()
     return f'<img alt="{escape(title)}: timeline" src="data:image/svg+xml;base64,{picture}"/>'
 
 

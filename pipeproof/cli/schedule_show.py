@@ -157,7 +157,7 @@ def write_shown(shown: SelectedSchedule, target: str) -> None:
         title = _title(shown.plan)
         if shown.placeholder_note:
             title += f" ({shown.placeholder_note})"
-        click.echo(schedule_svg(shown.timed, title), nl=False)
+        click.echo(schedule_svg(shown.timed, title, in_us=shown.time_text is time_text), nl=False)
         return
     try:
         click.echo(write_schedule(shown.schedule, target), nl=False)

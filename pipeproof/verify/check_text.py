@@ -44,8 +44,8 @@ def render_report(report: Report, console: Console, brevity: Brevity) -> None:
 def _next_step(report: Report) -> str:
     """Return the reader's next step after this verdict."""
     if report.undecided:
-        gap = next((finding.help for finding in report.findings if finding.code == "PP942"), None)
-        return f"{gap or 'give the value that decides'}, and check again"
+        helps = (finding.help for finding in report.findings if finding.code in ("PP176", "PP942") and finding.help)
+        return f"{next(helps, 'give the value that decides').partition(';')[0]}, and check again"
     if report.errors:
         code = report.errors[0].code
         return f"apply the help of {code}, and check again; `pipeproof --explain {code}` has the reason"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor
 
+from pipeproof.diagnostics.units import time_text
 from pipeproof.schedule.ops import Op, OpKind
 from pipeproof.schedule.programs import Time, Timed, stages_of
 from pipeproof.views.colours import KIND_COLOURS, is_dark
@@ -48,10 +49,11 @@ _LIGHT_TEXT = tuple(name for name, colour in _FILLS if is_dark(colour))
 """Classes of blocks whose labels are white."""
 
 
-def schedule_svg(timed: Timed, title: str) -> str:
-    """The picture of a schedule, with ``title`` and the makespan above it."""
+def schedule_svg(timed: Timed, title: str, *, in_us: bool = False) -> str:
+    """The picture of a schedule, with ``title`` and the makespan above it; times have no unit, or are ``in_us``."""
     height = _TOP + _ROW * len(timed.programs) + _BELOW
-    head = f"{title}: makespan {decimal(timed.makespan)}"
+    makespan = f"{time_text(timed.makespan)}, axis in us" if in_us else decimal(timed.makespan)
+    head = f"{title}: makespan {makespan}"
     scale = _Scale(timed.makespan, _length(timed))
     marks = [text(8, 20, head, "title"), *_axis(scale, len(timed.programs))]
     for rank, stages in enumerate(stages_of(timed.programs)):

@@ -34,7 +34,7 @@ _VARIES = (
     (re.compile(r"\b[0-9a-f]{64}\b"), "<digest>"),
     (re.compile(r"(?<=digest )[0-9a-f]{12}\b"), "<digest>"),
     (re.compile(r"\b\d+\.\d{9}\b"), "<loss>"),
-    (re.compile(r"\b\d+(\.\d+)? m?s\b"), "<time>"),
+    (re.compile(r"\b\d+(\.\d+)? m?s\b|(?<=passed in )\d+\.\d\ds\b"), "<time>"),
     (re.compile(r"[ \t]+$", re.MULTILINE), ""),
     (re.compile(r"^(simulating layouts|checking rows): [\d,]+ of [\d,]+\n", re.MULTILINE), ""),  # every 10 s
 )

@@ -180,7 +180,7 @@ def dump_files(directory: Path) -> dict[int, Path]:
     try:
         paths = sorted(path for path in directory.iterdir() if path.is_file() and not path.name.startswith("."))
     except OSError as error:
-        raise unreadable_dump(f"cannot read `{directory}`: {error.strerror}", str(directory)) from error
+        raise unreadable_directory(directory, error) from error
     files: dict[int, Path] = {}
     for path in paths:
         match = _RANK.fullmatch(path.name)
@@ -249,6 +249,12 @@ def _without_library_frames(entry: Any) -> Any:
     if not isinstance(entry, dict) or not isinstance(entry.get("frames"), list | tuple):
         return entry
     return {**entry, "frames": [frame for frame in entry["frames"] if _is_of_user(frame)][:1]}
+
+
+def unreadable_directory(directory: Path, error: OSError) -> PlanFileError:
+    """Return the error for a directory of dumps, stacks or rings that cannot be listed."""
+    fix = "name the directory of the job's dumps (that of `TORCH_NCCL_DEBUG_INFO_TEMP_FILE`) or rings (that of `watch`)"
+    return unreadable_dump(f"cannot read `{directory}`: {error.strerror}", str(directory), fix)
 
 
 def unreadable_dump(message: str, file: str, help: str | None = None) -> PlanFileError:

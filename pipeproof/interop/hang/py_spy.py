@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeproof.foreign_text import MALFORMED, decode_json, open_foreign, read_foreign
-from pipeproof.interop.hang.flight_recorder import unreadable_dump
+from pipeproof.interop.hang.flight_recorder import unreadable_directory, unreadable_dump
 
 MAX_BYTES: Final = 2**24
 """Largest dump of a rank's stacks."""
@@ -97,7 +97,7 @@ def stack_files(directory: Path) -> dict[int, Path]:
         paths = sorted(path for path in directory.iterdir() if path.is_file() and not path.name.startswith("."))
         paths = [path for path in paths if _begins_as_stack(path)]
     except OSError as error:
-        raise unreadable_dump(f"cannot read `{directory}`: {error.strerror}", str(directory)) from error
+        raise unreadable_directory(directory, error) from error
     for path in paths:
         match = _NAME.fullmatch(path.name)
         if match is None:
