@@ -110,7 +110,8 @@ def test_a_code_that_is_not_there_and_a_version_that_is_not_read():
 def test_an_undecided_check_ends_with_the_flags_that_decide():
     answer = invoke("check", EXAMPLES / "importing" / "strategy.prototxt")
     assert answer.stdout.splitlines()[-1] == (
-        "next: give `--set topology.sequence_parallel=true` or `--set topology.sequence_parallel=false`, and check again"
+        "next: give `--set topology.sequence_parallel=true` or `--set topology.sequence_parallel=false`, "
+        "and check again"
     )
 
 
