@@ -101,7 +101,7 @@ def tune(
         TuneError: an option is wrong, the plan names no device, or without ``gpus`` has no backwards.
     """
     loaded = load_given(plan, settings)
-    if gpus is not None:
+    if gpus is not None and not loaded.spec.has_layer_times:
         source = model_of_plan(loaded, framework)
         device, global_batch = device or source.device, global_batch or source.global_batch
         framework = source.framework

@@ -82,7 +82,9 @@ def tune(
                 raise click.UsageError("--gpus is missing: only a plan has ranks and a batch")
             if global_batch is not None:
                 raise click.UsageError("--global-batch goes with --gpus: without it, the batch is that of the plan")
-        elif not tuned.plan.spec.has_layer_times:
+        elif tuned.plan.spec.has_layer_times:
+            options |= {"device": device, "global_batch": global_batch}
+        else:
             from pipeproof.specs.cost import DeviceName
 
             framework = framework or tuned.framework or "megatron"

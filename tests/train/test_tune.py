@@ -3,6 +3,7 @@
 import pytest
 from click.testing import CliRunner
 
+import pipeproof as pp
 from pipeproof.cli.main import main
 from tests.train.launch import run
 
@@ -17,6 +18,10 @@ def test_a_sequential_is_tuned_kept_and_trained_and_is_as_before(tmp_path):
     tuned = CliRunner().invoke(main, ["tune", plan, "--gpus", "3", "--top", "2"])
     assert tuned.exit_code == 0, tuned.output
     assert "3 ranks" in tuned.output
+    refused = CliRunner().invoke(main, ["tune", plan, "--gpus", "3", "--device", "h100"])
+    assert refused.exit_code == 2
+    assert "leave out `device`: the plan has the times of its layers" in refused.output
+    assert pp.tune(plan, gpus=3, top=2).to_records()[0]["kind"]
 
 
 def test_blocks_are_recomputed_in_little_memory_and_less_is_an_error(tmp_path):

@@ -121,7 +121,11 @@ def tune(
         raise TuneError("workers is the number of our own processes: give it, or an executor")
     choices: DeviceLayouts | PlanLayouts | LayerLayouts
     if plan.spec.has_layer_times:
-        choices = _of_layers(plan, framework, fix, gpus, memory_gib)
+        given = {"device": device, "global_batch": global_batch, "framework": framework}
+        for name, value in given.items():
+            if value not in (None, "any"):
+                raise TuneError(f"leave out `{name}`: the plan has the times of its layers, and its own batch")
+        choices = _of_layers(plan, fix, gpus, memory_gib)
     elif gpus is None:
         if global_batch is not None or device is not None:
             raise TuneError("`device` and `global_batch` go with `gpus`: without it, times and batch are the plan's")
@@ -148,14 +152,12 @@ def tune(
 
 
 def _of_layers(
-    plan: LoadedPlan, framework: str | None, fix: Mapping[str, Sequence[Any]], gpus: int | None,
-    memory_gib: float | None,
-) -> LayerLayouts:  # fmt: skip
-    named = None if framework is None else FRAMEWORKS.get(framework)
+    plan: LoadedPlan, fix: Mapping[str, Sequence[Any]], gpus: int | None, memory_gib: float | None
+) -> LayerLayouts:
     with blaming_plan(plan):
         try:
             return LayerLayouts(
-                plan, named or every_schedule(), fix, gpus, None if memory_gib is None else int(memory_gib * GIB)
+                plan, every_schedule(), fix, gpus, None if memory_gib is None else int(memory_gib * GIB)
             )
         except NoTrainingError as error:
             raise TuneError(str(error)) from error
