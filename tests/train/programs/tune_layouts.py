@@ -95,6 +95,20 @@ def other_models(_):
         tune(model, loss_fn=nn.functional.mse_loss, example=(x,), target=x, num_micro_batches=2)
 
 
+def bad_input(_):
+    x = torch.randn(2, 4)
+    own = {"loss_fn": nn.functional.mse_loss, "example": (x,), "target": x}
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    for model, num, text in (
+        (nn.Linear(4, 4), 4, "Linear is no model of transformers and no nn.Sequential"),
+        (nn.Sequential(layers[0]), 4, "no schedule exists for 1 layer, 2 ranks"),
+        (nn.Sequential(*layers), 0, "num_micro_batches is 0: give at least 1"),
+        (nn.Sequential(*layers, nn.Linear(5, 4)), 4, "layer 3 cannot run on the example"),
+    ):
+        with pytest.raises(PipelineError, match=text):
+            tune(model, num_micro_batches=num, **own)
+
+
 def train_in_one_line(_):
     model, x = sequential()
     pipe = Pipeline.tuned(

@@ -378,7 +378,13 @@ def ways_measured(
             way, number = tasks[position]
             sample = samples[number]
             progress(f"measuring layers {sample.first} to {sample.layers[-1]}, {way}")
-            cost, reason = measure_sample(cutter, sample, way, batch, device)
+            try:
+                cost, reason = measure_sample(cutter, sample, way, batch, device)
+            except PipelineError:
+                raise
+            except Exception as error:
+                where = f"layer {sample.first}" if sample.num == 1 else f"layers {sample.first} and {sample.layers[-1]}"
+                raise PipelineError(f"{where} cannot run on the example: {type(error).__name__}: {error}") from error
             measured.append([position, asdict(cost), reason])
         return measured
 

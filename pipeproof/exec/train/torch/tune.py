@@ -180,6 +180,8 @@ class _Tuning:
     # --- what is tuned ---
 
     def _cutter(self) -> Cutter:
+        if self.num_micro_batches < 1:
+            raise PipelineError(f"num_micro_batches is {self.num_micro_batches}: give at least 1")
         example = None
         if self.batch.kwargs:
             example = {getattr(self.model, "main_input_name", "input_ids"): self.batch.args[0], **self.batch.kwargs}
@@ -363,7 +365,11 @@ class _Tuning:
     def _lacking_text(self, lacking: Sequence[Lacking]) -> str:
         limit = self.limit
         if not lacking or limit is None:
-            return "no schedule exists for these ranks and micro-batches"
+            layers = f"{self.cutter.num_layers} layer{'s' * (self.cutter.num_layers > 1)}"
+            return (
+                f"no schedule exists for {layers}, {self.ranks.num_ranks} ranks and {self.num_micro_batches} "
+                "micro-batches: use fewer ranks"
+            )
         least = min(lacking, key=lambda each: each.needed)
         return (
             f"no layout fits into {limit / GIB:.3g} GiB: the smallest, {least.kind} ({least.way.name}), needs "
