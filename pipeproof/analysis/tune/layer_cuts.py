@@ -241,8 +241,7 @@ class _Search:
         return [n for n in numbers if n < len(self.way.recomputed) and self.way.recomputed[n] is not None]
 
     def _stages(self, sizes: Sequence[int], recomputed: Sequence[int]) -> list[_Stage]:
-        ends = accumulate(sizes, initial=0)
-        return [self._stage(range(*bounds), num) for bounds, num in zip(pairwise(ends), recomputed, strict=True)]
+        return [self._stage(*each) for each in zip(numbers_of_stages(sizes), recomputed, strict=True)]
 
     def _stage(self, numbers: range, num_recomputed: int) -> _Stage:
         chosen = set(self._recomputable(numbers)[:num_recomputed])

@@ -94,10 +94,16 @@ class Cutter:
         """The stages of a cut: the number of layers of each."""
         if not self.has_ends:
             return stages_of_sequential(self.model, len(sizes), sizes=sizes)
-        blocks = list(sizes)
-        blocks[0] -= 1
-        blocks[-1] -= 1
+        blocks = self.blocks_of(sizes)
         return stages_of_transformers(self.model, len(blocks), blocks_per_stage=blocks, example=self.example)
+
+    def blocks_of(self, sizes: Sequence[int]) -> list[int]:
+        """The blocks of each stage of a cut, without the embedding and the head."""
+        blocks = list(sizes)
+        if self.has_ends:
+            blocks[0] -= 1
+            blocks[-1] -= 1
+        return blocks
 
     def block(self, layer: int) -> nn.Module | None:
         """The module of a layer; None for the embedding and the head."""
@@ -116,14 +122,6 @@ class Cutter:
             parts.append((name, type(part).__qualname__, sorted(map(str, plain.items()))))
         weights = [(name, tuple(w.shape), str(w.dtype), w.requires_grad) for name, w in block.named_parameters()]
         return str((parts, weights))
-
-    def weight_bytes(self, layer: int, stages: ModelStages) -> tuple[int, int]:
-        """The bytes of a layer's weights, and the number of those that are trained, in a cut with a layer a stage."""
-        weights = list(stages[layer].parameters())
-        return (
-            sum(w.numel() * w.element_size() for w in weights),
-            sum(w.numel() * w.element_size() for w in weights if w.requires_grad),
-        )
 
     def run_as(self, way: RunWay, recomputed: Iterable[int] | None = None) -> None:
         """Compile the blocks or not, and recompute the activations of ``recomputed`` layers, by default as ``way``."""
@@ -145,6 +143,12 @@ class Cutter:
                     block._gradient_checkpointing_func = partial(  # noqa: SLF001 - as gradient_checkpointing_enable
                         torch.utils.checkpoint.checkpoint, use_reentrant=False
                     )
+
+
+def weight_bytes(weights: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """The bytes of weights, and of those that are trained."""
+    sizes = [(w.numel() * w.element_size(), w.requires_grad) for w in weights]
+    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from pipeproof.atomic_write import write_output
 from pipeproof.exec.store.agreement import require_equal
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.torch.boundary_inference import unchanged_state
-from pipeproof.exec.train.torch.measure_layers import Batch, Cutter, RunWay, way_of, ways_measured
+from pipeproof.exec.train.torch.measure_layers import Batch, Cutter, RunWay, way_of, ways_measured, weight_bytes
 from pipeproof.exec.train.torch.model_stages import ModelStages
 from pipeproof.exec.train.torch.module_stage import LossFunction
 from pipeproof.exec.train.torch.no_pipeline import sharded_step
@@ -42,11 +42,20 @@ from pipeproof.exec.train.torch.pipeline_start import device_of
 from pipeproof.exec.train.torch.split_backward import gradients_aside
 from pipeproof.exec.train.torch.stage_values import MicroBatches
 from pipeproof.exec.train.torch.start_phases import join
-from pipeproof.exec.train.torch.tuned_layout import Layout, LayoutRow, expected_ms, next_to_run, ranked, with_times
+from pipeproof.exec.train.torch.tuned_layout import (
+    Layout,
+    LayoutRow,
+    expected_ms,
+    gib_text,
+    ms_text,
+    next_to_run,
+    ranked,
+    with_times,
+)
 from pipeproof.foreign_text import decode_json, read_foreign
+from pipeproof.sim.memory_curve import GIB
 from pipeproof.version import __version__
 
-GIB = 2**30
 _NUM_OTHERS = 7
 """Rows of a result that were not run."""
 _NUM_SERIES, _STEPS_OF_SERIES = 3, 3
@@ -132,6 +141,8 @@ class _Tuning:
     options: Mapping[str, Any]
     notes: list[str] = field(default_factory=list)
     _num_asked: int = 0
+    _plans: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
+    """The plans of the layouts that were run, by ``LayoutRow.plain``."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> Layout:
@@ -148,7 +159,7 @@ class _Tuning:
             return kept
         self.limit = self._limit()
         costs = self._phase("measure", lambda: self._measured(self._ways()))
-        self.latency_ns = self._latency_ns()
+        self.static_bytes, self.latency_ns = self._static_bytes(), self._latency_ns()
         found, lacking = self._phase("search", lambda: self._searched(costs))
         if lacking and self.cutter.can_recompute:
             ways = [way._replace(recomputes=True) for way in costs]
@@ -252,7 +263,7 @@ class _Tuning:
 
     def _searched(self, costs: Mapping[RunWay, list[LayerCost]]) -> tuple[list[Best], list[Lacking]]:
         """The cuts of all schedules; every rank finds the same, from what they agreed on."""
-        layers = Layers(self._static_bytes(), self.cutter.has_ends, self.latency_ns)
+        layers = Layers(self.static_bytes, self.cutter.has_ends, self.latency_ns)
         ways = [
             way_of(way, own, costs.get(way._replace(recomputes=True)), self.cutter)
             for way, own in costs.items() if not way.recomputes
@@ -264,7 +275,7 @@ class _Tuning:
     def _static_bytes(self) -> tuple[int, ...]:
         """Weights, gradients and optimizer states of each layer."""
         stages = self.cutter.stages([1] * self.cutter.num_layers)
-        sizes = [self.cutter.weight_bytes(layer, stages) for layer in range(self.cutter.num_layers)]
+        sizes = [weight_bytes(stage.parameters()) for stage in stages.values()]
         return tuple(int(whole + trained * (1 + self.search.optimizer_bytes)) for whole, trained in sizes)
 
     def _limit(self) -> int | None:
@@ -350,10 +361,7 @@ class _Tuning:
         rows = []
         for best in found:
             way = self._names[best.way.name]
-            blocks = list(best.sizes)
-            if self.cutter.has_ends:
-                blocks[0] -= 1
-                blocks[-1] -= 1
+            blocks = self.cutter.blocks_of(best.sizes)
             is_open = not best.is_exhaustive and best.step <= NEAR * found[0].step
             rows.append(LayoutRow(
                 best.kind, best.num_chunks, best.sizes, tuple(blocks), way.split, way.is_compiled, False,  # noqa: FBT003
@@ -406,6 +414,7 @@ class _Tuning:
                 )  # fmt: skip
                 stack.callback(pipe.close)
                 stack.callback(pipe._cut_model.forget)  # noqa: SLF001 - its weights stay as they are
+                self._plans[row.plain] = pipe.plan.content
                 with pipe._runner.unchanged():  # noqa: SLF001 - operation by operation
                     rows.append(self._measured_row(row, pipe, before))
                 other = [split for split in pipe.splits.values() if split != row.split]
@@ -428,8 +437,8 @@ class _Tuning:
     def _measured_row(self, row: LayoutRow, pipe: Pipeline, before: int) -> LayoutRow:
         """The row with the slowest rank's time and the fullest one's memory; ``before`` was allocated at the start."""
         times, peak = self._times(pipe)
-        own = sum(w.numel() * w.element_size() * (1 + self.search.optimizer_bytes * w.requires_grad)
-                  for stage in pipe.stages.values() for w in stage.parameters())  # fmt: skip
+        whole, trained = weight_bytes(weight for stage in pipe.stages.values() for weight in stage.parameters())
+        own = whole + self.search.optimizer_bytes * trained
         gathered = self.ranks.agreement.gather(
             f"trial {row.name}", lambda: [times, (peak - before + own) / GIB if self.is_gpu else None]
         )
@@ -439,7 +448,7 @@ class _Tuning:
             row, measured_ms=min(slowest), noise_ms=median(slowest) - min(slowest),
             measured_gib=None if None in gib else max(gib),
         )  # fmt: skip
-        self._report(f"{row.name}: predicted {row.predicted_ms:.4g} ms, measured {row.measured_ms:.4g} ms")
+        self._report(f"{row.name}: predicted {ms_text(row.predicted_ms)}, measured {ms_text(min(slowest))}")
         return row
 
     def _times(self, pipe: Pipeline) -> tuple[list[float], int]:
@@ -492,24 +501,24 @@ class _Tuning:
                     self.cutter, self.batch, num_examples, num, self.ranks.group, is_compiled=self.is_gpu
                 )
                 times, peak = self._timed(step)
-            states = sum(self._static_bytes()) / num_ranks / (2 + self.search.optimizer_bytes)
-            own = [min(times), (peak - before + states * self.search.optimizer_bytes) / GIB if self.is_gpu else None]
+            states = self.search.optimizer_bytes * weight_bytes(self.model.parameters())[1] / num_ranks
+            own = [min(times), (peak - before + states) / GIB if self.is_gpu else None]
             answers = self.ranks.agreement.gather(f"no pipeline {num_examples}", partial(list, own))
             gib = None if answers[0][1] is None else max(answer[1] for answer in answers)
             found[num_examples] = max(answer[0] for answer in answers), gib
             del step
             self._clean()
         for num_examples, (ms, gib) in found.items():
-            memory = "" if gib is None else f" and {gib:.3g} GiB"
+            memory = "" if gib is None else f" and {gib_text(gib)}"
             which = "is faster" if ms < (fastest.measured_ms or 0.0) else "is slower"
             self.notes.append(
                 f"FSDP2 without a pipeline, micro-batches of {num_examples} example{'s' * (num_examples > 1)}: "
-                f"{ms:.4g} ms{memory}, which {which} than the first row"
+                f"{ms_text(ms)}{memory}, which {which} than the first row"
             )
 
     def _has_room(self) -> bool:
         """True if every rank can hold a second copy of the model."""
-        size = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+        size, _ = weight_bytes(self.model.parameters())
         self._num_asked += 1
         answers = self.ranks.agreement.gather(
             f"room {self._num_asked}", lambda: not self.is_gpu or 3 * size < torch.cuda.mem_get_info(self.device)[0]
@@ -525,20 +534,11 @@ class _Tuning:
 
     def _layout(self, rows: Sequence[LayoutRow], costs: Mapping[RunWay, list[LayerCost]]) -> Layout:
         chosen = rows[0]
-        stages = self._stages(chosen)
-        weights = list(self.model.parameters())
-        with gradients_aside(weights), unchanged_state([self.model], self.device):
-            pipe = Pipeline(
-                stages, plan=self._plan(chosen), loss_fn=self.batch.loss_fn, example=self.batch.args,
-                example_kwargs=self.batch.kwargs or None, group=self.group, **self.options,
-            )  # fmt: skip
-            content = pipe.plan.content
-            pipe._cut_model.forget()  # noqa: SLF001
-            pipe.close()
         own, again = costs[chosen.way], costs.get(chosen.way._replace(recomputes=True), [])
         recomputed = set(self._recomputed(chosen))
-        content = with_times(content, chosen, [again[n] if n in recomputed else own[n] for n in range(len(own))])
-        return Layout(stages, content, tuple(rows), tuple(self.notes), dict(self.seconds))
+        measured = [again[n] if n in recomputed else own[n] for n in range(len(own))]
+        content = with_times(self._plans[chosen.plain], chosen, measured)
+        return Layout(self._stages(chosen), content, tuple(rows), tuple(self.notes), dict(self.seconds))
 
 
 def _every(value: Any, num: int) -> Any:

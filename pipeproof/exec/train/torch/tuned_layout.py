@@ -13,8 +13,10 @@ import yaml
 
 from pipeproof.analysis.tune.layer_cuts import LayerCost, numbers_of_stages
 from pipeproof.atomic_write import write_output
+from pipeproof.diagnostics.units import size_text, time_text
 from pipeproof.exec.train.torch.measure_layers import RunWay
 from pipeproof.exec.train.torch.model_stages import ModelStages
+from pipeproof.sim.memory_curve import GIB
 
 _ALIKE = 1.015
 """Ratio of predicted times below which the simpler layout is tried first: predictions are not more accurate."""
@@ -109,13 +111,23 @@ class Layout:
         return f"<table><tr>{head}</tr>{rows}</table>{notes}"
 
 
-_HEAD = ("layout", "predicted", "measured", "GiB predicted", "GiB measured", "")
+_HEAD = ("layout", "predicted", "measured", "memory predicted", "memory measured", "")
 
 
 def _cells(row: LayoutRow) -> tuple[str, ...]:
-    measured = "" if row.measured_ms is None else f"{row.measured_ms:.4g} ms"
-    gib = "" if row.measured_gib is None else f"{row.measured_gib:.3g}"
-    return row.name, f"{row.predicted_ms:.4g} ms", measured, f"{row.predicted_gib:.3g}", gib, row.reason
+    measured = "" if row.measured_ms is None else ms_text(row.measured_ms)
+    memory = "" if row.measured_gib is None else gib_text(row.measured_gib)
+    return row.name, ms_text(row.predicted_ms), measured, gib_text(row.predicted_gib), memory, row.reason
+
+
+def ms_text(ms: float) -> str:
+    """A time in milliseconds with its unit."""
+    return time_text(1000 * ms)
+
+
+def gib_text(gib: float) -> str:
+    """A size in GiB with its unit."""
+    return size_text(GIB * gib)
 
 
 def expected_ms(row: LayoutRow, tried: Sequence[LayoutRow]) -> float:
@@ -141,7 +153,7 @@ def ranked(rows: Sequence[LayoutRow]) -> list[LayoutRow]:
     width = max(ordered[0].noise_ms, _TIE * fastest)
     tied = [row for row in ordered if (row.measured_ms or 0.0) - fastest <= max(width, row.noise_ms / 2)]
     if len(tied) > 1:
-        text = f"a tie within {width:.2g} ms of noise"
+        text = f"a tie within {ms_text(width)} of noise"
         tied = [replace(row, reason=row.reason or text) for row in sorted(tied, key=_complexity)]
     return [*tied, *(row for row in ordered if row.name not in {each.name for each in tied})]
 
