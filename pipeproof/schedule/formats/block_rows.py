@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import shortened
@@ -30,6 +31,7 @@ from pipeproof.schedule.columns import NONE, Row
 from pipeproof.schedule.formats.op_text import MAX_NUMBER
 from pipeproof.schedule.formats.text_tokens import Findings, Placed, end_of, placed_line
 from pipeproof.schedule.ops import Op, OpKind
+from pipeproof.schedule.programs import Schedule, asap, even_costs
 from pipeproof.specs.schedule import BAD_OPERATION, WRONG_RANKS
 
 _NUMBER = r"(?:0|[1-9][0-9]*)"
@@ -227,46 +229,21 @@ def _set_chunks(number: int, rank: _Rank, num_chunks: int, findings: Findings) -
 
 def _length(ranks: Sequence[_Rank], stage_of: Callable[[int, int], int]) -> int | None:
     """The end of the rows if each part takes one unit (a whole backward two); None if they cannot run in this order."""
-    queues = [[*_steps(rank.parts)] for rank in ranks]
-    last = max(stage_of(number, part.chunk or 0) for number, rank in enumerate(ranks) for part in rank.parts)
-    done: dict[tuple[bool, int, int, int | None], int] = {}
-    free, places, moved = [0] * len(ranks), [0] * len(ranks), True
-    while moved:
-        moved = False
-        for rank, queue in enumerate(queues):
-            while places[rank] < len(queue):
-                step = queue[places[rank]]
-                stages = [stage_of(rank, part.chunk or 0) for part in step]
-                both = zip(step, stages, strict=True)
-                needs = [done.get(need) for part, stage in both for need in _needs(part, stage, last)]
-                if None in needs:
-                    break
-                free[rank] = max((free[rank], *(need for need in needs if need is not None)))
-                free[rank] += sum(2 if part.kind is OpKind.BACKWARD else 1 for part in step)
-                for part, stage in zip(step, stages, strict=True):
-                    if part.kind is not OpKind.BACKWARD_WEIGHT:
-                        done[part.kind is OpKind.FORWARD, stage, part.micro_batch, part.split] = free[rank]
-                places[rank] += 1
-                moved = True
-    return max(free) if all(place == len(queue) for place, queue in zip(places, queues, strict=True)) else None
-
-
-def _steps(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    step: list[_Part] = []
-    for part in parts:
-        if step and (part.batch == NONE or part.batch != step[0].batch):
-            yield step
-            step = []
-        step.append(part)
-    if step:
-        yield step
-
-
-def _needs(part: _Part, stage: int, last: int) -> Iterator[tuple[bool, int, int, int | None]]:
-    if part.kind is OpKind.FORWARD:
-        if stage:
-            yield True, stage - 1, part.micro_batch, part.split
-    elif part.kind is not OpKind.BACKWARD_WEIGHT:
-        yield True, stage, part.micro_batch, part.split
-        if stage < last:
-            yield False, stage + 1, part.micro_batch, part.split
+    programs = tuple(
+        tuple(
+            Op(part.kind, stage_of(number, part.chunk or 0), part.micro_batch, split=part.split) for part in rank.parts
+        )
+        for number, rank in enumerate(ranks)
+    )
+    pairs = tuple(
+        frozenset(
+            place for place, (part, other) in enumerate(pairwise(rank.parts)) if part.batch == other.batch != NONE
+        )
+        for rank in ranks
+    )
+    num_stages = 1 + max(op.stage for program in programs for op in program)
+    try:
+        timed = asap(Schedule(programs, pairs), even_costs(num_stages))
+    except ValueError:
+        return None
+    return int(max(end for ends in timed.ends for end in ends))
