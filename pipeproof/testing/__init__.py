@@ -4,8 +4,7 @@ All names here are stable, and imported at first use::
 
     from pipeproof.testing import assert_plan_sound, assert_same_gradients, check_transport
 
-Other modules: ``strategies`` (needs Hypothesis), ``probes`` and ``endpoint_protocol``
-for backends, and ``plugin`` for pytest.
+Other modules: ``probes`` and ``endpoint_protocol`` for backends.
 """
 
 from __future__ import annotations

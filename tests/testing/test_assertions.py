@@ -1,7 +1,9 @@
 """The assertions: what they pass, and what they say of what they do not."""
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -73,6 +75,18 @@ def test_a_plan_that_cannot_be_loaded_fails_with_its_findings(tmp_path):
     broken.write_text("pipeproof: 1\nmodle: {}\n")
     with pytest.raises(AssertionError, match=r"plan.yaml:2:1(.|\n)*modle"):
         assert_plan_sound(broken)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("hypothesis")
+def test_the_example_project_passes(tmp_path):
+    example = Path(__file__).parents[2] / "examples" / "your_own_tests"
+    copy = shutil.copytree(example, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n0", "-v"]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_every_plan_is_proved[pretrain.yaml] PASSED" in done.stdout
+    assert "13 passed" in done.stdout
 
 
 # --- gradients ---
