@@ -16,10 +16,10 @@ from pipeproof.specs.axis_layout import INVARIANT, parse_placement
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.stages.describe.boundary import Boundary
 from pipeproof.testing import assert_plan_sound, assert_same_gradients, check_transport
-from pipeproof.testing.strategies import layouts, plans, schedules, topologies
 from pipeproof.verify.check_plan import CHECK_CODES, check_subject
 from pipeproof.verify.subject import make_subject
 from tests.plans import plan_dict
+from tests.testing.strategies import layouts, plans, schedules, topologies
 
 pytestmark = pytest.mark.usefixtures("known_notes")
 

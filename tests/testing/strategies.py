@@ -1,16 +1,4 @@
-"""Hypothesis strategies for plans and their sections: valid, small, and smaller as Hypothesis shrinks them.
-
-For properties of code that uses plans: a runtime, a launcher, a cost model. A
-drawn plan has the form of a plan file, so a test can change a part of it before
-the check::
-
-    @given(plans())
-    def test_my_launcher_starts_every_plan(plan):
-        assert_plan_sound(plan)
-        ...
-
-Needs Hypothesis (the extra ``testing``).
-"""
+"""Hypothesis strategies for plans and their sections: valid, small, and smaller as Hypothesis shrinks them."""
 
 from __future__ import annotations
 
