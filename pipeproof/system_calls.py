@@ -79,17 +79,6 @@ def open_to_read(path: Path) -> int:
     return handle
 
 
-def open_pipe(path: Path) -> int:
-    """Open a named pipe to write, without waiting for a reader; return its handle.
-
-    Raises:
-        OSError: No process reads it (``ENXIO``), it cannot be opened, or the system has no pipes in directories.
-    """
-    if sys.platform == "win32":
-        raise OSError(errno.ENOSYS, "Windows has no pipes in directories")
-    return os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-
-
 def read_at(handle: int, content: memoryview, position: int) -> int:
     """Read bytes from a position of a file into ``content``; return their number, 0 at the end of the file.
 

@@ -36,8 +36,6 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.command()
 @click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
 @click.option("--ras", metavar="HOST[:PORT]", help="Ask the RAS server of NCCL on a host of the job; port 28028.")
-@click.option("--trigger", metavar="STEM", type=click.Path(path_type=Path),
-              help="Ask this host's ranks for dumps into DIR; STEM: TORCH_NCCL_DEBUG_INFO_PIPE_FILE.")  # fmt: skip
 @click.option("--stacks", metavar="DIR", type=click.Path(path_type=Path, exists=True, file_okay=False),
               help="Dumps of py-spy, one for each rank; without them an installed py-spy is asked.")  # fmt: skip
 @click.option("--plan", type=_FILE, help="The plan that the job executes: operations get their names in it.")
@@ -79,7 +77,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
               help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
 def hang(
-    directory: Path | None, ras: str | None, trigger: Path | None, stacks: Path | None, plan: Path | None,
+    directory: Path | None, ras: str | None, stacks: Path | None, plan: Path | None,
     settings: dict[KeyPath, object], follow: bool, patience_s: float, slow_s: float, timeout_s: float | None,
     on_hang: str | None, html: Path | None, metrics: Path | None, form: Literal["text", "json"], color: str,
 ) -> None:  # fmt: skip
@@ -96,13 +94,11 @@ def hang(
             raise click.UsageError(f"{name} needs --follow")
     if (directory is None) == (ras is None):
         raise click.UsageError("name either a directory DIR or --ras HOST")
-    for name, given in (("--output", html), ("--plan", plan), ("--trigger", trigger)):
+    for name, given in (("--output", html), ("--plan", plan)):
         if ras is not None and given is not None:
             raise click.UsageError(f"{name} needs rings or dumps: RAS has no single operations")
     if settings and plan is None:
         raise click.UsageError("--set is for the plan that the job executes: give --plan")
-    if trigger is not None and follow:
-        raise click.UsageError("--trigger asks for dumps, and --follow watches rings: give one of them")
     output = _Output(on_hang, html, metrics, stacks, form, color)
     if ras is not None:
         with refusing_bad_plans(form, Path(ras), color):
@@ -112,33 +108,25 @@ def hang(
         from pipeproof.exec.monitor.job import ring_files
         from pipeproof.interop.hang.py_spy import stack_files
 
-        if trigger is not None or (not follow and not ring_files(directory)):
+        if not follow and not ring_files(directory):
             if metrics is not None or plan is not None:
                 raise click.UsageError(f"--metrics and --plan need rings, not dumps of {str(directory)!r}")
-            if trigger is None and stacks is None and stack_files(directory):
+            if stacks is None and stack_files(directory):
                 if html is not None:
                     raise click.UsageError(f"--output needs operations, not stacks of {str(directory)!r}")
                 _from_stacks(directory, form, color)
-            _from_dumps(directory, trigger, output)
+            _from_dumps(directory, output)
         _from_rings(directory, plan, settings, follow, (patience_s, slow_s, timeout_s), output)
 
 
-def _from_dumps(directory: Path, trigger: Path | None, output: _Output) -> NoReturn:
+def _from_dumps(directory: Path, output: _Output) -> NoReturn:
     from pipeproof.exec.monitor.rank_stacks import RankStacks
     from pipeproof.interop.hang.diagnose_hang import diagnose_dumps
-    from pipeproof.interop.hang.dump_trigger import request_dumps
     from pipeproof.interop.hang.py_spy import read_stacks
 
-    answered = None
-    if trigger is not None:
-        answered, problems = request_dumps(trigger, directory)
-        for problem in problems:
-            console_for(stderr=True, color=output.color).print(
-                f"{problem}: it is left out", markup=False, soft_wrap=True
-            )
     found = RankStacks({} if output.stacks is None else read_stacks(output.stacks))
     with showing_progress(f"reading the dumps in {directory}"):
-        report = diagnose_dumps(directory, answered)
+        report = diagnose_dumps(directory)
     failed = any(finding.severity is Severity.ERROR for finding in report.findings)
     if output.html is not None:
         from pipeproof.exec.monitor.hang_page import dumps_html

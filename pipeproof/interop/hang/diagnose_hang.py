@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,13 +88,13 @@ class HangReport:
         }
 
 
-def diagnose_dumps(directory: Path, ranks: Container[int] | None = None) -> HangReport:
-    """Read the dumps in a directory, of all or of some ranks, and find what blocks the run.
+def diagnose_dumps(directory: Path) -> HangReport:
+    """Read the dumps in a directory, and find what blocks the run.
 
     Raises:
         PlanFileError: PP930, a dump cannot be read.
     """
-    dumps = read_dumps(directory, ranks)
+    dumps = read_dumps(directory)
     waits = _Waits(dumps)
     differing = list(disagreements(waits.matches))
     cycle = waits.graph.cycle()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -203,7 +203,7 @@ def dump_files(directory: Path) -> dict[int, Path]:
     return dict(sorted(files.items()))
 
 
-def read_content(path: Path) -> dict[str, Any]:
+def _read_content(path: Path) -> dict[str, Any]:
     """Read a dump.
 
     Raises:
@@ -272,14 +272,14 @@ _FIELDS: Final = (
 _LIBRARY_CODE: Final = re.compile(r"[/\\](?:torch|site-packages|dist-packages)[/\\]|^<")
 
 
-def read_dumps(directory: Path, ranks: Container[int] | None = None) -> tuple[Dump, ...]:
-    """Read the dumps in a directory, of all or of some ranks, ordered by rank.
+def read_dumps(directory: Path) -> tuple[Dump, ...]:
+    """Read the dumps in a directory, ordered by rank.
 
     Raises:
         PlanFileError: PP930, a file cannot be read, or is no dump of a known version.
     """
-    files = {rank: path for rank, path in dump_files(directory).items() if ranks is None or rank in ranks}
-    contents = {rank: read_content(path) for rank, path in files.items()}
+    files = dump_files(directory)
+    contents = {rank: _read_content(path) for rank, path in files.items()}
     members_by_group = _members_from_entries(contents)
     return tuple(_dump(rank, path, contents[rank], members_by_group) for rank, path in files.items())
 

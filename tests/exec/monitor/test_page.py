@@ -53,6 +53,6 @@ def test_the_options_of_the_page_exist():
     """`tests/docs/test_pages.py` types whole commands; options also come alone."""
     helps = {name: invoke(*name.split(), "--help").stdout for name in ("job hang", "run")}
     named = set(re.findall(r"`(--[a-z-]+)", PAGE))
-    assert {"--plan", "--stacks", "--trigger", "--watch"} <= named
+    assert {"--plan", "--stacks", "--watch"} <= named
     for option in named:
         assert f" {option} " in helps["run" if option == "--watch" else "job hang"], option
