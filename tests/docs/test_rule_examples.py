@@ -33,7 +33,7 @@ NOT_RUN = {
     "PP908": ("a gradient that rounding does not explain", "exec/test_run.py"),
     "PP909": ("a run that is refused before it begins", "exec/test_run.py"),
     "PP913": ("a machine without GPUs", "exec/test_rehearse_command.py"),
-    "PP947": ("ranks of a launcher", "exec/test_meeting.py"),
+    "PP947": ("ranks of a launcher", "exec/test_hosts.py"),
     "PP914": ("elements that arrive wrongly", "exec/test_rehearsal.py"),
     "PP915": ("elements that really arrived", "exec/test_rehearsal.py"),
     "PP920": ("a directory with a state", "exec/test_kept.py"),

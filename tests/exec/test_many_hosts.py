@@ -112,7 +112,7 @@ def test_a_cyclic_order_of_ranks_that_separates_a_tensor_parallel_group_is_repor
 def test_a_late_host_is_awaited_and_named(hosts):
     plan = plan_of(hosts, topology={"pp": 4}, model={"num_layers": 4})
     first = started(hosts, 0, "rehearse", plan)
-    hosts.await_output(0, "waiting for ranks 2 to 3")
+    hosts.await_output(0, "waiting for ranks 2, 3")
     assert ended(hosts, [first, started(hosts, 1, "rehearse", plan)]) == [0, 0]
 
 
@@ -121,9 +121,9 @@ def test_a_host_with_another_plan_is_refused_on_both_sides(hosts):
     other = hosts.directory / "other.json"
     other.write_text(json.dumps(plan_dict(topology={"pp": 4}, model={"num_layers": 8}, run={"backend": "torch"})))
     processes = [started(hosts, host, "rehearse", file) for host, file in enumerate((plan, other))]
-    assert ended(hosts, processes) == [2, 2]
+    assert ended(hosts, processes) == [3, 3]
     for host in range(2):
-        assert "error[PP947]: rank 2 on" in hosts.output(host)
+        assert "error[PP947]: rank 0: rank 2 on" in hosts.output(host)
         assert "the plan's graph" in hosts.output(host)
 
 
@@ -222,10 +222,13 @@ def test_the_ranks_of_a_users_script_end_with_an_agent_that_is_killed(hosts):
 
 
 def long(hosts):
-    """A program that is ``pipeproof``, but rehearses 100,000 steps."""
+    """A program that is ``pipeproof``, but rehearses 100,000 steps, and prints a line when its steps begin."""
     program = hosts.directory / "long.py"
     program.write_text(
         "from pipeproof.cli.main import main\n"
+        "from pipeproof.exec.rank.adapter import RankAdapter\n"
+        "begin = RankAdapter.begin\n"
+        "RankAdapter.begin = lambda self, step: (step == 3 and print('steps', flush=True), begin(self, step))[1]\n"
         "from pipeproof.exec.rehearse import rehearsal_console\n"
         "rehearsal_console.NUM_STEPS = 100_000\n"
         "main()\n"
@@ -238,67 +241,54 @@ def running(hosts):
     """A long rehearsal on two hosts that has begun, with the processes of its ranks."""
     plan = plan_of(hosts, topology={"pp": 4}, model={"num_layers": 4})
     processes = [started(hosts, host, "rehearse", plan, "--timeout", "10", program=long(hosts)) for host in range(2)]
-    notes = [hosts.home(host) / "tmp" for host in range(2)]
-
-    def has_begun(folder):
-        found = [json.loads(file.read_text())["state"] for file in folder.glob("pipeproof*/rank*.note")]
-        return len(found) == 2 and all(state["steps_done"] > 0 for state in found)
-
-    ends = time.monotonic() + PATIENCE_S
-    while not all(map(has_begun, notes)):
-        assert time.monotonic() < ends, hosts.output(0) + hosts.output(1)
-        time.sleep(0.2)
+    for host in range(2):
+        hosts.await_output(host, "steps\nsteps\n", PATIENCE_S)
     return processes, {**ranks_on(hosts, 0), **ranks_on(hosts, 1)}
+
+
+def ended_ranks(hosts, *but):
+    """Wait until the ranks of both hosts have ended, those that are stopped excepted; these are killed."""
+    ends = time.monotonic() + PATIENCE_S
+    while {**ranks_on(hosts, 0), **ranks_on(hosts, 1)}.keys() - {*but}:
+        assert time.monotonic() < ends
+        time.sleep(0.2)
+    for rank, pid in (*ranks_on(hosts, 0).items(), *ranks_on(hosts, 1).items()):
+        assert rank in but
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_a_killed_rank_is_named_on_both_hosts(hosts, running):
     processes, ranks = running
     os.kill(ranks[3], signal.SIGKILL)
-    assert ended(hosts, processes) == [3, 137]
+    assert [process.wait(PATIENCE_S) for process in processes] == [3, 137]
     for host in range(2):
-        assert "error[PP902]: rank 3 (pp 3) ended without a report (killed" in hosts.output(host)
-        assert hosts.output(host).count("error[") == 1
+        assert "error[PP902]: rank 2: its communication ended while it waits in step" in hosts.output(host)
+        assert "for rank 3: " in hosts.output(host)
 
 
-def test_a_stopped_rank_is_named_on_both_hosts_and_ended(hosts, running):
+def test_a_stopped_rank_is_named_on_both_hosts(hosts, running):
     processes, ranks = running
     os.kill(ranks[2], signal.SIGSTOP)
-    assert ended(hosts, processes) == [3, 137]
+    ended_ranks(hosts, 2)
+    assert [process.wait(PATIENCE_S) for process in processes] == [3, 137]
     for host in range(2):
-        assert "error[PP903]: rank 2 (pp 2) hangs: no rank has made progress for 10 s" in hosts.output(host)
-
-
-def test_an_agent_that_is_killed_ends_all_ranks(hosts, running):
-    processes, _ = running
-    processes[1].kill()
-    assert ended(hosts, processes) == [3, -9]
-    for host in range(2):
-        assert "error[PP902]: the launcher on" in hosts.output(host)
+        assert "the pipeline made no progress for 10 s" in hosts.output(host)
+        assert "rank 2 does not answer" in hosts.output(host)
+        assert "the waits end at rank 2" in hosts.output(host)
 
 
 def test_a_host_that_is_lost_is_named_by_the_other(hosts, running):
     processes, _ = running
     os.killpg(processes[1].pid, signal.SIGKILL)
     assert [process.wait(PATIENCE_S) for process in processes] == [3, -9]
-    assert "error[PP902]: host " in hosts.output(0)
-    assert "(ranks 2 to 3) does not answer" in hosts.output(0)
+    assert "for rank 2: " in hosts.output(0)
 
 
 def test_the_loss_of_the_stores_host_ends_the_other(hosts, running):
     processes, _ = running
     os.killpg(processes[0].pid, signal.SIGKILL)
     assert [process.wait(PATIENCE_S) for process in processes] == [-9, 3]
-    assert "error[PP902]: the store, which" in hosts.output(1)
-    assert list((hosts.home(1) / "tmp").glob("pipeproof*")) == []
-
-
-def test_a_stopped_process_that_serves_the_store_ends_both_hosts(hosts, running):
-    """The store neither answers nor closes its connections."""
-    processes, ranks = running
-    os.kill(ranks[0], signal.SIGSTOP)
-    assert ended(hosts, processes) == [137, 3]
-    assert "error[PP903]: rank 0 (pp 0) hangs: no rank has made progress for 10 s" in hosts.output(0)
-    assert "error[PP902]: the store, which" in hosts.output(1)
+    assert "for rank 1: " in hosts.output(1)
 
 
 def test_a_network_that_is_cut_ends_both_hosts(hosts, running):
@@ -306,9 +296,9 @@ def test_a_network_that_is_cut_ends_both_hosts(hosts, running):
         pytest.skip("the hosts have no networks of their own")
     processes, _ = running
     hosts.cut(0)
-    assert ended(hosts, processes) == [3, 3]
-    assert "(ranks 2 to 3) does not answer" in hosts.output(0)
-    assert "error[PP902]: the store, which" in hosts.output(1)
+    assert [process.wait(PATIENCE_S) for process in processes] == [3, 3]
+    assert "rank 2 does not answer" in hosts.output(0)
+    assert "the store of the process group does not answer" in hosts.output(1)
 
 
 def test_a_second_run_at_the_address_is_refused_and_the_first_continues(hosts, running):
@@ -339,5 +329,5 @@ def test_a_restarted_attempt_reads_nothing_of_the_one_before(hosts):
     ]  # fmt: skip
     assert ended(hosts, processes) == [0, 0], hosts.output(0) + hosts.output(1)
     output = hosts.output(0) + hosts.output(1)
-    assert "rank 3 (pp 3) raised: RuntimeError: injected failure at 3F1" in output
+    assert "rank 3: RuntimeError while it is in step 0, 3F1 (stage 3, micro-batch 1)" in output
     assert output.count("every element arrived where the plan needs it") == 1

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from pipeproof.exec.launch.hosts import Host
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.rank.job_files import Job, RunOptions, dump_plan, save_json
 from pipeproof.exec.rank.op_log import LogEntry
@@ -22,10 +23,9 @@ from pipeproof.exec.rehearse.element_identity import (
 )
 from pipeproof.exec.rehearse.rehearsal_arrivals import ArrivalChecks, ArrivalFault
 from pipeproof.exec.rehearse.rehearsal_console import (
-    RehearsalPart,
+    RankRehearsal,
     merged_rehearsal,
-    read_rehearsal,
-    rehearsal_part,
+    rank_rehearsal,
 )
 from pipeproof.exec.rehearse.rehearsal_edges import RankEdges, edges_of, network_of
 from pipeproof.specs.axis_layout import dtype_bytes
@@ -189,28 +189,27 @@ def rehearsed(directory, one, ranks, faulty):
 
 
 @pytest.mark.parametrize("faulty", [None, 1, 3])
-def test_parts_of_two_hosts_make_the_report_of_a_rehearsal(tmp_path, faulty):
+def test_parts_of_ranks_on_two_hosts_make_the_report_of_a_rehearsal(tmp_path, faulty):
     report = check(plan_from_dict(plan_dict(**FOUR)))
     report = replace(report, subject=report.subject.unfolded())
-    whole = read_rehearsal(report, rehearsed(tmp_path / "whole", report.subject, range(4), faulty))
-    parts = []
-    for name, ranks in (("b", (2, 3)), ("a", (0, 1))):
-        job = rehearsed(tmp_path / name, report.subject, ranks, faulty)
-        part = rehearsal_part(report, job, ranks, run="token", host=name)
-        adapter = TypeAdapter(RehearsalPart)
-        assert adapter.validate_json(adapter.dump_json(part)) == part
-        parts.append(part)
-    merged = merged_rehearsal(report, job, parts)
+    job, adapter = rehearsed(tmp_path / "job", report.subject, range(4), faulty), TypeAdapter(RankRehearsal)
+    parts = [rank_rehearsal(report, job, rank) for rank in range(4)]
+    assert [adapter.validate_json(adapter.dump_json(part)) for part in parts] == parts
+    whole = merged_rehearsal(report, parts, [Host("a", (0, 1, 2, 3))])
+    merged = merged_rehearsal(report, parts, [Host("a", (0, 1)), Host("b", (2, 3))])
     assert merged.findings == whole.findings
     assert [finding.code for finding in merged.findings] == ([] if faulty is None else ["PP901", "PP914"])
     assert (merged.edges, merged.checked) == (whole.edges, whole.checked)
-    assert merged.seconds == max(part.seconds for part in parts)
+    ends = [(part.start_ns, part.end_ns) for part in parts]
+    of_hosts = {
+        name: (max(end for _, end in own) - min(start for start, _ in own)) / 1e9
+        for name, own in (("a", ends[:2]), ("b", ends[2:]))
+    }
     of_merged, of_whole = merged.to_json(), whole.to_json()
-    assert of_merged.pop("seconds_by_host") == {part.host: part.seconds for part in parts}
+    assert of_merged.pop("seconds_by_host") == of_hosts
+    assert of_merged["seconds"] == max(of_hosts.values())
     assert {**of_merged, "seconds": 0} == {**of_whole, "seconds": 0}
-    assert merged.network["ranks_per_node"] == 2
-    with pytest.raises(ValueError, match=r"the parts have the ranks \[0, 1\]"):
-        merged_rehearsal(report, job, parts[1:])
+    assert (merged.network["ranks_per_node"], whole.network["ranks_per_node"]) == (2, 4)
 
 
 def test_of_several_channels_between_two_ranks_the_slowest_is_their_edge():

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
+from pipeproof.exec.rank import stall_watch as module
+from pipeproof.exec.rank.pipeline_failures import PipelineFailures
+from pipeproof.exec.rank.stall_watch import StallWatch
 from pipeproof.exec.store.agreement import STORE_LOST, Agreement
 from pipeproof.exec.store.train_errors import PipelineError
-from pipeproof.exec.train import stall_watch as module
-from pipeproof.exec.train.pipeline_failures import PipelineFailures
-from pipeproof.exec.train.stall_watch import StallWatch
 from tests.train.fake_store import FakeStore, wait_until
 
 OPS = {
@@ -257,7 +257,7 @@ def test_an_ended_transfer_is_explained_by_the_rank_that_failed():
 
 
 def test_an_ended_transfer_that_nobody_explains_names_what_waited(monkeypatch):
-    monkeypatch.setattr("pipeproof.exec.train.pipeline_failures._REPORT_S", 0.05)
+    monkeypatch.setattr("pipeproof.exec.rank.pipeline_failures._REPORT_S", 0.05)
     own = Agreement(FakeStore(), 0, 2, 1.0)
     error = RuntimeError("[/build/gloo/pair.cc:1] Connection closed by peer [::1]:1. This is typically caused by a\nx")
     text = PipelineFailures(own, lambda: None).elsewhere(error, "waits in step 2 for rank 1: WAIT(0RECV_B1)")
@@ -269,7 +269,7 @@ def test_an_ended_transfer_that_nobody_explains_names_what_waited(monkeypatch):
 
 
 def test_another_error_is_not_called_a_communication(monkeypatch):
-    monkeypatch.setattr("pipeproof.exec.train.pipeline_failures._REPORT_S", 0.05)
+    monkeypatch.setattr("pipeproof.exec.rank.pipeline_failures._REPORT_S", 0.05)
     failures = PipelineFailures(Agreement(FakeStore(), 0, 1, 1.0), lambda: None)
     assert failures.elsewhere(RuntimeError("odd"), "is in F") == "rank 0: RuntimeError while it is in F: odd"
 

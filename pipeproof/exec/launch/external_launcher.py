@@ -1,39 +1,38 @@
 """Rehearsals under an external launcher (see ``exec.store.launcher_table``), on any number of hosts.
 
-Each process is one rank, identified by its environment. The ranks meet at the framework's store. The ranks of one host
-share a directory of its temporary files; the first of them, the leader, reads what they found and sends it through the
-store to rank 0, which reports.
+Each process is one rank, identified by its environment. As the ranks of a ``Pipeline``, they agree through the
+framework's store, and a thread of each watches its progress. Each rank sends what it found to rank 0, which reports.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from pipeproof.diagnostics.finding import Finding, PipeproofError
-from pipeproof.exec.launch.host_watch import HostWatch
-from pipeproof.exec.launch.hosts import make_directory
+from pipeproof.diagnostics.finding import PipeproofError, RuleDoc
+from pipeproof.diagnostics.wait_graph import ranks_text
+from pipeproof.exec.launch.hosts import Host, hosts_of, own_host
 from pipeproof.exec.launch.launched_rank import LaunchedRank, launched_rank
-from pipeproof.exec.launch.meeting import JobEndedError, Meeting, Verdict, key_prefix, longest_pause_s, meet
-from pipeproof.exec.launch.run_plan import prepare_job, require_runnable, status_of
-from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S
-from pipeproof.exec.launch.watchdog import JobState
+from pipeproof.exec.launch.run_plan import prepare_job, require_runnable
+from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, JobEndedError, job_directory
 from pipeproof.exec.launch.worker import Rehearse, run_rank
-from pipeproof.exec.rank.failures import event_of
 from pipeproof.exec.rank.framework_choice import start_framework
 from pipeproof.exec.rank.framework_protocol import Framework
 from pipeproof.exec.rank.job_files import Job, RunOptions, dump_plan, end_process
-from pipeproof.exec.store.answering_store import AnsweringStore
-from pipeproof.exec.store.launcher_table import OF_BACKEND, TORCHRUN
+from pipeproof.exec.rank.pipeline_failures import PipelineFailures, one_failure
+from pipeproof.exec.rank.stall_watch import STALLED, StallWatch, op_facts
+from pipeproof.exec.store.agreement import STORE_LOST, Agreement
+from pipeproof.exec.store.launcher_table import OF_BACKEND
 from pipeproof.exec.store.polling import wait_until
 from pipeproof.exec.store.rendezvous import (
     ANOTHER_HOST,
@@ -44,15 +43,18 @@ from pipeproof.exec.store.rendezvous import (
     interface_towards,
     is_loopback_name,
 )
-from pipeproof.exec.store.run_codes import NOT_TOGETHER, WORLD_SIZE
-from pipeproof.exec.store.store import Store, get_json, has_json, put_json
+from pipeproof.exec.store.run_codes import DIED, HUNG, NOT_TOGETHER, WORLD_SIZE
+from pipeproof.exec.store.store import Store
+from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exit_status import ExitStatus
-from pipeproof.signals import TerminatedError
 from pipeproof.specs.plan_sections import RunSpec
 from pipeproof.verify.check_plan import Report
+from pipeproof.version import __version__
 
 _LAST_S = 10.0
 """Time for the other ranks to read the end of a job before rank 0, which may serve the store, ends."""
+_SHOW_S = 5.0
+"""Time between two lines about ranks that have not come."""
 _LOCAL = {"torch": ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), "paddle": ("PADDLE_LOCAL_RANK", "PADDLE_LOCAL_SIZE")}
 """Variables of each framework for the rank among those of this host, and for their number."""
 
@@ -71,15 +73,15 @@ _Result = TypeVar("_Result", bound=Outcome)
 
 @dataclass(frozen=True)
 class LaunchedRehearsal(Generic[_Result]):
-    """A rehearsal under a launcher: what each rank runs, what each host finds out, and what all of it means.
+    """A rehearsal under a launcher: what each rank runs, what it found, and what all of it means.
 
-    ``of_host`` returns the JSON value of this host, whose ranks have written their files to the job's directory.
-    ``of_all`` returns the result of all hosts, by their values in order; rank 0's directory still exists.
+    ``of_rank`` returns the JSON value of a rank, which has written its files to the job's directory. ``of_all`` returns
+    the result of all ranks, by their values in order and by the hosts.
     """
 
     make: Rehearse
-    of_host: Callable[[Job, Meeting], Any]
-    of_all: Callable[[Job, Meeting, Sequence[Any]], _Result]
+    of_rank: Callable[[Job, int], Any]
+    of_all: Callable[[Sequence[Any], Sequence[Host]], _Result]
 
 
 def join_launcher(run: RunSpec) -> LaunchedRank | None:
@@ -117,78 +119,94 @@ def execute_launched(
     report: Report,
     options: RunOptions,
     rehearsal: LaunchedRehearsal[_Result],
-    on_finding: Callable[[Finding], None],
     on_wait: Callable[[str], None],
 ) -> _Result:
     """Run one rank of a job; rank 0 returns the result of all ranks, the others end with the exit status of the job.
 
-    ``on_finding`` prints a verdict or a note; ``on_wait`` prints a line about ranks that have not come.
+    ``on_wait`` prints a line about ranks that have not come.
 
     Raises:
-        PipeproofError: see ``require_runnable``, or the launcher does not fit the plan, or (PP947) the processes do not
-            belong together.
-        JobEndedError: a rank failed, or rank 0 refuses the job; without a finding on ranks that do not print it.
+        PipeproofError: see ``require_runnable``, or the launcher does not fit the plan, or (PP947) another process came
+            as this rank.
+        JobEndedError: the processes do not belong together (PP947), or a rank failed; every rank raises it.
     """
     require_runnable(report, options)
     _require_fit(launched, report)
     framework = _started(report.subject.plan.spec.run, options)
-    meeting = _meeting(launched, report, options, on_wait)
-    try:
-        make_directory(meeting.directory, meeting.local)
-    except OSError as error:
-        fact = f"rank {launched.rank} cannot use its directory of temporary files: {error}"
-        raise PipeproofError(NOT_TOGETHER.finding(fact)) from error
-    state = JobState(report.subject)
-
-    # A shell that started the ranks by hand, with torchrun's variables, may end before them.
-    has_launcher = launched.launcher is not TORCHRUN or launched.run_id != ""
-    watch = HostWatch(meeting, state, options.timeout_s, on_finding, watches_launcher=has_launcher)
-    try:
-        job = _job_of_host(meeting, watch, report, options)
-        run_rank(job, launched.rank, watch.emit, framework(), rehearsal.make)
-        result = _concluded(meeting, watch, job, rehearsal)
-    except TerminatedError as error:
-        raise watch.fail("terminated") from error
-    except PipeproofError as error:
-        raise watch.fail("refused", Verdict(error.findings, status_of(error))) from error
-    except Exception as error:
-        watch.emit("error", **event_of(error))
-        raise watch.fail("raised") from error
-    watch.close()
-    _leave_together(meeting)
+    agreement = _joined(launched, report, options)
+    with _one_end(agreement, NOT_TOGETHER):
+        hosts = _all_hosts(agreement, launched, _facts(report, options), on_wait)
+    own = _rehearsed(agreement, report, options, framework, rehearsal)
+    with _one_end(agreement, DIED):
+        result = _concluded(agreement, own, hosts, rehearsal)
+    _leave(agreement)
     return end_process(result) if isinstance(result, ExitStatus) else result
 
 
-def _meeting(launched: LaunchedRank, report: Report, options: RunOptions, on_wait: Callable[[str], None]) -> Meeting:
+@contextmanager
+def _one_end(agreement: Agreement, code: RuleDoc) -> Iterator[None]:
+    """Make a failure on one rank one on all, with a finding of the code."""
+    try:
+        with one_failure(agreement):
+            yield
+    except (PipelineError, ConnectionError) as error:
+        _leave(agreement)
+        text = STORE_LOST if isinstance(error, ConnectionError) else str(error)
+        raise JobEndedError(code.finding(text, help=_LOOK)) from None
+
+
+_LOOK = (
+    "look at the launcher's output on the host of that rank; each host needs the same plan, options and pipeproof, "
+    "and a way to the others"
+)
+
+
+def _leave(agreement: Agreement) -> None:
+    """Leave; rank 0, which may serve the store, is the last."""
+    with suppress(ConnectionError):
+        agreement.notice()
+        if agreement.rank == 0:
+            wait_until(lambda: agreement.num_noticed() >= agreement.num_ranks, _LAST_S)
+
+
+def _joined(launched: LaunchedRank, report: Report, options: RunOptions) -> Agreement:
     patience_s = max(options.timeout_s, START_UP_TIMEOUT_S)
     host, port = launched.master
     try:
-        run = report.subject.plan.spec.run
-        store = _store(launched, run.backend, patience_s)
-        return meet(launched, store, _facts(report, options), patience_s, on_wait)
+        store = _store(launched, report.subject.plan.spec.run.backend, patience_s)
+        is_second = store.add(f"{launched.rank}/came", 1) > 1
     except (ConnectionError, RuntimeError) as error:
         finding = NOT_TOGETHER.finding(
             f"rank {launched.rank} of {launched.world_size} cannot meet the others at the store {host}:{port}: {error}",
             help="is the launcher's process of rank 0 alive, and is its port free and reachable from this host?",
         )
-        raise JobEndedError(finding, status=ExitStatus.WORKER_FAILED) from error
+        raise JobEndedError(finding) from error
+    if is_second:
+        raise PipeproofError(
+            NOT_TOGETHER.finding(
+                f"another process came as rank {launched.rank} of run `{launched.run_id or 'run'}`, attempt "
+                f"{launched.attempt}, to the store at {host}:{port}: two runs use one address, or one launcher "
+                "started twice",
+                help="give each run its own MASTER_PORT (torchrun: --rdzv-endpoint and --rdzv-id)",
+            )
+        )
+    late_s = _LAST_S if launched.rank else 0.0  # rank 0 reports who is missing
+    return Agreement(store, launched.rank, launched.world_size, patience_s + late_s)
 
 
 def _store(launched: LaunchedRank, backend: str, patience_s: float) -> Store:
     host, port = launched.master
     if launched.rank > 0:
         await_store(f"{host}:{port}", patience_s)
-    store: Store
+    run_id = re.sub(r"[^A-Za-z0-9._-]", "_", launched.run_id)[:100] or "run"
+    prefix = f"pipeproof/{run_id}/{launched.attempt}/"  # a restarted attempt reads nothing of the one before
     if backend == "torch":
         from pipeproof.exec.store import torch_store
 
-        store = torch_store.process_store().part(key_prefix(launched))
-    else:
-        from pipeproof.exec.store import paddle_store
+        return torch_store.process_store().part(prefix)
+    from pipeproof.exec.store import paddle_store
 
-        is_first = launched.rank == 0
-        store = paddle_store.process_store(host, port, launched.world_size, key_prefix(launched), is_first=is_first)
-    return AnsweringStore(store, patience_s)
+    return paddle_store.process_store(host, port, launched.world_size, prefix, is_first=launched.rank == 0)
 
 
 def _started(run: RunSpec, options: RunOptions) -> Callable[[], Framework]:
@@ -207,13 +225,14 @@ def _started(run: RunSpec, options: RunOptions) -> Callable[[], Framework]:
     return result
 
 
-def _facts(report: Report, options: RunOptions) -> Mapping[str, Any]:
+def _facts(report: Report, options: RunOptions) -> dict[str, Any]:
     """Facts that must be equal on all ranks."""
     plan, certificate = dump_plan(report.subject.loaded), report.conclusion
     for section, key in (("schedule", "path"), ("cost", "profile")):
         plan.get(section, {}).pop(key, None)  # files may lie elsewhere on another host
     stated = replace(options, logs=None)
     return {
+        "pipeproof": __version__,
         "the plan's graph": certificate.graph_digest,
         "the plan": hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest(),
         "rules": certificate.rule_set_version,
@@ -222,69 +241,94 @@ def _facts(report: Report, options: RunOptions) -> Mapping[str, Any]:
     }
 
 
-def _job_of_host(meeting: Meeting, watch: HostWatch, report: Report, options: RunOptions) -> Job:
-    """The job in the directory of this host, which its leader writes."""
-    ready = meeting.directory / "ready"
-    if meeting.leads:
-        watch.emit("setup", what="preparing the job")
-        job = prepare_job(report, options, meeting.directory)
-        ready.touch()
-        return job
-    with watch.waiting():
-        wait_until(ready.exists)
-    return Job.load(meeting.directory)
+def _all_hosts(
+    agreement: Agreement, launched: LaunchedRank, facts: Mapping[str, Any], on_wait: Callable[[str], None]
+) -> tuple[Host, ...]:
+    """Wait for all ranks, which must have rank 0's facts. Rank 0 alone reads them; it returns the hosts, others none.
+
+    Raises:
+        PipelineError: a rank did not come in time, or has other facts.
+    """
+    name, machine = own_host()
+    agreement.publish(f"came/{agreement.rank}", {"host": name, "machine": machine, "facts": dict(facts)})
+    if agreement.rank:
+        agreement.read("complete", "rank 0 did not answer")
+        return ()
+    machines: list[tuple[str, str]] = []
+    ends = time.monotonic() + agreement.timeout_s
+    for rank in range(agreement.num_ranks):
+        while not agreement.is_published(f"came/{rank}", _SHOW_S):
+            absent = [each for each in range(agreement.num_ranks) if not agreement.has(f"came/{each}")]
+            if time.monotonic() > ends:
+                raise PipelineError(
+                    f"{len(absent)} of {agreement.num_ranks} ranks did not come to the store at "
+                    f"{launched.master[0]}:{launched.master[1]} within {agreement.timeout_s:g} s: {ranks_text(absent)}"
+                )
+            on_wait(f"waiting for {ranks_text(absent)}")
+        came = agreement.read(f"came/{rank}", f"rank {rank} did not come")
+        machines.append((str(came["host"]), str(came["machine"])))
+        theirs = dict(came["facts"])
+        differ = [key for key in dict.fromkeys((*facts, *theirs)) if theirs.get(key) != facts.get(key)]
+        if differ:
+            shown = ", ".join(f"{key} {_short(theirs.get(key))} and not {_short(facts.get(key))}" for key in differ)
+            raise PipelineError(
+                f"rank {rank} on {machines[rank][0]} was started differently from rank 0 on {machines[0][0]}: {shown}"
+            )
+    agreement.publish("complete", agreement.num_ranks)
+    return hosts_of(machines)
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:12]}.."
+
+
+def _rehearsed(
+    agreement: Agreement,
+    report: Report,
+    options: RunOptions,
+    framework: Callable[[], Framework],
+    rehearsal: LaunchedRehearsal[_Result],
+) -> Any:
+    """Run this rank's program in a directory of its own, watched, and return what it found."""
+    graph, failures = report.subject.graph, PipelineFailures(agreement, lambda: None)
+    watch = StallWatch(agreement.of_thread(), options.timeout_s, lambda: partial(op_facts, graph), lambda: None)
+
+    def emit(kind: str, **content: Any) -> None:
+        if kind == "setup":
+            watch.begin_call(content["what"])
+        elif kind == "at":
+            watch.enter(content["step"], content["op"])
+        elif kind in ("ready", "finished"):
+            watch.leave()
+
+    try:
+        with failures.as_one(watch, Exception), job_directory(None) as directory:
+            job = prepare_job(report, options, directory)
+            run_rank(job, agreement.rank, emit, framework(), rehearsal.make)
+            if options.logs is not None:
+                options.logs.mkdir(parents=True, exist_ok=True)
+                for file in directory.glob("rank*.json"):
+                    shutil.copy(file, options.logs)
+            return rehearsal.of_rank(job, agreement.rank)
+    except PipelineError as error:
+        text = str(error)
+        raise JobEndedError((HUNG if STALLED in text else DIED).finding(text, help=_LOOK)) from error.__cause__
+    finally:
+        watch.close()
 
 
 def _concluded(
-    meeting: Meeting, watch: HostWatch, job: Job, rehearsal: LaunchedRehearsal[_Result]
+    agreement: Agreement, own: Any, hosts: Sequence[Host], rehearsal: LaunchedRehearsal[_Result]
 ) -> _Result | ExitStatus:
     """Result on rank 0, the job's exit status on the others."""
-    store = meeting.store
-    if meeting.leads:
-        with watch.waiting():
-            wait_until(lambda: all(job.rank_file(rank, "log").exists() for rank in meeting.host.ranks))
-        own = rehearsal.of_host(job, meeting)
-        _keep(job, meeting)
-        if meeting.rank > 0:
-            put_json(store, f"part/{meeting.index}", own)
-    with watch.waiting():
-        if meeting.rank > 0:
-            wait_until(lambda: has_json(store, "status"), longest_pause_s=longest_pause_s(meeting.num_ranks))
-            return ExitStatus(get_json(store, "status", _LAST_S))
-        parts = [own]
-        for index in range(1, len(meeting.hosts)):
-            wait_until(functools.partial(has_json, store, f"part/{index}"))
-            parts.append(get_json(store, f"part/{index}", _LAST_S))
-    result = rehearsal.of_all(job, meeting, parts)
-    put_json(store, "status", int(ExitStatus.OK if result.passed else ExitStatus.FAILED))
+    agreement.publish(f"found/{agreement.rank}", own)
+    if agreement.rank:
+        return ExitStatus(agreement.read("status", "rank 0 has no report"))
+    found = [agreement.read(f"found/{rank}", f"rank {rank} has no results") for rank in range(agreement.num_ranks)]
+    result = rehearsal.of_all(found, hosts)
+    agreement.publish("status", int(ExitStatus.OK if result.passed else ExitStatus.FAILED))
     return result
-
-
-def _keep(job: Job, meeting: Meeting) -> None:
-    """Copy the host's files to ``--logs``; each of several hosts has its own folder."""
-    if job.options.logs is None:
-        return
-    folder = job.options.logs if len(meeting.hosts) == 1 else job.options.logs / meeting.host.name
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in meeting.directory.glob("*.json"):
-        shutil.copy(file, folder)
-
-
-def _leave_together(meeting: Meeting) -> None:
-    """Leave after the end of the watch; the leader removes the host's files when no rank of the host is watching.
-
-    Rank 0, which may serve the store, is the last.
-    """
-    (meeting.directory / f"rank{meeting.rank}.left").touch()
-    ends = time.monotonic() + _LAST_S
-    if meeting.leads:
-        files = [meeting.directory / f"rank{rank}.left" for rank in meeting.host.ranks]
-        wait_until(lambda: all(file.exists() for file in files), _LAST_S)
-        shutil.rmtree(meeting.directory, ignore_errors=True)
-    with contextlib.suppress(ConnectionError):  # the end is known: that rank 0 has left first changes nothing
-        meeting.store.add("done", 1)
-        if meeting.rank == 0:
-            wait_until(lambda: meeting.store.add("done") >= meeting.num_ranks, ends - time.monotonic())
 
 
 def _require_fit(launched: LaunchedRank, report: Report) -> None:

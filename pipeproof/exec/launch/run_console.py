@@ -19,9 +19,9 @@ from pipeproof.diagnostics.units import size_text
 from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult
 from pipeproof.exec.compare.step_losses import main_loss, module_losses
 from pipeproof.exec.launch.launched_rank import launched_rank
-from pipeproof.exec.launch.meeting import JobEndedError
 from pipeproof.exec.launch.run_plan import NotVerifiedError, Progress, run, status_of
 from pipeproof.exec.launch.run_report import LogClock, RunReport
+from pipeproof.exec.launch.supervisor import JobEndedError
 from pipeproof.exec.measure.limits_report import LimitsReport
 from pipeproof.exec.rank.checkpointing import checkpoint_lines
 from pipeproof.exec.rank.gpu_assignment import shared_gpus_text
@@ -132,7 +132,7 @@ def result_or_status(
         if isinstance(error, NotVerifiedError):
             console.print(refusal)
         if isinstance(error, JobEndedError):
-            end_process(error.status)
+            end_process(status_of(error))
         return status_of(error)
     if options.share_gpus:
         console.print(f"[bold yellow]{shared_gpus_text(report.subject)}[/]", soft_wrap=True)

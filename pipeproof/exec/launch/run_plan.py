@@ -20,7 +20,6 @@ from pipeproof.exec.compare.compare_gradients import StepResult, compare_step, g
 from pipeproof.exec.compare.compare_log import compare_exchanges, compare_log
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
 from pipeproof.exec.compare.step_losses import NotFiniteError, require_finite
-from pipeproof.exec.launch.meeting import JobEndedError
 from pipeproof.exec.launch.run_report import RunReport, clock_of, measured_timeline
 from pipeproof.exec.launch.supervisor import Launcher, WorkerFailedError, job_directory
 from pipeproof.exec.launch.watchdog import JobState
@@ -73,8 +72,6 @@ class BackendMissingError(PipeproofError):
 
 def status_of(error: PipeproofError) -> ExitStatus:
     """Exit status of a command that an error ends."""
-    if isinstance(error, JobEndedError):
-        return error.status
     if isinstance(error, WorkerFailedError):
         return ExitStatus.WORKER_FAILED
     if isinstance(error, NotVerifiedError | NotFiniteError):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.diagnostics.units import size_text
-from pipeproof.exec.launch.hosts import Identity, make_directory
+from pipeproof.exec.launch.hosts import make_directory
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.rank.job_files import Job
 from pipeproof.exec.store.process_state import is_ending, is_stopped
@@ -40,14 +40,18 @@ class WorkerFailedError(PipeproofError):
     """A worker died, raised or hung; everything was stopped."""
 
 
+class JobEndedError(WorkerFailedError):
+    """A rank of a launched job failed: the process of each rank ends, whatever the threads of its framework do."""
+
+
 @contextlib.contextmanager
 def job_directory(logs: Path | None) -> Iterator[Path]:
     """Yield a new directory that is removed at the end; worker output is copied to ``logs`` first.
 
     That of a launcher that was killed is removed at the next start.
     """
-    directory = Path(tempfile.gettempdir()) / f"pipeproof-{secrets.token_hex(16)}.0"
-    make_directory(directory, {0: Identity.own()})
+    directory = Path(tempfile.gettempdir()) / f"pipeproof-{secrets.token_hex(16)}"
+    make_directory(directory)
     try:
         yield directory
     finally:

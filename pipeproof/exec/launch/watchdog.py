@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
-
-from pydantic import TypeAdapter
 
 from pipeproof.diagnostics.finding import Finding, OpsWitness, Severity, WitnessOp
 from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, cycle_headline, wait_lines
@@ -37,24 +35,7 @@ class RankState:
     failure: Failure | None = None
     """The error that ended the worker, if the worker reported it."""
     heard_s: float = 0.0
-    """Time of the last event; 0 before the first. Under an external launcher each process knows only its own events."""
-
-    def content(self, offset_ns: int) -> dict[str, Any]:
-        """Return a JSON value for other hosts; ``offset_ns`` is added to times of this host's monotonic clock."""
-        content = asdict(self)
-        content["heard_s"] = self.heard_s and self.heard_s + offset_ns / 1e9
-        if content["failure"] is not None:
-            content["failure"]["at_ns"] += offset_ns
-        return content
-
-    @classmethod
-    def of(cls, content: Any) -> RankState:
-        """Read what ``content`` made.
-
-        Raises:
-            ValueError: it is something else.
-        """
-        return TypeAdapter(cls).validate_python(content)
+    """Time of the last event; 0 before the first."""
 
     @property
     def is_ahead(self) -> bool:

@@ -21,8 +21,6 @@ from pipeproof.diagnostics.units import time_text
 from pipeproof.exec.compare.compare_log import compare_log
 from pipeproof.exec.launch.external_launcher import LaunchedRehearsal, execute_launched, join_launcher
 from pipeproof.exec.launch.hosts import Host
-from pipeproof.exec.launch.launched_rank import LaunchedRank
-from pipeproof.exec.launch.meeting import Meeting
 from pipeproof.exec.launch.run_console import result_or_status
 from pipeproof.exec.launch.run_plan import prepare_job, require_runnable
 from pipeproof.exec.launch.supervisor import Launcher, job_directory
@@ -35,7 +33,6 @@ from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
 from pipeproof.exec.store.run_codes import SPLIT_NODE, UNVERIFIED
 from pipeproof.exit_status import ExitStatus
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
-from pipeproof.verify.certificate import Certificate
 from pipeproof.verify.check_plan import Report
 from pipeproof.verify.subject import Subject
 from pipeproof.views.tables import print_table
@@ -121,78 +118,55 @@ class Rehearsal:
 
 
 @dataclass(frozen=True)
-class RehearsalPart:
-    """Part of a rehearsal that one host makes of its ranks' files; all hosts have the same ``run`` token.
+class RankRehearsal:
+    """Part of a rehearsal of one rank.
 
-    ``seconds`` is the time of all steps by the host's clock. As JSON a part has at most about 200 faults for each rank,
-    which are stored, and 20 bytes for each timed message.
+    Times are of the clock of its host. As JSON a part has at most about 200 faults, which are stored, and 20 bytes for
+    each timed message.
     """
 
-    run: str
-    host: str
-    ranks: tuple[int, ...]
-    certificate: Certificate
-    checked: Mapping[int, ArrivalChecks]
-    log_findings: Mapping[int, tuple[Finding, ...]]
+    checked: ArrivalChecks
+    log_findings: tuple[Finding, ...]
     times: EdgeTimes
-    seconds: float
+    start_ns: int
+    end_ns: int
 
 
-def rehearsal_part(report: Report, job: Job, ranks: Sequence[int], *, run: str, host: str) -> RehearsalPart:
-    """Read the files of a host's ranks and make the host's part of the rehearsal."""
+def rank_rehearsal(report: Report, job: Job, rank: int) -> RankRehearsal:
+    """Read the files of a rank and make its part of the rehearsal."""
     graph, spec = report.subject.graph, report.subject.plan.spec.run
-    logs = {rank: [*LogFile(job.rank_file(rank, "log"))] for rank in ranks}
-    findings = {
-        rank: tuple(
-            compare_log(graph, rank, entries, num_steps=spec.steps, dtype=spec.dtype, weight_dtype=spec.weight_dtype)
-        )
-        for rank, entries in logs.items()
-    }
-    edges = [load_json(job.rank_file(rank, "edges"), RankEdges) for rank in ranks]
-    entries = [entry for log in logs.values() for entry in log]
-    first, last = min(entry.start_ns for entry in entries), max(entry.end_ns for entry in entries)
-    return RehearsalPart(
-        run=run,
-        host=host,
-        ranks=tuple(ranks),
-        certificate=job.certificate,
-        checked={rank: load_json(job.rank_file(rank, "checks"), ArrivalChecks) for rank in ranks},
-        log_findings={rank: found for rank, found in findings.items() if found},
-        times={channel: times for own in edges for channel, times in own.times.items()},
-        seconds=(last - first) / 1e9,
+    log = [*LogFile(job.rank_file(rank, "log"))]
+    findings = compare_log(graph, rank, log, num_steps=spec.steps, dtype=spec.dtype, weight_dtype=spec.weight_dtype)
+    return RankRehearsal(
+        load_json(job.rank_file(rank, "checks"), ArrivalChecks),
+        tuple(findings),
+        load_json(job.rank_file(rank, "edges"), RankEdges).times,
+        min(entry.start_ns for entry in log),
+        max(entry.end_ns for entry in log),
     )
 
 
-def merged_rehearsal(report: Report, job: Job, parts: Sequence[RehearsalPart]) -> Rehearsal:
-    """Merge the parts of all hosts into the report of a rehearsal.
-
-    Raises:
-        ValueError: a rank is in no part or in several.
-    """
+def merged_rehearsal(report: Report, parts: Sequence[RankRehearsal], hosts: Sequence[Host]) -> Rehearsal:
+    """Merge the parts of all ranks, in order, into the report of a rehearsal on some hosts."""
     graph = report.subject.graph
-    host_of = {rank: part.host for part in parts for rank in part.ranks}
-    if sorted(rank for part in parts for rank in part.ranks) != list(range(graph.num_ranks)):
-        raise ValueError(f"the parts have the ranks {sorted(host_of)}, expected each of {graph.num_ranks} once")
+    host_of = {rank: host.name for host in hosts for rank in host.ranks}
     times = {channel: own for part in parts for channel, own in part.times.items()}
     edges = edges_of(graph, times)
-    checked = {rank: checks for part in parts for rank, checks in part.checked.items()}
-    findings = {rank: found for part in parts for rank, found in part.log_findings.items()}
+    seconds_by_host = {}
+    for host in hosts:
+        own = [parts[rank] for rank in host.ranks]
+        seconds_by_host[host.name] = (max(part.end_ns for part in own) - min(part.start_ns for part in own)) / 1e9
     return Rehearsal(
         subject=report.subject,
         digest=report.digest,
         verified=report.certificate is not None,
-        checked=dict(sorted(checked.items())),
-        log_findings=tuple(finding for _, found in sorted(findings.items()) for finding in found),
+        checked={rank: part.checked for rank, part in enumerate(parts)},
+        log_findings=tuple(finding for part in parts for finding in part.log_findings),
         edges=edges,
         network=network_of([host_of[rank] for rank in range(graph.num_ranks)], edges, times),
-        seconds_by_host={part.host: part.seconds for part in parts},
+        seconds_by_host=seconds_by_host,
+        split=split_groups(report.subject, hosts),
     )
-
-
-def read_rehearsal(report: Report, job: Job) -> Rehearsal:
-    """Read the files of all ranks of a job on one host and return the report."""
-    ranks = range(report.subject.graph.num_ranks)
-    return merged_rehearsal(report, job, [rehearsal_part(report, job, ranks, run="", host=platform.node())])
 
 
 def split_groups(subject: Subject, hosts: Sequence[Host]) -> tuple[Finding, ...]:
@@ -241,20 +215,18 @@ def rehearse(report: Report, options: RunOptions, on_progress: Callable[[str], N
         job, state = prepare_job(report, options, directory), JobState(report.subject)
         launcher = Launcher(job, state, options.timeout_s, rehearsal_framework.__name__, has_reference=False)
         launcher.run(lambda: on_progress(state.phase))
-        return read_rehearsal(report, job)
+        ranks = range(report.subject.graph.num_ranks)
+        parts = [rank_rehearsal(report, job, rank) for rank in ranks]
+        return merged_rehearsal(report, parts, [Host(platform.node(), tuple(ranks))])
 
 
 def _launched_rehearsal(report: Report) -> LaunchedRehearsal[Rehearsal]:
-    def of_host(job: Job, meeting: Meeting) -> Any:
-        host = meeting.host
-        part = rehearsal_part(report, job, host.ranks, run=meeting.token, host=host.name)
-        return TypeAdapter(RehearsalPart).dump_python(part, mode="json")
-
-    def of_all(job: Job, meeting: Meeting, parts: Sequence[Any]) -> Rehearsal:
-        read = [TypeAdapter(RehearsalPart).validate_python(part) for part in parts]
-        return replace(merged_rehearsal(report, job, read), split=split_groups(report.subject, meeting.hosts))
-
-    return LaunchedRehearsal(RehearsalFramework, of_host, of_all)
+    form = TypeAdapter(RankRehearsal)
+    return LaunchedRehearsal(
+        RehearsalFramework,
+        lambda job, rank: form.dump_python(rank_rehearsal(report, job, rank), mode="json"),
+        lambda parts, hosts: merged_rehearsal(report, [form.validate_python(part) for part in parts], hosts),
+    )
 
 
 _MOST_EDGES = 24
@@ -276,7 +248,9 @@ def rehearse_command(
         rank = join_launcher(report.subject.plan.spec.run)
         if rank is None:
             return _rehearse(report, options, console)
-        return _run_launched(rank, report, options, console)
+        return execute_launched(
+            rank, report, options, _launched_rehearsal(report), lambda line: console.print(line, soft_wrap=True)
+        )
 
     result = result_or_status(execute, report, options, console, refusal)
     if isinstance(result, int):
@@ -303,18 +277,6 @@ def _rehearse(report: Report, options: RunOptions, console: Console) -> Rehearsa
     )
     with console.status("starting") as status:
         return rehearse(report, options, status.update)
-
-
-def _run_launched(launched: LaunchedRank, report: Report, options: RunOptions, console: Console) -> Rehearsal:
-    source = report.subject.source
-    return execute_launched(
-        launched,
-        report,
-        options,
-        _launched_rehearsal(report),
-        on_finding=lambda finding: render_text([finding], source, console=console),
-        on_wait=lambda line: console.print(line, soft_wrap=True),
-    )
 
 
 def _render(result: Rehearsal, console: Console, *, timed: bool) -> None:

@@ -38,7 +38,7 @@ class Agreement:
 
     def __init__(self, store: Store, rank: int, num_ranks: int, timeout_s: float) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        self._store, self._timeout_s = AnsweringStore(store, _GET_S), timeout_s
+        self._store, self.timeout_s = AnsweringStore(store, _GET_S), timeout_s
 
     def gather(self, phase: str, work: Callable[[], Any]) -> list[Any]:
         """Return the JSON results of ``work`` on every rank, in order; every rank calls it once for each phase.
@@ -65,7 +65,7 @@ class Agreement:
             else:
                 results.append(content["result"])
         if not failed:
-            self._timeout_s = max(self._timeout_s, _WORK_S)
+            self.timeout_s = max(self.timeout_s, _WORK_S)
             return results
         failed = dict(sorted(failed.items()))
         raise _common_error(failed, self.num_ranks) from (None if failure is None else _user_error(failure))
@@ -92,11 +92,11 @@ class Agreement:
             PipelineError: it did not come in time, or a rank has reported a failure.
         """
         with _store_errors():
-            if not self._comes(key, self._timeout_s, heeds_failure=key != _FAILED):
+            if not self._comes(key, self.timeout_s, heeds_failure=key != _FAILED):
                 text = self.failure()
                 if text is not None and key != _FAILED:
                     raise PipelineError.reported(text)
-                raise PipelineError(f"{missing} within {self._timeout_s:g} s")
+                raise PipelineError(f"{missing} within {self.timeout_s:g} s")
             return get_json(self._store, key, _GET_S)
 
     def take(self, key: str, missing: str) -> Any:
@@ -109,7 +109,7 @@ class Agreement:
     def of_thread(self) -> Agreement:
         """The same exchange for another thread."""
         with _store_errors():
-            return Agreement(self._store.of_thread(), self.rank, self.num_ranks, self._timeout_s)
+            return Agreement(self._store.of_thread(), self.rank, self.num_ranks, self.timeout_s)
 
     def has(self, key: str) -> bool:
         """Return True if ``publish`` was called for the key on any rank."""

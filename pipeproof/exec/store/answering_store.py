@@ -25,7 +25,7 @@ _END_S = 10.0
 class AnsweringStore:
     """A ``Store`` that counts as gone if it does not answer a call within ``answer_s`` seconds.
 
-    Its calls are made one after the other. ``part`` and ``limited`` share the thread.
+    Its calls are made one after the other. ``part`` shares the thread.
     """
 
     def __init__(self, store: Store, answer_s: float, caller: _Caller | None = None) -> None:
@@ -58,10 +58,6 @@ class AnsweringStore:
     def part(self, prefix: str) -> AnsweringStore:
         """The same store with a prefix of all keys."""
         return AnsweringStore(self._store.part(prefix), self._answer_s, self._caller)
-
-    def limited(self, answer_s: float) -> AnsweringStore:
-        """The same store with another time for an answer."""
-        return AnsweringStore(self._store, answer_s, self._caller)
 
     def of_thread(self) -> Store:
         """The store itself for another thread: its calls have no limit, and take no time for a change of threads."""

@@ -16,6 +16,7 @@ from pipeproof.exec.rank.executor_support import factors_not_executed
 from pipeproof.exec.rank.framework_protocol import Framework, World
 from pipeproof.exec.rank.op_log import Clock
 from pipeproof.exec.rank.overlapped_pair import OverlapTurns
+from pipeproof.exec.rank.stall_watch import op_facts
 from pipeproof.exec.rank.step_end import StepEnd
 from pipeproof.exec.store.agreement import Agreement
 from pipeproof.exec.store.store import finding_content, finding_of
@@ -206,9 +207,4 @@ class TrainRank(RankProgram):
 
     def describe(self, op_id: int) -> Mapping[str, Any]:
         """The operation with its stage, micro-batch and the peer it waits for, as JSON values."""
-        graph = self.plan.graph
-        op = graph.ops[op_id]
-        about = op.target if op.target is not None else op
-        waits_for = int(graph.waits_for[op_id])
-        peer = int(graph.peer[waits_for if waits_for >= 0 else op_id])
-        return {"op": str(op), "stage": about.stage, "micro_batch": about.micro_batch, "peer": peer}
+        return op_facts(self.plan.graph, op_id)

@@ -16,6 +16,7 @@ import paddle
 from paddle import nn
 from paddle.distributed.fleet.meta_parallel import PipelineLayer
 
+from pipeproof.exec.rank.pipeline_failures import one_failure
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.comparison import Comparison
 from pipeproof.exec.train.module_plan import TrainedPlan
@@ -25,7 +26,6 @@ from pipeproof.exec.train.paddle.stage_layers import LossFunction
 from pipeproof.exec.train.paddle.start_phases import Settings, connect, infer, join, place, prove
 from pipeproof.exec.train.paddle.step_data import MicroBatchSizes, StepData
 from pipeproof.exec.train.paddle.step_runner import StepRunner, drawn_step
-from pipeproof.exec.train.pipeline_failures import one_failure
 
 
 class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types

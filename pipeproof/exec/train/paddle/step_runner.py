@@ -14,14 +14,14 @@ from pipeproof.exec.monitor.paddle_watch import watch
 from pipeproof.exec.monitor.plan_ring import ring_of_process
 from pipeproof.exec.rank.framework_protocol import Framework, World
 from pipeproof.exec.rank.paddle.arrays import PaddleArrays
+from pipeproof.exec.rank.pipeline_failures import PipelineFailures
+from pipeproof.exec.rank.stall_watch import StallWatch
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.module_plan import TrainedPlan, forward_plan
 from pipeproof.exec.train.paddle.module_stage import PaddleLayers
 from pipeproof.exec.train.paddle.start_phases import Connected, Placed, Planned, Ranks, Settings
 from pipeproof.exec.train.paddle.step_data import MicroBatchSizes, StepData, step_data
-from pipeproof.exec.train.pipeline_failures import PipelineFailures
 from pipeproof.exec.train.stage_boundaries import DTYPES, dtype_name
-from pipeproof.exec.train.stall_watch import StallWatch
 from pipeproof.exec.train.train_rank import TrainRank, checked_plan
 
 Tensor: TypeAlias = paddle.Tensor

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipeproof.exec.rank.pipeline_failures import one_failure
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.comparison import Comparison
-from pipeproof.exec.train.pipeline_failures import one_failure
 from pipeproof.exec.train.plan_layers import Tie
 from pipeproof.exec.train.torch.compare_reference import compare_step
 from pipeproof.exec.train.torch.model_stages import StaleModel

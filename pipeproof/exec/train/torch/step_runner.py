@@ -18,13 +18,13 @@ from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.monitor.plan_ring import PlanRing, ring_of_process
 from pipeproof.exec.monitor.torch_watch import watch
 from pipeproof.exec.rank.op_log import Clock
+from pipeproof.exec.rank.pipeline_failures import PipelineFailures
+from pipeproof.exec.rank.stall_watch import StallWatch
 from pipeproof.exec.rank.torch.cuda_graph import CaptureStream, TorchProgress
 from pipeproof.exec.rank.torch.op_timing import op_ranges
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.missing_gradients import MissingGradients
 from pipeproof.exec.train.module_plan import TrainedPlan
-from pipeproof.exec.train.pipeline_failures import PipelineFailures
-from pipeproof.exec.train.stall_watch import StallWatch
 from pipeproof.exec.train.torch.boundary_inference import unchanged_state
 from pipeproof.exec.train.torch.channel_groups import StageWorld
 from pipeproof.exec.train.torch.data_parallel import ReplicatedStepEnd

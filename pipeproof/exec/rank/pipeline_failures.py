@@ -6,9 +6,9 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 
+from pipeproof.exec.rank.stall_watch import StallWatch
 from pipeproof.exec.store.agreement import Agreement
 from pipeproof.exec.store.train_errors import PipelineError
-from pipeproof.exec.train.stall_watch import StallWatch
 
 _REPORT_S = 1.0
 """Time in which the rank that failed reports why, after its transfers have ended: it reports before it ends them."""

@@ -23,7 +23,10 @@ from pipeproof.exec.rank.job_files import end_process
 from pipeproof.exec.store.agreement import STORE_LOST, Agreement
 from pipeproof.exec.store.polling import wait_until
 from pipeproof.exit_status import ExitStatus
+from pipeproof.schedule.op_table import OpGraph
 
+STALLED = "the pipeline made no progress"
+"""Beginning of the report of a stall."""
 ANSWER_S = 5.0
 """Time in which ranks answer a stalled one, and in which a rank may still end by itself after a failure."""
 OUTSIDE_S = 10.0
@@ -88,7 +91,7 @@ class StallWatch:
 
     def leave(self) -> None:
         """Note that the host has left the step; a device may still be in it."""
-        self._at, self._since = None, time.monotonic()
+        self._at, self._call, self._since = None, "", time.monotonic()
 
     @property
     def is_calling(self) -> bool:
@@ -98,13 +101,16 @@ class StallWatch:
     @contextlib.contextmanager
     def calling(self, call: str) -> Iterator[None]:
         """Watch a call outside of the plan that waits for other ranks, such as ``clip_grad_norm_``."""
-        self._call = call
-        self.enter(-1, -1)
+        self.begin_call(call)
         try:
             yield
         finally:
-            self._call = ""
             self.leave()
+
+    def begin_call(self, call: str) -> None:
+        """Begin ``calling``, which ``leave`` ends."""
+        self._call = call
+        self.enter(-1, -1)
 
     def close(self) -> None:
         """End the thread, once a device that is behind its host has finished: it may wait for another rank for ever."""
@@ -197,7 +203,7 @@ class StallWatch:
 
     def _report(self, *, has_store: bool) -> None:
         """Collect what every rank is doing, and report it to all."""
-        headline = f"the pipeline made no progress for {self._timeout_s:g} s"
+        headline = f"{STALLED} for {self._timeout_s:g} s"
         text = own = f"{headline}\n  rank {self._agreement.rank} {self.state()}\n  {STORE_LOST}"
         if has_store:
             with contextlib.suppress(Exception):  # the store has gone
@@ -270,6 +276,15 @@ class StallWatch:
             if time.monotonic() - begin > (ANSWER_S if self._is_busy() else OUTSIDE_S):
                 text = f"pipeproof: rank {self._agreement.rank} ends while it {self.state()}: {self._failure}"
                 end_process(ExitStatus.WORKER_FAILED, f"{text}\n")
+
+
+def op_facts(graph: OpGraph, op_id: int) -> Mapping[str, Any]:
+    """The operation with its stage, micro-batch and the peer it waits for, as JSON values."""
+    op = graph.ops[op_id]
+    about = op.target if op.target is not None else op
+    waits_for = int(graph.waits_for[op_id])
+    peer = int(graph.peer[waits_for if waits_for >= 0 else op_id])
+    return {"op": str(op), "stage": about.stage, "micro_batch": about.micro_batch, "peer": peer}
 
 
 _LIBRARIES = tuple(
