@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from pipeproof.exec.train.torch.block_layers import layers_of
 from pipeproof.exec.train.torch.boundary_inference import run_stage
+from pipeproof.exec.train.torch.cut_transformers import stages_of_transformers
 
 pytestmark = pytest.mark.needs_torch
 
@@ -27,6 +29,20 @@ def test_no_graph_outlives_it(activation, device):
     run = run_stage(0, module, (torch.zeros(2, 4, device=device),), {}, torch.device("cpu"))
     assert sum(run.kept) > 0
     assert not any(map(is_in_a_graph, module.parameters()))
+
+
+@pytest.mark.needs("transformers")
+def test_no_graph_outlives_the_watch_of_layers():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=32,
+    )  # fmt: skip
+    (stage,) = stages_of_transformers(LlamaForCausalLM(config), 1).values()
+    run = run_stage(0, stage, (torch.zeros(1, 4, dtype=torch.long),), {}, torch.device("cpu"), layers=layers_of(stage))
+    assert len(run.inner) == 4
+    assert not any(map(is_in_a_graph, stage.parameters()))
 
 
 def test_a_graph_that_is_alive_is_seen():

@@ -171,6 +171,34 @@ def test_a_step_that_cannot_be_captured_is_an_error_with_its_reason():
         trained.step(third)
 
 
+def test_a_failed_capture_leaves_random_numbers_and_memory_as_before():
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    device = torch.device("cuda", 0)
+    stream, size = CaptureStream(device), 2**28
+    before = torch.cuda.memory_reserved(device)
+
+    def work():
+        x = torch.rand(size // 4, device=device)
+        x.sum().item()
+
+    with pytest.raises(RuntimeError):
+        stream.captured(work)
+    torch.manual_seed(1)
+    first = torch.rand(4, device=device)
+    kept = torch.empty(4 * size, dtype=torch.uint8, device=device)
+    del kept
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(device) < before + size
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(4, device=device), first)
+    total = torch.zeros(1, device=device)
+    replay = stream.captured(lambda: total.add_(torch.rand(4, device=device).sum()))
+    torch.manual_seed(1)
+    replay()
+    assert torch.isclose(total[0], first.sum())
+
+
 def test_a_gradient_that_comes_late_is_refused():
     trained = Trained(is_replayed=True)
     plain = trained.execute

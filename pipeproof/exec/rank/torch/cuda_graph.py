@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -70,13 +71,30 @@ def captured(
         RuntimeError: ``work`` reads a value or allocates on the host, which cannot be captured.
     """
     torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(
-        graph, pool=pool, stream=stream or torch.cuda.Stream(device), capture_error_mode="thread_local"
-    ):
-        work()
+    graph, own = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
+    try:
+        with torch.cuda.graph(
+            graph, pool=own, stream=stream or torch.cuda.Stream(device), capture_error_mode="thread_local"
+        ):
+            work()
+    except RuntimeError:
+        _forget_failed_capture(device, own)
+        raise
     replay: Callable[[], None] = graph.replay
     return replay
+
+
+def _forget_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
+    """Bring allocator and generator back, which PyTorch 2.11 to 2.13 leaves as in a capture if its end fails.
+
+    The allocator would never give unused memory back, and each random number would be an error.
+    """
+    number = torch.cuda.current_device() if device.index is None else device.index
+    with suppress(RuntimeError):  # it has ended there already
+        torch._C._cuda_endAllocateToPool(number, pool)  # noqa: SLF001 - as torch.cuda.use_mem_pool
+        torch._C._cuda_releasePool(number, pool)  # noqa: SLF001
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(device)):
+        torch.zeros(1, device=device)  # a good capture ends that of the generator
 
 
 class CaptureStream:

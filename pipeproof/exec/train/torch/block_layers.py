@@ -12,6 +12,7 @@ from torch import nn
 
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.plan_layers import stage_name
+from pipeproof.exec.train.stage_boundaries import LeafSpec
 from pipeproof.exec.train.torch.model_names import unwrapped
 from pipeproof.exec.train.torch.module_stage import trained
 from pipeproof.exec.train.torch.partial_modules import hidden_of
@@ -117,13 +118,24 @@ def _kinds(
             yield "+".join(dict.fromkeys(classes[id(weight)] for _, weight in weights.values()))
 
 
+def leaf_specs(leaves: Sequence[torch.Tensor]) -> tuple[LeafSpec, ...]:
+    """Shapes and types of tensors that cross a boundary together."""
+    is_frozen = not any(leaf.requires_grad for leaf in leaves)  # zeros come back then
+    return tuple(
+        LeafSpec.of(leaf, has_gradient=leaf.is_floating_point() if is_frozen else leaf.requires_grad) for leaf in leaves
+    )
+
+
 class LayerWatch:
-    """One run of a stage: the layer that runs at present, and the outputs of its layers but the last."""
+    """One run of a stage: the layer that runs at present, and the outputs of its layers but the last.
+
+    Their tensors are not held: hooks of the run's autograd graph refer to the watch, which would keep the graph alive.
+    """
 
     def __init__(self, stage: nn.Module, layers: CutLayers | None) -> None:
         self._stage, self._layers = unwrapped(stage), layers
         self._num_calls, self.current = 0, 0
-        self.outputs: list[tuple[torch.Tensor, ...]] | None = None if layers is None else []
+        self.outputs: tuple[tuple[LeafSpec, ...], ...] | None = None if layers is None else ()
 
     @contextmanager
     def watching(self, received: Sequence[Any]) -> Iterator[None]:
@@ -168,6 +180,6 @@ class LayerWatch:
     def _put(self, tensors: Callable[[], tuple[Any, ...]]) -> None:
         if self.outputs is not None:
             try:
-                self.outputs.append((*self._shared, *tensors()))
+                self.outputs += (leaf_specs((*self._shared, *tensors())),)
             except PipelineError:
                 self.outputs = None

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.stage_boundaries import Form, LeafSpec
-from pipeproof.exec.train.torch.block_layers import CutLayers, LayerWatch
+from pipeproof.exec.train.torch.block_layers import CutLayers, LayerWatch, leaf_specs
 from pipeproof.exec.train.torch.split_backward import is_compiled
 from pipeproof.exec.train.torch.stage_values import Leaves, plain_leaves_of
 
@@ -94,7 +94,7 @@ def _run_with_values(
     except Exception as error:
         raise PipelineError(f"stage {number} fails on the example: {type(error).__name__}: {error}") from error
     form, leaves = (Form("tensor"), ()) if is_last else plain_leaves_of(value, f"stage {number}")
-    return StageRun(form, _specs(leaves), _inner(watch))
+    return StageRun(form, leaf_specs(leaves), watch.outputs)
 
 
 def needs_real_run(module: nn.Module) -> bool:
@@ -140,7 +140,7 @@ def _run_with_gradients(
         with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor), watch.watching(run_args):
             value = module(*run_args, **run_kwargs)
         form, leaves = (Form("tensor"), ()) if is_last else plain_leaves_of(value, f"stage {number}")
-        specs, inner = _specs(leaves), _inner(watch)
+        specs, inner = leaf_specs(leaves), watch.outputs
         inputs = [x for x in tree_leaves((run_args, run_kwargs)) if isinstance(x, torch.Tensor)]
         kept = _bytes_by_layer([*((each(), layer) for each, layer in saved), *((leaf, 0) for leaf in inputs)])
         reentrant = any(node.name() == "CheckpointFunctionBackward" for node in _graph_of(value))
@@ -160,17 +160,6 @@ def _bytes_by_layer(kept: Iterable[tuple[torch.Tensor | None, int]]) -> Counter[
     for layer, num_bytes in first.values():
         found[layer] += num_bytes
     return found
-
-
-def _specs(leaves: Sequence[torch.Tensor]) -> tuple[LeafSpec, ...]:
-    is_frozen = not any(leaf.requires_grad for leaf in leaves)  # zeros come back then
-    return tuple(
-        LeafSpec.of(leaf, has_gradient=leaf.is_floating_point() if is_frozen else leaf.requires_grad) for leaf in leaves
-    )
-
-
-def _inner(watch: LayerWatch) -> tuple[tuple[LeafSpec, ...], ...] | None:
-    return None if watch.outputs is None else tuple(map(_specs, watch.outputs))
 
 
 def _reached(value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int | str]:
