@@ -32,6 +32,13 @@ FEATURES = {
     "losses of routers": {"model": {"moe": {**_MOE, "score": "sigmoid", "aux_loss": 0.1, "z_loss": 0.01}}},
     "biases of experts": {"model": {"moe": {**_MOE, "expert_bias_rate": 0.003}}},
     "experts by all-gather": {"model": {"moe": {**_MOE, "dispatcher": "all_gather"}}},
+    "experts by token id": {
+        "model": {
+            "moe": {**_MOE, "score": "sqrtsoftplus", "hash_layers": 1, "routed_scale": 1.5, "expert_bias_rate": 0.003},
+            "swiglu_limit": 0.05,
+            "swiglu_formula": "silu",
+        },
+    },
     "hyper-connections": {"model": {"hyper_connections": {"streams": 2}}},
     "MTP": {"model": {"mtp": {"num_modules": 2}}},
     "MTP, magic send": {"model": {"mtp": {"num_modules": 1, "magic_send": True}}},

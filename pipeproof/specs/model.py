@@ -32,14 +32,25 @@ class MoeSpec(Section):
     dense_layers: int = Field(
         default=0, ge=0, le=100_000, description="Number of first blocks that keep the MLP of model.ffn_size."
     )
-    score: Literal["softmax", "sigmoid"] = Field(
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = Field(
         default="softmax",
-        description="Scores from the router's outputs: softmax over all experts, or sigmoid of each "
-        "(arXiv:2412.19437, section 2.1.2). The experts with the largest scores are chosen; at equal scores, the lower "
-        "numbers.",
+        description="Scores from the router's outputs: softmax over all experts, sigmoid of each (arXiv:2412.19437, "
+        "section 2.1.2), or the square root of softplus of each, as in DeepSeek-V4. The experts with the largest "
+        "scores are chosen; at equal scores, the lower numbers.",
+    )
+    hash_layers: int = Field(
+        default=0,
+        ge=0,
+        le=100_000,
+        description="Number of first blocks with experts whose experts a fixed table chooses by token id, as in "
+        "DeepSeek-V4. Their routers have scores only for the weights of the chosen experts, and neither losses nor "
+        "biases. The table is drawn from run.seed.",
     )
     normalize: bool = Field(
         default=True, description="Whether the chosen scores are divided by their sum to give a token's weights."
+    )
+    routed_scale: float = Field(
+        default=1.0, gt=0, le=1e6, description="Factor of a token's weights, after they have been normalized."
     )
     aux_loss: float = Field(
         default=0.0,
@@ -273,8 +284,13 @@ class ModelSpec(Section):
         default=None,
         gt=0,
         le=1e6,
-        description="Clamp of the SwiGLU of every MLP and expert, as in gpt-oss: the gate is at most this, the other "
-        "factor between minus this and this. Without it, no clamp.",
+        description="Clamp of the SwiGLU of every MLP and expert: the gate is at most this, the other factor between "
+        "minus this and this. Without it, no clamp.",
+    )
+    swiglu_formula: Literal["gpt_oss", "silu"] = Field(
+        default="gpt_oss",
+        description="The SwiGLU of a clamped gate g and a clamped factor u: `gpt_oss`, g sigmoid(1.702 g) (u + 1), or "
+        "`silu`, g sigmoid(g) u, as in DeepSeek-V4. Needs swiglu_limit.",
     )
 
     empty_layers: EmptyLayersSpec | None = Field(
@@ -327,6 +343,10 @@ class ModelSpec(Section):
         """Return True if the block of that number has experts in place of the MLP."""
         return self.moe is not None and block >= self.moe.dense_layers
 
+    def routes_by_token(self, block: int) -> bool:
+        """Return True if a table chooses the experts of the block of that number by token id."""
+        return self.moe is not None and 0 <= block - self.moe.dense_layers < self.moe.hash_layers
+
 
 PART_KEYS = ("norm", "qk_norm", "positions", "mlp", "biases")
 """Keys of the parts of a block, and of positions."""
@@ -335,15 +355,19 @@ PART_KEYS = ("norm", "qk_norm", "positions", "mlp", "biases")
 def model_content(model: Section, exclude: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The keys of a model as JSON values, for digests and saved states.
 
-    Parts and the dispatcher of experts came later than other keys and are left out at their default, so that a plan
-    without them keeps its digest, and states of it can be resumed.
+    Keys that came later than others are left out at their default, so that a plan without them keeps its digest, and
+    states of it can be resumed.
     """
     content = model.model_dump(mode="json", exclude=None if exclude is None else dict(exclude))
-    moe = content.get("moe") or {}
-    if moe.get("dispatcher") == MoeSpec.model_fields["dispatcher"].default:
-        del moe["dispatcher"]
-    fields = type(model).model_fields
-    return {key: value for key, value in content.items() if key not in PART_KEYS or value != fields[key].default}
+    later = ((content, type(model), (*PART_KEYS, "swiglu_formula")), (content.get("moe"), MoeSpec, _LATER_OF_EXPERTS))
+    for values, section, keys in later:
+        for key in keys:
+            if values and key in values and values[key] == section.model_fields[key].default:
+                del values[key]
+    return content
+
+
+_LATER_OF_EXPERTS = ("dispatcher", "hash_layers", "routed_scale")
 
 
 def _problems(model: ModelSpec) -> list[Problem]:
@@ -361,6 +385,11 @@ def _check_parts(model: ModelSpec) -> list[Problem]:
         (model.biases == "all" and model.moe is not None, "biases", "experts have no biases"),
         (model.mlp != "swiglu" and model.moe is not None, "mlp", "experts are SwiGLU"),
         (model.mlp != "swiglu" and model.swiglu_limit is not None, "mlp", "`model.swiglu_limit` clamps a SwiGLU"),
+        (
+            model.swiglu_formula != "gpt_oss" and model.swiglu_limit is None,
+            "swiglu_formula",
+            "`swiglu_limit` is not given",
+        ),
         (model.positions == "learned" and model.mtp is not None, "positions", "`model.mtp` embeds without positions"),
         (model.positions == "learned" and model.mla is not None, "positions", "`model.mla` has rotary keys"),
     ]
@@ -445,4 +474,8 @@ def _check_experts(model: ModelSpec) -> list[Problem]:
         message = f"model.moe.dense_layers {moe.dense_layers} leaves none of {model.num_layers} blocks for experts"
         fix = f"set it to at most {model.num_layers - 1}, or remove model.moe"
         problems.append(Problem("PP106", ("moe", "dense_layers"), message, help=fix))
+    elif moe.hash_layers > model.num_layers - moe.dense_layers:
+        message = f"model.moe.hash_layers {moe.hash_layers} is more than the number of blocks with experts"
+        fix = f"set it to at most {model.num_layers - moe.dense_layers}"
+        problems.append(Problem("PP106", ("moe", "hash_layers"), message, help=fix))
     return problems

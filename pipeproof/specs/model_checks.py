@@ -102,7 +102,15 @@ def _check_dispatcher(moe: MoeSpec) -> list[Problem]:
         )
         for key in ("nodes_per_token", "dispatch_dtype")
         if getattr(moe, key) is not None
-    ]
+    ] + [
+        Problem(
+            "PP106",
+            ("model", "moe", "hash_layers"),
+            f"model.moe.hash_layers {moe.hash_layers} choose experts by token id, and model.moe.dispatcher "
+            f"{moe.dispatcher} gathers tokens without their ids",
+            help="use `dispatcher: all_to_all`",
+        )
+    ] * (moe.hash_layers > 0)
 
 
 def check_mtp(plan: PlanSections) -> list[Problem]:

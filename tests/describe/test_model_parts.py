@@ -29,6 +29,7 @@ feed_forwards = st.sampled_from(
         {"moe": MOE},
         {"moe": {**MOE, "num_shared_experts": 2}},
         {"moe": {**MOE, "dense_layers": 2, "top_k": 8}},
+        {"moe": {**MOE, "dense_layers": 1, "hash_layers": 2, "num_shared_experts": 1, "score": "sqrtsoftplus"}},
         {"moe": {**MOE, "num_shared_experts": 1, "dispatcher": "all_gather"}},
     ]
 )

@@ -21,8 +21,13 @@ MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8, "num_shared_experts": 1, "d
 """More than ten, so that numbers are not their texts' order; the first stage has a dense block and one with experts."""
 MLA = {"q_rank": 6, "kv_rank": 4, "nope_head_size": 2, "rope_head_size": 4, "value_head_size": 3}
 PLAIN = {**MLA, "q_rank": None}
-BIAS = {"expert_bias_rate": 0.003, "score": "sigmoid"}
+BIAS_RATE = {"expert_bias_rate": 0.003}
+BIAS = {**BIAS_RATE, "score": "sigmoid"}
 EVEN = {"moe": {**MOE, "aux_loss": 0.1, "z_loss": 0.01, **BIAS}}
+BY_TOKEN = {
+    "moe": {**MOE, "score": "sqrtsoftplus", "hash_layers": 2, "routed_scale": 1.5, "aux_loss": 0.1, **BIAS_RATE},
+    "swiglu_limit": 0.05, "swiglu_formula": "silu",
+}  # fmt: skip
 GATHERED = {"moe": {**MOE, "dispatcher": "all_gather"}}
 STREAMS = {"hyper_connections": {"streams": 3, "sinkhorn_iterations": 3}}
 AHEAD = {"mtp": {"num_modules": 2, "loss_weight": 0.4}}
@@ -53,6 +58,9 @@ PLANS = {
     "ep, sizes of micro-batches": ({"ep": 2}, SIZES, {"moe": MOE}, {}),
     "ep without experts": ({"ep": 2, "dp": 2}, {}, {}, {}),
     "experts by all-gather": ({"ep": 2}, {}, {**GATHERED, **GROUPS}, {}),
+    "ep, experts by token id": ({"ep": 2}, {}, BY_TOKEN, {}),
+    "experts by token id, rank with both ends, again": ({}, V, {**BY_TOKEN, "num_layers": 4, **BATCH_FIRST}, FULL),
+    "experts by token id, sp, sequence splits": (SP, PIECES, BY_TOKEN, {}),
     "latent": ({}, {}, {"mla": MLA}, {}),
     "latent, sp, split backward": (SP, ZB, {"mla": MLA}, {}),
     "latent, plain queries": ({}, ZB, {"mla": PLAIN, **BATCH_FIRST}, {}),

@@ -307,8 +307,10 @@ def _experts(spec: PlanSpec) -> Iterator[Sequence[str]]:
         yield "--moe-shared-expert-intermediate-size", str(moe.num_shared_experts * moe.ffn_size)
     if moe.dense_layers:
         yield "--moe-layer-freq", f"([0]*{moe.dense_layers}+[1]*{spec.gpt.num_layers - moe.dense_layers})"
-    if moe.score == "sigmoid":
-        yield "--moe-router-score-function", "sigmoid"
+    if moe.score != "softmax":
+        yield "--moe-router-score-function", moe.score
+    if moe.routed_scale != 1.0:
+        yield "--moe-router-topk-scaling-factor", f"{moe.routed_scale:g}"
     if moe.aux_loss:
         yield "--moe-aux-loss-coeff", f"{moe.aux_loss:g}"
     if moe.z_loss:

@@ -17,6 +17,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from pipeproof.specs.model import ModelSpec
+
 Tensor: TypeAlias = Any
 Weight: TypeAlias = Any
 """A weight of a layer: a tensor, or a tensor with its own gradient buffer."""
@@ -129,21 +131,29 @@ def rotary_angles(seq_length: int, head_size: int) -> npt.NDArray[np.float64]:
     return np.outer(np.arange(seq_length), ROTARY_BASE ** (-np.arange(0, head_size, 2) / head_size))
 
 
-def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, clip: Callable[..., Tensor]) -> Tensor:
-    """``g sigmoid(1.702 g) (u + 1)`` with g = min(gate, limit) and u = up clamped to [-limit, limit].
+def clamped_swiglu(
+    gate: Tensor,
+    up: Tensor,
+    limit: float,
+    clip: Callable[..., Tensor],
+    swiglu: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """``swiglu(g, u)`` with g = min(gate, limit) and u = up clamped to [-limit, limit].
 
-    Source: gpt-oss (openai/gpt-oss, ``gpt_oss/torch/model.py``). The gradient of the framework's ``clip`` is zero
-    beyond a limit; at the limit it is the gradient from inside.
+    Without ``swiglu`` it is that of gpt-oss (openai/gpt-oss, ``gpt_oss/torch/model.py``), ``g sigmoid(1.702 g)
+    (u + 1)``. The gradient of the framework's ``clip`` is zero beyond a limit; at the limit it is the gradient from
+    inside.
     """
     g, u = clip(gate, max=limit), clip(up, min=-limit, max=limit)
-    return g * (CLAMPED_SWIGLU_ALPHA * g).sigmoid() * (u + 1.0)
+    return g * (CLAMPED_SWIGLU_ALPHA * g).sigmoid() * (u + 1.0) if swiglu is None else swiglu(g, u)
 
 
 def gated(
-    swiglu: Callable[[Tensor, Tensor], Tensor], limit: float | None, clip: Callable[..., Tensor]
+    swiglu: Callable[[Tensor, Tensor], Tensor], model: ModelSpec, clip: Callable[..., Tensor]
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """The activation function of gate and up for a model with this ``swiglu_limit``.
-
-    ``swiglu`` and ``clip`` are the framework's.
-    """
-    return swiglu if limit is None else partial(clamped_swiglu, limit=limit, clip=clip)
+    """The activation function of gate and up, with the model's clamp; ``swiglu`` and ``clip`` are the framework's."""
+    limit = model.swiglu_limit
+    if limit is None:
+        return swiglu
+    own = swiglu if model.swiglu_formula == "silu" else None
+    return partial(clamped_swiglu, limit=limit, clip=clip, swiglu=own)

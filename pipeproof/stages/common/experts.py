@@ -15,14 +15,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
 from pipeproof.specs.model import MoeSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.backend_ops import BackendOps, Tensor, Weight
 from pipeproof.stages.common.weights import SplitWeights, mark, source_of
-from pipeproof.stages.describe.gradient_facts import bias_key, loss_key, loss_weights, routers
+from pipeproof.stages.describe.gradient_facts import bias_key, hash_routers, loss_key, loss_weights, routers
 from pipeproof.stages.describe.layer import Layer
+from pipeproof.stages.describe.synthetic import hash_table
 
 Gated: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Activation function of an MLP, of its gate and its other factor."""
@@ -165,7 +167,7 @@ class Experts(ABC):
         source = source_of(entered)
         if source is not None:
             mark(source, to_router, *to_shared)
-        logits = self._weights.product(to_router, self._weight("router"))
+        logits = self._weights.product(to_router, self._weight("router" if router.fixed is None else "hash_router"))
         logits = router.enter(logits.reshape([-1, self._moe.num_experts]))
         tokens = to_experts.reshape([-1, entered.shape[-1]])
         routes = self._gathered if self._gathers else self._visited
@@ -181,7 +183,7 @@ class Experts(ABC):
 
     def _visited(self, logits: Tensor, tokens: Tensor, router: RouterBalance) -> Tensor:
         """Send tokens [N, H] to their experts and back."""
-        chosen, gains = self._choose(logits, self._moe, router.bias)
+        chosen, gains = self._choose(logits, self._moe, router.bias, router.fixed)
         counts = self._counts(chosen)
         router.count(counts)
         return self._weighted(self._visit(tokens, chosen, counts), gains)
@@ -217,11 +219,13 @@ class Experts(ABC):
 
     @staticmethod
     @abstractmethod
-    def _choose(logits: Tensor, moe: MoeSpec, bias: Indices | None = None) -> tuple[Indices, Tensor]:
+    def _choose(
+        logits: Tensor, moe: MoeSpec, bias: Indices | None = None, fixed: Indices | None = None
+    ) -> tuple[Indices, Tensor]:
         """Choose the experts of each token, best first, and their weights: two of [N, k] from [N, E].
 
         Ties go to the lower expert. A ``bias`` [E] is added to the scores for the choice only. No gradient flows
-        through the choice.
+        through the choice. ``fixed`` experts [N, k] are not chosen; scores give only their weights.
         """
 
     @abstractmethod
@@ -278,6 +282,7 @@ class Balance(ABC):
         names = () if self._rate is None else routers(layers)
         self.biases: dict[str, Held] = {name: self._zero_bias() for name in names}
         """Bias of each router, [E]; empty if the plan has no biases."""
+        self._tables = {name: self._table(hash_table(plan, name)) for name in hash_routers(layers)}
         self._losses: dict[str, Held] = {}
         self._visits: dict[str, dict[tuple[int, int], Held]] = {}
         self._loads: dict[str, Held] = {}
@@ -293,9 +298,10 @@ class Balance(ABC):
         self._visits.clear()
         self._loads.clear()
 
-    def of(self, experts: str, micro_batch: int, split: int) -> RouterBalance:
-        """The view of one router and work item."""
-        return RouterBalance(self, experts, micro_batch, split)
+    def of(self, experts: str, micro_batch: int, split: int, token_ids: Tensor | None = None) -> RouterBalance:
+        """The view of one router and work item, whose tokens have these ids; only tables need them."""
+        fixed = self._rows(self._tables[experts], token_ids) if experts in self._tables else None
+        return RouterBalance(self, experts, micro_batch, split, fixed)
 
     def load(self, experts: str) -> Held:
         """Visits to each expert of a router in this step, int64 [E]: this rank's, unless ``set_load`` was called."""
@@ -339,6 +345,14 @@ class Balance(ABC):
     # Each framework implements these.
 
     @abstractmethod
+    def _table(self, table: npt.NDArray[np.int64]) -> Held:
+        """A table of experts by token id, [V, k]."""
+
+    @abstractmethod
+    def _rows(self, table: Held, token_ids: Tensor) -> Indices:
+        """The experts of tokens, [N, k]."""
+
+    @abstractmethod
     def _zero_bias(self) -> Held:
         """A bias of zeros, [E]."""
 
@@ -363,10 +377,11 @@ class Balance(ABC):
 
 
 class RouterBalance:
-    """Balance of one router for one work item."""
+    """Balance of one router for one work item. ``fixed`` are the experts of its tokens, [N, k], if a table has them."""
 
-    def __init__(self, balance: Balance, experts: str, micro_batch: int, split: int) -> None:
+    def __init__(self, balance: Balance, experts: str, micro_batch: int, split: int, fixed: Indices | None) -> None:
         self._balance, self._experts, self._work_item = balance, experts, (micro_batch, split)
+        self.fixed = fixed
 
     @property
     def bias(self) -> Held | None:
@@ -375,6 +390,8 @@ class RouterBalance:
 
     def enter(self, logits: Tensor) -> Tensor:
         """Return the outputs [N, E] with a backward that adds the gradient of the losses."""
+        if self.fixed is not None:
+            return logits
         return self._balance.enter(logits, lambda loss: loss_key(loss, self._experts, *self._work_item))
 
     def count(self, visits: Held) -> None:

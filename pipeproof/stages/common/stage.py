@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from pipeproof.specs.model import MlaSpec
 from pipeproof.specs.plan import PlanSpec
@@ -44,6 +44,8 @@ from pipeproof.stages.describe.synthetic import DropoutKeys
 
 TokenBatch = TypeVar("TokenBatch")
 """The tokens and labels of a micro-batch, as a framework's stage takes them."""
+RoutedItem: TypeAlias = tuple[int, int, Tensor]
+"""Micro-batch and split of a work item, and the ids of its tokens in the order of activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,14 @@ class Stage(ABC, Generic[TokenBatch]):
                 if watch is not None:
                     watch.see_loss(layer.name, index, split, reported)
             else:
-                block = partial(self._block, name=layer.name, index=index, split=split, dropouts=dropouts)
+                block = partial(
+                    self._block,
+                    name=layer.name,
+                    index=index,
+                    split=split,
+                    token_ids=work_item.tokens,
+                    dropouts=dropouts,
+                )
                 if is_mtp(layer.name):
                     number = module_of(layer.name) + 1
                     inputs += streams[number : number + 1]
@@ -227,12 +236,14 @@ class Stage(ABC, Generic[TokenBatch]):
         normed = self._norm(hidden, f"{name}.hidden_norm"), self._norm(embedding, f"{name}.embed_norm")
         return block(self._product(self._ops.concat(normed, -1), f"{name}.proj"))
 
-    def _block(self, activation: Tensor, name: str, index: int, split: int, dropouts: Dropouts) -> Tensor:
+    def _block(
+        self, activation: Tensor, name: str, index: int, split: int, token_ids: Tensor, dropouts: Dropouts
+    ) -> Tensor:
         def attention(x: Tensor) -> Tensor:
             return self._attention(self._norm(x, f"{name}.attn_norm"), f"{name}.attn", index, split, dropouts)
 
         def mlp(x: Tensor) -> Tensor:
-            return self._mlp(self._norm(x, f"{name}.mlp_norm"), f"{name}.mlp", (index, split), dropouts)
+            return self._mlp(self._norm(x, f"{name}.mlp_norm"), f"{name}.mlp", (index, split, token_ids), dropouts)
 
         streams = residual_streams_of(self._plan.gpt, name)
         if streams is None:
@@ -288,8 +299,8 @@ class Stage(ABC, Generic[TokenBatch]):
         query, key, value = with_positions(self._ops, query, keys, shared, mla, *tables)
         return query.unsqueeze(2), key, value
 
-    def _mlp(self, activation: Tensor, name: str, work_item: tuple[int, int], dropouts: Dropouts) -> Tensor:
-        has_experts = f"{name}.router.weight" in self.parameters
+    def _mlp(self, activation: Tensor, name: str, work_item: RoutedItem, dropouts: Dropouts) -> Tensor:
+        has_experts = f"{name}.experts.gate.weight" in self.parameters
         compute = partial(self._moe, work_item=work_item) if has_experts else self._dense_mlp
         compute = partial(compute, name=name)
         recomputes = ("moe" if has_experts else "mlp") in self._modules
@@ -302,12 +313,12 @@ class Stage(ABC, Generic[TokenBatch]):
         inner = self._mlp_activation(*(self._product(entered, factor) for factor in factors))
         return self._row_parallel(inner, f"{name}.down", f"{name}.out")
 
-    def _moe(self, activation: Tensor, *, name: str, work_item: tuple[int, int]) -> Tensor:
+    def _moe(self, activation: Tensor, *, name: str, work_item: RoutedItem) -> Tensor:
         entered = self._region.enter(activation, f"{name}.in")
         return self._region.leave(self._routed(entered, name, work_item), f"{name}.out")
 
-    def _routed(self, entered: Tensor, name: str, work_item: tuple[int, int]) -> Tensor:
-        """This rank's addend of the experts' output; ``work_item`` is (micro-batch, split)."""
+    def _routed(self, entered: Tensor, name: str, work_item: RoutedItem) -> Tensor:
+        """This rank's addend of the experts' output."""
         moe, weight_of = self._plan.model.moe, self.parameters.__getitem__
         assert moe is not None
         recomputes_shared = "shared_experts" in self._modules

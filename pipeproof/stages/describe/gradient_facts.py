@@ -156,16 +156,28 @@ def custom_gradients(facts: GradientFacts, normalization: str, *, last_stage: in
 # This file imports no framework: the stages, the references and the rules share its names and numbers.
 
 
-_ROUTER = ".router.weight"
+_ROUTER, _HASH_ROUTER = ".router.weight", ".hash_router.weight"
 
 ROUTER_LOSSES = ("aux", "z")
 """The names of router losses."""
 
 
 def routers(layers: Iterable[Layer]) -> tuple[str, ...]:
-    """The experts in some layers, in order, by the common prefix of their weights: ``layer.3.mlp``."""
+    """The experts in some layers, in order, by the common prefix of their weights: ``layer.3.mlp``.
+
+    Those whose choice a table makes are not among them: their routers have neither losses nor biases.
+    """
+    return _experts_with(_ROUTER, layers)
+
+
+def hash_routers(layers: Iterable[Layer]) -> tuple[str, ...]:
+    """The experts in some layers that a table chooses by token id."""
+    return _experts_with(_HASH_ROUTER, layers)
+
+
+def _experts_with(router: str, layers: Iterable[Layer]) -> tuple[str, ...]:
     names = (weight.name for layer in layers for weight in layer.parameters)
-    return tuple(name.removesuffix(_ROUTER) for name in names if name.endswith(_ROUTER))
+    return tuple(name.removesuffix(router) for name in names if name.endswith(router))
 
 
 def router_losses(moe: MoeSpec | None) -> dict[str, float]:

@@ -152,8 +152,8 @@ def weight_calls(plan: PlanSpec, layer: Layer) -> tuple[Collective, ...]:
 def layer_kind(model: ModelSpec | CustomModelSpec, name: str) -> str:
     """The kind of a layer: ``embed``, ``empty``, ``block``, ``moe_block``, ``mtp``, ``norm`` or ``head``.
 
-    Layers of one kind are equal. With hyper-connections the first and the last block have their own kinds
-    (``first_moe_block``, ``last_block``).
+    Layers of one kind are equal. A block whose experts a table chooses is a ``hash_moe_block``. With hyper-connections
+    the first and the last block have their own kinds (``first_moe_block``, ``last_block``).
     """
     if isinstance(model, CustomModelSpec):  # each layer is its own kind
         return name
@@ -161,6 +161,7 @@ def layer_kind(model: ModelSpec | CustomModelSpec, name: str) -> str:
         return layer_prefix(name)
     number = int(name.removeprefix("layer."))
     kind = "moe_block" if model.has_experts(number) else "block"
+    kind = f"hash_{kind}" if model.routes_by_token(number) else kind
     if model.hyper_connections is None:
         return kind
     ends = {"first_": number == 0, "last_": number == model.num_layers - 1}
@@ -291,7 +292,8 @@ _NOT_STORED: Mapping[RecomputeModule, tuple[str, ...]] = MappingProxyType(
         "moe_act": ("mlp.experts.down",),
         "layernorm": (
             "attn_norm.factor", "attn.qkv", "attn.q", "attn.q_down", "attn.kv_down",
-            "mlp_norm.factor", "mlp.gate_up", "mlp.up", "mlp.router", "mlp.shared.gate_up",
+            "mlp_norm.factor", "mlp.gate_up", "mlp.up", "mlp.router", "mlp.hash_router",
+            "mlp.shared.gate_up",
         ),
         "mla_up_proj": ("attn.qkv_out",),
         "shared_experts": _SHARED,

@@ -50,6 +50,19 @@ def initial_weight(parameter: Parameter, seed: int, dtype: str) -> npt.NDArray[A
     return (draws * parameter.init_std).astype(dtype)
 
 
+def hash_table(plan: PlanSpec, experts: str) -> npt.NDArray[np.int64]:
+    """The experts that each token id is sent to, in order, [V, k]; all k differ. ``experts`` is ``layer.0.mlp``."""
+    moe = plan.gpt.moe
+    assert moe is not None
+    generator = _generator("experts", plan.run.seed, experts)
+    # The i-th draw is a place among the experts that the draws before it have left.
+    table = generator.integers(0, moe.num_experts - np.arange(moe.top_k), size=(plan.gpt.vocab_size, moe.top_k))
+    for i in range(1, moe.top_k):
+        for taken in np.sort(table[:, :i], axis=1).T:
+            table[:, i] += table[:, i] >= taken
+    return table
+
+
 def micro_batch(plan: PlanSpec, step: int, index: int) -> Batch:
     """The ``index``-th micro-batch of a step, counted over all data ranks: rank d's k-th is d * m + k.
 

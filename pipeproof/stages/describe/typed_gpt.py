@@ -14,6 +14,7 @@ are always cut along ``s``. Over ``ep`` ranks have different micro-batches, whic
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
@@ -86,12 +87,12 @@ class _GptWriter:
 
     def block(self, kind: str, name: str) -> ProgramBuilder:
         """Attention and feed-forward, each with its norm and residual."""
-        sub_layers = self._sub_layers(has_experts=kind.endswith("moe_block"))
+        sub_layers = self._sub_layers(kind)
         return residual_block(self._program(kind), residual_streams_of(self._model, name), sub_layers, self._between)
 
-    def _sub_layers(self, *, has_experts: bool) -> Sequence[tuple[str, str, SubLayer]]:
+    def _sub_layers(self, kind: str) -> Sequence[tuple[str, str, SubLayer]]:
         attention = self._attention if self._model.mla is None else self._latent_attention
-        mlp = self._experts if has_experts else self._mlp
+        mlp = partial(self._experts, kind=kind) if kind.endswith("moe_block") else self._mlp
         return (
             ("attn", "middle", lambda p, x: attention(p, self._norm(p, "attn_norm", x, "h"))),
             ("mlp", "y", lambda p, x: mlp(p, self._norm(p, "mlp_norm", x, "h"))),
@@ -112,8 +113,8 @@ class _GptWriter:
         p.parameter("proj.weight", "two h o_module")
         joined = p.add("joined", "hidden_norm.place", "embed_norm.place")
         x = p.select("x", p.multiply("proj", joined, "proj.weight", over="two h"), "o_module", "h")
-        has_experts = self._model.has_experts(self._model.num_layers - 1)
-        for _, made, write in self._sub_layers(has_experts=has_experts):
+        kind = "moe_block" if self._model.has_experts(self._model.num_layers - 1) else "block"
+        for _, made, write in self._sub_layers(kind):
             x = p.add(made, x, write(p, x))
         p.result(x, **self._between)
         return p
@@ -249,29 +250,33 @@ class _GptWriter:
         inner = p.multiply(f"{name}.inner", gate, self._widened(p, f"{name}.up", entered, f))
         return p.multiply(f"{name}.addends", inner, p.parameter(f"{name}.down.weight", f"{f} h", tp=f"S({f})"), over=f)
 
-    def _experts(self, p: ProgramBuilder, x: str) -> str:
+    def _experts(self, p: ProgramBuilder, x: str, *, kind: str) -> str:
         """``n`` experts = ``x`` EP ranks x ``y`` each, with the inner dim ``m``; ``k`` experts per token.
 
         ``u`` tokens of a row go to the experts of one EP rank.
         """
         entered, moe = self._enter(p, "mlp.in", x), self._model.moe
-        p.parameter("mlp.router.weight", "h n")
-        logits = p.multiply("logits", entered, "mlp.router.weight", over="h")
+        router, chosen = "mlp.router.weight", ""
+        if kind.endswith("hash_moe_block"):  # a table knows the experts of each token id
+            router, chosen = "mlp.hash_router.weight", p.constant("top.ids", "s b k", cp="S(s)", ep="S(b)")
+        p.parameter(router, "h n")
+        logits = p.multiply("logits", entered, router, over="h")
         if moe is not None and moe.dispatcher == "all_gather":
             routed = self._gathered_experts(p, entered, logits)
         else:
-            routed = self._visited_experts(p, entered, logits, None if moe is None else moe.dispatch_dtype)
+            routed = self._visited_experts(p, entered, logits, chosen)
         if "m_shared" in self._sizes:
             routed = p.add("mlp.addends", routed, self._swiglu(p, "mlp.shared", entered, "m_shared"))
         return self._leave(p, "mlp.out", routed)
 
-    def _visited_experts(self, p: ProgramBuilder, entered: str, logits: str, sent_as: str | None) -> str:
-        """Tokens go to the ranks of their experts and back.
+    def _visited_experts(self, p: ProgramBuilder, entered: str, logits: str, chosen: str) -> str:
+        """Tokens go to the ranks of their experts and back. ``chosen`` are the experts if scores do not choose them.
 
         The ranks first exchange the numbers of tokens for each expert: each of ``x_from`` x ``c_from`` ranks over
         ``ep`` and ``cp`` has its own counts.
         """
-        weights, slots = self._slots(p, entered, logits)
+        sent_as = None if self._model.moe is None else self._model.moe.dispatch_dtype
+        weights, slots = self._slots(p, entered, logits, chosen)
         counts = p.constant("counts", "x y x_from c_from", cp="S(c_from)", ep="S(x_from)")
         p.all_to_all("mlp.counts", counts, "ep", "x", dtype=COUNTS_DTYPE)
         results = self._expert_mlp(p, p.all_to_all("mlp.dispatch", slots, "ep", "x", dtype=sent_as))
@@ -288,12 +293,12 @@ class _GptWriter:
         p.combine("routed", results, "top.ids", gains, slot_dims="x u", dim="s")
         return p.reduce_scatter("mlp.sum", "routed", "ep", "b")
 
-    def _slots(self, p: ProgramBuilder, tokens: str, logits: str) -> tuple[str, str]:
+    def _slots(self, p: ProgramBuilder, tokens: str, logits: str, chosen: str = "") -> tuple[str, str]:
         """The routing weights of tokens, and the tokens in the slots of their experts."""
         p.apply("scores", logits, along="n")
         weights = p.select("top.scores", "scores", "n", "k")
-        p.detach("top.ids", weights)
-        return weights, p.dispatch("slots", tokens, "top.ids", dim="s", into="x u")
+        chosen = chosen or p.detach("top.ids", weights)
+        return weights, p.dispatch("slots", tokens, chosen, dim="s", into="x u")
 
     def _expert_mlp(self, p: ProgramBuilder, slots: str) -> str:
         """Each slot through its expert; an EP rank has the slots of its own experts."""

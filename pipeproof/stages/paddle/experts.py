@@ -27,15 +27,24 @@ from pipeproof.stages.paddle.functional import Indices, fork
 Tensor: TypeAlias = paddle.Tensor
 
 
-def choose(logits: Tensor, moe: MoeSpec, bias: npt.NDArray[Any] | None = None) -> tuple[Indices, Tensor]:
+def choose(
+    logits: Tensor, moe: MoeSpec, bias: npt.NDArray[Any] | None = None, fixed: Indices | None = None
+) -> tuple[Indices, Tensor]:
     """Implement ``Experts``' choice of experts and their weights."""
-    scores = F.softmax(logits, axis=-1) if moe.score == "softmax" else F.sigmoid(logits)
+    scores = _SCORES[moe.score](logits)
     ranked = scores.numpy() if bias is None else scores.numpy() + bias
-    chosen = np.argsort(-ranked, axis=-1, kind="stable")[:, : moe.top_k]
+    chosen = np.argsort(-ranked, axis=-1, kind="stable")[:, : moe.top_k] if fixed is None else fixed
     gains = paddle.take_along_axis(scores, paddle.to_tensor(chosen), axis=-1)
     if moe.normalize:
         gains = gains / paddle.sum(gains, axis=-1, keepdim=True)
-    return chosen, gains
+    return chosen, gains if moe.routed_scale == 1.0 else gains * moe.routed_scale
+
+
+_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: F.softmax(logits, axis=-1),
+    "sigmoid": F.sigmoid,
+    "sqrtsoftplus": lambda logits: paddle.sqrt(F.softplus(logits)),
+}
 
 
 def reorder(rows: Tensor, order: Indices) -> Tensor:
@@ -146,6 +155,13 @@ class PaddleBalance(Balance):
         self._dtype = plan.run.dtype
         super().__init__(OPS, plan, layers, adds_losses=adds_losses)
 
+    def _table(self, table: Indices) -> Indices:
+        return table
+
+    def _rows(self, table: Indices, token_ids: Tensor) -> Indices:
+        rows: Indices = table[token_ids.numpy().reshape(-1)]
+        return rows
+
     def _zero_bias(self) -> Array:
         assert self._moe is not None
         return np.zeros(self._moe.num_experts, dtype=self._dtype)
@@ -173,10 +189,8 @@ class PaddleBalance(Balance):
 
 
 def _even_loads(logits: Tensor, moe: MoeSpec) -> Tensor:
-    if moe.score == "softmax":
-        scores = parts = F.softmax(logits, axis=-1)
-    else:
-        scores = F.sigmoid(logits)
+    scores = parts = _SCORES[moe.score](logits)
+    if moe.score != "softmax":
         parts = scores / paddle.sum(scores, axis=-1, keepdim=True)
     largest = np.argsort(-scores.numpy(), axis=-1, kind="stable")[:, : moe.top_k]
     loads = np.bincount(largest.reshape(-1), minlength=moe.num_experts) * moe.num_experts / largest.size

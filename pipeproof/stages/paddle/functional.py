@@ -85,7 +85,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def mlp_activation(model: ModelSpec) -> Callable[..., Tensor]:
     """The activation function of a model's MLPs: SwiGLU of gate and up, or GELU (arXiv:1606.08415) of up."""
     if model.mlp == "swiglu":
-        return gated(swiglu, model.swiglu_limit, paddle.clip)
+        return gated(swiglu, model, paddle.clip)
     return partial(F.gelu, approximate=model.mlp == "gelu_tanh")
 
 

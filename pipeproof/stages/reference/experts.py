@@ -20,10 +20,11 @@ import paddle
 import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
-from pipeproof.specs.model import MoeSpec
+from pipeproof.specs.model import ModelSpec, MoeSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.gradient_facts import bias_key, loss_key, loss_weights, moves_biases, routers
+from pipeproof.stages.describe.synthetic import hash_table
 from pipeproof.stages.reference.layer_math import gated
 from pipeproof.stages.reference.sharded_tensors import Copies, add
 
@@ -38,27 +39,34 @@ class Routing:
     gains: Sequence[Tensor]
 
 
-def route(logits: Tensor, moe: MoeSpec, bias: npt.NDArray[Any] | None = None) -> Routing:
+def route(
+    logits: Tensor, moe: MoeSpec, bias: npt.NDArray[Any] | None = None, fixed: npt.NDArray[np.int64] | None = None
+) -> Routing:
     """Choose experts by the router's outputs [.., E]: the largest scores. Ties go to the lower expert.
 
-    A ``bias`` [E] is added to the scores for the choice only.
+    A ``bias`` [E] is added to the scores for the choice only. ``fixed`` experts [N, k] are not chosen.
     """
     flat = logits.reshape([-1, moe.num_experts])
-    scores = F.softmax(flat, axis=-1) if moe.score == "softmax" else F.sigmoid(flat)
+    scores = _scores(flat, moe)
     values = scores.numpy() if bias is None else scores.numpy() + bias
     best = [sorted(range(moe.num_experts), key=lambda e: (-row[e], e))[: moe.top_k] for row in values]
-    experts = np.array(best, dtype=np.int64)
+    experts = np.array(best, dtype=np.int64) if fixed is None else fixed
     gains = paddle.take_along_axis(scores, paddle.to_tensor(experts), axis=-1)
     if moe.normalize:
         gains = gains / gains.sum(axis=-1, keepdim=True)
+    if moe.routed_scale != 1.0:
+        gains = gains * moe.routed_scale
     return Routing(experts, gains.split(moe.top_k, axis=-1))
 
 
+def _scores(logits: Tensor, moe: MoeSpec) -> Tensor:
+    if moe.score == "softmax":
+        return F.softmax(logits, axis=-1)
+    return F.sigmoid(logits) if moe.score == "sigmoid" else F.softplus(logits).sqrt()
+
+
 def gathered_mixture(
-    inputs: Sequence[Tensor],
-    routings: Sequence[Sequence[Routing]],
-    weights: Sequence[Tensor],
-    swiglu_limit: float | None,
+    inputs: Sequence[Tensor], routings: Sequence[Sequence[Routing]], weights: Sequence[Tensor], model: ModelSpec
 ) -> list[Tensor]:
     """``mixture`` where each of R ranks adds the results of its experts, and the ranks' addends are added in order.
 
@@ -71,7 +79,7 @@ def gathered_mixture(
             [readers[rank] for readers in copies],
             [readers[rank] for readers in routings],
             weights,
-            swiglu_limit,
+            model,
             range(rank * num_own, (rank + 1) * num_own),
         )
         for rank in range(num_ranks)
@@ -83,7 +91,7 @@ def mixture(
     inputs: Sequence[Tensor],
     routings: Sequence[Routing],
     weights: Sequence[Tensor],
-    swiglu_limit: float | None = None,
+    model: ModelSpec,
     own: Container[int] | None = None,
 ) -> list[Tensor]:
     """Outputs of the experts for each rank's tokens: tensors of the shapes of ``inputs`` [.., H].
@@ -107,7 +115,7 @@ def mixture(
         if own is not None and int(expert) not in own:
             outputs.append(group * 0.0)
             continue
-        inner = gated(paddle.matmul(group, gates[expert]), paddle.matmul(group, ups[expert]), swiglu_limit)
+        inner = gated(paddle.matmul(group, gates[expert]), paddle.matmul(group, ups[expert]), model)
         outputs.append(paddle.matmul(inner, downs[expert]))
     back = PermuteRows.apply(paddle.concat(outputs), np.argsort(order)).split([x.shape[0] for x in rank_rows])
     results = []
@@ -173,30 +181,39 @@ class Routers:
         *,
         counts: bool = True,
         sequence_dim: int | None = None,
+        token_ids: npt.NDArray[np.int64] | None = None,
     ) -> Routing:
         """Choose experts by a router's outputs [.., E], see ``routes``."""
-        (routing,) = self.routes(logits, name, 1, counts=counts, sequence_dim=sequence_dim)
+        (routing,) = self.routes(logits, name, 1, counts=counts, sequence_dim=sequence_dim, token_ids=token_ids)
         return routing
 
     def routes(
-        self, logits: Tensor, name: str, num_readers: int, *, counts: bool = True, sequence_dim: int | None = None
+        self,
+        logits: Tensor,
+        name: str,
+        num_readers: int,
+        *,
+        counts: bool = True,
+        sequence_dim: int | None = None,
+        token_ids: npt.NDArray[np.int64] | None = None,
     ) -> list[Routing]:
         """Choose experts by a router's outputs [.., E], and compute the weights of each reader separately.
 
         ``counts`` is False for the outputs of another tensor-parallel shard for the same tokens, whose losses and
         visits already count. With ``sequence_dim`` the outputs are those of whole sequences, and each sequence split of
-        the plan has its own losses.
+        the plan has its own losses. ``token_ids`` of any shape are given if a table chooses; then there are no losses.
         """
         moe, num_splits = self._plan.model.moe, self._plan.schedule.num_sequence_splits
         assert moe is not None
-        if counts and self._weights:
+        if counts and self._weights and token_ids is None:
             logits, for_losses = Copies.apply(logits, 2)
             is_split = sequence_dim is not None and num_splits > 1
             parts = for_losses.split(num_splits, axis=sequence_dim) if is_split else [for_losses]
             for offset, part in enumerate(parts):
                 self._add_losses(part, name, offset)
         copies = Copies.apply(logits, num_readers) if num_readers > 1 else [logits]
-        routings = [route(copy, moe, self.biases.get(name)) for copy in copies]
+        fixed = None if token_ids is None else hash_table(self._plan, name)[token_ids.reshape(-1)]
+        routings = [route(copy, moe, self.biases.get(name), fixed) for copy in copies]
         if counts and name in self.visits:
             np.add.at(self.visits[name], routings[0].experts.reshape(-1), 1)
         return routings
@@ -239,7 +256,7 @@ def without_biases(weights: Mapping[str, Array]) -> dict[str, Array]:
 
 def balance_loss(logits: Tensor, moe: MoeSpec) -> Tensor:
     """The sum over experts of (visits / mean visits) times (mean share of the scores), from outputs [N, E]."""
-    scores = F.softmax(logits, axis=-1) if moe.score == "softmax" else F.sigmoid(logits)
+    scores = _scores(logits, moe)
     chosen = route(logits.detach(), moe).experts
     over_mean = np.array([np.sum(chosen == e) * moe.num_experts / chosen.size for e in range(moe.num_experts)])
     shares = scores if moe.score == "softmax" else scores / scores.sum(axis=-1, keepdim=True)

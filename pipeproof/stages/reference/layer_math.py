@@ -18,6 +18,7 @@ import numpy.typing as npt
 import paddle
 import paddle.nn.functional as F
 
+from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.synthetic import DropoutKeys, DropoutSite, dropout_gain, dropout_rate
 from pipeproof.stages.reference.sharded_tensors import Copies
@@ -78,13 +79,15 @@ def linear(x: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
     return y if bias is None else y + bias
 
 
-def gated(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
-    """SwiGLU, or with a limit that of gpt-oss: both factors are clamped, and the gradient is zero beyond the limit."""
-    if limit is None:
+def gated(gate: Tensor, up: Tensor, model: ModelSpec) -> Tensor:
+    """SwiGLU; with a limit both factors are clamped, and the gradient is zero beyond the limit."""
+    if model.swiglu_limit is None:
         return F.silu(gate) * up
-    bound = paddle.full_like(gate, limit)
+    bound = paddle.full_like(gate, model.swiglu_limit)
     gate = paddle.where(gate <= bound, gate, bound)
     up = paddle.where(up <= bound, paddle.where(up >= -bound, up, -bound), bound)
+    if model.swiglu_formula == "silu":
+        return F.silu(gate) * up
     return gate * F.sigmoid(gate * 1.702) * (1.0 + up)
 
 
@@ -172,5 +175,5 @@ class LayerMath:
         """SwiGLU of gate and up, or GELU of up."""
         if self._model.mlp == "swiglu":
             gate, up = factors
-            return gated(gate, up, self._model.swiglu_limit)
+            return gated(gate, up, self._model)
         return F.gelu(*factors, approximate=self._model.mlp == "gelu_tanh")

@@ -246,6 +246,8 @@ class OrderedModel(OrderedLayers):
                 [self._part(shifted_batch(batch, distance)) for distance in range(1 + num_modules(model))]
                 for batch in batches
             ]
+            main = [of_rank[0].tokens for of_rank in parts]
+            self.token_ids = [tokens.T if self.sequence_first else tokens for tokens in main]
             embedded = self.each(self.embedded, parts)
             xs = [of_rank[0] for of_rank in embedded]
             for layer in range(model.num_layers):

@@ -124,6 +124,7 @@ class OrderedLayers(OrderedWeights):
         super().__init__(plan, weights)
         self.routers = Routers(plan, weights)
         self.indices: Sequence[int] = (0,)
+        self.token_ids: list[npt.NDArray[np.int64]] = []
         self.sequence_first = plan.gpt.activation_order == "sbh"
         self.sequence_dim = 0 if self.sequence_first else 1
         self.step, self.split, self.rank = 0, 0, 0
@@ -288,8 +289,14 @@ class OrderedLayers(OrderedWeights):
 
         def routings(inputs: list[Shards]) -> list[list[Routing]]:
             self.routers.select(self.indices[self.rank], self.split)
-            logits = products(inputs[0], self.used[f"{name}.router.weight"])
-            return [self.routers.routes(x, name, num_readers, counts=shard == 0) for shard, x in enumerate(logits)]
+            router, ids = f"{name}.router.weight", None
+            if f"{name}.hash_router.weight" in self.weights:
+                router, ids = f"{name}.hash_router.weight", self.token_ids[self.rank]
+            logits = products(inputs[0], self.used[router])
+            return [
+                self.routers.routes(x, name, num_readers, counts=shard == 0, token_ids=ids)
+                for shard, x in enumerate(logits)
+            ]
 
         per_rank = self.each(inputs_of, xs)
         routed = self.each(routings, per_rank)
@@ -297,10 +304,9 @@ class OrderedLayers(OrderedWeights):
         def outputs(shard: int) -> list[Tensor]:
             inputs, choices = [inputs[1][shard] for inputs in per_rank], [routing[shard] for routing in routed]
             weights = [self.used[f"{name}.experts.{part}.weight"][shard] for part in ("gate", "up", "down")]
-            limit = self.plan.gpt.swiglu_limit
             if gathers:
-                return gathered_mixture(inputs, choices, weights, limit)
-            return mixture(inputs, [choice for (choice,) in choices], weights, limit)
+                return gathered_mixture(inputs, choices, weights, self.plan.gpt)
+            return mixture(inputs, [choice for (choice,) in choices], weights, self.plan.gpt)
 
         def left(inputs: list[Shards], *addends: Tensor) -> Shards:
             shared = self.mlp_addends(inputs[2], f"{name}.shared") if moe.num_shared_experts else None

@@ -21,7 +21,7 @@ from pipeproof.stages.describe.gradient_facts import bias_key, loss_key, loss_we
 from pipeproof.stages.describe.layer import layer_order
 from pipeproof.stages.describe.layer_records import Side
 from pipeproof.stages.describe.mtp_streams import embeds_again, num_modules, shifted_batch
-from pipeproof.stages.describe.synthetic import Batch, DropoutKeys, DropoutSite, dropout_gain, dropout_rate
+from pipeproof.stages.describe.synthetic import Batch, DropoutKeys, DropoutSite, dropout_gain, dropout_rate, hash_table
 from pipeproof.stages.reference.torch_reference_weights import WholeWeights, copies
 
 
@@ -55,24 +55,25 @@ class TorchRouters:
         """Select the next micro-batch, counted over all data ranks."""
         self._micro_batch = micro_batch
 
-    def route(self, logits: Tensor, name: str, sequence_dim: int) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, name: str, sequence_dim: int, fixed: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The experts of each token, best first, and their weights: two of [N, k], from outputs [.., E].
 
-        Each sequence split of the plan has its own losses.
+        Each sequence split of the plan has its own losses. Experts that are ``fixed``, [N, k], have none.
         """
         moe = self._plan.model.moe
         assert moe is not None
-        if self._weights:
+        if self._weights and fixed is None:
             logits, for_losses = copies(logits, 2)
             for split, part in enumerate(for_losses.chunk(self._plan.schedule.num_sequence_splits, dim=sequence_dim)):
                 self._add_losses(part.flatten(0, -2), name, split, moe)
         scores = _scores(logits.flatten(0, -2), moe)
         ranked = scores.detach() + self.biases[name] if name in self.biases else scores.detach()
-        experts = _largest(ranked, moe.top_k)
+        experts = _largest(ranked, moe.top_k) if fixed is None else fixed
         if name in self._visits:
             self._visits[name] += torch.bincount(experts.flatten(), minlength=moe.num_experts)
         gains = torch.gather(scores, 1, experts)
-        return experts, gains / gains.sum(-1, keepdim=True) if moe.normalize else gains
+        gains = gains / gains.sum(-1, keepdim=True) if moe.normalize else gains
+        return experts, gains * moe.routed_scale if moe.routed_scale != 1.0 else gains
 
     def _add_losses(self, logits: Tensor, name: str, split: int, moe: MoeSpec) -> None:
         if logits.dtype in (torch.bfloat16, torch.float16):
@@ -108,7 +109,9 @@ def without_biases(weights: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _scores(logits: Tensor, moe: MoeSpec) -> Tensor:
-    return torch.softmax(logits, -1) if moe.score == "softmax" else torch.sigmoid(logits)
+    if moe.score == "softmax":
+        return torch.softmax(logits, -1)
+    return torch.sigmoid(logits) if moe.score == "sigmoid" else torch.sqrt(F.softplus(logits))
 
 
 def _largest(ranked: Tensor, number: int) -> Tensor:
@@ -152,6 +155,7 @@ class TorchUnpartitionedModel:
         self.routers = TorchRouters(plan, weights, self.device)
         self.sequence_first = plan.gpt.activation_order == "sbh"
         self.rows_dim = 1 if self.sequence_first else 0
+        self.token_ids = torch.empty(0, dtype=torch.int64)
         size = plan.gpt.rotary_size
         exponents = np.arange(size // 2, dtype=np.float64) * 2 / size
         angles = np.arange(plan.gpt.seq_length)[:, None] * 10000.0 ** -exponents[None, :]  # [S, D / 2]
@@ -165,6 +169,7 @@ class TorchUnpartitionedModel:
         """
         model = self.plan.gpt
         batches = [shifted_batch(batch, distance) for distance in range(1 + num_modules(model))]
+        self.token_ids = self.ordered(batch.tokens)
         x, others = self.embedded(batches)
         hook("embed", "output", x)
         names, (num_head, num_tail) = layer_order(model), model.num_empty
@@ -323,8 +328,12 @@ class TorchUnpartitionedModel:
         moe = self.plan.model.moe
         assert moe is not None
         for_router, for_experts, *for_shared = copies(x, 3 if moe.num_shared_experts else 2)
-        logits = self.weights.product(for_router, f"{name}.router.weight")
-        chosen, gains = self.routers.route(logits, name, sequence_dim=0 if self.sequence_first else 1)
+        router, fixed = f"{name}.router.weight", None
+        if f"{name}.hash_router.weight" in self.weights.main:
+            table = torch.tensor(hash_table(self.plan, name), device=self.device)
+            router, fixed = f"{name}.hash_router.weight", table[self.token_ids.flatten()]
+        logits = self.weights.product(for_router, router)
+        chosen, gains = self.routers.route(logits, name, 0 if self.sequence_first else 1, fixed)
         visitors = for_experts.reshape(-1, x.shape[-1]).repeat_interleave(moe.top_k, 0)
         order = torch.sort(chosen.flatten(), stable=True).indices
         sizes = torch.bincount(chosen.flatten(), minlength=moe.num_experts).tolist()
@@ -351,12 +360,14 @@ class TorchUnpartitionedModel:
         )
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """SwiGLU, or with a limit that of gpt-oss: both factors are clamped, with zero gradient beyond the limit."""
+        """SwiGLU; with a limit both factors are clamped, with zero gradient beyond the limit."""
         limit = self.plan.gpt.swiglu_limit
         if limit is None:
             return F.silu(gate) * up
         gate = torch.where(gate <= limit, gate, limit)
         up = torch.where(up <= limit, torch.where(up >= -limit, up, -limit), limit)
+        if self.plan.gpt.swiglu_formula == "silu":
+            return F.silu(gate) * up
         return gate * torch.sigmoid(gate * 1.702) * (up + 1.0)
 
 

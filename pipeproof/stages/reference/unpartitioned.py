@@ -120,6 +120,7 @@ class UnpartitionedModel:
         self.routers = Routers(plan, weights)
         self.sequence_first = plan.gpt.activation_order == "sbh"
         self.math = LayerMath(plan)
+        self.token_ids = np.empty(0, dtype=np.int64)
 
     def losses(self, batch: Batch, hook: LayerHook = _ignore) -> list[Tensor]:
         """The cross-entropy summed over the counted tokens, a scalar: the main loss, and those of MTP modules.
@@ -128,6 +129,7 @@ class UnpartitionedModel:
         """
         self.weights = rounded(self.main, self.plan.run)
         batches = [shifted_batch(batch, distance) for distance in range(1 + num_modules(self.plan.gpt))]
+        self.token_ids = batch.tokens.T if self.sequence_first else batch.tokens
         tables = copies_for_mtp_streams(self.weights["embed.weight"], len(batches))
         x, *others = [F.embedding(self.ordered(x.tokens), table) for x, table in zip(batches, tables, strict=True)]
         x = self.math.placed(x, self.weights.__getitem__)
@@ -251,10 +253,13 @@ class UnpartitionedModel:
         moe = self.plan.model.moe
         assert moe is not None
         for_router, for_experts, *for_shared = Copies.apply(x, 3 if moe.num_shared_experts else 2)
-        logits = paddle.matmul(for_router, self.weights[f"{name}.router.weight"])
-        routing = self.routers.route(logits, name, sequence_dim=0 if self.sequence_first else 1)
+        router, ids = f"{name}.router.weight", None
+        if f"{name}.hash_router.weight" in self.weights:
+            router, ids = f"{name}.hash_router.weight", self.token_ids
+        logits = paddle.matmul(for_router, self.weights[router])
+        routing = self.routers.route(logits, name, sequence_dim=0 if self.sequence_first else 1, token_ids=ids)
         weights = [self.weights[f"{name}.experts.{part}.weight"] for part in ("gate", "up", "down")]
-        y = mixture([for_experts], [routing], weights, self.plan.gpt.swiglu_limit)[0]
+        y = mixture([for_experts], [routing], weights, self.plan.gpt)[0]
         return y + self.mlp(for_shared[0], f"{name}.shared") if for_shared else y
 
     def mlp(self, x: Tensor, name: str) -> Tensor:

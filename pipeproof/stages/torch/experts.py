@@ -28,15 +28,24 @@ Tensor: TypeAlias = torch.Tensor
 reorder = partial(common.reorder, OPS)
 
 
-def choose(logits: Tensor, moe: MoeSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose(
+    logits: Tensor, moe: MoeSpec, bias: Tensor | None = None, fixed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Implement ``Experts``' choice of experts and their weights."""
-    scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
+    scores = _SCORES[moe.score](logits)
     ranked = scores.detach() if bias is None else scores.detach() + bias
-    chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : moe.top_k]
+    chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : moe.top_k] if fixed is None else fixed
     gains = scores.gather(-1, chosen)
     if moe.normalize:
         gains = gains / gains.sum(-1, keepdim=True)
-    return chosen, gains
+    return chosen, gains if moe.routed_scale == 1.0 else gains * moe.routed_scale
+
+
+_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
+}
 
 
 def weighted(results: Tensor, weights: Tensor) -> Tensor:
@@ -208,6 +217,12 @@ class TorchBalance(Balance):
         self._dtype, self._device = wide_type(getattr(torch, plan.run.dtype)), device
         super().__init__(OPS, plan, layers, adds_losses=adds_losses)
 
+    def _table(self, table: npt.NDArray[np.int64]) -> Tensor:
+        return torch.tensor(table, device=self._device)
+
+    def _rows(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        return table.index_select(0, token_ids.flatten())
+
     def _zero_bias(self) -> Tensor:
         assert self._moe is not None
         return torch.zeros(self._moe.num_experts, dtype=self._dtype, device=self._device)
@@ -239,7 +254,7 @@ class TorchBalance(Balance):
 
 def _even_loads(logits: Tensor, moe: MoeSpec, weight: float) -> tuple[Tensor, Tensor]:
     """The auxiliary loss times its weight, and its gradient [N, E]: the operations that autograd would run."""
-    scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
+    scores = _SCORES[moe.score](logits)
     totals = None if moe.score == "softmax" else scores.sum(-1, keepdim=True)
     parts = scores if totals is None else scores / totals
     largest = scores.sort(dim=-1, descending=True, stable=True).indices[:, : moe.top_k]
@@ -250,7 +265,10 @@ def _even_loads(logits: Tensor, moe: MoeSpec, weight: float) -> tuple[Tensor, Te
     if totals is None:
         return loss, torch.ops.aten._softmax_backward_data(of_parts, scores, -1, scores.dtype)  # noqa: SLF001 - its name
     of_totals = (-of_parts * (scores / totals / totals)).sum(-1, keepdim=True)
-    return loss, torch.ops.aten.sigmoid_backward(of_parts / totals + of_totals, scores)
+    of_scores = of_parts / totals + of_totals
+    if moe.score == "sigmoid":
+        return loss, torch.ops.aten.sigmoid_backward(of_scores, scores)
+    return loss, torch.ops.aten.softplus_backward(of_scores / (2 * scores), logits, 1, 20)
 
 
 def _small_outputs(logits: Tensor, _: MoeSpec, weight: float) -> tuple[Tensor, Tensor]:

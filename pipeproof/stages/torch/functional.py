@@ -105,7 +105,7 @@ def clip(x: Tensor, *, max: float, min: float | None = None) -> Tensor:
 def mlp_activation(model: ModelSpec) -> Callable[..., Tensor]:
     """The activation function of a model's MLPs: SwiGLU of gate and up, or GELU (arXiv:1606.08415) of up."""
     if model.mlp == "swiglu":
-        return gated(swiglu, model.swiglu_limit, clip)
+        return gated(swiglu, model, clip)
     return partial(F.gelu, approximate="tanh" if model.mlp == "gelu_tanh" else "none")
 
 

@@ -22,6 +22,7 @@ from torch import fx, nn
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.dropout import Dropouts
 from pipeproof.stages.common.embedding_and_head import Positions
+from pipeproof.stages.common.stage import RoutedItem
 from pipeproof.stages.common.weights import GatheredInput, source_of
 from pipeproof.stages.common.work_items import MtpStream, WorkItem
 from pipeproof.stages.describe.boundary import MicroBatchSize, micro_batch_size
@@ -287,9 +288,9 @@ class GraphStage(TorchStage):
 
     def _is_island(self, activation: Tensor, name: str) -> bool:
         """True for experts that a graph cannot have: they run operation by operation."""
-        if f"{name}.router.weight" not in self.parameters:
+        weight = self.parameters.get(f"{name}.experts.gate.weight")
+        if weight is None:
             return False
-        weight = self.parameters[f"{name}.experts.gate.weight"]
         moe = self._plan.gpt.moe
         assert moe is not None
         gathers_for_replays = self._plan.run.replay and moe.dispatcher == "all_gather"
@@ -299,13 +300,15 @@ class GraphStage(TorchStage):
 
     def _on_island(self, activation: Tensor, name: str) -> Tensor:
         """Experts of the graph that is traced, which run as those of a ``TorchStage`` do."""
+        if f"{name}.hash_router.weight" in self.parameters:
+            raise NotCapturedError("experts that run operation by operation do not get the ids of their tokens")
         if self._plan.memory.sequence_parallel_activations == "regather" and self._region.sequence_dim is not None:
             raise NotCapturedError("W gathers inputs of its experts again, operation by operation")
 
         def compute(own: Tensor) -> Tensor:
             step, index = self._work_item_number
             dropouts = Dropouts(OPS, self._dropout_keys(step, index), self._split, self._region)
-            return super(GraphStage, self)._mlp(own, name, (index, self._split), dropouts)
+            return super(GraphStage, self)._mlp(own, name, (index, self._split, None), dropouts)
 
         island = Island(self._calls, compute)
         (output,) = OPS.autograd_node(island.forward, island.backward, activation)
@@ -313,15 +316,17 @@ class GraphStage(TorchStage):
 
     # The names of modules, as errors of the graphs have them.
 
-    def _block(self, activation: Tensor, name: str, index: int, split: int, dropouts: Dropouts) -> Tensor:
+    def _block(
+        self, activation: Tensor, name: str, index: int, split: int, token_ids: Tensor, dropouts: Dropouts
+    ) -> Tensor:
         with _in_module(name):
-            return super()._block(activation, name, index, split, dropouts)
+            return super()._block(activation, name, index, split, token_ids, dropouts)
 
     def _attention(self, activation: Tensor, name: str, index: int, split: int, dropouts: Dropouts) -> Tensor:
         with _in_module(name):
             return super()._attention(activation, name, index, split, dropouts)
 
-    def _mlp(self, activation: Tensor, name: str, work_item: tuple[int, int], dropouts: Dropouts) -> Tensor:
+    def _mlp(self, activation: Tensor, name: str, work_item: RoutedItem, dropouts: Dropouts) -> Tensor:
         with _in_module(name):
             if self._calls.is_tracing and self._is_island(activation, name):
                 return self._on_island(activation, name)

@@ -192,7 +192,12 @@ def _refusal(name: str, model: ModelSpec) -> str | None:
         return "`hyper_connections` have weights that no other tool's model has"
     if model.swiglu_limit is not None and name != "megatron":
         return "`swiglu_limit` is the function of gpt-oss, whose experts have biases and columns in another order"
-    if model.moe is not None and model.moe.score == "softmax" and model.moe.expert_bias_rate is not None:
+    moe = model.moe
+    if moe is not None and moe.hash_layers:
+        return "`moe.hash_layers` have a table of experts"
+    if moe is not None and name != "megatron" and (moe.score == "sqrtsoftplus" or moe.routed_scale != 1.0):
+        return "`moe.routed_scale` and `score: sqrtsoftplus` are settings that only Megatron-Core is known to have"
+    if moe is not None and moe.score == "softmax" and moe.expert_bias_rate is not None:
         return "routers with biases (`moe.expert_bias_rate`) are only known with `score: sigmoid`"
     if name == "huggingface" and transformers_class(model) is None:
         return f"no class of transformers has {_parts(model)}"

@@ -776,3 +776,10 @@ def test_batches_that_grow(tmp_path, flags, expected):
 def test_a_batch_that_is_decreased(tmp_path):
     text = f"run {SIZES}{PP2}--micro-batch-size 2 --global-batch-size 9 --decrease-batch-size-if-needed"
     assert imported(tmp_path, text).plan["schedule"]["num_micro_batches"] == 4
+
+
+def test_scores_and_their_scale_are_imported(tmp_path):
+    flags = "--moe-router-score-function sqrtsoftplus --moe-router-topk-scaling-factor 1.5"
+    made = imported(tmp_path, f"{MOE}{flags}")
+    moe = plan_from_dict(made.plan).spec.gpt.moe
+    assert (moe.score, moe.routed_scale) == ("sqrtsoftplus", 1.5)

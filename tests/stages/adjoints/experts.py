@@ -21,7 +21,9 @@ def experts() -> list[Case]:
     order = np.array([3, 0, 5, 1, 7, 2, 6, 4])
     sent = ((1, 3), (2, 2))
     scores = [
-        MOE.model_copy(update={"score": s, "normalize": n}) for s in ("softmax", "sigmoid") for n in (True, False)
+        MOE.model_copy(update={"score": s, "normalize": n, "routed_scale": 1.5 if n else 1.0})
+        for s in ("softmax", "sigmoid", "sqrtsoftplus")
+        for n in (True, False)
     ]
     return [
         plain("fork", "fork", lambda x: fork(x, 3), (4, 3)),
@@ -69,7 +71,7 @@ def _experts(moe: MoeSpec, num_ranks: int, limit: float | None) -> Case:
     def function(rank: Rank, x: paddle.Tensor, *tensors: paddle.Tensor) -> paddle.Tensor:
         weights = {f"mlp.{name}.weight": tensor for name, tensor in zip(shapes, tensors, strict=True)}
         router = PaddleBalance(make_plan(), (), adds_losses=False).of("mlp", 0, 0)
-        activation = gated(swiglu, limit, paddle.clip)
+        activation = gated(swiglu, make_plan(model={"swiglu_limit": limit}).gpt, paddle.clip)
         experts = PaddleExperts(
             moe, "mlp", rank.weights, weights.__getitem__, rank.experts, activation, recomputes_shared=False
         )

@@ -14,6 +14,10 @@ from tests.plans import plan_dict
 
 MOE = {"num_experts": 6, "top_k": 2, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
 EVEN = {"aux_loss": 0.5, "z_loss": 0.1, "expert_bias_rate": 0.02}
+BY_TOKEN = {
+    "moe": {**MOE, **EVEN, "dense_layers": 0, "score": "sqrtsoftplus", "hash_layers": 1, "routed_scale": 1.5},
+    "swiglu_limit": 0.05, "swiglu_formula": "silu",
+}  # fmt: skip
 MLA = {"kv_rank": 6, "nope_head_size": 4, "rope_head_size": 4, "value_head_size": 3}
 TWO_AHEAD = {"mtp": {"num_modules": 2, "loss_weight": 0.4}}
 
@@ -29,6 +33,9 @@ FEATURES = {
     "experts": {"model": {"moe": MOE}},
     "even experts": {"model": {"moe": {**MOE, **EVEN}}},
     "even experts by sigmoids": {"model": {"moe": {**MOE, **EVEN, "score": "sigmoid", "num_shared_experts": 0}}},
+    "experts by token id": {"model": BY_TOKEN},
+    "experts by token id, ahead": {"model": {**BY_TOKEN, **TWO_AHEAD, "activation_order": "bsh"}},
+    "ranks of experts by token id": {"topology": {"ep": 2}, **TWO, "model": BY_TOKEN},
     "clamped": {"model": {"swiglu_limit": 0.05, "moe": MOE}},
     "dropout": {"model": {"dropout": {"embedding": 0.1, "attention": 0.2, "hidden": 0.3}, "num_kv_heads": 2}},
     "dropout, latent, rows first": {"model": {"dropout": 0.2, "mla": MLA, "activation_order": "bsh"}},

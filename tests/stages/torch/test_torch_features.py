@@ -21,7 +21,8 @@ EXPERTS, TOP_K = 7, 3
 def by_autograd(logits, score, weights):
     """The losses by their formulas, and the gradient of their sum."""
     leaf = logits.detach().requires_grad_()
-    scores = leaf.softmax(-1) if score == "softmax" else leaf.sigmoid() / leaf.sigmoid().sum(-1, keepdim=True)
+    plain = {"softmax": leaf.softmax(-1), "sigmoid": leaf.sigmoid(), "sqrtsoftplus": leaf.exp().log1p() ** 0.5}[score]
+    scores = plain / plain.sum(-1, keepdim=True)
     visits = F.one_hot(leaf.topk(TOP_K).indices, EXPERTS).sum((0, 1)).double() / (len(leaf) * TOP_K)
     losses = {"aux": EXPERTS * (scores.mean(0) * visits).sum(), "z": leaf.logsumexp(-1).square().mean()}
     losses = {name: losses[name] * weight for name, weight in weights.items()}
@@ -29,7 +30,7 @@ def by_autograd(logits, score, weights):
     return losses, gradient
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("weights", [{"aux": 0.3}, {"z": 0.2}, {"aux": 0.3, "z": 0.2}], ids=["aux", "z", "both"])
 def test_gradients_of_losses_are_those_of_their_formulas_and_need_no_thread_of_autograd(score, weights, monkeypatch):
     logits = torch.randn(11, EXPERTS, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
@@ -81,7 +82,7 @@ def without_routers(result):
 FAST = {"dtype": "float32", "optimizer": "adamw", "learning_rate": 0.01}
 
 
-SEVERAL_RANKS = ("data ranks", "ranks of experts", "ranks of experts, gathered")
+SEVERAL_RANKS = ("data ranks", "ranks of experts", "ranks of experts, gathered", "ranks of experts by token id")
 
 
 @pytest.mark.parametrize("feature", [name for name in FEATURES if name not in SEVERAL_RANKS])

@@ -193,9 +193,15 @@ def import_experts(reader: FlagReader) -> None:
         flag = "--moe-token-dispatcher-type"
         setting = reader.shown(flag) if reader.has(flag) else f"no {flag}: Megatron-LM gathers all tokens"
         draft.set(("model", "moe", "dispatcher"), "all_gather", setting, reader.location(flag))
-    if (reader.text("--moe-router-score-function") or "softmax") == "sigmoid":
-        reader.take("--moe-router-score-function", ("model", "moe", "score"), "sigmoid")
-    for flag, key in (("--moe-aux-loss-coeff", "aux_loss"), ("--moe-z-loss-coeff", "z_loss")):
+    score = reader.text("--moe-router-score-function") or "softmax"
+    if score != "softmax":
+        reader.take("--moe-router-score-function", ("model", "moe", "score"), score)
+    factors = {
+        "--moe-aux-loss-coeff": "aux_loss",
+        "--moe-z-loss-coeff": "z_loss",
+        "--moe-router-topk-scaling-factor": "routed_scale",
+    }
+    for flag, key in factors.items():
         factor = reader.real(flag)
         if factor is not None:
             reader.take(flag, ("model", "moe", key), factor)

@@ -28,16 +28,15 @@ def layer_operations(model: ModelSpec, name: str) -> ops.Operations:
         case "mtp":
             return _mtp_module(model)
         case kind:
-            return _block(model, residual_streams_of(model, name), has_experts=kind.endswith("moe_block"))
+            return _block(model, residual_streams_of(model, name), kind)
 
 
-def _block(
-    model: ModelSpec, streams: BlockStreams | None, *, has_experts: bool, in_module: bool = False
-) -> ops.Operations:
+def _block(model: ModelSpec, streams: BlockStreams | None, kind: str, *, in_module: bool = False) -> ops.Operations:
     """A pre-norm block: attention and an MLP, each with its norm and its residual."""
     hidden, operations = model.hidden_size, list[ops.Operation]()
     first = attention(model) if model.mla is None else latent_attention(model, model.mla)
-    second = experts(model, model.moe) if has_experts and model.moe is not None else mlp(model)
+    has_experts, by_token = kind.endswith("moe_block"), "hash_" in kind
+    second = experts(model, model.moe, by_token=by_token) if has_experts and model.moe is not None else mlp(model)
     for name, inner in (("attn", first), ("mlp", second)):
         reads_input = name == "attn" and not in_module
         if streams is not None:
@@ -65,7 +64,7 @@ def _mtp_module(model: ModelSpec) -> ops.Operations:
         ops.Elementwise("join", (0, 2), (0, 2), whole=2 * hidden, rows=ops.BETWEEN),
         ops.Product("proj", (ops.Weight("proj.weight", (2 * hidden, hidden)),), ops.BETWEEN),
         ops.Elementwise("mtp.add", None, (1, 3), whole=hidden, rows=ops.BETWEEN),
-        *_block(model, None, has_experts=model.has_experts(model.num_layers - 1), in_module=True),
+        *_block(model, None, "moe_block" if model.has_experts(model.num_layers - 1) else "block", in_module=True),
     )
 
 

@@ -35,8 +35,10 @@ def swiglu_mlp(
     rows, dtype = (ops.INSIDE, None) if experts is None else (ops.VISITS, experts.dispatch_dtype)
     widen, narrow, dim = (*outer, model.hidden_size, size), (*outer, size, model.hidden_size), len(outer)
     gate_up = tuple(ops.Weight(f"{name}.{part}.weight", widen, dim + 1, ep_dim) for part in ("gate", "up"))
-    # Clamped: also three comparisons, the 1.702 and the 1.
-    costs = ((5, 3), (10, 5)) if model.swiglu_limit is None else ((10, 3), (17, 5))
+    # Clamped: also three comparisons, and in the formula of gpt-oss the 1.702 and the 1.
+    costs = ((5, 3), (10, 5))
+    if model.swiglu_limit is not None:
+        costs = ((8, 3), (15, 5)) if model.swiglu_formula == "silu" else ((10, 3), (17, 5))
     return (
         ops.Product(f"{name}.gate_up", gate_up, rows, experts is None, reads, dtype=dtype),
         ops.Elementwise(f"{name}.swiglu", *costs, sharded=size, rows=rows, stored=2),
@@ -58,15 +60,21 @@ _INPUT = "mlp_norm"
 """The tensor that the router and the shared experts read."""
 
 
-def experts(model: ModelSpec, moe: MoeSpec) -> ops.Operations:
-    """The operations between the norm and the residual."""
+def experts(model: ModelSpec, moe: MoeSpec, *, by_token: bool) -> ops.Operations:
+    """The operations between the norm and the residual. ``by_token``: a table chooses the experts of each token id.
+
+    The router of such a block has another name: it has neither losses nor a bias.
+    """
     hidden, shared = model.hidden_size, moe.num_shared_experts * moe.ffn_size
     add = ops.Elementwise("mlp.shared.add", (1, 3), (1, 3), whole=hidden)
-    router = ops.Weight("mlp.router.weight", (hidden, moe.num_experts))
-    there, back = _gathers(hidden, moe) if moe.dispatcher == "all_gather" else _exchanges(hidden, moe)
+    router = "mlp.hash_router" if by_token else "mlp.router"
+    weight = ops.Weight(f"{router}.weight", (hidden, moe.num_experts))
+    balance = () if by_token else _balance(moe)
+    exchanges = _gathers if moe.dispatcher == "all_gather" else _exchanges
+    there, back = exchanges(hidden, moe, balance)
     return (
         ops.Enter("mlp.in", hidden),
-        ops.Product("mlp.router", (router,), entered=True, reads=_INPUT, narrow=False),
+        ops.Product(router, (weight,), entered=True, reads=_INPUT, narrow=False),
         *there,
         ops.Elementwise("mlp.permute", (0, 2), (1, 2), whole=hidden, rows=ops.VISITS),
         *swiglu_mlp(model, "mlp.experts", moe.ffn_size, experts=moe),
@@ -76,21 +84,21 @@ def experts(model: ModelSpec, moe: MoeSpec) -> ops.Operations:
     )
 
 
-def _exchanges(hidden: int, moe: MoeSpec) -> tuple[ops.Operations, ops.Operations]:
+def _exchanges(hidden: int, moe: MoeSpec, balance: ops.Operations) -> tuple[ops.Operations, ops.Operations]:
     """Each token to the ranks of its experts, and back."""
     there = (
         _scores(moe, ops.INSIDE),
-        *_balance(moe),
+        *balance,
         ops.Exchange("mlp.counts", counts=moe.num_experts),
         ops.Exchange("mlp.dispatch", dtype=moe.dispatch_dtype),
     )
     return there, (ops.Exchange("mlp.combine", grad_dtype=moe.dispatch_dtype), _unpermute(hidden))
 
 
-def _gathers(hidden: int, moe: MoeSpec) -> tuple[ops.Operations, ops.Operations]:
+def _gathers(hidden: int, moe: MoeSpec, balance: ops.Operations) -> tuple[ops.Operations, ops.Operations]:
     """All tokens to every rank, and sums of the ranks' results back. Each rank scores all tokens."""
     there = (
-        *_balance(moe),
+        *balance,
         ops.GatherTokens("mlp.route", moe.num_experts),
         ops.GatherTokens("mlp.tokens", hidden),
         _scores(moe, ops.GATHERED),
