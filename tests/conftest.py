@@ -34,7 +34,7 @@ OPTIONAL = {
     "hypothesis": "the extra `testing`",
     "jsonschema": "the extra `dev`",
     "lightning": "`make test-rest`",
-    "matplotlib": "the extra `plot`",
+    "matplotlib": "the extra `dev`",
     "numba": "the extra `fast`",
     "ortools": "the extra `solve`",
     "paddle": "the extra `cpu`",

@@ -97,7 +97,7 @@ def test_its_metadata(wheel):
     metadata = content.read(name).decode()
     assert f"Version: {pipeproof.__version__}\n" in metadata
     assert "License-Expression: Apache-2.0\n" in metadata
-    for extra in ("cpu", "torch", "plot", "solve"):
+    for extra in ("cpu", "torch", "solve"):
         assert f"Provides-Extra: {extra}\n" in metadata
 
 
@@ -175,7 +175,7 @@ def test_every_extra_that_is_recommended_exists_and_is_explained():
     named = {
         name for file in files for name in re.findall(r"pip install '(?:pipeproof|\.)\[(\w+)\]'", file.read_text())
     }
-    assert {"cpu", "plot", "solve"} <= named <= extras
+    assert {"cpu", "solve"} <= named <= extras
     table = re.search(r"\| extra .*?\n\n", (ROOT / "docs" / "installation.md").read_text(), re.DOTALL).group().strip()
     assert {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])} == extras
 
@@ -184,28 +184,28 @@ def test_an_extra_is_recommended_with_the_pip_of_this_python(tmp_path, monkeypat
     python = tmp_path / ".venv" / "bin" / "python"
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr("shutil.which", lambda name: str(python.with_name(name)))
-    assert install_extra("plot") == "pip install 'pipeproof[plot]'"
+    assert install_extra("solve") == "pip install 'pipeproof[solve]'"
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")  # not of the environment
-    assert install_extra("plot") == f"{python} -m pip install 'pipeproof[plot]'"
+    assert install_extra("solve") == f"{python} -m pip install 'pipeproof[solve]'"
     monkeypatch.chdir(tmp_path)
-    assert install_extra("plot") == ".venv/bin/python -m pip install 'pipeproof[plot]'"
+    assert install_extra("solve") == ".venv/bin/python -m pip install 'pipeproof[solve]'"
     assert install_package("pandas") == ".venv/bin/python -m pip install pandas"
 
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("importlib.metadata.distribution", missing)
-    assert install_extra("plot") == f".venv/bin/python -m pip install -e '{ROOT}[plot]'"
+    assert install_extra("solve") == f".venv/bin/python -m pip install -e '{ROOT}[solve]'"
 
 
-@pytest.mark.needs("matplotlib")
+@pytest.mark.needs("ortools")
 def test_pip_keeps_what_is_installed_and_adds_only_an_extra(installed, tmp_path):
     """So the recommended command is right for the wheel, and for a checkout, whose installation has metadata, too."""
     pip = [sys.executable, "-m", "pip", "--python", str(installed / "python"), "install", "--no-index", "--dry-run"]
     done = subprocess.run(
-        [*pip, "--disable-pip-version-check", "pipeproof[plot]"],
+        [*pip, "--disable-pip-version-check", "pipeproof[solve]"],
         cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False, env=clean(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Would install" not in done.stdout
-    assert "(from pipeproof[plot])" in done.stdout
+    assert "(from pipeproof[solve])" in done.stdout

@@ -12,21 +12,20 @@ from typing import Any
 
 from pipeproof.api.given_plan import GivenPlan, Settings, load_given, name_of
 from pipeproof.api.result import Records, Result, html_table, noted
+from pipeproof.atomic_write import write_output
 from pipeproof.comm.backend_rows import BackendTable
 from pipeproof.comm.generated_schedule import sample_plan
 from pipeproof.comm.lower import blaming_plan, lower_loaded
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.units import size_text, time_text
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
-from pipeproof.schedule.ops import COMPUTE_KINDS, parse_op
-from pipeproof.schedule.programs import Timed
 from pipeproof.sim.simulate import Engine, Simulation, simulation_to_json
 from pipeproof.sim.simulate import simulate as simulate_lowered
-from pipeproof.sim.timeline import COMPUTE_QUEUE, Span, Timeline
+from pipeproof.sim.timeline import Timeline
 from pipeproof.specs.cost import CostSource
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.verify.check_plan import require_whole_step
-from pipeproof.views.schedule_svg import schedule_svg
+from pipeproof.views.schedule_svg import schedule_svg, timed_of
 
 MOST_RANKS, MOST_OPS = 32, 4000
 """Ranks and computations that a picture shows."""
@@ -34,25 +33,11 @@ MOST_RANKS, MOST_OPS = 32, 4000
 
 def timeline_image(timeline: Timeline, title: str) -> str:
     """Return an ``<img>`` with the computations of the pipeline ranks of one replica; a sentence if they are many."""
-    ranks = [
-        rank for rank, coords in enumerate(timeline.ranks)
-        if not any(place for axis, place in coords.items() if axis != "pp")
-    ]  # fmt: skip
-    rows = [_computations(timeline, rank) for rank in ranks]
-    if len(ranks) > MOST_RANKS or sum(map(len, rows)) > MOST_OPS:
+    timed = timed_of(timeline)
+    if len(timed.programs) > MOST_RANKS or sum(map(len, timed.programs)) > MOST_OPS:
         return "<p>The timeline is too large for a picture here: <code>save('timeline.html')</code> writes it.</p>"
-    timed = Timed(
-        tuple(tuple(parse_op(span.op) for span in row) for row in rows),
-        tuple(tuple(timeline.us(span.start) for span in row) for row in rows),
-        tuple(tuple(timeline.us(span.end) for span in row) for row in rows),
-    )
     picture = b64encode(schedule_svg(timed, title, in_us=True).encode()).decode()
     return f'<img alt="{escape(title)}: timeline" src="data:image/svg+xml;base64,{picture}"/>'
-
-
-def _computations(timeline: Timeline, rank: int) -> list[Span]:
-    own = (span for span in timeline.spans if span.rank == rank and span.queue == COMPUTE_QUEUE)
-    return sorted((span for span in own if parse_op(span.op).kind in COMPUTE_KINDS), key=lambda span: span.start)
 
 
 _GIB = 2**30
@@ -135,18 +120,15 @@ class SimulateResult(Simulation, Result):
         return timeline_html([(title, self.timeline, self.plan.graph, curve)])
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the timeline as ``.html``, ``.svg`` or ``.png``, figures as ``.json``, ranks as ``.csv``.
+        """Write the timeline as ``.html`` or ``.svg``, figures as ``.json``, ranks as ``.csv``.
 
         Raises:
             OSError: the file cannot be written.
             ValueError: the name has another ending.
         """
-        if Path(path).suffix.lower() in (".svg", ".png"):
-            from pipeproof.views.memory_curves import memory_held
-            from pipeproof.views.timeline_picture import write_picture
-
+        if Path(path).suffix.lower() == ".svg":
             title = f"{self.name} ({self.note})" if self.note else self.name
-            write_picture(self.timeline, Path(path), title, (memory_held(self.timeline, self.memory),))
+            write_output(Path(path), schedule_svg(timed_of(self.timeline), title, in_us=True))
             return Path(path)
         return super().save(path)
 

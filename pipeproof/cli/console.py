@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import math
 import os
 import sys
@@ -199,16 +198,3 @@ def _error_text(error: OSError) -> str:
     path = "" if error.filename is None else f"`{error.filename}`: "
     fix = _FIXES.get(error.errno or 0)
     return f"{path}{error.strerror}" + (f"\n  = help: {fix}" if fix else "")
-
-
-def picture_file(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Refuse a picture that cannot be made before any work is done."""
-    from pipeproof.views.plot_file import SUFFIXES
-
-    if value is not None and value.suffix.lower() not in SUFFIXES:
-        raise click.BadParameter(f"{str(value)!r}: pictures end with {', '.join(SUFFIXES)}")
-    if value is not None and importlib.util.find_spec("matplotlib") is None:
-        from pipeproof.diagnostics.install_command import install_extra
-
-        raise click.BadParameter(f"pictures need matplotlib: {install_extra('plot')}")
-    return writable(context, parameter, value)

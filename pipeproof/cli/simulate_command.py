@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @plan_options(device=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=timeline_file,
               help="Write the timeline: .html (a page for a browser), .json (Chrome trace), .csv, "
-                   "or a picture: .png, .svg, .pdf.")  # fmt: skip
+                   "or .svg (a picture).")  # fmt: skip
 @format_option()
 @click.option("--engine", type=click.Choice(["auto", "fast", "simpy"]), default="auto", show_default=True,
               help="Longest paths, the reference model, or the one that applies; the times are the same.")  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -10,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import writable
-from pipeproof.diagnostics.install_command import install_extra
-from pipeproof.views.plot_file import SUFFIXES as PICTURES
 
 if TYPE_CHECKING:
     from pipeproof.schedule.op_table import OpGraph
@@ -25,12 +23,10 @@ FORMS: Mapping[str, str] = MappingProxyType(
         ".html": "a page for a browser",
         ".json": "a Chrome trace",
         ".csv": "a table",
-        **dict.fromkeys(PICTURES, "a picture"),
+        ".svg": "a picture",
     }
 )
 """Formats by suffix."""
-_NEEDS: Mapping[str, tuple[str, str]] = MappingProxyType(dict.fromkeys(PICTURES, ("matplotlib", "plot")))
-"""The package that a format needs, and the extra that has it."""
 
 
 def timeline_file(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
@@ -41,9 +37,6 @@ def timeline_file(context: click.Context, parameter: click.Parameter, value: Pat
     if suffix not in FORMS:
         forms = ", ".join(f"{end} ({form})" for end, form in FORMS.items())
         raise click.BadParameter(f"{str(value)!r} has another ending than {forms}")
-    package, extra = _NEEDS.get(suffix, ("", ""))
-    if package and importlib.util.find_spec(package) is None:
-        raise click.BadParameter(f"{FORMS[suffix]} ({suffix}) needs {package}: {install_extra(extra)}")
     return writable(context, parameter, value)
 
 
@@ -68,7 +61,7 @@ def write_timeline(
 ) -> str:
     """Write the file in the format of its suffix, and return a message for the user.
 
-    ``memory`` has the curve of each rank, for pages, pictures and traces. ``plan``, as it was read, adds a note on
+    ``memory`` has the curve of each rank, for pages and traces. ``plan``, as it was read, adds a note on
     placeholder times to the title or the trace, and to a page its sizes, and its MFU where its devices are known.
 
     Raises:
@@ -100,7 +93,7 @@ def write_timeline(
             about = {} if plan is None else {"cost_source": plan.cost_source, "note": plan.placeholder_note}
             write_trace(timeline, path, curves, {key: text for key, text in about.items() if text})
             return f"trace written to {path}; open it in chrome://tracing or ui.perfetto.dev"
-    from pipeproof.views.timeline_picture import write_picture
+    from pipeproof.views.schedule_svg import schedule_svg, timed_of
 
-    write_picture(timeline, path, f"{title}{note}", curves)
+    write_output(path, schedule_svg(timed_of(timeline), f"{title}{note}", in_us=True))
     return f"picture written to {path}"

@@ -1,4 +1,4 @@
-"""The colours of operations in every picture on light paper: by kind, and by the place of a stage on its rank.
+"""The colours of operations in every picture on light paper: by kind, paler for other stages of a rank.
 
 The page for a browser has the same colours in its style sheet. Letters carry the same information as colours.
 """
@@ -18,18 +18,8 @@ KIND_COLOURS: Mapping[OpKind, tuple[str, str]] = MappingProxyType(
         OpKind.BACKWARD_WEIGHT: ("#e0ac12", "#f6e2a0"),
     }
 )
-"""Of a rank's first stage, and of its last: the later, the paler."""
-COLLECTIVE, OTHER, IDLE, HELD, MESSAGE = "#b03a9b", "#7d7d7d", "#eef0f3", "#8250df", "#57606a"
-"""Collectives, other work, idle time, what is held, and the arrows of messages."""
-TEXT, FAINT, PAPER = "#24292f", "#57606a", "#ffffff"
-
-
-def colour_of(kind: OpKind, chunk: int, num_chunks: int) -> str:
-    """The colour of a computation, as ``#rrggbb``; ``chunk`` is the place of its stage among those of its rank."""
-    full, pale = KIND_COLOURS[kind]
-    share = chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
-    mixed = (round(a + (b - a) * share) for a, b in zip(channels(full), channels(pale), strict=True))
-    return "#" + "".join(f"{value:02x}" for value in mixed)
+"""Of a rank's first stage, and the paler one of others."""
+COLLECTIVE, IDLE = "#b03a9b", "#eef0f3"
 
 
 def channels(colour: str) -> tuple[int, int, int]:

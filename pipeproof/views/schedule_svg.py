@@ -13,9 +13,10 @@ from fractions import Fraction
 from math import ceil, floor
 
 from pipeproof.diagnostics.units import time_text
-from pipeproof.schedule.ops import Op, OpKind
+from pipeproof.schedule.ops import Op, OpKind, parse_op
 from pipeproof.schedule.programs import Time, Timed, stages_of
-from pipeproof.views.colours import KIND_COLOURS, is_dark
+from pipeproof.sim.timeline import Timeline
+from pipeproof.views.colours import IDLE, KIND_COLOURS, is_dark
 from pipeproof.views.picture_rows import tick_interval, work_item_text
 from pipeproof.views.svg import decimal, label_in, px, rect, svg_page, text
 
@@ -41,8 +42,8 @@ _FILLS = tuple(
     (f"{kind.value}{number}", colour) for kind, pair in KIND_COLOURS.items() for number, colour in enumerate(pair)
 )
 """Classes of blocks with their colours."""
-_STYLE = """\
-.lane{fill:#eef0f3}.tick{stroke:#8c959f;stroke-width:.5}
+_STYLE = f"""\
+.lane{{fill:{IDLE}}}.tick{{stroke:#8c959f;stroke-width:.5}}
 """ + "\n".join("".join(f".{name}{{fill:{colour}}}" for name, colour in _FILLS[i : i + 4]) for i in (0, 4))
 _DARK = ".lane{fill:#1c2128}"
 _LIGHT_TEXT = tuple(name for name, colour in _FILLS if is_dark(colour))
@@ -60,6 +61,20 @@ def schedule_svg(timed: Timed, title: str, *, in_us: bool = False) -> str:
         marks += _row(timed, rank, stages, scale)
     marks += _legend(timed, height - 18)
     return svg_page((_LEFT + scale.length + _RIGHT, height), head, marks, _STYLE, _DARK)
+
+
+def timed_of(timeline: Timeline) -> Timed:
+    """The computations of the pipeline ranks of one replica, for a picture; times in microseconds."""
+    ranks = [
+        rank for rank, coords in enumerate(timeline.ranks)
+        if not any(place for axis, place in coords.items() if axis != "pp")
+    ]  # fmt: skip
+    rows = [[span for span, _ in timeline.compute_spans(rank)] for rank in ranks]
+    return Timed(
+        tuple(tuple(parse_op(span.op) for span in row) for row in rows),
+        tuple(tuple(timeline.us(span.start) for span in row) for row in rows),
+        tuple(tuple(timeline.us(span.end) for span in row) for row in rows),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def test_a_schedule_file_is_compared_with_a_kind():
     assert "less time than A" in invoke("compare", EXAMPLES / "gpt_pp4.yaml", "zb_h1").stdout
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".png", ".html"])
+@pytest.mark.parametrize("suffix", [".svg", ".html"])
 def test_a_schedule_file_is_simulated_to_a_picture_and_a_page(tmp_path, suffix):
     path = tmp_path / f"zbv{suffix}"
     assert invoke("simulate", ZB_V, "-o", path).exit_code == 0
@@ -48,8 +48,7 @@ def test_a_schedule_by_its_kind_has_a_picture_and_a_table(tmp_path):
     assert repr(result).startswith("<simulate: zb_v, 4 ranks, 51 us")
     assert "data:image/svg+xml" in result._repr_html_()
     assert [row["busy_us"] for row in result.to_records()] == [48.0] * 4
-    for suffix in (".svg", ".png"):
-        assert result.save(tmp_path / f"a{suffix}").stat().st_size > 1000
+    assert result.save(tmp_path / "a.svg").stat().st_size > 1000
     with pytest.raises(pp.PlanFileError, match=r"`schedule\.kind` must be"):
         pp.make_schedule("no_such_kind", 4, 8)
 

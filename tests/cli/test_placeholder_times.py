@@ -94,7 +94,6 @@ def test_the_page_has_the_note_in_its_title(plan, tmp_path):
     assert NOTE not in (tmp_path / "t.html").read_text()
 
 
-@pytest.mark.needs("matplotlib")
 def test_pictures_have_the_note(plan, tmp_path):
     picture = tmp_path / "picture.svg"
     invoke("simulate", plan(), "-o", picture)

@@ -5,7 +5,6 @@ import io
 import json
 import re
 from fractions import Fraction
-from xml.etree import ElementTree as ET
 
 import pytest
 from rich.console import Console
@@ -81,9 +80,3 @@ def test_csv_has_every_point_in_the_sweeps_order():
     assert (rows[2]["schedule.kind"], rows[2]["makespan"], rows[2]["code"]) == ("", "", "PP140")
     assert json.loads(rows[4]["topology"]) == {"pp": 6, "tp": None}
     assert set(FIGURES) <= set(rows[0])
-
-
-def labels(path):
-    """The texts of a picture, which matplotlib notes next to the shapes of their letters."""
-    ET.parse(path)  # it is one
-    return [line.strip()[5:-4] for line in path.read_text().splitlines() if line.strip().startswith("<!-- ")]

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import io
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +21,6 @@ from pipeproof.views.timeline_text import render_timeline
 from pipeproof.views.trace_slices import COLUMNS
 
 PLAN = ROOT / "examples" / "gpt_pp4.yaml"
-PICTURE = DOCS / "images" / "plan.svg"
 COLUMN_MEANINGS = {
     "rank": "the global rank",
     "queue": "`compute`, or the channel of a transfer",
@@ -60,18 +58,6 @@ def written(suffix: str) -> bytes:
         return path.read_bytes()
 
 
-def picture() -> str:
-    """Return the SVG; the existing one, if another version of matplotlib made it from the same figures."""
-    fresh = written(".svg").decode()
-    existing = PICTURE.read_text(encoding="utf-8") if PICTURE.exists() else ""
-    return existing if _about(existing)[0] == _about(fresh)[0] and _about(existing) != _about(fresh) else fresh
-
-
-def _about(svg: str) -> tuple[list[str], list[str]]:
-    """Return the title, and the version of matplotlib that made the picture."""
-    return re.findall(r"<dc:title>(.*)</dc:title>", svg), re.findall(r"Matplotlib v[\d.]+", svg)
-
-
 def chrome() -> str:
     """Return the first message in the Chrome trace, from send to arrival, and a counter."""
     lines = written(".json").decode().splitlines()
@@ -92,10 +78,10 @@ def _block(kind: str, text: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Return the page and its picture."""
+    """Return the page."""
     page = DOCS / "pictures.md"
     parts = {"terminal": terminal(), "chrome": chrome(), "csv": csv()}
-    return {page: fill(page, parts), PICTURE: picture()}
+    return {page: fill(page, parts)}
 
 
 if __name__ == "__main__":

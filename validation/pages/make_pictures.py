@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from pages import DOCS, ROOT
@@ -61,33 +60,20 @@ def picture(name: str, output: str) -> str:
     return FONT_LINKS.sub("", drawn)
 
 
-def turns() -> str:
-    """Return the picture of ``simulate -o`` of pairs that take turns."""
-    with tempfile.TemporaryDirectory() as folder:
-        drawn = Path(folder, "overlap.svg")
-        command = [sys.executable, "-m", "pipeproof", "simulate", "examples/moe_overlap.yaml", "-o", str(drawn)]
-        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
-        return drawn.read_text(encoding="utf-8")
-
-
-_DRAWN = {"overlap": turns}
-
-
 def write(name: str) -> Path:
     """Write one picture and return its path."""
     path = IMAGES / f"{name}.svg"
     path.parent.mkdir(parents=True, exist_ok=True)
-    drawn = _DRAWN[name]() if name in _DRAWN else picture(name, output_of(name))
-    path.write_text(drawn, encoding="utf-8")
+    path.write_text(picture(name, output_of(name)), encoding="utf-8")
     return path
 
 
 if __name__ == "__main__":
     match sys.argv[1:]:
         case []:
-            names = ["check", "simulate", *_DRAWN]
+            names = ["check", "simulate"]
         case ["--run"]:
-            names = [*COMMANDS, *_DRAWN]
+            names = [*COMMANDS]
         case _:
             sys.exit("usage: python validation/pages/make_pictures.py [--run]")
     for each in names:

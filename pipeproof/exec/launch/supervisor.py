@@ -41,7 +41,7 @@ class WorkerFailedError(PipeproofError):
 
 
 class JobEndedError(WorkerFailedError):
-    """A rank of a launched job failed: the process of each rank ends, whatever the threads of its framework do."""
+    """A rank of a launched job failed: each rank ends its process, threads of its framework included."""
 
 
 @contextlib.contextmanager
