@@ -112,7 +112,6 @@ FILES = {
     "analysis/align/first_difference.py": "loads arrays from a file that `open_foreign` opened",
     "exec/train/torch/dcp_files.py": "reads an archive within a file that `open_foreign` opened",
     "exec/train/torch/pretrained_load.py": "reads elements from a file that `open_foreign` opened",
-    "analysis/sweep/results_file.py": "writes its own file, which it locks first",
     "exec/store/process_state.py": "/proc",
     "exec/rank/failures.py": "/proc",
     "exec/measure/profile_from_logs.py": "/proc",

@@ -130,8 +130,6 @@ KINDS: tuple[FileKind, ...] = (
              lambda g: bool(_LOG_OF_RANK.search(g.text))),
     FileKind("the file of a record", ("state align DIRECTORY OTHER",),
              lambda g: bool(_LINE_OF_RECORD.search(g.text))),
-    FileKind("results of a sweep, of which `pipeproof sweep -o` reads its own", (),
-             lambda g: g.text.startswith('{"pipeproof_sweep"')),
     FileKind("the times of a rehearsal, which a plan names as `cost: {profile: FILE}`", (),
              lambda g: {"rehearsal", "edges"} <= g.keys),
     *map(_result, RESULTS),

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
-from pipeproof.cli.console import console_for, echo, format_option, refusing_bad_plans, writable
+from pipeproof.cli.console import console_for, echo, format_option, refusing_bad_plans
 from pipeproof.cli.option_types import PLACE
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("plan", metavar="PLAN", type=PLACE)
 @plan_options(device=True)
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
-              help="Results file, to which points are appended and from which the same command resumes.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(1, 4096), help="Processes; by default one per processor.")
 @click.option("--sort", default="makespan", show_default=True, metavar="FIGURE",
               help="Figure to sort by: makespan, sequence (time per sequence), idle, most_idle or peak.")  # fmt: skip
@@ -37,18 +34,18 @@ if TYPE_CHECKING:
 @click.option("--top", type=click.IntRange(1, 100_000), default=20, show_default=True, help="Rows of the table.")
 @format_option("csv")
 def sweep(
-    plan: Path, source: PlanSource, output: Path | None, workers: int | None, sort: str, columns: str | None, top: int,
+    plan: Path, source: PlanSource, workers: int | None, sort: str, columns: str | None, top: int,
     form: Literal["text", "json", "csv"],
 ) -> None:  # fmt: skip
     """Check and simulate a plan with many values for some of its keys, and list the best.
 
     A list is the values of a key: --set 'schedule.kind=[1f1b, zb_h1]'. All combinations are points; a list as a value
-    is in a list of its own. A refused point is a result with its code. After Ctrl-C, the same command with -o resumes.
+    is in a list of its own. A refused point is a result with its code.
     """
     with refusing_bad_plans("text", plan):
         points = _points(plan, source)
     shown = _columns(points, columns, sort)
-    results = _results(points, output, workers)
+    results = _results(points, workers)
     with refusing_bad_plans("text", plan):
         _show(points, results, form, shown, sort, top)
     sys.exit(ExitStatus.WORKER_FAILED if any(result.status == "failed" for result in results) else ExitStatus.OK)
@@ -96,38 +93,22 @@ def _columns(sweep: Sweep, columns: str | None, sort: str) -> list[str]:
     return names
 
 
-def _results(sweep: Sweep, output: Path | None, workers: int | None) -> tuple[PointResult, ...]:
-    """Return the results of all points: those of the results file, and the others, which are appended to it."""
-    from pipeproof.analysis.sweep.results_file import ResultsFileError, open_results
+def _results(sweep: Sweep, workers: int | None) -> tuple[PointResult, ...]:
     from pipeproof.analysis.sweep.run_sweep import run_sweep
 
-    so_far = "" if output is None else f": results so far are in {output}; the same command resumes"
     try:
-        with nullcontext() if output is None else open_results(output, sweep) as file:
-            if file is not None and file.note is not None:
-                echo(f"note: {file.note}", err=True)
-            known = {} if file is None else file.done
-            if known:
-                echo(f"{len(known)} of {len(sweep.points)} points are in {output}", err=True)
-            with showing_progress("points") as on_progress:
-                done = len(known)
+        with showing_progress("points") as on_progress:
+            done = 0
+            on_progress("points", done, len(sweep.points))
+
+            def count(result: PointResult) -> None:
+                nonlocal done
+                done += 1
                 on_progress("points", done, len(sweep.points))
 
-                def keep(result: PointResult) -> None:
-                    nonlocal done
-                    if file is not None:
-                        file.append(result)
-                    done += 1
-                    on_progress("points", done, len(sweep.points))
-
-                return run_sweep(sweep, done=known, num_workers=workers, on_result=keep)
-    except ResultsFileError as error:
-        raise click.BadParameter(str(error), param_hint="--output") from error
-    except OSError as error:
-        echo(f"error: {error}", err=True)
-        sys.exit(ExitStatus.BAD_INPUT)
+            return run_sweep(sweep, num_workers=workers, on_result=count)
     except KeyboardInterrupt:
-        echo(f"interrupted{so_far}", err=True)
+        echo("interrupted", err=True)
         sys.exit(ExitStatus.INTERRUPTED)
 
 

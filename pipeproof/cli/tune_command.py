@@ -57,8 +57,7 @@ def _fixed(context: click.Context, parameter: click.Parameter, values: tuple[str
                    "schedule, cut, recompute, shard_optimizer and overlap; without --gpus vpp, mbs, splits, schedule "
                    "and overlap.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), callback=writable,
-              help="Write the plan of each row, its launch arguments, and results.jsonl, from which the same command "
-                   "resumes, to this directory.")  # fmt: skip
+              help="Write the plan of each row and its launch arguments to this directory.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(1, 4096),
               help="Processes; by default one per processor with --gpus, else one.")  # fmt: skip
 @plan_options()
@@ -98,7 +97,7 @@ def tune(
                     global_batch or tuned.global_batch, "--global-batch", "only a plan has a batch"
                 ),
             }
-        result = _search(tuned, output, {"framework": framework, **options})
+        result = _search(tuned, {"framework": framework, **options})
         if output is not None:
             _write(result, output)
     if form == "json":
@@ -131,24 +130,20 @@ def _required(value: Any, option: str, why: str) -> Any:
     return value
 
 
-def _search(source: TuneModel, output: Path | None, options: Mapping[str, Any]) -> TuneResult:
+def _search(source: TuneModel, options: Mapping[str, Any]) -> TuneResult:
     from concurrent.futures import BrokenExecutor
     from dataclasses import replace
 
-    from pipeproof.analysis.sweep.results_file import ResultsFileError
     from pipeproof.analysis.tune.search_layouts import TuneError
     from pipeproof.analysis.tune.search_layouts import tune as find_layouts
 
-    results = None if output is None else output / "results.jsonl"
     try:
         with showing_progress("bounding layouts") as on_progress:
-            result = find_layouts(source.plan, results=results, on_progress=on_progress, **options)
+            result = find_layouts(source.plan, on_progress=on_progress, **options)
     except TuneError as error:
         raise click.UsageError(str(error)) from error
-    except ResultsFileError as error:
-        raise click.BadParameter(str(error), param_hint="--output") from error
     except BrokenExecutor:
-        echo("error: the workers broke off; the same command with --output resumes", err=True)
+        echo("error: the workers broke off", err=True)
         sys.exit(ExitStatus.WORKER_FAILED)
     return replace(result, assumptions=(*source.assumptions, *result.assumptions))
 

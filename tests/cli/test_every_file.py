@@ -54,7 +54,6 @@ WRITTEN = {
     "compressed trace": ("t.json.gz", gzip.compress(b"{}")),
     "traces": ("traces/rank0.pt.trace.json", json.dumps({"traceEvents": []})),
     "arguments": ("training.log", f"{'-' * 24} arguments {'-' * 24}\n  hidden_size ...... 2\n"),
-    "points": ("sweep.jsonl", '{"pipeproof_sweep": 1}\n'),
     "report": ("report.json", json.dumps({"log_matches_graph": True, "timeline": []})),
     "config": ("config.json", json.dumps({"model_type": "llama", "num_hidden_layers": 2})),
     "table": ("timeline.csv", "rank,queue,op,kind,stage,micro_batch\n"),

@@ -73,7 +73,7 @@ def test_output_has_plans_that_pass_and_arguments_that_are_imported(plan, tmp_pa
     result = invoke("tune", plan, *options)
     assert result.exit_code == 0, result.stderr
     files = {path.name for path in folder.iterdir()}
-    assert {name[name.rindex(".") :] for name in files if name != "results.jsonl"} == suffixes
+    assert {name[name.rindex(".") :] for name in files} == suffixes
     assert {f"{number:02d}.yaml" for number in (1, 2, 3)} < files
     written = folder / "01.yaml"
     assert invoke("check", written).exit_code == 0

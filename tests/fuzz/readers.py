@@ -16,12 +16,8 @@ import numpy as np
 from click.testing import CliRunner
 
 from pipeproof.analysis.align.record_format import Recorded, RecordedStep, Shard
-from pipeproof.analysis.sweep.evaluate_point import evaluate
-from pipeproof.analysis.sweep.results_file import open_results
-from pipeproof.analysis.sweep.sweep_points import sweep_of_plan
 from pipeproof.cli.main import main
 from pipeproof.exec.monitor.ring_recorder import RingRecorder
-from pipeproof.specs.load_plan import load_plan
 from tests.interop.hang.written import Recorder
 from tests.plans import subject
 from tests.profiles import profile_text
@@ -75,17 +71,6 @@ def _log() -> bytes:
     return "".join(
         json.dumps(line) + "\n" for line in (start, {"event": "create", "ranks": [0]}, {"event": "end"})
     ).encode()
-
-
-def _results() -> bytes:
-    with TemporaryDirectory() as name:
-        directory = Path(name)
-        plan = load_plan(ROOT / "examples" / "gpt_pp4.yaml").spec.model_dump(mode="json", exclude_unset=True)
-        sweep = sweep_of_plan(plan, "gpt_pp4.yaml", {"schedule.num_micro_batches": [2, 4]})
-        with open_results(directory / "results.jsonl", sweep) as results:
-            for point in sweep.points:
-                results.append(evaluate(point, sweep.plan_file))
-        return (directory / "results.jsonl").read_bytes()
 
 
 def _kineto() -> bytes:
@@ -223,9 +208,6 @@ def _readers() -> tuple[Reader, ...]:
         Reader("record", "record.jsonl", (_record(),), lambda path: ["state", "align", path, path]),
         Reader("loss_log", "train.log", (loss_log,), lambda path: ["state", "align", path, path]),
         Reader("log", "rank_0.jsonl", (_log(),), lambda path: ["check", path.parent]),
-        Reader("results", "results.jsonl", (_results(),),
-               lambda path: ["sweep", path.parent / "gpt_pp4.yaml", "--set", "schedule.num_micro_batches=[2, 4]",
-                             "-o", path, "--workers", "1"]),
         Reader("timeline", "trace.json", _files("tests/goldens/trace_1f1b_pp2_m2.json"),
                lambda path: ["compare", path, path]),
         Reader("kineto", "trace.json", (_kineto(),), lambda path: ["import", "profile", path]),

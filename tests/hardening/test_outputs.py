@@ -11,7 +11,6 @@ JOB = "a directory of a job, which only its processes read"
 APPENDED = "lines are added while the program runs; a line that is cut off is found by its reader"
 PART = "a directory under a temporary name, which is renamed when all its files are synchronized"
 OTHERS = {
-    ("analysis/sweep/results_file.py", "path.open"): APPENDED,
     ("exec/compare/run_record.py", "self._file.open"): APPENDED,
     ("exec/rank/job_files.py", "self._new.open"): JOB + "; renamed when it is whole",
     ("exec/launch/supervisor.py", "output.open"): JOB,

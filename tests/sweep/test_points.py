@@ -65,28 +65,6 @@ def test_every_key_of_plans_is_known():
     assert unknown_part("topologie.pp") == "topologie"
 
 
-def test_the_digest_is_of_points_and_the_files_that_they_name(tmp_path):
-    values = {"topology.tp": [1, 2]}
-    digest = sweep_of(tmp_path, values).digest
-    assert sweep_of(tmp_path, values).digest == digest
-    assert sweep_of(tmp_path, {"topology.tp": [1]}).digest != digest
-    assert sweep_of(tmp_path, values, schedule={"num_micro_batches": 8}).digest != digest
-    named = {"schedule": [{"kind": "file", "path": "orders.csv"}]}
-    missing = sweep_of(tmp_path, named).digest
-    (tmp_path / "orders.csv").write_text("0F0,0B0\n")
-    there = sweep_of(tmp_path, named).digest
-    (tmp_path / "orders.csv").write_text("0F0\n")
-    assert len({missing, there, sweep_of(tmp_path, named).digest}) == 3
-
-
-def test_the_digest_is_of_the_profile_too(tmp_path):
-    (tmp_path / "profile.json").write_text("1")
-    named = {"cost": [{"profile": "profile.json"}]}
-    before = sweep_of(tmp_path, named).digest
-    (tmp_path / "profile.json").write_text("2")
-    assert sweep_of(tmp_path, named).digest != before
-
-
 @pytest.mark.parametrize(
     ("values", "code", "words", "help"),
     [

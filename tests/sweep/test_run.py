@@ -1,16 +1,14 @@
 """Points are evaluated as the commands would, on any executor, and what breaks is recorded."""
 
-import json
 import re
 import signal
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
-from fractions import Fraction
 
 import pytest
 
 from pipeproof import __version__
 from pipeproof.analysis.sweep import run_sweep as run_module
-from pipeproof.analysis.sweep.evaluate_point import PointResult, Status, evaluate
+from pipeproof.analysis.sweep.evaluate_point import Status, evaluate
 from pipeproof.analysis.sweep.run_sweep import OtherVersionError, run_sweep
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict
@@ -25,7 +23,7 @@ class Here(Executor):
     """Evaluates at once, in this thread; breaks when ``most`` points were taken."""
 
     def __init__(self, most=10**9):
-        self.taken, self.most, self.largest = 0, most, 0
+        self.taken, self.most = 0, most
 
     def submit(self, function, /, *arguments):
         if self.taken == self.most:
@@ -94,82 +92,21 @@ def test_schedule_files_are_relative_to_the_base_plan(tmp_path):
     assert result.status is Status.OK, result.message
 
 
-RESULTS = [
-    PointResult(
-        "0" * 16, {"a.b": 1}, Status.OK, Fraction(1, 3), Fraction(7), Fraction(1, 7), Fraction(1, 2), 4, ("PP411",)
-    ),
-    PointResult("1" * 16, {"a": {"b": None}}, Status.REFUSED, code="PP140", message="no"),
-    PointResult("2" * 16, {"a": [1, "x"]}, Status.FAILED, message="died", traceback="Traceback"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("result", RESULTS, ids=lambda result: str(result.status))
-def test_results_come_back_from_json(result):
-    read = PointResult.from_json(json.loads(json.dumps(result.to_json())))
-    assert (read, read.traceback) == (result, result.traceback)
-
-
-def test_points_that_are_done_are_skipped(tmp_path):
-    sweep = sweep_of(tmp_path, GRID)
-    all_of_them = run_sweep(sweep, Here())
-    here, new = Here(), []
-    done = {result.id: result for result in all_of_them[:6]}
-    assert run_sweep(sweep, here, done=done, on_result=new.append) == all_of_them
-    assert here.taken == 3
-    assert tuple(new) == all_of_them[6:]
-
-
 def test_threads_are_an_executor_too_and_stay_open(tmp_path):
     sweep = sweep_of(tmp_path, GRID)
     with ThreadPoolExecutor(2) as pool:
-        assert run_sweep(sweep, pool, num_in_flight=2) == run_sweep(sweep, Here())
+        assert run_sweep(sweep, pool) == run_sweep(sweep, Here())
         assert pool.submit(lambda: 3).result() == 3
     with pytest.raises(ValueError, match="num_workers"):
         run_sweep(sweep, Here(), num_workers=2)
 
 
-def test_no_more_points_are_handed_over_than_asked(tmp_path):
-    class Counting(ThreadPoolExecutor):
-        flying = largest = 0
-
-        def submit(self, function, /, *arguments):
-            Counting.flying += 1
-            Counting.largest = max(Counting.largest, Counting.flying)
-            future = super().submit(function, *arguments)
-            future.add_done_callback(self.landed)
-            return future
-
-        def landed(self, _):
-            Counting.flying -= 1
-
-    with Counting(2) as pool:
-        run_sweep(sweep_of(tmp_path, GRID), pool, num_in_flight=3)
-    assert 1 < Counting.largest <= 3
-
-
-def test_what_raises_is_tried_twice_and_has_failed(tmp_path):
-    sweep, here = sweep_of(tmp_path, GRID), Here()
-    results = run_sweep(sweep, here, evaluate_point=raises_at_four)
+def test_what_raises_has_failed_with_its_traceback(tmp_path):
+    results = run_sweep(sweep_of(tmp_path, GRID), Here(), evaluate_point=raises_at_four)
     failed = [result for result in results if result.status is Status.FAILED]
     assert [result.settings["schedule.num_micro_batches"] for result in failed] == [4, 4, 4]
-    assert {result.message for result in failed} == {"RuntimeError: four, twice"}
-    assert here.taken == 9 + 3
-
-
-class Chunks(Here):
-    """Keeps the number of points of each call; a call with ``fails`` points ends with ``error``."""
-
-    def __init__(self, fails=None, error=None):
-        super().__init__()
-        self.sizes, self.fails, self.error = [], fails, error
-
-    def submit(self, function, /, points, *arguments):
-        self.sizes.append(len(points))
-        if len(points) != self.fails:
-            return super().submit(function, points, *arguments)
-        future = Future()
-        future.set_exception(self.error)
-        return future
+    assert {result.message for result in failed} == {"RuntimeError: four"}
+    assert all('in raises_at_four\n    raise RuntimeError("four")' in result.traceback for result in failed)
 
 
 @pytest.fixture
@@ -196,12 +133,12 @@ def test_ctrl_c_leaves_locks_and_results_whole(tmp_path, monkeypatch, handler):
     sweep = sweep_of(tmp_path, {"schedule.num_micro_batches": [2, 3, 4]})
     run_module_wait, kept = run_module.wait, []
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(sweep, Here(), num_in_flight=2, on_result=keep)
-    assert [result.id for result in kept] == [point.id for point in sweep.points[:2]]  # both were ready
+        run_sweep(sweep, Here(), on_result=keep)
+    assert [result.id for result in kept] == [point.id for point in sweep.points]  # all were ready
     monkeypatch.setattr(run_module, "wait", wait)
     kept.clear()
     with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
-        run_sweep(sweep, pool, num_in_flight=1, on_result=kept.append)
+        run_sweep(sweep, pool, on_result=kept.append)
     assert waits  # each returned
     assert len(kept) == len([found for found in waits if found.done])
 
@@ -216,18 +153,6 @@ def test_an_ignored_ctrl_c_stays_ignored(tmp_path, handler):
         signal.signal(signal.SIGINT, handler)
 
 
-def test_points_of_a_chunk_share_a_call_and_not_their_failures(tmp_path):
-    sweep, chunks = sweep_of(tmp_path, GRID), Chunks()
-    assert run_sweep(sweep, chunks, chunk_size=4) == run_sweep(sweep, Here())
-    assert chunks.sizes == [4, 4, 1]
-    retried = Chunks()
-    results = run_sweep(sweep, retried, chunk_size=4, evaluate_point=raises_at_four)
-    assert retried.sizes == [4, 4, 1, 1, 1, 1]
-    failed = [result for result in results if result.status is Status.FAILED]
-    assert [result.message for result in failed] == ["RuntimeError: four, twice"] * 3
-    assert all('in raises_at_four\n    raise RuntimeError("four")' in result.traceback for result in failed)
-
-
 def test_a_worker_of_another_version_ends_the_sweep_with_both_versions(tmp_path, monkeypatch):
     monkeypatch.setattr("pipeproof.analysis.sweep.evaluate_point.__version__", "99.9")
     kept = []
@@ -239,7 +164,7 @@ def test_a_worker_of_another_version_ends_the_sweep_with_both_versions(tmp_path,
 def test_an_executor_that_breaks_is_told_and_results_so_far_are_kept(tmp_path):
     kept = []
     with pytest.raises(BrokenExecutor):
-        run_sweep(sweep_of(tmp_path, GRID), Here(most=5), num_in_flight=1, on_result=kept.append)
+        run_sweep(sweep_of(tmp_path, GRID), Here(most=5), on_result=kept.append)
     assert len(kept) == 5
 
 
@@ -252,7 +177,7 @@ def test_a_killed_worker_costs_its_own_point_only(tmp_path):
     sweep = sweep_of(tmp_path, {"schedule.num_micro_batches": [3, 4, 5]})
     results = run_sweep(sweep, num_workers=2, evaluate_point=dies_at_four)
     assert [result.status for result in results] == [Status.OK, Status.FAILED, Status.OK]
-    assert "died, twice" in results[1].message
+    assert results[1].message == "its worker process died"
 
 
 def test_a_worker_that_is_killed_once_is_made_good(tmp_path):

@@ -112,7 +112,7 @@ def test_top_bounds_the_rows(write):
 def test_plans_of_rows_are_written(write, tmp_path):
     result = invoke("tune", write(four_ranks()), "--top", "1", "-o", tmp_path / "tuned")
     assert result.exit_code == 0, result.stderr
-    assert sorted(file.name for file in (tmp_path / "tuned").iterdir()) == ["01.yaml", "results.jsonl"]
+    assert sorted(file.name for file in (tmp_path / "tuned").iterdir()) == ["01.yaml"]
     assert invoke("check", tmp_path / "tuned" / "01.yaml").exit_code == 0
 
 

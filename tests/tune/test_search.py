@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.analysis.sweep.evaluate_point import Status
-from pipeproof.analysis.sweep.results_file import ResultsFileError
 from pipeproof.analysis.sweep.sweep_points import Point
 from pipeproof.analysis.tune import search_layouts
 from pipeproof.analysis.tune.evaluate_layout import PARTS, simulate_layout
@@ -211,23 +210,6 @@ def test_an_executor_of_the_caller_gives_them_too_and_stays_open():
         found = tune(to_tune(), executor=pool, **options)
         assert pool.submit(int).result() == 0
     assert found == tune(to_tune(), workers=1, **options)
-
-
-@pytest.mark.slow
-def test_a_search_resumes(tmp_path, monkeypatch):
-    options = {"gpus": 4, "device": "h100", "global_batch": 8, "top": 3, "workers": 1}
-    file = tmp_path / "results.jsonl"
-    first = tune(to_tune(), results=file, **options)
-    lines = file.read_text().splitlines()
-    assert len(lines) == first.counts.simulated + 1
-
-    def never(point, plan_file):
-        raise AssertionError("simulated again")
-
-    monkeypatch.setattr(search_layouts, "simulate_layout", never)
-    assert tune(to_tune(), results=file, **options) == first
-    with pytest.raises(ResultsFileError, match="another sweep"):
-        tune(to_tune(), results=file, **{**options, "global_batch": 16})
 
 
 @pytest.mark.slow

@@ -5,14 +5,12 @@ This runs in worker processes: what goes in and comes out can be pickled.
 
 from __future__ import annotations
 
-import math
-import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
-from typing import Any, Self
+from typing import Any
 
 from pipeproof.analysis.sweep.sweep_points import Point, Settings
 from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
@@ -33,12 +31,11 @@ class Status(StrEnum):
     REFUSED = "refused"
     """It is no plan, or not a right one; the result has the code and the message."""
     FAILED = "failed"
-    """Its worker died, twice, or something broke that is not the plan's fault."""
+    """Its worker died, or something broke that is not the plan's fault."""
 
 
 _EXACT = ("makespan", "sequence", "idle_ratio", "most_idle_ratio")
 """Exact numbers of a result, by their keys in JSON."""
-_FRACTION = re.compile(r"[0-9]+/[1-9][0-9]*")
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class PointResult:
     traceback: str | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """The line of a results file; ``from_json`` reads it back."""
+        """The result as JSON data: see ``docs/schemas/sweep.schema.json``."""
         result: dict[str, Any] = {"id": self.id, "set": dict(self.settings), "status": str(self.status)}
         if self.status is Status.OK:
             for key in _EXACT:
@@ -78,69 +75,22 @@ class PointResult:
         result |= {"code": self.code, "message": self.message}
         return result if self.traceback is None else {**result, "traceback": self.traceback}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what ``to_json`` wrote.
-
-        Raises:
-            KeyError, TypeError, ValueError, OverflowError: it is something else.
-        """
-        name, settings, status = str(data["id"]), dict(data["set"]), Status(data["status"])
-        if status is not Status.OK:
-            return cls(
-                name,
-                settings,
-                status,
-                code=data["code"],
-                message=str(data["message"]),
-                traceback=data.get("traceback"),
-            )
-        exact = {key: _exact_number(data.get(f"{key}_exact", data[key])) for key in _EXACT}
-        return cls(
-            name,
-            settings,
-            status,
-            makespan=exact["makespan"],
-            sequence=exact["sequence"],
-            idle_ratio=exact["idle_ratio"],
-            most_idle_ratio=exact["most_idle_ratio"],
-            peak_activations=int(data["peak_activations"]),
-            warnings=tuple(map(str, data["warnings"])),
-            details=dict(data.get("details", {})),
-        )
-
-
-def _exact_number(value: Any) -> Fraction:
-    """Return a number of a results file: an integer, a float as it is, or the text of a fraction.
-
-    Raises:
-        ValueError: it is none, or not finite.
-    """
-    is_number = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
-    if not is_number and not (isinstance(value, str) and _FRACTION.fullmatch(value)):
-        raise ValueError("a figure is not a finite number")
-    return Fraction(value)
-
 
 Evaluate = Callable[[Point, str], PointResult]
 
 
-def evaluate_chunk(
-    points: Sequence[Point], plan_file: str, evaluate_point: Evaluate
-) -> tuple[str, list[dict[str, Any]]]:
-    """Evaluate points one after the other; the version of pipeproof here, and a JSON value per point.
-
-    The value is that of the result, or the message of the exception and its traceback. Values of another version can be
-    read up to the comparison of the versions, since they contain no classes.
-    """
-    return __version__, [_outcome(point, plan_file, evaluate_point) for point in points]
-
-
-def _outcome(point: Point, plan_file: str, evaluate_point: Evaluate) -> dict[str, Any]:
+def evaluate_here(point: Point, plan_file: str, evaluate_point: Evaluate) -> tuple[str, PointResult]:
+    """Evaluate a point in a worker: the version of pipeproof there, and the result; one that raises has failed."""
     try:
-        return evaluate_point(point, plan_file).to_json()
-    except Exception as error:  # noqa: BLE001 - one point of a chunk must not cost the others
-        return {"raised": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        return __version__, evaluate_point(point, plan_file)
+    except Exception as error:  # noqa: BLE001 - a fault that is not the plan's is a result too
+        message = f"{type(error).__name__}: {error}"
+        return __version__, failed_point(point, message, traceback.format_exc())
+
+
+def failed_point(point: Point, message: str, traceback_text: str | None = None) -> PointResult:
+    """Return the result of a point whose worker died or that raised."""
+    return PointResult(point.id, point.settings, Status.FAILED, message=message, traceback=traceback_text)
 
 
 def evaluate(point: Point, plan_file: str) -> PointResult:

@@ -123,7 +123,6 @@ def _render_refusals(refused: Sequence[PointResult], console: Console) -> None:
 def sweep_to_json(sweep: Sweep, results: Sequence[PointResult]) -> dict[str, Any]:
     """The form of ``sweep --format json``; see ``docs/schemas/sweep.schema.json``. Points are in the sweep's order."""
     return {
-        "digest": sweep.digest,
         "unit": "us",
         "cost_source": sweep.cost_source,
         "keys": list(sweep.keys),

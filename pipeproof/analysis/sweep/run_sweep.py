@@ -1,8 +1,7 @@
 """Running a sweep on any ``concurrent.futures`` executor; without one, on processes of its own.
 
-A process that dies ends its whole pool, and the point that it evaluated is
-unknown. All pending points are therefore tried once more, each alone: a point
-that ends its process again has failed.
+A process that dies ends its whole pool, and the point that it evaluated is unknown. All points under way are therefore
+tried again, each alone: a point that ends its process then has failed.
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from pipeproof.analysis.sweep.evaluate_point import Evaluate, PointResult, Status, evaluate, evaluate_chunk
+from pipeproof.analysis.sweep.evaluate_point import Evaluate, PointResult, evaluate, evaluate_here, failed_point
 from pipeproof.analysis.sweep.sweep_points import Point, Sweep
 from pipeproof.system_calls import interrupt_blocked
 from pipeproof.version import __version__
@@ -35,10 +35,7 @@ def run_sweep(
     sweep: Sweep,
     executor: Executor | None = None,
     *,
-    done: Mapping[str, PointResult] | None = None,
     num_workers: int | None = None,
-    num_in_flight: int | None = None,
-    chunk_size: int = 1,
     on_result: Callable[[PointResult], None] | None = None,
     evaluate_point: Evaluate = evaluate,
 ) -> tuple[PointResult, ...]:
@@ -46,17 +43,15 @@ def run_sweep(
 
     Args:
         sweep: The points, such as ``sweep_of_plan`` has them.
-        executor: Where points are evaluated; it stays open. Without it, in ``num_workers`` processes on this machine.
-        done: Results by point id that are there already: those points are skipped.
+        executor: Where points are evaluated, at most 64 at once; it stays open. Without it, in ``num_workers``
+            processes on this machine.
         num_workers: Processes; without it, as many as there are processors. Not with ``executor``.
-        num_in_flight: Most calls handed to the executor at once; twice the workers, with an executor of yours 64.
-        chunk_size: Points of one call. A point that is tried again has a call of its own.
-        on_result: Called in this thread with each new result, as it comes.
+        on_result: Called in this thread with each result, as it comes.
         evaluate_point: What is done with a point, and the file of the base plan. It must be picklable.
 
     Processes of our own import the caller's main module: a script calls this below ``if __name__ == "__main__"``.
 
-    A point whose evaluation raises, or whose worker dies, is tried once more, then recorded as failed.
+    A point whose evaluation raises has failed. One whose worker dies is tried again alone, and has failed if it dies.
 
     Raises:
         ValueError: ``num_workers`` is given together with ``executor``.
@@ -66,115 +61,74 @@ def run_sweep(
     """
     if executor is not None and num_workers is not None:
         raise ValueError("num_workers is the number of our own processes: give it, or an executor")
-    results = dict(done or {})
-    waiting = deque(point for point in sweep.points if point.id not in results)
+    results: dict[str, PointResult] = {}
+    waiting, lost = deque(sweep.points), deque[Point]()
     num_workers = min(num_workers or os.cpu_count() or 1, max(1, len(waiting)))
-    most = num_in_flight or (64 if executor is not None else 2 * num_workers)
 
-    def keep(result: PointResult) -> None:
-        results[result.id] = result
+    def keep(point: Point, result: PointResult) -> None:
+        results[point.id] = result
         if on_result is not None:
             on_result(result)
 
     with _interrupted_later() as raise_if_interrupted:
-        run = _Run(sweep.plan_file, evaluate_point, chunk_size, raise_if_interrupted)
+        run = _Run(sweep.plan_file, evaluate_point, keep, raise_if_interrupted)
         if executor is not None:
-            for result in run.results(executor, waiting, most):
-                keep(result)
-            if run.lost or waiting:
+            lost = run.on(executor, waiting, 64)
+            if lost or waiting:
                 raise BrokenExecutor("the executor broke, and takes no more points")
-        while executor is None and (waiting or run.lost):
-            # Any of several points may have ended the process: run alone, the next one that dies is it.
-            points, workers, at_once = (run.lost, 1, 1) if run.lost else (waiting, num_workers, most)
-            with own_processes(workers) as pool:
-                for result in run.results(pool, points, at_once):
-                    keep(result)
+        while executor is None and (waiting or lost):
+            if lost:
+                suspect = lost.popleft()
+                with own_processes(1) as pool:
+                    run.on(pool, deque([suspect]), 1)
+                    if suspect.id not in results:
+                        keep(suspect, failed_point(suspect, "its worker process died"))
+            else:
+                with own_processes(num_workers) as pool:
+                    lost = run.on(pool, waiting, 2 * num_workers)
     return tuple(results[point.id] for point in sweep.points)
 
 
+@dataclass(frozen=True)
 class _Run:
-    def __init__(
-        self, plan_file: str, evaluate_point: Evaluate, chunk_size: int, raise_if_interrupted: Callable[[], None]
-    ) -> None:
-        self._plan_file, self._evaluate, self._chunk_size = plan_file, evaluate_point, chunk_size
-        self._raise_if_interrupted = raise_if_interrupted
-        self._tried: set[str] = set()
-        """Points that raised, or that were under way when a pool broke."""
-        self.lost: deque[Point] = deque()
-        """Points to be tried again, because their executor broke."""
+    plan_file: str
+    evaluate: Evaluate
+    keep: Callable[[Point, PointResult], None]
+    raise_if_interrupted: Callable[[], None]
 
-    def results(self, executor: Executor, waiting: deque[Point], num_in_flight: int) -> Iterator[PointResult]:
-        """The results of ``waiting``, which empties, as they come; all of them, unless the executor breaks."""
-        flying: dict[_Call, list[Point]] = {}
-        broken = False
+    def on(self, executor: Executor, waiting: deque[Point], most: int) -> deque[Point]:
+        """Evaluate ``waiting``, which empties unless the executor breaks, and return the points that were lost then."""
+        flying: dict[Future[tuple[str, PointResult]], Point] = {}
+        lost, broken = deque[Point](), False
         while flying or (waiting and not broken):
-            while waiting and not broken and len(flying) < num_in_flight:
-                chunk = self._next_chunk(waiting)
+            while waiting and not broken and len(flying) < most:
                 try:
-                    future = executor.submit(evaluate_chunk, chunk, self._plan_file, self._evaluate)
+                    future = executor.submit(evaluate_here, waiting[0], self.plan_file, self.evaluate)
                 except BrokenExecutor:
                     broken = True
-                    waiting.extendleft(reversed(chunk))
                 else:
-                    flying[future] = chunk
-            landed = self._landed(flying)
+                    flying[future] = waiting.popleft()
+            landed: set[Future[tuple[str, PointResult]]] = set()
+            while flying and not landed:
+                self.raise_if_interrupted()
+                landed = wait(flying, timeout=_INTERRUPT_POLL_S, return_when=FIRST_COMPLETED).done
             for future in [future for future in flying if future in landed]:  # in the order of the sweep
-                chunk = flying.pop(future)
-                if future.cancelled():  # as by a cluster that has gone
+                point = flying.pop(future)
+                # A cluster that has gone cancels.
+                if future.cancelled() or isinstance(future.exception(), BrokenExecutor):
                     broken = True
-                    self.lost.extend(chunk)
-                    continue
-                broken = broken or isinstance(future.exception(), BrokenExecutor)
-                for point, outcome in zip(chunk, _outcomes(future, len(chunk)), strict=True):
-                    if "raised" not in outcome:
-                        yield PointResult.from_json(outcome)
-                    elif point.id in self._tried:
-                        message, traceback = f"{outcome['raised']}, twice", outcome["traceback"]
-                        yield PointResult(point.id, point.settings, Status.FAILED, message=message, traceback=traceback)
-                    else:
-                        self._tried.add(point.id)
-                        (self.lost if broken else waiting).append(point)
-
-    def _landed(self, flying: Collection[_Call]) -> set[_Call]:
-        """Wait for calls that have ended; none without calls.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C came.
-        """
-        landed: set[_Call] = set()
-        while flying and not landed:
-            self._raise_if_interrupted()
-            landed = wait(flying, timeout=_INTERRUPT_POLL_S, return_when=FIRST_COMPLETED).done
-        return landed
-
-    def _next_chunk(self, waiting: deque[Point]) -> list[Point]:
-        """Take the points of the next call; a point that is tried again is alone, because its worker may have died."""
-        chunk = [waiting.popleft()]
-        while waiting and len(chunk) < self._chunk_size and not {chunk[0].id, waiting[0].id} & self._tried:
-            chunk.append(waiting.popleft())
-        return chunk
+                    lost.append(point)
+                elif (error := future.exception()) is not None:
+                    self.keep(point, failed_point(point, f"{type(error).__name__}: {error}"))
+                else:
+                    self.keep(point, _of_this_version(*future.result()))
+        return lost
 
 
-_Call = Future[tuple[str, list[dict[str, Any]]]]
-"""A call of ``evaluate_chunk``."""
-
-
-def _outcomes(future: _Call, num_points: int) -> list[dict[str, Any]]:
-    """The value of each point of a call that has ended; if the call has none, the same failure for all of its points.
-
-    Raises:
-        OtherVersionError: the worker has another version.
-    """
-    error = future.exception()
-    if error is None:
-        version, outcomes = future.result()
-        if version != __version__:
-            raise OtherVersionError(
-                f"a worker has pipeproof {version}, and this is {__version__}: install the same there"
-            )
-        return outcomes
-    raised = "its worker process died" if isinstance(error, BrokenExecutor) else f"{type(error).__name__}: {error}"
-    return [{"raised": raised, "traceback": str(error) or None}] * num_points
+def _of_this_version(version: str, result: PointResult) -> PointResult:
+    if version != __version__:
+        raise OtherVersionError(f"a worker has pipeproof {version}, and this is {__version__}: install the same there")
+    return result
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import Any, Final, Literal, get_origin
 
 from pydantic import BaseModel
@@ -16,12 +15,10 @@ from pydantic import BaseModel
 from pipeproof.diagnostics.finding import Finding, Severity
 from pipeproof.diagnostics.problems import describe_value, nearest_name
 from pipeproof.diagnostics.source import PlanFileError
-from pipeproof.foreign_text import read_foreign
 from pipeproof.specs.cost import CostSource, cost_source, placeholder_note
 from pipeproof.specs.exact_times import TIME_KEYS
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.section import sections_in
-from pipeproof.version import __version__
 
 Settings = Mapping[str, Any]
 """Dotted plan keys with the values that a point gives them."""
@@ -43,14 +40,12 @@ class Point:
 class Sweep:
     """The points of a plan and the keys that they set.
 
-    ``plan_file`` is that of the plan, to which files that points name are relative. ``digest`` is the same where all
-    points, the files that they name and pipeproof's version are the same.
+    ``plan_file`` is that of the plan, to which files that points name are relative.
     """
 
     plan_file: str
     keys: tuple[str, ...]
     points: tuple[Point, ...]
-    digest: str
 
     @property
     def cost_source(self) -> CostSource | Literal["mixed"]:
@@ -112,8 +107,7 @@ def sweep_of_plan(plan: Mapping[str, Any], plan_file: str, values: Mapping[str, 
         laid = laid_over(plan, settings)
         point = Point(settings, laid, digest_of(laid)[:16])
         points.setdefault(point.id, point)
-    found = tuple(points.values())
-    return Sweep(plan_file, tuple(values), found, _digest(found, Path(plan_file).parent))
+    return Sweep(plan_file, tuple(values), tuple(points.values()))
 
 
 def laid_over(base: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
@@ -159,33 +153,11 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def _digest(points: Sequence[Point], folder: Path) -> str:
-    named = sorted({str(path) for point in points for path in _named_files(point)})
-    files = {path: _file_digest(folder / path) for path in named}
-    return digest_of([__version__, [point.id for point in points], files])
-
-
 def _num_stages(point: Point) -> tuple[object, object]:
     """The pipeline ranks and the chunks of a point, as they are written."""
     topology, schedule = (point.plan.get(name) for name in ("topology", "schedule"))
     ranks = topology.get("pp", 1) if isinstance(topology, Mapping) else None
     return ranks, schedule.get("num_chunks", 1) if isinstance(schedule, Mapping) else None
-
-
-def _named_files(point: Point) -> Iterator[object]:
-    """The schedule and the profile of a point, where it names them."""
-    for section, key in (("schedule", "path"), ("cost", "profile")):
-        keys = point.plan.get(section)
-        if isinstance(keys, Mapping) and keys.get(key) is not None:
-            yield keys[key]
-
-
-def _file_digest(path: Path) -> str | None:
-    """None for a plan that cannot be read: its points are refused with the reason."""
-    try:
-        return hashlib.sha256(read_foreign(path)).hexdigest()
-    except (OSError, ValueError):
-        return None
 
 
 def _findings(values: Mapping[str, Sequence[Any]]) -> Iterator[Finding]:

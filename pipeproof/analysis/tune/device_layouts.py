@@ -51,11 +51,6 @@ class DeviceLayouts:
         """Counts of what was not tried, by reason."""
         return self._space.removed
 
-    @property
-    def identity(self) -> Any:
-        """The data that the plans of layouts follow from, as JSON."""
-        return [self.data, self.framework.name, self._space.num_gpus, self._memory_gib, self._space.global_batch]
-
     def layouts(self) -> Iterator[Layout]:
         """Yield all layouts that divide and that the framework has."""
         return self._space.layouts()

@@ -54,11 +54,6 @@ class LayerLayouts:
         self._found: dict[Layout, Best] = {}
 
     @property
-    def identity(self) -> Any:
-        """The data that the plans of layouts follow from, as JSON."""
-        return [self.data, self._num_pp, self._limit]
-
-    @property
     def slowest_us(self) -> Any:
         """The time of the plan's own step; None on another number of ranks."""
         return None if self.present is None else self.present.step_us

@@ -91,11 +91,6 @@ class PlanLayouts:
         self._room = None if limit is None else limit * max(block_sequences(self.spec))
 
     @property
-    def identity(self) -> Any:
-        """The data that the plans of layouts follow from, as JSON."""
-        return [self.data, self.framework.name]
-
-    @property
     def slowest_us(self) -> Fraction | None:
         """The time of the plan's step, which no layout may exceed; None if it never ends or is over its limit."""
         figures = self.present.figures

@@ -17,11 +17,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import ceil, inf
 from os import cpu_count
-from pathlib import Path
 from typing import Any
 
 from pipeproof.analysis.sweep.evaluate_point import Evaluate, PointResult, Status
-from pipeproof.analysis.sweep.results_file import ResultsFile, open_results
 from pipeproof.analysis.sweep.run_sweep import own_processes, run_sweep
 from pipeproof.analysis.sweep.sweep_points import Point, Sweep, digest_of
 from pipeproof.analysis.tune.device_layouts import DeviceLayouts
@@ -41,7 +39,6 @@ from pipeproof.diagnostics.problems import nearest_name
 from pipeproof.diagnostics.units import size_text
 from pipeproof.sim.memory_curve import GIB
 from pipeproof.specs.load_plan import LoadedPlan
-from pipeproof.version import __version__
 
 FIRST_BATCH, BATCH = 8, 32
 """Layouts simulated between two looks at the rows so far: as many as were simulated before, within these limits.
@@ -81,7 +78,6 @@ def tune(
     fix: Mapping[str, Sequence[Any]] | None = None,
     executor: Executor | None = None,
     workers: int | None = None,
-    results: Path | None = None,
     on_progress: Progress | None = None,
 ) -> TuneResult:
     """Find the layouts with the shortest steps for the model of a plan.
@@ -102,13 +98,11 @@ def tune(
         executor: Any ``concurrent.futures`` executor, which stays open; without it, ``workers`` processes.
         workers: Number of processes; by default one per processor with ``gpus``, else 1. With 1, this process
             simulates.
-        results: File to which simulated layouts are appended and from which the same search resumes.
         on_progress: Callback for progress.
 
     Raises:
         TuneError: an option is wrong.
         BadPlanError: the plan has keys that do not go with other layouts, or cannot be lowered.
-        ResultsFileError: ``results`` is of another search.
     """
     limits = {"gpus": gpus, "global_batch": global_batch, "top": top}
     for name, number in limits.items():
@@ -146,8 +140,8 @@ def tune(
     search = _Search(choices, top, memory_gib, on_progress)
     search.bound_all()
     number = workers or (1 if gpus is None else cpu_count() or 1)
-    with _executor(executor, number) as pool, search.recording(results) as file:
-        rows = search.run(pool, file)
+    with _executor(executor, number) as pool:
+        rows = search.run(pool)
     return search.result(rows, tuple(assumptions))
 
 
@@ -240,17 +234,8 @@ class _Search:
             f"give --memory-gib {ceil(gib)}, or more devices."
         )
 
-    def recording(self, path: Path | None) -> AbstractContextManager[ResultsFile | None]:
-        """Context with the open results file; None without one."""
-        if path is None:
-            return nullcontext()
-        for _, layout in self._waiting:
-            self._point(layout)
-        return open_results(path, self._sweep(tuple(Point({}, {}, point_id) for point_id in self._points)))
-
-    def run(self, pool: Executor, file: ResultsFile | None) -> list[str]:
+    def run(self, pool: Executor) -> list[str]:
         """Simulate until no waiting layout can be better than the rows, and check the rows; their ids."""
-        recorded = {} if file is None else file.done
         position = 0
         while True:
             if self._simulated_forwards > MAX_SIMULATED_FORWARDS and position < len(self._waiting):
@@ -276,7 +261,7 @@ class _Search:
                     self._simulated_forwards += layout.num_forwards + self._choices.num_gpus // _RANKS_AS_ONE
                     batch.append(point)
             if batch:
-                self._simulate(batch, pool, recorded, file)
+                self._simulate(batch, pool)
                 continue
             unchecked = [point_id for point_id in rows if point_id not in self._checked]
             if not unchecked:
@@ -298,16 +283,11 @@ class _Search:
             position,
         )  # fmt: skip
 
-    def _simulate(
-        self, batch: Sequence[Point], pool: Executor, recorded: Mapping[str, PointResult], file: ResultsFile | None
-    ) -> None:
-        new = [point for point in batch if point.id not in recorded]
-        found = {point.id: recorded[point.id] for point in batch if point.id in recorded}
-        on_result = None if file is None else file.append
-        for result in self._evaluate(new, pool, simulate_layout, "simulating layouts", on_result):
-            found[result.id] = result
-        for point in batch:
-            result = self._done[point.id] = found[point.id]
+    def _simulate(self, batch: Sequence[Point], pool: Executor) -> None:
+        for point, result in zip(
+            batch, self._evaluate(batch, pool, simulate_layout, "simulating layouts"), strict=True
+        ):
+            self._done[point.id] = result
             if result.status is not Status.OK:
                 self._refused[result.code or "failed"] += 1
             elif result.details["peak_bytes"] > self._limit_bytes:
@@ -324,19 +304,16 @@ class _Search:
         return (result.makespan, result.details["peak_bytes"]) < (slowest, present.peak_bytes)
 
     def _evaluate(
-        self, points: Sequence[Point], pool: Executor, evaluate: Evaluate, task: str,
-        on_result: Callable[[PointResult], None] | None = None,
-    ) -> tuple[PointResult, ...]:  # fmt: skip
+        self, points: Sequence[Point], pool: Executor, evaluate: Evaluate, task: str
+    ) -> tuple[PointResult, ...]:
         done = len(self._done)
 
         def keep(result: PointResult) -> None:
             nonlocal done
             done += 1
             self._report(task, done, max(done, len(self._done) + len(points)))
-            if on_result is not None:
-                on_result(result)
 
-        return run_sweep(self._sweep(tuple(points)), pool, on_result=keep, evaluate_point=evaluate)
+        return run_sweep(Sweep("tune", (), tuple(points)), pool, on_result=keep, evaluate_point=evaluate)
 
     def _is_dominated(self, layout: Layout) -> bool:
         """True if the same layout with less recomputation fits: it does the same in less time."""
@@ -380,10 +357,6 @@ class _Search:
         point = Point({}, plan, digest_of(plan)[:16])
         self._points.setdefault(point.id, layout)
         return point
-
-    def _sweep(self, points: tuple[Point, ...]) -> Sweep:
-        digest = digest_of([__version__, self._choices.identity, self._memory_gib])
-        return Sweep("tune", (), points, digest)
 
     def _report(self, task: str, done: int, total: int) -> None:
         if self._on_progress is not None:
