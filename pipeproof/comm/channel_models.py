@@ -302,11 +302,7 @@ class EntryOrder:
         for op_id in self.graph.rank_ops(rank):
             entry = self.members(op_id)
             if op_id == entry[-1]:
-                self.before_entry(entry, host)
                 yield entry, self._follows(entry, host)
-
-    def before_entry(self, entry: Sequence[int], host: Host) -> None:
-        """Hook for subclasses: called before an entry is issued."""
 
     def _follows(self, entry: Sequence[int], host: Host) -> list[int]:
         dones = [done(op_id) for op_id in entry]

@@ -11,7 +11,7 @@ from pipeproof.schedule.op_table import NONE, Row, build_graph
 from pipeproof.schedule.ops import COMPUTE_KINDS, parse_op
 from pipeproof.sim.op_durations import Durations
 from pipeproof.sim.simpy_model import run_model
-from pipeproof.verify.deadlock.events import done, events_of, stuck_events
+from tests.verify.deadlock_definition import done, events_of, stuck_events
 from tests.verify.programs import program, tensor
 from tests.verify.test_two_writings import broken_subjects, models, random_rows
 

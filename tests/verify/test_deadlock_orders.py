@@ -14,8 +14,8 @@ from pipeproof.verify.deadlock.deadlock_verdict import (
     deadlocks,
     shortest_cycle,
 )
-from pipeproof.verify.deadlock.events import done, events_of, stuck_events
 from pipeproof.verify.deadlock.wait_columns import WaitGraph, early_transfers, rows_of
+from tests.verify.deadlock_definition import done, events_of, stuck_events
 from tests.verify.programs import errors, group, program, tensor
 
 ALL = frozenset(QUEUES)

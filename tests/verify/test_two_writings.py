@@ -13,9 +13,9 @@ from pipeproof.schedule.ops import TRANSFER_KINDS, OpKind, parse_op
 from pipeproof.sim.outcome import SimulationError
 from pipeproof.sim.simulate import simulate
 from pipeproof.verify.deadlock.deadlock_verdict import cycle_of, cyclic_part, deadlocks, shortest_cycle
-from pipeproof.verify.deadlock.events import done, events_of, post, stuck_events
 from pipeproof.verify.deadlock.wait_columns import rows_of, wait_graph
 from tests.plans import subject
+from tests.verify.deadlock_definition import done, events_of, post, stuck_events
 
 
 def stuck_by_networkx(events):

@@ -1,4 +1,6 @@
-"""The waits of ``events`` on whole columns: the form that the rules use for graphs of any size.
+"""The waits of a graph on whole columns, for graphs of any size.
+
+They are those of the definition, ``tests/verify/deadlock_definition.py``.
 
 Compute cannot block, so it has no node, except parts next to a collective.
 What remains is contracted: the two ends of a pair at rendezvous are done together and share a node, as do the

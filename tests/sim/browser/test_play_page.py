@@ -22,8 +22,8 @@ from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import channel_model_of, simulate
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.deadlock.deadlock_verdict import deadlocks
-from pipeproof.verify.deadlock.events import events_of, stuck_events
 from pipeproof.views.play.play_page import LEFT_OUT, play_html
+from tests.verify.deadlock_definition import events_of, stuck_events
 
 pytestmark = pytest.mark.needs_browser
 

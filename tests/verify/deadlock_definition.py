@@ -112,7 +112,11 @@ class _Writing(EntryOrder):
                 self.follows[post(op_id)] += before
                 self.follows[done(op_id)].append(post(op_id))
 
-    def before_entry(self, entry: Sequence[int], host: Host) -> None:
+    def _follows(self, entry: Sequence[int], host: Host) -> list[int]:
+        self._open(entry, host)
+        return super()._follows(entry, host)
+
+    def _open(self, entry: Sequence[int], host: Host) -> None:
         """Openings of the connections that an entry is the first of its rank to use."""
         first_uses = [c for op_id in entry for c in self._connection(op_id)]
         opened = []
