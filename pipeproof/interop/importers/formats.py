@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from pipeproof.interop.importers.tools.bridge import BRIDGE
-from pipeproof.interop.importers.tools.flagscale import FLAGSCALE
-from pipeproof.interop.importers.tools.mcore_adapter import LLAMA_FACTORY, ROLL
-from pipeproof.interop.importers.tools.ms_swift import MS_SWIFT
-from pipeproof.interop.importers.tools.nemo_rl import NEMO_RL
-from pipeproof.interop.importers.tools.primus import PRIMUS
 from pipeproof.interop.importers.tools.tool import Tool
-from pipeproof.interop.importers.tools.verl import VERL
+from pipeproof.interop.importers.tools.trainers import (
+    BRIDGE,
+    FLAGSCALE,
+    LLAMA_FACTORY,
+    MS_SWIFT,
+    NEMO_RL,
+    PRIMUS,
+    ROLL,
+    VERL,
+)
 from pipeproof.interop.importers.tree import Tree
 
 

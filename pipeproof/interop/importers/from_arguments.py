@@ -15,7 +15,7 @@ from pipeproof.interop.importers.imported import Flags, Imported, repeatable
 from pipeproof.interop.importers.megatron.argument_block import arguments_of_values
 from pipeproof.interop.importers.reader import import_flags, import_values
 from pipeproof.interop.importers.sectioned_file import SectionedFile
-from pipeproof.interop.importers.tools.bridge import BRIDGE
+from pipeproof.interop.importers.tools.trainers import BRIDGE
 from pipeproof.interop.importers.torchtitan import import_sections
 from pipeproof.interop.importers.tree import Placed, Unknown, is_known, tree_of
 

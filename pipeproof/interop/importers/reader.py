@@ -30,8 +30,7 @@ from pipeproof.interop.importers.megatron.megatron_importer import import_argume
 from pipeproof.interop.importers.names import plain
 from pipeproof.interop.importers.tools.forks import FORKS
 from pipeproof.interop.importers.tools.job import Job
-from pipeproof.interop.importers.tools.megatron_lm import MEGATRON_LM
-from pipeproof.interop.importers.tools.tool import Tool, fork_of
+from pipeproof.interop.importers.tools.tool import MEGATRON_LM, Tool, fork_of
 from pipeproof.interop.importers.tree import Placed, Tree, Unknown, literal, read_tree, tree_of
 
 _YAML_ARGUMENTS: Final = re.compile(r"^MODEL_ARGS:\s*$", re.MULTILINE)

@@ -29,8 +29,7 @@ from pipeproof.interop.importers.megatron.memory_flags import (
 )
 from pipeproof.interop.importers.megatron.model_flags import UnknownDepthError, dispatcher_of, import_model
 from pipeproof.interop.importers.megatron.stage_flags import CHUNKS, import_stages
-from pipeproof.interop.importers.tools.megatron_lm import MEGATRON_LM
-from pipeproof.interop.importers.tools.tool import Tool
+from pipeproof.interop.importers.tools.tool import MEGATRON_LM, Tool
 
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 _CP, _EP, _ETP = "--context-parallel-size", "--expert-model-parallel-size", "--expert-tensor-parallel-size"

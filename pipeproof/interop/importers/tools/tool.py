@@ -79,6 +79,10 @@ class Tool:
         return f"no list of the arguments of Megatron-LM ({VERSIONS}){own}"
 
 
+MEGATRON_LM: Final = Tool(name="Megatron-LM", entry=re.compile(r"(^|/)pretrain_gpt\.py$"))
+"""Megatron-LM itself, in scripts, printed blocks and its process; its list has the names of all its versions."""
+
+
 def fork_of(tools: Iterable[Tool], flags: Iterable[str], program: str, default: Tool) -> Tool:
     """Return the tool of which a command has the most own names, or the entry script; ``default`` without any."""
     named = [*flags]
