@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pipeproof.interop.traces.check_traces import check_log
     from pipeproof.interop.traces.paddle_calls import record_paddle
-    from pipeproof.interop.traces.record_on_request import record_if_requested
     from pipeproof.interop.traces.recorder import Recorder
     from pipeproof.interop.traces.torch_calls import record_torch
 
-__all__ = ["Recorder", "check_log", "record_if_requested", "record_paddle", "record_torch"]
+__all__ = ["Recorder", "check_log", "record_paddle", "record_torch"]
 
 _MODULES = {
     "Recorder": "recorder",
     "check_log": "check_traces",
-    "record_if_requested": "record_on_request",
     "record_paddle": "paddle_calls",
     "record_torch": "torch_calls",
 }

@@ -55,7 +55,7 @@ def test_micro_batches_that_are_crossed_in_a_pipeline_are_found(tmp_path):
 
 
 def test_every_collective_is_recorded_what_is_written_under_a_send_is_found_and_all_is_put_back(tmp_path):
-    asked = {"PIPEPROOF_RECORD": str(tmp_path / "asked")}
+    asked = {"LOGS": str(tmp_path / "asked")}
     run_ranks("torch_programs.py", "collectives", 2, tmp_path / "logs", environment=lambda rank: asked)
     (written,) = check_log(tmp_path / "asked").findings
     assert written.code == "PP501"

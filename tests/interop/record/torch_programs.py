@@ -1,5 +1,6 @@
 """Programs that are recorded: ``python torch_programs.py NAME RANK RANKS DIRECTORY``; run by test_torch."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch.distributed._functional_collectives as functional
 from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from pipeproof.interop.traces import record_if_requested, record_torch
+from pipeproof.interop.traces import record_torch
 
 name, rank, num_ranks, directory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
 peer = 1 - rank
@@ -60,9 +61,8 @@ def collectives():
 
 
 def overwritten():
-    """A tensor is written between the send and its wait; recorded as an environment variable asks."""
-    with record_if_requested("torch") as recorder:
-        assert recorder is not None
+    """A tensor is written between the send and its wait."""
+    with record_torch(os.environ["LOGS"]):
         values = torch.zeros(4)
         if rank == 0:
             work = dist.isend(values, peer)
