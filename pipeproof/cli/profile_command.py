@@ -56,7 +56,7 @@ def _scales(context: click.Context, parameter: click.Parameter, values: tuple[st
 
 @click.command()
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--plan", type=PLACE, help="The plan of the run. Without it, show the content of traces.")
+@click.option("--plan", type=PLACE, required=True, help="The plan of the run.")
 @set_option
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write the profile, for `cost: {profile: FILE}`.")  # fmt: skip
@@ -66,7 +66,7 @@ def _scales(context: click.Context, parameter: click.Parameter, values: tuple[st
               help="Multiply the computations of a stage: 3=0.9 for a stage 3 that takes 10 % less.")  # fmt: skip
 def profile(
     files: tuple[Path, ...],
-    plan: Path | None,
+    plan: Path,
     settings: dict[KeyPath, object],
     output: Path | None,
     message_us: Fraction | None,
@@ -78,16 +78,11 @@ def profile(
     `cost: {profile: FILE}` is then simulated with these times.
     """
     require_separate_outputs()
-    if plan is None and (output is not None or message_us is not None or scales or settings):
-        raise click.UsageError("other options need --plan: a profile has the times of a plan's operations")
-    with refusing_bad_plans("text", plan or files[0], noted=files):
+    with refusing_bad_plans("text", plan, noted=files):
         from pipeproof.interop.profiles.profile_from_traces import measured_files, profile_of_files
         from pipeproof.specs.load_plan import load_plan
 
         paths = measured_files(files)
-        if plan is None:
-            _show_content(paths, console_for())
-            return
         with showing_progress(f"reading {len(paths)} files"):
             found = profile_of_files(paths, load_plan(plan, settings), message_us, scales)
         if output is not None:
@@ -128,29 +123,3 @@ def _show(found: Profile, output: Path | None, console: Console) -> None:
         lines.append(f"wrote {output}: `cost: {{profile: {output.name}}}` in a plan next to it uses it")
     for line in lines:
         console.print(Text(line), soft_wrap=True)
-
-
-def _show_content(paths: list[Path], console: Console) -> None:
-    from rich.text import Text
-
-    from pipeproof.interop.profiles.profile_from_traces import read_trace
-    from pipeproof.interop.profiles.trace_content import content_of
-    from pipeproof.views.tables import print_table
-
-    for trace in map(read_trace, paths):
-        rank = "rank not known" if trace.rank is None else f"rank {trace.rank}"
-        content = content_of(trace)
-        total, outside = sum(row.total_ns for row in content), content[-1].total_ns
-        communication = sum(row.communication_ns for row in content)
-        summary = (
-            f"{trace.file}: {rank}, {trace.device or 'processors'}; {len(trace.work)} kernels or operators take "
-            f"{total / 1e6:.3f} ms, of it communication {communication / 1e6:.3f} ms; "
-            f"{100 * outside / max(1, total):.1f} % is in no range; {trace.num_unlaunched} have no launch"
-        )
-        console.print(Text(summary), soft_wrap=True)
-        rows = [
-            [row.name or "(no range)", str(row.count), *(f"{ns / 1e6:.3f}" for ns in (row.computation_ns,
-                                                                                     row.communication_ns))]
-            for row in content
-        ]  # fmt: skip
-        print_table(["range", ">count", ">computation ms", ">communication ms"], rows, console)

@@ -15,10 +15,9 @@ from pydantic import ValidationError
 from pipeproof.cost.measured_profile import measured_sections
 from pipeproof.foreign_text import open_foreign
 from pipeproof.interop.profiles.kineto_trace import read_kineto
-from pipeproof.interop.profiles.measurements import Measurements
 from pipeproof.interop.profiles.profile_codes import not_assigned, unreadable
 from pipeproof.interop.profiles.rank_trace import RankTrace
-from pipeproof.interop.profiles.trace_measurements import measure_traces
+from pipeproof.interop.profiles.trace_measurements import Measurements, measure_traces
 from pipeproof.schedule.ops import COMPUTE_KINDS, SEND_KINDS, OpKind
 from pipeproof.specs.cost import CostSpec
 from pipeproof.specs.load_plan import LoadedPlan

@@ -13,12 +13,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from statistics import median
 from typing import NamedTuple
 
-from pipeproof.interop.profiles.measurements import Measurements, RankTimes
 from pipeproof.interop.profiles.op_ranges import OpRange, RankSteps, StepRanges, steps_of_trace
 from pipeproof.interop.profiles.profile_codes import not_assigned
 from pipeproof.interop.profiles.rank_trace import NamedRange, RankTrace, Work, union_ns
@@ -28,6 +27,44 @@ from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.verify.subject import Subject
 
 _UPDATES = frozenset({OpKind.STEP, OpKind.REDUCE_GRAD, OpKind.GATHER_WEIGHT})
+
+
+@dataclass(slots=True)
+class RankTimes:
+    """Division of a rank's measured time in the counted steps, in nanoseconds.
+
+    ``total_ns`` is the busy time of its GPU, or the time of its host; what is in none of the parts is unattributed.
+    """
+
+    rank: int
+    total_ns: int = 0
+    computation_ns: int = 0
+    communication_ns: int = 0
+    update_ns: int = 0
+
+    @property
+    def unattributed_ns(self) -> int:
+        """The rest of the total, which belongs to no operation."""
+        return max(0, self.total_ns - self.computation_ns - self.communication_ns - self.update_ns)
+
+
+@dataclass(slots=True)
+class Measurements:
+    """Samples of the counted steps.
+
+    ``ops`` are nanoseconds by stage and kind, ``messages`` samples of (bytes, nanoseconds). ``step_ns`` is the median
+    length of a step, None if it is not known. ``notes`` are assumptions, and what was left out.
+    """
+
+    files: Sequence[str]
+    num_steps: int
+    num_counted: int
+    ops: dict[tuple[int, OpKind], list[int]] = field(default_factory=lambda: defaultdict(list))
+    messages: list[tuple[int, int]] = field(default_factory=list)
+    ranks: list[RankTimes] = field(default_factory=list)
+    step_ns: int | None = None
+    devices: Sequence[str] = ()
+    notes: list[str] = field(default_factory=list)
 
 
 class _TransferEnd(NamedTuple):

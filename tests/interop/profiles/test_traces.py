@@ -362,17 +362,7 @@ def test_times_beyond_all_limits_are_refused(tmp_path):
     assert "out of range" in refused(write_kineto(tmp_path, events), "PP163")
 
 
-# --- without a plan ---
-
-
-def test_the_content_of_a_trace_is_shown(tmp_path):
-    files = write_kineto(tmp_path, events_of(subject(cost=COST), num_steps=2))
-    result = CliRunner().invoke(main, ["import", "profile", str(files[0])])
-    assert result.exit_code == 0, result.output
-    assert "rank 0, NVIDIA H100" in result.output
-    assert "0.0 % is in no range" in result.output
-    row = next(line for line in result.output.splitlines() if line.startswith("pipeproof:0F0"))
-    assert row.split()[1:] == ["2", "0.160", "0.000"]
+# --- the command ---
 
 
 def test_a_plan_is_needed_for_a_profile(tmp_path):
