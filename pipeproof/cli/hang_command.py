@@ -13,24 +13,15 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 import click
 
-from pipeproof.atomic_write import write_output
-from pipeproof.cli.console import console_for, format_option, refusing_bad_plans, require_separate_outputs, writable
-from pipeproof.cli.option_types import set_option
+from pipeproof.cli.console import console_for, format_option, refusing_bad_plans
 from pipeproof.cli.progress import showing_progress
 from pipeproof.diagnostics.finding import Severity
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.exec.monitor.job import JobNow
-    from pipeproof.exec.monitor.lateness import Lateness
-    from pipeproof.exec.monitor.plan_ops import PlanOps
     from pipeproof.exec.monitor.rank_stacks import RankStacks
     from pipeproof.exec.monitor.verdict import Verdict
-
-_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
@@ -38,8 +29,6 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--ras", metavar="HOST[:PORT]", help="Ask the RAS server of NCCL on a host of the job; port 28028.")
 @click.option("--stacks", metavar="DIR", type=click.Path(path_type=Path, exists=True, file_okay=False),
               help="Dumps of py-spy, one for each rank; without them an installed py-spy is asked.")  # fmt: skip
-@click.option("--plan", type=_FILE, help="The plan that the job executes: operations get their names in it.")
-@set_option
 @click.option("--follow", is_flag=True, help="Watch the rings of a running job until it hangs or ends.")
 @click.option(
     "--timeout",
@@ -69,17 +58,12 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     metavar="COMMAND",
     help="Shell command that --follow runs at a hang; PIPEPROOF_CAUSES has the ranks, PIPEPROOF_KIND the kind.",
 )
-@click.option(
-    "-o", "--output", "html", type=_FILE, callback=writable, help="Write a page with the last operations of each rank."
-)
-@click.option("--metrics", type=_FILE, callback=writable, help="Write Prometheus metrics, with --follow at every look.")
 @format_option()
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
               help="Colours; auto: on a terminal, unless NO_COLOR is set.")  # fmt: skip
 def hang(
-    directory: Path | None, ras: str | None, stacks: Path | None, plan: Path | None,
-    settings: dict[KeyPath, object], follow: bool, patience_s: float, slow_s: float, timeout_s: float | None,
-    on_hang: str | None, html: Path | None, metrics: Path | None, form: Literal["text", "json"], color: str,
+    directory: Path | None, ras: str | None, stacks: Path | None, follow: bool, patience_s: float, slow_s: float,
+    timeout_s: float | None, on_hang: str | None, form: Literal["text", "json"], color: str,
 ) -> None:  # fmt: skip
     """Report which rank is the cause of a hang, and what the others wait for.
 
@@ -88,18 +72,12 @@ def hang(
     pickle or JSON, or dumps of py-spy, named likewise. The output has mismatches,
     operations that were never issued, and the cycle of waits.
     """
-    require_separate_outputs()
     for name, value in (("--on-hang", on_hang), ("--duration", timeout_s)):
         if value is not None and not follow:
             raise click.UsageError(f"{name} needs --follow")
     if (directory is None) == (ras is None):
         raise click.UsageError("name either a directory DIR or --ras HOST")
-    for name, given in (("--output", html), ("--plan", plan)):
-        if ras is not None and given is not None:
-            raise click.UsageError(f"{name} needs rings or dumps: RAS has no single operations")
-    if settings and plan is None:
-        raise click.UsageError("--set is for the plan that the job executes: give --plan")
-    output = _Output(on_hang, html, metrics, stacks, form, color)
+    output = _Output(on_hang, stacks, form, color)
     if ras is not None:
         with refusing_bad_plans(form, Path(ras), color):
             _from_ras(ras, follow, patience_s, timeout_s, output)
@@ -109,14 +87,10 @@ def hang(
         from pipeproof.interop.hang.py_spy import stack_files
 
         if not follow and not ring_files(directory):
-            if metrics is not None or plan is not None:
-                raise click.UsageError(f"--metrics and --plan need rings, not dumps of {str(directory)!r}")
             if stacks is None and stack_files(directory):
-                if html is not None:
-                    raise click.UsageError(f"--output needs operations, not stacks of {str(directory)!r}")
                 _from_stacks(directory, form, color)
             _from_dumps(directory, output)
-        _from_rings(directory, plan, settings, follow, (patience_s, slow_s, timeout_s), output)
+        _from_rings(directory, follow, (patience_s, slow_s, timeout_s), output)
 
 
 def _from_dumps(directory: Path, output: _Output) -> NoReturn:
@@ -128,10 +102,6 @@ def _from_dumps(directory: Path, output: _Output) -> NoReturn:
     with showing_progress(f"reading the dumps in {directory}"):
         report = diagnose_dumps(directory)
     failed = any(finding.severity is Severity.ERROR for finding in report.findings)
-    if output.html is not None:
-        from pipeproof.exec.monitor.hang_page import dumps_html
-
-        write_output(output.html, dumps_html(report))
     if output.form == "json":
         click.echo(json.dumps(report.to_json() | {"stacks": found.to_json()}, indent=2))
     else:
@@ -178,28 +148,18 @@ def _from_ras(ras: str, follows: bool, patience_s: float, timeout_s: float | Non
     output.end(follower.look())
 
 
-def _from_rings(
-    directory: Path, plan: Path | None, settings: Mapping[KeyPath, object], follows: bool,
-    limits: tuple[float, float, float | None], output: _Output,
-) -> NoReturn:  # fmt: skip
+def _from_rings(directory: Path, follows: bool, limits: tuple[float, float, float | None], output: _Output) -> NoReturn:
     from pipeproof.exec.monitor.check_job import check_job
     from pipeproof.exec.monitor.follow import Follower, follow
     from pipeproof.exec.monitor.job import read_job, ring_files
 
     patience_s, slow_s, timeout_s = limits
-    ops = None
-    if plan is not None:
-        from pipeproof.exec.monitor.plan_ops import PlanOps
-        from pipeproof.specs.load_plan import load_plan
-
-        with showing_progress(f"lowering {plan}"):
-            ops = output.plan = PlanOps(load_plan(plan, settings))
     if follows:
-        follower = Follower(directory, patience_s, slow_s, ops)
+        follower = Follower(directory, patience_s, slow_s)
         output.end(follow(follower, report=output.report, timeout_s=timeout_s))
     with showing_progress(f"reading the rings in {directory}"):
         job = read_job(ring_files(directory))
-        verdict = check_job(job, patience_s=patience_s, slow_s=slow_s, plan=ops)
+        verdict = check_job(job, patience_s=patience_s, slow_s=slow_s)
     output.end((verdict, job))
 
 
@@ -208,24 +168,15 @@ class _Output:
     """Options of the output, and what was printed last."""
 
     on_hang: str | None
-    html: Path | None
-    metrics: Path | None
     stacks: Path | None
     form: Literal["text", "json"]
     color: str
-    plan: PlanOps | None = None
     is_slow: bool = False
-    lateness: Mapping[str, Sequence[Lateness]] | None = None
 
     def report(self, verdict: Verdict | None, job: JobNow | None) -> None:
-        """Write the metrics of a look, and print the first verdict of a slow phase, or with a straggler."""
-        from pipeproof.exec.monitor.follow import metrics_text
+        """Print the first verdict of a slow phase, or with a straggler."""
         from pipeproof.exec.monitor.verdict import Status
 
-        if verdict is not None:
-            self.lateness = verdict.lateness
-        if self.metrics is not None:
-            write_output(self.metrics, metrics_text(verdict, job, self.lateness))
         if verdict is None:
             return
         is_slow = verdict.status is Status.SLOW or (verdict.status is Status.RUNNING and bool(verdict.findings))
@@ -234,9 +185,7 @@ class _Output:
         self.is_slow = is_slow
 
     def end(self, result: tuple[Verdict, JobNow | None] | None) -> NoReturn:
-        """Write the last verdict everywhere, run the command of a hang, and exit with the status."""
-        from pipeproof.exec.monitor.follow import metrics_text
-        from pipeproof.exec.monitor.hang_page import hang_html
+        """Print the last verdict, run the command of a hang, and exit with the status."""
         from pipeproof.exec.monitor.verdict import FAILURES
 
         if result is None:
@@ -245,10 +194,6 @@ class _Output:
         verdict, job = result
         if verdict.status in FAILURES:
             verdict = replace(verdict, stacks=self._stacks(verdict, job))
-        if self.metrics is not None:
-            write_output(self.metrics, metrics_text(verdict, job, verdict.lateness))
-        if self.html is not None and job is not None:
-            write_output(self.html, hang_html(verdict, job, self.plan))
         if self.form == "json":
             click.echo(json.dumps(verdict.to_json(), indent=2))
         else:

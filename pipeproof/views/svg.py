@@ -16,7 +16,6 @@ from pipeproof.diagnostics.text_output import printable
 
 SIZES = (11, 9, 8)
 """Sizes of text in pixels; a label that fits in none of them is left out. The classes ``s9`` and ``s8`` select one."""
-SIZE_OF_TITLE = 13
 LETTER = 0.64
 """Width of most letters in a wide font, in parts of their size."""
 _WIDTHS = {".": 0.32, "W": 1.0, "…": 1.0}
@@ -81,22 +80,6 @@ def label_in(middle: tuple[float, float], room: tuple[float, float], lines: Sequ
 def tooltip(label: str) -> str:
     """The tooltip of a mark, or the title of the picture, which screen readers read, too."""
     return f"<title>{_escaped(label)}</title>"
-
-
-def shortened(label: str, room: float, size: int = SIZES[0]) -> str:
-    """The text, or as much of both its ends as ``room`` pixels hold."""
-    most = room / size
-    if width_of(label) <= most:
-        return label
-    ends: tuple[list[str], list[str]] = [], []
-    left, sides = most - width_of("…"), (iter(label), iter(reversed(label)))
-    while True:
-        for end, letters in zip(ends, sides, strict=True):
-            letter = next(letters)
-            left -= width_of(letter)
-            if left < 0:
-                return "".join((*ends[0], "…", *reversed(ends[1])))
-            end.append(letter)
 
 
 def width_of(label: str) -> float:

@@ -55,14 +55,14 @@ def test_every_command_that_reads_a_plan_takes_set(make_options):
         if isinstance(argument, click.Argument) and "PLAN" in (argument.metavar or "")
     }
     assert readers >= {"simulate", "show", "tune", "run", "rehearse", "schedule show"}
-    by_option = {"check", "state reshard", "state aoa", "job hang", "import profile"}
+    by_option = {"check", "state reshard", "state aoa", "import profile"}
     assert (readers | by_option) - set(make_options.options()["--set"]) == set()
 
 
 def test_every_command_that_reads_a_plan_takes_files_of_other_tools(make_options):
     """Except commands that read a plan by an option."""
     found = make_options.options()
-    readers = {words for words in found["--set"] if words.split()[0] not in ("init", "import", "state")} - {"job hang"}
+    readers = {words for words in found["--set"] if words.split()[0] not in ("init", "import", "state")}
     assert readers >= {"check", "simulate", "show", "tune", "sweep", "compare", "run", "rehearse"}
     assert readers - set(found["--from"]) == set()
     for option in ("--model-config", "--world-size"):
@@ -152,7 +152,6 @@ def test_set_is_for_the_plan_that_an_option_names(tmp_path):
     assert "given by `--set topology.sequence_paralel=..`" in refused
     assert "strategy.prototxt:" not in refused
     assert "--to PLAN" in invoke("state", "reshard", state, "--check", "--names", "megatron", "--set", "a=1").stderr
-    assert "give --plan" in invoke("job", "hang", tmp_path, "--set", "topology.pp=2").stderr
     names = ("state", "aoa", plan, "--names", "pipeproof", "--to-names", "megatron")
     assert "given by `--set model.num_layers=..`" in invoke(*names, "--set", "model.num_layers=0").output
     assert "--set is for plans" in invoke("state", "aoa", plan, "--source", tmp_path, "--set", "a=1").stderr

@@ -60,7 +60,6 @@ def test_a_full_disk_leaves_the_file_that_exists_and_names_it(name, tmp_path):
         "import schedule other.csv zbv.csv -o zbv.csv",
         "import profile log.json --plan plan.json -o log.json",
         "compare plan.json page.html -o page.html",
-        "job hang hosts --follow -o new.html --metrics new.html",
     ],
 )
 def test_an_output_is_no_input_and_no_other_output(words, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.units import time_text
@@ -33,10 +33,6 @@ from pipeproof.exec.monitor.waits import Analysis, analyse, at_text, location_of
 from pipeproof.interop.hang.collective_matches import Disagreement, disagreements
 from pipeproof.interop.hang.flight_recorder import Entry, State
 from pipeproof.interop.hang.hang_codes import DISAGREEMENT, HANG_CYCLE, NEVER_ISSUED, NOT_FINISHED
-
-if TYPE_CHECKING:
-    from pipeproof.exec.monitor.plan_ops import PlanOps
-
 
 # --- Failures that are found without following waits: an error, a process that does not run, a mismatch ---
 # Three of them need no patience, because no speed ends the job well: the program of
@@ -278,7 +274,7 @@ def _digests_differ(analysis: Analysis, divergence: Divergence) -> tuple[tuple[i
 
 def check_job(
     job: JobNow, *, patience_s: float = PATIENCE_S, slow_s: float = SLOW_S, busy: frozenset[int] = frozenset(),
-    starting: frozenset[int] = frozenset(), plan: PlanOps | None = None,
+    starting: frozenset[int] = frozenset(),
 ) -> Verdict:  # fmt: skip
     """Return the verdict about a job.
 
@@ -288,9 +284,8 @@ def check_job(
         slow_s: the same for a wait for a rank of ``busy``, which computes, and for an operation that all have issued.
         busy: ranks whose processes use a processor.
         starting: ranks that may not have begun yet: a wait for one of them is no hang.
-        plan: the plan that the job executes, for names of its operations.
     """
-    analysis = analyse(job, plan)
+    analysis = analyse(job)
     waits = waits_of(analysis)
     oldest = max((wait.seconds for wait in waits), default=0.0)
     failure = certain_failure(analysis, patience_s, oldest >= patience_s)
@@ -310,19 +305,16 @@ def check_job(
         return Verdict(status, Kind.NONE, (), waits, stragglers, (), states, job.missing, lateness=late)
     return Verdict(
         failure.status, failure.kind, failure.causes, waits, tuple(failure.findings), failure.reasons, states,
-        job.missing, tuple(_plan_notes(job, failure.causes, plan)), late,
+        job.missing, tuple(_plan_positions(job, failure.causes)), late,
     )  # fmt: skip
 
 
-def _plan_notes(job: JobNow, causes: Sequence[int], plan: PlanOps | None) -> Iterator[str]:
-    """Return where the ranks of a cause are in the plan: by themselves where they execute it, else by counting."""
-    for rank in causes:
-        now = job.by_rank.get(rank)
-        position = "" if now is None else now.plan_position(job.now_ns)
+def _plan_positions(job: JobNow, causes: Sequence[int]) -> Iterator[str]:
+    """Return where the ranks of a cause are in the plan that pipeproof executes; nothing for other jobs."""
+    for now in (job.by_rank[rank] for rank in causes if rank in job.by_rank):
+        position = now.plan_position(job.now_ns)
         if position:
             yield position
-        elif plan is not None:
-            yield from plan.notes(job, (rank,))
 
 
 def follow_waits(

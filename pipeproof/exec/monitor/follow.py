@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from pipeproof.exec.monitor.check_job import check_job
 from pipeproof.exec.monitor.job import JobNow, ProcessState, process_states, read_headers, read_job, ring_files
-from pipeproof.exec.monitor.lateness import Lateness, job_lateness, straggler_findings
+from pipeproof.exec.monitor.lateness import job_lateness, straggler_findings
 from pipeproof.exec.monitor.ring import RingHeader
 from pipeproof.exec.monitor.sequence_digest import divergences
 from pipeproof.exec.monitor.verdict import FAILURES, PATIENCE_S, SLOW_S, Kind, Status, Verdict
-
-if TYPE_CHECKING:
-    from pipeproof.exec.monitor.plan_ops import PlanOps
 
 POLL_S: Final = 0.5
 _WINDOW_S: Final = 2.0
@@ -44,13 +41,11 @@ class Follower:
         directory: directory of the rings, or of one directory per host.
         patience_s: wait of a rank, in seconds, from which the job counts as hung.
         slow_s: the same for a wait for a rank that computes, or that has not begun.
-        plan: the plan that the job executes, for names of its operations.
     """
 
     directory: Path
     patience_s: float = PATIENCE_S
     slow_s: float = SLOW_S
-    plan: PlanOps | None = None
     now_ns: Callable[[], int] = time.time_ns
     _cpu: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     _events: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -80,9 +75,7 @@ class Follower:
     def _check(self, job: JobNow) -> Verdict:
         patience_s = max(self.patience_s, _LONGER * self._longest_gap_s)
         slow_s = max(self.slow_s, patience_s)
-        return check_job(
-            job, patience_s=patience_s, slow_s=slow_s, busy=self._busy(), starting=self._starting(job), plan=self.plan
-        )
+        return check_job(job, patience_s=patience_s, slow_s=slow_s, busy=self._busy(), starting=self._starting(job))
 
     def _look_for_stragglers(self, files: dict[int, Path]) -> tuple[Verdict, JobNow] | None:
         now_ns = self.now_ns()
@@ -160,34 +153,3 @@ def follow(
             return looked
         time.sleep(poll_s)
     return None
-
-
-def metrics_text(
-    verdict: Verdict | None, job: JobNow | None, lateness: Mapping[str, Sequence[Lateness]] | None = None
-) -> str:
-    """Return the state of a job as Prometheus metrics; ``lateness`` is from the last look at whole rings."""
-    status = Status.RUNNING if verdict is None else verdict.status
-    lines = [
-        "# HELP pipeproof_hang 1 while the watched job hangs or computes wrong numbers",
-        "# TYPE pipeproof_hang gauge",
-    ]
-    lines.append(f"pipeproof_hang {int(status in FAILURES)}")
-    shares: dict[int, float] = {}
-    for row in (row for rows in (lateness or {}).values() for row in rows):
-        shares[row.rank] = max(shares.get(row.rank, 0.0), row.share)
-    families: list[tuple[str, str, Mapping[int, float]]] = []
-    if shares:
-        families.append(("pipeproof_lateness_ratio", "Part of the time that a group waits for a rank alone", shares))
-    if verdict is not None:
-        causes = {rank: int(rank in verdict.causes) for rank in verdict.states}
-        waits = {wait.rank: wait.seconds for wait in verdict.waits}
-        families.append(("pipeproof_cause", "1 for a rank that causes the hang", causes))
-        families.append(("pipeproof_wait_seconds", "Seconds for which a rank has waited in its operation", waits))
-    if job is not None:
-        events = {rank.rank: rank.ring.header.num_events for rank in job.ranks}
-        families.append(("pipeproof_events_total", "Issues, waits and ends of operations of a rank", events))
-    for name, text, values in families:
-        kind = "counter" if name.endswith("_total") else "gauge"
-        lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-        lines += [f'{name}{{rank="{rank}"}} {value:g}' for rank, value in sorted(values.items())]
-    return "\n".join((*lines, ""))

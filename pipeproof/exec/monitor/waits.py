@@ -10,7 +10,6 @@ is behind another one on its own device waits for that one.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.wait_graph import Wait, WaitGraph
@@ -19,9 +18,6 @@ from pipeproof.exec.monitor.ring import OpState, RingOp
 from pipeproof.exec.monitor.verdict import SLOW_S, BlockedRank
 from pipeproof.interop.hang.collective_matches import Matches, match_entries
 from pipeproof.interop.hang.flight_recorder import Channel, Dump, Entry, Group, Launch, State
-
-if TYPE_CHECKING:
-    from pipeproof.exec.monitor.plan_ops import PlanOps
 
 
 @dataclass
@@ -32,7 +28,6 @@ class Analysis:
     matches: Matches
     entries: dict[tuple[int, int], Entry]
     ops: dict[tuple[int, int], RingOp]
-    plan: PlanOps | None = None
     blocking: dict[int, list[Entry]] = field(default_factory=dict)
     graph: WaitGraph[int] = field(default_factory=WaitGraph)
     """Waits between ranks."""
@@ -105,8 +100,8 @@ class Analysis:
         return 1 - len(self.missing(entry)) / max(num_members, 1)
 
 
-def analyse(job: JobNow, plan: PlanOps | None) -> Analysis:
-    """Match the operations of all ranks, and return the waits between them; a plan names the operations."""
+def analyse(job: JobNow) -> Analysis:
+    """Match the operations of all ranks, and return the waits between them."""
     dumps, ops = [], {}
     entries: dict[tuple[int, int], Entry] = {}
     for rank in job.ranks:
@@ -118,7 +113,7 @@ def analyse(job: JobNow, plan: PlanOps | None) -> Analysis:
             entries[rank.rank, index], ops[rank.rank, index] = entry, op
             launches.append(Launch(rank.rank, (entry,), entry.state, (entry.group,)))
         dumps.append(Dump(rank.rank, rank.ring.file, "ring", whole=True, launches=tuple(launches)))
-    analysis = Analysis(job, match_entries(dumps), entries, ops, plan, graph=WaitGraph(job.by_rank))
+    analysis = Analysis(job, match_entries(dumps), entries, ops, graph=WaitGraph(job.by_rank))
     for rank in job.ranks:
         blocking = {op.seq for op in rank.blocking}
         for index, op in enumerate(rank.ring.ops):
@@ -171,15 +166,8 @@ def waits_of(analysis: Analysis) -> tuple[BlockedRank, ...]:
         entry = max(entries, key=lambda entry: (bool(analysis.missing(entry)), analysis.seconds(entry)))
         ranks = tuple(sorted({other for each in entries for other in analysis.missing(each)} - {rank}))
         at = analysis.op(entry).at
-        waits.append(BlockedRank(rank, entry.text, at, analysis.seconds(entry), ranks, _meaning(analysis, entry)))
+        waits.append(BlockedRank(rank, entry.text, at, analysis.seconds(entry), ranks, analysis.op(entry).meaning))
     return tuple(sorted(waits, key=lambda wait: (-wait.seconds, wait.rank)))
-
-
-def _meaning(analysis: Analysis, entry: Entry) -> str:
-    op = analysis.op(entry)
-    if analysis.plan is not None and not op.plan_op:
-        return analysis.plan.name(analysis.job.by_rank[entry.rank].ring, op).text
-    return op.meaning
 
 
 def at_text(op: RingOp) -> str:

@@ -43,11 +43,6 @@ class HangReport:
         return sum(len(dump.pending) for dump in self.dumps)
 
     @property
-    def title(self) -> str:
-        """``hang: cycle, ranks 0, 1``."""
-        return "no hang" if self.kind == "none" else f"hang: {self.kind}, {self._named}"
-
-    @property
     def _named(self) -> str:
         return ranks_text(self.causes) if self.causes else "rank unknown"
 

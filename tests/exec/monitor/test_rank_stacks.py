@@ -51,12 +51,10 @@ def hung(tmp_path):
 def test_a_rank_that_never_came_is_found_and_its_line_shown(monkeypatch, tmp_path, hung):
     rings, pid = hung
     fake_py_spy(monkeypatch, tmp_path, f'echo "$5" > {tmp_path}/pid; cat {STACKS}/json/rank_1.json')
-    page = tmp_path / "hang.html"
-    result = invoke("job", "hang", rings, "--timeout", "1", "-o", page)
+    result = invoke("job", "hang", rings, "--timeout", "1")
     assert result.exit_code == 1
     assert "cause: rank 1\n  rank 1, by py-spy: next_batch (/home/user/job/train.py:4), called by step" in result.stdout
     assert (tmp_path / "pid").read_text() == f"{pid}\n"
-    assert "next_batch (/home/user/job/train.py:4)" in page.read_text()
     report = json.loads(invoke("job", "hang", rings, "--timeout", "1", "--format", "json").stdout)
     require_fit("hang", report)
     assert [(stack["rank"], stack["frames"][2]["function"]) for stack in report["stacks"]] == [(1, "next_batch")]

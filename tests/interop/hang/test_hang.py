@@ -246,7 +246,6 @@ def test_the_cause_and_the_last_operation_of_each_rank_are_in_every_output(tmp_p
     ops, causes = KINDS[kind]
     for recorder in four_ranks(*ops):
         recorder.write(tmp_path, "pickle")
-    page = tmp_path / "hang.html"
     content = json.loads(invoke("job", "hang", tmp_path, "--format", "json").stdout)
     assert (content["kind"], content["causes"]) == (kind, causes)
     assert [rank["last"] for rank in content["ranks"]] == [
@@ -255,15 +254,13 @@ def test_the_cause_and_the_last_operation_of_each_rank_are_in_every_output(tmp_p
         else {"op": "barrier #1 of group 0 (default_pg)", "at": "/home/me/train.py:10", "state": "completed"}
         for op in ops
     ]
-    text = invoke("job", "hang", tmp_path, "-o", page).stdout
+    text = invoke("job", "hang", tmp_path).stdout
     assert ("cause: rank 0" in text, "cause: rank 2" in text, "cause: rank unknown" in text) == (
         kind == "mismatch", kind == "absent", kind == "unfinished"
     )  # fmt: skip
     for rank, op in enumerate(ops if kind != "none" else ()):
         name, line = ("finished barrier #1", 10) if op is None else (f"is in {op[0]} #2", 11)
         assert re.search(rf"^rank {rank} {name} .* at /home/me/train.py:{line}$", text, re.MULTILINE)
-    assert ("rank 0 (cause)" in page.read_text()) == (0 in causes)
-    assert page.read_text().count("<rect") >= 4
 
 
 def test_the_odd_rank_of_many_is_named_whichever_it_is(tmp_path):
