@@ -40,6 +40,18 @@ FEATURES = {
         },
     },
     "hyper-connections": {"model": {"hyper_connections": {"streams": 2}}},
+    "hyper-connections of DeepSeek-V4": {
+        "model": {
+            "hyper_connections": {
+                "streams": 2,
+                "sinkhorn_iterations": 3,
+                "sinkhorn": "softmax",
+                "epsilon": 1e-6,
+                "transposed": True,
+                "contraction": "learned",
+            }
+        }
+    },
     "MTP": {"model": {"mtp": {"num_modules": 2}}},
     "MTP, magic send": {"model": {"mtp": {"num_modules": 1, "magic_send": True}}},
     "padding of the vocabulary": {"model": {"unpadded_vocab_size": 29}},

@@ -506,8 +506,8 @@ class AnalyticCosts:
         model = self._plan.gpt
         if model.hyper_connections is not None:  # its ends are of kinds of their own
             return self._plan
-        num_layers = 1 if model.moe is None else model.moe.dense_layers + 1
-        return self._plan.model_copy(update={"model": model.model_copy(update={"num_layers": num_layers})})
+        few = model.model_copy(update={"num_layers": model.num_blocks_of_each_kind})
+        return self._plan.model_copy(update={"model": few})
 
 
 def table_of(analytic: AnalyticSpec) -> CostTable | None:

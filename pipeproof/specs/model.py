@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, GetJsonSchemaHandler, model_validator
@@ -184,7 +184,29 @@ class HyperConnectionsSpec(Section):
         ge=1,
         le=1000,
         description="Number of times that the columns, and then the rows, of the mixing matrix are divided by their "
-        "sums.",
+        "sums. With `sinkhorn: softmax` the first time has only columns, and the later ones begin with rows.",
+    )
+    sinkhorn: Literal["exp", "softmax"] = Field(
+        default="exp",
+        description="First function of the mixing matrix: the exponential of each element, or softmax over each row, "
+        "as in DeepSeek-V4.",
+    )
+    epsilon: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Number that is added to the factors with which streams are read and, with `sinkhorn: softmax`, to "
+        "each element of the softmax and to each sum that divides.",
+    )
+    transposed: bool = Field(
+        default=False,
+        description="Whether the transpose of the mixing matrix mixes the streams, as in DeepSeek-V4: the sum is over "
+        "its first index.",
+    )
+    contraction: Literal["sum", "learned"] = Field(
+        default="sum",
+        description="How the streams become one after the last block: their sum or, as in DeepSeek-V4, a sum with "
+        "factors that a learned gate gives for each token.",
     )
 
     @property
@@ -343,6 +365,12 @@ class ModelSpec(Section):
         """Return True if the block of that number has experts in place of the MLP."""
         return self.moe is not None and block >= self.moe.dense_layers
 
+    @property
+    def num_blocks_of_each_kind(self) -> int:
+        """The number of first blocks among which each kind of MLP or experts is."""
+        moe = self.moe
+        return 1 if moe is None else min(self.num_layers, moe.dense_layers + moe.hash_layers + 1)
+
     def routes_by_token(self, block: int) -> bool:
         """Return True if a table chooses the experts of the block of that number by token id."""
         return self.moe is not None and 0 <= block - self.moe.dense_layers < self.moe.hash_layers
@@ -359,7 +387,11 @@ def model_content(model: Section, exclude: Mapping[str, Any] | None = None) -> d
     states of it can be resumed.
     """
     content = model.model_dump(mode="json", exclude=None if exclude is None else dict(exclude))
-    later = ((content, type(model), (*PART_KEYS, "swiglu_formula")), (content.get("moe"), MoeSpec, _LATER_OF_EXPERTS))
+    later: tuple[tuple[dict[str, Any] | None, type[Section], Sequence[str]], ...] = (
+        (content, type(model), (*PART_KEYS, "swiglu_formula")),
+        (content.get("moe"), MoeSpec, ("dispatcher", "hash_layers", "routed_scale")),
+        (content.get("hyper_connections"), HyperConnectionsSpec, _LATER_OF_STREAMS),
+    )
     for values, section, keys in later:
         for key in keys:
             if values and key in values and values[key] == section.model_fields[key].default:
@@ -367,7 +399,7 @@ def model_content(model: Section, exclude: Mapping[str, Any] | None = None) -> d
     return content
 
 
-_LATER_OF_EXPERTS = ("dispatcher", "hash_layers", "routed_scale")
+_LATER_OF_STREAMS = ("sinkhorn", "epsilon", "transposed", "contraction")
 
 
 def _problems(model: ModelSpec) -> list[Problem]:

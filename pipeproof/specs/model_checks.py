@@ -114,15 +114,16 @@ def _check_dispatcher(moe: MoeSpec) -> list[Problem]:
 
 
 def check_mtp(plan: PlanSections) -> list[Problem]:
-    """PP108: every module has a token to predict in the shortest sequence; PP106: not with hyper-connections."""
+    """PP108: every module has a token to predict in the shortest sequence; PP106: with streams it embeds itself."""
     mtp = plan.gpt.mtp
     if mtp is None:
         return []
     problems = []
-    if plan.gpt.hyper_connections is not None:
-        message = "`model.mtp` is given together with `model.hyper_connections`, and it is not defined which residual "
-        message += "stream a module reads"
-        problems.append(Problem("PP106", ("model", "mtp"), message, help="remove one of the two", at_key=True))
+    if plan.gpt.hyper_connections is not None and not mtp.magic_send:
+        message = "the embedded tokens of `model.mtp` modules cross between stages next to the several streams of "
+        message += "`model.hyper_connections`, which are wider"
+        fix = "set model.mtp.magic_send to true: modules look up their tokens themselves"
+        problems.append(Problem("PP106", ("model", "mtp"), message, help=fix, at_key=True))
     lengths = plan.sequence_lengths
     shortest = min(lengths, key=lengths.__getitem__)
     if lengths[shortest] <= mtp.num_modules:

@@ -86,7 +86,8 @@ def assert_described_as_typed(spec, size):
             assert [(c.kind, c.axis, c.numel, c.label.removeprefix(f"{layer.name}.")) for c in listed] == [
                 (c.kind, c.axis, c.numel, c.label) for c in wanted
             ]
-        assert {p.name.removeprefix(f"{layer.name}.") for p in layer.parameters} == set(needed.partial_over)
+        used = (*layer.parameters, *layer.borrowed)
+        assert {p.name.removeprefix(f"{layer.name}.") for p in used} == set(needed.partial_over)
         for parameter in layer.parameters:
             name = parameter.name.removeprefix(f"{layer.name}.")
             of_data = ("ep",) if degrees["ep"] > 1 and "ep" not in parameter.sharded_over else ()

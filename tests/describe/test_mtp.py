@@ -152,7 +152,12 @@ def test_a_copied_weight_counts_once_for_a_rank():
             "set model.seq_length to 9 at least, or model.mtp.num_modules to at",
         ),
         ({"mtp": {"num_modules": 2}}, {"seq_lengths": [8, 2, 8, 8]}, "PP108", "schedule.seq_lengths[1] is 2"),
-        ({"mtp": {"num_modules": 1}, "hyper_connections": {"streams": 2}}, {}, "PP106", "remove one of the two"),
+        (
+            {"mtp": {"num_modules": 1}, "hyper_connections": {"streams": 2}},
+            {},
+            "PP106",
+            "set model.mtp.magic_send to true",
+        ),
         ({"mtp": {}}, {}, "PP104", "num_modules"),
         ({"mtp": {"num_modules": 1, "loss_weight": 0.0}}, {}, "PP106", "loss_weight"),
     ],

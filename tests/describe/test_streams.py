@@ -41,16 +41,18 @@ def spec_of(streams, model=(), **sections):
 @given(
     streams=st.integers(2, 5),
     num_layers=st.integers(2, 4),
-    model=st.sampled_from([{}, {"moe": MOE}, {"mla": MLA}]),
+    model=st.sampled_from([{}, {"moe": MOE}, {"mla": MLA}, {"mtp": {"num_modules": 2, "magic_send": True}}]),
+    more=st.sampled_from([{}, {"transposed": True}, {"sinkhorn": "softmax", "epsilon": 0.1, "contraction": "learned"}]),
     tp=st.sampled_from([1, 2]),
     cp=st.sampled_from([1, 2]),
     ep=st.sampled_from([1, 2]),
     sp=st.booleans(),
     size=st.sampled_from([None, MicroBatchSize(32, 1), MicroBatchSize(8, 3)]),
 )
-def test_the_description_by_hand_is_what_the_types_say(streams, num_layers, model, tp, cp, ep, sp, size):
+def test_the_description_by_hand_is_what_the_types_say(streams, num_layers, model, more, tp, cp, ep, sp, size):
     topology = {"pp": 1, "tp": tp, "cp": cp, "ep": ep, "sequence_parallel": sp}
-    assert_described_as_typed(spec_of(streams, {"num_layers": num_layers, **model}, topology=topology), size)
+    model = {"num_layers": num_layers, **model, "hyper_connections": {"streams": streams, **more}}
+    assert_described_as_typed(spec_of(streams, model, topology=topology), size)
 
 
 @pytest.mark.parametrize("sp", [False, True])
@@ -70,7 +72,7 @@ def test_a_block_has_two_sets_of_three_weights_that_every_tensor_parallel_rank_h
 
 def test_the_ends_of_the_blocks_make_several_streams_of_one_and_one_of_several():
     found = [residual_streams_of(spec_of(3, {"num_layers": 3}).model, f"layer.{i}") for i in range(3)]
-    assert [(one.count, one.iterations, one.expands, one.contracts) for one in found] == [
+    assert [(one.count, one.spec.sinkhorn_iterations, one.expands, one.contracts) for one in found] == [
         (3, 20, True, False), (3, 20, False, False), (3, 20, False, True),
     ]  # fmt: skip
     only = residual_streams_of(spec_of(3, {"num_layers": 1}).model, "layer.0")
@@ -187,6 +189,10 @@ def test_computed_times_know_the_streams():
 
     one, several = times({}), times({"hyper_connections": {"streams": 4}})
     assert all(b > a for a, b in zip(one, several, strict=True))
+    by_token = {"moe": {**MOE, "dense_layers": 1, "hash_layers": 1}}  # three kinds of blocks
+    dense, hashed, *scored = times(by_token)
+    assert hashed == scored[0]
+    assert list(times({"moe": {**MOE, "dense_layers": 1}})) == [dense, hashed, *scored]
 
 
 @pytest.mark.parametrize(
@@ -207,12 +213,27 @@ def test_mistakes_are_said(keys, code, words):
     assert found.code == code
 
 
-def test_not_together_with_modules_that_predict_further_ahead():
+def test_embedded_tokens_of_modules_do_not_cross_next_to_streams():
     with pytest.raises(BadPlanError) as caught:
         plan_from_dict(plan_dict(model={"hyper_connections": {"streams": 2}, "mtp": {"num_modules": 1}}))
     (found,) = caught.value.findings
     assert found.code == "PP106"
-    assert "`model.mtp` is given together with `model.hyper_connections`" in found.message
+    assert found.help.startswith("set model.mtp.magic_send to true")
+    mtp = {"num_modules": 1, "magic_send": True}
+    assert check(plan_from_dict(plan_dict(model={"hyper_connections": {"streams": 2}, "mtp": mtp}))).certificate
+
+
+def test_the_last_block_and_modules_have_a_gate_for_the_learned_contraction():
+    model = {
+        "mtp": {"num_modules": 1, "magic_send": True},
+        "hyper_connections": {"streams": 4, "contraction": "learned"},
+    }
+    own = [p for layer in describe_gpt(spec_of(4, model)) for p in layer.parameters if ".out_streams." in p.name]
+    assert {p.name: p.shape for p in own} == {
+        f"{block}.out_streams.{end}": shape
+        for block in ("layer.3", "mtp.0")
+        for end, shape in {"weight": (4 * 16, 4), "scale": (1,), "bias": (4,)}.items()
+    }
 
 
 def test_right_ones_stay_what_they_are():

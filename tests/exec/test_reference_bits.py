@@ -30,6 +30,12 @@ BY_TOKEN = {
 }  # fmt: skip
 GATHERED = {"moe": {**MOE, "dispatcher": "all_gather"}}
 STREAMS = {"hyper_connections": {"streams": 3, "sinkhorn_iterations": 3}}
+STREAMS_V4 = {
+    "hyper_connections": {
+        **STREAMS["hyper_connections"], "sinkhorn": "softmax", "epsilon": 1e-6, "transposed": True,
+        "contraction": "learned",
+    }
+}  # fmt: skip
 AHEAD = {"mtp": {"num_modules": 2, "loss_weight": 0.4}}
 AHEAD_TIED = {"mtp": {**AHEAD["mtp"], "magic_send": True}, "tied_embedding": True}
 TIED = {"tied_embedding": True}
@@ -90,6 +96,13 @@ PLANS = {
     "streams, copies of stages": ({"dp": 2}, DUAL, STREAMS, {}),
     "streams, latent, tied, clipped": (SP, {}, {**STREAMS, "mla": MLA, **TIED}, CLIPPED),
     "streams, dropout, limit, wide sums": (SP, ZB, {**STREAMS, "dropout": 0.1, **LIMIT}, WIDE),
+    "streams of DeepSeek-V4, split backward": (SP, ZB, STREAMS_V4, {}),
+    "streams of DeepSeek-V4, ahead, rank with both ends": (
+        {}, V, {**STREAMS_V4, "mtp": AHEAD_TIED["mtp"], "num_layers": 4, **BATCH_FIRST}, FULL,
+    ),
+    "streams of DeepSeek-V4, ahead, ep, experts by token id": (
+        {"ep": 2}, {}, {**STREAMS_V4, **AHEAD_TIED, **BY_TOKEN}, {},
+    ),
     "ahead, slices": ({"tp": 2}, {}, AHEAD, PARTIAL),
     "ahead, stages of their own": ({"pp": 3}, {}, {**AHEAD, "num_layers": 2}, OWN_STAGES),
     "ahead, a rank with both ends": ({}, V, {**AHEAD, "num_layers": 4}, {}),

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from pipeproof.specs.model import HyperConnectionsSpec
 from pipeproof.stages.common.stage import contract_streams, expand_streams, sinkhorn, with_streams
 from pipeproof.stages.describe.gpt import describe_gpt
-from pipeproof.stages.describe.layers.layer_operations import BlockStreams
 from pipeproof.stages.describe.synthetic import loss_scale, micro_batch
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.stage import PaddleStage
@@ -25,7 +25,7 @@ from tests.stages.test_recompute import allocated
 pytestmark = pytest.mark.needs_paddle
 
 STREAMS = {"hyper_connections": {"streams": 3, "sinkhorn_iterations": 4}}
-OF = BlockStreams(3, 4, expands=False, contracts=False)
+OF = HyperConnectionsSpec(streams=3, sinkhorn_iterations=4)
 HIDDEN, GATES = 5, 15
 
 

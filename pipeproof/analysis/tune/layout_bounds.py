@@ -302,8 +302,7 @@ class Bounds:
     def _cell_spec(self, tp: int, cp: int, ep: int, mbs: int, recompute: str) -> PlanSpec:
         """A plan of one stage with a layer of each kind, on the ranks that share a stage."""
         model = dict(self._base["model"])
-        moe = self._spec.gpt.moe
-        model["num_layers"] = 1 if moe is None else moe.dense_layers + 1
+        model["num_layers"] = self._spec.gpt.num_blocks_of_each_kind
         modules = self._base["memory"].get("recompute_modules")
         memory = {key: value for key, value in self._base["memory"].items() if key != "recompute_modules"}
         spec = plan_from_dict(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from pipeproof.specs.model import MlaSpec
+from pipeproof.specs.model import HyperConnectionsSpec, MlaSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.backend_ops import BackendOps, Tensor, Weight
 from pipeproof.stages.common.dropout import Dropouts
@@ -30,7 +30,7 @@ from pipeproof.stages.common.weights import SplitWeights, StageWeights, WeightGr
 from pipeproof.stages.common.work_items import MtpStream, WorkItem, join_mtp_streams, split_mtp_streams, training_loss
 from pipeproof.stages.describe.layer import Layer, is_empty
 from pipeproof.stages.describe.layer_records import LayerWatch
-from pipeproof.stages.describe.layers.layer_operations import ENDS, BlockStreams, residual_streams_of
+from pipeproof.stages.describe.layers.layer_operations import ENDS, residual_streams_of
 from pipeproof.stages.describe.model_family import describe_boundary
 from pipeproof.stages.describe.mtp_streams import (
     is_mtp,
@@ -44,8 +44,8 @@ from pipeproof.stages.describe.synthetic import DropoutKeys
 
 TokenBatch = TypeVar("TokenBatch")
 """The tokens and labels of a micro-batch, as a framework's stage takes them."""
-RoutedItem: TypeAlias = tuple[int, int, Tensor]
-"""Micro-batch and split of a work item, and the ids of its tokens in the order of activations."""
+RoutedItem: TypeAlias = tuple[int, int, Tensor | None]
+"""Micro-batch and split of a work item, and the ids of its tokens in the order of activations, if experts need them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +174,13 @@ class Stage(ABC, Generic[TokenBatch]):
                 if watch is not None:
                     watch.see_loss(layer.name, index, split, reported)
             else:
+                routes_by_token = f"{layer.name}.mlp.hash_router.weight" in self.parameters
                 block = partial(
                     self._block,
                     name=layer.name,
                     index=index,
                     split=split,
-                    token_ids=work_item.tokens,
+                    token_ids=work_item.tokens if routes_by_token else None,  # else nothing would free them
                     dropouts=dropouts,
                 )
                 if is_mtp(layer.name):
@@ -237,7 +238,7 @@ class Stage(ABC, Generic[TokenBatch]):
         return block(self._product(self._ops.concat(normed, -1), f"{name}.proj"))
 
     def _block(
-        self, activation: Tensor, name: str, index: int, split: int, token_ids: Tensor, dropouts: Dropouts
+        self, activation: Tensor, name: str, index: int, split: int, token_ids: Tensor | None, dropouts: Dropouts
     ) -> Tensor:
         def attention(x: Tensor) -> Tensor:
             return self._attention(self._norm(x, f"{name}.attn_norm"), f"{name}.attn", index, split, dropouts)
@@ -249,11 +250,17 @@ class Stage(ABC, Generic[TokenBatch]):
         if streams is None:
             activation = activation + attention(activation)
             return activation + mlp(activation)
+
+        def weights_of(part: str) -> dict[str, Weight]:
+            return {end: self.parameters[f"{name}.{part}_streams.{end}"] for end in ENDS}
+
+        spec = streams.spec
         if streams.expands:
             activation = expand_streams(self._ops, activation, streams.count)
         for part, sub_layer in (("attn", attention), ("mlp", mlp)):
-            parameters = {end: self.parameters[f"{name}.{part}_streams.{end}"] for end in ENDS}
-            activation = with_streams(self._ops, activation, sub_layer, streams, self._weights, parameters)
+            activation = with_streams(self._ops, activation, sub_layer, spec, self._weights, weights_of(part))
+        if streams.has_gate_at_end:
+            return gated_sum_of_streams(self._ops, activation, spec, self._weights, weights_of("out"))
         return contract_streams(self._ops, activation, streams.count) if streams.contracts else activation
 
     def _attention(self, activation: Tensor, name: str, index: int, split: int, dropouts: Dropouts) -> Tensor:
@@ -418,11 +425,30 @@ def contract_streams(ops: BackendOps, streams: Tensor, count: int) -> Tensor:
     return total
 
 
+def gated_sum_of_streams(
+    ops: BackendOps,
+    streams: Tensor,
+    spec: HyperConnectionsSpec,
+    weights: SplitWeights,
+    parameters: Mapping[str, Weight],
+) -> Tensor:
+    """Add the streams with learned factors for each token: [.., n H] to [.., H]."""
+    to_gates, to_read = ops.fork(streams, 2)
+    products = weights.product(ops.rms_norm(to_gates), parameters["weight"])
+    gates = weights.scaled_and_shifted(products, parameters["scale"], parameters["bias"], [spec.streams])
+    return _read_streams(gates, to_read, spec)
+
+
+def _read_streams(gates: Tensor, streams: Tensor, spec: HyperConnectionsSpec) -> Tensor:
+    factors = gates.sigmoid() + spec.epsilon if spec.epsilon else gates.sigmoid()
+    return (factors.unsqueeze(-2) @ _unflatten_streams(streams, spec.streams)).squeeze(-2)
+
+
 def with_streams(
     ops: BackendOps,
     streams: Tensor,
     sub_layer: Callable[[Tensor], Tensor],
-    spec: BlockStreams,
+    spec: HyperConnectionsSpec,
     weights: SplitWeights,
     parameters: Mapping[str, Weight],
 ) -> Tensor:
@@ -434,16 +460,19 @@ def with_streams(
     ``bias`` of the sub-layer's streams.
     """
     to_gates, to_read, to_mix = ops.fork(streams, 3)
-    sizes = [spec.count, spec.count, spec.count * spec.count]
+    count = spec.streams
+    sizes = [count, count, count * count]
     products = weights.product(ops.rms_norm(to_gates), parameters["weight"])
     gates = weights.scaled_and_shifted(products, parameters["scale"], parameters["bias"], sizes)
     pre, post, res = ops.split(gates, sizes, -1)
-    res = ops.recompute_in_backward(
-        partial(sinkhorn, ops, iterations=spec.iterations), _unflatten_streams(res, spec.count)
-    )
-    mixed = (res @ _unflatten_streams(to_mix, spec.count)).flatten(-2)
-    read = (pre.sigmoid().unsqueeze(-2) @ _unflatten_streams(to_read, spec.count)).squeeze(-2)
-    output = sub_layer(read)
+    balance = partial(sinkhorn, ops, iterations=spec.sinkhorn_iterations)
+    if spec.sinkhorn == "softmax":
+        balance = partial(sinkhorn_of_softmax, ops, iterations=spec.sinkhorn_iterations, epsilon=spec.epsilon)
+    res = ops.recompute_in_backward(balance, _unflatten_streams(res, count))
+    if spec.transposed:
+        res = ops.permute(res, [*range(len(res.shape) - 2), len(res.shape) - 1, len(res.shape) - 2])
+    mixed = (res @ _unflatten_streams(to_mix, count)).flatten(-2)
+    output = sub_layer(_read_streams(pre, to_read, spec))
     written = (2.0 * post.sigmoid()).unsqueeze(-1) * output.unsqueeze(-2)
     return mixed + written.flatten(-2)
 
@@ -458,6 +487,20 @@ def sinkhorn(ops: BackendOps, matrix: Tensor, iterations: int) -> Tensor:
         logs = logs - logs.logsumexp(-2, keepdim=True)
         logs = logs - logs.logsumexp(-1, keepdim=True)
     return ops.as_type_of(logs.exp(), matrix)
+
+
+def sinkhorn_of_softmax(ops: BackendOps, matrix: Tensor, iterations: int, epsilon: float) -> Tensor:
+    """Softmax over rows of [.., n, n]; then columns, and ``iterations`` - 1 times rows and columns, over their sums.
+
+    Each softmax and each sum is ``epsilon`` larger.
+    """
+    logs = ops.widened(matrix)
+    result = (logs - logs.logsumexp(-1, keepdim=True)).exp() + epsilon
+    result = result / (result.sum(-2, keepdim=True) + epsilon)
+    for _ in range(iterations - 1):
+        result = result / (result.sum(-1, keepdim=True) + epsilon)
+        result = result / (result.sum(-2, keepdim=True) + epsilon)
+    return ops.as_type_of(result, matrix)
 
 
 def _unflatten_streams(flat: Tensor, count: int) -> Tensor:

@@ -59,7 +59,7 @@ from pipeproof.stages.describe.layer import (
 from pipeproof.stages.describe.layers import operations as ops
 from pipeproof.stages.describe.layers.layer_operations import layer_operations, residual_streams_of
 from pipeproof.stages.describe.layers.operations import RankSizes
-from pipeproof.stages.describe.mtp_streams import mtp_streams_into
+from pipeproof.stages.describe.mtp_streams import is_mtp, mtp_streams_into
 from pipeproof.stages.describe.synthetic import MASK_BYTES, dropout_sites
 
 TOKEN_ID = 8
@@ -174,7 +174,7 @@ def gpt_input_lifetime(plan: PlanSpec, layers: Sequence[Layer]) -> Lifetime | No
     is_gathered = (
         plan.topology.sequence_parallel and plan.topology.tp > 1 and plan.memory.sequence_parallel_activations == "keep"
     )
-    streams = residual_streams_of(plan.gpt, first)
+    streams = None if is_mtp(first) else residual_streams_of(plan.gpt, first)
     is_widened = streams is not None and streams.expands and plan.memory.recompute != "full"
     has_mtp_streams = mtp_streams_into(plan.gpt, first) > 1
     if first == "embed" or (first == "head" and is_gathered) or is_widened or has_mtp_streams:

@@ -114,10 +114,8 @@ class _GptWriter:
         joined = p.add("joined", "hidden_norm.place", "embed_norm.place")
         x = p.select("x", p.multiply("proj", joined, "proj.weight", over="two h"), "o_module", "h")
         kind = "moe_block" if self._model.has_experts(self._model.num_layers - 1) else "block"
-        for _, made, write in self._sub_layers(kind):
-            x = p.add(made, x, write(p, x))
-        p.result(x, **self._between)
-        return p
+        streams = residual_streams_of(self._model, "mtp.0")
+        return residual_block(p, streams, self._sub_layers(kind), self._between, x)
 
     def norm(self) -> ProgramBuilder:
         """The final norm."""
@@ -371,7 +369,7 @@ def stream_sizes(model: ModelSpec) -> Mapping[str, int]:
     spec, count = model.hyper_connections, model.num_streams
     if spec is None:
         return {}
-    return {"p": count, "p_to": count, "p_all": count * count, "p_gates": spec.num_gates, "p_three": 3}
+    return {"p": count, "p_to": count, "p_all": count * count, "p_gates": spec.num_gates, "p_three": 3, "p_one": 1}
 
 
 def residual_block(
@@ -379,30 +377,46 @@ def residual_block(
     streams: BlockStreams | None,
     sub_layers: Sequence[tuple[str, str, SubLayer]],
     between: Mapping[str, str],
+    given: str = "",
 ) -> ProgramBuilder:
-    """A block of sub-layers, each with its residual: (name, name of the result, sub-layer)."""
+    """A block of sub-layers, each with its residual: (name, name of the result, sub-layer).
+
+    The block of a module reads the value ``given``; any other one has an input.
+    """
     if streams is None:
-        x = p.input("x", "s b h", **between)
+        x = given or p.input("x", "s b h", **between)
         for _, made, write in sub_layers:
             x = p.add(made, x, write(p, x))
         p.result(x, **between)
         return p
     if streams.expands:
-        p.input("given", "s b h", **between)
-        x = p.multiply("x", "given", p.constant("each", "p"))
+        given = given or p.input("given", "s b h", **between)
+        x = p.multiply("streams", given, p.constant("each", "p"))
     else:
         x = p.input("x", "s b p h", **between)
     for name, made, write in sub_layers:
-        x = _around(p, name, x, write, f"{made}.streams" if streams.contracts else made)
+        x = _around(p, name, x, write, f"{made}.streams" if streams.contracts else made, streams)
     if streams.contracts:
-        x = p.multiply(sub_layers[-1][1], x, over="p")
+        factors = [_factors_at_end(p, x)] if streams.has_gate_at_end else []
+        x = p.multiply(sub_layers[-1][1], x, *factors, over="p")
     p.result(x, **between)
     return p
 
 
-def _around(p: ProgramBuilder, name: str, x: str, write: SubLayer, made: str) -> str:
+def _factors_at_end(p: ProgramBuilder, x: str) -> str:
+    """The learned factors with which streams are added."""
+    at = "out_streams"
+    p.parameter(f"{at}.weight", "p h p_to")
+    p.parameter(f"{at}.scale", "p_one")
+    p.parameter(f"{at}.bias", "p_to")
+    p.multiply(f"{at}.plain", p.apply(f"{at}.normed", x, along="p h"), f"{at}.weight", over="p h")
+    gates = p.apply(f"{at}.gates", f"{at}.plain", f"{at}.scale", f"{at}.bias", along="p_to", drop="p_one")
+    return p.select(f"{at}.factors", gates, "p_to", "p")
+
+
+def _around(p: ProgramBuilder, name: str, x: str, write: SubLayer, made: str, streams: BlockStreams) -> str:
     """The streams ``x`` after one sub-layer, under the name ``made``."""
-    at = f"{name}_streams"
+    at, matrix = f"{name}_streams", "p p_to" if streams.spec.transposed else "p_to p"
     p.parameter(f"{at}.weight", "p h p_gates")
     p.parameter(f"{at}.scale", "p_three")
     p.parameter(f"{at}.bias", "p_gates")
@@ -410,7 +424,7 @@ def _around(p: ProgramBuilder, name: str, x: str, write: SubLayer, made: str) ->
     gates = p.apply(f"{at}.gates", f"{at}.plain", f"{at}.scale", f"{at}.bias", along="p_gates", drop="p_three")
     p.select(f"{at}.pre", gates, "p_gates", "p")
     p.select(f"{at}.post", gates, "p_gates", "p_to")
-    p.split(f"{at}.matrix", p.select(f"{at}.plain_res", gates, "p_gates", "p_all"), "p_all", "p_to p")
+    p.split(f"{at}.matrix", p.select(f"{at}.plain_res", gates, "p_gates", "p_all"), "p_all", matrix)
     p.apply(f"{at}.res", f"{at}.matrix", along="p_to p")
     read = p.multiply(f"{at}.read", f"{at}.pre", x, over="p")
     p.multiply(f"{at}.mixed", f"{at}.res", x, over="p")

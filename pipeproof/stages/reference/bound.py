@@ -42,6 +42,7 @@ def parallel_bound(plan: PlanSpec) -> float:
         experts, backward:    down H, gate and up 2M, scores H, k and 2E, visits k, three readers 3
         streams, forward:     norm n H, gates n H, Sinkhorn 2 t n, read n, mix n and 1, for each sub-layer
         streams, backward:    mix n, gates H, Sinkhorn 2 t n, gates n (n + 2), norm n H, three readers 3
+        learned contraction:  norm n H, gates n H, read n, and back H and H
         a module (MTP):       two norms 2H, joined 2H, and back H and 2H, in addition to its block
         ends:                 two final norms 2H, head H forward and V back, softmax V
         the weight gradient:  the tokens S B of a micro-batch, then all micro-batches
@@ -119,6 +120,8 @@ def _path_length(plan: PlanSpec) -> int:
     blocks += (
         len(kinds) * (attention + _norms(model, "layer.0") + 2 * _streams(model)) + num_modules(model) * 7 * hidden
     )
+    if model.hyper_connections is not None and model.hyper_connections.contraction == "learned":
+        blocks += (1 + num_modules(model)) * (2 * model.num_streams * hidden + 2 * hidden + model.num_streams)
     return blocks + hidden + _norms(model, "norm") + 2 * vocab + length * plan.schedule.micro_batch_size
 
 

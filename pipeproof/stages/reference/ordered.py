@@ -314,13 +314,13 @@ class OrderedModel(OrderedLayers):
         model = self.plan.gpt
 
         def attended(x: Shards) -> Residual:
-            before = residual(expanded(x, model, number), f"{name}.attn", model, self.used)
+            before = residual(expanded(x, model, name), f"{name}.attn", model, self.used)
             y = self.attention(self.norm(before.sub_layer_input, f"{name}.attn_norm"), f"{name}.attn")
             x = before.update(self.dropped(y, "hidden", f"{name}.attn"))
             return residual(x, f"{name}.mlp", model, self.used)
 
         def ended(before: Residual, y: Shards) -> Shards:
-            return contracted(before.update(self.dropped(y, "hidden", f"{name}.mlp")), model, number)
+            return contracted(before.update(self.dropped(y, "hidden", f"{name}.mlp")), model, name, self.used)
 
         befores = self.each(attended, xs)
         normed = self.each(lambda before: self.norm(before.sub_layer_input, f"{name}.mlp_norm"), befores)

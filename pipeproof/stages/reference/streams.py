@@ -59,27 +59,58 @@ def summed(x: Tensor, spec: HyperConnectionsSpec) -> Tensor:
     return add(x.split(spec.streams, axis=-1))
 
 
+def gated_sum(x: Tensor, weights: Sequence[Tensor], spec: HyperConnectionsSpec) -> Tensor:
+    """Add the streams with learned factors, for the output of the last block."""
+    weight, scale, bias = weights
+    for_gates, for_sum = Copies.apply(x, 2)
+    factors = _factors(paddle.matmul(_normed(for_gates), weight) * scale + bias, spec)
+    return paddle.matmul(factors.unsqueeze(-2), for_sum.reshape([*x.shape[:-1], spec.streams, -1])).squeeze(-2)
+
+
+def _normed(x: Tensor) -> Tensor:
+    a = paddle.assign(x)
+    return a * paddle.rsqrt(paddle.square(a).mean(axis=-1, keepdim=True) + 1e-6)
+
+
+def _factors(numbers: Tensor, spec: HyperConnectionsSpec) -> Tensor:
+    """The factors with which streams are read."""
+    factors = paddle.nn.functional.sigmoid(numbers)
+    return factors + spec.epsilon if spec.epsilon else factors
+
+
+def _mixing(numbers: Tensor, spec: HyperConnectionsSpec) -> Tensor:
+    """The matrix [.., n, n] that mixes streams, of numbers of the same shape."""
+    if spec.sinkhorn == "softmax":
+        matrix = paddle.exp(numbers - numbers.logsumexp(axis=-1, keepdim=True)) + spec.epsilon
+        for dim in [-2, *[-1, -2] * (spec.sinkhorn_iterations - 1)]:
+            matrix = matrix / (matrix.sum(axis=dim, keepdim=True) + spec.epsilon)
+    else:
+        for _ in range(spec.sinkhorn_iterations):
+            numbers = numbers - numbers.logsumexp(axis=-2, keepdim=True)  # columns add up to one
+            numbers = numbers - numbers.logsumexp(axis=-1, keepdim=True)  # rows do
+        matrix = numbers.exp()
+    return matrix.transpose([0, 1, 3, 2]) if spec.transposed else matrix
+
+
 def read(x: Tensor, weights: Sequence[Tensor], spec: HyperConnectionsSpec) -> tuple[Tensor, StreamUpdate]:
     """The input of a sub-layer from the streams, and the function that updates the streams with its output."""
     n = spec.streams
     weight, scale, bias = weights
     for_gates, for_layer, for_mixture = Copies.apply(x, 3)
     each = [*x.shape[:-1], n, x.shape[-1] // n]
-    a = paddle.assign(for_gates)
-    normed = a * paddle.rsqrt(paddle.square(a).mean(axis=-1, keepdim=True) + 1e-6)
     parts = [n, n, n * n]
     numbers = [
         part * factor + shift
         for part, factor, shift in zip(
-            paddle.matmul(normed, weight).split(parts, axis=-1), scale.split(3), bias.split(parts), strict=True
+            paddle.matmul(_normed(for_gates), weight).split(parts, axis=-1),
+            scale.split(3),
+            bias.split(parts),
+            strict=True,
         )
     ]
-    pre, post = paddle.nn.functional.sigmoid(numbers[0]), paddle.nn.functional.sigmoid(numbers[1]) * 2.0
-    matrix = numbers[2].reshape([*x.shape[:-1], n, n])
-    for _ in range(spec.sinkhorn_iterations):
-        matrix = matrix - matrix.logsumexp(axis=-2, keepdim=True)  # columns add up to one
-        matrix = matrix - matrix.logsumexp(axis=-1, keepdim=True)  # rows do
-    mixture = paddle.matmul(matrix.exp(), for_mixture.reshape(each))
+    pre, post = _factors(numbers[0], spec), paddle.nn.functional.sigmoid(numbers[1]) * 2.0
+    matrix = _mixing(numbers[2].reshape([*x.shape[:-1], n, n]), spec)
+    mixture = paddle.matmul(matrix, for_mixture.reshape(each))
     sub_layer_input = paddle.matmul(pre.unsqueeze(-2), for_layer.reshape(each)).squeeze(-2)
 
     def update(output: Tensor) -> Tensor:
@@ -111,13 +142,23 @@ def residual(x: Shards, sub_layer: str, model: ModelSpec, weights: Mapping[str, 
     return Residual([sub_layer_input for sub_layer_input, _ in reads], [update for _, update in reads])
 
 
-def expanded(x: Shards, model: ModelSpec, number: int) -> Shards:
-    """The input of block ``number``: in the first block, one activation becomes several streams, if there are any."""
+def expanded(x: Shards, model: ModelSpec, name: str) -> Shards:
+    """The input of the block: in the first one, and in modules, one activation becomes the streams."""
     spec = model.hyper_connections
-    return x if spec is None or number > 0 else [widened(shard, spec) for shard in x]
+    return x if spec is None or not is_end(name, 0) else [widened(shard, spec) for shard in x]
 
 
-def contracted(x: Shards, model: ModelSpec, number: int) -> Shards:
-    """The output of block ``number``: in the last block, the sum of the streams."""
+def contracted(x: Shards, model: ModelSpec, name: str, weights: Mapping[str, Shards]) -> Shards:
+    """The output of the block: in the last one, and in modules, the streams become one activation."""
     spec = model.hyper_connections
-    return x if spec is None or number < model.num_layers - 1 else [summed(shard, spec) for shard in x]
+    if spec is None or not is_end(name, model.num_layers - 1):
+        return x
+    if spec.contraction == "sum":
+        return [summed(shard, spec) for shard in x]
+    of_shards = zip(*(weights[f"{name}.out_streams.{end}"] for end in WEIGHTS), strict=True)
+    return [gated_sum(shard, own, spec) for shard, own in zip(x, of_shards, strict=True)]
+
+
+def is_end(name: str, number: int) -> bool:
+    """True for the block of that number, and for modules, whose blocks are the first and the last at once."""
+    return name == f"layer.{number}" or name.startswith("mtp.")

@@ -243,7 +243,8 @@ class TorchUnpartitionedModel:
         spec = self.plan.gpt.hyper_connections
         attention = self.attention if self.plan.gpt.mla is None else self.latent_attention
         mlp = self.experts if self.plan.gpt.has_experts(number) else self.mlp
-        if spec is not None and number == 0:
+        in_module = name.startswith("mtp.")
+        if spec is not None and (number == 0 or in_module):
             x = widened(x, spec)
         for sub_layer, compute in ((f"{name}.attn", attention), (f"{name}.mlp", mlp)):
             if spec is None:
@@ -253,7 +254,9 @@ class TorchUnpartitionedModel:
                 sub_layer_input, update = read(x, self.weights, sub_layer, spec)
                 output = compute(self.norm(sub_layer_input, f"{sub_layer}_norm"), sub_layer)
                 x = update(self.dropout_rng.tokens(output, "hidden", sub_layer))
-        return summed(x, spec) if spec is not None and number == self.plan.gpt.num_layers - 1 else x
+        if spec is None or (number < self.plan.gpt.num_layers - 1 and not in_module):
+            return x
+        return summed(x, spec) if spec.contraction == "sum" else gated_sum(x, self.weights, f"{name}.out", spec)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """The norm over the last dim, with the weights of that name."""
@@ -454,18 +457,44 @@ def read(x: Tensor, weights: WholeWeights, sub_layer: str, spec: HyperConnection
         f"{sub_layer}_streams.bias"
     )
     pre, post, mix = torch.split(numbers, parts, -1)
-    matrix = mix.reshape(*x.shape[:-1], n, n)
-    if matrix.dtype in (torch.bfloat16, torch.float16):
-        matrix = matrix.float()
-    for _ in range(spec.sinkhorn_iterations):
-        matrix = matrix - torch.logsumexp(matrix, -2, keepdim=True)  # columns add up to one
-        matrix = matrix - torch.logsumexp(matrix, -1, keepdim=True)  # rows do
     each = (*x.shape[:-1], n, x.shape[-1] // n)
-    mixture = torch.matmul(torch.exp(matrix).to(x.dtype), for_mixture.reshape(each))
-    taken = torch.matmul(torch.sigmoid(pre).unsqueeze(-2), for_layer.reshape(each)).squeeze(-2)
+    mixture = torch.matmul(mixing(mix.reshape(*x.shape[:-1], n, n), spec).to(x.dtype), for_mixture.reshape(each))
+    taken = torch.matmul(factors_of(pre, spec).unsqueeze(-2), for_layer.reshape(each)).squeeze(-2)
 
     def update(output: Tensor) -> Tensor:
         written = (torch.sigmoid(post) * 2.0).unsqueeze(-1) * output.unsqueeze(-2)
         return mixture.reshape(x.shape) + written.reshape(x.shape)
 
     return taken, update
+
+
+def gated_sum(x: Tensor, weights: WholeWeights, name: str, spec: HyperConnectionsSpec) -> Tensor:
+    """Add the streams with learned factors, for the output of the last block."""
+    for_gates, for_sum = copies(x, 2)
+    normed = F.rms_norm(for_gates, for_gates.shape[-1:], eps=1e-6)
+    # One factor for all columns, as many times as there are columns: the order of the gradient's sum is theirs.
+    factors = weights.value(f"{name}_streams.scale").expand(spec.streams)
+    numbers = weights.product(normed, f"{name}_streams.weight") * factors + weights.value(f"{name}_streams.bias")
+    each = (*x.shape[:-1], spec.streams, x.shape[-1] // spec.streams)
+    return torch.matmul(factors_of(numbers, spec).unsqueeze(-2), for_sum.reshape(each)).squeeze(-2)
+
+
+def factors_of(numbers: Tensor, spec: HyperConnectionsSpec) -> Tensor:
+    """The factors with which streams are read."""
+    return torch.sigmoid(numbers) + spec.epsilon if spec.epsilon else torch.sigmoid(numbers)
+
+
+def mixing(numbers: Tensor, spec: HyperConnectionsSpec) -> Tensor:
+    """The matrix [.., n, n] that mixes streams, of numbers of the same shape."""
+    if numbers.dtype in (torch.bfloat16, torch.float16):
+        numbers = numbers.float()
+    if spec.sinkhorn == "softmax":
+        matrix = torch.exp(numbers - torch.logsumexp(numbers, -1, keepdim=True)) + spec.epsilon
+        for dim in [-2, *[-1, -2] * (spec.sinkhorn_iterations - 1)]:
+            matrix = matrix / (torch.sum(matrix, dim, keepdim=True) + spec.epsilon)
+    else:
+        for _ in range(spec.sinkhorn_iterations):
+            numbers = numbers - torch.logsumexp(numbers, -2, keepdim=True)  # columns add up to one
+            numbers = numbers - torch.logsumexp(numbers, -1, keepdim=True)  # rows do
+        matrix = torch.exp(numbers)
+    return matrix.mT if spec.transposed else matrix

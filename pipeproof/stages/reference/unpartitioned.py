@@ -194,13 +194,17 @@ class UnpartitionedModel:
         spec = self.plan.gpt.hyper_connections
         attention = self.attention if self.plan.gpt.mla is None else self.latent_attention
         mlp = self.experts if self.plan.gpt.has_experts(number) else self.mlp
-        if spec is not None and number == 0:
+        if spec is not None and streams.is_end(name, 0):
             x = streams.widened(x, spec)
         for sub_layer, compute in ((f"{name}.attn", attention), (f"{name}.mlp", mlp)):
             sub_layer_input, update = self.residual(x, sub_layer)
             y = compute(self.norm(sub_layer_input, f"{sub_layer}_norm"), sub_layer)
             x = update(self.dropout_rng.tokens(y, "hidden", sub_layer))
-        return streams.summed(x, spec) if spec is not None and number == self.plan.gpt.num_layers - 1 else x
+        if spec is None or not streams.is_end(name, self.plan.gpt.num_layers - 1):
+            return x
+        if spec.contraction == "sum":
+            return streams.summed(x, spec)
+        return streams.gated_sum(x, [self.weights[f"{name}.out_streams.{end}"] for end in streams.WEIGHTS], spec)
 
     def residual(self, x: Tensor, sub_layer: str) -> tuple[Tensor, streams.StreamUpdate]:
         """The input of a sub-layer, and the function that adds its output: the sum, or all streams."""

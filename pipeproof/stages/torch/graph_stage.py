@@ -317,7 +317,7 @@ class GraphStage(TorchStage):
     # The names of modules, as errors of the graphs have them.
 
     def _block(
-        self, activation: Tensor, name: str, index: int, split: int, token_ids: Tensor, dropouts: Dropouts
+        self, activation: Tensor, name: str, index: int, split: int, token_ids: Tensor | None, dropouts: Dropouts
     ) -> Tensor:
         with _in_module(name):
             return super()._block(activation, name, index, split, token_ids, dropouts)

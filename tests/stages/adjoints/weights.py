@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import paddle
 
-from pipeproof.stages.common.stage import contract_streams, expand_streams, sinkhorn, with_streams
+from pipeproof.specs.model import HyperConnectionsSpec
+from pipeproof.stages.common.stage import (
+    contract_streams,
+    expand_streams,
+    gated_sum_of_streams,
+    sinkhorn,
+    sinkhorn_of_softmax,
+    with_streams,
+)
 from pipeproof.stages.common.weights import mark, source_of
 from pipeproof.stages.common.work_items import join_mtp_streams, split_mtp_streams, training_loss
-from pipeproof.stages.describe.layers.layer_operations import BlockStreams
+from pipeproof.stages.describe.layers.layer_operations import ENDS
 from pipeproof.stages.paddle.backend_ops import OPS, PaddleGatheredInput, PartOfGathered
 from tests.stages.adjoints.rows import plain
 from tests.stages.adjoints.world import Case, Held, Rank
@@ -81,17 +90,31 @@ def lanes_and_streams() -> list[Case]:
         plain("expand_streams", "expand_streams", lambda x: expand_streams(OPS, x, 3), (2, 4)),
         plain("contract_streams", "contract_streams", lambda x: contract_streams(OPS, x, 3), (2, 12)),
         plain("Sinkhorn", "sinkhorn", lambda x: sinkhorn(OPS, x, 4), (2, 3, 3)),
+        plain("Sinkhorn of softmax", "sinkhorn_of_softmax", lambda x: sinkhorn_of_softmax(OPS, x, 4, 0.1), (2, 3, 3)),
         Case(
             "streams with_streams a layer",
             ("with_streams",),
             _around,
             tuple(map(Held, ((2, 2, 12), (12, 15), (3,), (15,)))),
         ),
+        Case(
+            "streams of DeepSeek-V4 around a layer",
+            ("with_streams",),
+            partial(_around, streams=_V4),
+            tuple(map(Held, ((2, 2, 12), (12, 15), (3,), (15,)))),
+        ),
+        Case(
+            "streams gated_sum_of_streams",
+            ("gated_sum_of_streams",),
+            lambda r, x, *own: gated_sum_of_streams(OPS, x, _V4, r.weights, dict(zip(ENDS, own, strict=True))),
+            tuple(map(Held, ((2, 2, 12), (12, 3), (1,), (3,)))),
+        ),
     ]
 
 
-def _around(rank: Rank, x: paddle.Tensor, *own: paddle.Tensor) -> paddle.Tensor:
-    streams = BlockStreams(count=3, iterations=4, expands=False, contracts=False)
-    return with_streams(
-        OPS, x, paddle.tanh, streams, rank.weights, dict(zip(("weight", "scale", "bias"), own, strict=True))
-    )
+_PLAIN = HyperConnectionsSpec(streams=3, sinkhorn_iterations=4)
+_V4 = _PLAIN.model_copy(update={"sinkhorn": "softmax", "epsilon": 0.1, "transposed": True})
+
+
+def _around(rank: Rank, x: paddle.Tensor, *own: paddle.Tensor, streams: HyperConnectionsSpec = _PLAIN) -> paddle.Tensor:
+    return with_streams(OPS, x, paddle.tanh, streams, rank.weights, dict(zip(ENDS, own, strict=True)))

@@ -18,6 +18,14 @@ BY_TOKEN = {
     "moe": {**MOE, **EVEN, "dense_layers": 0, "score": "sqrtsoftplus", "hash_layers": 1, "routed_scale": 1.5},
     "swiglu_limit": 0.05, "swiglu_formula": "silu",
 }  # fmt: skip
+STREAMS_V4 = {
+    "streams": 3,
+    "sinkhorn_iterations": 3,
+    "sinkhorn": "softmax",
+    "epsilon": 1e-6,
+    "transposed": True,
+    "contraction": "learned",
+}
 MLA = {"kv_rank": 6, "nope_head_size": 4, "rope_head_size": 4, "value_head_size": 3}
 TWO_AHEAD = {"mtp": {"num_modules": 2, "loss_weight": 0.4}}
 
@@ -47,6 +55,19 @@ FEATURES = {
     },
     "ahead, even experts": {"model": {**TWO_AHEAD, "moe": {**MOE, **EVEN}}},
     "streams": {"model": {"hyper_connections": {"streams": 3, "sinkhorn_iterations": 4}}},
+    "streams of DeepSeek-V4": {"model": {"hyper_connections": STREAMS_V4}},
+    "streams of DeepSeek-V4, ahead, rows first": {
+        "model": {
+            "hyper_connections": STREAMS_V4, "mtp": {"num_modules": 1, "loss_weight": 0.4, "magic_send": True},
+            "activation_order": "bsh",
+        }
+    },
+    "streams, ahead": {
+        "model": {
+            "hyper_connections": {"streams": 2}, "mtp": {"num_modules": 1, "loss_weight": 0.4, "magic_send": True},
+            **BY_TOKEN,
+        }
+    },
     "streams, experts, dropout": {
         "model": {"hyper_connections": {"streams": 2}, "moe": {**MOE, **EVEN}, "dropout": 0.1}
     },

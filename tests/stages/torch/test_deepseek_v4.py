@@ -11,9 +11,11 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as oracle
 
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.layers.layer_operations import ENDS
 from pipeproof.stages.describe.synthetic import hash_table
 from pipeproof.stages.reference.bound import parallel_bound
-from pipeproof.stages.reference.torch_model import TorchUnpartitionedModel
+from pipeproof.stages.reference.torch_model import TorchUnpartitionedModel, gated_sum, read
+from pipeproof.stages.reference.torch_reference_weights import WholeWeights
 from tests.plans import plan_dict
 
 pytestmark = [pytest.mark.needs_torch, pytest.mark.needs("transformers")]
@@ -100,7 +102,7 @@ def gradients_of_experts(module):
 def distance(ours, theirs):
     """The largest difference in units of the largest element."""
     assert ours.shape == theirs.shape
-    return float((ours - theirs).detach().abs().max() / theirs.abs().max())
+    return float((ours - theirs).detach().abs().max() / theirs.detach().abs().max())
 
 
 @pytest.mark.parametrize("block", [0, 1], ids=["by token id", "by scores"])
@@ -137,6 +139,112 @@ def test_a_wrong_scale_or_table_is_far_off(fault):
     else:
         model.token_ids = ids + 1
     assert distance(model.experts(x, "layer.0.mlp"), module(x, input_ids=ids)) > 0.01
+
+
+@pytest.fixture
+def wide_oracle(monkeypatch):
+    """Transformers computes the gates of streams in float32; here in float64, as all else."""
+    monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor)
+
+
+def streams_plan(seed, **more):
+    draw = np.random.default_rng(seed).integers
+    spec = {
+        "streams": int(draw(2, 6)), "sinkhorn_iterations": int(draw(1, 8)), "sinkhorn": "softmax", "epsilon": 1e-3,
+        "transposed": True, "contraction": "learned", **more,
+    }  # fmt: skip
+    model = {"num_layers": 1, "hidden_size": 8 * int(draw(1, 4)), "activation_order": "bsh", "hyper_connections": spec}
+    return plan_from_dict(plan_dict(model=model, topology={"pp": 1}, run={"dtype": "float64"})).spec
+
+
+def oracle_of_streams(plan, module_type, weights):
+    """Transformers' module with our weight, scale and bias, in the order of its own."""
+    spec = plan.gpt.hyper_connections
+    config = oracle.DeepseekV4Config(
+        hidden_size=plan.gpt.hidden_size, num_hidden_layers=1, hc_mult=spec.streams, hc_eps=spec.epsilon,
+        hc_sinkhorn_iters=spec.sinkhorn_iterations, rms_norm_eps=1e-6,
+    )  # fmt: skip
+    module = module_type(config).double()
+    names = ("hc_fn", "hc_scale", "hc_base") if module_type is oracle.DeepseekV4HyperHead else ("fn", "scale", "base")
+    module.load_state_dict(dict(zip(names, (weights[0].T, *weights[1:]), strict=True)))
+    return module, [getattr(module, name) for name in names]
+
+
+def with_gradients(plan, name, compute):
+    """The result of ``compute`` for drawn streams, and the gradients of the streams and of the weights of that name."""
+    draw = np.random.default_rng(7).standard_normal
+    drawn = {p.name: draw(p.shape) for layer in describe_gpt(plan) for p in layer.parameters}
+    weights = WholeWeights(drawn, torch.float64, torch.float64, torch.device("cpu"))
+    weights.begin_step()
+    x = torch.tensor(draw((2, 5, plan.gpt.num_streams * plan.gpt.hidden_size)), requires_grad=True)
+    own = [weights.main[f"layer.0.{name}_streams.{end}"] for end in ENDS]
+    result, others = compute(x, weights, own)
+    result.backward(torch.tensor(draw(result.shape)))
+    return [
+        result.detach(),
+        x.grad,
+        *([w.grad for w in own] if others is None else [others[0].grad.T, *(w.grad for w in others[1:])]),
+    ]
+
+
+def ours_around(plan):
+    spec = plan.gpt.hyper_connections
+
+    def compute(x, weights, own):
+        taken, update = read(x, weights, "layer.0.attn", spec)
+        return update(torch.tanh(taken)), None
+
+    return with_gradients(plan, "attn", compute)
+
+
+def theirs_around(plan):
+    def compute(x, weights, own):
+        module, others = oracle_of_streams(plan, oracle.DeepseekV4HyperConnection, [w.detach() for w in own])
+        streams = x.unflatten(-1, (plan.gpt.num_streams, -1))
+        post, comb, taken = module(streams)
+        result = post.unsqueeze(-1) * torch.tanh(taken).unsqueeze(-2) + comb.mT @ streams
+        return result.flatten(-2), others
+
+    return with_gradients(plan, "attn", compute)
+
+
+def assert_near(ours, theirs, bound):
+    """Gradients of weights are measured in the largest element of all three, as a run does (``measured_with``)."""
+    unit = max(float(gradient.abs().max()) for gradient in theirs[2:])
+    for one, other, scale in zip(ours, theirs, [None, None, *[unit] * 3], strict=True):
+        assert float((one - other).abs().max()) < bound * (scale or float(other.abs().max()))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.usefixtures("wide_oracle")
+def test_streams_around_a_sub_layer_are_those_of_transformers(seed):
+    plan = streams_plan(seed)
+    bound = parallel_bound(with_other_sums(plan))
+    assert bound < 2e-13
+    assert_near(ours_around(plan), theirs_around(plan), bound)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.usefixtures("wide_oracle")
+def test_the_learned_contraction_is_that_of_transformers(seed):
+    plan = streams_plan(seed)
+    spec = plan.gpt.hyper_connections
+
+    def theirs(x, weights, own):
+        module, others = oracle_of_streams(plan, oracle.DeepseekV4HyperHead, [w.detach() for w in own])
+        return module(x.unflatten(-1, (spec.streams, -1))), others
+
+    ours = with_gradients(plan, "out", lambda x, weights, own: (gated_sum(x, weights, "layer.0.out", spec), None))
+    assert_near(ours, with_gradients(plan, "out", theirs), parallel_bound(with_other_sums(plan)))
+
+
+@pytest.mark.parametrize("fault", [{"transposed": False}, {"epsilon": 0.0}, {"sinkhorn": "exp"}])
+@pytest.mark.usefixtures("wide_oracle")
+def test_another_formula_is_far_off(fault):
+    plan = streams_plan(0)
+    spec = plan.gpt.hyper_connections.model_copy(update=fault)
+    other = plan.model_copy(update={"model": plan.gpt.model_copy(update={"hyper_connections": spec})})
+    assert distance(ours_around(other)[0], theirs_around(plan)[0]) > 1e-4
 
 
 def with_other_sums(plan):

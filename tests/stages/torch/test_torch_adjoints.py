@@ -9,13 +9,22 @@ import numpy as np
 import pytest
 import torch
 
+from pipeproof.specs.model import HyperConnectionsSpec
 from pipeproof.stages.common.backend_ops import clamped_swiglu
 from pipeproof.stages.common.experts import ExpertRegion
 from pipeproof.stages.common.sequence_splits import EarlierSplits, GatheredKeys
-from pipeproof.stages.common.stage import contract_streams, expand_streams, sinkhorn, with_positions, with_streams
+from pipeproof.stages.common.stage import (
+    contract_streams,
+    expand_streams,
+    gated_sum_of_streams,
+    sinkhorn,
+    sinkhorn_of_softmax,
+    with_positions,
+    with_streams,
+)
 from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 from pipeproof.stages.describe.gradient_facts import loss_weights
-from pipeproof.stages.describe.layers.layer_operations import ENDS, BlockStreams
+from pipeproof.stages.describe.layers.layer_operations import ENDS
 from pipeproof.stages.torch.backend_ops import OPS, recompute_in_backward
 from pipeproof.stages.torch.experts import TorchBalance, inverse, reorder, visits
 from pipeproof.stages.torch.functional import (
@@ -107,6 +116,7 @@ PLAIN = {
     "recomputed": (lambda *x: recompute_in_backward(lambda a, b: a.tanh() * b, *x), (3, 4), (3, 4)),
     "streams expand_streams": (lambda x: expand_streams(OPS, x, 3).tanh(), (2, 2, 4)),
     "streams contract_streams": (lambda x: contract_streams(OPS, x, 3).tanh(), (2, 2, 12)),
+    "Sinkhorn of softmax": (lambda x: sinkhorn_of_softmax(OPS, x, 3, 0.1), (2, 2, 3, 3)),
     "Sinkhorn": (lambda x: sinkhorn(OPS, x, 3), (2, 2, 3, 3)),
 }  # fmt: skip
 
@@ -124,6 +134,8 @@ def weights(*shapes):
 
 
 PLACES = torch.tensor([[1, 0], [3, 1], [1, 1]])
+STREAMS = HyperConnectionsSpec(streams=2, sinkhorn_iterations=2)
+V4 = STREAMS.model_copy(update={"sinkhorn": "softmax", "epsilon": 0.1, "transposed": True})
 WITH_WEIGHTS = {
     "product": (lambda s, x, w: s.product(x, w), [(3, 2, 4)], [(4, 5)]),
     "product with the transpose": (lambda s, x, w: s.product(x, w, transposed=True), [(3, 2, 4)], [(5, 4)]),
@@ -139,9 +151,17 @@ WITH_WEIGHTS = {
     "groups of rows": (lambda s, x, w: s.grouped(x, w, Groups(torch.tensor([2, 0, 3]))).tanh(), [(5, 4)], [(3, 4, 2)]),
     "rows": (lambda s, w: s.rows(PLACES, w).tanh(), [], [(4, 3)]),
     "one weight twice": (lambda s, x, w: s.product(s.product(x, w).tanh(), w), [(3, 4)], [(4, 4)]),
+    "streams of DeepSeek-V4 around a sub-layer": (
+        lambda s, x, *own: with_streams(OPS, x, torch.tanh, V4, s, dict(zip(ENDS, own, strict=True))),
+        [(3, 2, 8)], [(8, 8), (3,), (8,)],
+    ),
+    "gated sum of streams": (
+        lambda s, x, *own: gated_sum_of_streams(OPS, x, V4, s, dict(zip(ENDS, own, strict=True))),
+        [(3, 2, 8)], [(8, 2), (1,), (2,)],
+    ),
     "streams with_streams a sub-layer": (
         lambda s, x, *own: with_streams(
-            OPS, x, torch.tanh, BlockStreams(2, 2, False, False), s, dict(zip(ENDS, own, strict=True))
+            OPS, x, torch.tanh, STREAMS, s, dict(zip(ENDS, own, strict=True))
         ),
         [(3, 2, 8)], [(8, 8), (3,), (8,)],
     ),

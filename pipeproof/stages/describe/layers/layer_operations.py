@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeproof.specs.model import ModelSpec
+from pipeproof.specs.model import HyperConnectionsSpec, ModelSpec
 from pipeproof.stages.describe.layer import is_block, layer_kind
 from pipeproof.stages.describe.layers import operations as ops
 from pipeproof.stages.describe.layers.attention import MEASURED_WITH, attention, latent_attention
@@ -64,7 +64,12 @@ def _mtp_module(model: ModelSpec) -> ops.Operations:
         ops.Elementwise("join", (0, 2), (0, 2), whole=2 * hidden, rows=ops.BETWEEN),
         ops.Product("proj", (ops.Weight("proj.weight", (2 * hidden, hidden)),), ops.BETWEEN),
         ops.Elementwise("mtp.add", None, (1, 3), whole=hidden, rows=ops.BETWEEN),
-        *_block(model, None, "moe_block" if model.has_experts(model.num_layers - 1) else "block", in_module=True),
+        *_block(
+            model,
+            residual_streams_of(model, "mtp.0"),
+            "moe_block" if model.has_experts(model.num_layers - 1) else "block",
+            in_module=True,
+        ),
     )
 
 
@@ -135,8 +140,9 @@ INITIAL_SCALE = 0.01
 """Initial value of the scales a (arXiv:2512.24880, table 5)."""
 
 _SIGMOID, _SIGMOID_BACK = 4, 3
-_NORMALIZE, _NORMALIZE_BACK = 3, 4
-"""FLOPs per element. Sinkhorn, per column or row pass: an exponential and two additions; backward also a product."""
+_SINKHORN = {"exp": (1, 3, 4), "softmax": (6, 2, 4)}
+"""FLOPs per element. Of Sinkhorn those of the first function, those of each column or row pass, and of its backward. A
+pass of logarithms has an exponential and two additions, else an addition and a division; backward also a product."""
 
 
 def read_streams(model: ModelSpec, streams: BlockStreams, name: str, *, is_first: bool) -> ops.Operations:
@@ -144,34 +150,53 @@ def read_streams(model: ModelSpec, streams: BlockStreams, name: str, *, is_first
 
     The first block is computed again from the single stream that it expands.
     """
-    n, hidden, gates = streams.count, model.hidden_size, streams.num_gates
-    weight = ops.Weight(f"{name}_streams.weight", (n * hidden, gates))
-    scale = ops.Weight(f"{name}_streams.scale", (3,), init_std=None, init_value=INITIAL_SCALE)
-    bias = ops.Weight(f"{name}_streams.bias", (gates,), init_std=1.0)
+    n, hidden, gates = streams.count, model.hidden_size, streams.spec.num_gates
     expanded = ops.Stored("streams.open", "TO_INPUT", hidden, is_input=True, if_recomputed=True)
     return (
-        ops.StreamWeights(f"{name}_streams", (weight, scale, bias)),
+        _stream_weights(model, streams, name, gates, 3),
         *((expanded,) if is_first and streams.expands else ()),
         ops.Stored(f"{name}.streams", "TO_INPUT", n * hidden, is_input=is_first and not streams.expands),
-        ops.Stored(f"{name}.streams.factor", "TO_INPUT", 1, is_float32=True),
-        ops.Stored(f"{name}.streams.gates", "TO_WEIGHT", n * hidden),  # the norm's result
-        ops.Stored(f"{name}.streams.gates.grad", "BETWEEN", gates),
-        ops.Stored(f"{name}.streams.scale", "TO_WEIGHT", gates),
-        ops.Stored(f"{name}.streams.scale.grad", "BETWEEN", gates),
+        *_stored_gates(f"{name}.streams", n * hidden, gates),
         ops.Stored(f"{name}.streams.sinkhorn", "TO_INPUT", n * n),
         ops.Stored(f"{name}.streams.mix", "TO_INPUT", gates + hidden),  # the gates, and the sub-layer's output
     )
 
 
+def _stream_weights(
+    model: ModelSpec, streams: BlockStreams, name: str, gates: int, num_scales: int
+) -> ops.StreamWeights:
+    weight = ops.Weight(f"{name}_streams.weight", (streams.count * model.hidden_size, gates))
+    scale = ops.Weight(f"{name}_streams.scale", (num_scales,), init_std=None, init_value=INITIAL_SCALE)
+    return ops.StreamWeights(
+        f"{name}_streams", (weight, scale, ops.Weight(f"{name}_streams.bias", (gates,), init_std=1.0))
+    )
+
+
+def _stored_gates(name: str, width: int, gates: int) -> ops.Operations:
+    return (
+        ops.Stored(f"{name}.factor", "TO_INPUT", 1, is_float32=True),
+        ops.Stored(f"{name}.gates", "TO_WEIGHT", width),  # the norm's result
+        ops.Stored(f"{name}.gates.grad", "BETWEEN", gates),
+        ops.Stored(f"{name}.scale", "TO_WEIGHT", gates),
+        ops.Stored(f"{name}.scale.grad", "BETWEEN", gates),
+    )
+
+
+def _computed_gates(name: str, width: int, gates: int) -> ops.Operations:
+    return (
+        _pass(f"{name}.norm", width, (4, 2), (8, 3)),
+        ops.StreamProduct(f"{name}.gates", width, gates),
+        _pass(f"{name}.scale", gates, (2 + _SIGMOID, 2), (1 + _SIGMOID_BACK, 3), (3, 2)),
+    )
+
+
 def write_streams(model: ModelSpec, streams: BlockStreams, name: str) -> ops.Operations:
     """The work before and after the sub-layer ``name``, in place of a residual addition."""
-    n, hidden, gates = streams.count, model.hidden_size, streams.num_gates
-    passes = 2 * streams.iterations
-    sinkhorn, sinkhorn_back = passes * _NORMALIZE + 1, passes * (_NORMALIZE + _NORMALIZE_BACK) + 1
+    n, hidden, gates = streams.count, model.hidden_size, streams.spec.num_gates
+    passes, (first, each, back) = 2 * streams.spec.sinkhorn_iterations, _SINKHORN[streams.spec.sinkhorn]
+    sinkhorn, sinkhorn_back = passes * each + first, passes * (each + back) + first
     return (
-        _pass(f"{name}.streams.norm", n * hidden, (4, 2), (8, 3)),
-        ops.StreamProduct(f"{name}.streams.gates", n * hidden, gates),
-        _pass(f"{name}.streams.scale", gates, (2 + _SIGMOID, 2), (1 + _SIGMOID_BACK, 3), (3, 2)),
+        *_computed_gates(f"{name}.streams", n * hidden, gates),
         _pass(f"{name}.streams.sinkhorn", n * n, (sinkhorn, 2), (sinkhorn_back, 3)),
         # Backward: gradients of streams and gates, and the sum of the gradients of the streams' three readers.
         _pass(f"{name}.streams.read", hidden, (2 * n, n + 1), (2 * n + 3 * n, 4 * n + 1)),
@@ -183,7 +208,15 @@ def ends_of_streams(model: ModelSpec, streams: BlockStreams) -> ops.Operations:
     """The work that makes the streams, in the first block, and that adds them up, in the last block."""
     n, hidden = streams.count, model.hidden_size
     opened = (_pass("streams.open", hidden, (0, n + 1), (n - 1, n + 1)),)
-    closed = (_pass("streams.close", hidden, (n - 1, n + 1), (0, n + 1)),)
+    closed: ops.Operations = (_pass("streams.close", hidden, (n - 1, n + 1), (0, n + 1)),)
+    if streams.has_gate_at_end:  # backward adds the gradients of the streams' two readers
+        closed = (
+            _stream_weights(model, streams, "out", n, 1),
+            ops.Stored("out.streams", "TO_INPUT", n * hidden + n),
+            *_stored_gates("out.streams", n * hidden, n),
+            *_computed_gates("out.streams", n * hidden, n),
+            _pass("streams.close", hidden, (2 * n, n + 1), (2 * n + 2 * n, 3 * n + 1)),
+        )
     return opened * streams.expands + closed * streams.contracts
 
 
@@ -215,6 +248,11 @@ def measured_with(name: str) -> tuple[str, ...]:
 #     res      = Sinkhorn-Knopp(a_2 mat(r W_res) + b_res)      [n, n]
 #     x'       = res x + post^T F(pre x)                       [n, H]
 #
+# The keys of DeepSeek-V4: with ``epsilon`` pre is that much larger. With ``transposed`` x' has res^T x. With
+# ``sinkhorn: softmax`` the matrix is a softmax over each row plus epsilon, then each column is divided by its sum plus
+# epsilon, and (t - 1) times each row, then each column. With ``contraction: learned`` the output of the last block is
+# c x with c = sigmoid(a (r W) + b) + epsilon, [n], from weights of its own (``out_streams``).
+#
 # Sinkhorn-Knopp takes the exponential, then t times divides each column by its sum and each row by its sum. The rows of
 # ``res`` sum to one up to rounding, and the columns nearly so: if r is the largest less the smallest of the n^2
 # numbers, a column's sum differs from one by at most exp(r k^(2t-1)) - 1, k = tanh(r / 2) (from the first row sums on,
@@ -227,8 +265,9 @@ def measured_with(name: str) -> tuple[str, ...]:
 # rank computes the same streams, with it each rank its own tokens.
 #
 # The first block copies its input into n equal streams, and the last block returns their sum, in the order of the
-# streams. So an activation is n times as wide only between blocks; embedding, norm and head do not change. The streams
-# of a token are consecutive: [S, B, n H], or [B, S, n H].
+# streams, or their learned contraction. The block of an MTP module does both: it reads the contraction. So an
+# activation is n times as wide only between blocks; embedding, norm and head do not change. The streams of a token are
+# consecutive: [S, B, n H], or [B, S, n H].
 
 
 ENDS = ("weight", "scale", "bias")
@@ -237,17 +276,24 @@ ENDS = ("weight", "scale", "bias")
 
 @dataclass(frozen=True, slots=True)
 class BlockStreams:
-    """The residual streams of one block. ``expands`` is true for the first block, ``contracts`` for the last."""
+    """The residual streams of one block.
 
-    count: int
-    iterations: int
+    ``expands`` is true for the first block, ``contracts`` for the last; a module's block does both.
+    """
+
+    spec: HyperConnectionsSpec
     expands: bool
     contracts: bool
 
     @property
-    def num_gates(self) -> int:
-        """Numbers per token that gate the reading, writing and mixing of its streams."""
-        return self.count * (self.count + 2)
+    def count(self) -> int:
+        """The number of streams."""
+        return self.spec.streams
+
+    @property
+    def has_gate_at_end(self) -> bool:
+        """True if the streams are added with learned factors, by weights of the block."""
+        return self.contracts and self.spec.contraction == "learned"
 
 
 def residual_streams_of(model: ModelSpec, layer: str) -> BlockStreams | None:
@@ -255,8 +301,9 @@ def residual_streams_of(model: ModelSpec, layer: str) -> BlockStreams | None:
     spec = model.hyper_connections
     if spec is None or not is_block(layer):
         return None
+    in_module = not layer.startswith("layer.")
     first, last = layer == "layer.0", layer == f"layer.{model.num_layers - 1}"
-    return BlockStreams(spec.streams, spec.sinkhorn_iterations, first, last)
+    return BlockStreams(spec, first or in_module, last or in_module)
 
 
 def width_after(model: ModelSpec, names: Sequence[str]) -> int:
