@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from types import MappingProxyType
 from typing import Any
 
 import click
@@ -25,8 +22,8 @@ from pipeproof.comm.generated_schedule import (
     stage_costs,
 )
 from pipeproof.comm.lower import blaming_plan, lower_loaded, own_schedule, with_measured_times
-from pipeproof.diagnostics.finding import BadPlanAtError, BadPlanError
-from pipeproof.diagnostics.problems import nearest_name
+from pipeproof.diagnostics.finding import BadPlanAtError
+from pipeproof.diagnostics.problems import KeyPath, nearest_name
 from pipeproof.diagnostics.units import number_text, time_text
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.formats.inexpressible import InexpressibleError
@@ -49,21 +46,6 @@ MOST_COMPUTATIONS = 200_000
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduleRequest:
-    """A requested schedule; ``cost`` has keys of a plan's cost section. None is the default of the schedule."""
-
-    kind: str
-    num_ranks: int
-    num_micro_batches: int
-    num_chunks: int | None
-    variant: str | None
-    num_sequence_splits: int
-    group_size: int | None
-    memory_limit: int | None
-    cost: Mapping[str, Fraction | tuple[Fraction, ...]]
-
-
-@dataclass(frozen=True, slots=True)
 class SelectedSchedule:
     """A schedule with its plan and its times; ``time_text`` writes them, ``bounded`` is None but for ``optimal``."""
 
@@ -81,20 +63,35 @@ class SelectedSchedule:
         return asap(self.schedule, self.costs)
 
 
-def of_kind(request: ScheduleRequest, form: str, time_limit_s: int | None) -> SelectedSchedule:
-    """Return the schedule of a kind; ``form`` is that of the output, which some kinds depend on.
+def of_kind(
+    name: str, sizes: tuple[int, int, int | None], settings: Mapping[KeyPath, object], form: str,
+    time_limit_s: int | None,
+) -> SelectedSchedule:  # fmt: skip
+    """Return the schedule of a kind.
+
+    ``sizes`` are the ranks, the micro-batches and the stages of a rank, None for the fewest. ``form`` is that of the
+    output, which some kinds depend on.
 
     Raises:
-        click.UsageError: there is no such kind, or it does not exist for these sizes.
+        click.UsageError: there is no such kind, or it has too many computations for a timeline.
+        BadPlanError: it does not exist for these sizes.
     """
-    kind = _kind(request.kind)
-    require_optimal(request.kind, time_limit_s)
-    note = placeholder_note(request.cost, forward="1", backward="2")
-    with showing_progress(f"generating {request.kind}"), _with_option_names():
-        plan = _plan(request, kind, form)
+    kind = _kind(name)
+    require_optimal(name, time_limit_s)
+    cost = [str(path[1]) for path in settings if path[0] == "cost" and len(path) > 1]
+    num_ranks, num_micro_batches, num_chunks = sizes
+    variant = None
+    if kind.variants and ("schedule", "variant") not in settings:
+        variant = "fleet" if form == "fleet" and "fleet" in kind.variants else kind.variants[0]
+    with showing_progress(f"generating {name}"):
+        plan = sample_plan(
+            name, num_ranks, num_micro_batches, num_chunks=num_chunks or kind.min_chunks, settings=settings,
+            variant=variant,
+        )  # fmt: skip
         if form in ("text", "json", "svg"):
             _require_moderate_picture(plan, kind)
-        return _selected(plan, number_text, note, cost_source(request.cost), time_limit_s)
+        note = placeholder_note(cost, forward="1", backward="2")
+        return _selected(plan, number_text, note, cost_source(cost), time_limit_s)
 
 
 def of_plan(plan: LoadedPlan, form: str, time_limit_s: int | None) -> SelectedSchedule:
@@ -187,71 +184,6 @@ def _kind(name: str) -> ScheduleKind:
     near = nearest_name(name, SCHEDULE_KINDS)
     fix = f"did you mean {near}?" if near else "`pipeproof schedule list` has them all"
     raise click.BadParameter(f"there is no schedule {name!r}; {fix}", param_hint="KIND")
-
-
-def _plan(request: ScheduleRequest, kind: ScheduleKind, form: str) -> LoadedPlan:
-    variant = request.variant
-    if variant is None and kind.variants:
-        variant = "fleet" if form == "fleet" and "fleet" in kind.variants else kind.variants[0]
-    return sample_plan(
-        request.kind,
-        request.num_ranks,
-        request.num_micro_batches,
-        num_chunks=kind.min_chunks if request.num_chunks is None else request.num_chunks,
-        cost=request.cost,
-        variant=variant,
-        num_sequence_splits=request.num_sequence_splits,
-        micro_batch_group_size=request.group_size,
-        memory_limit=request.memory_limit,
-    )
-
-
-_OPTION_OF_KEY = MappingProxyType(
-    {
-        "topology.pp": "-p",
-        "schedule.kind": "KIND",
-        "schedule.num_micro_batches": "-m",
-        "schedule.num_chunks": "-v",
-        "schedule.variant": "--variant",
-        "schedule.num_sequence_splits": "--splits",
-        "schedule.micro_batch_group_size": "--group-size",
-        "schedule.memory_limit": "--memory-limit",
-        "cost.forward_us": "--forward",
-        "cost.backward_input_us": "--backward-input",
-        "cost.backward_weight_us": "--backward-weight",
-        "cost.overlapped_us": "--overlapped",
-        "cost.p2p_latency_us": "--latency",
-    }
-)
-"""The options of this command by the plan keys in messages."""
-_KEY_OF_NAME = MappingProxyType(
-    {
-        key.split(".")[1]: key
-        for key in _OPTION_OF_KEY
-        if key not in ("topology.pp", "schedule.kind", "schedule.variant")
-    }
-)
-"""Keys that messages have without their section, except those that are English words."""
-_KEYS = re.compile(r"`?\b(?:" + "|".join(map(re.escape, _OPTION_OF_KEY)) + "|" + "|".join(_KEY_OF_NAME) + r")\b`?")
-
-
-@contextmanager
-def _with_option_names() -> Iterator[None]:
-    """Convert problems of the plan to a usage error that names options instead of keys."""
-    try:
-        yield
-    except BadPlanError as error:
-        lines = [f"{finding.message}\nhelp: {finding.help}" if finding.help else finding.message
-                 for finding in error.findings]  # fmt: skip
-        raise click.UsageError(_with_options("\n".join(lines))) from error
-
-
-def _with_options(text: str) -> str:
-    def option(match: re.Match[str]) -> str:
-        key = match[0].strip("`")
-        return _OPTION_OF_KEY[_KEY_OF_NAME.get(key, key)]
-
-    return _KEYS.sub(option, text)
 
 
 def _render(shown: SelectedSchedule, verdict: ScheduleVerdict | None, console: Console) -> None:

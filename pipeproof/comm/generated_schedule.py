@@ -8,7 +8,7 @@ from math import lcm
 
 from pipeproof.cost.plan_times import resolved_cost
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, RuleDoc, Severity
-from pipeproof.diagnostics.problems import listed
+from pipeproof.diagnostics.problems import KeyPath, listed
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Placement, Request, ScheduleKind, assigned, stages_of_ranks
 from pipeproof.schedule.programs import Schedule, StageCosts, UnfitSizesError
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
@@ -218,18 +218,20 @@ def sample_plan(
     *,
     num_chunks: int = 1,
     cost: CostKeys | None = None,
+    settings: Mapping[KeyPath, object] | None = None,
     **schedule: str | int | None,
 ) -> LoadedPlan:
     """A GPT with one small layer for each stage, on pipeline ranks alone.
 
     ``cost`` is in any unit; F, I and W take 1 by default.
 
-    ``schedule`` are further keys of the plan's schedule section; those that are None are left out.
+    ``schedule`` are further keys of the plan's schedule section; those that are None are left out. ``settings`` are
+    values of any key, as for ``load_plan``.
 
     Raises:
         PlanFileError: a value is out of its range.
     """
-    num_splits = schedule.get("num_sequence_splits")
+    num_splits = (settings or {}).get(("schedule", "num_sequence_splits"), schedule.get("num_sequence_splits"))
     further = {key: value for key, value in schedule.items() if value is not None}
     return plan_from_dict(
         {
@@ -252,7 +254,8 @@ def sample_plan(
                 **further,
             },
             "cost": {**_UNIT_COSTS, **(cost or {})},
-        }
+        },
+        settings or {},
     )
 
 

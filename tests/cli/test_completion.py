@@ -16,4 +16,4 @@ def test_commands_and_options_of_groups_are_completed():
     assert offered("ch") == ["check"]
     assert "megatron" in offered("import", "m")
     assert offered("check", "--format", "s") == ["sarif"]
-    assert "--memory-limit" in offered("schedule", "show", "--m")
+    assert "--micro-batches" in offered("schedule", "show", "--m")

@@ -119,10 +119,10 @@ def test_a_schedule_by_itself_has_units_in_place_of_times(plan):
     assert invoke(*sizes).count(note) == 1
     assert f"2 stages a rank ({note}): makespan" in invoke(*sizes, "--as", "svg")
     assert json.loads(invoke(*sizes, "--format", "json"))["cost_source"] == "placeholder"
-    given = (*sizes, "--cost", "1,1,1")
+    given = (*sizes, *(f"--set=cost.{part}_us=1" for part in ("forward", "backward_input", "backward_weight")))
     assert "placeholders" not in invoke(*given) + invoke(*given, "--as", "svg")
     assert json.loads(invoke(*given, "--format", "json"))["cost_source"] == "given"
-    assert "(2 backward per stage)" in invoke(*sizes, "--forward", "1")
+    assert "(2 backward per stage)" in invoke(*sizes, "--set", "cost.forward_us=1")
 
 
 def test_the_schedule_of_a_plan_has_the_note(plan):

@@ -55,9 +55,8 @@ def test_other_kinds_have_no_bound(write):
     ("words", "text"),
     [
         (("PLAN", "-p", "4"), "--ranks goes with KIND"),
-        (("PLAN", "--memory-limit", "4"), "--memory-limit goes with KIND"),
         (("1f1b", "-p", "4"), "-m is missing"),
-        (("1f1b", "-p", "4", "-m", "4", "--set", "topology.pp=2"), "--set goes with PLAN"),
+        (("1f1b", "-p", "4", "-m", "4", "--world-size", "2"), "--world-size goes with a file of another tool"),
         (("none.yaml",), "cannot read"),
     ],
 )

@@ -36,11 +36,19 @@ def shown(kind, *options):
     return result.stdout
 
 
+def times(**costs):
+    """Options of times of a kind."""
+    return [word for name, time in costs.items() for word in ("--set", f"cost.{name}_us={time}")]
+
+
+UNIT = times(forward=1, backward_input=1, backward_weight=1)
+
+
 def refused(kind, *options):
     result = invoke("schedule", "show", kind, *options)
     assert result.exit_code == 2
     assert result.stdout == ""
-    return re.sub(r"\s+", " ", result.stderr.split("error: ")[1])
+    return re.sub(r"\s+", " ", re.split(r"error(?:\[PP\d+\])?: ", result.stderr)[1])
 
 
 def generated(kind, *, p=4, m=8, **options):
@@ -95,22 +103,24 @@ def test_a_kind_is_no_file_of_that_name(tmp_path, monkeypatch):
 
 def test_the_grid_of_dualpipe_has_stages_pairs_and_parts_of_backwards(check_golden, monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
-    check_golden("schedule_dualpipe.txt", shown("dualpipe", *SIZES, "--overlapped", "2", "--latency", "1/2"))
+    check_golden("schedule_dualpipe.txt", shown("dualpipe", *SIZES, *times(overlapped=2, p2p_latency="1/2")))
 
 
 def test_the_figures_are_those_of_asap_and_latency_counts():
     for latency, makespan in ((0, 33), (1, 49)):
-        text = shown("1f1b", *SIZES, "--cost", "1,1,1", "--latency", latency)
+        text = shown("1f1b", *SIZES, *UNIT, *times(p2p_latency=latency))
         assert f"makespan {makespan}, " in text
     assert re.search(r"^0 +49 +24 ", text, re.MULTILINE)
 
 
 def test_costs_may_differ_by_stage_and_are_exact():
-    text = shown("1f1b", "-p", 2, "-m", 2, "--forward", "1/3,0.5", "--backward-input", "1", "--backward-weight", "0")
+    text = shown("1f1b", "-p", 2, "-m", 2, *times(forward="[1/3, 0.5]", backward_input=1, backward_weight=0))
     assert "times of a stage: F 1/3,1/2; I 1; W 0; B = I + W; latency 0" in text
-    assert json.loads(shown("1f1b", "-p", 1, "-m", 2, "--cost", "1/3,0.5,1/6", "--format", "json")) | {
-        "makespan": 2
-    } == json.loads(shown("1f1b", "-p", 1, "-m", 2, "--cost", "1/3,2/3,0", "--format", "json"))
+    halves, whole = (
+        json.loads(shown("1f1b", "-p", 1, "-m", 2, "--format", "json", *times(forward="1/3", **rest)))
+        for rest in ({"backward_input": 0.5, "backward_weight": "1/6"}, {"backward_input": "2/3", "backward_weight": 0})
+    )
+    assert halves | {"makespan": 2} == whole
 
 
 def test_peaks_are_named_freed_at_w_and_at_i():
@@ -178,20 +188,20 @@ def test_fleets_format_takes_fleets_variant():
     fleet = shown("interleaved", *sizes, "--as", "fleet")
     assert fleet == write_schedule(generated("interleaved", m=10, variant="fleet"), "fleet")
     assert fleet.startswith("f0_vp0;f1_vp0;f2_vp0;f3_vp0;f4_vp0;f5_vp0;f0_vp1;")
-    theirs = shown("interleaved", *sizes, "--as", "fleet", "--variant", "torch")
+    theirs = shown("interleaved", *sizes, "--as", "fleet", "--set", "schedule.variant=torch")
     assert theirs.startswith("f0_vp0;f1_vp0;f2_vp0;f3_vp0;f4_vp0;f0_vp1;")
     assert "interleaved (torch), " in shown("interleaved", *sizes, "--no-check")
 
 
 def test_what_a_format_cannot_say_is_refused():
     assert "--as fleet: 0I0 is a part of a backward" in refused("zb_h1", *SIZES, "--as", "fleet")
-    assert "--as csv: 0F0.s0 " in refused("seq1f1b", *SIZES, "--splits", 2, "--as", "csv")
+    assert "--as csv: 0F0.s0 " in refused("seq1f1b", *SIZES, "--set", "schedule.num_sequence_splits=2", "--as", "csv")
     assert "a stage is on one rank" in refused("chimera", *SIZES, "--as", "csv-comms")
 
 
 @pytest.mark.parametrize("kind", SCHEDULE_KINDS)
 def test_json_fits_its_schema_and_has_the_programs_with_their_times(kind):
-    content = json.loads(shown(kind, *SIZES, "--format", "json", "--latency", "1/3"))
+    content = json.loads(shown(kind, *SIZES, "--format", "json", *times(p2p_latency="1/3")))
     schema("schedule").validate(content)
     spec = sample_plan(
         kind, 4, 8, num_chunks=SCHEDULE_KINDS[kind].min_chunks, variant=content["variant"],
@@ -228,7 +238,6 @@ def test_whatever_the_sizes_it_is_shown_or_refused_with_a_value_that_fits(kind, 
     result = invoke("schedule", "show", kind, "-p", p, "-m", m, "--format", form)
     if result.exit_code:
         assert result.exit_code == 2
-        assert "schedule." not in result.stderr
         if "--format" not in result.stderr:
             assert "help: " in result.stderr
     else:
@@ -247,40 +256,30 @@ def test_an_unknown_kind_names_the_nearest():
 WRONG = {
     ("dualpipe", "-p", 3, "-m", 8): ("3 ranks are odd", "use 2 or 4"),
     ("dualpipe", "-p", 4, "-m", 6): ("4 ranks need 8 micro-batches", "use 8"),
-    ("interleaved", "-p", 4, "-m", 9, "--variant", "megatron"): ("9 leaves 1", "use 8 or 12"),
-    ("interleaved", *SIZES, "-v", 1): ("-v is 1", "set -v to 2"),
-    ("gpipe", *SIZES, "-v", 2): ("one stage on each rank, and -v is 2", "set -v to 1"),
-    ("gpipe", *SIZES, "--variant", "torch"): ("--variant is torch", "remove the key"),
-    ("interleaved", *SIZES, "--variant", "other"): ("--variant", ""),
-    ("interleaved", *SIZES, "--group-size", 4): ("--group-size is Megatron's", ""),
-    ("1f1b", *SIZES, "--splits", 2): ("--splits is 2", "use kind seq1f1b"),
-    ("1f1b", *SIZES, "--forward", "1,1"): ("2 entries", ""),
-    ("1f1b", *SIZES, "--forward", "0"): ("--forward must be more than 0", ""),
-    ("1f1b", *SIZES, "--latency", "1,2"): ("--latency': give one time", ""),
-    ("1f1b", *SIZES, "--forward", "1e3"): ("'1e3' is not an exact time such as 1, 0.5 or 1/3", ""),
-    ("1f1b", *SIZES, "--forward", "1,x"): ("'x' is not an exact time", ""),
-    ("1f1b", *SIZES, "--forward", "1/0"): ("'1/0' is not an exact time", ""),
-    ("1f1b", *SIZES, "--cost", "1,1"): ("give three times, such as 1,1,1", ""),
-    ("1f1b", *SIZES, "--cost", "1"): ("give three times", ""),
-    ("1f1b", *SIZES, "--cost", "1,1,1", "--backward-input", "1"): (
-        "--cost and --backward-input give the same time",
-        "",
-    ),
+    ("interleaved", "-p", 4, "-m", 9, "--set", "schedule.variant=megatron"): ("9 leaves 1", "use 8 or 12"),
+    ("interleaved", *SIZES, "-v", 1): ("schedule.num_chunks is 1", "num_chunks to 2"),
+    ("gpipe", *SIZES, "-v", 2): ("one stage on each rank", "num_chunks to 1"),
+    ("gpipe", *SIZES, "--set", "schedule.variant=torch"): ("schedule.variant is torch", "remove the key"),
+    ("1f1b", *SIZES, "--set", "schedule.num_sequence_splits=2"): ("num_sequence_splits is 2", "use kind seq1f1b"),
+    ("1f1b", *SIZES, *times(forward="[1, 1]")): ("2 entries", ""),
+    ("1f1b", *SIZES, *times(forward=0)): ("`forward_us` must be more than 0", ""),
     ("1f1b", "-p", 1024, "-m", 100_000): ("204,800,000 computations, more than the 200,000", "fewer micro-batches"),
-    ("1f1b", "-p", 1024, "-m", 100_000, "--as", "csv"): ("more than the 5,000,000", "-m to at most 325"),
-    ("seq1f1b", "-p", 4, "-m", 100_000, "--splits", 2): ("1,600,000 computations", "fewer micro-batches"),
+    ("1f1b", "-p", 1024, "-m", 100_000, "--as", "csv"): ("more than the 5,000,000", "num_micro_batches to at most 325"),
+    ("seq1f1b", "-p", 4, "-m", 100_000, "--set", "schedule.num_sequence_splits=2"): (
+        "1,600,000 computations",
+        "fewer micro-batches",
+    ),
     ("1f1b", "-p", 0, "-m", 8): ("'-p' / '--ranks'", ""),
     ("1f1b", "-p", 4): ("-m is missing", ""),
 }
 
 
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: " ".join(map(str, case)))
-def test_sizes_and_costs_that_do_not_fit_are_refused_in_the_words_of_the_options(case):
+def test_sizes_and_costs_that_do_not_fit_are_refused(case):
     message = refused(*case)
     words, mend = WRONG[case]
     assert words in message
     assert mend in message
-    assert not re.search(r"schedule\.|topology\.|cost\.|_us\b|num_", message)
 
 
 @pytest.mark.parametrize("form", [(), ("--format", "json"), ("--as", "svg"), ("--as", "csv")], ids=" ".join)

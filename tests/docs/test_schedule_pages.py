@@ -170,10 +170,16 @@ def test_a_wrong_form_would_be_found(docs):
 def test_a_case_has_the_times_of_its_command(docs):
     case = docs.sizes_and_times.Case("interleaved", 2, 4, v=3, f=2, c=Fraction(1, 2))
     assert case.costs == even_costs(6, Fraction(2), Fraction(1), Fraction(1), Fraction(1, 2))
-    assert shlex.join(case.command()) == "pipeproof schedule show interleaved -p 2 -m 4 -v 3 --cost 2,1,1 --latency 1/2"
+    assert shlex.join(case.command()) == (
+        "pipeproof schedule show interleaved -p 2 -m 4 -v 3 --set cost.forward_us=2 --set "
+        "cost.backward_input_us=1 --set cost.backward_weight_us=1 --set cost.p2p_latency_us=1/2"
+    )
 
 
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+UNITS = [f"--set=cost.{part}_us=1" for part in ("forward", "backward_input", "backward_weight")]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,9 +206,7 @@ def test_a_picture_has_every_computation_at_its_place(kind, docs, made):
 
 
 def test_the_command_draws_the_picture_of_a_page(made):
-    drawn = CliRunner().invoke(
-        main, ["schedule", "show", "gpipe", "-p", "4", "-m", "8", "--cost", "1,1,1", "--as", "svg"]
-    )
+    drawn = CliRunner().invoke(main, ["schedule", "show", "gpipe", "-p", "4", "-m", "8", *UNITS, "--as", "svg"])
     assert drawn.exit_code == 0
     assert drawn.stdout == made.pictures["gpipe"]
 

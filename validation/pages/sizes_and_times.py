@@ -81,21 +81,18 @@ class Case:
         if self.num_chunks != kind.min_chunks:
             yield from ("-v", str(self.num_chunks))
         if self.variant is not None and self.variant != kind.variants[0]:
-            yield from ("--variant", self.variant)
+            yield from ("--set", f"schedule.variant={self.variant}")
         if self.k > 1:
-            yield from ("--splits", str(self.k))
+            yield from ("--set", f"schedule.num_sequence_splits={self.k}")
         if self.memory_limit is not None:
-            yield from ("--memory-limit", str(self.memory_limit))
-        times = {"forward": self.f, "backward-input": self.i, "backward-weight": self.w}
-        if any(isinstance(time, tuple) for time in times.values()):
-            for name, time in times.items():
-                yield from (f"--{name}", _text(time))
-        elif (self.f, self.i, self.w) != (1, 1, 1):
-            yield from ("--cost", ",".join(map(_text, times.values())))
+            yield from ("--set", f"schedule.memory_limit={self.memory_limit}")
+        if (self.f, self.i, self.w) != (1, 1, 1):
+            for name, time in (("forward", self.f), ("backward_input", self.i), ("backward_weight", self.w)):
+                yield from ("--set", f"cost.{name}_us={_text(time)}")
         if self.d is not None:
-            yield from ("--overlapped", str(self.d))
+            yield from ("--set", f"cost.overlapped_us={self.d}")
         if self.c:
-            yield from ("--latency", str(self.c))
+            yield from ("--set", f"cost.p2p_latency_us={self.c}")
 
 
 def _by_stage(times: Times, num_stages: int, share: int) -> tuple[Time, ...]:
@@ -104,4 +101,4 @@ def _by_stage(times: Times, num_stages: int, share: int) -> tuple[Time, ...]:
 
 
 def _text(times: Times) -> str:
-    return ",".join(map(str, times)) if isinstance(times, tuple) else str(times)
+    return f"[{', '.join(map(str, times))}]" if isinstance(times, tuple) else str(times)
