@@ -14,7 +14,7 @@ from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.foreign_text import MAX_DEPTH
 from pipeproof.interop.hang.diagnose_hang import diagnose_dumps
 from pipeproof.interop.importers.megatron.launch_script import MAX_EXPANDED, ScriptError, evaluate, read_script
-from pipeproof.interop.importers.sectioned_file import read_toml
+from pipeproof.interop.importers.tree import read_toml
 from pipeproof.interop.traces.trace_log import read_logs
 from pipeproof.state.flex import pickles
 from pipeproof.state.flex.pickles import read_pickle
@@ -121,7 +121,7 @@ def test_toml_is_shallow(tmp_path, text):
 
 def test_toml_of_the_limit_is_read(tmp_path):
     (tmp_path / "job.toml").write_text(".".join("a" * MAX_DEPTH) + " = 1")
-    assert read_toml(tmp_path / "job.toml").name
+    assert read_toml(tmp_path / "job.toml").source.file
 
 
 def test_a_line_of_a_record_or_a_log_has_a_limit(tmp_path, monkeypatch):

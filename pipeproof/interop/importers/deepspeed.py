@@ -14,15 +14,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from pipeproof.diagnostics.finding import Finding, RuleDoc
-from pipeproof.diagnostics.problems import KeyPath, describe_value
-from pipeproof.diagnostics.source import PlanFileError, SourceMap
-from pipeproof.interop.importers.draft import Draft, count, misspelt
+from pipeproof.diagnostics.finding import Finding
+from pipeproof.diagnostics.problems import describe_value
+from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.import_codes import NOT_SHOWN, REFUSED, UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_sizes import Needs, assume_model, read_mapping
+from pipeproof.interop.importers.settings import Settings
+from pipeproof.interop.importers.tree import Tree, tree_of_data
 from pipeproof.specs.plan import PlanSpec
 
 _READ = MappingProxyType(
@@ -53,10 +54,9 @@ def import_deepspeed(files: Sequence[Path], flags: Flags) -> Imported:
     if len(files) != 1:
         message = f"a configuration of DeepSpeed is one JSON file, found {len(files)}"
         raise PlanFileError(UNREADABLE.finding(message))
-    name = str(files[0])
-    data, source = read_mapping(name)
-    job = DeepSpeedJob(data, source, Draft("deepspeed", flags))
-    job.require_known_keys()
+    data, source = read_mapping(str(files[0]))
+    job = DeepSpeedJob(tree_of_data(data, source), Draft("deepspeed", flags))
+    job.require_known(_READ)
     return job.imported()
 
 
@@ -72,14 +72,12 @@ def _rephrase(section: str, plan: PlanSpec, findings: tuple[Finding, ...]) -> tu
     return tuple(rephrased)
 
 
-class DeepSpeedJob:
-    """A configuration of DeepSpeed, and the draft of its plan."""
+class DeepSpeedJob(Settings):
+    """A configuration of DeepSpeed, and the draft of its plan; ``section`` has the settings of its pipeline."""
 
-    def __init__(self, data: dict[str, Any], source: SourceMap, draft: Draft, section: str = "`pipeline`") -> None:
-        self._data = data
-        self._source = source
+    def __init__(self, tree: Tree, draft: Draft, section: str = "`pipeline`") -> None:
+        super().__init__("DeepSpeed", tree, draft, ("auto",))
         self._section = section
-        self.draft = draft
 
     def imported(self) -> Imported:
         """Set the keys of the plan, and return it.
@@ -96,71 +94,28 @@ class DeepSpeedJob:
         self._batches(data_parallel)
         self._rest()
         assume_model(draft, Needs(pp))
-        return draft.imported(self._source.file, self._source.lines, partial(_rephrase, self._section))
-
-    def require_known_keys(self) -> None:
-        """Refuse misspelt keys, and a file without any that is known.
-
-        Raises:
-            PlanFileError: PP170; with the default of a misspelt key the verdict would be about another job.
-        """
-        for section, known in _READ.items():
-            keys = self._get(section) if section else self._data
-            for key in keys if isinstance(keys, dict) else ():
-                near = None if key in known else misspelt(key, sorted(known))
-                if near is not None:
-                    place = (section, key) if section else (key,)
-                    raise self._refused(f"`{key}` is no key of DeepSpeed", *place, help=f"did you mean `{near}`?")
-        if not self._data.keys() & _READ[""]:
-            raise self._refused(
-                "no key here is one of DeepSpeed that a plan needs",
-                help="give the JSON configuration of DeepSpeed, or the kind of file that this is: "
-                "`pipeproof import --help` lists the kinds",
-            )
-
-    def _get(self, *path: str) -> Any:
-        value: Any = self._data
-        for part in path:
-            value = value.get(part) if isinstance(value, dict) else None
-        return None if value == "auto" else value
-
-    def _refused(self, message: str, *path: str, code: RuleDoc = UNREADABLE, help: str | None = None) -> PlanFileError:
-        location = self._source.locate(path)
-        return PlanFileError(code.finding(message, location, help), source=self._source)
-
-    def _take(self, key: KeyPath, value: object, *path: str) -> None:
-        self.draft.set(key, value, ".".join(path), self._source.locate(path))
-
-    def _count(self, *path: str) -> int | None:
-        value = self._get(*path)
-        if value is None:
-            return None
-        if type(value) is not int or value < 1:
-            raise self._refused(
-                f"`{'.'.join(path)}` must be an integer of at least 1, found {describe_value(value)}", *path
-            )
-        return value
+        return draft.imported(self.tree.source.file, self.tree.source.lines, partial(_rephrase, self._section))
 
     def _stages(self) -> int:
         if ("topology", "pp") in self.draft:
             return count(self.draft, "topology", "pp")
-        stages = self._count("pipeline", "stages")
+        stages = self.number("pipeline", "stages", default=None)
         if stages is None:
-            raise self._refused(
+            raise self.refused(
                 "the configuration does not have the number of pipeline stages: it is in the program",
                 "pipeline",
                 help="give it with `--set topology.pp=N`, and `--set topology.tp=N` for tensor-parallel ranks",
             )
-        self._take(("topology", "pp"), stages, "pipeline", "stages")
+        self.take(("pipeline", "stages"), ("topology", "pp"), stages)
         return stages
 
     def _transport(self, tp: int) -> None:
         for key, name in (("forward", "pipe_partitioned"), ("backward", "grad_partitioned")):
-            value = self._get("pipeline", name)
+            value = self.value("pipeline", name)
             if value is not None and not isinstance(value, bool):
-                raise self._refused(f"`{name}` must be true or false, found {describe_value(value)}", "pipeline", name)
+                raise self.refused(f"`{name}` must be true or false, found {describe_value(value)}", "pipeline", name)
             partial = tp > 1 and value is not False
-            self._take(("transport", key), "partial" if partial else "full", "pipeline", name)
+            self.take(("pipeline", name), ("transport", key), "partial" if partial else "full")
         self.draft.set(("transport", "connections"), "lazy", "the pipeline engine sends nothing before the first step")
 
     def _data_parallel(self, ranks: int) -> int:
@@ -171,7 +126,7 @@ class DeepSpeedJob:
         if world is None:
             stated = self._stated_ranks()
             if stated is not None:
-                self._take(("topology", "dp"), stated, "train_batch_size")
+                self.take(("train_batch_size",), ("topology", "dp"), stated)
                 return stated
             draft.assume(("topology", "dp"), 1, "the launcher has the number of processes: `--world-size`")
             return 1
@@ -184,25 +139,28 @@ class DeepSpeedJob:
     def _stated_ranks(self) -> int | None:
         """Return the data-parallel ranks that three stated batch sizes need; None where these do not have them."""
         names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        total, size, steps = (self._count(name) for name in names)
+        total, size, steps = (self.number(name, default=None) for name in names)
         return total // (size * steps) if total and size and steps and total % (size * steps) == 0 else None
 
     def _batches(self, data_parallel: int) -> None:
         """Set batch, micro-batch and accumulation; two of them give the third."""
-        size, steps = self._count("train_micro_batch_size_per_gpu"), self._count("gradient_accumulation_steps")
-        total = self._count("train_batch_size")
+        size, steps = (
+            self.number("train_micro_batch_size_per_gpu", default=None),
+            self.number("gradient_accumulation_steps", default=None),
+        )
+        total = self.number("train_batch_size", default=None)
         if total is not None and size is not None and steps is not None and total != size * steps * data_parallel:
-            raise self._refused(
-                f"DeepSpeed refuses this: train_batch_size {total} is not train_micro_batch_size_per_gpu {size} x "
+            raise self.refused_by_tool(
+                f"train_batch_size {total} is not train_micro_batch_size_per_gpu {size} x "
                 f"gradient_accumulation_steps {steps} x {data_parallel} data-parallel ranks",
-                "train_batch_size", code=REFUSED, help="give the number of processes with `--world-size N`",
+                "train_batch_size", help="give the number of processes with `--world-size N`",
             )  # fmt: skip
         if total is not None:
             size, steps = self._completed(total, size, steps, data_parallel)
         if size is not None:
-            self._take(("schedule", "micro_batch_size"), size, "train_micro_batch_size_per_gpu")
+            self.take(("train_micro_batch_size_per_gpu",), ("schedule", "micro_batch_size"), size)
         if steps is not None:
-            self._take(("schedule", "num_micro_batches"), steps, "gradient_accumulation_steps")
+            self.take(("gradient_accumulation_steps",), ("schedule", "num_micro_batches"), steps)
         self.draft.assume(("schedule", "micro_batch_size"), 1, "the configuration leaves it to the program")
         pp = count(self.draft, "topology", "pp")
         self.draft.assume(("schedule", "num_micro_batches"), 2 * pp, "the configuration leaves it to the program")
@@ -210,8 +168,8 @@ class DeepSpeedJob:
     def _completed(self, total: int, size: int | None, steps: int | None, data_parallel: int) -> tuple[int, int]:
         known = (size or 1) * (steps or 1) * data_parallel
         if total % known:
-            message = f"DeepSpeed refuses this: train_batch_size {total} does not divide by {known}"
-            raise self._refused(message, "train_batch_size", code=REFUSED)
+            message = f"train_batch_size {total} does not divide by {known}"
+            raise self.refused_by_tool(message, "train_batch_size")
         if size is not None:
             return size, steps or total // known
         return total // known, steps or 1
@@ -220,27 +178,27 @@ class DeepSpeedJob:
         draft = self.draft
         draft.set(("run", "backend"), "torch", "a job of DeepSpeed")
         draft.set(("run", "device"), "gpu", "a job of DeepSpeed")
-        if self._get("bf16", "enabled") is True and self._get("fp16", "enabled") is True:
-            message = "DeepSpeed refuses this: bf16 and fp16 are both enabled"
-            raise self._refused(message, "fp16", "enabled", code=REFUSED, help="disable one of the two")
+        if self.value("bf16", "enabled") is True and self.value("fp16", "enabled") is True:
+            message = "bf16 and fp16 are both enabled"
+            raise self.refused_by_tool(message, "fp16", "enabled", help="disable one of the two")
         for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-            if self._get(name, "enabled") is True:
-                self._take(("run", "dtype"), dtype, name, "enabled")
-                self._take(("run", "main_grad_dtype"), "float32", name, "enabled")
-        norm = self._get("gradient_clipping")
+            if self.value(name, "enabled") is True:
+                self.take((name, "enabled"), ("run", "dtype"), dtype)
+                self.take((name, "enabled"), ("run", "main_grad_dtype"), "float32")
+        norm = self.value("gradient_clipping")
         if isinstance(norm, int | float) and not isinstance(norm, bool) and norm > 0:
-            self._take(("run", "clip_norm"), float(norm), "gradient_clipping")
-        stage = self._get("zero_optimization", "stage")
+            self.take(("gradient_clipping",), ("run", "clip_norm"), float(norm))
+        stage = self.value("zero_optimization", "stage")
         if type(stage) is int and stage >= _SHARDED_GRADIENTS:
-            message = f"DeepSpeed refuses this: its pipeline engine does not run with ZeRO stage {stage}"
-            raise self._refused(message, "zero_optimization", "stage", code=REFUSED, help="use stage 1")
+            message = f"its pipeline engine does not run with ZeRO stage {stage}"
+            raise self.refused_by_tool(message, "zero_optimization", "stage", help="use stage 1")
         if stage == 1:
-            self._take(("memory", "shard_optimizer"), "dp", "zero_optimization", "stage")
-        interval = self._get("pipeline", "activation_checkpoint_interval")
+            self.take(("zero_optimization", "stage"), ("memory", "shard_optimizer"), "dp")
+        interval = self.value("pipeline", "activation_checkpoint_interval")
         if type(interval) is int and interval > 0:
-            self._take(("memory", "recompute"), "full", "pipeline", "activation_checkpoint_interval")
-        partition = self._get("pipeline", "partition")
+            self.take(("pipeline", "activation_checkpoint_interval"), ("memory", "recompute"), "full")
+        partition = self.value("pipeline", "partition")
         if partition not in (None, "best", "uniform"):
-            location = self._source.locate(("pipeline", "partition"))
+            location = self.location("pipeline", "partition")
             message = f"`partition`: {partition} depends on the program; the partition is even here"
             draft.find(NOT_SHOWN.finding(message, location))

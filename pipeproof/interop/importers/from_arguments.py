@@ -14,10 +14,9 @@ from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported, repeatable
 from pipeproof.interop.importers.megatron.argument_block import arguments_of_values
 from pipeproof.interop.importers.reader import import_flags, import_values
-from pipeproof.interop.importers.sectioned_file import SectionedFile
 from pipeproof.interop.importers.tools.trainers import BRIDGE
 from pipeproof.interop.importers.torchtitan import import_sections
-from pipeproof.interop.importers.tree import Placed, Unknown, is_known, tree_of
+from pipeproof.interop.importers.tree import Placed, Unknown, is_known, tree_of, tree_of_data
 
 _SOURCE: Final = "the arguments"
 _HERE: Final = Location(_SOURCE)
@@ -68,7 +67,7 @@ def _torchtitan(values: Mapping[str, Any], flags: Flags) -> Imported:
     mode = _attributes(checkpoints).get("mode") or type(checkpoints).__qualname__.lower()
     data["activation_checkpoint"] = {"mode": next((name for name in ("selective", "full") if name in mode), "none")}
     plain = {name: {key: v for key, v in keys.items() if v is not None and is_known(v)} for name, keys in data.items()}
-    return import_sections(SectionedFile(_SOURCE, (), plain, {}), flags)
+    return import_sections(tree_of_data(plain, SourceMap(_SOURCE, ())), flags)
 
 
 _KINDS: Final[Mapping[str, Callable[[Mapping[str, Any], Flags], Imported]]] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""Values in sections, each with its location: YAML and JSON files over their base files, and commands.
+"""Values in sections, each with its location: YAML and JSON files over their base files, TOML files, and commands.
 
 ``defaults`` and ``bases`` name base files, relative to the file, those of Hydra with their section; ``${a.b}`` is the
 value at another key. Only a run determines ``${oc.env:NAME}``; the resolvers of numbers that NeMo-RL registers are
@@ -8,16 +8,17 @@ computed, and ``${NAME:value}``, as Primus writes it, is the value where the env
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeAlias
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.diagnostics.problems import describe_value, shortened
-from pipeproof.diagnostics.source import PlanFileError, SourceMap
+from pipeproof.diagnostics.problems import KeyPath, describe_value, shortened
+from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
+from pipeproof.foreign_text import ForeignTextError, decode_toml
 from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.model_sizes import read_mapping
 
@@ -192,6 +193,44 @@ def read_tree(path: Path) -> Tree:
 def tree_of_data(data: Mapping[str, Any], source: SourceMap) -> Tree:
     """Return the values of a file alone, without its bases, from its data."""
     return Tree(source, _nodes(data, source, ()))
+
+
+_SECTION: Final = re.compile(r"\s*\[\s*([\w.\-\" ]+?)\s*\]")
+_KEY: Final = re.compile(r"\s*([\w\-]+)\s*=")
+_AT: Final = re.compile(r"\(at line (\d+), column (\d+)\)")
+
+
+def read_toml(path: Path) -> Tree:
+    """Read a TOML file of plain keys in sections.
+
+    Raises:
+        PlanFileError: PP100 if it cannot be read, PP170 if it is no TOML.
+    """
+    name = str(path)
+    text = read_text(name)
+    lines = tuple(LINE_BREAK.split(text))
+    try:
+        data = decode_toml(text)
+    except ForeignTextError as error:
+        message, location = str(error), Location(name)
+        if match := _AT.search(message):
+            location = Location(name, int(match[1]), int(match[2]))
+        elif "end of document" in message:
+            location = Location(name, len(lines), 1)
+        finding = UNREADABLE.finding(f"no valid TOML: {_AT.sub('', message).strip()}", location)
+        raise PlanFileError(finding, source=SourceMap(name, lines)) from error
+    keys = dict(_locations(name, lines))
+    return tree_of_data(data, SourceMap(name, lines, keys, keys))
+
+
+def _locations(name: str, lines: tuple[str, ...]) -> Iterator[tuple[KeyPath, Location]]:
+    section = ""
+    for number, line in enumerate(lines, start=1):
+        if match := _SECTION.match(line):
+            section = match[1]
+            yield (section,), Location(name, number).part(*match.span(1))
+        elif match := _KEY.match(line):
+            yield (section, match[1]), Location(name, number).part(*match.span(1))
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> tuple[SourceMap, dict[str, Node]]:
