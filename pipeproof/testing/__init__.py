@@ -2,7 +2,7 @@
 
 All names here are stable, and imported at first use::
 
-    from pipeproof.testing import assert_plan_sound, assert_same_gradients, check_transport
+    from pipeproof.testing import assert_plan_sound, assert_same_gradients, deliver
 
 Other modules: ``probes`` and ``endpoint_protocol`` for backends.
 """
@@ -16,28 +16,26 @@ if TYPE_CHECKING:
     from pipeproof.comm.backends import backend_table
     from pipeproof.comm.channel_models import MODELS, ChannelModel, declared_model
     from pipeproof.testing.assertions import assert_plan_sound, assert_same_gradients
-    from pipeproof.testing.transport_verdict import TransportVerdict, check_transport
+    from pipeproof.testing.delivery import deliver
 
 __all__ = [
     "MODELS",
     "ChannelModel",
-    "TransportVerdict",
     "assert_plan_sound",
     "assert_same_gradients",
     "backend_table",
-    "check_transport",
     "declared_model",
+    "deliver",
 ]
 
 _HOMES = {
     "MODELS": "comm.channel_models",
     "ChannelModel": "comm.channel_models",
-    "TransportVerdict": "testing.transport_verdict",
     "assert_plan_sound": "testing.assertions",
     "assert_same_gradients": "testing.assertions",
     "backend_table": "comm.backends",
-    "check_transport": "testing.transport_verdict",
     "declared_model": "comm.channel_models",
+    "deliver": "testing.delivery",
 }
 """Module of each public name; backends that use this package load none of them."""
 

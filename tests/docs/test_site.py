@@ -118,7 +118,7 @@ def test_public_names_are_those_that_the_packages_export(hooks):
     names = hooks.public_names()
     assert {
         "pipeproof.check",
-        "pipeproof.testing.check_transport",
+        "pipeproof.testing.deliver",
         "pipeproof.interop.from_strategy",
         "pipeproof.interop.traces.check_log",
     } <= set(names)

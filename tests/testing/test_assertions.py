@@ -12,12 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipeproof.testing
-from pipeproof.specs.axis_layout import INVARIANT, parse_placement
-from pipeproof.specs.load_plan import load_plan, plan_from_dict
-from pipeproof.stages.describe.boundary import Boundary
-from pipeproof.testing import assert_plan_sound, assert_same_gradients, check_transport
-from pipeproof.verify.check_plan import CHECK_CODES, check_subject
-from pipeproof.verify.subject import make_subject
+from pipeproof.specs.axis_layout import parse_placement
+from pipeproof.specs.load_plan import load_plan
+from pipeproof.testing import assert_plan_sound, assert_same_gradients
+from pipeproof.verify.check_plan import CHECK_CODES
 from tests.plans import plan_dict
 from tests.testing.strategies import layouts, plans, schedules, topologies
 
@@ -188,74 +186,6 @@ def test_tensors_of_paddle():
         assert_same_gradients({"w": value}, {"w": paddle.to_tensor([1.0, 2.0])})
     with pytest.raises(AssertionError, match=r"first \[1\]: 2.0 .* and 3.0"):
         assert_same_gradients({"w": paddle.to_tensor([1.0, 2.0])}, {"w": paddle.to_tensor([1.0, 3.0])})
-
-
-# --- transports ---
-
-
-def test_what_partial_does_to_a_sharded_tensor():
-    verdict = check_transport("sharded(0)", "sharded(0)", "partial", [16], tp=2)
-    assert not verdict
-    assert str(verdict).splitlines() == [
-        "partial delivers 8 of 16 elements wrongly",
-        "  rank 2 loses elements 4..8 of rank 0 (a 4 .. a 7)",
-        "  rank 2 gets  elements 4..8 of rank 1 (a 12 .. a 15)",
-        "  rank 3 loses elements 0..4 of rank 1 (a 8 .. a 11)",
-        "  rank 3 gets  elements 0..4 of rank 0 (a 0 .. a 3)",
-    ]
-    full = check_transport("sharded(0)", "sharded(0)", "full", [16], tp=2)
-    assert (bool(full), full.num_bytes) == (True, 64)
-    assert check_transport("invariant", "invariant", "partial", [5], tp=2).way == "full"
-
-
-@settings(max_examples=150)
-@given(
-    layouts(num_dims=2, kinds=("invariant", "replicated", "sharded", "partial", "varying")),
-    st.sampled_from(["full", "partial"]),
-    st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    st.sampled_from([1, 2, 3]),
-)
-def test_the_verdict_is_that_of_a_plan_with_such_a_boundary(layout, way, shape, tp):
-    whole = tuple(tp * size for size in shape)
-    verdict = check_transport(layout, layout, way, whole, tp=tp)
-    boundary = Boundary("sb", whole, parse_placement(layout), "float32", tp, has_gradient=False)
-    plan = plan_from_dict(
-        plan_dict(
-            model={"num_heads": 6, "hidden_size": 12, "ffn_size": 12, "vocab_size": 12},
-            topology={"tp": tp},
-            schedule={"num_micro_batches": 1},
-            transport={"forward": way},
-        )
-    )
-    codes = {finding.code for finding in check_subject(make_subject(plan, boundary=boundary)).errors}
-    assert bool(verdict) == ("PP201" not in codes)
-    assert (verdict.num_lost == 0) == bool(verdict)
-
-
-@settings(max_examples=60)
-@given(layouts(num_dims=2), layouts(num_dims=2), st.sampled_from([1, 2, 3]))
-def test_a_reshard_brings_any_layout_to_any_other_and_a_full_send_none(sender, receiver, tp):
-    assert check_transport(sender, receiver, "reshard", (tp, 2 * tp), tp=tp)
-    placements = parse_placement(sender), parse_placement(receiver)
-    alike = tp == 1 or placements[0] == placements[1] or all(p.holds_equal_values for p in placements)
-    assert bool(check_transport(sender, receiver, "full", (tp, 2 * tp), tp=tp)) == alike
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("shardd", INVARIANT, "full", [4]), "'shardd' is not a placement"),
-        ((INVARIANT, INVARIANT, "fast", [4]), "transport 'fast' is none of full, partial, reshard"),
-        ((INVARIANT, INVARIANT, "full", []), "must be positive"),
-        ((INVARIANT, INVARIANT, "full", [0]), "must be positive"),
-        (("sharded(0)", INVARIANT, "full", [5]), "does not divide over 2 ranks"),
-        (("sharded(1)", INVARIANT, "full", [4]), "of a tensor with 1 dims"),
-        (("replicated", "partial", "reshard", [4]), "no sender holds"),
-    ],
-)
-def test_transports_that_make_no_sense(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        check_transport(*arguments, tp=2)
 
 
 # --- strategies ---

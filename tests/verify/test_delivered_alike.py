@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeproof.schedule.op_table import NONE, Group, Row, TensorSpec, build_graph
 from pipeproof.schedule.ops import GATHER_KINDS, SEND_KINDS, parse_op
-from pipeproof.testing.transport_verdict import deliver_rows
+from pipeproof.testing.delivery import deliver_rows
 from pipeproof.verify import provenance
 from pipeproof.verify.boundary_transport import RULES, Layouts, places_of
 from pipeproof.verify.provenance import DATA_RECEIVES, events

@@ -14,7 +14,7 @@ from pipeproof.schedule.ops import GATHER_KINDS, SEND_KINDS, OpKind, parse_op
 from pipeproof.specs.axis_layout import INVARIANT, PARTIAL, REPLICATED, VARYING, sharded
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.boundary import PRESERVES, Boundary, Transport, effective_transport
-from pipeproof.testing.transport_verdict import deliver
+from pipeproof.testing.delivery import deliver
 from pipeproof.verify import provenance
 from pipeproof.verify.boundary_transport import RULES, places_of
 from pipeproof.verify.check_plan import check_subject
