@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeproof.analysis.tune.tune_model import TuneModel, model_of_plan
 from pipeproof.diagnostics.finding import BadPlanError, Finding, Severity
-from pipeproof.diagnostics.problems import KeyPath, nearest_name
+from pipeproof.diagnostics.problems import nearest_name
 from pipeproof.diagnostics.source import read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.interop.importers.check_imported import load_imported
@@ -159,23 +159,8 @@ def _with_length(model: dict[str, Any], flags: Flags, notes: tuple[str, ...]) ->
     if "seq_length" not in model and ("model", "seq_length") not in flags.settings:
         model["seq_length"] = DEFAULT_SEQ_LENGTH
         assumptions += (f"sequences have {DEFAULT_SEQ_LENGTH} tokens (`--set model.seq_length=N`)",)
-    data = _with_settings({"pipeproof": 1, "model": model, **_ONE_RANK}, flags)
-    return TuneModel(plan_from_dict(data), assumptions=assumptions)
-
-
-def _with_settings(data: dict[str, Any], flags: Flags) -> dict[str, Any]:
-    """The data of a plan with the values of the command line."""
-    result = dict(data)
-    for path, value in flags.settings.items():
-        result = _with_value(result, path, value)
-    return result
-
-
-def _with_value(data: dict[str, Any], path: KeyPath, value: object) -> dict[str, Any]:
-    key, *rest = path
-    inner = data.get(str(key))
-    below = _with_value(inner if isinstance(inner, dict) else {}, tuple(rest), value) if rest else value
-    return {**data, str(key): below}
+    plan = plan_from_dict({"pipeproof": 1, "model": model, **_ONE_RANK}, flags.settings)
+    return TuneModel(plan, assumptions=assumptions)
 
 
 def _plain(name: str) -> str:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.diagnostics.units import size_text
 from pipeproof.interop import check_imported, from_strategy
-from pipeproof.interop.importers.paddle.fleet_strategy import Message, parse_prototxt
+from pipeproof.interop.importers.paddle.fleet_strategy import parse_prototxt
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import OpKind
 from pipeproof.specs.axis_layout import dtype_bytes
@@ -254,31 +254,31 @@ def test_what_fleet_refuses(tmp_path, line, words):
 
 def test_comments_separators_and_angle_brackets():
     text = "amp: true; # a comment\nhybrid_configs: < mp_degree: 0x2, sync_name: \"a\" 'b\\'c' >"
-    message = parse_prototxt(text, "f")
-    inner = message.only("hybrid_configs")
-    assert message.only("amp").text == "true"
-    assert isinstance(inner, Message)
-    assert (inner.only("mp_degree").text, inner.only("sync_name").text) == ("0x2", "ab'c")
-    assert (inner.only("sync_name").location.line, inner.only("absent")) == (2, None)
+    strategy = parse_prototxt(text, "f")
+    assert strategy.value("amp") is True
+    assert strategy.value("hybrid_configs", "mp_degree") == 2
+    assert strategy.get("hybrid_configs", "sync_name").location.line == 2
+    assert strategy.get("hybrid_configs", "absent") is None
 
 
 _NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True)
-_TREES = st.recursive(st.integers(), lambda inner: st.lists(st.tuples(_NAMES, inner), max_size=4), max_leaves=12)
+_TREES = st.recursive(st.integers(), lambda inner: st.dictionaries(_NAMES, inner, max_size=4), max_leaves=12)
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(_NAMES, _TREES), max_size=4), st.sampled_from([" ", "\n", " # x\n"]))
+@given(st.dictionaries(_NAMES, _TREES, max_size=4), st.sampled_from([" ", "\n", " # x\n"]))
 def test_what_is_written_is_read(fields, space):
     def text(tree):
         return space.join(
-            f"{name} {{{space}{text(value)}{space}}}" if isinstance(value, list) else f"{name}: {value}"
-            for name, value in tree
+            f"{name} {{{space}{text(value)}{space}}}" if isinstance(value, dict) else f"{name}: {value}"
+            for name, value in tree.items()
         )
 
-    def data(message):
-        return [
-            (name, data(value) if isinstance(value, Message) else int(value.text)) for name, value, _ in message.fields
-        ]
+    def data(strategy, *path):
+        return {
+            name: data(strategy, *path, name) if (value := strategy.get(*path, name)) is None else value.value
+            for name in strategy.names(*path)
+        }
 
     assert data(parse_prototxt(text(fields), "f")) == fields
 
@@ -287,4 +287,4 @@ def test_what_is_written_is_read(fields, space):
 @given(st.text(alphabet="ab{}<>:;,\"'#1.-\n \\", max_size=30))
 def test_any_text_is_read_or_refused_with_a_place(text):
     with suppress(PlanFileError):
-        assert parse_prototxt(text, "f").location.file == "f"
+        assert parse_prototxt(text, "f").source.file == "f"

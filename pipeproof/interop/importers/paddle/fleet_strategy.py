@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, nearest_name, shortened
-from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, read_text
-from pipeproof.diagnostics.yaml_tree import parse_text
+from pipeproof.diagnostics.source import LINE_BREAK, SourceMap, read_text
 from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.imported import Flags, Imported, repeatable
+from pipeproof.interop.importers.model_sizes import read_mapping
 from pipeproof.interop.importers.paddle.fleet_job import FleetJob, SourcedValue
 from pipeproof.interop.importers.paddle.fleet_plan import lay_out, refuse, rephrasing
 from pipeproof.interop.importers.paddle.training_file import unreadable
+from pipeproof.interop.importers.tree import Node, Placed, Tree, tree_of_data
 
 # --- Protocol buffers' text format, as far as strategies use it: scalar fields and nested messages ---
 # The grammar is that of https://protobuf.dev/reference/protobuf/textformat-spec.
@@ -42,34 +43,8 @@ _TOKEN = re.compile(
 _MESSAGE = re.compile(r"^\s*\w+\s*\{", re.MULTILINE)
 _CLOSES = {"{": "}", "<": ">"}
 _MAX_DEPTH = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Scalar:
-    """A value as it is written, with its location; for strings, ``quoted`` is True, and the quotes are removed."""
-
-    text: str
-    location: Location
-    quoted: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """The fields of a message, in order, with repetitions."""
-
-    location: Location
-    fields: list[tuple[str, Scalar | Message, Location]] = field(default_factory=list)
-
-    def only(self, name: str) -> Scalar | Message | None:
-        """Return the field of that name, or None.
-
-        Raises:
-            PlanFileError: PP170, there are several.
-        """
-        matches = [(value, location) for known, value, location in self.fields if known == name]
-        if len(matches) > 1:
-            raise unreadable(f"`{name}` is repeated here, and a message has it once", matches[1][1])
-        return matches[0][0] if matches else None
+_SWITCHES = {"true": True, "t": True, "True": True, "false": False, "f": False, "False": False}
+_WHOLE = re.compile(r"[-+]?(0[xX][0-9a-fA-F]{1,16}|[0-9]{1,20})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,46 +54,16 @@ class _Token:
     location: Location
 
 
-def parse_prototxt(text: str, file: str) -> Message:
-    """Parse the fields of a text.
+def parse_prototxt(text: str, file: str) -> Tree:
+    """Parse the fields of a text; strings keep their quotes, and a repeated field is a list.
 
     Raises:
         PlanFileError: PP170, at the location of the syntax error.
     """
-    tokens = [*_tokens(text, file)]
-    top = Message(Location(file))
-    end = _fields(tokens, 0, top, None, 0)
+    tokens, keys, nodes = [*_tokens(text, file)], dict[KeyPath, Location](), dict[str, Node]()
+    end = _fields(tokens, 0, (), nodes, keys, None)
     assert tokens[end].kind == "end", "the top-level fields end with the text"
-    return top
-
-
-def _parse_mapping(text: str, file: str) -> Message:
-    """The message of a strategy's mappings in YAML, of which JSON and the literal of a Python dict are parts."""
-    tree = parse_text(text, file)
-    if tree.problems or not isinstance(tree.data, Mapping):
-        raise (
-            PlanFileError(*tree.problems, source=tree.source)
-            if tree.problems
-            else unreadable("a mapping of the strategy's fields is expected", Location(file))
-        )
-
-    def message(mapping: Mapping[Any, Any], path: KeyPath) -> Message:
-        result = Message(tree.source.locate(path, key=True))
-        for name, value in mapping.items():
-            below = (*path, name)
-            at = tree.source.locate(below)
-            if isinstance(value, Mapping):
-                field: Scalar | Message = message(value, below)
-            elif value is None or value == "None":
-                continue
-            elif isinstance(value, bool) or value in ("True", "False"):
-                field = Scalar(str(value).lower(), at)
-            else:
-                field = Scalar(str(value), at, quoted=isinstance(value, str))
-            result.fields.append((str(name), field, tree.source.locate(below, key=True)))
-        return result
-
-    return message(tree.data, ())
+    return Tree(SourceMap(file, tuple(LINE_BREAK.split(text)), keys, keys), nodes)
 
 
 def _tokens(text: str, file: str) -> Iterator[_Token]:
@@ -138,42 +83,47 @@ def _tokens(text: str, file: str) -> Iterator[_Token]:
     yield _Token("end", "", Location(file, line, position - begin + 1))
 
 
-def _fields(tokens: list[_Token], index: int, message: Message, closes: str | None, depth: int) -> int:
-    """Read fields into ``message`` up to its closing token, and return the index of that token."""
+def _fields(
+    tokens: list[_Token], index: int, path: tuple[str, ...], nodes: dict[str, Node], keys: dict[KeyPath, Location],
+    closes: str | None,
+) -> int:  # fmt: skip
+    """Read the fields of the message at ``path`` up to its closing token, and return the index of that token."""
     while not (tokens[index].kind == "end" if closes is None else tokens[index].text == closes):
         name = tokens[index]
         if name.kind != "name":
             raise _unexpected(name, "the name of a field" if closes is None else f"the name of a field or `{closes}`")
         colon = tokens[index + 1].text == ":"
         index += 2 if colon else 1
-        value: Scalar | Message
+        node: Node
         if tokens[index].text in _CLOSES:
-            if depth >= _MAX_DEPTH:
+            if len(path) >= _MAX_DEPTH:
                 raise unreadable(f"more than {_MAX_DEPTH} nested messages", tokens[index].location)
-            value = Message(name.location)
-            index = _fields(tokens, index + 1, value, _CLOSES[tokens[index].text], depth + 1) + 1
+            node = {}
+            index = _fields(tokens, index + 1, (*path, name.text), node, keys, _CLOSES[tokens[index].text]) + 1
         elif colon:
-            value, index = _scalar(tokens, index)
+            node, index = _scalar(tokens, index)
         else:
             raise _unexpected(tokens[index], f"`:` or `{{` after `{name.text}`")
-        message.fields.append((name.text, value, name.location))
+        is_repeated = name.text in nodes
+        nodes[name.text] = Placed([], name.location) if is_repeated else node
+        keys[*path, name.text] = name.location
         if tokens[index].text in (",", ";"):
             index += 1
     return index
 
 
-def _scalar(tokens: list[_Token], index: int) -> tuple[Scalar, int]:
+def _scalar(tokens: list[_Token], index: int) -> tuple[Placed, int]:
     """Read a number, a name, or adjacent strings, which are joined."""
     first = tokens[index]
     if first.kind in ("name", "number"):
-        return Scalar(first.text, first.location), index + 1
+        base = 16 if "x" in first.text.lower() else 10
+        value = int(first.text, base) if _WHOLE.fullmatch(first.text) else first.text
+        return Placed(_SWITCHES.get(first.text, value), first.location), index + 1
     if first.kind != "string":
         raise _unexpected(first, "a value")
-    text = ""
     while tokens[index].kind == "string":
-        text += re.sub(r"\\(.)", r"\1", tokens[index].text[1:-1])
         index += 1
-    return Scalar(text, first.location, quoted=True), index
+    return Placed(first.text, first.location), index
 
 
 def _unexpected(token: _Token, expected: str) -> Exception:
@@ -244,24 +194,20 @@ def import_fleet(files: Sequence[Path], flags: Flags) -> Imported:
     text = read_text(name)
     is_yaml = files[0].suffix in (".yaml", ".yml") and not _MESSAGE.search(text)
     is_mapping = is_yaml or text.lstrip()[:1] == "{"
-    message = _parse_mapping(text, name) if is_mapping else parse_prototxt(text, name)
-    if not message.fields:
+    tree = tree_of_data(*read_mapping(name)) if is_mapping else parse_prototxt(text, name)
+    if not tree.names():
         raise unreadable("the file has no field of a strategy", Location(name), "save it with `save_to_prototxt`")
     for path, known in FIELDS.items():
-        _only_known(message, path, known)
+        _only_known(tree, path, known)
 
     def lookup(path: tuple[str, ...], default: Value) -> SourcedValue[Any]:
-        value: Scalar | Message = message
-        location = None
-        for part in path:
-            assert isinstance(value, Message), "the messages on the path were checked"
-            inner = value.only(part)
-            if inner is None:  # the location is that of the message without it
-                return SourcedValue(default, path[-1], location, by_default=True)
-            value, location = inner, inner.location
-        return SourcedValue(_value(value, path[-1], default), path[-1], location)
+        placed = tree.get(*path)
+        if placed is None or placed.value in (None, "None"):  # the location is that of the message without it
+            nearest = tree.source.locate(path[:-1], key=True) if tree.has(path[0]) else None
+            return SourcedValue(default, path[-1], nearest, by_default=True)
+        return SourcedValue(_value(placed, path[-1], default), path[-1], placed.location)
 
-    return _imported(lookup, ORDER, flags, name, tuple(LINE_BREAK.split(text)))
+    return _imported(lookup, ORDER, flags, name, tree.source.lines)
 
 
 def from_strategy(
@@ -308,42 +254,37 @@ def from_strategy(
     return repeatable(lambda flags: _imported(lookup, order, flags, "<strategy>", ()), flags)
 
 
-def _only_known(message: Message, path: tuple[str, ...], known: frozenset[str]) -> None:
-    for part in path:
-        field = message.only(part)
-        if field is None:
-            return
-        if not isinstance(field, Message):
-            raise unreadable(f"`{part}` must be a message, `{part} {{ ... }}`", field.location)
-        message = field
-    for name, _, location in message.fields:
+def _only_known(tree: Tree, path: tuple[str, ...], known: frozenset[str]) -> None:
+    field = tree.get(*path) if path else None
+    if field is not None and isinstance(field.value, list):
+        raise _repeated(path[-1], field)
+    if field is not None and field.value is not None:
+        raise unreadable(f"`{path[-1]}` must be a message, `{path[-1]} {{ ... }}`", field.location)
+    for name in tree.names(*path):
         if name not in known:
             near = nearest_name(name, sorted(known))
             owner = f"`{path[-1]}`" if path else "a strategy"
             suggestion = f"did you mean `{near}`?" if near else None
-            raise unreadable(f"{owner} has no field `{name}`", location, suggestion)
+            raise unreadable(f"{owner} has no field `{name}`", tree.source.locate((*path, name), key=True), suggestion)
 
 
-def _value(value: Scalar | Message, name: str, default: Value) -> Value:
+def _value(placed: Placed, name: str, default: Value) -> Value:
     """Return the value of a scalar field; the type is that of the field's default."""
-    text = value.text if isinstance(value, Scalar) and not value.quoted else None
+    value = placed.value
+    if isinstance(value, list):
+        raise _repeated(name, placed)
     if isinstance(default, bool):
-        literals = {
-            "true": True,
-            "t": True,
-            "True": True,
-            "1": True,
-            "false": False,
-            "f": False,
-            "False": False,
-            "0": False,
-        }
-        if text in literals:
-            return literals[text]
-        raise unreadable(f"`{name}` must be true or false", value.location)
-    if text is not None and text.removeprefix("-").isdecimal():
-        return int(text)
-    raise unreadable(f"`{name}` must be a whole number", value.location)
+        known = _SWITCHES.get(value) if isinstance(value, str) else value
+        if known in (0, 1):
+            return bool(known)
+        raise unreadable(f"`{name}` must be true or false", placed.location)
+    if type(value) is int:
+        return value
+    raise unreadable(f"`{name}` must be a whole number", placed.location)
+
+
+def _repeated(name: str, placed: Placed) -> Exception:
+    return unreadable(f"`{name}` is repeated here, and a message has it once", placed.location)
 
 
 def _imported(lookup: _Lookup, order: tuple[str, ...], flags: Flags, file: str, lines: tuple[str, ...]) -> Imported:
