@@ -151,7 +151,7 @@ def _search(source: TuneModel, options: Mapping[str, Any]) -> TuneResult:
 def _write(result: TuneResult, directory: Path) -> None:
     """Write the plan and the launch arguments of each row."""
     from pipeproof.atomic_write import write_output
-    from pipeproof.interop.launch_arguments.write_arguments import NoArgumentsError, launch_of_row, plan_file
+    from pipeproof.interop.write_arguments import NoArgumentsError, launch_of_row, plan_file
 
     for row in result.rows:
         files = dict(plan_file(row))

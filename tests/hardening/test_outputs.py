@@ -20,7 +20,7 @@ OTHERS = {
     ("exec/train/torch/pretrained_save.py", "(part / INDEX).write_text"): PART,
     ("exec/train/torch/pretrained_save.py", "(part / name).open"): PART,
     ("exec/train/torch/pretrained_save.py", "file.open"): PART,
-    ("interop/launch_arguments/write_arguments.py", "paths[-1].write_text"): "a temporary directory",
+    ("interop/write_arguments.py", "paths[-1].write_text"): "a temporary directory",
     ("interop/traces/recorder.py", "self.path.open"): APPENDED,
     ("state/byte_ranges.py", "path.open"): PART,
     ("state/reshard/copy_regions.py", "path.open"): PART,

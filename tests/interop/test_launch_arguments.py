@@ -9,13 +9,13 @@ from pipeproof.analysis.tune.frameworks import FRAMEWORKS
 from pipeproof.analysis.tune.layout_bounds import Bounds, even_stages
 from pipeproof.analysis.tune.layout_plans import base_data, plan_data
 from pipeproof.analysis.tune.layouts import SearchSpace
-from pipeproof.interop.launch_arguments.write_arguments import (
+from pipeproof.interop.tune_models import MODELS, tune_model
+from pipeproof.interop.write_arguments import (
     NoArgumentsError,
     differences,
     imported_again,
     launch_of,
 )
-from pipeproof.interop.tune_models import MODELS, tune_model
 from pipeproof.specs.load_plan import plan_from_dict
 from tests.tune.models import LARGE_EXPERTS, to_tune
 

@@ -7,8 +7,7 @@ import pytest
 from pipeproof.cli.file_kinds import kind_of
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop import Flags, check_imported, import_files
-from pipeproof.interop.importers.names import names_of
-from pipeproof.interop.importers.public_checkpoints import depth_of
+from pipeproof.interop.importers.names import depth_of, names_of
 from tests.interop.importing import refusal
 
 NEMO = """policy:

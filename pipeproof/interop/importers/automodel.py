@@ -16,7 +16,7 @@ from pipeproof.interop.importers.draft import MAX_LAYERS, Draft, count, misspelt
 from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_sizes import Needs, assume_model, read_model_config
-from pipeproof.interop.importers.public_checkpoints import depth_of, is_public
+from pipeproof.interop.importers.names import depth_of, is_public
 from pipeproof.interop.importers.settings import Settings
 from pipeproof.interop.importers.torch_pipelining import known_schedules, module_named, schedule_named
 from pipeproof.interop.importers.tree import Placed, read_tree

@@ -16,6 +16,7 @@ from typing import Final
 from pipeproof.diagnostics.problems import listed, nearest_name
 from pipeproof.interop.importers.draft import Draft, count, misspelt
 from pipeproof.interop.importers.imported import Flags, Imported
+from pipeproof.interop.importers.names import depth_of, is_public
 from pipeproof.interop.importers.paddle.fleet_job import FleetJob, SourcedValue, overridden
 from pipeproof.interop.importers.paddle.fleet_plan import ineffective, refuse
 from pipeproof.interop.importers.paddle.training_arguments import (
@@ -26,7 +27,6 @@ from pipeproof.interop.importers.paddle.training_arguments import (
     is_old,
 )
 from pipeproof.interop.importers.paddle.training_file import Settings, read_settings, unreadable
-from pipeproof.interop.importers.public_checkpoints import depth_of, is_public
 
 _STAGES: Final = ("SFT", "PT", "DPO", "VL-SFT", "OCR-VL-SFT")
 _STOPPING: Final = ("SFT", "PT", "DPO")

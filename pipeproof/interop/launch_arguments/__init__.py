@@ -1,1 +1,0 @@
-"""Arguments with which frameworks launch the training of a plan: the inverse of the importers."""
