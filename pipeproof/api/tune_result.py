@@ -8,10 +8,10 @@ from dataclasses import asdict, fields
 from types import MappingProxyType
 from typing import Any
 
+from pipeproof.analysis.tune.frameworks import model_of_plan
 from pipeproof.analysis.tune.layouts import Layout
 from pipeproof.analysis.tune.search_layouts import TuneError
 from pipeproof.analysis.tune.search_layouts import tune as find_layouts
-from pipeproof.analysis.tune.tune_model import model_of_plan
 from pipeproof.analysis.tune.tune_result import TuneResult as Tuned
 from pipeproof.api.given_plan import GivenPlan, Settings, load_given, name_of
 from pipeproof.api.result import Records, Result, html_table, html_text, noted, printed

@@ -19,7 +19,7 @@ from pipeproof.cli.progress import showing_progress
 from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
-    from pipeproof.analysis.tune.tune_model import TuneModel
+    from pipeproof.analysis.tune.frameworks import TuneModel
     from pipeproof.analysis.tune.tune_result import TuneResult
     from pipeproof.specs.cost import DeviceName
 
@@ -113,7 +113,7 @@ def _read(model: str, source: PlanSource, gpus: int | None, device: DeviceName |
     """The model to tune; on a plan's own ranks, the device is one of the values that a file lacks."""
     from dataclasses import replace
 
-    from pipeproof.analysis.tune.tune_model import model_of_plan
+    from pipeproof.analysis.tune.frameworks import model_of_plan
     from pipeproof.interop.tune_models import tune_model
 
     if gpus is not None or (device is None and source.kind is None):

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pipeproof.analysis.tune.tune_model import TuneModel, model_of_plan
+from pipeproof.analysis.tune.frameworks import TuneModel, model_of_plan
 from pipeproof.diagnostics.finding import BadPlanError, Finding, Severity
 from pipeproof.diagnostics.problems import nearest_name
 from pipeproof.diagnostics.source import read_text
