@@ -7,6 +7,13 @@ from tests.plans import plan_dict
 
 _MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
 _MLA = {"q_rank": 12, "kv_rank": 8, "nope_head_size": 6, "rope_head_size": 4, "value_head_size": 8}
+_COMPRESSED = {
+    "layer_types": ["compressed_sparse_attention", "sliding_attention", "heavily_compressed_attention"],
+    "q_lora_rank": 6, "qk_rope_head_dim": 2, "sliding_window": 3, "o_groups": 2, "o_lora_rank": 5,
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
+    "index_n_heads": 3, "index_head_dim": 4, "index_topk": 2,
+}  # fmt: skip
+"""Of sequences of eight tokens, the last two are in no window of three."""
 QWEN3 = {"qk_norm": True, "num_kv_heads": 2, "head_size": 6}
 """The parts of a Qwen3: each query and key is normed, and heads are larger than the hidden size."""
 GPT3 = {"norm": "layer", "positions": "learned", "mlp": "gelu", "biases": "all", "tied_embedding": True}
@@ -28,6 +35,7 @@ FEATURES = {
     "grouped queries": {"model": {"num_kv_heads": 2}},
     "head size": {"model": {"head_size": 6}},
     "latent attention": {"model": {"mla": _MLA}},
+    "compressed attention": {"model": {"compressed_attention": _COMPRESSED}},
     "experts": {"model": {"moe": _MOE}},
     "losses of routers": {"model": {"moe": {**_MOE, "score": "sigmoid", "aux_loss": 0.1, "z_loss": 0.01}}},
     "biases of experts": {"model": {"moe": {**_MOE, "expert_bias_rate": 0.003}}},

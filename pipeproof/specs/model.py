@@ -10,6 +10,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from pipeproof.diagnostics.problems import Problem, problems_error
+from pipeproof.specs.compressed_attention import AttentionType, CompressedAttentionSpec
 from pipeproof.specs.section import Section, divisors, multiples, refuse, shorthand_schema
 
 
@@ -298,6 +299,11 @@ class ModelSpec(Section):
     mla: MlaSpec | None = Field(
         default=None, description="Latent attention; its head sizes replace num_kv_heads and head_size."
     )
+    compressed_attention: CompressedAttentionSpec | None = Field(
+        default=None,
+        description="Attention to near tokens and to compressed far ones, by block, in place of attention to all; "
+        "heads have head_size elements.",
+    )
     mtp: MtpSpec | None = Field(default=None, description="Modules that predict tokens further ahead.")
     dropout: DropoutSpec | None = Field(
         default=None, description="Dropout; without it, none. A number sets all three shares."
@@ -356,6 +362,11 @@ class ModelSpec(Section):
         """Elements of a head that rotary positions rotate."""
         return self.size_of_head if self.mla is None else self.mla.rope_head_size
 
+    def attention_type(self, block: int) -> AttentionType | None:
+        """The compressed attention of the block of that number, -1 for the last; None if the model has another one."""
+        spec = self.compressed_attention
+        return None if spec is None else spec.type_of(block % self.num_layers)
+
     @property
     def num_streams(self) -> int:
         """Number of residual streams between blocks."""
@@ -367,9 +378,12 @@ class ModelSpec(Section):
 
     @property
     def num_blocks_of_each_kind(self) -> int:
-        """The number of first blocks among which each kind of MLP or experts is."""
-        moe = self.moe
-        return 1 if moe is None else min(self.num_layers, moe.dense_layers + moe.hash_layers + 1)
+        """The number of first blocks among which each kind of attention, and of MLP or experts, is."""
+        if self.mtp is not None and self.compressed_attention is not None:  # a module has the last block's attention
+            return self.num_layers
+        numbers = range(self.num_layers)
+        kinds = [(self.has_experts(n), self.routes_by_token(n), self.attention_type(n)) for n in numbers]
+        return 1 + max(map(kinds.index, set(kinds)))
 
     def routes_by_token(self, block: int) -> bool:
         """Return True if a table chooses the experts of the block of that number by token id."""
@@ -388,7 +402,7 @@ def model_content(model: Section, exclude: Mapping[str, Any] | None = None) -> d
     """
     content = model.model_dump(mode="json", exclude=None if exclude is None else dict(exclude))
     later: tuple[tuple[dict[str, Any] | None, type[Section], Sequence[str]], ...] = (
-        (content, type(model), (*PART_KEYS, "swiglu_formula")),
+        (content, type(model), (*PART_KEYS, "swiglu_formula", "compressed_attention")),
         (content.get("moe"), MoeSpec, ("dispatcher", "hash_layers", "routed_scale")),
         (content.get("hyper_connections"), HyperConnectionsSpec, _LATER_OF_STREAMS),
     )
@@ -405,7 +419,8 @@ _LATER_OF_STREAMS = ("sinkhorn", "epsilon", "transposed", "contraction")
 def _problems(model: ModelSpec) -> list[Problem]:
     """Heads fit the hidden size and are even (PP108); the parts of a model fit it and each other (PP106, PP108)."""
     heads = _check_latent(model) if model.mla is not None else [*_check_head_size(model), *_check_groups(model)]
-    return [*heads, *_check_vocabulary(model), *_check_experts(model), *_check_parts(model)]
+    checks = (_check_vocabulary, _check_experts, _check_parts, _check_compressed_attention)
+    return [*heads, *(problem for check in checks for problem in check(model))]
 
 
 def _check_parts(model: ModelSpec) -> list[Problem]:
@@ -510,4 +525,41 @@ def _check_experts(model: ModelSpec) -> list[Problem]:
         message = f"model.moe.hash_layers {moe.hash_layers} is more than the number of blocks with experts"
         fix = f"set it to at most {model.num_layers - moe.dense_layers}"
         problems.append(Problem("PP106", ("moe", "hash_layers"), message, help=fix))
+    return problems
+
+
+def _check_compressed_attention(model: ModelSpec) -> list[Problem]:
+    """PP106: keys that have no meaning with it; PP108: heads that do not divide into parts and groups."""
+    spec = model.compressed_attention
+    if spec is None:
+        return []
+    dropped = model.dropout is not None and model.dropout.attention > 0
+    refused = [
+        (model.mla is not None, "mla", "both are the attention of all blocks"),
+        (model.num_kv_heads is not None, "num_kv_heads", "it has one head of keys for all queries"),
+        (model.qk_norm, "qk_norm", "it has its own norms"),
+        (model.norm != "rms", "norm", "its norms are RMSNorm"),
+        (model.positions != "rotary", "positions", "its positions are rotary"),
+        (model.biases != "none", "biases", "its products have no biases"),
+        (dropped, "dropout", "no dropout is defined for probabilities with a sink"),
+    ]
+    problems = [
+        Problem("PP106", (key,), f"`model.{key}` is given together with `model.compressed_attention`: {why}",
+                help=f"remove {key}" + (", or set its `attention` to 0" if key == "dropout" else ""), at_key=True)
+        for is_refused, key, why in refused
+        if is_refused
+    ]  # fmt: skip
+    section, rope = "compressed_attention", spec.qk_rope_head_dim
+    if len(spec.layer_types) > model.num_layers:
+        message = f"`model.{section}.layer_types` has {len(spec.layer_types)} entries for {model.num_layers} blocks"
+        problems.append(Problem("PP106", (section, "layer_types"), message, help=f"give at most {model.num_layers}"))
+    smallest = min(model.size_of_head, spec.index_head_dim)
+    if rope % 2 or rope > smallest:
+        message = f"model.{section}.qk_rope_head_dim {rope} is not an even part of a head, whose size is {smallest}"
+        fix = f"set it to an even number up to {smallest}"
+        problems.append(Problem("PP108", (section, "qk_rope_head_dim"), message, help=fix))
+    if model.num_heads % spec.o_groups:
+        message = f"model.num_heads {model.num_heads} does not divide into model.{section}.o_groups {spec.o_groups}"
+        fix = f"set o_groups to {divisors(model.num_heads, spec.o_groups)}"
+        problems.append(Problem("PP108", (section, "o_groups"), message, help=fix))
     return problems

@@ -18,6 +18,9 @@ def check_tensor_parallel(plan: PlanSections) -> list[Problem]:
     sharded: list[tuple[KeyPath, int, str]] = [
         (("num_heads",), model.num_heads, "attention heads are sharded over the TP ranks"),
     ]
+    if model.compressed_attention is not None:
+        groups = model.compressed_attention.o_groups
+        sharded.append((("compressed_attention", "o_groups"), groups, "the groups' products are sharded over them"))
     if model.num_kv_heads is not None:
         sharded.append((("num_kv_heads",), model.num_kv_heads, "key and value heads are sharded over the TP ranks"))
     if model.moe is None or model.moe.dense_layers:
@@ -133,6 +136,31 @@ def check_mtp(plan: PlanSections) -> list[Problem]:
         if lengths[shortest] > 1:
             fix += f", or model.mtp.num_modules to at most {lengths[shortest] - 1}"
         problems.append(Problem("PP108", shortest, message, help=fix))
+    return problems
+
+
+def check_compressed_attention(plan: PlanSections) -> list[Problem]:
+    """PP106: no rank, and no split, has a part of a sequence; PP108: the shortest sequence makes an entry."""
+    spec, topology = plan.gpt.compressed_attention, plan.topology
+    if spec is None:
+        return []
+    problems = []
+    divided: list[tuple[KeyPath, int, str]] = [
+        (("topology", "cp"), topology.cp, "ranks"),
+        (("schedule", "num_sequence_splits"), plan.schedule.num_sequence_splits, "splits"),
+    ]
+    for path, size, parts in divided:
+        if size > 1:
+            message = f"{dotted(path)} {size} divides sequences over {parts}, and the windows of "
+            message += "`model.compressed_attention` need the tokens before them"
+            problems.append(Problem("PP106", path, message, help="set it to 1"))
+    rates = {kind: spec.rate_of(kind) or 1 for kind in spec.layer_types}
+    kind = max(rates, key=rates.__getitem__)
+    for path, length in plan.sequence_lengths.items():
+        if length < rates[kind]:
+            message = f"{dotted(path)} {length} makes no entry of {kind}: model.compressed_attention.compress_rates "
+            message += f"has {rates[kind]} tokens for it"
+            problems.append(Problem("PP108", path, message, help=f"set it to {rates[kind]} at least"))
     return problems
 
 

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, model_validator
 
 from pipeproof.diagnostics.finding import ExampleKind, RuleDoc
 from pipeproof.specs.model_checks import (
+    check_compressed_attention,
     check_custom_layers,
     check_expert_parallel,
     check_mtp,
@@ -74,6 +75,7 @@ class PlanSpec(PlanSections):
                 *check_tensor_parallel(self),
                 *check_expert_parallel(self),
                 *check_mtp(self),
+                *check_compressed_attention(self),
                 *check_placed_ranks(self),
                 *check_lengths(self),
                 *check_global_batch(self),

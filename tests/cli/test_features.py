@@ -18,25 +18,28 @@ WIDE = {"model": {"hidden_size": 512, "ffn_size": 2048, "vocab_size": 2048}}
 """So wide that what a feature adds is many nanoseconds, in which times are computed."""
 
 MORE_WORK = {
-    "experts", "experts by all-gather", "losses of routers", "biases of experts", "hyper-connections", "MTP",
-    "MTP, magic send", "dropout", "selective recomputation", "full recomputation", "receives early", "norms of heads",
-    "recomputed MLPs", "recomputed experts",
+    "experts", "experts by token id", "experts by all-gather", "losses of routers", "biases of experts",
+    "hyper-connections", "MTP", "MTP, magic send", "dropout", "selective recomputation", "full recomputation",
+    "receives early", "norms of heads", "recomputed MLPs", "recomputed experts",
     "biases", "biases of queries, keys and values", "main gradients",
 }  # fmt: skip
 """What ranks compute longer for; a receive that waits on the device slows the computations next to it, and wider
 gradients of weights are more bytes to add to."""
-LESS_WORK = {"grouped queries", "head size", "latent attention", "learned positions", "GELU", "GELU with tanh"}
+LESS_WORK = {
+    "grouped queries", "head size", "latent attention", "compressed attention", "learned positions", "GELU",
+    "GELU with tanh",
+}  # fmt: skip
 """Smaller projections with these sizes, no rotation, or no gate. A LayerNorm moves as many bytes as an RMSNorm."""
 MORE_MEMORY = {
-    "experts", "experts by all-gather", "losses of routers", "biases of experts", "hyper-connections", "MTP",
-    "MTP, magic send", "dropout", "main gradients", "empty layers", "norm before the tail",
+    "experts", "experts by token id", "experts by all-gather", "losses of routers", "biases of experts",
+    "hyper-connections", "MTP", "MTP, magic send", "dropout", "main gradients", "empty layers", "norm before the tail",
     "words that cross", "words in one message", "receives early", "slots",
     "norms of heads", "LayerNorm", "learned positions", "biases", "biases of queries, keys and values",
     "recomputed experts",
 }  # fmt: skip
 LESS_MEMORY = {
     "grouped queries", "head size", "latent attention", "SGD", "selective recomputation", "full recomputation",
-    "recomputed MLPs", "lengths", "GELU", "GELU with tanh",
+    "recomputed MLPs", "lengths", "GELU", "GELU with tanh", "compressed attention",
 }  # fmt: skip
 
 

@@ -90,7 +90,8 @@ def assert_described_as_typed(spec, size):
         assert {p.name.removeprefix(f"{layer.name}.") for p in used} == set(needed.partial_over)
         for parameter in layer.parameters:
             name = parameter.name.removeprefix(f"{layer.name}.")
-            of_data = ("ep",) if degrees["ep"] > 1 and "ep" not in parameter.sharded_over else ()
+            has_addends = needed.values[name].differentiable and "ep" not in parameter.sharded_over
+            of_data = ("ep",) if degrees["ep"] > 1 and has_addends else ()
             assert needed.partial_over[name] == parameter.partial_over + of_data
             assert needed.values[name].local_numel(needed.program.sizes, degrees) == prod(
                 parameter.local_shape({"tp": degrees["tp"], "ep": degrees["ep"]})

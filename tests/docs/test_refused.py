@@ -63,6 +63,16 @@ def test_without_one_of_its_parts_each_is_taken(plans, refusal):
 
 PAIRS_REFUSED = {
     ("grouped queries", "latent attention"): "PP106",
+    ("latent attention", "compressed attention"): "PP106",
+    ("compressed attention", "dropout"): "PP106",
+    ("compressed attention", "cp 2"): "PP106",
+    **{
+        (other, "compressed attention"): "PP106"
+        for other in (
+            "norms of heads", "LayerNorm", "learned positions", "biases of queries, keys and values", "biases",
+            "grouped queries",
+        )
+    },
     ("head size", "latent attention"): "PP106",
     ("hyper-connections", "MTP"): "PP106",
     ("hyper-connections", "MTP, magic send"): "PP106",

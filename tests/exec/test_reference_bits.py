@@ -10,7 +10,7 @@ from pipeproof.diagnostics.finding import Severity
 from pipeproof.exec.rank.executor_support import require_executable
 from pipeproof.exec.rank.reference_kind import needs_ordered_reference
 from pipeproof.verify.check_plan import check_subject
-from tests.features import GPT3, QWEN3
+from tests.features import FEATURES, GPT3, QWEN3
 from tests.plans import subject
 
 pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
@@ -56,6 +56,8 @@ WIDE = {"run": {"main_grad_dtype": "float64", "clip_norm": 0.05}}
 OWN_STAGES = {"stages": [["embed", "layer.0"], ["layer.1", "mtp.0"], ["mtp.1", "norm", "head"]]}
 NORM_BEFORE = {"empty_layers": {"head": 1, "tail": 3}, "final_norm": "before_tail_empty"}
 
+COMPRESSED = FEATURES["compressed attention"]["model"]
+
 PLANS = {
     "groups, sp, split backward": (SP, ZB, GROUPS, {}),
     "one head of keys, batch first": ({}, {}, {"num_kv_heads": 1, **BATCH_FIRST}, {}),
@@ -70,6 +72,11 @@ PLANS = {
     "latent": ({}, {}, {"mla": MLA}, {}),
     "latent, sp, split backward": (SP, ZB, {"mla": MLA}, {}),
     "latent, plain queries": ({}, ZB, {"mla": PLAIN, **BATCH_FIRST}, {}),
+    "compressed": ({}, {}, COMPRESSED, {}),
+    "compressed, tp": ({"tp": 2}, ZB, {**COMPRESSED, **BATCH_FIRST}, {}),
+    "compressed, sp, experts": (SP, {}, {**COMPRESSED, "moe": MOE}, REGATHER),
+    "compressed, again, ahead": ({"tp": 2}, {}, {**COMPRESSED, **AHEAD}, FULL),
+    "compressed, selective, streams": (SP, SIZES, {**COMPRESSED, **STREAMS}, SELECTIVE),
     "Qwen3": ({}, ZB, QWEN3, {}),
     "GPT-3, untied": ({}, ZB, {**GPT3, "tied_embedding": False}, {}),
     "GPT-3, sp, cp": ({**SP, "cp": 2}, {}, {**GPT3, **BATCH_FIRST}, {}),

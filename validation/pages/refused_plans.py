@@ -22,6 +22,12 @@ _GPT: Sections = {
     "schedule": {"kind": "1f1b", "num_micro_batches": 4, "micro_batch_size": 2},
 }  # fmt: skip
 _MLA = {"q_rank": 12, "kv_rank": 8, "nope_head_size": 6, "rope_head_size": 4, "value_head_size": 8}
+_NEAR_AND_FAR = {
+    "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"], "q_lora_rank": 6,
+    "qk_rope_head_dim": 2, "o_groups": 2, "o_lora_rank": 5,
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    "index_n_heads": 3, "index_head_dim": 4,
+}  # fmt: skip
 _MOE = {"num_experts": 12, "top_k": 3, "ffn_size": 8}
 _WITH_SENDS: dict[str, Any] = {
     "kind": "custom",
@@ -67,6 +73,7 @@ _TOKENS = _part(
 )
 _MTP = _part("`mtp`", model={"mtp": {"num_modules": 1}})
 _LATENT = _part("`mla`", model={"mla": _MLA})
+_COMPRESSED = _part("`compressed_attention`", model={"compressed_attention": _NEAR_AND_FAR})
 _WHEN_READY = _part("`reduce_gradients: when_ready`", schedule={"reduce_gradients": "when_ready"})
 _CLIP = _part("`clip_norm`", run={"clip_norm": 1.0})
 _OWN_ORDER = _part("a schedule with its own communication", schedule=_WITH_SENDS)
@@ -82,6 +89,15 @@ REFUSED: tuple[tuple[Part, ...], ...] = (
     (_LATENT, _part("`qk_norm`", model={"qk_norm": True})),
     (_LATENT, _part("`biases`", model={"biases": "qkv"})),
     (_LATENT, _LEARNED),
+    (_COMPRESSED, _LATENT),
+    (_COMPRESSED, _part("`num_kv_heads`", model={"num_kv_heads": 2})),
+    (_COMPRESSED, _part("`qk_norm`", model={"qk_norm": True})),
+    (_COMPRESSED, _part("`norm: layer`", model={"norm": "layer"})),
+    (_COMPRESSED, _LEARNED),
+    (_COMPRESSED, _part("`biases`", model={"biases": "qkv"})),
+    (_COMPRESSED, _part("`dropout.attention`", model={"dropout": {"attention": 0.1}})),
+    (_COMPRESSED, _SPLITS),
+    (_COMPRESSED, _CP),
     (_MTP, _LEARNED),
     (_EXPERTS, _GELU),
     (_EXPERTS, _part("`biases: all`", model={"biases": "all"})),

@@ -303,6 +303,9 @@ class Bounds:
         """A plan of one stage with a layer of each kind, on the ranks that share a stage."""
         model = dict(self._base["model"])
         model["num_layers"] = self._spec.gpt.num_blocks_of_each_kind
+        if (compressed := model.get("compressed_attention")) is not None:
+            types = compressed["layer_types"][: model["num_layers"]]
+            model["compressed_attention"] = {**compressed, "layer_types": types}
         modules = self._base["memory"].get("recompute_modules")
         memory = {key: value for key, value in self._base["memory"].items() if key != "recompute_modules"}
         spec = plan_from_dict(

@@ -153,6 +153,8 @@ class SearchSpace:
             sizes["ffn_size"] = model.ffn_size
         if model.moe is not None:
             sizes["moe.ffn_size"] = model.moe.ffn_size
+        if model.compressed_attention is not None:
+            sizes["compressed_attention.o_groups"] = model.compressed_attention.o_groups
         return next((key for key, size in {**sizes, "vocab_size": model.vocab_size}.items() if size % tp), None)
 
     def _pipelines(self, others: int) -> Iterator[int]:

@@ -3,7 +3,7 @@
 Where both frameworks have the same function, the member is that function itself, so a call has no extra cost. In
 addition, the shared code uses only what the tensors of both frameworks have in common: arithmetic, slices, ``@``,
 ``detach``, ``clone``, ``contiguous``, ``reshape``, ``flatten``, ``squeeze``, ``unsqueeze``, ``sigmoid``, ``exp``,
-``logsumexp`` and ``shape``.
+``sum`` over a dim, ``logsumexp`` and ``shape``.
 
 Shape letters: B rows, K heads of keys and values of this rank, G query heads of each, S sequence, D head size.
 """
@@ -96,6 +96,22 @@ class BackendOps(Protocol):
         """``gain`` where the mask (booleans as ``Dropouts`` has them) is true, else 0; type and device of ``like``."""
         ...
 
+    def constant(self, values: npt.NDArray[Any], like: Tensor, /) -> Tensor:
+        """The values as a tensor without a gradient; type and device of ``like``."""
+        ...
+
+    def softmax(self, tensor: Tensor, dim: int, /) -> Tensor:
+        """Softmax along a dim."""
+        ...
+
+    def relu(self, tensor: Tensor, /) -> Tensor:
+        """The larger one of each element and zero."""
+        ...
+
+    def unchosen(self, scores: Tensor, number: int, /) -> Tensor:
+        """0 for the ``number`` largest of the last dim, at equal ones the first, else minus infinity; no gradient."""
+        ...
+
     def regather_input(self, tensor: Tensor, gather: Callable[[], Tensor], /) -> None:
         """Do not keep the tensor for products with weights that read it: W gathers its values again."""
         ...
@@ -126,9 +142,9 @@ ROTARY_BASE = 10000.0
 CLAMPED_SWIGLU_ALPHA = 1.702
 
 
-def rotary_angles(seq_length: int, head_size: int) -> npt.NDArray[np.float64]:
-    """Angles of the rotary embedding (arXiv:2104.09864), [S, D/2]: position p has p * 10000^(-2i/D) at i."""
-    return np.outer(np.arange(seq_length), ROTARY_BASE ** (-np.arange(0, head_size, 2) / head_size))
+def rotary_angles(seq_length: int, head_size: int, base: float = ROTARY_BASE) -> npt.NDArray[np.float64]:
+    """Angles of the rotary embedding (arXiv:2104.09864), [S, D/2]: position p has p * base^(-2i/D) at i."""
+    return np.outer(np.arange(seq_length), base ** (-np.arange(0, head_size, 2) / head_size))
 
 
 def clamped_swiglu(

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from pipeproof.specs.model import HyperConnectionsSpec, MlaSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.common.backend_ops import BackendOps, Tensor, Weight
+from pipeproof.stages.common.compressed_attention import CompressedAttention
 from pipeproof.stages.common.dropout import Dropouts
 from pipeproof.stages.common.embedding_and_head import EmbeddingAndHead, Positions, Vocabulary
 from pipeproof.stages.common.experts import Balance, ExpertRegion, Experts
@@ -28,7 +29,7 @@ from pipeproof.stages.common.sequence_splits import ContextCollectives, EarlierS
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives, TensorParallelRegion
 from pipeproof.stages.common.weights import SplitWeights, StageWeights, WeightGradients, WeightMaker
 from pipeproof.stages.common.work_items import MtpStream, WorkItem, join_mtp_streams, split_mtp_streams, training_loss
-from pipeproof.stages.describe.layer import Layer, is_empty
+from pipeproof.stages.describe.layer import Layer, attention_of, is_empty
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.describe.layers.layer_operations import ENDS, residual_streams_of
 from pipeproof.stages.describe.model_family import describe_boundary
@@ -108,6 +109,11 @@ class Stage(ABC, Generic[TokenBatch]):
         self._ends = EmbeddingAndHead(
             self._ops, plan, self._region, self._held.used_by, layer_ops.vocabulary, self._positions
         )
+        if plan.gpt.compressed_attention is not None:
+            self._compressed_attention = CompressedAttention(
+                self._ops, plan, self._weights, self._region, self._product, self._norm, self.parameters.__getitem__,
+                layer_ops.tables[0], recomputes="core_attn" in self._modules,
+            )  # fmt: skip
         self.losses: Any = None
         """The scaled loss of the latest forward through the head; with MTP modules the main loss and theirs, [k]."""
 
@@ -264,6 +270,15 @@ class Stage(ABC, Generic[TokenBatch]):
         return contract_streams(self._ops, activation, streams.count) if streams.contracts else activation
 
     def _attention(self, activation: Tensor, name: str, index: int, split: int, dropouts: Dropouts) -> Tensor:
+        kind = attention_of(self._plan.gpt, name.removesuffix(".attn"))
+        if kind is None:
+            mixed = self._attention_to_all(activation, name, index, split, dropouts)
+        else:
+            mixed = self._compressed_attention.forward(activation, name, kind)
+        return dropouts.between(self._row_parallel(mixed, f"{name}.out", f"{name}.out"), "hidden", name)
+
+    def _attention_to_all(self, activation: Tensor, name: str, index: int, split: int, dropouts: Dropouts) -> Tensor:
+        """This rank's heads [.., A Z]: each query sees all earlier keys."""
         heads = self._grouped_heads if self._plan.gpt.mla is None else self._latent_heads
         query, key, value = heads(activation, name, split)
         key, value = self._sequence_keys.join(key, value, micro_batch=index, layer=name, split=split)
@@ -271,8 +286,7 @@ class Stage(ABC, Generic[TokenBatch]):
         mix = partial(self._ops.causal_attention, factors=dropouts.of_attention(name, query))
         recomputes = "core_attn" in self._modules
         mixed = self._ops.recompute_in_backward(mix, *inputs) if recomputes else mix(*inputs)  # [B, K, G, S, Z]
-        mixed = self._ops.permute(mixed, [0, 3, 1, 2, 4] if self._batch_first else [3, 0, 1, 2, 4])
-        return dropouts.between(self._row_parallel(mixed.flatten(2), f"{name}.out", f"{name}.out"), "hidden", name)
+        return self._ops.permute(mixed, [0, 3, 1, 2, 4] if self._batch_first else [3, 0, 1, 2, 4]).flatten(2)
 
     def _grouped_heads(self, activation: Tensor, name: str, split: int) -> tuple[Tensor, Tensor, Tensor]:
         """Query [B, K, G, S, D], key and value [B, K, S, D] of a sequence split."""

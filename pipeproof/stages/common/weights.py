@@ -40,6 +40,18 @@ class SplitWeights(Protocol):
         """Multiply each group of rows by its matrix: [V, K] and [E, K, M] to [V, M]."""
         ...
 
+    def grouped_evenly(self, activation: Tensor, weight: Weight, /) -> Tensor:
+        """``grouped`` with as many rows in each group."""
+        ...
+
+    def deferred(self, weight: Weight, /) -> Tensor:
+        """The weight as a tensor of autograd, for one use. W adds its gradient."""
+        ...
+
+    def fixed(self, weight: Weight, /) -> Tensor:
+        """The weight as a constant."""
+        ...
+
     def added(self, activation: Tensor, weight: Weight, view: Callable[[Tensor], Tensor] = ..., /) -> Tensor:
         """``activation + view(weight)``, by default of the whole weight. The view is broadcast."""
         ...

@@ -99,7 +99,7 @@ class _Deriver:
     def _note_uses(self, axis: str, op: TypedOp, operands: list[Operand], result_value: AxisType) -> None:
         """Note whole parameters used with values that differ per rank: each rank has an addend of their gradient."""
         for operand in operands:
-            if not operand.is_parameter or not operand.type.is_equal:
+            if not (operand.is_parameter and operand.type.is_equal and operand.value.differentiable):
                 continue
             name = operand.value.name
             if result_value.kind is PlacementKind.INVARIANT:

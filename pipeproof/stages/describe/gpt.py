@@ -79,13 +79,13 @@ class _Describer:
 
     def _parameter(self, weight: ops.Weight, rows: ops.Rows) -> Parameter:
         """The parameter of a weight: each TP rank has an addend of the gradient if it sees other rows or columns."""
-        is_whole, sizes = weight.tp_dim is None, self._sizes
+        is_whole, sizes = weight.trained and weight.tp_dim is None, self._sizes
         is_partial = is_whole and (sizes.is_sharded_between if rows == ops.BETWEEN else sizes.tp > 1)
         return Parameter(
             weight.name if weight.borrowed else f"{self._prefix}{weight.name}",
             weight.shape,
             INVARIANT if weight.tp_dim is None else sharded(weight.tp_dim),
-            ("tp",) * is_partial + ("cp",) * (sizes.cp > 1),
+            ("tp",) * is_partial + ("cp",) * (sizes.cp > 1 and weight.trained),
             weight.init_std,
             INVARIANT if weight.ep_dim is None else sharded(weight.ep_dim),
             weight.init_value,
@@ -97,7 +97,8 @@ class _Describer:
         match operation:
             case ops.Enter() if sizes.tp > 1:
                 numel = int(sizes.tokens * operation.size)
-                return self._gather(numel, label, feeds_weights=operation.feeds_weights), self._sum(numel, back)
+                entered = self._gather(numel, label, feeds_weights=operation.feeds_weights)
+                return entered, self._sum(numel, back) if operation.trained else ()
             case ops.Leave() if sizes.tp > 1:
                 numel = int(sizes.tokens * operation.size)
                 return self._sum(numel, label), self._gather(numel, back)

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from pipeproof.specs.axis_layout import INVARIANT, Placement, dtype_bytes
+from pipeproof.specs.compressed_attention import AttentionType
 from pipeproof.specs.custom_layers import CustomModelSpec
 from pipeproof.specs.memory import RecomputeModule
 from pipeproof.specs.model import ModelSpec
@@ -113,6 +114,13 @@ def is_block(name: str) -> bool:
     return name.startswith(("layer.", "mtp."))
 
 
+def attention_of(model: ModelSpec, name: str) -> AttentionType | None:
+    """The compressed attention of a block or MTP module by its name; None for other attention, and other layers."""
+    if not is_block(name):
+        return None
+    return model.attention_type(int(name.removeprefix("layer.")) if name.startswith("layer.") else -1)
+
+
 def backward_calls(plan: PlanSpec, layer: Layer) -> tuple[Collective, ...]:
     """Collectives of a layer's backward, with those of what it computes again."""
     prefix = f"{layer.name}."
@@ -153,7 +161,8 @@ def layer_kind(model: ModelSpec | CustomModelSpec, name: str) -> str:
     """The kind of a layer: ``embed``, ``empty``, ``block``, ``moe_block``, ``mtp``, ``norm`` or ``head``.
 
     Layers of one kind are equal. A block whose experts a table chooses is a ``hash_moe_block``. With hyper-connections
-    the first and the last block have their own kinds (``first_moe_block``, ``last_block``).
+    the first and the last block have their own kinds (``first_moe_block``, ``last_block``), and so has each type of
+    compressed attention (``sliding_attention_block``).
     """
     if isinstance(model, CustomModelSpec):  # each layer is its own kind
         return name
@@ -162,6 +171,9 @@ def layer_kind(model: ModelSpec | CustomModelSpec, name: str) -> str:
     number = int(name.removeprefix("layer."))
     kind = "moe_block" if model.has_experts(number) else "block"
     kind = f"hash_{kind}" if model.routes_by_token(number) else kind
+    attention = model.attention_type(number)
+    if attention is not None:
+        kind = f"{attention}_{kind}"
     if model.hyper_connections is None:
         return kind
     ends = {"first_": number == 0, "last_": number == model.num_layers - 1}

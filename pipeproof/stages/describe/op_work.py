@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
-from itertools import chain
+from itertools import chain, islice
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -207,21 +207,14 @@ class _RankWork:
         sizes, name = self._sizes, operation.name
         match operation:
             case ops.Product():
-                rows, narrow = sizes.rows(operation.rows), operation.narrow
-                inner, columns, num_weights = sizes.product(operation)
-                works = self._matmul(name, rows, inner, columns, num_weights, narrow=narrow)
-                if self._fused_experts and operation.rows == ops.VISITS:
-                    phase = Phase.FORWARD if len(operation.weights) == 1 else Phase.INPUT
-                    works = (replace(work, cast=Fraction(0)) if work.phase is phase else work for work in works)
-                yield from works
-                if operation.biased:  # forward adds it to the product before that is written
-                    biases = self._elementwise(f"{name}.bias", rows * columns, (1, 0), None, (1, 1))
-                    yield from (replace(work, launches=0) for work in biases)
+                yield from self._product(operation)
             case ops.StreamProduct():
-                yield from self._matmul(name, sizes.between, operation.inner, operation.columns, 1, narrow=False)
+                inner, columns = operation.inner, operation.columns
+                yield from self._matmul(name, sizes.between, inner, columns, 1, narrow=False, ragged=False)
             case ops.Norm():
                 numel = sizes.vectors(operation) * operation.size
-                yield from self._elementwise(name, numel, operation.forward, operation.backward, operation.weight)
+                back = (operation.backward, operation.weight) if operation.trained else ()
+                yield from self._elementwise(name, numel, operation.forward, *back)
             case ops.Elementwise(rows=ops.VISITS, whole=0) if self._fused_experts:  # the activation
                 return
             case ops.Elementwise(name="attn.rotary") if not self._fused_rotary:
@@ -257,16 +250,37 @@ class _RankWork:
                 yield Work(name, Phase.WEIGHT, ComputeUnit.VECTOR, local, gradient)
             case ops.AttentionCore():
                 yield from self._flash_core(operation) if self._flash else self._unfused_core(operation)
+            case ops.CompressedCore():
+                yield from self._compressed_core(operation)
+            case ops.IndexerScores():
+                yield from self._indexer_scores(operation)
+
+    def _product(self, product: ops.Product) -> Iterator[Work]:
+        """A product with one weight, with several side by side, or with one for each expert or group."""
+        sizes, name = self._sizes, product.name
+        rows, narrow = sizes.rows(product.rows), product.narrow
+        inner, columns, num_weights = sizes.product(product)
+        ragged = num_weights > 1 and product.rows == ops.VISITS
+        works = self._matmul(name, rows, inner, columns, num_weights, narrow=narrow, ragged=ragged)
+        if not product.trained:
+            works = islice(works, 1)
+        if self._fused_experts and product.rows == ops.VISITS:
+            phase = Phase.FORWARD if len(product.weights) == 1 else Phase.INPUT
+            works = (replace(work, cast=Fraction(0)) if work.phase is phase else work for work in works)
+        yield from works
+        if product.biased:  # forward adds it to the product before that is written
+            biases = self._elementwise(f"{name}.bias", rows * columns, (1, 0), None, (1, 1))
+            yield from (replace(work, launches=0) for work in biases)
 
     def _matmul(
-        self, name: str, rows: Fraction, inner: int, columns: int, num_weights: int, *, narrow: bool
+        self, name: str, rows: Fraction, inner: int, columns: int, num_weights: int, *, narrow: bool, ragged: bool
     ) -> Iterator[Work]:
         """A product of rows with one of several weights [inner, columns]."""
         flops = 2 * rows * inner * columns
         activations, weight = self._item * rows * (inner + columns), num_weights * inner * columns
         through = activations + self._item * weight
         added = Fraction(2 * self._gradient * weight)
-        each, unit, ragged = rows / num_weights, ComputeUnit.MATMUL, num_weights > 1
+        each, unit = rows / num_weights, ComputeUnit.MATMUL
         count, wide, high = Fraction(num_weights), Fraction(columns), Fraction(inner)
         forward = ProductShape(each, high, wide, count, ragged)
         yield Work(name, Phase.FORWARD, unit, flops, through, narrow, forward, rows * inner)
@@ -310,6 +324,45 @@ class _RankWork:
                 numel = self._sizes.tokens * elements / tp * (1 + (cp - 1) * RING_STEP_SHARE)
                 (work,) = self._elementwise("attn.merge", numel, (0, 3))
                 yield replace(work, phase=phase, launches=CONTEXT_LAUNCHES * cp)
+
+    def _compressed_core(self, core: ops.CompressedCore) -> Iterator[Work]:
+        """Flash attention to what queries see, or products of all pairs, with a softmax that has a sink.
+
+        Keys are the values, so that each is read once and has one gradient.
+        """
+        sizes, size = self._sizes, self._sizes.size
+        entries, heads = sizes.rows(ops.ENTRIES), Fraction(core.num_heads, sizes.tp)
+        keys, queries = sizes.tokens + entries, sizes.tokens * heads * core.size
+        if self._flash:
+            product = 2 * size.num_rows * core.seen(size.seq_length) * heads * core.size
+            moved = self._item * (2 * queries + keys * core.size)
+            shape = ProductShape(sizes.tokens, Fraction(core.size), keys / size.num_rows)
+            yield Work(core.name, Phase.FORWARD, ComputeUnit.ATTENTION, 2 * product, moved, shape=shape)
+            yield Work(core.name, Phase.INPUT, ComputeUnit.ATTENTION, 5 * product, 2 * moved, shape=shape)
+            return
+        scores = sizes.tokens * keys / size.num_rows * heads
+        yield from self._elementwise("attn.softmax", scores, ops.SOFTMAX, ops.SOFTMAX_BACK)
+        length, of_row = Fraction(size.seq_length), keys / size.num_rows
+        moved = self._item * (queries + keys * core.size + scores)
+        for name, inner, columns in (("attn.scores", core.size, of_row), ("attn.mix", of_row, core.size)):
+            shape = ProductShape(length, Fraction(inner), Fraction(columns), heads * size.num_rows)
+            twice = shape._replace(number=2 * shape.number)
+            product = 2 * scores * core.size
+            yield Work(name, Phase.FORWARD, ComputeUnit.MATMUL, product, moved, shape=shape)
+            yield Work(name, Phase.INPUT, ComputeUnit.MATMUL, 2 * product, 2 * moved, shape=twice)
+
+    def _indexer_scores(self, scorer: ops.IndexerScores) -> Iterator[Work]:
+        """A product for each head; then relu, weights and their sum over heads, and the choice."""
+        size, tokens = self._sizes.size, self._sizes.tokens
+        entries = self._sizes.rows(ops.ENTRIES) / size.num_rows
+        scores = tokens * entries * scorer.num_heads
+        numel = tokens * scorer.num_heads * scorer.size
+        moved = self._item * (numel + self._sizes.rows(ops.ENTRIES) * scorer.size + scores)
+        number = Fraction(size.num_rows)
+        shape = ProductShape(Fraction(size.seq_length * scorer.num_heads), Fraction(scorer.size), entries, number)
+        yield Work(scorer.name, Phase.FORWARD, ComputeUnit.MATMUL, 2 * scores * scorer.size, moved, shape=shape)
+        (work,) = self._elementwise(f"{scorer.name}.choice", scores, (3, 1))
+        yield replace(work, launches=ROUTING_LAUNCHES)
 
     def _unfused_core(self, core: ops.AttentionCore) -> Iterator[Work]:
         tp = self._sizes.tp

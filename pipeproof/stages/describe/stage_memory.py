@@ -65,6 +65,9 @@ from pipeproof.stages.describe.synthetic import MASK_BYTES, dropout_sites
 TOKEN_ID = 8
 """Bytes of a token id."""
 
+INDEX = 4
+"""Bytes of the number of an entry that a query sees."""
+
 _NARROW_BYTES: Mapping[str, Fraction] = MappingProxyType(
     {
         "float8": Fraction(1),
@@ -216,6 +219,8 @@ class _RankMemory:
         """The activations of one operation; collectives store none."""
         sizes, name = self._sizes, operation.name
         match operation:
+            case ops.Product() | ops.Norm() if not operation.trained:
+                return
             case ops.Product():
                 yield from self._product(operation)
             case ops.Norm():
@@ -246,6 +251,8 @@ class _RankMemory:
                 yield StoredActivation(name, Lifetime.IN_INPUT, gradient * numel)
             case ops.AttentionCore():
                 yield from self._core(operation)
+            case ops.CompressedCore():
+                yield from self._compressed_core(operation)
 
     @property
     def _logits_bytes(self) -> tuple[int, int]:
@@ -298,6 +305,23 @@ class _RankMemory:
         if self._is_flash and self._narrow is not None:
             mixed = self._sizes.tokens * core.mixed / tp
             yield StoredActivation(f"{core.name}_out", Lifetime.TO_INPUT, self._item * mixed)
+
+    def _compressed_core(self, core: ops.CompressedCore) -> Iterator[StoredActivation]:
+        """Queries, keys that are also the values, chosen entries; a number for each query, or all probabilities."""
+        sizes, tokens = self._sizes, self._sizes.tokens
+        heads, entries = Fraction(core.num_heads, sizes.tp), sizes.rows(ops.ENTRIES)
+        numel = tokens * heads * core.size + (tokens + entries) * core.size
+        yield StoredActivation("attn.qkv_out", Lifetime.TO_INPUT, self._item * numel)
+        of_row = entries / sizes.size.num_rows
+        if core.top_k is not None:
+            yield StoredActivation("attn.choice", Lifetime.TO_INPUT, INDEX * tokens * min(of_row, Fraction(core.top_k)))
+        if not self._is_flash:
+            scores = tokens * (sizes.size.seq_length + of_row) * heads
+            yield StoredActivation(core.name, Lifetime.TO_INPUT, self._item * scores)
+            return
+        yield StoredActivation(core.name, Lifetime.TO_INPUT, FLOAT32 * tokens * heads)
+        mixed = self._item * tokens * heads * core.size  # its rotation back is another tensor
+        yield StoredActivation(f"{core.name}_out", Lifetime.TO_INPUT, mixed)
 
 
 # Bytes of a stage's training state on one rank (weights, gradients, optimizer state), and optimizer shards.

@@ -58,7 +58,7 @@ class _GptWriter:
             "v": self._model.vocab_size,
             "f": self._model.ffn_size,
             "place": self._model.seq_length,
-            **(_head_sizes(self._model) if self._model.mla is None else _latent_sizes(self._model)),
+            **_attention_sizes(self._model, size.seq_length),
             **_expert_sizes(self._model, topology, size.seq_length),
             **stream_sizes(self._model),
             "two": 2,
@@ -87,11 +87,18 @@ class _GptWriter:
 
     def block(self, kind: str, name: str) -> ProgramBuilder:
         """Attention and feed-forward, each with its norm and residual."""
-        sub_layers = self._sub_layers(kind)
+        sub_layers = self._sub_layers(kind, int(name.removeprefix("layer.")))
         return residual_block(self._program(kind), residual_streams_of(self._model, name), sub_layers, self._between)
 
-    def _sub_layers(self, kind: str) -> Sequence[tuple[str, str, SubLayer]]:
+    def _sub_layers(self, kind: str, block: int) -> Sequence[tuple[str, str, SubLayer]]:
         attention = self._attention if self._model.mla is None else self._latent_attention
+        spec = self._model.compressed_attention
+        if spec is not None:
+            # Plans without it need not load its types.
+            from pipeproof.stages.describe.typed_compressed_attention import typed_compressed_attention
+
+            enter, leave, attends = self._enter, self._leave, spec.type_of(block)
+            attention = partial(typed_compressed_attention, spec=spec, kind=attends, enter=enter, leave=leave)
         mlp = partial(self._experts, kind=kind) if kind.endswith("moe_block") else self._mlp
         return (
             ("attn", "middle", lambda p, x: attention(p, self._norm(p, "attn_norm", x, "h"))),
@@ -113,9 +120,10 @@ class _GptWriter:
         p.parameter("proj.weight", "two h o_module")
         joined = p.add("joined", "hidden_norm.place", "embed_norm.place")
         x = p.select("x", p.multiply("proj", joined, "proj.weight", over="two h"), "o_module", "h")
-        kind = "moe_block" if self._model.has_experts(self._model.num_layers - 1) else "block"
+        last = self._model.num_layers - 1
+        kind = "moe_block" if self._model.has_experts(last) else "block"
         streams = residual_streams_of(self._model, "mtp.0")
-        return residual_block(p, streams, self._sub_layers(kind), self._between, x)
+        return residual_block(p, streams, self._sub_layers(kind, last), self._between, x)
 
     def norm(self) -> ProgramBuilder:
         """The final norm."""
@@ -307,6 +315,14 @@ class _GptWriter:
         p.apply("expert.gate", p.multiply("plain.gate", slots, "slot.gate", over="h"))
         p.multiply("expert.inner", "expert.gate", p.multiply("expert.up", slots, "slot.up", over="h"))
         return p.multiply("expert.addends", "expert.inner", "slot.down", over="m")
+
+
+def _attention_sizes(model: ModelSpec, seq_length: int) -> Mapping[str, int]:
+    if model.compressed_attention is not None:
+        from pipeproof.stages.describe.typed_compressed_attention import compressed_sizes
+
+        return compressed_sizes(model, model.compressed_attention, seq_length)
+    return _head_sizes(model) if model.mla is None else _latent_sizes(model)
 
 
 def _head_sizes(model: ModelSpec) -> Mapping[str, int]:

@@ -243,9 +243,11 @@ class ProgramBuilder:
         self._inputs.append(self._value(name, dims.split(), types, differentiable=False))
         return name
 
-    def parameter(self, name: str, dims: str, *, reduced_over: Sequence[str] = (), **types: str) -> str:
-        """A weight. Over axes without a type every rank has all of it."""
-        value = self._value(name, dims.split(), types)
+    def parameter(
+        self, name: str, dims: str, *, reduced_over: Sequence[str] = (), trained: bool = True, **types: str
+    ) -> str:
+        """A weight. Over axes without a type every rank has all of it. It has no gradient if it is not ``trained``."""
+        value = self._value(name, dims.split(), types, differentiable=trained)
         self._parameters.append(TypedParameter(value, tuple(reduced_over)))
         return name
 

@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import paddle
+import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
 from pipeproof.stages.common.backend_ops import BackendOps
@@ -94,6 +95,8 @@ class PaddleOps:
     fork = staticmethod(fork)
     recompute_in_backward = staticmethod(recompute_in_backward)
     rms_norm = staticmethod(rms_norm)
+    softmax = staticmethod(F.softmax)
+    relu = staticmethod(F.relu)
     rotate = staticmethod(rotate)
     rotated_heads = staticmethod(rotated_heads)
     causal_attention = staticmethod(causal_attention)
@@ -133,6 +136,18 @@ class PaddleOps:
     def masked_gain(mask: npt.NDArray[Any], gain: float, like: Tensor) -> Tensor:
         """Implement ``BackendOps.masked_gain``."""
         return paddle.to_tensor(np.where(mask, gain, 0.0), dtype=like.dtype)
+
+    @staticmethod
+    def constant(values: npt.NDArray[Any], like: Tensor) -> Tensor:
+        """Implement ``BackendOps.constant``."""
+        return paddle.to_tensor(values, dtype=like.dtype)
+
+    @staticmethod
+    def unchosen(scores: Tensor, number: int) -> Tensor:
+        """Implement ``BackendOps.unchosen``."""
+        order = paddle.argsort(scores.detach(), axis=-1, descending=True, stable=True)
+        zeros = paddle.zeros_like(scores)
+        return paddle.where(paddle.argsort(order, axis=-1) >= number, zeros - np.inf, zeros)
 
     @staticmethod
     def regather_input(tensor: Tensor, gather: Callable[[], Tensor]) -> None:

@@ -5,7 +5,8 @@ element by element, a sum, a scale and shift of groups of columns, or a lookup o
 small graph of autograd that leads to the weight alone. The layer's own graph bypasses the weight and leads to the
 input. So a backward through the layers computes the gradients of inputs (I) and stores, for each use, the small graph
 and the gradient of its value. W then runs the small graphs. It follows autograd's own rules, so the bits are
-autograd's, and it frees the memory. The whole backward (B) is I, then W.
+autograd's, and it frees the memory. The whole backward (B) is I, then W. Where other functions of autograd read a small
+weight (``deferred``), I computes its gradient, and W adds it.
 
 If one weight has several uses (MTP streams share embedding, norm and head), its gradient adds those of the uses in
 their order. Autograd guarantees no order for several uses of a leaf.
@@ -140,6 +141,23 @@ class SplitWeights:
             return paddle.concat([paddle.matmul(part, matrices[e], transpose_y=transpose) for part, (e, _) in parts])
 
         return self._used(activation, products, lambda gradient: products(gradient, transpose=True))
+
+    def grouped_evenly(self, activation: Tensor, weight: Tensor) -> Tensor:
+        """``grouped`` with as many rows in each group."""
+        number = weight.shape[0]
+        return self.grouped(activation, weight, [activation.shape[0] // number] * number)
+
+    def deferred(self, weight: Tensor) -> Tensor:
+        """The weight as a leaf of autograd, for one use, whose gradient is added on request."""
+        value = self._rounded(weight).clone()
+        leaf = value.detach()
+        leaf.stop_gradient = False
+        leaf.register_hook(lambda gradient: self._defer([value], [gradient]))
+        return leaf
+
+    def fixed(self, weight: Tensor) -> Tensor:
+        """The weight as a constant."""
+        return self._rounded(weight).detach()
 
     def product_each(self, activations: Sequence[Tensor], weight: Tensor, *, transposed: bool = False) -> list[Tensor]:
         """``product`` of each activation. The weight's gradient adds those of the products in order."""

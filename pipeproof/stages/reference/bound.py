@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from pipeproof.specs.compressed_attention import CompressedAttentionSpec
 from pipeproof.specs.model import MlaSpec, ModelSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gpt import describe_gpt
@@ -40,6 +41,8 @@ def parallel_bound(plan: PlanSpec) -> float:
                               the heads A of the shared key, expand Q + V, norm 2R, compress 2R
         experts, forward:     router H, scores E, their sum k, gate or up H, down M, visits k
         experts, backward:    down H, gate and up 2M, scores H, k and 2E, visits k, three readers 3
+        compressed attention: compress H, norm 2R, expand R, softmax over slots m, then as above over N tokens and
+                              entries, out of a group and all groups; backward keys that A heads share, 2 A S
         streams, forward:     norm n H, gates n H, Sinkhorn 2 t n, read n, mix n and 1, for each sub-layer
         streams, backward:    mix n, gates H, Sinkhorn 2 t n, gates n (n + 2), norm n H, three readers 3
         learned contraction:  norm n H, gates n H, read n, and back H and H
@@ -110,7 +113,9 @@ def _path_length(plan: PlanSpec) -> int:
     hidden, ffn, length, vocab = model.hidden_size, model.ffn_size, model.seq_length, model.vocab_size
     head, group = model.size_of_head, model.num_heads // model.kv_heads
     queries, keys = model.num_heads * head, model.kv_heads * head
-    if model.mla is None:
+    if model.compressed_attention is not None:
+        attention = _compressed_attention(model, model.compressed_attention)
+    elif model.mla is None:
         attention = 2 * hidden + 2 * queries + 2 * keys + 2 * head + (3 + 2 * group) * length
     else:
         attention = _latent_attention(plan, model.mla)
@@ -153,6 +158,19 @@ def _latent_attention(plan: PlanSpec, mla: MlaSpec) -> int:
     forward = model.hidden_size + 3 * rank + size + 2 * model.seq_length + heads * mla.value_head_size
     backward = model.hidden_size + 4 * rank + heads * (size + 1) + heads * (mla.nope_head_size + mla.value_head_size)
     return forward + backward + mla.rope_head_size + size + 3 * model.seq_length
+
+
+def _compressed_attention(model: ModelSpec, spec: CompressedAttentionSpec) -> int:
+    """Additions on the longest path through the attention of a block of any type, both ways."""
+    hidden, low, size, keys = model.hidden_size, spec.q_lora_rank, model.size_of_head, 2 * model.seq_length
+    rates = spec.compress_rates
+    slots = max(2 * rates.compressed_sparse_attention, rates.heavily_compressed_attention)
+    heads, inner = model.num_heads, model.num_heads // spec.o_groups * size
+    to_keys = max(low + low + size, slots + size)  # queries, or entries, from the products of the input on
+    forward = hidden + to_keys + size + 2 * keys + inner + spec.o_groups * spec.o_lora_rank
+    of_keys = 2 * heads * model.seq_length + 2 * size + 2 * slots + 2 * size
+    of_queries = keys + 2 * size + heads * size + 3 * low
+    return forward + hidden + spec.o_lora_rank + size + keys + max(of_keys, of_queries) + 4
 
 
 def _experts(plan: PlanSpec) -> int:

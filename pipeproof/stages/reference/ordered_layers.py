@@ -16,8 +16,10 @@ import paddle.nn.functional as F
 
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.layer import attention_of
 from pipeproof.stages.describe.mtp_streams import embeds_again, num_modules
 from pipeproof.stages.describe.synthetic import Batch, DropoutSite
+from pipeproof.stages.reference.compressed_attention import CompressedMath
 from pipeproof.stages.reference.experts import Routers, Routing, gathered_mixture, mixture, without_biases
 from pipeproof.stages.reference.layer_math import DropoutRng, Heads, LayerMath, bias_of
 from pipeproof.stages.reference.sharded_tensors import (
@@ -205,6 +207,10 @@ class OrderedLayers(OrderedWeights):
 
     def attention(self, x: Shards, name: str) -> Shards:
         """Causal attention with sharded heads."""
+        kind = attention_of(self.plan.gpt, name.removesuffix(".attn"))
+        if kind is not None:
+            groups = self.compressed_attention(x, name, CompressedMath(self.plan, kind))
+            return self.leave(products(groups, self.used[f"{name}.out.weight"]))
         heads = self.grouped_heads if self.plan.gpt.mla is None else self.latent_heads
         mixed = [self.mix(*of_shard, name, shard) for shard, of_shard in enumerate(heads(x, name))]
         return self.biased(self.leave(products(mixed, self.used[f"{name}.out.weight"])), f"{name}.out")
@@ -230,6 +236,29 @@ class OrderedLayers(OrderedWeights):
         shared = self.enter([shared for _, shared in compressed])
         begin = self.split * queries[0].shape[self.sequence_dim]
         return [self.math.latent_heads(*of_shard, begin) for of_shard in zip(queries, expanded, shared, strict=True)]
+
+    def compressed_attention(self, x: Shards, name: str, math: CompressedMath) -> Shards:
+        """The compressed outputs of each shard's groups. Keys, entries and choices are those of all shards."""
+        readers = [list(reader) for reader in zip(*(Copies.apply(own, math.num_readers) for own in x), strict=True)]
+        low = self.norm(self.linear(readers[0], f"{name}.q_down"), f"{name}.q_norm")
+        keys = self.norm(self.linear(readers[1], f"{name}.kv"), f"{name}.kv_norm")
+        entered, own = self.enter(low), self.enter(keys)
+        both: Sequence[Tensor | None] = [None] * self.num_shards
+        if readers[2:]:
+            kv = self.linear(readers[2], f"{name}.compressor.kv")
+            gate = self.linear(readers[3], f"{name}.compressor.gate")
+            both = self.enter([paddle.concat(parts, axis=-1) for parts in zip(kv, gate, strict=True)])
+        whole = x[0] if len(x) == 1 else paddle.concat(x, axis=self.sequence_dim)
+        chosen = math.chosen(whole, entered[0], lambda part: self.used[f"{name}.{part}"][0])
+        queries = self.linear(entered, f"{name}.q_up")
+
+        def groups(shard: int) -> Tensor:
+            def weight_of(part: str) -> Tensor:
+                return self.used[f"{name}.{part}"][shard]
+
+            return math.compressed(queries[shard], own[shard], both[shard], weight_of, chosen)
+
+        return [groups(shard) for shard in range(self.num_shards)]
 
     def mix(self, groups: Tensor, k: Tensor, v: Tensor, name: str, shard: int) -> Tensor:
         """Attention of one shard's heads: [B, K / T, G, S, D] to [S, B, K / T * G * Z].

@@ -7,6 +7,7 @@ streams, V vocabulary. Activations are [S, B, H] or [B, S, H], as in the plan. M
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,6 +23,7 @@ from pipeproof.stages.describe.layer import layer_order
 from pipeproof.stages.describe.layer_records import Side
 from pipeproof.stages.describe.mtp_streams import embeds_again, num_modules, shifted_batch
 from pipeproof.stages.describe.synthetic import Batch, DropoutKeys, DropoutSite, dropout_gain, dropout_rate, hash_table
+from pipeproof.stages.reference.torch_compressed_attention import CompressedReference
 from pipeproof.stages.reference.torch_reference_weights import WholeWeights, copies
 
 
@@ -241,7 +243,7 @@ class TorchUnpartitionedModel:
     def block(self, x: Tensor, name: str, number: int) -> Tensor:
         """Attention and MLP (or experts), each with its norm and residual, as in block ``number``."""
         spec = self.plan.gpt.hyper_connections
-        attention = self.attention if self.plan.gpt.mla is None else self.latent_attention
+        attention = self.attention_of(number)
         mlp = self.experts if self.plan.gpt.has_experts(number) else self.mlp
         in_module = name.startswith("mtp.")
         if spec is not None and (number == 0 or in_module):
@@ -266,6 +268,14 @@ class TorchUnpartitionedModel:
         if self.plan.gpt.norm == "layer":
             return F.layer_norm(x, x.shape[-1:], weight, self.weights.value(f"{name}.bias"), 1e-6)
         return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+
+    def attention_of(self, number: int) -> Callable[[Tensor, str], Tensor]:
+        """The attention of block ``number``."""
+        model, kind = self.plan.gpt, self.plan.gpt.attention_type(number)
+        if model.compressed_attention is None or kind is None:
+            return self.attention if model.mla is None else self.latent_attention
+        layer = CompressedReference(model.compressed_attention, self.weights, model.size_of_head, self.sequence_first)
+        return partial(layer.output, kind=kind)
 
     def attention(self, x: Tensor, name: str) -> Tensor:
         """Causal attention over all heads; the queries of a group see one head of keys and values."""

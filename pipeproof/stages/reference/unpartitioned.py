@@ -18,12 +18,14 @@ import numpy.typing as npt
 import paddle
 import paddle.nn.functional as F
 
+from pipeproof.specs.compressed_attention import AttentionType
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.layer import layer_order
 from pipeproof.stages.describe.layer_records import LayerWatch, Side
 from pipeproof.stages.describe.mtp_streams import num_modules, shifted_batch
 from pipeproof.stages.describe.synthetic import Batch, loss_scale, micro_batch
 from pipeproof.stages.reference import streams
+from pipeproof.stages.reference.compressed_attention import CompressedMath
 from pipeproof.stages.reference.experts import Routers, mixture, without_biases
 from pipeproof.stages.reference.layer_math import DropoutRng, LayerMath, linear
 from pipeproof.stages.reference.optimizer import clip_factor, optimizer_of, restore_optimizer
@@ -193,6 +195,8 @@ class UnpartitionedModel:
         """Attention and MLP (or experts), each with its norm and residual, as in block ``number``."""
         spec = self.plan.gpt.hyper_connections
         attention = self.attention if self.plan.gpt.mla is None else self.latent_attention
+        if (kind := self.plan.gpt.attention_type(number)) is not None:
+            attention = partial(self.compressed_attention, kind=kind)
         mlp = self.experts if self.plan.gpt.has_experts(number) else self.mlp
         if spec is not None and streams.is_end(name, 0):
             x = streams.widened(x, spec)
@@ -237,6 +241,25 @@ class UnpartitionedModel:
         latent, shared = self.linear(x, f"{name}.kv_down").split([mla.kv_rank, mla.rope_head_size], axis=-1)
         kv = self.linear(self.norm(latent, f"{name}.kv_norm"), f"{name}.kv_up")
         return self.mixed(*self.math.latent_heads(q, kv, shared), name)
+
+    def compressed_attention(self, x: Tensor, name: str, kind: AttentionType) -> Tensor:
+        """Attention to near keys, compressed entries and sinks."""
+        math = CompressedMath(self.plan, kind)
+        for_query, for_keys, *for_entries = Copies.apply(x, math.num_readers)
+        low = self.norm(self.linear(for_query, f"{name}.q_down"), f"{name}.q_norm")
+        own = self.norm(self.linear(for_keys, f"{name}.kv"), f"{name}.kv_norm")
+        products = None
+        if for_entries:
+            for_kv, for_gate = for_entries
+            parts = self.linear(for_kv, f"{name}.compressor.kv"), self.linear(for_gate, f"{name}.compressor.gate")
+            products = paddle.concat(parts, axis=-1)
+
+        def weight_of(part: str) -> Tensor:
+            return self.weights[f"{name}.{part}"]
+
+        chosen = math.chosen(x, low, weight_of)
+        groups = math.compressed(self.linear(low, f"{name}.q_up"), own, products, weight_of, chosen)
+        return self.linear(groups, f"{name}.out")
 
     def mixed(self, groups: Tensor, k: Tensor, v: Tensor, name: str) -> Tensor:
         """Softmax attention of [B, K, G, S, D] over [B, K, S, D] and [B, K, S, Z], and the output's product."""

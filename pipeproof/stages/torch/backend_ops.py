@@ -53,6 +53,8 @@ class TorchOps:
     fork = staticmethod(fork)
     recompute_in_backward = staticmethod(recompute_in_backward)
     rms_norm = staticmethod(rms_norm)
+    softmax = staticmethod(torch.softmax)
+    relu = staticmethod(torch.relu)
     rotate = staticmethod(rotate)
     rotated_heads = staticmethod(rotated_heads)
     causal_attention = staticmethod(causal_attention)
@@ -100,6 +102,17 @@ class TorchOps:
     def masked_gain(mask: npt.NDArray[Any], gain: float, like: Tensor) -> Tensor:
         """Implement ``BackendOps.masked_gain``; a mask that was drawn on the device stays there."""
         return torch.as_tensor(mask, device=like.device).to(like.dtype) * gain
+
+    @staticmethod
+    def constant(values: npt.NDArray[Any], like: Tensor) -> Tensor:
+        """Implement ``BackendOps.constant``."""
+        return torch.tensor(values, dtype=like.dtype, device=like.device)
+
+    @staticmethod
+    def unchosen(scores: Tensor, number: int) -> Tensor:
+        """Implement ``BackendOps.unchosen``."""
+        order = scores.detach().argsort(dim=-1, descending=True, stable=True)
+        return torch.zeros_like(scores).masked_fill(order.argsort(dim=-1) >= number, -torch.inf)
 
     @staticmethod
     def regather_input(tensor: Tensor, gather: Callable[[], Tensor]) -> None:

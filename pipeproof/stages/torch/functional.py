@@ -198,6 +198,14 @@ class Groups:
         return sizes
 
 
+def even_groups(number: int, rows: Tensor) -> Groups:
+    """Groups of equally many rows. The host knows the sizes."""
+    size = len(rows) // number
+    groups = Groups(torch.full((number,), size, dtype=torch.int64, device=rows.device))
+    groups.sizes = [size] * number
+    return groups
+
+
 def is_one_kernel(rows: Tensor, matrices: Tensor) -> bool:
     """True if PyTorch multiplies [N, K] with [E, K, M] in one kernel.
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from pipeproof.stages.common.backend_ops import NORM_EPSILON
 from pipeproof.stages.common.weights import GatheredInput, source_of
-from pipeproof.stages.torch.functional import Groups, grouped_gradients, grouped_product, is_one_kernel
+from pipeproof.stages.torch.functional import Groups, even_groups, grouped_gradients, grouped_product, is_one_kernel
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -156,6 +156,18 @@ class SplitWeights:
     def grouped(self, activation: Tensor, weight: Weight, groups: Groups) -> Tensor:
         """Multiply each group of rows by its matrix: [N, K] and [E, K, M] to [N, M]."""
         return _Grouped.apply(activation, weight, groups, self._defer)
+
+    def grouped_evenly(self, activation: Tensor, weight: Weight) -> Tensor:
+        """``grouped`` with as many rows in each group."""
+        return self.grouped(activation, weight, even_groups(len(weight.value), activation))
+
+    def deferred(self, weight: Weight) -> Tensor:
+        """The weight as a tensor whose gradient is computed with those of inputs and added on request."""
+        return _DeferredWeight.apply(self._anchor, weight, self._defer)
+
+    def fixed(self, weight: Weight) -> Tensor:
+        """The weight as a constant."""
+        return weight.value.detach()
 
     def rows(self, indices: Tensor, weight: Weight) -> Tensor:
         """Rows of ``weight`` by index: [..] and [V, K] to [.., K]. No gradient flows further back."""

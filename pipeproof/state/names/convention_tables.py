@@ -190,6 +190,8 @@ def convention_of(name: str, model: ModelSpec) -> Convention:
 def _refusal(name: str, model: ModelSpec) -> str | None:
     if model.hyper_connections is not None:
         return "`hyper_connections` have weights that no other tool's model has"
+    if model.compressed_attention is not None:
+        return "`compressed_attention` has weights whose names in other tools are not known"
     if model.swiglu_limit is not None and name != "megatron":
         return "`swiglu_limit` is the function of gpt-oss, whose experts have biases and columns in another order"
     moe = model.moe

@@ -77,7 +77,7 @@ class ToolModel:
         """Return True if it can compute the plan's model."""
         fields = ModelSpec.model_fields
         has_parts = all(getattr(model, key) in self.parts.get(key, (fields[key].default,)) for key in PART_KEYS)
-        return has_parts and self.fits(model)
+        return has_parts and model.compressed_attention is None and self.fits(model)
 
 
 def transformers_class(model: ModelSpec) -> ToolModel | None:

@@ -135,11 +135,13 @@ def _check_unreduced(subject: Subject) -> Iterator[Finding]:
         spec = subject.plan.spec
         typed = typed_layers(spec)
         for described in subject.plan.layers:
-            partial_over = typed[layer_kind(spec.model, described.name)].partial_over
+            needed = typed[layer_kind(spec.model, described.name)]
             for own in (*described.parameters, *described.borrowed):
                 name = own.name.removeprefix(f"{described.name}.")
-                over_ep = {"ep"} if spec.topology.ep > 1 and "ep" not in own.sharded_over else set()
-                yield from _compare(own.name, partial_over.get(name, ()), {*own.partial_over, *over_ep})
+                value = needed.values.get(name)
+                is_trained = value is None or value.differentiable  # others have zeros, which are summed with the rest
+                over_ep = {"ep"} if spec.topology.ep > 1 and is_trained and "ep" not in own.sharded_over else set()
+                yield from _compare(own.name, needed.partial_over.get(name, ()), {*own.partial_over, *over_ep})
 
 
 def _compare(name: str, owed: Sequence[str], declared: set[str]) -> Iterator[Finding]:

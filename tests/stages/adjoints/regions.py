@@ -9,12 +9,14 @@ import numpy as np
 import paddle
 
 from pipeproof.specs.model import MlaSpec
+from pipeproof.stages.common.compressed_attention import CompressedAttention
 from pipeproof.stages.common.stage import latent_heads
 from pipeproof.stages.paddle.backend_ops import OPS
 from pipeproof.stages.paddle.functional import rms_norm
 from pipeproof.stages.paddle.stage import PaddleVocabulary, summed_cross_entropies, token_losses
 from tests.stages.adjoints.rows import per_layout
 from tests.stages.adjoints.world import Case, Rank
+from tests.stages.staged_run import make_plan
 
 MLA = MlaSpec(q_rank=6, kv_rank=4, nope_head_size=2, rope_head_size=4, value_head_size=3)
 LABELS = np.array([[0, 11], [5, -100], [6, 7], [-100, 2]])
@@ -46,7 +48,62 @@ def regions() -> list[Case]:
         name = f"latent heads of {'compressed' if q_rank else 'plain'} queries"
         inputs = [((4, 2, 7), "between"), *used.values()]
         cases += per_layout(name, "latent_heads", _latent(mla, list(used)), *inputs, output="own")
+    for name, (kind, entries) in _OF_TYPES.items():
+        used = _HEADS | entries
+        function, inputs = _compressed(kind, list(used)), [((7, 2, 7), "between"), *used.values()]
+        cases += per_layout(
+            f"compressed attention, {name}", "CompressedAttention.forward", function, *inputs, output="own"
+        )
     return cases
+
+
+_HEADS = {
+    "q_down": ((7, 6), "between"), "kv": ((7, 4), "between"), "q_up": ((6, 16), "own"), "sinks": ((4,), "own"),
+    "groups": ((2, 8, 3), "own"),
+}  # fmt: skip
+_OF_TYPES = {
+    "near": ("sliding_attention", {}),
+    "all entries": (
+        "heavily_compressed_attention",
+        {
+            "compressor.kv": ((7, 4), "between"), "compressor.gate": ((7, 4), "between"),
+            "compressor.positions": ((3, 4), "own"),
+        },
+    ),
+    "chosen entries": (
+        "compressed_sparse_attention",
+        {
+            "compressor.kv": ((7, 8), "between"), "compressor.gate": ((7, 8), "between"),
+            "compressor.positions": ((2, 8), "own"),
+        },
+    ),
+}  # fmt: skip
+"""Weights of four heads in two groups on each rank. Those of the indexer have no gradient: they are drawn."""
+
+
+def _compressed(kind: str, names: Sequence[str]) -> Callable[..., Any]:
+    draw = np.random.default_rng(4).standard_normal
+    indexer = {"kv": (7, 8), "gate": (7, 8), "heads": (7, 3), "positions": (2, 8), "norm": (4,), "q": (6, 12)}
+    drawn = {f"indexer.{part}": paddle.to_tensor(draw(shape)) for part, shape in indexer.items()}
+
+    def function(rank: Rank, x: paddle.Tensor, *tensors: paddle.Tensor) -> paddle.Tensor:
+        weights = drawn | dict(zip(names, tensors, strict=True))
+        ranks = rank.region.num_ranks
+        spec = {
+            "layer_types": [kind], "q_lora_rank": 6, "qk_rope_head_dim": 2, "sliding_window": 3,
+            "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
+            "o_groups": 2 * ranks, "o_lora_rank": 3, "index_n_heads": 3, "index_head_dim": 4, "index_topk": 2,
+        }  # fmt: skip
+        length = x.shape[0] * (1 if rank.region.sequence_dim is None else ranks)
+        model = {"num_heads": 4 * ranks, "head_size": 4, "seq_length": length, "compressed_attention": spec}
+        attention = CompressedAttention(
+            OPS, make_plan(model=model), rank.weights, rank.region,
+            lambda y, name: rank.weights.product(y, weights[name.removeprefix("x.")]), lambda y, _: rms_norm(y),
+            lambda name: weights[name.removeprefix("x.").removesuffix(".weight")], x, recomputes=False,
+        )  # fmt: skip
+        return attention.forward(x, "x", kind)
+
+    return function
 
 
 def _latent(mla: MlaSpec, names: Sequence[str]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeproof.specs.load_plan import plan_from_dict
+from tests.features import FEATURES as OTHER_FEATURES
 from tests.features import GPT3, QWEN3
 from tests.plans import plan_dict
 
@@ -28,6 +29,8 @@ STREAMS_V4 = {
 }
 MLA = {"kv_rank": 6, "nope_head_size": 4, "rope_head_size": 4, "value_head_size": 3}
 TWO_AHEAD = {"mtp": {"num_modules": 2, "loss_weight": 0.4}}
+COMPRESSED = {**OTHER_FEATURES["compressed attention"]["model"], "num_layers": 3}
+"""Each type of attention in one block."""
 
 TWO = {"schedule": {"num_micro_batches": 2}}
 
@@ -38,6 +41,8 @@ FEATURES = {
     "tied": {"model": {"tied_embedding": True}},
     "latent": {"model": {"mla": MLA}},
     "latent queries": {"model": {"mla": {**MLA, "q_rank": 5}, "activation_order": "bsh"}},
+    "compressed": {"model": COMPRESSED},
+    "compressed, experts, rows first": {"model": {**COMPRESSED, "moe": MOE, "activation_order": "bsh"}},
     "experts": {"model": {"moe": MOE}},
     "even experts": {"model": {"moe": {**MOE, **EVEN}}},
     "even experts by sigmoids": {"model": {"moe": {**MOE, **EVEN, "score": "sigmoid", "num_shared_experts": 0}}},

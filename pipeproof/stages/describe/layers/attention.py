@@ -7,6 +7,9 @@ keys and values of all (arXiv:2407.21783, section 3.3.2).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from pipeproof.specs.compressed_attention import SPARSE, AttentionType, CompressedAttentionSpec
 from pipeproof.specs.model import MlaSpec, ModelSpec
 from pipeproof.stages.describe.layers import operations as ops
 from pipeproof.stages.describe.layers.operations import norm
@@ -85,3 +88,95 @@ def _queries(model: ModelSpec, queries: int, rank: int | None) -> ops.Operations
         ops.Enter("attn.q.in", rank),
         ops.Product("attn.q_up", (ops.Weight("attn.q_up.weight", (rank, queries), 1),), entered=True),
     )
+
+
+# Attention to near tokens, compressed far ones and a sink, with one head of keys that are also the values.
+#
+# A block has one of three types (``CompressedAttentionSpec``). The formulas, for A heads of D elements, of which the
+# last R are rotated in pairs of neighbours by the position of their token:
+#
+#     q      = rotated(rms(W_up norm(W_down x))) by head,   k = rotated(norm(W_kv x))
+#     entry  = rotated(norm(sum over slots of softmax over slots(W_gate x + b) * (W_kv' x)))
+#     p      = softmax over (q k / sqrt(D) of the last tokens, q entry / sqrt(D) of seen entries, the sink's logit)
+#     y      = W_out [W_g of each group of heads](rotated back(sum of p k and of p entry))
+#
+# A window of ``rate`` tokens makes an entry, at the position of its first token. If it is heavily compressed, its slots
+# are its tokens. If it is sparse, both products are twice as wide: the slots are the tokens of the window before, with
+# the first half, and its own tokens, with the second half. The first window has only its own. A query at position t
+# sees the entries below (t + 1) // rate. Of sparse ones an indexer chooses ``index_topk``, at equal scores the first:
+# it has rotated entries and queries of its own, and the score is a sum over its heads of (W_heads x) * relu(q entry). A
+# choice has no gradient, so the loss does not train the indexer's weights.
+#
+# With tensor parallelism each rank has the queries, sinks and output groups of its heads. Keys, entries and choices are
+# computed whole on every rank: of products between layers, which sequence parallelism divides, the ranks gather the
+# results, and their gradients are summed, because each rank's queries have an addend.
+
+
+_NORMALIZE: ops.Cost = 4, 2
+_NORMALIZE_BACK: ops.Cost = 8, 3
+
+
+def compressed_attention(model: ModelSpec, spec: CompressedAttentionSpec, kind: AttentionType) -> ops.Operations:
+    """The operations between the norm and the residual."""
+    hidden, size, rate = model.hidden_size, model.size_of_head, spec.rate_of(kind)
+    queries, rotated, low = model.num_heads * size, model.num_heads * spec.qk_rope_head_dim, spec.q_lora_rank
+    is_sparse = kind == SPARSE
+    sinks = ops.Weight("attn.sinks.weight", (model.num_heads,), 0)
+    top_k = spec.index_topk if is_sparse else None
+    group = ops.Weight("attn.groups.weight", (spec.o_groups, queries // spec.o_groups, spec.o_lora_rank), 0)
+    return (
+        ops.Product("attn.q_down", (ops.Weight("attn.q_down.weight", (hidden, low)),), ops.BETWEEN, reads=_INPUT),
+        norm(model, "attn.q_norm", low),
+        ops.Enter("attn.q.in", low),
+        ops.Product("attn.q_up", (ops.Weight("attn.q_up.weight", (low, queries), 1),), entered=True),
+        ops.Elementwise("attn.q_head_norm", _NORMALIZE, _NORMALIZE_BACK, sharded=queries, stored=1),
+        ops.Product("attn.kv", (ops.Weight("attn.kv.weight", (hidden, size)),), ops.BETWEEN, reads=_INPUT),
+        norm(model, "attn.kv_norm", size),
+        ops.Enter("attn.kv.in", size, feeds_weights=False),
+        ops.Elementwise("attn.rotary", ROTARY, ROTARY, sharded=rotated, whole=spec.qk_rope_head_dim),
+        *(() if rate is None else _entries(model, "attn.compressor", rate, size, is_sparse=is_sparse, trained=True)),
+        *(_indexer(model, spec, rate) if is_sparse and rate is not None else ()),
+        ops.CompressedCore("attn.core", model.num_heads, size, spec.sliding_window, sinks, rate, top_k),
+        ops.Elementwise("attn.rotary_back", ROTARY, ROTARY, sharded=rotated),
+        ops.Product("attn.groups", (group,), ops.GROUPS),
+        *attention_output(model, spec.o_groups * spec.o_lora_rank),
+    )
+
+
+def _entries(
+    model: ModelSpec, name: str, rate: int, size: int, *, is_sparse: bool, trained: bool
+) -> Iterator[ops.Operation]:
+    """Entries of ``size`` elements, from products of all tokens."""
+    slots = 2 * rate if is_sparse else rate
+    width = 2 * size if is_sparse else size
+    for part in ("kv", "gate"):
+        weight = ops.Weight(f"{name}.{part}.weight", (model.hidden_size, width), trained=trained)
+        yield ops.Product(f"{name}.{part}", (weight,), ops.BETWEEN, reads=_INPUT)
+    yield ops.Enter(f"{name}.in", 2 * width, feeds_weights=False, trained=trained)
+    # Of each element of an entry: the softmax of its slots, and the sum of their products.
+    softmax, back = slots * (ops.SOFTMAX[0] + 3), slots * (ops.SOFTMAX_BACK[0] + 4)
+    positions = ops.Weight(f"{name}.positions.weight", (rate, width), trained=trained)
+    yield ops.Elementwise(
+        f"{name}.positions", (softmax, 2 * slots + 1), (back, 4 * slots + 1) if trained else None,
+        (slots, slots) if trained else None, whole=size, rows=ops.ENTRIES, stored=2 * slots if trained else 0,
+        weights=(positions,),
+    )  # fmt: skip
+    normed = norm(model, f"{name}.norm", size)
+    weights = tuple(weight._replace(trained=trained) for weight in normed.weights)
+    yield normed._replace(weights=weights, of_entries=True)
+
+
+def _indexer(model: ModelSpec, spec: CompressedAttentionSpec, rate: int) -> Iterator[ops.Operation]:
+    """The choice of entries, which has no gradient."""
+    heads, size = spec.index_n_heads, spec.index_head_dim
+    products, *others = _entries(model, "attn.indexer", rate, size, is_sparse=True, trained=False)
+    gate, enter, *pooled = others
+    assert isinstance(enter, ops.Enter)
+    of_heads = ops.Weight("attn.indexer.heads.weight", (model.hidden_size, heads), trained=False)
+    queries = ops.Weight("attn.indexer.q.weight", (spec.q_lora_rank, heads * size), trained=False)
+    yield from (products, gate)
+    yield ops.Product("attn.indexer.heads", (of_heads,), ops.BETWEEN, reads=_INPUT)
+    yield enter._replace(size=enter.size + heads)
+    yield from pooled
+    yield ops.Product("attn.indexer.q", (queries,))
+    yield ops.IndexerScores("attn.indexer.scores", heads, size, rate)

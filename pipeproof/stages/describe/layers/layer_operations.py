@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeproof.specs.compressed_attention import AttentionType
 from pipeproof.specs.model import HyperConnectionsSpec, ModelSpec
-from pipeproof.stages.describe.layer import is_block, layer_kind
+from pipeproof.stages.describe.layer import attention_of, is_block, layer_kind
 from pipeproof.stages.describe.layers import operations as ops
-from pipeproof.stages.describe.layers.attention import MEASURED_WITH, attention, latent_attention
+from pipeproof.stages.describe.layers.attention import (
+    MEASURED_WITH,
+    attention,
+    compressed_attention,
+    latent_attention,
+)
 from pipeproof.stages.describe.layers.mlp import experts, mlp
 from pipeproof.stages.describe.layers.operations import norm
 from pipeproof.stages.describe.mtp_streams import embeds_again
@@ -28,13 +34,26 @@ def layer_operations(model: ModelSpec, name: str) -> ops.Operations:
         case "mtp":
             return _mtp_module(model)
         case kind:
-            return _block(model, residual_streams_of(model, name), kind)
+            return _block(model, residual_streams_of(model, name), kind, attention_of(model, name))
 
 
-def _block(model: ModelSpec, streams: BlockStreams | None, kind: str, *, in_module: bool = False) -> ops.Operations:
+def _attention(model: ModelSpec, attends: AttentionType | None) -> ops.Operations:
+    if model.compressed_attention is not None and attends is not None:
+        return compressed_attention(model, model.compressed_attention, attends)
+    return attention(model) if model.mla is None else latent_attention(model, model.mla)
+
+
+def _block(
+    model: ModelSpec,
+    streams: BlockStreams | None,
+    kind: str,
+    attends: AttentionType | None,
+    *,
+    in_module: bool = False,
+) -> ops.Operations:
     """A pre-norm block: attention and an MLP, each with its norm and its residual."""
     hidden, operations = model.hidden_size, list[ops.Operation]()
-    first = attention(model) if model.mla is None else latent_attention(model, model.mla)
+    first = _attention(model, attends)
     has_experts, by_token = kind.endswith("moe_block"), "hash_" in kind
     second = experts(model, model.moe, by_token=by_token) if has_experts and model.moe is not None else mlp(model)
     for name, inner in (("attn", first), ("mlp", second)):
@@ -68,6 +87,7 @@ def _mtp_module(model: ModelSpec) -> ops.Operations:
             model,
             residual_streams_of(model, "mtp.0"),
             "moe_block" if model.has_experts(model.num_layers - 1) else "block",
+            model.attention_type(-1),
             in_module=True,
         ),
     )

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize
+from pipeproof.stages.describe.layer import attention_of
 from pipeproof.stages.describe.mtp_streams import mtp_streams_at
 from pipeproof.stages.describe.synthetic import DropoutSite
 
@@ -26,19 +27,23 @@ Cost: TypeAlias = tuple[int, int]
 SOFTMAX: Cost = 5, 2
 SOFTMAX_BACK: Cost = 4, 3
 
-Rows: TypeAlias = Literal["inside", "between", "visits", "gathered"]
+Rows: TypeAlias = Literal["inside", "between", "visits", "gathered", "groups", "entries"]
 """The rows of an operation on one rank: its tokens inside of layers, its tokens between layers (with sequence
-parallelism a part of the former), the visits of tokens to its experts, or the tokens of all EP ranks."""
+parallelism a part of the former), the visits of tokens to its experts, the tokens of all EP ranks, its tokens in each
+of its groups of heads, or the compressed entries of its sequences."""
 INSIDE: Rows = "inside"
 BETWEEN: Rows = "between"
 VISITS: Rows = "visits"
 GATHERED: Rows = "gathered"
+GROUPS: Rows = "groups"
+ENTRIES: Rows = "entries"
 
 
 class Weight(NamedTuple):
     """A weight by its global shape, the dims that TP and EP shard, and its initial value as in ``Parameter``.
 
-    A ``borrowed`` weight belongs to an earlier layer, whose name is in its own.
+    A ``borrowed`` weight belongs to an earlier layer, whose name is in its own. The loss does not depend on a weight
+    that is not ``trained`` in a differentiable way: its gradient is zero.
     """
 
     name: str
@@ -48,6 +53,7 @@ class Weight(NamedTuple):
     init_std: float | None = 0.02
     init_value: float = 1.0
     borrowed: bool = False
+    trained: bool = True
 
 
 def bias_of(weight: Weight) -> Weight:
@@ -75,9 +81,16 @@ class Product(NamedTuple):
     transposed: bool = False
     biased: bool = False
 
+    @property
+    def trained(self) -> bool:
+        """False if it has no gradients."""
+        return all(weight.trained for weight in self.weights)
+
 
 class Norm(NamedTuple):
     """A norm of a vector of ``size`` elements for each token between layers, or for each of its ``heads`` inside.
+
+    Or for each compressed entry, if ``of_entries``.
 
     Costs are those of ``Elementwise``. It stores ``factors`` numbers for each vector, in float32. ``is_input`` is true
     if it reads the layer's input.
@@ -92,11 +105,17 @@ class Norm(NamedTuple):
     factors: int
     heads: int = 0
     is_input: bool = False
+    of_entries: bool = False
 
     @property
     def rows(self) -> Rows:
         """The rows of all vectors."""
-        return INSIDE if self.heads else BETWEEN
+        return ENTRIES if self.of_entries else INSIDE if self.heads else BETWEEN
+
+    @property
+    def trained(self) -> bool:
+        """False if it has no gradients."""
+        return all(weight.trained for weight in self.weights)
 
 
 class Elementwise(NamedTuple):
@@ -127,6 +146,43 @@ class AttentionCore(NamedTuple):
     keys: int
     values: int
     mixed: int
+
+
+class CompressedCore(NamedTuple):
+    """Attention of heads of ``size`` elements to one head of keys, which are also the values, and to sinks.
+
+    The keys are the last ``window`` tokens, with entries of ``rate`` tokens, if there are any, and of these at most
+    ``top_k``.
+    """
+
+    name: str
+    num_heads: int
+    size: int
+    window: int
+    sinks: Weight
+    rate: int | None = None
+    top_k: int | None = None
+
+    def seen(self, length: int) -> int:
+        """Pairs of a query and a key or an entry that it sees, in a sequence of that length, without sinks."""
+        near, rate = min(self.window, length), self.rate
+        pairs = near * (near + 1) // 2 + (length - near) * near
+        if rate is None:
+            return pairs
+        # The queries of a window see the entries before it, and its last one also the window's own.
+        num = length // rate
+        most = num if self.top_k is None else min(num, self.top_k)
+        before = most * (most - 1) // 2 + (num - most) * most  # of one query of each window
+        return pairs + rate * before + most + most * (length - num * rate)
+
+
+class IndexerScores(NamedTuple):
+    """The score of each entry for each token, by ``num_heads`` queries of ``size`` elements, without a gradient."""
+
+    name: str
+    num_heads: int
+    size: int
+    rate: int
 
 
 class Dropout(NamedTuple):
@@ -181,11 +237,12 @@ class Stored(NamedTuple):
 
 
 class Enter(NamedTuple):
-    """Collectives from between layers into column-parallel weights."""
+    """Collectives from between layers into column-parallel weights; what is not ``trained`` has no gradient."""
 
     name: str
     size: int
     feeds_weights: bool = True
+    trained: bool = True
 
 
 class Leave(NamedTuple):
@@ -229,7 +286,8 @@ class SumResults(NamedTuple):
     size: int
 
 
-_Computed: TypeAlias = Product | Norm | Elementwise | AttentionCore | Dropout | Lookup | Loss
+_Attention: TypeAlias = AttentionCore | CompressedCore | IndexerScores
+_Computed: TypeAlias = Product | Norm | Elementwise | _Attention | Dropout | Lookup | Loss
 _OfStreams: TypeAlias = StreamWeights | StreamProduct | Stored
 _OfExperts: TypeAlias = Exchange | GatherTokens | SumResults
 Operation: TypeAlias = _Computed | _OfStreams | Enter | Leave | GatherKeys | _OfExperts
@@ -243,6 +301,8 @@ def weights_of(operation: Operation) -> tuple[tuple[Weight, ...], Rows]:
             return tuple(w for weight in operation.weights for w in (weight, bias_of(weight))), operation.rows
         case Product() | Norm() | Elementwise():
             return operation.weights, operation.rows
+        case CompressedCore():
+            return (operation.sinks,), INSIDE
         case Lookup():
             return (operation.weight,), INSIDE
         case StreamWeights():
@@ -275,8 +335,13 @@ class RankSizes:
         self.tokens = Fraction(self.size.num_tokens, topology.cp)
         self.between = self.tokens / self.tp if self.is_sharded_between else self.tokens
         visits = self.tokens * (0 if plan.model.moe is None else plan.model.moe.top_k)
+        spec, kind = plan.gpt.compressed_attention, attention_of(plan.gpt, layer)
+        rate = None if spec is None or kind is None else spec.rate_of(kind)
+        groups = 0 if spec is None else spec.o_groups
         self._rows = {
             INSIDE: self.tokens, BETWEEN: self.between, VISITS: visits, GATHERED: self.tokens * self.ep,
+            GROUPS: self.tokens * groups / self.tp,
+            ENTRIES: Fraction(0 if rate is None else self.size.num_rows * (self.size.seq_length // rate)),
         }  # fmt: skip
 
     def rows(self, rows: Rows) -> Fraction:

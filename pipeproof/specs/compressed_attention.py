@@ -1,0 +1,84 @@
+"""The section ``model.compressed_attention``: attention to near keys and to compressed far ones, as in DeepSeek-V4."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias, get_args
+
+from pydantic import Field
+
+from pipeproof.specs.section import FROM_LIST, Section
+
+AttentionType: TypeAlias = Literal["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+"""The keys that the queries of a block see, by the names of Hugging Face's ``layer_types``."""
+
+SPARSE: AttentionType = "compressed_sparse_attention"
+
+
+class CompressRatesSpec(Section):
+    """Numbers of tokens that make one compressed entry."""
+
+    compressed_sparse_attention: int = Field(
+        default=4,
+        ge=1,
+        le=2**20,
+        description="Tokens of a window. An entry also has a part of the window before, and an indexer chooses the "
+        "entries of each query.",
+    )
+    heavily_compressed_attention: int = Field(
+        default=128, ge=1, le=2**20, description="Tokens of a window. Each query sees all entries before it."
+    )
+
+
+class CompressedAttentionSpec(Section):
+    """Attention with one head of keys, which are also the values, for all queries; Hugging Face's ``DeepseekV4``.
+
+    A query sees the last tokens, a sink without a value and, by the type of the block, compressed entries of the
+    tokens before. Windows are those of a sequence; what does not fill the last one makes no entry.
+    """
+
+    layer_types: Annotated[tuple[AttentionType, ...], FROM_LIST] = Field(
+        min_length=1,
+        description="The attention of each block, in order: `sliding_attention` without entries, "
+        "`compressed_sparse_attention` with those that an indexer chooses, `heavily_compressed_attention` with all. "
+        "A list that is shorter than the model begins again. An MTP module has that of the last block.",
+    )
+    q_lora_rank: int = Field(ge=1, le=2**20, description="Size of the compressed query.")
+    qk_rope_head_dim: int = Field(
+        ge=2,
+        le=2**16,
+        description="Elements at the end of a head, and of a head of the indexer, with rotary positions; even. Pairs "
+        "are neighbours.",
+    )
+    sliding_window: int = Field(
+        default=128, ge=1, le=2**26, description="Number of last tokens that a query sees, with its own."
+    )
+    compress_rates: CompressRatesSpec = Field(default=CompressRatesSpec(), description="Windows of the entries.")
+    rope_theta: float = Field(
+        default=10_000.0, gt=1, le=1e12, description="Base of the rotary positions of blocks without entries."
+    )
+    compress_rope_theta: float = Field(
+        default=160_000.0, gt=1, le=1e12, description="Base of the rotary positions of blocks with entries."
+    )
+    o_groups: int = Field(
+        ge=1,
+        le=2**16,
+        description="Groups of heads whose outputs are compressed by a product each; divides num_heads, and by tp.",
+    )
+    o_lora_rank: int = Field(ge=1, le=2**20, description="Size of a group's compressed output.")
+    index_n_heads: int = Field(default=64, ge=1, le=2**16, description="Number of heads of an indexer.")
+    index_head_dim: int = Field(default=128, ge=2, le=2**16, description="Size of a head of an indexer.")
+    index_topk: int = Field(
+        default=512, ge=1, le=2**26, description="Number of entries that an indexer chooses for a query, at most."
+    )
+
+    def type_of(self, block: int) -> AttentionType:
+        """The attention of the block of that number."""
+        return self.layer_types[block % len(self.layer_types)]
+
+    def rate_of(self, kind: AttentionType) -> int | None:
+        """Tokens of an entry of such a block; None without entries."""
+        rate: int | None = getattr(self.compress_rates, kind, None)
+        return rate
+
+
+assert set(CompressRatesSpec.model_fields) < set(get_args(AttentionType))

@@ -1,0 +1,135 @@
+"""Attention to near keys, compressed entries and sinks, with whole weights, for the reference on PyTorch.
+
+Shape letters: S sequence, B rows, A heads, D head size, R elements with positions, T entries, m tokens of each, N = S +
+T keys. Formulas are in ``describe/layers/attention.py``; the code shares nothing with the stages.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+from pipeproof.specs.compressed_attention import AttentionType, CompressedAttentionSpec
+from pipeproof.stages.reference.torch_reference_weights import WholeWeights, copies
+
+Tensor: TypeAlias = torch.Tensor
+
+
+class CompressedReference(NamedTuple):
+    """The attention of a model's blocks. Activations are [S, B, H] or [B, S, H]; ``size`` is that of a head."""
+
+    spec: CompressedAttentionSpec
+    weights: WholeWeights
+    size: int
+    sequence_first: bool
+
+    def output(self, x: Tensor, name: str, kind: AttentionType) -> Tensor:
+        """The output of the attention ``name``, in the order of activations."""
+        spec, weights, rate = self.spec, self.weights, self.spec.rate_of(kind)
+        rows, length = (x.shape[1], x.shape[0]) if self.sequence_first else x.shape[:2]
+        for_query, for_keys, *for_entries = copies(x, 2 if rate is None else 4)
+        low = self._norm(weights.product(for_query, f"{name}.q_down.weight"), f"{name}.q_norm")
+        keys = self._norm(weights.product(for_keys, f"{name}.kv.weight"), f"{name}.kv_norm")
+        positions = torch.arange(length, device=x.device)
+        base = spec.rope_theta if rate is None else spec.compress_rope_theta
+        keys = self._turned(self._by_rows(keys), positions, base)
+        visible = self._window(positions).expand(rows, -1, -1)
+        if rate is not None:
+            kv, gate = (
+                self._by_rows(weights.product(each, f"{name}.compressor.{part}.weight"))
+                for each, part in zip(for_entries, ("kv", "gate"), strict=True)
+            )
+            bias = weights.value(f"{name}.compressor.positions.weight")
+            entries = self._norm(
+                pooled(kv, gate, bias, rate, overlaps=kind.startswith("compressed")), f"{name}.compressor.norm"
+            )
+            starts = torch.arange(entries.shape[1], device=x.device) * rate
+            keys = torch.cat([keys, self._turned(entries, starts, base)], 1)
+            earlier = (starts + rate - 1 <= positions[:, None]).expand(rows, -1, -1)
+            if kind == "compressed_sparse_attention":
+                with torch.no_grad():
+                    earlier = earlier & self._chosen(x, low, f"{name}.indexer", earlier, rate)
+            visible = torch.cat([visible, earlier], -1)
+        query = weights.product(low, f"{name}.q_up.weight").unflatten(-1, (-1, self.size))
+        query = F.rms_norm(query, (self.size,), eps=1e-6)
+        query = self._turned(query.permute((1, 2, 0, 3) if self.sequence_first else (0, 2, 1, 3)), positions, base)
+        mixed = self._mixed(query, keys, weights.value(f"{name}.sinks.weight"), visible)
+        heads = self._turned(mixed, -positions, base)  # [B, A, S, D]
+        return self._projected(heads, name)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        # Rows: with more dims, the memory layout of the gradient is the order in which the weight adds it.
+        rows = F.rms_norm(x.reshape(-1, x.shape[-1]), x.shape[-1:], self.weights.value(f"{name}.weight"), 1e-6)
+        return rows.view(x.shape)
+
+    def _by_rows(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1) if self.sequence_first else x
+
+    def _window(self, positions: Tensor) -> Tensor:
+        """True where a query [S, S] sees a key: its own and the ones just before."""
+        distance = positions[:, None] - positions[None, :]
+        return (distance >= 0) & (distance < self.spec.sliding_window)
+
+    def _turned(self, x: Tensor, positions: Tensor, base: float) -> Tensor:
+        """Rotate the pairs (0, 1), (2, 3), .. of the last R elements of [.., S, D]; back at negative positions."""
+        rope = self.spec.qk_rope_head_dim
+        exponents = torch.arange(0, rope, 2, dtype=torch.float64, device=x.device) / rope
+        angles = positions[:, None] * base**-exponents
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        even, odd = x[..., x.shape[-1] - rope :].unflatten(-1, (-1, 2)).unbind(-1)
+        pairs = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
+        return torch.cat([x[..., : x.shape[-1] - rope], pairs.flatten(-2)], -1)
+
+    def _chosen(self, x: Tensor, low: Tensor, name: str, earlier: Tensor, rate: int) -> Tensor:
+        """True for the entries [B, S, T] with the largest scores; the first of equal ones."""
+        spec, value = self.spec, self.weights.value
+        kv, gate, of_heads = (self._by_rows(x @ value(f"{name}.{part}.weight")) for part in ("kv", "gate", "heads"))
+        entries = self._norm(pooled(kv, gate, value(f"{name}.positions.weight"), rate, overlaps=True), f"{name}.norm")
+        positions = torch.arange(x.shape[0 if self.sequence_first else 1], device=x.device)
+        entries = self._turned(entries, positions[: len(positions) // rate * rate : rate], spec.compress_rope_theta)
+        query = self._by_rows(low @ value(f"{name}.q.weight")).unflatten(-1, (-1, spec.index_head_dim)).transpose(1, 2)
+        query = self._turned(query, positions, spec.compress_rope_theta)
+        scores = torch.zeros(earlier.shape, dtype=x.dtype, device=x.device)
+        for head in range(spec.index_n_heads):
+            scores += of_heads[..., head : head + 1] * F.relu(query[:, head] @ entries.mT)
+        causal = scores.masked_fill(~earlier, -torch.inf)
+        best = torch.sort(causal, dim=-1, descending=True, stable=True).indices[..., : spec.index_topk]
+        return torch.zeros_like(scores).scatter(-1, best, 1.0) > 0
+
+    def _mixed(self, query: Tensor, keys: Tensor, sinks: Tensor, visible: Tensor) -> Tensor:
+        """Attention [B, A, S, D] to [B, N, D]; each head's sink is one more logit, without a value."""
+        stacked = query.flatten(1, 2)  # the queries of all heads are rows of one product
+        logits = (stacked @ keys.mT * self.size**-0.5).unflatten(1, query.shape[1:3])
+        logits = logits.masked_fill(~visible.unsqueeze(1), -torch.inf)
+        of_sinks = sinks.view(-1, 1, 1).expand(*query.shape[:3], 1)
+        probabilities = torch.cat([logits, of_sinks], -1).softmax(-1)
+        return (probabilities[..., :-1].flatten(1, 2) @ keys).unflatten(1, query.shape[1:3])
+
+    def _projected(self, heads: Tensor, name: str) -> Tensor:
+        """The product of each group of heads, and the product that mixes the groups."""
+        groups = heads.unflatten(1, (self.spec.o_groups, -1))  # [B, groups, heads of each, S, D]
+        order = (1, 3, 0, 2, 4) if self.sequence_first else (1, 0, 3, 2, 4)
+        each = groups.permute(order).flatten(3)
+        rows = each.flatten(0, 2)
+        size = len(rows) // self.spec.o_groups
+        low = self.weights.expert_products(rows, f"{name}.groups.weight", [size] * self.spec.o_groups)
+        joined = low.unflatten(0, each.shape[:3]).permute(1, 2, 0, 3).flatten(2)
+        return self.weights.product(joined, f"{name}.out.weight")
+
+
+def pooled(kv: Tensor, gate: Tensor, bias: Tensor, rate: int, *, overlaps: bool) -> Tensor:
+    """Entries [B, T, D] from two products [B, S, D]; of [B, S, 2 D] each has slots of the window before, too."""
+    num = kv.shape[1] // rate
+    kv, gate = (x[:, : num * rate].unflatten(1, (num, rate)) for x in (kv, gate))
+    gate = gate + bias
+    if overlaps:
+        size = kv.shape[-1] // 2
+        none = torch.full_like(gate[:, :1, :, :size], -torch.inf)
+        kv, gate = (
+            torch.cat([torch.cat([first, x[:, :-1, :, :size]], 1), x[..., size:]], 2)
+            for x, first in ((kv, torch.zeros_like(none)), (gate, none))
+        )
+    shares = gate.float().softmax(2).to(gate.dtype) if gate.element_size() == 2 else gate.softmax(2)
+    return (kv * shares).sum(2)
