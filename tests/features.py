@@ -61,6 +61,8 @@ FEATURES = {
         }
     },
     "MTP": {"model": {"mtp": {"num_modules": 2}}},
+    "MTP after the norm": {"model": {"mtp": {"num_modules": 2, "reads": "after_norm"}}},
+    "MTP, own embeddings": {"model": {"mtp": {"num_modules": 1, "embedding": "own"}}},
     "MTP, magic send": {"model": {"mtp": {"num_modules": 1, "magic_send": True}}},
     "padding of the vocabulary": {"model": {"unpadded_vocab_size": 29}},
     "tied embedding": {"model": {"tied_embedding": True}},

@@ -121,8 +121,8 @@ class MtpSpec(Section):
     """Multi-token prediction (arXiv:2412.19437, section 2.2).
 
     Module j joins the hidden states before it with the embedding of the token
-    j + 1 positions ahead, and predicts the token after that one. Embedding,
-    last norm and head are those of the main model.
+    j + 1 positions ahead, and predicts the token after that one. The head is
+    that of the main model.
     """
 
     num_modules: int = Field(ge=1, le=64, description="Number of modules, one after the other.")
@@ -133,6 +133,22 @@ class MtpSpec(Section):
         "states cross between stages. False: the first stage embeds for all, and the tensor between stages is "
         "(num_modules + 1) times as large.",
     )
+    embedding: Literal["shared", "own"] = Field(
+        default="shared",
+        description="The embedding of a module: that of the main model, or a weight of its own, with which the module "
+        "looks up its tokens itself.",
+    )
+    reads: Literal["before_norm", "after_norm"] = Field(
+        default="before_norm",
+        description="What the first module reads: the hidden states before the last norm, which then also norms the "
+        "outputs of modules; or, as in Megatron-LM and PaddleFleet, those after it, and each module ends with a norm "
+        "of its own, which the next module and the head read.",
+    )
+
+    @property
+    def embeds_again(self) -> bool:
+        """True if modules look up tokens themselves."""
+        return self.magic_send or self.embedding == "own"
 
 
 class DropoutSpec(Section):
@@ -404,6 +420,7 @@ def model_content(model: Section, exclude: Mapping[str, Any] | None = None) -> d
     later: tuple[tuple[dict[str, Any] | None, type[Section], Sequence[str]], ...] = (
         (content, type(model), (*PART_KEYS, "swiglu_formula", "compressed_attention")),
         (content.get("moe"), MoeSpec, ("dispatcher", "hash_layers", "routed_scale")),
+        (content.get("mtp"), MtpSpec, ("embedding", "reads")),
         (content.get("hyper_connections"), HyperConnectionsSpec, _LATER_OF_STREAMS),
     )
     for values, section, keys in later:

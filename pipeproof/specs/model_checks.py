@@ -122,11 +122,14 @@ def check_mtp(plan: PlanSections) -> list[Problem]:
     if mtp is None:
         return []
     problems = []
-    if plan.gpt.hyper_connections is not None and not mtp.magic_send:
+    if plan.gpt.hyper_connections is not None and not mtp.embeds_again:
         message = "the embedded tokens of `model.mtp` modules cross between stages next to the several streams of "
         message += "`model.hyper_connections`, which are wider"
         fix = "set model.mtp.magic_send to true: modules look up their tokens themselves"
         problems.append(Problem("PP106", ("model", "mtp"), message, help=fix, at_key=True))
+    if mtp.magic_send and mtp.embedding == "own":
+        message = "model.mtp.magic_send copies the embedding of the main model, and model.mtp.embedding is own"
+        problems.append(Problem("PP106", ("model", "mtp", "magic_send"), message, help="remove magic_send"))
     lengths = plan.sequence_lengths
     shortest = min(lengths, key=lengths.__getitem__)
     if lengths[shortest] <= mtp.num_modules:

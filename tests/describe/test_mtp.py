@@ -42,6 +42,18 @@ def test_mtp_streams_cross_as_rows_of_one_tensor(order, again, streams):
 
 def test_without_stages_modules_are_on_the_last():
     assert lower(spec({"num_modules": 2})).stages[1] == ("layer.2", "layer.3", "mtp.0", "mtp.1", "norm", "head")
+    behind = {"num_modules": 2, "reads": "after_norm"}
+    assert lower(spec(behind)).stages[1] == ("layer.2", "layer.3", "norm", "mtp.0", "mtp.1", "head")
+
+
+def test_a_module_behind_the_norm_ends_with_its_own_and_may_have_its_own_embedding():
+    model = {
+        layer.name: layer for layer in describe_gpt(spec({"num_modules": 1, "reads": "after_norm", "embedding": "own"}))
+    }
+    names = [parameter.name for parameter in model["mtp.0"].parameters]
+    assert (names[0], names[-1]) == ("mtp.0.embed.weight", "mtp.0.norm.weight")
+    assert model["mtp.0"].borrowed == ()
+    assert model["mtp.0"].parameters[0].shape == model["embed"].parameters[0].shape
 
 
 def test_a_module_is_a_block_behind_what_joins():
@@ -158,6 +170,7 @@ def test_a_copied_weight_counts_once_for_a_rank():
             "PP106",
             "set model.mtp.magic_send to true",
         ),
+        ({"mtp": {"num_modules": 1, "magic_send": True, "embedding": "own"}}, {}, "PP106", "remove magic_send"),
         ({"mtp": {}}, {}, "PP104", "num_modules"),
         ({"mtp": {"num_modules": 1, "loss_weight": 0.0}}, {}, "PP106", "loss_weight"),
     ],

@@ -28,6 +28,7 @@ from tests.describe.test_model_parts import assert_described_as_typed
 from tests.plans import plan_dict, subject
 
 MOE = {"num_experts": 8, "top_k": 3, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
+MTP = {"mtp": {"num_modules": 1, "reads": "after_norm", "embedding": "own"}}
 MLA = {"kv_rank": 6, "nope_head_size": 4, "rope_head_size": 2, "value_head_size": 3}
 
 
@@ -41,7 +42,7 @@ def spec_of(streams, model=(), **sections):
 @given(
     streams=st.integers(2, 5),
     num_layers=st.integers(2, 4),
-    model=st.sampled_from([{}, {"moe": MOE}, {"mla": MLA}, {"mtp": {"num_modules": 2, "magic_send": True}}]),
+    model=st.sampled_from([{}, {"moe": MOE}, {"mla": MLA}, {"mtp": {"num_modules": 2, "magic_send": True}}, MTP]),
     more=st.sampled_from([{}, {"transposed": True}, {"sinkhorn": "softmax", "epsilon": 0.1, "contraction": "learned"}]),
     tp=st.sampled_from([1, 2]),
     cp=st.sampled_from([1, 2]),

@@ -37,6 +37,7 @@ STREAMS_V4 = {
     }
 }  # fmt: skip
 AHEAD = {"mtp": {"num_modules": 2, "loss_weight": 0.4}}
+NORMED_AHEAD = {"mtp": {**AHEAD["mtp"], "reads": "after_norm"}}
 AHEAD_TIED = {"mtp": {**AHEAD["mtp"], "magic_send": True}, "tied_embedding": True}
 TIED = {"tied_embedding": True}
 DROPOUT = {"dropout": {"embedding": 0.1, "attention": 0.2, "hidden": 0.3}}
@@ -110,6 +111,14 @@ PLANS = {
     "streams of DeepSeek-V4, ahead, ep, experts by token id": (
         {"ep": 2}, {}, {**STREAMS_V4, **AHEAD_TIED, **BY_TOKEN}, {},
     ),
+    "ahead, behind the norm": ({"tp": 2}, ZB, NORMED_AHEAD, {}),
+    "ahead, behind the norm, sp, sequence splits, norm before empty layers": (
+        {**SP, "pp": 3}, PIECES, {**NORMED_AHEAD, **NORM_BEFORE}, {},
+    ),
+    "ahead, own embeddings, behind the norm, rank with both ends": (
+        {}, V, {"mtp": {**NORMED_AHEAD["mtp"], "embedding": "own"}, "num_layers": 4}, FULL,
+    ),
+    "ahead, own embeddings, ep, sp": ({**SP, "ep": 2}, {}, {"mtp": {**AHEAD["mtp"], "embedding": "own"}}, {}),
     "ahead, slices": ({"tp": 2}, {}, AHEAD, PARTIAL),
     "ahead, stages of their own": ({"pp": 3}, {}, {**AHEAD, "num_layers": 2}, OWN_STAGES),
     "ahead, a rank with both ends": ({}, V, {**AHEAD, "num_layers": 4}, {}),

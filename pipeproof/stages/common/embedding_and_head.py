@@ -15,7 +15,7 @@ from pipeproof.stages.common.dropout import Dropouts
 from pipeproof.stages.common.tensor_parallel import TensorParallelRegion
 from pipeproof.stages.common.weights import SplitWeights
 from pipeproof.stages.common.work_items import MtpStream, join_mtp_streams, split_mtp_streams
-from pipeproof.stages.describe.mtp_streams import MTP
+from pipeproof.stages.describe.mtp_streams import MTP, has_own_embedding
 
 
 class Positions:
@@ -83,7 +83,7 @@ class EmbeddingAndHead:
         self._positions = positions
         self._ops, self._region, self._weight_of, self._vocabulary = ops, region, weight_of, vocabulary
         self._rows_dim = plan.gpt.activation_order.index("b")
-        self._tied = plan.gpt.tied_embedding
+        self._tied, self._modules_have_own = plan.gpt.tied_embedding, has_own_embedding(plan.gpt)
 
     def embed(self, streams: Sequence[MtpStream], dropouts: Dropouts) -> list[Tensor]:
         """The main stream; if the first stage embeds for all modules, also one stream for each module."""
@@ -107,5 +107,6 @@ class EmbeddingAndHead:
 
     def _lookup(self, layer: str, label: str, streams: Sequence[MtpStream]) -> Tensor:
         tokens = [stream.tokens for stream in streams]
-        addend = self._vocabulary.rows(tokens, self._weight_of(layer, "embed.weight"), self._region, self._rows_dim)
+        name = f"{layer}.embed.weight" if layer != "embed" and self._modules_have_own else "embed.weight"
+        addend = self._vocabulary.rows(tokens, self._weight_of(layer, name), self._region, self._rows_dim)
         return self._region.leave(addend, label)

@@ -29,7 +29,7 @@ from pipeproof.stages.common.sequence_splits import ContextCollectives, EarlierS
 from pipeproof.stages.common.tensor_parallel import TensorParallelCollectives, TensorParallelRegion
 from pipeproof.stages.common.weights import SplitWeights, StageWeights, WeightGradients, WeightMaker
 from pipeproof.stages.common.work_items import MtpStream, WorkItem, join_mtp_streams, split_mtp_streams, training_loss
-from pipeproof.stages.describe.layer import Layer, attention_of, is_empty
+from pipeproof.stages.describe.layer import Layer, attention_of, is_empty, reads_normed
 from pipeproof.stages.describe.layer_records import LayerWatch
 from pipeproof.stages.describe.layers.layer_operations import ENDS, residual_streams_of
 from pipeproof.stages.describe.model_family import describe_boundary
@@ -39,6 +39,7 @@ from pipeproof.stages.describe.mtp_streams import (
     mtp_stream_made,
     mtp_stream_read,
     mtp_streams_after,
+    mtp_streams_at,
     mtp_streams_into,
 )
 from pipeproof.stages.describe.synthetic import DropoutKeys
@@ -171,7 +172,8 @@ class Stage(ABC, Generic[TokenBatch]):
             elif is_empty(layer.name):
                 pass
             elif layer.name == "norm":
-                streams = self._normed(streams)
+                num_normed = mtp_streams_at(self._plan.gpt, "norm")
+                streams = [*self._normed(streams[:num_normed]), *streams[num_normed:]]
             elif layer.name == "head":
                 losses = [loss * work_item.scale for loss in self._ends.losses(streams, work_item.streams)]
                 reported = losses[0].detach() if len(losses) == 1 else self._ops.stack(losses, 0).detach()
@@ -241,7 +243,8 @@ class Stage(ABC, Generic[TokenBatch]):
         if embedding is None:
             embedding = self._ends.embed_for_module(name, stream, dropouts)
         normed = self._norm(hidden, f"{name}.hidden_norm"), self._norm(embedding, f"{name}.embed_norm")
-        return block(self._product(self._ops.concat(normed, -1), f"{name}.proj"))
+        output = block(self._product(self._ops.concat(normed, -1), f"{name}.proj"))
+        return self._norm(output, f"{name}.norm") if reads_normed(self._plan.gpt) else output
 
     def _block(
         self, activation: Tensor, name: str, index: int, split: int, token_ids: Tensor | None, dropouts: Dropouts

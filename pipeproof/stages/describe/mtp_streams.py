@@ -5,7 +5,7 @@ are one tensor, joined along the rows of the micro-batch (b): the rows of the ma
 and so on. So sequence parallelism splits all streams at the same tokens, in either order of dims.
 
 Blocks process the main stream. Module j reads stream j and writes stream j + 1. Embedding, final norm and head process
-all existing streams.
+all existing streams. A norm that modules read the result of processes the main stream.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from pipeproof.specs.model import ModelSpec, MtpSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gradient_facts import MAIN_LOSS, GradientFacts, Loss, LossPath
-from pipeproof.stages.describe.layer import Layer, layer_order, layer_prefix
+from pipeproof.stages.describe.layer import Layer, layer_order, layer_prefix, reads_normed
 from pipeproof.stages.describe.synthetic import IGNORED, Batch
 
 MTP = "mtp"
@@ -42,8 +42,13 @@ def num_modules(model: ModelSpec) -> int:
 
 
 def embeds_again(model: ModelSpec) -> bool:
-    """True if modules look up the embedding themselves (``magic_send``)."""
-    return model.mtp is not None and model.mtp.magic_send
+    """True if modules look up tokens themselves, in a copy of the embedding or in one of their own."""
+    return model.mtp is not None and model.mtp.embeds_again
+
+
+def has_own_embedding(model: ModelSpec) -> bool:
+    """True if each module has an embedding of its own."""
+    return model.mtp is not None and model.mtp.embedding == "own"
 
 
 def mtp_streams_after(model: ModelSpec, names: Iterable[str]) -> int:
@@ -67,7 +72,7 @@ def mtp_streams_into(model: ModelSpec, name: str) -> int:
 
 def mtp_streams_at(model: ModelSpec, name: str) -> int:
     """The number of MTP streams that a layer processes."""
-    if name in ("norm", "head"):
+    if name == "head" or (name == "norm" and not reads_normed(model)):
         return mtp_streams_into(model, name)
     return mtp_streams_after(model, [name]) if name == "embed" else 1
 

@@ -64,6 +64,7 @@ class _GptWriter:
             "two": 2,
             "o_module": self._model.hidden_size,
         }
+        self._reads_normed = self._model.mtp is not None and self._model.mtp.reads == "after_norm"
         self._between = {"tp": "S(s)" if self._sp else "I", "cp": "S(s)", "ep": "S(b)"}
 
     def embed(self) -> ProgramBuilder:
@@ -87,8 +88,12 @@ class _GptWriter:
 
     def block(self, kind: str, name: str) -> ProgramBuilder:
         """Attention and feed-forward, each with its norm and residual."""
+        p, streams = self._program(kind), residual_streams_of(self._model, name)
+        is_widened = streams is not None and not streams.expands
+        x = p.input("x", "s b p h" if is_widened else "s b h", **self._between)
         sub_layers = self._sub_layers(kind, int(name.removeprefix("layer.")))
-        return residual_block(self._program(kind), residual_streams_of(self._model, name), sub_layers, self._between)
+        p.result(residual_block(p, streams, sub_layers, x), **self._between)
+        return p
 
     def _sub_layers(self, kind: str, block: int) -> Sequence[tuple[str, str, SubLayer]]:
         attention = self._attention if self._model.mla is None else self._latent_attention
@@ -122,12 +127,13 @@ class _GptWriter:
         x = p.select("x", p.multiply("proj", joined, "proj.weight", over="two h"), "o_module", "h")
         last = self._model.num_layers - 1
         kind = "moe_block" if self._model.has_experts(last) else "block"
-        streams = residual_streams_of(self._model, "mtp.0")
-        return residual_block(p, streams, self._sub_layers(kind, last), self._between, x)
+        y = residual_block(p, residual_streams_of(self._model, "mtp.0"), self._sub_layers(kind, last), x)
+        p.result(self._norm(p, "norm", y, "h") if self._reads_normed else y, **self._between)
+        return p
 
     def norm(self) -> ProgramBuilder:
         """The final norm."""
-        p = self._program("norm", mtp_streams_into(self._model, "norm"))
+        p = self._program("norm", 1 if self._reads_normed else mtp_streams_into(self._model, "norm"))
         p.input("x", "s b h", **self._between)
         p.result(p.apply("y", "x", *self._norm_weights(p, "", "h"), along="h"), **self._between)
         return p
@@ -389,34 +395,21 @@ def stream_sizes(model: ModelSpec) -> Mapping[str, int]:
 
 
 def residual_block(
-    p: ProgramBuilder,
-    streams: BlockStreams | None,
-    sub_layers: Sequence[tuple[str, str, SubLayer]],
-    between: Mapping[str, str],
-    given: str = "",
-) -> ProgramBuilder:
-    """A block of sub-layers, each with its residual: (name, name of the result, sub-layer).
-
-    The block of a module reads the value ``given``; any other one has an input.
-    """
+    p: ProgramBuilder, streams: BlockStreams | None, sub_layers: Sequence[tuple[str, str, SubLayer]], x: str
+) -> str:
+    """A block of sub-layers on the value ``x``, each with its residual: (name, name of the result, sub-layer)."""
     if streams is None:
-        x = given or p.input("x", "s b h", **between)
         for _, made, write in sub_layers:
             x = p.add(made, x, write(p, x))
-        p.result(x, **between)
-        return p
+        return x
     if streams.expands:
-        given = given or p.input("given", "s b h", **between)
-        x = p.multiply("streams", given, p.constant("each", "p"))
-    else:
-        x = p.input("x", "s b p h", **between)
+        x = p.multiply("streams", x, p.constant("each", "p"))
     for name, made, write in sub_layers:
         x = _around(p, name, x, write, f"{made}.streams" if streams.contracts else made, streams)
     if streams.contracts:
         factors = [_factors_at_end(p, x)] if streams.has_gate_at_end else []
         x = p.multiply(sub_layers[-1][1], x, *factors, over="p")
-    p.result(x, **between)
-    return p
+    return x
 
 
 def _factors_at_end(p: ProgramBuilder, x: str) -> str:

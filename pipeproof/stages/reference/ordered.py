@@ -254,7 +254,8 @@ class OrderedModel(OrderedLayers):
                 self.each(partial(self.show, f"layer.{layer}", "input"), xs)
                 xs = self.block(xs, f"layer.{layer}", layer)
                 self.each(partial(self.show, f"layer.{layer}", "output"), xs)
-            outputs = [[x] for x in xs]
+            reads_normed = model.mtp is not None and model.mtp.reads == "after_norm"
+            outputs = self.each(self.after_blocks, [[x] for x in xs]) if reads_normed else [[x] for x in xs]
             for number in range(num_modules(model)):  # a stream has two readers: a watch records both gradients
                 name = f"mtp.{number}"
                 both = [[[shard.clone() for shard in of_rank[number]] for of_rank in outputs] for _ in range(2)]
@@ -262,8 +263,11 @@ class OrderedModel(OrderedLayers):
                 self.each(partial(self.show, name, "input"), xs)
                 xs = self.each(partial(self.joined_with, name), xs, [of_rank[number + 1] for of_rank in embedded])
                 xs = self.block(xs, name, model.num_layers - 1)
+                if reads_normed:
+                    xs = self.each(partial(self.norm, name=f"{name}.norm"), xs)
                 self.each(partial(self.show, name, "output"), xs)
                 outputs = [[*of_rank, x] for of_rank, x in zip(outputs, xs, strict=True)]
+            outputs = outputs if reads_normed else self.each(self.after_blocks, outputs)
             losses.append(self.each(self.loss, outputs, parts))
         return losses
 
@@ -277,7 +281,9 @@ class OrderedModel(OrderedLayers):
         Modules that look up tokens themselves have their own leaves for the weight.
         """
         names = ["embed", *(f"mtp.{number}" for number in range(len(batches) - 1))]
-        if embeds_again(self.plan.gpt):
+        if self.plan.gpt.mtp is not None and self.plan.gpt.mtp.embedding == "own":
+            tables = [self.used["embed.weight"], *(self.used[f"{name}.embed.weight"] for name in names[1:])]
+        elif embeds_again(self.plan.gpt):
             tables = [self.used[f"{name}.weight"] for name in names]
         else:
             of_shards = [copies_for_mtp_streams(shard, len(batches)) for shard in self.used["embed.weight"]]
@@ -328,10 +334,14 @@ class OrderedModel(OrderedLayers):
             return self.each(ended, befores, self.experts(normed, f"{name}.mlp"))
         return self.each(ended, befores, self.each(lambda x: self.mlp(x, f"{name}.mlp"), normed))
 
+    def after_blocks(self, xs: list[Shards]) -> list[Shards]:
+        """The final norm and the empty layers of the tail, for streams of the current split and rank."""
+        num_tail = self.plan.gpt.num_empty[1]
+        others = [name for name in layer_order(self.plan.gpt) if not name.startswith("mtp.")]
+        return self.ends(others[-2 - num_tail : -1], xs)
+
     def loss(self, xs: list[Shards], batches: Sequence[Batch]) -> Tensor:
         """The losses of the current split and rank."""
-        _, num_tail = self.plan.gpt.num_empty
-        xs = self.ends(layer_order(self.plan.gpt)[-2 - num_tail : -1], xs)
         self.show("head", "input", xs[0])
         of_shards = [copies_for_mtp_streams(shard, len(xs)) for shard in self.used["head.weight"]]
         tied = self.plan.gpt.tied_embedding

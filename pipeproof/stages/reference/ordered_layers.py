@@ -17,7 +17,7 @@ import paddle.nn.functional as F
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layer import attention_of
-from pipeproof.stages.describe.mtp_streams import embeds_again, num_modules
+from pipeproof.stages.describe.mtp_streams import embeds_again, has_own_embedding, num_modules
 from pipeproof.stages.describe.synthetic import Batch, DropoutSite
 from pipeproof.stages.reference.compressed_attention import CompressedMath
 from pipeproof.stages.reference.experts import Routers, Routing, gathered_mixture, mixture, without_biases
@@ -85,7 +85,8 @@ class OrderedWeights:
     def _borrowers(self) -> list[str]:
         """Layers that use the embedding's weight: a tied head, and modules that look up tokens themselves."""
         model = self.plan.gpt
-        modules = [f"mtp.{number}" for number in range(num_modules(model) if embeds_again(model) else 0)]
+        lends = embeds_again(model) and not has_own_embedding(model)
+        modules = [f"mtp.{number}" for number in range(num_modules(model) if lends else 0)]
         return [*modules, "head"] if model.tied_embedding else modules
 
     def gradients(self, split: int = 0, rank: int = 0) -> dict[str, Shards]:

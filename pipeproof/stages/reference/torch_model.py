@@ -174,20 +174,23 @@ class TorchUnpartitionedModel:
         self.token_ids = self.ordered(batch.tokens)
         x, others = self.embedded(batches)
         hook("embed", "output", x)
-        names, (num_head, num_tail) = layer_order(model), model.num_empty
+        names, (num_head, _) = layer_order(model), model.num_empty
         x = self.ends(names[1 : 1 + num_head], x, 1, hook)
         for i in range(model.num_layers):
             hook(f"layer.{i}", "input", x)
             x = self.block(x, f"layer.{i}", i)
             hook(f"layer.{i}", "output", x)
-        xs = [x]
+        after = [n for n in names[1 + num_head + model.num_layers : -1] if not n.startswith("mtp.")]
+        reads_normed = model.mtp is not None and model.mtp.reads == "after_norm"
+        xs = [self.ends(after, x, 1, hook) if reads_normed else x]
         for number, mtp_batch in enumerate(batches[1:]):
             taken, xs[-1] = copies(xs[-1], 2)  # two readers: a hook sees both gradients
             hook(f"mtp.{number}", "input", taken)
             embedding = others[number] if others else self.lookup([mtp_batch], f"mtp.{number}")
             xs.append(self.module(taken, embedding, number))
             hook(f"mtp.{number}", "output", xs[-1])
-        joined = self.ends(names[-2 - num_tail : -1], torch.cat(xs, self.rows_dim) if xs[1:] else x, len(xs), hook)
+        joined = torch.cat(xs, self.rows_dim) if xs[1:] else xs[0]
+        joined = joined if reads_normed else self.ends(after, joined, len(xs), hook)
         joined = self.with_hook("head", "input", joined, len(xs), hook)
         product = self.weights.tied_product if model.tied_embedding else self.weights.product
         logits = product(joined, "head" if model.tied_embedding else "head.weight").to(self.loss_dtype)
@@ -238,7 +241,8 @@ class TorchUnpartitionedModel:
         embedding = self.dropout_rng.tokens(embedding, "embedding", f"{name}.embed")
         both = self.norm(hidden, f"{name}.hidden_norm"), self.norm(embedding, f"{name}.embed_norm")
         x = self.weights.product(torch.cat(both, -1), f"{name}.proj.weight")
-        return self.block(x, name, self.plan.gpt.num_layers - 1)
+        x = self.block(x, name, self.plan.gpt.num_layers - 1)
+        return self.norm(x, f"{name}.norm") if f"{name}.norm.weight" in self.weights.main else x
 
     def block(self, x: Tensor, name: str, number: int) -> Tensor:
         """Attention and MLP (or experts), each with its norm and residual, as in block ``number``."""

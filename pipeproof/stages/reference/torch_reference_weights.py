@@ -84,9 +84,12 @@ class WholeWeights:
         return _Product.apply(x, self.main[EMBEDDING].detach().t(), self._buffer(layer).t())
 
     def rows(self, indices: Tensor, layer: str) -> Tensor:
-        """Rows of the embedding, [..] to [.., K]."""
-        weight = self.main[EMBEDDING]
-        return _Rows.apply(weight, indices, self._buffer(layer), self._dtype)
+        """Rows of the embedding, [..] to [.., K]; a layer may have one of its own."""
+        own = self.main.get(f"{layer}.{EMBEDDING}")
+        if own is not None:
+            assert own.grad is not None
+            return _Rows.apply(own, indices, own.grad.detach(), self._dtype)
+        return _Rows.apply(self.main[EMBEDDING], indices, self._buffer(layer), self._dtype)
 
     def _buffer(self, layer: str) -> Tensor:
         weight = self.main[EMBEDDING]

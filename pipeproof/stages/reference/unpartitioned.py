@@ -132,25 +132,31 @@ class UnpartitionedModel:
         self.weights = rounded(self.main, self.plan.run)
         batches = [shifted_batch(batch, distance) for distance in range(1 + num_modules(self.plan.gpt))]
         self.token_ids = batch.tokens.T if self.sequence_first else batch.tokens
-        tables = copies_for_mtp_streams(self.weights["embed.weight"], len(batches))
+        if self.plan.gpt.mtp is not None and self.plan.gpt.mtp.embedding == "own":
+            layers = ["", *(f"mtp.{number}." for number in range(len(batches) - 1))]
+            tables = [self.weights[f"{layer}embed.weight"] for layer in layers]
+        else:
+            tables = copies_for_mtp_streams(self.weights["embed.weight"], len(batches))
         x, *others = [F.embedding(self.ordered(x.tokens), table) for x, table in zip(batches, tables, strict=True)]
         x = self.math.placed(x, self.weights.__getitem__)
         x = self.dropout_rng.tokens(x, "embedding", "embed")
         hook("embed", "output", x)
         names = layer_order(self.plan.gpt)
-        num_head, num_tail = self.plan.gpt.num_empty
+        num_head, _ = self.plan.gpt.num_empty
         (x,) = self.ends(names[1 : 1 + num_head], [x], hook)
         for i in range(self.plan.gpt.num_layers):
             hook(f"layer.{i}", "input", x)
             x = self.block(x, f"layer.{i}", i)
             hook(f"layer.{i}", "output", x)
-        xs = [x]
+        after = [n for n in names[1 + num_head + self.plan.gpt.num_layers : -1] if not n.startswith("mtp.")]
+        reads_normed = self.plan.gpt.mtp is not None and self.plan.gpt.mtp.reads == "after_norm"
+        xs = self.ends(after, [x], hook) if reads_normed else [x]
         for number, embedding in enumerate(others):
             sub_layer_input, xs[-1] = xs[-1].clone(), xs[-1].clone()  # two readers: a hook sees both gradients
             hook(f"mtp.{number}", "input", sub_layer_input)
             xs.append(self.module(sub_layer_input, embedding, f"mtp.{number}"))
             hook(f"mtp.{number}", "output", xs[-1])
-        xs = self.ends(names[-2 - num_tail : -1], xs, hook)
+        xs = xs if reads_normed else self.ends(after, xs, hook)
         hook("head", "input", xs[0])
         tied = self.plan.gpt.tied_embedding
         heads = copies_for_mtp_streams(self.weights["embed.weight" if tied else "head.weight"], len(xs))
@@ -189,7 +195,8 @@ class UnpartitionedModel:
         embedding = self.dropout_rng.tokens(embedding, "embedding", f"{name}.embed")
         both = self.norm(hidden, f"{name}.hidden_norm"), self.norm(embedding, f"{name}.embed_norm")
         x = paddle.matmul(paddle.concat(both, axis=-1), self.weights[f"{name}.proj.weight"])
-        return self.block(x, name, self.plan.gpt.num_layers - 1)
+        x = self.block(x, name, self.plan.gpt.num_layers - 1)
+        return self.norm(x, f"{name}.norm") if f"{name}.norm.weight" in self.weights else x
 
     def block(self, x: Tensor, name: str, number: int) -> Tensor:
         """Attention and MLP (or experts), each with its norm and residual, as in block ``number``."""

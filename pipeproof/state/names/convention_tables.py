@@ -194,6 +194,11 @@ def _refusal(name: str, model: ModelSpec) -> str | None:
         return "`compressed_attention` has weights whose names in other tools are not known"
     if model.swiglu_limit is not None and name != "megatron":
         return "`swiglu_limit` is the function of gpt-oss, whose experts have biases and columns in another order"
+    mtp = model.mtp
+    if mtp is not None and mtp.reads == "after_norm" and name in ("huggingface", "paddleformers-unfused"):
+        return "modules read hidden states before the last norm there, and `mtp.reads` is `after_norm`"
+    if mtp is not None and mtp.embedding == "own" and name != "huggingface":
+        return "modules have the embedding of the main model there, and `mtp.embedding` is `own`"
     moe = model.moe
     if moe is not None and moe.hash_layers:
         return "`moe.hash_layers` have a table of experts"

@@ -182,15 +182,17 @@ class _Describer:
         head = "embed" if model.tied_embedding else "head"
         for name in modules:
             for role, of in (("module_embed", "embed"), ("module_norm", "norm"), ("module_head", head)):
-                if role in self.convention.module:
+                if f"{name}.{of}.weight" in self.shapes:
+                    yield ConventionTensor(role, name, (self._table(of, f"{name}."),))
+                elif role in self.convention.module:
                     yield ConventionTensor(role, name, (self._table(of),), copy_of=of)
 
     def _view(self, name: str) -> View:
         return whole_view(name, self.shapes[name])
 
-    def _table(self, end: str) -> View:
+    def _table(self, end: str, module: str = "") -> View:
         """Return embedding, last norm or head, without the padding of the vocabulary where the convention has none."""
-        view = self._view(f"{end}.weight")
+        view = self._view(f"{module}{end}.weight")
         if end == "norm" or self.convention.padded:
             return view
         return view.sliced(0 if end == "embed" else 1, 0, self.model.num_token_ids)

@@ -58,6 +58,13 @@ FEATURES = {
     "ahead, embedded again, tied": {
         "model": {"mtp": {"num_modules": 2, "loss_weight": 0.4, "magic_send": True}, "tied_embedding": True}
     },
+    "ahead, behind the norm": {"model": {"mtp": {**TWO_AHEAD["mtp"], "reads": "after_norm"}}},
+    "ahead, behind the norm, own embeddings": {
+        "model": {
+            "mtp": {**TWO_AHEAD["mtp"], "reads": "after_norm", "embedding": "own"}, "tied_embedding": True,
+            "activation_order": "bsh", "hyper_connections": {"streams": 2},
+        }
+    },
     "ahead, even experts": {"model": {**TWO_AHEAD, "moe": {**MOE, **EVEN}}},
     "streams": {"model": {"hyper_connections": {"streams": 3, "sinkhorn_iterations": 4}}},
     "streams of DeepSeek-V4": {"model": {"hyper_connections": STREAMS_V4}},

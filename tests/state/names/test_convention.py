@@ -10,18 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.diagnostics.source import PlanFileError
+from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.state.names.convention_maps import (
     map_from_own_names,
     map_to_convention,
     model_of,
     tied_copies,
 )
-from pipeproof.state.names.convention_tables import CONVENTIONS
-from pipeproof.state.names.convention_tensors import weights_of
+from pipeproof.state.names.convention_tables import CONVENTIONS, convention_of
+from pipeproof.state.names.convention_tensors import convention_tensors, weights_of
 from pipeproof.state.regions import tiling_fault
 from pipeproof.state.state_codes import NoNamesError
 from pipeproof.state.tensor_map import compose, identity_map, invert, map_differences
 from pipeproof.state.write_state import values_of
+from tests.plans import plan_dict
 from tests.state.names.apply_map import apply_map
 from tests.state.names.models import GPT2, MLA, MODELS, MOE, NAMED, PARTS_AND_MORE, SIGMOID, plan_of
 from tests.state.names.open_models import OwnModel, open_model
@@ -242,3 +244,27 @@ def test_another_tools_forward_pass_with_its_names_has_the_plans_logits(kind, co
         np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-11)
     assert own.read == own.weights.keys()
     assert other.read == theirs.keys()
+
+
+@pytest.mark.parametrize(
+    ("names", "mtp", "wanted"),
+    [
+        ("megatron", {"reads": "after_norm"}, {"mtp.layers.0.final_layernorm.weight": "mtp.0.norm.weight"}),
+        ("paddleformers", {"reads": "after_norm"}, {"model.layers.4.norm.weight": "mtp.0.norm.weight"}),
+        ("huggingface", {"embedding": "own"}, {"model.layers.4.embed_tokens.weight": "mtp.0.embed.weight"}),
+        ("megatron", {"embedding": "own"}, None),
+        ("huggingface", {"reads": "after_norm"}, None),
+    ],
+)
+def test_norms_and_embeddings_of_modules(names, mtp, wanted):
+    model = plan_from_dict(plan_dict(model={"mtp": {"num_modules": 1, **mtp}})).spec.gpt
+    if wanted is None:
+        with pytest.raises(NoNamesError):
+            convention_of(names, model)
+        return
+    convention, shapes = convention_of(names, model), {n: t.shape for n, t in weights_of(model, "float32").items()}
+    made = {
+        convention.name_of(tensor.role, tensor.block, model.num_layers): [view.source for view in tensor.views]
+        for tensor in convention_tensors(model, shapes, convention, {})
+    }
+    assert {name: made[name] for name in wanted} == {name: [source] for name, source in wanted.items()}

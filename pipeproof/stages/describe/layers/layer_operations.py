@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipeproof.specs.compressed_attention import AttentionType
 from pipeproof.specs.model import HyperConnectionsSpec, ModelSpec
-from pipeproof.stages.describe.layer import attention_of, is_block, layer_kind
+from pipeproof.stages.describe.layer import attention_of, is_block, layer_kind, reads_normed
 from pipeproof.stages.describe.layers import operations as ops
 from pipeproof.stages.describe.layers.attention import (
     MEASURED_WITH,
@@ -17,7 +17,7 @@ from pipeproof.stages.describe.layers.attention import (
 )
 from pipeproof.stages.describe.layers.mlp import experts, mlp
 from pipeproof.stages.describe.layers.operations import norm
-from pipeproof.stages.describe.mtp_streams import embeds_again
+from pipeproof.stages.describe.mtp_streams import embeds_again, has_own_embedding
 
 
 def layer_operations(model: ModelSpec, name: str) -> ops.Operations:
@@ -77,7 +77,7 @@ def _mtp_module(model: ModelSpec) -> ops.Operations:
     """
     hidden, embeds = model.hidden_size, embeds_again(model)
     return (
-        *(embedding(model, borrowed=True) if embeds else ()),
+        *(embedding(model, borrowed=not has_own_embedding(model)) if embeds else ()),
         norm(model, "hidden_norm", is_input=True),
         norm(model, "embed_norm", is_input=not embeds),
         ops.Elementwise("join", (0, 2), (0, 2), whole=2 * hidden, rows=ops.BETWEEN),
@@ -90,6 +90,7 @@ def _mtp_module(model: ModelSpec) -> ops.Operations:
             model.attention_type(-1),
             in_module=True,
         ),
+        *((norm(model, "norm"),) if reads_normed(model) else ()),
     )
 
 
