@@ -1,11 +1,21 @@
 """The fastest cut of each schedule, against all cuts tried one by one."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from pipeproof.analysis.tune import layer_cuts
-from pipeproof.analysis.tune.layer_cuts import Lacking, LayerCost, Layers, Way, best_cut, search_cuts, tried_kinds
+from pipeproof.analysis.tune.layer_cuts import (
+    Lacking,
+    LayerCost,
+    Layers,
+    Way,
+    best_cut,
+    search_cuts,
+    step_of,
+    tried_kinds,
+)
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 
 
@@ -23,8 +33,10 @@ def random_model(rng, num_layers, *, splits):
     def cost():
         return LayerCost(
             rng.randint(1, 50), rng.randint(1, 50), rng.randint(0, 50) if splits else 0, rng.randint(0, 30),
-            rng.randint(0, 10) if splits else 0, rng.randint(0, 50), rng.randint(0, 50),
+            rng.randint(0, 10) if splits else 0, rng.randint(0, 50), rng.randint(0, 50), host,
         )  # fmt: skip
+
+    host = rng.choice([0, 0, rng.randint(1, 200)])
 
     costs = tuple(cost() for _ in range(num_layers))
     recomputed = tuple(
@@ -71,6 +83,19 @@ def test_a_head_of_many_blocks_leaves_fewer_blocks_to_its_stage():
     way = Way("any", splits=False, layers=(LayerCost(1), *(block,) * 12, head))
     best = best_cut(layers, way, SCHEDULE_KINDS["1f1b"], 2, 1, 8)
     assert best.sizes == (10, 4)  # 8.5 blocks are half of the work, and the second rank begins a forward later
+
+
+def test_a_host_that_is_slower_than_the_device_makes_the_step_longer_and_a_replay_has_none():
+    """Two layers of 100 on the device; the host needs 90 for each, and 60 for each stage."""
+    layer, stage = LayerCost(30, 40, 30, host=90), LayerCost(host=60)
+    layers = Layers((0,) * 4, has_ends=False)
+    way = Way("any", splits=True, layers=(layer,) * 4, each_stage=stage)
+    replayed = Way("replayed", splits=True, layers=(replace(layer, host=0),) * 4)
+    kind = SCHEDULE_KINDS["gpipe"]
+    best = best_cut(layers, replayed, kind, 2, 1, 8)
+    assert best.sizes == (2, 2)
+    assert step_of(layers, way, best, 2, 8) == pytest.approx(best.step * (60 + 2 * 90) / 200, rel=0.01)
+    assert step_of(layers, replayed, best, 2, 8) == best.step
 
 
 def test_layers_are_recomputed_only_where_the_memory_needs_it():

@@ -35,6 +35,7 @@ class LayerCost:
 
     A backward in one piece is all in ``backward_input``. ``kept`` stays from F to I, ``kept_for_weight`` from I to W.
     ``forward_peak`` and ``backward_peak`` are the most memory during F, and during I and W, above that before F.
+    ``host`` is the time in which a host launches F, I and W; 0 where it limits nothing.
     """
 
     forward: int = 0
@@ -44,11 +45,17 @@ class LayerCost:
     kept_for_weight: int = 0
     forward_peak: int = 0
     backward_peak: int = 0
+    host: int = 0
 
     @property
     def work(self) -> int:
         """Time of a micro-batch."""
         return self.forward + self.backward_input + self.backward_weight
+
+    @property
+    def slowdown(self) -> float:
+        """How many times longer the work takes where the host needs longer than the device."""
+        return max(1.0, self.host / self.work) if self.work else 1.0
 
 
 @dataclass(frozen=True)
@@ -155,6 +162,12 @@ def _begun(
     return search
 
 
+def step_of(layers: Layers, way: Way, best: Best, num_ranks: int, num_micro_batches: int) -> int:
+    """The step in nanoseconds of a cut that was found, run in another way."""
+    schedule = SCHEDULE_KINDS[best.kind].generate(Request(num_ranks, num_micro_batches, best.num_chunks))
+    return _Search(layers, way, schedule, num_micro_batches, None).step_of(best.sizes, best.recomputed)
+
+
 @dataclass(frozen=True)
 class _Timed:
     sizes: tuple[int, ...]
@@ -230,12 +243,25 @@ class _Search:
                 recomputed[more] += 1
                 own[more] = self._stage(own[more].numbers, recomputed[more])
             peaks.append(peak)
-        costs = StageCosts(
-            [stage.cost.forward for stage in own], [stage.cost.backward_input for stage in own],
-            [stage.cost.backward_weight for stage in own], self.layers.latency,
-        )  # fmt: skip
-        step = max(end for ends in asap(self.schedule, costs).ends for end in ends)
-        return _Timed(sizes, tuple(recomputed), int(step), tuple(peaks))
+        return _Timed(sizes, tuple(recomputed), self._step(own), tuple(peaks))
+
+    def step_of(self, sizes: Sequence[int], recomputed: Sequence[int]) -> int:
+        """The step of a cut in nanoseconds."""
+        return self._step(self._stages(sizes, recomputed))
+
+    def _step(self, own: Sequence[_Stage]) -> int:
+        """The step; where the host of a rank needs longer than the device, all of its work takes longer."""
+        factors = [1.0] * self.num_stages
+        for stages in self.stages_of_ranks:
+            work, host = (sum(getattr(own[s].cost, key) for s in stages) for key in ("work", "host"))
+            for stage in stages:
+                factors[stage] = LayerCost(work, host=host).slowdown
+        forwards, inputs, weights = (
+            [int(factor * getattr(stage.cost, key)) for factor, stage in zip(factors, own, strict=True)]
+            for key in ("forward", "backward_input", "backward_weight")
+        )
+        costs = StageCosts(forwards, inputs, weights, self.layers.latency)
+        return int(max(end for ends in asap(self.schedule, costs).ends for end in ends))
 
     def _recomputable(self, numbers: range) -> list[int]:
         return [n for n in numbers if n < len(self.way.recomputed) and self.way.recomputed[n] is not None]
@@ -373,6 +399,7 @@ def _stage_of(numbers: range, costs: Sequence[LayerCost], each_stage: LayerCost)
             sum(cost.kept_for_weight for cost in costs),
             max(kept + cost.forward_peak for kept, cost in zip(before, costs, strict=False)),
             max(kept + cost.backward_peak for kept, cost in zip(before, costs, strict=False)),
+            sum(cost.host for cost in costs),
         ),
     )
 

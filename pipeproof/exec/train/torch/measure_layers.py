@@ -4,7 +4,8 @@ A stage takes what its layers take, and something of its own: masks and position
 buffers that it keeps. Two neighbouring layers as one stage show that: the sum of both alone has it twice.
 
 Computations are repeated without a pause, so that a GPU has the clock of a busy one. Where the host is slower than the
-GPU, the times are those of the host.
+GPU, the GPU first waits until the host is ahead, so that its own times are seen, and those of the host beside them: one
+layer may be limited by the host where two are not, and a replayed step has no host.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ _INDEX_NAMES = frozenset(
 _WARM_UPS, _LEAST_ROUNDS = 3, 5
 _LEAST_S, _LEAST_S_ON_GPU = 0.4, 2.0
 """Time of the rounds of one sample. A GPU that has been idle takes a second to lower its clock."""
+_ROUNDS_AHEAD = 3
+"""Rounds that the host launches without waiting; the queue of a GPU holds about 1,000 launches."""
+_CYCLES_PER_NS = 2
 
 
 class RunWay(NamedTuple):
@@ -46,9 +50,12 @@ class RunWay(NamedTuple):
     split: str
     is_compiled: bool
     recomputes: bool = False
+    replay: bool = False
 
     def __str__(self) -> str:
-        return f"{self.split}{', compiled' * self.is_compiled}{', recomputed' * self.recomputes}"
+        return (
+            self.split + ", compiled" * self.is_compiled + ", recomputed" * self.recomputes + ", replayed" * self.replay
+        )
 
 
 @dataclass(frozen=True)
@@ -270,20 +277,29 @@ class _Repeated:
         for _ in range(_WARM_UPS):
             self._round(lambda: None)
         memory = self._memory()
-        rounds: list[list[Any]] = []
+        on_device: list[list[Any]] = []
+        on_host: list[list[int]] = []
+        lead = 0.0
         end = time.monotonic() + (_LEAST_S_ON_GPU if self._is_gpu else _LEAST_S)
-        while len(rounds) < _LEAST_ROUNDS or time.monotonic() < end:
-            marks: list[Any] = []
-            self._round(partial(self._mark, marks))
-            rounds.append(marks)
-            if self._is_gpu and len(rounds) % 10 == 0:
-                marks[-1].synchronize()  # or the host would run far ahead
-        if self._is_gpu:
-            torch.cuda.synchronize(self._device)
-        kept = rounds[len(rounds) // 2 :]
-        times = [self._between(marks) for marks in kept]
+        while len(on_host) < _LEAST_ROUNDS or time.monotonic() < end:
+            if lead > 0:
+                torch.cuda._sleep(int(lead * _CYCLES_PER_NS))  # noqa: SLF001 - nothing else occupies a GPU for a time
+            for _ in range(_ROUNDS_AHEAD):
+                on_device.append([])
+                on_host.append([])
+                self._round(partial(self._mark, on_device[-1], on_host[-1]))
+            if self._is_gpu:
+                on_device[-1][-1].synchronize()  # or the host would run far ahead
+                host = on_host[-1][-1] - on_host[-_ROUNDS_AHEAD][0]
+                lead = host - _elapsed_ns(on_device[-_ROUNDS_AHEAD][0], on_device[-1][-1]) / 2
+        rounds = on_device if self._is_gpu else on_host
+        times = [[_elapsed_ns(*each) for each in pairwise(marks)] for marks in rounds[len(rounds) // 2 :]]
         forward, inputs, weights = (int(median(each)) for each in zip(*times, strict=True))
-        return replace(memory, forward=forward, backward_input=inputs, backward_weight=weights)
+        hosts = [marks[-1] - marks[0] for marks in on_host[len(on_host) // 2 :]]
+        return replace(
+            memory, forward=forward, backward_input=inputs, backward_weight=weights,
+            host=int(median(hosts)) if self._is_gpu else 0,
+        )  # fmt: skip
 
     def _round(self, mark: Callable[[], None]) -> None:
         inputs = tuple(
@@ -305,18 +321,11 @@ class _Repeated:
         mark()
         self._stage.end()
 
-    def _mark(self, marks: list[Any]) -> None:
-        if not self._is_gpu:
-            marks.append(time.perf_counter_ns())
-            return
-        marks.append(torch.cuda.Event(enable_timing=True))
-        marks[-1].record()
-
-    def _between(self, marks: Sequence[Any]) -> list[float]:
-        pairs = pairwise(marks)
-        if not self._is_gpu:
-            return [end - start for start, end in pairs]
-        return [start.elapsed_time(end) * 1e6 for start, end in pairs]
+    def _mark(self, on_device: list[Any], on_host: list[int]) -> None:
+        on_host.append(time.perf_counter_ns())
+        if self._is_gpu:
+            on_device.append(torch.cuda.Event(enable_timing=True))
+            on_device[-1].record()
 
     def _memory(self) -> LayerCost:
         """The bytes that one round keeps and needs; on a CPU those that autograd keeps, all of them until W."""
@@ -354,6 +363,10 @@ class _Repeated:
             self._round(lambda: None)
         kept = sum(saved.values())
         return LayerCost(kept=kept, kept_for_weight=kept, forward_peak=kept, backward_peak=kept)
+
+
+def _elapsed_ns(start: Any, end: Any) -> float:
+    return float(end - start if isinstance(start, int) else start.elapsed_time(end) * 1e6)
 
 
 def ways_measured(

@@ -28,6 +28,7 @@ from pipeproof.analysis.tune.layer_cuts import (
     Layers,
     numbers_of_stages,
     search_cuts,
+    step_of,
 )
 from pipeproof.atomic_write import write_output
 from pipeproof.exec.store.agreement import require_equal
@@ -143,6 +144,8 @@ class _Tuning:
     _num_asked: int = 0
     _plans: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
     """The plans of the layouts that were run, by ``LayoutRow.plain``."""
+    _by_operation: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    """The predicted milliseconds of steps that are not replayed, likewise."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> Layout:
@@ -162,7 +165,7 @@ class _Tuning:
         self.static_bytes, self.latency_ns = self._static_bytes(), self._latency_ns()
         found, lacking = self._phase("search", lambda: self._searched(costs))
         if lacking and self.cutter.can_recompute:
-            ways = [way._replace(recomputes=True) for way in costs]
+            ways = [way._replace(recomputes=True) for way in costs if not way.replay]
             costs |= self._phase("measure recomputation", lambda: self._measured(ways, costs))
             found, lacking = self._phase("search again", lambda: self._searched(costs))
         rows = self._phase("try", lambda: self._tried(found, lacking))
@@ -258,19 +261,25 @@ class _Tuning:
         linear = RunWay("linear", is_compiled=False)
         if any(way.split == "graph" for way in refused) and known is None and linear not in costs:
             costs |= self._measured([linear])
+        for way in [way for way in costs if self._is_replayed(way)]:
+            costs[way._replace(replay=True)] = [replace(cost, host=0) for cost in costs[way]]
         self._clean()
         return costs
 
     def _searched(self, costs: Mapping[RunWay, list[LayerCost]]) -> tuple[list[Best], list[Lacking]]:
         """The cuts of all schedules; every rank finds the same, from what they agreed on."""
-        layers = Layers(self.static_bytes, self.cutter.has_ends, self.latency_ns)
-        ways = [
-            way_of(way, own, costs.get(way._replace(recomputes=True)), self.cutter)
+        self.layers = Layers(self.static_bytes, self.cutter.has_ends, self.latency_ns)
+        self._ways_by_name = {
+            str(way): (way, way_of(way, own, costs.get(way._replace(recomputes=True)), self.cutter))
             for way, own in costs.items() if not way.recomputes
-        ]  # fmt: skip
-        self._names = {str(way): way for way in costs}
-        self._report(f"searching cuts of {layers.num_layers} layers for {self.ranks.num_ranks} ranks")
-        return search_cuts(layers, ways, self.ranks.num_ranks, self.num_micro_batches, self.limit)
+        }  # fmt: skip
+        ways = [own for way, own in self._ways_by_name.values() if way.replay == self._is_replayed(way)]
+        self._report(f"searching cuts of {self.layers.num_layers} layers for {self.ranks.num_ranks} ranks")
+        return search_cuts(self.layers, ways, self.ranks.num_ranks, self.num_micro_batches, self.limit)
+
+    def _is_replayed(self, way: RunWay) -> bool:
+        """True if steps that run so are replayed, too."""
+        return self.is_gpu and way.split == "graph"
 
     def _static_bytes(self) -> tuple[int, ...]:
         """Weights, gradients and optimizer states of each layer."""
@@ -360,14 +369,18 @@ class _Tuning:
     def _candidates(self, found: Sequence[Best]) -> list[LayoutRow]:
         rows = []
         for best in found:
-            way = self._names[best.way.name]
+            way, _ = self._ways_by_name[best.way.name]
             blocks = self.cutter.blocks_of(best.sizes)
+            _, by_operation = self._ways_by_name[str(way._replace(replay=False))]
             is_open = not best.is_exhaustive and best.step <= NEAR * found[0].step
             rows.append(LayoutRow(
-                best.kind, best.num_chunks, best.sizes, tuple(blocks), way.split, way.is_compiled, False,  # noqa: FBT003
+                best.kind, best.num_chunks, best.sizes, tuple(blocks), way.split, way.is_compiled, way.replay,
                 best.recomputed, best.step / 1e6, max(best.peaks) / GIB,
                 reason="the search of its cuts ended before all were compared" if is_open else "",
             ))  # fmt: skip
+            self._by_operation[rows[-1].plain] = 1e-6 * step_of(
+                self.layers, by_operation, best, self.ranks.num_ranks, self.num_micro_batches
+            )
         return rows
 
     def _lacking_text(self, lacking: Sequence[Lacking]) -> str:
@@ -399,9 +412,9 @@ class _Tuning:
         return every
 
     def _trial(self, row: LayoutRow) -> list[LayoutRow]:
-        """A layout proved and run, on a GPU also replayed; the reason where it does not run."""
+        """A layout proved and run, operation by operation and, where its row says so, replayed, too."""
+        plain = replace(row, replay=False, predicted_ms=self._by_operation[row.plain])
         rows: list[LayoutRow] = []
-        replays = self.is_gpu and row.split == "graph"
         try:
             with ExitStack() as stack:
                 stack.enter_context(gradients_aside(list(self.model.parameters())))
@@ -410,20 +423,23 @@ class _Tuning:
                 pipe = Pipeline(
                     self._stages(row), plan=self._plan(row), loss_fn=self.batch.loss_fn, example=self.batch.args,
                     example_kwargs=self.batch.kwargs or None, group=self.group, split=row.split,  # type: ignore[arg-type]
-                    replay=replays, **self.options,
+                    replay=row.replay, **self.options,
                 )  # fmt: skip
                 stack.callback(pipe.close)
                 stack.callback(pipe._cut_model.forget)  # noqa: SLF001 - its weights stay as they are
                 self._plans[row.plain] = pipe.plan.content
                 with pipe._runner.unchanged():  # noqa: SLF001 - operation by operation
-                    rows.append(self._measured_row(row, pipe, before))
+                    rows.append(self._measured_row(plain, pipe, before))
                 other = [split for split in pipe.splits.values() if split != row.split]
                 if row.split == "graph" and other:
                     return [replace(rows[0], reason=other[0])]
-                if replays:
-                    rows.append(self._measured_row(replace(row, replay=True), pipe, before))
+                if row.replay:
+                    rows.append(self._measured_row(row, pipe, before))
         except PipelineError as error:
-            rows.append(replace(row, replay=bool(rows), reason=str(error).splitlines()[0][:200]))
+            reason = str(error).splitlines()[0][:200]
+            if row.replay and not rows and reason.startswith("replay=True"):
+                return [*self._trial(plain), replace(row, reason=reason)]
+            rows.append(replace(row, reason=reason))
         finally:
             self._clean()
         return rows

@@ -49,12 +49,12 @@ class LayoutRow:
     @property
     def way(self) -> RunWay:
         """The way its stages run."""
-        return RunWay(self.split, self.is_compiled)
+        return RunWay(self.split, self.is_compiled, replay=self.replay)
 
     @property
     def plain(self) -> tuple[Any, ...]:
         """Its schedule, cut and way: those of another layout differ, but for the replay."""
-        return self.schedule, self.sizes, self.way
+        return self.schedule, self.sizes, self.split, self.is_compiled
 
     @property
     def name(self) -> str:
@@ -134,7 +134,7 @@ def expected_ms(row: LayoutRow, tried: Sequence[LayoutRow]) -> float:
     """The predicted time, times what the steps of rows that run in the same way took by what was predicted."""
     ratios = [
         each.measured_ms / each.predicted_ms
-        for each in tried if each.way == row.way and not each.replay and each.measured_ms is not None
+        for each in tried if each.way == row.way and each.measured_ms is not None
     ]  # fmt: skip
     return row.predicted_ms * (median(ratios) if ratios else 1.0)
 
@@ -173,7 +173,7 @@ def with_times(content: Mapping[str, Any], row: LayoutRow, costs: Sequence[Layer
         own = [costs[n] for n in numbers] if len(numbers) == len(names) else []
         for position, name in enumerate(names):
             parts = [own[position], *([costs[-1]] if not position else [])] if own else [costs[n] for n in numbers]
-            times = [sum(getattr(part, key) for part in parts) / 1e3
+            times = [sum(part.slowdown * getattr(part, key) for part in parts) / 1e3
                      for key in ("forward", "backward_input", "backward_weight")]  # fmt: skip
             by_name[name]["forward_us"] = round(times[0], 3)
             if is_split:
