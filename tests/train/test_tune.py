@@ -1,10 +1,13 @@
 """Layouts of small models, measured on two ranks."""
 
+from dataclasses import replace
+
 import pytest
 from click.testing import CliRunner
 
 import pipeproof as pp
 from pipeproof.cli.main import main
+from pipeproof.exec.train.torch.tuned_layout import LayoutRow, expected_ms, next_to_run, ranked
 from tests.train.launch import run
 
 pytestmark = pytest.mark.needs_torch
@@ -32,3 +35,35 @@ def test_blocks_are_recomputed_in_little_memory_and_less_is_an_error(tmp_path):
 @pytest.mark.parametrize("program", ["other_models", "bad_input", "train_in_one_line"])
 def test_ranks_agree(program, tmp_path):
     run("tune_layouts.py", 2, program, tmp_path)
+
+
+def row(schedule, *, predicted, measured=None, gib=None, replay=False, noise=0.0):
+    return LayoutRow(
+        schedule, 1, (2, 2), (1, 1), "graph", False, replay, (0, 0), predicted, 1.0, measured, gib, noise,
+    )  # fmt: skip
+
+
+def test_rows_that_need_too_much_memory_are_last():
+    fast, slow = (
+        row("zb_h2", predicted=9.0, measured=9.0, gib=15.0),
+        row("1f1b", predicted=10.0, measured=10.0, gib=13.0),
+    )
+    assert [each.schedule for each in ranked([fast, slow], 20.0)] == ["zb_h2", "1f1b"]
+    first, last = ranked([fast, slow], 14.0)
+    assert (first.schedule, last.schedule) == ("1f1b", "zb_h2")
+    assert "needs more than 14.0 GiB" in last.reason
+    assert [each.schedule for each in ranked([fast, slow], 12.0)] == ["zb_h2", "1f1b"]
+
+
+def test_of_rows_within_the_noise_the_simplest_is_first():
+    replayed, plain = (row("1f1b", predicted=9.0, measured=ms, replay=ms < 10) for ms in (9.99, 10.0))
+    assert not ranked([replayed, plain])[0].replay
+    assert ranked([replayed, replace(plain, measured_ms=11.0)])[0].replay
+
+
+def test_rows_that_run_as_one_that_was_too_slow_are_expected_to_be_so():
+    tried = [row("1f1b", predicted=10.0, measured=13.0, replay=True)]
+    left = [row("zb_h2", predicted=9.0, replay=True), row("gpipe", predicted=11.0)]
+    assert [round(expected_ms(each, tried), 3) for each in left] == [11.7, 11.0]
+    assert next_to_run(left, tried).schedule == "gpipe"
+    assert next_to_run(left, []).schedule == "zb_h2"

@@ -72,12 +72,14 @@ def captured(
     """
     torch.cuda.synchronize(device)
     graph, own = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
+    before = torch.cuda.current_stream(device)
     try:
         with torch.cuda.graph(
             graph, pool=own, stream=stream or torch.cuda.Stream(device), capture_error_mode="thread_local"
         ):
             work()
     except RuntimeError:
+        torch.cuda.set_stream(before)
         _forget_failed_capture(device, own)
         raise
     replay: Callable[[], None] = graph.replay

@@ -282,16 +282,18 @@ class _Repeated:
         lead = 0.0
         end = time.monotonic() + (_LEAST_S_ON_GPU if self._is_gpu else _LEAST_S)
         while len(on_host) < _LEAST_ROUNDS or time.monotonic() < end:
-            if lead > 0:
+            is_ahead = self._is_gpu and len(on_host) >= _ROUNDS_AHEAD
+            if is_ahead:
+                on_device[-_ROUNDS_AHEAD][-1].synchronize()  # the others are launched, and keep the GPU busy
+            if lead > 0 and len(on_host) % _ROUNDS_AHEAD == 0:
                 torch.cuda._sleep(int(lead * _CYCLES_PER_NS))  # noqa: SLF001 - nothing else occupies a GPU for a time
-            for _ in range(_ROUNDS_AHEAD):
-                on_device.append([])
-                on_host.append([])
-                self._round(partial(self._mark, on_device[-1], on_host[-1]))
-            if self._is_gpu:
-                on_device[-1][-1].synchronize()  # or the host would run far ahead
-                host = on_host[-1][-1] - on_host[-_ROUNDS_AHEAD][0]
-                lead = host - _elapsed_ns(on_device[-_ROUNDS_AHEAD][0], on_device[-1][-1]) / 2
+            on_device.append([])
+            on_host.append([])
+            self._round(partial(self._mark, on_device[-1], on_host[-1]))
+            if is_ahead:
+                marks = on_device[-1 - _ROUNDS_AHEAD]
+                host = on_host[-1][-1] - on_host[-1][0]
+                lead = _ROUNDS_AHEAD * (host - _elapsed_ns(marks[0], marks[-1]) / 2)
         rounds = on_device if self._is_gpu else on_host
         times = [[_elapsed_ns(*each) for each in pairwise(marks)] for marks in rounds[len(rounds) // 2 :]]
         forward, inputs, weights = (int(median(each)) for each in zip(*times, strict=True))

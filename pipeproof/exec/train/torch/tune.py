@@ -61,6 +61,8 @@ _NUM_OTHERS = 7
 """Rows of a result that were not run."""
 _NUM_SERIES, _STEPS_OF_SERIES = 3, 3
 _MESSAGES = 12
+_SAFE_SHARE = 0.97
+"""Share of the memory that a prediction may use: measured peaks were up to 2 % higher."""
 _ROWS = TypeAdapter(list[LayoutRow])
 
 
@@ -275,7 +277,8 @@ class _Tuning:
         }  # fmt: skip
         ways = [own for way, own in self._ways_by_name.values() if way.replay == self._is_replayed(way)]
         self._report(f"searching cuts of {self.layers.num_layers} layers for {self.ranks.num_ranks} ranks")
-        return search_cuts(self.layers, ways, self.ranks.num_ranks, self.num_micro_batches, self.limit)
+        limit = None if self.limit is None else int(_SAFE_SHARE * self.limit)
+        return search_cuts(self.layers, ways, self.ranks.num_ranks, self.num_micro_batches, limit)
 
     def _is_replayed(self, way: RunWay) -> bool:
         """True if steps that run so are replayed, too."""
@@ -358,7 +361,8 @@ class _Tuning:
         if not measured:
             raise PipelineError("no layout could be run: " + "; ".join(row.reason for row in tried))
         failed = [row for row in tried if row.measured_ms is None]
-        return [*ranked(measured), *failed, *sorted(left, key=lambda row: expected_ms(row, tried))[:_NUM_OTHERS]]
+        most = None if self.limit is None else self.limit / GIB
+        return [*ranked(measured, most), *failed, *sorted(left, key=lambda row: expected_ms(row, tried))[:_NUM_OTHERS]]
 
     def _has_time(self, needed_s: float) -> bool:
         """True if the first rank has so much time left; the same on all ranks."""
@@ -394,9 +398,10 @@ class _Tuning:
         least = min(lacking, key=lambda each: each.needed)
         return (
             f"no layout fits into {limit / GIB:.3g} GiB: the smallest, {least.kind} ({least.way.name}), needs "
-            f"{least.needed / GIB:.3g} GiB on its fullest rank, {least.static / GIB:.3g} GiB of it for weights, "
-            f"gradients and optimizer states and {(least.needed - least.static) / GIB:.3g} GiB for activations: use "
-            "more ranks, smaller micro-batches, or an optimizer with smaller states (optimizer_bytes)"
+            f"{least.needed / _SAFE_SHARE / GIB:.3g} GiB on its fullest rank, {least.static / GIB:.3g} GiB of it for "
+            f"weights, gradients and optimizer states and {(least.needed - least.static) / GIB:.3g} GiB for "
+            f"activations, with {1 - _SAFE_SHARE:.0%} to spare: use more ranks, smaller micro-batches, or an optimizer "
+            "with smaller states (optimizer_bytes)"
         )
 
     def _stages(self, row: LayoutRow) -> ModelStages:
@@ -452,7 +457,7 @@ class _Tuning:
 
     def _measured_row(self, row: LayoutRow, pipe: Pipeline, before: int) -> LayoutRow:
         """The row with the slowest rank's time and the fullest one's memory; ``before`` was allocated at the start."""
-        times, peak = self._times(pipe)
+        times, peak = self._times(pipe, is_compiled=row.replay)
         whole, trained = weight_bytes(weight for stage in pipe.stages.values() for weight in stage.parameters())
         own = whole + self.search.optimizer_bytes * trained
         gathered = self.ranks.agreement.gather(
@@ -467,7 +472,7 @@ class _Tuning:
         self._report(f"{row.name}: predicted {ms_text(row.predicted_ms)}, measured {ms_text(min(slowest))}")
         return row
 
-    def _times(self, pipe: Pipeline) -> tuple[list[float], int]:
+    def _times(self, pipe: Pipeline, *, is_compiled: bool) -> tuple[list[float], int]:
         """Milliseconds of a step in each series, and the most bytes that were allocated."""
         num = self.num_micro_batches
         args = [_every(value, num) for value in self.batch.args] if pipe.is_first else []
@@ -480,9 +485,9 @@ class _Tuning:
             for weight in weights:
                 weight.grad = None
 
-        return self._timed(step)
+        return self._timed(step, is_compiled=is_compiled)
 
-    def _timed(self, step: Callable[[], None]) -> tuple[list[float], int]:
+    def _timed(self, step: Callable[[], None], *, is_compiled: bool = False) -> tuple[list[float], int]:
         """Milliseconds of a step that all ranks make, in each series, and the most bytes that were allocated."""
 
         def steps() -> float:
@@ -495,8 +500,10 @@ class _Tuning:
             dist.barrier(self.ranks.group)
             return (time.perf_counter() - started) / _STEPS_OF_SERIES * 1e3
 
-        steps()  # compiles, and with replay captures
-        if self.is_gpu:
+        if self.is_gpu and is_compiled:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        steps()  # compiles, and with replay captures: what a replay uses is allocated then
+        if self.is_gpu and not is_compiled:
             torch.cuda.reset_peak_memory_stats(self.device)
         times = [steps() for _ in range(_NUM_SERIES)]
         return times, torch.cuda.max_memory_allocated(self.device) if self.is_gpu else 0
@@ -527,6 +534,8 @@ class _Tuning:
         for num_examples, (ms, gib) in found.items():
             memory = "" if gib is None else f" and {gib_text(gib)}"
             which = "is faster" if ms < (fastest.measured_ms or 0.0) else "is slower"
+            if gib is not None and self.limit is not None and gib * GIB > self.limit:
+                which = f"does not fit and {which}"
             self.notes.append(
                 f"FSDP2 without a pipeline, micro-batches of {num_examples} example{'s' * (num_examples > 1)}: "
                 f"{ms_text(ms)}{memory}, which {which} than the first row"

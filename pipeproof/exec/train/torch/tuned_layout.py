@@ -146,8 +146,16 @@ def next_to_run(left: Sequence[LayoutRow], tried: Sequence[LayoutRow]) -> Layout
     return min(alike, key=lambda row: (row.num_chunks, row.split != "whole", row.predicted_gib, row.predicted_ms))
 
 
-def ranked(rows: Sequence[LayoutRow]) -> list[LayoutRow]:
-    """Measured rows by their time; those within the noise of the fastest are a tie, the simplest of which is first."""
+def ranked(rows: Sequence[LayoutRow], most_gib: float | None = None) -> list[LayoutRow]:
+    """Measured rows by their time; those within the noise of the fastest are a tie, the simplest of which is first.
+
+    Rows that needed more than ``most_gib`` are behind all others.
+    """
+    large = [row for row in rows if most_gib is not None and (row.measured_gib or 0.0) > most_gib]
+    if 0 < len(large) < len(rows):
+        text = f"needs more than {gib_text(most_gib or 0.0)}"
+        small = [row for row in rows if row not in large]
+        return [*ranked(small), *(replace(row, reason=text) for row in ranked(large))]
     ordered = sorted(rows, key=lambda row: row.measured_ms or 0.0)
     fastest = ordered[0].measured_ms or 0.0
     width = max(ordered[0].noise_ms, _TIE * fastest)
