@@ -175,7 +175,7 @@ def test_a_failed_capture_leaves_random_numbers_and_memory_as_before():
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     device = torch.device("cuda", 0)
-    stream, size = CaptureStream(device), 2**28
+    size = 2**28
     before = torch.cuda.memory_reserved(device)
 
     def work():
@@ -183,7 +183,7 @@ def test_a_failed_capture_leaves_random_numbers_and_memory_as_before():
         x.sum().item()
 
     with pytest.raises(RuntimeError):
-        stream.captured(work)
+        CaptureStream(device).captured(work)
     torch.manual_seed(1)
     first = torch.rand(4, device=device)
     kept = torch.empty(4 * size, dtype=torch.uint8, device=device)
@@ -193,7 +193,7 @@ def test_a_failed_capture_leaves_random_numbers_and_memory_as_before():
     torch.manual_seed(1)
     assert torch.equal(torch.rand(4, device=device), first)
     total = torch.zeros(1, device=device)
-    replay = stream.captured(lambda: total.add_(torch.rand(4, device=device).sum()))
+    replay = CaptureStream(device).captured(lambda: total.add_(torch.rand(4, device=device).sum()))
     torch.manual_seed(1)
     replay()
     assert torch.isclose(total[0], first.sum())

@@ -279,7 +279,7 @@ class _Repeated:
         memory = self._memory()
         on_device: list[list[Any]] = []
         on_host: list[list[int]] = []
-        lead = 0.0
+        lead, fastest = 0.0, float("inf")
         end = time.monotonic() + (_LEAST_S_ON_GPU if self._is_gpu else _LEAST_S)
         while len(on_host) < _LEAST_ROUNDS or time.monotonic() < end:
             is_ahead = self._is_gpu and len(on_host) >= _ROUNDS_AHEAD
@@ -293,7 +293,10 @@ class _Repeated:
             if is_ahead:
                 marks = on_device[-1 - _ROUNDS_AHEAD]
                 host = on_host[-1][-1] - on_host[-1][0]
-                lead = _ROUNDS_AHEAD * (host - _elapsed_ns(marks[0], marks[-1]) / 2)
+                fastest = min(fastest, _elapsed_ns(marks[0], marks[-1]))
+                lead = _ROUNDS_AHEAD * (host - fastest / 2)
+        if self._is_gpu:
+            torch.cuda.synchronize(self._device)
         rounds = on_device if self._is_gpu else on_host
         times = [[_elapsed_ns(*each) for each in pairwise(marks)] for marks in rounds[len(rounds) // 2 :]]
         forward, inputs, weights = (int(median(each)) for each in zip(*times, strict=True))

@@ -1,0 +1,72 @@
+"""Times of layers on a GPU, whose queue and host are simulated by two clocks."""
+
+import pytest
+
+from pipeproof.analysis.tune.layer_cuts import LayerCost
+from pipeproof.exec.train.torch import measure_layers
+
+pytestmark = pytest.mark.needs_torch
+
+
+class Gpu:
+    """The host's time, and the time at which the GPU has done what was launched."""
+
+    def __init__(self, monkeypatch):
+        self.host, self.end, self.idle = 0, 0, 0
+        cuda = measure_layers.torch.cuda
+        monkeypatch.setattr(cuda, "Event", lambda **_: Event(self))
+        monkeypatch.setattr(cuda, "_sleep", lambda cycles: self.launch(cycles // 2), raising=False)
+        monkeypatch.setattr(cuda, "synchronize", lambda device: self.wait(self.end))
+        monkeypatch.setattr(measure_layers.time, "perf_counter_ns", lambda: self.host)
+        monkeypatch.setattr(measure_layers.time, "monotonic", lambda: self.host / 1e9)
+
+    def launch(self, duration, host=0):
+        self.host += host
+        self.idle += max(0, self.host - self.end)
+        self.end = max(self.end, self.host) + duration
+
+    def wait(self, moment):
+        self.host = max(self.host, moment)
+
+
+class Event:
+    def __init__(self, gpu):
+        self.gpu = gpu
+
+    def record(self):
+        self.moment = max(self.gpu.host, self.gpu.end)
+
+    def synchronize(self):
+        self.gpu.wait(self.moment)
+
+    def elapsed_time(self, end):
+        assert self.gpu.host >= end.moment >= self.moment, "not completed"
+        return (end.moment - self.moment) / 1e6
+
+
+def cost_of(monkeypatch, gpu, device_us, host_us):
+    repeated = object.__new__(measure_layers._Repeated)
+    repeated._is_gpu, repeated._device = True, None
+    repeated._memory = lambda: LayerCost(kept=5)
+
+    def one_round(mark):
+        mark()
+        for device, host in zip(device_us, host_us, strict=True):
+            gpu.launch(1000 * device, 1000 * host)
+            mark()
+
+    repeated._round = one_round
+    return repeated.cost()
+
+
+@pytest.mark.parametrize("host_us", [(20, 30, 10), (90, 150, 60), (400, 900, 500)], ids=["fast", "near", "slow"])
+def test_the_times_of_the_gpu_are_seen_behind_a_host_of_any_speed(monkeypatch, host_us):
+    gpu = Gpu(monkeypatch)
+    cost = cost_of(monkeypatch, gpu, (100, 150, 80), host_us)
+    assert cost == LayerCost(100_000, 150_000, 80_000, kept=5, host=1000 * sum(host_us))
+
+
+def test_a_gpu_with_a_fast_host_is_never_idle(monkeypatch):
+    gpu = Gpu(monkeypatch)
+    cost_of(monkeypatch, gpu, (100, 150, 80), (20, 30, 10))
+    assert gpu.idle < 1e-3 * gpu.end
