@@ -30,9 +30,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from pipeproof.specs.profile_file import read_profile
 from pipeproof.torch import Layout, Pipeline, Search, causal_lm_loss, stages_of_rank, stages_of_transformers, tune
 
 ROUNDS = 3
+_TIMES = ("forward_us", "backward_us", "backward_input_us", "backward_weight_us")
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,22 @@ class Job:
 
         return step
 
+    def stage_times(self, layout: Layout, file: Path) -> list[dict[str, Any]]:
+        """Microseconds of F, I and W of each stage: the sums of its layers in the plan, and in the steps of a run."""
+        pipe = Pipeline(
+            layout.stages, plan=layout.plan, loss_fn=causal_lm_loss, example=(self.tokens[:1],), split=layout.split
+        )
+        pipe.profile(file, self.tokens, target=self.tokens, num_steps=2)
+        layers = {layer["name"]: layer for layer in layout.plan["model"]["layers"]}
+        rows = []
+        for measured in read_profile(file).stages:
+            own = [layers[name] for name in layout.plan["stages"][measured.stage]]
+            sums = {key: round(sum(layer.get(key, 0) for layer in own)) for key in _TIMES}
+            rows.append(
+                {"stage": measured.stage, "plan": sums, "run": {op.kind: op.own.median_us for op in measured.ops}}
+            )
+        return rows
+
     def theirs(self, kind: str, blocks: Sequence[int] | None, *, is_compiled: bool) -> Callable[[], object]:
         """The step of PyTorch's pipeline with two stages or more; ``blocks`` of each stage, None for an even cut."""
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -170,6 +188,7 @@ def main() -> None:
     parser.add_argument("model", choices=SHAPES)
     parser.add_argument("--by-hand", help="blocks of each stage of the rival's 1f1b, with ',' between")
     parser.add_argument("--memory-gib", type=float)
+    parser.add_argument("--profile", type=Path, help="profile the chosen layout, step not replayed, into this file")
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=500, help="after which no further side is made")
     parser.add_argument("--sides", default="default,hand,interleaved,fsdp1,fsdp2", help="rivals, with ',' between")
@@ -194,6 +213,8 @@ def main() -> None:
         "tune_s": round(time.monotonic() - started, 1), "phases": dict(layout.seconds), "notes": layout.notes,
         "rows": [asdict(row) for row in layout.rows],
     })  # fmt: skip
+    if options.profile:
+        put({"stages": job.stage_times(layout, options.profile)})
     sides: dict[str, Callable[[], object]] = {"tune": job.ours(layout)}
     hand = [int(text) for text in options.by_hand.split(",")] if options.by_hand else None
     makers: dict[str, Callable[[], Callable[[], object]]] = {
