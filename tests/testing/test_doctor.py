@@ -17,12 +17,8 @@ from pipeproof.exec.measure import doctor
 from pipeproof.exec.measure.doctor import (
     BackendStartError,
     DoctorReport,
-    GpuLink,
     backend_pair,
     doctor_to_json,
-    gpu_properties,
-    parse_gpus,
-    parse_links,
     render_doctor,
     run_doctor,
 )
@@ -83,7 +79,7 @@ def test_without_paddle_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "paddle", None)
     report = run_doctor()
     assert (report.exit_status, report.rows) == (2, [])
-    assert "pip install 'pipeproof[cpu]'" in rendered(report, width=120)
+    assert "pip install 'pipeproof[cpu]'" in rendered(report, width=200)
 
 
 def test_a_backend_that_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +111,7 @@ def test_json_holds_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "backend_pair", lambda *_: fake_world(TABLE))
     data = json.loads(json.dumps(doctor_to_json(run_doctor(["longer_message"], asks_devices=False))))
     assert list(data) == [
-        "backend", "device", "exit_status", "versions", "devices", "links", "ranks", "rows", "not_measured",
-        "problems", "notes",
+        "backend", "device", "exit_status", "versions", "ranks", "rows", "not_measured", "problems", "notes",
     ]  # fmt: skip
     assert data["rows"] == [
         {
@@ -148,8 +143,6 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, **rows: object) -> DoctorReport:
     table = dataclasses.replace(NCCL, **{"shorter_message": "stale_rest", **rows})  # type: ignore[arg-type]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(doctor, "backend_pair", lambda *_: fake_world(table))
-    monkeypatch.setattr(doctor, "gpu_properties", lambda: parse_gpus(GPUS))
-    monkeypatch.setattr(doctor, "gpu_links", lambda: parse_links(TOPOLOGY))
     monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 60.0)
     return run_doctor(CERTAIN, "torch", "gpu", asks_devices=False)
 
@@ -169,16 +162,6 @@ def test_the_page_has_the_table_of_versions() -> None:
     assert section.partition("\n\n")[0].splitlines()[2:] == rows
 
 
-GPUS = (
-    "0, NVIDIA H200, 580.1, 143771 MiB, 345 MHz, 1980 MHz, 700.00 W\n"
-    "1, NVIDIA H200, 580.1, 143771 MiB, [N/A], [N/A], [N/A]\n"
-)
-TOPOLOGY = (
-    "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m\n"
-    "GPU0\t X \tNV18\tSYS\t0-47\nGPU1\tNV18\t X \tSYS\t48-95\nNIC0\tSYS\tSYS\t X \n\nLegend:\n\n  X    = Self\n"
-)
-
-
 def test_nccl_may_finish_early_what_its_buffers_hold_and_plans_hold_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -189,14 +172,7 @@ def test_nccl_may_finish_early_what_its_buffers_hold_and_plans_hold_all_the_same
         "tags: the table has no, this machine yes",
         "shorter_message: the table has other, this machine stale_rest",
     ]
-    text = rendered(report, width=120)
-    assert (
-        "GPU 0        NVIDIA H200: 143771 MiB, now 345 MHz, at most 1980 MHz, power limit 700.00 W, driver 580.1"
-        in text
-    )
-    assert "GPU 1        NVIDIA H200: 143771 MiB, driver 580.1" in text
-    assert "0 - 1        NV18 (NVLinks" in text
-    assert "torch-nccl behaves as plans assume." in text
+    assert "torch-nccl behaves as plans assume." in rendered(report, width=120)
 
 
 def test_a_machine_that_contradicts_the_table_of_nccl_is_told_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,8 +189,6 @@ def test_without_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(doctor, "backend_pair", no_pair)
-    monkeypatch.setattr(doctor, "gpu_properties", lambda: ())
-    monkeypatch.setattr(doctor, "gpu_links", lambda: ())
     report = run_doctor(backend="torch", device="gpu")
     assert report.exit_status == 2
     assert report.problems[0].endswith(
@@ -232,24 +206,13 @@ def test_processes_that_say_nothing_are_a_problem(
     assert report.problems[0].startswith("A process did not report its device: rank 0 raised: ")
 
 
-def test_what_nvidia_smi_does_not_say_is_left_out() -> None:
-    assert parse_gpus("") == parse_gpus("NVIDIA-SMI has failed") == ()
-    assert parse_links("") == parse_links("something else\n") == ()
-    assert parse_links(TOPOLOGY) == (GpuLink(0, 1, "NV18"),)
-    assert GpuLink(0, 1, "SYS").meaning.startswith("PCIe and the links between NUMA nodes")
-    assert GpuLink(0, 1, "C2C").meaning == ""
-
-
 @pytest.mark.needs_torch
-@pytest.mark.skipif(bool(gpu_properties()), reason="there is a GPU")
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there is a GPU")
 def test_processes_that_find_no_gpu_are_told_of_and_reaped() -> None:
     before = children_of(os.getpid())
     report = run_doctor(backend="torch", device="gpu")
     assert report.exit_status == 2
     assert "RuntimeError: no GPU is visible here. Use --on cpu, or" in report.problems[0]
-    assert report.notes[-1:] == [
-        "nvidia-smi is missing or prints nothing: the driver, clocks, power limits and links are not shown"
-    ]
     assert children_of(os.getpid()) == before
 
 

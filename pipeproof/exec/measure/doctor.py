@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import platform
-import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection, wait
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,96 +35,6 @@ from pipeproof.testing.probes import RowResult, check_backend
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-_TIMEOUT_S = 20.0
-_FIELDS = MappingProxyType(
-    {
-        "index": "index",
-        "name": "name",
-        "driver": "driver_version",
-        "memory": "memory.total",
-        "clock": "clocks.sm",
-        "max_clock": "clocks.max.sm",
-        "power_limit": "power.limit",
-    }
-)
-"""Queried fields by the names that the doctor uses."""
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-_GPU = re.compile(r"GPU\d+")
-_LINK_MEANINGS = MappingProxyType(
-    {
-        "NV": "NVLinks, their number follows NV",
-        "PIX": "one PCIe bridge",
-        "PXB": "several PCIe bridges",
-        "PHB": "a PCIe host bridge",
-        "NODE": "PCIe and the host bridges of one NUMA node",
-        "SYS": "PCIe and the links between NUMA nodes",
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
-class GpuLink:
-    """Link between two GPUs, by their numbers; ``kind`` is the name of ``nvidia-smi topo -m``."""
-
-    first: int
-    second: int
-    kind: str
-
-    @property
-    def meaning(self) -> str:
-        """Description of the kind, empty for an unknown one."""
-        key = "NV" if re.fullmatch(r"NV\d+", self.kind) else self.kind
-        return _LINK_MEANINGS.get(key, "")
-
-
-def gpu_properties() -> tuple[Mapping[str, str], ...]:
-    """Return the properties of each GPU, values with their units; empty without ``nvidia-smi``."""
-    return parse_gpus(_queried(_FIELDS))
-
-
-def gpu_links() -> tuple[GpuLink, ...]:
-    """Return the links between GPUs; empty without ``nvidia-smi``."""
-    return parse_links(_output("topo", "-m"))
-
-
-def parse_gpus(text: str, fields: Mapping[str, str] = _FIELDS) -> tuple[Mapping[str, str], ...]:
-    """Parse lines of comma-separated values of ``fields``; unavailable values are left out."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
-    return tuple(
-        {key: cell for key, cell in zip(fields, row, strict=True) if not cell.startswith("[")}
-        for row in rows
-        if len(row) == len(fields)
-    )
-
-
-def parse_links(text: str) -> tuple[GpuLink, ...]:
-    """Parse the upper half of the matrix of GPUs."""
-    links: list[GpuLink] = []
-    lines = [[cell.strip() for cell in line.split("\t")] for line in _ESCAPES.sub("", text).splitlines()]
-    columns = next(([cell for cell in line if _GPU.fullmatch(cell)] for line in lines if not line[0]), [])
-    for line in lines:
-        if _GPU.fullmatch(line[0]) and len(line) > len(columns):
-            row = int(line[0][3:])
-            cells = zip(columns, line[1:], strict=False)
-            links += [GpuLink(row, int(name[3:]), kind) for name, kind in cells if int(name[3:]) > row]
-    return tuple(links)
-
-
-def _queried(fields: Mapping[str, str]) -> str:
-    return _output(f"--query-gpu={','.join(fields.values())}", "--format=csv,noheader")
-
-
-def _output(*arguments: str) -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
-    try:
-        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
-
 
 # --- Two processes of this machine connected by a backend: the world of the doctor's probes ---
 
@@ -274,8 +181,7 @@ class DoctorReport:
 
     ``rows`` are the measured rows of the backend's table, empty if the backend is missing; ``not_measured`` are rows
     that rely on their source. ``problems`` are sentences with the meaning or the next step; ``notes`` are remarks that
-    contradict nothing. ``facts`` describe each rank's device by the framework, ``devices`` and ``links`` the machine's
-    GPUs by ``nvidia-smi``.
+    contradict nothing. ``facts`` describe each rank's device by the framework.
     """
 
     backend: str
@@ -284,8 +190,6 @@ class DoctorReport:
     not_measured: Sequence[Row]
     problems: Sequence[str]
     device: str = "cpu"
-    devices: Sequence[Mapping[str, str]] = ()
-    links: Sequence[GpuLink] = ()
     facts: Sequence[Mapping[str, str]] = ()
     notes: Sequence[str] = ()
 
@@ -347,8 +251,6 @@ def run_doctor(
         not_measured=[row for row in table.rows() if not row.probed],
         problems=measured.problems,
         device=device,
-        devices=gpu_properties() if device == "gpu" else (),
-        links=gpu_links() if device == "gpu" else (),
         facts=measured.facts,
     )
     return _with_notes(report, name)
@@ -390,10 +292,6 @@ def _with_notes(report: DoctorReport, name: str) -> DoctorReport:
         notes.append(
             f"{name} sees one GPU, which both processes shared: NCCL connected them by sockets, so its behaviour was "
             "measured"
-        )
-    if report.device == "gpu" and not report.devices:
-        notes.append(
-            "nvidia-smi is missing or prints nothing: the driver, clocks, power limits and links are not shown"
         )
     notes += [
         f"{row.key}: the table has {value_text(row.expected)}, this machine {value_text(row.observed)}; plans are "
@@ -439,8 +337,6 @@ def doctor_to_json(report: DoctorReport) -> dict[str, Any]:
         "device": report.device,
         "exit_status": report.exit_status,
         "versions": dict(report.versions),
-        "devices": [dict(device) for device in report.devices],
-        "links": [asdict(link) for link in report.links],
         "ranks": [dict(facts) for facts in report.facts],
         "rows": [asdict(row) for row in report.rows],
         "not_measured": [
@@ -458,7 +354,9 @@ def render_doctor(report: DoctorReport, console: Console) -> None:
 
     for name, value in report.versions.items():
         console.print(Text(f"{name:<12} {value}"))
-    _render_devices(report, console)
+    for rank, facts in enumerate(report.facts):
+        if "device" in facts:
+            console.print(Text(f"{f'rank {rank}':<12} {facts['device']}"))
     if report.rows:
         _render_rows(report, console)
     console.print()
@@ -468,27 +366,6 @@ def render_doctor(report: DoctorReport, console: Console) -> None:
         console.print(Text.assemble(("problem: ", "bold red"), problem))
     if not report.problems:
         console.print(Text(f"{report.backend} behaves as plans assume.", style="green"))
-
-
-def _render_devices(report: DoctorReport, console: Console) -> None:
-    from rich.text import Text
-
-    for device in report.devices:
-        parts = {
-            "memory": "",
-            "clock": "now ",
-            "max_clock": "at most ",
-            "power_limit": "power limit ",
-            "driver": "driver ",
-        }
-        properties = ", ".join(f"{label}{device[key]}" for key, label in parts.items() if key in device)
-        console.print(Text(f"GPU {device.get('index', '?'):<8} {device.get('name', '')}: {properties}"))
-    for rank, facts in enumerate(report.facts):
-        if "device" in facts:
-            console.print(Text(f"{f'rank {rank}':<12} {facts['device']}"))
-    for link in report.links:
-        meaning = f" ({link.meaning})" if link.meaning else ""
-        console.print(Text(f"{f'{link.first} - {link.second}':<12} {link.kind}{meaning}"))
 
 
 def _render_rows(report: DoctorReport, console: Console) -> None:
