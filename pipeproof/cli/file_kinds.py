@@ -72,7 +72,7 @@ class FileKind:
 
 
 def _imported(noun: str, importer: str, fits: Callable[[Given], bool]) -> FileKind:
-    commands = ("check FILE", f"import {importer} FILE -o plan.yaml")
+    commands = ("check FILE", "import plan FILE -o plan.yaml")
     return FileKind(noun, commands, fits, importer)
 
 
@@ -164,7 +164,7 @@ KINDS: tuple[FileKind, ...] = (
     _imported("a job configuration of torchtitan", "torchtitan",
               lambda g: bool(_TOML_SECTION.search(g.text))),
     FileKind("a file with the arguments of Megatron-LM",
-             ("check FILE", "import megatron FILE -o plan.yaml", "import profile FILE --plan PLAN"),
+             ("check FILE", "import plan FILE -o plan.yaml", "import profile FILE --plan PLAN"),
              lambda g: bool(_ARGUMENTS.search(g.text)), "megatron"),
     FileKind("Python code, which is not interpreted: call `pipeproof.interop.from_arguments` in its process", (),
              lambda g: g.path.suffix == ".py" and bool(_CONFIGURES.search(g.text))),
@@ -244,7 +244,7 @@ def note_of_kind(path: Path) -> str | None:
     is_plan = kind is PLAN or (takes_others and kind.importer is not None)
     if is_plan and asked in (None, kind.importer) and _reads_plans(context, words):
         return None
-    if asked is None and any(_takes(command.split(), words) for command in kind.commands):
+    if asked in (None, kind.importer) and any(_takes(command.split(), words) for command in kind.commands):
         return None
     return _sentence(path, kind, kind.commands)
 

@@ -7,71 +7,55 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeproof.cli.console import console_for, refusing_bad_plans, require_separate_outputs, writable
+from pipeproof.cli.console import console_for, note_kind, refusing_bad_plans, writable
 from pipeproof.cli.help_sections import LazyCommands, SuggestingGroup
-from pipeproof.cli.plan_options import DeviceParam, import_from, import_options
-from pipeproof.interop.importers.import_kinds import KINDS
+from pipeproof.cli.plan_options import import_from, plan_options
 
 if TYPE_CHECKING:
-    from pipeproof.diagnostics.problems import KeyPath
-    from pipeproof.interop.importers.imported import Flags
-    from pipeproof.specs.cost import DeviceName
+    from pipeproof.cli.plan_options import PlanSource
 
 
 @click.group("import", cls=SuggestingGroup)
 def import_group() -> None:
-    """Write plans, declarations of layers and profiles from files of other tools and from measurements."""
+    """Write plans and profiles from files of other tools and from measurements."""
 
 
-def _add_importer(kind: str) -> None:
-    """Add the command that writes a plan from files of a kind of ``KINDS``."""
+class _WithKinds(click.Command):
+    """A command whose help has the kinds of files."""
 
-    @import_group.command(
-        kind,
-        short_help=f"Write a plan from {KINDS[kind].description}.",
-        help=f"""Write a plan file from {KINDS[kind].description}.
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, and the kinds."""
+        from pipeproof.interop.importers.import_kinds import KINDS
 
-        Comments in the plan name the setting that each value comes from, and the assumptions. `pipeproof check --from
-        {kind}` checks the files without a plan file.
-        """,
-    )
-    @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
-    @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
-                  help="Write the plan to this file.")  # fmt: skip
-    @click.option("--device", type=DeviceParam(),
-                  help="Let the times of the plan be computed for this device (`cost.analytic`).")  # fmt: skip
-    @import_options
-    def command(
-        files: tuple[Path, ...],
-        output: Path | None,
-        device: DeviceName | None,
-        settings: dict[KeyPath, object],
-        model_config: Path | None,
-        world_size: int | None,
-    ) -> None:
-        from pipeproof.interop.importers.imported import Flags
-
-        require_separate_outputs()
-        _import_plan(kind, files, output, device, Flags(settings, model_config, world_size))
+        super().format_options(ctx, formatter)
+        with formatter.section("Kinds"):
+            formatter.write_dl([(name, kind.description) for name, kind in KINDS.items()])
 
 
-for _kind in KINDS:
-    _add_importer(_kind)
+@import_group.command("plan", cls=_WithKinds)
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+              help="Write the plan to this file.")  # fmt: skip
+@plan_options(device=True)
+def import_plan(files: tuple[Path, ...], output: Path | None, source: PlanSource) -> None:
+    """Write a plan from files of another tool.
 
-
-def _import_plan(
-    kind: str, files: tuple[Path, ...], output: Path | None, device: DeviceName | None, flags: Flags
-) -> None:
+    Comments in the plan name the setting that each value comes from, and the assumptions. `pipeproof check` checks the
+    files without a plan file.
+    """
     from pipeproof.diagnostics.text_output import render_text
     from pipeproof.interop.importers.check_imported import import_findings, load_imported
     from pipeproof.interop.importers.imported import plan_text, with_device
 
     with refusing_bad_plans("text", files[0]):
-        imported = import_from(kind, files, flags)
-        if device is not None:
-            imported = with_device(imported, device)
+        if source.kind is None:
+            source = _recognised(files[0], source)
+        assert source.kind is not None
+        imported = import_from(source.kind, files, source.flags)
+        if source.device is not None:
+            imported = with_device(imported, source.device)
         load_imported(imported)
-        text = plan_text(imported, kind)
+        text = plan_text(imported, source.kind)
         if output is not None:
             from pipeproof.atomic_write import write_output
 
@@ -81,10 +65,15 @@ def _import_plan(
         click.echo(text, nl=False)
 
 
-import_group.commands = LazyCommands(
-    {
-        "profile": "profile_command:profile",
-    },
-    import_group.commands,
-    "import",
-)
+def _recognised(file: Path, source: PlanSource) -> PlanSource:
+    from pipeproof.cli.file_kinds import kind_of
+
+    file.stat()  # one that is missing is refused as such
+    kind = kind_of(file)
+    if kind is None or kind.importer is None:
+        note_kind(file)
+        raise click.UsageError(f"the content of {file} shows no kind that is imported; `--from KIND` names it")
+    return source.for_kind(file, kind)
+
+
+import_group.commands = LazyCommands({"profile": "profile_command:profile"}, import_group.commands, "import")

@@ -14,6 +14,6 @@ def offered(*words):
 
 def test_commands_and_options_of_groups_are_completed():
     assert offered("ch") == ["check"]
-    assert "megatron" in offered("import", "m")
+    assert "megatron" in offered("import", "plan", "--from", "m")
     assert offered("check", "--format", "s") == ["sarif"]
     assert "--micro-batches" in offered("schedule", "show", "--m")

@@ -126,7 +126,11 @@ COMMANDS = {
     "state align": (["state", "align", PLAN], {"record directory"}),
     "import profile": (["import", "profile", "--plan", PLAN],
                        {"trace", "traces", "all traces", "compressed trace", "arguments"}),
-    **{f"import {kind}": (["import", kind, "-o", "{out}/plan.yaml"], files) for kind, files in IMPORTERS.items()},
+    "import plan": (["import", "plan", "-o", "{out}/plan.yaml"], FOREIGN),
+    **{
+        f"import plan --from {kind}": (["import", "plan", "--from", kind, "-o", "{out}/plan.yaml"], files)
+        for kind, files in IMPORTERS.items()
+    },
 }  # fmt: skip
 """Commands with their words, and the files that they read (and may still refuse, with their own reasons)."""
 

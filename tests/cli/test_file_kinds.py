@@ -77,8 +77,8 @@ def test_the_kinds_of_binary_files_and_directories(tmp_path):
         (("job", "hang"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
         (("state", "show"), IMPORTING / "deepspeed.json", "check FILE"),
         (("state", "align", EXAMPLES / "gpt_pp4.yaml"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
-        (("import", "megatron"), IMPORTING / "torchtitan.toml", "import torchtitan FILE -o plan.yaml"),
-        (("import", "profile"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
+        (("import", "plan", "--from", "megatron"), IMPORTING / "torchtitan.toml", "import plan FILE -o plan.yaml"),
+        (("import", "profile", "--plan", EXAMPLES / "gpt_pp4.yaml"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
         (("check", "--from", "fleet"), IMPORTING / "full_tp_pp.yaml", "check FILE"),
         (("check", "--from", "fleet"), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
     ],
@@ -96,7 +96,7 @@ def test_a_refusal_names_the_command_that_reads_the_file(words, file, reader):
     [
         ((), EXAMPLES / "gpt_pp4.yaml", "check FILE"),
         ((), IMPORTING / "strategy.prototxt", "check FILE"),
-        (("import",), IMPORTING / "strategy.prototxt", "import fleet FILE -o plan.yaml"),
+        (("import",), IMPORTING / "strategy.prototxt", "import plan FILE -o plan.yaml"),
         (("schedule",), SCHEDULES / "zbv_pp2.csv", "schedule convert FILE --as text"),
     ],
 )
@@ -115,7 +115,7 @@ def test_a_file_in_the_place_of_a_command_is_recognised(group, file, first):
         (("compare", EXAMPLES / "gpt_pp4.yaml"), "pipeproof: 1\n"),
         (("check",), "torchrun x.py --tensor-model-paralel-size 2\n"),
         (("check", "--from", "megatron"), "torchrun x.py --tensor-model-paralel-size 2\n"),
-        (("import", "megatron"), "torchrun x.py --tensor-model-paralel-size 2\n"),
+        (("import", "plan"), "torchrun x.py --tensor-model-paralel-size 2\n"),
         (("check",), "rank 0: nonsense\n"),
         (("check",), "something: else\n"),
     ],

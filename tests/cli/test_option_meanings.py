@@ -130,7 +130,7 @@ def test_compare_refuses_a_kind_that_nothing_has(good):
         (("hang",), "did you mean `pipeproof job hang`?"),
         (("monitor",), "did you mean `pipeproof job hang --follow`?"),
         (("chek",), "did you mean `pipeproof check`?"),
-        (("import", "megatorn"), "did you mean `pipeproof import megatron`?"),
+        (("import", "profle"), "did you mean `pipeproof import profile`?"),
         (("schedule", "shw"), "did you mean `pipeproof schedule show` or `pipeproof show`"),
         (("qqqqqqqq",), "`pipeproof --help` lists the commands"),
     ],

@@ -21,7 +21,7 @@ COMMANDS = {
     "out.json": ("simulate", PLAN),
     "out.csv": ("simulate", PLAN),
     "play.html": ("play",),
-    "out.yaml": ("import", "megatron", EXAMPLES / "importing" / "megatron.sh"),
+    "out.yaml": ("import", "plan", EXAMPLES / "importing" / "megatron.sh"),
     "text": ("schedule", "convert", "--as", "text", EXAMPLES / "schedules" / "zbv_pp2.csv"),
 }
 
@@ -57,7 +57,7 @@ def test_a_full_disk_leaves_the_file_that_exists_and_names_it(name, tmp_path):
         "run plan.json --report plan.json",
         "run plan.json --report new.json --profile ../{folder}/new.json",
         "schedule convert zbv.csv --as text -o zbv.csv",
-        "import schedule other.csv zbv.csv -o zbv.csv",
+        "import plan other.csv zbv.csv -o zbv.csv",
         "import profile log.json --plan plan.json -o log.json",
         "compare plan.json page.html -o page.html",
     ],

@@ -23,11 +23,9 @@ PLAY = {"play"}
 COMPUTED = {"show"}
 """Their times are computed for devices; `show --costs` refuses a plan that names none."""
 WITHOUT_PREDICTED_TIMES = {
-    *(f"import {kind}" for kind in ("automodel", "deepspeed", "ernie", "flagscale", "fleet", "gpt-neox",
-      "llama-factory", "megatron", "megatron-bridge", "ms-swift", "nemo-rl", "paddleformers", "paddlenlp", "primus",
-      "profile", "roll", "schedule", "torchtitan", "verl")),
     *(f"state {part}" for part in ("align", "aoa", "diff", "reshard", "show")),
-    "check", "doctor", "init", "job hang", "rehearse", "run", "schedule convert", "schedule list",
+    "check", "doctor", "import plan", "import profile", "init", "job hang", "rehearse", "run",
+    "schedule convert", "schedule list",
 }  # fmt: skip
 
 
@@ -224,7 +222,7 @@ MEGATRON = "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 8 --hidden-
 def test_an_import_with_a_device_has_computed_times(tmp_path, flag, dtype):
     script, out = tmp_path / "train.sh", tmp_path / "plan.yaml"
     script.write_text(f"{MEGATRON} {flag}\n")
-    invoke("import", "megatron", script, "--device", "h100", "-o", out)
+    invoke("import", "plan", script, "--device", "h100", "-o", out)
     analytic = load_plan(out).spec.cost.analytic
     assert (analytic.device, analytic.dtype) == ("h100", dtype)
     assert 'device: "h100"  # --device h100' in out.read_text()
@@ -233,6 +231,6 @@ def test_an_import_with_a_device_has_computed_times(tmp_path, flag, dtype):
 
 def test_a_device_without_data_sheet_is_refused(tmp_path):
     (tmp_path / "train.sh").write_text(MEGATRON)
-    done = CliRunner().invoke(main, ["import", "megatron", str(tmp_path / "train.sh"), "--device", "v100"])
+    done = CliRunner().invoke(main, ["import", "plan", str(tmp_path / "train.sh"), "--device", "v100"])
     assert done.exit_code == 2
     assert "'v100' is none of a100, h100" in done.output

@@ -100,7 +100,7 @@ def test_a_plan_that_was_imported_is_tuned_for_its_framework(tmp_path, flags):
     sizes |= {"max-position-embeddings": 256, "micro-batch-size": 1, "global-batch-size": 8}
     words = " ".join(f"--{name} {value}" for name, value in sizes.items())
     script.write_text(f"torchrun --nproc-per-node 4 pretrain_gpt.py {words} {' '.join(flags)} --bf16\n")
-    assert invoke("import", "megatron", script, "-o", tmp_path / "imported.yaml", "--device", "h100").exit_code == 0
+    assert invoke("import", "plan", script, "-o", tmp_path / "imported.yaml", "--device", "h100").exit_code == 0
     result = invoke("tune", tmp_path / "imported.yaml", "--gpus", "2", "--workers", "1", "--top", "1", "--fix", "tp=1")
     assert "Megatron-LM." in result.stdout.splitlines()[0]
 

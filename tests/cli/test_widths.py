@@ -44,9 +44,9 @@ COMMANDS = (
     ("schedule", "show", "zb_v", "-p", "4", "-m", "8"),
     ("schedule", "show", "dualpipe", "-p", "4", "-m", "16"),
     ("schedule", "show", "1f1b", "-p", "2", "-m", "3"),
-    ("import", "deepspeed", IMPORTING / "deepspeed.json", "--world-size", "8", "-o", "{plan}"),
+    ("import", "plan", IMPORTING / "deepspeed.json", "--world-size", "8", "-o", "{plan}"),
     *(
-        ("import", kind, *words, "-o", "{plan}")
+        ("import", "plan", "--from", kind, *words, "-o", "{plan}")
         for kind, *words in (
             ("megatron", IMPORTING / "megatron.sh"),
             ("paddleformers", IMPORTING / "full_tp_pp.yaml"),

@@ -151,7 +151,7 @@ def _importers(script: bytes, toml: bytes, deepspeed: bytes, csv: bytes) -> Iter
 
 
 def _import(kind: str, path: Path) -> list[str | Path]:
-    return ["import", kind, path]
+    return ["import", "plan", "--from", kind, path]
 
 
 def _readers() -> tuple[Reader, ...]:
@@ -181,7 +181,7 @@ def _readers() -> tuple[Reader, ...]:
                lambda path: ["schedule", "convert", path, "--as", "text"]),
         *_importers(script, toml, deepspeed, csv),
         Reader("model_config", "config.json", (config,),
-               lambda path: ["import", "megatron", ROOT / "examples/importing/megatron.sh", "--model-config", path]),
+               lambda path: ["import", "plan", ROOT / "examples/importing/megatron.sh", "--model-config", path]),
         Reader("ring", "rank_0.ring", (_ring(),), lambda path: ["job", "hang", path.parent]),
         Reader("stack", "rank_0.txt", _files("tests/goldens/stacks/*/*"), lambda path: ["job", "hang", path.parent]),
         Reader("stack_of_dump", "rank_0.txt", _files("tests/goldens/stacks/*/*"),

@@ -211,7 +211,7 @@ Distributed:
             "Engine: {max_epochs: 3}\nData: {workers: 2}\n",
             1,
             "no setting here is one of",
-            "`pipeproof import --help`",
+            "`pipeproof import plan --help`",
         ),
         ("bf16: {enabled: true}\ntrain_batch_size: 8\n", 2, "a key of DeepSpeed", "`--from deepspeed`"),
         ("num_hidden_layers: 2\nmodel_type: llama\n", 2, "a model's configuration", "`--model-config`"),

@@ -75,7 +75,7 @@ def test_json_and_sarif_have_the_places(strategy, job):
 
 def test_import_writes_a_plan_that_says_where_it_comes_from(job, tmp_path):
     output = tmp_path / "plan.yaml"
-    done = run("import", "paddleformers", job, "-o", output, "--world-size", "8", "--set", "model.num_layers=6")
+    done = run("import", "plan", job, "-o", output, "--world-size", "8", "--set", "model.num_layers=6")
     assert done.exit_code == 0, done.output
     text = output.read_text(encoding="utf-8")
     assert f"tp: 2  # tensor_model_parallel_size, {job}:1" in text
@@ -104,7 +104,7 @@ def test_import_writes_a_plan_that_says_where_it_comes_from(job, tmp_path):
         (["check", "--from", "paddleformers", "JOB", "--world-size", "6"], "do not divide by 4"),
         (["check", "--from", "paddleformers", "absent.yaml"], "cannot read `absent.yaml`"),
         (["check", "--from", "paddleformers", "JOB", "--model-config", "absent.json"], "cannot read `absent.json`"),
-        (["import", "fleet", "JOB"], "no field `tensor_model_parallel_size`"),
+        (["import", "plan", "--from", "fleet", "JOB"], "no field `tensor_model_parallel_size`"),
     ],
 )
 def test_bad_input_is_refused_with_a_remedy(job, arguments, words):

@@ -313,7 +313,7 @@ def test_settings_that_are_no_counts_are_refused(kind, file, setting):
 )
 def test_an_imported_plan_can_be_written_and_checked(kind, file, tmp_path):
     plan = tmp_path / "plan.yaml"
-    assert invoke("import", kind, EXAMPLES / file, "-o", plan).exit_code == 0
+    assert invoke("import", "plan", "--from", kind, EXAMPLES / file, "-o", plan).exit_code == 0
     assert invoke("check", plan).exit_code == 0
 
 
@@ -325,11 +325,11 @@ def test_an_imported_plan_can_be_written_and_checked(kind, file, tmp_path):
         ("torchtitan", "job.toml", "[training]\nlocal_batchsize = 4\n", "`training.local_batchsize`",
          "`local_batch_size`"),
         ("torchtitan", "job.toml", "[paralelism]\n", "`paralelism` is no key", "did you mean `parallelism`?"),
-        ("torchtitan", "job.toml", "[tool.black]\nline = 4\n", "no key here is one of torchtitan", "import --help"),
+        ("torchtitan", "job.toml", "[tool.black]\nline = 4\n", "no key here is one of torchtitan", "plan --help"),
         ("deepspeed", "ds.json", {"train_batch_size": 8, "pipeline": {"stages": 2, "grad_partitoned": False}},
          "`pipeline.grad_partitoned` is no key of DeepSpeed", "`grad_partitioned`"),
         ("deepspeed", "ds.json", {"gradient_accumulation_stps": 8}, "`gradient_accumulation_stps`", "_steps`?"),
-        ("deepspeed", "ds.json", {"compilerOptions": {}}, "no key here is one of DeepSpeed", "import --help"),
+        ("deepspeed", "ds.json", {"compilerOptions": {}}, "no key here is one of DeepSpeed", "plan --help"),
     ],
 )  # fmt: skip
 def test_a_misspelt_key_or_a_file_of_another_tool_is_refused(tmp_path, kind, name, text, said, fix):

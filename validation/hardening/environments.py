@@ -140,25 +140,27 @@ COMMANDS = (
     Command("init --model small --gpus 2 --pp 2 --global-batch 4 --force -o OUT.yaml"),
     Command("schedule convert IN --to text", _EXAMPLES / "schedules" / "zbv_pp2.csv", ".csv"),
     Command("play IN -o OUT.html"),
-    Command("import megatron IN -o OUT.yaml", _EXAMPLES / "importing" / "megatron.sh", ".sh"),
-    Command("import torchtitan IN -o OUT.yaml", _EXAMPLES / "importing" / "torchtitan.toml", ".toml"),
-    Command("import deepspeed IN -o OUT.yaml", _EXAMPLES / "importing" / "deepspeed.json", ".json"),
-    Command("import gpt-neox IN -o OUT.yaml", _EXAMPLES / "importing" / "gpt_neox.yml", ".yml"),
-    Command("import megatron-bridge IN -o OUT.yaml", _EXAMPLES / "importing" / "megatron_bridge.yaml", ".yaml"),
+    *(
+        Command(f"import plan --from {kind} IN{words} -o OUT.yaml", _EXAMPLES / file, Path(file).suffix)
+        for kind, file, words in (
+            ("megatron", "importing/megatron.sh", ""),
+            ("torchtitan", "importing/torchtitan.toml", ""),
+            ("deepspeed", "importing/deepspeed.json", ""),
+            ("gpt-neox", "importing/gpt_neox.yml", ""),
+            ("megatron-bridge", "importing/megatron_bridge.yaml", ""),
+            ("fleet", "importing/strategy.prototxt", ""),
+            *((kind, "importing/full_tp_pp.yaml", "") for kind in ("paddleformers", "paddlenlp", "ernie")),
+            ("automodel", "importing/automodel.yaml", " --world-size 64"),
+            *(
+                (kind, f"importing/{kind.replace('-', '_')}.yaml", "")
+                for kind in ("nemo-rl", "llama-factory", "roll", "flagscale", "primus")
+            ),
+            ("verl", "importing/verl.sh", ""),
+            ("ms-swift", "importing/ms_swift.sh", ""),
+            ("schedule", "schedules/zbv_pp2.csv", ""),
+        )
+    ),
     Command("job hang IN", _EXAMPLES / "importing" / "dumps", ""),
-    Command("import fleet IN -o OUT.yaml", _EXAMPLES / "importing" / "strategy.prototxt", ".prototxt"),
-    *(
-        Command(f"import {kind} IN -o OUT.yaml", _EXAMPLES / "importing" / "full_tp_pp.yaml")
-        for kind in ("paddleformers", "paddlenlp", "ernie")
-    ),
-    Command("import automodel IN --world-size 64 -o OUT.yaml", _EXAMPLES / "importing" / "automodel.yaml"),
-    *(
-        Command(f"import {kind} IN -o OUT.yaml", _EXAMPLES / "importing" / f"{kind.replace('-', '_')}.yaml")
-        for kind in ("nemo-rl", "llama-factory", "roll", "flagscale", "primus")
-    ),
-    Command("import verl IN -o OUT.yaml", _EXAMPLES / "importing" / "verl.sh", ".sh"),
-    Command("import ms-swift IN -o OUT.yaml", _EXAMPLES / "importing" / "ms_swift.sh", ".sh"),
-    Command("import schedule IN -o OUT.yaml", _EXAMPLES / "schedules" / "zbv_pp2.csv", ".csv"),
     Command("import profile IN --plan EXAMPLES/gpt_pp4.yaml", '{"traceEvents": []}', ".json"),
     Command("tune llama3_8b --device h100 --gpus 2 --global-batch 2 --fix tp=1 --fix pp=2 --fix schedule=1f1b"),
     Command("check IN", _EXAMPLES / "recording" / "crossed", ""),

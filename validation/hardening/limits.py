@@ -64,13 +64,13 @@ def script(directory: Path) -> Arguments:
     """A shell script whose variables double without end."""
     doubling = "".join(f"A{n + 1}=$A{n}$A{n}$A{n}$A{n}\n" for n in range(12))
     (directory / "train.sh").write_text("A0=xxxxxxxxxx\n" + doubling + "torchrun pretrain_gpt.py $A12\n")
-    return ["import", "megatron", directory / "train.sh"]
+    return ["import", "plan", directory / "train.sh"]
 
 
 def toml(directory: Path) -> Arguments:
     """A job file in TOML, nested beyond the limit."""
     (directory / "job.toml").write_text("a = " + "[" * (TEXT_DEPTH + 1) + "]" * (TEXT_DEPTH + 1))
-    return ["import", "torchtitan", directory / "job.toml"]
+    return ["import", "plan", directory / "job.toml"]
 
 
 def dump(content: bytes) -> Callable[[Path], Arguments]:

@@ -150,7 +150,7 @@ def set_at(plan: dict[str, Any], path: KeyPath, value: object) -> None:
 def plan_text(imported: Imported, kind: str) -> str:
     """Return the imported plan as YAML text for ``load_plan``; comments give the origin of each value."""
     head = [
-        f"# Made by `pipeproof import {kind}`. A comment names the setting a value comes from, and its place.",
+        f"# Made by `pipeproof import plan --from {kind}`. A comment names the setting of a value, and its place.",
         *(f"# Not shown here: {setting.name} ({setting.why})" for setting in imported.ignored),
     ]
     return "\n".join([*head, *plan_lines(imported.plan, lambda path: _comment(path, imported))]) + "\n"

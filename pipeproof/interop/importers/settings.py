@@ -92,5 +92,5 @@ class Settings:
             raise self.refused(
                 f"no key here is one of {self.tool} that a plan needs",
                 help=f"give the configuration of {self.tool}, or the kind of file that this is: "
-                "`pipeproof import --help` lists the kinds",
+                "`pipeproof import plan --help` lists the kinds",
             )

@@ -337,7 +337,7 @@ def _require_known_trainer(settings: Settings) -> None:
         raise unreadable(
             "no setting here is one of PaddleFormers, PaddleNLP or ERNIE that a plan needs",
             Location(settings.first.file),
-            "give the training arguments, or the kind of file that this is: `pipeproof import --help` lists the kinds",
+            "give the training arguments, or the kind of this file: `pipeproof import plan --help` lists the kinds",
         )
 
 
