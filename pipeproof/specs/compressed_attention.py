@@ -37,7 +37,6 @@ class CompressedAttentionSpec(Section):
     """
 
     layer_types: Annotated[tuple[AttentionType, ...], FROM_LIST] = Field(
-        min_length=1,
         description="The attention of each block, in order: `sliding_attention` without entries, "
         "`compressed_sparse_attention` with those that an indexer chooses, `heavily_compressed_attention` with all. "
         "A list that is shorter than the model begins again. An MTP module has that of the last block.",

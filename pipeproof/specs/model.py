@@ -567,9 +567,9 @@ def _check_compressed_attention(model: ModelSpec) -> list[Problem]:
         if is_refused
     ]  # fmt: skip
     section, rope = "compressed_attention", spec.qk_rope_head_dim
-    if len(spec.layer_types) > model.num_layers:
+    if not 0 < len(spec.layer_types) <= model.num_layers:
         message = f"`model.{section}.layer_types` has {len(spec.layer_types)} entries for {model.num_layers} blocks"
-        problems.append(Problem("PP106", (section, "layer_types"), message, help=f"give at most {model.num_layers}"))
+        problems.append(Problem("PP106", (section, "layer_types"), message, help=f"give 1 to {model.num_layers}"))
     smallest = min(model.size_of_head, spec.index_head_dim)
     if rope % 2 or rope > smallest:
         message = f"model.{section}.qk_rope_head_dim {rope} is not an even part of a head, whose size is {smallest}"

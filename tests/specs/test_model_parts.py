@@ -7,6 +7,7 @@ from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.model import model_content
 from pipeproof.specs.plan import plan_json_schema
+from tests.features import FEATURES
 from tests.plans import plan_dict
 
 MOE = {"num_experts": 8, "top_k": 2, "ffn_size": 8}
@@ -40,6 +41,11 @@ def test_right_ones_load_and_stay_what_they_are(model):
     assert jsonschema.Draft202012Validator(plan_json_schema()).is_valid(plan_dict(model=model))
 
 
+def _compressed(**changes):
+    section = FEATURES["compressed attention"]["model"]["compressed_attention"]
+    return {"compressed_attention": {**section, **changes}}
+
+
 @pytest.mark.parametrize(
     ("model", "topology", "code", "words"),
     [
@@ -50,6 +56,19 @@ def test_right_ones_load_and_stay_what_they_are(model):
         ({"mla": MLA, "num_kv_heads": 4}, {}, "PP106", "remove num_kv_heads"),
         ({"mla": {**MLA, "rope_head_size": 3}}, {}, "PP108", "set it to 2 or 4"),
         ({"mla": {"kv_rank": 4}}, {}, "PP104", "model.mla.nope_head_size"),
+        (_compressed(q_lora_rank=0), {}, "PP106", "q_lora_rank` must be at least 1"),
+        (_compressed(layer_types=["sliding"]), {}, "PP106", "layer_types[0]"),
+        (_compressed(layer_types=[]), {}, "PP106", "has 0 entries"),
+        (_compressed(layer_types=["sliding_attention"] * 5), {}, "PP106", "give 1 to 4"),
+        (_compressed(qk_rope_head_dim=3), {}, "PP108", "set it to an even number up to 4"),
+        (_compressed(qk_rope_head_dim=6), {}, "PP108", "whose size is 4"),
+        (_compressed(o_groups=3), {}, "PP108", "set o_groups to 2 or 4"),
+        (_compressed(), {"tp": 4}, "PP108", "set model.compressed_attention.o_groups to 4"),
+        (_compressed(compress_rates={"heavily_compressed_attention": 9}), {}, "PP108", "makes no entry"),
+        (_compressed(), {"cp": 2}, "PP106", "need the tokens before them"),
+        ({**_compressed(), "num_kv_heads": 2}, {}, "PP106", "remove num_kv_heads"),
+        ({**_compressed(), "mla": MLA}, {}, "PP106", "remove mla"),
+        ({**_compressed(), "dropout": 0.1}, {}, "PP106", "set its `attention` to 0"),
         ({"moe": {**MOE, "top_k": 9}}, {}, "PP106", "set model.moe.top_k to at most 8"),
         ({"moe": {**MOE, "dense_layers": 4}}, {}, "PP106", "leaves none of 4 blocks for experts"),
         ({"moe": {**MOE, "dense_layers": 1, "hash_layers": 4}}, {}, "PP106", "set it to at most 3"),

@@ -4,14 +4,20 @@ transformers computes norms, rotations and softmaxes in float32 at least. Here i
 differ by the rounding of float64 alone.
 """
 
+import itertools
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipeproof.stages.common.dropout import Dropouts
+from pipeproof.stages.describe.boundary import MicroBatchSize
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layers.layer_operations import layer_operations
-from pipeproof.stages.describe.layers.operations import weights_of
+from pipeproof.stages.describe.layers.operations import CompressedCore, Weight, weights_of
+from pipeproof.stages.describe.op_work import ComputeUnit, Phase, layer_work
 from pipeproof.stages.describe.synthetic import DropoutKeys
+from pipeproof.stages.torch import weights as torch_weights
 from pipeproof.stages.torch.backend_ops import OPS
 from pipeproof.stages.torch.stage import TorchStage
 from tests.stages.torch.features import make_plan
@@ -21,7 +27,7 @@ pytestmark = pytest.mark.needs_torch
 
 TYPES = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 ROUNDING = 1e-12
-"""Bound of the largest difference, in units of the largest element of each tensor; 2e-14 was the most."""
+"""Bound of the largest difference, in units of the largest element of each tensor; 2.7e-15 was the most."""
 
 SIZES = {
     "small": (
@@ -182,6 +188,59 @@ def assert_near(made, expected, what):
     assert made.shape == expected.shape
     worst = (made - expected).abs().max() / expected.abs().max()
     assert worst < ROUNDING, f"{what}: {worst:.3g}"
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_sinks_have_the_slopes_of_the_loss(kind):
+    """Both halves of the heads have sinks and slopes that differ."""
+    model, spec = SIZES["small"]
+    weights, x, gradient = drawn(model, spec, kind, seed=7)
+    sinks = weights["sinks.weight"] = torch.tensor([-2.0, 0.5, 1.5, 3.0], dtype=torch.float64)
+
+    def loss_at(moved):
+        plan, stage = stage_of(model, spec, kind, {**weights, "sinks.weight": moved}, "bsh")
+        return float((ours(plan, stage, x, gradient)[0] * gradient).sum())
+
+    found = ours(*stage_of(model, spec, kind, weights, "bsh"), x, gradient)[2]["sinks.weight"]
+    step = 1e-5
+    units = torch.eye(4, dtype=torch.float64) * step
+    slopes = [(loss_at(sinks + unit) - loss_at(sinks - unit)) / (2 * step) for unit in units]
+    slopes = torch.tensor(slopes, dtype=torch.float64)
+    assert torch.allclose(found, slopes, rtol=1e-6, atol=1e-8)
+    largest = slopes.abs().max()
+    assert ((slopes[:2] - slopes[2:]).abs() > 0.02 * largest).all()  # halves in another order would be seen,
+    assert (slopes.abs() > 0.005 * largest).all()  # as would none
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_flops_are_those_that_pytorch_counts(kind, monkeypatch):
+    """Of products, in F, I and W. Forward and backward compute all pairs, as unfused attention is counted."""
+    monkeypatch.setattr(torch_weights, "add_product", lambda buffer, left, right: buffer.add_(left @ right))
+    model, spec = SIZES["as released, smaller"]
+    weights, x, gradient = drawn(model, spec, kind, seed=5)
+    plan, stage = stage_of(model, spec, kind, weights, "bsh")
+    dropouts = Dropouts(OPS, DropoutKeys(plan, 0, 0), 0, stage._region)
+    counters = {phase: FlopCounterMode(display=False) for phase in Phase}
+    with counters[Phase.FORWARD]:
+        output = stage._attention(x.requires_grad_(), "layer.0.attn", 0, 0, dropouts)
+    with counters[Phase.INPUT]:
+        deferred = stage.backward_input(output, gradient)
+    with counters[Phase.WEIGHT]:
+        deferred.accumulate()
+    works = layer_work(plan, "layer.0", MicroBatchSize(model["seq_length"], 2), 8, flash=False)
+    products = [work for work in works if work.name.startswith("attn.") and work.unit is not ComputeUnit.VECTOR]
+    for phase, counter in counters.items():
+        assert counter.get_total_flops() == sum(work.flops for work in products if work.phase is phase) > 0, phase
+
+
+def test_flash_attention_counts_the_pairs_that_queries_see():
+    sizes = itertools.product(range(1, 14), (1, 3, 20), (None, 1, 2, 4), (None, 1, 2, 50))
+    for length, window, rate, top_k in sizes:
+        pairs = 0
+        for query in range(length):
+            entries = 0 if rate is None else (query + 1) // rate
+            pairs += min(query + 1, window) + min(entries, entries if top_k is None else top_k)
+        assert CompressedCore("core", 1, 1, window, Weight("sinks", (1,)), rate, top_k).seen(length) == pairs
 
 
 @pytest.mark.needs("transformers")
