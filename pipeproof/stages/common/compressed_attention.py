@@ -6,9 +6,10 @@ slots of a window, N = S + T keys, G output groups of this rank; [..] is [S, B] 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +23,7 @@ Apply = Callable[[Tensor, str], Tensor]
 """The product, or the norm, with the weights of a name."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Tables:
+class _Tables(NamedTuple):
     """Constants of a sequence of one length: positions of tokens and entries, and what queries do not see.
 
     ``cos`` and ``sin`` are [S, R / 2]; ``entry_cos`` and ``entry_sin`` [T, R / 2]. ``unseen`` [S, N] is added to
@@ -66,6 +66,21 @@ class CompressedAttention:
         self._tables: Mapping[tuple[AttentionType, int], _Tables] = {
             (kind, length): _tables(ops, spec, kind, length, like) for kind in {*spec.layer_types} for length in lengths
         }
+
+    @property
+    def constants(self) -> list[Tensor]:
+        """All tables, for a trace that takes them as inputs."""
+        return [constant for tables in self._tables.values() for constant in tables]
+
+    @contextmanager
+    def with_constants(self, constants: Sequence[Tensor]) -> Iterator[None]:
+        """Compute with ``constants`` in place of the tables."""
+        tables, each = self._tables, iter(constants)
+        self._tables = {key: _Tables(*(next(each) for _ in own)) for key, own in tables.items()}
+        try:
+            yield
+        finally:
+            self._tables = tables
 
     def forward(self, x: Tensor, name: str, kind: AttentionType) -> Tensor:
         """The compressed outputs of this rank's groups [.., G * rank], from activations [.., H] between layers."""

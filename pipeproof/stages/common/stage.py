@@ -110,6 +110,7 @@ class Stage(ABC, Generic[TokenBatch]):
         self._ends = EmbeddingAndHead(
             self._ops, plan, self._region, self._held.used_by, layer_ops.vocabulary, self._positions
         )
+        self._compressed_attention: CompressedAttention | None = None
         if plan.gpt.compressed_attention is not None:
             self._compressed_attention = CompressedAttention(
                 self._ops, plan, self._weights, self._region, self._product, self._norm, self.parameters.__getitem__,
@@ -273,11 +274,11 @@ class Stage(ABC, Generic[TokenBatch]):
         return contract_streams(self._ops, activation, streams.count) if streams.contracts else activation
 
     def _attention(self, activation: Tensor, name: str, index: int, split: int, dropouts: Dropouts) -> Tensor:
-        kind = attention_of(self._plan.gpt, name.removesuffix(".attn"))
-        if kind is None:
+        kind, compressed = attention_of(self._plan.gpt, name.removesuffix(".attn")), self._compressed_attention
+        if kind is None or compressed is None:
             mixed = self._attention_to_all(activation, name, index, split, dropouts)
         else:
-            mixed = self._compressed_attention.forward(activation, name, kind)
+            mixed = compressed.forward(activation, name, kind)
         return dropouts.between(self._row_parallel(mixed, f"{name}.out", f"{name}.out"), "hidden", name)
 
     def _attention_to_all(self, activation: Tensor, name: str, index: int, split: int, dropouts: Dropouts) -> Tensor:

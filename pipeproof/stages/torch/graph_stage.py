@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -100,6 +100,14 @@ class TracedWeights(SplitWeights):
         if self._leaves is None:
             return super().grouped(activation, weight, groups)
         return grouped_product(activation, self._leaves[id(weight)], groups)
+
+    def deferred(self, weight: Weight) -> Tensor:
+        """Implement ``SplitWeights.deferred``."""
+        return super().deferred(weight) if self._leaves is None else self._leaves[id(weight)]
+
+    def fixed(self, weight: Weight) -> Tensor:
+        """Implement ``SplitWeights.fixed``."""
+        return super().fixed(weight) if self._leaves is None else self._leaves[id(weight)].detach()
 
     def rows(self, indices: Tensor, weight: Weight) -> Tensor:
         """Implement ``SplitWeights.rows``.
@@ -237,7 +245,8 @@ class GraphStage(TorchStage):
     def _inputs(self, weights: Sequence[Tensor], activation: Tensor, work_item: WorkItem, index: int) -> list[Tensor]:
         masks = [self._mask_states.of(index)] if self._draws_on_device else []
         streams = [ids for stream in work_item.streams for ids in (stream.tokens, stream.labels)]
-        return [*weights, *self._tables, activation, work_item.scale, *streams, *masks]
+        constants = [] if self._compressed_attention is None else self._compressed_attention.constants
+        return [*weights, *self._tables, activation, work_item.scale, *streams, *constants, *masks]
 
     def _capture(self, size: MicroBatchSize, index: int) -> None:
         """Make the graphs of one size; ``index`` is a micro-batch that has it."""
@@ -269,13 +278,16 @@ class GraphStage(TorchStage):
         """The stage from its inputs to its output, for a trace; with MTP modules also the losses."""
         num, num_ids = len(self._used), 2 * (1 + num_modules(self._plan.gpt))
         cos, sin, activation, scale, *rest = inputs[num:]
-        ids, states = rest[:num_ids], rest[num_ids:]
+        attention = self._compressed_attention
+        first = num_ids + (0 if attention is None else len(attention.constants))
+        ids, constants, states = rest[:num_ids], rest[num_ids:first], rest[first:]
+        in_graph = nullcontext() if attention is None else attention.with_constants(constants)
         work_item = WorkItem(tuple(map(MtpStream, ids[::2], ids[1::2])), scale)
         positions, self._positions = self._positions, Positions(OPS, self._plan, self._traced_weights, (cos, sin))
         self._traced_masks = states[0] if states else None
         self._calls.begin()
         try:
-            with self._traced_weights.traced(self._used, inputs[:num]), _in_module(self._end):
+            with self._traced_weights.traced(self._used, inputs[:num]), in_graph, _in_module(self._end):
                 output = super()._run_layers(self._captured, activation, work_item, 0, index, self._split, None)
             return [output, self.losses] if self.losses is not None and self.losses.dim() else [output]
         finally:

@@ -14,7 +14,7 @@ from pipeproof.stages.torch.device_masks import kept, state_of
 from pipeproof.stages.torch.graph_errors import GraphOperationError
 from pipeproof.stages.torch.graph_stage import GraphStage
 from pipeproof.stages.torch.stage import StepBatches
-from tests.stages.torch.features import EVEN, MLA, MOE, TWO, make_plan
+from tests.stages.torch.features import COMPRESSED, EVEN, MLA, MOE, TWO, make_plan
 from tests.stages.torch.staged_run import CPU, StagedRun
 
 pytestmark = pytest.mark.needs_torch
@@ -32,6 +32,7 @@ PLANS = {
         "topology": SEQUENCE,
         "model": {"mtp": {"num_modules": 1, "loss_weight": 0.4, "magic_send": True}, "dropout": {"embedding": 0.1}},
     },
+    "compressed attention": {"topology": SEQUENCE, "memory": REGATHER, "model": COMPRESSED},
     "cp": {"topology": {"cp": 2, "tp": 2}},
     "experts": {"model": DENSE_FIRST},
     "ep, tp": {"topology": {"ep": 2, **SEQUENCE}, "model": DENSE_FIRST},
@@ -75,7 +76,7 @@ def check(plan, cut=(2,)):
     assert sorted(map(repr, run.issued[: len(expected.issued)])) == sorted(map(repr, expected.issued))
     assert np.allclose(results[0].loss, first.loss, rtol=bound, atol=0)
     for name, gradient in first.gradients.items():
-        assert np.abs(gradient).max() > 0
+        assert np.abs(gradient).max() > 0 or ".indexer." in name
         assert np.abs(results[0].gradients[name] - gradient).max() <= bound * np.abs(gradient).max(), name
     for name, value in first.routers.items():
         assert np.allclose(results[0].routers[name], value, rtol=bound), name
