@@ -68,6 +68,7 @@ def test_a_block_has_two_sets_of_three_weights_that_every_tensor_parallel_rank_h
     assert {(p.tp, p.partial_over) for p in own} == {(INVARIANT, ("tp",) if sp else ())}
     assert initial_weight(own[1], 0, "float32").tolist() == pytest.approx([INITIAL_SCALE] * 3)
     assert measured_with("layer.1.mlp_streams.bias") == ("layer.1.mlp_streams.weight", "layer.1.mlp_streams.scale")
+    assert measured_with("layer.3.out_streams.scale")[-1] == "norm.weight"
     assert measured_with("layer.1.mlp_norm.weight") == ()
 
 

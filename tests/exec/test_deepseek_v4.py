@@ -1,0 +1,57 @@
+"""A small DeepSeek-V4 with all of its layers and an MTP module, on real processes of both frameworks.
+
+Each run's log equals the graph. Where sums are in order its steps have the bits of the reference, elsewhere they are
+within the bound of rounding.
+"""
+
+import pytest
+
+from tests.exec.processes import Run
+from tests.features import FEATURES
+from tests.plans import plan_dict
+
+MODEL = {
+    **FEATURES["compressed attention"]["model"], **FEATURES["hyper-connections of DeepSeek-V4"]["model"],
+    "moe": {
+        "num_experts": 4, "top_k": 2, "ffn_size": 8, "num_shared_experts": 1, "score": "sqrtsoftplus",
+        "routed_scale": 1.5, "hash_layers": 2, "expert_bias_rate": 0.003,
+    },
+    "swiglu_limit": 0.5, "swiglu_formula": "silu", "num_layers": 4,
+    "mtp": {"num_modules": 1, "reads": "after_norm", "embedding": "own"},
+}  # fmt: skip
+ZB_V = {"kind": "zb_v", "num_chunks": 2}
+RUNS = {
+    "pp 2, 1F1B": ({"pp": 2}, {}),
+    "pp 2, ZB-V": ({"pp": 2}, ZB_V),
+    "pp 2, ep 2, 1F1B": ({"pp": 2, "ep": 2}, {}),
+    "pp 2, ep 2, ZB-V": ({"pp": 2, "ep": 2}, ZB_V),
+    "pp 2, tp 2, sequence parallel": ({"pp": 2, "tp": 2, "sequence_parallel": True}, {}),
+}
+OVERLAPPED = {"pp": 2, "ep": 2}, {"kind": "dualpipe_v", "num_chunks": 2, "overlap": "pairs"}
+
+
+PADDLE, TORCH = (pytest.param(name, marks=getattr(pytest.mark, f"needs_{name}")) for name in ("paddle", "torch"))
+
+
+def require_same(tmp_path, topology, schedule, backend):
+    plan = plan_dict(model=MODEL, topology=topology, schedule=schedule, run={"backend": backend, "steps": 2, "seed": 3})
+    ended = Run(tmp_path, plan).end()
+    assert ended.status == 0, ended.output
+    assert ended.report["log_matches_graph"]
+    in_order = backend == "paddle" or topology == {"pp": 2}
+    assert ended.report["judged_by"] == ("bits" if in_order else "bound")
+    if in_order:
+        assert all(step["bitwise"] for step in ended.report["steps"])
+    assert all(one["uncut_max_rel_diff"] <= ended.report["parallel_bound"] for one in ended.report["gradients"])
+
+
+@pytest.mark.slow(but=["pp 2, ep 2, 1F1B-paddle", "pp 2, ZB-V-torch"])
+@pytest.mark.parametrize("backend", [PADDLE, TORCH])
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_are_those_of_the_reference(tmp_path, name, backend):
+    require_same(tmp_path, *RUNS[name], backend)
+
+
+@pytest.mark.needs_torch
+def test_exchanges_go_on_under_the_other_computation(tmp_path):
+    require_same(tmp_path, *OVERLAPPED, "torch")  # collectives of Paddle block
