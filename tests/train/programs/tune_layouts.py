@@ -74,7 +74,7 @@ def tune_a_sequential(directory):
 def recompute_a_llama(_):
     model, tokens = llama()
     own = {"loss_fn": causal_lm_loss, "example": (tokens,), "target": tokens, "num_micro_batches": 4,
-           "search": Search(num_trials=1, splits=["whole"])}  # fmt: skip
+           "search": Search(num_trials=1, splits=["whole"], without_pipeline=False)}  # fmt: skip
     free = tune(model, **own)
     least = min(row.predicted_gib for row in free.rows)
     tight = tune(model, **own, memory_gib=0.9 * least)

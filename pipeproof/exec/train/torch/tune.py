@@ -59,7 +59,9 @@ from pipeproof.version import __version__
 
 _NUM_OTHERS = 7
 """Rows of a result that were not run."""
-_NUM_SERIES, _STEPS_OF_SERIES = 3, 3
+_LEAST_SERIES, _MOST_SERIES, _STEPS_OF_SERIES = 3, 12, 3
+_REPEATS = 0.005
+"""Share of a time below which the two fastest series are equal, and no further one is needed."""
 _MESSAGES = 12
 _SAFE_SHARE = 0.97
 """Share of the memory that a prediction may use: measured peaks were up to 2 % higher."""
@@ -460,20 +462,17 @@ class _Tuning:
         times, peak = self._times(pipe, is_compiled=row.replay)
         whole, trained = weight_bytes(weight for stage in pipe.stages.values() for weight in stage.parameters())
         own = whole + self.search.optimizer_bytes * trained
-        gathered = self.ranks.agreement.gather(
-            f"trial {row.name}", lambda: [times, (peak - before + own) / GIB if self.is_gpu else None]
+        gib = self.ranks.agreement.gather(
+            f"trial {row.name}", lambda: (peak - before + own) / GIB if self.is_gpu else None
         )
-        slowest = [max(each) for each in zip(*(answer[0] for answer in gathered), strict=True)]
-        gib = [answer[1] for answer in gathered]
         row = replace(
-            row, measured_ms=min(slowest), noise_ms=median(slowest) - min(slowest),
-            measured_gib=None if None in gib else max(gib),
-        )  # fmt: skip
-        self._report(f"{row.name}: predicted {ms_text(row.predicted_ms)}, measured {ms_text(min(slowest))}")
+            row, measured_ms=times[0], noise_ms=times[1] - times[0], measured_gib=None if None in gib else max(gib)
+        )
+        self._report(f"{row.name}: predicted {ms_text(row.predicted_ms)}, measured {ms_text(times[0])}")
         return row
 
     def _times(self, pipe: Pipeline, *, is_compiled: bool) -> tuple[list[float], int]:
-        """Milliseconds of a step in each series, and the most bytes that were allocated."""
+        """As of ``_timed``."""
         num = self.num_micro_batches
         args = [_every(value, num) for value in self.batch.args] if pipe.is_first else []
         kwargs = {name: _every(value, num) for name, value in self.batch.kwargs.items()}
@@ -488,7 +487,10 @@ class _Tuning:
         return self._timed(step, is_compiled=is_compiled)
 
     def _timed(self, step: Callable[[], None], *, is_compiled: bool = False) -> tuple[list[float], int]:
-        """Milliseconds of a step that all ranks make, in each series, and the most bytes that were allocated."""
+        """Milliseconds of a step of the slowest rank in each series, the fastest first, and the most bytes allocated.
+
+        Other processes only make a step longer: series are run until the two fastest have the same time.
+        """
 
         def steps() -> float:
             dist.barrier(self.ranks.group)
@@ -498,14 +500,18 @@ class _Tuning:
                 step()
             self._sync()
             dist.barrier(self.ranks.group)
-            return (time.perf_counter() - started) / _STEPS_OF_SERIES * 1e3
+            own = (time.perf_counter() - started) / _STEPS_OF_SERIES * 1e3
+            self._num_asked += 1
+            return float(max(self.ranks.agreement.gather(f"series {self._num_asked}", lambda: own)))
 
         if self.is_gpu and is_compiled:
             torch.cuda.reset_peak_memory_stats(self.device)
         steps()  # compiles, and with replay captures: what a replay uses is allocated then
         if self.is_gpu and not is_compiled:
             torch.cuda.reset_peak_memory_stats(self.device)
-        times = [steps() for _ in range(_NUM_SERIES)]
+        times: list[float] = []
+        while len(times) < _LEAST_SERIES or (len(times) < _MOST_SERIES and times[1] > (1 + _REPEATS) * times[0]):
+            times = sorted([*times, steps()])
         return times, torch.cuda.max_memory_allocated(self.device) if self.is_gpu else 0
 
     def _note_no_pipeline(self, fastest: LayoutRow) -> None:
@@ -525,10 +531,9 @@ class _Tuning:
                 )
                 times, peak = self._timed(step)
             states = self.search.optimizer_bytes * weight_bytes(self.model.parameters())[1] / num_ranks
-            own = [min(times), (peak - before + states) / GIB if self.is_gpu else None]
-            answers = self.ranks.agreement.gather(f"no pipeline {num_examples}", partial(list, own))
-            gib = None if answers[0][1] is None else max(answer[1] for answer in answers)
-            found[num_examples] = max(answer[0] for answer in answers), gib
+            own = (peak - before + states) / GIB if self.is_gpu else 0.0
+            gib = max(self.ranks.agreement.gather(f"no pipeline {num_examples}", partial(float, own)))
+            found[num_examples] = times[0], gib if self.is_gpu else None
             del step
             self._clean()
         for num_examples, (ms, gib) in found.items():
