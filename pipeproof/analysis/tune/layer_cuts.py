@@ -54,7 +54,7 @@ class LayerCost:
 
     @property
     def slowdown(self) -> float:
-        """How many times longer the work takes where the host needs longer than the device."""
+        """The factor by which the work gets longer where the host needs longer than the device."""
         return max(1.0, self.host / self.work) if self.work else 1.0
 
 

@@ -419,7 +419,7 @@ class _Tuning:
         return every
 
     def _trial(self, row: LayoutRow) -> list[LayoutRow]:
-        """A layout proved and run, operation by operation and, where its row says so, replayed, too."""
+        """A layout proved and run, operation by operation and, where it is to be replayed, replayed, too."""
         plain = replace(row, replay=False, predicted_ms=self._by_operation[row.plain])
         rows: list[LayoutRow] = []
         try:
@@ -472,7 +472,7 @@ class _Tuning:
         return row
 
     def _times(self, pipe: Pipeline, *, is_compiled: bool) -> tuple[list[float], int]:
-        """As of ``_timed``."""
+        """Times and bytes, as ``_timed`` returns them."""
         num = self.num_micro_batches
         args = [_every(value, num) for value in self.batch.args] if pipe.is_first else []
         kwargs = {name: _every(value, num) for name, value in self.batch.kwargs.items()}
