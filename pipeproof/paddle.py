@@ -14,5 +14,6 @@ except ModuleNotFoundError as error:
 from pipeproof.exec.store.train_errors import PipelineError, PlanRefused
 from pipeproof.exec.train.module_plan import stages_of_rank
 from pipeproof.exec.train.paddle.pipeline import Pipeline
+from pipeproof.exec.train.paddle.record_layers import record_layers
 
-__all__ = ["Pipeline", "PipelineError", "PlanRefused", "stages_of_rank", "watch"]
+__all__ = ["Pipeline", "PipelineError", "PlanRefused", "record_layers", "stages_of_rank", "watch"]

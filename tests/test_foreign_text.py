@@ -109,7 +109,7 @@ FILES = {
     "system_calls.py": "opens regular files only, and what is written",
     "state/dcp/torch_archive.py": "reads an archive within a file that `open_foreign` opened",
     "exec/rank/job_files.py": "loads arrays from a file that `open_foreign` opened",
-    "analysis/align/first_difference.py": "loads arrays from a file that `open_foreign` opened",
+    "analysis/align/read_record.py": "loads arrays from a file that `open_foreign` opened",
     "exec/train/torch/dcp_files.py": "reads an archive within a file that `open_foreign` opened",
     "exec/train/torch/pretrained_load.py": "reads elements from a file that `open_foreign` opened",
     "exec/store/process_state.py": "/proc",

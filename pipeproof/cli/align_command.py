@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from pipeproof.cli.console import console_for, format_option, not_nan, note_kind, print_error
+from pipeproof.cli.console import console_for, format_option, not_nan, note_kind, print_error, refusing_bad_plans
 from pipeproof.cli.progress import showing_progress
 from pipeproof.exit_status import ExitStatus
+
+if TYPE_CHECKING:
+    from pipeproof.analysis.align.record_map import MapFile
 
 
 def _order(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
@@ -30,6 +34,13 @@ def _order(context: click.Context, parameter: click.Parameter, value: str) -> tu
               help="Allowed distance of elements, and of losses, in representable numbers.")  # fmt: skip
 @click.option("--relative", type=click.FloatRange(min=0.0), default=0.0, show_default=True, callback=not_nan,
               help="Or the allowed difference of a tensor, relative to B's largest element.")  # fmt: skip
+@click.option("--rounding", is_flag=True, help="Or a difference within the bound of rounding.")
+@click.option("--names-a", metavar="NAMES",
+              help="Of records: the naming convention of A's model, such as megatron; with --names-b.")  # fmt: skip
+@click.option("--names-b", metavar="NAMES", help="The same of B, such as huggingface.")
+@click.option("--map", "map_file", type=click.Path(path_type=Path), metavar="FILE",
+              help="Of records: partners that names and shapes do not show, in YAML.")  # fmt: skip
+@click.option("--draft", is_flag=True, help="Print a map for tensors without a partner, proposed by shape and order.")
 @click.option("-m", "--micro-batches", type=click.IntRange(min=1), default=1, show_default=True,
               help="Of logs: number of micro-batches of a step, for counting anchors.")  # fmt: skip
 @click.option("--order-a", default="main", show_default=True, callback=_order, metavar="NAMES",
@@ -44,6 +55,11 @@ def align(
     b: Path,
     ulps: int,
     relative: float,
+    rounding: bool,
+    names_a: str | None,
+    names_b: str | None,
+    map_file: Path | None,
+    draft: bool,
     micro_batches: int,
     order_a: tuple[str, ...],
     order_b: tuple[str, ...],
@@ -53,7 +69,7 @@ def align(
 ) -> None:
     """Compare two trainings bit for bit, and report the first difference: step, layer, rank, and its cause.
 
-    A and B are records of `run --record` (a directory with record.jsonl), or text logs as PaddleFormers,
+    A and B are records of `run --record` or of `record_layers` (directories), or text logs as PaddleFormers,
     PaddleFleet and Megatron print them. The exit status is 0 only if all is equal within the given
     distances, 1 if not, 2 if a side cannot be read or the two have nothing in common.
     """
@@ -61,16 +77,25 @@ def align(
     from pipeproof.analysis.align.alignment_text import alignment_to_json, render_alignment
     from pipeproof.analysis.align.compare_records import align as align_files
     from pipeproof.analysis.align.loss_pairs import Tolerance
+    from pipeproof.analysis.align.record_map import read_map
     from pipeproof.analysis.align.training_logs import LogForm
 
+    if (names_a is None) != (names_b is None):
+        raise click.UsageError("give --names-a and --names-b, or neither: names are those of the other side without")
     if (rank_a is None) != (rank_b is None):
         raise click.UsageError("give --rank-a and --rank-b, or neither: ranks are compared by number")
     forms = (LogForm(micro_batches, order_a, rank_a), LogForm(micro_batches, order_b, rank_b))
+    names = None if names_a is None or names_b is None else (names_a, names_b)
     try:
-        with showing_progress("comparing") as on_progress:
+        with refusing_bad_plans("text", map_file or a), showing_progress("comparing") as on_progress:
+            partners = None if map_file is None else read_map(map_file)
+            if draft:
+                click.echo(_draft(a, b, names, partners), nl=False)
+                return
             found = align_files(
-                a, b, Tolerance(ulps, relative), forms, lambda step: on_progress(f"comparing; step {step}", 0, 0)
-            )
+                a, b, Tolerance(ulps, relative, rounding), forms,
+                lambda step: on_progress(f"comparing; step {step}", 0, 0), names, partners,
+            )  # fmt: skip
     except AlignmentError as error:
         print_error(f"{error}")
         for side in dict.fromkeys((a, b)):
@@ -81,3 +106,12 @@ def align(
     else:
         render_alignment(found, console_for())
     sys.exit(ExitStatus.OK if found.equal else ExitStatus.FAILED)
+
+
+def _draft(a: Path, b: Path, names: tuple[str, str] | None, partners: MapFile | None) -> str:
+    from pipeproof.analysis.align.draft_map import draft_map
+    from pipeproof.analysis.align.read_record import open_record
+    from pipeproof.analysis.align.record_map import RecordMap
+
+    records = open_record(a), open_record(b)
+    return draft_map(*records, RecordMap(*records, names, partners))

@@ -106,7 +106,8 @@ PROGRAM = FileKind("a program in our text form", ("check FILE", "schedule conver
                    lambda g: _is_schedule(g, "text"), "schedule")  # fmt: skip
 
 KINDS: tuple[FileKind, ...] = (
-    FileKind("a record of a training", ("state align FILE OTHER",), lambda g: "record.jsonl" in g.names),
+    FileKind("a record of a training", ("state align FILE OTHER",),
+             lambda g: any(re.fullmatch(r"record(\.rank\d+)?\.jsonl", name) for name in g.names)),
     LOGS,
     FileKind("a directory of Flight Recorder dumps", ("job hang FILE",),
              lambda g: any(map(_DUMP_NAME.fullmatch, g.names))),

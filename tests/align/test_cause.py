@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from pipeproof.analysis.align.array_digests import md5_of, norm_of
-from pipeproof.analysis.align.likely_cause import Family, Values, guess, guess_from_norms
+from pipeproof.analysis.align.likely_cause import Family, guess, guess_from_norms
+from pipeproof.analysis.align.read_record import Values
 from pipeproof.analysis.align.record_format import Recorded, Shard
 
 RNG = np.random.default_rng(7)

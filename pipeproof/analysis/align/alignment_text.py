@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pipeproof.analysis.align.array_digests import FAR
+from pipeproof.analysis.align.array_digests import FAR, is_fast
 from pipeproof.analysis.align.compare_records import Alignment
 from pipeproof.analysis.align.first_difference import TensorAlignment, TensorDifference
 from pipeproof.analysis.align.loss_pairs import LossDifference, Matches
@@ -21,13 +21,21 @@ def render_alignment(found: Alignment, console: Console) -> None:
     for line in _lines(found):
         console.print(line, markup=False, soft_wrap=True)
     asked = _asked(found)
-    if found.equal:
+    if found.equal and found.tolerance.rounding:
+        console.print(f"[bold green]equal[/]{' within rounding' if _num_rounding(found) else ': bit for bit'}")
+    elif found.equal:
         console.print(f"[bold green]equal[/]{asked}")
     else:
         console.print(f"[bold red]different[/]{asked}")
 
 
+def _num_rounding(found: Alignment) -> int:
+    return 0 if found.tensors is None else found.tensors.num_rounding
+
+
 def _asked(found: Alignment) -> str:
+    if found.tolerance.rounding:
+        return " by more than rounding"
     if found.tolerance.bitwise:
         exact = "in every printed digit" if found.losses.by_value else "bit for bit"
         return f": {exact}" if found.equal else ""
@@ -75,19 +83,36 @@ def _where(observed: Observed) -> str:
 
 def _tensors(tensors: TensorAlignment) -> Iterator[str]:
     equal = tensors.num_compared - tensors.num_differing
-    yield f"tensor_matches={equal}/{tensors.num_compared}"
+    rounding = f", of which {tensors.num_rounding} differ by rounding" if tensors.num_rounding else ""
+    yield f"tensor_matches={equal}/{tensors.num_compared}{rounding}"
+    if tensors.num_on_purpose:
+        yield f"{tensors.num_on_purpose} tensors have no partner on purpose"
     if tensors.example:
         number = tensors.only_a + tensors.only_b
         yield f"{number} tensors have no partner: {tensors.example}"
+    if tensors.num_rounding:
+        always = [kind for kind in tensors.with_equal_bits if kind not in tensors.with_other_bits]
+        shown = "; ".join(always[:_MOST_KINDS]) + (
+            f"; and {len(always) - _MOST_KINDS} more" * (len(always) > _MOST_KINDS)
+        )
+        yield f"equal bits in step {tensors.first_step}: {shown or 'none'}"
     first = tensors.first
     if first is None:
         return
     yield f"first tensor that differs, in execution order: step {first.a.step}, {first.a.title}{_on(first)}"
-    yield f"  A md5 {first.a.md5} norm {first.a.norm:.9g}"
-    yield f"  B md5 {first.b.md5} norm {first.b.norm:.9g}"
+    for side, one in (("A", first.a), ("B", first.b)):
+        digest = f"{'' if is_fast(one.md5) else 'md5 '}{one.md5} " if one.md5 else ""
+        yield f"  {side} {digest}norm {one.norm:.9g}"
     if first.ulps is not None:
         place = "" if first.place is None else f", farthest at {list(first.place)}"
         yield f"  {_far(first.ulps, first.relative)}{place}"
+    if first.bound is not None:
+        yield f"  the bound of rounding is relative {first.bound:.3g}"
+    if first.how:
+        yield f"  A's tensor was compared as: {first.how}"
+    if first.operation is not None:
+        inputs = {True: "its inputs are equal", False: "its inputs differ, too", None: "its inputs are not recorded"}
+        yield f"  made by: {first.operation.name}; {inputs[first.operation.are_inputs_equal]}"
     yield f"  cause, a guess: {first.cause.family}: {first.cause.evidence}"
     before = "nothing recorded" if tensors.before is None else tensors.before.title
     handed = "; it is the same tensor before it was handed on: no layer computes between" if first.handed_on else ""
@@ -102,6 +127,9 @@ def _tensors(tensors: TensorAlignment) -> Iterator[str]:
         f"  in that step {tensors.num_in_first_step} of {tensors.compared_in_first_step} tensors differ; "
         f"steps in which one does: {tensors.differing_steps}"
     )
+
+
+_MOST_KINDS = 12
 
 
 def _on(difference: TensorDifference) -> str:
@@ -124,7 +152,11 @@ def alignment_to_json(found: Alignment) -> dict[str, Any]:
     losses, tensors = found.losses, found.tensors
     return {
         "equal": found.equal,
-        "asked": {"ulps": found.tolerance.ulps, "relative": found.tolerance.relative},
+        "asked": {
+            "ulps": found.tolerance.ulps,
+            "relative": found.tolerance.relative,
+            "rounding": found.tolerance.rounding,
+        },
         "main": _matches_json(losses.main),
         "mtp": _matches_json(losses.mtp) if losses.mtp.steps else None,
         "routers": _matches_json(losses.routers) if losses.routers.steps else None,
@@ -162,6 +194,9 @@ def _tensors_json(tensors: TensorAlignment) -> dict[str, Any]:
         "differing_steps": tensors.differing_steps,
         "only_a": tensors.only_a,
         "only_b": tensors.only_b,
+        "on_purpose": tensors.num_on_purpose,
+        "by_rounding": tensors.num_rounding,
+        "equal_bits": [kind for kind in tensors.with_equal_bits if kind not in tensors.with_other_bits],
         "first_difference": None if tensors.first is None else _difference_json(tensors.first),
         "last_equal_before": None if tensors.before is None else _name_json(tensors.before),
     }
@@ -175,7 +210,12 @@ def _difference_json(difference: TensorDifference) -> dict[str, Any]:
         "a": _content_json(difference.a),
         "b": _content_json(difference.b),
         **_far_json(difference.ulps, difference.relative),
+        "bound": difference.bound,
         "place": None if difference.place is None else list(difference.place),
+        "how": difference.how,
+        "operation": None
+        if (made := difference.operation) is None
+        else {"name": made.name, "are_inputs_equal": made.are_inputs_equal},
         "handed_on": difference.handed_on,
         "weights": {"equal": list(difference.weights.equal), "different": list(difference.weights.different)},
         "cause": {"family": difference.cause.family.value, "evidence": difference.cause.evidence},

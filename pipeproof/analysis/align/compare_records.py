@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 
 from pipeproof.analysis.align.align_errors import AlignmentError
+from pipeproof.analysis.align.array_digests import rounding_bound
 from pipeproof.analysis.align.first_difference import TensorAlignment, TensorComparison, paired_steps
 from pipeproof.analysis.align.loss_pairs import LossAlignment, Tolerance, align_losses
-from pipeproof.analysis.align.read_record import RecordFile
-from pipeproof.analysis.align.record_format import RECORD_FILE, RecordedStep
+from pipeproof.analysis.align.read_record import Record, open_record, rank_files
+from pipeproof.analysis.align.record_format import DECIMALS, RECORD_FILE, RecordedStep
+from pipeproof.analysis.align.record_map import MapFile, RecordMap
 from pipeproof.analysis.align.training_logs import LogForm, Observed, read_log
 from pipeproof.foreign_text import open_foreign
 
@@ -36,17 +39,22 @@ def align(
     tolerance: Tolerance,
     forms: tuple[LogForm, LogForm] = (LogForm(), LogForm()),
     report_step: Callable[[int], None] = lambda _: None,
+    names: tuple[str, str] | None = None,
+    map_file: MapFile | None = None,
 ) -> Alignment:
     """Compare ``a`` with ``b``: two records, or two text logs, which ``forms`` describe.
 
-    ``report_step`` is called with the number of each step that is reached.
+    ``report_step`` is called with the number of each step that is reached. ``names`` are the naming conventions of two
+    records, ``map_file`` has other partners.
 
     Raises:
         AlignmentError: a side cannot be read, the two are of different kinds, or they have nothing in common.
+        AoaError: a statement of the map cannot be read, or does not fit the tensors.
     """
     records = [_record(path) for path in (a, b)]
     if records[0] is not None and records[1] is not None:
-        return _align_records(records[0], records[1], tolerance, report_step)
+        partners = RecordMap(records[0], records[1], names, map_file)
+        return _align_records(records[0], records[1], tolerance, report_step, partners)
     if records[0] is not None or records[1] is not None:
         record, log = (a, b) if records[0] is not None else (b, a)
         raise AlignmentError(f"{record} is a record and {log} is none: compare two records, or two text logs")
@@ -58,21 +66,21 @@ def align(
     return Alignment(losses, None, tolerance, notes)
 
 
-def _record(path: Path) -> RecordFile | None:
+def _record(path: Path) -> Record | None:
     """The record at a path; None where a log is."""
     if path.is_dir():
-        if not (path / RECORD_FILE).exists():
+        if not (path / RECORD_FILE).exists() and not rank_files(path):
             inner = sorted(one.parent.name for one in path.glob(f"*/{RECORD_FILE}"))
             hint = f"name {' or '.join(str(path / one) for one in inner)}" if inner else "name a record or one log file"
             raise AlignmentError(f"{path} is a directory without {RECORD_FILE}: {hint}")
-        return RecordFile(path)
+        return open_record(path)
     try:
         with open_foreign(path) as stream:
             beginning = stream.read(1)
     except OSError as error:
         raise AlignmentError(f"cannot read {path}: {error.strerror or error}") from error
     if path.suffix == ".jsonl" or beginning == b"{":
-        return RecordFile(path)
+        return open_record(path)
     return None
 
 
@@ -85,35 +93,48 @@ def _reporting(observations: Iterator[Observed], report_step: Callable[[int], No
         yield observed
 
 
-def _align_records(a: RecordFile, b: RecordFile, tolerance: Tolerance, report_step: Callable[[int], None]) -> Alignment:
+def _align_records(
+    a: Record, b: Record, tolerance: Tolerance, report_step: Callable[[int], None], partners: RecordMap
+) -> Alignment:
     losses = LossAlignment()
-    tensors = TensorComparison(a, b, tolerance)
+    tensors = TensorComparison(a, b, tolerance, partners)
+    bound = rounding_bound(a.header.dtype) if tolerance.rounding else 0.0
+    of_losses = replace(tolerance, relative=max(tolerance.relative, bound))
+    has_common = False
     for step_a, step_b in paired_steps(a, b, report_step):
         if step_a is not None and step_b is not None:
-            _put_losses(losses, step_a, step_b, tolerance, a.header.dtype)
+            has_common = True
+            _put_losses(losses, step_a, step_b, of_losses, a.header.dtype, partners.loss_factor())
             tensors.put(step_a, step_b)
         elif step_a is not None:
             losses.miss(0, _loss(step_a))
         elif step_b is not None:
             losses.miss(1, _loss(step_b))
-    if not losses.main.steps:
+    if not has_common:
         counted = " and ".join(
             f"{side} {'none' if one is None else f'{number} from step {one.step} on'}"
             for side, number, one in zip("AB", losses.unpaired, losses.examples, strict=True)
         )
         raise AlignmentError(f"{a.file} and {b.file} have no finished step in common: {counted}")
     if tensors.found.num_compared == 0:
-        raise AlignmentError(f"{a.file} and {b.file} have no tensor in common: they are records of different models")
+        raise AlignmentError(
+            f"{a.file} and {b.file} have no tensor in common: give the names of both (`--names-a`, `--names-b`), or a "
+            f"map, which `state align --draft` proposes; {tensors.found.example}"
+        )
     return Alignment(losses, tensors.found, tolerance, tuple(_notes(a, b)))
 
 
-def _put_losses(losses: LossAlignment, a: RecordedStep, b: RecordedStep, tolerance: Tolerance, dtype: str) -> None:
-    """The main loss and the other losses of a step, paired by name."""
-    losses.put(_loss(a), _loss(b), tolerance, dtype)
+def _put_losses(
+    losses: LossAlignment, a: RecordedStep, b: RecordedStep, tolerance: Tolerance, dtype: str, factor: Fraction
+) -> None:
+    """The main loss and the other losses of a step, paired by name; those of A times ``factor``."""
+    a = a if factor == 1 else _times(a, factor)
+    if a.loss is not None or b.loss is not None:
+        losses.put(_loss(a), _loss(b), tolerance, dtype)
     others_a, others_b = ({one.name: one for one in step.others} for step in (a, b))
     for name in dict.fromkeys((*others_a, *others_b)):
         seen = [
-            None if one is None else Observed(a.step, one.name, "loss", None, None, one.loss, one.md5)
+            None if one is None else Observed(a.step, one.name, "loss", None, None, one.loss, one.md5 or None)
             for one in (others_a.get(name), others_b.get(name))
         ]
         if seen[0] is not None and seen[1] is not None:
@@ -122,6 +143,14 @@ def _put_losses(losses: LossAlignment, a: RecordedStep, b: RecordedStep, toleran
             losses.miss(0, seen[0])
         elif seen[1] is not None:
             losses.miss(1, seen[1])
+
+
+def _times(step: RecordedStep, factor: Fraction) -> RecordedStep:
+    def scaled(loss: str | None) -> str | None:
+        return None if loss is None else f"{float(loss) * float(factor):.{DECIMALS}f}"
+
+    others = tuple(replace(one, loss=scaled(one.loss), md5="") for one in step.others)
+    return replace(step, loss=scaled(step.loss), loss_md5=None, others=others)
 
 
 def _loss(step: RecordedStep) -> Observed:
@@ -148,14 +177,15 @@ def _described(observed: Observed) -> str:
     return f"`{observed.what}` ({observed.loss}) of step {observed.step}{rank}"
 
 
-def _notes(a: RecordFile, b: RecordFile) -> Iterator[str]:
+def _notes(a: Record, b: Record) -> Iterator[str]:
     first, second = a.header, b.header
     if first.dtype != second.dtype:
         yield f"A computed in {first.dtype}, B in {second.dtype}"
-    if first.digest != second.digest:
+    if first.digest != second.digest and first.digest and second.digest:
         yield f"the plans differ: digests {first.digest[:12]} and {second.digest[:12]}"
     for side, record, other in (("A", a, b), ("B", b, a)):
         if other.header.layers and not record.header.layers:
             yield f"{side} has no tensors of layers (`run --record-layers`): gradients of weights were compared"
         if not record.header.values:
-            yield f"{side} has no values (`run --record-values`): only MD5s and norms were compared"
+            how = "`names=` of `record_layers`" if record.header.who == "program" else "`run --record-values`"
+            yield f"{side} has no values ({how}): only MD5s and norms were compared"

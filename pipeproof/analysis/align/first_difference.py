@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import zipfile
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from enum import IntEnum
 
 import numpy as np
 
-from pipeproof.analysis.align.align_errors import AlignmentError
-from pipeproof.analysis.align.array_digests import FAR, Array, max_relative, max_ulps, ulps_between
-from pipeproof.analysis.align.likely_cause import Cause, Family, Values, guess, guess_from_norms, missing_reduction
+from pipeproof.analysis.align.array_digests import (
+    FAR,
+    Array,
+    is_fast,
+    max_relative,
+    max_ulps,
+    rounding_bound,
+    ulps_between,
+)
+from pipeproof.analysis.align.likely_cause import Cause, Family, guess, guess_from_norms, missing_reduction
 from pipeproof.analysis.align.loss_pairs import Tolerance
-from pipeproof.analysis.align.read_record import RecordFile
-from pipeproof.analysis.align.record_format import Recorded, RecordedStep, values_file
-from pipeproof.foreign_text import open_foreign
+from pipeproof.analysis.align.operations import Operation, Surroundings, operation_of
+from pipeproof.analysis.align.read_record import Record, Values
+from pipeproof.analysis.align.record_format import Recorded, RecordedStep
+from pipeproof.analysis.align.record_map import Pair, RecordMap
 
 # --- Evidence of the tensors around the first difference: its producer, and the correct outputs of its layer ---
 
@@ -101,6 +109,10 @@ class TensorDifference:
     cause: Cause
     handed_on: bool = False
     weights: WeightGradients = field(default_factory=WeightGradients)
+    how: str = ""
+    """Changes that brought A's tensor into B's terms."""
+    operation: Operation | None = None
+    bound: float | None = None
 
 
 @dataclass(slots=True)
@@ -122,6 +134,13 @@ class TensorAlignment:
     only_b: int = 0
     example: str = ""
     """A tensor that one side lacks."""
+    num_on_purpose: int = 0
+    """Tensors that have no partner on purpose."""
+    num_rounding: int = 0
+    first_step: int | None = None
+    with_equal_bits: dict[str, None] = field(default_factory=dict)
+    """Kinds of tensors (such as a layer's outputs), in order, of which some have equal bits in the first step."""
+    with_other_bits: dict[str, None] = field(default_factory=dict)
 
     @property
     def equal(self) -> bool:
@@ -130,7 +149,7 @@ class TensorAlignment:
 
 
 def paired_steps(
-    a: RecordFile, b: RecordFile, report_step: Callable[[int], None]
+    a: Record, b: Record, report_step: Callable[[int], None]
 ) -> Iterator[tuple[RecordedStep | None, RecordedStep | None]]:
     """Steps of both by number, as they come; None where one side has no such step."""
     steps_a, steps_b = a.steps(), b.steps()
@@ -144,6 +163,27 @@ def paired_steps(
         next_b = next_b if pair[1] is None else next(steps_b, None)
 
 
+class Verdict(IntEnum):
+    """Distance of a tensor from its partner, in words."""
+
+    EQUAL_BITS = 0
+    ALLOWED = 1
+    """Within the tolerance that was asked for."""
+    ROUNDING = 2
+    """Within the bound of rounding."""
+    DIFFERENT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedPair:
+    """A pair, its verdict, and where it was measured its distance and the bound of rounding, both relative."""
+
+    pair: Pair
+    verdict: Verdict
+    distance: float | None = None
+    bound: float | None = None
+
+
 class TensorComparison:
     """Comparison of the tensors of two records, step by step.
 
@@ -151,10 +191,12 @@ class TensorComparison:
     `--record-layers` has none.
     """
 
-    def __init__(self, a: RecordFile, b: RecordFile, tolerance: Tolerance) -> None:
-        self._a, self._b, self._tolerance = a, b, tolerance
+    def __init__(self, a: Record, b: Record, tolerance: Tolerance, partners: RecordMap) -> None:
+        self._tolerance, self._map = tolerance, partners
         self._layers = a.header.layers and b.header.layers
-        self._values = a.header.values and b.header.values
+        self._is_program = "program" in (a.header.who, b.header.who)
+        self._noise = 0.0
+        """Largest relative distance so far that was called rounding: later tensors are made of such ones."""
         self.found = TensorAlignment()
 
     def put(self, a: RecordedStep, b: RecordedStep) -> None:
@@ -162,80 +204,154 @@ class TensorComparison:
 
         Raises:
             AlignmentError: a file of values cannot be read.
+            AoaError: a statement of the map does not fit.
         """
-        ours, theirs = ({t.key: t for t in step.tensors if self._layers or t.parameter} for step in (a, b))
         found = self.found
-        for mine, other, side in ((ours, theirs, "A"), (theirs, ours, "B")):
-            lacking = [t for key, t in mine.items() if key not in other]
+        paired = self._map.paired(a, b, lambda t: self._layers or bool(t.parameter))
+        found.num_on_purpose += paired.on_purpose
+        for lacking, side in ((paired.only_a, "A"), (paired.only_b, "B")):
             if lacking:
                 found.example = found.example or f"step {a.step}, {lacking[0].title}: only {side} has it"
-            if side == "A":
-                found.only_a += len(lacking)
-            else:
-                found.only_b += len(lacking)
-        last: Recorded | None = None
-        differing = 0
-        common = [(t, theirs[key]) for key, t in ours.items() if key in theirs]
-        for mine_, other_ in common:
-            if self._equal(mine_, other_):
-                last = mine_
-                continue
-            differing += 1
-            if found.first is None:
-                found.first, found.before = self._located(self._difference(mine_, other_), last, common)
-        found.num_compared += len(common)
-        found.num_differing += differing
+        found.only_a += len(paired.only_a)
+        found.only_b += len(paired.only_b)
+        surroundings = Surroundings(paired.pairs, a, b)
+        checked = [self._checked(pair, surroundings) for pair in paired.pairs]
+        differing = [each for each in checked if self._differs(each)]
+        if differing and found.first is None:
+            found.first, found.before = self._located(differing[0], checked, surroundings)
+        found.num_compared += len(checked)
+        found.num_differing += len(differing)
+        found.num_rounding += sum(each.verdict is Verdict.ROUNDING for each in checked)
+        for each in checked if found.first_step in (None, a.step) else ():
+            found.first_step, tensor = a.step, each.pair[1].recorded
+            names = found.with_equal_bits if each.verdict is Verdict.EQUAL_BITS else found.with_other_bits
+            names.setdefault(tensor.kind, None)
         if differing:
             if not found.differing_steps:
-                found.num_in_first_step, found.compared_in_first_step = differing, len(common)
+                found.num_in_first_step, found.compared_in_first_step = len(differing), len(checked)
             found.differing_steps += 1
 
+    def _differs(self, checked: CheckedPair) -> bool:
+        return checked.verdict > (Verdict.ROUNDING if self._tolerance.rounding else Verdict.ALLOWED)
+
+    def _checked(self, pair: Pair, surroundings: Surroundings) -> CheckedPair:
+        a, b = (side.recorded for side in pair)
+        if _same(a, b):
+            return CheckedPair(pair, Verdict.EQUAL_BITS)
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return CheckedPair(pair, Verdict.DIFFERENT)
+        x, y = (side.values() for side in pair)
+        if x is None or y is None:
+            return CheckedPair(pair, self._by_norms(a, b))
+        if x.others or y.others:
+            return CheckedPair(pair, Verdict.DIFFERENT)
+        ulps, relative = max_ulps(x.whole, y.whole), max_relative(x.whole, y.whole)
+        if ulps == 0 and (not a.md5 or not b.md5 or is_fast(a.md5) != is_fast(b.md5)):
+            return CheckedPair(pair, Verdict.EQUAL_BITS)
+        if not self._tolerance.bitwise and self._tolerance.allows(ulps, relative):
+            return CheckedPair(pair, Verdict.ALLOWED, relative)
+        bound = rounding_bound(a.dtype, self._noise)
+        if relative > bound and a.parameter and math.isfinite(relative):  # sums of terms that cancel round more
+            bound *= surroundings.cancellation(b, y.whole)
+        if relative <= bound:
+            self._noise = max(self._noise, relative * rounding_bound(a.dtype, self._noise) / bound)
+            return CheckedPair(pair, Verdict.ROUNDING, relative, bound)
+        return CheckedPair(pair, Verdict.DIFFERENT, relative, bound)
+
+    def _by_norms(self, a: Recorded, b: Recorded) -> Verdict:
+        """Norms show no more than that tensors are not equal within rounding."""
+        if not self._is_program or torn(a) or torn(b):
+            return Verdict.DIFFERENT
+        largest = max(a.norm, b.norm)
+        near = abs(a.norm - b.norm) <= rounding_bound(a.dtype, self._noise) * largest
+        return Verdict.ROUNDING if near else Verdict.DIFFERENT
+
     def _located(
-        self, first: TensorDifference, last: Recorded | None, common: Sequence[tuple[Recorded, Recorded]]
+        self, first: CheckedPair, checked: Sequence[CheckedPair], surroundings: Surroundings
     ) -> tuple[TensorDifference, Recorded | None]:
         """The first difference with the evidence of the tensors around it, and the last equal tensor before it."""
+        difference = self._difference(first, surroundings)
+        position = checked.index(first)
+        last = next((each.pair[0].recorded for each in reversed(checked[:position]) if not self._differs(each)), None)
+        is_equal = {each.pair[1].recorded.key: not self._differs(each) for each in checked}
+        if self._is_program:
+            operation = operation_of(first.pair[1].recorded, [each.pair[1].recorded for each in checked], is_equal)
+            cause = difference.cause
+            if cause.family is Family.UNKNOWN and operation.are_inputs_equal:
+                cause = Cause(Family.COMPUTATION, f"the inputs are equal, and the result is not; {cause.evidence}")
+            if cause.family is Family.SCALE and difference.a.parameter:
+                cause = Cause(Family.SCALE, f"{cause.evidence}; {_weights_scaled(checked)}")
+            return replace(difference, operation=operation, cause=cause), last
+        return self._placed(difference, last, checked, is_equal)
+
+    def _placed(
+        self,
+        first: TensorDifference,
+        last: Recorded | None,
+        checked: Sequence[CheckedPair],
+        is_equal: Mapping[str, bool],
+    ) -> tuple[TensorDifference, Recorded | None]:
+        """Of a plan's layers, which follow one another."""
         mine, weights, source = first.a, WeightGradients(), None
-        layers = list(dict.fromkeys(a.layer for a, _ in common if a.direction == "forward"))
+        common = [each.pair[0].recorded for each in checked]
+        layers = list(dict.fromkeys(a.layer for a in common if a.direction == "forward"))
         if mine.side == "input" and mine.layer in layers:
             given = {
                 (a.layer, a.direction, a.micro_batch, a.piece): a
-                for a, _ in common
+                for a in common
                 if not a.parameter and a.side == "output"
             }
             source = given.get((giver(mine, layers) or "", mine.direction, mine.micro_batch, mine.piece))
         if not mine.parameter:
-            of_layer = [(a.parameter, self._equal(a, b)) for a, b in common if a.parameter and a.layer == mine.layer]
+            of_layer = [(a.parameter, is_equal[a.key]) for a in common if a.parameter and a.layer == mine.layer]
             equal, different = (tuple(name for name, is_equal in of_layer if is_equal is one) for one in (True, False))
             weights = WeightGradients(equal, different)
         cause = placed(first.cause, mine, last, layers)
+        if source is not None and cause.family is Family.UNKNOWN:
+            cause = self._by_own_values(mine, source, checked) or cause
         return replace(first, cause=cause, handed_on=source is not None, weights=weights), source or last
 
-    def _equal(self, a: Recorded, b: Recorded) -> bool:
-        return _same(a, b) or self._close(a, b)
+    def _by_own_values(self, mine: Recorded, source: Recorded, checked: Sequence[CheckedPair]) -> Cause | None:
+        """The cause, from what A has of a tensor before and after it was handed on: these differ by no rounding."""
+        own = {each.pair[0].recorded.key: each.pair[0] for each in checked}
+        x, y = own[mine.key].values(), own[source.key].values()
+        if x is None or y is None or x.whole.shape != y.whole.shape:
+            return None
+        cause = guess(Values(x.whole, {}), Values(y.whole, {}), mine, source)
+        if cause.family is Family.UNKNOWN:
+            return None
+        return Cause(cause.family, f"next to what A had before it was handed on, for B: {cause.evidence}")
 
-    def _close(self, a: Recorded, b: Recorded) -> bool:
-        if self._tolerance.bitwise or not self._values or (a.shape, a.dtype) != (b.shape, b.dtype):
-            return False
-        x, y = _values(self._a, a), _values(self._b, b)
-        if x.others or y.others:
-            return False
-        return self._tolerance.allows(max_ulps(x.whole, y.whole), max_relative(x.whole, y.whole))
-
-    def _difference(self, a: Recorded, b: Recorded) -> TensorDifference:
-        ranks = _differing_ranks(a, b)
+    def _difference(self, checked: CheckedPair, surroundings: Surroundings) -> TensorDifference:
+        a, b = (side.recorded for side in checked.pair)
+        how, ranks = checked.pair[0].how, _differing_ranks(a, b)
+        blank = TensorDifference(a, b, ranks, None, None, None, Cause(Family.UNKNOWN, ""), how=how, bound=checked.bound)
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             forms = f"A is {a.dtype} {list(a.shape)}, B {b.dtype} {list(b.shape)}"
-            return TensorDifference(a, b, ranks, None, None, None, Cause(Family.UNKNOWN, forms))
-        if not self._values:
-            return TensorDifference(a, b, ranks, None, None, None, guess_from_norms(a, b))
-        x, y = _values(self._a, a), _values(self._b, b)
-        if a.md5 != b.md5:
-            cause, p, q = guess(x, y, a, b), x.whole, y.whole
+            return replace(blank, cause=Cause(Family.UNKNOWN, forms))
+        x, y = (side.values() for side in checked.pair)
+        if x is None or y is None:
+            return replace(blank, cause=guess_from_norms(a, b))
+        if a.md5 != b.md5 or not (x.others or y.others):
+            cause, p, q = guess(x, y, a, b, surroundings), x.whole, y.whole
         else:  # what the lowest ranks hold is equal: it is what another one does
             rank, p, q = _other_part(a, b, x, y)
             apart = guess(Values(p, {}), Values(q, {}), a, b)
             cause = missing_reduction(x, y) or Cause(apart.family, f"on rank {rank}: {apart.evidence}")
-        return TensorDifference(a, b, ranks, max_ulps(p, q), max_relative(p, q), _place(p, q), cause)
+        return replace(blank, ulps=max_ulps(p, q), relative=max_relative(p, q), place=_place(p, q), cause=cause)
+
+
+def _weights_scaled(checked: Sequence[CheckedPair]) -> str:
+    """Number of weights' gradients whose norms have the ratio of the first one that differs."""
+    pairs = [each.pair for each in checked if each.pair[0].recorded.parameter]
+    norms = [(a.recorded.norm, b.recorded.norm) for a, b in pairs]
+    ratios = [x / y for x, y in norms if y > 0.0 and math.isfinite(x)]
+    first = next((ratio for ratio in ratios if abs(ratio - 1.0) > _NORM_ROUNDING), 1.0)
+    same = sum(abs(ratio / first - 1.0) <= _NORM_ROUNDING for ratio in ratios)
+    return f"the gradients of {same} of {len(ratios)} weights have that ratio"
+
+
+_NORM_ROUNDING = 1e-4
 
 
 def _other_part(a: Recorded, b: Recorded, x: Values, y: Values) -> tuple[int, Array, Array]:
@@ -250,10 +366,10 @@ def _same(a: Recorded, b: Recorded) -> bool:
     if (a.md5, a.shape, a.dtype) != (b.md5, b.shape, b.dtype):
         return False
     parts_a, parts_b = ({(s.rank, s.index): s.md5 for s in one.shards} for one in (a, b))
-    return parts_a == parts_b if parts_a.keys() == parts_b.keys() else not (_torn(a) or _torn(b))
+    return parts_a == parts_b if parts_a.keys() == parts_b.keys() else not (torn(a) or torn(b))
 
 
-def _torn(recorded: Recorded) -> bool:
+def torn(recorded: Recorded) -> bool:
     """True if ranks hold different values of one part."""
     return len({(s.index, s.md5) for s in recorded.shards}) != len({s.index for s in recorded.shards})
 
@@ -271,26 +387,3 @@ def _place(x: Array, y: Array) -> tuple[int, ...] | None:
         return None
     worst = distances == FAR if bool((distances == FAR).any()) else distances
     return tuple(int(i) for i in np.unravel_index(int(np.argmax(worst)), distances.shape))
-
-
-def _values(record: RecordFile, recorded: Recorded) -> Values:
-    file = values_file(record.directory, recorded.step)
-    try:
-        with open_foreign(file) as stream, np.load(stream) as arrays:
-            others = {
-                int(name.rpartition("@")[2]): arrays[name]
-                for name in arrays.files
-                if name.rpartition("@")[0] == recorded.key
-            }
-            whole = arrays[recorded.key]
-    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise AlignmentError(f"{file}: no values of {recorded.title}: {_reason(file, error)}") from error
-    if (tuple(whole.shape), whole.dtype.name) != (recorded.shape, recorded.dtype):
-        raise AlignmentError(
-            f"{file}: {recorded.title} is {whole.dtype} {list(whole.shape)} there, not as in the record"
-        )
-    return Values(whole, others)
-
-
-def _reason(file: Path, error: Exception) -> str:
-    return str(error) if file.exists() else "the file is not there; copy the whole directory"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 
 import numpy as np
 
-from pipeproof.analysis.align.array_digests import Array, max_relative, norm_of, ulps_between
+from pipeproof.analysis.align.array_digests import ROUNDINGS, Array, eps_of, max_relative, norm_of, ulps_between
+from pipeproof.analysis.align.operations import Surroundings
+from pipeproof.analysis.align.read_record import Values
 from pipeproof.analysis.align.record_format import Recorded
 
 
@@ -22,6 +24,11 @@ class Family(StrEnum):
     SCALE = "scale"
     ACCUMULATION_ORDER = "accumulation order"
     MISSING_REDUCTION = "missing reduction"
+    ROTARY = "rotary"
+    RESIDUAL = "residual"
+    NORM = "norm"
+    DROPOUT = "dropout"
+    CAST = "cast"
     COMPUTATION = "computation"
     UNKNOWN = "unknown"
 
@@ -34,22 +41,17 @@ class Cause:
     evidence: str
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
-    """A tensor's whole value, and by rank what those ranks hold that disagree with it."""
-
-    whole: Array
-    others: Mapping[int, Array]
-
-
 _LARGEST_TERM = 128
 """Of numerator and denominator of a factor that is called rational: micro-batches and ranks are not more often."""
-_ROUNDINGS = 64
-"""Roundoffs, of the largest element, within which a difference is taken for rounding of sums in another order."""
 
 
-def guess(a: Values, b: Values, recorded_a: Recorded, recorded_b: Recorded) -> Cause:
-    """Why ``a`` is not ``b``, from their values; both of one shape and dtype, and some bits differ."""
+def guess(
+    a: Values, b: Values, recorded_a: Recorded, recorded_b: Recorded, around: Surroundings | None = None
+) -> Cause:
+    """Why ``a`` is not ``b``, from their values; both of one shape and dtype, and some bits differ.
+
+    ``around`` has the other tensors of the step, as evidence.
+    """
     reduction = missing_reduction(a, b)
     if reduction is not None:
         return reduction
@@ -57,9 +59,15 @@ def guess(a: Values, b: Values, recorded_a: Recorded, recorded_b: Recorded) -> C
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         bad = f"{np.count_nonzero(~np.isfinite(x))} elements of A and {np.count_nonzero(~np.isfinite(y))} of B"
         return Cause(Family.UNKNOWN, f"{bad} are not finite")
-    for found in (_layout(x, y), _scale(x, y), _order(x, y), _foreign(x, y)):
+    for cause in (_layout, _scale, _order, _foreign, _dropout, _cast, _normalized):
+        found = cause(x, y)
         if found is not None:
             return found
+    if around is not None:
+        for cause_around in (_lost_addend, _rotary, _residual):
+            found = cause_around(x, y, recorded_b, around)
+            if found is not None:
+                return found
     same = np.count_nonzero(ulps_between(x, y) == 0)
     norms = f"norms {norm_of(x):.6g} and {norm_of(y):.6g}"
     disagreement = _disagreement(recorded_a, "A") or _disagreement(recorded_b, "B")
@@ -96,7 +104,7 @@ def _addends(parts: Values, total: Values, side: str) -> Cause | None:
     distinct = list({part.tobytes(): part for part in everyone}.values())
     for addends, who in ((everyone, "ranks"), (distinct, "groups of ranks")):  # groups have reduced over other axes
         summed = np.add.reduce([parts.whole, *addends], axis=0, dtype=np.float64)
-        if max_relative(summed, total.whole) <= _ROUNDINGS * _eps(total.whole):
+        if max_relative(summed, total.whole) <= ROUNDINGS * _eps(total.whole):
             return Cause(
                 Family.MISSING_REDUCTION,
                 f"{1 + len(addends)} {who} of {side} hold different tensors; their sum is {other}'s to within rounding",
@@ -165,22 +173,26 @@ def _scale(x: Array, y: Array) -> Cause | None:
     if not nonzero.any() or np.count_nonzero(x[~nonzero]):
         return None
     wide, base = x.astype(np.float64), y.astype(np.float64)
-    factor = Fraction(float(np.median(wide[nonzero] / base[nonzero]))).limit_denominator(_LARGEST_TERM)
-    if factor in (0, 1) or abs(factor.numerator) > _LARGEST_TERM:
-        return None
-    error = max_relative(wide, float(factor) * base)
-    if error > _ROUNDINGS * _eps(x):
+    ratio = float(np.median(wide[nonzero] / base[nonzero]))
+    for power in (1, 2):
+        factor = Fraction(ratio**power).limit_denominator(_LARGEST_TERM)
+        error = max_relative(wide, math.copysign(abs(float(factor)) ** (1 / power), ratio) * base)
+        if factor not in (0, 1) and abs(factor.numerator) <= _LARGEST_TERM and error <= ROUNDINGS * _eps(x):
+            break
+    else:
         return None
     exactly = "exactly" if error == 0.0 else f"to within {error:.1g} of the largest element"
     return Cause(
-        Family.SCALE, f"all {int(nonzero.sum())} elements of A that are not zero are {factor} of B's, {exactly}"
+        Family.SCALE,
+        f"all {int(nonzero.sum())} elements of A that are not zero are {'the root of ' * (power - 1)}{factor} of B's, "
+        f"{exactly}",
     )
 
 
 def _order(x: Array, y: Array) -> Cause | None:
     """No more than rounding."""
     error = max_relative(x, y)
-    if error > _ROUNDINGS * _eps(x):
+    if error > ROUNDINGS * _eps(x):
         return None
     distances = ulps_between(x, y)
     differing = distances[distances != 0]
@@ -189,6 +201,158 @@ def _order(x: Array, y: Array) -> Cause | None:
         f"{differing.size} of {x.size} elements differ, half of them by {int(np.median(differing))} ulps or less, "
         f"none by more than {error:.1g} of the largest element",
     )
+
+
+# --- Known causes whose evidence is in the values of both sides ---
+
+
+def _dropout(x: Array, y: Array) -> Cause | None:
+    """Other elements are zero; where both are not, they are equal, or all scaled alike."""
+    kept = (x != 0) & (y != 0)
+    lost_a, lost_b = (int(np.count_nonzero((one == 0) & (other != 0))) for one, other in ((x, y), (y, x)))
+    if min(int(np.count_nonzero(kept)), lost_a + lost_b) < max(2, x.size // 64):
+        return None
+    ratio = float(np.median(x[kept].astype(np.float64) / y[kept]))
+    if max_relative(x[kept], ratio * y[kept].astype(np.float64)) > ROUNDINGS * _eps(x):
+        return None
+    evidence = f"{lost_a} elements are zero only in A and {lost_b} only in B; where both have one, A is"
+    return Cause(Family.DROPOUT, f"{evidence} {ratio:.4g} of B: another random stream, or none")
+
+
+_COARSE = {"bfloat16": 8, "float16": 11}
+"""Bits of the significand of 16-bit types."""
+
+
+def _cast(x: Array, y: Array) -> Cause | None:
+    """The distance is the rounding of a 16-bit type, of which one side has all its numbers, or both."""
+    if x.dtype != np.float32:
+        return None
+    for name, bits in _COARSE.items():
+        coarse = [bool((_rounded(one, bits) == one).all()) for one in (x, y)]
+        if any(coarse) and max_relative(x, y) <= 4 * 2.0 ** (1 - bits):
+            who = "both sides" if all(coarse) else "A" if coarse[0] else "B"
+            return Cause(
+                Family.CAST,
+                f"all numbers of {who} are {name}'s, and the distance is its rounding: a cast before or after",
+            )
+    return None
+
+
+def _rounded(array: Array, bits: int) -> Array:
+    """Elements to so many bits of the significand."""
+    significand, exponent = np.frexp(array)
+    rounded: Array = np.ldexp(np.rint(np.ldexp(significand, bits)), exponent - bits).astype(array.dtype)
+    return rounded
+
+
+def _normalized(x: Array, y: Array) -> Cause | None:
+    """Each row of one side is that of the other, shifted and scaled by numbers of its own."""
+    if x.ndim < 2 or x.shape[-1] < 4:
+        return None
+    rows = [one.reshape(-1, x.shape[-1]).astype(np.float64) for one in (x, y)]
+    for center, kind in ((True, "LayerNorm"), (False, "RMSNorm")):
+        if center:
+            rows = [row - row.mean(axis=1, keepdims=True) for row in rows]
+        sizes = [np.sqrt(np.square(row).mean(axis=1, keepdims=True)) for row in rows]
+        if min(float(size.min()) for size in sizes) == 0.0:
+            continue
+        units = [row / size for row, size in zip(rows, sizes, strict=True)]
+        flat = [float(size.max() / size.min()) < _FLAT for size in sizes]
+        if flat[0] != flat[1] and max_relative(*units) <= 16 * ROUNDINGS * _eps(x):
+            sides = ("A", "B") if flat[0] else ("B", "A")
+            return Cause(
+                Family.NORM,
+                f"rows of {sides[0]} are those of {sides[1]} after a {kind}: {sides[1]} has it before or later",
+            )
+        rows = [one.reshape(-1, x.shape[-1]).astype(np.float64) for one in (x, y)]
+    return None
+
+
+_FLAT = 1.01
+"""Largest ratio of the sizes of two rows that were normalized."""
+
+
+# --- Known causes whose evidence is in other tensors of the step ---
+
+
+def _lost_addend(x: Array, y: Array, recorded: Recorded, around: Surroundings) -> Cause | None:
+    """A gradient of weights has the addends of some micro-batches only."""
+    parts = around.parts(recorded) if recorded.parameter else []
+    if len(parts) < 2:
+        return None
+    for side, value in (("A", x), ("B", y)):
+        for number, part in enumerate(parts):
+            if max_relative(value, part) <= 16 * ROUNDINGS * _eps(x):
+                return Cause(
+                    Family.MISSING_REDUCTION,
+                    f"{side} is the addend of micro-batch {number} alone, of {len(parts)}: the others are lost",
+                )
+    return None
+
+
+def _rotary(x: Array, y: Array, recorded: Recorded, around: Surroundings) -> Cause | None:
+    """Both sides rotate pairs of one tensor's elements, but other pairs, or by other angles."""
+    for name, source in around.alike(recorded):
+        if source.shape != x.shape or x.shape[-1] % 2:
+            continue
+        pairs = [[_pairs_rotated(one, source, halves) for halves in (True, False)] for one in (x, y)]
+        if not all(any(each) for each in pairs):
+            continue
+        words = [
+            "halves, elements i and i + D/2" if each[0] else "neighbours, elements 2i and 2i + 1" for each in pairs
+        ]
+        if words[0] == words[1]:
+            return Cause(
+                Family.ROTARY, f"A and B rotate {words[0]}, of {name}, by other angles, or in other directions"
+            )
+        return Cause(Family.ROTARY, f"of {name}, A rotates {words[0]}, and B {words[1]}")
+    return None
+
+
+def _pairs_rotated(result: Array, source: Array, halves: bool) -> bool:
+    """True if each pair of elements keeps its length."""
+    size = source.shape[-1]
+    shape = (*source.shape[:-1], 2, size // 2) if halves else (*source.shape[:-1], size // 2, 2)
+    lengths = [
+        np.square(one.astype(np.float64).reshape(shape)).sum(axis=-2 if halves else -1) for one in (result, source)
+    ]
+    return max_relative(*lengths) <= 16 * ROUNDINGS * _eps(source)
+
+
+def _residual(x: Array, y: Array, recorded: Recorded, around: Surroundings) -> Cause | None:
+    """The difference is an earlier tensor, in another order of dims, or in place of another one."""
+    difference = x.astype(np.float64) - y
+    scale = max(float(np.max(np.abs(x), initial=0.0)), float(np.max(np.abs(y), initial=0.0)))
+    allowed = ROUNDINGS * _eps(x) * scale
+
+    def explains(value: Array) -> bool:
+        return bool(np.max(np.abs(difference - value), initial=0.0) <= allowed)
+
+    near = [(name, one.astype(np.float64).reshape(x.shape)) for name, one in around.alike(recorded)]
+    for name, one in near:
+        for sign, side in ((1, "B"), (-1, "A")):
+            if explains(sign * one):
+                return Cause(Family.RESIDUAL, f"the difference is {name}, which {side} does not add")
+        for words, moved in _transposed(one):
+            for sign, side in ((1, "A"), (-1, "B")):
+                if explains(sign * (moved - one)):
+                    return Cause(Family.RESIDUAL, f"{side} adds {name} {words}")
+    for name, one in near:
+        for other_name, other in near:
+            if one is not other and explains(one - other):
+                family = Family.NORM if "norm" in name + other_name else Family.RESIDUAL
+                return Cause(family, f"A adds {name} where B adds {other_name}")
+    return None
+
+
+def _transposed(array: Array) -> Iterator[tuple[str, Array]]:
+    """The array with its first two dims exchanged, in its own shape."""
+    if array.ndim > 1 and array.shape[0] > 1 and array.shape[1] > 1:
+        exchanged = np.swapaxes(array, 0, 1)
+        yield "with its first two dims exchanged", exchanged.reshape(array.shape)
+        yield "read as if its first two dims were exchanged", array.reshape(exchanged.shape).swapaxes(0, 1)
+    if array.ndim > 2 and array.shape[-1] == array.shape[-2]:
+        yield "with its last two dims exchanged", np.swapaxes(array, -1, -2)
 
 
 def _disagreement(recorded: Recorded, side: str) -> str:
@@ -202,4 +366,4 @@ def _disagreement(recorded: Recorded, side: str) -> str:
 
 
 def _eps(array: Array) -> float:
-    return float(np.finfo(array.dtype).eps)
+    return eps_of(array.dtype.name)

@@ -27,10 +27,14 @@ WINDOW = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Tolerance of equality: either one is enough; without both, bits must be equal."""
+    """Tolerance of equality: either one is enough; without both, bits must be equal.
+
+    With ``rounding``, tensors and losses within the bound of rounding are equal, too.
+    """
 
     ulps: int = 0
     relative: float = 0.0
+    rounding: bool = False
 
     @property
     def bitwise(self) -> bool:
@@ -118,7 +122,7 @@ class LossAlignment:
         """The losses of one kind; what is neither of MTP nor the main loss is of routers."""
         if loss.startswith("mtp"):
             return self.mtp
-        return self.main if loss == "main" else self.routers
+        return self.main if loss.partition("/")[0] == "main" else self.routers
 
     def miss(self, side: int, observed: Observed) -> None:
         """Count a loss without a partner."""

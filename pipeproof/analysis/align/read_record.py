@@ -3,18 +3,85 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
+
+import numpy as np
 
 from pipeproof.analysis.align.align_errors import AlignmentError
-from pipeproof.analysis.align.record_format import FORMAT, RECORD_FILE, Header, OtherRecorded, Recorded, RecordedStep
-from pipeproof.foreign_text import MALFORMED, ForeignTextError, decode_json, open_foreign_text
+from pipeproof.analysis.align.array_digests import Array
+from pipeproof.analysis.align.record_format import (
+    FORMAT,
+    RECORD_FILE,
+    Header,
+    Index,
+    OtherRecorded,
+    Recorded,
+    RecordedStep,
+    Shard,
+    rank_values_file,
+    value_name,
+    values_file,
+)
+from pipeproof.foreign_text import MALFORMED, ForeignTextError, decode_json, open_foreign, open_foreign_text
 
 MAX_LINE = 2**24
 """Longest line of a record or of a training log, in characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """A tensor's whole value, and by rank what those ranks hold that disagree with it."""
+
+    whole: Array
+    others: Mapping[int, Array]
+
+
+class Record(Protocol):
+    """A record on disk, in one file or in one for each rank."""
+
+    header: Header
+    file: Path
+
+    def steps(self) -> Iterator[RecordedStep]:
+        """Each finished step, in order.
+
+        Raises:
+            AlignmentError: a file is damaged.
+        """
+        ...
+
+    def values(self, recorded: Recorded) -> Values | None:
+        """The tensor itself; None where it was not kept.
+
+        Raises:
+            AlignmentError: a file of values cannot be read, or has another tensor.
+        """
+        ...
+
+
+_RANK_FILE = re.compile(r"record\.rank(\d+)\.jsonl")
+
+
+def rank_files(directory: Path) -> dict[int, Path]:
+    """Files of a program's record by rank."""
+    found = ((_RANK_FILE.fullmatch(each.name), each) for each in directory.glob("record.rank*.jsonl"))
+    return dict(sorted((int(match[1]), each) for match, each in found if match is not None))
+
+
+def open_record(path: Path) -> Record:
+    """The record at a directory or file.
+
+    Raises:
+        AlignmentError: it cannot be read, or is no record.
+    """
+    files = rank_files(path) if path.is_dir() and not (path / RECORD_FILE).exists() else {}
+    return RankRecords(path, files) if files else RecordFile(path)
 
 
 class RecordFile:
@@ -59,6 +126,24 @@ class RecordFile:
                     "it was cut off: copy it again, or take the lines after the last finished step away"
                 )
 
+    def values(self, recorded: Recorded) -> Values | None:
+        """See ``Record``."""
+        if not self.header.values:
+            return None
+        file = values_file(self.directory, recorded.step)
+        with _arrays(file, recorded) as arrays:
+            others = {
+                int(name.rpartition("@")[2]): arrays[name]
+                for name in arrays.files
+                if name.rpartition("@")[0] == recorded.key
+            }
+            whole = arrays[recorded.key]
+        if (tuple(whole.shape), whole.dtype.name) != (recorded.shape, recorded.dtype):
+            raise AlignmentError(
+                f"{file}: {recorded.title} is {whole.dtype} {list(whole.shape)} there, not as in the record"
+            )
+        return Values(whole, others)
+
     def _header(self, line: str) -> Header:
         content = self._parsed(line, 1)
         try:
@@ -67,7 +152,13 @@ class RecordFile:
                 content["format"] == FORMAT,
                 f"format {content['format']!r}, this pipeproof reads format {FORMAT}: record both with one version",
             )
-            return Header(**{field.name: content[field.name] for field in fields(Header)})
+            return Header(
+                **{
+                    field.name: content[field.name]
+                    for field in fields(Header)
+                    if field.name in content or field.default_factory is MISSING
+                }
+            )
         except MALFORMED as error:
             raise AlignmentError(f"{self.file}:1: no header of a record: {_reason(error)}") from error
 
@@ -85,6 +176,84 @@ class RecordFile:
         return content
 
 
+class RankRecords:
+    """Records of the ranks of one program, joined.
+
+    Tensors of a step are in the order of micro-batches, forward before backward, and of time: clocks of hosts may
+    differ by less than a stage takes.
+
+    Raises:
+        AlignmentError: a file cannot be read.
+    """
+
+    def __init__(self, directory: Path, files: Mapping[int, Path]) -> None:
+        self.file, self._directory = directory, directory
+        self._records = {rank: RecordFile(file) for rank, file in files.items()}
+        headers = [record.header for record in self._records.values()]
+        model = next((header.model for header in headers if header.model), {})
+        self.header = replace(headers[0], model=model)
+
+    def steps(self) -> Iterator[RecordedStep]:
+        """See ``Record``; up to the last step that all ranks finished."""
+        for steps in zip(*(record.steps() for record in self._records.values()), strict=False):
+            numbers = {step.step for step in steps}
+            if len(numbers) > 1:
+                raise AlignmentError(f"{self.file}: ranks are at different steps: {sorted(numbers)}")
+            by_key: dict[str, list[Recorded]] = {}
+            for step in steps:
+                for tensor in step.tensors:
+                    by_key.setdefault(tensor.key, []).append(tensor)
+            tensors = [_joined(parts) for parts in by_key.values()]
+            tensors.sort(key=lambda t: (bool(t.parameter), t.micro_batch, t.direction == "backward", t.time))
+            with_loss = next((step for step in steps if step.loss is not None), steps[0])
+            yield replace(with_loss, tensors=tuple(tensors))
+
+    def values(self, recorded: Recorded) -> Values | None:
+        """See ``Record``."""
+        parts: dict[tuple[int, Index], Array] = {}
+        for shard in recorded.shards:
+            part = self._part(recorded, shard)
+            if part is None:
+                return None
+            parts[shard.rank, shard.index] = part
+        whole = np.zeros(recorded.shape, dtype=next(iter(parts.values())).dtype)
+        for (_, index), part in reversed(parts.items()):
+            whole[tuple(slice(*ends) for ends in index)] = part
+        first = {shard.index: shard.md5 for shard in reversed(recorded.shards)}
+        torn = [shard for shard in recorded.shards if shard.md5 != first[shard.index]]
+        return Values(whole, {shard.rank: parts[shard.rank, shard.index] for shard in torn})
+
+    def _part(self, recorded: Recorded, shard: Shard) -> Array | None:
+        if not self._records[shard.rank].header.values:
+            return None
+        name = value_name(shard.md5, recorded.dtype)
+        with _arrays(rank_values_file(self._directory, shard.rank, recorded.step), recorded) as arrays:
+            if name not in arrays.files:
+                return None
+            array: Array = arrays[name].reshape([stop - start for start, stop in shard.index])
+        return array
+
+
+def _joined(parts: list[Recorded]) -> Recorded:
+    """One line of what ranks have of a tensor; parts of it give no digest of the whole."""
+    shards = tuple(shard for part in parts for shard in part.shards)
+    whole = tuple((0, size) for size in parts[0].shape)
+    is_whole = all(shard.index == whole for shard in shards)
+    by_index = {tuple(shard.index for shard in part.shards): part.norm for part in reversed(parts)}
+    norm = parts[0].norm if is_whole else math.sqrt(sum(norm**2 for norm in by_index.values()))
+    return replace(parts[0], md5=parts[0].md5 if is_whole else "", norm=norm, shards=shards)
+
+
+@contextmanager
+def _arrays(file: Path, recorded: Recorded) -> Iterator[Any]:
+    try:
+        with open_foreign(file) as stream, np.load(stream) as arrays:
+            yield arrays
+    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        reason = str(error) if file.exists() else "the file is not there; copy the whole directory"
+        raise AlignmentError(f"{file}: no values of {recorded.title}: {reason}") from error
+
+
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise ValueError(otherwise)
@@ -92,8 +261,9 @@ def _require(holds: bool, otherwise: str) -> None:
 
 def _step(content: dict[str, Any], tensors: tuple[Recorded, ...]) -> RecordedStep:
     others = tuple(map(OtherRecorded.from_json, content.get("others", ())))
-    step = RecordedStep(int(content["step"]), str(content["loss"]), str(content["loss_md5"]), tensors, others)
-    math.copysign(1.0, float(step.loss))  # a number, or a ValueError
+    loss, md5 = (None if content[key] is None else str(content[key]) for key in ("loss", "loss_md5"))
+    step = RecordedStep(int(content["step"]), loss, md5, tensors, others)
+    math.copysign(1.0, float(loss or "0"))  # a number, or a ValueError
     counted = (content["tensors"], content["gradients"])
     found = (sum(not t.parameter for t in tensors), sum(bool(t.parameter) for t in tensors))
     _require(

@@ -9,6 +9,10 @@ micro-batches one by one: forward from the first layer, backward from the last,
 and after all micro-batches the gradients of weights, from the last layer. In
 every plan causes come before effects in that order, so the first tensor that
 differs is where to look. It is the same order for every plan.
+
+A program that ``record_layers`` records writes ``record.rankN.jsonl`` on each
+rank instead, with what that rank has, in the order in which it had it; readers join
+the files.
 """
 
 from __future__ import annotations
@@ -16,24 +20,39 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 Index: TypeAlias = tuple[tuple[int, int], ...]
 """The half-open range in each dim of the whole."""
 
+Layout: TypeAlias = tuple[tuple[int, ...], tuple[Index, ...]]
+"""Shape of a whole tensor, and the ranges of it that one rank has; its part holds them one after the other."""
+
 FORMAT = 1
 RECORD_FILE = "record.jsonl"
+WIDE = {
+    "bfloat16": "float32",
+    "float16": "float32",
+    "float8_e4m3fn": "float32",
+    "float8_e5m2": "float32",
+    "bool": "uint8",
+}
+"""Types of arrays that a program's record has in place of others."""
 DECIMALS = 20
 """Of a loss: enough to have every float32 and, near one, every float64 back exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Header of a record: ``who`` is ``run`` or ``reference``; ``digest`` is the plan's."""
+    """Header of a record: ``who`` is ``run`` or ``reference``; ``digest`` is the plan's.
 
-    who: Literal["run", "reference"]
+    Of a recorded ``program``, ``digest`` is empty, ``steps`` is 0, and ``model`` has the numbers of heads, if the model
+    names them.
+    """
+
+    who: Literal["run", "reference", "program"]
     pipeproof: str
     digest: str
     backend: str
@@ -41,16 +60,19 @@ class Header:
     steps: int
     layers: bool
     values: bool
+    model: Mapping[str, int] = field(default_factory=dict)
 
     def to_line(self) -> str:
         """The first line."""
         content = {"kind": "record", "format": FORMAT, "pipeproof": self.pipeproof, **asdict(self)}
+        if not self.model:
+            del content["model"]
         return json.dumps(content, separators=(",", ":")) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part of a tensor that one rank holds."""
+    """Part of a tensor that one rank holds; ``md5`` as in ``Recorded``."""
 
     rank: int
     md5: str
@@ -59,7 +81,11 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One tensor at a layer's border, or (with ``parameter``) one gradient of a weight; ``md5`` is of the whole."""
+    """One tensor at a layer's border, or (with ``parameter``) one gradient of a weight.
+
+    ``md5`` is of the whole, or a ``fast_digest``; empty where only parts have one. In the file of one rank, ``md5``
+    and ``norm`` are those of all that this rank has, and ``time`` is when it had it, in nanoseconds since 1970.
+    """
 
     step: int
     layer: str
@@ -73,6 +99,9 @@ class Recorded:
     micro_batch: int = 0
     piece: int = 0
     parameter: str = ""
+    time: int = 0
+    in_first: bool = False
+    """Of a gradient: its matrix is [in, out], as Paddle's linear layers have it, not [out, in]."""
 
     @property
     def key(self) -> str:
@@ -82,12 +111,17 @@ class Recorded:
         return f"{self.layer}/{self.direction}/{self.side}/{self.micro_batch}/{self.piece}"
 
     @property
-    def title(self) -> str:
-        """The name as a person reads it."""
+    def kind(self) -> str:
+        """The name without micro-batch and piece."""
         if self.parameter:
             return f"gradient of {self.parameter}"
+        return f"{self.layer}, {self.direction} {self.side}"
+
+    @property
+    def title(self) -> str:
+        """The name as a person reads it."""
         piece = f", piece {self.piece}" if self.piece else ""
-        return f"{self.layer}, {self.direction} {self.side}, micro-batch {self.micro_batch}{piece}"
+        return self.kind if self.parameter else f"{self.kind}, micro-batch {self.micro_batch}{piece}"
 
     def to_json(self) -> dict[str, Any]:
         """Its line."""
@@ -97,6 +131,8 @@ class Recorded:
             "md5": self.md5,
             "norm": self.norm if math.isfinite(self.norm) else None,
             "shards": [{"rank": s.rank, "md5": s.md5, "index": [list(r) for r in s.index]} for s in self.shards],
+            **({"time": self.time} if self.time else {}),
+            **({"in_first": True} if self.in_first else {}),
         }
         if self.parameter:
             return {
@@ -136,6 +172,8 @@ class Recorded:
                 Shard(int(s["rank"]), str(s["md5"]), tuple((int(a), int(b)) for a, b in s["index"]))
                 for s in line["shards"]
             ),
+            time=int(line.get("time", 0)),
+            in_first=bool(line.get("in_first", False)),
             **named,
         )
 
@@ -145,7 +183,8 @@ class OtherRecorded:
     """Another loss than the main one, to 20 decimals, or (``loss`` None) a state that changes from step to step.
 
     ``name`` is ``mtp.0`` and so on for losses of modules, ``aux`` or ``z`` for
-    losses of routers, ``bias/layer.3.mlp`` for the bias of one after the step.
+    losses of routers, ``bias/layer.3.mlp`` for the bias of one after the step,
+    ``main/2`` for the main loss of a micro-batch.
     """
 
     name: str
@@ -169,13 +208,14 @@ class OtherRecorded:
 class RecordedStep:
     """One finished step: the loss to 20 decimals, the MD5 of its bytes, and its tensors in order.
 
+    A rank without the loss has None. The loss of a program is the sum of the scalars whose backward it ran.
     ``others`` are the losses other than the main loss. The MD5 is of the scalar's
     little-endian bytes in the run's dtype: 4 for float32, 8 for float64.
     """
 
     step: int
-    loss: str
-    loss_md5: str
+    loss: str | None
+    loss_md5: str | None
     tensors: tuple[Recorded, ...]
     others: tuple[OtherRecorded, ...] = ()
 
@@ -201,3 +241,18 @@ def values_file(directory: Path, step: int) -> Path:
     in addition, under ``KEY@RANK``.
     """
     return directory / "values" / f"step{step}.npz"
+
+
+def rank_file(rank: int) -> str:
+    """Name of the record of one rank of a program."""
+    return f"record.rank{rank}.jsonl"
+
+
+def rank_values_file(directory: Path, rank: int, step: int) -> Path:
+    """Path of the values of one rank's step: an ``.npz`` with each array once, under its ``value_name``."""
+    return directory / "values" / f"rank{rank}.step{step}.npz"
+
+
+def value_name(digest: str, dtype: str) -> str:
+    """Name of an array of a rank: its digest without prefix, and its type; 16-bit types are kept as float32."""
+    return f"{digest.rpartition(':')[2]}.{WIDE.get(dtype, dtype)}"

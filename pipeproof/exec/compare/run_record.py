@@ -19,6 +19,8 @@ from pipeproof.analysis.align.record_format import (
     Recorded,
     RecordedStep,
     Shard,
+    rank_file,
+    rank_values_file,
     values_file,
 )
 from pipeproof.comm.op_graph import LoweredPlan, index_of
@@ -205,18 +207,29 @@ def recorded_gradients(plan: LoweredPlan, step: int, loss: Loss, ranks: Sequence
 
 
 class RecordWriter:
-    """One record on disk. A step's values are written before its lines, and its lines in one write."""
+    """One record on disk, of all ranks or of one. A step's values are written before its lines, its lines in one write.
 
-    def __init__(self, directory: Path, header: Header) -> None:
-        self._directory = directory
-        values_file(directory, 0).parent.mkdir(parents=True) if header.values else directory.mkdir(parents=True)
-        self._file = directory / RECORD_FILE
+    Raises:
+        FileExistsError: there is such a record already.
+    """
+
+    def __init__(self, directory: Path, header: Header, rank: int | None = None) -> None:
+        self._directory, self._rank = directory, rank
+        is_alone = rank is None
+        directory.mkdir(parents=True, exist_ok=not is_alone)
+        if header.values:
+            values_file(directory, 0).parent.mkdir(exist_ok=not is_alone)
+        self._file = directory / (RECORD_FILE if rank is None else rank_file(rank))
+        self._file.touch(exist_ok=False)
         self._append(header.to_line())
 
     def put(self, step: RecordedStep, values: Mapping[str, Array] | None) -> None:
         """Write a finished step."""
         if values is not None:
-            save_arrays(values_file(self._directory, step.step), values)
+            of_all = values_file(self._directory, step.step)
+            save_arrays(
+                of_all if self._rank is None else rank_values_file(self._directory, self._rank, step.step), values
+            )
         self._append(step.lines())
 
     def _append(self, lines: str) -> None:

@@ -1,0 +1,133 @@
+"""The operation that makes the first difference between two programs, and the tensors around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from pipeproof.analysis.align.array_digests import Array
+from pipeproof.analysis.align.record_format import Recorded, RecordedStep
+from pipeproof.analysis.align.record_map import Pair
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """The operation that makes a difference. ``are_inputs_equal`` is None where no record has them."""
+
+    name: str
+    are_inputs_equal: bool | None
+
+
+def operation_of(first: Recorded, recorded: Sequence[Recorded], is_equal: Mapping[str, bool]) -> Operation:
+    """The operation that makes the first tensor that differs; ``is_equal`` is by key of all tensors of the step."""
+    layer = first.layer or "the model"
+    if first.parameter:
+        reads = [replace(t, parameter="").key for t in recorded if not t.parameter and t.layer == first.layer
+                 and t.side == "input"]  # fmt: skip
+        return Operation(f"the gradient of the weights of {layer}, or what is done to it later", _all(reads, is_equal))
+    same_call = [t for t in recorded if (t.layer, t.micro_batch) == (first.layer, first.micro_batch)]
+    if first.side == "output":
+        reads = [t.key for t in same_call if not t.parameter and t.direction == first.direction and t.side == "input"]
+        inner = [t.layer for t in recorded if t.layer.startswith(f"{first.layer}.") or first.layer == _WHOLE != t.layer]
+        what = f"{layer}" if first.direction == "forward" else f"the backward of {layer}"
+        own = ", in its own code, after the modules in it" if inner and first.direction == "forward" else ""
+        return Operation(f"{what}{own}", _all(reads, is_equal))
+    parent = first.layer.rpartition(".")[0] or _WHOLE
+    if first.direction == "forward":
+        return Operation(f"the code of {parent} before it calls {layer}", _before(first, recorded, is_equal))
+    return Operation(
+        f"the backward of what follows {layer}: the code of {parent}, or the loss", _before(first, recorded, is_equal)
+    )
+
+
+_WHOLE = "whole"
+
+
+def _all(keys: Sequence[str], is_equal: Mapping[str, bool]) -> bool | None:
+    return all(is_equal[key] for key in keys) if keys else None
+
+
+def _before(first: Recorded, recorded: Sequence[Recorded], is_equal: Mapping[str, bool]) -> bool | None:
+    """True: nothing differs before the first difference; None if nothing was recorded before it."""
+    position = next(i for i, t in enumerate(recorded) if t.key == first.key)
+    return _all([t.key for t in recorded[:position]], is_equal)
+
+
+class Surroundings:
+    """The tensors of a step, as evidence for a cause: those of B with their partners."""
+
+    def __init__(self, pairs: Sequence[Pair], a: RecordedStep, b: RecordedStep) -> None:
+        self._pairs = pairs
+        self.losses = a.loss, b.loss
+
+    @cached_property
+    def _by_key(self) -> Mapping[str, Pair]:
+        return {pair[1].recorded.key: pair for pair in self._pairs}
+
+    def alike(self, tensor: Recorded, limit: int = 24) -> Iterator[tuple[str, Array]]:
+        """Earlier tensors of a tensor's micro-batch and direction with its number of elements, the nearest first."""
+        keys = list(self._by_key)
+        titles: dict[str, str] = {}
+        for _, made in self._pairs:
+            tensor_b = made.recorded
+            backward = "gradient at the " * (tensor_b.direction == "backward")
+            titles.setdefault(tensor_b.md5, f"the {backward}{tensor_b.side} of {tensor_b.layer}")
+        seen = set[str]()
+        for key in reversed(keys[: keys.index(tensor.key)]):
+            _, b = self._by_key[key]
+            other = b.recorded
+            same = (other.direction, other.micro_batch) == (tensor.direction, tensor.micro_batch)
+            if not same or other.parameter or np.prod(other.shape) != np.prod(tensor.shape) or other.md5 in seen:
+                continue
+            values = b.values()
+            if values is None or values.others or not np.issubdtype(values.whole.dtype, np.floating):
+                continue
+            seen.add(other.md5)
+            yield titles[other.md5], values.whole
+            if len(seen) == limit:
+                return
+
+    def addends(self, weight: Recorded) -> list[tuple[Array, Array]]:
+        """By micro-batch what the module of a weight read and the gradient of what it made, as matrices of tokens.
+
+        Empty where a record does not have them all.
+        """
+        found = []
+        for micro_batch in range(10**6):
+            read = Recorded(weight.step, weight.layer, (), "", "", 0.0, (), "forward", "input", micro_batch)
+            taken = replace(read, direction="backward")
+            if read.key not in self._by_key or taken.key not in self._by_key:
+                break
+            values = [self._by_key[key][1].values() for key in (read.key, taken.key)]
+            if values[0] is None or values[1] is None:
+                return []
+            found.append(tuple(v.whole.reshape(-1, v.whole.shape[-1]) for v in values if v is not None))
+        return [(x, g) for x, g in found if x.shape[0] == g.shape[0]]
+
+    def parts(self, weight: Recorded, *, sizes: bool = False) -> list[Array]:
+        """By micro-batch the addend of a linear layer's weight or bias in float64; ``sizes``: of absolute values."""
+        parts = []
+        for x, g in self.addends(weight):
+            wide, gradient = x.astype(np.float64), g.astype(np.float64)
+            if sizes:
+                wide, gradient = np.abs(wide), np.abs(gradient)
+            if len(weight.shape) == 1:
+                part = gradient.sum(axis=0)
+            else:
+                part = wide.T @ gradient if weight.in_first else gradient.T @ wide
+            if part.shape != weight.shape:
+                return []
+            parts.append(part)
+        return parts
+
+    def cancellation(self, weight: Recorded, value: Array) -> float:
+        """Ratio of the terms of a weight's gradient to their sum, at least one; computed in float64."""
+        sizes = self.parts(weight, sizes=True)
+        largest = float(np.max(np.abs(value), initial=0.0))
+        if not sizes:
+            return 1.0
+        total = float(np.max(sum(sizes[1:], start=sizes[0])))
+        return max(1.0, total / largest) if largest > 0.0 else np.inf

@@ -1,0 +1,179 @@
+"""``pipeproof.paddle.record_layers``: what the layers of any Paddle program compute."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import paddle
+from paddle import nn
+
+from pipeproof.analysis.align.array_digests import Array
+from pipeproof.analysis.align.record_format import WIDE, Header, Layout
+from pipeproof.exec.compare.layer_recorder import WHOLE, Kept, LayerRecorder, WeightGradient, head_counts, named_modules
+from pipeproof.exec.compare.tensor_layouts import Split, layout_of_border, split_layout
+from pipeproof.version import __version__
+
+
+@contextmanager
+def record_layers(
+    model: nn.Layer | Sequence[nn.Layer] | Mapping[int, nn.Layer],
+    directory: str | Path,
+    *,
+    names: Sequence[str] = (),
+    ranks: Sequence[int] | None = None,
+    largest: int = 0,
+) -> Iterator[Callable[[], None]]:
+    """Record what each layer reads and makes, as ``pipeproof.torch.record_layers``, whose text has the arguments.
+
+    Layouts are those of Fleet's parallel layers. A forward that a backward recomputes is recorded as one more call.
+
+    Raises:
+        FileExistsError: the directory has a record of this rank.
+        ValueError: two layers of different stages have one name.
+    """
+    rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+    if ranks is not None and rank not in ranks:
+        yield lambda: None
+        return
+    layers = named_modules(model, lambda layer: layer.named_children())
+    parameters = _parameters(layers)
+    first = next((weight for _, _, weight, _ in parameters.values()), None)
+    dtype = "float32" if first is None else _dtype(first)
+    configs = (getattr(layer, "config", None) for _, layer in layers.values())
+    header = Header(
+        "program", __version__, "", "paddle", dtype, 0, layers=True, values=bool(names or largest),
+        model=next(filter(None, map(head_counts, configs)), {}),
+    )  # fmt: skip
+    recorder = LayerRecorder(Path(directory), header, rank, PaddleTensors(), Kept(tuple(names), largest))
+
+    def end_step() -> None:
+        recorder.finish(
+            WeightGradient(name, layer, gradient, _parameter_layout(weight), is_linear)
+            for name, layer, weight, is_linear in reversed(parameters.values())
+            if (gradient := _gradient_of(weight)) is not None
+        )
+
+    with ExitStack() as stack:
+        for name, layer in layers.values():
+            _hook(stack, recorder, name, layer)
+        for each in _optimizers(paddle.optimizer.Optimizer):
+            stack.enter_context(patch.object(each, "step", _ending(vars(each)["step"], end_step)))
+        stack.callback(recorder.forget)
+        stack.enter_context(patch.object(paddle.Tensor, "backward", _recorded_backward(recorder)))
+        yield end_step
+        end_step()
+
+
+def _gradient_of(weight: Any) -> Any:
+    main = getattr(weight, "main_grad", None)
+    return weight.grad if main is None else main
+
+
+def _parameters(layers: Mapping[int, tuple[str, nn.Layer]]) -> dict[int, tuple[str, str, Any, bool]]:
+    """By id, name, layer and value of all trained parameters in the order of layers, and if it is [in, out]."""
+    found: dict[int, tuple[str, str, Any, bool]] = {}
+    for name, layer in layers.values():
+        for key, weight in layer.named_parameters(include_sublayers=False):
+            if not weight.stop_gradient:
+                is_linear = key == "weight" and "Linear" in type(layer).__name__
+                found.setdefault(id(weight), (key if name == WHOLE else f"{name}.{key}", name, weight, is_linear))
+    return found
+
+
+def _hook(stack: ExitStack, recorder: LayerRecorder, name: str, layer: nn.Layer) -> None:
+    def before(_: nn.Layer, args: Any, kwargs: Any) -> None:
+        with paddle.no_grad():
+            recorder.entered(name, layer, (args, kwargs), is_again=False)
+
+    def after(_: nn.Layer, args: Any, kwargs: Any, output: Any) -> None:
+        with paddle.no_grad():
+            recorder.left(name, layer, output, is_again=False)
+
+    stack.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
+    stack.callback(layer.register_forward_post_hook(after, with_kwargs=True, always_call=True).remove)
+
+
+def _optimizers(base: type) -> Iterator[type]:
+    """All classes of optimizers that have a ``step`` of their own."""
+    if "step" in vars(base):
+        yield base
+    subclasses: list[type] = base.__subclasses__()
+    for each in subclasses:
+        yield from _optimizers(each)
+
+
+def _ending(original: Callable[..., Any], end_step: Callable[[], None]) -> Callable[..., Any]:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        end_step()
+        return original(self, *args, **kwargs)
+
+    return step
+
+
+def _recorded_backward(recorder: LayerRecorder) -> Callable[..., None]:
+    original = paddle.Tensor.backward
+
+    def backward(self: Any, grad_tensor: Any = None, *args: Any, **kwargs: Any) -> None:
+        if grad_tensor is None and self.size == 1:
+            recorder.scalar_backward(self.detach())
+        original(self, grad_tensor, *args, **kwargs)
+
+    return backward
+
+
+class PaddleTensors:
+    """Paddle's tensors; a ``Tensors``."""
+
+    def leaves(self, values: Any) -> list[Any]:
+        """See ``Tensors``."""
+        return [leaf for leaf in paddle.utils.flatten(values) if isinstance(leaf, paddle.Tensor) and leaf.is_dense()]
+
+    def to_numpy(self, tensor: Any) -> tuple[Array, str]:
+        """See ``Tensors``."""
+        local = paddle.as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        dtype = _dtype(local)
+        return (local.astype(WIDE[dtype]) if dtype in WIDE else local).numpy(), dtype
+
+    def version(self, tensor: Any) -> int:
+        """See ``Tensors``."""
+        return int(tensor.inplace_version)
+
+    def on_gradient(self, tensor: Any, call: Callable[[Any], None]) -> Any:
+        """See ``Tensors``."""
+
+        def hook(gradient: Any) -> None:
+            with paddle.no_grad():
+                call(gradient)
+
+        return None if tensor.stop_gradient else tensor.register_hook(hook)
+
+    def layout_of(self, tensor: Any, module: Any, side: Literal["input", "output"]) -> Layout | None:
+        """See ``Tensors``."""
+        weight = module._parameters.get("weight")  # noqa: SLF001 - ``getattr`` finds properties, too
+        split = None if weight is None or "Embedding" in type(module).__name__ else _fleet_split(weight)
+        if split is None:
+            return None
+        return layout_of_border(tuple(tensor.shape), tuple(weight.shape), split, side, out_dim=1)
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("paddle.")
+
+
+def _parameter_layout(weight: Any) -> Layout | None:
+    split = _fleet_split(weight)
+    return None if split is None else split_layout(tuple(weight.shape), split)
+
+
+def _fleet_split(weight: Any) -> Split | None:
+    dim = getattr(weight, "split_axis", None)
+    if dim is None or not getattr(weight, "is_distributed", False):
+        return None
+    group = paddle.distributed.fleet.get_hybrid_communicate_group()
+    size, rank = group.get_model_parallel_world_size(), group.get_model_parallel_rank()
+    return Split(dim, rank, size) if size > 1 else None

@@ -1,0 +1,70 @@
+"""A small model in plain PyTorch and plain Paddle: equal within rounding, and each planted fault is named."""
+
+import pytest
+
+from pipeproof.analysis.align.compare_records import align
+from pipeproof.analysis.align.loss_pairs import Tolerance
+from tests.align import small_paddle, small_torch
+
+ROUNDING = Tolerance(rounding=True)
+TRAINERS = {"torch": small_torch.train, "paddle": small_paddle.train}
+
+
+@pytest.fixture(scope="module")
+def correct(tmp_path_factory):
+    """By framework, the record without a fault."""
+    directories = {name: tmp_path_factory.mktemp(name) / "record" for name in TRAINERS}
+    for name, directory in directories.items():
+        TRAINERS[name](directory)
+    return directories
+
+
+def test_without_a_fault_all_is_equal_within_rounding(correct):
+    found = align(correct["paddle"], correct["torch"], ROUNDING)
+    assert found.equal
+    tensors = found.tensors
+    assert (tensors.num_compared, tensors.only_a, tensors.only_b) == (528, 0, 0)
+    assert 0 < tensors.num_rounding < 528
+    assert "embed, forward output" in tensors.with_equal_bits  # a copy of rows
+
+
+def test_one_framework_twice_has_equal_bits(correct, tmp_path):
+    small_torch.train(tmp_path / "again")
+    assert align(tmp_path / "again", correct["torch"], Tolerance()).equal
+
+
+FAULTS = [
+    # fault, framework with it, the first tensor that differs, the operation, the cause
+    ("loss", "paddle", "whole, backward input", "the code of whole, or the loss", "scale", "are 2 of B's"),
+    ("scale", "torch", "gradient of head.weight", "the gradient of the weights of head", "scale", "are 1/2 of B's"),
+    ("attention", "paddle", "blocks.1.attn.out, forward input",
+     "the code of blocks.1.attn before it calls blocks.1.attn.out", "computation", "the inputs are equal"),
+    ("rotary", "paddle", "blocks.1.attn.rotary_q, forward output", "blocks.1.attn.rotary_q", "rotary",
+     "A rotates neighbours, elements 2i and 2i + 1, and B halves, elements i and i + D/2"),
+    ("residual", "torch", "blocks.1.norm2, forward input", "the code of blocks.1 before it calls blocks.1.norm2",
+     "residual", "with its first two dims exchanged"),
+    ("norm", "paddle", "blocks.1.norm2, forward input", "the code of blocks.1 before it calls blocks.1.norm2", "norm",
+     "A adds the output of blocks.1.norm1 where B adds the output of blocks.0"),
+    ("reduction", "paddle", "gradient of head.weight", "the gradient of the weights of head", "missing reduction",
+     "A is the addend of micro-batch 1 alone, of 2"),
+    ("cast", "torch", "blocks.1.mlp.down, forward input", "the code of blocks.1.mlp before it calls blocks.1.mlp.down",
+     "cast", "all numbers of A are bfloat16's"),
+    ("dropout", "paddle", "blocks.1.drop, forward output", "blocks.1.drop", "dropout", "another random stream"),
+    ("epsilon", "torch", "blocks.1.norm2, forward output", "blocks.1.norm2", "computation", "the inputs are equal"),
+    ("detached", "paddle", "blocks.1.norm1, backward output", "the backward of blocks.1.norm1", "residual",
+     "which A does not add"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "framework", "tensor", "operation", "family", "evidence"), FAULTS)
+def test_a_fault_is_located_and_named(correct, tmp_path, fault, framework, tensor, operation, family, evidence):
+    TRAINERS[framework](tmp_path / "fault", fault)
+    (other,) = TRAINERS.keys() - {framework}
+    found = align(tmp_path / "fault", correct[other], ROUNDING)
+    assert not found.equal
+    first = found.tensors.first
+    assert (first.a.step, first.a.micro_batch, first.a.kind) == (0, 0, tensor)
+    assert operation in first.operation.name
+    assert first.operation.are_inputs_equal
+    assert first.cause.family == family
+    assert evidence in first.cause.evidence
