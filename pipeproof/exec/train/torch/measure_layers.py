@@ -4,7 +4,7 @@ A stage takes what its layers take, and something of its own: masks and position
 buffers that it keeps. Two neighbouring layers as one stage show that: the sum of both alone has it twice.
 
 Computations are repeated without a pause, so that a GPU has the clock of a busy one. Where the host is slower than the
-GPU, the GPU first waits until the host is ahead, so that its own times are seen, and those of the host next to them: one
+GPU, the GPU first waits until the host is ahead, so that its own times are seen, and those of the host, too: one
 layer may be limited by the host where two are not, and a replayed step has no host.
 """
 
