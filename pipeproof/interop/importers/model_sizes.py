@@ -12,6 +12,7 @@ from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, describe_value
 from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
+from pipeproof.interop.importers.deepseek_v4 import is_deepseek_v4, take_deepseek_v4
 from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.model_parts import PART_NAMES, take_parts
@@ -69,6 +70,9 @@ def take_model(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) 
     Raises:
         PlanFileError: PP170, a size is no integer.
     """
+    if is_deepseek_v4(values):
+        take_deepseek_v4(draft, values)
+        return
     named = {name: values[name] for name in MODEL_NAMES if name in values and values[name][0] not in (None, "")}
     latent = "kv_lora_rank" in named
     for name, (value, location) in named.items():
