@@ -141,3 +141,11 @@ def test_flops_of_a_step_are_as_published():
     for of_a_token, published in ((token, 385), (token + other_half, 432)):
         reached = 3 * of_a_token * 15360 * tokens / (2048 * Fraction("19.926")) / 10**12
         assert reached == pytest.approx(published, rel=0.005)
+
+
+def test_deepseek_v4_flash_has_its_published_number_of_weights():
+    """284 billion; most are experts."""
+    spec = without_module(load_plan(PLANS / "deepseek_v4_flash.yaml").spec)
+    experts = sum(prod(p.shape) for layer in describe_gpt(spec) for p in layer.parameters if ".experts." in p.name)
+    assert round(num_weights(spec) / 1e9) == 284
+    assert experts == 43 * 256 * 3 * 4096 * 2048
