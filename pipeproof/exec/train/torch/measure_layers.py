@@ -4,8 +4,8 @@ A stage takes what its layers take, and something of its own: masks and position
 buffers that it keeps. Two neighbouring layers as one stage show that: the sum of both alone has it twice.
 
 Computations are repeated without a pause, so that a GPU has the clock of a busy one. Where the host is slower than the
-GPU, the GPU first waits until the host is ahead, so that its own times are seen, and those of the host, too: one
-layer may be limited by the host where two are not, and a replayed step has no host.
+GPU, the GPU first waits until the host is ahead, so that its own times are seen, next to those of the host: one layer
+may be limited by the host where two are not, and a replayed step has no host.
 """
 
 from __future__ import annotations
