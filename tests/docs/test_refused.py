@@ -61,6 +61,7 @@ def test_without_one_of_its_parts_each_is_taken(plans, refusal):
         assert refusal(plans.gpt_plan(*rest)) is None, name
 
 
+MODULES = ("MTP", "MTP after the norm", "MTP, own embeddings", "MTP, magic send")
 PAIRS_REFUSED = {
     ("grouped queries", "latent attention"): "PP106",
     ("latent attention", "compressed attention"): "PP106",
@@ -74,16 +75,21 @@ PAIRS_REFUSED = {
         )
     },
     ("head size", "latent attention"): "PP106",
-    ("hyper-connections", "MTP"): "PP106",
-    ("hyper-connections", "MTP, magic send"): "PP106",
+    **{
+        (streams, modules): "PP106"
+        for streams in ("hyper-connections", "hyper-connections of DeepSeek-V4")
+        for modules in ("MTP", "MTP after the norm")
+    },
     **{
         pair: code
         for words in ("words that cross", "words in one message")
         for pair, code in {
-            ("MTP", words): "PP909", ("MTP, magic send", words): "PP909", ("bsh", words): "PP909",
+            **{(modules, words): "PP909" for modules in MODULES}, ("bsh", words): "PP909",
             (words, "tp 2, SP"): "PP209",
         }.items()
     },
+    ("MTP, own embeddings", "MTP, magic send"): "PP106",
+    ("experts by all-gather", "experts by token id"): "PP106",
     ("partial", "tp 2, SP"): "PP201",
     **{(modules, "full recomputation"): "PP106" for modules in ("recomputed MLPs", "recomputed experts")},
     ("latent attention", "cp 2"): "PP909",
@@ -91,20 +97,20 @@ PAIRS_REFUSED = {
     ("words that cross", "slots"): "PP504",
     ("norms of heads", "latent attention"): "PP106",
     ("biases of queries, keys and values", "latent attention"): "PP106",
-    **{("learned positions", other): "PP106" for other in ("latent attention", "MTP", "MTP, magic send")},
+    **{("learned positions", other): "PP106" for other in ("latent attention", *MODULES)},
     **{
         (mlp, other): "PP106"
         for mlp in ("GELU", "GELU with tanh")
         for other in (
             "experts", "experts by all-gather", "losses of routers", "biases of experts", "clamped SwiGLU",
-            "recomputed experts",
+            "recomputed experts", "experts by token id",
         )
     },
     **{
         ("biases", other): "PP106"
         for other in (
             "latent attention", "experts", "experts by all-gather", "losses of routers", "biases of experts",
-            "recomputed experts",
+            "recomputed experts", "experts by token id",
         )
     },
 }  # fmt: skip
