@@ -23,20 +23,20 @@ from pipeproof.exec.train.torch.model_stages import ModelStages, stages_of_seque
 from pipeproof.exec.train.torch.overlap_points import overlap_point
 from pipeproof.exec.train.torch.packed_batches import packed
 from pipeproof.exec.train.torch.pipeline import Pipeline
-from pipeproof.exec.train.torch.record_layers import record_layers
 from pipeproof.exec.train.torch.stage_values import MicroBatches
 
 if TYPE_CHECKING:
     from pipeproof.exec.train.torch.dcp_state import load_dcp, save_dcp
     from pipeproof.exec.train.torch.pretrained_load import initialize_weights, load_pretrained
     from pipeproof.exec.train.torch.pretrained_save import save_pretrained
-    from pipeproof.exec.train.torch.tune import Search, tune
-    from pipeproof.exec.train.torch.tuned_layout import Layout
+    from pipeproof.exec.train.torch.tune import tune
+    from pipeproof.exec.train.tuned_layout import Layout
+    from pipeproof.exec.train.tuning import Search
 
 _LATE = {
     "load_dcp": "dcp_state", "save_dcp": "dcp_state", "initialize_weights": "pretrained_load",
     "load_pretrained": "pretrained_load", "save_pretrained": "pretrained_save", "tune": "tune",
-    "Search": "tune", "Layout": "tuned_layout",
+    "Search": "tune", "Layout": "tune",
 }  # fmt: skip
 
 note_empty_buffers()
@@ -57,7 +57,6 @@ __all__ = [
     "load_pretrained",
     "overlap_point",
     "packed",
-    "record_layers",
     "save_dcp",
     "save_pretrained",
     "stages_of_rank",

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 import pipeproof as pp
 from pipeproof.cli.main import main
-from pipeproof.exec.train.torch.tuned_layout import LayoutRow, expected_ms, next_to_run, ranked
+from pipeproof.exec.train.tuned_layout import LayoutRow, expected_ms, next_to_run, ranked
 from tests.train.launch import run
 
 pytestmark = pytest.mark.needs_torch

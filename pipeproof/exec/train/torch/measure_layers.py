@@ -1,7 +1,4 @@
-"""Times and memory of the layers of a model, each measured as a stage of its own; identical layers are measured once.
-
-A stage takes what its layers take, and something of its own: masks and positions, which each stage makes, the message
-buffers that it keeps. Two neighbouring layers as one stage show that: the sum of both alone has it twice.
+"""Times and memory of layers of a PyTorch model, measured as a stage.
 
 Computations are repeated without a pause, so that a GPU has the clock of a busy one. Where the host is slower than the
 GPU, the GPU first waits until the host is ahead, so that its own times are seen, next to those of the host: one layer
@@ -12,18 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from pipeproof.analysis.tune.layer_cuts import LayerCost, Way
-from pipeproof.exec.store.agreement import Agreement
+from pipeproof.analysis.tune.layer_cuts import LayerCost
 from pipeproof.exec.store.train_errors import PipelineError
+from pipeproof.exec.train.layer_samples import RunWay, Sample, host_times
 from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec
 from pipeproof.exec.train.torch.boundary_inference import unchanged_state
 from pipeproof.exec.train.torch.cut_transformers import stages_of_transformers
@@ -37,25 +34,11 @@ _INDEX_NAMES = frozenset(
 )
 """Attributes of a module that give its place, and not what it computes."""
 _WARM_UPS, _LEAST_ROUNDS = 3, 5
-_LEAST_S, _LEAST_S_ON_GPU = 0.4, 2.0
-"""Time of the rounds of one sample. A GPU that has been idle takes a second to lower its clock."""
+_LEAST_S = 2.0
+"""Time of the rounds of one sample on a GPU. A GPU that has been idle takes a second to lower its clock."""
 _ROUNDS_AHEAD = 3
 """Rounds that the host launches without waiting; the queue of a GPU holds about 1,000 launches."""
 _CYCLES_PER_NS = 2
-
-
-class RunWay(NamedTuple):
-    """The way stages run: the ``split`` of a ``Pipeline``, whether blocks are compiled, and recomputed."""
-
-    split: str
-    is_compiled: bool
-    recomputes: bool = False
-    replay: bool = False
-
-    def __str__(self) -> str:
-        return (
-            self.split + ", compiled" * self.is_compiled + ", recomputed" * self.recomputes + ", replayed" * self.replay
-        )
 
 
 @dataclass(frozen=True)
@@ -158,37 +141,6 @@ def weight_bytes(weights: Iterable[torch.Tensor]) -> tuple[int, int]:
     return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Layers that are measured as one stage: one layer, or two neighbours."""
-
-    first: int
-    num: int
-
-    @property
-    def layers(self) -> range:
-        """Their numbers."""
-        return range(self.first, self.first + self.num)
-
-
-def samples_of(cutter: Cutter) -> tuple[list[int], list[Sample]]:
-    """For each layer the number of the sample that has its like, and all samples; the last is two layers, if any."""
-    first_of: dict[str, int] = {}
-    of: list[int] = []
-    samples: list[Sample] = []
-    for layer in range(cutter.num_layers):
-        signature = cutter.signature(layer)
-        if signature not in first_of:
-            first_of[signature] = len(samples)
-            samples.append(Sample(layer, 1))
-        of.append(first_of[signature])
-    inner = [n for n in range(cutter.num_layers - 1) if cutter.block(n) is not None and cutter.block(n + 1) is not None]
-    pairs = [n for n in inner if of[n] == of[n + 1]] or inner
-    if pairs:
-        samples.append(Sample(pairs[0], 2))
-    return of, samples
-
-
 def cut_around(cutter: Cutter, sample: Sample) -> tuple[ModelStages, int]:
     """A cut in which a sample is one stage, and the number of this stage."""
     before, behind = sample.first, cutter.num_layers - sample.first - sample.num
@@ -277,12 +229,15 @@ class _Repeated:
         for _ in range(_WARM_UPS):
             self._round(lambda: None)
         memory = self._memory()
+        if not self._is_gpu:
+            forward, inputs, weights = host_times(self._round)
+            return replace(memory, forward=forward, backward_input=inputs, backward_weight=weights)
         on_device: list[list[Any]] = []
         on_host: list[list[int]] = []
         lead, fastest = 0.0, float("inf")
-        end = time.monotonic() + (_LEAST_S_ON_GPU if self._is_gpu else _LEAST_S)
+        end = time.monotonic() + _LEAST_S
         while len(on_host) < _LEAST_ROUNDS or time.monotonic() < end:
-            is_ahead = self._is_gpu and len(on_host) >= _ROUNDS_AHEAD
+            is_ahead = len(on_host) >= _ROUNDS_AHEAD
             if is_ahead:
                 on_device[-_ROUNDS_AHEAD][-1].synchronize()  # the others are launched, and keep the GPU busy
             if lead > 0 and len(on_host) % _ROUNDS_AHEAD == 0:
@@ -295,15 +250,13 @@ class _Repeated:
                 host = on_host[-1][-1] - on_host[-1][0]
                 fastest = min(fastest, _elapsed_ns(marks[0], marks[-1]))
                 lead = _ROUNDS_AHEAD * (host - fastest / 2)
-        if self._is_gpu:
-            torch.cuda.synchronize(self._device)
-        rounds = on_device if self._is_gpu else on_host
-        times = [[_elapsed_ns(*each) for each in pairwise(marks)] for marks in rounds[len(rounds) // 2 :]]
+        torch.cuda.synchronize(self._device)
+        later = slice(len(on_host) // 2, None)
+        times = [[_elapsed_ns(*each) for each in pairwise(marks)] for marks in on_device[later]]
         forward, inputs, weights = (int(median(each)) for each in zip(*times, strict=True))
-        hosts = [marks[-1] - marks[0] for marks in on_host[len(on_host) // 2 :]]
         return replace(
             memory, forward=forward, backward_input=inputs, backward_weight=weights,
-            host=int(median(hosts)) if self._is_gpu else 0,
+            host=int(median(marks[-1] - marks[0] for marks in on_host[later])),
         )  # fmt: skip
 
     def _round(self, mark: Callable[[], None]) -> None:
@@ -328,9 +281,8 @@ class _Repeated:
 
     def _mark(self, on_device: list[Any], on_host: list[int]) -> None:
         on_host.append(time.perf_counter_ns())
-        if self._is_gpu:
-            on_device.append(torch.cuda.Event(enable_timing=True))
-            on_device[-1].record()
+        on_device.append(torch.cuda.Event(enable_timing=True))
+        on_device[-1].record()
 
     def _memory(self) -> LayerCost:
         """The bytes that one round keeps and needs; on a CPU those that autograd keeps, all of them until W."""
@@ -371,94 +323,4 @@ class _Repeated:
 
 
 def _elapsed_ns(start: Any, end: Any) -> float:
-    return float(end - start if isinstance(start, int) else start.elapsed_time(end) * 1e6)
-
-
-def ways_measured(
-    cutter: Cutter,
-    ways: Sequence[RunWay],
-    batch: Batch,
-    agreement: Agreement,
-    device: torch.device,
-    progress: Callable[[str], None],
-    known: Mapping[RunWay, Sequence[LayerCost]],
-) -> tuple[dict[RunWay, list[LayerCost]], dict[RunWay, str]]:
-    """The costs of all layers in each way with what a stage takes in addition at the end, or why a way is not possible.
-
-    Each rank measures a part of the samples. Embedding and head recompute nothing: their costs are ``known``.
-
-    Raises:
-        PipelineError: a layer raised, on every rank.
-    """
-    of, samples = samples_of(cutter)
-    tasks = [(way, number) for way in ways for number, sample in enumerate(samples)
-             if not way.recomputes or cutter.block(sample.first) is not None]  # fmt: skip
-
-    def own() -> list[Any]:
-        measured = []
-        for position in range(agreement.rank, len(tasks), agreement.num_ranks):
-            way, number = tasks[position]
-            sample = samples[number]
-            progress(f"measuring layers {sample.first} to {sample.layers[-1]}, {way}")
-            try:
-                cost, reason = measure_sample(cutter, sample, way, batch, device)
-            except PipelineError:
-                raise
-            except Exception as error:
-                where = f"layer {sample.first}" if sample.num == 1 else f"layers {sample.first} and {sample.layers[-1]}"
-                raise PipelineError(f"{where} cannot run on the example: {type(error).__name__}: {error}") from error
-            measured.append([position, asdict(cost), reason])
-        return measured
-
-    costs: dict[RunWay, dict[int, LayerCost]] = {}
-    refused: dict[RunWay, str] = {}
-    for position, cost, reason in sorted(each for part in agreement.gather(f"layers {ways}", own) for each in part):
-        way, number = tasks[position]
-        costs.setdefault(way, {})[number] = LayerCost(**cost)
-        if reason:
-            refused[way] = f"layer {samples[number].first}: {reason}"
-    possible = [way for way in ways if way not in refused]
-    found = {way: _of_layers(of, samples, costs[way], known.get(way._replace(recomputes=False))) for way in possible}
-    return found, refused
-
-
-def _of_layers(
-    of: Sequence[int], samples: Sequence[Sample], costs: Mapping[int, LayerCost], known: Sequence[LayerCost] | None
-) -> list[LayerCost]:
-    each_stage = LayerCost()
-    pair = len(samples) - 1
-    if samples[pair].num == 2:
-        first, second = samples[pair].layers
-        alone = _sum(costs[of[first]], costs[of[second]])
-        each_stage = _difference(alone, costs[pair])
-        each_stage = replace(each_stage, forward_peak=each_stage.kept, backward_peak=each_stage.kept)
-    layers = [
-        known[layer] if known is not None and number not in costs else _without(costs[number], each_stage)
-        for layer, number in enumerate(of)
-    ]
-    return [*layers, each_stage]
-
-
-def _sum(first: LayerCost, second: LayerCost) -> LayerCost:
-    return LayerCost(**{name: value + asdict(second)[name] for name, value in asdict(first).items()})
-
-
-def _difference(first: LayerCost, second: LayerCost) -> LayerCost:
-    return LayerCost(**{name: max(0, value - asdict(second)[name]) for name, value in asdict(first).items()})
-
-
-def _without(cost: LayerCost, each_stage: LayerCost) -> LayerCost:
-    """A layer's own part of a stage that has it alone; peaks are above what the stage keeps itself."""
-    own = _difference(cost, each_stage)
-    return replace(
-        own, forward_peak=max(0, cost.forward_peak - each_stage.kept),
-        backward_peak=max(0, cost.backward_peak - each_stage.kept),
-    )  # fmt: skip
-
-
-def way_of(way: RunWay, costs: Sequence[LayerCost], recomputed: Sequence[LayerCost] | None, cutter: Cutter) -> Way:
-    """The costs of one way for the search, with those of recomputed blocks if they were measured."""
-    others = () if recomputed is None else tuple(
-        cost if cutter.block(layer) is not None else None for layer, cost in enumerate(recomputed[:-1])
-    )  # fmt: skip
-    return Way(str(way), way.split != "whole", tuple(costs[:-1]), others, costs[-1])
+    return float(start.elapsed_time(end) * 1e6)

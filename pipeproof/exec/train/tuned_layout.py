@@ -14,8 +14,7 @@ import yaml
 from pipeproof.analysis.tune.layer_cuts import LayerCost, numbers_of_stages
 from pipeproof.atomic_write import write_output
 from pipeproof.diagnostics.units import size_text, time_text
-from pipeproof.exec.train.torch.measure_layers import RunWay
-from pipeproof.exec.train.torch.model_stages import ModelStages
+from pipeproof.exec.train.layer_samples import RunWay
 from pipeproof.sim.memory_curve import GIB
 
 _ALIKE = 1.015
@@ -74,7 +73,7 @@ class Layout:
     are those of the model that ``tune`` was given, whose blocks are compiled and recomputed as the layout has them.
     """
 
-    stages: ModelStages
+    stages: Any
     plan: dict[str, Any]
     rows: tuple[LayoutRow, ...]
     notes: tuple[str, ...] = ()

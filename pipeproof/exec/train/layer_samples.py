@@ -1,0 +1,201 @@
+"""Costs of a model's layers by samples: each layer as a stage of its own, and identical layers once.
+
+A stage takes what its layers take, and something of its own: masks and positions, which each stage makes, the message
+buffers that it keeps. Two neighbouring layers as one stage show that: the sum of both alone has it twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple, Protocol
+
+from pipeproof.analysis.tune.layer_cuts import LayerCost, Way
+from pipeproof.exec.store.agreement import Agreement
+from pipeproof.exec.store.train_errors import PipelineError
+
+_LEAST_ROUNDS, _LEAST_S = 5, 0.4
+"""Rounds of one sample on the host, and their time."""
+
+
+class RunWay(NamedTuple):
+    """The way stages run: the ``split`` of a ``Pipeline``, whether blocks are compiled, and recomputed."""
+
+    split: str
+    is_compiled: bool
+    recomputes: bool = False
+    replay: bool = False
+
+    def __str__(self) -> str:
+        return (
+            self.split + ", compiled" * self.is_compiled + ", recomputed" * self.recomputes + ", replayed" * self.replay
+        )
+
+
+class Chain(Protocol):
+    """A model as a chain of layers that can be cut anywhere."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        ...
+
+    @property
+    def has_ends(self) -> bool:
+        """True if the first and the last layer are no blocks, see ``Layers``."""
+        ...
+
+    @property
+    def can_recompute(self) -> bool:
+        """True if blocks can recompute their activations."""
+        ...
+
+    def block(self, layer: int) -> Any:
+        """The module of a layer; None for what is no block."""
+        ...
+
+    def signature(self, layer: int) -> str:
+        """A text of all that a layer computes: equal for identical layers."""
+        ...
+
+    def blocks_of(self, sizes: Sequence[int]) -> list[int]:
+        """The blocks of each stage of a cut."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Layers that are measured as one stage: one layer, or two neighbours."""
+
+    first: int
+    num: int
+
+    @property
+    def layers(self) -> range:
+        """Their numbers."""
+        return range(self.first, self.first + self.num)
+
+
+def samples_of(chain: Chain) -> tuple[list[int], list[Sample]]:
+    """For each layer the number of the sample that has its like, and all samples; the last is two layers, if any."""
+    first_of: dict[str, int] = {}
+    of: list[int] = []
+    samples: list[Sample] = []
+    for layer in range(chain.num_layers):
+        signature = chain.signature(layer)
+        if signature not in first_of:
+            first_of[signature] = len(samples)
+            samples.append(Sample(layer, 1))
+        of.append(first_of[signature])
+    inner = [n for n in range(chain.num_layers - 1) if chain.block(n) is not None and chain.block(n + 1) is not None]
+    pairs = [n for n in inner if of[n] == of[n + 1]] or inner
+    if pairs:
+        samples.append(Sample(pairs[0], 2))
+    return of, samples
+
+
+def ways_measured(
+    chain: Chain,
+    ways: Sequence[RunWay],
+    measure: Callable[[Sample, RunWay], tuple[LayerCost, str]],
+    agreement: Agreement,
+    progress: Callable[[str], None],
+    known: Mapping[RunWay, Sequence[LayerCost]],
+) -> tuple[dict[RunWay, list[LayerCost]], dict[RunWay, str]]:
+    """The costs of all layers in each way with what a stage takes in addition at the end, or why a way is not possible.
+
+    ``measure`` returns the cost of a sample, and why it does not run in this way. Each rank measures a part of the
+    samples. Embedding and head recompute nothing: their costs are ``known``.
+
+    Raises:
+        PipelineError: a layer raised, on every rank.
+    """
+    of, samples = samples_of(chain)
+    tasks = [(way, number) for way in ways for number, sample in enumerate(samples)
+             if not way.recomputes or chain.block(sample.first) is not None]  # fmt: skip
+
+    def own() -> list[Any]:
+        measured = []
+        for position in range(agreement.rank, len(tasks), agreement.num_ranks):
+            way, number = tasks[position]
+            sample = samples[number]
+            progress(f"measuring layers {sample.first} to {sample.layers[-1]}, {way}")
+            try:
+                cost, reason = measure(sample, way)
+            except PipelineError:
+                raise
+            except Exception as error:
+                where = f"layer {sample.first}" if sample.num == 1 else f"layers {sample.first} and {sample.layers[-1]}"
+                raise PipelineError(f"{where} cannot run on the example: {type(error).__name__}: {error}") from error
+            measured.append([position, asdict(cost), reason])
+        return measured
+
+    costs: dict[RunWay, dict[int, LayerCost]] = {}
+    refused: dict[RunWay, str] = {}
+    for position, cost, reason in sorted(each for part in agreement.gather(f"layers {ways}", own) for each in part):
+        way, number = tasks[position]
+        costs.setdefault(way, {})[number] = LayerCost(**cost)
+        if reason:
+            refused[way] = f"layer {samples[number].first}: {reason}"
+    possible = [way for way in ways if way not in refused]
+    found = {way: _of_layers(of, samples, costs[way], known.get(way._replace(recomputes=False))) for way in possible}
+    return found, refused
+
+
+def host_times(one_round: Callable[[Callable[[], None]], None]) -> list[int]:
+    """Median nanoseconds of F, I and W on the host, in the later half of many rounds.
+
+    ``one_round`` calls its argument before F, and after each of them.
+    """
+    rounds: list[list[int]] = []
+    end = time.monotonic() + _LEAST_S
+    while len(rounds) < _LEAST_ROUNDS or time.monotonic() < end:
+        marks: list[int] = []
+        one_round(lambda marks=marks: marks.append(time.perf_counter_ns()))  # type: ignore[misc]
+        rounds.append([after - before for before, after in pairwise(marks)])
+    return [int(median(each)) for each in zip(*rounds[len(rounds) // 2 :], strict=True)]
+
+
+def _of_layers(
+    of: Sequence[int], samples: Sequence[Sample], costs: Mapping[int, LayerCost], known: Sequence[LayerCost] | None
+) -> list[LayerCost]:
+    each_stage = LayerCost()
+    pair = len(samples) - 1
+    if samples[pair].num == 2:
+        first, second = samples[pair].layers
+        alone = _sum(costs[of[first]], costs[of[second]])
+        each_stage = _difference(alone, costs[pair])
+        each_stage = replace(each_stage, forward_peak=each_stage.kept, backward_peak=each_stage.kept)
+    layers = [
+        known[layer] if known is not None and number not in costs else _without(costs[number], each_stage)
+        for layer, number in enumerate(of)
+    ]
+    return [*layers, each_stage]
+
+
+def _sum(first: LayerCost, second: LayerCost) -> LayerCost:
+    return LayerCost(**{name: value + asdict(second)[name] for name, value in asdict(first).items()})
+
+
+def _difference(first: LayerCost, second: LayerCost) -> LayerCost:
+    return LayerCost(**{name: max(0, value - asdict(second)[name]) for name, value in asdict(first).items()})
+
+
+def _without(cost: LayerCost, each_stage: LayerCost) -> LayerCost:
+    """A layer's own part of a stage that has it alone; peaks are above what the stage keeps itself."""
+    own = _difference(cost, each_stage)
+    return replace(
+        own, forward_peak=max(0, cost.forward_peak - each_stage.kept),
+        backward_peak=max(0, cost.backward_peak - each_stage.kept),
+    )  # fmt: skip
+
+
+def way_of(way: RunWay, costs: Sequence[LayerCost], recomputed: Sequence[LayerCost] | None, chain: Chain) -> Way:
+    """The costs of one way for the search, with those of recomputed blocks if they were measured."""
+    others = () if recomputed is None else tuple(
+        cost if chain.block(layer) is not None else None for layer, cost in enumerate(recomputed[:-1])
+    )  # fmt: skip
+    return Way(str(way), way.split != "whole", tuple(costs[:-1]), others, costs[-1])

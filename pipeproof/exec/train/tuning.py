@@ -1,0 +1,364 @@
+"""The phases of ``tune``: measure layers, search cuts, run the best ones, keep the result; the same for each framework.
+
+What depends on a framework are the methods of ``Tuning`` that raise ``NotImplementedError``.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from pipeproof.analysis.tune.layer_cuts import (
+    NEAR,
+    Best,
+    Lacking,
+    LayerCost,
+    Layers,
+    numbers_of_stages,
+    search_cuts,
+    step_of,
+)
+from pipeproof.atomic_write import write_output
+from pipeproof.exec.store.agreement import Agreement, require_equal
+from pipeproof.exec.store.train_errors import PipelineError
+from pipeproof.exec.train.layer_samples import Chain, RunWay, Sample, way_of, ways_measured
+from pipeproof.exec.train.tuned_layout import (
+    Layout,
+    LayoutRow,
+    expected_ms,
+    ms_text,
+    next_to_run,
+    ranked,
+    with_times,
+)
+from pipeproof.foreign_text import decode_json, read_foreign
+from pipeproof.sim.memory_curve import GIB
+from pipeproof.version import __version__
+
+_NUM_OTHERS = 7
+"""Rows of a result that were not run."""
+_LEAST_SERIES, _MOST_SERIES, _STEPS_OF_SERIES = 3, 12, 3
+_REPEATS = 0.005
+"""Share of a time below which the two fastest series are equal, and no further one is needed."""
+_SAFE_SHARE = 0.97
+"""Share of the memory that a prediction may use: measured peaks were up to 2 % higher."""
+_ROWS = TypeAdapter(list[LayoutRow])
+
+
+@dataclass(frozen=True)
+class Search:
+    """Limits of ``tune``.
+
+    ``num_trials`` layouts are run, as many of them as ``max_s`` seconds allow, but one at least. ``splits`` are tried:
+    by default ``whole`` and ``graph`` on a GPU, ``whole`` and ``linear`` on a CPU. ``optimizer_bytes`` are the bytes of
+    optimizer states for each byte of trained weights: 2 for AdamW. ``file`` keeps the result, and a call with an equal
+    model, devices and arguments reads it. ``without_pipeline``: FSDP2 over the same ranks is run, too, and noted.
+    """
+
+    num_trials: int = 3
+    max_s: float = 180.0
+    splits: Sequence[str] | None = None
+    optimizer_bytes: float = 2.0
+    file: str | Path | None = None
+    without_pipeline: bool = True
+
+
+class Tuning:
+    """A model, the ranks that tune it, and the limits."""
+
+    def __init__(self, agreement: Agreement, num_micro_batches: int, memory_gib: float | None, search: Search) -> None:
+        self.agreement, self.num_micro_batches = agreement, num_micro_batches
+        self.memory_gib, self.search = memory_gib, search
+        self.notes: list[str] = []
+        self.seconds: dict[str, float] = {}
+        self.plans: dict[tuple[Any, ...], dict[str, Any]] = {}
+        """The plans of the layouts that were run, by ``LayoutRow.plain``."""
+        self.by_operation: dict[tuple[Any, ...], float] = {}
+        """The predicted milliseconds of steps that are not replayed, likewise."""
+        self._num_asked = 0
+
+    def run(self) -> Layout:
+        """All phases.
+
+        Raises:
+            PipelineError: no layout fits or can be run, or the ranks have other models.
+        """
+        if self.num_micro_batches < 1:
+            raise PipelineError(f"num_micro_batches is {self.num_micro_batches}: give at least 1")
+        self.started = time.monotonic()
+        self.file = None if self.search.file is None else Path(self.search.file)
+        self.chain = self.agreement.own("model", self._chain)
+        self.signature = self._common_signature()
+        kept = self._kept()
+        if kept is not None:
+            return kept
+        limits = [each for each in self.agreement.gather("limit", self._limit) if each is not None]
+        self.limit = min(limits, default=None)
+        costs = self._phase("measure", lambda: self._measured(self._ways()))
+        self.layers = Layers(self._static_bytes(), self.chain.has_ends, self._latency_ns())
+        found, lacking = self._phase("search", lambda: self._searched(costs))
+        if lacking and self.chain.can_recompute:
+            ways = [way._replace(recomputes=True) for way in costs if not way.replay]
+            costs |= self._phase("measure recomputation", lambda: self._measured(ways, costs))
+            found, lacking = self._phase("search again", lambda: self._searched(costs))
+        rows = self._phase("try", lambda: self._tried(found, lacking))
+        self._phase("without a pipeline", lambda: self._note_no_pipeline(rows[0]))
+        layout = self._layout(rows, costs)
+        if self.file is not None and not self.agreement.rank:
+            write_output(self.file, json.dumps({
+                "signature": self.signature, "rows": [asdict(row) for row in layout.rows], "plan": layout.plan,
+                "notes": list(layout.notes), "seconds": dict(layout.seconds),
+            }))  # fmt: skip
+        return layout
+
+    def _phase(self, name: str, work: Callable[[], Any]) -> Any:
+        started = time.monotonic()
+        result = work()
+        self.seconds[name] = round(time.monotonic() - started, 1)
+        return result
+
+    def _report(self, text: str) -> None:
+        """Show on the first rank what is done, with the seconds since the start."""
+        if not self.agreement.rank:
+            print(  # noqa: T201 - progress of minutes, also without a terminal
+                f"tune: {time.monotonic() - self.started:5.1f} s: {text}", file=sys.stderr, flush=True
+            )
+
+    def _common_signature(self) -> str:
+        """A digest of all that the result depends on, equal on all ranks.
+
+        Raises:
+            PipelineError: the ranks have other models or arguments.
+        """
+        layers = [self.chain.signature(n) for n in range(self.chain.num_layers)]
+        facts = self._facts()
+        facts["arguments"] = [
+            str(facts["arguments"]),
+            self.num_micro_batches,
+            self.memory_gib,
+            str(replace(self.search, file=None)),
+        ]
+        digest = hashlib.sha256(str((layers, facts.pop("weights"))).encode()).hexdigest()
+        own = {"model": digest, **facts, "pipeproof": __version__, "ranks": self.agreement.num_ranks}
+        answers = self.agreement.gather("signature", lambda: own)
+        for key in own:
+            require_equal([json.dumps(answer[key]) for answer in answers], f"the {key} of tune")
+        return json.dumps(own, sort_keys=True)
+
+    def _kept(self) -> Layout | None:
+        """The result of an earlier call, from the file of the first rank."""
+
+        def read() -> Any:
+            if self.file is None or self.agreement.rank or not self.file.exists():
+                return None
+            try:
+                content = decode_json(read_foreign(self.file).decode())
+                rows = _ROWS.validate_python(content["rows"])
+            except (ValueError, KeyError, TypeError, ValidationError) as error:
+                raise PipelineError(f"{self.file} is no result of tune ({type(error).__name__}): remove it") from None
+            if content["signature"] != self.signature:
+                return None
+            return {**content, "rows": [asdict(row) for row in rows]}
+
+        content = self.agreement.gather("file", read)[0]
+        if content is None:
+            return None
+        rows = tuple(_ROWS.validate_python(content["rows"]))
+        return Layout(self._stages(rows[0]), content["plan"], rows, tuple(content["notes"]), content["seconds"])
+
+    # --- measure and search ---
+
+    def _measured(
+        self, ways: Sequence[RunWay], known: Mapping[RunWay, list[LayerCost]] | None = None
+    ) -> dict[RunWay, list[LayerCost]]:
+        """The costs of all layers in each way that is possible."""
+        costs, refused = ways_measured(self.chain, ways, self._measure, self.agreement, self._report, known or {})
+        self.notes += [f"split={way.split} is not possible: {reason}" for way, reason in refused.items()]
+        self._clean()
+        return costs
+
+    def _searched(self, costs: Mapping[RunWay, list[LayerCost]]) -> tuple[list[Best], list[Lacking]]:
+        """The cuts of all schedules; every rank finds the same, from what they agreed on."""
+        self._ways_by_name = {
+            str(way): (way, way_of(way, own, costs.get(way._replace(recomputes=True)), self.chain))
+            for way, own in costs.items() if not way.recomputes
+        }  # fmt: skip
+        ways = [own for way, own in self._ways_by_name.values() if way.replay == self._is_replayed(way)]
+        self._report(f"searching cuts of {self.layers.num_layers} layers for {self.agreement.num_ranks} ranks")
+        limit = None if self.limit is None else int(_SAFE_SHARE * self.limit)
+        return search_cuts(self.layers, ways, self.agreement.num_ranks, self.num_micro_batches, limit)
+
+    # --- try ---
+
+    def _tried(self, found: Sequence[Best], lacking: Sequence[Lacking]) -> list[LayoutRow]:
+        """The rows of all schedules; the best ones are proved, run and measured."""
+        if not found:
+            raise PipelineError(self._lacking_text(lacking))
+        left, tried = self._candidates(found), list[LayoutRow]()
+        longest = 0.0
+        while left and len({row.plain for row in tried}) < self.search.num_trials:
+            if tried and not self._has_time(longest):
+                num = len({row.plain for row in tried})
+                self.notes.append(f"{num} of {self.search.num_trials} layouts were run within {self.search.max_s:g} s")
+                break
+            began, row = time.monotonic(), next_to_run(left, tried)
+            left = [each for each in left if each is not row]
+            self._report(f"running {row.name}")
+            tried += self._trial(row)
+            longest = max(longest, time.monotonic() - began)
+        measured = [row for row in tried if row.measured_ms is not None]
+        if not measured:
+            raise PipelineError("no layout could be run: " + "; ".join(row.reason for row in tried))
+        failed = [row for row in tried if row.measured_ms is None]
+        most = None if self.limit is None else self.limit / GIB
+        return [*ranked(measured, most), *failed, *sorted(left, key=lambda row: expected_ms(row, tried))[:_NUM_OTHERS]]
+
+    def _has_time(self, needed_s: float) -> bool:
+        """True if the first rank has so much time left; the same on all ranks."""
+        return bool(self._gathered("time", self.started + self.search.max_s - time.monotonic() > needed_s)[0])
+
+    def _candidates(self, found: Sequence[Best]) -> list[LayoutRow]:
+        rows = []
+        for best in found:
+            way, _ = self._ways_by_name[best.way.name]
+            blocks = self.chain.blocks_of(best.sizes)
+            _, by_operation = self._ways_by_name[str(way._replace(replay=False))]
+            is_open = not best.is_exhaustive and best.step <= NEAR * found[0].step
+            rows.append(LayoutRow(
+                best.kind, best.num_chunks, best.sizes, tuple(blocks), way.split, way.is_compiled, way.replay,
+                best.recomputed, best.step / 1e6, max(best.peaks) / GIB,
+                reason="the search of its cuts ended before all were compared" if is_open else "",
+            ))  # fmt: skip
+            self.by_operation[rows[-1].plain] = 1e-6 * step_of(
+                self.layers, by_operation, best, self.agreement.num_ranks, self.num_micro_batches
+            )
+        return rows
+
+    def _lacking_text(self, lacking: Sequence[Lacking]) -> str:
+        limit = self.limit
+        if not lacking or limit is None:
+            layers = f"{self.chain.num_layers} layer{'s' * (self.chain.num_layers > 1)}"
+            return (
+                f"no schedule exists for {layers}, {self.agreement.num_ranks} ranks and {self.num_micro_batches} "
+                "micro-batches: use fewer ranks"
+            )
+        least = min(lacking, key=lambda each: each.needed)
+        return (
+            f"no layout fits into {limit / GIB:.3g} GiB: the smallest, {least.kind} ({least.way.name}), needs "
+            f"{least.needed / _SAFE_SHARE / GIB:.3g} GiB on its fullest rank, {least.static / GIB:.3g} GiB of it for "
+            f"weights, gradients and optimizer states and {(least.needed - least.static) / GIB:.3g} GiB for "
+            f"activations, with {1 - _SAFE_SHARE:.0%} to spare: use more ranks, smaller micro-batches, or an optimizer "
+            "with smaller states (optimizer_bytes)"
+        )
+
+    def _recomputed(self, row: LayoutRow) -> list[int]:
+        """The layers whose activations are recomputed: the first blocks of each stage."""
+        every = []
+        for numbers, num in zip(numbers_of_stages(row.sizes), row.recomputed, strict=True):
+            every += [n for n in numbers if self.chain.block(n) is not None][:num]
+        return every
+
+    def _schedule(self, row: LayoutRow) -> dict[str, Any]:
+        """The section of a plan."""
+        chunks = {"num_chunks": row.num_chunks} if row.num_chunks > 1 else {}
+        return {"kind": row.schedule, "num_micro_batches": self.num_micro_batches, **chunks}
+
+    def _timed(self, step: Callable[[], None]) -> list[float]:
+        """Milliseconds of a step of the slowest rank in each series, the fastest first.
+
+        Other processes only make a step longer: series are run until the two fastest have the same time.
+        """
+        times: list[float] = []
+        while len(times) < _LEAST_SERIES or (len(times) < _MOST_SERIES and times[1] > (1 + _REPEATS) * times[0]):
+            times = sorted([*times, self._series(step)])
+        return times
+
+    def _series(self, step: Callable[[], None]) -> float:
+        self._barrier()
+        started = time.perf_counter()
+        for _ in range(_STEPS_OF_SERIES):
+            step()
+        self._barrier()
+        return float(max(self._gathered("series", (time.perf_counter() - started) / _STEPS_OF_SERIES * 1e3)))
+
+    def _gathered(self, what: str, value: Any) -> list[Any]:
+        """The values of all ranks, for questions that are asked again and again."""
+        self._num_asked += 1
+        return self.agreement.gather(f"{what} {self._num_asked}", lambda: value)
+
+    def _measured_row(self, row: LayoutRow, times: Sequence[float], gib: float | None) -> LayoutRow:
+        """The row with its times, as of ``_timed``, and the memory of the fullest rank."""
+        of_ranks = self._gathered("memory", gib)
+        most = None if None in of_ranks else max(of_ranks)
+        self._report(f"{row.name}: predicted {ms_text(row.predicted_ms)}, measured {ms_text(times[0])}")
+        return replace(row, measured_ms=times[0], noise_ms=times[1] - times[0], measured_gib=most)
+
+    def _layout(self, rows: Sequence[LayoutRow], costs: Mapping[RunWay, list[LayerCost]]) -> Layout:
+        chosen = rows[0]
+        own, again = costs[chosen.way], costs.get(chosen.way._replace(recomputes=True), [])
+        recomputed = set(self._recomputed(chosen))
+        measured = [again[n] if n in recomputed else own[n] for n in range(len(own))]
+        content = with_times(self.plans[chosen.plain], chosen, measured)
+        return Layout(self._stages(chosen), content, tuple(rows), tuple(self.notes), dict(self.seconds))
+
+    # --- what a framework does ---
+
+    def _chain(self) -> Chain:
+        """The layers."""
+        raise NotImplementedError
+
+    def _facts(self) -> dict[str, Any]:
+        """All that the result depends on: texts of the ``weights``, the ``arguments``, the device and versions."""
+        raise NotImplementedError
+
+    def _ways(self) -> list[RunWay]:
+        """The ways in which stages may run."""
+        raise NotImplementedError
+
+    def _is_replayed(self, way: RunWay) -> bool:
+        """True if steps that run so are replayed, too."""
+        return False
+
+    def _limit(self) -> int | None:
+        """The bytes that this rank may use; None without a limit."""
+        return None if self.memory_gib is None else int(self.memory_gib * GIB)
+
+    def _static_bytes(self) -> tuple[int, ...]:
+        """Weights, gradients and optimizer states of each layer."""
+        raise NotImplementedError
+
+    def _latency_ns(self) -> int:
+        """Time of a message between neighbours."""
+        raise NotImplementedError
+
+    def _measure(self, sample: Sample, way: RunWay) -> tuple[LayerCost, str]:
+        """The cost of a stage of these layers, and why it does not run in this way; empty if it does."""
+        raise NotImplementedError
+
+    def _stages(self, row: LayoutRow) -> Any:
+        """The stages of a layout."""
+        raise NotImplementedError
+
+    def _trial(self, row: LayoutRow) -> list[LayoutRow]:
+        """A layout proved and run, with its plan in ``plans``; rows without a time have the reason."""
+        raise NotImplementedError
+
+    def _note_no_pipeline(self, fastest: LayoutRow) -> None:
+        """Note how fast steps without a pipeline are."""
+
+    def _barrier(self) -> None:
+        """Wait for all ranks, and for their devices."""
+        raise NotImplementedError
+
+    def _clean(self) -> None:
+        """Free memory."""
+        gc.collect()
