@@ -3,6 +3,7 @@
 import pytest
 
 from pipeproof.analysis.tune.layer_cuts import LayerCost
+from pipeproof.exec.train.layer_samples import RunWay
 from pipeproof.exec.train.torch import measure_layers
 
 pytestmark = pytest.mark.needs_torch
@@ -70,3 +71,19 @@ def test_a_gpu_with_a_fast_host_is_never_idle(monkeypatch):
     gpu = Gpu(monkeypatch)
     cost_of(monkeypatch, gpu, (100, 150, 80), (20, 30, 10))
     assert gpu.idle < 1e-3 * gpu.end
+
+
+def test_a_recomputed_module_of_a_sequential_is_compiled_as_one_graph():
+    torch, nn = measure_layers.torch, measure_layers.nn
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), nn.BatchNorm1d(4))
+    cutter = measure_layers.Cutter.of(model)
+    assert [cutter.can_recompute(layer) for layer in range(2)] == [True, False]
+    cutter.run_as(RunWay("whole", is_compiled=False, recomputes=True))
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    torch.compile(model[0], backend=backend, fullgraph=True)(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert [graph.count("tag_activation_checkpoint") > 0 for graph in graphs] == [True]

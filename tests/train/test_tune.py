@@ -32,6 +32,10 @@ def test_blocks_are_recomputed_in_little_memory_and_less_is_an_error(tmp_path):
     run("tune_layouts.py", 2, "recompute_a_llama", tmp_path)
 
 
+def test_modules_of_a_sequential_are_recomputed_if_that_changes_nothing(tmp_path):
+    run("tune_layouts.py", 2, "recompute_a_sequential", tmp_path)
+
+
 @pytest.mark.parametrize("program", ["other_models", "bad_input", "train_in_one_line"])
 def test_ranks_agree(program, tmp_path):
     run("tune_layouts.py", 2, program, tmp_path)

@@ -48,13 +48,12 @@ class Chain(Protocol):
         """True if the first and the last layer are no blocks, see ``Layers``."""
         ...
 
-    @property
-    def can_recompute(self) -> bool:
-        """True if blocks can recompute their activations."""
-        ...
-
     def block(self, layer: int) -> Any:
         """The module of a layer; None for what is no block."""
+        ...
+
+    def can_recompute(self, layer: int) -> bool:
+        """True if a layer can recompute its activations."""
         ...
 
     def signature(self, layer: int) -> str:
@@ -196,6 +195,6 @@ def _without(cost: LayerCost, each_stage: LayerCost) -> LayerCost:
 def way_of(way: RunWay, costs: Sequence[LayerCost], recomputed: Sequence[LayerCost] | None, chain: Chain) -> Way:
     """The costs of one way for the search, with those of recomputed blocks if they were measured."""
     others = () if recomputed is None else tuple(
-        cost if chain.block(layer) is not None else None for layer, cost in enumerate(recomputed[:-1])
+        cost if chain.can_recompute(layer) else None for layer, cost in enumerate(recomputed[:-1])
     )  # fmt: skip
     return Way(str(way), way.split != "whole", tuple(costs[:-1]), others, costs[-1])

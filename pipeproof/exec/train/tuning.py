@@ -106,7 +106,7 @@ class Tuning:
         costs = self._phase("measure", lambda: self._measured(self._ways()))
         self.layers = Layers(self._static_bytes(), self.chain.has_ends, self._latency_ns())
         found, lacking = self._phase("search", lambda: self._searched(costs))
-        if lacking and self.chain.can_recompute:
+        if lacking and any(map(self.chain.can_recompute, range(self.chain.num_layers))):
             ways = [way._replace(recomputes=True) for way in costs if not way.replay]
             costs |= self._phase("measure recomputation", lambda: self._measured(ways, costs))
             found, lacking = self._phase("search again", lambda: self._searched(costs))
@@ -182,7 +182,7 @@ class Tuning:
     ) -> dict[RunWay, list[LayerCost]]:
         """The costs of all layers in each way that is possible."""
         costs, refused = ways_measured(self.chain, ways, self._measure, self.agreement, self._report, known or {})
-        self.notes += [f"split={way.split} is not possible: {reason}" for way, reason in refused.items()]
+        self.notes += [f"{way} is not possible: {reason}" for way, reason in refused.items()]
         self._clean()
         return costs
 
@@ -261,10 +261,10 @@ class Tuning:
         )
 
     def _recomputed(self, row: LayoutRow) -> list[int]:
-        """The layers whose activations are recomputed: the first blocks of each stage."""
+        """The layers whose activations are recomputed: the first that can, of each stage."""
         every = []
         for numbers, num in zip(numbers_of_stages(row.sizes), row.recomputed, strict=True):
-            every += [n for n in numbers if self.chain.block(n) is not None][:num]
+            every += [n for n in numbers if self.chain.can_recompute(n)][:num]
         return every
 
     def _schedule(self, row: LayoutRow) -> dict[str, Any]:

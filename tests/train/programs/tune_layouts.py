@@ -1,6 +1,8 @@
 """Tune small models on two ranks over gloo; each rank checks the results."""
 
+import copy
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,41 @@ def recompute_a_llama(_):
     assert len(flags) == sum(tight.rows[0].recomputed)
     with pytest.raises(PipelineError, match=r"no layout fits into 1e-05 GiB.*for weights"):
         tune(model, **own, memory_gib=1e-5)
+
+
+def recompute_a_sequential(_):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.0), nn.Linear(32, 8)) for _ in range(3)]
+    blocks[1].forward = forward = partial(nn.Sequential.forward, blocks[1])
+    model = nn.Sequential(nn.BatchNorm1d(8), *blocks, nn.BatchNorm1d(8))
+    reference, x = copy.deepcopy(model), torch.randn(64, 8)
+    own = {"loss_fn": nn.functional.mse_loss, "example": (x,), "target": x, "num_micro_batches": 4,
+           "search": Search(num_trials=1, splits=["whole"], without_pipeline=False)}  # fmt: skip
+    free = tune(model, **own)
+    assert not any(free.rows[0].recomputed)
+    assert {"forward"} & {*vars(model[1]), *vars(model[3])} == set()
+    little = 0.9 * min(row.predicted_gib for row in free.rows)
+    tight = tune(model, **own, memory_gib=little)
+    assert any(tight.rows[0].recomputed)
+    wrapped = [n for n, block in enumerate(model) if is_wrapped(block)]
+    assert len(wrapped) == sum(tight.rows[0].recomputed)
+    assert set(wrapped) <= {1, 2, 3}, "a second forward of the others changes their statistics"
+    pipe = Pipeline(tight.stages, plan=tight.plan, loss_fn=nn.functional.mse_loss, example=(x,), split=tight.split)
+    batch = torch.cat([x] * 4)
+    assert pipe.compare(reference, batch, target=batch)
+    pipe.close()
+    again = tune(model, **own)
+    assert not any(again.rows[0].recomputed)
+    assert not any(map(is_wrapped, model))
+    assert model[2].forward is forward, "the script's own forward is there again"
+    changing = nn.Sequential(nn.Sequential(nn.ReLU(inplace=True), *copy.deepcopy(blocks[0])), *model)
+    with pytest.raises(PipelineError, match="no layout fits"):
+        tune(changing, **own, memory_gib=little)
+
+
+def is_wrapped(block):
+    forward = vars(block).get("forward")
+    return isinstance(forward, partial) and forward.func.__name__ == "_checkpointed"
 
 
 def other_models(_):

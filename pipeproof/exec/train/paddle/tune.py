@@ -80,7 +80,7 @@ def tune(
 class _Chain:
     """Each entry of the list as a layer; ``whole`` has each as a stage of its own."""
 
-    has_ends, can_recompute = False, False
+    has_ends = False
 
     def __init__(self, described: Sequence[Any], losses: Sequence[LossFunction]) -> None:
         self.described, self.num_layers = described, len(described)
@@ -94,6 +94,10 @@ class _Chain:
     def block(self, layer: int) -> nn.Layer:
         """The layers of an entry."""
         return self.whole.module(layer)
+
+    def can_recompute(self, _: int) -> bool:
+        """No layer can."""
+        return False
 
     def blocks_of(self, sizes: Sequence[int]) -> list[int]:
         """The entries of each stage."""

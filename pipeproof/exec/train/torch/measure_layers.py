@@ -75,10 +75,15 @@ class Cutter:
         """Layers: the blocks, and with ``has_ends`` the embedding before and the head behind them."""
         return len(self.blocks) + 2 * self.has_ends
 
-    @property
-    def can_recompute(self) -> bool:
-        """True if blocks have a switch for the checkpointing of their activations, as those of transformers."""
-        return self.has_ends and all(hasattr(block, "gradient_checkpointing") for block in self.blocks)
+    def can_recompute(self, layer: int) -> bool:
+        """True for a block with a switch for the checkpointing of its activations, as those of transformers have.
+
+        A module of an ``nn.Sequential`` needs none, but may have no buffers: a second forward would change statistics.
+        """
+        block = self.block(layer)
+        if self.has_ends or block is None:
+            return hasattr(block, "gradient_checkpointing")
+        return not [*block.buffers()]
 
     def stages(self, sizes: Sequence[int]) -> ModelStages:
         """The stages of a cut: the number of layers of each."""
@@ -115,7 +120,10 @@ class Cutter:
 
     def run_as(self, way: RunWay, recomputed: Iterable[int] | None = None) -> None:
         """Compile the blocks or not, and recompute the activations of ``recomputed`` layers, by default as ``way``."""
-        chosen = None if recomputed is None else set(recomputed)
+        every = range(self.num_layers)
+        chosen = {id(self.block(n)) for n in (every if recomputed is None else recomputed) if self.can_recompute(n)}
+        if recomputed is None and not way.recomputes:
+            chosen.clear()
         for number, block in enumerate(self.blocks):
             if way.is_compiled and block._compiled_call_impl is None:  # noqa: SLF001 - no public query
                 block.compile()
@@ -126,13 +134,32 @@ class Cutter:
                     getattr(part.forward.func, "__self__", None), LinearSplit
                 ):
                     del part.forward
-            if self.can_recompute:
-                recomputes = way.recomputes if chosen is None else number + self.has_ends in chosen
+            recomputes = id(block) in chosen
+            if not self.has_ends:
+                _wrap(block, recomputes=recomputes)
+            elif self.can_recompute(number + 1):
                 block.gradient_checkpointing = recomputes
                 if recomputes:
                     block._gradient_checkpointing_func = partial(  # noqa: SLF001 - as gradient_checkpointing_enable
                         torch.utils.checkpoint.checkpoint, use_reentrant=False
                     )
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of a block; a function of its own, because ``torch.compile`` skips calls of ``checkpoint`` alone."""
+    return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _wrap(block: nn.Module, *, recomputes: bool) -> None:
+    """Let a block recompute its activations, or take the wrapper away."""
+    own = vars(block).get("forward")
+    is_wrapped = isinstance(own, partial) and own.func is _checkpointed
+    if recomputes and not is_wrapped:
+        block.forward = partial(_checkpointed, block.forward)
+    elif is_wrapped and not recomputes:
+        del block.forward
+        if getattr(own.args[0], "__func__", None) is not type(block).forward:  # the script's own
+            block.forward = own.args[0]
 
 
 def weight_bytes(weights: Iterable[torch.Tensor]) -> tuple[int, int]:
@@ -170,7 +197,11 @@ def measure_sample(
         is_last = number == len(stages) - 1
         arguments = batch.args if not number else value if isinstance(value, tuple) else (value,)
         kwargs = _accepted(module, batch.kwargs)
+        versions = [x._version for x in arguments if isinstance(x, torch.Tensor)]  # noqa: SLF001 - no public query
         output = module(*arguments, **kwargs)
+        is_changed = versions != [x._version for x in arguments if isinstance(x, torch.Tensor)]  # noqa: SLF001
+    if way.recomputes and is_changed:
+        return LayerCost(), "it changes its input, which a second forward needs"
     boundaries = _boundaries(output, number, is_last=is_last)
     names = {name: name for name in trained(module)}
     weights = list(module.parameters())

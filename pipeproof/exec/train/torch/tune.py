@@ -62,7 +62,8 @@ def tune(
         example_kwargs: keyword arguments of the stages for one micro-batch.
         group: the ranks of the pipeline; default: the world.
         memory_gib: memory of each rank for weights, gradients, optimizer states and activations; by default 94 % of
-            that of a GPU. Blocks of transformers recompute their activations where they would not fit.
+            that of a GPU. Where they would not fit, blocks of transformers and modules of an ``nn.Sequential`` without
+            buffers recompute their activations.
         search: its limits.
         options: further arguments of ``Pipeline`` for the steps that are run.
 
