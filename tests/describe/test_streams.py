@@ -67,8 +67,11 @@ def test_a_block_has_two_sets_of_three_weights_that_every_tensor_parallel_rank_h
     }
     assert {(p.tp, p.partial_over) for p in own} == {(INVARIANT, ("tp",) if sp else ())}
     assert initial_weight(own[1], 0, "float32").tolist() == pytest.approx([INITIAL_SCALE] * 3)
-    assert measured_with("layer.1.mlp_streams.bias") == ("layer.1.mlp_streams.weight", "layer.1.mlp_streams.scale")
-    assert measured_with("layer.3.out_streams.scale")[-1] == "norm.weight"
+    ends = [f"layer.1.mlp_streams.{end}" for end in ("weight", "scale", "bias")]
+    assert measured_with(ends[0]) == (ends[1], ends[2])
+    assert measured_with(ends[1]) == (ends[0], ends[2], "norm.weight")
+    assert measured_with(ends[2]) == (ends[0], ends[1], "norm.weight")
+    assert measured_with("layer.3.out_streams.weight")[-1] == "norm.weight"
     assert measured_with("layer.1.mlp_norm.weight") == ()
 
 

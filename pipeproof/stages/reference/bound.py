@@ -67,11 +67,11 @@ def parallel_bound(plan: PlanSpec) -> float:
 
     The derivative of at most one is an assumption, not a theorem. A token whose choice of experts depends on rounding
     violates it: gradients jump. If the addends of a gradient nearly cancel, max|b| is small compared with them and the
-    assumption is weaker. So the few scales and biases of residual streams are measured in the largest element of all
-    gradients of their sub-layer's streams (``describe.layers.measured_with``, which also has the bias of the keys'
-    norm), and biases start far apart (150 seeds of small models: at most 0.8 of the bound). Measured over seeds, sizes,
-    dtypes and both optimizers: close to the initial weights, differences are 9 to 100 times below the bound; with a
-    vocabulary of two tokens, 1.4 times; after 60 steps of AdamW at rate 0.01, 5 times; at rate 0.1, a little above it.
+    assumption is weaker. So the few scales and biases of residual streams are measured in the largest element of the
+    gradients of their sub-layer's streams and of the last norm (``describe.layers.measured_with``, which also has the
+    bias of the keys' norm), and biases start far apart. Measured over seeds, sizes, dtypes and both optimizers: close
+    to the initial weights, differences are 9 to 100 times below the bound; with a vocabulary of two tokens, 1.4 times;
+    after 60 steps of AdamW at rate 0.01, 5 times; at rate 0.1, a little above it.
     So the bound is only a scale for differences: the verdict on a run is bitwise equality with the ordered reference.
 
     The bound is for one step. Over several steps, AdamW divides by the size of each gradient element, so an element

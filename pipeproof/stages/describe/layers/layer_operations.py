@@ -249,14 +249,18 @@ def measured_with(name: str) -> tuple[str, ...]:
     """Other weights whose largest gradient element is also the unit for differences of the named gradient.
 
     A scale or a bias of streams has few elements. Each is a sum over all tokens of addends with both signs, which
-    sometimes nearly cancel, so these elements alone are not a good unit. All those of a learned contraction cancel,
-    because a norm follows: factors that grow alike change nothing, and the streams of a token are nearly equal. The
-    weight of the last norm has sums of such addends that do not cancel.
+    nearly cancel, so these elements alone are not a good unit. The gradient of the matrix that mixes streams is the
+    products (stream) x (gradient of a stream); Sinkhorn-Knopp keeps of them only what differs between streams, and the
+    streams of a token differ by outputs of sub-layers only. The smaller these are, the smaller is the gradient, but not
+    its rounding errors: they are those of the products. All gradients of a learned contraction cancel, because a norm
+    follows: factors that grow alike change nothing. The weight of the last norm has sums of such products that do not
+    cancel.
     """
     prefix, _, end = name.rpartition(".")
     if prefix.endswith("_streams"):
         others = [f"{prefix}.{other}" for other in ENDS if other != end]
-        return (*others, *(["norm.weight"] if prefix.endswith(".out_streams") else []))
+        cancels = end != "weight" or prefix.endswith(".out_streams")
+        return (*others, *(["norm.weight"] if cancels else []))
     cancelling = [(name.removesuffix(own), others) for own, others in MEASURED_WITH.items() if name.endswith(own)]
     return tuple(layer + other for layer, others in cancelling for other in others)
 
