@@ -34,14 +34,42 @@ def test_examples_are_proved(example):
 
 def test_the_examples_differ_in_their_schedules_only(script):
     plans = list(script.plans().values())
-    assert [plan.pop("schedule")["kind"] for plan in plans] == [path.stem for path in EXAMPLES]
+    assert [plan.pop("schedule")["kind"] for plan in plans] == list(script.NAMES)
     assert plans[0] == plans[1] == plans[2]
     assert (plans[0]["topology"]["ep"], plans[0]["run"]["steps"]) == (4, STEPS)
 
 
+def test_the_unpartitioned_example_differs_in_where_it_runs_only(script):
+    many, one = script.plans(script.DEEPSEEK).values()
+    assert {*script.NAMES, *script.DEEPSEEK} == {path.stem for path in EXAMPLES}
+    assert (many["topology"].pop("ep"), many["schedule"]["num_micro_batches"], many["run"]["steps"]) == (4, 2, STEPS)
+    many["schedule"]["num_micro_batches"] *= 4
+    assert many == one
+
+
 def test_results_are_of_the_plans_as_they_are_now(script):
-    found = {name: run["plan"] for name, run in RESULTS["runs"].items()}
-    assert found == script.plans(), "run `python validation/pages/make_alignment_log.py --measure`"
+    for option, names, results in (
+        ("measure", script.NAMES, RESULTS),
+        ("deepseek", script.DEEPSEEK, RESULTS["deepseek_v4"]),
+    ):
+        found = {name: run["plan"] for name, run in results["runs"].items()}
+        assert found == script.plans(names), f"run `python validation/pages/make_alignment_log.py --{option}`"
+
+
+def test_every_loss_of_deepseek_v4_is_that_of_the_unpartitioned_model(script):
+    results = RESULTS["deepseek_v4"]
+    assert {run["status"] for run in results["runs"].values()} == {0}
+    records, logs, unordered = (results["alignments"][" ".join(pair)] for pair in script.DEEPSEEK_PAIRS)
+    assert records["printed"].splitlines()[:2] == [
+        f"main_matches={STEPS}/{STEPS}, mtp_matches={STEPS}/{STEPS}, router_matches={STEPS}/{STEPS}",
+        f"tensor_matches={STEPS * 395}/{STEPS * 395}",
+    ]
+    assert logs["printed"].splitlines() == ["main_matches=200/200, mtp_matches=200/200", "equal: bit for bit"]
+    assert unordered["printed"].splitlines()[1].startswith(f"tensor_matches={STEPS * 395}/{STEPS * 395}, of which ")
+    assert unordered["printed"].splitlines()[-1] == "equal within rounding"
+    assert (records["status"], logs["status"], unordered["status"], len(results["log"])) == (0, 0, 0, STEPS)
+    assert len({line.split()[1] for line in results["log"]}) == STEPS
+    assert "2 of 2 records have these lines" in script.log_part(results)
 
 
 def test_every_loss_every_tensor_and_every_gradient_is_equal(script):

@@ -2,14 +2,15 @@
 
 ``python validation/pages/make_alignment_log.py`` writes, ``--check`` exits 1 if the page is stale. ``--measure`` runs
 the plans of ``examples/alignment/`` again, 100 steps on eight processes each, and aligns their records. ``--faults``
-plants the faults of ``tests/align/planted.py`` again. Both need Paddle; together they take up to ten minutes on two
-cores.
+plants the faults of ``tests/align/planted.py`` again. ``--deepseek`` measures the two plans of DeepSeek-V4's layers,
+on four processes and on one. All need Paddle. The first two take up to ten minutes on two cores, the last up to twenty.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from typing import Any
 
 from pages import EVIDENCE, ROOT, fill, main, table
 
+from pipeproof.analysis.align.array_digests import md5_of
+from pipeproof.analysis.align.read_record import open_record
 from pipeproof.specs.load_plan import load_plan
 
 RESULTS = EVIDENCE / "alignment_log.json"
@@ -32,6 +35,13 @@ PAIRS = (
     ("zb_v/run", "1f1b/run"),
 )
 """Pairs of records to align: each run with its reference, and the runs with each other."""
+DEEPSEEK = ("deepseek_v4", "deepseek_v4_unpartitioned")
+DEEPSEEK_PAIRS = (
+    ("deepseek_v4/run", "deepseek_v4/reference"),
+    ("deepseek_v4/run.log", "deepseek_v4/reference.log", "--order-a", "main,mtp", "--order-b", "main,mtp"),
+    ("deepseek_v4/run", "deepseek_v4_unpartitioned/run", "--rounding"),
+)
+"""Sides to align, and options: records, and logs with the losses of each micro-batch."""
 LOSSES = ("main", "mtp", "router")
 """The kinds of losses that ``align`` counts."""
 PATIENCE_S = 600.0
@@ -40,45 +50,48 @@ PATIENCE_S = 600.0
 Results = Mapping[str, Any]
 
 
-def plans() -> dict[str, dict[str, Any]]:
+def plans(names: Sequence[str] = NAMES) -> dict[str, dict[str, Any]]:
     """Return the examples by name."""
     return {
-        name: load_plan(EXAMPLES / f"{name}.yaml").spec.model_dump(mode="json", exclude_unset=True) for name in NAMES
+        name: load_plan(EXAMPLES / f"{name}.yaml").spec.model_dump(mode="json", exclude_unset=True) for name in names
     }
 
 
 # --- measuring ---
 
 
-def measured_runs() -> dict[str, Any]:
-    """Run all plans one after the other, recorded, and align the records.
+def measured_runs(names: Sequence[str], pairs: Sequence[Sequence[str]], *options: str) -> dict[str, Any]:
+    """Run plans one after the other, recorded with these options, and align the records.
 
     Returns:
         ``paddle``, the installed version; ``runs``: for each plan the plan, exit status, seconds, and record size;
-        ``logs``: the MD5 of each record's log, and ``log``, that of the first one; ``alignments``: the output
-        and exit status of ``align`` for each pair.
+        ``logs``: the MD5 of the log of each record whose bits are compared, and ``log``, that of the first one;
+        ``alignments``: the output and exit status of ``align`` for each pair.
     """
     runs = {}
     with tempfile.TemporaryDirectory() as folder:
         records = Path(folder)
-        for name, plan in plans().items():
+        for name, plan in plans(names).items():
             file = records / f"{name}.json"
             file.write_text(json.dumps(plan), encoding="utf-8")
             start = time.monotonic()
-            done = _pipeproof("run", str(file), "--record", str(records / name), "--record-layers")
+            done = _pipeproof(records, "run", file.name, "--record", name, "--record-layers", *options)
             seconds = time.monotonic() - start
             if done.returncode not in (0, 1):
                 raise RuntimeError(f"{name}: exit status {done.returncode}:\n{done.stdout}{done.stderr}")
             size = (records / name / "run" / "record.jsonl").stat().st_size
             runs[name] = {"plan": plan, "status": done.returncode, "seconds": round(seconds), "record_bytes": size}
             sys.stderr.write(f"{name}: exit status {done.returncode}, {seconds:.0f} s\n")
+        for side in (one for pair in pairs for one in pair if one.endswith(".log")):
+            (records / side).write_text(losses_of((records / side).with_suffix("")), encoding="utf-8")
         logs = {
-            side: log_of(records / side / "record.jsonl") for side in dict.fromkeys(s for pair in PAIRS for s in pair)
+            side: log_of(records / side / "record.jsonl")
+            for side in dict.fromkeys(side for pair in pairs if len(pair) == 2 for side in pair)
         }
         alignments = {}
-        for a, b in PAIRS:
-            done = _pipeproof("state", "align", str(records / a), str(records / b))
-            alignments[f"{a} {b}"] = {"status": done.returncode, "printed": done.stdout}
+        for pair in pairs:
+            done = _pipeproof(records, "state", "align", *pair)
+            alignments[" ".join(pair)] = {"status": done.returncode, "printed": done.stdout}
     return {
         "paddle": version("paddlepaddle"),
         "runs": runs,
@@ -98,9 +111,31 @@ def measured_faults() -> dict[str, Any]:
     return found
 
 
-def _pipeproof(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _pipeproof(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pipeproof", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
+
+
+def losses_of(record: Path) -> str:
+    """Return a log of the losses of each rank's micro-batches, main and MTP in turns, in PaddleFleet's form.
+
+    The head's output of a micro-batch is its addends to the losses. The record must have values.
+    """
+    opened, lines = open_record(record), list[str]()
+    for step in opened.steps():
+        for tensor in step.tensors:
+            if (tensor.layer, tensor.direction, tensor.side) == ("head", "forward", "output"):
+                values = opened.values(tensor)
+                assert values is not None
+                assert values.whole.shape == (2,)
+                lines += (
+                    f"final_loss: rank={tensor.shards[0].rank} val={float(loss):.20f} md5={md5_of(loss)}"
+                    for loss in values.whole
+                )
+    return "\n".join(lines) + "\n"
 
 
 def log_of(record: Path) -> list[str]:
@@ -208,20 +243,25 @@ def parts(results: Results) -> dict[str, str]:
         "log": log_part(results),
         "faults": faults_part(results),
         "shown": shown_part(results),
+        "deepseek-runs": runs_part(results["deepseek_v4"]),
+        "deepseek-alignments": alignments_part(results["deepseek_v4"]),
+        "deepseek-log": log_part(results["deepseek_v4"]),
     }
 
 
 def _measure(options: Sequence[str]) -> None:
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     if "--measure" in options:
-        results |= measured_runs()
+        results |= measured_runs(NAMES, PAIRS)
+    if "--deepseek" in options:
+        results |= {"deepseek_v4": measured_runs(DEEPSEEK, DEEPSEEK_PAIRS, "--record-values")}
     if "--faults" in options:
         results |= {"faults": measured_faults()}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] and set(sys.argv[1:]) <= {"--measure", "--faults"}:
+    if sys.argv[1:] and set(sys.argv[1:]) <= {"--measure", "--faults", "--deepseek"}:
         _measure(sys.argv[1:])
         sys.exit(0)
     page = EVIDENCE / "alignment-log.md"
