@@ -313,16 +313,20 @@ def _task_of(
             return as_flex(task)
         return task
     model = Path(f"model{FILE}")
+    is_directory = options.out is not None and options.out.suffix != FILE and options.save_format != _DCP
+    if options.names is not None and options.out is not None and not is_directory:
+        from pipeproof.state.reshard.meaning_proof import require_no_tables
+
+        require_no_tables(options.names, source)
     if options.save_format == _DCP:
         from pipeproof.state.reshard.reshard_targets import as_dcp
 
         return as_dcp(task_for_file(source, model, named, weights_only=weights_only), str(options.out))
-    if options.out is None or options.out.suffix == FILE:
+    if not is_directory:
         return task_for_file(source, options.out or model, named, weights_only=weights_only)
-    from pipeproof.state.reshard.meaning_proof import config_files
+    from pipeproof.state.reshard.meaning_proof import as_directory
 
-    task = task_for_file(source, model, named, weights_only=weights_only)
-    return replace(task, one_file=None, extra_files=config_files(source))
+    return as_directory(task_for_file(source, model, named, weights_only=weights_only), source)
 
 
 def _prove(

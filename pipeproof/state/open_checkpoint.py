@@ -31,7 +31,7 @@ from pipeproof.state.state_index import (
 )
 from pipeproof.state.state_layout import COUNTERS, MOMENTS, moment_name
 
-_OPEN_INDEX = "model.safetensors.index.json"
+OPEN_INDEX = "model.safetensors.index.json"
 """Index of a model's files in a Hugging Face directory: the file of each tensor."""
 _OPEN_FILE = "model.safetensors"
 _PICKLES = ("pytorch_model.bin", ".pdparams", "pytorch_model-*.bin")
@@ -46,7 +46,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         StateError: There is none of these, or it is incomplete, cut short, or contradicts itself.
     """
-    opened = _opened(path.parent if path.name in (INDEX_FILE, _OPEN_INDEX) else path)
+    opened = _opened(path.parent if path.name in (INDEX_FILE, OPEN_INDEX) else path)
     odd = next((name for name in opened.tensors if not name.isprintable()), None)
     if odd is not None:
         fix = "no tool writes such names, and a terminal may obey them: take the checkpoint from where it was saved"
@@ -58,7 +58,7 @@ def _opened(path: Path) -> Checkpoint:
     if path.is_file():
         return _merged(path)
     if not (path / INDEX_FILE).exists():
-        if (path / _OPEN_INDEX).exists():
+        if (path / OPEN_INDEX).exists():
             return _of_many(path)
         if (path / _OPEN_FILE).exists():
             return _merged(path / _OPEN_FILE)
@@ -84,8 +84,8 @@ def _require_no_other_files(directory: Path) -> None:
     if (directory / INDEX_FILE).exists():
         return
     if any(directory.glob(f"*{SUFFIX}")):
-        fix = f"name one of the files; several that make up a model need the {_OPEN_INDEX} that was saved with them"
-        raise StateError(f"{directory} has safetensors files, and no {_OPEN_INDEX}", fix)
+        fix = f"name one of the files; several that make up a model need the {OPEN_INDEX} that was saved with them"
+        raise StateError(f"{directory} has safetensors files, and no {OPEN_INDEX}", fix)
     pickles = next((file.name for end in _PICKLES for file in sorted(directory.glob(f"*{end}"))), None)
     if pickles is not None:
         fix = "save it as safetensors with the tool that wrote it: `save_pretrained(.., safe_serialization=True)`"
@@ -126,7 +126,7 @@ def _of_whole_tensors(path: Path, names_of: Mapping[Path, list[str] | None]) -> 
 
 def _of_many(directory: Path) -> Checkpoint:
     """Open a directory of Hugging Face: its index gives the file of each tensor."""
-    file = directory / _OPEN_INDEX
+    file = directory / OPEN_INDEX
     with reading(file, FIX):
         content = read_foreign(file, MAX_BYTES)
     try:

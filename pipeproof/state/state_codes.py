@@ -155,10 +155,11 @@ NO_NAMES = RuleDoc(
     title="a convention has no names for this model",
     explanation=(
         "A convention gives each of a model's tensors a name and a layout, so that other tools can read them. It has "
-        "no names for parts that the models of other tools lack: hyper-connections, the clamped SwiGLU without its "
-        "biases, routers with biases behind a softmax, norms, positions and biases that no model of the tool has "
-        "together. A file without such tensors, or with names of our own, would load and compute another model. Such "
-        "models can be saved under pipeproof's own names: omit `--names`."
+        "no names for parts that the models of other tools lack: hyper-connections and compressed attention in another "
+        "model than DeepSeek-V4, modules that read another tensor, the clamped SwiGLU without its biases, routers with "
+        "biases behind a softmax, norms, positions and biases that no model of the tool has together. A file "
+        "without such tensors, or with names of our own, would load and compute another model. Such models can be "
+        "saved under pipeproof's own names: omit `--names`."
     ),
     wrong="pipeproof state reshard states -o model.safetensors --names huggingface   # hyper_connections: {streams: 4}",
     right="pipeproof state reshard states -o model.safetensors   # under pipeproof's own names",
@@ -172,7 +173,8 @@ COPIES_DIFFER = RuleDoc(
         "Some conventions save a tensor several times: the head in addition to the embedding that it is tied to; in "
         "modules of multi-token prediction the embedding, the last norm and the head. A plan has such a tensor once. "
         "If the copies differ in any byte, it is unknown which one is right, or the model is not the plan's: the head "
-        "is not tied, or a module has a norm of its own. Copies are compared before any tensor is moved."
+        "is not tied, or a module has a norm of its own. Copies are compared before any tensor is moved. Tables of "
+        "experts by token id are compared, too: a plan draws them from `run.seed`, and takes no others."
     ),
     wrong="pipeproof state reshard m.safetensors --to plan.yaml -o states --names huggingface  # tied_embedding: true",
     right="pipeproof state reshard m.safetensors --to plan.yaml -o states --names huggingface  # tied_embedding: false",

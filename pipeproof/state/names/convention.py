@@ -13,8 +13,6 @@ BIAS = "_bias"
 
 OWN_NAMES = "pipeproof"
 """The name of the convention of pipeproof itself."""
-BIAS = "_bias"
-"""Suffix of a weight's role, for the role of its bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ class Convention:
         The layer is ``layer.3``, ``mtp.0``, or empty for tensors that exist once.
         """
         weight = role.removesuffix(BIAS)
-        if weight != role and role not in self.block:
+        if weight != role and role not in {**self.block, **self.whole}:
             return "bias".join(self.name_of(weight, block, num_layers, expert).rsplit("weight", 1))
         if not block:
             return self.whole[role]

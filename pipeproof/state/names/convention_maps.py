@@ -29,6 +29,7 @@ from pipeproof.state.names.convention_tensors import (
     is_table,
     weights_of,
 )
+from pipeproof.state.names.deepseek_v4 import names_as_saved, require_tables, tables_of
 from pipeproof.state.regions import Region, subtract, whole_region
 from pipeproof.state.state_codes import CopiesDifferError, NoNamesError
 from pipeproof.state.tensor_map import StateMap, identity_map, invert
@@ -122,23 +123,29 @@ def map_from_convention(convention: str, checkpoint: Checkpoint, plan: PlanSpec)
     """Return the map from a checkpoint's tensors, named by ``convention``, to the plan's weights.
 
     A tensor of another type than ``run.dtype`` (or ``main_grad_dtype``) is cast once. Existing copies are compared byte
-    for byte and then dropped; the proof reports missing and unexpected tensors.
+    for byte and then dropped, and tables of experts are compared with the plan's; the proof reports missing and
+    unexpected tensors.
 
     Raises:
         NoNamesError: PP928, the convention has no names for the plan's model.
-        CopiesDifferError: PP929, two tensors that represent one of the plan's differ.
+        CopiesDifferError: PP929, two tensors that represent one of the plan's differ, or a table from the plan's.
         StateError: PP920, a file cannot be read.
     """
     model = require_gpt(convention, plan)
+    saved = {} if model.compressed_attention is None else names_as_saved(checkpoint.tensors)
     copies = {} if convention == OWN_NAMES else tied_copies(convention, model)
+    copies = {saved.get(copy, copy): saved.get(original, original) for copy, original in copies.items()}
     _require_equal_copies(checkpoint, copies)
     convention_map = map_from_own_names(convention, model, plan.run.weight_dtype, _ffn_shards(checkpoint))
+    tables = (
+        {} if convention == OWN_NAMES else {saved.get(name, name): table for name, table in tables_of(plan).items()}
+    )
+    require_tables(checkpoint, tables)
     types = {name: entry.dtype for name, entry in checkpoint.tensors.items()}
-    as_stored = {
-        name: replace(first, dtype=types.get(name, first.dtype)) for name, first in convention_map.tensors.items()
-    }
-    back = invert(StateMap(as_stored), weights_of(model, plan.run.weight_dtype))
-    removed = {name for name in types if name in copies or _DERIVED.fullmatch(name)}
+    firsts = {saved.get(name, name): first for name, first in convention_map.tensors.items()}
+    as_stored = {name: replace(first, dtype=types.get(name, first.dtype)) for name, first in firsts.items()}
+    back = invert(replace(convention_map, tensors=as_stored), weights_of(model, plan.run.weight_dtype))
+    removed = {name for name in types if name in copies or name in tables or _DERIVED.fullmatch(name)}
     return StateMap(back.tensors, frozenset(removed))
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pipeproof.diagnostics.problems import listed
 from pipeproof.specs.model import PART_KEYS, ModelSpec
 from pipeproof.state.names.convention import OWN_NAMES, Convention
+from pipeproof.state.names.deepseek_v4 import DEEPSEEK_V4, refusal_of
 from pipeproof.state.names.part_tables import TENSORS, PartTensors, paddle_has, transformers_class
 from pipeproof.state.state_codes import NoNamesError
 
@@ -188,10 +189,12 @@ def convention_of(name: str, model: ModelSpec) -> Convention:
 
 
 def _refusal(name: str, model: ModelSpec) -> str | None:
+    if name == "huggingface" and model.compressed_attention is not None:
+        return refusal_of(model)
     if model.hyper_connections is not None:
-        return "`hyper_connections` have weights that no other tool's model has"
+        return "`hyper_connections` have weights that only DeepSeek-V4 in `huggingface` has"
     if model.compressed_attention is not None:
-        return "`compressed_attention` has weights whose names in other tools are not known"
+        return "`compressed_attention` has weights whose names are only known in `huggingface`"
     if model.swiglu_limit is not None and name != "megatron":
         return "`swiglu_limit` is the function of gpt-oss, whose experts have biases and columns in another order"
     mtp = model.mtp
@@ -222,6 +225,8 @@ def _parts(model: ModelSpec) -> str:
 
 
 def _huggingface(model: ModelSpec) -> Convention:
+    if model.compressed_attention is not None:
+        return DEEPSEEK_V4
     found = transformers_class(model)
     assert found is not None, "a model without a class is refused"
     if found.name == "GPT2":

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from pydantic import JsonValue
+
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gpt import describe_gpt
@@ -59,7 +61,7 @@ def is_table(source: str) -> bool:
 
     A head that is tied to one has its rows.
     """
-    return source.startswith("embed.")
+    return source.startswith("embed.") or source.endswith(".positions.weight")
 
 
 def expert_of(source: str, shape: Sequence[int], expert: int) -> View:
@@ -101,16 +103,15 @@ class ConventionTensor:
     copy_of: str | None = None
 
 
+def plan_with(model: ModelSpec, **run: JsonValue) -> PlanSpec:
+    """Return a plan of one rank with a model, and with ``run`` in its section of that name."""
+    schedule = {"kind": "gpipe", "num_micro_batches": 1, "micro_batch_size": 1}
+    return PlanSpec.model_validate({"pipeproof": 1, "model": model, "topology": {}, "schedule": schedule, "run": run})
+
+
 def weights_of(model: ModelSpec, dtype: str) -> dict[str, TensorEntry]:
     """Return pipeproof's own whole tensors: weights in ``dtype``, and biases of routers, in the order of the layers."""
-    plan = PlanSpec.model_validate(
-        {
-            "pipeproof": 1,
-            "model": model,
-            "topology": {},
-            "schedule": {"kind": "gpipe", "num_micro_batches": 1, "micro_batch_size": 1},
-        }
-    )
+    plan = plan_with(model)
     layers = describe_gpt(plan)
     entries = {
         weight.name: TensorEntry(kind="weight", dtype=dtype, shape=weight.shape)
@@ -174,6 +175,7 @@ class _Describer:
             halves = (hidden, embedded) if self.convention.hidden_first else (embedded, hidden)
             yield ConventionTensor("proj", name, halves, along=0)
             yield from self._block(name, has_experts=model.has_experts(model.num_layers - 1))
+        yield from self._streams("", "out_streams", f"layer.{model.num_layers - 1}.out_streams")
         yield from self._as_it_is("", {"norm": "norm.weight"})
         if not model.tied_embedding:
             yield ConventionTensor("head", "", (self._table("head"),))
@@ -208,8 +210,10 @@ class _Describer:
                 yield from self._as_it_is(block, {weight.split(".")[-2]: weight})
 
     def _block(self, name: str, *, has_experts: bool) -> Iterator[ConventionTensor]:
+        for sub_layer in ("attn", "mlp"):
+            yield from self._streams(name, f"{sub_layer}_streams", f"{name}.{sub_layer}_streams")
         yield from self._as_it_is(name, {"attn_norm": f"{name}.attn_norm.weight"})
-        attention = list(self._attention(name) if self.model.mla is None else self._latent_attention(name))
+        attention = list(self._attention(name))
         yield from attention
         norm, out = "experts_norm" if has_experts else "mlp_norm", f"{name}.attn.out.weight"
         yield from self._others(
@@ -221,13 +225,35 @@ class _Describer:
             return
         moe = self.model.moe
         assert moe is not None
-        yield from self._as_it_is(name, {"router": f"{name}.mlp.router.weight"})
+        routers = (f"{name}.mlp.{router}.weight" for router in ("router", "hash_router"))
+        yield from self._as_it_is(name, {"router": next(router for router in routers if router in self.shapes)})
         for expert in range(moe.num_experts):
             yield from self._mlp(name, "expert_", f"{name}.mlp.experts", expert)
         if moe.num_shared_experts:
             yield from self._mlp(name, "shared_", f"{name}.mlp.shared")
 
+    def _streams(self, block: str, role: str, name: str) -> Iterator[ConventionTensor]:
+        if f"{name}.weight" in self.shapes:
+            yield from self._as_it_is(block, {role: f"{name}.weight", f"{role}_scale": f"{name}.scale"})
+
     def _attention(self, name: str) -> Iterator[ConventionTensor]:
+        if self.model.compressed_attention is not None:
+            yield from self._compressed_attention(name)
+        elif self.model.mla is not None:
+            yield from self._latent_attention(name)
+        else:
+            yield from self._whole_attention(name)
+
+    def _compressed_attention(self, name: str) -> Iterator[ConventionTensor]:
+        """Yield the products of groups of heads, one below the other, and the weights of compressed entries."""
+        groups = f"{name}.attn.groups.weight"
+        shape = self.shapes[groups]
+        yield ConventionTensor("groups", name, tuple(expert_of(groups, shape, n) for n in range(shape[0])), along=1)
+        for part in ("compressor", "indexer"):
+            for weight in self._weights_below.get(f"{name}.attn.{part}", ()):
+                yield from self._as_it_is(name, {f"{part}_{weight.split('.')[-2]}": weight})
+
+    def _whole_attention(self, name: str) -> Iterator[ConventionTensor]:
         """Yield queries, keys and values.
 
         The fused weight has for each head of keys and values its queries, its key and its value.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pipeproof.specs.model import PART_KEYS, MlaSpec, ModelSpec, MoeSpec
+from pipeproof.state.names import deepseek_v4
 from pipeproof.state.names.convention import OWN_NAMES
 
 _NORM_EPSILON = 1e-6
@@ -85,6 +86,8 @@ def transformers_class(model: ModelSpec) -> ToolModel | None:
 
     ``Deepseek``, the first one with experts, is remote code.
     """
+    if model.compressed_attention is not None:
+        return _DEEPSEEK_V4
     return next((known for known in _TRANSFORMERS if known.can_be(model)), None)
 
 
@@ -188,6 +191,7 @@ _TRANSFORMERS = (
         lambda model: _is_old(model) and not _has_own_head_size(model), "stablelm", settings=_stablelm,
     ),
 )  # fmt: skip
+_DEEPSEEK_V4 = ToolModel("DeepseekV4", {}, _of_any_sizes, "deepseek_v4", settings=deepseek_v4.settings_of)
 _PADDLE = (
     ToolModel("Llama, Qwen2, DeepSeek", {"biases": ("none", "qkv")}, _of_any_sizes),
     ToolModel("Qwen3", _QWEN3, _of_any_sizes),
@@ -259,7 +263,7 @@ def _settings(family: str, model: ModelSpec) -> dict[str, Any]:
     if mla is not None:
         experts = {"first_k_dense_replace": model.num_layers} if moe is None else _deepseek(moe)
         return experts | _latent(mla, model.num_heads)
-    if moe is None:
+    if moe is None or model.compressed_attention is not None:
         return {}
     match family:
         case "Mixtral":

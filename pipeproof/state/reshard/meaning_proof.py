@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.diagnostics.finding import Finding
@@ -17,15 +22,19 @@ from pipeproof.specs.model import ModelSpec
 from pipeproof.state.aoa.aoa_engine import program_map
 from pipeproof.state.aoa.read_statements import read_file
 from pipeproof.state.aoa.tensor_families import metas_of_checkpoint, metas_of_plan
-from pipeproof.state.checkpoint import Checkpoint
+from pipeproof.state.checkpoint import SUFFIX, Checkpoint
 from pipeproof.state.names.convention import OWN_NAMES
 from pipeproof.state.names.convention_maps import map_from_convention, map_to_convention, model_of
+from pipeproof.state.names.convention_tensors import plan_with
+from pipeproof.state.names.deepseek_v4 import tables_of
 from pipeproof.state.names.part_tables import CONFIG_FILE, config_of
+from pipeproof.state.open_checkpoint import OPEN_INDEX
 from pipeproof.state.region_text import and_more, number_of_expert, region_meaning, tensor_range_text, weight_name
 from pipeproof.state.regions import Region, intersect
 from pipeproof.state.reshard.reshard_codes import NOT_CONVERTIBLE, RefusedError
-from pipeproof.state.reshard.reshard_targets import require_index, without_optimizer_state
+from pipeproof.state.reshard.reshard_targets import ReshardTask, require_index, without_optimizer_state
 from pipeproof.state.reshard.shard_layout import ShardLayout
+from pipeproof.state.safetensors_header import make_header
 from pipeproof.state.state_layout import whole_state
 from pipeproof.state.tensor_map import MapDifference, RegionCopy, StateMap, map_differences
 from pipeproof.verify.layouts.index_maps import OTHER_INDICES
@@ -233,14 +242,49 @@ def require_other_names(convention: str, place: Path) -> None:
         raise RefusedError(NOT_CONVERTIBLE, message, "leave `--names` out")
 
 
-def config_files(source: Checkpoint) -> dict[str, str]:
-    """Return the files that Hugging Face directories have next to a model's weights: the model's configuration.
+def as_directory(task: ReshardTask, source: Checkpoint) -> ReshardTask:
+    """Return a task for one file with Hugging Face's names as one for a directory, with the model's configuration.
+
+    Tables of experts by token id get a second file, and both an index.
 
     Raises:
         PipeproofError: The source does not describe its model.
     """
-    config = config_of(_model(source, None), _dtype(source))
-    return {CONFIG_FILE: json.dumps(config, indent=2) + "\n"}
+    files = {CONFIG_FILE: _json(config_of(_model(source, None), _dtype(source)))}
+    tables, target = _tables(source), task.target
+    if not tables:
+        return replace(task, one_file=None, extra_files=files)
+    first, second = (f"model-0000{number}-of-00002{SUFFIX}" for number in (1, 2))
+    start, header = make_header({name: ("int64", table.shape) for name, table in tables.items()}, target.metadata)
+    content = b"".join((start, *(tables[name].astype("<i8").tobytes() for name in header.arrays)))
+    size = target.size_bytes + len(content) - len(start)
+    weight_map = {**dict.fromkeys(target.tensors, first), **dict.fromkeys(tables, second)}
+    index = _json({"metadata": {"total_size": size}, "weight_map": weight_map})
+    (shards,) = target.files.values()
+    target = replace(target, files={first: shards}, ranks={first: 0})
+    return replace(task, target=target, one_file=None, extra_files={**files, second: content, OPEN_INDEX: index})
+
+
+def require_no_tables(convention: str, source: Checkpoint) -> None:
+    """Refuse another output than a directory for names of a model with tables of experts, which have no place in it.
+
+    Raises:
+        PipeproofError: The model has tables, or the source does not describe it.
+    """
+    if convention != OWN_NAMES and _tables(source):
+        message = f"`{convention}` has tables of experts by token id, and only a directory of its files gets them"
+        raise RefusedError(
+            NOT_CONVERTIBLE, message, "name a directory: an OUT without an ending, of the default format"
+        )
+
+
+def _tables(source: Checkpoint) -> dict[str, npt.NDArray[np.int64]]:
+    model, seed = _model(source, None), require_index(source, "tables depend on `run.seed`").values.get("run.seed", 0)
+    return tables_of(plan_with(model, seed=seed))
+
+
+def _json(content: Mapping[str, object]) -> str:
+    return json.dumps(content, indent=2) + "\n"
 
 
 def meaning_findings(

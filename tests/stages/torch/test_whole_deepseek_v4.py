@@ -3,17 +3,25 @@
 Blocks of all three types of attention, experts by token id and by scores, residual streams and their contraction.
 """
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
+from pipeproof.stages.describe.gradient_facts import bias_name
 from pipeproof.stages.describe.synthetic import IGNORED, Batch, hash_table
 from pipeproof.stages.reference import torch_model
 from pipeproof.stages.reference.torch_model import TorchUnpartitionedModel
+from pipeproof.state.names.convention_maps import map_from_own_names
+from pipeproof.state.names.deepseek_v4 import tables_of
+from pipeproof.state.names.part_tables import config_of
 from tests.plans import plan_dict
-from tests.stages.torch.test_compressed_attention import NAMES, SIZES, TYPES, as_theirs, oracle_
+from tests.stages.torch.test_compressed_attention import SIZES, TYPES, oracle_
+from tests.state.names.apply_map import apply_map
 
 __all__ = ["oracle_"]
 
@@ -60,76 +68,34 @@ def model_of(plan, seed):
     return model
 
 
-def oracle_of(oracle, plan):
-    gpt, spec, moe, streams = plan.gpt, plan.gpt.compressed_attention, plan.gpt.moe, plan.gpt.hyper_connections
-    keys = spec.model_dump(exclude={"qk_rope_head_dim", "layer_types"})
-    config = oracle.DeepseekV4Config(
-        num_hidden_layers=BLOCKS, layer_types=[spec.type_of(i) for i in range(BLOCKS)], hidden_size=gpt.hidden_size,
-        vocab_size=gpt.vocab_size, num_attention_heads=gpt.num_heads, head_dim=gpt.head_size,
-        attn_implementation="eager", partial_rotary_factor=spec.qk_rope_head_dim / gpt.head_size, **keys,
-        moe_intermediate_size=moe.ffn_size, n_routed_experts=moe.num_experts, num_experts_per_tok=moe.top_k,
-        n_shared_experts=1, scoring_func=moe.score, routed_scaling_factor=moe.routed_scale,
-        mlp_layer_types=["hash_moe"] * moe.hash_layers + ["moe"] * (BLOCKS - moe.hash_layers),
-        swiglu_limit=gpt.swiglu_limit, hc_mult=streams.streams, hc_eps=streams.epsilon,
-        hc_sinkhorn_iters=streams.sinkhorn_iterations, rms_norm_eps=1e-6,
-        experts_implementation="eager",
+def loaded(plan, tensors, directory):
+    """transformers' model of files with the convention's names, loaded strictly."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = apply_map(map_from_own_names("huggingface", plan.gpt, "float64"), tensors)
+    files = {name: np.ascontiguousarray(array) for name, array in (theirs | tables_of(plan)).items()}
+    directory.mkdir()
+    save_file(files, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config_of(plan.gpt, "float64")))
+    network, loading = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager",
+        output_loading_info=True,
     )  # fmt: skip
-    return oracle.DeepseekV4ForCausalLM(config).double()
+    assert not any(loading[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return network
 
 
-def transposed(tensor):
-    return tensor.T if tensor.dim() == 2 else tensor
-
-
-def named(plan, tensors):
-    """Tensors of our weights, or of their gradients, under transformers' names and in its shapes."""
-    found = {
-        "model.embed_tokens.weight": tensors["embed.weight"], "model.norm.weight": tensors["norm.weight"],
-        "lm_head.weight": tensors["head.weight"].T,
-    }  # fmt: skip
-    streams = {"weight": "fn", "scale": "scale", "bias": "base"}
-    for block in range(BLOCKS):
-        ours, theirs = f"layer.{block}.", f"model.layers.{block}."
-        for name, value in tensors.items():
-            part = name.removeprefix(f"{ours}attn.")
-            if part != name:
-                found[f"{theirs}self_attn.{NAMES[part]}"] = as_theirs(part, value)
-        for sub_layer, norm, hc in (("attn", "input", "attn"), ("mlp", "post_attention", "ffn")):
-            found[f"{theirs}{norm}_layernorm.weight"] = tensors[f"{ours}{sub_layer}_norm.weight"]
-            for end, there in streams.items():
-                found[f"{theirs}{hc}_hc.{there}"] = transposed(tensors[f"{ours}{sub_layer}_streams.{end}"])
-        router = "hash_router" if plan.gpt.routes_by_token(block) else "router"
-        found[f"{theirs}mlp.gate.weight"] = tensors[f"{ours}mlp.{router}.weight"].T
-        gate, up, down = (tensors[f"{ours}mlp.experts.{part}.weight"].mT for part in ("gate", "up", "down"))
-        found[f"{theirs}mlp.experts.gate_up_proj"] = torch.cat([gate, up], 1)
-        found[f"{theirs}mlp.experts.down_proj"] = down
-        for part in ("gate", "up", "down"):
-            found[f"{theirs}mlp.shared_experts.{part}_proj.weight"] = tensors[f"{ours}mlp.shared.{part}.weight"].T
-    for end, there in streams.items():
-        found[f"model.hc_head.hc_{there}"] = transposed(tensors[f"layer.{BLOCKS - 1}.out_streams.{end}"])
-    return found
-
-
-def buffers(plan, model):
-    """Tables of experts by token id, and biases of routers."""
-    tables = {i: f"layer.{i}.mlp" for i in range(BLOCKS) if plan.gpt.routes_by_token(i)}
-    made = {f"model.layers.{i}.mlp.gate.tid2eid": torch.tensor(hash_table(plan, name)) for i, name in tables.items()}
-    for name, bias in model.routers.biases.items():
-        made[f"model.layers.{name.split('.')[1]}.mlp.gate.e_score_correction_bias"] = bias
-    return made
-
-
-def both(oracle, size, seed):
+def both(size, seed, directory):
     """Our model and transformers' with its weights, tables and biases."""
     plan = plan_of(size, seed)
-    model, other = model_of(plan, seed), oracle_of(oracle, plan)
-    main = {name: weight.detach() for name, weight in model.weights.main.items()}
-    shapes = {name: tensor.shape for name, tensor in other.state_dict().items()}
-    state = {name: tensor.reshape(shapes[name]) for name, tensor in (named(plan, main) | buffers(plan, model)).items()}
-    missing, unexpected = other.load_state_dict(state, strict=False)
-    assert unexpected == []
-    assert [name for name in missing if "inv_freq" not in name] == []
-    return plan, model, other
+    model = model_of(plan, seed)
+    return plan, model, loaded(plan, with_biases(model, lambda weight: weight.detach()), directory / "weights")
+
+
+def with_biases(model, of):
+    """An array of each weight, and the biases of routers."""
+    arrays = {name: of(weight).numpy() for name, weight in model.weights.main.items()}
+    return arrays | {bias_name(name): bias.numpy() for name, bias in model.routers.biases.items()}
 
 
 def batch_of(plan, seed):
@@ -138,8 +104,9 @@ def batch_of(plan, seed):
 
 
 @pytest.mark.parametrize(("size", "seed"), list(zip(SIZES, range(3), strict=True)))
-def test_logits_loss_and_all_gradients_are_those_of_transformers(oracle, size, seed):
-    plan, model, other = both(oracle, size, seed)
+@pytest.mark.usefixtures("oracle")
+def test_logits_loss_and_all_gradients_are_those_of_transformers(size, seed, tmp_path):
+    plan, model, other = both(size, seed, tmp_path)
     (ids, labels), seen = batch_of(plan, seed), {}
     hook = lambda layer, side, x: seen.update({(layer, side): x.detach()})  # noqa: E731 - one line
     (total,) = model.losses(Batch(ids.numpy(), labels.numpy()), hook)
@@ -150,7 +117,7 @@ def test_logits_loss_and_all_gradients_are_those_of_transformers(oracle, size, s
     logits = seen["head", "input"] @ model.weights.main["head.weight"].detach()
     assert float((logits - result.logits.detach()).abs().max() / logits.abs().max()) < ROUNDING
     assert float(abs(loss.detach() - result.loss.detach()) / loss.detach()) < ROUNDING
-    ours = named(plan, {name: weight.grad for name, weight in model.weights.main.items()})
+    ours = dict(loaded(plan, with_biases(model, lambda weight: weight.grad), tmp_path / "grads").named_parameters())
     theirs = dict(other.named_parameters())
     assert ours.keys() == theirs.keys()
     units: dict[str, float] = {}
@@ -162,7 +129,7 @@ def test_logits_loss_and_all_gradients_are_those_of_transformers(oracle, size, s
             assert weight.grad is None
             assert not ours[name].any()
             continue
-        difference = float((ours[name].reshape(weight.shape) - weight.grad).abs().max())
+        difference = float((ours[name].detach() - weight.grad).abs().max())
         assert difference <= ROUNDING * units[kind_of(name)], name
 
 
@@ -173,9 +140,10 @@ FAULTS = {
 }
 
 
+@pytest.mark.usefixtures("oracle")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_far_off(oracle, fault, monkeypatch):
-    plan, model, other = both(oracle, "small", 0)
+def test_a_fault_is_far_off(fault, monkeypatch, tmp_path):
+    plan, model, other = both("small", 0, tmp_path)
     (ids, labels), keys = batch_of(plan, 0), FAULTS[fault]
     sections = {name: getattr(plan.gpt, name).model_copy(update=update) for name, update in keys.items()}
     model.plan = model.routers._plan = plan.model_copy(update={"model": plan.gpt.model_copy(update=sections)})

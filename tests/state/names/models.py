@@ -60,6 +60,28 @@ NAMED += [
 ]
 """Every model with every convention that has names for it."""
 
+DEEPSEEK_V4 = {
+    "head_size": 4,
+    "ffn_size": 6,
+    "num_layers": 4,
+    "compressed_attention": {
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "q_lora_rank": 5, "qk_rope_head_dim": 2, "sliding_window": 3, "o_groups": 2, "o_lora_rank": 3,
+        "index_n_heads": 5, "index_head_dim": 6, "index_topk": 2,
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
+    },
+    "moe": {
+        "num_experts": 12, "top_k": 3, "ffn_size": 6, "num_shared_experts": 1, "score": "sqrtsoftplus",
+        "routed_scale": 1.5, "hash_layers": 2, "expert_bias_rate": 0.01,
+    },
+    "swiglu_limit": 7.0,
+    "swiglu_formula": "silu",
+    "hyper_connections": {
+        "streams": 2, "sinkhorn_iterations": 3, "sinkhorn": "softmax", "epsilon": 1e-6, "transposed": True,
+        "contraction": "learned",
+    },
+}  # fmt: skip
+
 
 def plan_of(**model):
     """A plan with such a model, in float64."""

@@ -55,6 +55,21 @@ def test_a_directory_as_hugging_face_has_it_has_the_configuration_and_comes_in_a
     assert "OUT that ends with" in reshard(source, "-o", tmp_path / "other", "--names", "megatron", status=2)
 
 
+def test_padding_of_the_vocabulary_is_dropped_and_comes_in_as_zeros(tmp_path):
+    a = write_plan(tmp_path / "a.yaml", "tp2", SIZES | {"unpadded_vocab_size": 13})
+    source = state_of(a, tmp_path / "of_a")
+    reshard(source, "-o", tmp_path / "theirs.safetensors", "--names", "huggingface")
+    reshard(tmp_path / "theirs.safetensors", "--to", a, "--names", "huggingface", "-o", tmp_path / "in")
+    for state, out in ((source, "before"), (tmp_path / "in", "after")):
+        reshard(state, "--weights-only", "-o", tmp_path / f"{out}.safetensors")
+    before, after = (load_file(tmp_path / f"{out}.safetensors") for out in ("before", "after"))
+    assert before["embed.weight"][13:].any()
+    before["embed.weight"][13:] = 0
+    before["head.weight"][:, 13:] = 0
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], array) for name, array in after.items())
+
+
 def written(tmp_path, model=LARGE):
     a, out = write_plan(tmp_path / "a.yaml", "one", model), tmp_path / "model.safetensors"
     reshard(state_of(a, tmp_path / "of_a"), "-o", out, "--names", "huggingface")

@@ -25,10 +25,11 @@ from pipeproof.state.tensor_map import compose, identity_map, invert, map_differ
 from pipeproof.state.write_state import values_of
 from tests.plans import plan_dict
 from tests.state.names.apply_map import apply_map
-from tests.state.names.models import GPT2, MLA, MODELS, MOE, NAMED, PARTS_AND_MORE, SIGMOID, plan_of
+from tests.state.names.models import DEEPSEEK_V4, GPT2, MLA, MODELS, MOE, NAMED, PARTS_AND_MORE, SIGMOID, plan_of
 from tests.state.names.open_models import OwnModel, open_model
 from tests.state.names.test_forward import random_weights
 
+DEEPSEEK_V4S = [("DeepSeek-V4", DEEPSEEK_V4, convention) for convention in ("pipeproof", "huggingface")]
 SIZES = {"num_layers": 2, "hidden_size": 8, "num_heads": 4, "ffn_size": 6, "vocab_size": 9}
 
 
@@ -42,7 +43,7 @@ def numbered(model):
     return found
 
 
-@pytest.mark.parametrize(("kind", "model", "convention"), NAMED)
+@pytest.mark.parametrize(("kind", "model", "convention"), [*NAMED, *DEEPSEEK_V4S])
 def test_the_map_back_after_the_map_is_the_identity(kind, model, convention):
     model = plan_of(**model).model
     ours = weights_of(model, "float32")
@@ -57,7 +58,7 @@ def test_the_map_back_after_the_map_is_the_identity(kind, model, convention):
     assert all((returned[name] == arrays[name]).all() for name in arrays)
 
 
-@pytest.mark.parametrize(("kind", "model", "convention"), NAMED)
+@pytest.mark.parametrize(("kind", "model", "convention"), [*NAMED, *DEEPSEEK_V4S])
 def test_copies_are_equal_and_nothing_else_is_twice(kind, model, convention):
     model = plan_of(**model).model
     there = map_from_own_names(convention, model, "float32")
@@ -132,6 +133,24 @@ def test_gate_and_up_of_each_of_several_ranks_follow_one_another_where_paddle_fu
         ({"norm": "layer"}, "paddleformers", "no model of PaddleFormers has `norm: layer`"),
         (GPT2 | {"num_kv_heads": 2}, "huggingface", "`biases: all` and `num_kv_heads`"),
         (GPT2, "paddlefleet", "`positions: learned`"),
+        (DEEPSEEK_V4, "megatron", "hyper_connections"),
+        (DEEPSEEK_V4 | {"hyper_connections": None}, "paddlefleet", "compressed_attention"),
+        (DEEPSEEK_V4 | {"hyper_connections": None}, "huggingface", "`contraction: learned`"),
+        (
+            DEEPSEEK_V4 | {"hyper_connections": DEEPSEEK_V4["hyper_connections"] | {"transposed": False}},
+            "huggingface",
+            "`transposed: true`",
+        ),
+        (DEEPSEEK_V4 | {"swiglu_formula": "gpt_oss"}, "huggingface", "`swiglu_formula: silu`"),
+        (DEEPSEEK_V4 | {"moe": DEEPSEEK_V4["moe"] | {"num_shared_experts": 2}}, "huggingface", "num_shared_experts"),
+        (DEEPSEEK_V4 | {"moe": DEEPSEEK_V4["moe"] | {"normalize": False}}, "huggingface", "`normalize: true`"),
+        (
+            DEEPSEEK_V4 | {"moe": DEEPSEEK_V4["moe"] | {"dense_layers": 1}},
+            "huggingface",
+            "without `dense_layers`",
+        ),
+        (DEEPSEEK_V4 | {"moe": DEEPSEEK_V4["moe"] | {"expert_bias_rate": None}}, "huggingface", "expert_bias_rate"),
+        (DEEPSEEK_V4 | {"mtp": {"num_modules": 1, "magic_send": True}}, "huggingface", "all residual streams"),
     ],
 )
 def test_what_a_convention_has_no_names_for_is_refused_with_the_reason(model, convention, reason):

@@ -1,0 +1,170 @@
+"""DeepSeek-V4 as Hugging Face's files have it: names of tensors, settings, and tables of experts by token id.
+
+The names are those of the released files, which transformers, vLLM and SGLang read. ``save_pretrained`` of transformers
+writes some otherwise, which an import reads, too.
+
+A plan draws its tables from ``run.seed``, and states do not have them. Files of Hugging Face do: an export computes
+them from the seed, and an import requires that they are the plan's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeproof.specs.model import ModelSpec
+from pipeproof.specs.plan import PlanSpec
+from pipeproof.stages.describe.synthetic import hash_table
+from pipeproof.state.checkpoint import Checkpoint, tensor_blocks
+from pipeproof.state.names.convention import Convention
+from pipeproof.state.state_codes import CopiesDifferError
+
+_MLP = {"gate": "w1.weight", "up": "w3.weight", "down": "w2.weight"}
+_ENTRIES = {"kv": "wkv.weight", "gate": "wgate.weight", "positions": "ape", "norm": "norm.weight"}
+_STREAMS = {"": "fn", "_scale": "scale", "_bias": "base"}
+_TABLE = "table"
+DEEPSEEK_V4 = Convention(
+    whole={
+        "embed": "embed.weight",
+        "norm": "norm.weight",
+        "head": "head.weight",
+        **{f"out_streams{end}": f"hc_head_{name}" for end, name in _STREAMS.items()},
+    },
+    block={
+        "attn_norm": "attn_norm.weight",
+        "q_down": "attn.wq_a.weight",
+        "q_norm": "attn.q_norm.weight",
+        "q_up": "attn.wq_b.weight",
+        "kv": "attn.wkv.weight",
+        "kv_norm": "attn.kv_norm.weight",
+        "sinks": "attn.attn_sink",
+        "groups": "attn.wo_a.weight",
+        "out": "attn.wo_b.weight",
+        **{f"compressor_{part}": f"attn.compressor.{name}" for part, name in _ENTRIES.items()},
+        **{f"indexer_{part}": f"attn.indexer.compressor.{name}" for part, name in _ENTRIES.items()},
+        "indexer_q": "attn.indexer.wq_b.weight",
+        "indexer_heads": "attn.indexer.weights_proj.weight",
+        **{f"attn_streams{end}": f"hc_attn_{name}" for end, name in _STREAMS.items()},
+        **{f"mlp_streams{end}": f"hc_ffn_{name}" for end, name in _STREAMS.items()},
+        "experts_norm": "ffn_norm.weight",
+        "router": "ffn.gate.weight",
+        "router_bias": "ffn.gate.bias",
+        _TABLE: "ffn.gate.tid2eid",
+        **{f"expert_{part}": f"ffn.experts.{{expert}}.{name}" for part, name in _MLP.items()},
+        **{f"shared_{part}": f"ffn.shared_experts.{name}" for part, name in _MLP.items()},
+    },
+    module={},
+    block_name="layers.{number}",
+    module_name="",
+    module_block="",
+    transposed=True,
+    router_transposed=True,
+)
+
+
+def refusal_of(model: ModelSpec) -> str | None:
+    """Return why DeepSeek-V4 is another model than one with ``compressed_attention``; None if it is not."""
+    moe, streams = model.moe, model.hyper_connections
+    if model.mtp is not None:
+        return (
+            "modules of DeepSeek-V4 read all residual streams, and those of a plan (`mtp`) read the one hidden state "
+            "after the contraction"
+        )
+    if streams is None or (streams.sinkhorn, streams.transposed, streams.contraction) != ("softmax", True, "learned"):
+        wanted = "`sinkhorn: softmax`, `transposed: true` and `contraction: learned`"
+        return f"DeepSeek-V4 has `hyper_connections` with {wanted}"
+    if model.swiglu_limit is None or model.swiglu_formula != "silu":
+        return "DeepSeek-V4 has a `swiglu_limit` with `swiglu_formula: silu`"
+    if moe is None or moe.dense_layers or moe.num_shared_experts != 1 or not moe.normalize:
+        wanted = "without `dense_layers`, with `num_shared_experts: 1` and `normalize: true`"
+        return f"DeepSeek-V4 has experts in all blocks (`moe`), {wanted}"
+    if moe.expert_bias_rate is None and moe.hash_layers < model.num_layers:
+        return "routers of DeepSeek-V4 have biases (`moe.expert_bias_rate`)"
+    return None
+
+
+def settings_of(model: ModelSpec) -> dict[str, Any]:
+    """Return the settings that only DeepSeek-V4 has, under the names of the released configuration where they exist."""
+    moe, spec, streams = model.moe, model.compressed_attention, model.hyper_connections
+    assert moe is not None, "it is refused"
+    assert spec is not None, "the model is of this class"
+    assert streams is not None, "it is refused"
+    part = spec.qk_rope_head_dim / model.size_of_head
+    return {
+        **spec.model_dump(mode="json"),
+        "layer_types": [spec.type_of(block) for block in range(model.num_layers)],
+        # transformers rounds the product with the head's size down
+        "partial_rotary_factor": math.nextafter(part, math.inf) if int(model.size_of_head * part) != part else part,
+        "num_key_value_heads": 1,
+        "intermediate_size": moe.ffn_size,
+        "moe_intermediate_size": moe.ffn_size,
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "n_shared_experts": moe.num_shared_experts,
+        "num_hash_layers": moe.hash_layers,
+        "scoring_func": moe.score,
+        "norm_topk_prob": moe.normalize,
+        "routed_scaling_factor": moe.routed_scale,
+        "swiglu_limit": model.swiglu_limit,
+        "hc_mult": streams.streams,
+        "hc_sinkhorn_iters": streams.sinkhorn_iterations,
+        "hc_eps": streams.epsilon,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def tables_of(plan: PlanSpec) -> dict[str, npt.NDArray[np.int64]]:
+    """Return the tables of experts by token id that files of Hugging Face have, [token ids, top_k], by their names."""
+    model = plan.gpt
+    blocks = [f"layer.{number}" for number in range(model.num_layers) if model.routes_by_token(number)]
+    return {
+        DEEPSEEK_V4.name_of(_TABLE, block, model.num_layers): hash_table(plan, f"{block}.mlp")[: model.num_token_ids]
+        for block in blocks
+    }
+
+
+_SAVED = (("embed_tokens.", "embed."), (".attn.norm.", ".attn.kv_norm."), ("hc_head.hc_", "hc_head_"))
+"""Parts of names as ``save_pretrained`` writes them, and as they were released."""
+
+
+def names_as_saved(stored: Iterable[str]) -> dict[str, str]:
+    """Return the stored names that ``save_pretrained`` wrote, by the released ones that they stand for."""
+    released = {}
+    for name in stored:
+        of_release = name.removeprefix("model.")
+        for saved, part in _SAVED:
+            of_release = of_release.replace(saved, part)
+        if of_release != name:
+            released[of_release] = name
+    return released
+
+
+def require_tables(checkpoint: Checkpoint, tables: Mapping[str, npt.NDArray[np.int64]]) -> None:
+    """Refuse a checkpoint whose tables of experts are not the plan's.
+
+    Raises:
+        CopiesDifferError: PP929, a table is missing, or sends a token id to other experts.
+        StateError: PP920, a file cannot be read.
+    """
+    for name, table in tables.items():
+        entry = checkpoint.tensors.get(name)
+        if entry is None:
+            difference = "the checkpoint has none"
+        elif entry.dtype not in ("int32", "int64") or entry.shape != table.shape:
+            difference = f"it is {entry.dtype} {list(entry.shape)}, and the plan's is int64 {list(table.shape)}"
+        else:
+            content = b"".join(block.tobytes() for block in tensor_blocks(checkpoint, name))
+            stored = np.frombuffer(content, entry.dtype).reshape(entry.shape)
+            rows = np.flatnonzero((stored != table).any(axis=1))
+            if not len(rows):
+                continue
+            row = int(rows[0])
+            difference = f"token id {row} is sent to {stored[row].tolist()}, and by the plan to {table[row].tolist()}"
+        raise CopiesDifferError(
+            f"{checkpoint.path}: {name} must be the table that the plan draws from `run.seed`: {difference}",
+            "a plan takes no table of another origin: give it the `run.seed` of the plan that wrote the checkpoint",
+        )

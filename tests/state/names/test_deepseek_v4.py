@@ -1,0 +1,161 @@
+"""DeepSeek-V4 as Hugging Face's files have it: out, into transformers, and in again; its tables of experts."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from pipeproof.interop.importers.draft import Draft
+from pipeproof.interop.importers.imported import Flags
+from pipeproof.interop.importers.model_sizes import read_model_config
+from pipeproof.stages.describe.synthetic import hash_table
+from pipeproof.state.names.part_tables import config_of
+from pipeproof.state.state_index import provenance_file
+from tests.state.names.models import DEEPSEEK_V4, plan_of
+from tests.state.reshard.plans import files_of, reshard, state_of, subject_of, write_plan
+
+MODEL = DEEPSEEK_V4 | {"hidden_size": 8, "num_heads": 4, "vocab_size": 16, "seq_length": 8}
+TABLES = "model-00002-of-00002.safetensors"
+TABLE = "layers.1.ffn.gate.tid2eid"
+
+
+def plan_file(path, topology="one", model=MODEL, seed=7):
+    return write_plan(path, topology, model, backend="torch", seed=seed)
+
+
+def written(tmp_path, topology="one", model=MODEL):
+    """A state, and the directory that it becomes under Hugging Face's names."""
+    state, out = state_of(plan_file(tmp_path / "a.yaml", topology, model), tmp_path / "of_a"), tmp_path / "model"
+    reshard(state, "-o", out, "--names", "huggingface")
+    return state, out
+
+
+@pytest.mark.parametrize("more", [{}, {"unpadded_vocab_size": 13}], ids=["plain", "padded"])
+def test_a_state_goes_out_and_comes_in_bit_for_bit_for_another_topology(tmp_path, more):
+    state, out = written(tmp_path, "tp2_pp2", MODEL | more)
+    assert sorted(path.name for path in out.glob("*.json")) == [
+        "config.json", "model-00001-of-00002.safetensors.provenance.json", "model.safetensors.index.json",
+    ]  # fmt: skip
+    plan = subject_of(tmp_path / "a.yaml").plan.spec
+    expected = hash_table(plan, "layer.1.mlp")[: plan.gpt.num_token_ids]
+    np.testing.assert_array_equal(load_file(out / TABLES)[TABLE], expected)
+    b = plan_file(tmp_path / "b.yaml", "ep2_pp2", MODEL | more)
+    reshard(out, "--to", b, "--names", "huggingface", "-o", tmp_path / "in")
+    reshard(state, "--weights-only", "--to", b, "-o", tmp_path / "direct")
+    came, direct = files_of(tmp_path / "in"), files_of(tmp_path / "direct")
+    if not more:  # padding is dropped, and comes back as zeros
+        assert came == direct
+    assert len(came) == len(direct) == 4
+
+
+@pytest.mark.needs_torch
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize("more", [{}, {"tied_embedding": True}, {"unpadded_vocab_size": 13}])
+def test_transformers_loads_the_directory_strictly(tmp_path, more):
+    from transformers import AutoModelForCausalLM
+
+    _, out = written(tmp_path, model=MODEL | more)
+    network, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert type(network).__name__ == "DeepseekV4ForCausalLM"
+    assert not any(loading[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    theirs, (weights, tables) = network.state_dict(), (load_file(path) for path in sorted(out.glob("*.safetensors")))
+    np.testing.assert_array_equal(theirs["model.layers.1.mlp.gate.tid2eid"].numpy(), tables[TABLE])
+    bias = theirs["model.layers.3.mlp.gate.e_score_correction_bias"].numpy()
+    np.testing.assert_array_equal(bias, weights["layers.3.ffn.gate.bias"])
+    assert weights["layers.3.ffn.gate.bias"].any()
+    network.save_pretrained(tmp_path / "saved")
+    for directory, came in ((out, "from_ours"), (tmp_path / "saved", "from_theirs")):
+        reshard(directory, "--to", tmp_path / "a.yaml", "--names", "huggingface", "-o", tmp_path / came)
+    assert files_of(tmp_path / "from_ours") == files_of(tmp_path / "from_theirs")
+    numbers = sum(tensor.numel() for name, tensor in theirs.items() if "inv_freq" not in name)
+    copies = theirs["lm_head.weight"].numel() if "tied_embedding" in more else 0
+    assert numbers - copies == sum(array.size for array in (weights | tables).values())
+
+
+CHANGES = {
+    "another table": (lambda table: {TABLE: np.roll(table, 1, axis=0)}, "token id 0 is sent to"),
+    "one expert": (lambda table: {TABLE: table + (np.arange(table.size).reshape(table.shape) == 7)}, "token id 2 is"),
+    "no table": (lambda _: {}, "the checkpoint has none"),
+    "a row more": (lambda table: {TABLE: np.concatenate([table, table[:1]])}, "int64 [17, 3]"),
+    "another type": (lambda table: {TABLE: table.astype(np.float32)}, "it is float32"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_table_that_is_not_the_plans_is_refused(tmp_path, change):
+    _, out = written(tmp_path)
+    changed, wanted = CHANGES[change]
+    tables = load_file(out / TABLES)
+    index = out / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    tables |= changed(tables.pop(TABLE))
+    content["weight_map"] = {
+        name: file for name, file in content["weight_map"].items() if file != TABLES or name in tables
+    }
+    save_file(tables, out / TABLES)
+    index.write_text(json.dumps(content))
+    words = (out, "--to", tmp_path / "a.yaml", "--names", "huggingface", "-o", tmp_path / "in")
+    said = reshard(*words, status=2)
+    assert "PP929" in said
+    assert wanted in said.replace("\n  ", " ").replace("\n", " ")
+    assert not (tmp_path / "in").exists()
+
+
+def test_a_table_of_shorter_integers_is_the_same_table(tmp_path):
+    _, out = written(tmp_path)
+    save_file({name: table.astype(np.int32) for name, table in load_file(out / TABLES).items()}, out / TABLES)
+    reshard(out, "--to", tmp_path / "a.yaml", "--names", "huggingface", "-o", tmp_path / "in")
+
+
+def test_a_plan_with_another_seed_takes_neither_the_files_nor_the_weights(tmp_path):
+    state, out = written(tmp_path)
+    other = plan_file(tmp_path / "other.yaml", seed=8)
+    said = reshard(out, "--to", other, "--names", "huggingface", "-o", tmp_path / "in", status=2)
+    assert "PP929" in said
+    said = reshard(state, "--weights-only", "--to", other, "-o", tmp_path / "in", status=2)
+    assert "run.seed was 7 and is 8" in said.replace("\n", " ")
+    scored = {**MODEL, "moe": {**MODEL["moe"], "hash_layers": 0}}  # no table: weights mean the same with any seed
+    state = state_of(plan_file(tmp_path / "c.yaml", model=scored), tmp_path / "of_c")
+    reshard(state, "--weights-only", "--to", plan_file(tmp_path / "d.yaml", model=scored, seed=8), "-o", tmp_path / "d")
+
+
+@pytest.mark.parametrize("words", [["model.safetensors"], ["dcp", "--save-format", "dcp"]])
+def test_one_file_and_pytorchs_format_have_no_place_for_tables(tmp_path, words):
+    state = state_of(plan_file(tmp_path / "a.yaml"), tmp_path / "of_a")
+    out, *more = words
+    said = reshard(state, "-o", tmp_path / out, *more, "--names", "huggingface", status=2)
+    assert "name a directory" in said.replace("\n", " ")
+    reshard(state, "--weights-only", "-o", tmp_path / f"own_{out}", *more)  # pipeproof's own names have no tables
+
+
+def test_without_tables_a_directory_has_one_file_and_no_index(tmp_path):
+    model = {**MODEL, "moe": {**MODEL["moe"], "hash_layers": 0}}
+    _, out = written(tmp_path, model=model)
+    file = out / "model.safetensors"
+    assert sorted(out.iterdir()) == sorted([out / "config.json", file, provenance_file(file)])
+
+
+@pytest.mark.parametrize("rope", [2, 30, 44])
+def test_the_importer_reads_the_configuration_back_and_transformers_rotates_as_many_elements(tmp_path, rope):
+    sizes = {"head_size": 44, "compressed_attention": {**MODEL["compressed_attention"], "qk_rope_head_dim": rope}}
+    sizes["compressed_attention"] |= {"index_head_dim": 48, "rope_theta": 5e3, "compress_rope_theta": 7e4}
+    model = plan_of(**MODEL | sizes).model
+    config = config_of(model, "float64")
+    assert int(config["head_dim"] * config["partial_rotary_factor"]) == rope
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    draft = Draft("model config", Flags())
+    read_model_config(draft, tmp_path / "config.json")
+    assert not draft.imported("", ()).ignored
+    for key in ("num_layers", "hidden_size", "num_heads", "head_size", "vocab_size", "ffn_size", "swiglu_limit",
+                "swiglu_formula"):  # fmt: skip
+        assert draft.get("model", key) == getattr(model, key), key
+    spec = model.compressed_attention.model_dump(mode="json")
+    for key, value in spec.items():
+        expected = [model.compressed_attention.type_of(n) for n in range(4)] if key == "layer_types" else value
+        assert draft.get("model", "compressed_attention", key) == expected, key
+    for key in ("num_experts", "top_k", "ffn_size", "num_shared_experts", "score", "routed_scale", "hash_layers"):
+        assert draft.get("model", "moe", key) == getattr(model.moe, key), key
+    for key, value in model.hyper_connections.model_dump().items():
+        assert draft.get("model", "hyper_connections", key) == value, key
+    assert ("model", "mtp") not in draft
