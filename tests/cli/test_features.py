@@ -19,9 +19,10 @@ WIDE = {"model": {"hidden_size": 512, "ffn_size": 2048, "vocab_size": 2048}}
 
 MORE_WORK = {
     "experts", "experts by token id", "experts by all-gather", "losses of routers", "biases of experts",
-    "hyper-connections", "MTP", "MTP, magic send", "dropout", "selective recomputation", "full recomputation",
-    "receives early", "norms of heads", "recomputed MLPs", "recomputed experts",
-    "biases", "biases of queries, keys and values", "main gradients",
+    "hyper-connections", "hyper-connections of DeepSeek-V4", "MTP", "MTP, magic send", "MTP, own embeddings",
+    "MTP after the norm", "dropout", "selective recomputation", "full recomputation", "receives early",
+    "norms of heads", "recomputed MLPs", "recomputed experts", "biases", "biases of queries, keys and values",
+    "main gradients",
 }  # fmt: skip
 """What ranks compute longer for; a receive that waits on the device slows the computations next to it, and wider
 gradients of weights are more bytes to add to."""
@@ -32,8 +33,9 @@ LESS_WORK = {
 """Smaller projections with these sizes, no rotation, or no gate. A LayerNorm moves as many bytes as an RMSNorm."""
 MORE_MEMORY = {
     "experts", "experts by token id", "experts by all-gather", "losses of routers", "biases of experts",
-    "hyper-connections", "MTP", "MTP, magic send", "dropout", "main gradients", "empty layers", "norm before the tail",
-    "words that cross", "words in one message", "receives early", "slots",
+    "hyper-connections", "hyper-connections of DeepSeek-V4", "MTP", "MTP, magic send", "MTP, own embeddings",
+    "MTP after the norm", "dropout", "main gradients", "empty layers", "norm before the tail", "words that cross",
+    "words in one message", "receives early", "slots",
     "norms of heads", "LayerNorm", "learned positions", "biases", "biases of queries, keys and values",
     "recomputed experts",
 }  # fmt: skip
