@@ -53,10 +53,10 @@ class CompressedAttentionSpec(Section):
     )
     compress_rates: CompressRatesSpec = Field(default=CompressRatesSpec(), description="Windows of the entries.")
     rope_theta: float = Field(
-        default=10_000.0, gt=1, le=1e12, description="Base of the rotary positions of blocks without entries."
+        default=10_000.0, ge=2, le=1e12, description="Base of the rotary positions of blocks without entries."
     )
     compress_rope_theta: float = Field(
-        default=160_000.0, gt=1, le=1e12, description="Base of the rotary positions of blocks with entries."
+        default=160_000.0, ge=2, le=1e12, description="Base of the rotary positions of blocks with entries."
     )
     o_groups: int = Field(
         ge=1,
