@@ -14,8 +14,19 @@ except ModuleNotFoundError as error:
 from pipeproof.exec.store.train_errors import PipelineError, PlanRefused
 from pipeproof.exec.train.module_plan import stages_of_rank
 from pipeproof.exec.train.paddle.pipeline import Pipeline
+from pipeproof.exec.train.paddle.record_layers import record_layers
 from pipeproof.exec.train.paddle.tune import tune
 from pipeproof.exec.train.tuned_layout import Layout
 from pipeproof.exec.train.tuning import Search
 
-__all__ = ["Layout", "Pipeline", "PipelineError", "PlanRefused", "Search", "stages_of_rank", "tune", "watch"]
+__all__ = [
+    "Layout",
+    "Pipeline",
+    "PipelineError",
+    "PlanRefused",
+    "Search",
+    "record_layers",
+    "stages_of_rank",
+    "tune",
+    "watch",
+]

@@ -23,6 +23,7 @@ from pipeproof.exec.train.torch.model_stages import ModelStages, stages_of_seque
 from pipeproof.exec.train.torch.overlap_points import overlap_point
 from pipeproof.exec.train.torch.packed_batches import packed
 from pipeproof.exec.train.torch.pipeline import Pipeline
+from pipeproof.exec.train.torch.record_layers import record_layers
 from pipeproof.exec.train.torch.stage_values import MicroBatches
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ __all__ = [
     "load_pretrained",
     "overlap_point",
     "packed",
+    "record_layers",
     "save_dcp",
     "save_pretrained",
     "stages_of_rank",

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from torch import nn
 
 import pipeproof.torch
 from pipeproof.analysis.align.compare_records import align
@@ -10,8 +12,7 @@ from pipeproof.analysis.align.loss_pairs import Tolerance
 from pipeproof.analysis.align.read_record import open_record
 from tests.docs.test_schemas import require_fit
 
-torch = pytest.importorskip("torch")
-nn = torch.nn
+pytestmark = pytest.mark.needs_torch
 record_layers = pipeproof.torch.record_layers
 
 
