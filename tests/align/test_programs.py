@@ -6,6 +6,7 @@ from pipeproof.analysis.align.compare_records import align
 from pipeproof.analysis.align.loss_pairs import Tolerance
 from tests.align import small_paddle, small_torch
 
+pytestmark = [pytest.mark.needs_torch, pytest.mark.needs_paddle]
 ROUNDING = Tolerance(rounding=True)
 TRAINERS = {"torch": small_torch.train, "paddle": small_paddle.train}
 

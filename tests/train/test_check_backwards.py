@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+pytestmark = pytest.mark.needs_torch
+
 
 class Scaled(torch.autograd.Function):
     """``tanh(x) * scale``; the factors are in the gradients, and are 1 where they are right."""
