@@ -31,6 +31,7 @@ from pipeproof.analysis.align.record_format import (
     value_name,
 )
 from pipeproof.exec.compare.run_record import RecordWriter
+from pipeproof.version import __version__
 
 WHOLE = "whole"
 """Name of a recorded model itself."""
@@ -342,7 +343,36 @@ def _walk(module: Any, name: str, children: Callable[[Any], Iterable[tuple[str, 
         yield from _walk(child, f"{name}.{key}" if name else key, children)
 
 
-def head_counts(config: Any) -> dict[str, int]:
+def gradient_of(weight: Any) -> Any:
+    """A parameter's gradient, of Megatron's and Fleet's parameters the one in which micro-batches are added up."""
+    main = getattr(weight, "main_grad", None)
+    return weight.grad if main is None else main
+
+
+def trained_weights(
+    modules: Mapping[int, tuple[str, Any]], own: Callable[[Any], Iterable[tuple[str, Any]]]
+) -> dict[int, tuple[str, str, Any, Any]]:
+    """By id the name, the layer's name, the weight and the module of all weights, in the order of ``modules``.
+
+    ``own`` returns the trained weights of one module.
+    """
+    found: dict[int, tuple[str, str, Any, Any]] = {}
+    for layer, module in modules.values():
+        for key, weight in own(module):
+            found.setdefault(id(weight), (key if layer == WHOLE else f"{layer}.{key}", layer, weight, module))
+    return found
+
+
+def program_header(framework: str, dtype: str, modules: Mapping[int, tuple[str, Any]], kept: Kept) -> Header:
+    """The header of a program's record, with what the configurations of its modules have of the model."""
+    configs = (getattr(module, "config", None) for _, module in modules.values())
+    return Header(
+        "program", __version__, "", framework, dtype, 0, layers=True, values=bool(kept),
+        model=next(filter(None, map(_head_counts, configs)), {}),
+    )  # fmt: skip
+
+
+def _head_counts(config: Any) -> dict[str, int]:
     """Numbers of heads of a model's configuration, by pipeproof's names; empty without one."""
     keys = {
         "num_heads": ("num_attention_heads", "n_head"),

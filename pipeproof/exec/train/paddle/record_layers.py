@@ -13,10 +13,17 @@ import paddle
 from paddle import nn
 
 from pipeproof.analysis.align.array_digests import Array
-from pipeproof.analysis.align.record_format import WIDE, Header, Layout
-from pipeproof.exec.compare.layer_recorder import WHOLE, Kept, LayerRecorder, WeightGradient, head_counts, named_modules
+from pipeproof.analysis.align.record_format import WIDE, Layout
+from pipeproof.exec.compare.layer_recorder import (
+    Kept,
+    LayerRecorder,
+    WeightGradient,
+    gradient_of,
+    named_modules,
+    program_header,
+    trained_weights,
+)
 from pipeproof.exec.compare.tensor_layouts import Split, layout_of_border, split_layout
-from pipeproof.version import __version__
 
 
 @contextmanager
@@ -41,21 +48,17 @@ def record_layers(
         yield lambda: None
         return
     layers = named_modules(model, lambda layer: layer.named_children())
-    parameters = _parameters(layers)
+    parameters = trained_weights(layers, _trained)
     first = next((weight for _, _, weight, _ in parameters.values()), None)
-    dtype = "float32" if first is None else _dtype(first)
-    configs = (getattr(layer, "config", None) for _, layer in layers.values())
-    header = Header(
-        "program", __version__, "", "paddle", dtype, 0, layers=True, values=bool(names or largest),
-        model=next(filter(None, map(head_counts, configs)), {}),
-    )  # fmt: skip
-    recorder = LayerRecorder(Path(directory), header, rank, PaddleTensors(), Kept(tuple(names), largest))
+    kept = Kept(tuple(names), largest)
+    header = program_header("paddle", "float32" if first is None else _dtype(first), layers, kept)
+    recorder = LayerRecorder(Path(directory), header, rank, PaddleTensors(), kept)
 
     def end_step() -> None:
         recorder.finish(
-            WeightGradient(name, layer, gradient, _parameter_layout(weight), is_linear)
-            for name, layer, weight, is_linear in reversed(parameters.values())
-            if (gradient := _gradient_of(weight)) is not None
+            WeightGradient(name, layer, gradient, _parameter_layout(weight), _is_linear(name, module))
+            for name, layer, weight, module in reversed(parameters.values())
+            if (gradient := gradient_of(weight)) is not None
         )
 
     with ExitStack() as stack:
@@ -69,20 +72,14 @@ def record_layers(
         end_step()
 
 
-def _gradient_of(weight: Any) -> Any:
-    main = getattr(weight, "main_grad", None)
-    return weight.grad if main is None else main
+def _trained(layer: nn.Layer) -> Iterator[tuple[str, Any]]:
+    own = layer.named_parameters(include_sublayers=False)
+    return ((key, weight) for key, weight in own if not weight.stop_gradient)
 
 
-def _parameters(layers: Mapping[int, tuple[str, nn.Layer]]) -> dict[int, tuple[str, str, Any, bool]]:
-    """By id, name, layer and value of all trained parameters in the order of layers, and if it is [in, out]."""
-    found: dict[int, tuple[str, str, Any, bool]] = {}
-    for name, layer in layers.values():
-        for key, weight in layer.named_parameters(include_sublayers=False):
-            if not weight.stop_gradient:
-                is_linear = key == "weight" and "Linear" in type(layer).__name__
-                found.setdefault(id(weight), (key if name == WHOLE else f"{name}.{key}", name, weight, is_linear))
-    return found
+def _is_linear(name: str, layer: nn.Layer) -> bool:
+    """True for a weight that is [in, out]."""
+    return name.rpartition(".")[2] == "weight" and "Linear" in type(layer).__name__
 
 
 def _hook(stack: ExitStack, recorder: LayerRecorder, name: str, layer: nn.Layer) -> None:

@@ -17,10 +17,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from pipeproof.analysis.align.array_digests import Array
-from pipeproof.analysis.align.record_format import WIDE, Header, Layout
-from pipeproof.exec.compare.layer_recorder import WHOLE, Kept, LayerRecorder, WeightGradient, head_counts, named_modules
+from pipeproof.analysis.align.record_format import WIDE, Layout
+from pipeproof.exec.compare.layer_recorder import (
+    Kept,
+    LayerRecorder,
+    WeightGradient,
+    gradient_of,
+    named_modules,
+    program_header,
+    trained_weights,
+)
 from pipeproof.exec.compare.tensor_layouts import Split, layout_of_border, split_layout
-from pipeproof.version import __version__
 
 
 @contextmanager
@@ -58,20 +65,17 @@ def record_layers(
         yield lambda: None
         return
     modules = named_modules(model, nn.Module.named_children)
-    parameters = _parameters(modules)
-    first = next((weight for _, _, weight in parameters.values()), None)
+    parameters = trained_weights(modules, _trained)
+    first = next((weight for _, _, weight, _ in parameters.values()), None)
     dtype = "float32" if first is None else str(first.dtype).removeprefix("torch.")
-    configs = (getattr(module, "config", None) for _, module in modules.values())
-    header = Header(
-        "program", __version__, "", "torch", dtype, 0, layers=True, values=bool(names or largest),
-        model=next(filter(None, map(head_counts, configs)), {}),
-    )  # fmt: skip
-    recorder = LayerRecorder(Path(directory), header, rank, TorchTensors(), Kept(tuple(names), largest))
+    kept = Kept(tuple(names), largest)
+    header = program_header("torch", dtype, modules, kept)
+    recorder = LayerRecorder(Path(directory), header, rank, TorchTensors(), kept)
 
     def end_step() -> None:
         recorder.finish(
             WeightGradient(name, layer, gradient, _parameter_layout(weight, gradient))
-            for name, layer, weight in reversed(parameters.values())
+            for name, layer, weight, _ in reversed(parameters.values())
             if (gradient := gradient_of(weight)) is not None
         )
 
@@ -86,20 +90,8 @@ def record_layers(
         end_step()
 
 
-def gradient_of(weight: torch.Tensor) -> torch.Tensor | None:
-    """A parameter's gradient, of Megatron's and Fleet's parameters the one in which micro-batches are added up."""
-    main = getattr(weight, "main_grad", None)
-    return weight.grad if main is None else main
-
-
-def _parameters(modules: Mapping[int, tuple[str, nn.Module]]) -> dict[int, tuple[str, str, nn.Parameter]]:
-    """By id, the name, the layer and the parameter of all trained parameters, in the order of modules."""
-    found: dict[int, tuple[str, str, nn.Parameter]] = {}
-    for layer, module in modules.values():
-        for key, weight in module.named_parameters(recurse=False):
-            if weight.requires_grad:
-                found.setdefault(id(weight), (key if layer == WHOLE else f"{layer}.{key}", layer, weight))
-    return found
+def _trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((key, weight) for key, weight in module.named_parameters(recurse=False) if weight.requires_grad)
 
 
 def _hook(stack: ExitStack, recorder: LayerRecorder, name: str, module: nn.Module) -> None:
