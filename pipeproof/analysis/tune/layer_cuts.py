@@ -165,7 +165,8 @@ def _begun(
 def step_of(layers: Layers, way: Way, best: Best, num_ranks: int, num_micro_batches: int) -> int:
     """The step in nanoseconds of a cut that was found, run in another way."""
     schedule = SCHEDULE_KINDS[best.kind].generate(Request(num_ranks, num_micro_batches, best.num_chunks))
-    return _Search(layers, way, schedule, num_micro_batches, None).step_of(best.sizes, best.recomputed)
+    search = _Search(layers, way, schedule, num_micro_batches, None)
+    return search.step_of(search.stages(best.sizes, best.recomputed))
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ class _Search:
     def _time(self, sizes: tuple[int, ...]) -> _Timed | None:
         """The step of a cut with as few recomputed layers as the memory needs; None if it needs more."""
         recomputed = [0] * self.num_stages
-        own = self._stages(sizes, recomputed)
+        own = self.stages(sizes, recomputed)
         peaks = []
         for rank, stages in enumerate(self.stages_of_ranks):
             while True:
@@ -243,14 +244,10 @@ class _Search:
                 recomputed[more] += 1
                 own[more] = self._stage(own[more].numbers, recomputed[more])
             peaks.append(peak)
-        return _Timed(sizes, tuple(recomputed), self._step(own), tuple(peaks))
+        return _Timed(sizes, tuple(recomputed), self.step_of(own), tuple(peaks))
 
-    def step_of(self, sizes: Sequence[int], recomputed: Sequence[int]) -> int:
-        """The step of a cut in nanoseconds."""
-        return self._step(self._stages(sizes, recomputed))
-
-    def _step(self, own: Sequence[_Stage]) -> int:
-        """The step; where the host of a rank needs longer than the device, all of its work takes longer."""
+    def step_of(self, own: Sequence[_Stage]) -> int:
+        """The step in nanoseconds. Where the host of a rank needs longer than its device, all of its work does."""
         factors = [1.0] * self.num_stages
         for stages in self.stages_of_ranks:
             work, host = (sum(getattr(own[s].cost, key) for s in stages) for key in ("work", "host"))
@@ -266,7 +263,8 @@ class _Search:
     def _recomputable(self, numbers: range) -> list[int]:
         return [n for n in numbers if n < len(self.way.recomputed) and self.way.recomputed[n] is not None]
 
-    def _stages(self, sizes: Sequence[int], recomputed: Sequence[int]) -> list[_Stage]:
+    def stages(self, sizes: Sequence[int], recomputed: Sequence[int]) -> list[_Stage]:
+        """The stages of a cut."""
         return [self._stage(*each) for each in zip(numbers_of_stages(sizes), recomputed, strict=True)]
 
     def _stage(self, numbers: range, num_recomputed: int) -> _Stage:
@@ -276,7 +274,7 @@ class _Search:
 
     def _note_lacking(self, sizes: tuple[int, ...]) -> None:
         """Note what a cut needs on its fullest rank if all is recomputed that can be."""
-        own = self._stages(sizes, [self.layers.num_layers] * self.num_stages)
+        own = self.stages(sizes, [self.layers.num_layers] * self.num_stages)
         peak, static = max(self._peak(rank, own) for rank in range(len(self.stages_of_ranks)))
         if not self.least_needed or peak < self.least_needed:
             self.least_needed, self.least_static = peak, static

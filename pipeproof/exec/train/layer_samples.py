@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import median
@@ -76,6 +77,12 @@ class Sample:
     def layers(self) -> range:
         """Their numbers."""
         return range(self.first, self.first + self.num)
+
+
+def plain_settings(part: Any, ignored: AbstractSet[str]) -> list[str]:
+    """Texts of a module's plain attributes, in order of their names, for ``Chain.signature``."""
+    values = {k: v for k, v in vars(part).items() if k not in ignored and not k.startswith("_")}
+    return sorted(f"{k}={v}" for k, v in values.items() if isinstance(v, int | float | str | tuple | None))
 
 
 def samples_of(chain: Chain) -> tuple[list[int], list[Sample]]:

@@ -64,6 +64,10 @@ class LayoutRow:
             words.append(f"{'/'.join(map(str, self.recomputed))} blocks recomputed")
         return ", ".join(words)
 
+    def failed(self, error: Exception) -> LayoutRow:
+        """The row with the reason why it does not run."""
+        return replace(self, reason=str(error).splitlines()[0][:200])
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -83,7 +83,7 @@ class Tuning:
         self.plans: dict[tuple[Any, ...], dict[str, Any]] = {}
         """The plans of the layouts that were run, by ``LayoutRow.plain``."""
         self.by_operation: dict[tuple[Any, ...], float] = {}
-        """The predicted milliseconds of steps that are not replayed, likewise."""
+        """Of layouts to be replayed the predicted milliseconds of their steps without it, likewise."""
         self._num_asked = 0
 
     def run(self) -> Layout:
@@ -231,16 +231,16 @@ class Tuning:
         for best in found:
             way, _ = self._ways_by_name[best.way.name]
             blocks = self.chain.blocks_of(best.sizes)
-            _, by_operation = self._ways_by_name[str(way._replace(replay=False))]
             is_open = not best.is_exhaustive and best.step <= NEAR * found[0].step
             rows.append(LayoutRow(
                 best.kind, best.num_chunks, best.sizes, tuple(blocks), way.split, way.is_compiled, way.replay,
                 best.recomputed, best.step / 1e6, max(best.peaks) / GIB,
                 reason="the search of its cuts ended before all were compared" if is_open else "",
             ))  # fmt: skip
-            self.by_operation[rows[-1].plain] = 1e-6 * step_of(
-                self.layers, by_operation, best, self.agreement.num_ranks, self.num_micro_batches
-            )
+            if way.replay:
+                _, own = self._ways_by_name[str(way._replace(replay=False))]
+                step = step_of(self.layers, own, best, self.agreement.num_ranks, self.num_micro_batches)
+                self.by_operation[rows[-1].plain] = step / 1e6
         return rows
 
     def _lacking_text(self, lacking: Sequence[Lacking]) -> str:

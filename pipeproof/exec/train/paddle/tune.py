@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from paddle.distributed.fleet.meta_parallel import PipelineLayer
 
 from pipeproof.analysis.tune.layer_cuts import Best, Lacking, LayerCost, numbers_of_stages
 from pipeproof.exec.store.train_errors import PipelineError
-from pipeproof.exec.train.layer_samples import RunWay, Sample, host_times
+from pipeproof.exec.train.layer_samples import RunWay, Sample, host_times, plain_settings
 from pipeproof.exec.train.paddle.boundary_inference import StageRun, run_stage, unchanged_state, zeros_of
 from pipeproof.exec.train.paddle.module_stage import ModuleStage, SplitBackward
 from pipeproof.exec.train.paddle.pipeline import Pipeline
@@ -108,11 +107,10 @@ class _Chain:
         item = self.whole.items(layer)[0]
         if item.module is None or item.shared:
             return f"entry {layer}"
-        parts = []
-        for name, part in item.module.named_sublayers(include_self=True):
-            values = {k: v for k, v in vars(part).items() if not k.startswith("_") and k != "training"}
-            plain = sorted(f"{k}={v}" for k, v in values.items() if isinstance(v, int | float | str | tuple | None))
-            parts.append((name, type(part).__qualname__, part.extra_repr(), plain))
+        parts = [
+            (name, type(part).__qualname__, part.extra_repr(), plain_settings(part, {"training"}))
+            for name, part in item.module.named_sublayers(include_self=True)
+        ]
         weights = [(n, w.shape, str(w.dtype), w.stop_gradient) for n, w in item.module.named_parameters()]
         return str((parts, weights))
 
@@ -252,7 +250,7 @@ class _Tuning(Tuning):
                 group=self.group, timeout_s=self.timeout_s,
             )  # fmt: skip
         except PipelineError as error:
-            return [_failed(row, error)]
+            return [row.failed(error)]
         try:
             self.plans[row.plain] = pipe.plan.content
             runner, num = pipe._runner, self.num_micro_batches  # noqa: SLF001 - steps without an optimizer
@@ -266,7 +264,7 @@ class _Tuning(Tuning):
             step()
             return [self._measured_row(row, self._timed(step), None)]
         except PipelineError as error:
-            return [_failed(row, error)]
+            return [row.failed(error)]
         finally:
             pipe.close()
             paddle.set_rng_state(state)
@@ -274,10 +272,6 @@ class _Tuning(Tuning):
 
     def _barrier(self) -> None:
         self._gathered("barrier", None)
-
-
-def _failed(row: LayoutRow, error: PipelineError) -> LayoutRow:
-    return replace(row, reason=str(error).splitlines()[0][:200])
 
 
 def _tensors(value: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from pipeproof.analysis.tune.layer_cuts import LayerCost
 from pipeproof.exec.store.train_errors import PipelineError
-from pipeproof.exec.train.layer_samples import RunWay, Sample, host_times
+from pipeproof.exec.train.layer_samples import RunWay, Sample, host_times, plain_settings
 from pipeproof.exec.train.stage_boundaries import Boundaries, Form, LeafSpec
 from pipeproof.exec.train.torch.boundary_inference import unchanged_state
 from pipeproof.exec.train.torch.cut_transformers import stages_of_transformers
@@ -110,11 +110,9 @@ class Cutter:
         block = self.block(layer)
         if block is None:
             return f"end {layer}"
-        parts = []
-        for name, part in block.named_modules():
-            values = {k: v for k, v in vars(part).items() if k not in _INDEX_NAMES and not k.startswith("_")}
-            plain = {k: v for k, v in values.items() if isinstance(v, int | float | str | tuple | None)}
-            parts.append((name, type(part).__qualname__, sorted(map(str, plain.items()))))
+        parts = [
+            (name, type(part).__qualname__, plain_settings(part, _INDEX_NAMES)) for name, part in block.named_modules()
+        ]
         weights = [(name, tuple(w.shape), str(w.dtype), w.requires_grad) for name, w in block.named_parameters()]
         return str((parts, weights))
 

@@ -192,7 +192,7 @@ class _Tuning(Tuning):
 
     def _trial(self, row: LayoutRow) -> list[LayoutRow]:
         """See ``Tuning``: operation by operation and, where it is to be replayed, replayed, too."""
-        plain = replace(row, replay=False, predicted_ms=self.by_operation[row.plain])
+        plain = replace(row, replay=False, predicted_ms=self.by_operation.get(row.plain, row.predicted_ms))
         rows: list[LayoutRow] = []
         try:
             with ExitStack() as stack:
@@ -216,10 +216,10 @@ class _Tuning(Tuning):
                 if row.replay:
                     rows.append(self._timed_row(row, pipe, before))
         except PipelineError as error:
-            reason = str(error).splitlines()[0][:200]
-            if row.replay and not rows and reason.startswith("replay=True"):
-                return [*self._trial(plain), replace(row, reason=reason)]
-            rows.append(replace(row, reason=reason))
+            failed = row.failed(error)
+            if row.replay and not rows and failed.reason.startswith("replay=True"):
+                return [*self._trial(plain), failed]
+            rows.append(failed)
         finally:
             self._clean()
         return rows
