@@ -52,7 +52,7 @@ LARGE: dict[str, Any] = {
     },
 }  # fmt: skip
 MTP = {"num_modules": 1, "magic_send": True, "reads": "after_norm"}
-"""With it a plan of several stages needs no embedded tokens beside the streams."""
+"""With it a plan of several stages needs no embedded tokens next to the streams."""
 
 
 def plans(device: str) -> Iterator[tuple[str, Plan]]:
@@ -93,7 +93,7 @@ def predicted_peaks(plan: Plan) -> list[int]:
 
 
 def distances(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What a report says of losses and gradients."""
+    """Losses, and the largest distances of gradients, in a report."""
     gradients, steps = report["gradients"], report["steps"]
     farthest = {
         key: max((one[key] for one in gradients if one.get(key) is not None), default=None)
