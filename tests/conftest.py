@@ -8,6 +8,7 @@ unless its reason begins with one of ``ALLOWED_IN_CI``.
 """
 
 import gc
+import importlib
 import importlib.util
 import os
 import shutil
@@ -219,6 +220,18 @@ def check_golden(request):
         assert text == path.read_text(encoding="utf-8")
 
     return check
+
+
+# --- scripts of validation/ ---
+
+
+@pytest.fixture(scope="module")
+def validation_script():
+    """Imports a script of ``validation/`` or ``validation/pages`` by name, as it is imported when it runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in ("validation", "validation/pages"):
+            patch.syspath_prepend(str(Path(__file__).parents[1] / folder))
+        yield importlib.import_module
 
 
 # --- rules of notes ---

@@ -2,11 +2,46 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import pipeproof
 from tests.plans import plan_dict
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt_pp4.yaml"
+FRAMEWORKS = ("paddle", "torch")
+
+LOADED = {
+    "the package": (
+        "import pipeproof; dir(pipeproof)",
+        ("pydantic", "numpy", "networkx", "simpy", "rich", "click", "pandas", "matplotlib", *FRAMEWORKS),
+    ),
+    "the commands": (
+        "import pipeproof.cli.main",
+        ("networkx", "simpy", "numpy", "pipeproof.schedule", "pipeproof.cli.schedule_command", *FRAMEWORKS),
+    ),
+    "the command check": ("import pipeproof.cli.check_command", ("pipeproof.interop",)),
+    "loading": (
+        "import pipeproof.specs.load_plan, pipeproof.diagnostics.text_output",
+        ("rich", "networkx", "numpy", "simpy", *FRAMEWORKS),
+    ),
+    "the rules": ("import pipeproof.verify.check_plan", ("networkx", "simpy", "matplotlib", *FRAMEWORKS)),
+    "a check": (
+        f"import pipeproof; assert not pipeproof.check(pipeproof.plan_from_dict({plan_dict()!r})).errors",
+        ("networkx", "simpy", *FRAMEWORKS),  # a quarter of a second: witnesses and simulations pay for them
+    ),
+    "a check by the command": (
+        f"from pipeproof.cli.main import main; main(['check', {str(EXAMPLE)!r}], standalone_mode=False)",
+        ("networkx", "simpy", "safetensors", "pipeproof.exec.launch.run_plan", *FRAMEWORKS),
+    ),
+    "a simulation in a notebook": (
+        f"import pipeproof; pipeproof.simulate({plan_dict()!r})._repr_html_()",
+        ("pandas", "matplotlib", *FRAMEWORKS),
+    ),
+    "helpers of tests": ("from pipeproof.testing import *", ("hypothesis", "pytest", *FRAMEWORKS)),
+}
+"""Statements, and packages and modules that they do not load."""
 
 
 def test_every_public_name_is_there_and_comes_from_its_home():
@@ -22,26 +57,9 @@ def test_the_line_of_the_docstring_works():
     assert pipeproof.simulate(report.subject.plan).makespan == 1500
 
 
-@pytest.mark.parametrize(
-    ("statement", "forbidden"),
-    [
-        ("import pipeproof", ["pydantic", "numpy", "networkx", "simpy", "rich", "click", "paddle"]),
-        ("import pipeproof.cli.main", ["networkx", "simpy", "paddle", "numpy"]),
-        ("import pipeproof.verify.check_plan", ["networkx", "simpy", "paddle", "torch", "matplotlib"]),
-    ],
-)
-def test_imports_only_what_it_uses(statement, forbidden):
-    code = f"{statement}\nimport sys\nprint([m for m in {forbidden!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_checking_a_right_plan_loads_neither_networkx_nor_simpy():
-    """They cost a quarter of a second: witnesses and simulations pay for them, a clean check does not."""
-    code = (
-        "import sys, pipeproof\n"
-        f"assert not pipeproof.check(pipeproof.plan_from_dict({plan_dict()!r})).errors\n"
-        "print([m for m in ('networkx', 'simpy', 'paddle') if m in sys.modules])"
-    )
+@pytest.mark.parametrize("name", LOADED)
+def test_what_is_used_is_loaded_and_no_more(name):
+    statement, others = LOADED[name]
+    code = f"{statement}\nimport sys\nprint([name for name in {others!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,7 +1,6 @@
 """The structure that CONTRIBUTING.md describes, as far as import contracts do not keep it."""
 
 import ast
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,8 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def counts(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "validation"))
-    return importlib.import_module("counts")
+def counts(validation_script):
+    return validation_script("counts")
 
 
 @pytest.mark.needs("grimp")

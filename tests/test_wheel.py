@@ -157,9 +157,8 @@ def dependencies(lines, found):
     return found
 
 
-def test_dependencies_are_few_and_listed_on_the_installation_page(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "validation" / "pages"))
-    measure_sizes = importlib.import_module("measure_sizes")
+def test_dependencies_are_few_and_listed_on_the_installation_page(validation_script):
+    measure_sizes = validation_script("measure_sizes")
     needed = dependencies(PROJECT["dependencies"], {})
     assert needed.keys() == measure_sizes.NEEDED_FOR.keys()
     page = (ROOT / "docs" / "installation.md").read_text()

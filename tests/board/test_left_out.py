@@ -1,19 +1,14 @@
 """Errors of measurements that are left out of a fit are those of the page."""
 
-import importlib
-
 import pytest
-
-from tests.cli.commands import REPOSITORY
 
 TOLERANCE = 0.003
 """Difference of two errors, as shares: processors differ in the last bits of a fit."""
 
 
 @pytest.mark.slow
-def test_the_page_has_the_errors_of_fits_without_each_group(monkeypatch):
-    monkeypatch.syspath_prepend(str(REPOSITORY / "validation" / "pages"))
-    make_left_out = importlib.import_module("make_left_out")
+def test_the_page_has_the_errors_of_fits_without_each_group(validation_script):
+    make_left_out = validation_script("make_left_out")
     lines = [line.strip("| ").split(" | ") for line in make_left_out.PAGE.read_text().splitlines() if line[:1] == "|"]
     computed = make_left_out.rows()
     assert [line[:2] for line in lines[2:]] == [[*row[:2]] for row in computed]

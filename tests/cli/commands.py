@@ -24,11 +24,14 @@ def invoke(*arguments):
 
 def process(*arguments, **environment):
     """Run the commands in a process of their own."""
+    return python("-m", "pipeproof", *arguments, environment=environment)
+
+
+def python(*words, environment=None, **options):
+    """Run Python on this checkout in a process of its own; ``options`` of ``subprocess.run``."""
+    streams = {} if "stdout" in options else {"capture_output": True}
     return subprocess.run(
-        [sys.executable, "-m", "pipeproof", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+        [sys.executable, *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})},
+        **{"text": True, "timeout": 120, "check": False, **streams, **options},
     )

@@ -4,14 +4,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import pipeproof
 from pipeproof.cli.code_registry import all_docs
-from tests.cli.commands import BROKEN, EXAMPLES, REPOSITORY, invoke, process
+from tests.cli.commands import BROKEN, EXAMPLES, REPOSITORY, invoke, process, python
 from tests.plans import plan_dict
 
 pytestmark = pytest.mark.usefixtures("known_notes")
@@ -19,23 +17,11 @@ pytestmark = pytest.mark.usefixtures("known_notes")
 # --- check ---
 
 
-def test_check_of_a_good_plan(good):
-    result = invoke("check", good)
-    assert result.exit_code == 0
-    assert result.stderr == ""
-
-
 def test_check_of_a_plan_with_errors(refused):
     result = invoke("check", refused)
     assert result.exit_code == 1
     assert "error[PP201]" in result.stdout
     assert f"--> {refused}:1:" in result.stdout
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
-def test_check_of_the_examples(name):
-    expected = 1 if name in ("gpt_pp2_tp2_sp_partial.yaml", "gpt_pp2_tp2_sp_backward_partial.yaml") else 0
-    assert invoke("check", EXAMPLES / name).exit_code == expected
 
 
 def test_check_as_json_is_all_of_stdout(refused):
@@ -52,12 +38,6 @@ def test_check_as_json_is_all_of_stdout(refused):
     assert first["witness"]["kind"] == "ranges"
 
 
-def test_check_as_json_of_a_good_plan(write):
-    content = json.loads(invoke("check", write(schedule={"kind": "gpipe"}), "--format", "json").stdout)
-    assert content["findings"] == []
-    assert content["certified"]
-
-
 @pytest.mark.parametrize(("strict", "status"), [((), 0), (("--strict",), 1)])
 def test_warnings_fail_a_check_only_where_it_is_strict(tmp_path, strict, status):
     program = tmp_path / "program.txt"
@@ -69,7 +49,7 @@ def test_warnings_fail_a_check_only_where_it_is_strict(tmp_path, strict, status)
 
 def test_a_clean_plan_takes_two_lines_and_what_holds_elsewhere_one_more(write):
     named = invoke("check", write(run={"backend": "paddle"}), "--strict")
-    assert named.exit_code == 0
+    assert (named.exit_code, named.stderr) == (0, "")
     verdict, following = named.stdout.splitlines()
     assert verdict.startswith("proved: ")
     assert following.startswith("next: `pipeproof simulate ")
@@ -80,13 +60,6 @@ def test_a_clean_plan_takes_two_lines_and_what_holds_elsewhere_one_more(write):
     assert "; help: no change is needed for paddle-gloo; elsewhere, set `transport.recv_order` to send_order" in note
     assert verdict.endswith(", with 1 note")
     assert "transport: {recv_order: send_order}" in invoke("--explain", "PP411").stdout
-
-
-def test_notes_do_not_fail_a_strict_check(write):
-    plan = write(schedule={"kind": "gpipe"}, transport="partial")
-    result = invoke("check", plan, "--strict")
-    assert "note[PP202]" in result.stdout
-    assert result.exit_code == 0
 
 
 # --- --explain, show, schema, simulate ---
@@ -136,32 +109,6 @@ def test_schema():
     jsonschema.validate(plan_dict(), schema)
 
 
-def test_simulate(good, tmp_path):
-    trace = tmp_path / "trace.json"
-    result = invoke("simulate", good, "-o", trace)
-    assert result.exit_code == 0
-    assert f"trace written to {trace}" in result.stdout
-    assert json.loads(trace.read_text())
-
-
-def test_simulate_writes_a_page_where_the_output_is_html(good, tmp_path):
-    page = tmp_path / "plan.HTML"
-    result = invoke("simulate", good, "-o", page)
-    assert result.exit_code == 0
-    assert f"timeline written to {page}; open it in a browser" in result.stdout
-    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-
-
-@pytest.mark.parametrize("name", ["trace.txt", "trace", "html"])
-def test_simulate_refuses_an_output_of_another_form_before_the_work(name, good, tmp_path, started):
-    result = invoke("simulate", good, "-o", tmp_path / name)
-    assert result.exit_code == 2
-    told = " ".join(result.stderr.split())
-    assert "has another ending than .html (a page for a browser), .json (a Chrome trace), .csv" in told
-    assert started == []
-    assert not (tmp_path / name).exists()
-
-
 def test_simulate_as_json_is_all_of_stdout(good, tmp_path):
     trace = tmp_path / "trace.json"
     result = invoke("simulate", good, "--format", "json", "-o", trace)
@@ -177,24 +124,11 @@ def test_simulate_as_json_is_all_of_stdout(good, tmp_path):
 # --- the process ---
 
 
-def test_version():
-    result = process("--version")
-    assert result.returncode == 0
-    assert result.stdout == f"pipeproof, version {pipeproof.__version__}\n"
-
-
 @pytest.mark.parametrize("arguments", [("-h",), ("check", "-h"), ("run", "--help")])
 def test_help(arguments):
     result = invoke(*arguments)
     assert result.exit_code == 0
     assert "Usage:" in result.stdout
-
-
-@pytest.mark.parametrize(
-    "arguments", [("nonsense",), ("check",), ("check", "a", "b"), ("check", "--format", "xml", "a")]
-)
-def test_usage_errors(arguments):
-    assert invoke(*arguments).exit_code == 2
 
 
 COLOURED = [
@@ -212,14 +146,6 @@ def test_no_escape_codes_where_nobody_looks(arguments):
     result = process(*arguments)
     assert "\x1b" not in result.stdout + result.stderr
     assert "Traceback" not in result.stderr
-
-
-@pytest.mark.slow
-def test_colours_where_they_are_wanted_and_not_where_they_are_refused():
-    arguments = ("check", EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml")
-    colour = re.compile(r"\x1b\[[0-9;]*3[0-7]")
-    assert colour.search(process(*arguments, FORCE_COLOR="1", TERM="xterm").stdout)
-    assert not colour.search(process(*arguments, FORCE_COLOR="1", NO_COLOR="1", TERM="xterm").stdout)
 
 
 @pytest.mark.slow(but=["check_gpt_pp2_tp2_sp_partial"])
@@ -247,15 +173,7 @@ def test_a_reader_that_has_gone(arguments):
     """The pipe's reading end is closed before the command writes its first byte."""
     read_end, write_end = os.pipe()
     os.close(read_end)
-    result = subprocess.run(
-        [sys.executable, "-m", "pipeproof", *map(str, arguments)],
-        stdout=write_end,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )
+    result = python("-m", "pipeproof", *arguments, stdout=write_end, stderr=subprocess.PIPE)
     os.close(write_end)
     assert "Traceback" not in result.stderr
     assert "BrokenPipe" not in result.stderr
@@ -277,10 +195,7 @@ cli.main(["check", {str(good)!r}])
 """
     (tmp_path / "interrupted.py").write_text(program)
     path = os.pathsep.join([str(REPOSITORY), str(tmp_path)])
-    result = subprocess.run(
-        [sys.executable, "-m", "interrupted"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
-        timeout=60, check=False,
-    )  # fmt: skip
+    result = python("-m", "interrupted", environment={"PYTHONPATH": path})
     assert (result.returncode, result.stderr) == (130, "interrupted\n")
 
 
@@ -292,22 +207,3 @@ def test_an_interrupted_command_ends_with_130(good, monkeypatch):
     result = invoke("check", good)
     assert result.exit_code == 130
     assert "interrupted" in result.stderr
-
-
-def test_check_imports_no_framework_and_nothing_heavy():
-    script = (
-        "import sys\nfrom click.testing import CliRunner\nfrom pipeproof.cli.main import main\n"
-        f"result = CliRunner().invoke(main, ['check', {str(EXAMPLES / 'gpt_pp4.yaml')!r}])\n"
-        "assert result.exit_code == 0, result.output\n"
-        "heavy = ('paddle', 'torch', 'simpy', 'networkx', 'safetensors', 'pipeproof.exec.launch.run_plan')\n"
-        "print([name for name in heavy if name in sys.modules])\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )
-    assert result.stdout == "[]\n"

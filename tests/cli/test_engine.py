@@ -4,14 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
-from click.testing import CliRunner
 
-from pipeproof.cli.main import main
 from pipeproof.comm.backends import declared_backend
 from pipeproof.comm.lower import lower
 from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict
+from tests.cli.commands import invoke
 from tests.plans import plan_dict
 
 ON_A_QUEUE = """\
@@ -54,11 +53,11 @@ def test_the_fast_engine_says_why_and_auto_takes_the_model(name, tmp_path):
         (tmp_path / "steps.txt").write_text(steps)
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(plan_dict(**sections)))
-    refused = CliRunner().invoke(main, ["simulate", str(plan), "--engine", "fast"])
+    refused = invoke("simulate", plan, "--engine", "fast")
     assert refused.exit_code == 2, refused.output
     assert f"error[PP153]: the fast engine does not support this plan: {reason}" in " ".join(refused.stderr.split())
     assert "use the engine `auto`" in refused.stderr
-    taken = CliRunner().invoke(main, ["simulate", str(plan), "--format", "json"])
+    taken = invoke("simulate", plan, "--format", "json")
     assert taken.exit_code == 0, taken.output
     assert json.loads(taken.stdout)["engine"] == "simpy"
 
@@ -68,7 +67,7 @@ def test_what_a_rendezvous_does_not_refuse(tmp_path):
     plan = tmp_path / "plan.json"
     sections = {"schedule": {"last_micro_batch_size": 1}, "cost": {"network": NETWORK, "p2p": "rendezvous"}}
     plan.write_text(json.dumps(plan_dict(**sections)))
-    assert CliRunner().invoke(main, ["simulate", str(plan), "--engine", "fast"]).exit_code == 0
+    assert invoke("simulate", plan, "--engine", "fast").exit_code == 0
 
 
 def test_bounded_buffers_are_left_to_the_model():

@@ -1,14 +1,11 @@
 """What a newcomer meets first: what comes next, schedules by name, and errors that say what to do."""
 
-import subprocess
-import sys
-
 import pytest
 
 import pipeproof as pp
 from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.specs.pipeline_checks import TWO_CHUNKS
-from tests.cli.commands import EXAMPLES, invoke
+from tests.cli.commands import EXAMPLES, invoke, python
 from tests.plans import plan_dict
 
 ZB_V = EXAMPLES / "schedules" / "zbv_pp2.csv"
@@ -73,7 +70,7 @@ def test_importers_and_hang_are_public():
 @pytest.mark.parametrize(("module", "extra"), [("torch", "torch"), ("paddle", "cpu")])
 def test_a_missing_framework_is_one_sentence_with_the_command(module, extra):
     code = f"import sys; sys.modules[{module!r}] = None\nimport pipeproof.{module}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python("-c", code)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"ImportError: `pipeproof.{module}` needs P")
     assert f"[{extra}]" in last

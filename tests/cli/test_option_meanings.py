@@ -1,21 +1,19 @@
 """An option has one spelling and one kind of value in all commands that have it; nothing is excepted."""
 
-import importlib
 import json
 
 import click
 import pytest
 
 from pipeproof.cli.main import main
-from tests.cli.commands import EXAMPLES, REPOSITORY, invoke
+from tests.cli.commands import EXAMPLES, invoke
 
 MOST_COMMANDS = 16
 
 
 @pytest.fixture
-def make_options(monkeypatch):
-    monkeypatch.syspath_prepend(str(REPOSITORY / "validation" / "pages"))
-    return importlib.import_module("make_options")
+def make_options(validation_script):
+    return validation_script("make_options")
 
 
 def test_one_screen_has_all_commands():

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.cli.commands import REPOSITORY, invoke, process
+from tests.cli.commands import invoke
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,6 @@ def test_the_backend_is_missing(good, monkeypatch):
     assert "error[PP906]" in result.output
     assert "pip install 'pipeproof[cpu]'" in result.output
     assert "processes" not in result.output
-
-
-def test_the_backend_is_missing_in_a_process_of_its_own(good, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['paddle'] = None\n")
-    result = process("run", good, PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
-    assert result.returncode == 2
-    assert "error[PP906]" in result.stdout
-    assert "pip install 'pipeproof[cpu]'" in result.stdout
-    assert "Traceback" not in result.stderr
 
 
 def test_a_refused_plan_is_refused_before_the_backend_is_looked_for(refused, monkeypatch):

@@ -1,14 +1,11 @@
 """Windows and macOS, by taking away what they lack: all but the commands that start ranks works as on Linux."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.cli.commands import REPOSITORY
+from tests.cli.commands import REPOSITORY, python
 from tests.cli.other_system import COMMANDS, LAUNCHED
 from tests.cli.test_help import COMMANDS as ALL_COMMANDS
 
@@ -21,11 +18,8 @@ def test_every_command_is_tried():
 @pytest.mark.slow
 @pytest.mark.parametrize("system", ["win32", "darwin"])
 def test_commands_work_as_on_linux_and_those_that_start_ranks_refuse(system, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.cli.other_system", system, str(tmp_path)],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    words = ("-m", "tests.cli.other_system", system, tmp_path)
+    done = python(*words, cwd=REPOSITORY, timeout=300, environment={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["unimportable"] == {}

@@ -5,15 +5,13 @@ import json
 import os
 import resource
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pipeproof.atomic_write import output_file, write_output
 from pipeproof.cli import main as cli
-from tests.cli.commands import EXAMPLES, REPOSITORY, invoke
+from tests.cli.commands import EXAMPLES, invoke, python
 
 PLAN = EXAMPLES / "gpt_pp4.yaml"
 COMMANDS = {
@@ -31,15 +29,8 @@ def test_a_full_disk_leaves_the_file_that_exists_and_names_it(name, tmp_path):
     """The limit of a file's size is a disk that is full after 200 bytes."""
     output = tmp_path / name
     output.write_text("old")
-    result = subprocess.run(
-        [sys.executable, "-B", "-m", "pipeproof", *map(str, COMMANDS[name]), "-o", str(output)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200)),
-    )
+    command = ("-B", "-m", "pipeproof", *COMMANDS[name], "-o", output)
+    result = python(*command, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200)))
     assert result.returncode == 2, result.stderr
     assert str(output) in result.stderr
     assert os.strerror(errno.EFBIG) in result.stderr
@@ -76,10 +67,8 @@ def test_an_output_is_no_input_and_no_other_output(words, tmp_path, monkeypatch)
 
 
 def test_a_full_disk_below_both_streams_is_no_error_of_the_plan():
-    command = [sys.executable, "-B", "-m", "pipeproof", "simulate", PLAN]
     with Path("/dev/full").open("wb") as full:
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-        result = subprocess.run(command, stdout=full, stderr=full, timeout=120, check=False, env=environment)
+        result = python("-B", "-m", "pipeproof", "simulate", PLAN, stdout=full, stderr=full)
     assert result.returncode == 2
 
 
@@ -133,9 +122,7 @@ def test_links_that_lead_to_themselves_are_an_error_with_their_name(tmp_path):
 def test_findings_about_a_file_whose_name_is_no_utf_8_are_printed(form, tmp_path):
     plan = tmp_path / os.fsdecode(b"plan-\xff.yaml")
     plan.write_bytes((EXAMPLES / "gpt_pp2_tp2_sp_partial.yaml").read_bytes())
-    command = [sys.executable, "-B", "-m", "pipeproof", "check", plan, "--format", form]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    result = subprocess.run(command, capture_output=True, timeout=120, check=False, env=environment)
+    result = python("-B", "-m", "pipeproof", "check", plan, "--format", form, text=False)
     printed = (result.stdout + result.stderr).decode("utf-8")
     assert result.returncode == 1
     assert "plan-" in printed

@@ -1,6 +1,5 @@
 """Every output about times that no plan gave says so once; JSON has the origin of the times."""
 
-import importlib
 import json
 import re
 
@@ -10,7 +9,6 @@ from click.testing import CliRunner
 import pipeproof as pp
 from pipeproof.cli.main import main
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
-from tests.cli.commands import REPOSITORY
 from tests.plans import plan_dict
 
 NOTE = "imes are placeholders (100 us forward, 200 us backward per stage): proportions only"
@@ -29,9 +27,8 @@ WITHOUT_PREDICTED_TIMES = {
 }  # fmt: skip
 
 
-def test_each_command_is_in_one_of_the_lists(monkeypatch):
-    monkeypatch.syspath_prepend(str(REPOSITORY / "validation" / "pages"))
-    commands = {words for words, _ in importlib.import_module("make_options").commands()}
+def test_each_command_is_in_one_of_the_lists(validation_script):
+    commands = {words for words, _ in validation_script("make_options").commands()}
     assert commands == PREDICTING | PLAY | COMPUTED | WITHOUT_PREDICTED_TIMES
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from pipeproof.cli import progress
 from pipeproof.cli.progress import showing_progress
-from tests.cli.commands import EXAMPLES, REPOSITORY
+from tests.cli.commands import EXAMPLES, REPOSITORY, process
 
 PLAN = EXAMPLES / "gpt_pp4.yaml"
 AT_ONCE = """
@@ -87,10 +87,7 @@ def given(tmp_path):
 def test_a_line_shows_the_task_at_a_terminal_and_leaves_the_output_as_it_is(name, given):
     words, text = COMMANDS[name]
     status, output, shown = at_terminal(AT_ONCE, given(words))
-    bare = subprocess.run(
-        [sys.executable, "-m", "pipeproof", *given(words)], capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "120"},
-    )  # fmt: skip
+    bare = process(*given(words), COLUMNS="120")
     assert text in shown
     assert (status, output) == (bare.returncode, bare.stdout)
     assert text not in bare.stderr

@@ -1,15 +1,12 @@
 """A check loads what its plan needs, and no more: each process pays for its imports."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.cli.commands import python
 from tests.plans import plan_dict
 
-ROOT = Path(__file__).parents[2]
 SHARED = {"sizes", "stage_ops"}
 """Modules that the table of kinds and several generators need."""
 
@@ -25,7 +22,7 @@ def loaded_by_check(tmp_path, **sections):
         f"assert CliRunner().invoke(main, ['check', {str(plan)!r}]).exit_code == 0\n"
         "print(*(name for name in sys.modules if name.startswith('pipeproof.')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = python("-c", code, check=True)
     return set(done.stdout.split())
 
 
@@ -61,5 +58,5 @@ def test_an_interrupt_during_the_imports_is_no_traceback():
         "sys.meta_path.insert(0, Interrupted())\n"
         "runpy.run_module('pipeproof', run_name='__main__', alter_sys=True)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

@@ -16,7 +16,9 @@ def test_each_form_is_written_and_said(suffix, good, tmp_path):
     path = tmp_path / f"timeline{suffix}"
     result = invoke("simulate", good, "-o", path)
     assert result.exit_code == 0, result.stderr
-    assert f"written to {path}" in result.stdout.splitlines()[-1]
+    said = result.stdout.splitlines()[-1]
+    assert f"written to {path}" in said
+    assert ("; open it in a browser" in said) == (suffix == ".html")
     assert path.read_bytes().startswith(BEGINS[suffix.lower()])
 
 
@@ -34,8 +36,10 @@ def test_other_endings_are_refused_before_the_work(command, name, good, tmp_path
     result = invoke(command, good, "-o", tmp_path / name)
     assert result.exit_code == 2
     told = " ".join(result.stderr.split())
+    assert "has another ending than .html (a page for a browser), .json (a Chrome trace), .csv" in told
     assert all(suffix in told for suffix in FORMS)
     assert started == []
+    assert not (tmp_path / name).exists()
 
 
 def test_compare_reads_a_table_back(good, tmp_path):

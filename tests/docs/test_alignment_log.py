@@ -1,13 +1,9 @@
 """The page of the 100 aligned steps: its runs are of the examples as they are, all is equal, every fault is located."""
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
-
-from pipeproof.specs.load_plan import load_plan
-from pipeproof.verify.check_plan import check
 
 pytestmark = pytest.mark.usefixtures("known_notes")
 
@@ -19,17 +15,8 @@ FAULTS = ("scale", "norms", "rope", "auxiliary", "modules", "experts", "tied")
 
 
 @pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "validation" / "pages"))
-    return importlib.import_module("make_alignment_log")
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_are_proved(example):
-    assert example.read_text().startswith("# ")
-    report = check(load_plan(example))
-    assert report.certificate is not None
-    assert report.findings == ()
+def script(validation_script):
+    return validation_script("make_alignment_log")
 
 
 def test_the_examples_differ_in_their_schedules_only(script):

@@ -191,3 +191,5 @@ def test_the_gitlab_job_passes_fails_and_keeps_its_artifact(project):
 def test_the_exit_statuses_that_are_listed_are_those_that_there_are():
     rows = re.findall(r"^\| (\d+)(?:, (\d+))? +\|", PAGE, re.MULTILINE)
     assert {int(number) for row in rows for number in row if number} == {*map(int, ExitStatus), 143}
+    help_text = main.get_help(main.make_context("pipeproof", ["check"], resilient_parsing=True))
+    assert all(re.search(rf"\b{int(status)}\b", help_text) for status in ExitStatus)

@@ -1,6 +1,5 @@
 """Verdicts on public configurations: what is counted as which, and what the page states of the kept verdicts."""
 
-import importlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -15,9 +14,8 @@ RECIPE = (EXAMPLES / "importing" / "automodel.yaml").read_text(encoding="utf-8")
 
 
 @pytest.fixture
-def tool(monkeypatch):
-    monkeypatch.syspath_prepend(str(EVIDENCE.parent / "pages"))
-    return importlib.import_module("make_configurations")
+def tool(validation_script):
+    return validation_script("make_configurations")
 
 
 def test_configurations_are_counted_by_their_verdict(tool, tmp_path, capsys):

@@ -17,13 +17,13 @@ RESULTS = json.loads((EVIDENCE / "equality.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
-def script(docs_module):
-    return docs_module("make_equality")
+def script(validation_script):
+    return validation_script("make_equality")
 
 
 @pytest.fixture
-def plans(docs_module):
-    return docs_module("equality_plans")
+def plans(validation_script):
+    return validation_script("equality_plans")
 
 
 def test_every_kind_topology_and_feature_with_four_kinds_is_there(plans):

@@ -1,6 +1,5 @@
 """The page of Fleet's own pipeline: its plans are ones that Fleet takes, and its figures are those of such runs."""
 
-import importlib
 import json
 from pathlib import Path
 
@@ -11,9 +10,8 @@ RESULTS = json.loads((EVIDENCE / "fleet.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(EVIDENCE.parent / "pages"))
-    return importlib.import_module("make_fleet")
+def script(validation_script):
+    return validation_script("make_fleet")
 
 
 def test_all_of_fleets_classes_are_there(script):

@@ -48,8 +48,8 @@ def test_generated_pages_are_current(script):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_stale_missing_or_stray_page_is_found_and_mended(docs_module, tmp_path, monkeypatch, capsys):
-    pages = docs_module("pages")
+def test_a_stale_missing_or_stray_page_is_found_and_mended(validation_script, tmp_path, monkeypatch, capsys):
+    pages = validation_script("pages")
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     page, stray = tmp_path / "rules" / "PP999.md", tmp_path / "old.md"
 
@@ -70,8 +70,8 @@ def test_a_stale_missing_or_stray_page_is_found_and_mended(docs_module, tmp_path
     assert outcome("--nonsense") == 2
 
 
-def test_filling_a_page_wants_its_parts_and_leaves_those_of_others(docs_module, tmp_path):
-    fill = docs_module("pages").fill
+def test_filling_a_page_wants_its_parts_and_leaves_those_of_others(validation_script, tmp_path):
+    fill = validation_script("pages").fill
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- generated: one -->\nold\n<!-- end -->\nafter\n")
     assert fill(page, {"one": "new"}) == "before\n<!-- generated: one -->\n\nnew\n\n<!-- end -->\nafter\n"
@@ -86,8 +86,8 @@ def words(svg):
 
 
 @pytest.mark.parametrize("name", ["check", "simulate"])
-def test_pictures_show_what_the_commands_print(docs_module, name):
-    make_pictures = docs_module("make_pictures")
+def test_pictures_show_what_the_commands_print(validation_script, name):
+    make_pictures = validation_script("make_pictures")
     output = make_pictures.output_of(name)
     fresh = make_pictures.picture(name, output)
     assert fresh == make_pictures.picture(name, output), "the picture differs between two makings"

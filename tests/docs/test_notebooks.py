@@ -16,8 +16,8 @@ def text_of(cell):
 
 @pytest.mark.slow(but=["test_engineer", "schedule_researcher"])
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_its_cells_give_the_outputs_that_are_stored(docs_module, path):
-    assert docs_module("make_notebooks").executed(path) == path.read_text(encoding="utf-8"), (
+def test_its_cells_give_the_outputs_that_are_stored(validation_script, path):
+    assert validation_script("make_notebooks").executed(path) == path.read_text(encoding="utf-8"), (
         "stale; run `python validation/pages/make_notebooks.py`"
     )
 
@@ -53,12 +53,12 @@ def test_its_links_lead_somewhere(path):
 
 
 @pytest.fixture
-def cell(docs_module):
+def cell(validation_script):
     """Executes the cells in one namespace; the outputs of the last one."""
 
     def execute(*sources):
         namespace = {}
-        return [docs_module("make_notebooks").outputs_of(source, namespace, 1) for source in sources][-1]
+        return [validation_script("make_notebooks").outputs_of(source, namespace, 1) for source in sources][-1]
 
     return execute
 
@@ -78,20 +78,20 @@ def test_a_cell_shows_what_it_prints_and_its_last_expression(cell):
     assert cell("x = 1") == cell("None") == cell("") == []
 
 
-def test_a_result_is_shown_as_html(cell, docs_module):
+def test_a_result_is_shown_as_html(cell, validation_script):
     (result,) = cell("from tests.docs.test_notebooks import Shown\nShown()")
     assert result["data"] == {"text/html": ["<b>1</b>\n", "<b>2</b>"], "text/plain": ["<shown>"]}
 
 
-def test_an_error_names_the_notebook_and_the_cell(docs_module, tmp_path):
+def test_an_error_names_the_notebook_and_the_cell(validation_script, tmp_path):
     code = [{"cell_type": "code", "source": [text], "outputs": []} for text in ("x = 1", "x / 0")]
     (tmp_path / "broken.ipynb").write_text(json.dumps({"cells": code}))
     with pytest.raises(ZeroDivisionError) as raised:
-        docs_module("make_notebooks").executed(tmp_path / "broken.ipynb")
+        validation_script("make_notebooks").executed(tmp_path / "broken.ipynb")
     assert raised.value.__notes__ == ["broken.ipynb, code cell 2"]
 
 
-def test_the_page_of_a_notebook_has_its_cells_and_outputs(docs_module):
+def test_the_page_of_a_notebook_has_its_cells_and_outputs(validation_script):
     html = {"output_type": "execute_result", "data": {"text/html": ["<b>", "1</b>"], "text/plain": ["<one>"]}}
     plain = {"output_type": "execute_result", "data": {"text/plain": ["3"]}}
     printed = {"output_type": "stream", "text": ["a\n", "b\n"]}
@@ -99,12 +99,12 @@ def test_the_page_of_a_notebook_has_its_cells_and_outputs(docs_module):
         {"cell_type": "markdown", "source": ["# Title\n", "\n", "Text."]},
         {"cell_type": "code", "source": ["f()"], "outputs": [printed, html, plain]},
     ]
-    page = docs_module("site_hooks").notebook_markdown({"cells": cells}, "own.ipynb")
+    page = validation_script("site_hooks").notebook_markdown({"cells": cells}, "own.ipynb")
     assert page.startswith('# Title\n\n<a href="own.ipynb" download>')
     assert "\n\nText.\n\n```python\nf()\n```\n\n```text\na\nb\n```\n\n" in page
     assert page.endswith('<div class="notebook-output"><b>1</b></div>\n\n```text\n3\n```\n')
 
 
-def test_links_to_a_notebook_lead_to_its_page(docs_module):
+def test_links_to_a_notebook_lead_to_its_page(validation_script):
     link = "[a](notebooks/fleet_user.ipynb)"
-    assert docs_module("site_hooks").for_the_site(link, "fleet.md") == "[a](notebooks/fleet_user.md)"
+    assert validation_script("site_hooks").for_the_site(link, "fleet.md") == "[a](notebooks/fleet_user.md)"

@@ -204,11 +204,3 @@ def test_the_plan_of_the_plan_page_loads(tmp_path):
     plan = tmp_path / "plan.yaml"
     plan.write_text(block)
     assert load_plan(plan).spec.stages == (("embed", "layer.0", "layer.1"), ("layer.2", "layer.3", "norm", "head"))
-
-
-def test_exit_statuses_are_those_of_the_command_line():
-    """The same numbers in the page and in the command's help."""
-    help_text = main.get_help(main.make_context("pipeproof", ["check"], resilient_parsing=True))
-    listed = re.findall(r"^\| (\d+)(?: \||,)", TEXT[ROOT / "docs" / "checking.md"], re.MULTILINE)
-    assert listed == ["0", "1", "2", "3", "130", "141"]
-    assert all(re.search(rf"\b{status}\b", help_text) for status in listed)

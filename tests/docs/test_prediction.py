@@ -22,9 +22,8 @@ def predicting(monkeypatch):
 
 
 @pytest.fixture
-def make_prediction(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "validation" / "pages"))
-    return importlib.import_module("make_prediction")
+def make_prediction(validation_script):
+    return validation_script("make_prediction")
 
 
 def plan_of(kind, num_chunks=1):

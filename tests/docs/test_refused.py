@@ -15,13 +15,13 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture
-def plans(docs_module):
-    return docs_module("refused_plans")
+def plans(validation_script):
+    return validation_script("refused_plans")
 
 
 @pytest.fixture
-def refusal(docs_module):
-    return docs_module("make_refused").refusal
+def refusal(validation_script):
+    return validation_script("make_refused").refusal
 
 
 def located(plan, tmp_path):
@@ -136,9 +136,9 @@ def test_no_other_pair_is_refused(refusal):
     assert refused == PAIRS_REFUSED
 
 
-def test_a_plan_that_runs_is_no_row(docs_module, plans):
+def test_a_plan_that_runs_is_no_row(validation_script, plans):
     with pytest.raises(AssertionError, match="plans that are refused"):
-        docs_module("make_refused")._refusal_cells(plans.gpt_plan())
+        validation_script("make_refused")._refusal_cells(plans.gpt_plan())
 
 
 def test_a_plan_of_own_layers_is_declared_whole(plans):

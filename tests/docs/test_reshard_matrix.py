@@ -1,7 +1,6 @@
 """The page of states on other topologies: what it shows, that it can show a wrong pair, and a small part of it anew."""
 
 import copy
-import importlib
 import json
 from itertools import product
 from pathlib import Path
@@ -12,9 +11,8 @@ EVIDENCE = Path(__file__).parents[2] / "validation" / "results"
 
 
 @pytest.fixture
-def made(monkeypatch):
-    monkeypatch.syspath_prepend(str(EVIDENCE.parent / "pages"))
-    return importlib.import_module("make_reshard")
+def made(validation_script):
+    return validation_script("make_reshard")
 
 
 @pytest.fixture

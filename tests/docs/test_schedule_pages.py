@@ -1,6 +1,5 @@
 """The pages of schedules are current, their figures true, their plans pass and their commands run."""
 
-import importlib
 import json
 import re
 import shlex
@@ -26,12 +25,10 @@ KINDS = list(SCHEDULE_KINDS)
 
 
 @pytest.fixture(scope="module")
-def docs():
-    """The scripts of ``docs/`` that make the pages."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "validation" / "pages"))
-        names = ("make_schedules", "schedule_page", "closed_forms", "known_forms", "shown_schedule", "sizes_and_times")
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+def docs(validation_script):
+    """The scripts that make the pages."""
+    names = ("make_schedules", "schedule_page", "closed_forms", "known_forms", "shown_schedule", "sizes_and_times")
+    return SimpleNamespace(**{name: validation_script(name) for name in names})
 
 
 @pytest.fixture(scope="module")

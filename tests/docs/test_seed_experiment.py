@@ -1,13 +1,9 @@
 """The page of the seed experiment: its runs are of the examples as they are, and show what the page says."""
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
-
-from pipeproof.specs.load_plan import load_plan
-from pipeproof.verify.check_plan import check
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples" / "seed").glob("*.yaml"))
@@ -15,16 +11,8 @@ RESULTS = json.loads((ROOT / "validation" / "results" / "seed_experiment.json").
 
 
 @pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "validation" / "pages"))
-    return importlib.import_module("make_seed_experiment")
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_are_judged_as_meant(example):
-    assert example.read_text().startswith("# ")
-    errors = {finding.code for finding in check(load_plan(example)).errors}
-    assert errors == ({"PP201"} if example.stem.endswith("partial") else set())
+def script(validation_script):
+    return validation_script("make_seed_experiment")
 
 
 def test_results_are_of_the_plans_as_they_are_now(script):

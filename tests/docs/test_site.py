@@ -1,6 +1,5 @@
 """What makes a site of the pages, without the site's own tools; ``make site`` runs it with them, strictly."""
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,9 @@ class Loader(yaml.SafeLoader):
 Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
 
 
-@pytest.fixture(scope="module")
-def hooks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(DOCS.parent / "validation" / "pages"))
-        yield importlib.import_module("site_hooks")
+@pytest.fixture
+def hooks(validation_script):
+    return validation_script("site_hooks")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """What pages say to type is typed, in a shell, and does what they say; see ``validation/pages/console_blocks.py``."""
 
-import importlib
 import re
 import shlex
 import shutil
@@ -62,11 +61,9 @@ def console(text):
     return "```console\n" in text
 
 
-@pytest.fixture(scope="module")
-def blocks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(DOCS.parent / "validation" / "pages"))
-        yield importlib.import_module("console_blocks")
+@pytest.fixture
+def blocks(validation_script):
+    return validation_script("console_blocks")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The private vocabulary of the past stays out of the package, its messages and its pages."""
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def word_list(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "validation"))
-    return importlib.import_module("word_list")
+def word_list(validation_script):
+    return validation_script("word_list")
 
 
 def test_no_word_of_the_list_is_left(word_list):

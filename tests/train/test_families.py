@@ -3,7 +3,6 @@
 ``validation/families.py`` has the models, and trains all families under schedules on two ranks.
 """
 
-import importlib
 import json
 from pathlib import Path
 
@@ -43,9 +42,8 @@ FAMILIES = {
 
 
 @pytest.fixture
-def families(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "validation"))
-    return importlib.import_module("families")
+def families(validation_script):
+    return validation_script("families")
 
 
 def staged(stages, batch, target, families, family):

@@ -1,6 +1,5 @@
 """The page for training scripts and the script of the README: what they show is run."""
 
-import importlib
 import re
 import shlex
 import sys
@@ -16,9 +15,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
-def blocks(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "validation" / "pages"))
-    return importlib.import_module("console_blocks")
+def blocks(validation_script):
+    return validation_script("console_blocks")
 
 
 def test_the_page_can_be_followed(blocks, tmp_path):

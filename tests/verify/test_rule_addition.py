@@ -1,6 +1,5 @@
 """A new rule changes verdicts and the rules' own pages: no digest, saved state, report identity or other page."""
 
-import importlib
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -76,11 +75,10 @@ def test_a_saved_state_is_resumed_as_one_of_the_same_plan(add_rule, tmp_path):
     [("make_rules", {"docs/codes.md"}), ("make_tables", set()), ("make_zoo", set()),
      ("make_refused", set()), ("make_receives", set())],
 )  # fmt: skip
-def test_no_generated_page_but_the_list_of_codes_changes(add_rule, monkeypatch, script, changed):
+def test_no_generated_page_but_the_list_of_codes_changes(add_rule, monkeypatch, validation_script, script, changed):
     """These generators ask for rules, checks, refusals or the docstring of the digest."""
     folder = ROOT / "validation" / "pages"
-    monkeypatch.syspath_prepend(str(folder))
-    pages = importlib.import_module("pages")
+    pages = validation_script("pages")
 
     def made():
         texts = {}
