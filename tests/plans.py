@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 
+import pytest
+
+from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.subject import make_subject
 
@@ -43,6 +46,13 @@ def plan_dict(**sections):
     return plan
 
 
+def refusal(plan):
+    """The one finding with which a plan, as a dict, is refused."""
+    with pytest.raises(BadPlanError) as caught:
+        plan_from_dict(plan)
+    (finding,) = caught.value.findings
+    return finding
+
+
 def subject(**sections):
-    """The lowered plan as the rules see it."""
     return make_subject(plan_from_dict(plan_dict(**sections)))

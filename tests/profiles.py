@@ -43,7 +43,6 @@ def bare_of(subject):
 
 
 def profile_of(subject, **options):
-    """The profile of such a run."""
     return measured_profile(subject, DIGEST, logs_of(subject, **options), bare_of(subject), 1)
 
 

@@ -22,6 +22,13 @@ def invoke(*arguments):
     return result
 
 
+def printed(*arguments, status=0):
+    """What the commands print on both streams; they end with this status."""
+    result = invoke(*arguments)
+    assert result.exit_code == status, result.output
+    return result.output
+
+
 def process(*arguments, **environment):
     """Run the commands in a process of their own."""
     return python("-m", "pipeproof", *arguments, environment=environment)

@@ -6,7 +6,6 @@ from pipeproof.cli.main import main
 
 
 def offered(*words):
-    """The values that are offered for the last of the words."""
     *before, last = words
     items = ShellComplete(main, {}, "pipeproof", "_PIPEPROOF_COMPLETE").get_completions(list(before), last)
     return [item.value for item in items]

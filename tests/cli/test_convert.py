@@ -23,8 +23,6 @@ COMMS = (
 
 @pytest.fixture
 def file(tmp_path):
-    """Write a schedule file; its path."""
-
     def write(text):
         path = tmp_path / "schedule"
         path.write_text(text)

@@ -137,7 +137,6 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Every kind of file, by name."""
     root = tmp_path_factory.mktemp("files")
     written = {}
     for name, (file, content) in {**WRITTEN, **UNKNOWN}.items():

@@ -51,7 +51,6 @@ def plan(tmp_path):
 
 
 def sweep(path, *values, form="text"):
-    """Standard output of a sweep."""
     options = [word for text in values for word in ("--set", text)]
     return invoke("sweep", path, *options, "--workers", "1", "--format", form)
 
@@ -133,6 +132,7 @@ def test_costs_of_a_plan_without_times_are_refused_as_such(plan):
     done = CliRunner().invoke(main, ["show", str(plan()), "--costs"])
     assert done.exit_code == 2
     assert "names no device" in done.output
+    assert "cost: {analytic: h200}" in done.output
 
 
 def test_results_have_the_note_in_their_repr_and_on_their_page(plan):

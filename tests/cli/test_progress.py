@@ -121,8 +121,6 @@ finally:
 
 
 class Timers:
-    """Timers that wait for the test."""
-
     def __init__(self, monkeypatch):
         self.waiting = []
         monkeypatch.setattr(threading, "Timer", self.make)

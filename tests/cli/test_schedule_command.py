@@ -35,7 +35,6 @@ def shown(kind, *options):
 
 
 def times(**costs):
-    """Options of times of a kind."""
     return [word for name, time in costs.items() for word in ("--set", f"cost.{name}_us={time}")]
 
 

@@ -12,7 +12,6 @@ SHARED = {"sizes", "stage_ops"}
 
 
 def loaded_by_check(tmp_path, **sections):
-    """The modules of ours that checking a plan loads, in a process of its own."""
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(plan_dict(**sections)))
     code = (

@@ -30,7 +30,6 @@ RAW = re.compile(r"\b\d{4,}(?:\.\d+)? (?:us|bytes)\b")
 
 
 def broken(text):
-    """The quantities of a text that break the rule."""
     for match in QUANTITY.finditer(text):
         digits = match[1].replace(".", "").replace(",", "").lstrip("0")
         if len(digits if "." in match[1] else digits.rstrip("0")) > 3 or (match[2] in ("us", "B") and len(digits) > 3):

@@ -80,7 +80,6 @@ WORDS_OF_WIDE_PICTURES = {"with", "the", "micro", "batch", "where", "fits", "dot
 
 
 def output(monkeypatch, tmp_path, words, columns):
-    """Standard output and error of a command."""
     (monkeypatch.delenv("COLUMNS", raising=False) if columns is None else monkeypatch.setenv("COLUMNS", str(columns)))
     files = {"plan": tmp_path / "plan.yaml", "job": tmp_path / "job.sh",
              "saved": tmp_path / "model.safetensors"}  # fmt: skip
@@ -101,7 +100,6 @@ def words_of(text):
 
 
 def named(words):
-    """The words of a command, for the name of its test."""
     return " ".join(getattr(word, "name", word) for word in words)[:50]
 
 

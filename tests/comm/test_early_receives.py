@@ -4,11 +4,9 @@ import json
 from itertools import pairwise
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeproof.cli.main import main
 from pipeproof.comm.lower import lower
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.schedule.columns import NONE
@@ -18,6 +16,7 @@ from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check, check_subject
 from pipeproof.verify.deadlock.deadlock_verdict import conditions
 from pipeproof.verify.lifetime.slot_rule import smallest_slots
+from tests.cli.commands import invoke
 from tests.comm.test_receive_order import USED_BACKWARDS, custom, orders
 from tests.plans import plan_dict, subject
 from tests.schedule.drawn import generated, plan_of, requests
@@ -256,7 +255,7 @@ def checked_file(tmp_path, text, num_micro_batches):
     schedule = {"kind": "file", "path": "steps.txt", "num_micro_batches": num_micro_batches}
     plan = plan_dict(schedule=schedule, transport={"recv_order": "prefetch_one"})
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    return CliRunner().invoke(main, ["check", str(tmp_path / "plan.json")])
+    return invoke("check", tmp_path / "plan.json")
 
 
 def test_computations_of_a_file_have_receives_put_in(tmp_path):

@@ -28,7 +28,6 @@ def graph(**sections):
 
 
 def first_pair(graph):
-    """The rows of the first pair of rank 0, as text."""
     ids = list(graph.rank_ops(0))
     first = next(i for i in ids if graph.batch[i] != NONE)
     last = max(i for i in ids if graph.parent[i] in (first, first + 1))

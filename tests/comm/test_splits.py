@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.schedule.ops import OpKind
-from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check_subject
-from tests.plans import plan_dict, subject
+from tests.plans import plan_dict, refusal, subject
 
 pytestmark = pytest.mark.usefixtures("known_notes")
 
@@ -70,9 +69,7 @@ def test_micro_batches_of_several_lengths_are_cut_too():
 def test_sequences_that_do_not_divide_are_refused(sections, code, fragment):
     plan = plan_dict(**{"schedule": {}, **sections})
     plan["schedule"] |= {"kind": "seq1f1b", "num_sequence_splits": 2}
-    with pytest.raises(PlanFileError) as caught:
-        plan_from_dict(plan)
-    (finding,) = caught.value.findings
+    finding = refusal(plan)
     assert finding.code == code
     assert fragment in finding.message
 

@@ -18,6 +18,7 @@ from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.schedule.programs import UnfitSizesError, even_costs
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.verify.check_plan import check
+from tests.cli.commands import invoke
 from tests.plans import plan_dict
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +92,7 @@ def test_the_commands_of_a_page_run(kind, made, tmp_path, monkeypatch):
         name, *arguments = shlex.split(line)
         assert name == "pipeproof"
         quick = ["--no-check"] if arguments[:2] == ["schedule", "show"] else []
-        done = CliRunner().invoke(main, [*arguments, *quick])
+        done = invoke(*arguments, *quick)
         assert done.exit_code == 0, f"{line}: {done.output}"
 
 
@@ -203,7 +204,7 @@ def test_a_picture_has_every_computation_at_its_place(kind, docs, made):
 
 
 def test_the_command_draws_the_picture_of_a_page(made):
-    drawn = CliRunner().invoke(main, ["schedule", "show", "gpipe", "-p", "4", "-m", "8", *UNITS, "--as", "svg"])
+    drawn = invoke("schedule", "show", "gpipe", "-p", "4", "-m", "8", *UNITS, "--as", "svg")
     assert drawn.exit_code == 0
     assert drawn.stdout == made.pictures["gpipe"]
 

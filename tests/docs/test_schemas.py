@@ -6,10 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
-from pipeproof.cli.main import main
 from pipeproof.comm.accumulation_order import Accumulation
 from pipeproof.diagnostics.finding import CycleWitness, Finding, Location, OpsWitness, Severity, WitnessOp
 from pipeproof.diagnostics.text_output import finding_to_json
@@ -22,6 +20,7 @@ from pipeproof.specs.load_plan import load_plan
 from pipeproof.state.state_index import state_json_schema
 from pipeproof.verify.certificate import graph_digest
 from pipeproof.verify.check_plan import check_graph, check_subject
+from tests.cli.commands import invoke
 from tests.plans import plan_dict, subject
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +89,7 @@ def test_limits_have_one_form():
 
 
 def check_json(path, *options):
-    result = CliRunner().invoke(main, ["check", str(path), "--format", "json", *options])
+    result = invoke("check", path, "--format", "json", *options)
     return result.exit_code, strict_json(result.stdout)
 
 
@@ -311,7 +310,7 @@ def test_the_run_schema_refuses_what_is_not_so():
 def test_the_report_of_a_real_run_fits(tmp_path):
     plan, report = tmp_path / "plan.json", tmp_path / "report.json"
     plan.write_text(json.dumps(plan_dict(schedule={"num_micro_batches": 2}, run={"steps": 2})))
-    result = CliRunner().invoke(main, ["run", str(plan), "--report", str(report), "--timeout", "120"])
+    result = invoke("run", plan, "--report", report, "--timeout", "120")
     assert result.exit_code == 0, result.output
     content = strict_json(report.read_text())
     require_fit("run", content)

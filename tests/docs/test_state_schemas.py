@@ -5,11 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 from safetensors.numpy import save_file
 
-from pipeproof.cli.main import main
+from tests.cli.commands import invoke
 from tests.state.reshard.plans import DENSE, state_of, write_plan
 
 FOLDER = Path(__file__).parents[2] / "docs" / "schemas"
@@ -32,7 +31,7 @@ def there(tmp_path_factory):
 
 def written(there, *words, schema, status=0):
     words = [str(there / word) if (there / word).exists() or word == "made" else word for word in words]
-    result = CliRunner().invoke(main, [*words, "--format", "json"])
+    result = invoke(*words, "--format", "json")
     assert result.exit_code == status, result.output
     content = json.loads(result.stdout)
     Draft202012Validator(json.loads((FOLDER / f"{schema}.schema.json").read_text())).validate(content)

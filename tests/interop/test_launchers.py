@@ -315,13 +315,16 @@ def test_depths_of_checkpoints(name, depth):
     assert all(depth_of(known) == int(number) for known, number in names_of("public_checkpoints").items())
 
 
-def test_examples_are_recognised():
-    examples = Path(__file__).parents[2] / "examples" / "importing"
-    for name, kind in (
-        ("nemo_rl.yaml", "nemo-rl"), ("verl.sh", "verl"), ("ms_swift.sh", "ms-swift"), ("roll.yaml", "roll"),
-        ("llama_factory.yaml", "llama-factory"), ("flagscale.yaml", "flagscale"), ("primus.yaml", "primus"),
-    ):  # fmt: skip
-        found = kind_of(examples / name)
-        assert found is not None
-        assert found.importer == kind
-        assert not check_imported(import_files(kind, [examples / name], Flags())).errors
+@pytest.mark.parametrize(
+    ("name", "kind", "flags"),
+    [
+        ("nemo_rl.yaml", "nemo-rl", {}), ("verl.sh", "verl", {}), ("ms_swift.sh", "ms-swift", {}),
+        ("roll.yaml", "roll", {}), ("llama_factory.yaml", "llama-factory", {}), ("flagscale.yaml", "flagscale", {}),
+        ("primus.yaml", "primus", {}), ("erniekit.yaml", "ernie", {}),
+        ("automodel.yaml", "automodel", {"world_size": 64}),
+    ],
+)  # fmt: skip
+def test_examples_are_recognised(name, kind, flags):
+    file = Path(__file__).parents[2] / "examples" / "importing" / name
+    assert kind_of(file).importer == kind
+    assert not check_imported(import_files(kind, [file], Flags(**flags))).errors

@@ -1,13 +1,9 @@
 """Recipes of trainers on torch.distributed.pipelining: Automodel's YAML."""
 
-from pathlib import Path
-
 import pytest
 
-from pipeproof.cli.file_kinds import kind_of
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop import Flags, check_imported, import_files
-from tests.cli.commands import EXAMPLES
 from tests.interop.importing import refusal
 
 AUTOMODEL = """step_scheduler:
@@ -143,17 +139,3 @@ def test_experts_and_shards_of_automodel(tmp_path):
     assert "memory" not in replicated.plan
     teacher = automodel(tmp_path, pipeline="teacher_distributed: {pp_size: 2}\n")
     assert any("the teacher's pipeline is not checked" in one.why for one in teacher.ignored)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "flags"),
-    [
-        ("automodel.yaml", "automodel", Flags(world_size=64)),
-    ],
-)
-def test_examples_are_recognised(name, kind, flags):
-    file: Path = EXAMPLES / "importing" / name
-    found = kind_of(file)
-    assert found is not None
-    assert found.importer == kind
-    assert not check_imported(import_files(kind, [file], flags)).errors

@@ -84,5 +84,4 @@ def _texts(by_stage, splits):
 
 
 def _text(time):
-    """A time as plan files have it."""
     return int(time) if Fraction(time).denominator == 1 else str(time)

@@ -46,7 +46,6 @@ def theirs(class_name, num_ranks, num_local_stages, num_micro_batches):
 
 
 def write_all(folder):
-    """Write every file into ``folder``."""
     for name, arguments in SCHEDULES.items():
         schedule = theirs(*arguments)
         for ending, form in FORMATS.items():

@@ -66,7 +66,6 @@ def static_pass(name, num_ranks, num_micro_batches, num_chunks=1):
 
 @contextlib.contextmanager
 def quiet():
-    """Paddle logs every step of a static schedule."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:

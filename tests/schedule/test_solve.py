@@ -44,7 +44,6 @@ def programs(*texts):
 
 
 def merged(chains):
-    """Every way to merge sequences."""
     if not any(chains):
         yield ()
     for place, chain in enumerate(chains):

@@ -37,7 +37,6 @@ def peaks(timed, freed_at=OpKind.BACKWARD_WEIGHT):
 
 
 def texts(schedule):
-    """Each program as PyTorch writes its actions."""
     return [[str(op) for op in program] for program in schedule.programs]
 
 

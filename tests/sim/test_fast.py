@@ -10,11 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeproof.cli.main import main
 from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.comm.lower import lower
 from pipeproof.diagnostics.finding import BadPlanAtError
@@ -29,6 +27,7 @@ from pipeproof.sim.outcome import SimulationError
 from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import StepTimer, channel_model_of, simulate
 from pipeproof.specs.load_plan import plan_from_dict
+from tests.cli.commands import invoke
 from tests.plans import plan_dict, subject
 from tests.schedule.drawn import generated, plan_of, requests
 from tests.verify.test_two_writings import broken_subjects, random_graphs
@@ -273,23 +272,12 @@ def test_the_command_names_its_engine(tmp_path):
     plan.write_text(json.dumps(plan_dict()))
     outputs = {}
     for engine in ("fast", "simpy"):
-        shown = CliRunner().invoke(main, ["simulate", str(plan), "--engine", engine])
+        shown = invoke("simulate", plan, "--engine", engine)
         assert f"engine {engine}" in shown.stdout
-        content = json.loads(
-            CliRunner().invoke(main, ["simulate", str(plan), "--engine", engine, "--format", "json"]).stdout
-        )
+        content = json.loads(invoke("simulate", plan, "--engine", engine, "--format", "json").stdout)
         assert content.pop("engine") == engine
         outputs[engine] = content
     assert outputs["fast"] == outputs["simpy"]
-
-
-def test_the_command_refuses_what_the_fast_engine_does_not_time(tmp_path):
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps(plan_dict(cost=PRIME_COSTS)))
-    result = CliRunner().invoke(main, ["simulate", str(plan), "--engine", "fast"])
-    assert result.exit_code == 2
-    assert "error[PP153]" in result.stderr
-    assert "`simpy`" in result.stderr
 
 
 # --- longest paths ---
@@ -380,11 +368,3 @@ def test_bounded_channels_are_timed_by_the_reference_model():
     model, durations = ChannelModel("directed_edge", "eager", eager_bytes=1), durations_of(plan)
     outcome = run_model(plan.graph, durations, model)
     assert StepTimer(plan.graph, model, 1).makespan(durations) * durations.ticks_per_us == max(outcome.ends)
-
-
-def test_the_example_of_the_page(monkeypatch):
-    root = Path(__file__).parents[2]
-    monkeypatch.chdir(root)
-    page = (root / "docs" / "simulating.md").read_text(encoding="utf-8")
-    (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "StepTimer" in code]
-    exec(code, {})

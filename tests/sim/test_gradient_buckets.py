@@ -13,7 +13,7 @@ from pipeproof.sim.op_durations import durations_of
 from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import channel_model_of, simulate
 from pipeproof.specs.load_plan import plan_from_dict
-from tests.plans import plan_dict
+from tests.plans import plan_dict, refusal
 
 LATENCY, BYTES_PER_US = 2, 1000
 NETWORK = {"ranks_per_node": 64, "node": {"latency_us": LATENCY, "bandwidth": 1}}
@@ -193,9 +193,7 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_refused_and_next_to_it_right(name):
     refused, repair = RULES[name]
-    with pytest.raises(BadPlanError) as caught:
-        plan_from_dict(plan_dict(cost=refused))
-    (finding,) = caught.value.findings
+    finding = refusal(plan_dict(cost=refused))
     assert finding.code == "PP106"
     assert "bucket_size" in finding.message
     assert plan_from_dict(plan_dict(cost={**refused, **repair})).spec

@@ -4,12 +4,10 @@ import json
 from fractions import Fraction
 
 import pytest
-from click.testing import CliRunner
 
 from pipeproof.analysis.tune.frameworks import every_schedule
 from pipeproof.analysis.tune.layouts import Layout
 from pipeproof.analysis.tune.plan_layouts import PlanLayouts
-from pipeproof.cli.main import main
 from pipeproof.comm.lower import lower
 from pipeproof.cost.analytic_times import AnalyticCosts
 from pipeproof.cost.plan_times import with_times
@@ -17,6 +15,7 @@ from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.op_work import Phase
 from pipeproof.stages.describe.stage_memory import memory_dtype
+from tests.cli.commands import invoke
 from tests.plans import FLAT, plan_dict
 
 H200 = {"device": "h200", "dtype": "bfloat16", **FLAT}
@@ -171,7 +170,7 @@ def test_a_candidate_with_other_stages_has_the_optimizers_time_of_its_own():
 def test_the_table_of_costs_names_the_optimizers_step(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan_dict(cost={"analytic": H200})))
-    result = CliRunner().invoke(main, ["show", str(path), "--costs"])
+    result = invoke("show", path, "--costs")
     assert result.exit_code == 0
     assert "the optimizer's step takes 0." in result.output
 
@@ -179,8 +178,6 @@ def test_the_table_of_costs_names_the_optimizers_step(tmp_path):
 def test_show_memory_prints_every_stage(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan_dict()))
-    result = CliRunner().invoke(main, ["show", str(path), "--memory"])
+    result = invoke("show", path, "--memory")
     assert result.exit_code == 0
     assert "head.loss" in result.output
-    both = CliRunner().invoke(main, ["show", str(path), "--memory", "--rank", "0"])
-    assert (both.exit_code, "one of --rank, --costs and --memory" in both.output) == (2, True)

@@ -5,9 +5,7 @@ import json
 from fractions import Fraction
 
 import pytest
-from click.testing import CliRunner
 
-from pipeproof.cli.main import main
 from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.comm.lower import lower_loaded
 from pipeproof.schedule.columns import NONE, Row
@@ -19,6 +17,7 @@ from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import load_plan
 from pipeproof.verify.check_plan import check
 from pipeproof.views.html.timeline_page import payload
+from tests.cli.commands import invoke
 from tests.plans import plan_dict
 
 STEPS = """\
@@ -82,7 +81,7 @@ def test_what_runs_side_by_side_on_two_queues_is_busy_once(tmp_path):
 
 def written(plan_file, name):
     target = plan_file.with_name(name)
-    result = CliRunner().invoke(main, ["simulate", str(plan_file), "-o", str(target)])
+    result = invoke("simulate", plan_file, "-o", target)
     assert result.exit_code == 0, result.output
     return result.stdout, target.read_text()
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.specs.load_plan import plan_from_dict
-from tests.plans import plan_dict
+from tests.plans import plan_dict, refusal
 
 MOE = {"num_experts": 4, "top_k": 2, "ffn_size": 8}
 
@@ -26,8 +25,6 @@ def test_without_the_keys_nothing_is_balanced():
     ],
 )
 def test_what_is_no_factor_is_refused_at_its_place(key, value, code):
-    with pytest.raises(PlanFileError) as refused:
-        plan_from_dict(plan_dict(model={"moe": {**MOE, key: value}}))
-    (found,) = refused.value.findings
+    found = refusal(plan_dict(model={"moe": {**MOE, key: value}}))
     assert found.code == code
     assert key in found.message

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.diagnostics.source import MAX_BYTES, PlanFileError
-from pipeproof.specs.load_plan import LATER, LoadedPlan, load_plan, plan_from_dict
+from pipeproof.specs.load_plan import LATER, load_plan, plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.section import sections_in
-from tests.specs.plans import EXAMPLE, example, example_plans, outcome
+from tests.specs.plans import EXAMPLE, example, outcome
 
 
 @pytest.fixture
@@ -47,11 +47,6 @@ def test_example_with_its_defaults(write):
     assert spec.run.seed == 7
     assert spec.stages is None
     assert loaded.source.locate(("run", "seed")).line == 8
-
-
-def test_shipped_examples_load():
-    for path in example_plans():
-        assert isinstance(load_plan(path), LoadedPlan)
 
 
 def test_json_and_dict_give_the_same_plan(write):

@@ -5,10 +5,9 @@ from fractions import Fraction
 import pytest
 from jsonschema import Draft202012Validator
 
-from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import plan_json_schema
-from tests.plans import plan_dict
+from tests.plans import plan_dict, refusal
 
 
 def with_slowdown(value):
@@ -41,17 +40,13 @@ def test_a_share_is_exact_and_is_written_so_that_it_loads_again(value, share):
     ],
 )
 def test_what_is_no_share_is_refused(value, code, words):
-    with pytest.raises(PlanFileError) as refusal:
-        plan_from_dict(with_slowdown(value))
-    (finding,) = refusal.value.findings
+    finding = refusal(with_slowdown(value))
     assert finding.code == code
     assert words in finding.message
 
 
 def test_a_near_name_is_suggested():
-    with pytest.raises(PlanFileError) as refusal:
-        plan_from_dict(plan_dict(transport={"recv_order": "one_head"}))
-    (finding,) = refusal.value.findings
+    finding = refusal(plan_dict(transport={"recv_order": "one_head"}))
     assert finding.code == "PP106"
     assert "prefetch_one" in f"{finding.message} {finding.help}"
 

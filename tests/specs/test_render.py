@@ -206,7 +206,6 @@ def test_json():
 
 
 def shown_lines(text):
-    """The lines of an excerpt, without their numbers and the frame."""
     return [line.split("| ", 1)[1] for line in text.splitlines() if "| " in line]
 
 

@@ -50,7 +50,6 @@ def described(arrays, dtype="float32"):
 
 
 def numbered(shapes):
-    """Arrays of the numbers from 1 on, each once."""
     first, arrays = 1, {}
     for name, shape in shapes.items():
         size = int(np.prod(shape))

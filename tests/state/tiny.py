@@ -39,7 +39,6 @@ def part_of_rank(plan, rank, whole):
 
 
 def cut(shard, whole):
-    """A shard of one of the tensors."""
     region = tuple(slice(o, o + e) for o, e in zip(shard.offsets, shard.extents, strict=True))
     part = np.ascontiguousarray(whole[shard.tensor][region])
     return part if shard.flat is None else part.reshape(-1)[slice(*shard.flat)]
@@ -65,5 +64,4 @@ def write_state(at, root, steps_done=1, job="job"):
 
 
 def files_below(root):
-    """Every file below a directory and its bytes."""
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}

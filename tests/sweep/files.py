@@ -11,19 +11,16 @@ from tests.plans import plan_dict
 
 
 def write_plan(folder, **sections):
-    """The base plan with these sections, as a file; its path."""
     path = folder / "base.json"
     path.write_text(json.dumps(plan_dict(**sections)))
     return path
 
 
 def sweep_of(folder, values, **sections):
-    """The sweep of the base plan with these sections."""
     return sweep_of_plan(plan_dict(**sections), str(write_plan(folder, **sections)), values)
 
 
 def axes(values):
-    """Options of the command with these values."""
     return [word for key, items in values.items() for word in ("--set", f"{key}={json.dumps(items)}")]
 
 

@@ -36,7 +36,6 @@ def rendered(report: DoctorReport, width: int = 80) -> str:
 
 
 def children_of(pid: int) -> set[int]:
-    """Processes that a process's main thread started and did not reap."""
     return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 

@@ -9,7 +9,6 @@ from tests.verify.programs import errors
 
 
 def own(one):
-    """The codes of the gradient rules only."""
     return {problem.cause.value for problem in diagnose(one)}
 
 

@@ -5,13 +5,11 @@ import json
 from itertools import combinations
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from pipeproof.cli.check_report import CheckResult, show_all
-from pipeproof.cli.main import main
 from pipeproof.diagnostics.finding import Severity, by_cause, relinked
 from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.schedule.ops import COMPUTE_KINDS, TRANSFER_KINDS
@@ -20,7 +18,7 @@ from pipeproof.verify.check_plan import CHECK_CODES, FOLLOWS, check_subject
 from pipeproof.verify.check_text import BRIEF, WHOLE, render_report
 from pipeproof.verify.completeness import exchanges
 from pipeproof.verify.subject import make_subject, program_subject
-from tests.cli.commands import EXAMPLES
+from tests.cli.commands import EXAMPLES, invoke
 from tests.plans import plan_dict, subject
 from tests.verify.programs import double, mutated, place, remove, swap
 
@@ -131,7 +129,7 @@ def test_an_operation_that_a_schedule_file_lacks_is_one_error(tmp_path, op, code
     text = (EXAMPLES / "schedules" / "zbv_pp2.csv").read_text()
     file = tmp_path / "schedule.csv"
     file.write_text(text.replace(f"{op},", "", 1))
-    shown = CliRunner().invoke(main, ["check", "--from", "schedule", str(file)]).output
+    shown = invoke("check", "--from", "schedule", file).output
     assert shown.count("error[") == 1
     assert f"error[{code}]" in shown
     assert "refused: 1 error" in shown

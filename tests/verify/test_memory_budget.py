@@ -17,14 +17,12 @@ from tests.plans import plan_dict
 
 
 def checked(budget, **sections):
-    """The findings of 7xx; ``budget`` is in bytes."""
     memory = {"budget_gib": budget / GIB, **sections.pop("memory", {})}
     report = check(plan_from_dict(plan_dict(memory=memory, **sections)))
     return [finding for finding in report.findings if finding.code.startswith("PP7")]
 
 
 def peak(**sections):
-    """Most bytes that any rank of the plan holds."""
     loaded = plan_from_dict(plan_dict(**sections))
     return max(curve.peak for curve in simulate(check(loaded).subject.plan).memory)
 
@@ -174,7 +172,6 @@ def test_tune_keeps_to_the_budget():
 
 @pytest.fixture
 def invoke():
-    """Call the command line."""
     from click.testing import CliRunner
 
     return lambda *arguments: CliRunner().invoke(cli.main, [str(argument) for argument in arguments])

@@ -26,7 +26,6 @@ def planned(recompute, kind="zb_h1", modules=("core_attn",), *, regather=False, 
 
 
 def issued(one, parent):
-    """Collectives of a computation, on the first rank that has it."""
     rank = next(rows for rows in one.graph.rows() if any(str(row.op) == parent for row in rows))
     children = [row.op for row in rank if row.op.kind in CHILD_KINDS and str(row.op.target) == parent]
     return [f"{op.kind}:{op.axis}" for op in children]

@@ -25,7 +25,6 @@ def drop_backward_and_its_transfers(rows):
 
 
 def drop_wait_for_posted(rows):
-    """Wait before the post: nothing is under way then."""
     swap(rows[1], "1RECV_F0", "WAIT(1RECV_F0)")
 
 

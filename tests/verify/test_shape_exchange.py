@@ -35,7 +35,6 @@ def exchanging(**sections):
 
 
 def texts(one, rank):
-    """The operations of a rank."""
     return [str(one.graph.ops[op_id]) for op_id in one.graph.rank_ops(rank)]
 
 

@@ -24,7 +24,6 @@ SCHEDULES = {
 
 
 def tied(schedule="loop", **topology):
-    """A plan of 8 blocks whose head uses the embedding's weight."""
     return subject(
         model={"tied_embedding": True, "num_layers": 8, "vocab_size": 40},
         topology={"pp": 2, **topology},

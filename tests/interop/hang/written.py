@@ -84,7 +84,6 @@ class Recorder:
         return {"version": self.version, "pg_config": config, "pg_status": {}, "entries": self.entries}
 
     def write(self, directory, form="pickle"):
-        """Write the dump as PyTorch names it."""
         path = directory / f"nccl_trace_rank_{self.rank}"
         path.write_bytes(
             pickle.dumps(self.content(), protocol=2) if form == "pickle" else json.dumps(self.content()).encode()

@@ -62,7 +62,6 @@ def events_of(subject, *, num_steps=3, prefix="pipeproof:", optimizer_us=0):
 
 
 def thread_of(event):
-    """The thread that launches the kernels of an event."""
     return AUTOGRAD if event.op is not None and event.op.kind in COMPUTE_KINDS - FORWARD_KINDS else MAIN
 
 
@@ -105,7 +104,6 @@ def _us(time_ns):
 
 
 def write_kineto(folder, events, *, compress=False, **options):
-    """Write the traces of all ranks; return their files."""
     files = []
     for rank, of_rank in events.items():
         text = json.dumps(kineto_of(of_rank, rank, len(events), **options), indent=1)

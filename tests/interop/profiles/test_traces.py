@@ -18,6 +18,7 @@ from pipeproof.interop.profiles.profile_from_traces import measured_files, profi
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.specs.profile_file import read_profile
+from tests.cli.commands import invoke
 from tests.interop.profiles.simulated_traces import (
     events_of,
     host_traces,
@@ -108,7 +109,7 @@ def test_the_profile_of_a_simulation_simulates_the_same(tmp_path):
     assert result.exit_code == 0, result.output
     assert "rank" in result.output
     assert read_profile(tmp_path / "profile.out").source.format == "kineto"
-    simulated = CliRunner().invoke(main, ["simulate", str(plan), "--format", "json"])
+    simulated = invoke("simulate", plan, "--format", "json")
     expected = simulate(subject(cost=COST).plan).makespan
     assert json.loads(simulated.output)["makespan"] == expected
     slower = plan_dict(cost={"profile": str(tmp_path / "profile.out")}, schedule={"kind": "gpipe"})
@@ -129,13 +130,13 @@ def test_a_stage_can_be_scaled(tmp_path):
         str(tmp_path / "profile.out"),
         "--stage-factor",
     ]
-    result = CliRunner().invoke(main, [*arguments, "1=0.9"])
+    result = invoke(*arguments, "1=0.9")
     assert result.exit_code == 0, result.output
     found = medians(read_profile(tmp_path / "profile.out"))
     assert (found[0, "F"], found[1, "F"], found[1, "B"]) == (120, 81, 279)
     assert "stage 1 take 0.9" in result.output
     for wrong, words in (("2=0.9", "2 stages"), ("x=1", "STAGE=FACTOR"), ("1=fast", "factor")):
-        result = CliRunner().invoke(main, [*arguments, wrong])
+        result = invoke(*arguments, wrong)
         assert result.exit_code == 2
         assert words in result.output
 
@@ -366,10 +367,10 @@ def test_times_beyond_all_limits_are_refused(tmp_path):
 
 
 def test_a_plan_is_needed_for_a_profile(tmp_path):
-    result = CliRunner().invoke(main, ["import", "profile", "x.json", "-o", str(tmp_path / "p.json")])
+    result = invoke("import", "profile", "x.json", "-o", tmp_path / "p.json")
     assert result.exit_code == 2
     assert "--plan" in result.output
-    result = CliRunner().invoke(main, ["import", "profile", "x.json", "--plan", "p.yaml", "--message-us", "fast"])
+    result = invoke("import", "profile", "x.json", "--plan", "p.yaml", "--message-us", "fast")
     assert result.exit_code == 2
     assert "microseconds" in result.output
 
@@ -377,7 +378,7 @@ def test_a_plan_is_needed_for_a_profile(tmp_path):
 def test_a_finding_of_the_command_names_code_and_remedy(tmp_path):
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(plan_dict()))
-    result = CliRunner().invoke(main, ["import", "profile", str(tmp_path / "none.json"), "--plan", str(plan)])
+    result = invoke("import", "profile", tmp_path / "none.json", "--plan", plan)
     assert result.exit_code == 2
     assert "PP163" in result.output
     assert load_plan(plan)

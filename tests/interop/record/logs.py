@@ -54,5 +54,4 @@ class Rank:
 
 
 def ranks(directory: Path, num_ranks: int = 2, **about) -> list[Rank]:
-    """A log for each rank of a job."""
     return [Rank(directory, rank, num_ranks, **about) for rank in range(num_ranks)]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from click.testing import CliRunner
 
-from pipeproof.cli.main import main
 from pipeproof.diagnostics.finding import CycleWitness, Severity
 from pipeproof.interop.traces.check_traces import check_log
 from pipeproof.interop.traces.recorder import Call
 from pipeproof.specs.load_plan import load_plan
+from tests.cli.commands import invoke
 from tests.interop.record.logs import ranks
 from tests.interop.record.processes import ROOT
 
@@ -344,7 +343,7 @@ def test_a_plan_of_another_size(tmp_path):
 
 
 def run(*arguments):
-    return CliRunner().invoke(main, ["check", *map(str, arguments)])
+    return invoke("check", *arguments)
 
 
 def test_the_command(tmp_path):

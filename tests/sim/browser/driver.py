@@ -64,7 +64,6 @@ class Browser:
         self.settle()
 
     def move(self, x, y):
-        """Bring the pointer to a point of the window."""
         self._perform(self._actions_at(x, y))
 
     def click(self, x, y):

@@ -7,9 +7,7 @@ from fractions import Fraction
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
-from pipeproof.cli.main import main
 from pipeproof.comm.backends import declared_backend
 from pipeproof.comm.channel_models import MODELS, declared_model
 from pipeproof.comm.generated_schedule import plan_schedule
@@ -23,6 +21,7 @@ from pipeproof.sim.simulate import channel_model_of, simulate
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.deadlock.deadlock_verdict import deadlocks
 from pipeproof.views.play.play_page import LEFT_OUT, play_html
+from tests.cli.commands import invoke
 from tests.verify.deadlock_definition import events_of, stuck_events
 
 pytestmark = pytest.mark.needs_browser
@@ -199,7 +198,7 @@ def test_the_command_line_agrees_with_the_verdict_of_the_page(opened, tmp_path):
     for queue, status in (("directed_edge", 0), ("pair", 1)):
         plan = tmp_path / f"{queue}.yaml"
         plan.write_text(opened.run(ROWS, {"queue": queue}, False)["plan"])
-        result = CliRunner().invoke(main, ["check", str(plan)])
+        result = invoke("check", plan)
         assert result.exit_code == status
         assert ("PP401" in result.output) == bool(status)
 

@@ -1,19 +1,19 @@
 """``pipeproof state aoa``: what it prints, in the words of its page, and how it refuses."""
 
+import functools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from safetensors.numpy import save_file
 
-from pipeproof.cli.main import main
 from pipeproof.state.aoa import read_statements as read
 from pipeproof.state.aoa.aoa_engine import program_map
 from pipeproof.state.aoa.read_statements import read_file, read_statements
 from pipeproof.state.aoa.tensor_families import metas_of_plan
 from pipeproof.state.names.convention_maps import statements_between
+from tests.cli.commands import invoke
 from tests.state.runs import plan_of
 from tests.state.tiny import write_state
 
@@ -26,8 +26,7 @@ def in_the_checkout(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def aoa(*arguments):
-    return CliRunner().invoke(main, ["state", "aoa", *map(str, arguments)])
+aoa = functools.partial(invoke, "state", "aoa")
 
 
 def test_the_page_has_the_example():

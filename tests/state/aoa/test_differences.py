@@ -19,7 +19,6 @@ EXPERTS = {f"layers.0.experts.{number}.w": meta(2, 4) for number in range(12)}
 
 
 def theirs(lines, source, target=None, **config):
-    """Return the results of Paddle's engine by name."""
     return apply_map_with_paddle(engine(lines, source, target, **config), numbers(source))[0]
 
 

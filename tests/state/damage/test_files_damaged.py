@@ -5,11 +5,10 @@ import os
 import shutil
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeproof.cli.main import main
+from tests.cli.commands import invoke
 from tests.state.damage.readers import READERS, opened_or_refused, refusal_of
 from tests.state.runs import MOE, plan_of
 from tests.state.tiny import values, write_state
@@ -177,7 +176,7 @@ def test_a_reshard_of_a_damaged_state_makes_nothing_and_names_the_file(made, nam
         case "other":
             content = (bad / FILES[name == FILES[0]]).read_bytes()
     file.write_bytes(content)
-    result = CliRunner().invoke(main, ["state", "reshard", str(bad), "-o", str(out)])
+    result = invoke("state", "reshard", bad, "-o", out)
     assert result.exit_code == 2, result.output
     assert name in result.output
     assert not out.exists()

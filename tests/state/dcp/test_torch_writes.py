@@ -8,23 +8,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
-from click.testing import CliRunner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from pipeproof.cli.main import main
 from pipeproof.state.checkpoint import tensor_md5s
 from pipeproof.state.open_checkpoint import file_findings, open_checkpoint
+from tests.cli.commands import printed
 
 pytestmark = [pytest.mark.needs_torch, pytest.mark.filterwarnings("ignore::UserWarning")]
 FLOATS = ("float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 DTYPES = (*FLOATS, "bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
-
-
-def said(command, *words, status=0):
-    result = CliRunner().invoke(main, [command, *map(str, words)])
-    assert result.exit_code == status, result.output
-    assert "Traceback" not in result.output
-    return result.output
 
 
 def md5(tensor):
@@ -59,13 +51,13 @@ def test_every_type_is_read_with_its_bits(tensors, saved):
     assert opened.tensors["optim.state.w.exp_avg"].weight == "model.w"
     assert opened.others == ("optim.param_groups.w.lr", "step")
     assert file_findings(saved) == ()
-    assert "not listed: optim.param_groups.w.lr and 1 more" in said("state", "show", saved)
+    assert "not listed: optim.param_groups.w.lr and 1 more" in printed("state", "show", saved)
 
 
 def test_torch_reads_what_was_converted(tensors, saved, tmp_path):
-    output = said("state", "reshard", saved, "-o", tmp_path / "one.safetensors")
+    output = printed("state", "reshard", saved, "-o", tmp_path / "one.safetensors")
     assert "left out, because they are not tensors of model or optimizer: optim.param_groups.w.lr and 1 more" in output
-    said("state", "reshard", tmp_path / "one.safetensors", "-o", tmp_path / "back", "--save-format", "dcp")
+    printed("state", "reshard", tmp_path / "one.safetensors", "-o", tmp_path / "back", "--save-format", "dcp")
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     target["optim"] = {"state.w.exp_avg": torch.zeros(7, 3)}
     dcp.load(target, checkpoint_id=tmp_path / "back", no_dist=True)
@@ -89,7 +81,7 @@ def test_what_is_not_read_is_named(tmp_path):
         ("transposed", torch.ones(2, 3).t(), "[3, 2], is stored with the strides [1, 3]"),
     ):
         dcp.save({"x": tensor}, checkpoint_id=tmp_path / name, no_dist=True)
-        output = " ".join(said("state", "show", tmp_path / name, status=2).split())
+        output = " ".join(printed("state", "show", tmp_path / name, status=2).split())
         assert "error[PP936]" in output
         assert fault in output
 
@@ -114,12 +106,12 @@ def test_its_weights_become_the_state_of_a_plan(tmp_path):
     (tmp_path / "plan.yaml").write_text(
         yaml.safe_dump(subject.plan.spec.model_dump(mode="json", exclude_defaults=True))
     )
-    said("state", "reshard", state, "--names", "huggingface", "-o", tmp_path / "theirs.safetensors")
+    printed("state", "reshard", state, "--names", "huggingface", "-o", tmp_path / "theirs.safetensors")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(load_file(tmp_path / "theirs.safetensors"), checkpoint_id=tmp_path / "theirs", no_dist=True)
-    assert said("state", "diff", tmp_path / "theirs", tmp_path / "theirs.safetensors").startswith("all ")
-    output = said(
+    assert printed("state", "diff", tmp_path / "theirs", tmp_path / "theirs.safetensors").startswith("all ")
+    output = printed(
         "state",
         "reshard",
         tmp_path / "theirs",
@@ -131,5 +123,5 @@ def test_its_weights_become_the_state_of_a_plan(tmp_path):
         tmp_path / "ours",
     )
     assert "only its weights are used" in output
-    said("state", "reshard", state, "--weights-only", "-o", tmp_path / "weights.safetensors")
-    assert said("state", "diff", tmp_path / "ours", tmp_path / "weights.safetensors").startswith("all ")
+    printed("state", "reshard", state, "--weights-only", "-o", tmp_path / "weights.safetensors")
+    assert printed("state", "diff", tmp_path / "ours", tmp_path / "weights.safetensors").startswith("all ")

@@ -11,18 +11,17 @@ import zlib
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from pipeproof.cli.main import main
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.state.checkpoint import tensor_md5s
 from pipeproof.state.dcp.dcp_metadata import DcpChunk, DcpTensor, metadata_of, read_metadata
 from pipeproof.state.dcp.torch_archive import archive_end, archive_length, archive_start, locate_tensor
 from pipeproof.state.open_checkpoint import file_findings, open_checkpoint
 from pipeproof.state.reshard import reshard_targets
+from tests.cli.commands import invoke, printed
 from tests.state.reshard.plans import keeps_marks
 
 draw = np.random.default_rng(1)
@@ -38,13 +37,6 @@ TENSORS = {
 }
 
 
-def said(command, *words, status=0):
-    result = CliRunner().invoke(main, [command, *map(str, words)])
-    assert result.exit_code == status, result.output
-    assert "Traceback" not in result.output
-    return result.output
-
-
 @pytest.fixture
 def file(tmp_path):
     save_file(TENSORS, tmp_path / "one.safetensors")
@@ -53,50 +45,50 @@ def file(tmp_path):
 
 @pytest.fixture
 def dcp(file, tmp_path):
-    said("state", "reshard", file, "-o", tmp_path / "dcp", "--save-format", "dcp")
+    printed("state", "reshard", file, "-o", tmp_path / "dcp", "--save-format", "dcp")
     return tmp_path / "dcp"
 
 
 def test_there_and_back_with_the_md5_of_every_tensor(file, dcp, tmp_path):
-    output = said("state", "reshard", dcp, "-o", tmp_path / "back.safetensors")
+    output = printed("state", "reshard", dcp, "-o", tmp_path / "back.safetensors")
     (line,) = [line for line in output.splitlines() if line.startswith("MD5 of 8 tensors: ")]
-    of_all = said("state", "show", file, "--md5").split()[-1]
+    of_all = printed("state", "show", file, "--md5").split()[-1]
     assert line == f"MD5 of 8 tensors: {of_all} in {dcp}, {of_all} in {tmp_path / 'back.safetensors'}: equal"
-    assert said("state", "show", dcp, "--md5") == said("state", "show", file, "--md5")
-    assert said("state", "diff", dcp, file) == "all 8 tensors have the same type, shape and bits\n"
+    assert printed("state", "show", dcp, "--md5") == printed("state", "show", file, "--md5")
+    assert printed("state", "diff", dcp, file) == "all 8 tensors have the same type, shape and bits\n"
     back = load_file(tmp_path / "back.safetensors")
     assert {name: (a.dtype, a.shape, a.tobytes()) for name, a in back.items()} == {
         name: (a.dtype, a.shape, a.tobytes()) for name, a in TENSORS.items()
     }
     again = json.loads(
-        said("state", "reshard", dcp, "-o", tmp_path / "again", "--save-format", "dcp", "--format", "json")
+        printed("state", "reshard", dcp, "-o", tmp_path / "again", "--save-format", "dcp", "--format", "json")
     )
     assert again["output"]["md5"] == of_all
     assert (tmp_path / "again" / "__0_0.distcp").read_bytes() == (dcp / "__0_0.distcp").read_bytes()
 
 
 def test_it_says_what_it_is_and_which_states_a_weight_has(dcp):
-    output = said("state", "show", dcp)
+    output = printed("state", "show", dcp)
     assert "dcp: a checkpoint of PyTorch's (DCP), 8 tensors in 1 file" in output
     row = next(line for line in output.splitlines() if line.startswith("layers.0.up.weight"))
     assert row.split() == ["layers.0.up.weight", "1", "float32", "5", "x", "3", "exp_avg,", "step"]
-    content = json.loads(said("state", "show", dcp, "--format", "json"))
+    content = json.loads(printed("state", "show", dcp, "--format", "json"))
     assert content["kind"] == "dcp"
     assert content["tensors"]["optimizer.state.layers.0.up.weight.step"]["kind"] == "counter"
-    assert "its file has the CRC-32 of its content" in said("state", "show", dcp, "--verify")
+    assert "its file has the CRC-32 of its content" in printed("state", "show", dcp, "--verify")
 
 
 def test_weights_only_leaves_out_optimizer_states(dcp, tmp_path):
-    said("state", "reshard", dcp, "-o", tmp_path / "weights", "--save-format", "dcp", "--weights-only")
+    printed("state", "reshard", dcp, "-o", tmp_path / "weights", "--save-format", "dcp", "--weights-only")
     names = set(open_checkpoint(tmp_path / "weights").tensors)
     assert names == {name for name in TENSORS if not name.startswith("optimizer.")}
 
 
 def test_several_files(file, tmp_path, monkeypatch):
     monkeypatch.setattr(reshard_targets.as_dcp, "__defaults__", (16,))
-    said("state", "reshard", file, "-o", tmp_path / "many", "--save-format", "dcp", "--jobs", 3)
+    printed("state", "reshard", file, "-o", tmp_path / "many", "--save-format", "dcp", "--jobs", 3)
     assert len(list((tmp_path / "many").glob("__0_*.distcp"))) == 4
-    assert said("state", "diff", tmp_path / "many", file).startswith("all 8 tensors have the same")
+    assert printed("state", "diff", tmp_path / "many", file).startswith("all 8 tensors have the same")
 
 
 def test_an_interrupted_conversion_resumes(file, tmp_path, monkeypatch):
@@ -104,20 +96,16 @@ def test_an_interrupted_conversion_resumes(file, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(WorkDirectory, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert (
-            CliRunner()
-            .invoke(main, ["state", "reshard", str(file), "-o", str(tmp_path / "x"), "--save-format", "dcp"])
-            .exit_code
-        )
+        assert invoke("state", "reshard", file, "-o", tmp_path / "x", "--save-format", "dcp").exit_code
     assert not (tmp_path / "x").exists()
-    assert "1 of them from an earlier call" in said(
+    assert "1 of them from an earlier call" in printed(
         "state", "reshard", file, "-o", tmp_path / "x", "--save-format", "dcp"
     )
     again = ("state", "reshard", file, "-o", tmp_path / "x", "--save-format", "dcp")
     if keeps_marks(tmp_path):
-        assert "already exists and is complete" in said(*again)
+        assert "already exists and is complete" in printed(*again)
     else:
-        assert "PP923" in said(*again, status=2)
+        assert "PP923" in printed(*again, status=2)
 
 
 def test_torch_is_not_imported(dcp, tmp_path):
@@ -139,7 +127,7 @@ def test_torch_is_not_imported(dcp, tmp_path):
     ],
 )
 def test_options_that_do_not_go_together(file, words, fault):
-    assert fault in said("state", "reshard", file, *words, status=2)
+    assert fault in printed("state", "reshard", file, *words, status=2)
 
 
 def test_archives_of_more_than_4_gib(tmp_path):
@@ -247,7 +235,7 @@ def test_damage_is_a_finding_with_its_place(dcp, tmp_path, damage, monkeypatch):
     monkeypatch.chdir(tmp_path)
     damage(dcp)
     for words in (("show", dcp), ("show", dcp, "--md5"), ("reshard", dcp, "-o", tmp_path / "x.safetensors")):
-        output = " ".join(said("state", *words, status=2).split())
+        output = " ".join(printed("state", *words, status=2).split())
         assert "error[PP936]" in output
         assert DAMAGES[damage] in output
     assert not (tmp_path / "executed").exists()
@@ -260,10 +248,10 @@ def test_a_changed_element_is_found_by_its_crc(dcp, tmp_path):
     content[stored.start] ^= 1
     stored.file.write_bytes(content)
     assert "the elements of layers.0.up.weight have another CRC-32" in " ".join(
-        said("state", "show", dcp, "--verify", status=1).split()
+        printed("state", "show", dcp, "--verify", status=1).split()
     )
     assert "another CRC-32" in " ".join(
-        said("state", "reshard", dcp, "-o", tmp_path / "x.safetensors", status=2).split()
+        printed("state", "reshard", dcp, "-o", tmp_path / "x.safetensors", status=2).split()
     )
     assert not (tmp_path / "x.safetensors").exists()
 
@@ -271,7 +259,7 @@ def test_a_changed_element_is_found_by_its_crc(dcp, tmp_path):
 def test_a_region_that_no_chunk_has_is_found_by_the_proof(dcp, tmp_path):
     held = read_metadata(dcp).tensors["layers.0.up.weight"]
     (dcp / ".metadata").write_bytes(metadata_of({"x": DcpTensor("float32", (6, 3), held.chunks)}))
-    assert "PP210" in said("state", "reshard", dcp, "-o", tmp_path / "x.safetensors", status=1)
+    assert "PP210" in printed("state", "reshard", dcp, "-o", tmp_path / "x.safetensors", status=1)
     assert len(file_findings(dcp)) == 1
 
 

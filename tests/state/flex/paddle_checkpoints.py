@@ -31,7 +31,6 @@ def written_shards(plan, suffix="safetensors"):
 
 
 def write_checkpoint(directory, files, shards, metadata="0.metadata"):
-    """Put arrays and metadata into a directory."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, arrays in files.items():
         if name.endswith(".distcp"):
@@ -75,7 +74,6 @@ def whole_tensors(checkpoint):
 
 
 def require_equal(found, expected):
-    """The same names, types, shapes and bits."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name

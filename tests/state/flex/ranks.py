@@ -34,7 +34,6 @@ def values_of(plan):
 
 
 def shard_of(value, shard):
-    """A shard of a whole tensor."""
     region = tuple(slice(start, start + length) for start, length in zip(shard.offsets, shard.extents, strict=True))
     part = value[region]
     return part if shard.flat is None else part.ravel()[slice(*shard.flat)]
@@ -61,5 +60,4 @@ def in_ranks(num_ranks, *tasks):
 
 
 def here():
-    """The rank of this process."""
     return int(os.environ.get("PADDLE_TRAINER_ID", 0))

@@ -4,9 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from pipeproof.cli.main import main
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.rank.checkpointing import prepare_checkpoint
 from pipeproof.exec.rank.job_files import CheckpointOptions
@@ -19,6 +17,7 @@ from pipeproof.state.state_index import ShardFile
 from pipeproof.state.state_layout import shards_of_rank
 from pipeproof.state.write_state import finish_state, partial_directory, remove_partial_states, write_rank_state
 from pipeproof.verify.certificate import graph_digest
+from tests.cli.commands import invoke
 from tests.plans import plan_dict, subject
 from tests.state.flex.paddle_checkpoints import names_by_key, require_equal, whole_tensors
 from tests.state.flex.ranks import MOE, SIZES, moe_plan, shard_of, values_of
@@ -50,9 +49,7 @@ def plan_file(path, backend="paddle", **topology):
 def resharded(tmp_path, *options, backend="paddle"):
     state = saved(tmp_path / "states", moe_plan())
     plan = plan_file(tmp_path / "b.json", backend, dp=2)
-    return CliRunner().invoke(
-        main, ["state", "reshard", str(state), "--to", plan, "-o", str(tmp_path / "out"), *options]
-    )
+    return invoke("state", "reshard", state, "--to", plan, "-o", tmp_path / "out", *options)
 
 
 def test_a_resharded_state_is_paddles_checkpoint_with_our_index(tmp_path):
@@ -68,7 +65,7 @@ def test_a_resharded_state_is_paddles_checkpoint_with_our_index(tmp_path):
         name: value.tobytes() for name, value in values.items()
     }
     merged = tmp_path / "merged.safetensors"
-    assert CliRunner().invoke(main, ["state", "reshard", str(out), "-o", str(merged)]).exit_code == 0
+    assert invoke("state", "reshard", out, "-o", merged).exit_code == 0
     require_equal(whole_tensors(open_checkpoint(merged)), values)
 
 
@@ -95,7 +92,7 @@ def test_a_checkpoint_of_paddles_without_our_index_gives_a_plan_its_weights(tmp_
         find_state(out)
     assert "pipeproof state reshard" in caught.value.findings[0].help
     plan = plan_file(tmp_path / "c.json", pp=2)
-    result = CliRunner().invoke(main, ["state", "reshard", str(out), "--to", plan, "-o", str(tmp_path / "new")])
+    result = invoke("state", "reshard", out, "--to", plan, "-o", tmp_path / "new")
     assert result.exit_code == 0, result.output
     state, values = find_state(tmp_path / "new"), values_of(moe_plan().plan)
     assert state.steps_done == 0
@@ -107,20 +104,8 @@ def test_a_checkpoint_of_paddles_without_our_index_gives_a_plan_its_weights(tmp_
 def test_states_of_another_framework_are_not_written_as_paddles(tmp_path):
     state = saved(tmp_path / "states", moe_plan())
     plan = plan_file(tmp_path / "b.json", "torch", dp=2)
-    result = CliRunner().invoke(
-        main,
-        [
-            "state",
-            "reshard",
-            str(state),
-            "--to",
-            plan,
-            "--weights-only",
-            "--save-format",
-            "flex",
-            "-o",
-            str(tmp_path / "o"),
-        ],
+    result = invoke(
+        "state", "reshard", state, "--to", plan, "--weights-only", "--save-format", "flex", "-o", tmp_path / "o"
     )
     assert (result.exit_code, "PP927" in result.output) == (2, True)
     at = subject(run={"backend": "torch"})
@@ -132,11 +117,8 @@ def test_states_of_another_framework_are_not_written_as_paddles(tmp_path):
 
 def test_the_option_without_what_it_is_about_is_a_mistake(tmp_path):
     plan = plan_file(tmp_path / "b.json")
-    assert "--save DIR" in CliRunner().invoke(main, ["run", plan, "--save-format", "flex"]).output
-    assert (
-        "-o OUT"
-        in CliRunner().invoke(main, ["state", "reshard", plan, plan, "--check", "--save-format", "flex"]).output
-    )
+    assert "--save DIR" in invoke("run", plan, "--save-format", "flex").output
+    assert "-o OUT" in invoke("state", "reshard", plan, plan, "--check", "--save-format", "flex").output
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """`pipeproof state show`: what it says of checkpoints, with which exit status."""
 
+import functools
 import hashlib
 import json
 import os
@@ -7,25 +8,17 @@ import re
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from safetensors.numpy import save_file
 
-from pipeproof.cli.main import main
+from tests.cli.commands import printed
 from tests.state.runs import MOE, plan_of
 from tests.state.tiny import values, write_state
 
 SHARDED = plan_of(steps=9, topology={"dp": 2}, memory={"shard_optimizer": "dp"}, model={"num_layers": 12})
 
 
-def said(*words, status=0, command="show"):
-    result = CliRunner().invoke(main, ["state", command, *map(str, words)])
-    assert result.exit_code == status, result.output
-    assert "Traceback" not in result.output
-    return result.output
-
-
-def compared(*words, status=0):
-    return said(*words, status=status, command="diff")
+said = functools.partial(printed, "state", "show")
+compared = functools.partial(printed, "state", "diff")
 
 
 @pytest.fixture

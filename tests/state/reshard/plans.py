@@ -1,14 +1,14 @@
 """One training on several topologies, and states of it by the command."""
 
+import functools
 import os
 from pathlib import Path
 
 import yaml
-from click.testing import CliRunner
 
-from pipeproof.cli.main import main
 from pipeproof.specs.load_plan import load_plan
 from pipeproof.verify.subject import make_subject
+from tests.cli.commands import printed
 from tests.plans import plan_dict
 from tests.state.tiny import write_state
 
@@ -59,11 +59,8 @@ def state_of(path: Path, root: Path, steps_done=3) -> Path:
     return write_state(subject_of(path), root, steps_done)
 
 
-def reshard(*words, status=0):
-    """What the command prints on both streams."""
-    result = CliRunner().invoke(main, ["state", "reshard", *map(str, words)])
-    assert result.exit_code == status, result.output
-    return result.output
+reshard = functools.partial(printed, "state", "reshard")
+"""What the command prints; options ``status``."""
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -71,7 +68,6 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 def keeps_marks(directory):
-    """True if the file system has extended attributes of users."""
     try:
         os.setxattr(directory, "user.pipeproof.test", b"1")
     except (OSError, AttributeError):

@@ -4,16 +4,15 @@ import hashlib
 import json
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from pipeproof.cli.main import main
 from pipeproof.state.open_checkpoint import file_findings, open_checkpoint
 from pipeproof.state.state_codes import StateError
 from pipeproof.state.state_index import provenance_file
+from tests.cli.commands import printed
 from tests.state.reshard.plans import DENSE, files_of, reshard, state_of, write_plan
 
 
@@ -33,16 +32,9 @@ def provenance_of(file):
 
 
 def copied(file, directory):
-    """A copy of a merged file and of its provenance."""
     for path in (file, provenance_file(file)):
         (directory / path.name).write_bytes(path.read_bytes())
     return directory / file.name
-
-
-def said(*words, status, command="show"):
-    result = CliRunner().invoke(main, ["state", command, *map(str, words)])
-    assert result.exit_code == status, result.output
-    return result.output
 
 
 def test_merged_files_of_one_state_have_one_md5_wherever_it_was(tmp_path):
@@ -81,7 +73,9 @@ def test_the_provenance_has_the_sha_256_of_the_file(made):
         assert provenance_of(file)["files"][0]["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
         assert provenance_of(file)["mesh"]["tp"] == 2
         assert not file_findings(file)
-        assert "its file has the size, SHA-256 and tensors of its provenance file" in said(file, "--verify", status=0)
+        assert "its file has the size, SHA-256 and tensors of its provenance file" in printed(
+            "state", "show", file, "--verify"
+        )
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -109,7 +103,7 @@ def test_a_changed_byte_ends_a_reshard_by_the_name_of_the_file(made, tmp_path):
         text = reshard(bad, "--to", plan, *words, "-o", tmp_path / f"{file.stem}_out", status=2)
         assert f"{bad} was changed: its SHA-256 is not the {provenance_of(file)['files'][0]['sha256'][:12]}.." in text
         assert not (tmp_path / f"{file.stem}_out").exists()
-        assert "1 fault" in said(bad, "--verify", status=1)
+        assert "1 fault" in printed("state", "show", bad, "--verify", status=1)
 
 
 def test_a_file_without_its_provenance_is_weights_and_that_is_reported(made, tmp_path):
@@ -119,8 +113,8 @@ def test_a_file_without_its_provenance_is_weights_and_that_is_reported(made, tmp
     text = reshard(bare, "--to", plan, "-o", tmp_path / "out")
     assert f"{bare} has no step number (there is no bare.safetensors.provenance.json next to it)" in text
     assert f"{bare} has no SHA-256 of its content: its bytes are not checked" in text
-    assert "there is no SHA-256 of it" in said(bare, "--verify", status=0)
-    assert "have the same type, shape and bits" in said(whole, bare, status=0, command="diff")
+    assert "there is no SHA-256 of it" in printed("state", "show", bare, "--verify")
+    assert "have the same type, shape and bits" in printed("state", "diff", whole, bare)
     text = reshard(whole, "--to", plan, "-o", tmp_path / "full")
     assert "SHA-256" not in text
     assert "step number" not in text
@@ -136,7 +130,7 @@ def test_of_a_directory_each_file_is_compared_with_its_own(made, tmp_path):
     save_file({"more": arrays["lm_head.weight"]}, tmp_path / "b.safetensors")
     weight_map = {**dict.fromkeys(arrays, "a.safetensors"), "more": "b.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert "there is no SHA-256 of 1 of them" in said(tmp_path, "--verify", status=0)
+    assert "there is no SHA-256 of 1 of them" in printed("state", "show", tmp_path, "--verify")
     content = bytearray((tmp_path / "a.safetensors").read_bytes())
     content[-1] ^= 1
     (tmp_path / "a.safetensors").write_bytes(content)
