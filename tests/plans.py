@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-
-import pytest
+import json
 
 from pipeproof.diagnostics.finding import BadPlanError
 from pipeproof.specs.load_plan import plan_from_dict
@@ -46,12 +45,20 @@ def plan_dict(**sections):
     return plan
 
 
+def plan_file(path, **sections):
+    """Write the base plan with these sections; the path."""
+    path.write_text(json.dumps(plan_dict(**sections)))
+    return path
+
+
 def refusal(plan):
     """The one finding with which a plan, as a dict, is refused."""
-    with pytest.raises(BadPlanError) as caught:
+    try:
         plan_from_dict(plan)
-    (finding,) = caught.value.findings
-    return finding
+    except BadPlanError as refused:
+        (finding,) = refused.findings
+        return finding
+    raise AssertionError("the plan is not refused")
 
 
 def subject(**sections):

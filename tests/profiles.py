@@ -8,7 +8,7 @@ from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.rank.idle_messages import IdleMessageEnd
 from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.sim.simulate import simulate
-from tests.plans import plan_dict
+from tests.plans import plan_file
 from tests.plans import subject as subject_of
 
 COST = {"forward_us": [110, 130], "backward_us": [210, 190], "p2p_latency_us": 7, "p2p": "rendezvous"}
@@ -63,6 +63,4 @@ def plan_with_profile(folder, name="profile.json", *, profile=None, **sections):
     cost = {"profile": name, "p2p": COST["p2p"]}
     if profile is not None:
         (folder / name).write_text(profile)
-    path = folder / "plan.json"
-    path.write_text(json.dumps(plan_dict(**{"cost": cost, **sections})))
-    return path
+    return plan_file(folder / "plan.json", **{"cost": cost, **sections})

@@ -10,7 +10,7 @@ import pytest
 
 import pipeproof as pp
 from tests.cli.commands import EXAMPLES, invoke
-from tests.plans import plan_dict
+from tests.plans import plan_dict, plan_file
 
 ONE_THIRD = {"forward_us": "1/3", "backward_us": 1}
 FUNCTIONS = {
@@ -189,8 +189,7 @@ def test_findings_are_records_with_their_place():
 
 
 def test_names_are_escaped_in_html(tmp_path):
-    file = tmp_path / "<script>.json"
-    file.write_text(json.dumps(plan_dict()))
+    file = plan_file(tmp_path / "<script>.json")
     for result in (pp.simulate(file), pp.show(file), pp.compare(file, file)):
         assert "<script>.json" not in result._repr_html_()
         assert "<script></" not in result.to_html().replace("<script>\n", "")

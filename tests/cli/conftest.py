@@ -1,10 +1,8 @@
 """Plan files, and a guard that tells when real work begins."""
 
-import json
-
 import pytest
 
-from tests.plans import plan_dict
+from tests.plans import plan_file
 
 
 @pytest.fixture
@@ -12,9 +10,7 @@ def write(tmp_path):
     """Write a plan of the given sections; its path."""
 
     def write_plan(**sections):
-        path = tmp_path / "plan.json"
-        path.write_text(json.dumps(plan_dict(**sections)))
-        return path
+        return plan_file(tmp_path / "plan.json", **sections)
 
     return write_plan
 

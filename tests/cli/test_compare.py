@@ -7,7 +7,7 @@ from jsonschema import Draft202012Validator
 
 from pipeproof.cli import file_kinds
 from tests.cli.commands import REPOSITORY, invoke
-from tests.plans import plan_dict
+from tests.plans import plan_file
 
 SCHEMA = Draft202012Validator(json.loads((REPOSITORY / "docs" / "schemas" / "compare.schema.json").read_text()))
 SLOW = {"ranks_per_node": 4, "node": {"bandwidth": 100, "latency_us": 50}}
@@ -16,9 +16,7 @@ SLOW = {"ranks_per_node": 4, "node": {"bandwidth": 100, "latency_us": 50}}
 @pytest.fixture
 def plan(tmp_path):
     def write(name, **sections):
-        path = tmp_path / f"{name}.json"
-        path.write_text(json.dumps(plan_dict(**sections)))
-        return path
+        return plan_file(tmp_path / f"{name}.json", **sections)
 
     return write
 

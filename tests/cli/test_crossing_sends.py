@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.commands import invoke
-from tests.plans import plan_dict
+from tests.plans import plan_file
 
 pytestmark = pytest.mark.usefixtures("known_notes")
 
@@ -26,8 +26,7 @@ def check(tmp_path, lines, **transport):
     """(exit status, findings) of a plan with these actions."""
     (tmp_path / "s.csv").write_text("\n".join(map(",".join, lines)))
     schedule = {"kind": "file", "path": "s.csv", "num_chunks": 2, "num_micro_batches": 4}
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps(plan_dict(topology={"pp": 2}, schedule=schedule, transport=transport)))
+    plan = plan_file(tmp_path / "plan.json", topology={"pp": 2}, schedule=schedule, transport=transport)
     result = invoke("check", "--format", "json", plan)
     return result.exit_code, json.loads(result.stdout)["findings"]
 
@@ -59,8 +58,7 @@ def test_a_run_takes_a_plan_that_is_proved_for_a_stricter_runtime(tmp_path):
     """What holds with fewer queues holds with more, and the digest says which was judged."""
     digests = set()
     for queue in ("pair", None):
-        plan = tmp_path / f"{queue}.json"
-        plan.write_text(json.dumps(plan_dict(schedule={"kind": "gpipe"}, transport={"queue": queue})))
+        plan = plan_file(tmp_path / f"{queue}.json", schedule={"kind": "gpipe"}, transport={"queue": queue})
         result = invoke("check", "--format", "json", plan)
         assert result.exit_code == 0
         digests.add(json.loads(result.stdout)["digest"])

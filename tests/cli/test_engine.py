@@ -11,7 +11,7 @@ from pipeproof.diagnostics.finding import BadPlanAtError
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict
 from tests.cli.commands import invoke
-from tests.plans import plan_dict
+from tests.plans import plan_dict, plan_file
 
 ON_A_QUEUE = """\
 rank 0: 0F0 WAIT(0F0){queue=out} 0SEND_F0{queue=out} 0RECV_B0 WAIT(0RECV_B0) WAIT(0SEND_F0) 0B0
@@ -51,8 +51,7 @@ def test_the_fast_engine_says_why_and_auto_takes_the_model(name, tmp_path):
     sections, steps, reason = REFUSED[name]
     if steps is not None:
         (tmp_path / "steps.txt").write_text(steps)
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps(plan_dict(**sections)))
+    plan = plan_file(tmp_path / "plan.json", **sections)
     refused = invoke("simulate", plan, "--engine", "fast")
     assert refused.exit_code == 2, refused.output
     assert f"error[PP153]: the fast engine does not support this plan: {reason}" in " ".join(refused.stderr.split())
@@ -64,9 +63,8 @@ def test_the_fast_engine_says_why_and_auto_takes_the_model(name, tmp_path):
 
 def test_what_a_rendezvous_does_not_refuse(tmp_path):
     """There, a message that is faster than the one before it begins after it."""
-    plan = tmp_path / "plan.json"
     sections = {"schedule": {"last_micro_batch_size": 1}, "cost": {"network": NETWORK, "p2p": "rendezvous"}}
-    plan.write_text(json.dumps(plan_dict(**sections)))
+    plan = plan_file(tmp_path / "plan.json", **sections)
     assert invoke("simulate", plan, "--engine", "fast").exit_code == 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.commands import invoke
-from tests.plans import plan_dict
+from tests.plans import plan_file
 
 FILES = Path(__file__).parents[1] / "schedule" / "files"
 SIZES = {"zero_bubble_2x2": (2, 4), "zbv_2x2": (2, 4), "dualpipe_v_4x2": (4, 10), "interleaved_4x2": (4, 8)}
@@ -24,9 +24,7 @@ def plan(tmp_path):
         (tmp_path / "s.csv").write_text(content)
         schedule = {"kind": "file", "path": "s.csv", "num_chunks": 2, "num_micro_batches": num_micro_batches}
         schedule |= sections.pop("schedule", {})
-        path = tmp_path / "plan.json"
-        path.write_text(json.dumps(plan_dict(model=MODEL, topology={"pp": pp}, schedule=schedule, **sections)))
-        return path
+        return plan_file(tmp_path / "plan.json", model=MODEL, topology={"pp": pp}, schedule=schedule, **sections)
 
     return write
 

@@ -1,19 +1,16 @@
 """A check loads what its plan needs, and no more: each process pays for its imports."""
 
-import json
-
 import pytest
 
 from tests.cli.commands import python
-from tests.plans import plan_dict
+from tests.plans import plan_file
 
 SHARED = {"sizes", "stage_ops"}
 """Modules that the table of kinds and several generators need."""
 
 
 def loaded_by_check(tmp_path, **sections):
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps(plan_dict(**sections)))
+    plan = plan_file(tmp_path / "plan.json", **sections)
     code = (
         "import sys\n"
         "from click.testing import CliRunner\n"

@@ -1,6 +1,5 @@
 """Runs the wrong and right examples of the rule documents: from a text to the findings that it brings."""
 
-import json
 import re
 import shlex
 
@@ -17,7 +16,7 @@ from pipeproof.specs.load_plan import load_plan
 from pipeproof.specs.plan import PLAN_FILE_CODES
 from pipeproof.verify.check_plan import check, check_subject
 from pipeproof.verify.subject import program_subject
-from tests.plans import plan_dict, subject
+from tests.plans import plan_file, subject
 from tests.profiles import profile_files
 from tests.specs.plans import EXAMPLE
 
@@ -110,9 +109,7 @@ def overlaid(text, folder):
     for name, content in {**SCHEDULES, **profile_files()}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content)
-    path = folder / "plan.json"
-    path.write_text(json.dumps(plan_dict(**tree.data)))
-    return path
+    return plan_file(folder / "plan.json", **tree.data)
 
 
 def of_file(fragment, folder):

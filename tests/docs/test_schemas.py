@@ -21,7 +21,7 @@ from pipeproof.state.state_index import state_json_schema
 from pipeproof.verify.certificate import graph_digest
 from pipeproof.verify.check_plan import check_graph, check_subject
 from tests.cli.commands import invoke
-from tests.plans import plan_dict, subject
+from tests.plans import plan_dict, plan_file, subject
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "schemas"
@@ -103,9 +103,8 @@ def test_check_of_examples(example):
 
 
 def test_check_with_a_note(tmp_path):
-    plan = tmp_path / "plan.json"
     quiet = {"kind": "gpipe"}  # of 1f1b there is a warning
-    plan.write_text(json.dumps(plan_dict(schedule=quiet, transport="partial")))  # tp 1: a full send is what happens
+    plan = plan_file(tmp_path / "plan.json", schedule=quiet, transport="partial")  # tp 1: a full send is what happens
     status, content = check_json(plan)
     require_fit("check", content)
     assert status == 0
@@ -125,8 +124,7 @@ def test_check_of_bad_input(tmp_path, text):
 
 
 def test_check_of_no_file_and_of_layers_that_fit_no_stage(tmp_path):
-    few = tmp_path / "few.json"
-    few.write_text(json.dumps(plan_dict(topology={"pp": 8})))
+    few = plan_file(tmp_path / "few.json", topology={"pp": 8})
     for path in (tmp_path / "nothing.yaml", tmp_path, few):
         status, content = check_json(path)
         require_fit("check", content)
@@ -169,9 +167,8 @@ CERTIFIED = {
 
 
 def test_check_of_some_rules_and_with_suppressions(tmp_path):
-    plan = tmp_path / "plan.json"
     known = [{"code": "PP202", "reason": "known"}]
-    plan.write_text(json.dumps(plan_dict(schedule={"kind": "gpipe"}, transport="partial", suppress=known)))
+    plan = plan_file(tmp_path / "plan.json", schedule={"kind": "gpipe"}, transport="partial", suppress=known)
     status, content = check_json(plan)
     require_fit("check", content)
     assert (status, content["findings"], content["certified"]) == (0, [], True)

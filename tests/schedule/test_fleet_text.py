@@ -16,7 +16,7 @@ from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.programs import Schedule
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.specs.schedule import ScheduleFileError
-from tests.plans import plan_dict
+from tests.plans import plan_dict, plan_file
 
 TRACED = json.loads((Path(__file__).parent / "paddle_schedules.json").read_text())
 STRINGS = TRACED["1F1B and VPP of Fleet (get_static_scheduler)"]
@@ -160,8 +160,7 @@ def test_what_fleets_strings_cannot_express_is_named_with_its_place(text):
 def test_a_plan_takes_it_and_it_is_the_generated_plan(tmp_path):
     (tmp_path / "s.txt").write_text(write_schedule(gpipe(2, 4), "fleet"))
     for form in ({}, {"format": "fleet"}):
-        plan = tmp_path / "plan.json"
-        plan.write_text(json.dumps(plan_dict(schedule={"kind": "file", "path": "s.txt", **form})))
+        plan = plan_file(tmp_path / "plan.json", schedule={"kind": "file", "path": "s.txt", **form})
         graph = lower_loaded(load_plan(plan)).graph
         generated = lower_loaded(plan_from_dict(plan_dict(schedule={"kind": "gpipe"}))).graph
         assert graph.columns.equals(generated.columns)

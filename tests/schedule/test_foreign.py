@@ -1,6 +1,5 @@
 """Schedules from files and from the plan: formats, sizes that fit, places, and the documents of their codes."""
 
-import json
 import re
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from pipeproof.schedule.ops import parse_op
 from pipeproof.specs.load_plan import load_plan, plan_from_dict
 from pipeproof.specs.schedule import SCHEDULE_FILE_CODES, ScheduleFileError
-from tests.plans import BASE, plan_dict
+from tests.plans import BASE, plan_dict, plan_file
 
 FILES = Path(__file__).parent / "files"
 TWO = Expected(2, 1, 2)
@@ -215,9 +214,8 @@ def test_a_path_counts_from_the_plan(tmp_path):
     (tmp_path / "plans").mkdir()
     (tmp_path / "schedules").mkdir()
     (tmp_path / "schedules" / "zb.csv").write_text((FILES / "zbv_2x2.csv").read_text())
-    plan = tmp_path / "plans" / "plan.json"
     sections = {"kind": "file", "path": "../schedules/zb.csv", "num_chunks": 2}
-    plan.write_text(json.dumps(plan_dict(schedule=sections)))
+    plan = plan_file(tmp_path / "plans" / "plan.json", schedule=sections)
     loaded = load_plan(plan)
     schedule = own_schedule(loaded)
     assert schedule.placement == ((0, 3), (1, 2))
@@ -293,8 +291,7 @@ def codes_of(example, tmp_path):
         if re.match(r"rank \d", example):
             read_schedule(example, "s", Expected())
             return set()
-        path = tmp_path / "plan.json"
-        path.write_text(json.dumps(plan_dict(**parse_text(example, "example").data)))
+        path = plan_file(tmp_path / "plan.json", **parse_text(example, "example").data)
         loaded = load_plan(path)
         own_schedule(loaded)
     except ScheduleFileError as error:

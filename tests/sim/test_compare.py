@@ -17,7 +17,7 @@ from pipeproof.schedule.ops import OpKind, parse_op
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.views.chrome_trace import trace_json
-from tests.plans import plan_dict
+from tests.plans import plan_dict, plan_file
 
 
 def file_of(*rows, measured=False, name="a"):
@@ -31,9 +31,7 @@ def file_of(*rows, measured=False, name="a"):
 
 
 def write_plan(folder, name="plan.json", **sections):
-    path = folder / name
-    path.write_text(json.dumps(plan_dict(**sections)))
-    return path
+    return plan_file(folder / name, **sections)
 
 
 C = "compute"

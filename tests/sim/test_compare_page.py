@@ -10,15 +10,13 @@ from pipeproof.analysis.compare.timeline_files import read_timeline
 from pipeproof.comm.lower import lower_loaded
 from pipeproof.specs.load_plan import load_plan
 from tests.cli.commands import invoke
-from tests.plans import plan_dict
+from tests.plans import plan_file
 from tests.profiles import COST
 
 
 @pytest.fixture
 def plan(tmp_path):
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan_dict(cost=COST)))
-    return path
+    return plan_file(tmp_path / "plan.json", cost=COST)
 
 
 @pytest.fixture
@@ -66,8 +64,7 @@ def test_the_step_can_be_chosen_and_either_side_may_be_the_run(plan, report):
 
 
 def test_other_operations_than_the_plans_have_no_graph(plan, report, tmp_path):
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps(plan_dict(schedule={"num_micro_batches": 2})))
+    other = plan_file(tmp_path / "other.json", schedule={"num_micro_batches": 2})
     predicted, measured = data_of(comparison_html(read_timeline(other), read_timeline(report)))
     assert predicted["arrows"]["from"] != measured["arrows"]["from"]
     assert len(lower_loaded(load_plan(other)).graph.ops) < len(read_timeline(plan).ops)

@@ -28,7 +28,7 @@ from pipeproof.sim.simpy_model import run_model
 from pipeproof.sim.simulate import StepTimer, channel_model_of, simulate
 from pipeproof.specs.load_plan import plan_from_dict
 from tests.cli.commands import invoke
-from tests.plans import plan_dict, subject
+from tests.plans import plan_dict, plan_file, subject
 from tests.schedule.drawn import generated, plan_of, requests
 from tests.verify.test_two_writings import broken_subjects, random_graphs
 
@@ -268,8 +268,7 @@ def test_what_comes_to_no_end_is_worded_alike(make_plan, edit, engine):
 
 
 def test_the_command_names_its_engine(tmp_path):
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps(plan_dict()))
+    plan = plan_file(tmp_path / "plan.json")
     outputs = {}
     for engine in ("fast", "simpy"):
         shown = invoke("simulate", plan, "--engine", engine)

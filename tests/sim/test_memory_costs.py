@@ -1,6 +1,5 @@
 """Times that go with memory: what is computed once more, and the optimizer's step."""
 
-import json
 from fractions import Fraction
 
 import pytest
@@ -16,7 +15,7 @@ from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.op_work import Phase
 from pipeproof.stages.describe.stage_memory import memory_dtype
 from tests.cli.commands import invoke
-from tests.plans import FLAT, plan_dict
+from tests.plans import FLAT, plan_dict, plan_file
 
 H200 = {"device": "h200", "dtype": "bfloat16", **FLAT}
 STAGES = [["embed", "layer.0", "layer.1"], ["layer.2", "layer.3", "norm", "head"]]
@@ -168,16 +167,14 @@ def test_a_candidate_with_other_stages_has_the_optimizers_time_of_its_own():
 
 
 def test_the_table_of_costs_names_the_optimizers_step(tmp_path):
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan_dict(cost={"analytic": H200})))
+    path = plan_file(tmp_path / "plan.json", cost={"analytic": H200})
     result = invoke("show", path, "--costs")
     assert result.exit_code == 0
     assert "the optimizer's step takes 0." in result.output
 
 
 def test_show_memory_prints_every_stage(tmp_path):
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan_dict()))
+    path = plan_file(tmp_path / "plan.json")
     result = invoke("show", path, "--memory")
     assert result.exit_code == 0
     assert "head.loss" in result.output

@@ -25,7 +25,7 @@ from tests.interop.profiles.simulated_traces import (
     kineto_of,
     write_kineto,
 )
-from tests.plans import plan_dict, subject
+from tests.plans import plan_dict, plan_file, subject
 
 COST = {"forward_us": [120, 90], "backward_us": [200, 310], "p2p_latency_us": 7, "p2p": "rendezvous"}
 
@@ -102,8 +102,7 @@ def test_a_simulated_timeline_gives_back_its_durations(sections, form, step_us):
 
 def test_the_profile_of_a_simulation_simulates_the_same(tmp_path):
     files = write_kineto(tmp_path, events_of(subject(cost=COST)))
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps(plan_dict(cost={"profile": "profile.out", "p2p": "rendezvous"})))
+    plan = plan_file(tmp_path / "plan.json", cost={"profile": "profile.out", "p2p": "rendezvous"})
     arguments = ["import", "profile", *map(str, files), "--plan", str(plan), "-o", str(tmp_path / "profile.out")]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
@@ -118,8 +117,7 @@ def test_the_profile_of_a_simulation_simulates_the_same(tmp_path):
 
 def test_a_stage_can_be_scaled(tmp_path):
     files = write_kineto(tmp_path, events_of(subject(cost=COST)))
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps(plan_dict()))
+    plan = plan_file(tmp_path / "plan.json")
     arguments = [
         "import",
         "profile",
@@ -376,8 +374,7 @@ def test_a_plan_is_needed_for_a_profile(tmp_path):
 
 
 def test_a_finding_of_the_command_names_code_and_remedy(tmp_path):
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps(plan_dict()))
+    plan = plan_file(tmp_path / "plan.json")
     result = invoke("import", "profile", tmp_path / "none.json", "--plan", plan)
     assert result.exit_code == 2
     assert "PP163" in result.output
