@@ -46,37 +46,13 @@ def test_a_broken_plan_as_json(options, path):
         assert finding["location"]["line"] >= 1
 
 
-def test_a_plan_that_is_not_there(tmp_path):
-    result = invoke("check", tmp_path / "no.yaml")
-    assert result.exit_code == 2
-    assert "no such file" in result.stderr
-    assert "no.yaml" in result.stderr
-
-
-def test_a_plan_that_is_a_directory(tmp_path):
-    result = invoke("check", tmp_path)
-    assert result.exit_code == 2
-    assert f"cannot read `{tmp_path}`: is a directory" in result.stderr
-
-
-def test_a_plan_that_is_binary(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [(bytes(range(256)) * 4, "PP10"), *((text, "PP105") for text in (b"", b"\n\n", b"# nothing\n", b"---\n"))],
+)
+def test_a_plan_that_is_binary_or_empty(tmp_path, content, code):
     path = tmp_path / "plan.yaml"
-    path.write_bytes(bytes(range(256)) * 4)
+    path.write_bytes(content)
     result = invoke("check", path)
     assert result.exit_code == 2
-    assert "error[PP10" in result.stderr
-
-
-@pytest.mark.parametrize("content", ["", "\n\n", "# nothing\n", "---\n"])
-def test_a_plan_that_is_empty(tmp_path, content):
-    path = tmp_path / "plan.yaml"
-    path.write_text(content)
-    result = invoke("check", path)
-    assert result.exit_code == 2
-    assert "error[PP105]" in result.stderr
-
-
-def test_layers_that_fit_no_stages_are_bad_input(write):
-    result = invoke("check", write(model={"num_layers": 1}, topology={"pp": 8}))
-    assert result.exit_code == 2
-    assert re.search(r"error\[PP\d{3}\]", result.stderr)
+    assert f"error[{code}" in result.stderr

@@ -103,12 +103,6 @@ def test_codes_that_there_are_not(good, option, text, answer):
     assert result.stdout == ""
 
 
-def test_no_rule_left(good):
-    result = invoke("check", good, "--select", "PP4", "--ignore", "4xx")
-    assert result.exit_code == 2
-    assert "no rule is left to run" in result.stderr
-
-
 @pytest.mark.parametrize("transport", ["full", "partial"])
 def test_the_executor_refuses_a_plan_that_some_rules_did_not_judge(quiet, transport):
     loaded = load_plan(quiet(topology={"tp": 2, "sequence_parallel": True}, transport=transport))
@@ -278,26 +272,6 @@ def test_colours(option, environment, coloured, plan):
     clean = {"FORCE_COLOR": "", "NO_COLOR": "", **environment}
     done = process("check", plan, "--color", option, **clean)
     assert bool(re.search(r"\x1b\[[0-9;]*3[0-7]", done.stdout + done.stderr)) == coloured
-
-
-# --- what is judged ---
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), "Missing argument 'FILE...'"),
-        (("plan.yaml", "--transport", "paddle-gloo"), "--transport is for a program text, and plan.yaml is a plan"),
-        (("plan.yaml", "--queue", "pair"), "--queue is for a directory of logs and a program text"),
-        (("plan.yaml", "--plan", "plan.yaml"), "--plan is for a directory of logs, and plan.yaml is a plan"),
-        (("plan.yaml", "--color", "blue"), "--color"),
-        (("plan.yaml", "--format", "xml"), "--format"),
-    ],
-)
-def test_options_that_do_not_go_together(arguments, words):
-    result = invoke("check", *arguments)
-    assert result.exit_code == 2
-    assert words in result.stderr
 
 
 # --- SARIF ---

@@ -91,18 +91,6 @@ def test_a_text_that_is_no_program(program, text, code, place, form):
             assert found["locations"][0]["physicalLocation"]["region"]["startColumn"] == column
 
 
-def test_a_program_that_is_not_there(tmp_path):
-    result = invoke("check", tmp_path / "no.txt")
-    assert result.exit_code == 2
-    assert "error[PP130]" in result.stderr
-
-
-def test_a_backend_that_is_not_there(program):
-    result = invoke("check", program(RIGHT), "--transport", "carrier-pigeon")
-    assert result.exit_code == 2
-    assert "no backend 'carrier-pigeon'; there are tables for" in " ".join(result.stderr.split())
-
-
 CROSSING = """\
 rank 0: 0SEND_F0{peer=1} 1RECV_B0{peer=1} WAIT(0SEND_F0) WAIT(1RECV_B0)
 rank 1: 2SEND_B0{peer=0} 1RECV_F0{peer=0} WAIT(2SEND_B0) WAIT(1RECV_F0)
@@ -126,12 +114,6 @@ def test_receives_first_are_safe_on_that_queue(program):
     result = invoke("check", program(f"{first}\n{second}\n"), "--select", "PP4", "--queue", "device")
     assert result.exit_code == 0
     assert "PP4" not in result.stdout.replace("--select PP4", "")
-
-
-def test_a_queue_that_is_not_there(program):
-    result = invoke("check", program(RIGHT), "--queue", "rainbow")
-    assert result.exit_code == 2
-    assert "'rainbow' is not one of" in result.stderr
 
 
 def test_a_program_can_be_judged_by_some_rules(program):

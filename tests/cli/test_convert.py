@@ -101,12 +101,6 @@ def test_another_source_than_the_file_is(file):
     assert "PP137" in refused(file("kind: gpipe"), "--as", "text")
 
 
-def test_files_and_options_that_are_not_there(file, tmp_path):
-    assert "PP130" in refused(tmp_path / "none.csv", "--as", "csv")
-    assert "Missing option '--as'" in refused(file(FORMS["csv"]))
-    assert "there is no directory" in refused(file(FORMS["csv"]), "--as", "csv", "-o", tmp_path / "no" / "out.csv")
-
-
 def test_a_refused_schedule_leaves_the_output_alone(file, tmp_path):
     output = tmp_path / "out"
     output.write_text("before")

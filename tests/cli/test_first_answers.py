@@ -111,12 +111,6 @@ def test_an_undecided_check_ends_with_the_flags_that_decide():
     )
 
 
-def test_a_directory_of_dumps_that_is_not_there_has_a_remedy(tmp_path):
-    answer = invoke("job", "hang", tmp_path / "none")
-    assert answer.exit_code == 2
-    assert "help: name the directory of the job's dumps" in answer.stderr
-
-
 def test_the_picture_of_a_plan_has_its_unit():
     answer = invoke("schedule", "show", EXAMPLES / "gpt_pp4.yaml", "--as", "svg")
     assert "makespan 3.3 ms, axis in us</title>" in answer.stdout

@@ -75,29 +75,6 @@ def test_an_existing_file_is_kept_without_force(tmp_path):
     assert load_plan(file).spec.topology.pp == 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((), "--model, --gpus, --pp, --global-batch are missing"),
-        (SMALL[:-2], "--global-batch is missing"),
-        ((*SMALL[:-1], "17", "--tp", "1", "--micro-batch-size", "2"), "--global-batch: 17 does not divide by"),
-        (("--model", "small", "--gpus", "6", "--pp", "4", "--global-batch", "8"), "--gpus: 6 does not divide by"),
-        ((*SMALL, "--schedule", "1f1c"), "did you mean 1f1b?"),
-        ((*SMALL, "--schedule", "zb_v", "--chunks", "3"), "--chunks: zb_v has at least 2 and at most 2"),
-        ((*LARGE, "--schedule", "zb_v"), "Megatron-LM has no zb_v; it has 1f1b, interleaved"),
-        ((*LARGE[:2], "--gpus", "90", "--pp", "90", "--global-batch", "90"), "80 blocks do not fill 90 stages"),
-        (("--model", "llama3-71b", *SMALL[2:]), "did you mean `llama3_70b`"),
-        ((*SMALL, "--set", "run.stepz=3"), "did you mean `steps`"),
-    ],
-)
-def test_wrong_answers_are_refused_with_the_flag(tmp_path, arguments, text):
-    file = tmp_path / "new.yaml"
-    refused = invoke("init", *arguments, "-o", file)
-    assert refused.exit_code == 2
-    assert text in " ".join(refused.stderr.split())
-    assert not file.exists()
-
-
 def test_a_plan_that_fails_the_check_is_not_written(tmp_path):
     file = tmp_path / "new.yaml"
     refused = invoke("init", *LARGE, "--set", "memory.budget_gib=1", "-o", file)

@@ -76,8 +76,6 @@ def test_set_replaces_a_value_and_its_errors_name_it(good):
     inside = invoke("check", good, "--set", "schedule.kind.name=x")
     assert "`schedule.kind.name` cannot be set: `schedule.kind` is not a mapping of keys" in inside.output
     assert "did you mean `kind`?" in invoke("check", good, "--set", "schedule.knd=gpipe").output
-    program = EXAMPLES / "schedules" / "two_by_two.txt"
-    assert "--set is for a file of another tool and a plan" in invoke("check", program, "--set", "topology.pp=2").stderr
 
 
 @pytest.mark.parametrize(
@@ -106,37 +104,6 @@ def test_a_sweep_of_a_file_of_another_tool():
     assert result.exit_code == 0, result.output
     points = json.loads(result.stdout)["points"]
     assert [point["status"] for point in points] == ["ok", "ok"]
-
-
-@pytest.mark.parametrize("option", [("--device", "h100"), ("--world-size", "8"), ("--model-config", "config.json")])
-def test_options_of_importers_need_the_kind(good, option):
-    refused = invoke("simulate", good, *option)
-    assert refused.exit_code == 2
-    assert f"{option[0]} goes with a file of another tool" in refused.stderr
-
-
-def test_compare_refuses_a_kind_that_nothing_has(good):
-    refused = invoke("compare", good, good, "--from", "fleet")
-    assert refused.exit_code == 2
-    assert "--from goes with a file of another tool" in refused.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "fix"),
-    [
-        (("reshard",), "did you mean `pipeproof state reshard`?"),
-        (("hang",), "did you mean `pipeproof job hang`?"),
-        (("monitor",), "did you mean `pipeproof job hang --follow`?"),
-        (("chek",), "did you mean `pipeproof check`?"),
-        (("import", "profle"), "did you mean `pipeproof import profile`?"),
-        (("schedule", "shw"), "did you mean `pipeproof schedule show` or `pipeproof show`"),
-        (("qqqqqqqq",), "`pipeproof --help` lists the commands"),
-    ],
-)
-def test_an_unknown_command_is_answered_with_the_nearest(words, fix):
-    refused = invoke(*words)
-    assert refused.exit_code == 2
-    assert fix.replace("pipeproof", "main") in " ".join(refused.stderr.split())
 
 
 def test_set_is_for_the_plan_that_an_option_names(tmp_path):

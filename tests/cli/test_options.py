@@ -40,26 +40,13 @@ def test_an_output_that_fails_at_last_is_an_error_without_traceback(good):
     assert "/proc/trace.json" in result.stderr
 
 
-def test_logs_below_a_file_are_refused_before_the_work(good, started):
-    result = invoke("run", good, "--logs", good / "logs")
+@pytest.mark.parametrize("who", ["run", "reference"])
+def test_a_record_is_never_written_over(who, tmp_path, good, started):
+    (tmp_path / "out" / who).mkdir(parents=True)
+    (tmp_path / "out" / who / "record.jsonl").write_text("old")
+    result = invoke("run", good, "--record", tmp_path / "out")
     assert result.exit_code == 2
-    assert str(good / "logs") in result.stderr
-    assert started == []
-
-
-@pytest.mark.parametrize("timeout", ["0", "-1", "0.5", "nan", "soon", "1e400x"])
-def test_a_timeout_that_cannot_be_meant(timeout, good, started):
-    result = invoke("run", good, f"--timeout={timeout}")
-    assert result.exit_code == 2
-    assert "--timeout" in result.stderr
-    assert started == []
-
-
-@pytest.mark.parametrize("fault", ["", ":", "1", "1:0F2", "x:0F2:die", "1:0F2:melt", "1::die", "-1:0F2:die", "die"])
-def test_a_malformed_fault(fault, good, started):
-    result = invoke("run", good, f"--inject={fault}")
-    assert result.exit_code == 2
-    assert "is not RANK:OP:ACTION" in result.stderr
+    assert "holds a record already: name another directory, or remove it" in " ".join(result.stderr.split())
     assert started == []
 
 

@@ -51,22 +51,6 @@ def test_other_kinds_have_no_bound(write):
     assert (refused.exit_code, "--time-limit is for the kind optimal" in refused.stderr) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (("PLAN", "-p", "4"), "--ranks goes with KIND"),
-        (("1f1b", "-p", "4"), "-m is missing"),
-        (("1f1b", "-p", "4", "-m", "4", "--world-size", "2"), "--world-size goes with a file of another tool"),
-        (("none.yaml",), "cannot read"),
-    ],
-)
-def test_options_go_with_a_kind_or_with_a_plan(write, words, text):
-    plan = write()
-    result = invoke("schedule", "show", *(plan if word == "PLAN" else word for word in words))
-    assert result.exit_code == 2
-    assert text in result.stderr
-
-
 def test_set_changes_the_plan(write):
     result = invoke("schedule", "show", write(), "--set", "schedule.kind=1f1b", "--as", "text")
     assert result.exit_code == 0

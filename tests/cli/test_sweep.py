@@ -62,22 +62,6 @@ def test_other_settings_are_those_of_all_points(words):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--set", "schedule.knd=[gpipe]"], "error[PP102]: a plan has no key `schedule.knd`"),
-        (["--set", "schedule.kind=gpipe"], "no key has several values: give --set KEY=[VALUE, ..]"),
-        (["--set", "topology.tp=[1]", "--sort", "makspan"], "did you mean 'makespan'?"),
-        (["--set", "topology.tp=[1]", "--columns", "topology.tp,pp"], "no column 'pp'"),
-        (["--set", "topology.tp=[1]", "--workers", "0"], "--workers"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused_before_the_work(options, text, words):
-    result = invoke("sweep", words[0], *options)
-    assert result.exit_code == 2
-    assert text in " ".join(result.stderr.split())
-
-
 def test_a_point_that_failed_is_status_3(words, monkeypatch):
     import pipeproof.analysis.sweep.evaluate_point
 

@@ -128,25 +128,3 @@ def test_nothing_that_fits_is_status_1(plan):
     assert none.exit_code == 1
     assert "No layout is possible on 31 devices. The nearest number with one is " in none.stdout
     assert "Not tried: " in none.stdout
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "text"),
-    [
-        ("llama3-70x", OPTIONS, "did you mean `llama3_70b`"),
-        ("qwen3_next_80b", OPTIONS, "linear attention"),
-        (
-            "llama3_8b",
-            ("--gpus", "8", "--global-batch", "8"),
-            "--device is missing: the plan names no device; known are a100",
-        ),
-        ("llama3_8b", ("--gpus", "8", "--device", "h100"), "--global-batch"),
-        ("llama3_8b", (*OPTIONS, "--fix", "tpp=2"), "did you mean tp"),
-        ("llama3_8b", (*OPTIONS, "--fix", "tp"), "NAME=VALUE"),
-        ("llama3_8b", (*OPTIONS, "--fix", "tp=1", "--fix", "tp=2"), "fixed twice"),
-    ],
-)
-def test_wrong_input_is_refused_with_the_remedy(model, options, text):
-    result = invoke("tune", model, *options)
-    assert result.exit_code == 2
-    assert text in " ".join(result.stderr.split())

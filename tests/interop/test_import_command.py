@@ -89,13 +89,6 @@ def test_import_writes_a_plan_that_says_where_it_comes_from(job, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["check", "--from", "paddleformer", "JOB"], "did you mean 'paddleformers'"),
-        (["check", "--from", "fleet"], "Missing argument 'FILE...'"),
-        (["check", "examples/gpt_pp4.yaml", "--world-size", "8"], "--world-size goes with a file of another tool"),
-        (
-            ["check", "--from", "fleet", "JOB", "--queue", "pair"],
-            "--queue is for a directory of logs and a program text",
-        ),
         (["check", "--from", "paddleformers", "JOB", "--set", "model.num_layers"], "is not KEY=VALUE"),
         (["check", "--from", "paddleformers", "JOB", "--set", "a=1", "--set", "a.b=1"], "a is set already"),
         (["check", "--from", "paddleformers", "JOB", "--set", "model.num_layer=4"], "did you mean `num_layers`"),

@@ -465,12 +465,6 @@ def test_the_table_has_stages_shares_and_assumptions(shown):
     assert "inside a node; schedules count it for every edge" in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("other", ["--costs", "--memory"])
-def test_a_program_or_another_table_not_both(tmp_path, other):
-    result = invoke("show", tmp_path, other, "--rank", "0")
-    assert (result.exit_code, "one of --rank, --costs and --memory" in result.output) == (2, True)
-
-
 def test_a_plan_whose_costs_cannot_be_shown_is_refused(shown):
     result = shown(plan_dict(cost={"analytic": "h200"}, stages=[["embed", "layr.0"], ["head"]]))
     assert result.exit_code == 2

@@ -144,24 +144,3 @@ def test_bad_input_is_refused_with_its_findings(write):
         refusal = invoke("tune", path, "--format", "json")
         assert refusal.exit_code == 2
         assert json.loads(refusal.stdout)["findings"]
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--top", "0"], "--top"),
-        (["--global-batch", "8"], "--global-batch goes with --gpus"),
-        (["--fix", "tp=2"], "there is no name to fix tp"),
-        (["--gpus", "4", "--device", "h100", "--framework", "any"], "there is no framework any"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(write, options, text):
-    result = invoke("tune", write(four_ranks()), *options)
-    assert result.exit_code == 2
-    assert text in result.stderr
-
-
-def test_the_name_of_a_model_needs_devices():
-    result = invoke("tune", "llama3_70b")
-    assert result.exit_code == 2
-    assert "--gpus is missing" in result.stderr

@@ -364,15 +364,6 @@ def test_times_beyond_all_limits_are_refused(tmp_path):
 # --- the command ---
 
 
-def test_a_plan_is_needed_for_a_profile(tmp_path):
-    result = invoke("import", "profile", "x.json", "-o", tmp_path / "p.json")
-    assert result.exit_code == 2
-    assert "--plan" in result.output
-    result = invoke("import", "profile", "x.json", "--plan", "p.yaml", "--message-us", "fast")
-    assert result.exit_code == 2
-    assert "microseconds" in result.output
-
-
 def test_a_finding_of_the_command_names_code_and_remedy(tmp_path):
     plan = plan_file(tmp_path / "plan.json")
     result = invoke("import", "profile", tmp_path / "none.json", "--plan", plan)

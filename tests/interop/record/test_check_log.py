@@ -368,18 +368,3 @@ def test_the_example_of_the_page():
     assert "the send at FIFO position 4" in shown
     assert f"error[PP302]{shown}\n" in result.output
     assert result.output.count("error[PP302]") == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([".", "plan.yaml", "--queue", "pair", "--transport", "torch-nccl"], "--transport is for a program text"),
-        (["examples/schedules/two_by_two.txt", "--world-size", "8"], "--world-size goes with a file of another tool"),
-        ([".", "--queue", "rainbow"], "'rainbow' is not one of"),
-        ([".", "--select", "PP9999"], "is no code"),
-    ],
-)
-def test_bad_commands(arguments, words):
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert words in result.output
