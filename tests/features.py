@@ -36,6 +36,16 @@ FEATURES = {
     "head size": {"model": {"head_size": 6}},
     "latent attention": {"model": {"mla": _MLA}},
     "compressed attention": {"model": {"compressed_attention": _COMPRESSED}},
+    "packed documents": {
+        "model": {
+            "compressed_attention": {
+                **_COMPRESSED,
+                "documents": [5, 3],
+                "qk_rope_head_dim": 4,
+                "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 4096, "beta_slow": 4.0},
+            }
+        }
+    },
     "experts": {"model": {"moe": _MOE}},
     "losses of routers": {"model": {"moe": {**_MOE, "score": "sigmoid", "aux_loss": 0.1, "z_loss": 0.01}}},
     "biases of experts": {"model": {"moe": {**_MOE, "expert_bias_rate": 0.003}}},

@@ -29,6 +29,21 @@ class CompressRatesSpec(Section):
     )
 
 
+class YarnSpec(Section):
+    """Rotary positions stretched by YaRN (arXiv:2309.00071); cosines and sines keep their length."""
+
+    factor: float = Field(ge=1, le=1e6, description="Factor by which slow rotations are stretched.")
+    original_max_position_embeddings: int = Field(
+        ge=1, le=2**40, description="Tokens over which rotations are counted."
+    )
+    beta_fast: float = Field(
+        default=32.0, gt=0, le=1e6, description="Rotations over these tokens from which on a pair is not stretched."
+    )
+    beta_slow: float = Field(
+        default=1.0, gt=0, le=1e6, description="Rotations up to which a pair is stretched by the whole factor."
+    )
+
+
 class CompressedAttentionSpec(Section):
     """Attention with one head of keys, which are also the values, for all queries; Hugging Face's ``DeepseekV4``.
 
@@ -58,6 +73,17 @@ class CompressedAttentionSpec(Section):
     compress_rope_theta: float = Field(
         default=160_000.0, ge=2, le=1e12, description="Base of the rotary positions of blocks with entries."
     )
+    rope_scaling: YarnSpec | None = Field(
+        default=None, description="Stretches the rotary positions of blocks with entries; without it, they are plain."
+    )
+    documents: Annotated[tuple[Annotated[int, Field(ge=1, le=2**26)], ...], FROM_LIST] | None = Field(
+        default=None,
+        min_length=1,
+        description="Tokens of each document that is packed in a sequence; their sum is seq_length. Row r of a "
+        "micro-batch begins with the r-th of them, and after the last one comes the first. Queries see only their "
+        "document; windows begin again in each, and what does not fill its last one makes no entry. Labels are not "
+        "cut.",
+    )
     o_groups: int = Field(
         ge=1,
         le=2**16,
@@ -78,6 +104,17 @@ class CompressedAttentionSpec(Section):
         """Tokens of an entry of such a block; None without entries."""
         rate: int | None = getattr(self.compress_rates, kind, None)
         return rate
+
+    def documents_of(self, row: int, length: int) -> tuple[int, ...]:
+        """Tokens of each document of a row of ``length`` tokens, in order."""
+        documents = self.documents or (length,)
+        first = row % len(documents)
+        return documents[first:] + documents[:first]
+
+    def num_entries(self, kind: AttentionType, length: int) -> int:
+        """Entries of a row of ``length`` tokens in such a block."""
+        rate = self.rate_of(kind)
+        return 0 if rate is None else sum(document // rate for document in self.documents_of(0, length))
 
 
 assert set(CompressRatesSpec.model_fields) < set(get_args(AttentionType))

@@ -419,6 +419,7 @@ def model_content(model: Section, exclude: Mapping[str, Any] | None = None) -> d
     content = model.model_dump(mode="json", exclude=None if exclude is None else dict(exclude))
     later: tuple[tuple[dict[str, Any] | None, type[Section], Sequence[str]], ...] = (
         (content, type(model), (*PART_KEYS, "swiglu_formula", "compressed_attention")),
+        (content.get("compressed_attention"), CompressedAttentionSpec, ("rope_scaling", "documents")),
         (content.get("moe"), MoeSpec, ("dispatcher", "hash_layers", "routed_scale")),
         (content.get("mtp"), MtpSpec, ("embedding", "reads")),
         (content.get("hyper_connections"), HyperConnectionsSpec, _LATER_OF_STREAMS),
@@ -575,6 +576,9 @@ def _check_compressed_attention(model: ModelSpec) -> list[Problem]:
         message = f"model.{section}.qk_rope_head_dim {rope} is not an even part of a head, whose size is {smallest}"
         fix = f"set it to an even number up to {smallest}"
         problems.append(Problem("PP108", (section, "qk_rope_head_dim"), message, help=fix))
+    if spec.rope_scaling is not None and spec.rope_scaling.beta_fast <= spec.rope_scaling.beta_slow:
+        message = f"beta_fast {spec.rope_scaling.beta_fast} is not larger than beta_slow {spec.rope_scaling.beta_slow}"
+        problems.append(Problem("PP106", (section, "rope_scaling", "beta_fast"), message, help="exchange the two"))
     if model.num_heads % spec.o_groups:
         message = f"model.num_heads {model.num_heads} does not divide into model.{section}.o_groups {spec.o_groups}"
         fix = f"set o_groups to {divisors(model.num_heads, spec.o_groups)}"

@@ -159,11 +159,16 @@ def check_compressed_attention(plan: PlanSections) -> list[Problem]:
             problems.append(Problem("PP106", path, message, help="set it to 1"))
     rates = {kind: spec.rate_of(kind) or 1 for kind in spec.layer_types}
     kind = max(rates, key=rates.__getitem__)
-    for path, length in plan.sequence_lengths.items():
+    longest, of_documents = max(spec.documents or (0,)), ("model", "compressed_attention", "documents")
+    for path, length in {of_documents: longest}.items() if longest else plan.sequence_lengths.items():
         if length < rates[kind]:
             message = f"{dotted(path)} {length} makes no entry of {kind}: model.compressed_attention.compress_rates "
             message += f"has {rates[kind]} tokens for it"
             problems.append(Problem("PP108", path, message, help=f"set it to {rates[kind]} at least"))
+    for path, length in plan.sequence_lengths.items() if spec.documents else ():
+        if (total := sum(spec.documents or ())) != length:
+            message = f"{dotted(of_documents)} has {total} tokens, and {dotted(path)} {length}"
+            problems.append(Problem("PP108", of_documents, message, help=f"give documents of {length} tokens together"))
     return problems
 
 

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started"
 
 TYPES = ["heavily_compressed_attention", "compressed_sparse_attention"]
 MODEL = {
-    "compressed_attention": {**FEATURES["compressed attention"]["model"]["compressed_attention"], "layer_types": TYPES},
+    "compressed_attention": {**FEATURES["packed documents"]["model"]["compressed_attention"], "layer_types": TYPES},
     "activation_order": "bsh",
 }
 
@@ -32,12 +32,37 @@ def no_overlap(patch):
     """Entries without the window before: the first half of a token's products is read by none."""
     right = CompressedAttention._overlapped
 
-    def alone(self, windows, missing):
-        slots = right(self, windows, missing)
+    def alone(self, windows, missing, begins=None):
+        slots = right(self, windows, missing, begins)
         first, second = self._ops.chunk(slots, 2, 2)
         return self._ops.concat([self._ops.zeros_like(first) + missing, second], 2)
 
     patch.setattr(CompressedAttention, "_overlapped", alone)
+
+
+def index_of_another_document(patch):
+    """The indexer chooses among all earlier entries, whatever their document."""
+    right = CompressedAttention._unseen
+
+    def unseen(self, x, low, name, tables):
+        rows, length = tables.unseen.shape[0], tables.unseen.shape[1]
+        tokens = tables.tokens.reshape([rows, -1, self._spec.rate_of(TYPES[1])]).numpy()
+        ends = tokens[:, None, :, -1] - np.arange(rows)[:, None, None] * length
+        far = np.where(ends <= np.arange(length)[None, :, None], 0.0, -np.inf)
+        near = tables.unseen[:, :, :length]
+        return right(
+            self, x, low, name, tables._replace(unseen=self._ops.concat([near, self._ops.constant(far, near)], -1))
+        )
+
+    patch.setattr(CompressedAttention, "_unseen", unseen)
+
+
+def window_of_another_document(patch):
+    """The first entry of a document has the slots of the last window of the document before."""
+    right = CompressedAttention._overlapped
+    patch.setattr(
+        CompressedAttention, "_overlapped", lambda self, windows, missing, _=None: right(self, windows, missing)
+    )
 
 
 def rotated_output(patch):
@@ -59,7 +84,7 @@ def sinkless_backward(patch):
 
     def mixed(self, query, keys, *, sinks, unseen):
         value = right(self, query, keys, sinks=sinks, unseen=unseen)
-        if len(unseen.shape) == 2:  # in the first block all rows see the same
+        if unseen.shape[0] == 1:  # in the first block all rows see the same
             return value
         absent = self._ops.zeros_like(sinks) - np.inf
         other = right(self, query, keys, sinks=absent, unseen=unseen)
@@ -80,6 +105,8 @@ OUTPUT = {"kind": "tensor", "layer": "layer.1", "direction": "forward", "side": 
 FAULTS = {
     "window off by one": (wider_window, OUTPUT),
     "compressor without overlap": (no_overlap, OUTPUT),
+    "index of another document": (index_of_another_document, OUTPUT),
+    "window of another document": (window_of_another_document, OUTPUT),
     "output left rotated": (rotated_output, OUTPUT),
     "sink left out of the backward": (sinkless_backward, {**OUTPUT, "direction": "backward"}),
     "sinks without a gradient": (

@@ -27,8 +27,8 @@ MORE_WORK = {
 """What ranks compute longer for; a receive that waits on the device slows the computations next to it, and wider
 gradients of weights are more bytes to add to."""
 LESS_WORK = {
-    "grouped queries", "head size", "latent attention", "compressed attention", "learned positions", "GELU",
-    "GELU with tanh",
+    "grouped queries", "head size", "latent attention", "compressed attention", "packed documents", "learned positions",
+    "GELU", "GELU with tanh",
 }  # fmt: skip
 """Smaller projections with these sizes, no rotation, or no gate. A LayerNorm moves as many bytes as an RMSNorm."""
 MORE_MEMORY = {
@@ -41,7 +41,7 @@ MORE_MEMORY = {
 }  # fmt: skip
 LESS_MEMORY = {
     "grouped queries", "head size", "latent attention", "SGD", "selective recomputation", "full recomputation",
-    "recomputed MLPs", "lengths", "GELU", "GELU with tanh", "compressed attention",
+    "recomputed MLPs", "lengths", "GELU", "GELU with tanh", "compressed attention", "packed documents",
 }  # fmt: skip
 
 

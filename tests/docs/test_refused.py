@@ -62,18 +62,19 @@ def test_without_one_of_its_parts_each_is_taken(plans, refusal):
 
 
 MODULES = ("MTP", "MTP after the norm", "MTP, own embeddings", "MTP, magic send")
+COMPRESSED = ("compressed attention", "packed documents")
 PAIRS_REFUSED = {
     ("grouped queries", "latent attention"): "PP106",
-    ("latent attention", "compressed attention"): "PP106",
-    ("compressed attention", "dropout"): "PP106",
-    ("compressed attention", "cp 2"): "PP106",
+    **{(attention, other): "PP106" for attention in COMPRESSED for other in ("dropout", "cp 2")},
     **{
-        (other, "compressed attention"): "PP106"
+        (other, attention): "PP106"
+        for attention in COMPRESSED
         for other in (
             "norms of heads", "LayerNorm", "learned positions", "biases of queries, keys and values", "biases",
-            "grouped queries",
+            "grouped queries", "latent attention",
         )
     },
+    ("packed documents", "lengths"): "PP108",
     ("head size", "latent attention"): "PP106",
     **{
         (streams, modules): "PP106"

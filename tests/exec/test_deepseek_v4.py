@@ -1,7 +1,7 @@
 """A small DeepSeek-V4 with all of its layers and an MTP module, on real processes of both frameworks.
 
-Each run's log equals the graph. Where sums are in order its steps have the bits of the reference, elsewhere they are
-within the bound of rounding.
+Documents are packed, and positions are stretched by YaRN. Each run's log equals the graph. Where sums are in order its
+steps have the bits of the reference, elsewhere they are within the bound of rounding.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from tests.features import FEATURES
 from tests.plans import plan_dict, subject
 
 MODEL = {
-    **FEATURES["compressed attention"]["model"], **FEATURES["hyper-connections of DeepSeek-V4"]["model"],
+    **FEATURES["packed documents"]["model"], **FEATURES["hyper-connections of DeepSeek-V4"]["model"],
     "moe": {
         "num_experts": 4, "top_k": 2, "ffn_size": 8, "num_shared_experts": 1, "score": "sqrtsoftplus",
         "routed_scale": 1.5, "hash_layers": 2, "expert_bias_rate": 0.003,

@@ -12,6 +12,7 @@ from typing import Any
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath
 from pipeproof.interop.importers.draft import Draft
+from pipeproof.specs.compressed_attention import YarnSpec
 
 _ATTENTION = (
     "layer_types", "q_lora_rank", "qk_rope_head_dim", "sliding_window", "compress_rates", "o_groups", "o_lora_rank",
@@ -62,7 +63,7 @@ def is_deepseek_v4(values: Mapping[str, tuple[Any, Location | None]]) -> bool:
 
 
 def take_deepseek_v4(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) -> None:
-    """Set the model. Scaled rotary positions are ignored, with the reason; null is left out."""
+    """Set the model; null is left out."""
     _, of_type = values["model_type"]
     given = {name: value for name, value in values.items() if value[0] is not None} | _older(values)
     for name, path in _NAMES.items():
@@ -79,9 +80,26 @@ def take_deepseek_v4(draft: Draft, values: Mapping[str, tuple[Any, Location | No
     if ("model", "mtp") in draft:
         why = "model_type deepseek_v4: the tokens of modules do not cross next to several streams"
         draft.set(("model", "mtp", "magic_send"), value=True, setting=why, location=of_type)
-    scaling, location = given.get("rope_scaling", ({}, None))
-    if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type", "default")) != "default":
-        draft.ignore("rope_scaling", "rotary positions are not scaled here; this changes no size", location)
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling, location = given.get(name, ({}, None))
+        if isinstance(scaling, dict):
+            _take_scaling(draft, name, scaling.get("compress", scaling), location)
+
+
+def _take_scaling(draft: Draft, name: str, scaling: Mapping[str, Any], location: Location | None) -> None:
+    """YaRN without a factor of cosines and sines; another scaling is ignored, with the reason."""
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return
+    factors = (scaling.get(key, 1.0) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if kind != "yarn" or any(factor not in {1.0, None} for factor in factors) or not scaling.get("truncate", True):
+        why = "positions are scaled by `yarn` alone, truncated and with attention_factor 1; this changes no size"
+        draft.ignore(name, why, location)
+        return
+    for key in YarnSpec.model_fields:
+        if scaling.get(key) is not None:
+            value = scaling[key] if key == "original_max_position_embeddings" else float(scaling[key])
+            draft.set(("model", "compressed_attention", "rope_scaling", key), value, name, location)
 
 
 def _with_setting(given: Mapping[str, tuple[Any, Location | None]], name: str) -> tuple[Any, str, Location | None]:

@@ -10,6 +10,7 @@ Shape letters: B rows, K heads of keys and values of this rank, G query heads of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -17,6 +18,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from pipeproof.specs.compressed_attention import YarnSpec
 from pipeproof.specs.model import ModelSpec
 
 Tensor: TypeAlias = Any
@@ -97,7 +99,7 @@ class BackendOps(Protocol):
         ...
 
     def constant(self, values: npt.NDArray[Any], like: Tensor, /) -> Tensor:
-        """The values as a tensor without a gradient; type and device of ``like``."""
+        """The values as a tensor without a gradient on the device of ``like``; integers stay, others have its type."""
         ...
 
     def softmax(self, tensor: Tensor, dim: int, /) -> Tensor:
@@ -142,9 +144,22 @@ ROTARY_BASE = 10000.0
 CLAMPED_SWIGLU_ALPHA = 1.702
 
 
-def rotary_angles(seq_length: int, head_size: int, base: float = ROTARY_BASE) -> npt.NDArray[np.float64]:
-    """Angles of the rotary embedding (arXiv:2104.09864), [S, D/2]: position p has p * base^(-2i/D) at i."""
-    return np.outer(np.arange(seq_length), base ** (-np.arange(0, head_size, 2) / head_size))
+def rotary_angles(
+    seq_length: int, head_size: int, base: float = ROTARY_BASE, scaling: YarnSpec | None = None
+) -> npt.NDArray[np.float64]:
+    """Angles of the rotary embedding (arXiv:2104.09864), [S, D/2]: position p has p * base^(-2i/D) at i.
+
+    Scaling divides by its factor where i has at most ``beta_slow`` rotations over the original tokens, by less up to
+    ``beta_fast``; the limits are rounded outwards to whole i.
+    """
+    frequencies = base ** (-np.arange(0, head_size, 2) / head_size)
+    if scaling is not None:
+        tokens, betas = scaling.original_max_position_embeddings, (scaling.beta_fast, scaling.beta_slow)
+        at = [head_size / 2 * math.log(tokens / (2 * math.pi * beta), base) for beta in betas]
+        first, last = max(math.floor(at[0]), 0), min(math.ceil(at[1]), head_size - 1)
+        ramp = np.clip((np.arange(head_size // 2) - first) / (last - first or 0.001), 0.0, 1.0)
+        frequencies = frequencies * (1 - ramp) + frequencies / scaling.factor * ramp
+    return np.outer(np.arange(seq_length), frequencies)
 
 
 def clamped_swiglu(

@@ -28,6 +28,10 @@ class _Tables(NamedTuple):
 
     ``cos`` and ``sin`` are [S, R / 2]; ``entry_cos`` and ``entry_sin`` [T, R / 2]. ``unseen`` [S, N] is added to
     scores: 0, or minus infinity for keys that are later or left the window, and for entries with later tokens.
+
+    With packed documents entries differ by row: what is of entries, and ``unseen``, begins with a dim of rows. Then
+    ``tokens`` [B, T x m] are the tokens of the windows, counted over all rows, and ``begins`` [B, T, 1, 1] is minus
+    infinity at the first window of a document, else 0. Positions count through the sequence: only distances matter.
     """
 
     cos: Tensor
@@ -35,6 +39,14 @@ class _Tables(NamedTuple):
     entry_cos: Tensor
     entry_sin: Tensor
     unseen: Tensor
+    tokens: Tensor | None = None
+    begins: Tensor | None = None
+
+    def of_rows(self, num: int) -> _Tables:
+        """The tables of the first rows."""
+        if self.tokens is None or num == self.tokens.shape[0]:
+            return self
+        return _Tables(self.cos, self.sin, *(table[:num] for table in self[2:] if table is not None))
 
 
 class CompressedAttention:
@@ -64,19 +76,23 @@ class CompressedAttention:
         self._size, self._batch_first = plan.gpt.size_of_head, plan.gpt.activation_order == "bsh"
         lengths = {*plan.sequence_lengths.values()}
         self._tables: Mapping[tuple[AttentionType, int], _Tables] = {
-            (kind, length): _tables(ops, spec, kind, length, like) for kind in {*spec.layer_types} for length in lengths
+            (kind, length): _tables(ops, spec, kind, (plan.schedule.micro_batch_size, length), like)
+            for kind in {*spec.layer_types}
+            for length in lengths
         }
 
     @property
     def constants(self) -> list[Tensor]:
         """All tables, for a trace that takes them as inputs."""
-        return [constant for tables in self._tables.values() for constant in tables]
+        return [constant for tables in self._tables.values() for constant in tables if constant is not None]
 
     @contextmanager
     def with_constants(self, constants: Sequence[Tensor]) -> Iterator[None]:
         """Compute with ``constants`` in place of the tables."""
         tables, each = self._tables, iter(constants)
-        self._tables = {key: _Tables(*(next(each) for _ in own)) for key, own in tables.items()}
+        self._tables = {
+            key: _Tables(*(None if table is None else next(each) for table in own)) for key, own in tables.items()
+        }
         try:
             yield
         finally:
@@ -96,16 +112,16 @@ class CompressedAttention:
             labels.append(f"{name}.compressor.in")
         low, own, *both = self._region.enter_each(entering, labels)
         keys, length = self._rows_first(own), own.shape[1 if self._batch_first else 0]
-        tables = self._tables[kind, length]
+        tables = self._tables[kind, length].of_rows(keys.shape[0])
         keys, unseen = self._rotated(keys, tables.cos, tables.sin), tables.unseen
         if rate is not None:
             kv, gate = ops.chunk(self._rows_first(both[0]), 2, -1)
-            entries = self._entries(kv, gate, f"{name}.compressor", rate, overlaps=kind == SPARSE)
+            entries = self._entries(kv, gate, f"{name}.compressor", rate, tables, overlaps=kind == SPARSE)
             normed = self._norm(entries, f"{name}.compressor.norm")
             keys = ops.concat([keys, self._rotated(normed, tables.entry_cos, tables.entry_sin)], 1)
         if kind == SPARSE:
             unseen = self._unseen(x.detach(), low.detach(), name, tables)
-        mix = partial(self._mixed, sinks=self._weight_of(f"{name}.sinks.weight"), unseen=unseen)
+        mix = partial(self._mixed, sinks=self._weight_of(f"{name}.sinks.weight"), unseen=unseen.unsqueeze(-3))
         inputs = self._query(low, name, tables), keys
         mixed = ops.recompute_in_backward(mix, *inputs) if self._recomputes else mix(*inputs)
         return self._compressed(self._rotated(mixed, tables.cos, -tables.sin), f"{name}.groups")
@@ -128,28 +144,32 @@ class CompressedAttention:
         return ops.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
 
     def _entries(
-        self, kv: Tensor, gate: Tensor, name: str, rate: int, *, overlaps: bool, fixed: bool = False
+        self, kv: Tensor, gate: Tensor, name: str, rate: int, tables: _Tables, *, overlaps: bool, fixed: bool = False
     ) -> Tensor:
         """Entries [B, T, D] before their norm, from the products of all tokens [B, S, D], or of twice that width."""
-        ops, num = self._ops, kv.shape[1] // rate
+        ops, num = self._ops, tables.entry_cos.shape[-2]
         positions = self._weight_of(f"{name}.positions.weight")
         bias = self._weights.fixed(positions) if fixed else self._weights.deferred(positions)
-        kv, gate = (part[:, : num * rate].reshape([kv.shape[0], num, rate, -1]) for part in (kv, gate))
+        if tables.tokens is None:
+            kv, gate = kv[:, : num * rate], gate[:, : num * rate]
+        else:
+            kv, gate = (ops.take_rows(part.flatten(0, 1), tables.tokens.flatten()) for part in (kv, gate))
+        kv, gate = (part.reshape([-1, num, rate, part.shape[-1]]) for part in (kv, gate))
         gate = gate + bias
         if overlaps:
-            kv, gate = self._overlapped(kv, 0.0), self._overlapped(gate, -np.inf)
+            kv, gate = self._overlapped(kv, 0.0), self._overlapped(gate, -np.inf, tables.begins)
         shares = ops.as_type_of(ops.softmax(ops.widened(gate), 2), kv)
         return (kv * shares).sum(2)
 
-    def _overlapped(self, windows: Tensor, missing: float) -> Tensor:
+    def _overlapped(self, windows: Tensor, missing: float, begins: Tensor | None = None) -> Tensor:
         """The first half of each window before, then the second half of its own: [B, T, m, 2 D] to [B, T, 2 m, D]."""
         ops = self._ops
         first, second = ops.chunk(windows, 2, -1)
         before = ops.concat([ops.zeros_like(first[:, :1]) + missing, first[:, :-1]], 1)
-        return ops.concat([before, second], 2)
+        return ops.concat([before if begins is None else before + begins, second], 2)
 
     def _unseen(self, x: Tensor, low: Tensor, name: str, tables: _Tables) -> Tensor:
-        """``unseen`` of the tables, with the entries that the indexer does not choose: [B, 1, S, N].
+        """``unseen`` of the tables, with the entries that the indexer does not choose: [B, S, N].
 
         Factors that all scores share are left out, because they do not change the choice.
         """
@@ -163,7 +183,7 @@ class CompressedAttention:
         gathered = self._rows_first(self._region.spread(own, f"{name}.indexer.in"))
         width = 2 * spec.index_head_dim
         kv, gate, heads = ops.split(gathered, [width, width, spec.index_n_heads], -1)
-        entries = ops.rms_norm(self._entries(kv, gate, f"{name}.indexer", rate, overlaps=True, fixed=True))
+        entries = ops.rms_norm(self._entries(kv, gate, f"{name}.indexer", rate, tables, overlaps=True, fixed=True))
         entries = entries * self._weights.fixed(self._weight_of(f"{name}.indexer.norm.weight"))
         entries = self._rotated(entries, tables.entry_cos, tables.entry_sin)
         query = product(self._rows_first(low), "q")  # [B, S, heads * size]
@@ -174,7 +194,7 @@ class CompressedAttention:
         scores = (products * ops.permute(heads, [0, 2, 1]).unsqueeze(-1)).sum(1)
         near, far = ops.split(tables.unseen, [scores.shape[1], scores.shape[2]], -1)
         far = far + ops.unchosen(scores + far, spec.index_topk)
-        return ops.concat([near + ops.zeros_like(far[:, :, :1]), far], -1).unsqueeze(1)
+        return ops.concat([near + ops.zeros_like(far[:, :, :1]), far], -1)
 
     def _mixed(self, query: Tensor, keys: Tensor, *, sinks: Weight, unseen: Tensor) -> Tensor:
         """Softmax attention [B, A, S, D] of queries [B, A, S, D] to keys [B, N, D], which are also the values.
@@ -206,14 +226,32 @@ class CompressedAttention:
         return x if self._batch_first else self._ops.permute(x, [1, 0, 2])
 
 
-def _tables(ops: BackendOps, spec: CompressedAttentionSpec, kind: AttentionType, length: int, like: Tensor) -> _Tables:
-    rate = spec.rate_of(kind)
-    base = spec.rope_theta if rate is None else spec.compress_rope_theta
-    angles = rotary_angles(length, spec.qk_rope_head_dim, base)
-    of_entries = angles[: 0 if rate is None else length // rate * rate : rate or 1]
+def _tables(
+    ops: BackendOps, spec: CompressedAttentionSpec, kind: AttentionType, sizes: tuple[int, int], like: Tensor
+) -> _Tables:
+    """The tables of micro-batches of ``sizes``: rows, and the tokens of each."""
+    rate, length = spec.rate_of(kind), sizes[1]
+    base, scaling = (spec.rope_theta, None) if rate is None else (spec.compress_rope_theta, spec.rope_scaling)
+    angles = rotary_angles(length, spec.qk_rope_head_dim, base, scaling)
+    packed = [spec.documents_of(row, length) for row in range(sizes[0] if spec.documents else 1)]
+    document = np.stack([np.repeat(np.arange(len(row)), row) for row in packed])  # of each token
+    position = np.concatenate([np.arange(size) for row in packed for size in row]).reshape(document.shape)
     query, key = np.arange(length)[:, None], np.arange(length)
-    is_seen = (key <= query) & (query - key < spec.sliding_window)
+    is_seen = (key <= query) & (query - key < spec.sliding_window) & (document[:, :, None] == document[:, None])
+    num = 0 if rate is None else spec.num_entries(kind, length)
+    is_first = np.zeros((len(packed), 0), dtype=bool)
+    first = np.zeros((len(packed), 0), dtype=np.int64)
     if rate is not None:
-        is_seen = np.concatenate([is_seen, np.arange(length // rate) < (query + 1) // rate], axis=1)
-    values = np.cos(angles), np.sin(angles), np.cos(of_entries), np.sin(of_entries), np.where(is_seen, 0.0, -np.inf)
-    return _Tables(*(ops.constant(value, like) for value in values))
+        left = np.stack([np.repeat(row, row) for row in packed]) - position
+        first = np.nonzero((position % rate == 0) & (left >= rate))[1].reshape(len(packed), num)
+        is_first = np.take_along_axis(position, first, 1) == 0
+        is_own = np.take_along_axis(document, first, 1)[:, None] == document[:, :, None]
+        is_seen = np.concatenate([is_seen, is_own & (first[:, None] + rate <= query + 1)], axis=-1)
+    of_entries, unseen = angles[first], np.where(is_seen, 0.0, -np.inf)
+    if spec.documents is None:
+        of_entries, unseen = of_entries[0], unseen[0]
+    tables = [np.cos(angles), np.sin(angles), np.cos(of_entries), np.sin(of_entries), unseen]
+    if spec.documents is not None:
+        tokens = first[:, :, None] + np.arange(rate or 1) + length * np.arange(len(packed))[:, None, None]
+        tables += [tokens.reshape(len(packed), -1), np.where(is_first, -np.inf, 0.0)[:, :, None, None]]
+    return _Tables(*(ops.constant(value, like) for value in tables))

@@ -35,8 +35,7 @@ def compressed_sizes(model: ModelSpec, spec: CompressedAttentionSpec, seq_length
         "ai": spec.index_n_heads, "ki": inner, "oi": spec.index_n_heads * inner,
     }  # fmt: skip
     for kind, name in _SHORT.items():
-        rate = spec.rate_of(kind) or 1
-        num = seq_length // rate
+        rate, num = spec.rate_of(kind) or 1, spec.num_entries(kind, seq_length)
         sizes |= {f"w_{name}": num, f"m_{name}": rate, f"u_{name}": num * rate}
     columns = {"k_sparse": 2 * size, "k_heavy": size, "k_index": 2 * inner}
     products = {"c_sparse": 4 * size, "c_heavy": 2 * size, "c_index": 4 * inner + spec.index_n_heads}

@@ -140,7 +140,7 @@ class PaddleOps:
     @staticmethod
     def constant(values: npt.NDArray[Any], like: Tensor) -> Tensor:
         """Implement ``BackendOps.constant``."""
-        return paddle.to_tensor(values, dtype=like.dtype)
+        return paddle.to_tensor(values, dtype=None if values.dtype.kind == "i" else like.dtype)
 
     @staticmethod
     def unchosen(scores: Tensor, number: int) -> Tensor:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import paddle
 import paddle.nn.functional as F
 
-from pipeproof.specs.compressed_attention import AttentionType
+from pipeproof.specs.compressed_attention import AttentionType, CompressedAttentionSpec
 from pipeproof.specs.plan import PlanSpec
 
 Tensor: TypeAlias = paddle.Tensor
@@ -36,7 +36,7 @@ class CompressedMath:
         self.is_sparse = kind == "compressed_sparse_attention"
         self.num_readers = 2 if self.rate is None else 4
         """Products that read the attention's input, apart from those of the indexer."""
-        self._base = spec.rope_theta if self.rate is None else spec.compress_rope_theta
+        self._radians = _radians(spec, is_plain=self.rate is None)
         self._to_rows = [1, 0, 2] if plan.gpt.activation_order == "sbh" else [0, 1, 2]
         self._sequence_first = plan.gpt.activation_order == "sbh"
 
@@ -52,29 +52,31 @@ class CompressedMath:
             )
             return made
 
-        num, size = low.shape[0 if self._sequence_first else 1] // rate, spec.index_head_dim
-        values, gates = (
-            product(x, part)[:, : num * rate].reshape(x.shape[1 if self._sequence_first else 0], num, rate, 2, size)
-            for part in ("kv", "gate")
-        )
-        gates = gates + weight_of("indexer.positions.weight").numpy().reshape(rate, 2, size)
-        entries = np.empty((len(values), num, size), dtype=values.dtype)
-        for window in range(num):
-            slots = [(values[:, window, :, 1], gates[:, window, :, 1])]
-            if window:
-                slots.insert(0, (values[:, window - 1, :, 0], gates[:, window - 1, :, 0]))
-            of_slots, logits = (np.concatenate(each, 1) for each in zip(*slots, strict=True))
-            shares = np.exp(logits - logits.max(1, keepdims=True))
-            entries[:, window] = (of_slots * shares).sum(1) / shares.sum(1)
+        size = spec.index_head_dim
+        values, gates = (product(x, part) for part in ("kv", "gate"))
+        bias = weight_of("indexer.positions.weight").numpy()
+        rows, length = values.shape[:2]
+        windows = [self._windows(row, length) for row in range(rows)]
+        entries = np.empty((rows, len(windows[0]), size), dtype=values.dtype)
+        for row, number in np.ndindex(entries.shape[:2]):
+            first, is_first = windows[row][number]
+            slots = [
+                (values[row, first : first + rate, size:], gates[row, first : first + rate, size:] + bias[:, size:])
+            ]
+            if not is_first:
+                last = slice(first - rate, first)
+                slots.insert(0, (values[row, last, :size], gates[row, last, :size] + bias[:, :size]))
+            of_slots, logits = (np.concatenate(each) for each in zip(*slots, strict=True))
+            shares = np.exp(logits - logits.max(0))
+            entries[row, number] = (of_slots * shares).sum(0) / shares.sum(0)
         entries /= np.sqrt(np.square(entries).mean(-1, keepdims=True) + 1e-6)
         entries *= weight_of("indexer.norm.weight").numpy()
-        entries = self._turned(entries, np.arange(num) * rate)
+        entries = self._turned(entries, np.array([[first for first, _ in row] for row in windows]))
         queries = product(low, "q")
-        length = queries.shape[1]
         queries = queries.reshape(len(queries), length, -1, size).swapaxes(1, 2)
         products = np.maximum(self._turned(queries, np.arange(length)) @ entries.swapaxes(1, 2)[:, None], 0.0)
         scores = np.einsum("bhst,bsh->bst", products, product(x, "heads"))
-        scores[:, ~self._earlier(length)] = -np.inf
+        scores[~self._seen(rows, length)[..., length:]] = -np.inf
         best = np.argsort(-scores, axis=-1, kind="stable")[..., : spec.index_topk]
         chosen = np.zeros(scores.shape, dtype=bool)
         np.put_along_axis(chosen, best, values=True, axis=-1)
@@ -93,15 +95,14 @@ class CompressedMath:
         heads = heads.transpose([1, 2, 0, 3] if self._sequence_first else [0, 2, 1, 3])
         keys = own.transpose(self._to_rows)
         length = keys.shape[1]
-        positions = np.arange(length)
-        distance = positions[:, None] - positions
-        seen = ((distance >= 0) & (distance < self.spec.sliding_window))[None]
+        positions, seen = np.arange(length), self._seen(keys.shape[0], length)
         keys = self.turned(keys, positions)
-        if products is not None and self.rate is not None:
+        if products is not None:
             entries = self._entries(products.transpose(self._to_rows), weight_of)
-            keys = paddle.concat([keys, self.turned(entries, np.arange(entries.shape[1]) * self.rate)], axis=1)
-            far = self._earlier(length)[None] if chosen is None else self._earlier(length) & chosen
-            seen = np.concatenate([np.broadcast_to(seen, (len(far), length, length)), far], axis=-1)
+            firsts = [[first for first, _ in self._windows(row, length)] for row in range(keys.shape[0])]
+            keys = paddle.concat([keys, self.turned(entries, np.array(firsts))], axis=1)
+            if chosen is not None:
+                seen[..., length:] &= chosen
         mixed = self._mixed(self.turned(heads, positions), keys, weight_of("sinks.weight"), seen)
         return self._of_groups(self.turned(mixed, -positions), weight_of("groups.weight"))
 
@@ -124,34 +125,53 @@ class CompressedMath:
         return np.concatenate([x[..., : x.shape[-1] - rope], turned.astype(x.dtype)], -1)
 
     def _angles(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        rope = self.spec.qk_rope_head_dim
-        return positions[:, None] * self._base ** -(np.arange(rope // 2) * 2 / rope)
+        return positions[..., None] * self._radians
 
-    def _earlier(self, length: int) -> Choice:
-        """True where all tokens of an entry are at a query, or before it: [S, T]."""
-        assert self.rate is not None
-        ends = np.arange(1, length // self.rate + 1) * self.rate - 1
-        return ends <= np.arange(length)[:, None]
+    def _windows(self, row: int, length: int) -> list[tuple[int, bool]]:
+        """The first token of each window of a row, and whether it is the first window of a document."""
+        documents, begin = list(self.spec.documents or [length]), 0
+        found: list[tuple[int, bool]] = []
+        for size in (documents * 2)[row % len(documents) :][: len(documents)]:
+            if self.rate is not None:
+                found += [(begin + i * self.rate, i == 0) for i in range(size // self.rate)]
+            begin += size
+        return found
+
+    def _seen(self, rows: int, length: int) -> Choice:
+        """True where a query sees a token, or an entry without an indexer's choice: [B, S, N]."""
+        documents = self.spec.documents or (length,)
+        seen = np.zeros((rows, length, length + len(self._windows(0, length))), dtype=bool)
+        for row in range(rows):
+            starts = np.cumsum([0, *np.roll(documents, -row)])
+            for query in range(length):
+                begin = int(starts[starts <= query][-1])
+                seen[row, query, max(begin, query + 1 - self.spec.sliding_window) : query + 1] = True
+                for number, (first, _) in enumerate(self._windows(row, length)):
+                    seen[row, query, length + number] = begin <= first and first + (self.rate or 1) <= query + 1
+        return seen
 
     def _entries(self, products: Tensor, weight_of: WeightOf) -> Tensor:
         """Normed entries [B, T, D] from both products of all tokens [B, S, ..]."""
         assert self.rate is not None
-        num = products.shape[1] // self.rate
-        kv, gate = (
-            part[:, : num * self.rate].reshape([part.shape[0], num, self.rate, -1])
-            for part in products.split(2, axis=-1)
-        )
+        rows, length = products.shape[:2]
+        windows = [self._windows(row, length) for row in range(rows)]
+        tokens = [np.concatenate([np.arange(first, first + self.rate) for first, _ in row]) for row in windows]
+        of_rows = [paddle.index_select(own, paddle.to_tensor(i)) for own, i in zip(products, tokens, strict=True)]
+        used = paddle.stack(of_rows).reshape([rows, -1, self.rate, products.shape[-1]])
+        kv, gate = used.split(2, axis=-1)
         gate = gate + weight_of("compressor.positions.weight")
         if self.is_sparse:
-            kv, gate = (self._with_windows_before(*each) for each in ((kv, 0.0), (gate, -np.inf)))
+            has_none = paddle.to_tensor([[is_first for _, is_first in row] for row in windows])
+            kv, gate = (self._with_windows_before(*each, has_none) for each in ((kv, 0.0), (gate, -np.inf)))
         entries = paddle.assign((kv * F.softmax(gate, axis=2)).sum(axis=2))
         scale = paddle.rsqrt(paddle.square(entries).mean(axis=-1, keepdim=True) + 1e-6)
         return entries * scale * weight_of("compressor.norm.weight")
 
-    def _with_windows_before(self, windows: Tensor, missing: float) -> Tensor:
+    def _with_windows_before(self, windows: Tensor, missing: float, has_none: Tensor) -> Tensor:
         first, second = windows.split(2, axis=-1)
-        none = paddle.full([first.shape[0], 1, *first.shape[2:]], missing, dtype=first.dtype)
-        return paddle.concat([paddle.concat([none, first[:, :-1]], axis=1), second], axis=2)
+        before = paddle.concat([first[:, :1], first[:, :-1]], axis=1)
+        before = paddle.where(has_none.unsqueeze([-1, -2]), paddle.full_like(before, missing), before)
+        return paddle.concat([before, second], axis=2)
 
     def _mixed(self, query: Tensor, keys: Tensor, sinks: Tensor, seen: Choice) -> Tensor:
         """Attention [B, A, S, D] to [B, N, D]: all queries are rows of one product, and a sink has no value."""
@@ -175,3 +195,20 @@ class CompressedMath:
             outputs.append(paddle.matmul(tokens.reshape([rows * length, heads // num * size]), own))
         joined = paddle.stack(outputs, axis=1)
         return joined.reshape([*(tokens.shape[:2]), -1])
+
+
+def _radians(spec: CompressedAttentionSpec, *, is_plain: bool) -> npt.NDArray[np.float64]:
+    """Radians of a position for each pair."""
+    rope, base = spec.qk_rope_head_dim, spec.rope_theta if is_plain else spec.compress_rope_theta
+    plain: npt.NDArray[np.float64] = base ** -(np.arange(rope // 2) * 2 / rope)
+    yarn = spec.rope_scaling
+    if yarn is None or is_plain:
+        return plain
+    ends = []
+    for beta, rounded in ((yarn.beta_fast, np.floor), (yarn.beta_slow, np.ceil)):
+        turns = yarn.original_max_position_embeddings / (2 * np.pi * beta)
+        ends.append(float(rounded(rope * np.log(turns) / np.log(base) / 2)))
+    low, high = max(ends[0], 0.0), min(ends[1], rope - 1.0)
+    stretched = np.clip((np.arange(rope // 2) - low) / (high - low if high != low else 0.001), 0, 1)
+    scaled: npt.NDArray[np.float64] = plain * (1 - stretched) + plain / yarn.factor * stretched
+    return scaled

@@ -6,6 +6,9 @@ T keys. Formulas are in ``describe/layers/attention.py``; the code shares nothin
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -33,24 +36,28 @@ class CompressedReference(NamedTuple):
         low = self._norm(weights.product(for_query, f"{name}.q_down.weight"), f"{name}.q_norm")
         keys = self._norm(weights.product(for_keys, f"{name}.kv.weight"), f"{name}.kv_norm")
         positions = torch.arange(length, device=x.device)
-        base = spec.rope_theta if rate is None else spec.compress_rope_theta
+        base = None if rate is None else spec.compress_rope_theta
         keys = self._turned(self._by_rows(keys), positions, base)
-        visible = self._window(positions).expand(rows, -1, -1)
+        documents = self._documents(positions, rows)
+        visible = self._window(positions) & (documents[:, :, None] == documents[:, None])
         if rate is not None:
             kv, gate = (
                 self._by_rows(weights.product(each, f"{name}.compressor.{part}.weight"))
                 for each, part in zip(for_entries, ("kv", "gate"), strict=True)
             )
             bias = weights.value(f"{name}.compressor.positions.weight")
+            starts = windows(documents, rate)
             entries = self._norm(
-                pooled(kv, gate, bias, rate, overlaps=kind.startswith("compressed")), f"{name}.compressor.norm"
+                pooled(kv, gate, bias, rate, starts, overlaps=kind.startswith("compressed")), f"{name}.compressor.norm"
             )
-            starts = torch.arange(entries.shape[1], device=x.device) * rate
-            keys = torch.cat([keys, self._turned(entries, starts, base)], 1)
-            earlier = (starts + rate - 1 <= positions[:, None]).expand(rows, -1, -1)
+            at = torch.tensor(starts, device=x.device)  # [B, T]
+            keys = torch.cat([keys, self._turned(entries, at, base)], 1)
+            earlier = (at[:, None] + rate - 1 <= positions[:, None]) & (
+                documents.gather(1, at)[:, None] == documents[:, :, None]
+            )
             if kind == "compressed_sparse_attention":
                 with torch.no_grad():
-                    earlier = earlier & self._chosen(x, low, f"{name}.indexer", earlier, rate)
+                    earlier = earlier & self._chosen(x, low, f"{name}.indexer", earlier, starts)
             visible = torch.cat([visible, earlier], -1)
         query = weights.product(low, f"{name}.q_up.weight").unflatten(-1, (-1, self.size))
         query = F.rms_norm(query, (self.size,), eps=1e-6)
@@ -72,23 +79,46 @@ class CompressedReference(NamedTuple):
         distance = positions[:, None] - positions[None, :]
         return (distance >= 0) & (distance < self.spec.sliding_window)
 
-    def _turned(self, x: Tensor, positions: Tensor, base: float) -> Tensor:
+    def _documents(self, positions: Tensor, rows: int) -> Tensor:
+        """The number of the document of each token: [B, S]."""
+        lengths = self.spec.documents or (len(positions),)
+        turned = [[*lengths[row % len(lengths) :], *lengths[: row % len(lengths)]] for row in range(rows)]
+        ends = torch.tensor(turned, device=positions.device).cumsum(1)  # [B, documents]
+        return (ends[:, None] <= positions[:, None]).sum(-1)
+
+    def _frequencies(self, base: float | None, device: torch.device) -> Tensor:
+        """Radians of a position for each pair; without a base, those of blocks without entries."""
+        rope, yarn = self.spec.qk_rope_head_dim, self.spec.rope_scaling
+        pairs = torch.arange(rope // 2, dtype=torch.float64, device=device)
+        plain = (self.spec.rope_theta if base is None else base) ** (-2 * pairs / rope)
+        if base is None or yarn is None:
+            return plain
+        # A pair has plain x tokens / 2 pi rotations: solved for the pair that has beta of them.
+        low, high = (
+            rope * math.log(yarn.original_max_position_embeddings / (beta * 2 * math.pi)) / (2 * math.log(base))
+            for beta in (yarn.beta_fast, yarn.beta_slow)
+        )
+        low, high = max(math.floor(low), 0), min(math.ceil(high), rope - 1)
+        kept = 1 - ((pairs - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+        return plain / yarn.factor * (1 - kept) + plain * kept
+
+    def _turned(self, x: Tensor, positions: Tensor, base: float | None) -> Tensor:
         """Rotate the pairs (0, 1), (2, 3), .. of the last R elements of [.., S, D]; back at negative positions."""
         rope = self.spec.qk_rope_head_dim
-        exponents = torch.arange(0, rope, 2, dtype=torch.float64, device=x.device) / rope
-        angles = positions[:, None] * base**-exponents
+        angles = positions[..., None] * self._frequencies(base, x.device)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         even, odd = x[..., x.shape[-1] - rope :].unflatten(-1, (-1, 2)).unbind(-1)
         pairs = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
         return torch.cat([x[..., : x.shape[-1] - rope], pairs.flatten(-2)], -1)
 
-    def _chosen(self, x: Tensor, low: Tensor, name: str, earlier: Tensor, rate: int) -> Tensor:
+    def _chosen(self, x: Tensor, low: Tensor, name: str, earlier: Tensor, starts: Sequence[Sequence[int]]) -> Tensor:
         """True for the entries [B, S, T] with the largest scores; the first of equal ones."""
         spec, value = self.spec, self.weights.value
         kv, gate, of_heads = (self._by_rows(x @ value(f"{name}.{part}.weight")) for part in ("kv", "gate", "heads"))
-        entries = self._norm(pooled(kv, gate, value(f"{name}.positions.weight"), rate, overlaps=True), f"{name}.norm")
+        bias = value(f"{name}.positions.weight")
+        entries = self._norm(pooled(kv, gate, bias, len(bias), starts, overlaps=True), f"{name}.norm")
         positions = torch.arange(x.shape[0 if self.sequence_first else 1], device=x.device)
-        entries = self._turned(entries, positions[: len(positions) // rate * rate : rate], spec.compress_rope_theta)
+        entries = self._turned(entries, torch.tensor(starts, device=x.device), spec.compress_rope_theta)
         query = self._by_rows(low @ value(f"{name}.q.weight")).unflatten(-1, (-1, spec.index_head_dim)).transpose(1, 2)
         query = self._turned(query, positions, spec.compress_rope_theta)
         scores = torch.zeros(earlier.shape, dtype=x.dtype, device=x.device)
@@ -119,17 +149,41 @@ class CompressedReference(NamedTuple):
         return self.weights.product(joined, f"{name}.out.weight")
 
 
-def pooled(kv: Tensor, gate: Tensor, bias: Tensor, rate: int, *, overlaps: bool) -> Tensor:
-    """Entries [B, T, D] from two products [B, S, D]; of [B, S, 2 D] each has slots of the window before, too."""
-    num = kv.shape[1] // rate
-    kv, gate = (x[:, : num * rate].unflatten(1, (num, rate)) for x in (kv, gate))
+def windows(documents: Tensor, rate: int) -> list[list[int]]:
+    """The first token of each window of each row, by the numbers of the documents [B, S]."""
+    rows = []
+    for row in documents.tolist():
+        starts = [0, *(i for i in range(1, len(row)) if row[i] != row[i - 1]), len(row)]
+        rows.append([i for a, b in pairwise(starts) for i in range(a, b - rate + 1, rate)])
+    return rows
+
+
+def pooled(
+    kv: Tensor, gate: Tensor, bias: Tensor, rate: int, starts: Sequence[Sequence[int]], *, overlaps: bool
+) -> Tensor:
+    """Entries [B, T, D] from two products [B, S, D]; of [B, S, 2 D] each has slots of the window before, too.
+
+    ``starts`` are the first tokens of windows. One that does not begin where the last one ends has none before it.
+    """
+
+    def windows_of(x: Tensor) -> Tensor:
+        tokens = torch.tensor(starts, device=x.device)[:, :, None] + torch.arange(rate, device=x.device)
+        return torch.stack([own[index] for own, index in zip(x, tokens, strict=True)])
+
+    kv, gate = windows_of(kv), windows_of(gate)
     gate = gate + bias
     if overlaps:
         size = kv.shape[-1] // 2
-        none = torch.full_like(gate[:, :1, :, :size], -torch.inf)
         kv, gate = (
-            torch.cat([torch.cat([first, x[:, :-1, :, :size]], 1), x[..., size:]], 2)
-            for x, first in ((kv, torch.zeros_like(none)), (gate, none))
+            torch.cat([_before(x[..., :size], starts, rate, missing), x[..., size:]], 2)
+            for x, missing in ((kv, 0.0), (gate, -torch.inf))
         )
     shares = gate.float().softmax(2).to(gate.dtype) if gate.element_size() == 2 else gate.softmax(2)
     return (kv * shares).sum(2)
+
+
+def _before(x: Tensor, starts: Sequence[Sequence[int]], rate: int, missing: float) -> Tensor:
+    """The window before each one [B, T, m, D], or ``missing``."""
+    follows = [[a + rate == b for a, b in pairwise([-rate - 1, *row])] for row in starts]
+    previous = torch.cat([x[:, :1], x[:, :-1]], 1)
+    return torch.where(torch.tensor(follows, device=x.device)[:, :, None, None], previous, missing)

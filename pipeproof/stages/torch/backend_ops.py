@@ -106,7 +106,8 @@ class TorchOps:
     @staticmethod
     def constant(values: npt.NDArray[Any], like: Tensor) -> Tensor:
         """Implement ``BackendOps.constant``."""
-        return torch.tensor(values, dtype=like.dtype, device=like.device)
+        dtype = None if values.dtype.kind == "i" else like.dtype
+        return torch.tensor(values, dtype=dtype, device=like.device)
 
     @staticmethod
     def unchosen(scores: Tensor, number: int) -> Tensor:

@@ -94,8 +94,10 @@ def settings_of(model: ModelSpec) -> dict[str, Any]:
     assert spec is not None, "the model is of this class"
     assert streams is not None, "it is refused"
     part = spec.qk_rope_head_dim / model.size_of_head
+    scaling = None if spec.rope_scaling is None else {"rope_type": "yarn", **spec.rope_scaling.model_dump()}
     return {
-        **spec.model_dump(mode="json"),
+        **spec.model_dump(mode="json", exclude={"documents"}),
+        "rope_scaling": scaling,
         "layer_types": [spec.type_of(block) for block in range(model.num_layers)],
         # transformers rounds the product with the head's size down
         "partial_rotary_factor": math.nextafter(part, math.inf) if int(model.size_of_head * part) != part else part,

@@ -48,6 +48,13 @@ SIZES = {
          "index_n_heads": 6, "index_head_dim": 8, "index_topk": 30,
          "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 7}},
     ),
+    "packed documents, YaRN": (
+        {"hidden_size": 24, "num_heads": 4, "head_size": 12, "seq_length": 31},
+        {"q_lora_rank": 7, "qk_rope_head_dim": 8, "sliding_window": 6, "o_groups": 2, "o_lora_rank": 5,
+         "index_n_heads": 9, "index_head_dim": 8, "index_topk": 2, "documents": [11, 1, 14, 5],
+         "rope_scaling": {"factor": 16.0, "original_max_position_embeddings": 400, "beta_fast": 32, "beta_slow": 0.1},
+         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 5}},
+    ),
 }  # fmt: skip
 
 NAMES = {
@@ -78,18 +85,22 @@ class Wide:
 def oracle_():
     """Return transformers' modules, in float64 throughout."""
     modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    rotations = pytest.importorskip("transformers.modeling_rope_utils")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(modeling, "torch", Wide())
+        patch.setattr(rotations, "torch", Wide())
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         yield modeling
 
 
 def config_of(oracle, model, spec):
+    yarn = spec.get("rope_scaling")
     return oracle.DeepseekV4Config(
         num_hidden_layers=3, layer_types=list(TYPES), hidden_size=model["hidden_size"], vocab_size=11,
         num_attention_heads=model["num_heads"], head_dim=model["head_size"], attn_implementation="eager",
         partial_rotary_factor=spec["qk_rope_head_dim"] / model["head_size"],
-        **{key: value for key, value in spec.items() if key != "qk_rope_head_dim"},
+        **({} if yarn is None else {"rope_parameters": {"rope_type": "yarn", **yarn}}),
+        **{key: value for key, value in spec.items() if key not in {"qk_rope_head_dim", "documents", "rope_scaling"}},
     )  # fmt: skip
 
 
@@ -109,15 +120,23 @@ def theirs(oracle, model, spec, kind, weights, x, gradient):
     layer.load_state_dict(
         {NAMES[name]: as_theirs(name, value).reshape(shapes[NAMES[name]]) for name, value in weights.items()}
     )
-    positions = torch.arange(x.shape[1]).unsqueeze(0)
     rotary = index_rotary(oracle, config, spec)
-    tables = {label: rotary(x, position_ids=positions, layer_type=label) for label in ("main", "compress")}
-    mask = oracle.create_sliding_window_causal_mask(
-        config=config, inputs_embeds=x, attention_mask=None, past_key_values=None, position_ids=positions,
-        allow_is_causal_skip=False,
-    )  # fmt: skip
+
+    def alone(x):
+        positions = torch.arange(x.shape[1]).unsqueeze(0)
+        tables = {label: rotary(x, position_ids=positions, layer_type=label) for label in ("main", "compress")}
+        mask = oracle.create_sliding_window_causal_mask(
+            config=config, inputs_embeds=x, attention_mask=None, past_key_values=None, position_ids=positions,
+            allow_is_causal_skip=False,
+        )  # fmt: skip
+        return layer(x, tables, positions, mask)[0]
+
     leaf = x.clone().requires_grad_()
-    output, _ = layer(leaf, tables, positions, mask)
+    if (documents := spec.get("documents")) is None:
+        output = alone(leaf)
+    else:
+        rows = [own.split(documents[r:] + documents[:r], 1) for r, own in enumerate(leaf.split(1))]
+        output = torch.cat([torch.cat([alone(document) for document in row], 1) for row in rows])
     output.backward(gradient)
     by_name = dict(layer.named_parameters())
     gradients = {name: by_name[NAMES[name]].grad for name in weights}
@@ -240,7 +259,9 @@ def test_flash_attention_counts_the_pairs_that_queries_see():
         for query in range(length):
             entries = 0 if rate is None else (query + 1) // rate
             pairs += min(query + 1, window) + min(entries, entries if top_k is None else top_k)
-        assert CompressedCore("core", 1, 1, window, Weight("sinks", (1,)), rate, top_k).seen(length) == pairs
+        core = CompressedCore("core", 1, 1, window, Weight("sinks", (1,)), rate, top_k)
+        assert core.seen(length) == pairs
+        assert core._replace(documents=(5, length)).seen(length + 5) == core.seen(5) + pairs
 
 
 @pytest.mark.needs("transformers")

@@ -40,7 +40,9 @@ def plan_of(size, seed):
         plan_dict(
             model={
                 **model, "num_layers": BLOCKS, "vocab_size": 32, "activation_order": "bsh",
-                "compressed_attention": {**spec, "layer_types": [TYPES[i % 3] for i in range(BLOCKS)]},
+                "compressed_attention": {
+                    **spec, "layer_types": [TYPES[i % 3] for i in range(BLOCKS)], "documents": None,
+                },
                 "moe": {
                     "num_experts": experts, "top_k": int(draw(2, experts)), "ffn_size": int(draw(4, 10)),
                     "num_shared_experts": 1, "score": "sqrtsoftplus", "routed_scale": 1.5, "hash_layers": 2,
@@ -103,7 +105,7 @@ def batch_of(plan, seed):
     return ids, torch.cat([ids[:, 1:], torch.full((2, 1), IGNORED)], 1)
 
 
-@pytest.mark.parametrize(("size", "seed"), list(zip(SIZES, range(3), strict=True)))
+@pytest.mark.parametrize(("size", "seed"), list(zip(SIZES, range(4), strict=True)))
 @pytest.mark.usefixtures("oracle")
 def test_logits_loss_and_all_gradients_are_those_of_transformers(size, seed, tmp_path):
     plan, model, other = both(size, seed, tmp_path)

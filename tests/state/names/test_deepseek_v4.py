@@ -140,6 +140,8 @@ def test_without_tables_a_directory_has_one_file_and_no_index(tmp_path):
 def test_the_importer_reads_the_configuration_back_and_transformers_rotates_as_many_elements(tmp_path, rope):
     sizes = {"head_size": 44, "compressed_attention": {**MODEL["compressed_attention"], "qk_rope_head_dim": rope}}
     sizes["compressed_attention"] |= {"index_head_dim": 48, "rope_theta": 5e3, "compress_rope_theta": 7e4}
+    yarn = {"factor": 16.0, "original_max_position_embeddings": 65536, "beta_fast": 30.0, "beta_slow": 2.0}
+    sizes["compressed_attention"]["rope_scaling"] = yarn
     model = plan_of(**MODEL | sizes).model
     config = config_of(model, "float64")
     assert int(config["head_dim"] * config["partial_rotary_factor"]) == rope
@@ -150,7 +152,8 @@ def test_the_importer_reads_the_configuration_back_and_transformers_rotates_as_m
     for key in ("num_layers", "hidden_size", "num_heads", "head_size", "vocab_size", "ffn_size", "swiglu_limit",
                 "swiglu_formula"):  # fmt: skip
         assert draft.get("model", key) == getattr(model, key), key
-    spec = model.compressed_attention.model_dump(mode="json")
+    spec = model.compressed_attention.model_dump(mode="json", exclude={"rope_scaling"})
+    assert {key: draft.get("model", "compressed_attention", "rope_scaling", key) for key in yarn} == yarn
     for key, value in spec.items():
         expected = [model.compressed_attention.type_of(n) for n in range(4)] if key == "layer_types" else value
         assert draft.get("model", "compressed_attention", key) == expected, key

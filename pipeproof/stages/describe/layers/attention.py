@@ -105,7 +105,8 @@ def _queries(model: ModelSpec, queries: int, rank: int | None) -> ops.Operations
 # the first half, and its own tokens, with the second half. The first window has only its own. A query at position t
 # sees the entries below (t + 1) // rate. Of sparse ones an indexer chooses ``index_topk``, at equal scores the first:
 # it has rotated entries and queries of its own, and the score is a sum over its heads of (W_heads x) * relu(q entry). A
-# choice has no gradient, so the loss does not train the indexer's weights.
+# choice has no gradient, so the loss does not train the indexer's weights. Packed documents see neither each other's
+# tokens nor entries, and each has windows of its own: its first entry has no window before it.
 #
 # With tensor parallelism each rank has the queries, sinks and output groups of its heads. Keys, entries and choices are
 # computed whole on every rank: of products between layers, which sequence parallelism divides, the ranks gather the
@@ -136,7 +137,7 @@ def compressed_attention(model: ModelSpec, spec: CompressedAttentionSpec, kind: 
         ops.Elementwise("attn.rotary", ROTARY, ROTARY, sharded=rotated, whole=spec.qk_rope_head_dim),
         *(() if rate is None else _entries(model, "attn.compressor", rate, size, is_sparse=is_sparse, trained=True)),
         *(_indexer(model, spec, rate) if is_sparse and rate is not None else ()),
-        ops.CompressedCore("attn.core", model.num_heads, size, spec.sliding_window, sinks, rate, top_k),
+        ops.CompressedCore("attn.core", model.num_heads, size, spec.sliding_window, sinks, rate, top_k, spec.documents),
         ops.Elementwise("attn.rotary_back", ROTARY, ROTARY, sharded=rotated),
         ops.Product("attn.groups", (group,), ops.GROUPS),
         *attention_output(model, spec.o_groups * spec.o_lora_rank),

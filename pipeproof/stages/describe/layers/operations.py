@@ -152,7 +152,7 @@ class CompressedCore(NamedTuple):
     """Attention of heads of ``size`` elements to one head of keys, which are also the values, and to sinks.
 
     The keys are the last ``window`` tokens, with entries of ``rate`` tokens, if there are any, and of these at most
-    ``top_k``.
+    ``top_k``; of the query's own document, if there are ``documents``.
     """
 
     name: str
@@ -162,9 +162,12 @@ class CompressedCore(NamedTuple):
     sinks: Weight
     rate: int | None = None
     top_k: int | None = None
+    documents: tuple[int, ...] | None = None
 
     def seen(self, length: int) -> int:
         """Pairs of a query and a key or an entry that it sees, in a sequence of that length, without sinks."""
+        if self.documents is not None:
+            return sum(map(self._replace(documents=None).seen, self.documents))
         near, rate = min(self.window, length), self.rate
         pairs = near * (near + 1) // 2 + (length - near) * near
         if rate is None:
@@ -336,12 +339,12 @@ class RankSizes:
         self.between = self.tokens / self.tp if self.is_sharded_between else self.tokens
         visits = self.tokens * (0 if plan.model.moe is None else plan.model.moe.top_k)
         spec, kind = plan.gpt.compressed_attention, attention_of(plan.gpt, layer)
-        rate = None if spec is None or kind is None else spec.rate_of(kind)
+        entries = 0 if spec is None or kind is None else spec.num_entries(kind, self.size.seq_length)
         groups = 0 if spec is None else spec.o_groups
         self._rows = {
             INSIDE: self.tokens, BETWEEN: self.between, VISITS: visits, GATHERED: self.tokens * self.ep,
             GROUPS: self.tokens * groups / self.tp,
-            ENTRIES: Fraction(0 if rate is None else self.size.num_rows * (self.size.seq_length // rate)),
+            ENTRIES: Fraction(self.size.num_rows * entries),
         }  # fmt: skip
 
     def rows(self, rows: Rows) -> Fraction:
