@@ -119,6 +119,7 @@ class Job:
             layout.stages, plan=layout.plan, loss_fn=causal_lm_loss, example=(self.tokens[:1],), split=layout.split
         )
         pipe.profile(file, self.tokens, target=self.tokens, num_steps=2)
+        dist.barrier()  # the first rank writes the file
         layers = {layer["name"]: layer for layer in layout.plan["model"]["layers"]}
         rows = []
         for measured in read_profile(file).stages:

@@ -16,7 +16,6 @@ class Gpu:
         self.host, self.end, self.idle = 0, 0, 0
         cuda = measure_layers.torch.cuda
         monkeypatch.setattr(cuda, "Event", lambda **_: Event(self))
-        monkeypatch.setattr(cuda, "_sleep", lambda cycles: self.launch(cycles // 2), raising=False)
         monkeypatch.setattr(cuda, "synchronize", lambda device: self.wait(self.end))
         monkeypatch.setattr(measure_layers.time, "perf_counter_ns", lambda: self.host)
         monkeypatch.setattr(measure_layers.time, "monotonic", lambda: self.host / 1e9)
@@ -49,6 +48,7 @@ def cost_of(monkeypatch, gpu, device_us, host_us):
     repeated = object.__new__(measure_layers._Repeated)
     repeated._is_gpu, repeated._device = True, None
     repeated._memory = lambda: LayerCost(kept=5)
+    repeated._occupy = lambda ns: gpu.launch(int(ns))
 
     def one_round(mark):
         mark()

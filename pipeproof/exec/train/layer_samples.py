@@ -123,9 +123,11 @@ def ways_measured(
     tasks = [(way, number) for way in ways for number, sample in enumerate(samples)
              if not way.recomputes or chain.block(sample.first) is not None]  # fmt: skip
 
+    shares = _shares([_effort(chain, samples[number], way) for way, number in tasks], agreement.num_ranks)
+
     def own() -> list[Any]:
         measured = []
-        for position in range(agreement.rank, len(tasks), agreement.num_ranks):
+        for position in shares[agreement.rank]:
             way, number = tasks[position]
             sample = samples[number]
             progress(f"measuring layers {sample.first} to {sample.layers[-1]}, {way}")
@@ -149,6 +151,20 @@ def ways_measured(
     possible = [way for way in ways if way not in refused]
     found = {way: _of_layers(of, samples, costs[way], known.get(way._replace(recomputes=False))) for way in possible}
     return found, refused
+
+
+def _effort(chain: Chain, sample: Sample, way: RunWay) -> int:
+    """How long a sample takes, next to others: most of it is the compilation of its blocks, longest of graphs."""
+    num_blocks = sum(chain.block(layer) is not None for layer in sample.layers)
+    return (1 + num_blocks) * (2 if way.split == "graph" else 1)
+
+
+def _shares(efforts: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """The numbers of each rank's tasks: the longest ones first, each for the rank that has least to do."""
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    for number in sorted(range(len(efforts)), key=lambda number: -efforts[number]):
+        min(shares, key=lambda share: sum(efforts[each] for each in share)).append(number)
+    return shares
 
 
 def host_times(one_round: Callable[[Callable[[], None]], None]) -> list[int]:

@@ -104,7 +104,8 @@ class Tuning:
         limits = [each for each in self.agreement.gather("limit", self._limit) if each is not None]
         self.limit = min(limits, default=None)
         costs = self._phase("measure", lambda: self._measured(self._ways()))
-        self.layers = Layers(self._static_bytes(), self.chain.has_ends, self._latency_ns())
+        latency_ns = self._phase("measure messages", self._latency_ns)
+        self.layers = Layers(self._static_bytes(), self.chain.has_ends, latency_ns)
         found, lacking = self._phase("search", lambda: self._searched(costs))
         if lacking and any(map(self.chain.can_recompute, range(self.chain.num_layers))):
             ways = [way._replace(recomputes=True) for way in costs if not way.replay]
