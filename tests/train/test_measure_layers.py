@@ -3,7 +3,7 @@
 import pytest
 
 from pipeproof.analysis.tune.layer_cuts import LayerCost
-from pipeproof.exec.train.layer_samples import RunWay
+from pipeproof.exec.train.layer_samples import RunWay, _shares, samples_of
 from pipeproof.exec.train.torch import measure_layers
 
 pytestmark = pytest.mark.needs_torch
@@ -87,3 +87,17 @@ def test_a_recomputed_module_of_a_sequential_is_compiled_as_one_graph():
 
     torch.compile(model[0], backend=backend, fullgraph=True)(torch.randn(3, 4, requires_grad=True)).sum().backward()
     assert [graph.count("tag_activation_checkpoint") > 0 for graph in graphs] == [True]
+
+
+def test_two_neighbours_and_each_of_them_alone_are_measured_on_one_device():
+    nn = measure_layers.nn
+    cutter = measure_layers.Cutter.of(nn.Sequential(nn.Embedding(9, 4), *(nn.Linear(4, 4) for _ in range(4))))
+    of, samples = samples_of(cutter)
+    ways = [RunWay("whole", is_compiled=True), RunWay("graph", is_compiled=False)]
+    tasks = [(way, number) for way in ways for number in range(len(samples))]
+    shares = _shares(cutter, samples, of, tasks, 2)
+    assert sorted(position for share in shares for position in share) == list(range(len(tasks)))
+    ranks = {tasks[position]: rank for rank, share in enumerate(shares) for position in share}
+    for way in ways:
+        assert ranks[way, of[1]] == ranks[way, len(samples) - 1]
+    assert ranks[ways[0], of[1]] != ranks[ways[1], of[1]]

@@ -94,8 +94,10 @@ def test_a_host_that_is_slower_than_the_device_makes_the_step_longer_and_a_repla
     kind = SCHEDULE_KINDS["gpipe"]
     best = best_cut(layers, replayed, kind, 2, 1, 8)
     assert best.sizes == (2, 2)
-    assert step_of(layers, way, best, 2, 8) == pytest.approx(best.step * (60 + 2 * 90) / 200, rel=0.01)
-    assert step_of(layers, replayed, best, 2, 8) == best.step
+    step, slowdowns = step_of(layers, way, best, 2, 8)
+    assert step == pytest.approx(best.step * (60 + 2 * 90) / 200, rel=0.01)
+    assert slowdowns == [(60 + 2 * 90) / 200] * 2
+    assert step_of(layers, replayed, best, 2, 8) == (best.step, [1.0, 1.0])
 
 
 def test_layers_are_recomputed_only_where_the_memory_needs_it():

@@ -52,11 +52,6 @@ class LayerCost:
         """Time of a micro-batch."""
         return self.forward + self.backward_input + self.backward_weight
 
-    @property
-    def slowdown(self) -> float:
-        """The factor by which the work gets longer where the host needs longer than the device."""
-        return max(1.0, self.host / self.work) if self.work else 1.0
-
 
 @dataclass(frozen=True)
 class Way:
@@ -162,11 +157,12 @@ def _begun(
     return search
 
 
-def step_of(layers: Layers, way: Way, best: Best, num_ranks: int, num_micro_batches: int) -> int:
-    """The step in nanoseconds of a cut that was found, run in another way."""
+def step_of(layers: Layers, way: Way, best: Best, num_ranks: int, num_micro_batches: int) -> tuple[int, list[float]]:
+    """The step in nanoseconds of a cut that was found, run in another way, and by what its host slows each stage."""
     schedule = SCHEDULE_KINDS[best.kind].generate(Request(num_ranks, num_micro_batches, best.num_chunks))
     search = _Search(layers, way, schedule, num_micro_batches, None)
-    return search.step_of(search.stages(best.sizes, best.recomputed))
+    stages = search.stages(best.sizes, best.recomputed)
+    return search.step_of(stages), search.slowdowns(stages)
 
 
 @dataclass(frozen=True)
@@ -247,18 +243,23 @@ class _Search:
         return _Timed(sizes, tuple(recomputed), self.step_of(own), tuple(peaks))
 
     def step_of(self, own: Sequence[_Stage]) -> int:
-        """The step in nanoseconds. Where the host of a rank needs longer than its device, all of its work does."""
-        factors = [1.0] * self.num_stages
-        for stages in self.stages_of_ranks:
-            work, host = (sum(getattr(own[s].cost, key) for s in stages) for key in ("work", "host"))
-            for stage in stages:
-                factors[stage] = LayerCost(work, host=host).slowdown
+        """The step in nanoseconds."""
+        factors = self.slowdowns(own)
         forwards, inputs, weights = (
             [int(factor * getattr(stage.cost, key)) for factor, stage in zip(factors, own, strict=True)]
             for key in ("forward", "backward_input", "backward_weight")
         )
         costs = StageCosts(forwards, inputs, weights, self.layers.latency)
         return int(max(end for ends in asap(self.schedule, costs).ends for end in ends))
+
+    def slowdowns(self, own: Sequence[_Stage]) -> list[float]:
+        """Factors of each stage's work: where the host of a rank needs longer than its device, all of its work does."""
+        factors = [1.0] * self.num_stages
+        for stages in self.stages_of_ranks:
+            work, host = (sum(getattr(own[s].cost, key) for s in stages) for key in ("work", "host"))
+            for stage in stages:
+                factors[stage] = max(1.0, host / work) if work else 1.0
+        return factors
 
     def _recomputable(self, numbers: range) -> list[int]:
         return [n for n in numbers if n < len(self.way.recomputed) and self.way.recomputed[n] is not None]

@@ -123,11 +123,9 @@ def ways_measured(
     tasks = [(way, number) for way in ways for number, sample in enumerate(samples)
              if not way.recomputes or chain.block(sample.first) is not None]  # fmt: skip
 
-    shares = _shares([_effort(chain, samples[number], way) for way, number in tasks], agreement.num_ranks)
-
     def own() -> list[Any]:
         measured = []
-        for position in shares[agreement.rank]:
+        for position in _shares(chain, samples, of, tasks, agreement.num_ranks)[agreement.rank]:
             way, number = tasks[position]
             sample = samples[number]
             progress(f"measuring layers {sample.first} to {sample.layers[-1]}, {way}")
@@ -153,17 +151,28 @@ def ways_measured(
     return found, refused
 
 
-def _effort(chain: Chain, sample: Sample, way: RunWay) -> int:
-    """How long a sample takes, next to others: most of it is the compilation of its blocks, longest of graphs."""
-    num_blocks = sum(chain.block(layer) is not None for layer in sample.layers)
-    return (1 + num_blocks) * (2 if way.split == "graph" else 1)
+def _shares(
+    chain: Chain, samples: Sequence[Sample], of: Sequence[int], tasks: Sequence[tuple[RunWay, int]], num_ranks: int
+) -> list[list[int]]:
+    """The positions of each rank's tasks: what takes longest first, each for the rank that has least to do.
 
-
-def _shares(efforts: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """The numbers of each rank's tasks: the longest ones first, each for the rank that has least to do."""
+    Two neighbours are compared with each of them alone, so one device measures all three: others have other clocks.
+    Compilation takes most of the time, that of graphs longer.
+    """
+    compared = {len(samples) - 1, *(of[layer] for layer in samples[-1].layers)} if samples[-1].num == 2 else set()
+    together: dict[tuple[RunWay, int], list[int]] = {}
+    efforts: dict[tuple[RunWay, int], int] = {}
+    for position, (way, number) in enumerate(tasks):
+        key = way, -1 if number in compared else number
+        num_blocks = sum(chain.block(layer) is not None for layer in samples[number].layers)
+        together.setdefault(key, []).append(position)
+        efforts[key] = efforts.get(key, 0) + (1 + num_blocks) * (2 if way.split == "graph" else 1)
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    for number in sorted(range(len(efforts)), key=lambda number: -efforts[number]):
-        min(shares, key=lambda share: sum(efforts[each] for each in share)).append(number)
+    work = [0] * num_ranks
+    for key in sorted(together, key=lambda key: -efforts[key]):
+        rank = work.index(min(work))
+        shares[rank] += together[key]
+        work[rank] += efforts[key]
     return shares
 
 

@@ -173,18 +173,23 @@ def _complexity(row: LayoutRow) -> tuple[Any, ...]:
     return row.replay, row.num_chunks, row.split != "whole", sum(row.recomputed), row.measured_ms
 
 
-def with_times(content: Mapping[str, Any], row: LayoutRow, costs: Sequence[LayerCost]) -> dict[str, Any]:
-    """The plan with the measured times of its layers; what each stage takes in addition counts for its first layer."""
+def with_times(
+    content: Mapping[str, Any], row: LayoutRow, costs: Sequence[LayerCost], slowdowns: Sequence[float]
+) -> dict[str, Any]:
+    """The plan with the measured times of its layers, longer by the factor of each stage.
+
+    What each stage takes in addition counts for its first layer.
+    """
     result = {**content, "model": {**content["model"]}}
     layers = [dict(layer) for layer in content["model"]["layers"]]
     stages = content.get("stages") or [[layer["name"]] for layer in layers]
     by_name = {layer["name"]: layer for layer in layers}
     is_split = row.split != "whole"
-    for numbers, names in zip(numbers_of_stages(row.sizes), stages, strict=True):
+    for numbers, names, slowdown in zip(numbers_of_stages(row.sizes), stages, slowdowns, strict=True):
         own = [costs[n] for n in numbers] if len(numbers) == len(names) else []
         for position, name in enumerate(names):
             parts = [own[position], *([costs[-1]] if not position else [])] if own else [costs[n] for n in numbers]
-            times = [sum(part.slowdown * getattr(part, key) for part in parts) / 1e3
+            times = [slowdown * sum(getattr(part, key) for part in parts) / 1e3
                      for key in ("forward", "backward_input", "backward_weight")]  # fmt: skip
             by_name[name]["forward_us"] = round(times[0], 3)
             if is_split:

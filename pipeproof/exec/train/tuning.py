@@ -82,8 +82,8 @@ class Tuning:
         self.seconds: dict[str, float] = {}
         self.plans: dict[tuple[Any, ...], dict[str, Any]] = {}
         """The plans of the layouts that were run, by ``LayoutRow.plain``."""
-        self.by_operation: dict[tuple[Any, ...], float] = {}
-        """Of layouts to be replayed the predicted milliseconds of their steps without it, likewise."""
+        self.found: dict[tuple[Any, ...], Best] = {}
+        """The cuts that were found, likewise."""
         self._num_asked = 0
 
     def run(self) -> Layout:
@@ -238,11 +238,13 @@ class Tuning:
                 best.recomputed, best.step / 1e6, max(best.peaks) / GIB,
                 reason="the search of its cuts ended before all were compared" if is_open else "",
             ))  # fmt: skip
-            if way.replay:
-                _, own = self._ways_by_name[str(way._replace(replay=False))]
-                step = step_of(self.layers, own, best, self.agreement.num_ranks, self.num_micro_batches)
-                self.by_operation[rows[-1].plain] = step / 1e6
+            self.found[rows[-1].plain] = best
         return rows
+
+    def _step_of(self, row: LayoutRow) -> tuple[int, list[float]]:
+        """The predicted step of a row in nanoseconds, and by what its host slows each stage."""
+        _, way = self._ways_by_name[str(row.way)]
+        return step_of(self.layers, way, self.found[row.plain], self.agreement.num_ranks, self.num_micro_batches)
 
     def _lacking_text(self, lacking: Sequence[Lacking]) -> str:
         limit = self.limit
@@ -308,7 +310,8 @@ class Tuning:
         own, again = costs[chosen.way], costs.get(chosen.way._replace(recomputes=True), [])
         recomputed = set(self._recomputed(chosen))
         measured = [again[n] if n in recomputed else own[n] for n in range(len(own))]
-        content = with_times(self.plans[chosen.plain], chosen, measured)
+        _, slowdowns = self._step_of(chosen)
+        content = with_times(self.plans[chosen.plain], chosen, measured, slowdowns)
         return Layout(self._stages(chosen), content, tuple(rows), tuple(self.notes), dict(self.seconds))
 
     # --- what a framework does ---

@@ -192,7 +192,8 @@ class _Tuning(Tuning):
 
     def _trial(self, row: LayoutRow) -> list[LayoutRow]:
         """See ``Tuning``: operation by operation and, where it is to be replayed, replayed, too."""
-        plain = replace(row, replay=False, predicted_ms=self.by_operation.get(row.plain, row.predicted_ms))
+        plain = replace(row, replay=False)
+        plain = replace(plain, predicted_ms=self._step_of(plain)[0] / 1e6)
         rows: list[LayoutRow] = []
         try:
             with ExitStack() as stack:
