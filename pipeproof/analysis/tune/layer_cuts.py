@@ -35,7 +35,9 @@ class LayerCost:
 
     A backward in one piece is all in ``backward_input``. ``kept`` stays from F to I, ``kept_for_weight`` from I to W.
     ``forward_peak`` and ``backward_peak`` are the most memory during F, and during I and W, above that before F.
-    ``host`` is the time in which a host launches F, I and W; 0 where it limits nothing.
+    ``growth`` is what the peak of a backward grows by for each further layer of a stage, above what this one keeps:
+    gradients that are there together before they are added. ``host`` is the time in which a host launches F, I and W;
+    0 where it limits nothing.
     """
 
     forward: int = 0
@@ -46,6 +48,7 @@ class LayerCost:
     forward_peak: int = 0
     backward_peak: int = 0
     host: int = 0
+    growth: int = 0
 
     @property
     def work(self) -> int:
@@ -386,6 +389,7 @@ def _stage_of(numbers: range, costs: Sequence[LayerCost], each_stage: LayerCost)
     """A stage of layers: a forward runs behind what those before it keep, a backward with these still there."""
     if not costs:
         return _Stage(numbers, LayerCost())
+    growth = sum(cost.growth for cost in costs)
     costs = [each_stage, *costs]
     before = [0, *accumulate(cost.kept for cost in costs)]
     return _Stage(
@@ -397,7 +401,7 @@ def _stage_of(numbers: range, costs: Sequence[LayerCost], each_stage: LayerCost)
             before[-1],
             sum(cost.kept_for_weight for cost in costs),
             max(kept + cost.forward_peak for kept, cost in zip(before, costs, strict=False)),
-            max(kept + cost.backward_peak for kept, cost in zip(before, costs, strict=False)),
+            max(kept + cost.backward_peak + growth - cost.growth for kept, cost in zip(before, costs, strict=False)),
             sum(cost.host for cost in costs),
         ),
     )

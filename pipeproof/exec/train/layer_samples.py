@@ -193,17 +193,19 @@ def host_times(one_round: Callable[[Callable[[], None]], None]) -> list[int]:
 def _of_layers(
     of: Sequence[int], samples: Sequence[Sample], costs: Mapping[int, LayerCost], known: Sequence[LayerCost] | None
 ) -> list[LayerCost]:
-    each_stage = LayerCost()
+    each_stage, growth = LayerCost(), dict[int, int]()
     pair = len(samples) - 1
     if samples[pair].num == 2:
-        first, second = samples[pair].layers
-        alone = _sum(costs[of[first]], costs[of[second]])
-        each_stage = _difference(alone, costs[pair])
+        first, second = (costs[of[layer]] for layer in samples[pair].layers)
+        each_stage = _difference(_sum(first, second), costs[pair])
         each_stage = replace(each_stage, forward_peak=each_stage.kept, backward_peak=each_stage.kept)
+        above = costs[pair].backward_peak - max(first.backward_peak, first.kept + second.backward_peak)
+        growth = {of[layer]: max(0, above) for layer in samples[pair].layers}
     layers = [
-        known[layer] if known is not None and number not in costs else _without(costs[number], each_stage)
+        known[layer] if known is not None and number not in costs
+        else replace(_without(costs[number], each_stage), growth=growth.get(number, 0))
         for layer, number in enumerate(of)
-    ]
+    ]  # fmt: skip
     return [*layers, each_stage]
 
 

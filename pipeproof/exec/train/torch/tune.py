@@ -93,6 +93,8 @@ class _Tuning(Tuning):
         super().__init__(self.ranks.agreement, num_micro_batches, memory_gib, search)
         self.device = device_of([model])
         self.is_gpu = self.device.type == "cuda"
+        self.allocated = torch.cuda.memory_allocated(self.device) if self.is_gpu else 0
+        """Bytes at the start: what a trial leaves behind is gone before the next one is measured."""
 
     def _chain(self) -> Cutter:
         example = None
@@ -199,7 +201,6 @@ class _Tuning(Tuning):
             with ExitStack() as stack:
                 stack.enter_context(gradients_aside(list(self.model.parameters())))
                 stack.enter_context(unchanged_state([self.model], self.device))
-                before = torch.cuda.memory_allocated(self.device) if self.is_gpu else 0
                 pipe = Pipeline(
                     self._stages(row), plan={"schedule": self._schedule(row)}, loss_fn=self.batch.loss_fn,
                     example=self.batch.args,
@@ -210,12 +211,12 @@ class _Tuning(Tuning):
                 stack.callback(pipe._cut_model.forget)  # noqa: SLF001 - its weights stay as they are
                 self.plans[row.plain] = pipe.plan.content
                 with pipe._runner.unchanged():  # noqa: SLF001 - operation by operation
-                    rows.append(self._timed_row(plain, pipe, before))
+                    rows.append(self._timed_row(plain, pipe))
                 other = [split for split in pipe.splits.values() if split != row.split]
                 if row.split == "graph" and other:
                     return [replace(rows[0], reason=other[0])]
                 if row.replay:
-                    rows.append(self._timed_row(row, pipe, before))
+                    rows.append(self._timed_row(row, pipe))
         except PipelineError as error:
             failed = row.failed(error)
             if row.replay and not rows and failed.reason.startswith("replay=True"):
@@ -225,8 +226,7 @@ class _Tuning(Tuning):
             self._clean()
         return rows
 
-    def _timed_row(self, row: LayoutRow, pipe: Pipeline, before: int) -> LayoutRow:
-        """The measured row; ``before`` was allocated at the start."""
+    def _timed_row(self, row: LayoutRow, pipe: Pipeline) -> LayoutRow:
         num = self.num_micro_batches
         args = [_every(value, num) for value in self.batch.args] if pipe.is_first else []
         kwargs = {name: _every(value, num) for name, value in self.batch.kwargs.items()}
@@ -241,7 +241,7 @@ class _Tuning(Tuning):
         times, peak = self._times_and_peak(step, is_compiled=row.replay)
         whole, trained = weight_bytes(weights)
         own = whole + self.search.optimizer_bytes * trained
-        return self._measured_row(row, times, (peak - before + own) / GIB if self.is_gpu else None)
+        return self._measured_row(row, times, (peak - self.allocated + own) / GIB if self.is_gpu else None)
 
     def _times_and_peak(self, step: Callable[[], None], *, is_compiled: bool = False) -> tuple[list[float], int]:
         """The times of ``_timed``, and the most bytes that were allocated."""
@@ -268,14 +268,13 @@ class _Tuning(Tuning):
             if rest or not self._has_time(0.0) or not self._has_room():
                 continue
             self._report(f"running FSDP2 without a pipeline, micro-batches of {num_examples} examples")
-            before = torch.cuda.memory_allocated(self.device) if self.is_gpu else 0
             with unchanged_state([self.model], self.device):
                 step = sharded_step(
                     self.cutter, self.batch, num_examples, num, self.ranks.group, is_compiled=self.is_gpu
                 )
                 times, peak = self._times_and_peak(step)
             states = self.search.optimizer_bytes * weight_bytes(self.model.parameters())[1] / num_ranks
-            own = (peak - before + states) / GIB if self.is_gpu else 0.0
+            own = (peak - self.allocated + states) / GIB if self.is_gpu else 0.0
             gib = max(self._gathered("no pipeline", own))
             found[num_examples] = times[0], gib if self.is_gpu else None
             del step
