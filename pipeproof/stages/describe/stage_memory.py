@@ -229,9 +229,10 @@ class _RankMemory:
                 yield StoredActivation(f"{name}.factor", Lifetime.TO_WEIGHT, FLOAT32 * operation.factors * vectors)
                 yield StoredActivation(f"{name}.grad", Lifetime.BETWEEN, self._item * numel)
             case ops.Elementwise() if operation.stored:
-                numel = operation.stored * sizes.rows(operation.rows) * sizes.elements(operation)
+                numel = sizes.rows(operation.rows) * sizes.elements(operation)
                 item = FLOAT32 if operation.is_float32 else self._item
-                yield StoredActivation(name, Lifetime.TO_INPUT, item * numel)
+                widened = FLOAT32 * operation.widened if self._item < FLOAT32 else 0
+                yield StoredActivation(name, Lifetime.TO_INPUT, (item * operation.stored + widened) * numel)
             case ops.Elementwise() if operation.weights and sizes.is_sharded_between:  # else it is a product's gradient
                 numel = sizes.rows(operation.rows) * sizes.elements(operation)
                 yield StoredActivation(f"{name}.grad", Lifetime.BETWEEN, self._item * numel)

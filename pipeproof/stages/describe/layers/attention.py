@@ -160,7 +160,7 @@ def _entries(
     yield ops.Elementwise(
         f"{name}.positions", (softmax, 2 * slots + 1), (back, 4 * slots + 1) if trained else None,
         (slots, slots) if trained else None, whole=size, rows=ops.ENTRIES, stored=2 * slots if trained else 0,
-        weights=(positions,),
+        widened=slots if trained else 0, weights=(positions,),
     )  # fmt: skip
     normed = norm(model, f"{name}.norm", size)
     weights = tuple(weight._replace(trained=trained) for weight in normed.weights)

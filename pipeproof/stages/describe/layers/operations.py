@@ -121,7 +121,8 @@ class Norm(NamedTuple):
 class Elementwise(NamedTuple):
     """An elementwise operation: costs of forward, input gradient and weight gradient; None if nothing runs.
 
-    Until I it stores ``stored`` tensors of its size, in float32 if ``is_float32``. It may add ``weights`` to the sum of
+    Until I it stores ``stored`` tensors of its size, in float32 if ``is_float32``; with activations of 16 bits, also
+    ``widened`` ones in float32. It may add ``weights`` to the sum of
     all TP ranks' addends: their gradients are sums of the gradient of its result.
     """
 
@@ -133,6 +134,7 @@ class Elementwise(NamedTuple):
     whole: int = 0
     rows: Rows = INSIDE
     stored: int = 0
+    widened: int = 0
     is_float32: bool = False
     weights: tuple[Weight, ...] = ()
 
