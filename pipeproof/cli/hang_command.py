@@ -174,12 +174,12 @@ class _Output:
     is_slow: bool = False
 
     def report(self, verdict: Verdict | None, job: JobNow | None) -> None:
-        """Print the first verdict of a slow phase, or with a straggler."""
+        """Print the first verdict of a slow phase."""
         from pipeproof.exec.monitor.verdict import Status
 
         if verdict is None:
             return
-        is_slow = verdict.status is Status.SLOW or (verdict.status is Status.RUNNING and bool(verdict.findings))
+        is_slow = verdict.status is Status.SLOW
         if is_slow and not self.is_slow and self.form == "text":
             self._print(verdict)
         self.is_slow = is_slow

@@ -24,7 +24,6 @@ from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.units import time_text
 from pipeproof.diagnostics.wait_graph import WaitGraph, absence_finding, cycle_finding, minority, ranks_text
 from pipeproof.exec.monitor.job import JobNow, ProcessState, RankNow
-from pipeproof.exec.monitor.lateness import job_lateness, straggler_findings
 from pipeproof.exec.monitor.monitor_codes import RANK_FAILED, RANK_STOPPED, SLOW_RANK
 from pipeproof.exec.monitor.ring import OpState, RingOp, group_text
 from pipeproof.exec.monitor.sequence_digest import Divergence, divergences, group_key
@@ -297,15 +296,13 @@ def check_job(
         rank.rank: ProcessState.GONE if job.is_over and rank.state is ProcessState.RUNNING else rank.state
         for rank in job.ranks
     }
-    late = job_lateness(job)
     if failure is None:
         ended = all(rank.state is ProcessState.ENDED for rank in job.ranks) and not job.missing
         status = Status.ENDED if ended else Status.RUNNING
-        stragglers = tuple(straggler_findings(late))
-        return Verdict(status, Kind.NONE, (), waits, stragglers, (), states, job.missing, lateness=late)
+        return Verdict(status, Kind.NONE, (), waits, (), (), states, job.missing)
     return Verdict(
         failure.status, failure.kind, failure.causes, waits, tuple(failure.findings), failure.reasons, states,
-        job.missing, tuple(_plan_positions(job, failure.causes)), late,
+        job.missing, tuple(_plan_positions(job, failure.causes)),
     )  # fmt: skip
 
 

@@ -10,18 +10,15 @@ from typing import Final, Protocol
 
 from pipeproof.exec.monitor.check_job import check_job
 from pipeproof.exec.monitor.job import JobNow, ProcessState, process_states, read_headers, read_job, ring_files
-from pipeproof.exec.monitor.lateness import job_lateness, straggler_findings
 from pipeproof.exec.monitor.ring import RingHeader
 from pipeproof.exec.monitor.sequence_digest import divergences
-from pipeproof.exec.monitor.verdict import FAILURES, PATIENCE_S, SLOW_S, Kind, Status, Verdict
+from pipeproof.exec.monitor.verdict import FAILURES, PATIENCE_S, SLOW_S, Status, Verdict
 
 POLL_S: Final = 0.5
 _WINDOW_S: Final = 2.0
 _BUSY_SHARE: Final = 0.5
 _WARM_UP_EVENTS: Final = 64
 """Events of a rank before which its gaps are those of a start: imports, compilation, the first connections."""
-_LATENESS_S: Final = 30.0
-"""Time between two looks at whole rings of a job that makes progress, for stragglers."""
 _LONGER: Final = 2.0
 """A wait that is this many times as long as every wait that the job has survived is unusual."""
 
@@ -50,7 +47,6 @@ class Follower:
     _cpu: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     _events: dict[int, tuple[int, int]] = field(default_factory=dict)
     _longest_gap_s: float = 0.0
-    _lateness_ns: int = field(default_factory=time.time_ns)
 
     def look(self) -> tuple[Verdict, JobNow] | None:
         """Return the verdict now, and the job; None while a look at the headers shows progress, or there is no ring.
@@ -64,7 +60,7 @@ class Follower:
         headers = read_headers(files)
         is_sound = next(divergences((header.rank, header.digests) for header in headers), None) is None
         if self._makes_progress(headers) and is_sound:
-            return self._look_for_stragglers(files)
+            return None
         job = read_job(files)
         verdict = self._check(job)
         if verdict.status is Status.ERROR:  # of a record that was read while it was written, nothing is left
@@ -76,17 +72,6 @@ class Follower:
         patience_s = max(self.patience_s, _LONGER * self._longest_gap_s)
         slow_s = max(self.slow_s, patience_s)
         return check_job(job, patience_s=patience_s, slow_s=slow_s, busy=self._busy(), starting=self._starting(job))
-
-    def _look_for_stragglers(self, files: dict[int, Path]) -> tuple[Verdict, JobNow] | None:
-        now_ns = self.now_ns()
-        if now_ns - self._lateness_ns < _LATENESS_S * 1e9:
-            return None
-        self._lateness_ns = now_ns
-        job = read_job(files)
-        states = {rank.rank: rank.state for rank in job.ranks}
-        late = job_lateness(job)
-        findings = tuple(straggler_findings(late))
-        return Verdict(Status.RUNNING, Kind.NONE, (), (), findings, (), states, job.missing, lateness=late), job
 
     def _makes_progress(self, headers: tuple[RingHeader, ...]) -> bool:
         """Update the history of all ranks; True if every rank runs and has had an event within half of the patience."""

@@ -48,8 +48,7 @@ SLOW_RANK = RuleDoc(
     severity="warning",
     explanation=(
         "Other ranks have waited for this rank longer than `--timeout`, and its process uses a processor, so the job "
-        "counts as running until `--slow-after`. Or the rank comes last to its collectives throughout, and the others "
-        "wait for it alone in at least 5 % of the time. That is a straggler, no hang."
+        "counts as running until `--slow-after`."
     ),
     wrong="rank 0 has waited 12.0 s in all_reduce #7 for rank 3; rank 3 computes",
     right="all ranks reach all_reduce #7 within a few seconds",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
@@ -12,7 +12,6 @@ from pipeproof.diagnostics.text_output import finding_to_json
 from pipeproof.diagnostics.units import time_text
 from pipeproof.diagnostics.wait_graph import ranks_text
 from pipeproof.exec.monitor.job import ProcessState
-from pipeproof.exec.monitor.lateness import Lateness
 from pipeproof.exec.monitor.rank_stacks import RankStacks
 
 PATIENCE_S: Final = 5.0
@@ -83,8 +82,6 @@ class Verdict:
     missing: tuple[int, ...]
     plan: tuple[str, ...] = ()
     """Positions of the ranks of the cause in the plan, in sentences."""
-    lateness: Mapping[str, tuple[Lateness, ...]] = field(default_factory=dict)
-    """By the name of a group, for groups with enough collectives."""
     stacks: RankStacks = field(default_factory=lambda: RankStacks({}))
     """Stacks of ranks by py-spy; the text has those of the cause."""
 
@@ -123,7 +120,6 @@ class Verdict:
             ],
             "ranks": [{"rank": rank, "state": str(state)} for rank, state in sorted(self.states.items())],
             "ranks_without_ring": list(self.missing),
-            "lateness": [{"group": name, **asdict(row)} for name, rows in self.lateness.items() for row in rows],
             "stacks": self.stacks.to_json(),
             "findings": [finding_to_json(finding) for finding in self.findings],
         }  # fmt: skip
