@@ -183,8 +183,6 @@ KINDS: tuple[FileKind, ...] = (
              lambda g: g.text.startswith("rank,queue,op,kind,")),
     FileKind("a page for a browser", (), lambda g: g.text.lstrip()[:9].lower() == "<!doctype"),
     FileKind("a picture", (), lambda g: g.text.lstrip().startswith("<svg") or g.head.startswith(_PNG)),
-    FileKind("a schedule as rows of blocks", ("simulate FILE", "schedule convert FILE --as csv"),
-             lambda g: _is_schedule(g, "blocks"), "schedule"),
     PROGRAM,
     FileKind("a schedule in PyTorch's CSV", ("schedule convert FILE --as text", "check FILE"),
              lambda g: _is_schedule(g, "csv"), "schedule"),
@@ -195,12 +193,11 @@ KINDS: tuple[FileKind, ...] = (
 
 
 def _is_schedule(given: Given, form: str) -> bool:
-    from pipeproof.schedule.formats.block_rows import looks_like_blocks
     from pipeproof.schedule.formats.csv_file import looks_like_csv
     from pipeproof.schedule.formats.fleet_text import looks_like_fleet
     from pipeproof.schedule.formats.text_form import looks_like_program
 
-    tests = {"blocks": looks_like_blocks, "csv": looks_like_csv, "fleet": looks_like_fleet, "text": looks_like_program}
+    tests = {"csv": looks_like_csv, "fleet": looks_like_fleet, "text": looks_like_program}
     return tests[form](given.text)
 
 

@@ -145,10 +145,10 @@ class ScheduleSpec(Section):
         description="With kind file, the file of the schedule, relative to the plan file.",
         json_schema_extra={"minLength": 1},
     )
-    format: Literal["auto", "text", "csv", "csv-comms", "fleet", "blocks"] = Field(
+    format: Literal["auto", "text", "csv", "csv-comms", "fleet"] = Field(
         default="auto",
-        description="Format of the file: our text form, PyTorch's CSV without or with communication, the strings of "
-        "Fleet's static scheduler, or rows of blocks such as F0 F1 B0; auto detects it.",
+        description="Format of the file: our text form, PyTorch's CSV without or with communication, or the strings "
+        "of Fleet's static scheduler; auto detects it.",
     )
     programs: Annotated[tuple[Annotated[tuple[str, ...], FROM_LIST], ...], FROM_LIST] | None = Field(
         default=None, description="With kind custom, the operations of each pipeline rank in order, such as 0F0."
@@ -360,9 +360,8 @@ WRONG_FORMAT = RuleDoc(
     title="the schedule file is in another format",
     explanation=(
         "`schedule.format` is text (our own), csv (PyTorch's, compute operations only), csv-comms (PyTorch's, with "
-        "communication), fleet (the strings of Fleet's static scheduler) or blocks (rows such as `F0 F1 B0`, as "
-        "`schedule show` prints them); auto detects the format. The content is in none of "
-        "these, or not in the named one."
+        "communication) or fleet (the strings of Fleet's static scheduler); auto detects the format. The content is in "
+        "none of these, or not in the named one."
     ),
     wrong="schedule: {kind: file, path: with_sends.csv, format: csv, num_micro_batches: 4, micro_batch_size: 2}",
     right="schedule: {kind: file, path: with_sends.csv, format: csv-comms, num_micro_batches: 4, micro_batch_size: 2}",

@@ -42,7 +42,6 @@ EXISTING = {
 }
 WRITTEN = {
     "Fleet's schedule": ("fleet.txt", "f0;b0;\n"),
-    "rows of blocks": ("blocks.txt", "F0 F1 B0 B1\nF0 B0 F1 B1\n"),
     "pickle": ("dump_0", b"\x80\x04K\x01."),
     "record": ("record/record.jsonl", '{"kind": "record", "format": 1}\n'),
     "index": ("sharded/model.safetensors.index.json",
@@ -93,7 +92,7 @@ IMPORTERS = {
     "megatron-bridge": {"Megatron-Bridge"},
     "paddleformers": {"PaddleFormers", "ERNIEKit"},
     "ernie": {"PaddleFormers", "ERNIEKit"},
-    "schedule": {"schedule CSV", "program", "Fleet's schedule", "rows of blocks"},
+    "schedule": {"schedule CSV", "program", "Fleet's schedule"},
     "torchtitan": {"torchtitan"},
     "automodel": {"Automodel"},
     "verl": {"verl"},

@@ -11,11 +11,9 @@ from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_sizes import Needs, assume_model
-from pipeproof.schedule.formats.block_rows import looks_like_blocks, read_blocks
 from pipeproof.schedule.formats.csv_file import looks_like_csv
 from pipeproof.schedule.formats.read_schedule import load_schedule_file
 from pipeproof.schedule.formats.schedule_size_checks import Expected
-from pipeproof.schedule.formats.text_tokens import Findings
 from pipeproof.schedule.ops import COMPUTE_KINDS
 
 
@@ -39,13 +37,8 @@ def import_schedule(files: Sequence[Path], flags: Flags) -> Imported:
     draft.set(("schedule", "path"), str(files[0].resolve()), name, location)
     draft.set(("schedule", "num_micro_batches"), max(op.micro_batch or 0 for op in ops) + 1, name, location)
     draft.assume(("schedule", "micro_batch_size"), 1, "not in a schedule")
-    inferred = read_blocks(text, name, Findings()).placement if looks_like_blocks(text) else ""
-    if inferred:
-        stages = [list(of_rank) for of_rank in foreign.placement]
-        draft.assume(("schedule", "placement"), stages, f"the rows end soonest in a {inferred}")
-    else:
-        draft.set(("schedule", "num_chunks"), max(num_stages // num_ranks, 1), name, location)
-    if looks_like_csv(text) and not looks_like_blocks(text):
+    draft.set(("schedule", "num_chunks"), max(num_stages // num_ranks, 1), name, location)
+    if looks_like_csv(text):
         draft.set(("run", "backend"), "torch", "a schedule of PyTorch")
         draft.set(("run", "device"), "gpu", "a schedule of PyTorch")
     assume_model(draft, Needs(num_stages))

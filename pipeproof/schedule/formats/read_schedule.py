@@ -18,7 +18,6 @@ from types import MappingProxyType
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import LINE_BREAK
 from pipeproof.schedule.columns import NONE, Row
-from pipeproof.schedule.formats.block_rows import looks_like_blocks, read_blocks
 from pipeproof.schedule.formats.csv_file import CsvSchedule, csv_comms_text, csv_text, looks_like_csv, read_csv
 from pipeproof.schedule.formats.fleet_text import fleet_text, looks_like_fleet, read_fleet
 from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE, InexpressibleError, computations_of
@@ -41,7 +40,6 @@ class ScheduleFormat(StrEnum):
     CSV = "csv"
     CSV_COMMS = "csv-comms"
     FLEET = "fleet"
-    BLOCKS = "blocks"
 
 
 _OP_ORDER: Mapping[OpKind, int] = MappingProxyType(
@@ -141,8 +139,6 @@ def read_schedule(text: str, file: str, expected: Expected, *, format: str = Sch
     """
     findings = Findings()
     form = ScheduleFormat(format)
-    if form is ScheduleFormat.BLOCKS or (form is ScheduleFormat.AUTO and looks_like_blocks(text)):
-        return _from_blocks(text, file, expected, findings)
     if form is ScheduleFormat.TEXT or (form is ScheduleFormat.AUTO and looks_like_program(text)):
         return _from_text(text, file, expected, findings)
     if form is ScheduleFormat.FLEET or (form is ScheduleFormat.AUTO and looks_like_fleet(text)):
@@ -213,11 +209,6 @@ def _from_text(text: str, file: str, expected: Expected, findings: Findings) -> 
     return _as_given(raw, expected, findings, program.tensors, program.groups)
 
 
-def _from_blocks(text: str, file: str, expected: Expected, findings: Findings) -> ForeignSchedule:
-    blocks = read_blocks(text, file, findings)
-    return _as_given(RawSchedule(blocks.rows_by_rank, blocks.origins, blocks.ends, Location(file)), expected, findings)
-
-
 def _from_fleet(text: str, file: str, expected: Expected, findings: Findings) -> ForeignSchedule:
     steps = read_fleet(text, file, findings)
     findings.raise_any()
@@ -279,7 +270,7 @@ def _refuse_unknown(text: str, file: str, findings: Findings) -> None:
         "a CSV has a line for each rank, such as `0F0,0F1,0B0,0B1`; a text `rank 0: 0F0 0F1 0B0 0B1`; Fleet's static "
         "scheduler prints `f0;f1;b0;b1;`"
     )
-    message = "PyTorch's CSV, the strings of Fleet, rows of blocks and our text form all begin differently"
+    message = "PyTorch's CSV, the strings of Fleet and our text form all begin differently"
     findings.add(WRONG_FORMAT, place, message, fix)
     findings.raise_any()
 
