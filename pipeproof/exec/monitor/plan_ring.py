@@ -183,12 +183,8 @@ class RingTransfer:
 
     def wait(self) -> None:
         """Wait, and write when the wait begins and ends."""
-        self._recorder.waits((self._number,))
-        try:
+        with self._recorder.waiting((self._number,)):
             self.transfer.wait()
-        except BaseException as error:
-            self._recorder.failed((self._number,), error)
-            raise
         self._recorder.done((self._number,))
         self.start_ns, self.end_ns = self.transfer.start_ns, self.transfer.end_ns
 
@@ -208,11 +204,8 @@ class RingChannels:
     ) -> RingTransfer:
         recorder = self._ring.recorder
         number = self._ring.issue_message(channel)
-        try:
+        with recorder.issuing(number):
             transfer = post(channel, buffer, [each.transfer for each in after])
-        except BaseException as error:
-            recorder.failed((number,), error)
-            raise
         recorder.issued(number)
         return RingTransfer(transfer, number, recorder)
 
@@ -271,11 +264,8 @@ class RingCollectives:
     def _written(self, op: str, tensor: Tensor) -> Iterator[None]:
         recorder = self._ring.recorder
         number = self._ring.issue_collective(op, self._group, tensor)
-        try:
+        with recorder.issuing(number):
             yield
-        except BaseException as error:
-            recorder.failed((number,), error)
-            raise
         recorder.done((number,))
 
 
@@ -300,11 +290,8 @@ class RingBegunCollectives:
     def _written(self, op: str, tensor: Tensor, begin: Callable[[], BegunCollective]) -> RingBegun:
         recorder = self._ring.recorder
         number = self._ring.issue_collective(op, self._group, tensor)
-        try:
+        with recorder.issuing(number):
             begun = begin()
-        except BaseException as error:
-            recorder.failed((number,), error)
-            raise
         recorder.issued(number)
         return RingBegun(begun, number, recorder)
 
@@ -318,12 +305,8 @@ class RingBegun:
 
     def wait(self) -> Tensor:
         """Wait, write when the wait begins and ends, and return the result."""
-        self._recorder.waits((self._number,))
-        try:
+        with self._recorder.waiting((self._number,)):
             result = self._begun.wait()
-        except BaseException as error:
-            self._recorder.failed((self._number,), error)
-            raise
         self._recorder.done((self._number,))
         return result
 

@@ -33,7 +33,7 @@ from pipeproof.exec.monitor.ring import (
 from pipeproof.exec.monitor.sequence_digest import SequenceDigest
 from pipeproof.exec.store.process_state import ProcessId, boot_id
 from pipeproof.interop.traces.message_hooks import GroupCalls
-from pipeproof.interop.traces.recorder import Call, CallBatches, is_library
+from pipeproof.interop.traces.recorder import Call, CallSink, is_library
 
 DIRECTORY_VARIABLE: Final = "PIPEPROOF_WATCH"
 """Environment variable with the directory of the rings."""
@@ -49,7 +49,7 @@ IsDone = Callable[[], bool]
 """Function that returns True once the device has finished what was queued before it was made."""
 
 
-class RingRecorder(CallBatches):
+class RingRecorder(CallSink):
     """Writes calls and waits into the ring of this rank; it has the methods of the recorder of logs.
 
     Args:

@@ -101,11 +101,8 @@ class _WatchedCalls(TorchCalls):
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # of an unknown release
             ring.unread(method, error)
             return function(group, *args, **kwargs)
-        try:
+        with ring.issuing(seq):
             work = function(group, *args, **kwargs)
-        except BaseException as error:
-            ring.failed((seq,), error)
-            raise
         if work is not None:
             self._handles[work] = (seq,)
             ring.issued(seq)
@@ -126,14 +123,9 @@ class _WatchedCalls(TorchCalls):
         seqs = self._handles.pop(handle, None)
         if seqs is None:
             return function(handle, *args, **kwargs)
-        ring = self._ring
-        ring.waits(seqs)
-        try:
+        with self._ring.waiting(seqs):
             result = function(handle, *args, **kwargs)
-        except BaseException as error:
-            ring.failed(seqs, error)
-            raise
-        ring.done(seqs)
+        self._ring.done(seqs)
         return result
 
     def _end(self, handle: Any, seqs: Sequence[int]) -> None:

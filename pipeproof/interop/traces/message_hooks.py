@@ -112,11 +112,8 @@ class GroupCalls(ABC):
             self._recorder.unread(method, error)
             return None, function()
         seq = self._recorder.call(record, self._marks.of(record))
-        try:
+        with self._recorder.issuing(seq):
             result = function()
-        except BaseException as error:
-            self._recorder.failed((seq,), error)
-            raise
         self._recorder.issued(seq)
         return seq, result
 
@@ -127,12 +124,8 @@ class GroupCalls(ABC):
         seqs = self._pending(handle)
         if not seqs:
             return function(handle, *args, **kwargs)
-        self._recorder.waits(seqs)
-        try:
+        with self._recorder.waiting(seqs):
             result = function(handle, *args, **kwargs)
-        except BaseException as error:
-            self._recorder.failed(seqs, error)
-            raise
         self._end(handle, seqs)
         return result
 

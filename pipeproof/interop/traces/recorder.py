@@ -23,13 +23,14 @@ import os
 import sysconfig
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, Literal, Protocol, TextIO
+from typing import Any, Final, Literal, TextIO
 
 VERSION = 1
 """Version of the log format."""
@@ -88,59 +89,75 @@ class Call:
     """The call returns only when the operation has ended."""
 
 
-class CallSink(Protocol):
+class CallSink(ABC):
     """Receiver of the calls and waits that the hooks of a framework see: a log, or a ring."""
-
-    def write(self, event: str, **values: Any) -> None:
-        """Take an event that is no operation."""
-
-    def group(self, name: str, ranks: Sequence[int], backend: str, about: str = "") -> None:
-        """Take a group before its first call."""
-
-    def call(self, call: Call, mark: dict[str, Any] | None = None) -> int:
-        """Take an operation that is about to be issued, and return its number."""
-
-    def issued(self, seq: int) -> None:
-        """Take that the call of an operation has returned."""
-
-    def waits(self, seqs: Sequence[int]) -> None:
-        """Take that the host begins to wait for operations, or sees that they have ended."""
-
-    def done(self, seqs: Sequence[int], source: int | None = None) -> None:
-        """Take that operations have ended."""
-
-    def is_pending(self, seq: int) -> bool:
-        """True if nothing has waited for an operation yet."""
-
-    def blocks(self, seq: int) -> bool:
-        """True if an operation that is not done blocks its caller."""
-
-    def failed(self, seqs: Sequence[int], error: BaseException) -> None:
-        """Take that a call or a wait raised an error."""
-
-    @property
-    def in_batch(self) -> bool:
-        """True while calls are part of a batch."""
-
-    def unread(self, method: str, error: Exception) -> None:
-        """Take that a call with unknown arguments is issued."""
-
-    def begin_batch(self) -> None:
-        """Begin a batch."""
-
-    def end_batch(self) -> tuple[int, ...]:
-        """End the batch, and return its operations."""
-
-    def close(self, error: BaseException | None) -> None:
-        """End the recording."""
-
-
-class CallBatches:
-    """Batches of a ``CallSink``: operations that are one call."""
 
     def __init__(self) -> None:
         self._batch: list[int] | None = None
         self._next_batch = 0
+
+    @abstractmethod
+    def write(self, event: str, **values: Any) -> None:
+        """Take an event that is no operation."""
+
+    @abstractmethod
+    def group(self, name: str, ranks: Sequence[int], backend: str, about: str = "") -> None:
+        """Take a group before its first call."""
+
+    @abstractmethod
+    def call(self, call: Call, mark: dict[str, Any] | None = None) -> int:
+        """Take an operation that is about to be issued, and return its number."""
+
+    @abstractmethod
+    def issued(self, seq: int) -> None:
+        """Take that the call of an operation has returned."""
+
+    @abstractmethod
+    def waits(self, seqs: Sequence[int]) -> None:
+        """Take that the host begins to wait for operations, or sees that they have ended."""
+
+    @abstractmethod
+    def done(self, seqs: Sequence[int], source: int | None = None) -> None:
+        """Take that operations have ended."""
+
+    @abstractmethod
+    def is_pending(self, seq: int) -> bool:
+        """True if nothing has waited for an operation yet."""
+
+    @abstractmethod
+    def blocks(self, seq: int) -> bool:
+        """True if an operation that is not done blocks its caller."""
+
+    @abstractmethod
+    def failed(self, seqs: Sequence[int], error: BaseException) -> None:
+        """Take that a call or a wait raised an error."""
+
+    @abstractmethod
+    def unread(self, method: str, error: Exception) -> None:
+        """Take that a call with unknown arguments is issued."""
+
+    @abstractmethod
+    def close(self, error: BaseException | None) -> None:
+        """End the recording."""
+
+    @contextmanager
+    def issuing(self, seq: int) -> Iterator[None]:
+        """Take the error that the call of an operation raises in the block."""
+        try:
+            yield
+        except BaseException as error:
+            self.failed((seq,), error)
+            raise
+
+    @contextmanager
+    def waiting(self, seqs: Sequence[int]) -> Iterator[None]:
+        """Take a wait in the block, and the error that it raises."""
+        self.waits(seqs)
+        try:
+            yield
+        except BaseException as error:
+            self.failed(seqs, error)
+            raise
 
     @property
     def in_batch(self) -> bool:
@@ -158,7 +175,7 @@ class CallBatches:
         return batch
 
 
-class Recorder(CallBatches):
+class Recorder(CallSink):
     """Writes the log of one rank.
 
     Args:
