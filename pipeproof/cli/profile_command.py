@@ -24,34 +24,17 @@ _NUMBER = re.compile(r"[+-]?[0-9]{0,9}(/[0-9]{1,9}|(\.[0-9]{0,9})?([eE][+-]?[0-9
 """A fraction or a decimal number; an exponent of eight digits would be a number of a hundred million digits."""
 
 
-def fraction_of(text: str) -> Fraction | None:
-    """Return the exact number of a text such as ``1/8`` or ``2.5e3``; None for other texts and for longer numbers."""
-    try:
-        return Fraction(text) if _NUMBER.fullmatch(text) else None
-    except (ValueError, ZeroDivisionError):
-        return None
-
-
-def _number(text: str, name: str) -> Fraction:
-    """The exact number of a text, from 0 to 10^9."""
-    number = fraction_of(text)
-    if number is None or not 0 <= number <= 10**9:
-        raise click.BadParameter(f"{text!r} is not {name}")
-    return number
-
-
 def _time(context: click.Context, parameter: click.Parameter, value: str | None) -> Fraction | None:
-    return None if value is None else _number(value, "a time in microseconds, 0 or more")
-
-
-def _scales(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[int, Fraction]:
-    scales = {}
-    for value in values:
-        stage, _, factor = value.partition("=")
-        if not stage.isdecimal() or len(stage) > 9:
-            raise click.BadParameter(f"{value!r} is not STAGE=FACTOR, such as 3=0.9")
-        scales[int(stage)] = _number(factor, "a factor, 0 or more")
-    return scales
+    """Return the exact number of a text such as ``1/8`` or ``2.5e3``, from 0 to 10^9."""
+    if value is None:
+        return None
+    try:
+        number = Fraction(value) if _NUMBER.fullmatch(value) else None
+    except (ValueError, ZeroDivisionError):
+        number = None
+    if number is None or not 0 <= number <= 10**9:
+        raise click.BadParameter(f"{value!r} is not a time in microseconds, 0 or more")
+    return number
 
 
 @click.command()
@@ -62,15 +45,12 @@ def _scales(context: click.Context, parameter: click.Parameter, values: tuple[st
               help="Write the profile, for `cost: {profile: FILE}`.")  # fmt: skip
 @click.option("--message-us", callback=_time, metavar="TIME",
               help="Microseconds of a message, if the files do not show it, or in place of measured ones.")  # fmt: skip
-@click.option("--stage-factor", "scales", multiple=True, callback=_scales, metavar="STAGE=FACTOR",
-              help="Multiply the computations of a stage: 3=0.9 for a stage 3 that takes 10 % less.")  # fmt: skip
 def profile(
     files: tuple[Path, ...],
     plan: Path,
     settings: dict[KeyPath, object],
     output: Path | None,
     message_us: Fraction | None,
-    scales: dict[int, Fraction],
 ) -> None:
     """Make a profile from traces of a run.
 
@@ -84,7 +64,7 @@ def profile(
 
         paths = measured_files(files)
         with showing_progress(f"reading {len(paths)} files"):
-            found = profile_of_files(paths, load_plan(plan, settings), message_us, scales)
+            found = profile_of_files(paths, load_plan(plan, settings), message_us)
         if output is not None:
             write_json(output, found.to_json())
     _show(found, output, console_for())

@@ -156,6 +156,15 @@ def time_covered(intervals: Iterable[tuple[Time, Time]]) -> Time:
     return covered
 
 
+def most_held(changes: Iterable[tuple[Time | float, int]]) -> int:
+    """Return the most that is held at once; what is released at a time makes room for what is acquired then."""
+    held = peak = 0
+    for _, change in sorted(changes):
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
 @dataclass(frozen=True, slots=True)
 class Timed:
     """Start and end of each computation, by rank and place in its program."""
@@ -185,11 +194,7 @@ class Timed:
                 changes.append((start, 1))
             elif op.kind in (_B, freed_at):
                 changes.append((end, -1))
-        held = peak = 0
-        for _, change in sorted(changes):  # at equal times -1 comes first: releases before acquisitions
-            held += change
-            peak = max(peak, held)
-        return peak
+        return most_held(changes)
 
 
 def asap(schedule: Schedule, costs: StageCosts) -> Timed:

@@ -20,7 +20,7 @@ from pipeproof.schedule.columns import IntColumn
 from pipeproof.schedule.formats.op_text import kinds_of
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind, parse_op
-from pipeproof.schedule.programs import Timed, time_covered
+from pipeproof.schedule.programs import Timed, most_held, time_covered
 from pipeproof.sim.fast_engine import Times
 
 Time = Fraction | int | float
@@ -114,11 +114,7 @@ class Timeline:
                 changes.append((span.start, +1))
             elif kind in (OpKind.BACKWARD, freed_at):
                 changes.append((span.end, -1))
-        held = peak = 0
-        for _, change in sorted(changes):  # at equal times -1 comes first: releases before acquisitions
-            held += change
-            peak = max(peak, held)
-        return peak
+        return most_held(changes)
 
     @cached_property
     def _compute(self) -> tuple[tuple[tuple[Span, OpKind], ...], ...]:

@@ -11,12 +11,21 @@ from pipeproof.analysis.tune.layer_cuts import (
     LayerCost,
     Layers,
     Way,
-    best_cut,
+    begin_search,
     search_cuts,
     step_of,
     tried_kinds,
 )
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
+
+
+def best_cut(layers, way, kind, num_ranks, num_chunks, num_micro_batches, limit=None):
+    """The fastest cut of one kind, with all cuts compared."""
+    search = begin_search(layers, way, kind, num_ranks, num_chunks, num_micro_batches, limit)
+    if search is None:
+        return None
+    search.compare_all()
+    return search.result(kind.name, num_chunks)
 
 
 def all_cuts(num_layers, least):

@@ -135,22 +135,11 @@ def tried_kinds(way: Way, num_ranks: int, num_micro_batches: int, layers: Layers
                 yield kind, chunks
 
 
-def best_cut(
-    layers: Layers, way: Way, kind: ScheduleKind, num_ranks: int, num_chunks: int, num_micro_batches: int,
-    limit: int | None = None,
-) -> Best | Lacking | None:  # fmt: skip
-    """The fastest cut for a kind of schedule; None where the schedule does not exist. ``limit`` is bytes of a rank."""
-    search = _begun(layers, way, kind, num_ranks, num_chunks, num_micro_batches, limit)
-    if search is None:
-        return None
-    search.compare_all()
-    return search.result(kind.name, num_chunks)
-
-
-def _begun(
+def begin_search(
     layers: Layers, way: Way, kind: ScheduleKind, num_ranks: int, num_chunks: int, num_micro_batches: int,
     limit: int | None,
 ) -> _Search | None:  # fmt: skip
+    """Begin the search for a kind of schedule; None where it does not exist. ``limit`` is bytes of a rank."""
     try:
         schedule = kind.generate(Request(num_ranks, num_micro_batches, num_chunks))
     except UnfitSizesError:
@@ -418,7 +407,7 @@ def search_cuts(
         (search, kind.name, chunks)
         for way in ways
         for kind, chunks in tried_kinds(way, num_ranks, num_micro_batches, layers)
-        if (search := _begun(layers, way, kind, num_ranks, chunks, num_micro_batches, limit)) is not None
+        if (search := begin_search(layers, way, kind, num_ranks, chunks, num_micro_batches, limit)) is not None
     ]
     fastest = min((search.best.step for search, *_ in begun if search.best is not None), default=0)
     for search, *_ in begun:

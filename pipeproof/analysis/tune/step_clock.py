@@ -19,7 +19,7 @@ from pipeproof.comm.generated_schedule import stage_costs
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.schedule.formats.op_text import kinds_of
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
-from pipeproof.schedule.programs import Schedule, StageCosts, Timed, asap
+from pipeproof.schedule.programs import Schedule, StageCosts, Time, Timed, asap, most_held
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.model_family import stage_layers
@@ -163,15 +163,11 @@ def figures_of(clock: Clock, activations: Sequence[Fraction]) -> Figures:
 
 
 def _peak(timed: Timed, rank: int, sizes: Sequence[int]) -> int:
-    """Most that a rank holds at once; what is released at a time makes room for what is acquired then."""
-    changes = []
+    """Most that a rank holds at once."""
+    changes: list[tuple[Time, int]] = []
     for op, start, end in zip(timed.programs[rank], timed.starts[rank], timed.ends[rank], strict=True):
         if op.kind is OpKind.FORWARD:
             changes.append((start, sizes[op.stage]))
         elif op.kind is not OpKind.BACKWARD_INPUT:
             changes.append((end, -sizes[op.stage]))
-    held = peak = 0
-    for _, change in sorted(changes):
-        held += change
-        peak = max(peak, held)
-    return peak
+    return most_held(changes)

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import MAX_LAYERS, Draft, count, misspelt, stages_of
-from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
+from pipeproof.interop.importers.import_codes import REFUSED, one_file
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_sizes import Needs, assume_model, read_model_config
 from pipeproof.interop.importers.names import depth_of, is_public
@@ -71,10 +70,8 @@ def import_automodel(files: Sequence[Path], flags: Flags) -> Imported:
         PlanFileError: PP100 or PP170 if it cannot be read, or its number of blocks is not known, PP171 if Automodel or
             PyTorch refuses the settings.
     """
-    if len(files) != 1:
-        message = f"a recipe of Automodel is one YAML file, found {len(files)}"
-        raise PlanFileError(UNREADABLE.finding(message))
-    recipe = _Recipe("Automodel", read_tree(files[0]), Draft("automodel", flags), ("none", "None"))
+    file = one_file(files, "a recipe of Automodel is one YAML file")
+    recipe = _Recipe("Automodel", read_tree(file), Draft("automodel", flags), ("none", "None"))
     recipe.read()
     return recipe.draft.imported(recipe.tree.source.file, recipe.tree.source.lines)
 

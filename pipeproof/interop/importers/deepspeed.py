@@ -19,7 +19,7 @@ from pipeproof.diagnostics.finding import Finding
 from pipeproof.diagnostics.problems import describe_value
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import Draft, count
-from pipeproof.interop.importers.import_codes import NOT_SHOWN, REFUSED, UNREADABLE
+from pipeproof.interop.importers.import_codes import NOT_SHOWN, REFUSED, one_file
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_sizes import Needs, assume_model, read_mapping
 from pipeproof.interop.importers.settings import Settings
@@ -51,10 +51,7 @@ def import_deepspeed(files: Sequence[Path], flags: Flags) -> Imported:
     Raises:
         PlanFileError: PP100 or PP170 where it cannot be read, PP171 if DeepSpeed refuses the settings.
     """
-    if len(files) != 1:
-        message = f"a configuration of DeepSpeed is one JSON file, found {len(files)}"
-        raise PlanFileError(UNREADABLE.finding(message))
-    data, source = read_mapping(str(files[0]))
+    data, source = read_mapping(str(one_file(files, "a configuration of DeepSpeed is one JSON file")))
     job = DeepSpeedJob(tree_of_data(data, source), Draft("deepspeed", flags))
     job.require_known(_READ)
     return job.imported()

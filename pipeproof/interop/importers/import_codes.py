@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from pipeproof.diagnostics.finding import ExampleKind, RuleDoc
+from pipeproof.diagnostics.source import PlanFileError
 
 UNREADABLE = RuleDoc(
     code="PP170",
@@ -127,6 +131,18 @@ UNDECIDED = RuleDoc(
     "--seq-length 64 --micro-batch-size 1 --global-batch-size 8 --pipeline-model-parallel-size 2",
     kind=ExampleKind.JOB,
 )
+
+
+def one_file(files: Sequence[Path], what: str, help: str | None = None) -> Path:
+    """Return the only file of an import; ``what`` is what it is, such as ``a schedule is one file``.
+
+    Raises:
+        PlanFileError: PP170, there is another number of files.
+    """
+    if len(files) != 1:
+        raise PlanFileError(UNREADABLE.finding(f"{what}, found {len(files)}", help=help))
+    return files[0]
+
 
 PYTHON = (
     "a Python file is neither run nor interpreted: call `pipeproof.interop.from_arguments` in the process of its tool, "

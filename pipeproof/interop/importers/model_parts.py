@@ -40,8 +40,6 @@ PART_NAMES = (
 POSITIONS, NORM, QK_NORM = "--position-embedding-type", "--normalization", "--qk-layernorm"
 NO_BIAS, QKV_BIAS = "--disable-bias-linear", "--add-qkv-bias"
 """Flags of Megatron-LM for parts that have several values, or are left out."""
-PART_SETTINGS: Mapping[str, str] = MappingProxyType({"qk_layernorm": QK_NORM})
-"""Attributes of Megatron-Core's configuration that switch a part, and their flags."""
 PART_NEGATED: Mapping[str, str] = MappingProxyType(
     {
         "add_bias_linear": NO_BIAS,

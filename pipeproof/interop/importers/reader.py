@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -14,7 +13,7 @@ from pipeproof.diagnostics.problems import describe_value
 from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
 from pipeproof.interop.importers.formats import TOOLS, format_of, looks_like
-from pipeproof.interop.importers.import_codes import UNREADABLE
+from pipeproof.interop.importers.import_codes import UNREADABLE, one_file
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.megatron.argument_block import arguments_of_block, has_block
 from pipeproof.interop.importers.megatron.flag_values import (
@@ -47,10 +46,8 @@ def import_tool(tool: Tool, files: Sequence[Path], options: Flags) -> Imported:
         PlanFileError: PP100 or PP170 if it cannot be read or is of another kind, PP171 if Megatron-Core refuses the
             settings, PP177 if it would and they are not all understood.
     """
-    if len(files) != 1:
-        message = f"a training of {tool.name} is one file, found {len(files)}"
-        raise PlanFileError(UNREADABLE.finding(message, help="give the file that starts it"))
-    path, text = files[0], read_text(str(files[0]))
+    path = one_file(files, f"a training of {tool.name} is one file", "give the file that starts it")
+    text = read_text(str(path))
     if tool is not MEGATRON_LM:
         is_file = path.suffix in _VALUES or tool.form == "file"
         return _import_tree(tool, read_tree(path) if is_file else _command(tool, path, text), options)
@@ -61,9 +58,6 @@ def import_tool(tool: Tool, files: Sequence[Path], options: Flags) -> Imported:
     if path.suffix in _VALUES:
         _refuse_format(path, tool)
     return import_flags(arguments_of_text(text, str(path)), options)
-
-
-import_megatron = partial(import_tool, MEGATRON_LM)
 
 
 def import_flags(arguments: Arguments, options: Flags) -> Imported:

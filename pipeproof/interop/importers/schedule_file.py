@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeproof.diagnostics.finding import Location
-from pipeproof.diagnostics.source import LINE_BREAK, PlanFileError, read_text
+from pipeproof.diagnostics.source import LINE_BREAK, read_text
 from pipeproof.interop.importers.draft import Draft
-from pipeproof.interop.importers.import_codes import UNREADABLE
+from pipeproof.interop.importers.import_codes import one_file
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_sizes import Needs, assume_model
 from pipeproof.schedule.formats.csv_file import looks_like_csv
@@ -23,18 +23,16 @@ def import_schedule(files: Sequence[Path], flags: Flags) -> Imported:
     Raises:
         PlanFileError: PP100 if the file cannot be read, the codes of schedule files if it is invalid.
     """
-    if len(files) != 1:
-        message = f"a schedule is one file, found {len(files)}"
-        raise PlanFileError(UNREADABLE.finding(message))
-    name = str(files[0])
-    foreign, text = load_schedule_file(files[0], Expected()), read_text(name)
+    file = one_file(files, "a schedule is one file")
+    name = str(file)
+    foreign, text = load_schedule_file(file, Expected()), read_text(name)
     ops = [row.op for rows in foreign.rows for row in rows if row.op.kind in COMPUTE_KINDS]
     num_ranks = len(foreign.rows)
     num_stages = max(op.stage for op in ops) + 1
     draft, location = Draft("schedule", flags), Location(name)
     draft.set(("topology", "pp"), num_ranks, f"{num_ranks} rows", location)
     draft.set(("schedule", "kind"), "file", name, location)
-    draft.set(("schedule", "path"), str(files[0].resolve()), name, location)
+    draft.set(("schedule", "path"), str(file.resolve()), name, location)
     draft.set(("schedule", "num_micro_batches"), max(op.micro_batch or 0 for op in ops) + 1, name, location)
     draft.assume(("schedule", "micro_batch_size"), 1, "not in a schedule")
     draft.set(("schedule", "num_chunks"), max(num_stages // num_ranks, 1), name, location)

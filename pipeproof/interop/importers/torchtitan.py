@@ -15,9 +15,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from pipeproof.diagnostics.problems import describe_value
-from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import MAX_LAYERS, Draft, count, stages_of
-from pipeproof.interop.importers.import_codes import REFUSED, UNREADABLE
+from pipeproof.interop.importers.import_codes import REFUSED, one_file
 from pipeproof.interop.importers.imported import Flags, Imported
 from pipeproof.interop.importers.model_parts import take_parts_of_type
 from pipeproof.interop.importers.model_sizes import Needs, assume_model
@@ -66,10 +65,7 @@ def import_torchtitan(files: Sequence[Path], flags: Flags) -> Imported:
     Raises:
         PlanFileError: PP100 or PP170 if it cannot be read, PP171 if torchtitan refuses the settings.
     """
-    if len(files) != 1:
-        message = f"a job of torchtitan is one TOML file, found {len(files)}"
-        raise PlanFileError(UNREADABLE.finding(message))
-    return import_sections(read_toml(files[0]), flags)
+    return import_sections(read_toml(one_file(files, "a job of torchtitan is one TOML file")), flags)
 
 
 def import_sections(tree: Tree, flags: Flags) -> Imported:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeproof.diagnostics.finding import BadPlanError, ExampleKind, Location, RuleDoc
+from pipeproof.diagnostics.finding import BadPlanError, ExampleKind, RuleDoc
 
 UNREADABLE_TRACE = RuleDoc(
     code="PP163",
@@ -32,13 +32,11 @@ NOT_ASSIGNED = RuleDoc(
 TRACE_PROFILE_CODES: tuple[RuleDoc, ...] = (UNREADABLE_TRACE, NOT_ASSIGNED)
 
 
-def unreadable(file: str, message: str, remedy: str, line: int | None = None) -> BadPlanError:
+def unreadable(file: str, message: str, remedy: str) -> BadPlanError:
     """Return the error of a file that cannot be read (PP163)."""
-    location = None if line is None else Location(file, line)
-    return BadPlanError(UNREADABLE_TRACE.finding(f"`{file}`: {message}", location, remedy))
+    return BadPlanError(UNREADABLE_TRACE.finding(f"`{file}`: {message}", help=remedy))
 
 
-def not_assigned(file: str, message: str, remedy: str, line: int | None = None) -> BadPlanError:
+def not_assigned(file: str, message: str, remedy: str) -> BadPlanError:
     """Return the error of events that cannot be assigned (PP164)."""
-    location = None if line is None else Location(file, line)
-    return BadPlanError(NOT_ASSIGNED.finding(f"`{file}`: {message}", location, remedy))
+    return BadPlanError(NOT_ASSIGNED.finding(f"`{file}`: {message}", help=remedy))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from statistics import median
-from types import MappingProxyType
 from typing import get_args
 
 from pydantic import ValidationError
@@ -18,7 +17,7 @@ from pipeproof.interop.profiles.kineto_trace import read_kineto
 from pipeproof.interop.profiles.profile_codes import not_assigned, unreadable
 from pipeproof.interop.profiles.rank_trace import RankTrace
 from pipeproof.interop.profiles.trace_measurements import Measurements, measure_traces
-from pipeproof.schedule.ops import COMPUTE_KINDS, SEND_KINDS, OpKind
+from pipeproof.schedule.ops import SEND_KINDS, OpKind
 from pipeproof.specs.cost import CostSpec
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.specs.profile_file import (
@@ -83,16 +82,10 @@ def read_trace(path: Path) -> RankTrace:
     return read_kineto(path)
 
 
-def profile_of_files(
-    paths: Sequence[Path],
-    loaded: LoadedPlan,
-    message_us: Fraction | None,
-    scales: Mapping[int, Fraction] = MappingProxyType({}),
-) -> Profile:
+def profile_of_files(paths: Sequence[Path], loaded: LoadedPlan, message_us: Fraction | None) -> Profile:
     """Return the profile of a plan from the files of a run of it.
 
-    ``message_us`` is the time of a message, for files that do not show it; it replaces measured ones. ``scales`` are
-    factors of the computations by stage, for a stage that will be faster or slower.
+    ``message_us`` is the time of a message, for files that do not show it; it replaces measured ones.
 
     Raises:
         BadPlanError: PP163, a file cannot be read; PP164, its events cannot be assigned to operations of the plan.
@@ -100,25 +93,12 @@ def profile_of_files(
     spec = loaded.spec.model_copy(update={"cost": CostSpec()})  # the plan may name the profile that is being made
     subject = make_subject(replace(loaded, spec=spec))
     found = measure_traces([read_trace(path) for path in paths], subject)
-    _scale(found, scales, len(subject.plan.stages))
     try:
         return _profile(found, subject, message_us)
     except ValidationError as error:  # a time beyond the limits of a profile
         raise unreadable(
             ", ".join(found.files), f"a time is out of range: {error.errors()[0]['msg']}", _WHOLE
         ) from error
-
-
-def _scale(found: Measurements, scales: Mapping[int, Fraction], num_stages: int) -> None:
-    for stage, factor in scales.items():
-        if not 0 <= stage < num_stages:
-            raise not_assigned(
-                ", ".join(found.files), f"stage {stage} to scale, and the plan has {num_stages} stages",
-                "stages count from 0",
-            )  # fmt: skip
-        for kind in COMPUTE_KINDS:
-            found.ops[stage, kind] = [round(time * factor) for time in found.ops.get((stage, kind), [])]
-        found.notes.append(f"computations of stage {stage} take {float(factor):g} of the measured time")
 
 
 def _profile(found: Measurements, subject: Subject, message_us: Fraction | None) -> Profile:

@@ -27,7 +27,7 @@ from pipeproof.schedule.formats.text_form import format_rows, looks_like_program
 from pipeproof.schedule.formats.text_tokens import ROW_KEYS, Findings, Placed, attribute_text, with_peers
 from pipeproof.schedule.formats.torch_runtime import runtime_rows
 from pipeproof.schedule.op_table import Group, TensorSpec
-from pipeproof.schedule.ops import COMPUTE_KINDS, META_KINDS, TRANSFER_KINDS, Op, OpKind
+from pipeproof.schedule.ops import COMPUTE_KINDS, META_KINDS, TRANSFER_KINDS, OpKind
 from pipeproof.schedule.programs import Programs, Schedule, stages_of
 from pipeproof.specs.schedule import BAD_LINE, BAD_OPERATION, WRONG_FORMAT, ScheduleFileError, read_schedule_text
 
@@ -40,21 +40,6 @@ class ScheduleFormat(StrEnum):
     CSV = "csv"
     CSV_COMMS = "csv-comms"
     FLEET = "fleet"
-
-
-_OP_ORDER: Mapping[OpKind, int] = MappingProxyType(
-    {
-        OpKind.RECV_FORWARD: 0,
-        OpKind.FORWARD: 1,
-        OpKind.SEND_FORWARD: 2,
-        OpKind.RECV_BACKWARD: 3,
-        OpKind.BACKWARD: 4,
-        OpKind.BACKWARD_INPUT: 4,
-        OpKind.SEND_BACKWARD: 5,
-        OpKind.BACKWARD_WEIGHT: 6,
-    }
-)
-"""The order of what is done for one stage and micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -107,18 +92,8 @@ class ForeignSchedule:
         """Micro-batches of a step: one more than the largest that is computed."""
         return 1 + max((op.micro_batch or 0 for program in self.programs for op in program), default=-1)
 
-    def missing_place(self, rank: int, op: Op | None = None) -> Location | None:
-        """Location for an operation that a pipeline rank lacks.
-
-        For a known ``op``: the place of what comes after it for its stage and
-        micro-batch. Otherwise, and where nothing does, the end of the rank's program.
-        """
-        order = _OP_ORDER.get(op.kind) if op is not None else None
-        if op is not None and order is not None:
-            for row in self.rows[rank]:
-                same = (row.op.stage, row.op.micro_batch) == (op.stage, op.micro_batch)
-                if same and _OP_ORDER.get(row.op.kind, order) > order and row.origin != NONE:
-                    return self.origins[row.origin]
+    def missing_place(self, rank: int) -> Location | None:
+        """Location for an operation that a pipeline rank lacks: the end of its program."""
         return self.ends[rank]
 
 

@@ -115,30 +115,6 @@ def test_the_profile_of_a_simulation_simulates_the_same(tmp_path):
     assert simulate(subject(**slower).plan).makespan > 0
 
 
-def test_a_stage_can_be_scaled(tmp_path):
-    files = write_kineto(tmp_path, events_of(subject(cost=COST)))
-    plan = plan_file(tmp_path / "plan.json")
-    arguments = [
-        "import",
-        "profile",
-        *map(str, files),
-        "--plan",
-        str(plan),
-        "-o",
-        str(tmp_path / "profile.out"),
-        "--stage-factor",
-    ]
-    result = invoke(*arguments, "1=0.9")
-    assert result.exit_code == 0, result.output
-    found = medians(read_profile(tmp_path / "profile.out"))
-    assert (found[0, "F"], found[1, "F"], found[1, "B"]) == (120, 81, 279)
-    assert "stage 1 take 0.9" in result.output
-    for wrong, words in (("2=0.9", "2 stages"), ("x=1", "STAGE=FACTOR"), ("1=fast", "factor")):
-        result = invoke(*arguments, wrong)
-        assert result.exit_code == 2
-        assert words in result.output
-
-
 @pytest.mark.parametrize("prefix", ["pipeproof:", "PP:"])
 def test_ranges_of_processors_leave_waits_out(tmp_path, prefix):
     of = subject(cost=COST)

@@ -159,10 +159,10 @@ class _Reader:
     def _peek(self, ahead: int = 0) -> str:
         return self._text[self._at + ahead : self._at + ahead + 1]
 
-    def _location(self, length: int = 1) -> Location:
+    def _location(self) -> Location:
         line = bisect_right(self._lines, self._at)
         column = self._at - self._lines[line - 1] + (self._origin.column if line == 1 else 1)
-        return Location(self._file, self._origin.line + line - 1, column, column + max(length, 1) - 1)
+        return Location(self._file, self._origin.line + line - 1, column, column)
 
     def _step(self, count: int = 1) -> None:
         is_break = self._peek() == "\n"

@@ -19,6 +19,7 @@ from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, nearest_name, shortened
 from pipeproof.diagnostics.source import LINE_BREAK, SourceMap, read_text
 from pipeproof.interop.importers.draft import Draft
+from pipeproof.interop.importers.import_codes import one_file
 from pipeproof.interop.importers.imported import Flags, Imported, repeatable
 from pipeproof.interop.importers.model_sizes import read_mapping
 from pipeproof.interop.importers.paddle.fleet_job import FleetJob, SourcedValue
@@ -188,11 +189,10 @@ def import_fleet(files: Sequence[Path], flags: Flags) -> Imported:
     Raises:
         PlanFileError: PP100 or PP170 for an invalid text, PP171 for a job that Fleet refuses.
     """
-    if len(files) != 1:
-        raise unreadable(f"a strategy is one file, found {len(files)}", None)
-    name = str(files[0])
+    file = one_file(files, "a strategy is one file")
+    name = str(file)
     text = read_text(name)
-    is_yaml = files[0].suffix in (".yaml", ".yml") and not _MESSAGE.search(text)
+    is_yaml = file.suffix in (".yaml", ".yml") and not _MESSAGE.search(text)
     is_mapping = is_yaml or text.lstrip()[:1] == "{"
     tree = tree_of_data(*read_mapping(name)) if is_mapping else parse_prototxt(text, name)
     if not tree.names():
