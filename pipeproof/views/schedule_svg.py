@@ -16,9 +16,8 @@ from pipeproof.diagnostics.units import time_text
 from pipeproof.schedule.ops import Op, OpKind, parse_op
 from pipeproof.schedule.programs import Time, Timed, stages_of
 from pipeproof.sim.timeline import Timeline
-from pipeproof.views.colours import IDLE, KIND_COLOURS, is_dark
 from pipeproof.views.picture_rows import tick_interval, work_item_text
-from pipeproof.views.svg import decimal, label_in, px, rect, svg_page, text
+from pipeproof.views.svg import IDLE, KIND_COLOURS, decimal, is_dark, label_in, px, rect, svg_page, text
 
 _LEFT, _RIGHT = 60, 12
 """Width next to the time axis, in pixels at full size."""

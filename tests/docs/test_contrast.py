@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import pipeproof.views
-from pipeproof.views.colours import luminance
+from pipeproof.views.svg import luminance
 
 VIEWS = Path(pipeproof.views.__file__).parent
 SHEETS = {

@@ -9,7 +9,7 @@ import pytest
 
 import pipeproof.views.html
 from pipeproof.schedule.ops import OpKind
-from pipeproof.views.colours import COLLECTIVE, IDLE, KIND_COLOURS, channels, is_dark
+from pipeproof.views.svg import COLLECTIVE, IDLE, KIND_COLOURS, channels, is_dark
 from tests.sim.test_svg import picture
 
 CSS = (Path(pipeproof.views.html.__file__).parent / "page" / "page.css").read_text()

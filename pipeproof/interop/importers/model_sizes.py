@@ -12,10 +12,10 @@ from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.problems import KeyPath, describe_value
 from pipeproof.diagnostics.source import PlanFileError, SourceMap, read_text
 from pipeproof.diagnostics.yaml_tree import parse_text
-from pipeproof.interop.importers.deepseek_v4 import is_deepseek_v4, take_deepseek_v4
 from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.import_codes import UNREADABLE
 from pipeproof.interop.importers.model_parts import PART_NAMES, take_parts
+from pipeproof.specs.compressed_attention import YarnSpec
 
 MODEL_NAMES: Mapping[str, KeyPath] = MappingProxyType(
     {
@@ -70,8 +70,8 @@ def take_model(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) 
     Raises:
         PlanFileError: PP170, a size is no integer.
     """
-    if is_deepseek_v4(values):
-        take_deepseek_v4(draft, values)
+    if values.get("model_type", ("", None))[0] == "deepseek_v4":
+        _take_deepseek_v4(draft, values)
         return
     named = {name: values[name] for name in MODEL_NAMES if name in values and values[name][0] not in (None, "")}
     latent = "kv_lora_rank" in named
@@ -155,3 +155,80 @@ def _num_layers(needs: Needs, num_empty: int) -> int:
     while per_stage * needs.num_stages <= num_empty:
         per_stage += 1
     return per_stage * needs.num_stages - num_empty
+
+
+# --- DeepSeek-V4, with the names of Hugging Face's ``DeepseekV4Config`` and those of the release ---
+
+
+_Values = Mapping[str, tuple[Any, Location | None]]
+_V4_SIZES = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim", "vocab_size", "tie_word_embeddings",
+    "num_nextn_predict_layers",
+)  # fmt: skip
+_V4_FORMULAS: Mapping[KeyPath, object] = MappingProxyType(
+    {
+        ("swiglu_formula",): "silu",
+        ("hyper_connections", "sinkhorn"): "softmax",
+        ("hyper_connections", "transposed"): True,
+        ("hyper_connections", "contraction"): "learned",
+    }
+)
+_V4_FLOATS = ("rope_theta", "compress_rope_theta")
+_V4_TYPES = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+"""The attention of a block by its entry in ``compress_ratios``."""
+
+
+def _take_deepseek_v4(draft: Draft, values: _Values) -> None:
+    """Set the model; null is left out."""
+    from pipeproof.state.names.deepseek_v4 import SETTINGS
+
+    _, of_type = values["model_type"]
+    given = {name: value for name, value in values.items() if value[0] is not None} | _of_other_names(values)
+    for name, path in ({name: MODEL_NAMES[name] for name in _V4_SIZES} | dict(SETTINGS)).items():
+        value, location = given.get(name, (None, None))
+        if name in given and not (name == "num_nextn_predict_layers" and value == 0):
+            draft.set(("model", *path), float(value) if name in _V4_FLOATS else value, name, location)
+    for path, formula in _V4_FORMULAS.items():
+        draft.set(("model", *path), formula, "model_type deepseek_v4", of_type)
+    if "moe_intermediate_size" in given:  # no block has this MLP
+        size, location = given["moe_intermediate_size"]
+        draft.set(("model", "ffn_size"), size, "moe_intermediate_size", location)
+    if ("model", "mtp") in draft:
+        why = "model_type deepseek_v4: the tokens of modules do not cross next to several streams"
+        draft.set(("model", "mtp", "magic_send"), value=True, setting=why, location=of_type)
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling, location = given.get(name, ({}, None))
+        if isinstance(scaling, dict):
+            _take_scaling(draft, name, scaling.get("compress", scaling), location)
+
+
+def _take_scaling(draft: Draft, name: str, scaling: Mapping[str, Any], location: Location | None) -> None:
+    """YaRN without a factor of cosines and sines; another scaling is ignored, with the reason."""
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return
+    factors = (scaling.get(key, 1.0) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if kind != "yarn" or any(factor not in {1.0, None} for factor in factors) or not scaling.get("truncate", True):
+        why = "positions are scaled by `yarn` alone, truncated and with attention_factor 1; this changes no size"
+        draft.ignore(name, why, location)
+        return
+    for key in YarnSpec.model_fields:
+        if scaling.get(key) is not None:
+            value = scaling[key] if key == "original_max_position_embeddings" else float(scaling[key])
+            draft.set(("model", "compressed_attention", "rope_scaling", key), value, name, location)
+
+
+def _of_other_names(values: _Values) -> dict[str, tuple[Any, Location | None]]:
+    """Settings that some files have under other names: ``compress_ratios``, ``mlp_layer_types`` and a rotary factor."""
+    found: dict[str, tuple[Any, Location | None]] = {}
+    ratios, location = values.get("compress_ratios", (None, None))
+    if isinstance(ratios, list) and all(ratio in _V4_TYPES for ratio in ratios):
+        number = values.get("num_hidden_layers", (len(ratios), None))[0]
+        found["layer_types"] = [_V4_TYPES[ratio] for ratio in ratios[:number]], location
+    kinds, location = values.get("mlp_layer_types", (None, None))
+    if isinstance(kinds, list):
+        found["num_hash_layers"] = kinds.count("hash_moe"), location
+    factor, location = values.get("partial_rotary_factor", (None, None))
+    if factor is not None and "qk_rope_head_dim" not in values and "head_dim" in values:
+        found["qk_rope_head_dim"] = int(values["head_dim"][0] * factor), location
+    return found

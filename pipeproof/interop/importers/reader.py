@@ -27,9 +27,9 @@ from pipeproof.interop.importers.megatron.flag_values import (
 from pipeproof.interop.importers.megatron.launch_script import Argument, Script
 from pipeproof.interop.importers.megatron.megatron_importer import import_arguments
 from pipeproof.interop.importers.names import plain
-from pipeproof.interop.importers.tools.forks import FORKS
 from pipeproof.interop.importers.tools.job import Job
 from pipeproof.interop.importers.tools.tool import MEGATRON_LM, Tool, fork_of
+from pipeproof.interop.importers.tools.trainers import FORKS
 from pipeproof.interop.importers.tree import Placed, Tree, Unknown, literal, read_tree, tree_of
 
 _YAML_ARGUMENTS: Final = re.compile(r"^MODEL_ARGS:\s*$", re.MULTILINE)

@@ -25,9 +25,16 @@ from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, absence_finding, c
 from pipeproof.interop.hang.hang_codes import HANG_CYCLE, NEVER_ISSUED
 from pipeproof.interop.traces.compare_with_plan import plan_findings
 from pipeproof.interop.traces.trace_codes import MISSING_LOG, NOT_WAITED, RAISED, SPLITS, UNFINISHED_LOG
-from pipeproof.interop.traces.trace_graph import IN_ORDER, channels_of, collectives_of, graph_of_logs
+from pipeproof.interop.traces.trace_graph import (
+    IN_ORDER,
+    call_text,
+    channels_of,
+    collectives_of,
+    graph_of_logs,
+    position_text,
+    with_log_names,
+)
 from pipeproof.interop.traces.trace_log import LoggedCall, LoggedGroup, LoggedTensor, LoggedWait, RankLog, read_logs
-from pipeproof.interop.traces.trace_text import call_text, position_text, with_log_names
 from pipeproof.schedule.op_table import TensorSpec
 from pipeproof.specs.load_plan import LoadedPlan
 from pipeproof.verify.check_plan import OnProgress, Report, check_subject

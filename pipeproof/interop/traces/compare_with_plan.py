@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pipeproof.comm.lower import lower_loaded
 from pipeproof.diagnostics.finding import Finding, Location, OpsWitness, WitnessOp
 from pipeproof.interop.traces.trace_codes import OTHER_ORDER
+from pipeproof.interop.traces.trace_graph import call_text, position_text
 from pipeproof.interop.traces.trace_log import LoggedCall, Mark, RankLog
-from pipeproof.interop.traces.trace_text import call_text, position_text
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import META_KINDS, SEND_KINDS, TRANSFER_KINDS
 from pipeproof.specs.load_plan import LoadedPlan

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import reduce
+from operator import getitem
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeproof.specs.compressed_attention import CompressedAttentionSpec
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.synthetic import hash_table
@@ -87,34 +91,45 @@ def refusal_of(model: ModelSpec) -> str | None:
     return None
 
 
+SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "n_routed_experts": ("moe", "num_experts"),
+        "num_experts_per_tok": ("moe", "top_k"),
+        "moe_intermediate_size": ("moe", "ffn_size"),
+        "n_shared_experts": ("moe", "num_shared_experts"),
+        "num_hash_layers": ("moe", "hash_layers"),
+        "scoring_func": ("moe", "score"),
+        "norm_topk_prob": ("moe", "normalize"),
+        "routed_scaling_factor": ("moe", "routed_scale"),
+        "swiglu_limit": ("swiglu_limit",),
+        "hc_mult": ("hyper_connections", "streams"),
+        "hc_sinkhorn_iters": ("hyper_connections", "sinkhorn_iterations"),
+        "hc_eps": ("hyper_connections", "epsilon"),
+        **{
+            name: ("compressed_attention", name)
+            for name in CompressedAttentionSpec.model_fields
+            if name not in ("documents", "rope_scaling")  # of a plan alone, and with a type
+        },
+    }
+)
+"""Settings that only DeepSeek-V4 has, and their keys below ``model``; names of the release where there are several."""
+
+
 def settings_of(model: ModelSpec) -> dict[str, Any]:
-    """Return the settings that only DeepSeek-V4 has, under the names of the released configuration where they exist."""
-    moe, spec, streams = model.moe, model.compressed_attention, model.hyper_connections
-    assert moe is not None, "it is refused"
+    """Return the settings that only DeepSeek-V4 has, with those that follow from them."""
+    spec, values = model.compressed_attention, model.model_dump(mode="json")
     assert spec is not None, "the model is of this class"
-    assert streams is not None, "it is refused"
     part = spec.qk_rope_head_dim / model.size_of_head
+    named: dict[str, Any] = {name: reduce(getitem, path, values) for name, path in SETTINGS.items()}
     scaling = None if spec.rope_scaling is None else {"rope_type": "yarn", **spec.rope_scaling.model_dump()}
     return {
-        **spec.model_dump(mode="json", exclude={"documents"}),
+        **named,
         "rope_scaling": scaling,
         "layer_types": [spec.type_of(block) for block in range(model.num_layers)],
         # transformers rounds the product with the head's size down
         "partial_rotary_factor": math.nextafter(part, math.inf) if int(model.size_of_head * part) != part else part,
         "num_key_value_heads": 1,
-        "intermediate_size": moe.ffn_size,
-        "moe_intermediate_size": moe.ffn_size,
-        "n_routed_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "n_shared_experts": moe.num_shared_experts,
-        "num_hash_layers": moe.hash_layers,
-        "scoring_func": moe.score,
-        "norm_topk_prob": moe.normalize,
-        "routed_scaling_factor": moe.routed_scale,
-        "swiglu_limit": model.swiglu_limit,
-        "hc_mult": streams.streams,
-        "hc_sinkhorn_iters": streams.sinkhorn_iterations,
-        "hc_eps": streams.epsilon,
+        "intermediate_size": named["moe_intermediate_size"],
         "num_nextn_predict_layers": 0,
     }
 
