@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from typing import Any, Final, TypeVar
 
 import yaml
@@ -23,7 +22,7 @@ from pipeproof.diagnostics.finding import Finding, Location, Severity
 from pipeproof.diagnostics.problems import KeyPath, describe_value, dotted, shortened
 from pipeproof.diagnostics.source import LINE_BREAK, SourceMap
 
-# --- PyYAML's parser as a stream of typed events; all problems of the text are one kind of error ---
+# --- PyYAML's parser as a stream of events; all problems of the text are one kind of error ---
 # Events are used because only they carry the mark of every alias.
 
 
@@ -35,50 +34,6 @@ class TextError(Exception):
         self.problem = Finding("PP101", Severity.ERROR, message, location, help)
 
 
-class EventKind(Enum):
-    """Kind of a part of a YAML text."""
-
-    DOCUMENT = auto()
-    STREAM_END = auto()
-    MAPPING = auto()
-    SEQUENCE = auto()
-    END = auto()
-    """The end of a mapping, a sequence or a document."""
-    SCALAR = auto()
-    ALIAS = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class TextEvent:
-    """One part of a YAML text.
-
-    ``text`` is that of a scalar. ``plain`` is True for a scalar without quotes
-    that is not a block, so that it may be a number or a boolean; ``brackets``
-    for a collection in flow style; ``empty`` for a scalar without characters.
-    """
-
-    kind: EventKind
-    location: Location
-    text: str = ""
-    plain: bool = False
-    brackets: bool = False
-    empty: bool = False
-    anchor: str = ""
-    tag: str | None = None
-
-
-_KINDS: tuple[tuple[type[events.Event], EventKind], ...] = (
-    (events.DocumentStartEvent, EventKind.DOCUMENT),
-    (events.StreamEndEvent, EventKind.STREAM_END),
-    (events.MappingStartEvent, EventKind.MAPPING),
-    (events.SequenceStartEvent, EventKind.SEQUENCE),
-    (events.CollectionEndEvent, EventKind.END),
-    (events.DocumentEndEvent, EventKind.END),
-    (events.ScalarEvent, EventKind.SCALAR),
-    (events.AliasEvent, EventKind.ALIAS),
-)
-
-
 class EventStream:
     """The events of a text in order; every method raises ``TextError`` for invalid text."""
 
@@ -88,21 +43,36 @@ class EventStream:
             self._parser: Any = _PyYamlParser(text)
         except ReaderError as error:
             raise _unprintable(text, error, file) from error
-        self._ahead: TextEvent | None = None
-        self._raw()  # the start of the stream carries no data
+        self._ahead: Any = None
+        self.next()  # the start of the stream carries no data
 
-    def peek(self) -> TextEvent:
+    def peek(self) -> Any:
         """Return the next event without consuming it."""
         if self._ahead is None:
-            self._ahead = _typed(self._raw(), self._file)
+            self._ahead = self._read()
         return self._ahead
 
-    def next(self) -> TextEvent:
+    def next(self) -> Any:
         """Return and consume the next event."""
         event, self._ahead = self.peek(), None
         return event
 
-    def _raw(self) -> Any:
+    def location(self, event: Any) -> Location:
+        """Return the location of an event: its first line, up to its end if that is on the same one."""
+        start, end = event.start_mark, event.end_mark
+        same_line = start.line == end.line and end.column > start.column
+        return Location(self._file, start.line + 1, start.column + 1, end.column if same_line else None)
+
+    def text(self, scalar: Any) -> str:
+        r"""Return the text with surrogate pairs joined: JSON has two escapes for a character beyond U+FFFF."""
+        text: str = scalar.value
+        try:
+            return text.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError as error:
+            shown = describe_value(text.encode("ascii", "replace").decode())
+            raise TextError(self.location(scalar), f"half of a character in the {shown}") from error
+
+    def _read(self) -> Any:
         try:
             return self._parser.get_event()
         except yaml.MarkedYAMLError as error:
@@ -130,33 +100,6 @@ class _PyYamlParser(Reader, Scanner, Parser):
         while self.flow_level and self.peek() == "\t":
             self.forward()
             super().scan_to_next_token()
-
-
-def _typed(event: Any, file: str) -> TextEvent:
-    kind = next(kind for event_type, kind in _KINDS if isinstance(event, event_type))
-    start, end = event.start_mark, event.end_mark
-    same_line = start.line == end.line and end.column > start.column
-    location = Location(file, start.line + 1, start.column + 1, end.column if same_line else None)
-    is_scalar = kind is EventKind.SCALAR
-    return TextEvent(
-        kind,
-        location,
-        text=_joined_surrogates(event.value, location) if is_scalar else "",
-        plain=is_scalar and event.implicit[0],
-        brackets=kind in (EventKind.MAPPING, EventKind.SEQUENCE) and bool(event.flow_style),
-        empty=is_scalar and start.index == end.index,
-        anchor=getattr(event, "anchor", None) or "",
-        tag=getattr(event, "tag", None),
-    )
-
-
-def _joined_surrogates(text: str, location: Location) -> str:
-    r"""``text`` with surrogate pairs joined: JSON has two escapes for a character beyond U+FFFF, PyYAML two halves."""
-    try:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16")
-    except UnicodeDecodeError as error:
-        shown = describe_value(text.encode("ascii", "replace").decode())
-        raise TextError(location, f"half of a character in the {shown}") from error
 
 
 _HELP_BY_SIGN = (
@@ -277,14 +220,14 @@ class _Builder:
 
     def document(self) -> object:
         """Return the data of the only document; None for a text without one."""
-        if self._events.next().kind is EventKind.STREAM_END:
+        if isinstance(self._events.next(), events.StreamEndEvent):
             return None
         data = self._node((), depth=0, key_location=None)
         self._events.next()  # the end of the document
         event = self._events.next()
-        if event.kind is not EventKind.STREAM_END:
+        if not isinstance(event, events.StreamEndEvent):
             raise TextError(
-                event.location,
+                self._events.location(event),
                 "a second document begins here, and a plan is one",
                 help="remove the line `---`, or keep each plan in a file of its own",
             )
@@ -292,14 +235,16 @@ class _Builder:
 
     def _node(self, path: KeyPath, *, depth: int, key_location: Location | None) -> object:
         event = self._events.next()
+        location = self._events.location(event)
         if depth > MAX_DEPTH:
-            raise TextError(event.location, f"more than {MAX_DEPTH} levels of nesting; a plan has four")
+            raise TextError(location, f"more than {MAX_DEPTH} levels of nesting; a plan has four")
         self._count(1, event)
         # An empty value has no characters: findings point at its key.
-        self._source.values[path] = key_location if event.empty and key_location is not None else event.location
-        if event.kind is EventKind.ALIAS:
+        is_empty = isinstance(event, events.ScalarEvent) and _has_no_characters(event)
+        self._source.values[path] = key_location if is_empty and key_location is not None else location
+        if isinstance(event, events.AliasEvent):
             return self._alias(event)
-        _refuse_tag(event)
+        self._refuse_tag(event)
         first = self._num_nodes
         if event.anchor:
             self._anchors[event.anchor] = None  # until its value is complete
@@ -308,16 +253,16 @@ class _Builder:
             self._anchors[event.anchor] = _Anchored(data, self._num_nodes - first + 1)
         return data
 
-    def _value(self, event: TextEvent, path: KeyPath, depth: int) -> object:
-        if event.kind is EventKind.MAPPING:
+    def _value(self, event: Any, path: KeyPath, depth: int) -> object:
+        if isinstance(event, events.MappingStartEvent):
             return self._mapping(event, path, depth)
-        if event.kind is EventKind.SEQUENCE:
+        if isinstance(event, events.SequenceStartEvent):
             return self._sequence(event, path, depth)
         return self._scalar(event)
 
-    def _mapping(self, start: TextEvent, path: KeyPath, depth: int) -> dict[str, object]:
+    def _mapping(self, start: Any, path: KeyPath, depth: int) -> dict[str, object]:
         data: dict[str, object] = {}
-        while self._events.peek().kind is not EventKind.END:
+        while not isinstance(self._events.peek(), events.CollectionEndEvent):
             key, location = self._key()
             inner = (*path, key)
             if key in data:
@@ -344,63 +289,65 @@ class _Builder:
         self._node(path, depth=depth + 1, key_location=None)
         self._source = source
 
-    def _sequence(self, start: TextEvent, path: KeyPath, depth: int) -> list[object]:
+    def _sequence(self, start: Any, path: KeyPath, depth: int) -> list[object]:
         data: list[object] = []
-        while self._events.peek().kind is not EventKind.END:
+        while not isinstance(self._events.peek(), events.CollectionEndEvent):
             data.append(self._node((*path, len(data)), depth=depth + 1, key_location=None))
         self._close(start, self._events.next(), path)
         return data
 
-    def _close(self, start: TextEvent, end: TextEvent, path: KeyPath) -> None:
+    def _close(self, start: Any, end: Any, path: KeyPath) -> None:
         """Set the end of a collection in brackets on one line."""
-        if start.brackets and start.location.line == end.location.line:
-            self._source.values[path] = replace(start.location, end_column=end.location.end_column)
+        first, last = self._events.location(start), self._events.location(end)
+        if start.flow_style and first.line == last.line:
+            self._source.values[path] = replace(first, end_column=last.end_column)
 
     def _key(self) -> tuple[str, Location]:
-        event = self._events.next()
+        event, key = self._events.next(), ""
         self._count(1, event)
-        key = event.text
-        if event.kind is EventKind.ALIAS:
+        if isinstance(event, events.AliasEvent):
             target = self._alias(event)
             key = target if isinstance(target, str) else ""
-        elif event.kind is EventKind.SCALAR:
-            _refuse_tag(event)
+        elif isinstance(event, events.ScalarEvent):
+            key = self._events.text(event)
+            self._refuse_tag(event)
             if event.anchor:
                 self._anchors[event.anchor] = _Anchored(key, 1)
+        location = self._events.location(event)
         if not key:
-            raise TextError(event.location, "a key must be a name")
-        return key, event.location
+            raise TextError(location, "a key must be a name")
+        return key, location
 
-    def _alias(self, event: TextEvent) -> object:
+    def _alias(self, event: Any) -> object:
         name = shortened(event.anchor)
         if event.anchor not in self._anchors:
             raise TextError(
-                event.location,
+                self._events.location(event),
                 f"the alias `*{name}` has no anchor before it",
                 help=f"mark the value to repeat with `&{name}`, or quote the text",
             )
         anchored = self._anchors[event.anchor]
         if anchored is None:
-            raise TextError(event.location, f"the alias `*{name}` is inside its own value")
+            raise TextError(self._events.location(event), f"the alias `*{name}` is inside its own value")
         self._count(anchored.num_nodes - 1, event)
         return anchored.data
 
-    def _count(self, num_nodes: int, event: TextEvent) -> None:
+    def _count(self, num_nodes: int, event: Any) -> None:
         self._num_nodes += num_nodes
         if self._num_nodes > MAX_NODES:
-            raise TextError(event.location, f"more than {MAX_NODES} values, with aliases expanded")
+            raise TextError(self._events.location(event), f"more than {MAX_NODES} values, with aliases expanded")
 
-    def _scalar(self, event: TextEvent) -> object:
+    def _scalar(self, event: Any) -> object:
         """Return the value of a scalar by the core schema (YAML 1.2, chapter 10.3.2)."""
-        text = event.text
-        if not event.plain:
+        text = self._events.text(event)
+        if not event.implicit[0]:  # in quotes, or a block
             return text
         if text in _CONSTANTS:
             return _CONSTANTS[text]
         if _INT.fullmatch(text):
             if len(text) > _MAX_DIGITS:
                 message = f"a number of {len(text)} digits"
-                self._problems.append(Finding("PP106", Severity.ERROR, message, event.location))
+                self._problems.append(Finding("PP106", Severity.ERROR, message, self._events.location(event)))
                 return 0
             return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
         if _FLOAT.fullmatch(text):
@@ -409,8 +356,12 @@ class _Builder:
             return float(text.replace(".", "", 1))
         return text
 
+    def _refuse_tag(self, event: Any) -> None:
+        if event.tag is not None:
+            shown = shortened(event.tag.replace("tag:yaml.org,2002:", "!!"))
+            message = f"the tag `{shown}` has no meaning in a plan"
+            raise TextError(self._events.location(event), message, help="remove it")
 
-def _refuse_tag(event: TextEvent) -> None:
-    if event.tag is not None:
-        shown = shortened(event.tag.replace("tag:yaml.org,2002:", "!!"))
-        raise TextError(event.location, f"the tag `{shown}` has no meaning in a plan", help="remove it")
+
+def _has_no_characters(event: Any) -> bool:
+    return bool(event.start_mark.index == event.end_mark.index)
