@@ -9,10 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pipeproof.analysis.compare.common_layers import with_common_layers
 from pipeproof.analysis.compare.compare_text import comparison_data, render_comparison
 from pipeproof.analysis.compare.compare_timelines import Comparison, KindErrors, compare_timelines
-from pipeproof.analysis.compare.timeline_files import TimelineFile, read_timeline, simulated_plan
+from pipeproof.analysis.compare.timeline_files import TimelineFile, read_timeline, simulated_plan, with_common_layers
 from pipeproof.api.given_plan import GivenPlan, load_given
 from pipeproof.api.result import Records, Result, html_text, printed
 from pipeproof.diagnostics.units import time_text

@@ -58,7 +58,7 @@ def compare(
     first = _read("A", a, source, kinds[0])
     second = _of_kind(str(b), a, first, source) if is_kind else _read("B", b, source, kinds[1])
     with refusing_bad_plans("text", b):
-        from pipeproof.analysis.compare.common_layers import with_common_layers
+        from pipeproof.analysis.compare.timeline_files import with_common_layers
 
         second, note = with_common_layers(first, second)
     from pipeproof.analysis.compare.compare_text import comparison_to_json, render_comparison

@@ -1,4 +1,4 @@
-"""``pipeproof job hang``: the cause of a hang, from Flight Recorder dumps or from the rings of a watched job."""
+"""``pipeproof job hang``: the cause of a hang, from dumps or from the rings of a watched job; and the group ``job``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 import click
 
 from pipeproof.cli.console import console_for, format_option, refusing_bad_plans
+from pipeproof.cli.help_sections import SuggestingGroup
 from pipeproof.cli.progress import showing_progress
 from pipeproof.diagnostics.finding import Severity
 from pipeproof.exit_status import ExitStatus
@@ -24,7 +25,12 @@ if TYPE_CHECKING:
     from pipeproof.exec.monitor.verdict import Verdict
 
 
-@click.command()
+@click.group(cls=SuggestingGroup)
+def job() -> None:
+    """Examine jobs that hang."""
+
+
+@job.command()
 @click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
 @click.option("--ras", metavar="HOST[:PORT]", help="Ask the RAS server of NCCL on a host of the job; port 28028.")
 @click.option("--stacks", metavar="DIR", type=click.Path(path_type=Path, exists=True, file_okay=False),

@@ -184,7 +184,7 @@ main.commands = LazyCommands(
         "doctor": "doctor_command:doctor",
         "rehearse": "rehearse_command:rehearse",
         "run": "run_command:run",
-        "job": "job_command:job",
+        "job": "hang_command:job",
         "state": "state_command:state",
     },
     {},

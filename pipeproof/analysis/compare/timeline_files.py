@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from pipeproof.analysis.tune.recut import layer_times, stage_times
 from pipeproof.comm.lower import blaming_plan, lower_loaded
 from pipeproof.foreign_text import MALFORMED, MOST_RANKS, decode_json, open_foreign, open_foreign_text, read_foreign
 from pipeproof.schedule.op_table import OpGraph
@@ -21,6 +22,7 @@ from pipeproof.schedule.ops import Op, parse_op
 from pipeproof.sim.simulate import simulate
 from pipeproof.specs.cost import CostSource
 from pipeproof.specs.load_plan import LoadedPlan, load_plan
+from pipeproof.stages.describe.model_family import stage_layers
 from pipeproof.verify.check_plan import require_whole_step
 from pipeproof.views.chrome_trace import ARRIVAL
 from pipeproof.views.trace_slices import COLUMNS
@@ -227,3 +229,47 @@ def _some(name: str, ops: tuple[TimedOp, ...]) -> tuple[TimedOp, ...]:
 def _exact(us: Any) -> Fraction:
     """Microseconds as written, in whole picoseconds: the last digits of a sum of floats are noise."""
     return Fraction(round(us * 10**6), 10**6)
+
+
+# --- Two plans with placeholder times and different stages, put on the same time per layer ---
+# Costs of a plan are per stage. A plan with twice as many stages would have twice the work if each of its stages took
+# the same placeholder: its step would be longer because of the default and not because of its schedule.
+
+
+def with_common_layers(a: TimelineFile, b: TimelineFile) -> tuple[TimelineFile, str]:
+    """Return B with the time per layer of A, and a note about the costs of both; the note is empty if nothing differs.
+
+    B is simulated again if both are plans with placeholder times, the same layers, and other stages.
+
+    Raises:
+        BadPlanError: the plan of B cannot be simulated with these times.
+    """
+    if a.loaded is None or b.loaded is None:
+        return b, ""
+    plan_a, plan_b = a.loaded.spec, b.loaded.spec
+    sources = {plan_a.cost_source, plan_b.cost_source}
+    if plan_a.has_layer_times and plan_b.has_layer_times:
+        return b, ""
+    if plan_a.num_stages == plan_b.num_stages or not sources <= {"placeholder", "given"}:
+        return b, ""
+    text = f"A has {plan_a.num_stages} stages, B {plan_b.num_stages}"
+    stages_a, stages_b = stage_layers(plan_a), stage_layers(plan_b)
+    same_layers = sorted(sum(stages_a, ())) == sorted(sum(stages_b, ()))
+    if sources != {"placeholder"} or not same_layers:
+        return b, f"costs are per stage, and {text}: each side has its own"
+    cost, stages = plan_a.cost, range(plan_a.num_stages)
+    times = {
+        key: stage_times(stages_b, layer_times(stages_a, [of_stage(stage) for stage in stages]))
+        for key, of_stage in {
+            "forward_us": cost.forward_of,
+            "backward_input_us": cost.backward_input_of,
+            "backward_weight_us": cost.backward_weight_of,
+        }.items()
+    }
+    if not all(times["forward_us"]):
+        return b, f"costs are per stage, and {text}: each side has its own"
+    kept = {**times, "backward_us": None, "overlapped_us": None}
+    spec = plan_b.model_copy(update={"cost": plan_b.cost.model_copy(update=kept)})
+    normalized = simulated_plan(b.file, replace(b.loaded, spec=spec))
+    restored = replace(normalized, loaded=b.loaded, cost_source=b.cost_source, note=b.note)
+    return restored, f"costs are per layer, as in A: {text}"

@@ -10,7 +10,7 @@ import signal
 
 import pytest
 
-from pipeproof.cli import reshard_output as reshard_shown
+from pipeproof.cli import reshard_command as reshard_shown
 from pipeproof.signals import TerminatedError
 from pipeproof.state.reshard import copy_regions as moving
 from pipeproof.state.reshard import execute_reshard as work_directory
