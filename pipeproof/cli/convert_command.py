@@ -10,14 +10,14 @@ from pipeproof.atomic_write import write_output
 from pipeproof.cli.console import refusing_bad_plans, require_separate_outputs, writable
 from pipeproof.cli.progress import showing_progress
 
-FORMATS = ("text", "csv", "csv-comms", "fleet")
+FORMATS = ("text", "csv", "fleet")
 """The formats that can be written, as in ``pipeproof.schedule.formats.read_schedule``, which imports more."""
 
 
 @click.command()
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @click.option("--as", "target", type=click.Choice(FORMATS), required=True, help="The format to write.")
-@click.option("--from", "source", type=click.Choice(["auto", *FORMATS]), default="auto", show_default=True,
+@click.option("--from", "source", type=click.Choice(["auto", *FORMATS, "csv-comms"]), default="auto", show_default=True,
               help="The format of FILE; auto detects it.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
               help="Write to this file.")  # fmt: skip
@@ -26,9 +26,9 @@ FORMATS = ("text", "csv", "csv-comms", "fleet")
 def convert(file: Path, target: str, source: str, output: Path | None, *, only_computations: bool) -> None:
     """Write the schedule in FILE in another format.
 
-    Formats are our text form (text), PyTorch's CSV without and with communication (csv, csv-comms) and the strings of
-    Fleet's static scheduler, one line per rank (fleet). For csv-comms, a schedule without transfers gets those that
-    PyTorch would add. Operations that a format cannot express are an error: nothing is left out silently.
+    Formats are our text form (text), PyTorch's CSV (csv, and with communication csv-comms, which is only read) and the
+    strings of Fleet's static scheduler, one line per rank (fleet). Operations that a format cannot express are an
+    error: nothing is left out silently.
     """
     require_separate_outputs()
     with refusing_bad_plans("text", file), showing_progress(f"converting {file}"):

@@ -14,7 +14,7 @@ from pipeproof.cli.help_sections import LazyCommands, SuggestingGroup
 from pipeproof.cli.option_types import is_plan
 from pipeproof.cli.plan_options import PlanSource, plan_options
 
-FORMATS = ("text", "csv", "csv-comms", "fleet", "svg")
+FORMATS = ("text", "csv", "fleet", "svg")
 """Formats of a schedule in files: those of ``pipeproof schedule convert``, and a picture."""
 
 

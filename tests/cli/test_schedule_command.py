@@ -168,7 +168,7 @@ def test_colour_only_adds_to_the_letters():
 # --- show: formats ---
 
 
-@pytest.mark.parametrize("form", ["text", "csv", "csv-comms", "fleet"])
+@pytest.mark.parametrize("form", ["text", "csv", "fleet"])
 def test_files_are_what_the_writer_makes(form):
     text = shown("1f1b", *SIZES, "--as", form)
     assert text == write_schedule(generated("1f1b"), form)
@@ -193,7 +193,6 @@ def test_fleets_format_takes_fleets_variant():
 def test_what_a_format_cannot_say_is_refused():
     assert "--as fleet: 0I0 is a part of a backward" in refused("zb_h1", *SIZES, "--as", "fleet")
     assert "--as csv: 0F0.s0 " in refused("seq1f1b", *SIZES, "--set", "schedule.num_sequence_splits=2", "--as", "csv")
-    assert "a stage is on one rank" in refused("chimera", *SIZES, "--as", "csv-comms")
 
 
 @pytest.mark.parametrize("kind", SCHEDULE_KINDS)

@@ -1,6 +1,5 @@
 """Schedules written as PyTorch's CSV: read back they are the same, and PyTorch takes them."""
 
-from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +10,8 @@ from hypothesis import strategies as st
 from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE, InexpressibleError
 from pipeproof.schedule.formats.read_schedule import WRITTEN_FORMATS, convert_schedule, read_schedule, write_schedule
 from pipeproof.schedule.formats.schedule_size_checks import Expected
-from pipeproof.schedule.generators.one_f_one_b import one_f_one_b
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
-from pipeproof.schedule.ops import OpKind, parse_op
-from pipeproof.schedule.programs import Schedule
+from pipeproof.schedule.ops import OpKind
 from pipeproof.specs.schedule import ScheduleFileError
 from tests.schedule.test_kinds import generated, requests
 
@@ -60,58 +57,25 @@ def test_formats_without_communication_convert_into_each_other_without_loss(draw
     schedule = generated(*drawn)
     first = text = write_schedule(schedule, "text")
     for form in forms:
-        if form != "csv-comms":
-            expressible(schedule, form)
-            text = convert_schedule(read(text), form)
+        expressible(schedule, form)
+        text = convert_schedule(read(text), form)
     assert convert_schedule(read(text), "text") == first
 
 
-@given(requests(max_ranks=4, max_chunks=3))
-@settings(max_examples=50)
-def test_with_communication_everything_goes_through_the_text_form_and_back(drawn):
-    schedule = generated(*drawn)
-    comms = expressible(schedule, "csv-comms")
-    text = convert_schedule(read(comms, format="csv-comms"), "text")
-    assert convert_schedule(read(text), "csv-comms") == comms
-    assert convert_schedule(read(comms), "csv", only_computations=True) == write_schedule(schedule, "csv")
-
-
 @pytest.mark.parametrize("name", COMMS)
-def test_files_of_pytorch_come_back_cell_for_cell(name):
-    theirs = (FILES / name).read_text()
-    text = convert_schedule(read(theirs), "text")
-    assert "WAIT(" in text
-    for source in (theirs, text):
-        assert convert_schedule(read(source), "csv-comms") == theirs
+def test_files_of_pytorch_with_communication_have_the_computations_of_those_without(name):
+    theirs, compute = read((FILES / name).read_text()), read((FILES / name.replace("_comms", "")).read_text())
+    assert "WAIT(" in convert_schedule(theirs, "text")
+    assert convert_schedule(theirs, "csv", only_computations=True) == convert_schedule(compute, "csv")
 
 
-@pytest.mark.parametrize("name", COMMS)
-def test_to_computations_alone_we_add_what_pytorch_adds(name):
-    compute = (FILES / name.replace("_comms", "")).read_text()
-    assert convert_schedule(read(compute), "csv-comms") == (FILES / name).read_text()
-
-
-def test_weights_are_gathered_for_the_next_three_stages_and_finished_behind_the_last_backward():
-    program = "rank 0: 0F0 1F0 2F0 3F0 4F0 4B0 3I0 3W0 2B0 1B0 0B0"
-    comms = convert_schedule(read(program), "csv-comms")
-    assert comms == (
-        "0UNSHARD,1UNSHARD,2UNSHARD,0F0,0RESHARD,3UNSHARD,1F0,1RESHARD,4UNSHARD,2F0,3F0,4F0,4B0,"
-        "4REDUCE_GRAD,4RESHARD,1UNSHARD,3I0,3W0,3REDUCE_GRAD,3RESHARD,0UNSHARD,2B0,2REDUCE_GRAD,2RESHARD,1B0,"
-        "1REDUCE_GRAD,1RESHARD,0B0,0REDUCE_GRAD,0RESHARD\n"
-    )
-
-
-def test_a_pair_is_one_cell_and_sends_follow_it():
+def test_a_pair_is_one_cell():
     text = "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1{batch=7} 1B0{batch=7} 1B1\n"
     assert convert_schedule(read(text), "csv") == "0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n"
-    comms = convert_schedule(read(text), "csv-comms").splitlines()
-    assert comms[1] == (
-        "1UNSHARD,1RECV_F0,1F0,1RECV_F1,(1F1;1B0)OVERLAP_F_B,1SEND_B0,1B1,1SEND_B1,1REDUCE_GRAD,1RESHARD"
-    )
 
 
 CANNOT = {
-    ("csv", "rank 0: 0F0 0SEND_F0\nrank 1: 1RECV_F0 1F0"): (1, 13, "0SEND_F0 is no computation", "csv-comms"),
+    ("csv", "rank 0: 0F0 0SEND_F0\nrank 1: 1RECV_F0 1F0"): (1, 13, "0SEND_F0 is no computation", "--only-computations"),
     ("csv", "rank 0: 0F0.s0 0F0.s1"): (1, 9, "0F0.s0", ""),
     ("csv", "rank 0: 0F0{reads=a writes=b}"): (1, 9, "{reads=a writes=b}", ""),
     ("csv", "rank 0: 0F0{batch=0} 0F1{batch=0}"): (1, 9, "0F0", ""),
@@ -121,17 +85,6 @@ CANNOT = {
     ("csv", "rank 0: 0F0 0F1{batch=0} 0W0{batch=0}"): (1, 13, "0F1", ""),
     ("csv", "tensor t: shape=4 dtype=int8\nrank 0: 0F0"): (None, None, "declares 1 tensor", "--only-computations"),
     ("csv", "group tp: 0\nrank 0: 0F0"): (None, None, "declares 1 group", "--only-computations"),
-    ("csv-comms", "rank 0: 0F0 0STEP"): (1, 13, "0STEP", ""),
-    ("csv-comms", "rank 0: 0F0 0REDUCE_GRAD:dp"): (1, 13, "0REDUCE_GRAD:dp is no operation", ""),
-    ("csv-comms", "rank 0: 0F0.s0 0UNSHARD"): (1, 9, "0F0.s0", ""),
-    ("csv-comms", "rank 0: 0F0.s0"): (1, 9, "0F0.s0", ""),
-    ("csv-comms", "rank 0: 0F0 0B0\nrank 1: 0F1 0B1"): (2, 9, "stage 0 is on ranks 0 and 1", ""),
-    ("csv-comms", "rank 0: 1F0 0F0"): (1, 9, "1F0", ""),
-    ("csv-comms", "rank 0: 0F0 0SEND_F0\nrank 1: 1RECV_F0 WAIT(1RECV_F0) 1F0"): (1, 13, "0SEND_F0{peer=1} where", ""),
-    ("csv-comms", "rank 0: 0UNSHARD WAIT(0UNSHARD) 0F0"): (1, 9, "0UNSHARD{queue=unshard}", ""),
-    ("csv-comms", "rank 0: 0UNSHARD{queue=unshard} WAIT(0UNSHARD) 0F0 WAIT(0F0)"): (1, 52, "would end", ""),
-    ("csv-comms", "rank 0: 0UNSHARD{queue=unshard} 0F0"): (1, 33, "WAIT(0UNSHARD)", ""),
-    ("csv-comms", "rank 0: 0F0 0RESHARD"): (1, 13, "the program ends where", "--only-computations"),
 }
 
 
@@ -164,12 +117,6 @@ def test_only_computations_leaves_a_computation_alone_that_was_one_call_with_a_t
     assert csv == "0F0\n1F0,(1F1;1B0)OVERLAP_F_B\n"
 
 
-def test_a_schedule_that_cannot_run_is_refused_as_a_generated_one_too():
-    stuck = Schedule(((parse_op("0B0"), parse_op("0F0")), (parse_op("1F0"), parse_op("1B0"))))
-    with pytest.raises(InexpressibleError, match="0B0"):
-        write_schedule(stuck, "csv-comms")
-
-
 # --- next to the installed PyTorch ---
 
 
@@ -196,88 +143,23 @@ GRID = [
 
 
 @pytest.mark.needs_torch
-def test_pytorch_takes_both_files_and_makes_the_same_of_them(tmp_path):
-    from torch.distributed.pipelining import schedules
-
+def test_pytorch_takes_our_file_and_adds_communication_that_we_read(tmp_path):
     taken = set()
     for name, variant, p, chunks, m in GRID:
         try:
             schedule = SCHEDULE_KINDS[name].generate(Request(p, m, chunks, variant=variant))
         except ValueError:
             continue
-        for form in ("csv", "csv-comms"):
-            (tmp_path / form).write_text(write_schedule(schedule, form))
-        ours, theirs = runtime(p, p * chunks, m), runtime(p, p * chunks, m)
-        ours._load_csv(str(tmp_path / "csv-comms"), format="compute_comms")
-        theirs._load_csv(str(tmp_path / "csv"), format="compute_only")
-        lowered = [in_order(each.pipeline_order_with_comms) for each in (ours, theirs)]
-        assert lowered[0] == lowered[1], (name, variant, p, chunks, m)
-        simulated = schedules._simulate_comms_compute(
-            {
-                rank: [leaf for action in actions for leaf in (action.sub_actions or (action,)) if is_simulated(leaf)]
-                for rank, actions in ours.pipeline_order_with_comms.items()
-            },
-            lambda stage, rank_of=ours.stage_index_to_group_rank: rank_of[stage],
-            p * chunks,
-        )
-        assert sum(action is not None for actions in simulated.values() for action in actions)
+        (tmp_path / "s.csv").write_text(write_schedule(schedule, "csv"))
+        theirs = runtime(p, p * chunks, m)
+        theirs._load_csv(str(tmp_path / "s.csv"), format="compute_only")
+        theirs._dump_csv(str(tmp_path / "comms.csv"), format="compute_comms")
+        for rank, rows in enumerate(read((tmp_path / "comms.csv").read_text()).rows):
+            ours = [str(row.op) for row in rows if row.op.kind is not OpKind.WAIT]
+            assert ours == [
+                str(leaf)
+                for action in theirs.pipeline_order_with_comms[rank]
+                for leaf in (action.sub_actions or (action,))
+            ], (name, variant, p, chunks, m)
         taken.add(name)
     assert taken == {name for name, *_ in GRID}
-
-
-def is_simulated(action):
-    """PyTorch's own simulation does not know the actions of a whole stage."""
-    return action.microbatch_index is not None
-
-
-def in_order(actions_by_rank):
-    """Actions as text; the order of RESHARDs that stand together is that of a hash table there."""
-    return {
-        rank: [
-            text
-            for dropped, run in groupby(map(str, actions), lambda text: text.endswith("RESHARD"))
-            for text in (sorted(run) if dropped else run)
-        ]
-        for rank, actions in actions_by_rank.items()
-    }
-
-
-@pytest.mark.needs_torch
-def test_our_reader_sees_the_actions_that_pytorch_reads(tmp_path):
-    comms = write_schedule(one_f_one_b(4, 6), "csv-comms")
-    (tmp_path / "s.csv").write_text(comms)
-    theirs = runtime(4, 4, 6)
-    theirs._load_csv(str(tmp_path / "s.csv"), format="compute_comms")
-    for rank, rows in enumerate(read(comms).rows):
-        assert [str(row.op) for row in rows if row.op.kind is not OpKind.WAIT] == [
-            str(action) for action in theirs.pipeline_order_with_comms[rank]
-        ]
-
-
-@pytest.mark.needs_torch
-def test_pytorch_divides_gradients_only_where_a_file_finishes_them(tmp_path):
-    """Which is why ours has REDUCE_GRAD without sharded weights, too."""
-    import torch
-    from torch import distributed
-    from torch.distributed.pipelining import PipelineStage
-    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-
-    def gradient(text, form):
-        model = torch.nn.Linear(3, 3, bias=False)
-        torch.nn.init.ones_(model.weight)
-        stage = PipelineStage(model, 0, 1, torch.device("cpu"))
-        run = _PipelineScheduleRuntime([stage], 4, loss_fn=torch.nn.functional.mse_loss)
-        (tmp_path / "s.csv").write_text(text)
-        run._load_csv(str(tmp_path / "s.csv"), format=form)
-        run.step(torch.arange(12.0).reshape(4, 3), target=torch.zeros(4, 3))
-        return model.weight.grad
-
-    schedule = one_f_one_b(1, 4)
-    compute, comms = (write_schedule(schedule, form) for form in ("csv", "csv-comms"))
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        own = gradient(compute, "compute_only")
-        assert torch.equal(gradient(comms, "compute_comms"), own)
-        assert torch.allclose(gradient(comms.replace("0REDUCE_GRAD,", ""), "compute_comms"), 4 * own)
-    finally:
-        distributed.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise, product
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -15,13 +16,16 @@ from pipeproof.comm.generated_schedule import sample_plan
 from pipeproof.diagnostics.finding import CycleWitness, Finding, OpsWitness, ProgramExcerpt, Severity, WitnessOp
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.diagnostics.text_output import cycle_drawing
-from pipeproof.schedule.formats.read_schedule import write_schedule
-from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
+from pipeproof.schedule.formats.read_schedule import read_schedule
+from pipeproof.schedule.formats.schedule_size_checks import Expected
+from pipeproof.schedule.kinds import SCHEDULE_KINDS
 from pipeproof.verify.deadlock.deadlock_rules import chain_text, cycle_witness, models_text, ranks_text
 from pipeproof.verify.deadlock.deadlock_verdict import DeadlockChecker, cycle_of, deadlocks
 from pipeproof.verify.schedule_verdict import Outcome, check_schedule
 from tests.plans import subject
 from tests.verify.programs import program, tensor
+
+FILES = Path(__file__).parents[1] / "schedule" / "files"
 
 
 def test_the_table_holds_every_queue_with_every_completion_strictest_first():
@@ -224,16 +228,11 @@ def test_the_sample_plan_has_a_layer_for_each_stage_and_unit_costs():
         sample_plan("1f1b", 0, 2)
 
 
-ON_ONE_RANK = [kind for kind in SCHEDULE_KINDS.values() if kind.placement != "both_ways" and not kind.splits_sequences]
-
-
-@pytest.mark.parametrize("kind", ON_ONE_RANK, ids=lambda kind: kind.name)
-def test_transfers_in_pytorchs_order_are_robust_in_every_schedule(kind, tmp_path, monkeypatch):
+@pytest.mark.parametrize("path", sorted(FILES.glob("*_comms.csv")), ids=lambda path: path.stem)
+def test_transfers_in_pytorchs_order_are_robust(path):
     """Receives are in the order of their sends: no two transfers cross, under any model."""
-    monkeypatch.chdir(tmp_path)
-    variant = kind.variants[0] if kind.variants else None
-    for p, m in ((2, 4), (4, 8)):
-        schedule = kind.generate(Request(p, m, kind.min_chunks, variant=variant))
-        (tmp_path / "s.csv").write_text(write_schedule(schedule, "csv-comms"))
-        plan = sample_plan("file", p, m, num_chunks=kind.min_chunks, path="s.csv", format="csv-comms")
-        assert check_schedule(plan).outcome is Outcome.ROBUST
+    schedule = read_schedule(path.read_text(), str(path), Expected())
+    num_ranks = len(schedule.rows)
+    num_chunks = sum(map(len, schedule.placement)) // num_ranks
+    plan = sample_plan("file", num_ranks, schedule.num_micro_batches, num_chunks=num_chunks, path=str(path))
+    assert check_schedule(plan).outcome is Outcome.ROBUST

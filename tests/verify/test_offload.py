@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipeproof.comm.channel_models import ChannelModel
 from pipeproof.diagnostics.finding import PipeproofError, Severity
 from pipeproof.exec.rank.executor_support import require_executable, require_issuable
-from pipeproof.schedule.formats.csv_file import csv_comms_text, csv_text
+from pipeproof.schedule.formats.csv_file import csv_text
 from pipeproof.schedule.formats.inexpressible import InexpressibleError
 from pipeproof.schedule.formats.text_form import format_program
 from pipeproof.schedule.ops import COPY_KINDS
@@ -246,6 +246,5 @@ def test_a_run_copies_nothing_to_the_host(tmp_path, require):
 def test_copies_have_a_text_form_and_no_form_in_pytorch_s_csv():
     graph = program(IN_NAMED_BUFFERS).graph
     assert program(format_program(graph)).graph.rows() == graph.rows()
-    for text in (csv_text, csv_comms_text):
-        with pytest.raises(InexpressibleError):
-            text(graph.rows())
+    with pytest.raises(InexpressibleError):
+        csv_text(graph.rows())

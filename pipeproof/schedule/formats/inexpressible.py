@@ -16,8 +16,8 @@ INEXPRESSIBLE = RuleDoc(
     title="the target format cannot express this",
     explanation=(
         "Formats differ in what they can express. Fleet's strings have whole forwards and backwards on stages that are "
-        "assigned to ranks round-robin. PyTorch's CSV also has the two parts of a backward and overlapped pairs, and "
-        "with communication the operations of its runtime. Our text form has everything. `pipeproof schedule convert` "
+        "assigned to ranks round-robin. PyTorch's CSV also has the two parts of a backward and overlapped pairs. "
+        "Our text form has everything. `pipeproof schedule convert` "
         "leaves nothing out by itself; `--only-computations` leaves out transfers, waits, reductions and attributes."
     ),
     wrong="pipeproof schedule convert zero_bubble.csv --as fleet   # I and W are parts of a backward",

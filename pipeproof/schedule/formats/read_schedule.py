@@ -18,7 +18,7 @@ from types import MappingProxyType
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import LINE_BREAK
 from pipeproof.schedule.columns import NONE, Row
-from pipeproof.schedule.formats.csv_file import CsvSchedule, csv_comms_text, csv_text, looks_like_csv, read_csv
+from pipeproof.schedule.formats.csv_file import CsvSchedule, csv_text, looks_like_csv, read_csv
 from pipeproof.schedule.formats.fleet_text import fleet_text, looks_like_fleet, read_fleet
 from pipeproof.schedule.formats.inexpressible import INEXPRESSIBLE, InexpressibleError, computations_of
 from pipeproof.schedule.formats.op_text import OpReader
@@ -254,7 +254,6 @@ _WRITERS: Mapping[ScheduleFormat, Callable[[Sequence[Sequence[Row]]], str]] = Ma
     {
         ScheduleFormat.TEXT: format_rows,
         ScheduleFormat.CSV: csv_text,
-        ScheduleFormat.CSV_COMMS: csv_comms_text,
         ScheduleFormat.FLEET: fleet_text,
     }
 )
@@ -264,7 +263,7 @@ WRITTEN_FORMATS: tuple[str, ...] = tuple(_WRITERS)
 
 
 def write_schedule(schedule: Schedule, format: str) -> str:
-    """The computations of a schedule; ``csv-comms`` adds the transfers that PyTorch would.
+    """The computations of a schedule as a file.
 
     Raises:
         InexpressibleError: the format cannot express something that the schedule has.
