@@ -32,7 +32,7 @@ LOADED = {
         ("networkx", "simpy", *FRAMEWORKS),  # a quarter of a second: witnesses and simulations pay for them
     ),
     "a check by the command": (
-        f"from pipeproof.cli.main import main; main(['check', {str(EXAMPLE)!r}], standalone_mode=False)",
+        f"from tests.cli.commands import invoke; assert invoke('check', {str(EXAMPLE)!r}).exit_code == 0",
         ("networkx", "simpy", "safetensors", "pipeproof.exec.launch.run_plan", *FRAMEWORKS),
     ),
     "a simulation in a notebook": (
