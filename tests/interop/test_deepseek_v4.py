@@ -9,6 +9,7 @@ from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.model_sizes import Needs, assume_model
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
+from tests.interop.importing import imported, refusal
 from tests.plans import plan_dict
 
 SIZES = {
@@ -39,9 +40,9 @@ def model_of(tmp_path, keys):
     config.write_text(json.dumps(SIZES | keys), encoding="utf-8")
     draft = Draft("model config", Flags(model_config=config))
     assume_model(draft, Needs(1))
-    imported = draft.imported("", ())
-    model = imported.plan["model"] | {"seq_length": 256}
-    return plan_from_dict(plan_dict() | {"model": model, "topology": {}}).spec, imported.ignored
+    made = draft.imported("", ())
+    model = made.plan["model"] | {"seq_length": 256}
+    return plan_from_dict(plan_dict() | {"model": model, "topology": {}}).spec, made.ignored
 
 
 @pytest.mark.parametrize("keys", [RELEASED, WRITTEN], ids=["released", "written by transformers"])
@@ -66,3 +67,70 @@ def test_another_scaling_is_named(tmp_path, change):
     spec, ignored = model_of(tmp_path, {**RELEASED, "rope_scaling": {"type": "yarn", **YARN, **change}})
     assert [one.name for one in ignored] == ["rope_scaling"]
     assert spec.gpt.compressed_attention.rope_scaling is None
+
+
+MEGATRON = (
+    "run --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 256 --vocab-size 96 --swiglu "
+    "--make-vocab-size-divisible-by 1 --micro-batch-size 1 --global-batch-size 8 --bf16 "
+)
+VARIANT = "--experimental-attention-variant dsv4_hybrid "
+EXPERTS = (
+    "--num-experts 8 --moe-router-topk 2 --moe-router-score-function sqrtsoftplus --moe-router-enable-expert-bias "
+    "--moe-token-dispatcher-type alltoall "
+)
+
+
+def of_megatron(tmp_path, flags, keys=RELEASED):
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | keys), encoding="utf-8")
+    return imported("megatron", tmp_path, MEGATRON + flags, name="run.sh", model_config=tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    "flags", ["", VARIANT + EXPERTS + "--mhc-num-residual-streams 4 --v-head-dim 16 --mtp-num-layers 1"]
+)
+def test_megatron_takes_the_whole_configuration(tmp_path, flags):
+    plan = of_megatron(tmp_path, flags)
+    spec = plan_from_dict(plan.plan).spec.gpt
+    model = model_of(tmp_path, RELEASED)[0].gpt
+    assert not any(finding.code == "PP177" for finding in plan.findings)
+    for part in (
+        "compressed_attention",
+        "hyper_connections",
+        "head_size",
+        "ffn_size",
+        "swiglu_limit",
+        "swiglu_formula",
+    ):
+        assert getattr(spec, part) == getattr(model, part), part
+    assert spec.moe.model_copy(update={"expert_bias_rate": None, "dispatcher": "all_to_all"}) == model.moe
+    assert (spec.moe.expert_bias_rate is None) == (not flags)
+    assert (spec.mtp.num_modules, spec.mtp.magic_send, spec.num_token_ids) == (1, True, 96)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--num-experts 16", "--num-experts is 16, and the model's configuration has 8"),
+        ("--moe-router-score-function sigmoid", "configuration has sqrtsoftplus"),
+        ("--moe-router-topk-scaling-factor 2.5", "configuration has 1.5"),
+        ("--mhc-num-residual-streams 2", "configuration has 4"),
+        ("--v-head-dim 32", "configuration has 16"),
+        ("--kv-lora-rank 8", "of other attention"),
+    ],
+)
+def test_megatron_refuses_a_flag_with_another_value(tmp_path, flags, words):
+    assert words in refusal(of_megatron, tmp_path, flags).message
+
+
+def test_other_attention_leaves_the_verdict_open_without_a_configuration(tmp_path):
+    made = imported("megatron", tmp_path, MEGATRON + VARIANT, name="run.sh")
+    assert [finding.code for finding in made.findings] == ["PP177"]
+
+
+def test_megatrons_streams(tmp_path):
+    flags = "--enable-mhc-connections --mhc-num-residual-streams 2 --hidden-dropout 0 --attention-dropout 0"
+    made = imported("megatron", tmp_path, MEGATRON + flags, name="run.sh")
+    streams = plan_from_dict(made.plan).spec.gpt.hyper_connections
+    assert (streams.streams, streams.sinkhorn_iterations, streams.transposed) == (2, 20, False)
+    text = MEGATRON + flags + " --pipeline-model-parallel-size 2"
+    assert "stages exchange one stream" in refusal(imported, "megatron", tmp_path, text, name="run.sh").message

@@ -102,6 +102,13 @@ class Draft:
             self._values[path] = value
             self._assumptions.append(Assumption(path, value, why, location))
 
+    def adopt(self, other: Draft) -> None:
+        """Set the values of another draft that are not known, and record its settings that the plan does not show."""
+        for path, value in other._values.items():
+            if path not in self:
+                self._values[path], self._origins[path] = value, other._origins.get(path, Origin("the configuration"))
+        self._ignored += other._ignored
+
     def ignore(self, name: str, why: str, location: Location | None = None) -> None:
         """Record a setting that the plan does not show."""
         self._ignored.append(IgnoredSetting(name, why, location))

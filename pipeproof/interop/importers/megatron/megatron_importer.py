@@ -60,6 +60,9 @@ def import_arguments(arguments: Arguments, flags: Flags, tool: Tool = MEGATRON_L
         more = f" (and {', '.join(setting.name for setting in others)})" if others else ""
         message = f"`{first.name}`{more}: {first.why}. Without it: {error.findings[0].message}"
         raise PlanFileError(UNDECIDED.finding(message, first.location), source=error.source) from error
+    variant = "--experimental-attention-variant"
+    if ("model", "compressed_attention") in reader.draft and reader.text(variant) == "dsv4_hybrid":
+        undecided.pop(variant, None)
     note_others(reader, tool, frozenset(undecided))
     for setting in undecided.values():
         reader.draft.find(UNDECIDED.finding(f"`{setting.name}`: {setting.why}", setting.location, _OPEN))
@@ -107,7 +110,7 @@ def _mtp_modules(reader: FlagReader) -> int:
             reader.draft.ignore(reader.shown("--mtp-loss-scaling-factor"), why, location)
         reader.take("--mtp-loss-scaling-factor", ("model", "mtp", "loss_weight"), weight or 0.1)
         reader.take(flag, ("model", "mtp", "magic_send"), value=True)
-    return number or 0
+    return count(reader.draft, "model", "mtp", "num_modules", default=0)
 
 
 def _import_schedule(reader: FlagReader, pp: int, num_chunks: int) -> None:

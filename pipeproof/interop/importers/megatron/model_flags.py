@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import lcm
+from types import MappingProxyType
+from typing import Final
 
 from pipeproof.diagnostics.finding import Location
+from pipeproof.diagnostics.problems import KeyPath
 from pipeproof.diagnostics.source import PlanFileError, SourceMap
 from pipeproof.interop.importers.draft import Draft, count
 from pipeproof.interop.importers.import_codes import UNREADABLE
@@ -15,6 +19,9 @@ from pipeproof.interop.importers.model_parts import LLAMA, NO_BIAS, NORM, POSITI
 from pipeproof.interop.importers.model_sizes import read_model_config
 
 _ASSUMED_VOCABULARY = 32768
+_DROPOUT: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"--attention-dropout": ("attention",), "--hidden-dropout": ("hidden", "embedding")}
+)
 
 
 class UnknownDepthError(PlanFileError):
@@ -37,6 +44,9 @@ def import_model(reader: FlagReader, *, tp: int, pp: int) -> None:
     _size(reader, config, "--seq-length", "seq_length", lcm(4096, 2 * tp * count(draft, "topology", "cp")))
     _ffn(reader, config, hidden)
     _vocabulary(reader, config, tp)
+    if ("model", "compressed_attention") in config:
+        _import_deepseek_v4(reader, config)
+        return
     if reader.has("--multi-latent-attention"):
         _latent_attention(reader)
     else:
@@ -44,7 +54,7 @@ def import_model(reader: FlagReader, *, tp: int, pp: int) -> None:
     tied = not reader.has("--untie-embeddings-and-output-weights")
     untied = "--untie-embeddings-and-output-weights"
     draft.set(("model", "tied_embedding"), tied, f"no {untied}" if tied else untied, reader.location(untied))
-    for flag, keys in (("--attention-dropout", ("attention",)), ("--hidden-dropout", ("hidden", "embedding"))):
+    for flag, keys in _DROPOUT.items():
         probability = reader.real(flag)
         for key in keys:
             draft.set(
@@ -55,7 +65,76 @@ def import_model(reader: FlagReader, *, tp: int, pp: int) -> None:
             )
     if reader.has("--num-experts"):
         import_experts(reader)
+    if reader.has("--enable-mhc-connections"):
+        _streams(reader, pp)
     _import_parts(reader, config)
+
+
+_OF_DEEPSEEK_V4: Final[Mapping[str, KeyPath]] = MappingProxyType(
+    {
+        "--num-experts": ("moe", "num_experts"),
+        "--moe-router-topk": ("moe", "top_k"),
+        "--moe-ffn-hidden-size": ("moe", "ffn_size"),
+        "--moe-router-score-function": ("moe", "score"),
+        "--moe-router-topk-scaling-factor": ("moe", "routed_scale"),
+        "--mtp-num-layers": ("mtp", "num_modules"),
+        "--q-lora-rank": ("compressed_attention", "q_lora_rank"),
+        "--qk-pos-emb-head-dim": ("compressed_attention", "qk_rope_head_dim"),
+        "--v-head-dim": ("head_size",),
+        "--mhc-num-residual-streams": ("hyper_connections", "streams"),
+        "--mhc-sinkhorn-iterations": ("hyper_connections", "sinkhorn_iterations"),
+    }
+)
+"""Flags of parts that a configuration of DeepSeek-V4 has, and their keys below ``model``."""
+
+
+def _import_deepseek_v4(reader: FlagReader, config: Draft) -> None:
+    """Set the whole model from its configuration; flags add what it does not have.
+
+    Raises:
+        PlanFileError: PP170, a flag of a part has another value, or is of other attention.
+    """
+    for flag, path in _OF_DEEPSEEK_V4.items():
+        text, location, known = reader.text(flag), reader.location(flag), config.get("model", *path, default=0)
+        is_number = text is not None and not isinstance(known, str)
+        if location is not None and text is not None and (reader.real(flag) if is_number else text) != known:
+            message = f"{flag} is {text}, and the model's configuration has {known}"
+            reader.refuse(message, location, "remove the flag, or give the configuration of the trained model")
+    for flag in ("--group-query-attention", "--kv-lora-rank"):
+        if (location := reader.location(flag)) is not None:
+            message = f"{flag} is of other attention than that of DeepSeek-V4, which the model's configuration has"
+            reader.refuse(message, location, "remove the flag")
+    reader.draft.adopt(config)
+    if reader.has("--num-experts"):
+        import_experts(reader)
+    for flag, keys in _DROPOUT.items():
+        for key in keys if reader.real(flag) is not None else ():
+            reader.take(flag, ("model", "dropout", key), reader.real(flag))
+
+
+def _streams(reader: FlagReader, pp: int) -> None:
+    """``--enable-mhc-connections``; conditions are those of ``TransformerConfig``.
+
+    Raises:
+        PlanFileError: PP171.
+    """
+    flag = "--enable-mhc-connections"
+    conditions = (
+        (pp > 1, "stages exchange one stream"),
+        (bool(reader.number("--mtp-num-layers", at_least=0)), "it is given with --mtp-num-layers"),
+        (reader.text("--recompute-granularity") == "full", "it is given with --recompute-granularity full"),
+    )
+    for is_refused, why in conditions:
+        if is_refused:
+            reader.megatron_refuses(f"{flag}: {why}", flag)
+    section = ("model", "hyper_connections")
+    for name, key, default in (
+        ("--mhc-num-residual-streams", "streams", 4),
+        ("--mhc-sinkhorn-iterations", "sinkhorn_iterations", 20),
+    ):
+        reader.draft.set((*section, key), reader.number(name) or default, reader.shown(name), reader.location(name))
+    why = "it divides by sums of rows before those of columns, here after; sizes and work are the same"
+    reader.draft.ignore(flag, why, reader.location(flag))
 
 
 def _model_config(reader: FlagReader) -> Draft:
