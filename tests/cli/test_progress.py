@@ -13,7 +13,7 @@ import pytest
 
 from pipeproof.cli import progress
 from pipeproof.cli.progress import showing_progress
-from tests.cli.commands import EXAMPLES, REPOSITORY, process
+from tests.cli.commands import EXAMPLES, REPOSITORY, invoke
 
 PLAN = EXAMPLES / "gpt_pp4.yaml"
 AT_ONCE = """
@@ -84,12 +84,13 @@ def given(tmp_path):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_line_shows_the_task_at_a_terminal_and_leaves_the_output_as_it_is(name, given):
+def test_a_line_shows_the_task_at_a_terminal_and_leaves_the_output_as_it_is(name, given, monkeypatch):
     words, text = COMMANDS[name]
     status, output, shown = at_terminal(AT_ONCE, given(words))
-    bare = process(*given(words), COLUMNS="120")
+    monkeypatch.setenv("COLUMNS", "120")
+    bare = invoke(*given(words))
     assert text in shown
-    assert (status, output) == (bare.returncode, bare.stdout)
+    assert (status, output) == (bare.exit_code, bare.stdout)
     assert text not in bare.stderr
 
 
