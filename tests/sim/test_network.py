@@ -23,7 +23,7 @@ from pipeproof.specs.cost import AnalyticSpec, NetworkSpec
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.specs.plan_sections import TopologySpec
-from tests.plans import plan_dict, refusal
+from tests.plans import plan_dict
 from tests.profiles import profile_text
 from tests.schedule.drawn import generated, plan_of, requests
 
@@ -256,25 +256,6 @@ def test_both_engines_time_networks_alike(lowered):
 
 
 # What is refused
-
-
-@pytest.mark.parametrize(
-    ("cost", "code", "words"),
-    [
-        ({"network": {}}, "PP104", "ranks_per_node` and `cost.network.node"),
-        ({"network": {"ranks_per_node": 1, "node": {"bandwidth": 1}}}, "PP104", "`cost.network.between`"),
-        ({"network": {"ranks_per_node": 1, "node": {}}}, "PP104", "cost.network.node.bandwidth"),
-        ({"network": NETWORK, "p2p_latency_us": 0}, "PP106", "remove p2p_latency_us"),
-        ({"network": {**NETWORK, "ranks_per_node": 3, "ranks_per_nic": 2}}, "PP106", "does not divide"),
-        ({"network": {**NETWORK, "algorithm": "rings"}}, "PP106", "did you mean `ring`?"),
-        ({"network": {"launch_us": 3}, "analytic": "h200"}, "PP106", "set cost.analytic.launch_us"),
-        ({"network": {"ranks_per_nic": 2}, "profile": "x.json"}, "PP106", "which measured"),
-    ],
-)
-def test_what_is_wrong_is_said(cost, code, words):
-    finding = refusal(plan_dict(cost=cost))
-    assert finding.code == code
-    assert words in f"{finding.message} {finding.help}"
 
 
 def test_cards_fill_the_nodes_of_a_device():

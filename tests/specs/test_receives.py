@@ -7,7 +7,7 @@ from jsonschema import Draft202012Validator
 
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import plan_json_schema
-from tests.plans import plan_dict, refusal
+from tests.plans import plan_dict
 
 
 def with_slowdown(value):
@@ -24,31 +24,6 @@ def test_a_share_is_exact_and_is_written_so_that_it_loads_again(value, share):
     assert plan_from_dict(dumped).spec == spec
     Draft202012Validator(plan_json_schema()).validate(dumped)
     Draft202012Validator(plan_json_schema()).validate(with_slowdown(value))
-
-
-@pytest.mark.parametrize(
-    ("value", "code", "words"),
-    [
-        (-0.1, "PP106", "must be from 0 to 1"),
-        (1.5, "PP106", "found number 1.5"),
-        ("9/8", "PP106", "must be from 0 to 1"),
-        ("1/1000000000001", "PP106", "not finer than 1/1000000000000"),
-        ("a tenth", "PP105", "must be a share from 0 to 1"),
-        (float("nan"), "PP105", "must be a share"),
-        (True, "PP105", "found boolean true"),
-        ([0.1], "PP105", "must be a share"),
-    ],
-)
-def test_what_is_no_share_is_refused(value, code, words):
-    finding = refusal(with_slowdown(value))
-    assert finding.code == code
-    assert words in finding.message
-
-
-def test_a_near_name_is_suggested():
-    finding = refusal(plan_dict(transport={"recv_order": "one_head"}))
-    assert finding.code == "PP106"
-    assert "prefetch_one" in f"{finding.message} {finding.help}"
 
 
 def test_a_slowdown_stands_beside_computed_times():

@@ -24,14 +24,6 @@ def axes(values):
     return [word for key, items in values.items() for word in ("--set", f"{key}={json.dumps(items)}")]
 
 
-def tune_command(folder):
-    """A small search: the words of the command, without those that select where layouts are simulated."""
-    cost = {"analytic": "h100"}
-    (folder / "tuned.json").write_text(json.dumps(plan_dict(cost=cost)))
-    options = ("--gpus", "4", "--global-batch", "8", "--top", "2", "--fix", "tp=1", "--format", "json")
-    return ("tune", folder / "tuned.json", *options)
-
-
 def dies_at_four(point, plan_file):
     """Evaluate a point, except that with four micro-batches the process is killed, as it is when memory runs out."""
     if point.settings.get("schedule.num_micro_batches") == 4:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -38,9 +39,29 @@ def refused(*words, status):
     return said
 
 
-@pytest.mark.parametrize("out", [".", "/"])
-def test_an_output_without_a_name(there, out):
-    assert "is no name for an output" in refused("states", "--to", "plan.yaml", "-o", out, status=2)
+@pytest.mark.parametrize(
+    ("line", "status", "message"),
+    [
+        ("states --to plan.yaml -o .", 2, "is no name for an output"),
+        ("states --to plan.yaml -o /", 2, "is no name for an output"),
+        (f"states --to plan.yaml -o {'n' * 300}", 2, "File name too long"),
+        ("'' --to plan.yaml -o made", 2, "the path is empty"),  # which is not the directory at hand
+        ("states --to '' -o made", 2, "the path is empty"),
+        ("states --to plan.yaml -o ''", 2, "the path is empty"),
+        ("merged.safetensors states --check", 2, "states is a directory: --to names the plan"),
+        ("states --to merged.safetensors -o made", 2, "merged.safetensors is a file of tensors: --to names the plan"),
+        ("states --to plam.yaml -o made", 2,
+         "cannot read `plam.yaml`: no such file or directory = help: did you mean `plan.yaml`?"),
+        ("theirs.safetensors plan.yaml -o made", 1, "`--names CONVENTION`"),
+        ("states -o x.safetensors --names hf", 2, "there is no naming convention `hf`"),
+        ("states plan.yaml -o made --names huggingface", 2, "pipeproof's own names, and not those of `huggingface`"),
+        ("merged.safetensors plan.yaml -o made --names huggingface", 2, "and not those of `huggingface`"),
+        ("plan.yaml plan.yaml --check --names huggingface", 2, "leave --names out"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("there")
+def test_words_that_cannot_be_meant(line, status, message):
+    assert message in refused(*shlex.split(line), status=status)
 
 
 def test_a_checkpoint_without_tensors(there):
@@ -68,18 +89,6 @@ def test_one_file_of_a_state_is_not_a_checkpoint(there):
     assert f"name the state: {file.parent}" in said
 
 
-@pytest.mark.parametrize("source", ["states", "merged.safetensors"])
-def test_what_has_our_names_has_not_those_of_others(there, source):
-    said = refused(source, "plan.yaml", "-o", "made", "--names", "huggingface", status=2)
-    assert "have pipeproof's own names, and not those of `huggingface`" in said
-    of_plans = refused("plan.yaml", "plan.yaml", "--check", "--names", "huggingface", status=2)
-    assert "leave --names out" in of_plans
-
-
-def test_a_state_in_place_of_the_plan(there):
-    assert "states is a directory: --to names the plan" in refused("merged.safetensors", "states", "--check", status=2)
-
-
 def test_a_check_of_plans_asks_what_a_resume_would_ask(there):
     write_plan(there / "seed.yaml", "one", DENSE, seed=8)
     said = refused("plan.yaml", "seed.yaml", "--check", status=1)
@@ -100,11 +109,6 @@ def test_a_model_of_other_sizes_under_other_names(there):
     assert "PP210" not in said
     said = refused("theirs.safetensors", "smaller.yaml", "-o", "made", "--names", "huggingface", status=1)
     assert "use the checkpoint and the plan of one model" in said
-
-
-def test_names_that_are_not_said(there):
-    assert "`--names CONVENTION`" in refused("theirs.safetensors", "plan.yaml", "-o", "made", status=1)
-    assert "there is no naming convention `hf`" in refused("states", "-o", "x.safetensors", "--names", "hf", status=2)
 
 
 def test_what_names_leave_out_is_reported(there):
@@ -166,34 +170,6 @@ def test_a_run_cannot_go_on_from_a_merged_file_and_is_reported_what_to_do(there)
         with pytest.raises(StateError) as wrong:
             find_state(there / name)
         assert f"`pipeproof state reshard {there / name} --to PLAN -o STATE`" in wrong.value.findings[0].help
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("", "--to", "plan.yaml", "-o", "made"),
-        ("states", "--to", "", "-o", "made"),
-        ("states", "--to", "plan.yaml", "-o", ""),
-    ],
-)
-def test_an_empty_path_is_not_the_directory_at_hand(there, words):
-    assert "the path is empty" in refused(*words, status=2)
-
-
-def test_a_name_that_is_too_long(there):
-    said = refused("states", "--to", "plan.yaml", "-o", "n" * 300, status=2)
-    assert "File name too long" in said
-    assert "File name too long" in said
-
-
-def test_a_checkpoint_in_place_of_the_plan(there):
-    said = refused("states", "--to", "merged.safetensors", "-o", "made", status=2)
-    assert "merged.safetensors is a file of tensors: --to names the plan" in said
-
-
-def test_a_plan_that_is_not_there_is_looked_for_by_its_name(there):
-    said = refused("states", "--to", "plam.yaml", "-o", "made", status=2)
-    assert "cannot read `plam.yaml`: no such file or directory = help: did you mean `plan.yaml`?" in said
 
 
 def test_the_command_that_continues_can_be_typed_as_it_is_shown(there):
