@@ -190,6 +190,9 @@ def test_each_change_changes_the_fast_digest(dtype):
         other.view(np.uint8)[place * x.itemsize + x.itemsize - 1] ^= 0x80  # the highest bit: a sign
         assert fast_digest(other)[0] != digest
     assert len({fast_digest(np.roll(x, shift))[0] for shift in range(20)}) == 20
+    halves = x[:40_000].reshape(2, -1)  # these are added to each other
+    signs = (halves ^ np.array(0x80).astype("u1")) if dtype == "u1" else -halves
+    assert len({fast_digest(each)[0] for each in (halves, halves[::-1], signs)}) == 3
     assert len({fast_digest(np.zeros(n, dtype))[0] for n in range(20)}) == 20
 
 
