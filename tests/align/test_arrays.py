@@ -49,6 +49,8 @@ def test_relative_is_of_the_largest_element():
     assert max_relative(np.array([1.0, 0.5]), np.array([4.0, 0.5])) == 0.75
     assert max_relative(np.zeros(2), np.zeros(2)) == 0.0
     assert max_relative(np.ones(2), np.zeros(2)) == math.inf
+    assert max_relative(np.zeros(0), np.zeros(0)) == 0.0
+    assert max_relative(np.array([3e38], "f4"), np.array([-3e38], "f4")) == 2.0  # in float64
 
 
 def test_md5_is_of_the_elements_in_order_and_little_endian():

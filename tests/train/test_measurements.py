@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipeproof.analysis.align.compare_records import align
+from pipeproof.analysis.align.loss_pairs import Tolerance
 from pipeproof.exec.measure.limits_report import LimitsReport
 from pipeproof.interop.traces.check_traces import check_log
 from pipeproof.sim.simulate import simulate
@@ -28,8 +30,9 @@ def test_a_pipeline_is_compared_recorded_and_profiled(tmp_path):
     assert not check(loaded).errors
     report = check_log(tmp_path / "record" / "messages", plan=loaded)
     assert [finding.code for finding in report.findings] == ["PP411"]
-    record = [json.loads(line) for line in (tmp_path / "record" / "values" / "record.jsonl").open()]
-    assert sum("parameter" in line and bool(line["parameter"]) for line in record) == 24
+    found = align(tmp_path / "record" / "values", tmp_path / "whole", Tolerance(rounding=True))
+    assert found.equal, found
+    assert (found.tensors.num_compared, found.tensors.num_rounding) == (24, 0)  # names of a list of the stages
 
     content = yaml.safe_load((tmp_path / "plan.yaml").read_text())
     assert all(time > 0 for key in ("forward_us", "backward_us") for time in content["cost"][key])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -128,15 +130,35 @@ def max_ulps(a: Array, b: Array) -> int:
     return FAR if bool((distances == FAR).any()) else int(distances.max())
 
 
-def max_relative(a: Array, b: Array) -> float:
-    """``max|a - b| / max|b|`` in float64; infinite where it is not finite, 0 where both are zero."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        difference = float(np.max(np.abs(a.astype(np.float64) - b.astype(np.float64)), initial=0.0))
-        scale = float(np.max(np.abs(b.astype(np.float64)), initial=0.0))
+def have_same_bits(a: Array, b: Array) -> bool:
+    """True if two arrays of one shape and dtype have the same bits: +0 and -0 differ, equal NaNs do not."""
+    bits = np.dtype(f"u{a.dtype.itemsize}")
+    return np.array_equal(a.view(bits), b.view(bits))
+
+
+def largest(array: Array) -> float:
+    """max|b| in float64, 0 without elements."""
+    with np.errstate(invalid="ignore"):
+        return float(np.max(np.abs(array.astype(np.float64)), initial=0.0))
+
+
+def largest_difference(a: Array, b: Array) -> float:
+    """max|a - b| in float64, 0 without elements."""
+    with np.errstate(invalid="ignore", over="ignore"):  # inf - inf is NaN, and NaN is infinitely far
+        return float(np.max(np.abs(a.astype(np.float64) - b.astype(np.float64)), initial=0.0))
+
+
+def relative_difference(difference: float, scale: float) -> float:
+    """max|a - b| / max|b|; 0 if there is no difference, infinite if only ``b`` is zero, or for NaN."""
     if difference == 0.0:
         return 0.0
     ratio = difference / scale if scale > 0.0 else math.inf
     return ratio if math.isfinite(ratio) else math.inf
+
+
+def max_relative(a: Array, b: Array) -> float:
+    """``max|a - b| / max|b|`` in float64, see ``relative_difference``."""
+    return relative_difference(largest_difference(a, b), largest(b))
 
 
 ROUNDINGS = 64
@@ -148,6 +170,32 @@ _GROWTH = 32
 def rounding_bound(dtype: str, noise: float = 0.0) -> float:
     """The relative distance that rounding can make, where earlier tensors are ``noise`` apart by rounding."""
     return ROUNDINGS * eps_of(dtype) + _GROWTH * noise
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far two tensors are apart, in ulps and relative to the largest element, and how far rounding can bring them.
+
+    Records of any program and ``Pipeline.compare`` call a difference within ``bound``, which is relative, rounding.
+    """
+
+    ulps: int
+    relative: float
+    bound: float
+
+
+def distance(
+    a: Array, b: Array, dtype: str, noise: float = 0.0, cancellation: Callable[[], float] = lambda: 1.0
+) -> Distance:
+    """Measure the distance of ``a`` from ``b``, which were computed in ``dtype``.
+
+    ``noise``: how far tensors are apart, by rounding, of which these are made. ``cancellation``: the ratio of a sum's
+    terms to the sum; sums of terms that cancel round more.
+    """
+    relative, bound = max_relative(a, b), rounding_bound(dtype, noise)
+    if bound < relative < math.inf:
+        bound *= cancellation()
+    return Distance(max_ulps(a, b), relative, bound)
 
 
 _EPS = {

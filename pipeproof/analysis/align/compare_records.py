@@ -131,7 +131,10 @@ def _put_losses(
     a = a if factor == 1 else _times(a, factor)
     if a.loss is not None or b.loss is not None:
         losses.put(_loss(a), _loss(b), tolerance, dtype)
-    others_a, others_b = ({one.name: one for one in step.others} for step in (a, b))
+    have_parts = all(any(one.name.startswith("main/") for one in step.others) for step in (a, b))
+    others_a, others_b = (
+        {one.name: one for one in step.others if have_parts or not one.name.startswith("main/")} for step in (a, b)
+    )  # a record of `Pipeline.record` has none of micro-batches
     for name in dict.fromkeys((*others_a, *others_b)):
         seen = [
             None if one is None else Observed(a.step, one.name, "loss", None, None, one.loss, one.md5 or None)

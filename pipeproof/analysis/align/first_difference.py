@@ -12,6 +12,7 @@ import numpy as np
 from pipeproof.analysis.align.array_digests import (
     FAR,
     Array,
+    distance,
     is_fast,
     max_relative,
     max_ulps,
@@ -245,14 +246,15 @@ class TensorComparison:
             return CheckedPair(pair, self._by_norms(a, b))
         if x.others or y.others:
             return CheckedPair(pair, Verdict.DIFFERENT)
-        ulps, relative = max_ulps(x.whole, y.whole), max_relative(x.whole, y.whole)
+        found = distance(
+            x.whole, y.whole, a.dtype, self._noise,
+            lambda: surroundings.cancellation(b, y.whole) if a.parameter else 1.0,
+        )  # fmt: skip
+        ulps, relative, bound = found.ulps, found.relative, found.bound
         if ulps == 0 and (not a.md5 or not b.md5 or is_fast(a.md5) != is_fast(b.md5)):
             return CheckedPair(pair, Verdict.EQUAL_BITS)
         if not self._tolerance.bitwise and self._tolerance.allows(ulps, relative):
             return CheckedPair(pair, Verdict.ALLOWED, relative)
-        bound = rounding_bound(a.dtype, self._noise)
-        if relative > bound and a.parameter and math.isfinite(relative):  # sums of terms that cancel round more
-            bound *= surroundings.cancellation(b, y.whole)
         if relative <= bound:
             self._noise = max(self._noise, relative * rounding_bound(a.dtype, self._noise) / bound)
             return CheckedPair(pair, Verdict.ROUNDING, relative, bound)

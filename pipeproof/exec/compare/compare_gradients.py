@@ -9,7 +9,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from pipeproof.analysis.align.array_digests import md5_of
+from pipeproof.analysis.align.array_digests import (
+    have_same_bits,
+    largest,
+    largest_difference,
+    max_relative,
+    md5_of,
+    relative_difference,
+)
 from pipeproof.comm.op_graph import LoweredPlan, index_of, stage_weights
 from pipeproof.exec.compare.compare_routers import RouterResult, compare_routers
 from pipeproof.exec.compare.step_losses import is_finite
@@ -137,7 +144,7 @@ class StepResult:
     @property
     def loss_distance(self) -> float:
         """max|a - b| / max|b| of the losses a and the unpartitioned model's losses b; infinite for NaN."""
-        return max_rel_diff(np.asarray(self.loss), np.asarray(self.unpartitioned_loss))
+        return max_relative(np.asarray(self.loss), np.asarray(self.unpartitioned_loss))
 
     def agrees(self, bound: float) -> bool:
         """Return True if equal shards have equal bits, and losses are within ``bound`` of the unpartitioned model's."""
@@ -197,7 +204,7 @@ class _Models:
         key = name, of_ordered or self.are_same
         if key not in self._scales:
             gradients = (self.ordered if key[1] else self.unpartitioned).gradients
-            self._scales[key] = _largest(gradients[name])
+            self._scales[key] = largest(gradients[name])
         return self._scales[key]
 
 
@@ -272,8 +279,8 @@ class _GradientComparison:
         if have_same_bits(shard, ordered):
             md5, is_equal, difference = models.md5(self._name, region), True, 0.0 if is_finite(shard) else np.nan
         else:
-            md5, is_equal, difference = md5_of(shard), False, _largest_difference(shard, ordered)
-        to_unpartitioned = difference if models.are_same else _largest_difference(shard, unpartitioned)
+            md5, is_equal, difference = md5_of(shard), False, largest_difference(shard, ordered)
+        to_unpartitioned = difference if models.are_same else largest_difference(shard, unpartitioned)
         return _Comparison(md5, is_equal, difference, to_unpartitioned)
 
     def _shard(self, rank: int, compared: Mapping[int, _Comparison]) -> Shard:
@@ -294,37 +301,6 @@ class _GradientComparison:
             block = Region(index)
             block.of(gathered)[...] = np.concatenate(shards).reshape(block.shape)
         return gathered
-
-
-def have_same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Return True if two arrays of one shape and dtype have the same bits: +0 and -0 differ, equal NaNs do not."""
-    bits = np.dtype(f"u{a.dtype.itemsize}")
-    return np.array_equal(a.view(bits), b.view(bits))
-
-
-def _largest(array: np.ndarray) -> float:
-    """max|b| in float64, 0 without elements."""
-    with np.errstate(invalid="ignore"):
-        return float(np.max(np.abs(array.astype(np.float64)), initial=0.0))
-
-
-def _largest_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """max|a - b| in float64, 0 without elements."""
-    with np.errstate(invalid="ignore"):  # inf - inf is NaN, and NaN is infinitely far
-        return float(np.max(np.abs(a.astype(np.float64) - b.astype(np.float64)), initial=0.0))
-
-
-def relative_difference(difference: float, scale: float) -> float:
-    """max|a - b| / max|b|; 0 if there is no difference, infinite if only the reference is zero, or for NaN."""
-    if difference == 0.0:
-        return 0.0
-    ratio = difference / scale if scale > 0.0 else np.inf
-    return ratio if np.isfinite(ratio) else float("inf")
-
-
-def max_rel_diff(array: np.ndarray, reference: np.ndarray) -> float:
-    """max|a - b| / max|b| in float64; 0 if both are zero, infinite if only the reference is zero, or for NaN."""
-    return relative_difference(_largest_difference(array, reference), _largest(reference))
 
 
 def _total_loss(plan: LoweredPlan, ranks: Sequence[StepOutcome]) -> Loss:

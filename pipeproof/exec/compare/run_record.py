@@ -193,19 +193,6 @@ def _step(step: int, loss: Loss, tensors: Sequence[Recorded], others: Mapping[st
     )
 
 
-def recorded_gradients(plan: LoweredPlan, step: int, loss: Loss, ranks: Sequence[Mapping[str, Array]]) -> RecordedStep:
-    """Return a step of whole gradients, which ``ranks`` hold by the plan's names, from the last layer to the first."""
-    tensors = []
-    for layer in reversed([*plan.layer_by_name]):
-        for parameter in reversed(plan.layer_by_name[layer].parameters):
-            arrays = {rank: own[parameter.name] for rank, own in enumerate(ranks) if parameter.name in own}
-            parts = {rank: _RankPart(tuple((0, n) for n in array.shape), array) for rank, array in arrays.items()}
-            if parts:
-                blank = Recorded(step, layer, (), "", "", 0.0, (), parameter=parameter.name)
-                tensors.append(_recorded(blank, parts, assembled(parts), {}))
-    return _step(step, loss, tensors, {})
-
-
 class RecordWriter:
     """One record on disk, of all ranks or of one. A step's values are written before its lines, its lines in one write.
 

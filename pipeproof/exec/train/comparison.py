@@ -6,23 +6,50 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipeproof.analysis.align.array_digests import Array, distance
+
 
 @dataclass(frozen=True, slots=True)
 class GradientDifference:
     """One parameter whose gradient has other bits than the reference's.
 
-    ``distance`` is the largest absolute difference, ``bound`` the largest that other orders of the same sums can make
-    (0 where the order is the reference's), and the rounding of compiled graphs.
+    ``distance`` is the largest difference relative to the largest element, as in ``pipeproof state align``; ``bound``
+    the largest that rounding can make: 0 where the sums are the reference's. ``cause`` is a guess beyond it.
     """
 
     name: str
     stage: int
     distance: float
     bound: float
+    cause: str = ""
 
     def __str__(self) -> str:
-        state = "within" if self.distance <= self.bound else "BEYOND"
-        return f"stage {self.stage}, {self.name}: {self.distance:.3g} apart, {state} the bound {self.bound:.3g}"
+        where = f"stage {self.stage}, {self.name}: {self.distance:.3g} of the largest element apart"
+        if self.distance <= self.bound:
+            return f"{where}, within the bound {self.bound:.3g}"
+        return f"{where}, BEYOND the bound {self.bound:.3g}; a guess: {self.cause}"
+
+
+def gradient_difference(
+    name: str, stage: int, arrays: tuple[Array, Array], dtype: str,
+    *, noise: float | None = None, cancellation: float | None = None,
+) -> GradientDifference:  # fmt: skip
+    """The distance of a gradient from the reference's, and its cause, as two records of programs are compared.
+
+    ``noise`` is given where operations round otherwise than the reference's, ``cancellation`` where the sum has another
+    order, see ``distance``. Where neither is, all bits should be equal.
+    """
+    from pipeproof.analysis.align.likely_cause import guess
+    from pipeproof.analysis.align.read_record import Values
+    from pipeproof.analysis.align.record_format import Recorded
+
+    found = distance(*arrays, dtype, noise or 0.0, lambda: cancellation or 1.0)
+    bound = 0.0 if noise is None and cancellation is None else found.bound
+    if found.relative <= bound:
+        return GradientDifference(name, stage, found.relative, bound)
+    recorded = Recorded(0, "", arrays[0].shape, dtype, "", 0.0, (), parameter=name)
+    cause = guess(Values(arrays[0], {}), Values(arrays[1], {}), recorded, recorded)
+    return GradientDifference(name, stage, found.relative, bound, f"{cause.family}: {cause.evidence}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from pipeproof.torch import Pipeline, stages_of_rank
+from pipeproof.torch import Pipeline, record_layers, stages_of_rank
 
 folder = Path(sys.argv[1])
 torch.set_num_threads(1)
@@ -62,6 +62,17 @@ with Pipeline(parts, schedule="1f1b", num_micro_batches=4, loss_fn=F.mse_loss, e
 
 with pipe.record(folder / "record"):
     pipe.step(inputs, target=target)
+if rank == 0:
+    whole = nn.Sequential(*(block(number) for number in range(4)))
+
+    def step_of_whole():
+        """One step; gradients are added to those that are there."""
+        for x, y in zip(inputs.chunk(4), target.chunk(4), strict=True):
+            (F.mse_loss(whole(x), y) / 4).backward()
+
+    step_of_whole()
+    with record_layers(whole, folder / "whole"):
+        step_of_whole()
 limits = pipe.profile(folder / "profile.json", inputs, target=target, num_steps=2)
 if rank == 0:
     sys.stdout.write(f"{limits}\n")

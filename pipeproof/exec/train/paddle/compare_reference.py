@@ -20,8 +20,9 @@ from paddle import nn
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.rank.paddle.arrays import PaddleArrays
 from pipeproof.exec.store.train_errors import PipelineError
-from pipeproof.exec.train.comparison import Comparison, GradientDifference, comparison_of
+from pipeproof.exec.train.comparison import Comparison, GradientDifference, comparison_of, gradient_difference
 from pipeproof.exec.train.paddle.boundary_inference import unchanged_state
+from pipeproof.exec.train.paddle.record_layers import to_numpy
 from pipeproof.exec.train.paddle.stage_layers import ListStages, trained
 from pipeproof.exec.train.paddle.start_phases import Placed
 from pipeproof.exec.train.paddle.step_data import MicroBatchSizes, StepData, step_data
@@ -193,8 +194,8 @@ def _compared(runner: StepRunner, shards: Sequence[_Shard], data: StepData, loss
             seen.add((shard.rank, part.planned))
             total = expected.total(part.planned)
             if not bool(paddle.equal_all(gradient, total)):
-                distance = float((gradient.astype("float64") - total.astype("float64")).abs().max())
-                differences.append(GradientDifference(part.planned, part.stage, distance, 0.0))
+                (x, dtype), (y, _) = map(to_numpy, (gradient, total))
+                differences.append(gradient_difference(part.planned, part.stage, (x, y), dtype))
     differences.sort(key=lambda each: (each.stage, each.name))
     return Comparison(loss, model.loss().item(), len(seen), tuple(differences), tuple(sorted(names - received)))
 

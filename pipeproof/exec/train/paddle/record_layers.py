@@ -123,6 +123,13 @@ def _recorded_backward(recorder: LayerRecorder) -> Callable[..., None]:
     return backward
 
 
+def to_numpy(tensor: Any) -> tuple[Array, str]:
+    """See ``Tensors.to_numpy``."""
+    local = paddle.as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    dtype = _dtype(local)
+    return (local.astype(WIDE[dtype]) if dtype in WIDE else local).numpy(), dtype
+
+
 class PaddleTensors:
     """Paddle's tensors; a ``Tensors``."""
 
@@ -130,11 +137,7 @@ class PaddleTensors:
         """See ``Tensors``."""
         return [leaf for leaf in paddle.utils.flatten(values) if isinstance(leaf, paddle.Tensor) and leaf.is_dense()]
 
-    def to_numpy(self, tensor: Any) -> tuple[Array, str]:
-        """See ``Tensors``."""
-        local = paddle.as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-        dtype = _dtype(local)
-        return (local.astype(WIDE[dtype]) if dtype in WIDE else local).numpy(), dtype
+    to_numpy = staticmethod(to_numpy)
 
     def version(self, tensor: Any) -> int:
         """See ``Tensors``."""

@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from pipeproof.analysis.align.array_digests import Array, largest, max_relative, relative_difference
 from pipeproof.comm.accumulation_order import sum_orders
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.store.train_errors import PipelineError
-from pipeproof.exec.train.comparison import Comparison, GradientDifference, comparison_of
+from pipeproof.exec.train.comparison import Comparison, comparison_of, gradient_difference
 from pipeproof.exec.train.torch.boundary_inference import unchanged_state
 from pipeproof.exec.train.torch.module_stage import StepData
+from pipeproof.exec.train.torch.record_layers import to_numpy
 from pipeproof.exec.train.torch.stage_keywords import StepInputs
 from pipeproof.exec.train.torch.start_phases import Settings
 from pipeproof.exec.train.torch.step_loss import NUM_ITEMS, StepTerms, detached_metrics, divided, loss_terms
@@ -124,10 +126,12 @@ def compare_with_reference(
         mine = gradient.to(expected.device)
         if torch.equal(mine, expected):
             continue
-        bound = runs.order_bound(whole) if whole in shared else 0.0
-        bound += runs.rounding_bound(whole, expected) if is_compiled else 0.0
-        distance = float((mine - expected).abs().max())
-        differences.append(GradientDifference(whole, stage, distance, bound))
+        (x, dtype), (y, _) = map(to_numpy, (mine, expected))
+        noise = runs.noise(whole, y) if is_compiled else None
+        cancellation = runs.cancellation(whole, y) if whole in shared else None
+        differences.append(
+            gradient_difference(whole, stage, (x, y), dtype, noise=noise, cancellation=cancellation)
+        )  # fmt: skip
     loss = next(shard["loss"] for shard in shards if shard["loss"] is not None)
     received = {names[key] for shard in shards for key in shard["received"]}
     without_gradient = tuple(sorted({*names.values()} - received))
@@ -169,30 +173,23 @@ class _Runs:
     def _count(self) -> torch.Tensor:
         return torch.stack([*self._terms.counts.values()]).sum()
 
-    def order_bound(self, name: str) -> float:
-        """The largest difference that two orders of a sum can have: 2 n u times the sum of the addends' sizes."""
+    def cancellation(self, name: str, gradient: Array) -> float:
+        """Ratio of the largest sum of a gradient's addends' sizes, in float64, to its largest element."""
         sizes = sum(self._of((index,))[name].abs().double() for index in range(len(self._args)))
-        unit = torch.finfo(self._of((0,))[name].dtype).eps / 2
         scale = 1 / float(self._count()) if self._terms.counts else 1.0
-        return float(2 * 2 * len(self._args) * unit * torch.as_tensor(sizes).max()) * 2 * scale
+        return max(1.0, relative_difference(float(torch.as_tensor(sizes).max()) * scale, largest(gradient)))
 
-    def rounding_bound(self, name: str, gradient: torch.Tensor) -> float:
-        """A bound on the rounding of compiled operations: 8 times the reference's own distance from float64.
-
-        A compiled operation rounds at other places than those of eager mode, in the same types or wider ones. A
-        distance may be small by chance: 64 units in the last place of the largest element are added.
-        """
+    def noise(self, name: str, gradient: Array) -> float:
+        """The reference's own relative distance from float64: compiled operations round at other places."""
         if self._exact is None:
-            with torch.autocast(gradient.device.type, enabled=False):
+            with torch.autocast(self._of((0,))[name].device.type, enabled=False):
                 module = copy.deepcopy(self._module).double()
                 args, targets, kwargs, loss_kwargs = map(
                     _exact, (self._args, self._targets, self._kwargs, self._loss_kwargs)
                 )
                 runs = _Runs(module, args, targets, kwargs, loss_kwargs, self._settings)
                 self._exact = runs.summed([tuple(range(len(self._args)))])
-        exact = self._exact[name]
-        unit = torch.finfo(gradient.dtype).eps
-        return float(8 * (gradient - exact).abs().max() + 64 * unit * exact.abs().max())
+        return max_relative(gradient, to_numpy(self._exact[name])[0])
 
     def _of(self, order: Order) -> dict[str, torch.Tensor]:
         if order not in self._by_order:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from pipeproof.analysis.align.record_format import Header
+from pipeproof.analysis.align.array_digests import fast_digest, md5_of
+from pipeproof.analysis.align.record_format import DECIMALS, Header, Recorded, RecordedStep, Shard
 from pipeproof.atomic_write import write_json
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.exec.compare.run_record import RecordWriter, recorded_gradients
+from pipeproof.exec.compare.layer_recorder import WHOLE
+from pipeproof.exec.compare.run_record import RecordWriter
 from pipeproof.exec.measure.profile_from_logs import measured_profile
 from pipeproof.exec.rank.group_channels import PostedTransfer
 from pipeproof.exec.rank.idle_messages import IdleMessageEnd, product_peak, time_idle_messages
@@ -26,7 +27,9 @@ from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, LogEntry, Timing, op_i
 from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.op_timing import free_cached_memory, timed_channels, timing_of
 from pipeproof.exec.train.torch.channel_groups import StageChannels
+from pipeproof.exec.train.torch.module_stage import trained
 from pipeproof.exec.train.torch.product_counter import ProductCounter
+from pipeproof.exec.train.torch.record_layers import to_numpy
 from pipeproof.exec.train.torch.step_runner import StepRunner
 from pipeproof.exec.train.train_rank import TrainRank
 from pipeproof.interop.traces.recorder import Call, Recorder
@@ -105,28 +108,61 @@ class RecordedChannels:
 
 
 class StepRecord:
-    """The files of one recording; only the first rank writes values."""
+    """The values of one recording, which the first rank writes: losses and gradients, as ``record_layers`` has them."""
 
-    def __init__(self, directory: Path, plan: LoweredPlan, digest: str, index: int, group: dist.ProcessGroup) -> None:
-        self._plan, self._group, self._is_first = plan, group, index == 0
-        run = plan.spec.run
-        header = Header("run", __version__, digest, "torch", run.dtype, 0, layers=False, values=False)
+    def __init__(self, directory: Path, digest: str, dtype: str, index: int, group: dist.ProcessGroup) -> None:
+        self._group, self._is_first, self._number = group, index == 0, 0
+        header = Header("program", __version__, digest, "torch", dtype, 0, layers=False, values=False)
         self._writer = RecordWriter(directory / "values", header) if self._is_first else None
 
-    def put(self, step: int, loss: float | None, gradients: Mapping[str, np.ndarray]) -> None:
-        """Write one finished step; every rank of the pipeline calls it with its own gradients, by the plan's names."""
-        first = dist.get_process_group_ranks(self._group)[0]
-        answers: list[Any] | None = [None] * dist.get_world_size(self._group) if self._is_first else None
-        dist.gather_object((loss, dict(gradients)), answers, dst=first, group=self._group)
-        if self._writer is not None and answers is not None:
-            found = next(np.float64(loss) for loss, _ in answers if loss is not None)
-            self._writer.put(recorded_gradients(self._plan, step, found, [own for _, own in answers]), None)
-
     def put_step(self, runner: StepRunner, loss: torch.Tensor | None) -> None:
-        """Write the step that ``runner`` has just finished, as ``put``."""
-        copies = runner.gradients.copies("gradients", planned=True)
-        arrays = {name: runner.framework.arrays.to_numpy(value) for (_, name), value in copies.items()}
-        self.put(runner.num_steps - 1, None if loss is None else float(loss), arrays)
+        """Write the step that ``runner`` has just finished; every rank of the pipeline calls it."""
+        received, gradients = {*runner.gradients.received()}, []
+        planned = {id(w): name for stage in runner.modules.values() for name, w in stage.parameters.items()}
+        weights = {(n, k): w for n, stage in runner.modules.items() for k, w in trained(stage.module).items()}
+        for (stage, name), gradient in runner.gradients.copies("gradients").items():
+            array, dtype = to_numpy(gradient)
+            if (stage, name) in received:
+                digest = Recorded(0, "", array.shape, dtype, *fast_digest(array), ())
+                gradients.append(_Gradient(stage, name, planned[id(weights[stage, name])], digest))
+        own = (None if loss is None else to_numpy(loss)[0].reshape(()), gradients)
+        answers: list[Any] | None = [None] * dist.get_world_size(self._group) if self._is_first else None
+        dist.gather_object(own, answers, dst=dist.get_process_group_ranks(self._group)[0], group=self._group)
+        if self._writer is not None and answers is not None:
+            total = next(found for found, _ in answers if found is not None)
+            of_ranks = [(rank, each) for rank, (_, of_rank) in enumerate(answers) for each in of_rank]
+            lines = tuple(_lines(self._number, of_ranks))
+            self._writer.put(RecordedStep(self._number, f"{float(total):.{DECIMALS}f}", md5_of(total), lines), None)
+        self._number += 1
+
+
+class _Gradient(NamedTuple):
+    """A gradient of one rank; ``planned`` is the name that all stages with this weight have in the plan."""
+
+    stage: int
+    name: str
+    planned: str
+    content: Recorded
+
+
+def _lines(step: int, of_ranks: Sequence[tuple[int, _Gradient]]) -> Iterator[Recorded]:
+    """Gradients under the names of the unpartitioned module, from the last stage on.
+
+    Stages that were cut from a model have its names. Names that mean several weights are local to their stages, and
+    those of a list of the stages are taken.
+    """
+    meanings, by_weight = defaultdict[str, set[str]](set), dict[str, list[tuple[int, _Gradient]]]()
+    for rank, each in sorted(of_ranks, key=lambda one: one[1].stage):
+        meanings[each.name].add(each.planned)
+        by_weight.setdefault(each.planned, []).append((rank, each))
+    is_local = any(len(weights) > 1 for weights in meanings.values())
+    for found in reversed(by_weight.values()):
+        first, content = found[0][1], found[0][1].content
+        name = f"{first.stage}.{first.name}" if is_local else first.name
+        whole = tuple((0, size) for size in content.shape)
+        shards = {rank: Shard(rank, each.content.md5, whole) for rank, each in found}
+        layer = name.rpartition(".")[0] or WHOLE
+        yield replace(content, step=step, layer=layer, parameter=name, shards=tuple(shards.values()))
 
 
 @contextmanager
@@ -137,7 +173,8 @@ def recorded_steps(runner: StepRunner, directory: Path) -> Iterator[None]:
     recorder = Recorder(directory / "messages", dist.get_rank(), dist.get_world_size(), version, version_of)
     first = ranks.global_ranks[0]
     values = directory if first == 0 else directory / f"from rank {first}"
-    runner.record = StepRecord(values, plan.lowered, plan.certificate.graph_digest, ranks.rank, ranks.group)
+    digest, dtype = plan.certificate.graph_digest, plan.lowered.spec.run.dtype
+    runner.record = StepRecord(values, digest, dtype, ranks.rank, ranks.group)
     error: BaseException | None = None
 
     def recorded(lowered: LoweredPlan) -> TrainRank:

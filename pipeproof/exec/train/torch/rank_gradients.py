@@ -68,15 +68,11 @@ class RankGradients:
             firsts = [part[(0,) * part.dim()] for part in local if part.dtype == dtype]
             torch._foreach_mul_(firsts, factor.to(dtype))
 
-    def copies(self, what: Literal["weights", "gradients"], *, planned: bool = False) -> dict[tuple[int, str], Any]:
-        """Whole copies on the CPU of the trained weights or their gradients, by stage and name.
-
-        The name is the module's, or with ``planned`` the plan's.
-        """
+    def copies(self, what: Literal["weights", "gradients"]) -> dict[tuple[int, str], Any]:
+        """Whole copies on the CPU of the trained weights or their gradients, by stage and name in the module."""
         found: dict[tuple[int, str], torch.Tensor] = {}
         for number, stage in self._modules.items():
-            weights = stage.parameters if planned else trained(stage.module)
-            for name, weight in weights.items():
+            for name, weight in trained(stage.module).items():
                 tensor = weight if what == "weights" else weight.grad
                 if tensor is None:
                     tensor = torch.zeros_like(weight)

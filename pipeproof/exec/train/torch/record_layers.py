@@ -132,6 +132,18 @@ def _recorded_backward(recorder: LayerRecorder) -> Callable[..., Any]:
     return backward
 
 
+def to_numpy(tensor: torch.Tensor) -> tuple[Array, str]:
+    """See ``Tensors.to_numpy``."""
+    local = tensor.detach()
+    if hasattr(local, "to_local"):
+        local = local.to_local()
+    if local.is_complex():
+        local = torch.view_as_real(local)
+    dtype = str(local.dtype).removeprefix("torch.")
+    wide = getattr(torch, WIDE.get(dtype, dtype))
+    return local.to(wide).contiguous().cpu().numpy(), dtype
+
+
 class TorchTensors:
     """PyTorch's tensors; a ``Tensors``."""
 
@@ -139,16 +151,7 @@ class TorchTensors:
         """See ``Tensors``."""
         return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and not _is_meta(leaf)]
 
-    def to_numpy(self, tensor: torch.Tensor) -> tuple[Array, str]:
-        """See ``Tensors``."""
-        local = tensor.detach()
-        if hasattr(local, "to_local"):
-            local = local.to_local()
-        if local.is_complex():
-            local = torch.view_as_real(local)
-        dtype = str(local.dtype).removeprefix("torch.")
-        wide = getattr(torch, WIDE.get(dtype, dtype))
-        return local.to(wide).contiguous().cpu().numpy(), dtype
+    to_numpy = staticmethod(to_numpy)
 
     def version(self, tensor: torch.Tensor) -> int:
         """See ``Tensors``."""
