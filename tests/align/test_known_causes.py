@@ -103,6 +103,10 @@ def test_near_values_have_no_such_cause(name):
     assert cause(x, y, ("u", U), ("v", V)).family == "unknown"
 
 
+def test_values_of_another_record_are_told():
+    assert "not the record's values" in cause(X, X).evidence
+
+
 def test_a_gradient_of_one_micro_batch(tmp_path):
     reads, takes = (RANDOM.normal(size=(2, 3, 5, n)).astype("f4") for n in (6, 4))
     parts = [takes[m].reshape(-1, 4).T @ reads[m].reshape(-1, 6) for m in range(2)]

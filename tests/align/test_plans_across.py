@@ -1,13 +1,18 @@
 """One plan in two dim orders and on one rank and four: every tensor has a partner, and a wrong boundary is found."""
 
 import functools
+from pathlib import Path
 
 import pytest
+import yaml
 
 from pipeproof.analysis.align.compare_records import align
 from pipeproof.analysis.align.loss_pairs import Tolerance
+from pipeproof.specs.load_plan import plan_from_dict
+from pipeproof.verify.subject import make_subject
 from tests.plans import subject
 
+ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.needs_paddle, pytest.mark.usefixtures("paddle_started")]
 
 
@@ -45,3 +50,26 @@ def test_a_wrong_boundary_is_found_from_a_run_in_another_order(recorded):
     assert (first.a.layer, first.a.direction, first.a.side) == ("layer.0", "backward", "input")
     assert first.handed_on
     assert first.cause.family == "layout"
+
+
+def test_the_seed_experiment_is_located_at_its_boundary(tmp_path):
+    """Two wrong runs with one loss: 23 of 24 gradients differ, and `state align` finds why."""
+    from tests.align.recorded_plan import record, reference_run
+
+    for where in ("after", "before"):
+        content = yaml.safe_load((ROOT / "examples" / "seed" / f"norm_{where}_partial.yaml").read_text())
+        content["run"]["steps"] = 1
+        plan = make_subject(plan_from_dict(content)).unfolded().plan
+        record(plan, reference_run(plan), tmp_path / where)
+    found = align(tmp_path / "after" / "run", tmp_path / "before" / "run", Tolerance())
+    assert found.losses.equal
+    equal = {name for name in found.tensors.with_equal_bits if name.startswith("gradient")}
+    different = {name for name in found.tensors.with_other_bits if name.startswith("gradient")}
+    assert (equal, len(different)) == ({"gradient of head.weight"}, 23)
+    assert found.tensors.first.cause.family == "norm"  # the change itself
+    for where in ("after", "before"):
+        first = align(tmp_path / where / "run", tmp_path / where / "reference", Tolerance()).tensors.first
+        assert (first.a.layer, first.a.direction, first.a.side) == ("empty.1", "forward", "input")  # of stage 1
+        assert first.handed_on
+        assert first.cause.family == "layout"
+        assert "2048 of B's 4096 are lost" in first.cause.evidence

@@ -78,6 +78,10 @@ def _written(reader: Reader, content: bytes, directory: Path) -> Path:
             (record / "values").mkdir(parents=True, exist_ok=True)
             (record / "values" / "step0.npz").write_bytes(content if number == 0 else reader.seeds[0])
             (record / "record.jsonl").write_bytes(record_of_values(str(number) * 32))
+    if reader.name == "record_map":
+        (path.parent / "record.jsonl").write_bytes(record_of_values("0" * 32))
+    if reader.name == "rank_record":
+        (path.parent / "record.rank1.jsonl").write_bytes(reader.seeds[0])
     if reader.name == "results":
         (path.parent / "gpt_pp4.yaml").write_bytes((ROOT / "examples" / "gpt_pp4.yaml").read_bytes())
     return path

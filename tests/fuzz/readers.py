@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from click.testing import CliRunner
 
-from pipeproof.analysis.align.record_format import Recorded, RecordedStep, Shard
+from pipeproof.analysis.align.record_format import Header, OtherRecorded, Recorded, RecordedStep, Shard
 from pipeproof.cli.main import main
 from pipeproof.exec.monitor.ring_recorder import RingRecorder
 from tests.interop.hang.written import Recorder
@@ -59,11 +59,29 @@ def _dump() -> dict[str, object]:
     }
 
 
+def _header(*, values: bool = False) -> bytes:
+    model = {"num_heads": 2, "num_kv_heads": 1}
+    header = Header("program", "1", "", "torch", "float32", 0, layers=True, values=values, model=model)
+    return header.to_line().encode()
+
+
 def _record() -> bytes:
-    md5 = "0" * 32
-    header = {"kind": "record", "format": 1, "digest": md5}
-    step = {"kind": "step", "step": 0, "loss": "1.5", "loss_md5": md5, "tensors": 0, "gradients": 0}
-    return "".join(json.dumps(line) + "\n" for line in (header, step)).encode()
+    tensors = [
+        Recorded(
+            0, "up", (4, 3), "float32", "0" * 32, 1.0, (Shard(0, "0" * 32, ((0, 2), (0, 3))),), "forward", "input"
+        ),
+        _gradient("sum64:" + "1" * 16),
+    ]
+    others = tuple(OtherRecorded(f"main/{number}", "0.75", "2" * 32) for number in range(2))
+    return _header() + RecordedStep(0, "1.5", "0" * 32, tuple(tensors), others).lines().encode()
+
+
+_MAP = b"""model: {num_heads: 2}
+statements: ["up.weight^T -> up.weight", "q, k -> qk, axis=0"]
+swap_dims: ["up*"]
+scale: {main: 1/2, "up.*": 2}
+alone: ["mask", "*.bias"]
+"""
 
 
 def _log() -> bytes:
@@ -111,8 +129,7 @@ def _npz() -> bytes:
 
 def record_of_values(md5: str) -> bytes:
     """Return a record whose only gradient has this MD5, and the values of `_npz`."""
-    header = _record().splitlines(keepends=True)[0]
-    return header + RecordedStep(0, "1.5", "0" * 32, (_gradient(md5),)).lines().encode()
+    return _header(values=True) + RecordedStep(0, "1.5", "0" * 32, (_gradient(md5),)).lines().encode()
 
 
 def _simulated(suffix: str) -> bytes:
@@ -206,6 +223,10 @@ def _readers() -> tuple[Reader, ...]:
                (len(header).to_bytes(8, "little") + header + b"\0" * 4,),
                lambda path: ["state", "show", path]),
         Reader("record", "record.jsonl", (_record(),), lambda path: ["state", "align", path, path]),
+        Reader("rank_record", "record.rank0.jsonl", (_record(),),
+               lambda path: ["state", "align", path.parent, path.parent, "--rounding"]),
+        Reader("record_map", "map.yaml", (_MAP,),
+               lambda path: ["state", "align", path.parent, path.parent, "--map", path]),
         Reader("loss_log", "train.log", (loss_log,), lambda path: ["state", "align", path, path]),
         Reader("log", "rank_0.jsonl", (_log(),), lambda path: ["check", path.parent]),
         Reader("timeline", "trace.json", _files("tests/goldens/trace_1f1b_pp2_m2.json"),

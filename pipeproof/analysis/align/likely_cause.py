@@ -11,7 +11,15 @@ from fractions import Fraction
 
 import numpy as np
 
-from pipeproof.analysis.align.array_digests import ROUNDINGS, Array, eps_of, max_relative, norm_of, ulps_between
+from pipeproof.analysis.align.array_digests import (
+    ROUNDINGS,
+    Array,
+    eps_of,
+    have_same_bits,
+    max_relative,
+    norm_of,
+    ulps_between,
+)
 from pipeproof.analysis.align.operations import Surroundings
 from pipeproof.analysis.align.read_record import Values
 from pipeproof.analysis.align.record_format import Recorded
@@ -59,6 +67,10 @@ def guess(
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         bad = f"{np.count_nonzero(~np.isfinite(x))} elements of A and {np.count_nonzero(~np.isfinite(y))} of B"
         return Cause(Family.UNKNOWN, f"{bad} are not finite")
+    if have_same_bits(x, y):
+        return Cause(
+            Family.UNKNOWN, "all elements are equal, and the digests differ: not the record's values"
+        )
     for cause in (_layout, _scale, _order, _foreign, _dropout, _cast, _normalized):
         found = cause(x, y)
         if found is not None:
