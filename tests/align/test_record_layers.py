@@ -157,6 +157,31 @@ def test_sixteen_bit_types_and_integers(tmp_path):
     assert align(tmp_path / "a", tmp_path / "a", Tolerance(rounding=True)).equal
 
 
+LEGACY = {
+    "sum": {"size_average": False},
+    "sum of all": {"reduce": False},
+    "mean": {"size_average": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce")
+@pytest.mark.parametrize("kept", [["*"], []])
+@pytest.mark.parametrize("name", LEGACY)
+def test_former_arguments_of_a_loss_are_named(tmp_path, name, kept):
+    x, model = torch.randn(40, 4, generator=torch.Generator().manual_seed(1)), net()
+    for directory, how in (("a", LEGACY[name]), ("b", {})):
+        with record_layers(model, tmp_path / directory, names=kept):
+            nn.functional.mse_loss(model(x), x, **how).sum().backward()
+        model.zero_grad()
+    found = align(tmp_path / "a", tmp_path / "b", Tolerance(rounding=True))
+    assert found.equal == (name == "mean")
+    if not found.equal:
+        first = found.tensors.first
+        assert (first.a.title, first.cause.family) == ("whole, backward input, micro-batch 0", "scale")
+        assert "160 of B's" in first.cause.evidence
+        assert "has 160 elements along some dims: a loss may be their mean" in first.cause.evidence
+
+
 def test_an_exception_leaves_no_half_step(tmp_path):
     model = net()
     with pytest.raises(RuntimeError, match="shapes"), record_layers(model, tmp_path / "a"):

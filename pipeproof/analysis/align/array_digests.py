@@ -174,7 +174,7 @@ def rounding_bound(dtype: str, noise: float = 0.0) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far two tensors are apart, in ulps and relative to the largest element, and how far rounding can bring them.
+    """Distance of two tensors in ulps and relative to the largest element, and the distance that rounding can make.
 
     Records of any program and ``Pipeline.compare`` call a difference within ``bound``, which is relative, rounding.
     """

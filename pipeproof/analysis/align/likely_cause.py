@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
@@ -68,9 +68,7 @@ def guess(
         bad = f"{np.count_nonzero(~np.isfinite(x))} elements of A and {np.count_nonzero(~np.isfinite(y))} of B"
         return Cause(Family.UNKNOWN, f"{bad} are not finite")
     if have_same_bits(x, y):
-        return Cause(
-            Family.UNKNOWN, "all elements are equal, and the digests differ: not the record's values"
-        )
+        return Cause(Family.UNKNOWN, "all elements are equal, and the digests differ: not the record's values")
     for cause in (_layout, _scale, _order, _foreign, _dropout, _cast, _normalized):
         found = cause(x, y)
         if found is not None:
@@ -94,9 +92,9 @@ def guess_from_norms(a: Recorded, b: Recorded) -> Cause:
     if not (a.norm > 0.0 and b.norm > 0.0 and math.isfinite(a.norm) and math.isfinite(b.norm)):
         return Cause(Family.UNKNOWN, f"by norms alone: {a.norm:.6g} and {b.norm:.6g}")
     ratio = a.norm / b.norm
-    factor = Fraction(ratio).limit_denominator(_LARGEST_TERM)
-    if factor != 1 and factor.numerator <= _LARGEST_TERM and abs(ratio / float(factor) - 1.0) < 1e-6:
-        return Cause(Family.SCALE, f"by norms alone: that of A is {factor} of B's")
+    factor = _rational(ratio, b.shape)
+    if factor not in (None, 1) and abs(ratio / float(factor) - 1.0) < 1e-6:
+        return Cause(Family.SCALE, f"by norms alone: that of A is {factor} of B's{_of_mean(factor, b.shape)}")
     if abs(ratio - 1.0) < 1e-13:
         return Cause(Family.LAYOUT, "by norms alone: they are equal, the MD5s are not")
     return Cause(Family.UNKNOWN, f"by norms alone: {a.norm:.9g} and {b.norm:.9g}")
@@ -187,9 +185,11 @@ def _scale(x: Array, y: Array) -> Cause | None:
     wide, base = x.astype(np.float64), y.astype(np.float64)
     ratio = float(np.median(wide[nonzero] / base[nonzero]))
     for power in (1, 2):
-        factor = Fraction(ratio**power).limit_denominator(_LARGEST_TERM)
+        factor = _rational(ratio**power, x.shape)
+        if factor in (None, 1):
+            continue
         error = max_relative(wide, math.copysign(abs(float(factor)) ** (1 / power), ratio) * base)
-        if factor not in (0, 1) and abs(factor.numerator) <= _LARGEST_TERM and error <= ROUNDINGS * _eps(x):
+        if error <= ROUNDINGS * _eps(x):
             break
     else:
         return None
@@ -197,8 +197,39 @@ def _scale(x: Array, y: Array) -> Cause | None:
     return Cause(
         Family.SCALE,
         f"all {int(nonzero.sum())} elements of A that are not zero are {'the root of ' * (power - 1)}{factor} of B's, "
-        f"{exactly}",
+        f"{exactly}{_of_mean(factor, x.shape)}",
     )
+
+
+def _rational(ratio: float, shape: Sequence[int]) -> Fraction | None:
+    """The factor next to a ratio that has small terms, or is a number of elements, or its inverse; None without one."""
+    if ratio == 0.0:
+        return None
+    small = Fraction(ratio).limit_denominator(_LARGEST_TERM)
+    counts = [Fraction(n) for n in _counts(shape) if n > _LARGEST_TERM]
+    known = [each for count in counts for each in (count, 1 / count)]
+    if small != 0 and abs(small.numerator) <= _LARGEST_TERM:
+        known.append(small)
+    return min(known, key=lambda each: abs(float(each) / ratio - 1.0), default=None)
+
+
+def _of_mean(factor: Fraction, shape: Sequence[int]) -> str:
+    """What a factor says that is a number of elements."""
+    number = max(factor.numerator, factor.denominator)
+    if min(factor.numerator, factor.denominator) != 1 or number not in _counts(shape):
+        return ""
+    return (
+        f"; the tensor has {number} elements along some dims: a loss may be their mean on one side and their sum on "
+        "the other, as with PyTorch's former `size_average=False` or `reduce=False`"
+    )
+
+
+def _counts(shape: Sequence[int]) -> set[int]:
+    """Numbers of elements along any of the dims together."""
+    counts = {1}
+    for size in shape:
+        counts |= {size * count for count in counts}
+    return counts - {1}
 
 
 def _order(x: Array, y: Array) -> Cause | None:
