@@ -52,7 +52,14 @@ FEATURES = {
     "experts by all-gather": {"model": {"moe": {**_MOE, "dispatcher": "all_gather"}}},
     "experts by token id": {
         "model": {
-            "moe": {**_MOE, "score": "sqrtsoftplus", "hash_layers": 1, "routed_scale": 1.5, "expert_bias_rate": 0.003},
+            "moe": {
+                **_MOE,
+                "score": "sqrtsoftplus",
+                "hash_layers": 1,
+                "routed_scale": 1.5,
+                "expert_bias_rate": 0.003,
+                "combine": "expert",
+            },
             "swiglu_limit": 0.05,
             "swiglu_formula": "silu",
         },

@@ -53,6 +53,12 @@ class MoeSpec(Section):
     routed_scale: float = Field(
         default=1.0, gt=0, le=1e6, description="Factor of a token's weights, after they have been normalized."
     )
+    combine: Literal["choice", "expert"] = Field(
+        default="choice",
+        description="Order in which the outputs of a token's experts are added, and their gradients. `choice`: best "
+        "first, on PyTorch in one kernel with an order of its own. `expert`: one after another by the experts' "
+        "numbers, as programs do that sort rows by expert; outputs of 16 bits are added in float32.",
+    )
     aux_loss: float = Field(
         default=0.0,
         ge=0,
@@ -420,7 +426,7 @@ def model_content(model: Section, exclude: Mapping[str, Any] | None = None) -> d
     later: tuple[tuple[dict[str, Any] | None, type[Section], Sequence[str]], ...] = (
         (content, type(model), (*PART_KEYS, "swiglu_formula", "compressed_attention")),
         (content.get("compressed_attention"), CompressedAttentionSpec, ("rope_scaling", "documents")),
-        (content.get("moe"), MoeSpec, ("dispatcher", "hash_layers", "routed_scale")),
+        (content.get("moe"), MoeSpec, ("dispatcher", "hash_layers", "routed_scale", "combine")),
         (content.get("mtp"), MtpSpec, ("embedding", "reads")),
         (content.get("hyper_connections"), HyperConnectionsSpec, _LATER_OF_STREAMS),
     )

@@ -222,7 +222,7 @@ class Experts(ABC):
     def _choose(
         logits: Tensor, moe: MoeSpec, bias: Indices | None = None, fixed: Indices | None = None
     ) -> tuple[Indices, Tensor]:
-        """Choose the experts of each token, best first, and their weights: two of [N, k] from [N, E].
+        """Choose the experts of each token, in the order of ``combine``, and their weights: two of [N, k] from [N, E].
 
         Ties go to the lower expert. A ``bias`` [E] is added to the scores for the choice only. No gradient flows
         through the choice. ``fixed`` experts [N, k] are not chosen; scores give only their weights.
@@ -240,9 +240,8 @@ class Experts(ABC):
     def _visit_own(self, tokens: Tensor, chosen: Indices, gains: Tensor) -> Tensor:
         """The weighted sum of the outputs of ``_own_experts`` for tokens [N, H], experts and weights [N, k]: [N, H]."""
 
-    @staticmethod
     @abstractmethod
-    def _weighted(results: Tensor, weights: Tensor) -> Tensor:
+    def _weighted(self, results: Tensor, weights: Tensor) -> Tensor:
         """Weighted sum of the visits of each token: [N, k, H] and [N, k] to [N, H]."""
 
     @abstractmethod

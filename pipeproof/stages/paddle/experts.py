@@ -1,7 +1,8 @@
 """Experts and routers on Paddle. Choices, the order of rows, losses, biases and visits are on the host.
 
 The number of rows changes the bits of a product, and of functions with vector instructions, so an expert computes all
-its tokens at once, and no others. The visits of a token are added in the order of its choice of experts.
+its tokens at once, and no others. The visits of a token are added in the order of its choice of experts, or of their
+numbers (``combine``).
 
 Shape letters: as in ``stages.common.experts``.
 """
@@ -37,6 +38,10 @@ def choose(
     gains = paddle.take_along_axis(scores, paddle.to_tensor(chosen), axis=-1)
     if moe.normalize:
         gains = gains / paddle.sum(gains, axis=-1, keepdim=True)
+    if moe.combine == "expert":
+        order = np.argsort(chosen, axis=-1, kind="stable")
+        chosen = np.take_along_axis(chosen, order, axis=-1)
+        gains = paddle.take_along_axis(gains, paddle.to_tensor(order), axis=-1)
     return chosen, gains if moe.routed_scale == 1.0 else gains * moe.routed_scale
 
 
@@ -56,7 +61,7 @@ def reorder(rows: Tensor, order: Indices) -> Tensor:
 def visits(tokens: Tensor, order: Indices, num_visits: int) -> Tensor:
     """Copy each token for each of its k = ``num_visits`` experts: [N, H] to [V, H], in ``order`` of [N, k] flattened.
 
-    The gradient of a token adds those of its visits in the order of its choice.
+    The gradient of a token adds those of its visits in the same order.
     """
     copies = paddle.stack(fork(tokens, num_visits), axis=1)
     return reorder(copies.reshape([-1, tokens.shape[-1]]), order)
@@ -91,7 +96,7 @@ def _spread(rows: Tensor, order: Indices, num_rows: int) -> Tensor:
 
 
 def weighted(results: Tensor, weights: Tensor) -> Tensor:
-    """Implement ``Experts``' weighted sum, in the order of each token's choice."""
+    """Implement ``Experts``' weighted sum, in the order of the visits."""
     addends = [
         result * weight.unsqueeze(-1)
         for result, weight in zip(paddle.unbind(results, axis=1), paddle.unbind(weights, axis=1), strict=True)
@@ -106,7 +111,9 @@ class PaddleExperts(common.Experts):
     """Experts that sort and count visits in numpy."""
 
     _choose = staticmethod(choose)
-    _weighted = staticmethod(weighted)
+
+    def _weighted(self, results: Tensor, weights: Tensor) -> Tensor:
+        return weighted(results, weights)
 
     def _counts(self, chosen: Indices) -> Indices:
         return np.bincount(chosen.reshape(-1), minlength=self._moe.num_experts)

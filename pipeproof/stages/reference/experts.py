@@ -33,7 +33,7 @@ Tensor: TypeAlias = paddle.Tensor
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts of each token, best first [N, k], and their weights, k tensors of [N, 1]."""
+    """The experts of each token, as they are added [N, k], and their weights, k tensors of [N, 1]."""
 
     experts: npt.NDArray[np.int64]
     gains: Sequence[Tensor]
@@ -56,6 +56,10 @@ def route(
         gains = gains / gains.sum(axis=-1, keepdim=True)
     if moe.routed_scale != 1.0:
         gains = gains * moe.routed_scale
+    if moe.combine == "expert":
+        places = np.array([sorted(range(moe.top_k), key=row.__getitem__) for row in experts])
+        experts = np.take_along_axis(experts, places, 1)
+        gains = paddle.take_along_axis(gains, paddle.to_tensor(places), axis=1)
     return Routing(experts, gains.split(moe.top_k, axis=-1))
 
 

@@ -58,7 +58,7 @@ class TorchRouters:
         self._micro_batch = micro_batch
 
     def route(self, logits: Tensor, name: str, sequence_dim: int, fixed: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The experts of each token, best first, and their weights: two of [N, k], from outputs [.., E].
+        """The experts of each token, as they are added, and their weights: two of [N, k], from outputs [.., E].
 
         Each sequence split of the plan has its own losses. Experts that are ``fixed``, [N, k], have none.
         """
@@ -75,6 +75,9 @@ class TorchRouters:
             self._visits[name] += torch.bincount(experts.flatten(), minlength=moe.num_experts)
         gains = torch.gather(scores, 1, experts)
         gains = gains / gains.sum(-1, keepdim=True) if moe.normalize else gains
+        if moe.combine == "expert":
+            experts, places = torch.sort(experts, dim=1, stable=True)
+            gains = torch.gather(gains, 1, places)
         return experts, gains * moe.routed_scale if moe.routed_scale != 1.0 else gains
 
     def _add_losses(self, logits: Tensor, name: str, split: int, moe: MoeSpec) -> None:
@@ -351,12 +354,17 @@ class TorchUnpartitionedModel:
             router, fixed = f"{name}.hash_router.weight", table[self.token_ids.flatten()]
         logits = self.weights.product(for_router, router)
         chosen, gains = self.routers.route(logits, name, 0 if self.sequence_first else 1, fixed)
-        visitors = for_experts.reshape(-1, x.shape[-1]).repeat_interleave(moe.top_k, 0)
+        tokens, in_order = for_experts.reshape(-1, x.shape[-1]), moe.combine == "expert"
+        visitors = (
+            torch.stack(copies(tokens, moe.top_k), 1).flatten(0, 1)
+            if in_order
+            else tokens.repeat_interleave(moe.top_k, 0)
+        )
         order = torch.sort(chosen.flatten(), stable=True).indices
         sizes = torch.bincount(chosen.flatten(), minlength=moe.num_experts).tolist()
         output = self.expert_mlps(_PermuteRows.apply(visitors, order), sizes, name)
         back = _PermuteRows.apply(output, torch.argsort(order)).reshape(*chosen.shape, -1)
-        y = (back * gains.unsqueeze(-1)).sum(1).reshape(x.shape)
+        y = (_sum_of_visits(back, gains) if in_order else (back * gains.unsqueeze(-1)).sum(1)).reshape(x.shape)
         return y + self.mlp(for_shared[0], f"{name}.shared") if for_shared else y
 
     def expert_mlps(self, rows: Tensor, sizes: Sequence[int], name: str) -> Tensor:
@@ -386,6 +394,15 @@ class TorchUnpartitionedModel:
         if self.plan.gpt.swiglu_formula == "silu":
             return F.silu(gate) * up
         return gate * torch.sigmoid(gate * 1.702) * (up + 1.0)
+
+
+def _sum_of_visits(outputs: Tensor, gains: Tensor) -> Tensor:
+    """The weighted sum [N, H] of [N, k, H], one after another; 16-bit types in float32."""
+    wide = torch.float32 if outputs.dtype in (torch.bfloat16, torch.float16) else outputs.dtype
+    total = outputs[:, 0].to(wide) * gains[:, :1].to(wide)
+    for visit in range(1, outputs.shape[1]):
+        total = total + outputs[:, visit].to(wide) * gains[:, visit : visit + 1].to(wide)
+    return total.to(outputs.dtype)
 
 
 class _PermuteRows(torch.autograd.Function):  # type: ignore[misc]  # checked where PyTorch need not be

@@ -21,7 +21,7 @@ from pipeproof.stages.common import experts as common
 from pipeproof.stages.common.experts import Balance
 from pipeproof.stages.describe.layer import Layer
 from pipeproof.stages.torch.backend_ops import OPS
-from pipeproof.stages.torch.functional import Groups, wide_type
+from pipeproof.stages.torch.functional import Groups, fork, wide_type
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -38,6 +38,9 @@ def choose(
     gains = scores.gather(-1, chosen)
     if moe.normalize:
         gains = gains / gains.sum(-1, keepdim=True)
+    if moe.combine == "expert":
+        chosen, order = chosen.sort(dim=-1, stable=True)
+        gains = gains.gather(-1, order)
     return chosen, gains if moe.routed_scale == 1.0 else gains * moe.routed_scale
 
 
@@ -49,8 +52,14 @@ _SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def weighted(results: Tensor, weights: Tensor) -> Tensor:
-    """Implement ``Experts``' weighted sum."""
+    """Implement ``Experts``' weighted sum, in one kernel."""
     return (results * weights.unsqueeze(-1)).sum(dim=1)
+
+
+def weighted_in_order(results: Tensor, weights: Tensor) -> Tensor:
+    """Implement ``Experts``' weighted sum, one visit after another, 16-bit types in float32."""
+    addends = OPS.widened(results) * OPS.widened(weights).unsqueeze(-1)
+    return functools.reduce(torch.add, addends.unbind(1)).to(results.dtype)
 
 
 class TorchExperts(common.Experts):
@@ -64,7 +73,9 @@ class TorchExperts(common.Experts):
     fixed_shapes = False
 
     _choose = staticmethod(choose)
-    _weighted = staticmethod(weighted)
+
+    def _weighted(self, results: Tensor, weights: Tensor) -> Tensor:
+        return (weighted_in_order if self._moe.combine == "expert" else weighted)(results, weights)
 
     def _counts(self, chosen: Tensor) -> Tensor:
         flat = chosen.flatten()
@@ -75,7 +86,10 @@ class TorchExperts(common.Experts):
         announced = None if self._region.num_ranks == 1 else self._announced(counts)
         order = chosen.flatten().argsort(stable=True)  # by expert, then by token
         back = inverse(order)
-        rows = visits(tokens, order, back)
+        if self._moe.combine == "expert":  # the gradients of a token are added one after another
+            rows = reorder(torch.stack(fork(tokens, chosen.shape[1]), 1).flatten(0, 1), order, back)
+        else:
+            rows = visits(tokens, order, back)
         outputs = self._swiglu(rows, Groups(counts)) if announced is None else self._exchanged(rows, *announced())
         return reorder(outputs, back, order).reshape(*chosen.shape, tokens.shape[-1])
 
