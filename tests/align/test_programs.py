@@ -1,5 +1,8 @@
 """A small model in plain PyTorch and plain Paddle: equal within rounding, and each planted fault is named."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from pipeproof.analysis.align.compare_records import align
@@ -32,6 +35,44 @@ def test_without_a_fault_all_is_equal_within_rounding(correct):
 def test_one_framework_twice_has_equal_bits(correct, tmp_path):
     small_torch.train(tmp_path / "again")
     assert align(tmp_path / "again", correct["torch"], Tolerance()).equal
+
+
+def test_nothing_of_a_recorder_remains_on_paddle(tmp_path):
+    """Neither hooks nor patches, and no line of the recorder runs in a step after the block, so that none is slower."""
+    import paddle
+
+    from pipeproof.paddle import record_layers
+
+    paddle.seed(0)
+    model = paddle.nn.Sequential(paddle.nn.Linear(4, 8), paddle.nn.GELU(), paddle.nn.Linear(8, 4))
+    optimizer, x = paddle.optimizer.AdamW(parameters=model.parameters()), paddle.ones([3, 4])
+    before = paddle.Tensor.backward, paddle.optimizer.AdamW.step, paddle.optimizer.Optimizer.step
+    lines = set[str]()
+
+    def step(loss):
+        loss.backward()
+        optimizer.step()
+        optimizer.clear_grad()
+
+    def counted(frame, event, _):
+        lines.update({frame.f_code.co_filename} if "record" in Path(frame.f_code.co_filename).name else ())
+
+    with record_layers(model, tmp_path / "a"):
+        sys.setprofile(counted)
+        step(model(x).sum())
+        sys.setprofile(None)
+        unfinished = model(x).sum()
+    assert {Path(file).name for file in lines} >= {"layer_recorder.py", "record_layers.py"}
+    lines.clear()
+    content = (tmp_path / "a" / "record.rank0.jsonl").read_bytes()
+    sys.setprofile(counted)
+    step(unfinished)  # of a forward inside of the block
+    step(model(x).sum())
+    sys.setprofile(None)
+    assert lines == set()
+    assert (tmp_path / "a" / "record.rank0.jsonl").read_bytes() == content
+    assert (paddle.Tensor.backward, paddle.optimizer.AdamW.step, paddle.optimizer.Optimizer.step) == before
+    assert not any(each._forward_pre_hooks or each._forward_post_hooks for each in model.sublayers(include_self=True))
 
 
 FAULTS = [
