@@ -214,14 +214,18 @@ def _rational(ratio: float, shape: Sequence[int]) -> Fraction | None:
 
 
 def _of_mean(factor: Fraction, shape: Sequence[int]) -> str:
-    """What a factor says that is a number of elements."""
+    """The cause of a factor that is a number of elements, in words; empty for another."""
     number = max(factor.numerator, factor.denominator)
-    if min(factor.numerator, factor.denominator) != 1 or number not in _counts(shape):
+    if min(factor.numerator, factor.denominator) != 1 or number < _LEAST_COUNT or number not in _counts(shape):
         return ""
     return (
         f"; the tensor has {number} elements along some dims: a loss may be their mean on one side and their sum on "
         "the other, as with PyTorch's former `size_average=False` or `reduce=False`"
     )
+
+
+_LEAST_COUNT = 16
+"""Smaller factors have other causes as well: micro-batches, ranks."""
 
 
 def _counts(shape: Sequence[int]) -> set[int]:
