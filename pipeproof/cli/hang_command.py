@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 import click
 
 from pipeproof.cli.console import console_for, format_option, refusing_bad_plans
-from pipeproof.cli.help_sections import LazyCommands, SuggestingGroup
+from pipeproof.cli.help_sections import SuggestingGroup
 from pipeproof.cli.progress import showing_progress
 from pipeproof.diagnostics.finding import Severity
 from pipeproof.exit_status import ExitStatus
@@ -97,9 +97,6 @@ def hang(
                 _from_stacks(directory, form, color)
             _from_dumps(directory, output)
         _from_rings(directory, follow, (patience_s, slow_s, timeout_s), output)
-
-
-job.commands = LazyCommands({}, job.commands, "job")
 
 
 def _from_dumps(directory: Path, output: _Output) -> NoReturn:

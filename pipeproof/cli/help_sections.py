@@ -57,14 +57,12 @@ _OTHER_NAMES = {"monitor": "job hang --follow", "watch": "job hang --follow"}
 class LazyCommands(dict[str, click.Command]):
     """The commands of a group: ``modules`` has ``module:attribute`` of each, imported when the command is looked up.
 
-    ``group`` is the word of the group. The help of each command ends with its example.
+    ``commands`` are imported already; ``group`` is the word of the group.
     """
 
     def __init__(self, modules: Mapping[str, str], commands: Mapping[str, click.Command], group: str = "") -> None:
         super().__init__(commands)
         self._modules, self._group = dict(modules), group
-        for name, command in commands.items():
-            _give_example(command, f"{group} {name}".strip())
 
     def __getitem__(self, name: str) -> click.Command:
         if name in self._modules:
@@ -96,7 +94,15 @@ class LazyCommands(dict[str, click.Command]):
 
 
 class SuggestingGroup(click.Group):
-    """A group that lists its commands with their full first sentence, and suggests a command for an unknown one."""
+    """A group that lists its commands with their full first sentence, and suggests a command for an unknown one.
+
+    The help of each command ends with its example.
+    """
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        """Add a command of this group."""
+        super().add_command(cmd, name)
+        _give_example(cmd, f"{self.name} {name or cmd.name}")
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -1,18 +1,30 @@
-"""``pipeproof import``: plans from files of other tools."""
+"""``pipeproof import``: plans from files of other tools, and profiles from traces of a run."""
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pipeproof.cli.console import console_for, note_kind, refusing_bad_plans, writable
-from pipeproof.cli.help_sections import LazyCommands, SuggestingGroup
+from pipeproof.atomic_write import write_json, write_output
+from pipeproof.cli.console import console_for, note_kind, refusing_bad_plans, require_separate_outputs, writable
+from pipeproof.cli.help_sections import SuggestingGroup
+from pipeproof.cli.option_types import PLACE, set_option
 from pipeproof.cli.plan_options import import_from, plan_options
+from pipeproof.cli.progress import showing_progress
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from pipeproof.cli.plan_options import PlanSource
+    from pipeproof.diagnostics.problems import KeyPath
+    from pipeproof.specs.profile_file import Profile
+
+_NUMBER = re.compile(r"[+-]?[0-9]{0,9}(/[0-9]{1,9}|(\.[0-9]{0,9})?([eE][+-]?[0-9]{1,2})?)")
+"""A fraction or a decimal number; an exponent of eight digits would be a number of a hundred million digits."""
 
 
 @click.group("import", cls=SuggestingGroup)
@@ -57,8 +69,6 @@ def import_plan(files: tuple[Path, ...], output: Path | None, source: PlanSource
         load_imported(imported)
         text = plan_text(imported, source.kind)
         if output is not None:
-            from pipeproof.atomic_write import write_output
-
             write_output(output, text)
     render_text(import_findings(imported), imported.source, console=console_for(stderr=True))
     if output is None:
@@ -76,4 +86,82 @@ def _recognised(file: Path, source: PlanSource) -> PlanSource:
     return source.for_kind(file, kind)
 
 
-import_group.commands = LazyCommands({"profile": "profile_command:profile"}, import_group.commands, "import")
+def _time(context: click.Context, parameter: click.Parameter, value: str | None) -> Fraction | None:
+    """Return the exact number of a text such as ``1/8`` or ``2.5e3``, from 0 to 10^9."""
+    if value is None:
+        return None
+    try:
+        number = Fraction(value) if _NUMBER.fullmatch(value) else None
+    except (ValueError, ZeroDivisionError):
+        number = None
+    if number is None or not 0 <= number <= 10**9:
+        raise click.BadParameter(f"{value!r} is not a time in microseconds, 0 or more")
+    return number
+
+
+@import_group.command()
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--plan", type=PLACE, required=True, help="The plan of the run.")
+@set_option
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+              help="Write the profile, for `cost: {profile: FILE}`.")  # fmt: skip
+@click.option("--message-us", callback=_time, metavar="TIME",
+              help="Microseconds of a message, if the files do not show it, or in place of measured ones.")  # fmt: skip
+def profile(
+    files: tuple[Path, ...],
+    plan: Path,
+    settings: dict[KeyPath, object],
+    output: Path | None,
+    message_us: Fraction | None,
+) -> None:
+    """Make a profile from traces of a run.
+
+    FILE is a trace of PyTorch's profiler (.json, .json.gz, one for each rank), or a directory of them. A plan with
+    `cost: {profile: FILE}` is then simulated with these times.
+    """
+    require_separate_outputs()
+    with refusing_bad_plans("text", plan, noted=files):
+        from pipeproof.interop.profiles.profile_from_traces import measured_files, profile_of_files
+        from pipeproof.specs.load_plan import load_plan
+
+        paths = measured_files(files)
+        with showing_progress(f"reading {len(paths)} files"):
+            found = profile_of_files(paths, load_plan(plan, settings), message_us)
+        if output is not None:
+            write_json(output, found.to_json())
+    _show(found, output, console_for())
+
+
+def _show(found: Profile, output: Path | None, console: Console) -> None:
+    from rich.text import Text
+
+    from pipeproof.views.tables import print_table
+
+    source = found.source
+    assert source is not None
+    kinds = [
+        kind for kind in ("F", "B", "I", "W", "STEP") if any(op.kind == kind for s in found.stages for op in s.ops)
+    ]
+    medians: list[dict[str, str]] = [
+        {op.kind: f"{op.whole.median_us / 1000:.3f}" for op in stage.ops} for stage in found.stages
+    ]
+    rows = [[str(stage), *(times.get(kind, "-") for kind in kinds)] for stage, times in enumerate(medians)]
+    print_table(["stage", *(f">{kind} ms" for kind in kinds)], rows, console)
+    parts = ("computation", "communication", "update", "unattributed")
+    shares = [
+        [str(each.rank), f"{each.total_us / 1000:.3f}",
+         *(f"{100 * getattr(each, f'{part}_us') / each.total_us:.1f} %" if each.total_us else "-" for part in parts)]
+        for each in source.ranks
+    ]  # fmt: skip
+    print_table(["rank", ">total ms", *(f">{part}" for part in parts)], shares, console)
+    step = "" if source.step_us is None else f"; a step takes {source.step_us / 1000:.3f} ms, the median"
+    lines = [f"{found.steps.run} steps, {found.steps.counted} counted{step}"]
+    lines += [
+        f"messages of {point.num_bytes} bytes: {point.median_us:.3f} us, the median of {point.count}"
+        for point in found.messages
+    ]
+    lines += [f"assumed: {note}" for note in source.assumptions]
+    if output is not None:
+        lines.append(f"wrote {output}: `cost: {{profile: {output.name}}}` in a plan next to it uses it")
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)

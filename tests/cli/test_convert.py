@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.cli.convert_command import FORMATS
+from pipeproof.cli.schedule_command import FORMATS
 from pipeproof.schedule.formats.read_schedule import WRITTEN_FORMATS, write_schedule
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, Request
 from tests.cli.commands import invoke
