@@ -182,7 +182,7 @@ main.commands = LazyCommands(
         "schedule": "schedule_command:schedule",
         "play": "play_command:play",
         "doctor": "doctor_command:doctor",
-        "rehearse": "rehearse_command:rehearse",
+        "rehearse": "run_command:rehearse",
         "run": "run_command:run",
         "job": "hang_command:job",
         "state": "state_command:state",

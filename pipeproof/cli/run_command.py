@@ -1,4 +1,7 @@
-"""``pipeproof run``: a verified plan on real processes, compared with its reference."""
+"""``pipeproof run``: a verified plan on real processes, compared with its reference; ``rehearse``: its communication.
+
+Each command imports what it needs when it runs.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,64 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from pipeproof.cli.console import console_for, refusing_bad_plans, writable
+from pipeproof.cli.console import console_for, not_nan, refusing_bad_plans, writable
 from pipeproof.cli.option_types import PLACE
 from pipeproof.cli.plan_options import PlanSource, plan_options
 from pipeproof.cli.progress import showing_progress
-from pipeproof.cli.rank_options import rank_options
 from pipeproof.cli.timeline_option import timeline_file, write_timeline
 
 if TYPE_CHECKING:
-    from pipeproof.exec.rank.job_files import CheckpointOptions, RunOptions
+    from pipeproof.exec.rank.job_files import CheckpointOptions, Fault, RunOptions
+
+_Command: TypeAlias = Callable[..., Any]
+
+
+def _rank_options(verb: str) -> Callable[[_Command], _Command]:
+    """Give a command the argument ``options`` (``RunOptions``) with the options that both commands have."""
+    options = (
+        click.option("--unsafe", is_flag=True, help=f"{verb} a plan that does not pass check, and report the damage."),
+        click.option("--timeout", "timeout_s", type=click.FloatRange(min=1.0), default=60.0, show_default=True,
+                     callback=not_nan, help="Seconds without progress after which a run counts as hung."),
+        click.option("--logs", "--keep-logs", "logs", type=click.Path(path_type=Path, file_okay=False),
+                     callback=writable, help="Keep the output of each worker here. (torchrun takes --logs for an "
+                     "option of its own.)"),
+        click.option("--inject", "fault", metavar="RANK:OP:ACTION", callback=_fault,
+                     help="Inject a failure: let RANK raise, die or hang at OP, as in 1:0F2:die."),
+        click.option("--share-gpus", is_flag=True,
+                     help="Run several ranks on one GPU, if there are fewer GPUs: NCCL uses its sockets, and times "
+                     "mean nothing."),
+    )  # fmt: skip
+
+    def decorate(command: _Command) -> _Command:
+        @functools.wraps(command)
+        def wrapped(
+            *, unsafe: bool, timeout_s: float, logs: Path | None, fault: Fault | None, share_gpus: bool, **others: Any
+        ) -> Any:
+            from pipeproof.exec.rank.job_files import RunOptions
+
+            return command(options=RunOptions(timeout_s, logs, fault, unsafe, share_gpus=share_gpus), **others)
+
+        for option in reversed(options):
+            wrapped = option(wrapped)
+        return wrapped
+
+    return decorate
+
+
+def _fault(context: click.Context, parameter: click.Parameter, value: str | None) -> Fault | None:
+    if value is None:
+        return None
+    from pipeproof.exec.rank.job_files import Fault
+
+    rank, _, rest = value.partition(":")
+    op, _, action = rest.rpartition(":")
+    if not rank.isdecimal() or not op or action not in ("raise", "die", "hang"):
+        raise click.BadParameter(f"{value!r} is not RANK:OP:ACTION, such as 1:0F2:die (or raise, hang)")
+    return Fault(int(rank), op, action)
 
 
 def _state_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -78,7 +126,7 @@ def _record_directory(context: click.Context, parameter: click.Parameter, value:
 @click.option("--watch", type=click.Path(path_type=Path, file_okay=False), callback=writable, metavar="DIR",
               envvar="PIPEPROOF_WATCH", help="Write each rank's operations below DIR, for `job hang DIR`.")  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Print what is equal, too: every gradient, and how both computed.")
-@rank_options("Run")
+@_rank_options("Run")
 @_state_options
 def run(
     plan: Path,
@@ -113,4 +161,32 @@ def run(
     write = None if output is None else partial(write_timeline, output, f"{plan.stem}, measured")
     with refusing_bad_plans("text", plan):
         status = run_command(report, options, console_for(), report_file, profile_file, write, verbose=verbose)
+    sys.exit(status)
+
+
+@click.command()
+@click.argument("plan", metavar="PLAN", type=PLACE)
+@plan_options()
+@click.option("--report", "report_file", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+              help="Write a JSON report.")  # fmt: skip
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), callback=writable,
+              help="Write latency and bandwidth of every edge, and `cost.network` for the simulator.")  # fmt: skip
+@_rank_options("Rehearse")
+def rehearse(
+    plan: Path,
+    source: PlanSource,
+    report_file: Path | None,
+    output: Path | None,
+    options: RunOptions,
+) -> None:
+    """Execute only the communication of a plan, on real processes, and check every element on arrival."""
+    if options.share_gpus and output is not None:
+        raise click.UsageError("--output: ranks that share a GPU communicate by sockets")
+    from pipeproof.exec.rehearse.rehearsal_console import rehearse_command, rehearsed_plan
+    from pipeproof.verify.check_plan import check
+
+    with refusing_bad_plans("text", plan):
+        with showing_progress(f"checking {plan}") as on_progress:
+            report = check(rehearsed_plan(source.load(plan)), on_progress=on_progress)
+        status = rehearse_command(report, replace(options, rehearses=True), console_for(), report_file, output)
     sys.exit(status)
