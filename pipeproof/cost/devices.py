@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
 
-from pipeproof.specs.cost import AnalyticSpec, DeviceName, MatmulDtype
+from pipeproof.specs.cost import AnalyticSpec, MatmulDtype
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import work_item_sizes
 from pipeproof.stages.describe.model_family import stage_layers
@@ -54,7 +54,7 @@ class Device:
         return peak
 
 
-DEVICES: Mapping[DeviceName, Device] = MappingProxyType(
+DEVICES: Mapping[str, Device] = MappingProxyType(
     {
         "a100": Device(
             float8=None, bfloat16=312, float32=19.5, memory=2039, link=300, peer=300, network=25, ranks_per_node=8,

@@ -106,7 +106,7 @@ def new_plan_text(plan: Mapping[str, Any], answers: Answers, file: str) -> str:
     for line in plan_lines(plan, lambda path: _comment(spec, path)):
         lines += _wrapped(line)
     if answers.device is not None and spec.memory.budget_gib is None and "memory:" in lines:
-        memory = float({str(name): device for name, device in DEVICES.items()}[answers.device].memory_gib)
+        memory = float(DEVICES[answers.device].memory_gib)
         budget = f"  # budget_gib: {memory:g}  # with this line, check refuses a plan that needs more"
         lines.insert(lines.index("memory:") + 1, budget)
     return "\n".join(lines) + "\n"

@@ -40,9 +40,7 @@ class DeviceLayouts:
             device, num_gpus, global_batch, spec.gpt.seq_length
         )  # fmt: skip
         analytic = self.data["cost"]["analytic"]
-        ranks_per_node = (
-            analytic.get("ranks_per_node") or {str(name): one for name, one in DEVICES.items()}[device].ranks_per_node
-        )
+        ranks_per_node = analytic.get("ranks_per_node") or DEVICES[device].ranks_per_node
         self._space = SearchSpace(spec, framework, num_gpus, global_batch, ranks_per_node, fix)
         self._bounds = Bounds(self.data, spec)
 

@@ -128,10 +128,10 @@ def tune(
         if device is None or global_batch is None:
             raise TuneError(f"`{'device' if device is None else 'global_batch'}` is missing: give it with `gpus`")
         framework = framework or "megatron"
-        _require_known("device", [device], tuple(map(str, DEVICES)))
+        _require_known("device", [device], tuple(DEVICES))
         _require_known("framework", [framework], tuple(FRAMEWORKS))
         if memory_gib is None:
-            memory_gib = float({str(name): known for name, known in DEVICES.items()}[device].memory_gib)
+            memory_gib = float(DEVICES[device].memory_gib)
             assumptions.append(f"the memory of a device is {memory_gib:g} GiB, that of {device}'s data sheet")
         choices = DeviceLayouts(
             plan.spec, FRAMEWORKS[framework], device, num_gpus=gpus, global_batch=global_batch,
