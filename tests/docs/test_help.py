@@ -61,6 +61,7 @@ def test_seeds_are_right():
     assert [finding for plan in SEEDS for finding in plan_findings(plan)[0] if finding.severity == "error"] == []
 
 
+@pytest.mark.slow(but=["0"])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_help_of_mutants_makes_their_findings_go(seed):
     """100 mutants with a finding in each part; prose is for names like no other, and for one kind of deadlock."""

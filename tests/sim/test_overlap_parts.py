@@ -223,6 +223,9 @@ SCHEDULES = [
 ]
 
 
+@pytest.mark.slow(
+    but=["ep-v-async", "tp-order-rendezvous", "ep-dualpipe-rendezvous", "tp-1f1b-async", "ep-interleaved-async"]
+)
 @pytest.mark.parametrize("p2p", ["async", "rendezvous"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=["v", "order", "dualpipe", "1f1b", "interleaved"])
 @pytest.mark.parametrize("topology", [{}, {"tp": 2}], ids=["ep", "tp"])
