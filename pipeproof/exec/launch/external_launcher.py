@@ -65,7 +65,6 @@ class Outcome(Protocol):
     @property
     def passed(self) -> bool:
         """True if the exit status is 0."""
-        ...
 
 
 _Result = TypeVar("_Result", bound=Outcome)

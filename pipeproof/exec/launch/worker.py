@@ -59,7 +59,6 @@ class Rehearsal(Framework, Protocol):
 
     def finish(self, job: Job, emit: Emit) -> None:
         """Measure after the last step, and write what was checked."""
-        ...
 
 
 Rehearse = Callable[[Framework, Subject, int], Rehearsal]

@@ -36,11 +36,9 @@ class Issuer(Protocol):
 
     def issue(self, calls: Sequence[Call]) -> list[Tensor]:
         """Issue collectives one after the other; return their results."""
-        ...
 
     def announce(self, call: Call, use: Callable[[Tensor], Used]) -> Callable[[], Used]:
         """Issue a collective; return a function that gives what ``use`` makes of its result."""
-        ...
 
 
 class Host(Protocol):
@@ -50,23 +48,18 @@ class Host(Protocol):
 
     def enter(self, op_id: int) -> None:
         """Report the operation that is about to run."""
-        ...
 
     def now(self) -> int:
         """Return the time on the clock of its log."""
-        ...
 
     def collectives_over(self, axis: str, stage: int, weight: str = "") -> Collectives:
         """Return the collectives along a mesh axis; along ``pp`` those of the holders of a stage's weight."""
-        ...
 
     def begin_entry(self, queue: str, text: str) -> LogEntry:
         """Append an entry that starts now to its log."""
-        ...
 
     def fill_in(self, entry: LogEntry, collectives: Collectives, call: Call, result: Tensor) -> None:
         """Complete the entry of a collective that has ended."""
-        ...
 
 
 class ChildCollectives:

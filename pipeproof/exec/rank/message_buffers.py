@@ -72,7 +72,6 @@ class SliceChannels(Protocol):
 
     def post_slice(self, channel: Channel, part: Slice, after: Sequence[Transfer] = ()) -> Transfer:
         """Post a transfer of the slice only, see ``Channels.post``; the transfer's buffer is the slice."""
-        ...
 
 
 @runtime_checkable
@@ -81,7 +80,6 @@ class SliceCollectives(Protocol):
 
     def gather_slices(self, part: Slice) -> Tensor:
         """Gather the slices of all members into this member's whole tensor and return it."""
-        ...
 
 
 def whole_of(buffer: Tensor) -> tuple[Tensor, int]:

@@ -106,19 +106,15 @@ class Clock(Protocol):
 
     def begin(self) -> None:
         """Begin a step; markers of the previous step are no longer needed."""
-        ...
 
     def now(self) -> int:
         """Return the time in nanoseconds, or the number of a marker that ``timed_entries`` replaces."""
-        ...
 
     def end_of(self, block: Callable[[], object]) -> int:
         """Return the time at which the work ends that ``block`` waits for; 0 if only a host that waits knows it."""
-        ...
 
     def timed_entries(self, entries: Sequence[LogEntry]) -> Sequence[LogEntry]:
         """Return a step's entries with all times in nanoseconds of the host's monotonic clock."""
-        ...
 
 
 class HostClock:

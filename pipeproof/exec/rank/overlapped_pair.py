@@ -171,27 +171,21 @@ class Host(Protocol):
 
     def enter(self, op_id: int) -> None:
         """Report the operation that is about to run."""
-        ...
 
     def now(self) -> int:
         """Return the time on the clock of its log."""
-        ...
 
     def end_of(self, block: Callable[[], object]) -> int:
         """Return the time on the clock of its log at which ``block`` ends; 0 if only a caller that waits knows it."""
-        ...
 
     def begin_entry(self, queue: str, text: str) -> LogEntry:
         """Append an entry that starts now to its log."""
-        ...
 
     def collectives_over(self, axis: str, stage: int, weight: str = "") -> Collectives:
         """Return the collectives along a mesh axis."""
-        ...
 
     def fill_in(self, entry: LogEntry, collectives: Collectives, call: Call, result: Tensor) -> None:
         """Complete the entry of a collective that has ended."""
-        ...
 
 
 class PairTurns:

@@ -28,15 +28,12 @@ class PingClock(Protocol):
 
     def hold(self) -> None:
         """Keep a device busy while the host queues the timed work."""
-        ...
 
     def mark(self) -> Any:
         """Return the current time, or a mark in the device's work."""
-        ...
 
     def between_us(self, first: Any, second: Any) -> float:
         """Return the microseconds from one mark to another; the host waits for both."""
-        ...
 
 
 class HostPingClock:

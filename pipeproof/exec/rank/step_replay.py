@@ -25,15 +25,12 @@ class DeviceProgress(Protocol):
 
     def begin(self, step: int) -> None:
         """Begin a step."""
-        ...
 
     def write(self, op_id: int) -> None:
         """Launch the writing of an operation's number after all work launched before."""
-        ...
 
     def read(self) -> tuple[int, int]:
         """Return the last step and operation that the device reached, -1 before the first, without waiting."""
-        ...
 
 
 @contextmanager
@@ -69,15 +66,12 @@ class Replays(Protocol):
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:
         """Return a function that replays all that ``work`` launches; nothing is computed now."""
-        ...
 
     def write(self, op_id: int) -> None:
         """Launch the writing of an operation's number after all work launched before."""
-        ...
 
     def read(self) -> int:
         """Return the last written number, -1 before the first, without waiting."""
-        ...
 
 
 def num_logged_steps(run: RunSpec, *, layers: bool, first_step: int = 0) -> int:

@@ -27,7 +27,6 @@ class Store(Protocol):
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
-        ...
 
     def get(self, key: str, timeout_s: float) -> str:
         """Wait for a value.
@@ -35,27 +34,21 @@ class Store(Protocol):
         Raises:
             TimeoutError: nobody wrote it in time.
         """
-        ...
 
     def has(self, key: str) -> bool:
         """Return True if a value was written; does not wait."""
-        ...
 
     def add(self, key: str, amount: int = 0) -> int:
         """Add to a counter that all ranks share, and return its sum; a counter is no value of ``get`` or ``has``."""
-        ...
 
     def remove(self, key: str) -> None:
         """Remove a value, so that ``get`` waits for the next; one process reads and removes a key."""
-        ...
 
     def part(self, prefix: str) -> Store:
         """The same store with a prefix of all keys."""
-        ...
 
     def of_thread(self) -> Store:
         """The same store for another thread, whose calls do not wait for those of this one."""
-        ...
 
 
 def put_json(store: Store, key: str, content: Any) -> None:

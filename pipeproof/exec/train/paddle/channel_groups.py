@@ -148,7 +148,6 @@ class Copies(Protocol):
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite the tensor with that of a member, given by its rank in the pipeline."""
-        ...
 
 
 class Sums(Copies, Protocol):
@@ -158,7 +157,6 @@ class Sums(Copies, Protocol):
 
     def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
         """Return the sum over the members, added in group order."""
-        ...
 
 
 class GlooSums(PairwiseCollectives):

@@ -53,15 +53,12 @@ class StageLayers(Protocol):
 
     def call(self, number: int, value: Any) -> Any:
         """Run a stage on the value that the stage before it returned."""
-        ...
 
     def module(self, number: int) -> nn.Layer:
         """The layers of one stage."""
-        ...
 
     def items(self, number: int) -> list[LayerItem]:
         """The entries of one stage."""
-        ...
 
 
 class FleetStages:

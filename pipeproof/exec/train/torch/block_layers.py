@@ -49,7 +49,6 @@ class CutStage(Protocol):
 
     def plan_layers(self) -> CutLayers | None:
         """The layers of the stage; None if it has no blocks, nor what is before or after them."""
-        ...
 
     def boundary_of(self, position: int, output: Any) -> tuple[torch.Tensor, ...]:
         """The tensors that would cross a boundary after a block, by its position among the stage's blocks.
@@ -57,7 +56,6 @@ class CutStage(Protocol):
         Raises:
             PipelineError: the output cannot cross.
         """
-        ...
 
 
 def layers_of(stage: nn.Module) -> CutLayers | None:

@@ -26,7 +26,6 @@ class Work(Protocol):
 
     def wait(self) -> object:
         """Block the host until it has ended; on a GPU block the current stream instead."""
-        ...
 
 
 def overlap_point(work: Work) -> None:
