@@ -243,11 +243,7 @@ def _facts(report: Report, options: RunOptions) -> dict[str, Any]:
 def _all_hosts(
     agreement: Agreement, launched: LaunchedRank, facts: Mapping[str, Any], on_wait: Callable[[str], None]
 ) -> tuple[Host, ...]:
-    """Wait for all ranks, which must have rank 0's facts. Rank 0 alone reads them; it returns the hosts, others none.
-
-    Raises:
-        PipelineError: a rank did not come in time, or has other facts.
-    """
+    """Wait for all ranks, which must have rank 0's facts. Rank 0 alone reads them, and returns the hosts."""
     name, machine = own_host()
     agreement.publish(f"came/{agreement.rank}", {"host": name, "machine": machine, "facts": dict(facts)})
     if agreement.rank:

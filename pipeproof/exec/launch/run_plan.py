@@ -155,11 +155,7 @@ def require_runnable(report: Report, options: RunOptions) -> None:
 
 
 def _require_environment(subject: Subject, *, share_gpus: bool) -> None:
-    """Refuse a plan where Linux, its framework or its devices are missing; with ``share_gpus`` one GPU is enough.
-
-    Raises:
-        BackendMissingError: the plan's backend is not installed, or its device is missing.
-    """
+    """Refuse a plan where Linux, its framework or its devices are missing; with ``share_gpus`` one GPU is enough."""
     if not CAN_START_RANKS:
         raise BackendMissingError(
             BACKEND_MISSING.finding(
@@ -205,11 +201,7 @@ def _require_times(subject: Subject, options: RunOptions) -> None:
 
 
 def _require_fault_op(subject: Subject, fault: Fault | None) -> None:
-    """Refuse an injected failure that would never occur: at a transfer the host only posts and continues.
-
-    Raises:
-        PipeproofError: the fault names no operation that a rank executes.
-    """
+    """Refuse an injected failure that would never occur: at a transfer the host only posts and continues."""
     if fault is None:
         return
     graph = subject.graph

@@ -222,11 +222,7 @@ class _RankSteps:
 
 
 def _start_ring(run: RunSpec, directory: Path, rank: int, num_ranks: int) -> RingRecorder:
-    """Start the ring of this rank, whose framework has been started, for ``pipeproof job hang``.
-
-    Raises:
-        OSError: the ring cannot be created.
-    """
+    """Start the ring of this rank, whose framework has been started, for ``pipeproof job hang``."""
     marker = None
     if run.backend == "torch":
         from pipeproof.exec.monitor.torch_watch import DeviceMarker

@@ -79,11 +79,7 @@ class _Caller:
         weakref.finalize(self, _end_calls, self._calls, self._lost, thread, left)
 
     def call(self, work: Callable[[], _Result], limit_s: float) -> _Result:
-        """Return the result of a call, or raise its error.
-
-        Raises:
-            ConnectionError: it, or a call before it, did not end within its limit.
-        """
+        """Return the result of a call, or raise its error."""
         future: Future[_Result] = Future()
         if not self._lost.is_set():
             self._calls.put((work, future))

@@ -200,11 +200,7 @@ _INTERNAL_STEPS = 0xFFFF_FFF0
 
 
 def _is_alone_in_slurm(environment: _Environment) -> bool:
-    """Return True in an allocation's shell, and in a step of one task, as of ``srun --pty bash``.
-
-    Raises:
-        ValueError: the batch script itself was to run as a task.
-    """
+    """Return True in an allocation's shell, and in a step of one task, as of ``srun --pty bash``."""
     num_tasks = value_of(SLURM.world_size, environment)
     if step := environment.get("SLURM_STEP_ID"):
         return _count(step) >= _INTERNAL_STEPS or num_tasks == 1

@@ -90,11 +90,7 @@ class PaddleStore:
 
     @contextlib.contextmanager
     def _calls(self) -> Iterator[None]:
-        """Call Paddle's client, which may be used by one thread at a time.
-
-        Raises:
-            ConnectionError: the store has gone.
-        """
+        """Call Paddle's client, which may be used by one thread at a time."""
         with self._lock:
             try:
                 yield

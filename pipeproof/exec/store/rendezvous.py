@@ -47,11 +47,7 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
 
 
 def _require_loopback() -> None:
-    """Connect to this process, as the ranks of a run will to each other: without it they would wait for their time.
-
-    Raises:
-        OSError: the loopback interface is missing, or none of its ports is free.
-    """
+    """Connect to this process, as the ranks of a run will to each other: without it they would wait for their time."""
     with socket.socket() as store, socket.socket() as peer:
         _bind(store)
         store.listen()
@@ -71,11 +67,7 @@ _CONNECT_S = 10.0
 
 
 def _bind(holder: socket.socket) -> None:
-    """Bind a socket to a free port of the loopback address.
-
-    Raises:
-        OSError: no port is free, or the address is missing.
-    """
+    """Bind a socket to a free port of the loopback address."""
     try:
         holder.bind((LOOPBACK, 0))
     except OSError as error:

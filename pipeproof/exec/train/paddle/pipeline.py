@@ -182,11 +182,7 @@ class Pipeline(nn.Layer):  # type: ignore[misc]  # Paddle ships no types
             self._runner.watch.close()
 
     def _begun(self, draw: Callable[[MicroBatchSizes], StepData]) -> tuple[StepRunner, StepData]:
-        """The micro-batches of a step, by ``draw``; at the first batch, the pipeline starts.
-
-        Raises:
-            PipelineError: an earlier step failed, or the arguments do not fit.
-        """
+        """The micro-batches of a step, by ``draw``; at the first batch, the pipeline starts."""
         if self._runner is not None:
             with self._runner.one_error():
                 return self._runner, draw(self._runner.sizes)

@@ -522,11 +522,7 @@ def _cut(
 
 
 def _stage_blocks(chains: Sequence[Chain], sizes: int | Sequence[int]) -> tuple[list[range], list[int]]:
-    """The blocks of each stage, and the number of the chain that has them.
-
-    Raises:
-        ValueError: The sizes do not fit.
-    """
+    """The blocks of each stage, and the number of the chain that has them."""
     numbers, argument = [len(chain.blocks) for chain in chains], "blocks_per_stage"
     if len(chains) == 1:
         ranges = stage_ranges(numbers[0], sizes, argument=argument, may_be_empty=True)
@@ -614,11 +610,7 @@ def _probing(model: nn.Module) -> Iterator[None]:
 
 
 def _small_batch(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A batch of 3 rows: 11 tokens each, or one image or sound; and 7 tokens for a decoder.
-
-    Raises:
-        NotCutError: The model takes something else.
-    """
+    """A batch of 3 rows: 11 tokens each, or one image or sound; and 7 tokens for a decoder."""
     main, config = getattr(model, "main_input_name", "input_ids"), model.config
     device = next(model.parameters()).device
     special = {value for name, value in vars(config).items() if name.endswith("token_id")}
@@ -659,11 +651,7 @@ def _run(model: nn.Module, batch: Mapping[str, Any]) -> Any:
 
 
 def _observed(model: nn.Module, chains: Sequence[Chain], batch: Mapping[str, Any]) -> _Inputs:
-    """Run the forward on a batch and fill the chains.
-
-    Raises:
-        NotCutError: The forward fails, or uses its blocks in another way.
-    """
+    """Run the forward on a batch and fill the chains."""
     main = getattr(model, "main_input_name", "input_ids")
     if main not in batch:
         raise NotCutError(f"`example` has no {main!r}")
@@ -714,11 +702,7 @@ def _run_encoder(encoder: nn.Module, batch: Mapping[str, Any], taken: Mapping[st
 
 
 def _checked_inputs(model: nn.Module, cut: _Cut, bare: Mapping[str, Any]) -> _Inputs:
-    """The arguments with which the stages compute what the forward computes.
-
-    Raises:
-        NotCutError: They compute something else.
-    """
+    """The arguments with which the stages compute what the forward computes."""
     inputs, accepted = cut.inputs, {*cut.inputs.accepted}
     batches: list[Mapping[str, Any]] = [bare]
     optional = {} if next(model.parameters()).is_meta else _optional(model, bare)

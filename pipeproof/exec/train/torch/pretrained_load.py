@@ -221,11 +221,7 @@ class _Conversion:
 
 
 def _conversions(whole: Any, stored: Mapping[str, _Stored], path: Path) -> dict[str, _Conversion]:
-    """The conversion that makes each tensor of the model, as ``from_pretrained`` would choose it.
-
-    Raises:
-        PipelineError: the directory has tensors that are not of the model, or some that cannot be converted.
-    """
+    """The conversion that makes each tensor of the model, as ``from_pretrained`` would choose it."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -281,11 +277,7 @@ _Read = tuple[_Conversion, str]
 def _reads(
     whole: Any, conversions: Mapping[str, _Conversion], held: Sequence[HeldTensor], path: Path
 ) -> dict[str, _Read]:
-    """The conversions for the tensors of this rank's stages, by name. A tied weight may be stored under another name.
-
-    Raises:
-        PipelineError: a tensor is missing, or has another shape.
-    """
+    """The conversions for the tensors of this rank's stages, by name. Files may have a tied weight's other name."""
     sources, ignored = dict(whole.all_tied_weights_keys), whole._keys_to_ignore_on_load_missing  # noqa: SLF001
     reads, missing = dict[str, _Read](), set[str]()
     for entry in held:
@@ -339,11 +331,7 @@ def _give_memory(stages: Mapping[int, nn.Module], device: torch.device | str | N
 
 
 def _fill(whole: Any, stages: Mapping[int, nn.Module], reads: Mapping[str, _Read]) -> None:
-    """Write the stored values into the tensors of stages, one conversion after the other.
-
-    Raises:
-        PipelineError: a buffer was neither stored nor computed.
-    """
+    """Write the stored values into the tensors of stages, one conversion after the other."""
     targets = dict[int, tuple[_Conversion, list[tuple[torch.Tensor, str]]]]()
     for entry in held_tensors(stages):
         if entry.name in reads:

@@ -70,11 +70,7 @@ def save_pretrained(
 
 
 def _owners(ranks: Ranks, whole: Any, held: Sequence[HeldTensor]) -> dict[str, tuple[int, int]]:
-    """The stage that each tensor is written from, and the rank that writes it: the first ones that have it.
-
-    Raises:
-        PipelineError, DcpMismatchError: copies of a tied weight, or of a buffer, differ.
-    """
+    """The stage that each tensor is written from, and the rank that writes it: the first ones that have it."""
     outlines = ranks.gather(outline_of(held))
     owner, locations = dict[str, tuple[int, int]](), dict[str, set[tuple[int, str]]]()
     for rank, (names_by_stage, _) in enumerate(outlines):
@@ -104,11 +100,7 @@ class _Files:
 def _planned_files(
     whole: Any, tables: Sequence[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], max_shard_size: int | str | None
 ) -> _Files:
-    """Plan the files as ``save_pretrained`` of the library does.
-
-    Raises:
-        PipelineError: no rank has a weight of the model, or it has a type that safetensors do not have.
-    """
+    """Plan the files as ``save_pretrained`` of the library does."""
     from huggingface_hub import split_state_dict_into_shards_factory
     from transformers.core_model_loading import revert_weight_conversion
 

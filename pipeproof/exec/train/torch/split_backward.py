@@ -344,11 +344,7 @@ _WEIGHT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def _require_capturable(module: nn.Module) -> None:
-    """Refuse what Dynamo would capture without its effect.
-
-    Raises:
-        NotCapturedError: names the feature.
-    """
+    """Refuse what Dynamo would capture without its effect."""
     if torch._dynamo.config.disable:  # noqa: SLF001 - the name of the setting
         raise NotCapturedError("torch.compile is disabled (TORCHDYNAMO_DISABLE)")
     for name, part in module.named_modules():

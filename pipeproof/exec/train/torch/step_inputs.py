@@ -199,20 +199,12 @@ class _Split:
         return next((self.parts(value, name) for name, value in assigned.target.items()), None)
 
     def parts(self, value: Any, name: str) -> list[Any]:
-        """One argument by micro-batch.
-
-        Raises:
-            PipelineError: the rules do not split it.
-        """
+        """One argument by micro-batch."""
         self._roots.append(name)
         return self._parts(value, name)
 
     def require_paths(self) -> None:
-        """Refuse rules for values that the arguments do not have.
-
-        Raises:
-            PipelineError: names the path.
-        """
+        """Refuse rules for values that the arguments do not have."""
         for argument, keys in (("split_dims", self._rules.split_dims), ("same_kwargs", self._rules.same)):
             for key in keys:
                 if any(_is_within(key, root) for root in self._roots) and not any(

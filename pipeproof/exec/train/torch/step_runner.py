@@ -299,11 +299,7 @@ class StepRunner:
         return data
 
     def _step_data(self, inputs: StepInputs, num: int, rows: int | None, *, is_training: bool) -> StepData:
-        """Split what the script passed into ``num`` micro-batches; ``rows`` are those of the step, if not checked yet.
-
-        Raises:
-            PipelineError: something is missing, or the rules refuse it.
-        """
+        """Split what the script passed into ``num`` micro-batches; ``rows`` are the step's, if not checked yet."""
         is_last = self.num_stages - 1 in self.modules
         data = self.contract.step_data(inputs, num, rows, [*self.modules], is_last=is_last)
         if is_last and data.targets is None:
@@ -318,11 +314,7 @@ class StepRunner:
         return data
 
     def _require_same_inputs(self, inputs: StepInputs) -> None:
-        """Compare the arguments of all ranks by digests.
-
-        Raises:
-            PipelineError: they differ, on every rank.
-        """
+        """Compare the arguments of all ranks by digests."""
         every: list[Any] = [None] * self.ranks.num_ranks
         digests = digests_of(self.contract.keywords.assigned(inputs))
         with self.watch.calling("the comparison of inputs"):
@@ -334,11 +326,7 @@ class StepRunner:
             raise
 
     def _put_normalization(self, data: StepData, loss_kwargs: Mapping[str, Any], num: int) -> None:
-        """Set how losses are normalized.
-
-        Raises:
-            PipelineError: there is no loss function, or two numbers would divide the loss.
-        """
+        """Set how losses are normalized."""
         settings, has_share = self.settings, NUM_ITEMS in loss_kwargs
         if loss_kwargs and settings.loss_fn is None:
             raise PipelineError("loss_kwargs are for loss_fn, which this Pipeline does not have: pass **kwargs")
@@ -355,9 +343,6 @@ class StepRunner:
         """Refuse a step without gradients, and parameters that the plan does not have: no norm would count them.
 
         All parameters are appended to ``weights``: modules may have others in each step, and are walked once.
-
-        Raises:
-            PipelineError: names the stage and the parameter.
         """
         if not torch.is_grad_enabled():
             raise PipelineError(
@@ -390,11 +375,7 @@ class StepRunner:
             )
 
     def _end_first_step(self, before: Mapping[int, tuple[torch.Tensor | None, int]]) -> None:
-        """Let all ranks know which stages have unused inputs; ``before`` are the gradients before the step.
-
-        Raises:
-            PipelineError: no trained parameter of a stage got a gradient.
-        """
+        """Let all ranks know which stages have unused inputs; ``before`` are the gradients before the step."""
 
         def unused() -> list[int]:
             after = self.gradients.states()
@@ -407,11 +388,7 @@ class StepRunner:
 
 
 def _require_no_gradient(values: Any) -> None:
-    """Refuse tensors of the script whose gradients would be those of the sum.
-
-    Raises:
-        PipelineError: one of them requires a gradient.
-    """
+    """Refuse tensors of the script whose gradients would be those of the sum."""
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(values)):
         raise PipelineError(
             "normalize='tokens' divides the gradients of the stages' parameters, and an argument of this step requires "
