@@ -21,8 +21,7 @@ from pipeproof.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from pipeproof.exec.monitor.job import JobNow
-    from pipeproof.exec.monitor.rank_stacks import RankStacks
-    from pipeproof.exec.monitor.verdict import Verdict
+    from pipeproof.exec.monitor.verdict import RankStacks, Verdict
 
 
 @click.group(cls=SuggestingGroup)
@@ -100,7 +99,7 @@ def hang(
 
 
 def _from_dumps(directory: Path, output: _Output) -> NoReturn:
-    from pipeproof.exec.monitor.rank_stacks import RankStacks
+    from pipeproof.exec.monitor.verdict import RankStacks
     from pipeproof.interop.hang.diagnose_hang import diagnose_dumps
     from pipeproof.interop.hang.py_spy import read_stacks
 
@@ -124,7 +123,7 @@ def _from_dumps(directory: Path, output: _Output) -> NoReturn:
 
 
 def _from_stacks(directory: Path, form: Literal["text", "json"], color: str) -> NoReturn:
-    from pipeproof.exec.monitor.rank_stacks import RankStacks
+    from pipeproof.exec.monitor.verdict import RankStacks
     from pipeproof.interop.hang.py_spy import read_stacks
 
     found = RankStacks(read_stacks(directory))
@@ -214,7 +213,7 @@ class _Output:
         sys.exit(ExitStatus.FAILED if is_hang else ExitStatus.OK)
 
     def _stacks(self, verdict: Verdict, job: JobNow | None) -> RankStacks:
-        from pipeproof.exec.monitor.rank_stacks import RankStacks, ask_for_causes
+        from pipeproof.exec.monitor.verdict import RankStacks, ask_for_causes
         from pipeproof.interop.hang.py_spy import read_stacks
 
         if self.stacks is not None:

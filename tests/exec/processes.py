@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from pipeproof.exec.launch.hosts import remove_left_directories
+from pipeproof.exec.launch.supervisor import remove_left_directories
 from tests.default_signals import default_signals
 
 REPOSITORY = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pipeproof.exec.store.answering_store import AnsweringStore
+from pipeproof.exec.store.store import AnsweringStore
 from tests.train.fake_store import FakeStore, wait_until
 
 
@@ -77,7 +77,7 @@ def test_the_thread_ends_with_the_store():
 def test_a_process_does_not_end_while_another_thread_is_in_a_call():
     program = (
         "import sys, threading, time\n"
-        "from pipeproof.exec.store.answering_store import AnsweringStore\n"
+        "from pipeproof.exec.store.store import AnsweringStore\n"
         "class Slow:\n"
         "    def has(self, key):\n"
         "        time.sleep(1.0)\n"

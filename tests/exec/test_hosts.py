@@ -8,12 +8,10 @@ import stat
 import pytest
 
 from pipeproof.exec.launch import external_launcher
-from pipeproof.exec.launch import hosts as module
-from pipeproof.exec.launch.hosts import Host, hosts_of, make_directory
-from pipeproof.exec.launch.launched_rank import LaunchedRank
-from pipeproof.exec.launch.supervisor import JobEndedError, job_directory
+from pipeproof.exec.launch import supervisor as module
+from pipeproof.exec.launch.supervisor import Host, JobEndedError, hosts_of, job_directory, make_directory
 from pipeproof.exec.store.agreement import Agreement
-from pipeproof.exec.store.launcher_table import TORCHRUN
+from pipeproof.exec.store.launcher_table import TORCHRUN, LaunchedRank
 from pipeproof.exec.store.process_state import ProcessId
 from pipeproof.exec.store.run_codes import NOT_TOGETHER
 from tests.train.fake_store import FakeStore, on_ranks

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from pipeproof.comm.op_graph import index_of
+from pipeproof.exec.compare.compare_gradients import assembled_weights, is_checked_by_bound, needs_ordered_reference
 from pipeproof.exec.launch.run_console import render_run, step_line
-from pipeproof.exec.rank.reference_kind import assembled_weights, is_checked_by_bound, needs_ordered_reference
 from tests.exec.test_compare import LOSS, report_of, whole_of_one
 from tests.plans import subject
 

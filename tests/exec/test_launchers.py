@@ -9,8 +9,16 @@ from click.testing import CliRunner
 from pipeproof.cli.main import main
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.launch.external_launcher import join_launcher
-from pipeproof.exec.launch.launched_rank import launched_rank
-from pipeproof.exec.store.launcher_table import KUBERNETES, LAUNCHERS, OF_BACKEND, OPEN_MPI, PADDLE, SLURM, TORCHRUN
+from pipeproof.exec.store.launcher_table import (
+    KUBERNETES,
+    LAUNCHERS,
+    OF_BACKEND,
+    OPEN_MPI,
+    PADDLE,
+    SLURM,
+    TORCHRUN,
+    launched_rank,
+)
 from pipeproof.specs.plan_sections import RunSpec
 from tests.plans import plan_dict
 

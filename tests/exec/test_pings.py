@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeproof.exec.rank.group_endpoint import CHANNELS
-from pipeproof.exec.rank.ping_pong import HostPingClock, Wire, one_way_us, way_back
+from pipeproof.exec.rank.idle_messages import HostPingClock, Wire, one_way_us, way_back
 from pipeproof.exec.rehearse.rehearsal_edges import fit_link
 from pipeproof.schedule.op_table import Channel
 

@@ -1,6 +1,6 @@
 """Waiting for a condition."""
 
-from pipeproof.exec.store.polling import wait_until
+from pipeproof.exec.store.rendezvous import wait_until
 
 
 def test_a_condition_is_read_until_it_holds():

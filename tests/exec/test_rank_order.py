@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeproof.exec.launch.hosts import Host
+from pipeproof.exec.launch.supervisor import Host
 from pipeproof.exec.rehearse.rehearsal_console import split_groups
 from tests.plans import subject
 

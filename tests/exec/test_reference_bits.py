@@ -7,8 +7,8 @@ elsewhere they are within the bound. Logs are those of the graph. ``test_mixed``
 import pytest
 
 from pipeproof.diagnostics.finding import Severity
+from pipeproof.exec.compare.compare_gradients import needs_ordered_reference
 from pipeproof.exec.rank.executor_support import require_executable
-from pipeproof.exec.rank.reference_kind import needs_ordered_reference
 from pipeproof.verify.check_plan import check_subject
 from tests.features import FEATURES, GPT3, QWEN3
 from tests.plans import subject

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from pipeproof.comm.accumulation_order import sum_orders, tied_sums
-from pipeproof.exec.compare.compare_gradients import compare_step
+from pipeproof.exec.compare.compare_gradients import compare_step, is_checked_by_bound
 from pipeproof.exec.compare.reference_process import reference_start
 from pipeproof.exec.rank.checkpointing import restore_state
 from pipeproof.exec.rank.framework_choice import start_framework
 from pipeproof.exec.rank.job_files import CheckpointOptions
-from pipeproof.exec.rank.reference_kind import is_checked_by_bound
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.state.byte_ranges import write_file
 from pipeproof.state.read_state import find_state, read_whole

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from pipeproof.exec.launch.hosts import Host
+from pipeproof.exec.launch.supervisor import Host
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.rank.job_files import Job, RunOptions, dump_plan, save_json
 from pipeproof.exec.rank.op_log import LogEntry

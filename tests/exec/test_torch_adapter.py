@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeproof.exec.rank.reference_kind import is_checked_by_bound
+from pipeproof.exec.compare.compare_gradients import is_checked_by_bound
 from pipeproof.stages.reference.bound import parallel_bound
 from tests.features import GPT3, QWEN3
 from tests.plans import subject

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from pipeproof.exec.rank.reference_kind import is_checked_by_bound
+from pipeproof.exec.compare.compare_gradients import is_checked_by_bound
 from tests.plans import subject
 
 pytestmark = pytest.mark.needs_torch

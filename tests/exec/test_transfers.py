@@ -8,7 +8,7 @@ import pytest
 
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.exec.rank.executor_support import require_executable
-from pipeproof.exec.rank.task_queue import TaskQueue
+from pipeproof.exec.rank.group_channels import TaskQueue
 from pipeproof.schedule.op_table import build_graph
 from pipeproof.schedule.ops import SEND_KINDS, TRANSFER_KINDS
 from tests.plans import subject

@@ -6,8 +6,8 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 
-from pipeproof.exec.train.torch.balanced_blocks import balanced
 from pipeproof.exec.train.torch.cut_transformers import stages_of_transformers
+from pipeproof.exec.train.torch.model_parts import balanced
 from tests.train.test_block_layers import t5
 from tests.train.test_cut_transformers import model_of
 

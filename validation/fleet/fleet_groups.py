@@ -23,8 +23,8 @@ from typing import Any, TypeAlias
 import paddle
 import paddle.distributed.collective as collective
 
+from pipeproof.exec.rank.group_channels import Task
 from pipeproof.exec.rank.paddle.comm import PaddleWorld, PairwiseCollectives, connect
-from pipeproof.exec.rank.task_queue import Task
 from pipeproof.schedule.op_parts import Channel, Group
 from validation.fleet.fleet_order import EventRecorder
 

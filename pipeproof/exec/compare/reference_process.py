@@ -23,6 +23,11 @@ from pathlib import Path
 from pipeproof.comm.accumulation_order import sum_orders, tied_sums
 from pipeproof.comm.lower import lower_loaded
 from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.exec.compare.compare_gradients import (
+    assembled_weights,
+    is_checked_by_bound,
+    needs_ordered_reference,
+)
 from pipeproof.exec.rank.framework_protocol import Array
 from pipeproof.exec.rank.job_files import (
     CheckpointOptions,
@@ -33,12 +38,7 @@ from pipeproof.exec.rank.job_files import (
     load_arrays,
     save_arrays,
 )
-from pipeproof.exec.rank.reference_kind import (
-    assembled_weights,
-    is_checked_by_bound,
-    needs_ordered_reference,
-)
-from pipeproof.exec.store.polling import wait_until
+from pipeproof.exec.store.rendezvous import wait_until
 from pipeproof.signals import die_with_parent
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gradient_facts import bias_key, bias_name, moves_biases, routers

@@ -21,10 +21,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from pipeproof.diagnostics.finding import PipeproofError, RuleDoc
 from pipeproof.diagnostics.wait_graph import ranks_text
-from pipeproof.exec.launch.hosts import Host, hosts_of, own_host
-from pipeproof.exec.launch.launched_rank import LaunchedRank, launched_rank
 from pipeproof.exec.launch.run_plan import prepare_job, require_runnable
-from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, JobEndedError, job_directory
+from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, Host, JobEndedError, hosts_of, job_directory, own_host
 from pipeproof.exec.launch.worker import Rehearse, run_rank
 from pipeproof.exec.rank.framework_choice import start_framework
 from pipeproof.exec.rank.framework_protocol import Framework
@@ -32,8 +30,7 @@ from pipeproof.exec.rank.job_files import Job, RunOptions, dump_plan, end_proces
 from pipeproof.exec.rank.pipeline_failures import PipelineFailures, one_failure
 from pipeproof.exec.rank.stall_watch import STALLED, StallWatch, op_facts
 from pipeproof.exec.store.agreement import STORE_LOST, Agreement
-from pipeproof.exec.store.launcher_table import OF_BACKEND
-from pipeproof.exec.store.polling import wait_until
+from pipeproof.exec.store.launcher_table import OF_BACKEND, LaunchedRank, launched_rank
 from pipeproof.exec.store.rendezvous import (
     ANOTHER_HOST,
     GLOO_INTERFACE,
@@ -42,6 +39,7 @@ from pipeproof.exec.store.rendezvous import (
     framework_variables,
     interface_towards,
     is_loopback_name,
+    wait_until,
 )
 from pipeproof.exec.store.run_codes import DIED, HUNG, NOT_TOGETHER, WORLD_SIZE
 from pipeproof.exec.store.store import Store

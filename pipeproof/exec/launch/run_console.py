@@ -16,9 +16,8 @@ from pipeproof.atomic_write import write_json
 from pipeproof.diagnostics.finding import Finding, PipeproofError
 from pipeproof.diagnostics.text_output import render_text
 from pipeproof.diagnostics.units import size_text
-from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult
+from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult, is_checked_by_bound
 from pipeproof.exec.compare.step_losses import main_loss, module_losses
-from pipeproof.exec.launch.launched_rank import launched_rank
 from pipeproof.exec.launch.run_plan import NotVerifiedError, Progress, run, status_of
 from pipeproof.exec.launch.run_report import LogClock, RunReport
 from pipeproof.exec.launch.supervisor import JobEndedError
@@ -26,7 +25,7 @@ from pipeproof.exec.measure.limits_report import LimitsReport
 from pipeproof.exec.rank.checkpointing import checkpoint_lines
 from pipeproof.exec.rank.gpu_assignment import shared_gpus_text
 from pipeproof.exec.rank.job_files import RecordOptions, RunOptions, end_process
-from pipeproof.exec.rank.reference_kind import is_checked_by_bound
+from pipeproof.exec.store.launcher_table import launched_rank
 from pipeproof.exec.store.run_codes import WORLD_SIZE
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.op_table import OpGraph

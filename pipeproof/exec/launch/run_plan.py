@@ -16,7 +16,13 @@ from typing import overload
 from pipeproof.comm.accumulation_order import accumulation_of
 from pipeproof.diagnostics.finding import Finding, PipeproofError, Severity
 from pipeproof.diagnostics.install_command import install_extra
-from pipeproof.exec.compare.compare_gradients import StepResult, compare_step, gather_sharded_gradients
+from pipeproof.exec.compare.compare_gradients import (
+    StepResult,
+    compare_step,
+    gather_sharded_gradients,
+    is_checked_by_bound,
+    needs_ordered_reference,
+)
 from pipeproof.exec.compare.compare_log import compare_exchanges, compare_log
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
 from pipeproof.exec.compare.step_losses import NotFiniteError, require_finite
@@ -41,7 +47,6 @@ from pipeproof.exec.rank.job_files import (
     load_json,
 )
 from pipeproof.exec.rank.op_log import LogEntry, Timing
-from pipeproof.exec.rank.reference_kind import is_checked_by_bound, needs_ordered_reference
 from pipeproof.exec.rank.step_replay import num_logged_steps
 from pipeproof.exec.store.run_codes import BACKEND_MISSING, NOT_EXECUTED
 from pipeproof.exit_status import ExitStatus

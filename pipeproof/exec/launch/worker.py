@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pipeproof.comm.op_graph import LoweredPlan
+from pipeproof.exec.compare.compare_gradients import is_checked_by_bound
 from pipeproof.exec.monitor.plan_ring import PlanRing
 from pipeproof.exec.monitor.ring_recorder import RingRecorder
 from pipeproof.exec.rank.adapter import RankAdapter, RankProgram
@@ -37,7 +38,6 @@ from pipeproof.exec.rank.framework_protocol import Framework
 from pipeproof.exec.rank.idle_messages import IdleMessageEnd, time_idle_messages
 from pipeproof.exec.rank.job_files import EventSink, Fault, Job, LogWriter, end_process, save_arrays, save_json
 from pipeproof.exec.rank.op_log import HostClock, Timing
-from pipeproof.exec.rank.reference_kind import is_checked_by_bound
 from pipeproof.exec.rank.step_replay import ReplayedSteps, follow_device, num_logged_steps
 from pipeproof.exec.store.rendezvous import environment_rank
 from pipeproof.exit_status import ExitStatus

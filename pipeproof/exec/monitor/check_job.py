@@ -25,8 +25,7 @@ from pipeproof.diagnostics.units import time_text
 from pipeproof.diagnostics.wait_graph import WaitGraph, absence_finding, cycle_finding, minority, ranks_text
 from pipeproof.exec.monitor.job import JobNow, ProcessState, RankNow
 from pipeproof.exec.monitor.monitor_codes import RANK_FAILED, RANK_STOPPED, SLOW_RANK
-from pipeproof.exec.monitor.ring import OpState, RingOp, group_text
-from pipeproof.exec.monitor.sequence_digest import Divergence, divergences, group_key
+from pipeproof.exec.monitor.ring import Divergence, OpState, RingOp, divergences, group_key, group_text
 from pipeproof.exec.monitor.verdict import MOST_WAITS, PATIENCE_S, SLOW_S, BlockedRank, Kind, Status, Verdict
 from pipeproof.exec.monitor.waits import Analysis, analyse, at_text, location_of, ring_entry, waits_of
 from pipeproof.interop.hang.collective_matches import Disagreement, disagreements

@@ -10,8 +10,7 @@ from typing import Final, Protocol
 
 from pipeproof.exec.monitor.check_job import check_job
 from pipeproof.exec.monitor.job import JobNow, ProcessState, process_states, read_headers, read_job, ring_files
-from pipeproof.exec.monitor.ring import RingHeader
-from pipeproof.exec.monitor.sequence_digest import divergences
+from pipeproof.exec.monitor.ring import RingHeader, divergences
 from pipeproof.exec.monitor.verdict import FAILURES, PATIENCE_S, SLOW_S, Status, Verdict
 
 POLL_S: Final = 0.5

@@ -4,7 +4,7 @@ The rank maps the file into its memory and writes to it without system calls,
 so the content survives a rank that hangs or is killed. A file has four parts:
 
 header    who the rank is; then what changes: heartbeat, processor time, number of events, stack, end; at 4096 the
-          digests of each group (``sequence_digest``)
+          digests of each group (``SequenceDigest``)
 strings   texts that records refer to by their offset: source positions, groups, types; each is written once
 records   ``capacity`` records of 128 bytes; operation ``seq`` is in record ``seq % capacity``
 
@@ -15,12 +15,13 @@ epoch of the rank's host. All numbers are little endian.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
@@ -30,8 +31,81 @@ from typing import Any, Final
 from pipeproof.diagnostics.finding import Location
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.exec.monitor.monitor_codes import UNREADABLE_RING
-from pipeproof.exec.monitor.sequence_digest import FACTOR, SequenceDigest, group_key
 from pipeproof.foreign_text import MALFORMED, MOST_RANKS, decode_json, open_foreign, read_foreign
+from pipeproof.interop.hang.recorder_names import UNEVEN, num_elements
+
+# --- Running digests of each group's collectives, which find two members whose sequences differ ---
+# The digest of a group at position p covers its collectives 0 to p - 1: the operation, elements and type of each. For
+# each power of four, a ring keeps the digests at the last two multiples of it. So of two ranks that are d collectives
+# apart there is always a position at most 8 d back at which both have one, however many records are overwritten.
+
+
+FACTOR: Final = 0x9E3779B97F4A7C15
+"""An odd number without a pattern in its bits."""
+
+
+class SequenceDigest:
+    """Digest of a group's collectives until now; ``slot`` is its position in the ring."""
+
+    __slots__ = ("position", "slot", "value")
+
+    def __init__(self, slot: int) -> None:
+        self.slot, self.position, self.value = slot, 0, 0
+
+    def add(self, op: str, num_inputs: int, num_outputs: int, dtype: str) -> None:
+        """Add the next collective."""
+        self.position += 1
+        value = (self.value ^ _signature(op, num_inputs, num_outputs, dtype)) * FACTOR & 0xFFFFFFFFFFFFFFFF
+        self.value = value ^ value >> 32
+
+
+@lru_cache(maxsize=4096)
+def _signature(op: str, num_inputs: int, num_outputs: int, dtype: str) -> int:
+    """Return a number of what the members of a collective must have in common."""
+    return _hash(repr((op,) if op in UNEVEN else (op, dtype, num_elements(op, num_inputs, num_outputs))))
+
+
+@lru_cache(maxsize=4096)
+def group_key(text: str) -> int:
+    """Return the key of a group's digests, not 0, from its text in the ring."""
+    return _hash(text) | 1
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Members of a group whose collectives differ: they agree before ``agreed``, and differ before ``different``."""
+
+    key: int
+    agreed: int
+    different: int
+    digests: Mapping[int, int]
+    """By rank, at ``different``."""
+
+
+def divergences(digests: Iterable[tuple[int, Mapping[int, Mapping[int, int]]]]) -> Iterator[Divergence]:
+    """Find the groups whose members have issued different collectives.
+
+    Args:
+        digests: each rank with its digests, by the key of a group and the position.
+    """
+    groups: dict[int, dict[int, dict[int, int]]] = {}
+    for rank, by_key in digests:
+        for key, by_position in by_key.items():
+            for position, value in by_position.items():
+                groups.setdefault(key, {}).setdefault(position, {})[rank] = value
+    for key, positions in groups.items():
+        different = min((each for each, values in positions.items() if len(set(values.values())) > 1), default=None)
+        if different is not None:
+            ranks = positions[different].keys()
+            agreed = max(
+                (each for each in positions if each < different and positions[each].keys() >= ranks), default=0
+            )
+            yield Divergence(key, agreed, different, positions[different])
+
 
 MAGIC: Final = b"PPRING02"
 RECORD_BYTES: Final = 128

@@ -27,10 +27,10 @@ from pipeproof.exec.monitor.ring import (
     OpState,
     RingGroup,
     RingWriter,
+    SequenceDigest,
     group_text,
     op_number,
 )
-from pipeproof.exec.monitor.sequence_digest import SequenceDigest
 from pipeproof.exec.store.process_state import ProcessId, boot_id
 from pipeproof.interop.traces.message_hooks import GroupCalls
 from pipeproof.interop.traces.recorder import Call, CallSink, is_library

@@ -9,7 +9,7 @@ import numpy as np
 from pipeproof.comm.step_end_rows import GRADIENTS_QUEUE
 from pipeproof.diagnostics.finding import PipeproofError
 from pipeproof.diagnostics.problems import KeyPath
-from pipeproof.exec.rank.boundary_members import unsupported_boundaries
+from pipeproof.exec.rank.gpt_stage import unsupported_boundaries
 from pipeproof.exec.store.run_codes import NOT_EXECUTED
 from pipeproof.schedule.columns import COMPUTE_QUEUE, HOST_QUEUE, NONE
 from pipeproof.schedule.op_table import OpGraph

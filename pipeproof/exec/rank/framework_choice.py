@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from pipeproof.exec.rank.checkpointing import PaddleWriter
 from pipeproof.exec.rank.framework_protocol import Arrays, Framework, RankStage, World
 from pipeproof.exec.rank.gpu_assignment import choose_gpu
-from pipeproof.exec.rank.idle_messages import product_peak
+from pipeproof.exec.rank.idle_messages import HostPingClock, PingClock, product_peak
 from pipeproof.exec.rank.op_log import Clock, HostClock, Timing
-from pipeproof.exec.rank.ping_pong import HostPingClock, PingClock
 from pipeproof.exec.rank.step_replay import DeviceProgress, Replays
 from pipeproof.specs.plan_sections import RunSpec
 

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from pipeproof.exec.rank.ping_pong import Wire
+from pipeproof.exec.rank.idle_messages import Wire
 from pipeproof.schedule.op_table import Channel
 from pipeproof.testing.endpoint_protocol import EDGES, Array, Body, Endpoint, Handle, Outcome
 

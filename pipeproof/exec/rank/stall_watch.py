@@ -21,7 +21,7 @@ from typing import Any
 from pipeproof.diagnostics.wait_graph import Wait, WaitGraph, ranks_text
 from pipeproof.exec.rank.job_files import end_process
 from pipeproof.exec.store.agreement import STORE_LOST, Agreement
-from pipeproof.exec.store.polling import wait_until
+from pipeproof.exec.store.rendezvous import wait_until
 from pipeproof.exit_status import ExitStatus
 from pipeproof.schedule.op_table import OpGraph
 

@@ -20,10 +20,9 @@ from pipeproof.diagnostics.text_output import finding_to_json, render_text
 from pipeproof.diagnostics.units import time_text
 from pipeproof.exec.compare.compare_log import compare_log
 from pipeproof.exec.launch.external_launcher import LaunchedRehearsal, execute_launched, join_launcher
-from pipeproof.exec.launch.hosts import Host
 from pipeproof.exec.launch.run_console import result_or_status
 from pipeproof.exec.launch.run_plan import prepare_job, require_runnable
-from pipeproof.exec.launch.supervisor import Launcher, job_directory
+from pipeproof.exec.launch.supervisor import Host, Launcher, job_directory
 from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.rank.job_files import Job, LogFile, RunOptions, dump_plan, end_process, load_json
 from pipeproof.exec.rehearse import rehearsal_framework

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeproof.comm.channel_models import message_bytes
 from pipeproof.exec.rank.framework_protocol import Arrays, World
-from pipeproof.exec.rank.ping_pong import TOKEN_BYTES, PingClock, Wire, one_way_us, way_back
+from pipeproof.exec.rank.idle_messages import TOKEN_BYTES, PingClock, Wire, one_way_us, way_back
 from pipeproof.schedule.op_table import OpGraph
 from pipeproof.schedule.ops import SEND_KINDS
 from pipeproof.specs.cost import NetworkSpec

@@ -13,8 +13,16 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.store.answering_store import AnsweringStore
-from pipeproof.exec.store.store import Store, finding_content, finding_of, get_json, has_json, put_json, remove_json
+from pipeproof.exec.store.store import (
+    AnsweringStore,
+    Store,
+    finding_content,
+    finding_of,
+    get_json,
+    has_json,
+    put_json,
+    remove_json,
+)
 from pipeproof.exec.store.train_errors import PipelineError, PlanRefused
 
 _Result = TypeVar("_Result")

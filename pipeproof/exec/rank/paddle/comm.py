@@ -21,7 +21,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from pipeproof.exec.rank.task_queue import Task, TaskQueue
+from pipeproof.exec.rank.group_channels import Task, TaskQueue
 from pipeproof.exec.store.agreement import Agreement
 from pipeproof.exec.store.paddle_store import gloo_pairs, process_store, store_address
 from pipeproof.schedule.op_table import Channel, Group

@@ -14,7 +14,7 @@ from typing import Any
 from pipeproof.diagnostics.units import size_text
 from pipeproof.exec.rank.gpu_assignment import num_gpus, shared_gpu
 from pipeproof.exec.rank.group_endpoint import CHANNELS, GroupEndpoint, numpy_of, serve
-from pipeproof.exec.rank.ping_pong import HostPingClock, Wire
+from pipeproof.exec.rank.idle_messages import HostPingClock, Wire
 from pipeproof.stages.paddle.runtime import require_kernels, start_paddle
 from pipeproof.testing.endpoint_protocol import Array
 

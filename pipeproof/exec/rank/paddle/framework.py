@@ -13,9 +13,8 @@ import paddle
 from paddle.distributed import ShardedWeight, save_state_dict
 
 from pipeproof.comm.op_graph import LoweredPlan
-from pipeproof.exec.rank.boundary_members import member_values, tp_shard, with_member
 from pipeproof.exec.rank.framework_protocol import Array, RankStage, StageCollectives, World
-from pipeproof.exec.rank.gpt_stage import GptRouters, GptStage
+from pipeproof.exec.rank.gpt_stage import GptRouters, GptStage, member_values, tp_shard, with_member
 from pipeproof.exec.rank.paddle import comm, nccl
 from pipeproof.exec.rank.paddle.arrays import PaddleArrays
 from pipeproof.exec.store.rendezvous import await_store

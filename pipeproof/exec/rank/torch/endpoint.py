@@ -16,7 +16,7 @@ import numpy as np
 from pipeproof.diagnostics.units import size_text
 from pipeproof.exec.rank.gpu_assignment import num_gpus, shared_gpu
 from pipeproof.exec.rank.group_endpoint import CHANNELS, GroupEndpoint, numpy_of, serve
-from pipeproof.exec.rank.ping_pong import HostPingClock, Wire
+from pipeproof.exec.rank.idle_messages import HostPingClock, Wire
 from pipeproof.testing.endpoint_protocol import Array
 
 

@@ -23,9 +23,8 @@ import torch
 from torch.profiler import record_function
 
 from pipeproof.exec.rank.framework_protocol import Channels, World
-from pipeproof.exec.rank.group_channels import PostedTransfer
+from pipeproof.exec.rank.group_channels import PostedTransfer, Task, TaskQueue
 from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, HostClock, LogEntry, Timing
-from pipeproof.exec.rank.task_queue import Task, TaskQueue
 from pipeproof.exec.rank.torch.comm import TorchWorld
 from pipeproof.schedule.op_table import Channel
 from pipeproof.schedule.ops import TRACE_PREFIX

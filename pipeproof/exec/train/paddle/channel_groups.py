@@ -23,9 +23,9 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group as PaddleGroup
 
+from pipeproof.exec.rank.group_channels import Task, TaskQueue, TransfersEnded
 from pipeproof.exec.rank.paddle.comm import PairwiseCollectives
 from pipeproof.exec.rank.paddle.nccl import NcclChannels, NcclCollectives
-from pipeproof.exec.rank.task_queue import Task, TaskQueue, TransfersEnded
 from pipeproof.exec.store.agreement import Agreement
 from pipeproof.exec.store.paddle_store import PaddleStore, gloo_pairs, process_group, store_address
 from pipeproof.exec.store.rendezvous import address_towards

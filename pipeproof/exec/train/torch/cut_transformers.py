@@ -23,16 +23,17 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pipeproof.exec.train.torch.balanced_blocks import Balance, balanced
 from pipeproof.exec.train.torch.block_layers import CutLayers
 from pipeproof.exec.train.torch.boundary_inference import unchanged_buffers
 from pipeproof.exec.train.torch.meta_buffers import compute_buffers, kept_ties
 from pipeproof.exec.train.torch.model_parts import (
+    Balance,
     Chain,
     NotCutError,
     OperationTrace,
     Part,
     add_parts,
+    balanced,
     chains_of,
     observed,
 )

@@ -22,10 +22,9 @@ from pipeproof.exec.train.torch.model_stages import ModelStages
 from pipeproof.exec.train.torch.module_stage import LossFunction
 from pipeproof.exec.train.torch.no_pipeline import sharded_step
 from pipeproof.exec.train.torch.pipeline import Pipeline
-from pipeproof.exec.train.torch.pipeline_start import device_of
 from pipeproof.exec.train.torch.split_backward import gradients_aside
 from pipeproof.exec.train.torch.stage_values import MicroBatches
-from pipeproof.exec.train.torch.start_phases import join
+from pipeproof.exec.train.torch.start_phases import device_of, join
 from pipeproof.exec.train.tuned_layout import Layout, LayoutRow, gib_text, ms_text
 from pipeproof.exec.train.tuning import Search, Tuning
 from pipeproof.sim.memory_curve import GIB
