@@ -27,7 +27,7 @@ from pipeproof.exec.rehearse.rehearsal_console import (
     merged_rehearsal,
     rank_rehearsal,
 )
-from pipeproof.exec.rehearse.rehearsal_edges import RankEdges, edges_of, network_of
+from pipeproof.exec.rehearse.rehearsal_edges import EdgeTimes, edges_of, network_of
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check
@@ -184,7 +184,7 @@ def rehearsed(directory, one, ranks, faulty):
         save_json(job.rank_file(rank, "log"), log, list[LogEntry])
         save_json(job.rank_file(rank, "checks"), checks, ArrivalChecks)
         own = {str(c): times[str(c)] for c in one.graph.channels if c.src == rank}
-        save_json(job.rank_file(rank, "edges"), RankEdges(own), RankEdges)
+        save_json(job.rank_file(rank, "edges"), own, EdgeTimes)
     return job
 
 

@@ -23,7 +23,7 @@ from pipeproof.diagnostics.finding import PipeproofError, RuleDoc
 from pipeproof.diagnostics.wait_graph import ranks_text
 from pipeproof.exec.launch.run_plan import prepare_job, require_runnable
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, Host, JobEndedError, hosts_of, job_directory, own_host
-from pipeproof.exec.launch.worker import Rehearse, run_rank
+from pipeproof.exec.launch.worker import Emit
 from pipeproof.exec.rank.framework_choice import start_framework
 from pipeproof.exec.rank.framework_protocol import Framework
 from pipeproof.exec.rank.job_files import Job, RunOptions, dump_plan, end_process
@@ -76,7 +76,7 @@ class LaunchedRehearsal(Generic[_Result]):
     the result of all ranks, by their values in order and by the hosts.
     """
 
-    make: Rehearse
+    run: Callable[[Job, int, Emit, Framework], None]
     of_rank: Callable[[Job, int], Any]
     of_all: Callable[[Sequence[Any], Sequence[Host]], _Result]
 
@@ -298,7 +298,7 @@ def _rehearsed(
     try:
         with failures.as_one(watch, Exception), job_directory(None) as directory:
             job = prepare_job(report, options, directory)
-            run_rank(job, agreement.rank, emit, framework(), rehearsal.make)
+            rehearsal.run(job, agreement.rank, emit, framework())
             if options.logs is not None:
                 options.logs.mkdir(parents=True, exist_ok=True)
                 for file in directory.glob("rank*.json"):

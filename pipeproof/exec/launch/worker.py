@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.compare.compare_gradients import is_checked_by_bound
@@ -54,39 +53,36 @@ Emit = Callable[..., None]
 """Sends one event to the launcher: its kind, then its content by keyword."""
 
 
-class Rehearsal(Framework, Protocol):
-    """Framework of a rehearsal, which moves bytes over that of the plan and computes nothing."""
-
-    def finish(self, job: Job, emit: Emit) -> None:
-        """Measure after the last step, and write what was checked."""
-
-
-Rehearse = Callable[[Framework, Subject, int], Rehearsal]
-"""Makes the rehearsal of a rank over its plan's framework."""
-
-
-def run_rank(
-    job: Job, rank: int, emit: Emit, framework: Framework | None = None, rehearse: Rehearse | None = None
-) -> None:
-    """Run every step of one rank's program, or rehearse it; write its results and the op log to the job's directory.
-
-    ``framework`` is the plan's if it was started before.
+def run_rank(job: Job, rank: int, emit: Emit) -> None:
+    """Run every step of one rank's program; write its results and the op log to the job's directory.
 
     Raises:
         RuntimeError: this process derives another plan than the verified one, a peer died, or the backend failed.
     """
+    subject = verified_subject(job)
+    run_steps(job, subject, rank, emit, start_framework(subject.plan.spec.run, share_gpus=job.options.share_gpus))
+
+
+def verified_subject(job: Job) -> Subject:
+    """The plan of a job, with one program for each rank.
+
+    Raises:
+        RuntimeError: this process derives another plan than the verified one.
+    """
     subject = make_subject(job.loaded_plan()).unfolded()
     require_same_plan(subject, job.certificate)
-    options = job.options
-    if framework is None:
-        run = subject.plan.spec.run
-        framework = start_framework(run, computes=not options.rehearses, share_gpus=options.share_gpus)
+    return subject
+
+
+def run_steps(
+    job: Job, subject: Subject, rank: int, emit: Emit, framework: Framework,
+    after_steps: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Run every step of one rank's program with a framework that computes or rehearses, then ``after_steps``."""
     with ExitStack() as stack:
-        rehearsal = None if rehearse is None else rehearse(framework, subject, rank)
-        steps = _RankSteps(job, subject.plan, rank, emit, rehearsal or framework, stack)
+        steps = _RankSteps(job, subject.plan, rank, emit, framework, stack)
         steps.run()
-        if rehearsal is not None:
-            rehearsal.finish(job, emit)
+        after_steps()
         steps.close()
 
 

@@ -27,8 +27,8 @@ from pipeproof.exec.launch.watchdog import JobState
 from pipeproof.exec.rank.job_files import Job, LogFile, RunOptions, dump_plan, end_process, load_json
 from pipeproof.exec.rehearse import rehearsal_framework
 from pipeproof.exec.rehearse.rehearsal_arrivals import ArrivalChecks, findings_of
-from pipeproof.exec.rehearse.rehearsal_edges import Edge, EdgeTimes, RankEdges, edges_of, network_of
-from pipeproof.exec.rehearse.rehearsal_framework import RehearsalFramework
+from pipeproof.exec.rehearse.rehearsal_edges import Edge, EdgeTimes, edges_of, network_of
+from pipeproof.exec.rehearse.rehearsal_framework import rehearse_rank
 from pipeproof.exec.store.run_codes import SPLIT_NODE, UNVERIFIED
 from pipeproof.exit_status import ExitStatus
 from pipeproof.specs.load_plan import LoadedPlan, plan_from_dict
@@ -139,7 +139,7 @@ def rank_rehearsal(report: Report, job: Job, rank: int) -> RankRehearsal:
     return RankRehearsal(
         load_json(job.rank_file(rank, "checks"), ArrivalChecks),
         tuple(findings),
-        load_json(job.rank_file(rank, "edges"), RankEdges).times,
+        load_json(job.rank_file(rank, "edges"), EdgeTimes),
         min(entry.start_ns for entry in log),
         max(entry.end_ns for entry in log),
     )
@@ -222,7 +222,7 @@ def rehearse(report: Report, options: RunOptions, on_progress: Callable[[str], N
 def _launched_rehearsal(report: Report) -> LaunchedRehearsal[Rehearsal]:
     form = TypeAdapter(RankRehearsal)
     return LaunchedRehearsal(
-        RehearsalFramework,
+        rehearse_rank,
         lambda job, rank: form.dump_python(rank_rehearsal(report, job, rank), mode="json"),
         lambda parts, hosts: merged_rehearsal(report, [form.validate_python(part) for part in parts], hosts),
     )

@@ -76,13 +76,6 @@ def _to_digits(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-@dataclass(frozen=True, slots=True)
-class RankEdges:
-    """Message times of the channels on which one rank sends."""
-
-    times: EdgeTimes
-
-
 def ping_sizes(graph: OpGraph, device: str) -> tuple[int, ...]:
     """Return the bytes of the messages to time, in order; the result is the same on every rank."""
     planned = message_bytes(graph)[np.flatnonzero(graph.is_kind(SEND_KINDS))]

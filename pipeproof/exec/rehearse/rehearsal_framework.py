@@ -15,13 +15,13 @@ import numpy as np
 
 from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.comm.step_end_rows import num_loads
-from pipeproof.exec.launch.worker import Emit, main, run_rank
-from pipeproof.exec.rank.framework_choice import start_ping_clock
+from pipeproof.exec.launch.worker import Emit, main, run_steps, verified_subject
+from pipeproof.exec.rank.framework_choice import start_framework, start_ping_clock
 from pipeproof.exec.rank.framework_protocol import Array, Framework, RankStage, StageCollectives, Tensor, World
 from pipeproof.exec.rank.job_files import Job, end_process, save_json
 from pipeproof.exec.rehearse.element_identity import RehearsalArrays, RehearsalTensor
 from pipeproof.exec.rehearse.rehearsal_arrivals import ArrivalChecks, Arrivals
-from pipeproof.exec.rehearse.rehearsal_edges import EdgeTimes, RankEdges, ping_edges
+from pipeproof.exec.rehearse.rehearsal_edges import EdgeTimes, ping_edges
 from pipeproof.exec.rehearse.rehearsal_world import CollectiveInputs, RehearsalWorld
 from pipeproof.schedule.op_table import NONE
 from pipeproof.schedule.ops import COMPUTE_KINDS, OpKind
@@ -257,7 +257,7 @@ class RehearsalFramework:
             clock = start_ping_clock(self._run, arrays)
             graph, device = self._arrivals.graph, self._run.device
             times = ping_edges(real, arrays, clock, graph, device, lambda phase: emit("setup", what=phase))
-        save_json(job.rank_file(real.rank, "edges"), RankEdges(times), RankEdges)
+        save_json(job.rank_file(real.rank, "edges"), times, EdgeTimes)
         save_json(job.rank_file(real.rank, "checks"), self.checked, ArrivalChecks)
         # The host runs ahead of a GPU: if a rank ended now, its peers would not get its last messages.
         arrays.synchronize()
@@ -289,9 +289,17 @@ class RehearsalFramework:
         return self.arrays.to_numpy(weight)
 
 
-def rehearse_rank(job: Job, rank: int, emit: Emit) -> None:
-    """Rehearse every step of one rank's program, in a process that the launcher starts as that of a run."""
-    run_rank(job, rank, emit, rehearse=RehearsalFramework)
+def rehearse_rank(job: Job, rank: int, emit: Emit, real: Framework | None = None) -> None:
+    """Rehearse every step of one rank's program, as ``run_rank``; ``real`` is the plan's framework if it was started.
+
+    Raises:
+        RuntimeError: this process derives another plan than the verified one, a peer died, or the backend failed.
+    """
+    subject = verified_subject(job)
+    if real is None:
+        real = start_framework(subject.plan.spec.run, computes=False, share_gpus=job.options.share_gpus)
+    rehearsal = RehearsalFramework(real, subject, rank)
+    run_steps(job, subject, rank, emit, rehearsal, lambda: rehearsal.finish(job, emit))
 
 
 if __name__ == "__main__":
