@@ -8,11 +8,9 @@ the channel; a collective belongs to the operation that the rank entered last.
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast
 
 from pipeproof.exec.monitor.ring_recorder import DIRECTORY_VARIABLE, RingRecorder, active_recorder
 from pipeproof.exec.rank.framework_protocol import (
@@ -27,6 +25,8 @@ from pipeproof.exec.rank.framework_protocol import (
     World,
 )
 from pipeproof.exec.rank.message_buffers import Slice, SliceChannels, SliceCollectives, whole_of
+from pipeproof.exec.rank.op_log import ChannelTransfers
+from pipeproof.interop.traces.recorder import CallSink
 from pipeproof.schedule.columns import NONE
 from pipeproof.schedule.op_table import Channel, OpGraph
 from pipeproof.schedule.ops import TRANSFER_KINDS, Op
@@ -49,11 +49,7 @@ class PlanRing:
     ) -> None:
         self.recorder, self.arrays = recorder, arrays
         self._graph, self._index, self._ranks, self._backend = graph, index, ranks, backend
-        self._transfers: dict[Channel, list[int]] = defaultdict(list)
-        for op_id in graph.rank_ops(index):
-            if graph.ops[op_id].kind in TRANSFER_KINDS:
-                self._transfers[graph.channels[int(graph.channel[op_id])]].append(op_id)
-        self._posts: Counter[Channel] = Counter()
+        self._transfers = ChannelTransfers(graph, index)
         self._step = self._op_id = 0
         self._marks: dict[int, dict[str, Any]] = {}
 
@@ -70,7 +66,7 @@ class PlanRing:
     def begin(self, step: int) -> None:
         """Begin a step, also after one that failed."""
         self._step = step
-        self._posts.clear()
+        self._transfers.begin()
 
     def enter(self, op_id: int) -> None:
         """Write the operation that the rank is about to execute."""
@@ -82,11 +78,9 @@ class PlanRing:
         """Write that the rank is in no operation of the plan."""
         self.recorder.enter("", NONE, NONE, NONE)
 
-    def issue_message(self, channel: Channel) -> int:
+    def issue_message(self, channel: Channel, buffer: Tensor | Slice) -> int:
         """Write that the next transfer of a channel is about to be posted, and return its number."""
-        ids = self._transfers[channel]
-        op_id = ids[self._posts[channel] % len(ids)]
-        self._posts[channel] += 1
+        op_id = self._transfers.next(channel)
         ends = self._ranks[channel.src], self._ranks[channel.dst]
         name, is_send = f"{channel.communicator} {ends[0]}->{ends[1]}", self._index == channel.src
         self.recorder.group(name, ends, self._backend)
@@ -147,22 +141,12 @@ def ring_of_process(
     return None if recorder is None else PlanRing(recorder, graph, index, ranks, backend, arrays)
 
 
-@dataclass(frozen=True)
 class RingWorld:
     """A rank's communication, written into its ring; a ``World``."""
 
-    world: World
-    channels: Channels
-    collectives: Mapping[int, Collectives]
-
-    @property
-    def rank(self) -> int:
-        """Number of the rank."""
-        return self.world.rank
-
-    def barrier(self) -> None:
-        """Wait for all ranks, see ``World.barrier``."""
-        self.world.barrier()
+    def __init__(self, world: World, channels: Channels, collectives: Mapping[int, Collectives]) -> None:
+        self.rank, self.barrier = world.rank, world.barrier
+        self.channels, self.collectives = channels, collectives
 
 
 def _mark_of(op: Op) -> dict[str, Any]:
@@ -173,10 +157,21 @@ def _mark_of(op: Op) -> dict[str, Any]:
     return {"plan_op": str(op), "stage": about.stage, "micro_batch": micro_batch, "kind": kind}
 
 
+class MessageRecord(Protocol):
+    """Record of a rank's messages, into which ``RingChannels`` write."""
+
+    @property
+    def recorder(self) -> CallSink:
+        """Writer of the record."""
+
+    def issue_message(self, channel: Channel, buffer: Tensor | Slice) -> int:
+        """Write that the next transfer of a channel is about to be posted, and return its number."""
+
+
 class RingTransfer:
     """A posted transfer whose wait is in the ring; a ``Transfer``."""
 
-    def __init__(self, transfer: Transfer, number: int, recorder: RingRecorder) -> None:
+    def __init__(self, transfer: Transfer, number: int, recorder: CallSink) -> None:
         self.transfer, self._number, self._recorder = transfer, number, recorder
         self.buffer, self.posted_ns = transfer.buffer, transfer.posted_ns
         self.start_ns = self.end_ns = 0
@@ -190,9 +185,9 @@ class RingTransfer:
 
 
 class RingChannels:
-    """A rank's channels, each post written into the ring; a ``Channels``."""
+    """A rank's channels, each post written into the ring or another record; a ``Channels``."""
 
-    def __init__(self, channels: Channels, ring: PlanRing) -> None:
+    def __init__(self, channels: Channels, ring: MessageRecord) -> None:
         self._channels, self._ring = channels, ring
 
     def post(self, channel: Channel, buffer: Tensor, after: Sequence[RingTransfer] = ()) -> RingTransfer:
@@ -203,7 +198,7 @@ class RingChannels:
         self, channel: Channel, buffer: Any, after: Sequence[RingTransfer], post: Callable[..., Transfer]
     ) -> RingTransfer:
         recorder = self._ring.recorder
-        number = self._ring.issue_message(channel)
+        number = self._ring.issue_message(channel, buffer)
         with recorder.issuing(number):
             transfer = post(channel, buffer, [each.transfer for each in after])
         recorder.issued(number)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from pipeproof.schedule.op_table import NONE, OpGraph
+from pipeproof.schedule.op_table import NONE, Channel, OpGraph
 from pipeproof.schedule.ops import TRANSFER_KINDS, OpKind
 from pipeproof.stages.describe.layer import COUNTS_DTYPE
 
@@ -91,6 +91,27 @@ def op_ids_of(graph: OpGraph, rank: int, entries: Sequence[LogEntry]) -> list[in
         counts[entry.step, entry.queue, entry.op] += 1
         op_ids.append(planned[index] if index < len(planned) else None)
     return op_ids
+
+
+class ChannelTransfers:
+    """Transfers of the ``index``-th rank: the k-th post to a channel in a step is the channel's k-th in the graph."""
+
+    def __init__(self, graph: OpGraph, index: int) -> None:
+        self._op_ids: dict[Channel, list[int]] = {}
+        for op_id in graph.rank_ops(index):
+            if graph.ops[op_id].kind in TRANSFER_KINDS:
+                self._op_ids.setdefault(graph.channels[int(graph.channel[op_id])], []).append(op_id)
+        self._posts: Counter[Channel] = Counter()
+
+    def begin(self) -> None:
+        """Begin a step, also after one that failed."""
+        self._posts.clear()
+
+    def next(self, channel: Channel) -> int:
+        """Return the operation of the next post to a channel; after the last one of a step, that of its first."""
+        op_ids, position = self._op_ids[channel], self._posts[channel]
+        self._posts[channel] = position + 1
+        return op_ids[position % len(op_ids)]
 
 
 def moves_rows(kind: OpKind, dtype: str) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 
 from pipeproof.comm.plan_context import tensors_of
 from pipeproof.diagnostics.finding import ElementRange, Finding, OpsWitness, RangesWitness, WitnessOp
+from pipeproof.exec.rank.op_log import ChannelTransfers
 from pipeproof.exec.rehearse.element_identity import (
     Bytes,
     FoundRange,
@@ -23,8 +24,7 @@ from pipeproof.exec.rehearse.element_identity import (
     found_ranges,
 )
 from pipeproof.exec.store.run_codes import NOT_AS_PROMISED, NOT_AS_SENT
-from pipeproof.schedule.op_table import NONE, Channel, TensorSpec
-from pipeproof.schedule.ops import TRANSFER_KINDS
+from pipeproof.schedule.op_table import NONE, TensorSpec
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.verify.boundary_transport import Layouts, places_of
 from pipeproof.verify.provenance import DATA_SENDS, Delivery, Segment, events
@@ -141,25 +141,19 @@ class Arrivals:
             for delivery in delivered.deliveries(index):
                 if graph.rank[delivery.receive] == rank:
                     self._deliveries.setdefault(self._reader(delivery.receive), []).append(delivery)
-        self._transfers: dict[Channel, list[int]] = {}
-        for op_id in graph.rank_ops(rank):
-            if graph.ops[op_id].kind in TRANSFER_KINDS:
-                self._transfers.setdefault(graph.channels[int(graph.channel[op_id])], []).append(op_id)
-        self._counts: Counter[Channel | int] = Counter()
+        self.transfers = ChannelTransfers(graph, rank)
+        self._calls: Counter[int] = Counter()
 
     def begin(self, step: int) -> None:
         """Begin a step."""
         self.step = step
-        self._counts.clear()
+        self.transfers.begin()
+        self._calls.clear()
 
-    def count(self, queue: Channel | int) -> int:
-        """Count a transfer of a channel or a call of a group; return the number of those before it in the step."""
-        self._counts[queue] += 1
-        return self._counts[queue] - 1
-
-    def next_transfer(self, channel: Channel) -> int:
-        """Return the operation of the transfer that is posted to a channel now."""
-        return self._transfers[channel][self.count(channel)]
+    def count(self, group: int) -> int:
+        """Count a call of a group; return the number of those before it in the step."""
+        self._calls[group] += 1
+        return self._calls[group] - 1
 
     def outgoing(self, side: str, stage: int, variant: int, member: int, work_item: int) -> RehearsalTensor | None:
         """Return a tensor that a stage of this rank makes; None for the gradient of a member that has none."""

@@ -75,7 +75,7 @@ class RehearsalChannels:
     def _checked(
         self, channel: Channel, moved: Transfer, buffer: RehearsalTensor | Slice, tensor: RehearsalTensor
     ) -> RehearsalTransfer:
-        op_id = self._arrivals.next_transfer(channel)
+        op_id = self._arrivals.transfers.next(channel)
         is_send = self._arrivals.graph.ops[op_id].kind in SEND_KINDS
         return RehearsalTransfer(moved, buffer, None if is_send else lambda: self._arrivals.arrived(op_id, tensor))
 

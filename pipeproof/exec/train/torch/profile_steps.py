@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -21,12 +21,11 @@ from pipeproof.comm.op_graph import LoweredPlan
 from pipeproof.exec.compare.layer_recorder import WHOLE
 from pipeproof.exec.compare.run_record import RecordWriter
 from pipeproof.exec.measure.profile_from_logs import measured_profile
-from pipeproof.exec.rank.group_channels import PostedTransfer
+from pipeproof.exec.monitor.plan_ring import RingChannels
 from pipeproof.exec.rank.idle_messages import IdleMessageEnd, product_peak, time_idle_messages
-from pipeproof.exec.rank.op_log import HOST_QUEUE, Clock, LogEntry, Timing, op_ids_of
+from pipeproof.exec.rank.op_log import HOST_QUEUE, ChannelTransfers, Clock, LogEntry, Timing, op_ids_of
 from pipeproof.exec.rank.torch.arrays import TorchArrays
 from pipeproof.exec.rank.torch.op_timing import free_cached_memory, timed_channels, timing_of
-from pipeproof.exec.train.torch.channel_groups import StageChannels
 from pipeproof.exec.train.torch.module_stage import trained
 from pipeproof.exec.train.torch.product_counter import ProductCounter
 from pipeproof.exec.train.torch.record_layers import to_numpy
@@ -35,7 +34,6 @@ from pipeproof.exec.train.train_rank import TrainRank
 from pipeproof.interop.traces.recorder import Call, Recorder
 from pipeproof.interop.traces.torch_calls import tensor_of, version_of
 from pipeproof.schedule.op_table import Channel, OpGraph
-from pipeproof.schedule.ops import TRANSFER_KINDS
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.profile_file import Profile
 from pipeproof.verify.subject import make_subject
@@ -45,66 +43,25 @@ if TYPE_CHECKING:
     from pipeproof.exec.rank.framework_protocol import World
 
 
-@dataclass(slots=True)
-class RecordedTransfer(PostedTransfer):
-    """A posted transfer whose wait is recorded."""
+class RecordedMessages:
+    """Messages of one rank of a plan in the log of its calls; a ``MessageRecord``."""
 
-    number: int = -1
-    recorder: Recorder | None = None
+    def __init__(self, recorder: Recorder, graph: OpGraph, index: int, ranks: Sequence[int]) -> None:
+        self.recorder, self._graph, self._index, self._ranks = recorder, graph, index, ranks
+        self._transfers = ChannelTransfers(graph, index)
 
-    def wait(self) -> None:
-        """Wait, between two lines of the log."""
-        assert self.recorder is not None
-        self.recorder.waits((self.number,))
-        self.work.wait()
-        self.recorder.done((self.number,))
-        self.start_ns = self.end_ns = self.posted_ns
-
-
-class RecordedChannels:
-    """A rank's channels, with a line for each post and wait; a ``Channels``.
-
-    A channel's messages are posted in the graph's order, all of them in each step.
-    """
-
-    def __init__(
-        self,
-        channels: StageChannels,
-        recorder: Recorder,
-        graph: OpGraph,
-        index: int,
-        ranks: Sequence[int],
-    ) -> None:
-        self._channels, self._recorder, self._index, self._ranks = channels, recorder, index, ranks
-        self._marks: dict[Channel, list[dict[str, Any]]] = defaultdict(list)
-        for op_id in graph.rank_ops(index):
-            op = graph.ops[op_id]
-            if op.kind in TRANSFER_KINDS:
-                channel = graph.channels[int(graph.channel[op_id])]
-                kind = "F" if op.is_forward else "B"
-                self._marks[channel].append({"stage": op.stage, "micro_batch": op.micro_batch, "kind": kind})
-        self._posts: Counter[Channel] = Counter()
-
-    def post(self, channel: Channel, buffer: torch.Tensor, after: Sequence[PostedTransfer] = ()) -> RecordedTransfer:
-        """Post a transfer, see ``Channels.post``."""
-        recorder, members = self._recorder, [self._ranks[channel.src], self._ranks[channel.dst]]
-        name, is_send = str(channel), self._index == channel.src
-        recorder.group(name, members, "nccl" if buffer.is_cuda else "gloo")
+    def issue_message(self, channel: Channel, buffer: torch.Tensor) -> int:
+        """Write the next message of a channel, with its stage, micro-batch and direction; return its number."""
+        op, name = self._graph.ops[self._transfers.next(channel)], str(channel)
+        source, target = self._ranks[channel.src], self._ranks[channel.dst]
+        self.recorder.group(name, [source, target], "nccl" if buffer.is_cuda else "gloo")
         tensors = (tensor_of(buffer),)
-        call = (
-            Call("send", name, inputs=tensors, peer=members[1])
-            if is_send
-            else Call("recv", name, outputs=tensors, peer=members[0])
-        )
-        marks = self._marks[channel]
-        number = recorder.call(call, marks[self._posts[channel] % len(marks)])
-        self._posts[channel] += 1
-        transfer = self._channels.post(channel, buffer)
-        recorder.issued(number)
-        return RecordedTransfer(buffer, transfer.work, transfer.posted_ns, number=number, recorder=recorder)
-
-    def close(self) -> None:
-        """Do nothing: the recorder is closed by its owner."""
+        if self._index == channel.src:
+            call = Call("send", name, inputs=tensors, peer=target)
+        else:
+            call = Call("recv", name, outputs=tensors, peer=source)
+        mark = {"stage": op.stage, "micro_batch": op.micro_batch, "kind": "F" if op.is_forward else "B"}
+        return self.recorder.call(call, mark)
 
 
 class StepRecord:
@@ -178,8 +135,8 @@ def recorded_steps(runner: StepRunner, directory: Path) -> Iterator[None]:
     error: BaseException | None = None
 
     def recorded(lowered: LoweredPlan) -> TrainRank:
-        channels = RecordedChannels(runner.world.channels, recorder, lowered.graph, ranks.rank, ranks.global_ranks)
-        return runner.rank_of(lowered, channels)
+        messages = RecordedMessages(recorder, lowered.graph, ranks.rank, ranks.global_ranks)
+        return runner.rank_of(lowered, RingChannels(runner.world.channels, messages))
 
     try:
         with runner.running(recorded):
