@@ -78,30 +78,19 @@ def _step_differences(
     rank: int, step: int, expected: Mapping[str, list[_Fact]], entries: Sequence[LogEntry]
 ) -> Iterator[Finding]:
     logged: dict[str, list[_Fact]] = {}
-    for entry in _by_queue_order(entries):
+    for entry in sorted(entries, key=lambda entry: 0 if entry.queue == HOST_QUEUE else entry.start_ns):
         is_estimate = entry.traffic and moves_rows(OpKind.ALL_TO_ALL, entry.dtype)
         fact = (entry.op, entry.ranks, 0 if is_estimate else entry.numel, entry.dtype)
         logged.setdefault(entry.queue, []).append(fact)
     for queue in sorted(expected.keys() | logged.keys()):
-        difference = _first_difference(expected.get(queue, []), logged.get(queue, []))
-        if difference is not None:
-            position, planned, executed = difference
-            yield LOG_DIFFERS.finding(
-                f"rank {rank}, step {step}, queue {queue}, position {position}: the graph has "
-                f"{_fact_text(planned)}, the log has {_fact_text(executed)}",
-                witness=OpsWitness(tuple(WitnessOp(rank, fact[0]) for fact in (planned, executed) if fact)),
-            )
-
-
-def _by_queue_order(entries: Sequence[LogEntry]) -> list[LogEntry]:
-    host = [entry for entry in entries if entry.queue == HOST_QUEUE]
-    channels = [entry for entry in entries if entry.queue != HOST_QUEUE]
-    return [*host, *sorted(channels, key=lambda entry: entry.start_ns)]
-
-
-def _first_difference(expected: list[_Fact], logged: list[_Fact]) -> tuple[int, _Fact | None, _Fact | None] | None:
-    pairs = enumerate(zip_longest(expected, logged))
-    return next(((position, *facts) for position, facts in pairs if facts[0] != facts[1]), None)
+        for position, (planned, executed) in enumerate(zip_longest(expected.get(queue, []), logged.get(queue, []))):
+            if planned != executed:
+                yield LOG_DIFFERS.finding(
+                    f"rank {rank}, step {step}, queue {queue}, position {position}: the graph has "
+                    f"{_fact_text(planned)}, the log has {_fact_text(executed)}",
+                    witness=OpsWitness(tuple(WitnessOp(rank, fact[0]) for fact in (planned, executed) if fact)),
+                )
+                break
 
 
 def _fact_text(fact: _Fact | None) -> str:
@@ -146,13 +135,9 @@ def compare_exchanges(graph: OpGraph, rank: int, entries: Iterable[LogEntry]) ->
             yield _exchange_finding(
                 rank, entry, f"{rows} rows make {entry.numel} elements, and {visits} {estimates[entry.op]}"
             )
-        if is_way_back and _is_backward(op):
+        if is_way_back and op.target is not None and op.target.kind is not OpKind.FORWARD:
             layers.pop()
         on_way_back ^= {computation}
-
-
-def _is_backward(op: Op) -> bool:
-    return op.target is not None and op.target.kind is not OpKind.FORWARD
 
 
 def _traffic_text(traffic: Traffic) -> str:

@@ -151,7 +151,9 @@ def _record_line(record: RecordOptions) -> str:
 
 
 def _run(report: Report, options: RunOptions, console: Console) -> RunReport:
-    num_ranks, num_steps = report.subject.graph.num_ranks, report.subject.plan.spec.run.steps
+    plan, num_ranks = report.subject.plan, report.subject.graph.num_ranks
+    num_steps = plan.spec.run.steps
+    bound = parallel_bound(plan.spec) if is_checked_by_bound(plan) else None
     with console.status("starting") as status:
 
         def on_start() -> None:
@@ -167,19 +169,12 @@ def _run(report: Report, options: RunOptions, console: Console) -> RunReport:
             )
 
         def on_step(step: StepResult) -> None:
-            console.print(step_line(step, _bound(report)), soft_wrap=True)
+            console.print(step_line(step, bound), soft_wrap=True)
 
-        return run(report, options, on_progress, on_step, on_start, _printed(report, console))
+        def on_note(note: Finding) -> None:
+            render_text([note], report.subject.source, console=console)
 
-
-def _bound(report: Report) -> float | None:
-    """Stated bound on the distance of steps to the reference, None where the bits must be equal."""
-    plan = report.subject.plan
-    return parallel_bound(plan.spec) if is_checked_by_bound(plan) else None
-
-
-def _printed(report: Report, console: Console) -> Callable[[Finding], None]:
-    return lambda finding: render_text([finding], report.subject.source, console=console)
+        return run(report, options, on_progress, on_step, on_start, on_note)
 
 
 def step_line(step: StepResult, bound: float | None = None) -> str:

@@ -98,11 +98,8 @@ class RunReport:
 
     @cached_property
     def _differing(self) -> tuple[StepResult, ...]:
-        return tuple(step for step in self.steps if not self._matches_reference(step))
-
-    def _matches_reference(self, step: StepResult) -> bool:
-        """Return True if a step matches the reference, without the distance to the unpartitioned model."""
-        return step.agrees(self.parallel_bound) if self.is_checked_by_bound else step.bitwise
+        bound = self.parallel_bound if self.is_checked_by_bound else None
+        return tuple(step for step in self.steps if not (step.bitwise if bound is None else step.agrees(bound)))
 
     @property
     def passed(self) -> bool:

@@ -60,7 +60,7 @@ def certain_failure(analysis: Analysis, patience_s: float, is_waiting: bool) -> 
     """
     job = analysis.job
     raised = [rank for rank in job.ranks if rank.state is ProcessState.RAISED]
-    in_call = [rank for rank in raised if rank.last is not None and _failed_last(rank)]
+    in_call = [rank for rank in raised if any(op.state is OpState.FAILED for op in rank.ring.ops[-2:])]
     own = sorted((rank for rank in raised if rank not in in_call), key=lambda rank: rank.ring.header.end_ns)
     gone = [rank for rank in job.ranks if rank.state is ProcessState.GONE and (in_call or _is_old(rank, job))]
     if own and (in_call or is_waiting or _is_old(own[0], job)):
@@ -149,10 +149,6 @@ def _ended_before(analysis: Analysis, in_call: Sequence[RankNow]) -> Failure | N
     return None
 
 
-def _failed_last(rank: RankNow) -> bool:
-    return any(op.state is OpState.FAILED for op in rank.ring.ops[-2:])
-
-
 def _is_old(rank: RankNow, job: JobNow) -> bool:
     header = rank.ring.header
     return (job.now_ns - max(header.heartbeat_ns, header.end_ns)) / 1e9 > _FAILURE_GRACE_S
@@ -210,7 +206,9 @@ def _mismatch(analysis: Analysis, patience_s: float) -> tuple[tuple[int, ...], F
         )
     ]
     earlier = [
-        each for each in _divergences(analysis) if not any(_has(analysis, each, disagreement) for disagreement in found)
+        each
+        for each in divergences((rank.rank, rank.ring.header.digests) for rank in analysis.job.ranks)
+        if not any(_has(analysis, each, disagreement) for disagreement in found)
     ]
     if earlier:
         return _digests_differ(analysis, earlier[0])
@@ -241,10 +239,6 @@ def _unusual(analysis: Analysis, entries: Sequence[Entry]) -> tuple[int, ...]:
         op, ops = analysis.op(entry), analysis.job.by_rank[entry.rank].ring.ops
         counts[entry.rank] = sum(_signature(each) == _signature(op) for each in ops)
     return tuple(sorted(rank for rank, count in counts.items() if 2 * count < max(counts.values())))
-
-
-def _divergences(analysis: Analysis) -> list[Divergence]:
-    return list(divergences((rank.rank, rank.ring.header.digests) for rank in analysis.job.ranks))
 
 
 def _has(analysis: Analysis, divergence: Divergence, disagreement: Disagreement) -> bool:

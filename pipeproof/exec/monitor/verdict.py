@@ -83,18 +83,14 @@ def ask_for_causes(job: JobNow, causes: Sequence[int]) -> RankStacks:
         answer = None if pid is None else ask_py_spy(pid)
         if isinstance(answer, Stack):
             stacks[rank] = answer
-        elif answer is not None and not _has_line(job, rank):
+        elif answer is not None and (rank not in job.by_rank or not job.by_rank[rank].own_line):
             notes.append(f"no stack of rank {rank}: {answer}")
     return RankStacks(stacks, tuple(notes))
 
 
-def _has_line(job: JobNow, rank: int) -> bool:
-    now = job.by_rank.get(rank)
-    return now is not None and bool(now.own_line)
-
-
 def _pid_here(job: JobNow, rank: int) -> int | None:
-    here = [each for each in job.ranks if _is_here(each.ring.header.host, each.ring.header.boot_id)]
+    own_host = socket.gethostname(), boot_id()
+    here = [each for each in job.ranks if (each.ring.header.host, each.ring.header.boot_id) == own_host]
     now = next((each for each in here if each.rank == rank), None)
     if now is not None:
         header = now.ring.header
@@ -108,10 +104,6 @@ def _pid_here(job: JobNow, rank: int) -> int | None:
             if any(environment.get(name) == str(rank) for name in _RANK_VARIABLES):
                 return pid
     return None
-
-
-def _is_here(host: str, boot: str) -> bool:
-    return (host, boot) == (socket.gethostname(), boot_id())
 
 
 PATIENCE_S: Final = 5.0

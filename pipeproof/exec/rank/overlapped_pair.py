@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from pipeproof.exec.rank.child_collectives import Call
+from pipeproof.exec.rank.child_collectives import Host as ChildHost
 from pipeproof.exec.rank.framework_protocol import (
     BegunCollective,
     Collectives,
@@ -164,28 +165,11 @@ def whole_pairs(graph: OpGraph, rank: int) -> dict[int, OverlappedPair]:
     return pairs
 
 
-class Host(Protocol):
-    """Rank on which a pair runs; its log is that of the step."""
-
-    log: list[LogEntry]
-
-    def enter(self, op_id: int) -> None:
-        """Report the operation that is about to run."""
-
-    def now(self) -> int:
-        """Return the time on the clock of its log."""
+class Host(ChildHost, Protocol):
+    """Rank on which a pair runs."""
 
     def end_of(self, block: Callable[[], object]) -> int:
         """Return the time on the clock of its log at which ``block`` ends; 0 if only a caller that waits knows it."""
-
-    def begin_entry(self, queue: str, text: str) -> LogEntry:
-        """Append an entry that starts now to its log."""
-
-    def collectives_over(self, axis: str, stage: int, weight: str = "") -> Collectives:
-        """Return the collectives along a mesh axis."""
-
-    def fill_in(self, entry: LogEntry, collectives: Collectives, call: Call, result: Tensor) -> None:
-        """Complete the entry of a collective that has ended."""
 
 
 class PairTurns:

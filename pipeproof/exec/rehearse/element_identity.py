@@ -351,11 +351,8 @@ class RehearsalArrays:
         if tensor.buffer is not None:
             return tensor.buffer
         if tensor.source is None:
-            tensor.buffer = self._zeros(tensor)
+            content = np.zeros(tensor.numel * dtype_bytes(tensor.dtype), dtype=np.uint8)
+            tensor.buffer = self.real.from_bytes(content, [tensor.numel], tensor.dtype)
             return tensor.buffer
         content = tensor.source.content(tensor.start, tensor.start + tensor.numel, tensor.dtype)
-        return self.real.from_bytes(content, [tensor.numel], tensor.dtype)
-
-    def _zeros(self, tensor: RehearsalTensor) -> Tensor:
-        content = np.zeros(tensor.numel * dtype_bytes(tensor.dtype), dtype=np.uint8)
         return self.real.from_bytes(content, [tensor.numel], tensor.dtype)

@@ -67,13 +67,9 @@ def fit_link(points: Sequence[tuple[int, float]]) -> LinkFit:
     latency, per_byte = np.exp(line)
     if len(points) < 2 or per_byte * sizes[-1] < _LEAST_SHARE * times[-1]:
         latency, per_byte = 0.0, float(times[-1] / sizes[-1])
-    rounded = LinkFit(round(float(latency), 3), _to_digits(1e-3 / float(per_byte)), 0.0)
+    rounded = LinkFit(round(float(latency), 3), float(f"{1e-3 / float(per_byte):.5g}"), 0.0)
     off = max(abs(rounded.time_us(int(n)) / t - 1) for n, t in zip(sizes, times, strict=True))
     return LinkFit(rounded.latency_us, rounded.bandwidth, round(float(off), 3))
-
-
-def _to_digits(value: float) -> float:
-    return float(f"{value:.5g}")
 
 
 def ping_sizes(graph: OpGraph, device: str) -> tuple[int, ...]:

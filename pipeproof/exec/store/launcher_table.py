@@ -54,7 +54,8 @@ def expand_hosts(text: str) -> Iterator[str]:
         match = _NODE.match(text, position)
         if match is None:
             raise ValueError(f"{text[position:] or text!r} is no node list")
-        parts.append(_parsed(match[0]))
+        alternating = enumerate(_BRACKET.split(match[0]))  # texts, and the contents of brackets
+        parts.append([_numbers_of(text) if index % 2 else text for index, text in alternating])
         position = match.end()
         if position == len(text):
             break
@@ -67,11 +68,6 @@ def expand_hosts(text: str) -> Iterator[str]:
 def first_host(text: str) -> str:
     """Name of the first host of a node list."""
     return next(expand_hosts(text))
-
-
-def _parsed(part: str) -> list[str | list[_Numbers]]:
-    """Texts of a part of a node list, and the ranges of its brackets, alternating."""
-    return [_numbers_of(text) if index % 2 else text for index, text in enumerate(_BRACKET.split(part))]
 
 
 def _numbers_of(text: str) -> list[_Numbers]:

@@ -246,7 +246,8 @@ def connect(
     """
     progress("joining the world group")
     on_gpu = device.type == "cuda"
-    store = process_store().part(f"world/{_attempt()}/")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # keys of an earlier start are still in the store
+    store = process_store().part(f"world/{attempt}/")
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=store.of_groups,
@@ -277,11 +278,6 @@ def connect_groups(
         index: GroupCollectives(rank, groups[index].ranks, group) for index, group in by_group.items()
     }
     return TorchWorld(rank, device, GroupChannels(messages, rank, by_channel), collectives)
-
-
-def _attempt() -> str:
-    """Number of this start of the job: keys of an earlier one are still in the store."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _group(ranks: Sequence[int], options: Any = None) -> dist.ProcessGroup:

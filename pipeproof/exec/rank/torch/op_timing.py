@@ -82,7 +82,8 @@ class DeviceClock:
     def timed_entries(self, entries: Sequence[LogEntry]) -> list[LogEntry]:
         """Wait for the GPU and read the events; a transfer starts when it is posted and its channel is free."""
         torch.cuda.synchronize(self._device)
-        times = [0, *(self._time_ns(event) for event in self._events[: self._num_used])]
+        after_ms = [self._anchor.elapsed_time(event) for event in self._events[: self._num_used]]
+        times = [0, *(self._anchor_ns + round(each * _NS_OF_MS) for each in after_ms)]
         free_ns: dict[str, int] = {}
         timed: dict[int, LogEntry] = {}
         for index, entry in sorted(enumerate(entries), key=lambda pair: pair[1].posted_ns):
@@ -94,10 +95,6 @@ class DeviceClock:
                 free_ns[entry.queue] = end
             timed[index] = replace(entry, start_ns=start, end_ns=end, posted_ns=posted, split_ns=split)
         return [timed[index] for index in range(len(entries))]
-
-    def _time_ns(self, event: torch.cuda.Event) -> int:
-        after_ms: float = self._anchor.elapsed_time(event)
-        return self._anchor_ns + round(after_ms * _NS_OF_MS)
 
 
 class DeviceTransfer(PostedTransfer):
@@ -210,9 +207,6 @@ class CudaPingClock:
 
 def op_ranges() -> Callable[[str], AbstractContextManager[object]] | None:
     """Return what makes the range of an operation from its text; None unless a profiler runs."""
-    return _op_range if torch.autograd._profiler_enabled() else None  # noqa: SLF001 - no public query
-
-
-def _op_range(text: str) -> AbstractContextManager[object]:
-    named: AbstractContextManager[object] = record_function(f"{TRACE_PREFIX}{text}")
-    return named
+    if not torch.autograd._profiler_enabled():  # noqa: SLF001 - no public query
+        return None
+    return lambda text: record_function(f"{TRACE_PREFIX}{text}")

@@ -99,7 +99,9 @@ def _part_of_item(value: Any, index: int, sizes: MicroBatchSizes, what: str) -> 
         if len(value) != sizes.count:
             raise PipelineError(f"{what} has {len(value)} entries, and the step has {sizes.count} micro-batches")
         part = value[index]
-        return [each if each is None else each.detach() for each in part] if isinstance(part, list) else _detached(part)
+        if isinstance(part, list):
+            return [each if each is None else each.detach() for each in part]
+        return part.detach() if isinstance(part, paddle.Tensor) else part
     if not isinstance(value, paddle.Tensor) or not value.ndim:
         raise PipelineError(f"{what} is {type(value).__name__}: pass tensors with rows, or lists of micro-batches")
     num_rows = sizes.num_rows or value.shape[0] // sizes.count
@@ -108,10 +110,6 @@ def _part_of_item(value: Any, index: int, sizes: MicroBatchSizes, what: str) -> 
             f"{what} has {value.shape[0]} rows, and the step has {sizes.count} micro-batches of {num_rows}"
         )
     return value[index * num_rows : (index + 1) * num_rows].detach()
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, paddle.Tensor) else value
 
 
 def rows_of(value: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -119,7 +120,7 @@ def compare_with_reference(
     runs = _Runs(reference, data.args, targets, data.kwargs[0], data.loss_kwargs, settings)
     orders = sum_orders(plan)
     differences = []
-    shared = _shared_names(names)
+    num_stages = Counter(names.values())  # the sums of a weight of several stages are added per stage
     for (stage, name), gradient in sorted(gradients.items()):
         whole = names[stage, name]
         expected = runs.summed(orders.by_stage[stage])[whole]
@@ -214,9 +215,3 @@ class _Runs:
 def _exact(values: Any) -> Any:
     """Values of micro-batches with all real numbers in float64."""
     return tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, values)
-
-
-def _shared_names(names: Mapping[tuple[int, str], str]) -> set[str]:
-    """Names in the reference that several stages have: their sums are added per stage."""
-    values = list(names.values())
-    return {name for name in values if values.count(name) > 1}

@@ -82,7 +82,8 @@ class Replicas:
 
     def _largest(self) -> Any:
         """The group of parameters with most replicas."""
-        return max((group for root in self._fsdp for group in _param_groups(root)), key=_num_replicas)
+        states = (part._get_fsdp_state() for root in self._fsdp for part in _fsdp_parts(root))  # noqa: SLF001 - as PyTorch
+        return max((group for state in states for group in _groups_of(state)), key=_num_replicas)
 
     @property
     def is_sharded(self) -> bool:
@@ -247,12 +248,6 @@ def _reshards(part: Any) -> bool:
     state = part._get_fsdp_state()  # noqa: SLF001 - as torch.distributed.pipelining does
     is_default = state._auto_reshard_after_forward  # noqa: SLF001
     return not is_default and any(group.post_forward_mesh_info is not None for group in _groups_of(state))
-
-
-def _param_groups(root: Any) -> Iterator[Any]:
-    """The groups of parameters that FSDP gathers together, of a module and all modules in it."""
-    for part in _fsdp_parts(root):
-        yield from _groups_of(part._get_fsdp_state())  # noqa: SLF001 - as torch.distributed.pipelining does
 
 
 def _groups_of(state: Any) -> list[Any]:

@@ -341,7 +341,9 @@ def load_dcp(
         stages[stage].load_state_dict({name: value}, strict=False)
     for load in loads:
         load.apply()
-    return {**extra, RNG_RESTORED: _restore_rng(ranks, rng)}
+    for name, state in rng.items():
+        (torch.set_rng_state if name.endswith(".cpu") else torch.cuda.set_rng_state)(state)
+    return {**extra, RNG_RESTORED: bool(rng)}
 
 
 def require_equal_copies(ranks: Ranks, held: Sequence[HeldTensor], model: ModelNames) -> None:
@@ -488,9 +490,3 @@ def _rng_targets(
     names = {f"{_RNG}rank{ranks.rank}.{device}": state for device, state in _rng_states().items()}
     is_same = all(name in metadata.tensors and metadata.tensors[name].shape == (len(s),) for name, s in names.items())
     return {name: torch.empty_like(state) for name, state in names.items()} if all(ranks.gather(is_same)) else {}
-
-
-def _restore_rng(ranks: Ranks, states: Mapping[str, torch.Tensor]) -> bool:
-    for name, state in states.items():
-        (torch.set_rng_state if name.endswith(".cpu") else torch.cuda.set_rng_state)(state)
-    return bool(states)

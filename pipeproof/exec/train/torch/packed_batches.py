@@ -105,7 +105,8 @@ def _micro_batches(
             raise PipelineError(f"{name} has other offsets than {_short(offsets)}: pass one offset for each document")
         return MicroBatches(value[part.first : part.last + 1] - value[part.first] for part in parts)
     if name.startswith("max_") and not isinstance(value, torch.Tensor):
-        return MicroBatches(_longest(offsets, part) for part in parts)
+        bounds = (offsets[part.first : part.last + 1] for part in parts)
+        return MicroBatches(max(b - a for a, b in pairwise(each)) for each in bounds)
     if name == "position_ids" and value is True:
         value = _positions(input_ids, offsets)
     if value is None or isinstance(value, bool | int | float | str):
@@ -134,11 +135,6 @@ def _positions(input_ids: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
     sizes = torch.tensor([b - a for a, b in pairwise(offsets)], device=input_ids.device)
     positions = torch.arange(input_ids.numel(), device=input_ids.device)
     return (positions - begins.repeat_interleave(sizes)).reshape(input_ids.shape)
-
-
-def _longest(offsets: Sequence[int], part: _Part) -> int:
-    bounds = offsets[part.first : part.last + 1]
-    return max(b - a for a, b in pairwise(bounds))
 
 
 def _is_offsets(name: str) -> bool:

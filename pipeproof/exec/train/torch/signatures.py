@@ -111,7 +111,8 @@ class Signatures:
         refusal: PipelineError | None = None
         try:
             require()
-            word = self._words.word(call, *_autocast(self._placed.device), inputs)
+            kind = self._placed.device.type
+            word = self._words.word(call, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), inputs)
         except PipelineError as error:
             refusal, word = error, REFUSED
         self.words = words = self._roll.exchange(word)
@@ -276,10 +277,6 @@ def _distinct(by_rank: Sequence[Sequence[View]]) -> tuple[list[View], list[int]]
             views.append(view)
         order.append(views.index(view))
     return views, order if len(views) > 1 else []
-
-
-def _autocast(device: torch.device) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
 
 
 @contextmanager

@@ -270,7 +270,7 @@ class StageDescriber:
         self, number: int, before: Mapping[str, Any], examples: Examples, skeleton: Mapping[str, Any]
     ) -> dict[str, Any]:
         module = self.replicas[number].call()
-        layers = self._layers_of(number, module)
+        layers = None if self.layers[number] == [stage_name(number)] else layers_of(module)
         is_last = number == self.num_stages - 1
         declared = skeleton["model"].get("layers")
         if self.profile and not examples.distinct:
@@ -351,9 +351,6 @@ class StageDescriber:
         for layer, num_bytes in zip(found, kept if layers is not None else [sum(kept)] * len(kept[:1]), strict=False):
             layer["activation_bytes"] = num_bytes
         return found
-
-    def _layers_of(self, number: int, module: nn.Module) -> CutLayers | None:
-        return None if self.layers[number] == [stage_name(number)] else layers_of(module)
 
     def _declared_facts(
         self, number: int, entry: dict[str, Any], skeleton: Mapping[str, Any], lengths: Sequence[int]

@@ -54,14 +54,6 @@ class AssignedInputs:
     kwargs: Mapping[str, Any]
     stage_kwargs: Mapping[int, Mapping[str, Any]]
 
-    def roots(self) -> dict[str, list[Any]]:
-        """All values by name; several stages may get other values of one name."""
-        values: dict[str, list[Any]] = {}
-        for named in (self.args, self.target, self.kwargs, *self.stage_kwargs.values()):
-            for name, value in named.items():
-                values.setdefault(name, []).append(value)
-        return values
-
 
 @dataclass(frozen=True, slots=True)
 class Signature:

@@ -77,12 +77,6 @@ def joined_outputs(outputs: Sequence[Any]) -> Any:
     if isinstance(first, Mapping):
         return {key: joined_outputs([output[key] for output in outputs]) for key in first}
     if isinstance(first, tuple | list):
-        return _like(
-            first, [joined_outputs([output[position] for output in outputs]) for position in range(len(first))]
-        )
+        items = [joined_outputs([output[position] for output in outputs]) for position in range(len(first))]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     return list(outputs)
-
-
-def _like(value: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
-    """Items in a tuple, named tuple or list like ``value``."""
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -64,7 +64,8 @@ def pipelining(
     def pipelining_fn(
         model: nn.Module, *, parallel_dims: Any, parallelism: Any, loss_fn: Any, **others: Any
     ) -> Pipelined:
-        own, parts, has_first, has_last = (cut or _pipeline_llm())(
+        cut_model = cut or import_module("torchtitan.distributed.pipeline_parallel").pipeline_llm
+        own, parts, has_first, has_last = cut_model(
             model, parallel_dims=parallel_dims, parallelism=parallelism, loss_fn=loss_fn, **others
         )
         made = {
@@ -207,8 +208,3 @@ def _named(entries: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
 
 def _listed(values: Sequence[Any] | None) -> MicroBatches | None:
     return None if values is None else MicroBatches(values)
-
-
-def _pipeline_llm() -> Callable[..., Any]:
-    cut: Callable[..., Any] = import_module("torchtitan.distributed.pipeline_parallel").pipeline_llm
-    return cut
