@@ -66,11 +66,7 @@ class ReshardOptions:
 
 
 def _require_consistent(options: ReshardOptions, *, check: bool) -> None:
-    """Refuse options that are contradictory or missing.
-
-    Raises:
-        click.UsageError: with the options to give.
-    """
+    """Refuse options that are contradictory or missing."""
     if check == (options.out is not None):
         raise click.UsageError("give -o OUT, the output, or --check to prove only")
     if is_plan(options.source) and not check:
@@ -235,11 +231,7 @@ def _reshard_checkpoint(options: ReshardOptions) -> ExitStatus:
 
 
 def _require_same_md5(source: Checkpoint, task: ReshardTask, out: Path) -> str | None:
-    """Return the MD5 that the tensors of source and output have; None if the output's tensors are not the source's.
-
-    Raises:
-        StateError: A tensor of the output differs.
-    """
+    """Return the MD5 that the tensors of source and output have; None if the output's tensors are not the source's."""
     from pipeproof.state.checkpoint import md5_of_all, tensor_md5s
     from pipeproof.state.open_checkpoint import open_checkpoint
     from pipeproof.state.state_codes import StateError

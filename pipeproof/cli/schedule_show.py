@@ -163,11 +163,7 @@ def write_shown(shown: SelectedSchedule, target: str) -> None:
 
 
 def _require_moderate_picture(plan: LoadedPlan, kind: ScheduleKind) -> None:
-    """Refuse a schedule with too many computations for a timeline, before it is generated. O(1).
-
-    Raises:
-        click.UsageError: more than ``MOST_COMPUTATIONS``.
-    """
+    """Refuse a schedule with too many computations for a timeline, before it is generated. O(1)."""
     schedule, num_ranks = plan.spec.schedule, plan.spec.topology.pp
     num_items = plan.spec.num_stages * schedule.num_micro_batches * schedule.num_sequence_splits
     number = kind.num_computations(num_ranks, num_items)

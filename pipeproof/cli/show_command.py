@@ -56,11 +56,7 @@ def _show_memory(plan: Path, source: PlanSource) -> None:
 
 
 def _show_costs(plan: Path, source: PlanSource) -> None:
-    """Print the computed costs of a plan.
-
-    Raises:
-        click.UsageError: the plan gives its times, or has layers whose times cannot be computed.
-    """
+    """Print the computed costs of a plan."""
     with refusing_bad_plans("text", plan), showing_progress(f"lowering {plan}"):
         from pipeproof.comm.lower import blaming_plan
         from pipeproof.cost.analytic_times import AnalyticCosts

@@ -52,12 +52,7 @@ def sweep(
 
 
 def _points(plan: Path, source: PlanSource) -> Sweep:
-    """Return the points of the plan: lists of ``--set`` are values to combine, others are set in all points.
-
-    Raises:
-        PlanFileError: the plan or a key is not valid.
-        click.UsageError: no key has a list of values.
-    """
+    """Return the points of the plan: lists of ``--set`` are values to combine, others are set in all points."""
     from pipeproof.analysis.sweep.sweep_points import sweep_of_plan
     from pipeproof.diagnostics.problems import dotted
 
@@ -70,11 +65,7 @@ def _points(plan: Path, source: PlanSource) -> Sweep:
 
 
 def _columns(sweep: Sweep, columns: str | None, sort: str) -> list[str]:
-    """Return the columns of the table.
-
-    Raises:
-        click.BadParameter: a name is neither a key of the sweep nor a figure.
-    """
+    """Return the columns of the table."""
     from pipeproof.analysis.sweep.results_table import DEFAULT_FIGURES, FIGURES
     from pipeproof.diagnostics.problems import nearest_name
 

@@ -125,11 +125,7 @@ def _require_fit(plan: PlanSpec, kind: ScheduleKind) -> None:
 
 
 def _num_chunks(plan: PlanSpec, kind: ScheduleKind) -> int:
-    """Number of stages of each rank, copies counted once, from ``num_chunks`` or from the listed placement.
-
-    Raises:
-        UnfitSizesError: it lists copies, or ranks with more stages than others, for a schedule without them.
-    """
+    """Number of stages of each rank, copies counted once, from ``num_chunks`` or from the listed placement."""
     placement, num_ranks = plan.schedule.placement, plan.topology.pp
     if not isinstance(placement, tuple):
         return plan.schedule.num_chunks

@@ -120,11 +120,7 @@ def _received_early(plan: PlanContext) -> tuple[Posts, ...]:
 
 
 def _require_pairs(foreign: ForeignSchedule) -> None:
-    """Refuse ``schedule.overlap`` where no computations overlap, or their program is given with its communication.
-
-    Raises:
-        BadPlanAtError: PP106.
-    """
+    """Refuse ``schedule.overlap`` where no computations overlap, or their program is given with its communication."""
     if not foreign.computes_only:
         why, fix = "has its own communication", "give computations alone"
     elif not any(foreign.schedule.pairs):

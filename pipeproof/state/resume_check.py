@@ -238,11 +238,7 @@ def _model_differences(saved: _Values, expected: _Values) -> list[_KeyDifference
 
 
 def _data_difference(index: StateIndex, plan: LoweredPlan) -> str | None:
-    """Compare the micro-batches of a step: their number over all data ranks, and the size of each.
-
-    Raises:
-        StateError: The state has no number of micro-batches.
-    """
+    """Compare the micro-batches of a step: their number over all data ranks, and the size of each."""
     saved, expected = index.values, values_of(plan.spec)
     was, now = saved.get(_NUM), plan.spec.schedule.num_micro_batches
     if not isinstance(was, int) or was < 1:

@@ -19,12 +19,10 @@ class TensorLike(Protocol):
     @property
     def dtype(self) -> str:
         """Element type."""
-        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole tensor."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

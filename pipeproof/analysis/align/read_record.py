@@ -54,7 +54,6 @@ class Record(Protocol):
         Raises:
             AlignmentError: a file is damaged.
         """
-        ...
 
     def values(self, recorded: Recorded) -> Values | None:
         """The tensor itself; None where it was not kept.
@@ -62,7 +61,6 @@ class Record(Protocol):
         Raises:
             AlignmentError: a file of values cannot be read, or has another tensor.
         """
-        ...
 
 
 _RANK_FILE = re.compile(r"record\.rank(\d+)\.jsonl")

@@ -102,11 +102,7 @@ _MOST_BYTES = 2**30
 
 
 def _json_object(path: Path) -> dict[str, Any] | None:
-    """The file's content if it is a JSON object; the plan reader reports anything else.
-
-    Raises:
-        OSError: it is too large.
-    """
+    """The file's content if it is a JSON object; the plan reader reports anything else."""
     try:
         with open_foreign(path) as stream:
             if not stream.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):

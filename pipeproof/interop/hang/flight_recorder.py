@@ -204,11 +204,7 @@ def dump_files(directory: Path) -> dict[int, Path]:
 
 
 def _read_content(path: Path) -> dict[str, Any]:
-    """Read a dump.
-
-    Raises:
-        PlanFileError: PP930, it cannot be read, is truncated, or is something else.
-    """
+    """Read a dump."""
     try:
         with open_foreign(path, MAX_BYTES) as stream:
             is_json = stream.read(_MOST_SPACES).lstrip()[:1] == b"{"

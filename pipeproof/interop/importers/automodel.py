@@ -93,12 +93,7 @@ class _Recipe(Settings):
         self._rest()
 
     def _require_keys(self) -> None:
-        """Refuse a file of another kind, and keys that Automodel does not have.
-
-        Raises:
-            PlanFileError: PP170 for a file of another kind and for misspelt keys, PP171 for unknown ones of the
-                pipeline.
-        """
+        """Refuse a file of another kind, and keys that Automodel does not have."""
         if not _OF_DISTRIBUTED.intersection(self.tree.names(_TOP)):
             raise self.refused(
                 "`distributed`, which has the degrees of parallelism, is not in the file",
@@ -174,11 +169,7 @@ class _Recipe(Settings):
             draft.ignore("distributed.strategy", "parameters and gradients are whole on each rank here", sharded)
 
     def _sizes(self, pp: int) -> None:
-        """Set the number of blocks and the length of sequences, and assume the other sizes.
-
-        Raises:
-            PlanFileError: PP170, a pipeline of an unknown number of blocks.
-        """
+        """Set the number of blocks and the length of sequences, and assume the other sizes."""
         draft = self.draft
         for path in _LENGTHS:
             placed = self.placed(*path)

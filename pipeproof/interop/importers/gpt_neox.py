@@ -63,11 +63,7 @@ def _joined(files: Sequence[Path]) -> tuple[dict[str, Any], SourceMap]:
 
 class _Training(Settings):
     def read(self) -> None:
-        """Set topology, model and stages.
-
-        Raises:
-            PlanFileError: as for the files.
-        """
+        """Set topology, model and stages."""
         if self.placed(_PP) is None:
             raise self._absent(_PP)
         pp, tp = self._size(_PP) or 0, max(1, self._size(_TP) or 1)

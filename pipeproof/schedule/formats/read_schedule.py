@@ -197,11 +197,7 @@ def _as_given(
     tensors: tuple[TensorSpec, ...] = (),
     groups: tuple[Group, ...] = (),
 ) -> ForeignSchedule:
-    """The schedule whose rows are all there, but for peers.
-
-    Raises:
-        ScheduleFileError: it does not fit, or a transfer has no other end.
-    """
+    """The schedule whose rows are all there, but for peers."""
     check_fit(raw, expected, findings)
     findings.raise_any()
     rows = with_peers(raw.rows, raw.origins, findings)

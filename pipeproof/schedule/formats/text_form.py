@@ -306,11 +306,7 @@ class _Reader:
             self._bad(whole, f"`{shortened(text)}` is no line of a program", fix)
 
     def finish(self) -> ProgramFile:
-        """The program that was read.
-
-        Raises:
-            ScheduleFileError: something was wrong.
-        """
+        """The program that was read."""
         self._check_references()
         if not self._ranks and not self._findings.found:
             self._findings.add(NO_OPERATIONS, self._start, "the program has no ranks", "write `rank 0: 0F0 0B0`")

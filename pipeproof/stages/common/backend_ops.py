@@ -40,103 +40,78 @@ class BackendOps(Protocol):
         ``backward`` computes the gradients of the inputs from the gradients of the outputs. Every output must be a new
         tensor for autograd: an input that is also an output goes through ``alias``.
         """
-        ...
 
     def alias(self, tensor: Tensor) -> Tensor:
         """Return a new tensor with the same values. It may share the memory."""
-        ...
 
     def leaf(self, tensor: Tensor) -> Tensor:
         """Return a leaf of autograd with the same memory and its own gradient."""
-        ...
 
     def concat(self, tensors: Sequence[Tensor], dim: int, /) -> Tensor:
         """Concatenate along an existing dim."""
-        ...
 
     def stack(self, tensors: Sequence[Tensor], dim: int, /) -> Tensor:
         """Stack along a new dim."""
-        ...
 
     def chunk(self, tensor: Tensor, number: int, dim: int, /) -> Sequence[Tensor]:
         """Split into ``number`` equal parts."""
-        ...
 
     def split(self, tensor: Tensor, sizes: Sequence[int], dim: int, /) -> Sequence[Tensor]:
         """Split into parts of these sizes."""
-        ...
 
     def permute(self, tensor: Tensor, dims: Sequence[int], /) -> Tensor:
         """Return the tensor with its dims in this order."""
-        ...
 
     def take_rows(self, tensor: Tensor, indices: Tensor, /) -> Tensor:
         """Rows of the tensor by index, along its first dim."""
-        ...
 
     def zeros_like(self, tensor: Tensor, /) -> Tensor:
         """Zeros of the tensor's shape and type."""
-        ...
 
     def fork(self, tensor: Tensor, num_readers: int, /) -> Sequence[Tensor]:
         """Return one tensor for each reader. Their gradients are added in the order of the readers."""
-        ...
 
     def repeat(self, tensor: Tensor, number: int, dim: int, /) -> Tensor:
         """Repeat the tensor ``number`` times along a new dim."""
-        ...
 
     def widened(self, tensor: Tensor, /) -> Tensor:
         """Convert 16-bit types to float32, for computations that need more precision."""
-        ...
 
     def as_type_of(self, tensor: Tensor, like: Tensor, /) -> Tensor:
         """Convert to the type of ``like``: the inverse of ``widened``."""
-        ...
 
     def masked_gain(self, mask: npt.NDArray[Any], gain: float, like: Tensor, /) -> Tensor:
         """``gain`` where the mask (booleans as ``Dropouts`` has them) is true, else 0; type and device of ``like``."""
-        ...
 
     def constant(self, values: npt.NDArray[Any], like: Tensor, /) -> Tensor:
         """The values as a tensor without a gradient on the device of ``like``; integers stay, others have its type."""
-        ...
 
     def softmax(self, tensor: Tensor, dim: int, /) -> Tensor:
         """Softmax along a dim."""
-        ...
 
     def relu(self, tensor: Tensor, /) -> Tensor:
         """The larger one of each element and zero."""
-        ...
 
     def unchosen(self, scores: Tensor, number: int, /) -> Tensor:
         """0 for the ``number`` largest of the last dim, at equal ones the first, else minus infinity; no gradient."""
-        ...
 
     def regather_input(self, tensor: Tensor, gather: Callable[[], Tensor], /) -> None:
         """Do not keep the tensor for products with weights that read it: W gathers its values again."""
-        ...
 
     def recompute_in_backward(self, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Return ``compute(*inputs)`` and keep only the inputs. Backward computes it again."""
-        ...
 
     def rms_norm(self, activation: Tensor, /) -> Tensor:
         """``x / sqrt(mean(x^2) + eps)`` over the last dim, without a weight."""
-        ...
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor, /) -> Tensor:
         """The rotary embedding of heads [.., S, D], with tables in the framework's own format."""
-        ...
 
     def rotated_heads(self, heads: Tensor, cos: Tensor, sin: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:
         """Query [B, K, G, S, D] and key [B, K, S, D], rotated, and value [B, K, S, D], of [B, K, G + 2, S, D]."""
-        ...
 
     def causal_attention(self, query: Tensor, key: Tensor, value: Tensor, factors: Tensor | None = None) -> Tensor:
         """Causal attention, [B, K, G, S, D of values]: a position sees itself and the positions before it."""
-        ...
 
 
 NORM_EPSILON = 1e-6

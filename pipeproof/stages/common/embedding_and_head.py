@@ -56,13 +56,11 @@ class Vocabulary(Protocol):
 
     def rows(self, tokens: Sequence[Tensor], weight: Weight, region: TensorParallelRegion, rows_dim: int, /) -> Tensor:
         """This rank's addend of the embedded tokens, [.., H], from tokens [..] and the weight [V / T, H]."""
-        ...
 
     def losses(
         self, entered: Tensor, weight: Weight, labels: Sequence[Tensor], region: TensorParallelRegion, rows_dim: int, /
     ) -> list[Tensor]:
         """Each stream's cross-entropy, a scalar, summed over its counted tokens, from the activations [.., H]."""
-        ...
 
 
 class EmbeddingAndHead:

@@ -39,7 +39,6 @@ class ExpertCollectives(Protocol):
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], *, label: str) -> Tensor:
         """Send ``send[m]`` rows, in order, to each member m; return ``receive[m]`` rows from each, joined in order."""
-        ...
 
     def announce(
         self, counts: Tensor, sizes: Sequence[int], use: Callable[[Tensor], Used], *, label: str
@@ -49,15 +48,12 @@ class ExpertCollectives(Protocol):
         In an overlapped pair that function lets the other computation have its turn first; else ``use`` has been called
         before the return. All that the next collective sends must have been launched when the function is called.
         """
-        ...
 
     def all_gather_each(self, tensors: Sequence[Tensor], *, labels: Sequence[str], axis: str) -> Sequence[Tensor]:
         """Return all members' parts of each tensor, joined along dim 0. All are issued before the first is needed."""
-        ...
 
     def reduce_scatter_each(self, tensors: Sequence[Tensor], *, labels: Sequence[str], axis: str) -> Sequence[Tensor]:
         """Return this member's part along dim 0 of the sum of each tensor over all members; issued likewise."""
-        ...
 
 
 class ExpertRegion:

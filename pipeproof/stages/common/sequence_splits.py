@@ -92,11 +92,9 @@ class ContextCollectives(Protocol):
 
     def all_gather(self, tensor: Tensor, dim: int, *, label: str, axis: str = ...) -> Tensor:
         """Concatenate all ranks' tensors along ``dim`` in rank order."""
-        ...
 
     def reduce_scatter(self, tensor: Tensor, dim: int, *, label: str, axis: str = ...) -> Tensor:
         """This rank's shard along ``dim`` of the sum over all ranks."""
-        ...
 
 
 class GatheredKeys:

@@ -22,15 +22,12 @@ class TensorParallelCollectives(Protocol):
 
     def all_reduce(self, tensor: Tensor, *, label: str, reduction: str = "sum") -> Tensor:
         """The ``sum`` or ``max`` over all ranks, in a new tensor of the same shape."""
-        ...
 
     def all_gather(self, tensor: Tensor, dim: int, *, label: str) -> Tensor:
         """Concatenate all ranks' tensors along ``dim`` in rank order."""
-        ...
 
     def reduce_scatter(self, tensor: Tensor, dim: int, *, label: str) -> Tensor:
         """This rank's shard along ``dim`` of the sum over all ranks."""
-        ...
 
 
 class TensorParallelRegion:

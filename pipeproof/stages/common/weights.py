@@ -22,7 +22,6 @@ class WeightGradients(Protocol):
 
     def accumulate(self) -> None:
         """Compute the gradients and add them to the weights' buffers. A second call adds nothing."""
-        ...
 
 
 class SplitWeights(Protocol):
@@ -30,35 +29,27 @@ class SplitWeights(Protocol):
 
     def backward(self, output: Tensor, gradient: Tensor | None) -> WeightGradients:
         """Compute the gradients of all inputs of ``output``; return the deferred gradients of weights."""
-        ...
 
     def product(self, activation: Tensor, weight: Weight, *, transposed: bool = False) -> Tensor:
         """``activation @ weight``: [.., K] and [K, M] to [.., M]; transposed, the weight is [M, K]."""
-        ...
 
     def grouped(self, activation: Tensor, weight: Weight, groups: Any, /) -> Tensor:
         """Multiply each group of rows by its matrix: [V, K] and [E, K, M] to [V, M]."""
-        ...
 
     def grouped_evenly(self, activation: Tensor, weight: Weight, /) -> Tensor:
         """``grouped`` with as many rows in each group."""
-        ...
 
     def deferred(self, weight: Weight, /) -> Tensor:
         """The weight as a tensor of autograd, for one use. W adds its gradient."""
-        ...
 
     def fixed(self, weight: Weight, /) -> Tensor:
         """The weight as a constant."""
-        ...
 
     def added(self, activation: Tensor, weight: Weight, view: Callable[[Tensor], Tensor] = ..., /) -> Tensor:
         """``activation + view(weight)``, by default of the whole weight. The view is broadcast."""
-        ...
 
     def scaled_and_shifted(self, activation: Tensor, scale: Weight, shift: Weight, sizes: Sequence[int]) -> Tensor:
         """``activation * scale + shift`` with one ``scale`` for each group of columns: [.., K], [groups] and [K]."""
-        ...
 
 
 class BorrowedWeight(Protocol):
@@ -67,11 +58,9 @@ class BorrowedWeight(Protocol):
     @property
     def used(self) -> Weight:
         """The weight that the borrower computes with."""
-        ...
 
     def return_gradients(self) -> None:
         """Add the borrower's gradient to the weight's gradient, then reset it to +0.0."""
-        ...
 
 
 class ShardRank(Protocol):

@@ -129,7 +129,7 @@ def compare_with_reference(
             continue
         (x, dtype), (y, _) = map(to_numpy, (mine, expected))
         noise = runs.noise(whole, y) if is_compiled else None
-        cancellation = runs.cancellation(whole, y) if whole in shared else None
+        cancellation = runs.cancellation(whole, y) if num_stages[whole] > 1 else None
         differences.append(
             gradient_difference(whole, stage, (x, y), dtype, noise=noise, cancellation=cancellation)
         )  # fmt: skip

@@ -130,11 +130,7 @@ def require_evaluated(command: Sequence[Argument], source: SourceMap) -> None:
 def _without_blocks(
     command: Sequence[Argument], source: SourceMap
 ) -> tuple[list[Argument], list[tuple[str, Location]]]:
-    """Return the words that are there in every run, and notes on flags that only a block appends.
-
-    Raises:
-        PlanFileError: PP170, a block decides about a flag of parallelism or the number of layers.
-    """
+    """Return the words that are there in every run, and notes on flags that only a block appends."""
     words: list[Argument] = []
     notes: list[tuple[str, Location]] = []
     is_value = False

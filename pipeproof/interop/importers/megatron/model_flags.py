@@ -158,11 +158,7 @@ def _size(reader: FlagReader, config: Draft, flag: str, key: str, default: int) 
 
 
 def _require_layers(reader: FlagReader, config: Draft, pp: int) -> None:
-    """Refuse a pipeline of an unknown number of blocks: whether they divide, and how, decides the stages.
-
-    Raises:
-        PlanFileError: PP170, neither the file nor an option has the number.
-    """
+    """Refuse a pipeline of an unknown number of blocks: whether they divide, and how, decides the stages."""
     flag, key, arguments = "--num-layers", ("model", "num_layers"), reader.arguments
     setting = reader.setting(flag)
     if pp == 1 or key in reader.draft or key in config or (setting is not None and setting.value is not None):
@@ -302,11 +298,7 @@ def dispatcher_of(reader: FlagReader) -> str | None:
 
 
 def _dense_layers(reader: FlagReader) -> None:
-    """``--moe-layer-freq``: the blocks with experts; a plan has those after its first few blocks.
-
-    Raises:
-        PlanFileError: PP170, the value is no number and no list of a 0 or 1 for each block.
-    """
+    """``--moe-layer-freq``: the blocks with experts; a plan has those after its first few blocks."""
     flag, num_layers = "--moe-layer-freq", count(reader.draft, "model", "num_layers")
     setting, text = reader.setting(flag), reader.text(flag)
     if setting is None or text is None:
@@ -333,9 +325,6 @@ def _import_parts(reader: FlagReader, config: Draft) -> None:
 
     A script without --hidden-size has its model elsewhere: in another file, or in a checkpoint. Its missing flags mean
     nothing, and the parts are those of ``config``, or assumed.
-
-    Raises:
-        PlanFileError: PP170 or PP171, a value cannot be read, or Megatron-LM refuses it.
     """
     if not reader.has("--hidden-size"):
         for key, value in LLAMA.items():

@@ -67,11 +67,7 @@ def _refuse_misspelt(settings: Settings) -> None:
 
 
 def _of_kit(settings: Settings, job: FleetJob, draft: Draft) -> FleetJob:
-    """Return the job with ERNIEKit's own keys, and note the keys that are not read.
-
-    Raises:
-        PlanFileError: PP171, ERNIEKit stops at the start.
-    """
+    """Return the job with ERNIEKit's own keys, and note the keys that are not read."""
     stage = settings.text("stage") or SourcedValue("SFT", "stage", by_default=True)
     if stage.value not in _STAGES:
         _refuse_value(stage, _STAGES)
@@ -108,11 +104,7 @@ def _refuse_value(given: SourcedValue[str], known: Sequence[str]) -> None:
 
 
 def _check_start(settings: Settings, job: FleetJob, stage: SourcedValue[str]) -> None:
-    """Refuse a pipeline that ERNIEKit refuses.
-
-    Raises:
-        PlanFileError: PP171.
-    """
+    """Refuse a pipeline that ERNIEKit refuses."""
     tokens = settings.tokens(TOKENS)
     if stage.value == "DPO" and _CLEARED not in tokens:
         where = settings.location(TOKENS) or job.pp.location

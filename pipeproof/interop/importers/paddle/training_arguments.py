@@ -306,11 +306,7 @@ def _dtype(settings: Settings) -> SourcedValue[str] | None:
 
 
 def _require_known_trainer(settings: Settings) -> None:
-    """Refuse files of another trainer, and jobs that do not run on Fleet's pipeline.
-
-    Raises:
-        PlanFileError: PP170, with the first setting that shows it.
-    """
+    """Refuse files of another trainer, and jobs that do not run on Fleet's pipeline."""
     for name in settings.values:
         if name in _OF_FLEETX:
             raise unreadable(
@@ -347,11 +343,7 @@ def concerns_pipeline(name: str) -> bool:
 
 
 def _report_unknown_settings(settings: Settings, draft: Draft) -> None:
-    """Report settings that look like one of the pipeline's and are unknown.
-
-    Raises:
-        PlanFileError: PP170, one is a misspelling: the default would stay in force.
-    """
+    """Report settings that look like one of the pipeline's and are unknown."""
     for name in settings.values:
         if name in _PIPELINE_NAMES or name in _KNOWN_ELSEWHERE:
             continue
