@@ -9,7 +9,7 @@ import paddle
 from paddle.autograd import PyLayer
 
 from pipeproof.comm.accumulation_order import sum_orders
-from pipeproof.exec.compare.compare_routers import compare_routers
+from pipeproof.exec.compare.compare_gradients import compare_routers
 from pipeproof.exec.compare.run_record import RankStep, Recorder, ReferenceStep
 from pipeproof.exec.rank.job_files import RecordOptions
 from pipeproof.stages.common import experts as routers

@@ -24,7 +24,7 @@ from pipeproof.analysis.align.record_format import (
     values_file,
 )
 from pipeproof.comm.op_graph import LoweredPlan, index_of
-from pipeproof.exec.compare.compare_routers import RouterResult
+from pipeproof.exec.compare.compare_gradients import RouterResult
 from pipeproof.exec.compare.step_losses import main_loss, module_losses
 from pipeproof.exec.rank.job_files import Loss, RecordOptions, save_arrays
 from pipeproof.stages.describe.layer_records import BorderTensor

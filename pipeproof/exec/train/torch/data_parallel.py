@@ -17,8 +17,7 @@ from torch import nn
 
 from pipeproof.exec.rank.step_end import StepEnd
 from pipeproof.exec.store.train_errors import PipelineError
-from pipeproof.exec.train.torch.channel_groups import OrderedSums
-from pipeproof.exec.train.torch.script_groups import ScriptGroup
+from pipeproof.exec.train.torch.channel_groups import OrderedSums, ScriptGroup
 from pipeproof.schedule.ops import Op
 
 BUCKET_BYTES = 25 * 2**20

@@ -35,14 +35,13 @@ from pipeproof.exec.train.module_plan import (
 from pipeproof.exec.train.plan_layers import Cut, Tie, names_in_plan, planned_cut
 from pipeproof.exec.train.stage_boundaries import Boundaries, common_dtype, kind_text
 from pipeproof.exec.train.torch.block_layers import layer_names
-from pipeproof.exec.train.torch.channel_groups import StageWorld, connect_stages
+from pipeproof.exec.train.torch.channel_groups import ScriptGroup, StageWorld, connect_stages, process_group
 from pipeproof.exec.train.torch.data_parallel import Replicas, layout_of, local_part
 from pipeproof.exec.train.torch.meta_buffers import require_computed_buffers
 from pipeproof.exec.train.torch.model_names import unwrapped
 from pipeproof.exec.train.torch.model_stages import ModelStages, cut_ties, shared_objects
 from pipeproof.exec.train.torch.module_stage import LossFunction, ModuleStage, trained
 from pipeproof.exec.train.torch.replayed_step import require_replayable
-from pipeproof.exec.train.torch.script_groups import ScriptGroup, process_group
 from pipeproof.exec.train.torch.split_backward import require_splittable
 from pipeproof.exec.train.torch.stage_facts import Examples, StageDescriber
 from pipeproof.exec.train.torch.stage_keywords import StageKeywords, StepInputs

@@ -18,9 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from pipeproof.exec.store.train_errors import PipelineError
-from pipeproof.exec.train.torch.channel_groups import OrderedSums
+from pipeproof.exec.train.torch.channel_groups import OrderedSums, ScriptGroup
 from pipeproof.exec.train.torch.data_parallel import local_part
-from pipeproof.exec.train.torch.script_groups import ScriptGroup
 
 Normalize = Literal["micro_batches", "tokens"]
 LossOn = Literal["last", "all"]

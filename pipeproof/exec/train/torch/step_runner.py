@@ -23,12 +23,11 @@ from pipeproof.exec.rank.stall_watch import StallWatch
 from pipeproof.exec.rank.torch.cuda_graph import CaptureStream, TorchProgress
 from pipeproof.exec.rank.torch.op_timing import op_ranges
 from pipeproof.exec.store.train_errors import PipelineError
-from pipeproof.exec.train.missing_gradients import MissingGradients
 from pipeproof.exec.train.module_plan import TrainedPlan
 from pipeproof.exec.train.torch.boundary_inference import unchanged_state
 from pipeproof.exec.train.torch.channel_groups import StageWorld
 from pipeproof.exec.train.torch.data_parallel import ReplicatedStepEnd
-from pipeproof.exec.train.torch.module_stage import StepData, TorchModules
+from pipeproof.exec.train.torch.module_stage import MissingGradients, StepData, TorchModules
 from pipeproof.exec.train.torch.overlap_points import at_overlap_points
 from pipeproof.exec.train.torch.replayed_step import Replays
 from pipeproof.exec.train.torch.roll_call import RollCall
@@ -50,9 +49,9 @@ if TYPE_CHECKING:
     from pipeproof.exec.rank.framework_protocol import Framework, World
 from typing import Literal
 
+from pipeproof.exec.train.torch.channel_groups import ScriptGroup
 from pipeproof.exec.train.torch.data_parallel import groups_of, local_part
 from pipeproof.exec.train.torch.module_stage import ModuleStage, trained
-from pipeproof.exec.train.torch.script_groups import ScriptGroup
 
 
 class StepWriter(Protocol):
