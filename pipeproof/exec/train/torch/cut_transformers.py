@@ -689,17 +689,14 @@ def _observe(model: nn.Module, chains: Sequence[Chain], batch: Mapping[str, Any]
     more: dict[str, Any] = {}
     for chain in chains:
         is_encoder = len(chains) > 1 and chain is chains[0]
-        called = model.get_submodule(chain.inner) if is_encoder else model
-        taken = signature(called.forward).parameters
         with observed(chain):
-            output = _run_encoder(called, batch, taken) if is_encoder else _run(model, {**batch, **more})
-        if is_encoder:
-            more["encoder_outputs"] = output
-            batch = {name: value for name, value in batch.items() if name != getattr(model, "main_input_name", "")}
-
-
-def _run_encoder(encoder: nn.Module, batch: Mapping[str, Any], taken: Mapping[str, Any]) -> Any:
-    return encoder(**{name: value for name, value in batch.items() if name in taken})
+            if not is_encoder:
+                _run(model, {**batch, **more})
+                continue
+            encoder = model.get_submodule(chain.inner)
+            taken = signature(encoder.forward).parameters
+            more["encoder_outputs"] = encoder(**{name: value for name, value in batch.items() if name in taken})
+        batch = {name: value for name, value in batch.items() if name != getattr(model, "main_input_name", "")}
 
 
 def _checked_inputs(model: nn.Module, cut: _Cut, bare: Mapping[str, Any]) -> _Inputs:

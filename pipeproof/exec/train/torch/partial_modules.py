@@ -84,8 +84,8 @@ class Shape:
         return other.new_zeros((), dtype=self.dtype).expand(sizes)
 
 
-class _Replacement(nn.Module):  # type: ignore[misc]  # torch is untyped
-    """A module without weights that has the other attributes of the module that it replaces."""
+class _Substitute(nn.Module):  # type: ignore[misc]  # torch is untyped
+    """A module in the place of another one, ``_replaced``, with that one's other attributes."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -93,7 +93,6 @@ class _Replacement(nn.Module):  # type: ignore[misc]  # torch is untyped
             if name not in vars(self) and isinstance(value, bool | int | float | str):
                 self.__dict__[name] = value  # found by compilers without __getattr__
         self.training = module.training
-        self.__dict__["_replaced"] = without_values(module)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -104,16 +103,23 @@ class _Replacement(nn.Module):  # type: ignore[misc]  # torch is untyped
             return getattr(self.__dict__["_replaced"], name)
 
 
-class AbsentBlock(_Replacement):
+class _Absent(_Substitute):
+    """A module without weights."""
+
+    def __init__(self, module: nn.Module, link: Link) -> None:
+        super().__init__(module)
+        self.__dict__["_replaced"], self.__dict__["_link"] = without_values(module), link
+
+
+class AbsentBlock(_Absent):
     """A block of another stage. It returns its input, or what the stage received if ``is_entry``.
 
     With ``is_exit`` it is the model's first block, and its input is what the stage sends.
     """
 
     def __init__(self, block: nn.Module, output: BlockOutput, link: Link, *, is_entry: bool, is_exit: bool) -> None:
-        super().__init__(block)
+        super().__init__(block, link)
         self._output, self._is_entry, self._is_exit = output, is_entry, is_exit
-        self.__dict__["_link"] = link
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run in the place of the module."""
@@ -126,13 +132,12 @@ class AbsentBlock(_Replacement):
         return self._output.output_of((hidden,) * len(self._output.tensors))
 
 
-class AbsentModule(_Replacement):
+class AbsentModule(_Absent):
     """A module of another stage outside of the blocks. It returns zeros of the shape of its output, or its input."""
 
     def __init__(self, module: nn.Module, shapes: Any, link: Link) -> None:
-        super().__init__(module)
+        super().__init__(module, link)
         self._shapes = shapes
-        self.__dict__["_link"] = link
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run in the place of the module."""
@@ -142,42 +147,36 @@ class AbsentModule(_Replacement):
         return tree_map(lambda shape: shape.like(received[0]) if isinstance(shape, Shape) else shape, self._shapes)
 
 
-class EdgeBlock(nn.Module):  # type: ignore[misc]  # torch is untyped
+class EdgeBlock(_Substitute):
     """The first or last block of a stage. The block is not a submodule, or names would have one part more."""
 
     def __init__(self, block: nn.Module, output: BlockOutput | None, link: Link, *, is_entry: bool) -> None:
-        super().__init__()
-        for name, value in vars(block).items():
-            if name not in vars(self) and isinstance(value, bool | int | float | str):
-                self.__dict__[name] = value
+        super().__init__(block)
         self.hold(block)
         self._output, self._is_entry = output, is_entry
         self.__dict__["_link"] = link
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "block":
-                raise
-            return getattr(self.__dict__["block"], name)
+    @property
+    def block(self) -> nn.Module:
+        """The block that it runs."""
+        return self.__dict__["_replaced"]
 
     def hold(self, block: nn.Module) -> None:
         """Run this block from now on."""
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[name] = vars(block)[name]
-        self.__dict__["block"] = block
+        self.__dict__["_replaced"] = block
         self.training = block.training
 
     def train(self, mode: bool = True) -> EdgeBlock:  # noqa: FBT002 - as of nn.Module
         """Set the mode of the block, too."""
-        self.__dict__["block"].train(mode)
+        self.block.train(mode)
         self.training = mode
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run in the place of the module."""
-        link, block = self.__dict__["_link"], self.__dict__["block"]
+        link, block = self.__dict__["_link"], self.block
         if self._is_entry:
             args, kwargs = _with_hidden(link.read()[0], args, kwargs)
         output = block(*args, **kwargs)

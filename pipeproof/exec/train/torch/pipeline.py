@@ -215,7 +215,7 @@ class Pipeline:
             loss, terms = runner.step(inputs, scaler)
         terms.collect(losses, metrics)
         if runner.record is not None:
-            runner.record.put_step(runner, loss)
+            runner.record(runner, loss)
         return loss
 
     def eval_step(

@@ -72,7 +72,7 @@ class StepRecord:
         header = Header("program", __version__, digest, "torch", dtype, 0, layers=False, values=False)
         self._writer = RecordWriter(directory / "values", header) if self._is_first else None
 
-    def put_step(self, runner: StepRunner, loss: torch.Tensor | None) -> None:
+    def __call__(self, runner: StepRunner, loss: torch.Tensor | None) -> None:
         """Write the step that ``runner`` has just finished; every rank of the pipeline calls it."""
         received, gradients = {*runner.gradients.received()}, []
         planned = {id(w): name for stage in runner.modules.values() for name, w in stage.parameters.items()}

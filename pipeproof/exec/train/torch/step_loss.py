@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -148,38 +148,22 @@ class StepTotal(NamedTuple):
     num_tokens: torch.Tensor | None
 
 
-class LossSettings(Protocol):
-    """The settings of a pipeline on which the loss of a step depends."""
-
-    @property
-    def normalize(self) -> Normalize:
-        """The divisor of a step's sum."""
-
-    @property
-    def loss_on(self) -> LossOn:
-        """The ranks that get the loss."""
-
-    @property
-    def averages_losses(self) -> bool:
-        """True if the loss of a step is the mean over its micro-batches."""
-
-
 class StepLoss:
     """Losses of whole steps on one rank.
 
-    ``copies`` sums over the ranks that share the micro-batches of the last stage, if this is one of several.
-    ``data_groups`` returns the groups of data ranks. ``source`` is the global rank in ``group``, the pipeline's ranks,
-    that broadcasts the loss; it has type ``dtype`` then. ``calling`` is as ``StallWatch.calling``.
+    ``settings`` are: whether the sum is divided by tokens, whether all ranks get the loss, and whether it is the mean
+    over micro-batches. ``copies`` sums over the ranks that share the micro-batches of the last stage, if this is one of
+    several. ``data_groups`` returns the groups of data ranks. ``source`` is the global rank in ``group``, the
+    pipeline's ranks, that broadcasts the loss; it has type ``dtype`` then. ``calling`` is as ``StallWatch.calling``.
     """
 
     def __init__(
-        self, settings: LossSettings, copies: OrderedSums | None,
+        self, settings: tuple[bool, bool, bool], copies: OrderedSums | None,
         data_groups: Callable[[], Sequence[dist.ProcessGroup]],
         group: ScriptGroup, source: int, device: torch.device, dtype: torch.dtype,
         calling: Callable[[str], AbstractContextManager[object]],
     ) -> None:  # fmt: skip
-        self._settings = settings
-        self._by_tokens, self._on_all = settings.normalize == "tokens", settings.loss_on == "all"
+        self._by_tokens, self._on_all, self._averages = settings
         self._copies, self._data_groups, self._calling = copies, data_groups, calling
         self._group, self._source, self._device, self._dtype = group, source, device, dtype
 
@@ -218,7 +202,7 @@ class StepLoss:
         losses, loss = terms.in_order(), None
         if losses:
             loss = torch.stack(losses).sum()
-            loss = loss / len(losses) if self._settings.averages_losses and not has_share else loss
+            loss = loss / len(losses) if self._averages and not has_share else loss
         over_data = self._data_groups() if self._by_tokens or has_share else ()
         to_all = self._on_all or (self._by_tokens and is_training)
         if not to_all and (loss is None or not (self._by_tokens or over_data)):

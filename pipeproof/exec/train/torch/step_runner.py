@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,9 @@ from pipeproof.exec.rank.torch.op_timing import op_ranges
 from pipeproof.exec.store.train_errors import PipelineError
 from pipeproof.exec.train.module_plan import TrainedPlan
 from pipeproof.exec.train.torch.boundary_inference import unchanged_state
-from pipeproof.exec.train.torch.channel_groups import StageWorld
-from pipeproof.exec.train.torch.data_parallel import ReplicatedStepEnd
-from pipeproof.exec.train.torch.module_stage import MissingGradients, StepData, TorchModules
+from pipeproof.exec.train.torch.channel_groups import ScriptGroup, StageWorld
+from pipeproof.exec.train.torch.data_parallel import ReplicatedStepEnd, groups_of, local_part
+from pipeproof.exec.train.torch.module_stage import MissingGradients, ModuleStage, StepData, TorchModules, trained
 from pipeproof.exec.train.torch.overlap_points import at_overlap_points
 from pipeproof.exec.train.torch.replayed_step import Replays
 from pipeproof.exec.train.torch.roll_call import RollCall
@@ -47,18 +47,6 @@ from pipeproof.exec.train.train_rank import TrainRank
 
 if TYPE_CHECKING:
     from pipeproof.exec.rank.framework_protocol import Framework, World
-from typing import Literal
-
-from pipeproof.exec.train.torch.channel_groups import ScriptGroup
-from pipeproof.exec.train.torch.data_parallel import groups_of, local_part
-from pipeproof.exec.train.torch.module_stage import ModuleStage, trained
-
-
-class StepWriter(Protocol):
-    """The writer of recorded steps."""
-
-    def put_step(self, runner: StepRunner, loss: torch.Tensor | None) -> None:
-        """Write the step that ``runner`` has just finished."""
 
 
 _FIRST_WAIT = -2
@@ -94,8 +82,8 @@ class StepRunner:
         self._entered = -1
         self.num_steps = 0
         """Number of steps that have begun."""
-        self.record: StepWriter | None = None
-        """The writer of the steps."""
+        self.record: Callable[[StepRunner, torch.Tensor | None], None] | None = None
+        """What writes a step that has just finished, with its loss."""
         self.watch = StallWatch(
             connected.watched, settings.timeout_s, weakref.WeakMethod(self._describe), self.world.abort,
             None if self._progress is None else self._progress.read,
@@ -216,11 +204,12 @@ class StepRunner:
 
     def _step_loss(self) -> StepLoss:
         """The sums of the loss over copies of the last stage, data ranks and ranks of the pipeline."""
-        plan, last = self.plan.lowered, self._replicas.get(self.num_stages - 1)
+        plan, settings, last = self.plan.lowered, self.settings, self._replicas.get(self.num_stages - 1)
         holders = plan.holders[-1]
         shared = [each for each in self.world.collectives.values() if each.members == holders]
         return StepLoss(
-            self.settings, shared[0] if last is not None and plan.has_copies else None,
+            (settings.normalize == "tokens", settings.loss_on == "all", settings.averages_losses),
+            shared[0] if last is not None and plan.has_copies else None,
             list if last is None or last.size == 1 else partial(getattr, last, "groups"), self.ranks.script_group,
             self.ranks.global_ranks[holders[0]], self.device,
             torch.float64 if plan.spec.run.dtype == "float64" else torch.float32, self.watch.calling,
