@@ -147,7 +147,7 @@ OPS: Final = (
     "scatter", "barrier",
 )  # fmt: skip
 """Operations by their number in a record."""
-_OP_NUMBERS: Final = {op: number for number, op in enumerate(OPS)}
+OP_NUMBERS: Final = {op: number for number, op in enumerate(OPS)}
 
 
 class OpState(IntEnum):
@@ -443,11 +443,6 @@ class Ring:
     def is_whole(self) -> bool:
         """True while the ring has every operation that the rank issued."""
         return not self.ops or self.ops[0].seq == 0
-
-
-def op_number(op: str) -> int:
-    """Return the number of an operation in a record."""
-    return _OP_NUMBERS[op]
 
 
 def read_header(path: Path) -> RingHeader:

@@ -22,6 +22,7 @@ from typing import Any, Final, Literal, Self
 
 from pipeproof.exec.monitor.ring import (
     CAPACITY,
+    OP_NUMBERS,
     End,
     Identity,
     OpState,
@@ -29,7 +30,6 @@ from pipeproof.exec.monitor.ring import (
     RingWriter,
     SequenceDigest,
     group_text,
-    op_number,
 )
 from pipeproof.exec.store.process_state import ProcessId, boot_id
 from pipeproof.interop.traces.message_hooks import GroupCalls
@@ -161,7 +161,7 @@ class RingRecorder(CallSink):
             if batch is not None:
                 batch.append(seq)
             ring.issue(
-                seq, op_number(op), text, number, peer, tag, None if batch is None else self._next_batch,
+                seq, OP_NUMBERS[op], text, number, peer, tag, None if batch is None else self._next_batch,
                 ring.intern(dtype), shape, num_inputs, num_outputs, position, marked, time.time_ns(),
                 ring.intern(plan_op), step,
             )  # fmt: skip

@@ -22,6 +22,7 @@ from pipeproof.exec.store.agreement import Agreement
 from pipeproof.exec.store.store import finding_content, finding_of
 from pipeproof.exec.store.train_errors import PipelineError, PlanRefused, findings_text
 from pipeproof.exec.train.module_plan import TrainedPlan
+from pipeproof.exec.train.stage_boundaries import LeafSpec
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.verify.certificate import Certificate, Verdict, certificate_of, graph_digest
@@ -111,20 +112,19 @@ def require_supported(spec: PlanSpec) -> None:
 def require_fits(
     plan: LoweredPlan,
     rank: int,
-    weights: Mapping[int, Mapping[str, Sequence[int]]],
-    outputs: Mapping[int, Sequence[tuple[str, Sequence[int]]]],
+    weights: Mapping[int, Mapping[str, Any]],
+    outputs: Mapping[int, Sequence[LeafSpec]],
 ) -> None:
     """Refuse modules that are not those of the plan, by this rank's stages.
 
-    ``weights`` are the shapes of trained weights by their names in the plan; ``outputs`` are the types and shapes of
-    the tensors that cross after a stage.
+    ``weights`` are the trained ones by their names in the plan; ``outputs`` are the tensors that cross after a stage.
 
     Raises:
         PipelineError: names the stage and the weight or the output.
     """
     again = "the plan was made of other modules: correct its `model.layers`, or remove `model`, which makes them again"
     planned = {weight.name: (n, list(weight.shape)) for n in weights for weight in plan.weights_of(n, rank)}
-    actual = {name: (n, list(shape)) for n, shapes in weights.items() for name, shape in shapes.items()}
+    actual = {name: (n, list(weight.shape)) for n, own in weights.items() for name, weight in own.items()}
     for name in dict.fromkeys((*planned, *actual)):
         number = (actual if name in actual else planned)[name][0]
         here, there = (f"{of[name][1]}" if name in of else "none" for of in (actual, planned))
@@ -135,8 +135,8 @@ def require_fits(
     for number, specs in outputs.items():
         if number == len(plan.edges) or len(plan.edges[number].variants) > 1:
             continue
-        members = [(member.dtype, member.shape) for member in plan.edges[number].variants[0]]
-        here, there = (", ".join(f"{dtype}{list(shape)}" for dtype, shape in side) for side in (specs, members))
+        members = plan.edges[number].variants[0]
+        here, there = (", ".join(f"{x.dtype}{list(x.shape)}" for x in side) for side in (specs, members))
         if here != there:
             raise PipelineError(f"stage {number} returns {here}, and the plan has {there} after it; {again}")
 

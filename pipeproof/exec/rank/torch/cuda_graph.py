@@ -126,24 +126,12 @@ class CaptureStream:
         return captured(work, self._device, self._stream, self._pool)
 
 
-class TorchReplays:
+class TorchReplays(StreamWord):
     """Capture on the current GPU, and its progress; an ``exec.rank.step_replay.Replays``."""
-
-    def __init__(self) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        self._word = StreamWord()
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:
         """Return the replay of ``work``, see ``captured``."""
-        return captured(work, self._device)
-
-    def write(self, op_id: int) -> None:
-        """Launch the write, which is captured like other work."""
-        self._word.write(op_id)
-
-    def read(self) -> int:
-        """Return the last number; the GPU may already be further."""
-        return self._word.read()
+        return captured(work, torch.device("cuda", self._device))
 
 
 class TorchProgress:

@@ -323,9 +323,8 @@ def _require_rows(skeleton: Mapping[str, Any], num_rows: int) -> None:
 def _require_supported(ranks: Ranks, placed: Placed, planned: Planned, lowered: LoweredPlan) -> None:
     require_supported(lowered.spec)
     numbers, boundaries = placed.stages.numbers, planned.boundaries
-    weights = {n: {name: weight.shape for name, weight in _weights_of(placed, planned, n).items()} for n in numbers}
-    outputs = {n: [(leaf.dtype, leaf.shape) for leaf in boundaries[n][1]] for n in numbers}
-    require_fits(lowered, ranks.rank, weights, outputs)
+    weights = {n: _weights_of(placed, planned, n) for n in numbers}
+    require_fits(lowered, ranks.rank, weights, {n: boundaries[n][1] for n in numbers})
 
 
 def _weights_of(placed: Placed, planned: Planned, number: int) -> dict[str, Tensor]:

@@ -367,9 +367,8 @@ def _module_stages(
         )
         for number, each in placed.replicas.items()
     }  # fmt: skip
-    weights = {n: {name: w.shape for name, w in stage.parameters.items()} for n, stage in modules.items()}
-    outputs = {n: [(spec.dtype, spec.shape) for spec in boundaries[n].outputs] for n in modules}
-    require_fits(lowered, ranks.rank, weights, outputs)
+    weights = {n: stage.parameters for n, stage in modules.items()}
+    require_fits(lowered, ranks.rank, weights, {n: boundaries[n].outputs for n in modules})
     return modules
 
 
