@@ -7,9 +7,9 @@ import stat
 
 import pytest
 
-from pipeproof.exec.launch import external_launcher
 from pipeproof.exec.launch import supervisor as module
 from pipeproof.exec.launch.supervisor import Host, JobEndedError, hosts_of, job_directory, make_directory
+from pipeproof.exec.rehearse import external_launcher
 from pipeproof.exec.store.agreement import Agreement
 from pipeproof.exec.store.launcher_table import TORCHRUN, LaunchedRank
 from pipeproof.exec.store.process_state import ProcessId

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from pipeproof.cli.main import main
 from pipeproof.diagnostics.finding import PipeproofError
-from pipeproof.exec.launch.external_launcher import join_launcher
+from pipeproof.exec.rehearse.external_launcher import join_launcher
 from pipeproof.exec.store.launcher_table import (
     KUBERNETES,
     LAUNCHERS,

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeproof.exec.launch.supervisor import Host
-from pipeproof.exec.rehearse.rehearsal_console import split_groups
+from pipeproof.exec.rehearse.rehearsal_report import split_groups
 from tests.plans import subject
 
 TOPOLOGY = {"pp": 2, "tp": 4, "dp": 2}

@@ -22,12 +22,8 @@ from pipeproof.exec.rehearse.element_identity import (
     found_ranges,
 )
 from pipeproof.exec.rehearse.rehearsal_arrivals import ArrivalChecks, ArrivalFault
-from pipeproof.exec.rehearse.rehearsal_console import (
-    RankRehearsal,
-    merged_rehearsal,
-    rank_rehearsal,
-)
 from pipeproof.exec.rehearse.rehearsal_edges import EdgeTimes, edges_of, network_of
+from pipeproof.exec.rehearse.rehearsal_report import RankRehearsal, merged_rehearsal, rank_rehearsal
 from pipeproof.specs.axis_layout import dtype_bytes
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.verify.check_plan import check

@@ -15,20 +15,23 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from pipeproof.diagnostics.finding import PipeproofError, RuleDoc
 from pipeproof.diagnostics.wait_graph import ranks_text
 from pipeproof.exec.launch.run_plan import prepare_job, require_runnable
 from pipeproof.exec.launch.supervisor import START_UP_TIMEOUT_S, Host, JobEndedError, hosts_of, job_directory, own_host
-from pipeproof.exec.launch.worker import Emit
 from pipeproof.exec.rank.framework_choice import start_framework
 from pipeproof.exec.rank.framework_protocol import Framework
-from pipeproof.exec.rank.job_files import Job, RunOptions, dump_plan, end_process
+from pipeproof.exec.rank.job_files import RunOptions, dump_plan, end_process
 from pipeproof.exec.rank.pipeline_failures import PipelineFailures, one_failure
 from pipeproof.exec.rank.stall_watch import STALLED, StallWatch, op_facts
+from pipeproof.exec.rehearse.rehearsal_framework import rehearse_rank
+from pipeproof.exec.rehearse.rehearsal_report import RankRehearsal, Rehearsal, merged_rehearsal, rank_rehearsal
 from pipeproof.exec.store.agreement import STORE_LOST, Agreement
 from pipeproof.exec.store.launcher_table import OF_BACKEND, LaunchedRank, launched_rank
 from pipeproof.exec.store.rendezvous import (
@@ -55,30 +58,7 @@ _SHOW_S = 5.0
 """Time between two lines about ranks that have not come."""
 _LOCAL = {"torch": ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), "paddle": ("PADDLE_LOCAL_RANK", "PADDLE_LOCAL_SIZE")}
 """Variables of each framework for the rank among those of this host, and for their number."""
-
-
-class Outcome(Protocol):
-    """Result of a job."""
-
-    @property
-    def passed(self) -> bool:
-        """True if the exit status is 0."""
-
-
-_Result = TypeVar("_Result", bound=Outcome)
-
-
-@dataclass(frozen=True)
-class LaunchedRehearsal(Generic[_Result]):
-    """A rehearsal under a launcher: what each rank runs, what it found, and what all of it means.
-
-    ``of_rank`` returns the JSON value of a rank, which has written its files to the job's directory. ``of_all`` returns
-    the result of all ranks, by their values in order and by the hosts.
-    """
-
-    run: Callable[[Job, int, Emit, Framework], None]
-    of_rank: Callable[[Job, int], Any]
-    of_all: Callable[[Sequence[Any], Sequence[Host]], _Result]
+_PART = TypeAdapter(RankRehearsal)
 
 
 def join_launcher(run: RunSpec) -> LaunchedRank | None:
@@ -115,9 +95,8 @@ def execute_launched(
     launched: LaunchedRank,
     report: Report,
     options: RunOptions,
-    rehearsal: LaunchedRehearsal[_Result],
     on_wait: Callable[[str], None],
-) -> _Result:
+) -> Rehearsal:
     """Run one rank of a job; rank 0 returns the result of all ranks, the others end with the exit status of the job.
 
     ``on_wait`` prints a line about ranks that have not come.
@@ -133,9 +112,9 @@ def execute_launched(
     agreement = _joined(launched, report, options)
     with _one_end(agreement, NOT_TOGETHER):
         hosts = _all_hosts(agreement, launched, _facts(report, options), on_wait)
-    own = _rehearsed(agreement, report, options, framework, rehearsal)
+    own = _rehearsed(agreement, report, options, framework)
     with _one_end(agreement, DIED):
-        result = _concluded(agreement, own, hosts, rehearsal)
+        result = _concluded(agreement, own, hosts, report)
     _leave(agreement)
     return end_process(result) if isinstance(result, ExitStatus) else result
 
@@ -281,7 +260,6 @@ def _rehearsed(
     report: Report,
     options: RunOptions,
     framework: Callable[[], Framework],
-    rehearsal: LaunchedRehearsal[_Result],
 ) -> Any:
     """Run this rank's program in a directory of its own, watched, and return what it found."""
     graph, failures = report.subject.graph, PipelineFailures(agreement, lambda: None)
@@ -298,12 +276,12 @@ def _rehearsed(
     try:
         with failures.as_one(watch, Exception), job_directory(None) as directory:
             job = prepare_job(report, options, directory)
-            rehearsal.run(job, agreement.rank, emit, framework())
+            rehearse_rank(job, agreement.rank, emit, framework())
             if options.logs is not None:
                 options.logs.mkdir(parents=True, exist_ok=True)
                 for file in directory.glob("rank*.json"):
                     shutil.copy(file, options.logs)
-            return rehearsal.of_rank(job, agreement.rank)
+            return _PART.dump_python(rank_rehearsal(report, job, agreement.rank), mode="json")
     except PipelineError as error:
         text = str(error)
         raise JobEndedError((HUNG if STALLED in text else DIED).finding(text, help=_LOOK)) from error.__cause__
@@ -311,15 +289,13 @@ def _rehearsed(
         watch.close()
 
 
-def _concluded(
-    agreement: Agreement, own: Any, hosts: Sequence[Host], rehearsal: LaunchedRehearsal[_Result]
-) -> _Result | ExitStatus:
+def _concluded(agreement: Agreement, own: Any, hosts: Sequence[Host], report: Report) -> Rehearsal | ExitStatus:
     """Result on rank 0, the job's exit status on the others."""
     agreement.publish(f"found/{agreement.rank}", own)
     if agreement.rank:
         return ExitStatus(agreement.read("status", "rank 0 has no report"))
     found = [agreement.read(f"found/{rank}", f"rank {rank} has no results") for rank in range(agreement.num_ranks)]
-    result = rehearsal.of_all(found, hosts)
+    result = merged_rehearsal(report, [_PART.validate_python(part) for part in found], hosts)
     agreement.publish("status", int(ExitStatus.OK if result.passed else ExitStatus.FAILED))
     return result
 
