@@ -147,7 +147,7 @@ def _from_ras(ras: str, follows: bool, patience_s: float, timeout_s: float | Non
         raise click.UsageError(f"--ras takes HOST or HOST:PORT, not {ras!r}")
     follower = RasFollower(host, int(port or PORT), patience_s)
     if follows:
-        output.end(follow(follower, report=output.report, timeout_s=timeout_s, poll_s=patience_s / 2))
+        output.end(follow(follower.look, report=output.report, timeout_s=timeout_s, poll_s=patience_s / 2))
     follower.look()
     time.sleep(patience_s)
     output.end(follower.look())
@@ -161,7 +161,7 @@ def _from_rings(directory: Path, follows: bool, limits: tuple[float, float, floa
     patience_s, slow_s, timeout_s = limits
     if follows:
         follower = Follower(directory, patience_s, slow_s)
-        output.end(follow(follower, report=output.report, timeout_s=timeout_s))
+        output.end(follow(follower.look, report=output.report, timeout_s=timeout_s))
     with showing_progress(f"reading the rings in {directory}"):
         job = read_job(ring_files(directory))
         verdict = check_job(job, patience_s=patience_s, slow_s=slow_s)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from pipeproof.exec.monitor.check_job import check_job
 from pipeproof.exec.monitor.job import JobNow, ProcessState, process_states, read_headers, read_job, ring_files
@@ -109,18 +109,12 @@ class Follower:
         return frozenset(busy)
 
 
-class Looks(Protocol):
-    """Source of verdicts about a running job."""
-
-    def look(self) -> tuple[Verdict, JobNow | None] | None:
-        """Return the verdict now, and the rings if there are any; None without a verdict yet."""
-
-
 def follow(
-    source: Looks, *, report: Callable[[Verdict | None, JobNow | None], None], timeout_s: float | None = None,
-    poll_s: float = POLL_S,
+    look: Callable[[], tuple[Verdict, JobNow | None] | None], *,
+    report: Callable[[Verdict | None, JobNow | None], None],
+    timeout_s: float | None = None, poll_s: float = POLL_S,
 ) -> tuple[Verdict, JobNow | None] | None:  # fmt: skip
-    """Look every ``poll_s`` seconds until the job hangs, computes wrong numbers or ends.
+    """Call ``look`` every ``poll_s`` seconds until the job hangs, computes wrong numbers or ends.
 
     Return that verdict, None after ``timeout_s``.
 
@@ -131,7 +125,7 @@ def follow(
     """
     end = None if timeout_s is None else time.monotonic() + timeout_s
     while end is None or time.monotonic() < end:
-        looked = source.look()
+        looked = look()
         report(*(looked or (None, None)))
         if looked is not None and looked[0].status in (*FAILURES, Status.ENDED):
             return looked

@@ -73,7 +73,7 @@ def outcome(
     """Run a job, follow it until it hangs or ends, and end it."""
     with running(name, directory, num_steps, framework):
         followed = follow(
-            Follower(directory, patience_s=patience_s), report=lambda verdict, job: None, timeout_s=timeout_s
+            Follower(directory, patience_s=patience_s).look, report=lambda verdict, job: None, timeout_s=timeout_s
         )  # fmt: skip
         now_ns = time.time_ns()
     log = (directory.parent / "log").read_text(errors="replace")

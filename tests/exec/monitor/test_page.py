@@ -30,7 +30,7 @@ def test_the_commands_are_typed_while_a_job_hangs(tmp_path):
     assert len(commands) == 2
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with running("data_loader_stuck", tmp_path / "pipeproof-rings"):
-        assert follow(Follower(tmp_path / "pipeproof-rings"), report=lambda *_: None, timeout_s=300) is not None
+        assert follow(Follower(tmp_path / "pipeproof-rings").look, report=lambda *_: None, timeout_s=300) is not None
         for command in commands:
             done = subprocess.run(
                 [sys.executable, "-m", *shlex.split(command)], cwd=tmp_path, env=environment, capture_output=True,

@@ -79,7 +79,7 @@ def test_a_script_with_a_pipeline_is_watched_by_the_environment(tmp_path):
     command = [sys.executable, str(SCRIPT)]
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment) for rank in range(2)]
     try:
-        verdict, _ = follow(Follower(rings, patience_s=4), report=lambda *_: None, timeout_s=240)
+        verdict, _ = follow(Follower(rings, patience_s=4).look, report=lambda *_: None, timeout_s=240)
     finally:
         for rank in ranks:
             rank.kill()

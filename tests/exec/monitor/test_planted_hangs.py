@@ -53,7 +53,7 @@ def test_a_rank_that_waits_long_for_others_that_make_progress_is_no_hang(tmp_pat
 def test_the_command_prints_the_cause_and_runs_the_hook(tmp_path):
     rings = tmp_path / "rings"
     with running("data_loader_stuck", rings):
-        assert follow(Follower(rings, patience_s=3), report=lambda *_: None, timeout_s=300) is not None
+        assert follow(Follower(rings, patience_s=3).look, report=lambda *_: None, timeout_s=300) is not None
         hook = f'echo "$PIPEPROOF_KIND $PIPEPROOF_CAUSES" > {tmp_path / "hook"}'
         result = invoke("job", "hang", rings, "--follow", "--timeout", "2", "--on-hang", hook)
     assert result.exit_code == 1

@@ -16,9 +16,10 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_flatten
 
 from pipeproof.foreign_text import decode_json
@@ -33,16 +34,6 @@ _SECRET = 16
 """Bytes by which a rank knows that a connection is of its pipeline."""
 _GREETING_S = 5.0
 """Time limit for what a connection begins with."""
-
-
-class HostStore(Protocol):
-    """The store of the process group, as far as ranks find each other by it."""
-
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-
-    def get(self, key: str) -> bytes:
-        """Wait for a value."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +57,7 @@ class Round:
         self.source.close()
 
 
-def connected_rounds(address: str, rank: int, num_ranks: int, store: HostStore, timeout_s: float) -> tuple[Round, ...]:
+def connected_rounds(address: str, rank: int, num_ranks: int, store: dist.Store, timeout_s: float) -> tuple[Round, ...]:
     """Connect a rank with those that it sends words to, and with those that it receives words from.
 
     ``address`` is that of this rank's host on the network of the pipeline.
@@ -92,7 +83,7 @@ def connected_rounds(address: str, rank: int, num_ranks: int, store: HostStore, 
     )
 
 
-def _connected(store: HostStore, rank: int, target: int, timeout_s: float) -> socket.socket:
+def _connected(store: dist.Store, rank: int, target: int, timeout_s: float) -> socket.socket:
     address, port, secret = decode_json(store.get(f"words/{target}"))
     connection = socket.create_connection((address, port), timeout_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
