@@ -105,17 +105,7 @@ class PlanRing:
 
     def world(self, world: World) -> RingWorld:
         """Return a world whose messages and collectives are written into the ring."""
-        return RingWorld(world, self.channels(world.channels), self.collectives(world.collectives))
-
-    def channels(self, channels: Channels) -> Channels:
-        """Return channels that write each transfer into the ring."""
-        if isinstance(channels, SliceChannels):
-            return RingSliceChannels(cast("Channels", channels), self)
-        return RingChannels(channels, self)
-
-    def collectives(self, collectives: Mapping[int, Collectives]) -> dict[int, Collectives]:
-        """Return collectives, by index of the graph's groups, that write each call into the ring."""
-        return {index: RingCollectives.of(each, index, self) for index, each in collectives.items()}
+        return RingWorld(world, self)
 
     def _mark(self, op_id: int) -> dict[str, Any]:
         mark = self._marks.get(op_id)
@@ -144,9 +134,14 @@ def ring_of_process(
 class RingWorld:
     """A rank's communication, written into its ring; a ``World``."""
 
-    def __init__(self, world: World, channels: Channels, collectives: Mapping[int, Collectives]) -> None:
+    def __init__(self, world: World, ring: PlanRing) -> None:
         self.rank, self.barrier = world.rank, world.barrier
-        self.channels, self.collectives = channels, collectives
+        moves_slices = isinstance(world.channels, SliceChannels)
+        self.channels: Channels = (RingSliceChannels if moves_slices else RingChannels)(world.channels, ring)
+        self.collectives: Mapping[int, Collectives] = {
+            index: (RingSliceCollectives if isinstance(each, SliceCollectives) else RingCollectives)(each, index, ring)
+            for index, each in world.collectives.items()
+        }
 
 
 def _mark_of(op: Op) -> dict[str, Any]:
@@ -188,7 +183,7 @@ class RingChannels:
     """A rank's channels, each post written into the ring or another record; a ``Channels``."""
 
     def __init__(self, channels: Channels, ring: MessageRecord) -> None:
-        self._channels, self._ring = channels, ring
+        self._channels, self._ring, self.close = channels, ring, channels.close
 
     def post(self, channel: Channel, buffer: Tensor, after: Sequence[RingTransfer] = ()) -> RingTransfer:
         """Post a transfer, see ``Channels.post``."""
@@ -203,10 +198,6 @@ class RingChannels:
             transfer = post(channel, buffer, [each.transfer for each in after])
         recorder.issued(number)
         return RingTransfer(transfer, number, recorder)
-
-    def close(self) -> None:
-        """Close the channels, see ``Channels.close``."""
-        self._channels.close()
 
 
 class RingSliceChannels(RingChannels):
@@ -223,12 +214,6 @@ class RingCollectives:
     def __init__(self, collectives: Collectives, group: int, ring: PlanRing) -> None:
         self.ranks = collectives.ranks
         self._collectives, self._group, self._ring = collectives, group, ring
-
-    @classmethod
-    def of(cls, collectives: Collectives, group: int, ring: PlanRing) -> RingCollectives:
-        """Return the wrapper, which joins slices if the collectives do."""
-        wrapper = RingSliceCollectives if isinstance(collectives, SliceCollectives) else RingCollectives
-        return wrapper(collectives, group, ring)
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the tensors of all members, see ``Collectives.all_gather``."""
