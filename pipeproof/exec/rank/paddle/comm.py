@@ -12,6 +12,7 @@ The behaviour of Paddle's gloo decides the design:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -122,12 +123,7 @@ class PairwiseCollectives:
 
     def reduce(self, tensor: paddle.Tensor, reduction: str) -> paddle.Tensor:
         """Return the ``sum`` or ``max`` over the members, taken in group order, in a new tensor."""
-        combine = {"sum": paddle.add, "max": paddle.maximum}[reduction]
-        first, *others = self.gather(tensor)
-        result = first
-        for part in others:
-            result = combine(result, part)
-        return result
+        return functools.reduce({"sum": paddle.add, "max": paddle.maximum}[reduction], self.gather(tensor))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,12 +65,8 @@ class NcclCollectives:
             result = tensor.clone()  # a copy on the device, without a kernel
             dist.stream.all_reduce(result, op, group=self._group, use_calc_stream=True)
             return result
-        combine = {"sum": paddle.add, "max": paddle.maximum}[reduction]
-        flat = tensor.flatten()
-        result, *others = paddle.split(self.all_gather(flat, 0), len(self.ranks))
-        for part in others:
-            result = combine(result, part)
-        return result.reshape(tensor.shape)
+        parts = paddle.split(self.all_gather(tensor.flatten(), 0), len(self.ranks))
+        return functools.reduce({"sum": paddle.add, "max": paddle.maximum}[reduction], parts).reshape(tensor.shape)
 
     def reduce_scatter(self, tensor: paddle.Tensor, dim: int) -> paddle.Tensor:
         """Return this member's part along ``dim`` of the sum over all members; in a run added in group order."""

@@ -7,6 +7,7 @@ by their members alone, so that pipelines of one mesh need not agree on an order
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import stat
@@ -179,11 +180,7 @@ class OrderedSums:
     def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
         """Return the sum over the members, in group order."""
         assert reduction == "sum"
-        parts = self.gathered(tensor)
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
+        return functools.reduce(torch.add, self.gathered(tensor))
 
     def gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all members, in group order."""
