@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
+from operator import add
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -370,10 +372,7 @@ def _total_loss(plan: LoweredPlan, ranks: Sequence[StepOutcome]) -> Loss:
 
 
 def _sum_in_order(losses: Sequence[Loss]) -> Loss:
-    total = losses[0]
-    for loss in losses[1:]:
-        total = total + loss
-    return total
+    return reduce(add, losses)
 
 
 def gather_sharded_gradients(plan: LoweredPlan, ranks: Sequence[Gradients]) -> list[Gradients]:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import reduce
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -244,9 +245,7 @@ class _Unpartitioned:
 
     def loss(self) -> Tensor:
         """The mean of the losses of micro-batches."""
-        total = self._each[0]
-        for each in self._each[1:]:
-            total = total + each
+        total = reduce(paddle.add, self._each)
         return total / self._count if self._fleet.delay_scale_loss else total
 
 
@@ -303,11 +302,7 @@ class _Gradients:
 
     def total(self, name: str) -> Tensor:
         """The gradient of the step."""
-        sums = [total.total[0] for _, total in self._sums[name]]
-        total = sums[0]
-        for each in sums[1:]:
-            total = total + each
-        return total
+        return reduce(paddle.add, [total.total[0] for _, total in self._sums[name]])
 
     def _use(self, stage: int, index: int) -> int:
         return index * self._num_stages + stage
