@@ -58,6 +58,7 @@ WRITTEN = {
     "table": ("timeline.csv", "rank,queue,op,kind,stage,micro_batch\n"),
     "page": ("timeline.html", "<!doctype html><html></html>"),
     "svg": ("timeline.svg", "<svg></svg>"),
+    "AOA in YAML": ("names.yaml", "aoa_statements: []\n"),
     "rehearsal": ("times.json", json.dumps({"rehearsal": 1, "edges": []})),
     "ring": ("rings/rank_0.ring", b"\0" * 64),
     "states": ("states/step-00000002/none", ""),
@@ -74,15 +75,39 @@ DIRECTORIES = {
 UNKNOWN = {
     "an empty file": ("empty", ""),
     "other bytes": ("bytes", bytes(range(256)) * 4),
+    "a character that begins no pickle": ("dump_1", "\x80"),
     "prose": ("a.md", "# Title\n\nText.\n"),
 }
 
-READS_PLANS = (
-    "show",
-    "simulate",
-    "rehearse",
-    "run",
-)
+NOUNS = {
+    "plan": "a plan",
+    "schedule CSV": "a schedule in PyTorch's CSV",
+    "program": "a program in our text form",
+    "Fleet's schedule": "a schedule in the strings of Fleet",
+    "prototxt": "a Fleet DistributedStrategy",
+    "shell script": "a shell script",
+    "DeepSpeed": "a configuration of DeepSpeed",
+    "gpt-neox": "a configuration of gpt-neox",
+    "Megatron-Bridge": "the configuration of a training of Megatron-Bridge",
+    "PaddleFormers": "training arguments of PaddleFormers or PaddleNLP",
+    "torchtitan": "a job configuration of torchtitan",
+    "dump": "a Flight Recorder dump",
+    "dumps": "a directory of Flight Recorder dumps",
+    "pickle": "a pickle, such as a Flight Recorder dump",
+    "logs": "a directory of logs of a recorded program",
+    "record directory": "a record of a training",
+    "trace": "a trace",
+    "compressed trace": "a compressed trace",
+    "report": "a report of a run",
+    "AOA in YAML": "a file of AOA statements",
+    "config": "a configuration of a model",
+    "checkpoint": "a checkpoint",
+    "sharded": "a checkpoint",
+    **dict.fromkeys(UNKNOWN),
+}
+"""What messages call some of them."""
+
+READS_PLANS = ("show", "simulate", "rehearse", "run")
 """Commands with a plan as their file."""
 IMPORTERS = {
     "megatron": {"shell script", "arguments"},
@@ -121,7 +146,7 @@ COMMANDS = {
     "state diff": (["state", "diff", "{checkpoint}"], {"checkpoint", "index", "our index", "sharded", "all states"}),
     "state reshard": (["state", "reshard", "--to", PLAN, "-o", "{out}/state"],
                       {"plan", "checkpoint", "index", "our index", "sharded", "all states"}),
-    "state aoa": (["state", "aoa", "--source", "{checkpoint}"], {"AOA"}),
+    "state aoa": (["state", "aoa", "--source", "{checkpoint}"], {"AOA", "AOA in YAML"}),
     "state align": (["state", "align", PLAN], {"record directory"}),
     "import profile": (["import", "profile", "--plan", PLAN],
                        {"trace", "traces", "all traces", "compressed trace", "arguments"}),
@@ -153,6 +178,13 @@ def files(tmp_path_factory):
 def test_every_kind_is_among_the_files(files):
     found = {kind.noun for name in files if (kind := kind_of(files[name])) is not None}
     assert {kind.noun for kind in KINDS} == found
+
+
+@pytest.mark.parametrize("name", NOUNS)
+def test_a_file_is_known_by_its_content(name, files):
+    kind = kind_of(files[name])
+    assert (kind and kind.noun) == NOUNS[name]
+    assert kind_of(files[name] / "none") is None
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,73 +1,12 @@
 """A command that refuses a file names what the file is, and the command that reads it."""
 
-import json
-
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from pipeproof.cli.file_kinds import KINDS, kind_of
+from pipeproof.cli.file_kinds import KINDS
 from tests.cli.commands import EXAMPLES, invoke
 
 IMPORTING = EXAMPLES / "importing"
 SCHEDULES = EXAMPLES / "schedules"
-
-EXAMPLE_FILES = {
-    EXAMPLES / "gpt_pp4.yaml": "a plan",
-    SCHEDULES / "zbv_pp2.csv": "a schedule in PyTorch's CSV",
-    IMPORTING / "strategy.prototxt": "a Fleet DistributedStrategy",
-    IMPORTING / "megatron.sh": "a shell script",
-    IMPORTING / "deepspeed.json": "a configuration of DeepSpeed",
-    IMPORTING / "gpt_neox.yml": "a configuration of gpt-neox",
-    IMPORTING / "megatron_bridge.yaml": "the configuration of a training of Megatron-Bridge",
-    IMPORTING / "torchtitan.toml": "a job configuration of torchtitan",
-    IMPORTING / "full_tp_pp.yaml": "training arguments of PaddleFormers or PaddleNLP",
-}
-WRITTEN = {
-    "trace.json": (json.dumps({"traceEvents": []}), "a trace"),
-    "dump.json": (json.dumps({"entries": [], "pg_config": {}}), "a Flight Recorder dump"),
-    "report.json": (json.dumps({"log_matches_graph": True, "timeline": []}), "a report of a run"),
-    "names.yaml": ("aoa_statements: []\n", "a file of AOA statements"),
-    "config.json": (json.dumps({"model_type": "llama", "num_hidden_layers": 2}), "a configuration of a model"),
-    "program.txt": ("rank 0: 0F0 0B0\n", "a program in our text form"),
-    "fleet.txt": ("f0;b0;\n", "a schedule in the strings of Fleet"),
-    "dump_0": ("\x80", None),
-}
-
-
-@pytest.mark.parametrize("file", EXAMPLE_FILES, ids=lambda file: file.name)
-def test_the_kinds_of_examples(file):
-    assert kind_of(file).noun == EXAMPLE_FILES[file]
-
-
-@pytest.mark.parametrize("name", WRITTEN)
-def test_the_kinds_of_written_files(tmp_path, name):
-    text, noun = WRITTEN[name]
-    (tmp_path / name).write_text(text, encoding="utf-8")
-    kind = kind_of(tmp_path / name)
-    assert (kind and kind.noun) == noun
-
-
-def test_the_kinds_of_binary_files_and_directories(tmp_path):
-    (tmp_path / "a").write_bytes(b"\x80\x04rest")
-    (tmp_path / "c.json.gz").write_bytes(b"\x1f\x8b")
-    save_file({"w": np.zeros(2)}, tmp_path / "d.safetensors")
-    nouns = [kind_of(tmp_path / name).noun for name in ("a", "c.json.gz", "d.safetensors")]
-    assert nouns == [
-        "a pickle, such as a Flight Recorder dump", "a compressed trace", "a checkpoint",
-    ]  # fmt: skip
-    for name, inside, noun in (
-        ("record", "record.jsonl", "a record of a training"),
-        ("logs", "rank_0.jsonl", "a directory of logs of a recorded program"),
-        ("dumps", "nccl_trace_rank_0", "a directory of Flight Recorder dumps"),
-        ("states", "model.safetensors", "a checkpoint"),
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / inside).write_text("{}")
-        assert kind_of(tmp_path / name).noun == noun
-    assert kind_of(tmp_path / "none") is None
-    (tmp_path / "empty").write_text("")
-    assert kind_of(tmp_path / "empty") is None
 
 
 @pytest.mark.parametrize(
