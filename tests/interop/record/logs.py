@@ -53,5 +53,10 @@ class Rank:
         self.recorder.close(error)
 
 
+def end(*of_ranks: Rank) -> None:
+    for rank in of_ranks:
+        rank.end()
+
+
 def ranks(directory: Path, num_ranks: int = 2, **about) -> list[Rank]:
     return [Rank(directory, rank, num_ranks, **about) for rank in range(num_ranks)]

@@ -11,7 +11,7 @@ from pipeproof.interop.traces.check_traces import check_log
 from pipeproof.interop.traces.recorder import Call
 from pipeproof.specs.load_plan import load_plan
 from tests.cli.commands import invoke
-from tests.interop.record.logs import ranks
+from tests.interop.record.logs import end, ranks
 from tests.interop.record.processes import ROOT
 
 
@@ -49,8 +49,7 @@ def test_receives_in_another_order_than_the_sends(tmp_path):
     for micro_batch in (0, 1):
         with second.recorder.mark(stage=1, micro_batch=micro_batch, kind="F"):
             second.wait(second.recv(0))
-    first.end()
-    second.end()
+    end(first, second)
     (one, two) = found(tmp_path)["PP302"]
     assert (
         "send 0->1 #0 (F 1 of stage 0) and means recv 1<-0 (F 1 of stage 1), but the receive there is " in one.message
@@ -69,8 +68,7 @@ def test_an_activation_that_meets_the_receive_of_a_gradient(tmp_path):
         first.wait(first.send(1))
     with second.recorder.mark(stage=1, micro_batch=0, kind="B"):
         second.wait(second.recv(0))
-    first.end()
-    second.end()
+    end(first, second)
     assert list(found(tmp_path)) == ["PP302"]
 
 
@@ -80,8 +78,7 @@ def test_sizes_and_types(tmp_path):
     second.wait(second.recv(0, second.tensor(4)))
     first.wait(first.send(1, first.tensor(4, dtype="bfloat16")))
     second.wait(second.recv(0, second.tensor(2, 2, dtype="float16")))
-    first.end()
-    second.end()
+    end(first, second)
     by_code = found(tmp_path)
     assert sorted(by_code) == ["PP303", "PP304"]
     assert "sends 8 elements" in by_code["PP303"][0].message
@@ -91,8 +88,7 @@ def test_sizes_and_types(tmp_path):
 def test_a_send_that_nothing_receives(tmp_path):
     first, second = ranks(tmp_path)
     first.wait(first.send(1))
-    first.end()
-    second.end()
+    end(first, second)
     by_code = found(tmp_path)
     assert sorted(by_code) == ["PP301", "PP402"]
     assert "rank 1 never issues its counterpart recv 1<-0 #0" in by_code["PP402"][0].message
@@ -105,8 +101,7 @@ def test_tags_are_channels_on_gloo_and_nothing_on_nccl(tmp_path):
         first.wait(first.send(1, first.tensor(4), tag=2))
         second.wait(second.recv(0, second.tensor(4), tag=2))
         second.wait(second.recv(0, second.tensor(8), tag=1))
-        first.end()
-        second.end()
+        end(first, second)
     assert sorted(found(tmp_path / "gloo")) == ["PP401"]  # a send that waits blocks the second one
     assert sorted(found(tmp_path / "nccl")) == ["PP303"]
 
@@ -204,8 +199,7 @@ def test_memory_used_under_a_message(tmp_path):
     sends = first.send(1, written), first.send(1)
     written.tensor["version"] += 1
     first.wait(*sends)
-    first.end()
-    second.end()
+    end(first, second)
     by_code = found(tmp_path)
     assert sorted(by_code) == ["PP501", "PP502"]
     assert "was written in place after the call" in by_code["PP501"][0].message
@@ -218,8 +212,7 @@ def test_the_same_memory_after_the_wait_is_fine(tmp_path):
     for _ in range(2):
         first.wait(first.send(1))
         second.wait(second.recv(0, buffer))
-    first.end()
-    second.end()
+    end(first, second)
     assert found(tmp_path) == {}
 
 
@@ -227,8 +220,7 @@ def test_a_request_that_nothing_waited_for(tmp_path):
     first, second = ranks(tmp_path)
     first.send(1)
     second.wait(second.recv(0))
-    first.end()
-    second.end()
+    end(first, second)
     assert list(found(tmp_path)) == ["PP946"]
 
 
@@ -256,8 +248,7 @@ def test_a_rank_that_another_waits_for_has_ended(tmp_path):
 def test_a_call_that_could_not_be_recorded(tmp_path):
     first, second = ranks(tmp_path)
     first.recorder.unread("send", TypeError("an argument of tomorrow"))
-    first.end()
-    second.end()
+    end(first, second)
     (finding,) = found(tmp_path)["PP944"]
     assert finding.message == (
         "rank 0 issued a call of `send` that could not be recorded (TypeError: an argument of tomorrow)"
@@ -315,8 +306,7 @@ def test_against_a_plan(tmp_path, wrong):
         for rank, stage in ((first, 0), (second, 1)):
             with rank.recorder.mark(stage=stage, micro_batch=micro_batch, kind="B"):
                 rank.wait(rank.send(0, rank.tensor(4, 8)) if stage else rank.recv(1, rank.tensor(4, 8)))
-    first.end()
-    second.end()
+    end(first, second)
     findings = found(tmp_path / "logs", plan=load_plan(tmp_path / "plan.yaml"))
     differences = findings.pop("PP943", [])
     assert findings == {}

@@ -6,7 +6,7 @@ import pytest
 
 from pipeproof.interop.traces.check_traces import check_log
 from pipeproof.interop.traces.recorder import Call
-from tests.interop.record.logs import ranks
+from tests.interop.record.logs import end, ranks
 from tests.interop.record.processes import run_ranks
 
 
@@ -23,8 +23,7 @@ def message(directory, sent, wanted):
     first, second = ranks(directory, backend="nccl")
     first.wait(first.send(1, first.tensor(*sent[0], strides=sent[1])))
     second.wait(second.recv(0, second.tensor(*wanted[0], strides=wanted[1])))
-    first.end()
-    second.end()
+    end(first, second)
     return found(directory)
 
 
