@@ -54,6 +54,7 @@ from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import Boundary, Edge
 from pipeproof.stages.describe.layer import Collective, Layer, backward_calls, weight_calls
 from pipeproof.stages.describe.model_family import describe_boundaries, describe_boundary, describe_layers, stage_layers
+from pipeproof.stages.describe.synthetic import stored_hash_tables
 
 if TYPE_CHECKING:
     from pipeproof.schedule.formats.read_schedule import ForeignSchedule
@@ -148,7 +149,10 @@ def lower_loaded(loaded: LoadedPlan, *, boundary: Boundary | None = None) -> Low
             large.
     """
     with blaming_plan(loaded):
-        return lower(from_here(loaded).spec, boundary=boundary, foreign=own_schedule(loaded))
+        spec = from_here(loaded).spec
+        if spec.model.moe is not None and spec.model.moe.hash_tables is not None:
+            stored_hash_tables(spec)
+        return lower(spec, boundary=boundary, foreign=own_schedule(loaded))
 
 
 @contextmanager
@@ -211,12 +215,17 @@ def schedule_path(loaded: LoadedPlan) -> Path:
 
 
 def from_here(loaded: LoadedPlan) -> LoadedPlan:
-    """The plan with the path of its profile relative to the working directory instead of the plan file."""
-    profile = loaded.spec.cost.profile
-    if profile is None:
-        return loaded
-    cost = loaded.spec.cost.model_copy(update={"profile": str(_folder(loaded) / profile)})
-    return replace(loaded, spec=loaded.spec.model_copy(update={"cost": cost}))
+    """The plan with the paths of its profile and its tables relative to the working directory, not the plan file."""
+    spec = loaded.spec
+    profile, moe = spec.cost.profile, None if spec.is_custom else spec.gpt.moe
+    if profile is not None:
+        cost = spec.cost.model_copy(update={"profile": str(_folder(loaded) / profile)})
+        spec = spec.model_copy(update={"cost": cost})
+    if moe is not None and moe.hash_tables is not None:
+        tables = moe.hash_tables.model_copy(update={"path": str(_folder(loaded) / moe.hash_tables.path)})
+        model = spec.gpt.model_copy(update={"moe": moe.model_copy(update={"hash_tables": tables})})
+        spec = spec.model_copy(update={"model": model})
+    return loaded if spec is loaded.spec else replace(loaded, spec=spec)
 
 
 def with_measured_times(loaded: LoadedPlan) -> LoadedPlan:

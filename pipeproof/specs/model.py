@@ -14,6 +14,20 @@ from pipeproof.specs.compressed_attention import AttentionType, CompressedAttent
 from pipeproof.specs.section import Section, divisors, multiples, refuse, shorthand_schema
 
 
+class HashTablesSpec(Section):
+    """Tables of experts by token id that a file has, such as those of released weights."""
+
+    path: str = Field(
+        min_length=1,
+        description="A safetensors file, or a directory of some, relative to the plan file, with "
+        "`layers.N.ffn.gate.tid2eid` [token ids, top_k] of each such block.",
+    )
+    sha256: str = Field(
+        pattern="^[0-9a-f]{64}$",
+        description="SHA-256 of the tables in the order of the blocks, as int64; the message for a wrong one has it.",
+    )
+
+
 class MoeSpec(Section):
     """Experts in place of the MLP (arXiv:2101.03961, arXiv:2401.06066), in all blocks but the first few.
 
@@ -45,7 +59,10 @@ class MoeSpec(Section):
         le=100_000,
         description="Number of first blocks with experts whose experts a fixed table chooses by token id, as in "
         "DeepSeek-V4. Their routers have scores only for the weights of the chosen experts, and neither losses nor "
-        "biases. The table is drawn from run.seed.",
+        "biases. The table is drawn from run.seed, or from hash_tables.",
+    )
+    hash_tables: HashTablesSpec | None = Field(
+        default=None, description="The tables of experts by token id; without it, they are drawn."
     )
     normalize: bool = Field(
         default=True, description="Whether the chosen scores are divided by their sum to give a token's weights."
@@ -426,7 +443,7 @@ def model_content(model: Section, exclude: Mapping[str, Any] | None = None) -> d
     later: tuple[tuple[dict[str, Any] | None, type[Section], Sequence[str]], ...] = (
         (content, type(model), (*PART_KEYS, "swiglu_formula", "compressed_attention")),
         (content.get("compressed_attention"), CompressedAttentionSpec, ("rope_scaling", "documents")),
-        (content.get("moe"), MoeSpec, ("dispatcher", "hash_layers", "routed_scale", "combine")),
+        (content.get("moe"), MoeSpec, ("dispatcher", "hash_layers", "hash_tables", "routed_scale", "combine")),
         (content.get("mtp"), MtpSpec, ("embedding", "reads")),
         (content.get("hyper_connections"), HyperConnectionsSpec, _LATER_OF_STREAMS),
     )

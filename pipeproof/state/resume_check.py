@@ -130,9 +130,10 @@ _NUM = "schedule.num_micro_batches"
 _SIZE = "schedule.micro_batch_size"
 _LAST = "schedule.last_micro_batch_size"
 _LENGTHS = "schedule.seq_lengths"
+_TABLES = "model.moe.hash_tables.sha256"
 _TOPOLOGY_KEYS = (
     "memory.shard_optimizer", "model.empty_layers", "model.final_norm", "model.mtp.magic_send", _SPLITS, _NUM, _SIZE,
-    _LAST, _LENGTHS,
+    _LAST, _LENGTHS, "model.moe.hash_tables.path",
 )  # fmt: skip
 """Keys that determine which rank computes what, and in which order."""
 _TRAINING_KEYS = (
@@ -232,8 +233,10 @@ def _model_differences(saved: _Values, expected: _Values) -> list[_KeyDifference
 
     Where a table that is drawn from the seed chooses experts, their meaning depends on it.
     """
-    drawn = ("run.seed",) if expected.get("model.moe.hash_layers") else ()
-    shared = sorted(key for key in saved.keys() & expected if key.startswith(("model.", *drawn)))
+    shared = sorted(key for key in saved.keys() & expected if key.startswith("model."))
+    if expected.get("model.moe.hash_layers") and "model.moe.hash_layers" in saved:
+        tables = saved.get(_TABLES), expected.get(_TABLES)
+        shared += [_TABLES] if any(tables) else ["run.seed"] if "run.seed" in saved else []
     return _differing(saved, expected, [key for key in shared if not _is_in(key, _TOPOLOGY_KEYS + _TRAINING_KEYS)])
 
 

@@ -174,7 +174,7 @@ COPIES_DIFFER = RuleDoc(
         "modules of multi-token prediction the embedding, the last norm and the head. A plan has such a tensor once. "
         "If the copies differ in any byte, it is unknown which one is right, or the model is not the plan's: the head "
         "is not tied, or a module has a norm of its own. Copies are compared before any tensor is moved. Tables of "
-        "experts by token id are compared, too: a plan draws them from `run.seed`, and takes no others."
+        "experts by token id are compared, too: a plan draws them from `run.seed`, or reads `hash_tables`."
     ),
     wrong="pipeproof state reshard m.safetensors --to plan.yaml -o states --names huggingface  # tied_embedding: true",
     right="pipeproof state reshard m.safetensors --to plan.yaml -o states --names huggingface  # tied_embedding: false",

@@ -25,9 +25,10 @@ RULE_SET_VERSION = 11
 _OF_CUSTOM_LAYERS = {"kind": True, "activation_bytes": True}
 _NO_PART_OF_A_GRAPH: Mapping[str, Any] = {
     "unpadded_vocab_size": True,
+    "moe": {"hash_tables": {"path": True}},
     "layers": {"__all__": _OF_CUSTOM_LAYERS},
 }
-"""Keys of a model that change no operation: the tokens, parts of custom layers that no operation reads."""
+"""Keys of a model that change no operation: the tokens, the file of tables, parts of custom layers that none reads."""
 
 _ADDED_FACTS = {"updates", "flat_start", "expert_routings"}
 """Fields of facts that came later: they are in a digest where they are stated."""

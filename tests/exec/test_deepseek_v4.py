@@ -4,8 +4,12 @@ Documents are packed, and positions are stretched by YaRN. Each run's log equals
 steps have the bits of the reference, elsewhere they are within the bound of rounding.
 """
 
+import hashlib
+
+import numpy as np
 import pytest
 
+from pipeproof.stages.describe.synthetic import hash_table
 from tests.exec.processes import Run
 from tests.features import FEATURES
 from tests.plans import plan_dict, subject
@@ -55,6 +59,26 @@ def test_runs_are_those_of_the_reference(tmp_path, name, backend):
 @pytest.mark.needs_torch
 def test_exchanges_go_on_under_the_other_computation(tmp_path):
     require_same(tmp_path, *OVERLAPPED, "torch")  # collectives of Paddle block
+
+
+@pytest.mark.needs_torch
+def test_a_run_takes_the_tables_of_a_file_relative_to_its_plan(tmp_path):
+    from safetensors.numpy import save_file
+
+    plan = subject(model=MODEL).plan.spec
+    tables = [np.roll(hash_table(plan, f"layer.{number}.mlp"), 1, axis=0) for number in range(2)]
+    stored = {"path": "t.safetensors", "sha256": hashlib.sha256(np.stack(tables).tobytes()).hexdigest()}
+    losses = []
+    for name, more in (("drawn", {}), ("stored", {"hash_tables": stored})):
+        home = tmp_path / name
+        home.mkdir()
+        save_file({f"layers.{n}.ffn.gate.tid2eid": table for n, table in enumerate(tables)}, home / "t.safetensors")
+        model = {**MODEL, "moe": {**MODEL["moe"], **more}}
+        ended = Run(home, plan_dict(model=model, topology={"pp": 2}, run={"backend": "torch", "steps": 1})).end()
+        assert ended.status == 0, ended.output
+        assert all(step["bitwise"] for step in ended.report["steps"])
+        losses.append(ended.report["steps"][0]["loss"])
+    assert losses[0] != losses[1]
 
 
 def farthest_streams(**run):

@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
+from pipeproof.foreign_text import MALFORMED, decode_json, open_foreign
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize, micro_batch_size
 from pipeproof.stages.describe.layer import Parameter
@@ -51,9 +57,15 @@ def initial_weight(parameter: Parameter, seed: int, dtype: str) -> npt.NDArray[A
 
 
 def hash_table(plan: PlanSpec, experts: str) -> npt.NDArray[np.int64]:
-    """The experts that each token id is sent to, in order, [V, k]; all k differ. ``experts`` is ``layer.0.mlp``."""
+    """The experts that each token id is sent to, in order, [V, k]; all k differ. ``experts`` is ``layer.0.mlp``.
+
+    Raises:
+        BadPlanAtError: PP106, the plan's file has not the tables of the plan.
+    """
     moe = plan.gpt.moe
     assert moe is not None
+    if moe.hash_tables is not None:
+        return stored_hash_tables(plan)[experts]
     generator = _generator("experts", plan.run.seed, experts)
     # The i-th draw is a place among the experts that the draws before it have left.
     table = generator.integers(0, moe.num_experts - np.arange(moe.top_k), size=(plan.gpt.vocab_size, moe.top_k))
@@ -61,6 +73,76 @@ def hash_table(plan: PlanSpec, experts: str) -> npt.NDArray[np.int64]:
         for taken in np.sort(table[:, :i], axis=1).T:
             table[:, i] += table[:, i] >= taken
     return table
+
+
+_TABLE = re.compile(r"(?:model\.)?layers\.(\d+)\.(?:ffn|mlp)\.gate\.tid2eid")
+_INTEGERS: Mapping[str, type[np.integer[Any]]] = MappingProxyType({"I32": np.int32, "I64": np.int64})
+
+
+def stored_hash_tables(plan: PlanSpec) -> dict[str, npt.NDArray[np.int64]]:
+    """The tables of ``moe.hash_tables`` by ``experts``; ids in the vocabulary's padding have the experts of id 0.
+
+    Raises:
+        BadPlanAtError: PP106, a table is missing, or is none of this model, or they have another SHA-256.
+    """
+    moe = plan.gpt.moe
+    assert moe is not None
+    assert moe.hash_tables is not None
+    at, path = ("model", "moe", "hash_tables"), Path(moe.hash_tables.path)
+    shape, found = (plan.gpt.num_token_ids, moe.top_k), dict[int, npt.NDArray[np.int64]]()
+    try:
+        for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+            found |= _tables_of_file(file)
+    except (OSError, *MALFORMED) as error:
+        message = f"the tables of `{path}` cannot be read: {error}"
+        raise BadPlanAtError(Finding("PP106", Severity.ERROR, message), (*at, "path")) from None
+    tables = {}
+    for number in (n for n in range(plan.gpt.num_layers) if plan.gpt.routes_by_token(n)):
+        table = found.get(number, np.empty(0, dtype=np.int64))
+        if (fault := _fault_of(table, shape, moe.num_experts)) is not None:
+            message = f"layers.{number}.ffn.gate.tid2eid of `{path}` {fault}"
+            raise BadPlanAtError(Finding("PP106", Severity.ERROR, message), (*at, "path"))
+        padding = np.repeat(table[:1], plan.gpt.vocab_size - len(table), axis=0)
+        tables[f"layer.{number}.mlp"] = np.concatenate([table, padding])
+    digest = hashlib.sha256(b"".join(table[: shape[0]].astype("<i8").tobytes() for table in tables.values()))
+    if digest.hexdigest() != moe.hash_tables.sha256:
+        message, fix = (
+            f"the tables of `{path}` have another SHA-256",
+            f"set it to {digest.hexdigest()}, or give their file",
+        )
+        raise BadPlanAtError(Finding("PP106", Severity.ERROR, message, help=fix), (*at, "sha256"))
+    return tables
+
+
+def _fault_of(table: npt.NDArray[np.int64], shape: tuple[int, int], num_experts: int) -> str | None:
+    """Why a table is none of this model; None if it is one."""
+    if not table.size:
+        return "is missing"
+    if table.shape != shape:
+        return f"is {list(table.shape)}, and for the model {list(shape)}"
+    ordered = np.sort(table, axis=1)
+    is_repeated = (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
+    wrong = np.flatnonzero(is_repeated | (ordered[:, 0] < 0) | (ordered[:, -1] >= num_experts))
+    if not len(wrong):
+        return None
+    return f"sends token id {wrong[0]} to {table[wrong[0]].tolist()}, and there are {num_experts} experts"
+
+
+def _tables_of_file(file: Path) -> dict[int, npt.NDArray[np.int64]]:
+    """The tables of a safetensors file by the number of their block."""
+    tables = {}
+    with open_foreign(file) as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > os.fstat(stream.fileno()).st_size:
+            raise ValueError(f"{file.name} is cut short, or no safetensors file")
+        header = decode_json(stream.read(length))
+        for name, entry in header.items():
+            if (match := _TABLE.fullmatch(name)) is not None:
+                start, stop = entry["data_offsets"]
+                stream.seek(8 + length + start)
+                numbers = np.frombuffer(stream.read(stop - start), _INTEGERS[entry["dtype"]])
+                tables[int(match[1])] = numbers.reshape(entry["shape"]).astype(np.int64)
+    return tables
 
 
 def micro_batch(plan: PlanSpec, step: int, index: int) -> Batch:

@@ -3,8 +3,8 @@
 The names are those of the released files, which transformers, vLLM and SGLang read. ``save_pretrained`` of transformers
 writes some otherwise, which an import reads, too.
 
-A plan draws its tables from ``run.seed``, and states do not have them. Files of Hugging Face do: an export computes
-them from the seed, and an import requires that they are the plan's.
+A plan draws its tables from ``run.seed``, or names a file that has them, and states do not have them. Files of Hugging
+Face do: an export adds them, and an import requires that they are the plan's.
 """
 
 from __future__ import annotations
@@ -182,6 +182,6 @@ def require_tables(checkpoint: Checkpoint, tables: Mapping[str, npt.NDArray[np.i
             row = int(rows[0])
             difference = f"token id {row} is sent to {stored[row].tolist()}, and by the plan to {table[row].tolist()}"
         raise CopiesDifferError(
-            f"{checkpoint.path}: {name} must be the table that the plan draws from `run.seed`: {difference}",
-            "a plan takes no table of another origin: give it the `run.seed` of the plan that wrote the checkpoint",
+            f"{checkpoint.path}: {name} must be the table of the plan: {difference}",
+            "give the plan this checkpoint as `model.moe.hash_tables`, or the `run.seed` of the plan that wrote it",
         )

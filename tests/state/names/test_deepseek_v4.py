@@ -1,11 +1,13 @@
 """DeepSeek-V4 as Hugging Face's files have it: out, into transformers, and in again; its tables of experts."""
 
+import hashlib
 import json
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.model_sizes import read_model_config
@@ -100,6 +102,66 @@ def test_a_table_that_is_not_the_plans_is_refused(tmp_path, change):
     assert "PP929" in said
     assert wanted in said.replace("\n  ", " ").replace("\n", " ")
     assert not (tmp_path / "in").exists()
+
+
+def with_tables(path, out, sha256="0" * 64, model=MODEL):
+    tables = {"path": str(out), "sha256": sha256}
+    return plan_file(path, model={**model, "moe": {**model["moe"], "hash_tables": tables}}, seed=8)
+
+
+def sha256_of(*tables):
+    return hashlib.sha256(b"".join(table.astype("<i8").tobytes() for table in tables)).hexdigest()
+
+
+@pytest.mark.parametrize("more", [{}, {"unpadded_vocab_size": 13}], ids=["plain", "padded"])
+def test_released_weights_with_their_tables_are_continued(tmp_path, more):
+    """A plan that names the files takes their weights whatever its seed, and gives the same files again."""
+    model = MODEL | more
+    _, out = written(tmp_path, model=model)
+    tables = load_file(out / TABLES)
+    digest = sha256_of(*(tables[f"layers.{n}.ffn.gate.tid2eid"] for n in range(model["moe"]["hash_layers"])))
+    said = reshard(out, "--to", with_tables(tmp_path / "b.yaml", out, model=model), "--names", "huggingface", "-o",
+                   tmp_path / "in", status=2)  # fmt: skip
+    assert f"set it to {digest}" in said.replace("\n", " ")
+    plan = with_tables(tmp_path / "b.yaml", out, digest, model)
+    spec = subject_of(plan).plan.spec
+    expected = np.concatenate([tables[TABLE], np.repeat(tables[TABLE][:1], 16 - len(tables[TABLE]), axis=0)])
+    np.testing.assert_array_equal(hash_table(spec, "layer.1.mlp"), expected)
+    reshard(out, "--to", plan, "--names", "huggingface", "-o", tmp_path / "in")
+    reshard(tmp_path / "in", "-o", tmp_path / "again", "--names", "huggingface")
+    np.testing.assert_array_equal(load_file(tmp_path / "again" / TABLES)[TABLE], tables[TABLE])
+    said = reshard(tmp_path / "in", "--weights-only", "--to", plan_file(tmp_path / "c.yaml", model=model), "-o",
+                   tmp_path / "other", status=2)  # fmt: skip
+    assert "hash_tables.sha256 was" in said.replace("\n", " ")
+
+
+def with_an_unknown_expert(table):
+    changed = table.copy()
+    changed[1, 2] = 99
+    return {TABLE: changed}
+
+
+TABLE_FAULTS = {
+    "no table": (lambda table: {}, "is missing"),
+    "a row more": (lambda table: {TABLE: np.concatenate([table, table[:1]])}, "is [17, 3], and for the model [16, 3]"),
+    "an expert that is none": (with_an_unknown_expert, "sends token id 1 to"),
+    "an expert twice": (lambda table: {TABLE: np.stack([table[:, 0]] * 3, 1)}, "sends token id 0 to"),
+    "another type": (lambda table: {TABLE: table.astype(np.float32)}, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("fault", TABLE_FAULTS)
+def test_tables_of_a_file_are_those_of_the_model(tmp_path, fault):
+    _, out = written(tmp_path)
+    changed, wanted = TABLE_FAULTS[fault]
+    tables = load_file(out / TABLES)
+    save_file(tables | changed(tables.pop(TABLE)), tmp_path / "tables.safetensors")
+    with pytest.raises(PlanFileError) as caught:
+        subject_of(with_tables(tmp_path / "b.yaml", "tables.safetensors")).plan  # noqa: B018 - it is computed
+    (finding,) = caught.value.findings
+    assert finding.code == "PP106"
+    assert wanted in finding.message
+    assert finding.location.file.endswith("b.yaml")
 
 
 def test_a_table_of_shorter_integers_is_the_same_table(tmp_path):
