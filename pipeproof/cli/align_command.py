@@ -73,10 +73,10 @@ def align(
     PaddleFleet and Megatron print them. The exit status is 0 only if all is equal within the given
     distances, 1 if not, 2 if a side cannot be read or the two have nothing in common.
     """
-    from pipeproof.analysis.align.align_errors import AlignmentError
     from pipeproof.analysis.align.alignment_text import alignment_to_json, render_alignment
     from pipeproof.analysis.align.compare_records import align as align_files
     from pipeproof.analysis.align.loss_pairs import Tolerance
+    from pipeproof.analysis.align.record_format import AlignmentError
     from pipeproof.analysis.align.record_map import read_map
     from pipeproof.analysis.align.training_logs import LogForm
 

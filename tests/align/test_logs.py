@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeproof.analysis.align.align_errors import AlignmentError
 from pipeproof.analysis.align.compare_records import align
 from pipeproof.analysis.align.loss_pairs import Tolerance, align_losses
+from pipeproof.analysis.align.record_format import AlignmentError
 from pipeproof.analysis.align.training_logs import LogForm, Observed, read_log
 from tests.cli.commands import invoke
 from tests.docs.test_schemas import require_fit, strict_json

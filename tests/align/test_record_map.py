@@ -5,13 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from pipeproof.analysis.align.align_errors import AlignmentError
 from pipeproof.analysis.align.array_digests import fast_digest
 from pipeproof.analysis.align.compare_records import align
 from pipeproof.analysis.align.draft_map import draft_map
 from pipeproof.analysis.align.loss_pairs import Tolerance
 from pipeproof.analysis.align.read_record import open_record
-from pipeproof.analysis.align.record_format import Header, Recorded, RecordedStep, Shard
+from pipeproof.analysis.align.record_format import AlignmentError, Header, Recorded, RecordedStep, Shard
 from pipeproof.analysis.align.record_map import MapFile, RecordMap, read_map
 from pipeproof.exec.compare.layer_recorder import named_modules
 from pipeproof.exec.compare.run_record import RecordWriter

@@ -6,12 +6,11 @@ import re
 import numpy as np
 import pytest
 
-from pipeproof.analysis.align.align_errors import AlignmentError
 from pipeproof.analysis.align.array_digests import md5_of, norm_of
 from pipeproof.analysis.align.compare_records import align
 from pipeproof.analysis.align.loss_pairs import Tolerance
 from pipeproof.analysis.align.read_record import RecordFile
-from pipeproof.analysis.align.record_format import Header, Recorded, RecordedStep, Shard, values_file
+from pipeproof.analysis.align.record_format import AlignmentError, Header, Recorded, RecordedStep, Shard, values_file
 from tests.cli.commands import invoke
 
 BITS = Tolerance()

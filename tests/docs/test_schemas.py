@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
+from pipeproof.analysis.align.record_format import Shard
 from pipeproof.comm.accumulation_order import Accumulation
 from pipeproof.diagnostics.finding import CycleWitness, Finding, Location, OpsWitness, Severity, WitnessOp
 from pipeproof.diagnostics.text_output import finding_to_json
-from pipeproof.exec.compare.compare_gradients import GradientResult, Shard, StepResult
+from pipeproof.exec.compare.compare_gradients import GradientResult, StepResult
 from pipeproof.exec.launch.run_report import RunReport, measured_timeline
 from pipeproof.exec.rank.op_log import LogEntry
 from pipeproof.schedule.op_table import Row, build_graph

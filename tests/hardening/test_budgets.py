@@ -7,8 +7,8 @@ import resource
 import pytest
 
 from pipeproof.analysis.align import read_record, training_logs
-from pipeproof.analysis.align.align_errors import AlignmentError
 from pipeproof.analysis.align.read_record import RecordFile
+from pipeproof.analysis.align.record_format import AlignmentError
 from pipeproof.analysis.align.training_logs import LogForm, read_log
 from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.foreign_text import MAX_DEPTH

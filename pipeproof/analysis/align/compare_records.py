@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
-from pipeproof.analysis.align.align_errors import AlignmentError
 from pipeproof.analysis.align.array_digests import rounding_bound
 from pipeproof.analysis.align.first_difference import TensorAlignment, TensorComparison, paired_steps
 from pipeproof.analysis.align.loss_pairs import LossAlignment, Tolerance, align_losses
 from pipeproof.analysis.align.read_record import Record, open_record, rank_files
-from pipeproof.analysis.align.record_format import DECIMALS, RECORD_FILE, RecordedStep
+from pipeproof.analysis.align.record_format import DECIMALS, RECORD_FILE, AlignmentError, RecordedStep
 from pipeproof.analysis.align.record_map import MapFile, RecordMap
 from pipeproof.analysis.align.training_logs import LogForm, Observed, read_log
 from pipeproof.foreign_text import open_foreign

@@ -13,11 +13,11 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from pipeproof.analysis.align.align_errors import AlignmentError
 from pipeproof.analysis.align.array_digests import Array
 from pipeproof.analysis.align.record_format import (
     FORMAT,
     RECORD_FILE,
+    AlignmentError,
     Header,
     Index,
     OtherRecorded,

@@ -30,6 +30,11 @@ Index: TypeAlias = tuple[tuple[int, int], ...]
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[Index, ...]]
 """Shape of a whole tensor, and the ranges of it that one rank has; its part holds them one after the other."""
 
+
+class AlignmentError(ValueError):
+    """A file that is no record and no log, or is cut off; the message has its name, the place in it, and the remedy."""
+
+
 FORMAT = 1
 RECORD_FILE = "record.jsonl"
 WIDE = {
@@ -72,11 +77,19 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part of a tensor that one rank holds; ``md5`` as in ``Recorded``."""
+    """Part of a tensor that one rank holds; ``md5`` as in ``Recorded``.
+
+    ``index`` is its half-open range in each dim of the whole. With a sharded optimizer it is the gradient's shard that
+    the rank's dp group has together.
+    """
 
     rank: int
     md5: str
     index: Index
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form of records and of the run report."""
+        return {"rank": self.rank, "md5": self.md5, "index": [list(i) for i in self.index]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +143,7 @@ class Recorded:
             "dtype": self.dtype,
             "md5": self.md5,
             "norm": self.norm if math.isfinite(self.norm) else None,
-            "shards": [{"rank": s.rank, "md5": s.md5, "index": [list(r) for r in s.index]} for s in self.shards],
+            "shards": [shard.to_json() for shard in self.shards],
             **({"time": self.time} if self.time else {}),
             **({"in_first": True} if self.in_first else {}),
         }

@@ -14,10 +14,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeproof.analysis.align.align_errors import AlignmentError
 from pipeproof.analysis.align.array_digests import Array
 from pipeproof.analysis.align.read_record import Record, Values
-from pipeproof.analysis.align.record_format import Recorded, RecordedStep
+from pipeproof.analysis.align.record_format import AlignmentError, Recorded, RecordedStep
 from pipeproof.diagnostics.source import UnreadableTextError, read_utf8
 from pipeproof.diagnostics.yaml_tree import parse_text, read_model
 from pipeproof.specs.model import ModelSpec

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeproof.analysis.align.align_errors import AlignmentError
 from pipeproof.analysis.align.read_record import MAX_LINE
+from pipeproof.analysis.align.record_format import AlignmentError
 from pipeproof.foreign_text import open_foreign_text
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

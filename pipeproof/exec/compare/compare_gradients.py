@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import reduce
 from math import prod
 from operator import add
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from pipeproof.analysis.align.array_digests import (
     md5_of,
     relative_difference,
 )
+from pipeproof.analysis.align.record_format import Index, Shard
 from pipeproof.comm.accumulation_order import Accumulation, accumulation_of
 from pipeproof.comm.op_graph import LoweredPlan, index_of, stage_weights
 from pipeproof.exec.compare.step_losses import is_finite, json_number
@@ -74,8 +75,6 @@ def assembled_weights(plan: LoweredPlan, ranks: Mapping[int, Mapping[str, Array]
 
 
 Gradients = Mapping[str, np.ndarray]
-Index: TypeAlias = tuple[tuple[int, int], ...]
-"""Half-open range of a whole gradient, per dim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,22 +113,6 @@ def dp_group(plan: LoweredPlan, rank: int) -> tuple[int, ...]:
     """Ranks of the dp group of a rank, in order."""
     coords = plan.mesh.coords(rank)
     return tuple(plan.mesh.rank({**coords, "dp": dp}) for dp in range(plan.mesh.size("dp")))
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One rank's shard of a gradient; ``index`` is its half-open range in each dim of the whole.
-
-    With a sharded optimizer it is the shard that the rank's dp group has together.
-    """
-
-    rank: int
-    md5: str
-    index: Index
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the form of the run report."""
-        return {"rank": self.rank, "md5": self.md5, "index": [list(i) for i in self.index]}
 
 
 @dataclass(frozen=True, slots=True)
