@@ -184,6 +184,10 @@ def _take_deepseek_v4(draft: Draft, values: _Values) -> None:
 
     _, of_type = values["model_type"]
     given = {name: value for name, value in values.items() if value[0] is not None} | _of_other_names(values)
+    ratios, location = given.get("compress_ratios", (None, None))
+    number = given.get("num_hidden_layers", (0, None))[0]
+    if isinstance(ratios, list) and type(number) is int and any(one != ratios[number - 1] for one in ratios[number:]):
+        draft.ignore("compress_ratios", "a module has the attention of the last block here", location)
     for name, path in ({name: MODEL_NAMES[name] for name in _V4_SIZES} | dict(SETTINGS)).items():
         value, location = given.get(name, (None, None))
         if name in given and not (name == "num_nextn_predict_layers" and value == 0):
