@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from pipeproof.cli import schedule_show
-from pipeproof.cli.schedule_command import FORMATS
 from pipeproof.comm.generated_schedule import plan_schedule, sample_plan, stage_costs
-from pipeproof.schedule.formats.read_schedule import WRITTEN_FORMATS, read_schedule, write_schedule
+from pipeproof.schedule.formats.read_schedule import read_schedule, write_schedule
 from pipeproof.schedule.formats.schedule_size_checks import Expected
 from pipeproof.schedule.kinds import SCHEDULE_KINDS, ScheduleKind
 from pipeproof.schedule.ops import OpKind
@@ -173,10 +172,6 @@ def test_files_are_what_the_writer_makes(form):
     text = shown("1f1b", *SIZES, "--as", form)
     assert text == write_schedule(generated("1f1b"), form)
     assert read_schedule(text, "s", Expected(4, 8, 4)).schedule == generated("1f1b")
-
-
-def test_the_formats_are_those_that_are_written():
-    assert list(FORMATS) == [*WRITTEN_FORMATS, "svg"]
 
 
 def test_fleets_format_takes_fleets_variant():
