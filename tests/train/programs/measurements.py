@@ -43,6 +43,7 @@ wrong = pipe.compare(other, inputs, target=target, name_of=lambda stage, name: f
 assert not wrong.is_exact
 assert not wrong.is_within_bounds
 assert len(wrong.differences) == 24
+assert all(each.cause for each in wrong.differences), wrong
 
 
 class Detached(nn.Linear):
