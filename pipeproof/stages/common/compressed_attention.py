@@ -186,7 +186,7 @@ class CompressedAttention:
         entries = ops.rms_norm(self._entries(kv, gate, f"{name}.indexer", rate, tables, overlaps=True, fixed=True))
         entries = entries * self._weights.fixed(self._weight_of(f"{name}.indexer.norm.weight"))
         entries = self._rotated(entries, tables.entry_cos, tables.entry_sin)
-        query = product(self._rows_first(low), "q")  # [B, S, heads * size]
+        query = self._rows_first(product(low, "q"))  # [B, S, heads * size]
         query = ops.permute(query.reshape([*query.shape[:2], -1, spec.index_head_dim]), [0, 2, 1, 3])
         query = self._rotated(query, tables.cos, tables.sin)
         products = query.flatten(1, 2) @ ops.permute(entries, [0, 2, 1])

@@ -41,10 +41,10 @@ class CompressedReference(NamedTuple):
         documents = self._documents(positions, rows)
         visible = self._window(positions) & (documents[:, :, None] == documents[:, None])
         if rate is not None:
-            kv, gate = (
-                self._by_rows(weights.product(each, f"{name}.compressor.{part}.weight"))
-                for each, part in zip(for_entries, ("kv", "gate"), strict=True)
-            )
+            parts = zip(for_entries, ("kv", "gate"), strict=True)
+            # Side by side, as ranks exchange them: the memory layout of gradients chooses the kernels of products.
+            each = [weights.product(own, f"{name}.compressor.{part}.weight") for own, part in parts]
+            kv, gate = self._by_rows(torch.cat(each, -1)).chunk(2, -1)
             bias = weights.value(f"{name}.compressor.positions.weight")
             starts = windows(documents, rate)
             entries = self._norm(
@@ -121,9 +121,9 @@ class CompressedReference(NamedTuple):
         entries = self._turned(entries, torch.tensor(starts, device=x.device), spec.compress_rope_theta)
         query = self._by_rows(low @ value(f"{name}.q.weight")).unflatten(-1, (-1, spec.index_head_dim)).transpose(1, 2)
         query = self._turned(query, positions, spec.compress_rope_theta)
-        scores = torch.zeros(earlier.shape, dtype=x.dtype, device=x.device)
-        for head in range(spec.index_n_heads):
-            scores += of_heads[..., head : head + 1] * F.relu(query[:, head] @ entries.mT)
+        # The kernels of the stages: other last bits of a score would be other choices.
+        products = F.relu((query.flatten(1, 2) @ entries.mT).unflatten(1, query.shape[1:3]))
+        scores = (products * of_heads.mT.unsqueeze(-1)).sum(1)
         causal = scores.masked_fill(~earlier, -torch.inf)
         best = torch.sort(causal, dim=-1, descending=True, stable=True).indices[..., : spec.index_topk]
         return torch.zeros_like(scores).scatter(-1, best, 1.0) > 0

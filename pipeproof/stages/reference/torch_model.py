@@ -326,10 +326,10 @@ class TorchUnpartitionedModel:
         # memory layout. Attention of such heads runs in another kernel, with other bits.
         q, k = q.contiguous(), k.contiguous()
         if self.dropout_rng.drops_probabilities():
-            scores = torch.matmul(q, k.unsqueeze(2).mT) * q.shape[-1] ** -0.5
+            scores = torch.matmul(q.contiguous(), k.contiguous().unsqueeze(2).mT) * q.shape[-1] ** -0.5
             is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=self.device).triu(1)
             weights = torch.softmax(torch.masked_fill(scores, is_later, -torch.inf), -1)
-            y = torch.matmul(self.dropout_rng.probabilities(weights, name), v.unsqueeze(2))
+            y = torch.matmul(self.dropout_rng.probabilities(weights, name), v.contiguous().unsqueeze(2))
         else:
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=q.shape[2] > 1)
             y = y.unflatten(1, q.shape[1:3])

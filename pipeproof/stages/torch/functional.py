@@ -66,7 +66,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, factors: Tensor 
 
 
 def _dropped_attention(query: Tensor, key: Tensor, value: Tensor, factors: Tensor) -> Tensor:
-    scores = torch.matmul(query, key.unsqueeze(2).transpose(-2, -1)) * query.shape[-1] ** -0.5
+    scores = torch.matmul(query.contiguous(), key.contiguous().unsqueeze(2).transpose(-2, -1)) * query.shape[-1] ** -0.5
     scores = scores.masked_fill(~_seen(query.shape[-2], key.shape[-2], query.device), -torch.inf)
     return torch.matmul(scores.softmax(-1) * factors, value.unsqueeze(2))
 

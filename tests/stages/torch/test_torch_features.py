@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeproof.stages.reference.torch_unpartitioned import run_unpartitioned, unpartitioned_step
 from pipeproof.stages.torch.experts import TorchBalance
@@ -97,6 +98,38 @@ def test_stages_have_the_bits_of_the_unpartitioned_model(feature):
         ours = list(StagedRun(plan, cut, delayed=delayed).steps())
         for one, other in zip(ours, reference, strict=True):
             assert_same_bits(one, other)
+
+
+class Products(TorchDispatchMode):
+    """The products that are computed, with the shapes, types and strides of their factors."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operation, _types, args=(), kwargs=None):
+        name = operation.overloadpacket.__name__
+        if name in ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm"):
+            self.seen.append((name, [(x.dtype, x.shape, x.stride()) for x in args if isinstance(x, torch.Tensor)]))
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("feature", [name for name in FEATURES if name not in (*SEVERAL_RANKS, "clipped")])
+def test_stages_and_the_unpartitioned_model_choose_the_same_kernels(feature, monkeypatch):
+    """On a GPU the last bits of a product depend on the shapes and memory layouts of its factors."""
+    plan = make_plan(feature, run={"backend": "torch", "dtype": "bfloat16", "steps": 1})
+    ours, reference = Products(), Products()
+    run_rank = StagedRun._rank
+
+    def traced(self, place, step):
+        with ours:
+            return run_rank(self, place, step)
+
+    monkeypatch.setattr(StagedRun, "_rank", traced)
+    list(StagedRun(plan).steps())
+    with reference:
+        next(run_unpartitioned(plan))
+    assert sorted(map(str, ours.seen)) == sorted(map(str, reference.seen))
 
 
 TWENTY = {
