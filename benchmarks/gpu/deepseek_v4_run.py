@@ -121,7 +121,8 @@ def outcome(plan: Plan, seconds: float) -> dict[str, Any]:
         if report.exists():
             row |= distances(json.loads(report.read_text()))
         if done.returncode:
-            row["output"] = (done.stdout + done.stderr)[-2000:]
+            text = done.stdout + done.stderr
+            row["output"] = text if len(text) < 4000 else f"{text[:3000]}\n..\n{text[-1000:]}"
         memory = json.loads(profile.read_text()).get("memory") or [] if profile.exists() else []
     for predicted, own in zip(predicted_peaks(plan), memory, strict=bool(memory)):
         allocated = own["allocated_bytes"]
