@@ -61,6 +61,7 @@ def test_no_file_is_written(tmp_path):
     assert not output.exists()
 
 
+@pytest.mark.slow(only=["interleaved_4x2_comms"])
 @pytest.mark.parametrize("name", ["zbv_2x2", "interleaved_4x2_comms"])
 def test_every_operation_that_is_left_out(name, tmp_path):
     """Each operation of a file of PyTorch in turn: a timeline exists only where ``check`` has no such error either."""
