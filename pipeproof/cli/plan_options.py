@@ -15,6 +15,8 @@ from pipeproof.cli.console import echo, require_separate_outputs
 from pipeproof.cli.option_types import set_option
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from pipeproof.cli.file_kinds import FileKind
     from pipeproof.diagnostics.problems import KeyPath
     from pipeproof.interop.importers.imported import Flags, Imported
@@ -29,6 +31,14 @@ class KindName(click.ParamType):  # type: ignore[type-arg]  # generic in some of
     """A name of ``pipeproof.interop.importers.import_kinds.KINDS``, which is imported on use."""
 
     name = "choice"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return the names that begin so."""
+        from click.shell_completion import CompletionItem
+
+        from pipeproof.interop.importers.import_kinds import KINDS
+
+        return [CompletionItem(kind) for kind in KINDS if kind.startswith(incomplete)]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the name of an existing kind."""
