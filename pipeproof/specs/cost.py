@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    BeforeValidator,
     Field,
     GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
@@ -15,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from pipeproof.diagnostics.problems import Problem, listed
 from pipeproof.specs.cost_table import CostTable
@@ -46,7 +47,20 @@ Execution = Literal["eager", "compiled", "graph"]
 Algorithm = Literal["ring", "tree", "auto"]
 """Algorithm of all-reduces; every other collective has one algorithm."""
 
-BucketSize = Annotated[int, Field(ge=1, le=10**12)] | Literal["megatron", "stage"]
+_BUCKETS = ("megatron", "stage")
+_MOST_IN_BUCKET = 10**12
+
+
+def _bucket_size(value: object) -> object:
+    """Refuse what is neither kind of value with one message; pydantic has one for each kind."""
+    if value in _BUCKETS or (type(value) is int and 1 <= value <= _MOST_IN_BUCKET):
+        return value
+    raise PydanticCustomError("bucket_size", f"must be an integer from 1 to {_MOST_IN_BUCKET}, {listed(_BUCKETS)}")
+
+
+BucketSize = Annotated[
+    Annotated[int, Field(ge=1, le=_MOST_IN_BUCKET)] | Literal["megatron", "stage"], BeforeValidator(_bucket_size)
+]
 """Elements of a bucket of gradients, or how many there are."""
 
 ProfilePath = Annotated[str, Field(min_length=1)]

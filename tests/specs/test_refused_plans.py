@@ -37,6 +37,10 @@ REFUSED = [
     ({"cost": {"analytic": "h200", "forward_us": 100}}, "PP106", "remove forward_us"),
     ({"cost": {"analytic": "h200", "p2p_latency_us": 1}}, "PP106", "remove p2p_latency_us"),
     ({"cost": {"analytic": "h200"}, "run": {"dtype": "float64"}}, "PP106", "add `dtype: bfloat16`"),
+    *(
+        ({"cost": {"bucket_size": value}}, "PP106", "`cost.bucket_size`: must be an integer from 1 to 10")
+        for value in (0, True, 1.5, "stages", [1])
+    ),
     # a network
     ({"cost": {"network": {}}}, "PP104", "ranks_per_node` and `cost.network.node"),
     ({"cost": {"network": {"ranks_per_node": 1, "node": {"bandwidth": 1}}}}, "PP104", "`cost.network.between`"),
