@@ -40,7 +40,7 @@ FEATURES = {
         "model": {
             "compressed_attention": {
                 **_COMPRESSED,
-                "documents": [5, 3],
+                "documents": [4, 1, 3],
                 "qk_rope_head_dim": 4,
                 "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 4096, "beta_slow": 4.0},
             }

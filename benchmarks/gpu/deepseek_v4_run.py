@@ -72,6 +72,12 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
     zb_v = {**one, "kind": "zb_v", "num_chunks": 2}
     yield "pp 2, 1f1b", plan
     yield "pp 2, zb_v", {**plan, "schedule": zb_v}
+    length = size["seq_length"]
+    packed = {
+        **spec, "documents": [length * 5 // 8, length - length * 5 // 8],
+        "rope_scaling": {"factor": 16.0, "original_max_position_embeddings": 65536},
+    }  # fmt: skip
+    yield "pp 2, zb_v, documents", {**plan, "schedule": zb_v, "model": {**model, "compressed_attention": packed}}
     yield "pp 2, 1f1b, MTP", {**plan, "model": {**model, "mtp": MTP}}
     wide = {**run, "dtype": "float32"}  # in bfloat16 another order of sums also changes choices
     for name, topology in {"ep 2": {"ep": 2}, "tp 2, SP": {"tp": 2, "sequence_parallel": True}}.items():

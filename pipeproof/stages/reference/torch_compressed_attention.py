@@ -50,7 +50,7 @@ class CompressedReference(NamedTuple):
             entries = self._norm(
                 pooled(kv, gate, bias, rate, starts, overlaps=kind.startswith("compressed")), f"{name}.compressor.norm"
             )
-            at = torch.tensor(starts, device=x.device)  # [B, T]
+            at = first_tokens(starts, x.device)
             keys = torch.cat([keys, self._turned(entries, at, base)], 1)
             earlier = (at[:, None] + rate - 1 <= positions[:, None]) & (
                 documents.gather(1, at)[:, None] == documents[:, :, None]
@@ -111,17 +111,20 @@ class CompressedReference(NamedTuple):
         pairs = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
         return torch.cat([x[..., : x.shape[-1] - rope], pairs.flatten(-2)], -1)
 
-    def _chosen(self, x: Tensor, low: Tensor, name: str, earlier: Tensor, starts: Sequence[Sequence[int]]) -> Tensor:
+    def _chosen(
+        self, x: Tensor, low: Tensor, name: str, earlier: Tensor, starts: Sequence[Sequence[tuple[int, bool]]]
+    ) -> Tensor:
         """True for the entries [B, S, T] with the largest scores; the first of equal ones."""
         spec, value = self.spec, self.weights.value
         kv, gate, of_heads = (self._by_rows(x @ value(f"{name}.{part}.weight")) for part in ("kv", "gate", "heads"))
         bias = value(f"{name}.positions.weight")
-        entries = self._norm(pooled(kv, gate, bias, len(bias), starts, overlaps=True), f"{name}.norm")
+        # The kernels and roundings of the stages: other last bits of a score would be other choices.
+        entries = F.rms_norm(pooled(kv, gate, bias, len(bias), starts, overlaps=True), (spec.index_head_dim,), eps=1e-6)
+        entries = entries * value(f"{name}.norm.weight")
         positions = torch.arange(x.shape[0 if self.sequence_first else 1], device=x.device)
-        entries = self._turned(entries, torch.tensor(starts, device=x.device), spec.compress_rope_theta)
+        entries = self._turned(entries, first_tokens(starts, x.device), spec.compress_rope_theta)
         query = self._by_rows(low @ value(f"{name}.q.weight")).unflatten(-1, (-1, spec.index_head_dim)).transpose(1, 2)
         query = self._turned(query, positions, spec.compress_rope_theta)
-        # The kernels of the stages: other last bits of a score would be other choices.
         products = F.relu((query.flatten(1, 2) @ entries.mT).unflatten(1, query.shape[1:3]))
         scores = (products * of_heads.mT.unsqueeze(-1)).sum(1)
         causal = scores.masked_fill(~earlier, -torch.inf)
@@ -149,25 +152,33 @@ class CompressedReference(NamedTuple):
         return self.weights.product(joined, f"{name}.out.weight")
 
 
-def windows(documents: Tensor, rate: int) -> list[list[int]]:
-    """The first token of each window of each row, by the numbers of the documents [B, S]."""
+def windows(documents: Tensor, rate: int) -> list[list[tuple[int, bool]]]:
+    """The first token of each window of each row, and whether one of its document is before it.
+
+    ``documents`` [B, S] are the numbers of the documents.
+    """
     rows = []
     for row in documents.tolist():
         starts = [0, *(i for i in range(1, len(row)) if row[i] != row[i - 1]), len(row)]
-        rows.append([i for a, b in pairwise(starts) for i in range(a, b - rate + 1, rate)])
+        rows.append([(i, i > a) for a, b in pairwise(starts) for i in range(a, b - rate + 1, rate)])
     return rows
 
 
+def first_tokens(starts: Sequence[Sequence[tuple[int, bool]]], device: torch.device) -> Tensor:
+    """The first token of each window [B, T]."""
+    return torch.tensor([[first for first, _ in row] for row in starts], device=device)
+
+
 def pooled(
-    kv: Tensor, gate: Tensor, bias: Tensor, rate: int, starts: Sequence[Sequence[int]], *, overlaps: bool
+    kv: Tensor, gate: Tensor, bias: Tensor, rate: int, starts: Sequence[Sequence[tuple[int, bool]]], *, overlaps: bool
 ) -> Tensor:
     """Entries [B, T, D] from two products [B, S, D]; of [B, S, 2 D] each has slots of the window before, too.
 
-    ``starts`` are the first tokens of windows. One that does not begin where the last one ends has none before it.
+    ``starts`` are those of ``windows``.
     """
 
     def windows_of(x: Tensor) -> Tensor:
-        tokens = torch.tensor(starts, device=x.device)[:, :, None] + torch.arange(rate, device=x.device)
+        tokens = first_tokens(starts, x.device)[:, :, None] + torch.arange(rate, device=x.device)
         return torch.stack([own[index] for own, index in zip(x, tokens, strict=True)])
 
     kv, gate = windows_of(kv), windows_of(gate)
@@ -175,15 +186,15 @@ def pooled(
     if overlaps:
         size = kv.shape[-1] // 2
         kv, gate = (
-            torch.cat([_before(x[..., :size], starts, rate, missing), x[..., size:]], 2)
+            torch.cat([_before(x[..., :size], starts, missing), x[..., size:]], 2)
             for x, missing in ((kv, 0.0), (gate, -torch.inf))
         )
     shares = gate.float().softmax(2).to(gate.dtype) if gate.element_size() == 2 else gate.softmax(2)
     return (kv * shares).sum(2)
 
 
-def _before(x: Tensor, starts: Sequence[Sequence[int]], rate: int, missing: float) -> Tensor:
+def _before(x: Tensor, starts: Sequence[Sequence[tuple[int, bool]]], missing: float) -> Tensor:
     """The window before each one [B, T, m, D], or ``missing``."""
-    follows = [[a + rate == b for a, b in pairwise([-rate - 1, *row])] for row in starts]
+    follows = torch.tensor([[has_before for _, has_before in row] for row in starts], device=x.device)
     previous = torch.cat([x[:, :1], x[:, :-1]], 1)
-    return torch.where(torch.tensor(follows, device=x.device)[:, :, None, None], previous, missing)
+    return torch.where(follows[:, :, None, None], previous, missing)
