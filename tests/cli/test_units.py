@@ -13,7 +13,7 @@ PLANS = sorted(path for folder in (EXAMPLES, EXAMPLES / "alignment") for path in
 PLAN = str(EXAMPLES / "gpt_pp4.yaml")
 COMMANDS = [
     *(f"{command} {plan}" for plan in PLANS for command in ("check", "simulate", "show")),
-    f"show {PLAN} --costs --set cost.analytic.device=h100",
+    f"show {EXAMPLES / 'moe_overlap.yaml'} --costs",
     f"show {EXAMPLES / 'published' / 'llama3_405b.yaml'} --costs",
     f"show {PLAN} --memory", f"simulate {PLAN} --set memory.budget_gib=1 --set memory.overhead_gib=0.1",
     f"check {PLAN} --set memory.budget_gib=0.0001", f"schedule show {PLAN}",
