@@ -7,12 +7,22 @@ from __future__ import annotations
 
 import json
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pipeproof.cli.console import console_for, format_option, not_nan, note_kind, print_error, refusing_bad_plans
+from pipeproof.atomic_write import write_output
+from pipeproof.cli.console import (
+    console_for,
+    format_option,
+    not_nan,
+    note_kind,
+    print_error,
+    refusing_bad_plans,
+    writable,
+)
 from pipeproof.cli.progress import showing_progress
 from pipeproof.exit_status import ExitStatus
 
@@ -25,6 +35,12 @@ def _order(context: click.Context, parameter: click.Parameter, value: str) -> tu
     if len(set(names)) != len(names) or any(name != "main" and not name.startswith("mtp") for name in names):
         raise click.BadParameter(f"{value!r} is no order of losses, such as main,mtp or mtp1,mtp2,main")
     return names
+
+
+def _picture(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    if value is not None and value.suffix.lower() != ".svg":
+        raise click.BadParameter(f"{str(value)!r} has another ending than .svg (a picture)")
+    return writable(context, parameter, value)
 
 
 @click.command()
@@ -49,6 +65,8 @@ def _order(context: click.Context, parameter: click.Parameter, value: str) -> tu
               help="The same of B; Megatron: mtp,main.")  # fmt: skip
 @click.option("--rank-a", type=click.IntRange(min=0), help="Of logs: read only this rank's anchors in A.")
 @click.option("--rank-b", type=click.IntRange(min=0), help="The same of B, which may be another rank.")
+@click.option("--plot", "picture", type=click.Path(path_type=Path), callback=_picture, metavar="FILE",
+              help="Also draw the main losses by step: a picture, .svg.")  # fmt: skip
 @format_option()
 def align(
     a: Path,
@@ -65,17 +83,19 @@ def align(
     order_b: tuple[str, ...],
     rank_a: int | None,
     rank_b: int | None,
+    picture: Path | None,
     form: str,
 ) -> None:
     """Compare two trainings bit for bit, and report the first difference: step, layer, rank, and its cause.
 
     A and B are records of `run --record` or of `record_layers` (directories), or text logs as PaddleFormers,
-    PaddleFleet and Megatron print them. The exit status is 0 only if all is equal within the given
-    distances, 1 if not, 2 if a side cannot be read or the two have nothing in common.
+    PaddleFleet and Megatron print them; `first,second` are parts of one training. The exit status is 0 only if
+    all is equal within the given distances, 1 if not, 2 if a side cannot be read or the two have nothing in common.
     """
     from pipeproof.analysis.align.alignment_text import alignment_to_json, render_alignment
     from pipeproof.analysis.align.compare_records import align as align_files
     from pipeproof.analysis.align.loss_pairs import Tolerance
+    from pipeproof.analysis.align.loss_picture import loss_picture
     from pipeproof.analysis.align.record_format import AlignmentError
     from pipeproof.analysis.align.record_map import read_map
     from pipeproof.analysis.align.training_logs import LogForm
@@ -96,16 +116,24 @@ def align(
                 a, b, Tolerance(ulps, relative, rounding), forms,
                 lambda step: on_progress(f"comparing; step {step}", 0, 0), names, partners,
             )  # fmt: skip
+            drawn = None if picture is None else loss_picture(a, b, forms, _factor(partners))
     except AlignmentError as error:
         print_error(f"{error}")
         for side in dict.fromkeys((a, b)):
             note_kind(side)
         sys.exit(ExitStatus.BAD_INPUT)
+    if picture is not None and drawn is not None:
+        write_output(picture, drawn)
+        click.echo(f"picture written to {picture}", err=True)
     if form == "json":
         click.echo(json.dumps(alignment_to_json(found), indent=2))
     else:
         render_alignment(found, console_for())
     sys.exit(ExitStatus.OK if found.equal else ExitStatus.FAILED)
+
+
+def _factor(partners: MapFile | None) -> Fraction:
+    return Fraction(1) if partners is None else partners.scale.get("main", Fraction(1))
 
 
 def _draft(a: Path, b: Path, names: tuple[str, str] | None, partners: MapFile | None) -> str:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 
 from pipeproof.analysis.align.array_digests import rounding_bound
 from pipeproof.analysis.align.first_difference import TensorAlignment, TensorComparison, paired_steps
 from pipeproof.analysis.align.loss_pairs import LossAlignment, Tolerance, align_losses
-from pipeproof.analysis.align.read_record import Record, open_record, rank_files
+from pipeproof.analysis.align.read_record import Record, open_record, parts_of, rank_files
 from pipeproof.analysis.align.record_format import DECIMALS, RECORD_FILE, AlignmentError, RecordedStep
 from pipeproof.analysis.align.record_map import MapFile, RecordMap
-from pipeproof.analysis.align.training_logs import LogForm, Observed, read_log
+from pipeproof.analysis.align.training_logs import LogForm, Observed, log_parts
 from pipeproof.foreign_text import open_foreign
 
 
@@ -50,37 +51,45 @@ def align(
         AlignmentError: a side cannot be read, the two are of different kinds, or they have nothing in common.
         AoaError: a statement of the map cannot be read, or does not fit the tensors.
     """
-    records = [_record(path) for path in (a, b)]
+    records = [record_at(path) for path in (a, b)]
     if records[0] is not None and records[1] is not None:
         partners = RecordMap(records[0], records[1], names, map_file)
         return _align_records(records[0], records[1], tolerance, report_step, partners)
     if records[0] is not None or records[1] is not None:
         record, log = (a, b) if records[0] is not None else (b, a)
         raise AlignmentError(f"{record} is a record and {log} is none: compare two records, or two text logs")
-    losses = align_losses(
-        _reporting(read_log(a, forms[0]), report_step), _reporting(read_log(b, forms[1]), report_step), tolerance
-    )
+    first, second = (chain.from_iterable(log_parts(*side)) for side in zip((a, b), forms, strict=True))
+    losses = align_losses(_reporting(first, report_step), _reporting(second, report_step), tolerance)
     _require_common(losses, a, b)
     notes = ("where a log prints no MD5, the printed decimals were compared",) if losses.by_value else ()
     return Alignment(losses, None, tolerance, notes)
 
 
-def _record(path: Path) -> Record | None:
-    """The record at a path; None where a log is."""
+def record_at(path: Path) -> Record | None:
+    """The record at a path, or of a training in parts; None where a log is.
+
+    Raises:
+        AlignmentError: it is neither, or cannot be read.
+    """
+    parts = [_is_record(part) for part in parts_of(path)]
+    if any(parts) and not all(parts):
+        raise AlignmentError(f"{path}: some parts are records and others are logs")
+    return open_record(path) if all(parts) else None
+
+
+def _is_record(path: Path) -> bool:
     if path.is_dir():
         if not (path / RECORD_FILE).exists() and not rank_files(path):
             inner = sorted(one.parent.name for one in path.glob(f"*/{RECORD_FILE}"))
             hint = f"name {' or '.join(str(path / one) for one in inner)}" if inner else "name a record or one log file"
             raise AlignmentError(f"{path} is a directory without {RECORD_FILE}: {hint}")
-        return open_record(path)
+        return True
     try:
         with open_foreign(path) as stream:
             beginning = stream.read(1)
     except OSError as error:
         raise AlignmentError(f"cannot read {path}: {error.strerror or error}") from error
-    if path.suffix == ".jsonl" or beginning == b"{":
-        return open_record(path)
-    return None
+    return path.suffix == ".jsonl" or beginning == b"{"
 
 
 def _reporting(observations: Iterator[Observed], report_step: Callable[[int], None]) -> Iterator[Observed]:
@@ -106,9 +115,9 @@ def _align_records(
             _put_losses(losses, step_a, step_b, of_losses, a.header.dtype, partners.loss_factor())
             tensors.put(step_a, step_b)
         elif step_a is not None:
-            losses.miss(0, _loss(step_a))
+            losses.miss(0, loss_of(step_a))
         elif step_b is not None:
-            losses.miss(1, _loss(step_b))
+            losses.miss(1, loss_of(step_b))
     if not has_common:
         counted = " and ".join(
             f"{side} {'none' if one is None else f'{number} from step {one.step} on'}"
@@ -129,7 +138,7 @@ def _put_losses(
     """The main loss and the other losses of a step, paired by name; those of A times ``factor``."""
     a = a if factor == 1 else _times(a, factor)
     if a.loss is not None or b.loss is not None:
-        losses.put(_loss(a), _loss(b), tolerance, dtype)
+        losses.put(loss_of(a), loss_of(b), tolerance, dtype)
     have_parts = all(any(one.name.startswith("main/") for one in step.others) for step in (a, b))
     others_a, others_b = (
         {one.name: one for one in step.others if have_parts or not one.name.startswith("main/")} for step in (a, b)
@@ -155,7 +164,8 @@ def _times(step: RecordedStep, factor: Fraction) -> RecordedStep:
     return replace(step, loss=scaled(step.loss), loss_md5=None, others=others)
 
 
-def _loss(step: RecordedStep) -> Observed:
+def loss_of(step: RecordedStep) -> Observed:
+    """The main loss of a recorded step."""
     return Observed(step.step, "main", "loss", None, None, step.loss, step.loss_md5)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import partial
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -72,12 +75,20 @@ def rank_files(directory: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), each) for match, each in found if match is not None))
 
 
+def parts_of(path: Path) -> list[Path]:
+    """The parts of a training, in order: ``first,second``, where no file has that name."""
+    return [path] if path.exists() else [Path(part) for part in str(path).split(",")]
+
+
 def open_record(path: Path) -> Record:
-    """The record at a directory or file.
+    """The record at a directory or file, or of a training in parts.
 
     Raises:
         AlignmentError: it cannot be read, or is no record.
     """
+    parts = parts_of(path)
+    if len(parts) > 1:
+        return ContinuedRecord(path, [open_record(part) for part in parts])
     files = rank_files(path) if path.is_dir() and not (path / RECORD_FILE).exists() else {}
     return RankRecords(path, files) if files else RecordFile(path)
 
@@ -230,6 +241,45 @@ class RankRecords:
                 return None
             array: Array = arrays[name].reshape([stop - start for start, stop in shard.index])
         return array
+
+
+class ContinuedRecord:
+    """Records of a training in parts; from the first step of a part on, those before it do not count.
+
+    Raises:
+        AlignmentError: a part has no finished step, or begins before the part that precedes it.
+    """
+
+    def __init__(self, path: Path, records: Sequence[Record]) -> None:
+        self.file, self._records = path, records
+        heads = [record.header for record in records]
+        self.header = replace(
+            heads[0],
+            digest=heads[0].digest if len({head.digest for head in heads}) == 1 else "",
+            layers=all(head.layers for head in heads),
+            values=all(head.values for head in heads),
+        )
+        firsts = [next((step.step for step in record.steps()), None) for record in records]
+        self._starts = [first for first in firsts if first is not None]
+        if len(self._starts) < len(firsts) or sorted(set(self._starts)) != self._starts:
+            raise AlignmentError(f"{path}: parts begin at steps {firsts}: name them in the order of training")
+
+    def parts(self) -> Iterator[Iterator[RecordedStep]]:
+        """The steps of each part."""
+        for record, end in zip(self._records, [*self._starts[1:], math.inf], strict=True):
+            yield takewhile(partial(_is_before, end), record.steps())
+
+    def steps(self) -> Iterator[RecordedStep]:
+        """See ``Record``."""
+        return chain.from_iterable(self.parts())
+
+    def values(self, recorded: Recorded) -> Values | None:
+        """See ``Record``."""
+        return self._records[bisect_right(self._starts, recorded.step) - 1].values(recorded)
+
+
+def _is_before(end: float, step: RecordedStep) -> bool:
+    return step.step < end
 
 
 def _joined(parts: list[Recorded]) -> Recorded:

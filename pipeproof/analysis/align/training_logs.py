@@ -17,13 +17,14 @@ Anchors carry no step: they are counted, per rank.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeproof.analysis.align.read_record import MAX_LINE
+from pipeproof.analysis.align.read_record import MAX_LINE, parts_of
 from pipeproof.analysis.align.record_format import AlignmentError
 from pipeproof.foreign_text import open_foreign_text
 
@@ -78,13 +79,28 @@ class LogForm:
     rank: int | None = None
 
 
-def read_log(path: Path, form: LogForm) -> Iterator[Observed]:
+def log_parts(path: Path, form: LogForm) -> Iterator[Iterator[Observed]]:
+    """The losses of each log of a training in parts, to be read in order; anchors are counted through all of them.
+
+    From the first ``global_step`` of a part on, lines before it do not count.
+    """
+    counts: Counter[tuple[int, str]] = Counter()
+    parts = parts_of(path)
+    for place, part in enumerate(parts):
+        following = (one for later in parts[place + 1 : place + 2] for one in read_log(later, form))
+        end = next((one.step for one in following if one.what == "loss"), math.inf)
+        yield (one for one in read_log(part, form, counts) if one.what != "loss" or one.step < end)
+
+
+def read_log(path: Path, form: LogForm, counts: Counter[tuple[int, str]] | None = None) -> Iterator[Observed]:
     """All losses of a log, in its order; lines end with a newline or, as progress bars have it, a carriage return.
+
+    ``counts`` has the anchors that precede it.
 
     Raises:
         AlignmentError: the file cannot be read, or a line that shows a loss has a value that is none.
     """
-    counts: Counter[tuple[int, str]] = Counter()
+    counts = Counter() if counts is None else counts
     try:
         with open_foreign_text(path, errors="replace") as stream:
             for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), ""), start=1):
