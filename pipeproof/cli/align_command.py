@@ -21,6 +21,7 @@ from pipeproof.cli.console import (
     note_kind,
     print_error,
     refusing_bad_plans,
+    require_separate_outputs,
     writable,
 )
 from pipeproof.cli.progress import showing_progress
@@ -65,8 +66,8 @@ def _picture(context: click.Context, parameter: click.Parameter, value: Path | N
               help="The same of B; Megatron: mtp,main.")  # fmt: skip
 @click.option("--rank-a", type=click.IntRange(min=0), help="Of logs: read only this rank's anchors in A.")
 @click.option("--rank-b", type=click.IntRange(min=0), help="The same of B, which may be another rank.")
-@click.option("--plot", "picture", type=click.Path(path_type=Path), callback=_picture, metavar="FILE",
-              help="Also draw the main losses by step: a picture, .svg.")  # fmt: skip
+@click.option("--plot", "picture", type=click.Path(path_type=Path, dir_okay=False), callback=_picture,
+              metavar="FILE", help="Also draw the main losses by step: a picture, .svg.")  # fmt: skip
 @format_option()
 def align(
     a: Path,
@@ -100,6 +101,7 @@ def align(
     from pipeproof.analysis.align.record_map import read_map
     from pipeproof.analysis.align.training_logs import LogForm
 
+    require_separate_outputs()
     if (names_a is None) != (names_b is None):
         raise click.UsageError("give --names-a and --names-b, or neither: names are those of the other side without")
     if (rank_a is None) != (rank_b is None):

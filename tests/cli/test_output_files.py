@@ -51,12 +51,13 @@ def test_a_full_disk_leaves_the_file_that_exists_and_names_it(name, tmp_path):
         "import plan other.csv zbv.csv -o zbv.csv",
         "import profile log.json --plan plan.json -o log.json",
         "compare plan.json page.html -o page.html",
+        "state align log.svg plan.json --plot log.svg",
     ],
 )
 def test_an_output_is_no_input_and_no_other_output(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").mkdir()
-    for name in ("plan.json", "zbv.csv", "other.csv", "log.json", "page.html"):
+    for name in ("plan.json", "zbv.csv", "other.csv", "log.json", "page.html", "log.svg"):
         (tmp_path / name).write_text("old")
     (tmp_path / "link.json").symlink_to("plan.json")
     result = invoke(*words.format(folder=tmp_path.name).split())
