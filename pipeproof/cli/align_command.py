@@ -106,6 +106,8 @@ def align(
         raise click.UsageError("give --names-a and --names-b, or neither: names are those of the other side without")
     if (rank_a is None) != (rank_b is None):
         raise click.UsageError("give --rank-a and --rank-b, or neither: ranks are compared by number")
+    if draft and picture is not None:
+        raise click.UsageError("--draft prints a map, and compares nothing that --plot could draw: leave one out")
     forms = (LogForm(micro_batches, order_a, rank_a), LogForm(micro_batches, order_b, rank_b))
     names = None if names_a is None or names_b is None else (names_a, names_b)
     try:

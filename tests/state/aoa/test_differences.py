@@ -86,7 +86,7 @@ ROWS = {
     ),
     "attributes in another order": (
         ["qkv -> out, num_heads=2, num_key_value_groups=1, fused_qkv_old, axis=0"], QKV, None,
-        (SyntaxError, ""), {"out": (8,)},
+        (SyntaxError, None), {"out": (8,)},
     ),
     "an axis that is not there": (
         ["a -> b, c, axis=2"], {"a": meta(4, 2)}, None,
