@@ -65,7 +65,7 @@ MODELS: Mapping[str, PublicModel] = MappingProxyType(
         "llama3.1_405b": _llama(126, 16384, 128, 53248),
         "qwen3_30b_a3b": _qwen(48, 2048, 32, 6144, 768),
         "qwen3_235b_a22b": _qwen(94, 4096, 64, 12288, 1536),
-        "deepseekv3": _deepseek(128, 129280, 256, 3, mtp={"num_modules": 1, "magic_send": True}),
+        "deepseekv3": _deepseek(128, 129280, 256, 3, mtp={"num_modules": 1, "magic_send": True, "reads": "after_norm"}),
         "kimi_k2": _deepseek(64, 163840, 384, 1),
         "gpt oss 120b": PublicModel(
             {

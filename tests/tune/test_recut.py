@@ -71,3 +71,9 @@ def test_time_without_a_layer_is_refused():
 
 def test_blocks_are_counted_without_what_stands_beside_them():
     assert num_blocks(("embed", "layer.0", "layer.1")) == 2
+
+
+def test_a_norm_after_the_last_block_takes_no_time():
+    cut = (("embed",), ("layer.0", "layer.1"), ("layer.2", "norm"), ("mtp.0", "head"))
+    layers = layer_times(cut, fractions(3, 8, 5, 4))
+    assert layers == {"embed": 3, "layer.0": 4, "layer.1": 4, "layer.2": 5, "norm": 0, "mtp.0": 2, "head": 2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from pipeproof.analysis.tune.frameworks import Framework
@@ -157,8 +157,7 @@ def near_even_cut(spec: PlanSpec, num_stages: int) -> tuple[tuple[str, ...], ...
 
 
 def _cut_at(names: list[str], blocks: list[str], begins: list[int]) -> tuple[tuple[str, ...], ...]:
-    """The layers of stages that begin at these blocks; the ends have the layers before and after all blocks."""
-    cut = [blocks[start:stop] for start, stop in zip(begins, [*begins[1:], len(blocks)], strict=True)]
-    cut[0] = [*names[: names.index(blocks[0])], *cut[0]]
-    cut[-1] = [*cut[-1], *names[names.index(blocks[-1]) + 1 :]]
-    return tuple(map(tuple, cut))
+    """The layers of stages that begin at these blocks; other layers are with the block before them, or the first."""
+    ends = [*map(names.index, blocks), names.index(blocks[-1]) + 1]
+    bounds = [0, *(ends[begin] for begin in begins[1:]), len(names)]
+    return tuple(tuple(names[start:stop]) for start, stop in pairwise(bounds))

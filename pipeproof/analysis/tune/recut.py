@@ -24,8 +24,9 @@ def is_block(layer: str) -> bool:
 
 
 def _with_work(stage: Sequence[str]) -> list[str]:
-    """The layers of a stage without empty ones, which take no time; all of them where there are no others."""
-    return [name for name in stage if not is_empty(name)] or list(stage)
+    """The layers of a stage without empty ones and a norm next to blocks, which take (nearly) no time; else all."""
+    without = {"norm"} if any(map(is_block, stage)) else set()
+    return [name for name in stage if not (is_empty(name) or name in without)] or list(stage)
 
 
 def num_blocks(stage: Sequence[str]) -> int:
@@ -58,13 +59,9 @@ def _shared_out(names: Sequence[str], time: Fraction, usual: Fraction | None) ->
         return dict.fromkeys(others, time / len(others))
     above = time - usual * len(blocks) if others and usual is not None else Fraction(0)
     above = max(above, Fraction(0))
-    carriers = [
-        name for name in others if name != "norm"
-    ] or others  # the time of a norm is negligible against that of a head
     return {
         **dict.fromkeys(blocks, (time - above) / len(blocks)),
-        **dict.fromkeys(others, Fraction(0)),
-        **dict.fromkeys(carriers, above / len(carriers) if carriers else Fraction(0)),
+        **dict.fromkeys(others, above / len(others) if others else Fraction(0)),
     }
 
 

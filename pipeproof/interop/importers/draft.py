@@ -154,13 +154,20 @@ def count(draft: Draft, *path: str, default: int = 1) -> int:
     return value if type(value) is int and value > 0 else default
 
 
-def stages_of(sizes: Sequence[int], num_mtp: int = 0) -> list[list[str]]:
-    """Return the layers of each global stage: the blocks, with the embedding first, modules, norm and head last."""
+def stages_of(sizes: Sequence[int], num_mtp: int = 0, *, reads_normed: bool = False) -> list[list[str]]:
+    """Return the layers of each global stage: the blocks, with the embedding first, modules, norm and head last.
+
+    With ``reads_normed`` the norm is where the last block is, and modules follow it.
+    """
     stages: list[list[str]] = []
     block = 0
     for size in sizes:
         stages.append([f"layer.{index}" for index in range(block, block + size)])
         block += size
+    last = max(index for index, stage in enumerate(stages) if stage or not index)
     stages[0].insert(0, "embed")
-    stages[-1] += [*(f"mtp.{index}" for index in range(num_mtp)), "norm", "head"]
+    modules = [f"mtp.{index}" for index in range(num_mtp)]
+    if reads_normed:
+        stages[last].append("norm")
+    stages[-1] += [*modules, "head"] if reads_normed else [*modules, "norm", "head"]
     return stages

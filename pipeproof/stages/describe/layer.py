@@ -209,15 +209,15 @@ def layer_order(model: ModelSpec) -> tuple[str, ...]:
 
     Empty layers are numbered over head and tail. ``model.final_norm`` is the position of the norm: before or after the
     empty layers of the tail. MTP modules (``mtp.0`` ..) directly follow the blocks: they read activations before the
-    norm, and the norm also applies to their outputs. If they read activations after the norm, they are before the head.
+    norm, and the norm also applies to their outputs. If they read activations after the norm, they directly follow it.
     """
     num_head, num_tail = model.num_empty
     empties = [f"empty.{i}" for i in range(num_head + num_tail)]
     head, tail = empties[:num_head], empties[num_head:]
-    end = ["norm", *tail] if model.final_norm == "before_tail_empty" else [*tail, "norm"]
     modules = [f"mtp.{i}" for i in range(0 if model.mtp is None else model.mtp.num_modules)]
-    after = [*end, *modules] if reads_normed(model) else [*modules, *end]
-    return ("embed", *head, *(f"layer.{i}" for i in range(model.num_layers)), *after, "head")
+    first, norm = ([], ["norm", *modules]) if reads_normed(model) else (modules, ["norm"])
+    end = [*norm, *tail] if model.final_norm == "before_tail_empty" else [*tail, *norm]
+    return ("embed", *head, *(f"layer.{i}" for i in range(model.num_layers)), *first, *end, "head")
 
 
 def reads_normed(model: ModelSpec) -> bool:

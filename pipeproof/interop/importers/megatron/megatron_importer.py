@@ -51,7 +51,7 @@ def import_arguments(arguments: Arguments, flags: Flags, tool: Tool = MEGATRON_L
         refuse_misspelt(reader, tool)
     undecided = {setting.name: setting for setting in undecided_names(reader, tool)}
     try:
-        _import(reader)
+        _import(reader, tool)
     except PlanFileError as error:
         is_open = isinstance(error, UnknownDepthError) or error.findings[0].code == REFUSED.code
         if not undecided or not is_open:
@@ -69,7 +69,7 @@ def import_arguments(arguments: Arguments, flags: Flags, tool: Tool = MEGATRON_L
     return reader.draft.imported(arguments.file, arguments.lines)
 
 
-def _import(reader: FlagReader) -> None:
+def _import(reader: FlagReader, tool: Tool) -> None:
     arguments, draft = reader.arguments, reader.draft
     if not arguments.has_all:
         check_counts(reader)
@@ -78,7 +78,7 @@ def _import(reader: FlagReader) -> None:
     _import_topology(reader, tp)
     check_contradictions(reader)
     import_model(reader, tp=tp, pp=pp)
-    num_mtp = _mtp_modules(reader)
+    num_mtp = _mtp_modules(reader, tool)
     num_layers = count(draft, "model", "num_layers")
     num_chunks = import_stages(reader, num_layers=num_layers, num_mtp=num_mtp, pp=pp)
     _import_schedule(reader, pp, num_chunks)
@@ -99,7 +99,7 @@ def _import_topology(reader: FlagReader, tp: int) -> None:
         reader.take("--use-tp-pp-dp-mapping", ("topology", "order"), ["tp", "cp", "pp", "ep", "dp"])
 
 
-def _mtp_modules(reader: FlagReader) -> int:
+def _mtp_modules(reader: FlagReader, tool: Tool) -> int:
     flag = "--mtp-num-layers"
     number = reader.number(flag, at_least=0)
     if number:
@@ -110,7 +110,13 @@ def _mtp_modules(reader: FlagReader) -> int:
             reader.draft.ignore(reader.shown("--mtp-loss-scaling-factor"), why, location)
         reader.take("--mtp-loss-scaling-factor", ("model", "mtp", "loss_weight"), weight or 0.1)
         reader.take(flag, ("model", "mtp", "magic_send"), value=True)
-    return count(reader.draft, "model", "mtp", "num_modules", default=0)
+    number = count(reader.draft, "model", "mtp", "num_modules", default=0)
+    reads = ("model", "mtp", "reads")
+    if number and tool.unnormed_modules is None:
+        reader.draft.set(reads, "after_norm", "a training of Megatron-LM", reader.location(flag))
+    elif number:
+        reader.draft.assume(reads, "before_norm", str(tool.unnormed_modules), reader.location(flag))
+    return number
 
 
 def _import_schedule(reader: FlagReader, pp: int, num_chunks: int) -> None:

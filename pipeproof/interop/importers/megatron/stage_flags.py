@@ -179,7 +179,7 @@ def import_stages(reader: FlagReader, *, num_layers: int, num_mtp: int, pp: int)
         return _by_layout(reader, num_layers, num_mtp, pp)
     num_chunks = _num_chunks(reader, num_layers, pp)
     sizes = _sizes(reader, num_layers, pp, num_chunks)
-    stages = stages_of(sizes, num_mtp)
+    stages = stages_of(sizes, num_mtp, reads_normed=_reads_normed(reader))
     flag = next((flag for flag in (FIRST, LAST, EMBEDDING, LOSS, PER_CHUNK, CHUNKS) if reader.has(flag)), None)
     if any(not stage for stage in stages):
         reader.refuse(
@@ -261,14 +261,20 @@ def _by_layout(reader: FlagReader, num_layers: int, num_mtp: int, pp: int) -> in
         check_layout(stages, num_layers=num_layers, num_mtp=num_mtp, pp=pp, length=len(text))
     except LayoutError as error:
         reader.refuse(f"{LAYOUT}: {error}", location.part(error.at, error.last + 1), error.help)
-    reader.take(LAYOUT, ("stages",), list(_named(stages)))
+    reader.take(LAYOUT, ("stages",), _named(stages, num_layers if _reads_normed(reader) else None))
     holder = next((index for index, stage in enumerate(stages) if any(entry.letter == "m" for entry in stage)), -1)
     if 0 <= holder < len(stages) - 1:  # validate_layer_layout sets mtp_standalone, and p2p then sends shapes
         reader.take(LAYOUT, ("transport", "shape_exchange"), "per_message")
     return len(stages) // pp
 
 
-def _named(stages: tuple[tuple[LayoutLetter, ...], ...]) -> list[list[str]]:
+def _reads_normed(reader: FlagReader) -> bool:
+    """True if modules read the result of the last norm, which is then on the stage of the last block."""
+    return bool(reader.draft.get("model", "mtp", "reads") == "after_norm")
+
+
+def _named(stages: tuple[tuple[LayoutLetter, ...], ...], num_before_norm: int | None) -> list[list[str]]:
+    """The layers of each stage; the norm is before the head, or after so many blocks."""
     counts = {"t": 0, "m": 0}
     named = []
     for stage in stages:
@@ -278,9 +284,11 @@ def _named(stages: tuple[tuple[LayoutLetter, ...], ...]) -> list[list[str]]:
                 case "E":
                     names.append("embed")
                 case "L":
-                    names += ["norm", "head"]
+                    names += ["norm", "head"] if num_before_norm is None else ["head"]
                 case letter:
                     names.append(f"{'layer' if letter == 't' else 'mtp'}.{counts[letter]}")
                     counts[letter] += 1
+                    if letter == "t" and counts[letter] == num_before_norm:
+                        names.append("norm")
         named.append(names)
     return named

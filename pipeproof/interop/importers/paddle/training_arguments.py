@@ -79,9 +79,10 @@ _KNOWN_ELSEWHERE = frozenset(
      "sequence_parallel_config", "context_parallel_config", "use_expert_parallel", "reorder_pipeline_priority",
      "enable_auto_parallel"}
 )  # fmt: skip
+_DEPTH, _EXPERIMENTAL = "multi_token_pred_depth", "gpt_model_use_experimental_version"
 READ = frozenset(
     {*_PIPELINE_NAMES, *_SEQUENCE, *CONFIG_NAMES, *_KNOWN_ELSEWHERE, "batch_size", "bf16", "fp16", "sharding",
-     "recompute", "recompute_granularity", "enable_mtp_magic_send", "multi_token_pred_depth"}
+     "recompute", "recompute_granularity", "enable_mtp_magic_send", _DEPTH, _EXPERIMENTAL}
 )  # fmt: skip
 """Settings that are read, or whose effect on a pipeline is known to be none."""
 _ORDERS = {
@@ -114,12 +115,28 @@ def import_settings(
     take_model(draft, {name: settings.values[name] for name in CONFIG_NAMES if name in settings})
     if adapt is not None:
         job = adapt(job, draft)
-    magic = settings.flag("enable_mtp_magic_send", default=False)
-    if magic.value and job.mtp is not None and job.mtp.value:
-        draft.set(("model", "mtp", "magic_send"), magic.value, magic.setting, magic.location)
+    _mtp_modules(settings, job, draft)
     lay_out(job, draft)
     _memory(settings, job, draft)
     return draft.imported(settings.first.file, settings.first.lines, rephrasing(job))
+
+
+def _mtp_modules(settings: Settings, job: FleetJob, draft: Draft) -> None:
+    """Set what modules read. PaddleFleet's GPTModel has the last norm before them, and before the tail's empty layers.
+
+    Earlier models, those of pre-training programs, and its experimental version have the norm after both.
+    """
+    number, magic = job.mtp, settings.flag("enable_mtp_magic_send", default=False)
+    if number is None or not (number.value or draft.get("model", "mtp", "num_modules")):
+        return
+    if magic.value and number.value:
+        draft.set(("model", "mtp", "magic_send"), magic.value, magic.setting, magic.location)
+    program = settings.text("stage")
+    is_other = number.setting == _DEPTH or (program is not None and program.value.endswith("_pretrain"))
+    if is_old(settings) or is_other or settings.flag(_EXPERIMENTAL, default=False).value:
+        return
+    draft.set(("model", "mtp", "reads"), "after_norm", "a model of PaddleFleet", number.location)
+    draft.set(("model", "final_norm"), "before_tail_empty", "a model of PaddleFleet", number.location)
 
 
 def is_old(settings: Settings) -> bool:
@@ -158,7 +175,7 @@ def _job(settings: Settings, draft: Draft) -> FleetJob:
         cut=seg_method,
         empty_head=settings.integer(0, "num_empty_layers_add_in_head"),
         empty_tail=settings.integer(0, "num_empty_layers_add_in_tail"),
-        mtp=settings.integer(0, "num_nextn_predict_layers", "multi_token_pred_depth"),
+        mtp=settings.integer(0, "num_nextn_predict_layers", _DEPTH),
         sequence=sequence if sequence.value else None,
         dtype=_dtype(settings),
         **switches,

@@ -59,6 +59,8 @@ class Tool:
     """Finds those that sound so and change nothing; others with a term of parallelism leave the verdict open."""
     blocks: re.Pattern[str] = _NOTHING
     """Matches specifications of layers (``--spec``) that are attention and an MLP or experts."""
+    unnormed_modules: str | None = None
+    """Why MTP modules are assumed to read the hidden states before the last norm, not after it."""
     adapt: Callable[[Any], None] = nothing
     """Sets the flags of a ``Job`` that the tool's own names mean."""
 

@@ -421,6 +421,8 @@ MINDSPEED: Final = Tool(
     names="mindspeed",
     entry=re.compile(r"(^|/)(pretrain_deepseek4|posttrain_gpt)\.py$"),
     blocks=re.compile(r"mindspeed_llm\.tasks\.models\.spec\.(qwen3|deepseek|bailing|phi35_moe|plm)_spec"),
+    unnormed_modules="as in MindSpeed-LLM, which moves the last norm behind the modules, and has one more for each "
+    "module's head; with MindSpeed alone they read after the norm",
     decides=re.compile(
         r"schedules_method|noop_layers|num_layer_list|pp_schedule_list|automated_pipeline(_perf)?|optimized_mbs_\w+"
         r"|mbs_idx|use_nanopipe\w*|use_multiparameter_pipeline_model_parallel|moe_fb_overlap|dualpipev_\w+|tp_2d|tp_[xy]"
