@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 FILE = ".safetensors"
 _DCP = "dcp"
 _WITH_CONFIG = "huggingface"
-"""The convention whose directories have a configuration with the weights."""
+"""The first word of conventions whose directories have a configuration with the weights."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _require_consistent(options: ReshardOptions, *, check: bool) -> None:
         if is_plan(options.source) and options.names is not None:
             raise click.UsageError("SOURCE is a plan, whose states have pipeproof's own names: leave --names out")
     elif options.save_format != _DCP and (options.plan is None) != (options.out.suffix == FILE):
-        if options.plan is None and options.names != _WITH_CONFIG:
+        if options.plan is None and not (options.names or "").startswith(_WITH_CONFIG):
             message = f"give the plan that resumes, --to PLAN, or an OUT that ends with {FILE}, or --save-format dcp"
             raise click.UsageError(message)
         if options.plan is not None:
@@ -330,7 +330,7 @@ def _task_of(
         return task_for_file(source, options.out or model, named, weights_only=weights_only)
     from pipeproof.state.reshard.meaning_proof import as_directory
 
-    return as_directory(task_for_file(source, model, named, weights_only=weights_only), source)
+    return as_directory(task_for_file(source, model, named, weights_only=weights_only), source, str(options.names))
 
 
 def _prove(

@@ -41,7 +41,12 @@ def read(path, config):
         ({"model_type": "starcoder2", "hidden_act": "gelu_pytorch_tanh", "use_bias": True},
          {"norm": "layer", "mlp": "gelu_tanh", "biases": "all"}),
         ({"model_type": "stablelm", "use_qkv_bias": True}, {"norm": "layer", "biases": "qkv"}),
-        ({"model_type": "ernie4_5", "use_bias": True}, {"biases": "all"}),
+        ({"model_type": "ernie4_5", "use_bias": True}, {"biases": "all", "tied_embedding": True}),
+        ({"model_type": "phi3", "rope_scaling": None, "sliding_window": 64, "max_position_embeddings": 64}, {}),
+        ({"model_type": "phi3", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, {}),
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False}, {"biases": "qkv"}),
+        ({"model_type": "ernie4_5_moe", "num_hidden_layers": 3, "moe_layer_end_index": 2, "moe_layer_interval": 1},
+         {"tied_embedding": True}),
     ],
 )  # fmt: skip
 def test_a_configuration_names_its_parts(tmp_path, config, parts):
@@ -55,7 +60,27 @@ def test_a_configuration_names_its_parts(tmp_path, config, parts):
     [
         ({"model_type": "llama", "attention_bias": True}, "attention_bias", {"biases": "qkv"}),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias", {}),
-        ({"model_type": "ernie4_5_moe", "use_bias": True} | EXPERTS, "use_bias", {"biases": "qkv"}),
+        (
+            {"model_type": "ernie4_5_moe", "use_bias": True, "tie_word_embeddings": False} | EXPERTS,
+            "use_bias",
+            {"biases": "qkv"},
+        ),
+        ({"model_type": "ernie4_5", "rope_theta": 500000.0}, "rope_theta", {"tied_embedding": True}),
+        (
+            {"model_type": "ernie4_5_moe", "moe_layer_interval": 2} | EXPERTS,
+            "moe_layer_interval",
+            {"tied_embedding": True},
+        ),
+        (
+            {"model_type": "ernie4_5_moe", "num_hidden_layers": 4, "moe_layer_end_index": 2} | EXPERTS,
+            "moe_layer_end_index",
+            {"tied_embedding": True},
+        ),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling", {}),
+        ({"model_type": "phi3", "rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_parameters", {}),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.75}, "partial_rotary_factor", {}),
+        ({"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 0.75}}, "partial_rotary_factor", {}),
+        ({"model_type": "phi3", "sliding_window": 2047, "max_position_embeddings": 4096}, "sliding_window", {}),
         ({"model_type": "deepseek_v3", "attention_bias": True} | LATENT, "attention_bias", {}),
         ({"model_type": "deepseek_v3", "use_qk_norm": True} | LATENT, "use_qk_norm", {}),
         ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function", GPT | {"mlp": "gelu_tanh"}),

@@ -29,6 +29,9 @@ _PARTS: Mapping[str, Mapping[str, object]] = MappingProxyType(
 )
 """Values that follow from the type alone, in Hugging Face's and Paddle's libraries; other types have a Llama's."""
 
+_TIED = frozenset({"gpt", "gpt2", "ernie4_5", "ernie4_5_moe"})
+"""Types whose head is tied by default."""
+
 _TANH = frozenset({"gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast"})
 
 PART_NAMES = (
@@ -91,7 +94,7 @@ def take_parts(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) 
     """Set the parts that a configuration's type and switches name; the sizes are set before."""
     kind, location = values.get("model_type", ("", None))
     take_parts_of_type(draft, str(kind), f"model_type {kind}", location)
-    if kind in ("gpt", "gpt2") and "tie_word_embeddings" not in values:
+    if kind in _TIED and "tie_word_embeddings" not in values:
         draft.set(("model", "tied_embedding"), value=True, setting=f"model_type {kind}", location=location)
     if kind == "gpt2" and ("model", "hidden_size") in draft:
         draft.set(("model", "ffn_size"), 4 * count(draft, "model", "hidden_size"), f"model_type {kind}", location)
@@ -104,6 +107,35 @@ def take_parts(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) 
     elif dense:
         draft.ignore("mlp_only_layers", "all blocks after the first few have experts here", location)
     _take_switches(draft, str(kind), {name: location for name, (value, location) in values.items() if value is True})
+    _name_other_positions(draft, values)
+
+
+def _name_other_positions(draft: Draft, values: Mapping[str, tuple[Any, Location | None]]) -> None:
+    """Name the positions, the window and the order of blocks that a plan does not have; no size depends on them."""
+    given = {name: value for name, (value, _) in values.items()}
+    scalings = {name: each for name in ("rope_scaling", "rope_parameters") if isinstance(each := given.get(name), dict)}
+    kinds = {name: [each, *(one for one in each.values() if isinstance(one, dict))] for name, each in scalings.items()}
+    every = [given, *(one for each in kinds.values() for one in each)]
+    window, length = given.get("sliding_window"), given.get("max_position_embeddings")
+    is_whole = not window or given.get("use_sliding_window") is False
+    last = (None, -1, count(draft, "model", "num_layers") - 1)
+    reasons = {
+        name: "positions are not scaled here"
+        for name, each in kinds.items()
+        if any(one.get("rope_type", one.get("type", "default")) != "default" for one in each)
+    }
+    if any(one.get("partial_rotary_factor") not in (None, 1) for one in every):
+        reasons["partial_rotary_factor"] = "positions turn all elements of a head here"
+    if any(one.get("rope_theta") not in (None, 10000) for one in every):
+        reasons["rope_theta"] = "it is 10000 here"
+    if not is_whole and not (type(window) is type(length) is int and window >= length):
+        reasons["sliding_window"] = "a token attends to all tokens before it here"
+    if given.get("moe_layer_interval", 1) != 1:
+        reasons["moe_layer_interval"] = "all blocks after the first few have experts here"
+    if given.get("moe_layer_end_index") not in last:
+        reasons["moe_layer_end_index"] = "the last block has experts here"
+    for name, why in reasons.items():
+        draft.ignore(name, f"{why}; this changes no size", values.get(name, (None, None))[1])
 
 
 def take_parts_of_type(draft: Draft, kind: str, setting: str, location: Location | None) -> None:

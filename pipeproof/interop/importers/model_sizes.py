@@ -42,6 +42,7 @@ MODEL_NAMES: Mapping[str, KeyPath] = MappingProxyType(
         "n_shared_experts": ("moe", "num_shared_experts"),
         "moe_num_shared_experts": ("moe", "num_shared_experts"),
         "first_k_dense_replace": ("moe", "dense_layers"),
+        "moe_layer_start_index": ("moe", "dense_layers"),
         "q_lora_rank": ("mla", "q_rank"),
         "kv_lora_rank": ("mla", "kv_rank"),
         "qk_nope_head_dim": ("mla", "nope_head_size"),

@@ -26,7 +26,9 @@ class Convention:
     is [vocabulary, hidden size] everywhere, and the head, too, except in pipeproof. ``padded``: the vocabulary keeps
     its padding. ``hidden_first``: modules join hidden state and embedding in this order. ``has_tied_head``: a tied head
     is written as a copy. ``fused_by_rank`` has the roles that each tensor-parallel rank fuses from its own shards of
-    gate and up; other roles are fused from the whole tensors. A bias has the name of its weight, with ``bias``.
+    gate and up; other roles are fused from the whole tensors. ``rotary_pairs``: rotary positions turn the
+    elements 2 i and 2 i + 1 of a head, else i and i + D/2. ``router_bias_is_row``: it is [1, experts]. A bias has the
+    name of its weight, with ``bias``.
     """
 
     whole: Mapping[str, str]
@@ -42,6 +44,8 @@ class Convention:
     hidden_first: bool = False
     has_tied_head: bool = False
     fused_by_rank: frozenset[str] = frozenset()
+    rotary_pairs: bool = False
+    router_bias_is_row: bool = False
 
     def name_of(self, role: str, block: str, num_layers: int, expert: int | str | None = None) -> str:
         """Return the name of a tensor of pipeproof's layer ``block``.

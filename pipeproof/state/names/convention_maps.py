@@ -24,6 +24,7 @@ from pipeproof.state.names.convention import BIAS, OWN_NAMES, Convention
 from pipeproof.state.names.convention_tables import OWN_CONVENTION, convention_of
 from pipeproof.state.names.convention_tensors import (
     ConventionTensor,
+    as_row,
     concatenated,
     convention_tensors,
     is_table,
@@ -63,6 +64,8 @@ def map_from_own_names(
         source = tensor.views[0].source
         transposed = not is_table(source) and names.is_transposed(tensor.role)
         duplicates[name] = concatenated(tensor.views, tensor.along, ours[source].dtype, transposed=transposed)
+        if tensor.role == "router_bias" and names.router_bias_is_row:
+            duplicates[name] = as_row(duplicates[name])
         if tensor.copy_of is not None:
             duplicated.add(source)
         if tensor.role in ("embed", "head") and tensor.views[0].region != whole_region(ours[source].shape):
@@ -234,7 +237,15 @@ def statements_between(source: str, target: str, model: ModelSpec) -> str:
             f"no statement adds or removes the padding of a vocabulary, as needed between `{source}` and `{target}`",
             "go by names alone: `pipeproof state reshard --names`",
         )
+    if sides[0].convention.rotary_pairs != sides[1].convention.rotary_pairs:
+        raise _beyond_statements("the pairs of rotary positions", f"`{source}` and `{target}` need")
     return "".join(f"{statement.text}\n" for statement in _Statements(*sides, model).statements())
+
+
+def _beyond_statements(what: str, who: str) -> NoNamesError:
+    return NoNamesError(
+        f"no statement takes {what} apart, as {who} it", "go by names alone: `pipeproof state reshard --names`"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +276,7 @@ class _NamedModel:
 def _named_model(name: str, model: ModelSpec) -> _NamedModel:
     if name == OWN_NAMES and (model.moe is not None or model.mla is not None):
         what = "one expert of a tensor" if model.moe is not None else "the pairs of rotary positions"
-        message = f"no statement takes {what} apart, as pipeproof's own names need it"
-        raise NoNamesError(message, "go by names alone: `pipeproof state reshard --names`")
+        raise _beyond_statements(what, "pipeproof's own names need")
     convention = OWN_CONVENTION if name == OWN_NAMES else convention_of(name, model)
     shapes = {ours: entry.shape for ours, entry in weights_of(model, "float32").items()}
     tensors = convention_tensors(model, shapes, convention, {})
@@ -322,13 +332,14 @@ class _Statements:
             elif tensor.copy_of is not None:
                 transposed = self.source.convention is OWN_CONVENTION and tensor.copy_of == "head"
                 yield _Statement((self.source.name(tensor.copy_of, ""),), self.target.name(role, label), transposed)
-            elif kind == "qkv" and f"q{suffix}" in source:
+            elif kind in _FUSED_HEADS and f"q{suffix}" in source:
                 yield self._merged([each + suffix for each in _QKV], role, label)
             elif kind in _FUSED_HEADS:
                 (other,) = _FUSED_HEADS - {kind}
                 yield from self._regrouped(other + suffix, role, label)
             elif kind == "q":
-                yield from self._split(f"qkv{suffix}", [each + suffix for each in _QKV], label)
+                fused = next(each + suffix for each in _FUSED_HEADS if each + suffix in source)
+                yield from self._split(fused, [each + suffix for each in _QKV], label)
             elif kind.endswith("gate_up"):
                 apart = kind.removesuffix("_up"), kind.removesuffix("gate_up") + "up"
                 yield self._merged([each + suffix for each in apart], role, label)
@@ -361,9 +372,8 @@ class _Statements:
         return _Statement(left, self.target.name(role, label), self._is_transposed(role), attributes)
 
     def _split(self, role: str, roles: Sequence[str], label: str) -> Iterator[_Statement]:
-        names = [self.target.name(each, label) for each in roles]
-        attributes = self._columns(self.source, role)
-        yield _Statement((self.source.name(role, label),), ", ".join(names), attributes=attributes)
+        names = tuple(self.target.name(each, label) for each in roles)
+        yield from self._separated(role, label, names)
         if self._is_transposed(role):
             yield from (_Statement((name,), name, transposed=True) for name in names)
 
@@ -371,9 +381,20 @@ class _Statements:
         """Take a fused tensor apart, and fuse its parts in the target's order."""
         name = self.source.name(role, label)
         parts = tuple(f"{name}.{part}" for part in (_QKV if role.startswith("qkv") else ("gate", "up")))
-        yield _Statement((name,), ", ".join(parts), attributes=self._columns(self.source, role))
+        yield from self._separated(role, label, parts)
         there, attributes = self.target.name(role_there, label), self._columns(self.target, role_there)
         yield _Statement(parts, there, self._is_transposed(role), attributes)
+
+    def _separated(self, role: str, label: str, parts: tuple[str, ...]) -> Iterator[_Statement]:
+        """Split a fused tensor. A statement makes equal parts, so grouped queries are first as many as keys."""
+        name, attributes = self.source.name(role, label), self._columns(self.source, role)
+        num_groups = self.model.num_heads // self.model.kv_heads if role.startswith("qkv_by_kind") else 1
+        if num_groups == 1:
+            yield _Statement((name,), ", ".join(parts), attributes=attributes)
+            return
+        queries = tuple(f"{name}.{number}" for number in range(num_groups))
+        yield _Statement((name,), ", ".join((*queries, *parts[1:])), attributes=attributes)
+        yield _Statement(queries, parts[0], attributes=attributes)
 
     def _columns(self, named_model: _NamedModel, role: str) -> str:
         """Return the attributes that describe the order of a fused tensor's columns."""

@@ -7,13 +7,16 @@ layers. ``part_tables`` has the tensors that only some parts of a model have.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from pipeproof.diagnostics.problems import listed
 from pipeproof.specs.model import PART_KEYS, ModelSpec
 from pipeproof.state.names.convention import OWN_NAMES, Convention
 from pipeproof.state.names.deepseek_v4 import DEEPSEEK_V4, refusal_of
-from pipeproof.state.names.part_tables import TENSORS, PartTensors, paddle_has, transformers_class
+from pipeproof.state.names.part_tables import ERNIE, TENSORS, TRANSFORMERS, PartTensors, paddle_has, transformers_class
 from pipeproof.state.state_codes import NoNamesError
 
 _MLP = {tensor: f"mlp.{tensor}_proj.weight" for tensor in ("gate", "up", "down")}
@@ -207,32 +210,39 @@ def _refusal(name: str, model: ModelSpec) -> str | None:
         return "`moe.hash_layers` have a table of experts"
     if moe is not None and name != "megatron" and (moe.score == "sqrtsoftplus" or moe.routed_scale != 1.0):
         return "`moe.routed_scale` and `score: sqrtsoftplus` are settings that only Megatron-Core is known to have"
-    if moe is not None and moe.score == "softmax" and moe.expert_bias_rate is not None:
-        return "routers with biases (`moe.expert_bias_rate`) are only known with `score: sigmoid`"
-    if name == "huggingface" and transformers_class(model) is None:
-        return f"no class of transformers has {_parts(model)}"
+    if name != ERNIE and moe is not None and moe.score == "softmax" and moe.expert_bias_rate is not None:
+        return f"routers with biases (`moe.expert_bias_rate`) are only known with `score: sigmoid`, and in `{ERNIE}`"
+    if name in TRANSFORMERS and transformers_class(model, name) is None:
+        if name == "huggingface":
+            return f"no class of transformers has {_parts(model)}"
+        experts = (
+            "; its experts have `score: softmax`, `normalize: true` and `expert_bias_rate`" if name == ERNIE else ""
+        )
+        return f"no class of transformers with these names has {_parts(model, ())}{experts if moe else ''}"
     if name.startswith("paddle") and not paddle_has(name, model):
         return f"no model of PaddleFormers has {_parts(model)}"
     return None
 
 
-def _parts(model: ModelSpec) -> str:
+def _parts(model: ModelSpec, sizes: tuple[str, ...] = ("num_kv_heads", "head_size")) -> str:
     """Return the keys of a model's parts, those that differ from a Llama's, for messages."""
     default = {key: ModelSpec.model_fields[key].default for key in PART_KEYS}
     parts = [f"`{key}: {str(value).lower()}`" for key in PART_KEYS if (value := getattr(model, key)) != default[key]]
-    sections = [f"`{key}`" for key in ("num_kv_heads", "head_size", "moe", "mla", "mtp") if getattr(model, key)]
+    sections = [f"`{key}`" for key in (*sizes, "moe", "mla", "mtp") if getattr(model, key)]
     return listed(parts + sections, "and")
 
 
-def _huggingface(model: ModelSpec) -> Convention:
+def _huggingface(model: ModelSpec, name: str = "huggingface") -> Convention:
     if model.compressed_attention is not None:
         return DEEPSEEK_V4
-    found = transformers_class(model)
+    found = transformers_class(model, name)
     assert found is not None, "a model without a class is refused"
     if found.name == "GPT2":
         common = _GPT2
     else:
         common = replace(_HUGGINGFACE, block=_MIXTRAL) if found.name == "Mixtral" else _HUGGINGFACE
+        layout: dict[str, Any] = dict.fromkeys(found.layout, True)
+        common = replace(common, **layout)
     return _with_parts(common, found.tensors)
 
 
@@ -284,8 +294,8 @@ def _of_paddle(model: ModelSpec) -> Convention:
     return _with_parts(common, TENSORS["paddleformers"])
 
 
-_MAKERS = {
-    "huggingface": _huggingface,
+_MAKERS: Mapping[str, Callable[[ModelSpec], Convention]] = {
+    **{name: partial(_huggingface, name=name) for name in TRANSFORMERS},
     "megatron": _megatron,
     "paddleformers": _paddleformers,
     "paddleformers-unfused": _unfused,

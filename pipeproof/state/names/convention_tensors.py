@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import JsonValue
 
@@ -25,7 +25,7 @@ from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.gradient_facts import bias_name, moves_biases, routers
 from pipeproof.stages.describe.layer import loss_dtype
 from pipeproof.state.names.convention import BIAS, Convention
-from pipeproof.state.regions import Region, whole_region
+from pipeproof.state.regions import NO_DIM, Region, whole_region
 from pipeproof.state.state_index import TensorEntry
 from pipeproof.state.tensor_map import RegionCopy, TensorMap
 
@@ -83,6 +83,13 @@ def concatenated(views: Sequence[View], along: int, dtype: str, *, transposed: b
         position += extents[axis]
     shape = (*copies[0].region.extents[:axis], position, *copies[0].region.extents[axis + 1 :])
     return TensorMap(dtype, shape, tuple(copies))
+
+
+def as_row(vector: TensorMap) -> TensorMap:
+    """Return the map of a vector as a matrix with one row."""
+    (copy,) = vector.copies
+    region = Region((0, *copy.region.offsets), (1, *copy.region.extents))
+    return replace(vector, shape=region.extents, copies=(replace(copy, region=region, permutation=(NO_DIM, 0)),))
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -145,6 +152,13 @@ def _bias_of(tensor: ConventionTensor, shapes: Shapes) -> Iterator[ConventionTen
         views = tuple(View(name, region, (0,)) for name, region in zip(names, columns, strict=True))
         copy_of = None if tensor.copy_of is None else tensor.copy_of + BIAS
         yield ConventionTensor(tensor.role + BIAS, tensor.block, views, copy_of=copy_of)
+
+
+def _adjacent_pairs(view: View, size: int) -> Iterator[View]:
+    """Yield the columns of heads of a size, with those of each rotary pair (i, i + size/2) next to one another."""
+    for start in range(0, view.shape[1], size):
+        for first in range(start, start + size // 2):
+            yield from (view.sliced(1, column, column + 1) for column in (first, first + size // 2))
 
 
 class _Describer:
@@ -272,6 +286,11 @@ class _Describer:
             )
             for role, start, width in (("q", 0, queries), ("k", queries, size), ("v", queries + size, size))
         }
+        if self.convention.rotary_pairs:
+            parts |= {
+                role: tuple(column for view in parts[role] for column in _adjacent_pairs(view, size))
+                for role in ("q", "k")
+            }
         if "qkv_by_kind" in self.convention.block:
             parts = {"qkv_by_kind": tuple(view for views in parts.values() for view in views)}
         for role, views in parts.items():
@@ -303,12 +322,8 @@ class _Describer:
         if key not in self._regions:
             entries = self._regions[key] = []
             for kind, width in pieces:
-                if kind == "turned":
-                    half = width // 2
-                    columns = (position + first + second for first in range(half) for second in (0, half))
-                    entries += [view.sliced(1, column, column + 1).region for column in columns]
-                else:
-                    entries.append(view.sliced(1, position, position + width).region)
+                piece = view.sliced(1, position, position + width)
+                entries += [each.region for each in (_adjacent_pairs(piece, width) if kind == "turned" else [piece])]
                 position += width
         return tuple([View(name, region, view.dims) for region in self._regions[key]])
 

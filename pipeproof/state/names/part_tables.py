@@ -64,7 +64,8 @@ class ToolModel:
     """A model of another tool.
 
     It can compute a plan's model that ``fits`` and whose parts have the values in ``parts``. ``tensors`` are those that
-    only its parts have, ``settings`` the keys of its configuration for parts and constants.
+    only its parts have, ``settings`` the keys of its configuration for parts and constants. ``convention`` has its
+    names, where the fields in ``layout`` are true.
     """
 
     name: str
@@ -73,6 +74,8 @@ class ToolModel:
     model_type: str = ""
     tensors: PartTensors = _NO_TENSORS
     settings: Callable[[ModelSpec], dict[str, Any]] = _no_settings
+    convention: str = "huggingface"
+    layout: tuple[str, ...] = ()
 
     def can_be(self, model: ModelSpec) -> bool:
         """Return True if it can compute the plan's model."""
@@ -81,14 +84,15 @@ class ToolModel:
         return has_parts and model.compressed_attention is None and self.fits(model)
 
 
-def transformers_class(model: ModelSpec) -> ToolModel | None:
-    """Return the class of Hugging Face's transformers, without its suffix; None if no class has these parts together.
+def transformers_class(model: ModelSpec, convention: str = "huggingface") -> ToolModel | None:
+    """Return the class of Hugging Face's transformers with the names of a convention; None if none has these parts.
 
     ``Deepseek``, the first one with experts, is remote code.
     """
     if model.compressed_attention is not None:
         return _DEEPSEEK_V4
-    return next((known for known in _TRANSFORMERS if known.can_be(model)), None)
+    known = (each for each in _TRANSFORMERS if each.convention == convention and each.can_be(model))
+    return next(known, None)
 
 
 def paddle_has(convention: str, model: ModelSpec) -> bool:
@@ -130,6 +134,12 @@ def _is_old(model: ModelSpec) -> bool:
     return _is_dense(model) and model.mtp is None
 
 
+def _is_ernie_with_experts(model: ModelSpec) -> bool:
+    moe = model.moe
+    has_biases = moe is not None and moe.score == "softmax" and moe.expert_bias_rate is not None and moe.normalize
+    return _is_mixture(model) and has_biases and model.mtp is None
+
+
 def _is_mixtral(model: ModelSpec) -> bool:
     moe = model.moe
     return _is_mixture(model) and moe is not None and not (moe.num_shared_experts or moe.dense_layers) and moe.normalize
@@ -153,6 +163,18 @@ def _stablelm(model: ModelSpec) -> dict[str, Any]:
     return {"layer_norm_eps": _NORM_EPSILON, "partial_rotary_factor": 1.0, "qk_layernorm": False, **bias}
 
 
+def _phi3(model: ModelSpec) -> dict[str, Any]:
+    positions = {"partial_rotary_factor": 1.0, "original_max_position_embeddings": model.seq_length}
+    return {**positions, "sliding_window": None, "resid_pdrop": 0.0, "embd_pdrop": 0.0, **_NO_IDS}
+
+
+def _ernie(_: ModelSpec) -> dict[str, Any]:
+    return {"use_bias": False, **_NO_IDS}
+
+
+ERNIE = "huggingface-ernie4_5"
+_NO_IDS = {"bos_token_id": None, "eos_token_id": None}
+_PHI3_NAMES = {"qkv_by_kind": "self_attn.qkv_proj.weight", "gate_up": "mlp.gate_up_proj.weight"}
 _QWEN3 = {"qk_norm": (True,)}
 _GLM4 = {"qk_norm": (False, True), "biases": ("none", "qkv")}
 _LAYER_NORM_GELU = {"norm": ("layer",), "mlp": tuple(_GELUS)}
@@ -190,6 +212,13 @@ _TRANSFORMERS = (
         "StableLm", {"norm": ("layer",), "biases": ("none", "qkv")},
         lambda model: _is_old(model) and not _has_own_head_size(model), "stablelm", settings=_stablelm,
     ),
+    ToolModel("Phi3", {}, _is_old, "phi3", PartTensors({}, _PHI3_NAMES), _phi3, "huggingface-phi3"),
+    ToolModel("Ernie4_5", {}, _is_old, "ernie4_5", _NO_TENSORS, _ernie, ERNIE, ("rotary_pairs",)),
+    ToolModel(
+        "Ernie4_5_Moe", {}, _is_ernie_with_experts, "ernie4_5_moe",
+        PartTensors({}, {"router_bias": "mlp.moe_statics.e_score_correction_bias"}), _ernie, ERNIE,
+        ("rotary_pairs", "router_bias_is_row"),
+    ),
 )  # fmt: skip
 _DEEPSEEK_V4 = ToolModel("DeepseekV4", {}, _of_any_sizes, "deepseek_v4", settings=deepseek_v4.settings_of)
 _PADDLE = (
@@ -199,15 +228,18 @@ _PADDLE = (
 )
 _PADDLE_LLAMA = ToolModel("Llama", {"biases": ("all",)}, _of_any_sizes)
 
+TRANSFORMERS = tuple(dict.fromkeys(each.convention for each in _TRANSFORMERS))
+"""The conventions whose names classes of transformers have."""
+
 CONFIG_FILE = "config.json"
 
 
-def config_of(model: ModelSpec, dtype: str) -> dict[str, Any]:
-    """Return the settings of a model whose weights have Hugging Face's names, in ``dtype``.
+def config_of(model: ModelSpec, dtype: str, convention: str = "huggingface") -> dict[str, Any]:
+    """Return the settings of a model whose weights, in ``dtype``, have the names of one of ``TRANSFORMERS``.
 
     The class is that of ``transformers_class``; one must exist.
     """
-    found = transformers_class(model)
+    found = transformers_class(model, convention)
     assert found is not None, "a model without a class has no names either"
     name = f"{found.name}LMHeadModel" if found.name == "GPT2" else f"{found.name}ForCausalLM"
     head = {"architectures": [name], "model_type": found.model_type}
@@ -252,8 +284,7 @@ def _gpt2_config(model: ModelSpec, parts: Mapping[str, Any]) -> dict[str, Any]:
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
+        **_NO_IDS,
     }
 
 
@@ -269,6 +300,10 @@ def _settings(family: str, model: ModelSpec) -> dict[str, Any]:
         case "Mixtral":
             sizes = {"num_local_experts": moe.num_experts, "num_experts_per_tok": moe.top_k}
             return {**sizes, "intermediate_size": moe.ffn_size, "sliding_window": None}
+        case "Ernie4_5_Moe":
+            sizes = {"moe_num_experts": moe.num_experts, "moe_k": moe.top_k, "moe_intermediate_size": moe.ffn_size}
+            blocks = {"moe_layer_start_index": moe.dense_layers, "moe_layer_end_index": -1, "moe_layer_interval": 1}
+            return {**sizes, "moe_num_shared_experts": moe.num_shared_experts, **blocks, "moe_norm_min": 1e-12}
         case "Qwen3Moe":
             sizes = {"num_experts": moe.num_experts, "num_experts_per_tok": moe.top_k}
             dense = {"mlp_only_layers": list(range(moe.dense_layers)), "decoder_sparse_step": 1}

@@ -242,15 +242,15 @@ def require_other_names(convention: str, place: Path) -> None:
         raise RefusedError(NOT_CONVERTIBLE, message, "leave `--names` out")
 
 
-def as_directory(task: ReshardTask, source: Checkpoint) -> ReshardTask:
-    """Return a task for one file with Hugging Face's names as one for a directory, with the model's configuration.
+def as_directory(task: ReshardTask, source: Checkpoint, convention: str) -> ReshardTask:
+    """Return a task for one file with names of transformers as one for a directory, with the model's configuration.
 
     Tables of experts by token id get a second file, and both an index.
 
     Raises:
         PipeproofError: The source does not describe its model.
     """
-    files = {CONFIG_FILE: _json(config_of(_model(source, None), _dtype(source)))}
+    files = {CONFIG_FILE: _json(config_of(_model(source, None), _dtype(source), convention))}
     tables, target = _tables(source), task.target
     if not tables:
         return replace(task, one_file=None, extra_files=files)

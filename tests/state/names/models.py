@@ -54,6 +54,19 @@ PARTS_AND_MORE = PARTS | {
         ALL[1:2],
     ),
 }
+PHI3, ERNIE = "huggingface-phi3", "huggingface-ernie4_5"
+ONE_CLASS = {
+    "Phi-3": (MODELS["dense with grouped queries"], ("huggingface", "megatron", "paddleformers", PHI3)),
+    "Phi-3 without grouped queries": ({"head_size": 6}, ("huggingface", "megatron", PHI3)),
+    "ERNIE 4.5": (MODELS["dense, a head of another size"] | {"tied_embedding": True}, ("huggingface", PHI3, ERNIE)),
+    "ERNIE 4.5 with experts": (
+        {"num_kv_heads": 3, "moe": MOE | SIGMOID | {"score": "softmax", "dense_layers": 1, "num_shared_experts": 2}},
+        (ERNIE,),
+    ),
+}
+"""Models that are computed by a class with a convention of its own."""
+
+PARTS_AND_MORE |= ONE_CLASS
 NAMED = [(kind, model, convention) for kind, model in MODELS.items() for convention in ("pipeproof", *ALL)]
 NAMED += [
     (kind, model, convention) for kind, (model, found) in PARTS_AND_MORE.items() for convention in ("pipeproof", *found)

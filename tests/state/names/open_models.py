@@ -105,6 +105,7 @@ class OpenModel:
     """What the conventions share: the order of layers, and modules that read what is not normed, as pipeproof's do."""
 
     POSITIONS = None
+    rope = staticmethod(rope)
 
     def __init__(self, weights, model):
         self.weights, self.model = weights, model
@@ -152,7 +153,7 @@ class OpenModel:
         if self.model["qk_norm"]:
             q, k = (self.norm(x, name) for x, name in zip((q, k), names, strict=True))
         if self.model["positions"] == "rotary":
-            q, k = rope(q), rope(k)
+            q, k = self.rope(q), self.rope(k)
         return attention(q, k, v)
 
     def in_order(self, embedded_and_hidden):
@@ -187,6 +188,7 @@ class OpenModel:
 class HuggingFace(OpenModel):
     EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
     BLOCK, MODULE_BLOCK, MODULE_NORM = "model.layers.{}", "", "shared_head.norm.weight"
+    ROUTER_BIAS = "gate.e_score_correction_bias"
     linear = staticmethod(linear)
 
     def module_name(self, number):
@@ -244,7 +246,7 @@ class HuggingFace(OpenModel):
                 x, gains, lambda x, e: self.swiglu(x, *(f"{at}.experts.{e}.w{part}.weight" for part in (1, 3, 2)))
             )
         at = f"{name}.mlp"
-        bias = self.get(f"{at}.gate.e_score_correction_bias") if moe["expert_bias_rate"] else None
+        bias = self.get(f"{at}.{self.ROUTER_BIAS}") if moe["expert_bias_rate"] else None
         gains = chosen(self.router(x, f"{at}.gate.weight"), moe, bias)
         y = self.mixed(x, gains, lambda x, e: self.mlp(x, f"{at}.experts.{e}"))
         return y + self.mlp(x, f"{at}.shared_experts") if moe["num_shared_experts"] else y
@@ -259,6 +261,31 @@ def latent_heads(q, kv, shared, nope):
     k = np.concatenate([kv[..., :nope], np.repeat(rope_interleaved(shared), q.shape[1], axis=1)], axis=-1)
     q = np.concatenate([q[..., :nope], rope_interleaved(q[..., nope:])], axis=-1)
     return attention(q, k, kv[..., nope:])
+
+
+class Phi3(HuggingFace):
+    """All queries, then all keys, then all values in one; gate and up in one."""
+
+    def attend(self, x, name, size):
+        model = self.model
+        queries, keys = model["num_heads"] * size, (model["num_kv_heads"] or model["num_heads"]) * size
+        mixed = linear(x, self.get(f"{name}.self_attn.qkv_proj.weight"))
+        q, k, v = (heads(part, size) for part in np.split(mixed, [queries, queries + keys], axis=-1))
+        return linear(attention(rope(q), rope(k), v), self.get(f"{name}.self_attn.o_proj.weight"))
+
+    def mlp(self, x, at):
+        gate, up = np.split(linear(x, self.get(f"{at}.gate_up_proj.weight")), 2, axis=-1)
+        return linear(silu(gate) * up, self.get(f"{at}.down_proj.weight"))
+
+
+class Ernie(HuggingFace):
+    """Rotary positions turn neighbours; the bias of a router is a row."""
+
+    ROUTER_BIAS = "moe_statics.e_score_correction_bias"
+    rope = staticmethod(rope_interleaved)
+
+    def is_mixtral(self):
+        return False
 
 
 class Megatron(OpenModel):
@@ -452,6 +479,8 @@ def open_model(convention, model):
 
 OPEN_MODELS = {
     "huggingface": HuggingFace,
+    "huggingface-phi3": Phi3,
+    "huggingface-ernie4_5": Ernie,
     "megatron": Megatron,
     "paddleformers": PaddleFormers,
     "paddleformers-unfused": PaddleFormersUnfused,

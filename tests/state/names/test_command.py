@@ -10,7 +10,7 @@ from pipeproof.state.names.convention_maps import map_from_own_names, statements
 from pipeproof.state.names.convention_tables import CONVENTIONS
 from pipeproof.state.state_index import provenance_file
 from tests.state.names.apply_map import apply_map
-from tests.state.names.models import MODELS
+from tests.state.names.models import ERNIE, MODELS, ONE_CLASS, PHI3
 from tests.state.reshard.plans import files_of, reshard, state_of, subject_of, write_plan
 
 SIZES = {"num_layers": 4, "hidden_size": 8, "num_heads": 4, "ffn_size": 16, "vocab_size": 16}
@@ -18,10 +18,16 @@ LARGE = SIZES | MODELS["experts with biases"] | {"num_kv_heads": 2, "tied_embedd
 LARGE["moe"] = LARGE["moe"] | {"ffn_size": 6}
 LATENT = SIZES | MODELS["latent with modules"]
 LATENT["moe"] = LATENT["moe"] | {"ffn_size": 6}
+ERNIE_MOE = ONE_CLASS["ERNIE 4.5 with experts"][0]["moe"]
+OF_ONE_CLASS = {
+    PHI3: SIZES | {"num_kv_heads": 2},
+    ERNIE: SIZES | {"num_kv_heads": 2, "moe": ERNIE_MOE | {"ffn_size": 6}},
+}
 
 
 @pytest.mark.parametrize(
-    ("convention", "model"), [*((convention, LARGE) for convention in CONVENTIONS), ("huggingface", LATENT)]
+    ("convention", "model"),
+    [*((convention, OF_ONE_CLASS.get(convention, LARGE)) for convention in CONVENTIONS), ("huggingface", LATENT)],
 )
 def test_weights_go_out_by_their_names_there_and_come_in_for_another_topology(tmp_path, convention, model):
     a, b = write_plan(tmp_path / "a.yaml", "ep2_tp2", model), write_plan(tmp_path / "b.yaml", "ep2_pp2", model)
@@ -53,6 +59,20 @@ def test_a_directory_as_hugging_face_has_it_has_the_configuration_and_comes_in_a
     reshard(source, "--weights-only", "--to", a, "-o", tmp_path / "direct")
     assert files_of(tmp_path / "in") == files_of(tmp_path / "direct")
     assert "OUT that ends with" in reshard(source, "-o", tmp_path / "other", "--names", "megatron", status=2)
+
+
+@pytest.mark.parametrize(
+    ("convention", "plan", "name"),
+    [(PHI3, "tp2", "Phi3"), (ERNIE, "ep2_tp2", "Ernie4_5_Moe")],
+)
+def test_a_directory_of_a_class_with_a_convention_of_its_own(tmp_path, convention, plan, name):
+    a, out = write_plan(tmp_path / "a.yaml", plan, OF_ONE_CLASS[convention]), tmp_path / "model"
+    source = state_of(a, tmp_path / "of_a")
+    reshard(source, "-o", out, "--names", convention)
+    assert json.loads((out / "config.json").read_text())["architectures"] == [f"{name}ForCausalLM"]
+    reshard(out, "--to", a, "--names", convention, "-o", tmp_path / "in")
+    reshard(source, "--weights-only", "--to", a, "-o", tmp_path / "direct")
+    assert files_of(tmp_path / "in") == files_of(tmp_path / "direct")
 
 
 def test_padding_of_the_vocabulary_is_dropped_and_comes_in_as_zeros(tmp_path):

@@ -10,7 +10,7 @@ from pipeproof.interop.importers.model_sizes import read_model_config
 from pipeproof.specs.model import ModelSpec
 from pipeproof.state.names.convention_maps import map_from_own_names
 from pipeproof.state.names.part_tables import config_of
-from tests.state.names.models import NAMED, plan_of
+from tests.state.names.models import ERNIE, NAMED, ONE_CLASS, PHI3, plan_of
 
 CLASSES = {
     "dense with grouped queries": "LlamaForCausalLM",
@@ -33,15 +33,21 @@ CLASSES = {
     "Qwen3 with experts": "Qwen3MoeForCausalLM",
     "GLM-4 with experts": "Glm4MoeForCausalLM",
 }
-MODELS = {kind: model for kind, model, convention in NAMED if convention == "huggingface"}
+OTHER_CLASSES = {PHI3: "Phi3ForCausalLM", ERNIE: "Ernie4_5ForCausalLM"}
+MODELS = {kind: model for kind, model, convention in NAMED if convention == "huggingface" and kind in CLASSES}
+OTHERS = [(kind, convention) for kind, _, convention in NAMED if convention in OTHER_CLASSES]
+CASES = [*((kind, "huggingface") for kind in MODELS), *OTHERS]
 SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size", "tied_embedding")
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_the_importers_read_the_models_sizes_out_of_it(tmp_path, kind):
-    model = plan_of(**MODELS[kind]).model
-    config = config_of(model, "float64")
-    assert config["architectures"] == [CLASSES[kind]]
+@pytest.mark.parametrize(("kind", "convention"), CASES)
+def test_the_importers_read_the_models_sizes_out_of_it(tmp_path, kind, convention):
+    model = plan_of(**(ONE_CLASS[kind][0] if convention in OTHER_CLASSES else MODELS[kind])).model
+    config = config_of(model, "float64", convention)
+    expected = OTHER_CLASSES.get(convention) or CLASSES[kind]
+    assert config["architectures"] == [
+        expected.replace("For", "_MoeFor") if model.moe and convention == ERNIE else expected
+    ]
     assert config["pad_token_id"] is None  # PaddleFormers' Llama takes 0 where it is left out: no embedding for id 0
     (tmp_path / "config.json").write_text(json.dumps(config))
     draft = Draft("model config", Flags())

@@ -10,22 +10,32 @@ from pipeproof.state.names.convention_maps import map_from_convention, map_from_
 from pipeproof.state.names.part_tables import config_of
 from pipeproof.state.open_checkpoint import open_checkpoint
 from tests.state.names.apply_map import apply_map
-from tests.state.names.models import PARTS, PARTS_AND_MORE, plan_of
+from tests.state.names.models import ERNIE, ONE_CLASS, PARTS, PARTS_AND_MORE, PHI3, plan_of
 from tests.state.names.test_convention import own_model, random_weights
 
 pytestmark = [pytest.mark.needs_torch, pytest.mark.needs("transformers")]
 
 KINDS = [kind for kind, (_, conventions) in PARTS.items() if "huggingface" in conventions] + ["Qwen3 with experts"]
+CASES = [(kind, "huggingface") for kind in KINDS] + [
+    (kind, convention)
+    for kind, (_, conventions) in ONE_CLASS.items()
+    for convention in (PHI3, ERNIE)
+    if convention in conventions
+]
+FLOAT32 = ("router.weight", "router.bias")
+"""What a class of ERNIE keeps in float32."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_class_loads_the_export_and_gives_it_back(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "convention"), CASES)
+def test_a_class_loads_the_export_and_gives_it_back(tmp_path, kind, convention):
     import torch
     from transformers import AutoModelForCausalLM
 
     plan = plan_of(**PARTS_AND_MORE[kind][0])
-    ours, config = random_weights(plan.model), config_of(plan.model, "float64")
-    named = apply_map(map_from_own_names("huggingface", plan.model, "float64"), ours)
+    ours, config = random_weights(plan.model), config_of(plan.model, "float64", convention)
+    if convention == ERNIE:
+        ours |= {name: ours[name].astype(np.float32).astype(float) for name in ours if name.endswith(FLOAT32)}
+    named = apply_map(map_from_own_names(convention, plan.model, "float64"), ours)
     (tmp_path / "config.json").write_text(json.dumps(config))
     weights = {name: np.ascontiguousarray(array) for name, array in named.items()}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -47,6 +57,6 @@ def test_a_class_loads_the_export_and_gives_it_back(tmp_path, kind):
 
     network.save_pretrained(tmp_path / "saved")
     (file,) = (tmp_path / "saved").glob("*.safetensors")
-    returned = apply_map(map_from_convention("huggingface", open_checkpoint(file), plan), load_file(file))
+    returned = apply_map(map_from_convention(convention, open_checkpoint(file), plan), load_file(file))
     assert returned.keys() == ours.keys()
     assert all((returned[name] == ours[name]).all() for name in ours)
