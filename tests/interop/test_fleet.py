@@ -262,7 +262,8 @@ def test_comments_separators_and_angle_brackets():
 
 
 _NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True)
-_TREES = st.recursive(st.integers(-(2**63), 2**63 - 1), lambda inner: st.dictionaries(_NAMES, inner, max_size=4), max_leaves=12)
+_INTEGERS = st.integers(-(2**63), 2**63 - 1)
+_TREES = st.recursive(_INTEGERS, lambda inner: st.dictionaries(_NAMES, inner, max_size=4), max_leaves=12)
 
 
 @settings(deadline=None, max_examples=60)
