@@ -14,6 +14,7 @@ from pipeproof.stages.torch.device_masks import kept, state_of
 from pipeproof.stages.torch.graph_errors import GraphOperationError
 from pipeproof.stages.torch.graph_stage import GraphStage
 from pipeproof.stages.torch.stage import StepBatches
+from tests.features import FEATURES
 from tests.stages.torch.features import COMPRESSED, EVEN, MLA, MOE, TWO, make_plan
 from tests.stages.torch.staged_run import CPU, StagedRun
 
@@ -33,6 +34,7 @@ PLANS = {
         "model": {"mtp": {"num_modules": 1, "loss_weight": 0.4, "magic_send": True}, "dropout": {"embedding": 0.1}},
     },
     "compressed attention": {"topology": SEQUENCE, "memory": REGATHER, "model": COMPRESSED},
+    "packed documents": {"model": {**FEATURES["packed documents"]["model"], "num_layers": 3}},
     "cp": {"topology": {"cp": 2, "tp": 2}},
     "experts": {"model": DENSE_FIRST},
     "ep, tp": {"topology": {"ep": 2, **SEQUENCE}, "model": DENSE_FIRST},
