@@ -6,6 +6,7 @@ It imports what it needs when it runs.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -97,6 +98,7 @@ def align(
     from pipeproof.analysis.align.compare_records import align as align_files
     from pipeproof.analysis.align.loss_pairs import Tolerance
     from pipeproof.analysis.align.loss_picture import loss_picture
+    from pipeproof.analysis.align.read_record import parts_of
     from pipeproof.analysis.align.record_format import AlignmentError
     from pipeproof.analysis.align.record_map import read_map
     from pipeproof.analysis.align.training_logs import LogForm
@@ -108,6 +110,9 @@ def align(
         raise click.UsageError("give --rank-a and --rank-b, or neither: ranks are compared by number")
     if draft and picture is not None:
         raise click.UsageError("--draft prints a map, and compares nothing that --plot could draw: leave one out")
+    parts = (*parts_of(a), *parts_of(b))
+    if picture is not None and os.path.realpath(picture) in map(os.path.realpath, parts):
+        raise click.UsageError(f"a part of A or B and '--plot' are one file, {str(picture)!r}, which would be replaced")
     forms = (LogForm(micro_batches, order_a, rank_a), LogForm(micro_batches, order_b, rank_b))
     names = None if names_a is None or names_b is None else (names_a, names_b)
     try:

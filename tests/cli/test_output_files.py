@@ -52,6 +52,7 @@ def test_a_full_disk_leaves_the_file_that_exists_and_names_it(name, tmp_path):
         "import profile log.json --plan plan.json -o log.json",
         "compare plan.json page.html -o page.html",
         "state align log.svg plan.json --plot log.svg",
+        "state align plan.json,log.svg zbv.csv --plot log.svg",
     ],
 )
 def test_an_output_is_no_input_and_no_other_output(words, tmp_path, monkeypatch):
