@@ -52,8 +52,10 @@ def scaled_twice(patch):
 
 def shifted_table(patch):
     """Look up the experts of the token before."""
-    right = common_experts.hash_table
-    patch.setattr(common_experts, "hash_table", lambda *given: np.roll(right(*given), 1, axis=0))
+    right = common_experts.hash_tables
+    patch.setattr(
+        common_experts, "hash_tables", lambda *given: {k: np.roll(v, 1, axis=0) for k, v in right(*given).items()}
+    )
 
 
 def at(layer):

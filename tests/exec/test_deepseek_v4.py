@@ -9,7 +9,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from pipeproof.stages.describe.synthetic import hash_table
+from pipeproof.stages.describe.synthetic import hash_tables
 from tests.exec.processes import Run
 from tests.features import FEATURES
 from tests.plans import plan_dict, subject
@@ -66,7 +66,7 @@ def test_a_run_takes_the_tables_of_a_file_relative_to_its_plan(tmp_path):
     from safetensors.numpy import save_file
 
     plan = subject(model=MODEL).plan.spec
-    tables = [np.roll(hash_table(plan, f"layer.{number}.mlp"), 1, axis=0) for number in range(2)]
+    tables = [np.roll(table, 1, axis=0) for table in hash_tables(plan).values()]
     stored = {"path": "t.safetensors", "sha256": hashlib.sha256(np.stack(tables).tobytes()).hexdigest()}
     losses = []
     for name, more in (("drawn", {}), ("stored", {"hash_tables": stored})):

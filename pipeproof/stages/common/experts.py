@@ -24,7 +24,7 @@ from pipeproof.stages.common.backend_ops import BackendOps, Tensor, Weight
 from pipeproof.stages.common.weights import SplitWeights, mark, source_of
 from pipeproof.stages.describe.gradient_facts import bias_key, hash_routers, loss_key, loss_weights, routers
 from pipeproof.stages.describe.layer import Layer
-from pipeproof.stages.describe.synthetic import hash_table
+from pipeproof.stages.describe.synthetic import hash_tables
 
 Gated: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Activation function of an MLP, of its gate and its other factor."""
@@ -277,7 +277,8 @@ class Balance(ABC):
         names = () if self._rate is None else routers(layers)
         self.biases: dict[str, Held] = {name: self._zero_bias() for name in names}
         """Bias of each router, [E]; empty if the plan has no biases."""
-        self._tables = {name: self._table(hash_table(plan, name)) for name in hash_routers(layers)}
+        tables = hash_tables(plan, hash_routers(layers))
+        self._tables = {name: self._table(table) for name, table in tables.items()}
         self._losses: dict[str, Held] = {}
         self._visits: dict[str, dict[tuple[int, int], Held]] = {}
         self._loads: dict[str, Held] = {}

@@ -12,7 +12,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from pipeproof.diagnostics.finding import BadPlanAtError, Finding, Severity
 from pipeproof.foreign_text import MALFORMED, decode_json, open_foreign
+from pipeproof.specs.model import ModelSpec, MoeSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.boundary import MicroBatchSize, micro_batch_size
 from pipeproof.stages.describe.layer import Parameter
@@ -56,16 +57,31 @@ def initial_weight(parameter: Parameter, seed: int, dtype: str) -> npt.NDArray[A
     return (draws * parameter.init_std).astype(dtype)
 
 
-def hash_table(plan: PlanSpec, experts: str) -> npt.NDArray[np.int64]:
-    """The experts that each token id is sent to, in order, [V, k]; all k differ. ``experts`` is ``layer.0.mlp``.
+def hash_tables(plan: PlanSpec, names: Iterable[str] | None = None) -> dict[str, npt.NDArray[np.int64]]:
+    """The experts that each token id is sent to, in order, [V, k]; all k differ. By default of all blocks.
+
+    ``names`` are those of experts, such as ``layer.0.mlp``. A file with the tables is read once in a call.
 
     Raises:
         BadPlanAtError: PP106, the plan's file has not the tables of the plan.
     """
+    chosen = hash_names(plan.gpt) if names is None else list(names)
+    if not chosen:
+        return {}
     moe = plan.gpt.moe
     assert moe is not None
-    if moe.hash_tables is not None:
-        return stored_hash_tables(plan)[experts]
+    if moe.hash_tables is None:
+        return {name: _drawn_table(plan, moe, name) for name in chosen}
+    stored = stored_hash_tables(plan)
+    return {name: stored[name] for name in chosen}
+
+
+def hash_names(model: ModelSpec) -> list[str]:
+    """The experts that a table chooses by token id, such as ``layer.0.mlp``."""
+    return [f"layer.{number}.mlp" for number in range(model.num_layers) if model.routes_by_token(number)]
+
+
+def _drawn_table(plan: PlanSpec, moe: MoeSpec, experts: str) -> npt.NDArray[np.int64]:
     generator = _generator("experts", plan.run.seed, experts)
     # The i-th draw is a place among the experts that the draws before it have left.
     table = generator.integers(0, moe.num_experts - np.arange(moe.top_k), size=(plan.gpt.vocab_size, moe.top_k))
@@ -97,13 +113,14 @@ def stored_hash_tables(plan: PlanSpec) -> dict[str, npt.NDArray[np.int64]]:
         message = f"the tables of `{path}` cannot be read: {error}"
         raise BadPlanAtError(Finding("PP106", Severity.ERROR, message), (*at, "path")) from None
     tables = {}
-    for number in (n for n in range(plan.gpt.num_layers) if plan.gpt.routes_by_token(n)):
+    for name in hash_names(plan.gpt):
+        number = int(name.split(".")[1])
         table = found.get(number, np.empty(0, dtype=np.int64))
         if (fault := _fault_of(table, shape, moe.num_experts)) is not None:
             message = f"layers.{number}.ffn.gate.tid2eid of `{path}` {fault}"
             raise BadPlanAtError(Finding("PP106", Severity.ERROR, message), (*at, "path"))
         padding = np.repeat(table[:1], plan.gpt.vocab_size - len(table), axis=0)
-        tables[f"layer.{number}.mlp"] = np.concatenate([table, padding])
+        tables[name] = np.concatenate([table, padding])
     digest = hashlib.sha256(b"".join(table[: shape[0]].astype("<i8").tobytes() for table in tables.values()))
     if digest.hexdigest() != moe.hash_tables.sha256:
         message, fix = (

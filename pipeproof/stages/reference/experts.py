@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,7 +25,7 @@ from pipeproof.specs.model import ModelSpec, MoeSpec
 from pipeproof.specs.plan import PlanSpec
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.gradient_facts import bias_key, loss_key, loss_weights, moves_biases, routers
-from pipeproof.stages.describe.synthetic import hash_table
+from pipeproof.stages.describe.synthetic import hash_tables
 from pipeproof.stages.reference.layer_math import gated
 from pipeproof.stages.reference.sharded_tensors import Copies, add
 
@@ -167,6 +168,10 @@ class Routers:
         self._roots: list[Tensor] = []
         self._work_item = 0, 0
 
+    @cached_property
+    def _tables(self) -> dict[str, npt.NDArray[np.int64]]:
+        return hash_tables(self._plan)
+
     def begin_step(self) -> dict[str, Array]:
         """Reset losses and visits, and return the biases at the beginning of the step."""
         self.values = {}
@@ -216,7 +221,7 @@ class Routers:
             for offset, part in enumerate(parts):
                 self._add_losses(part, name, offset)
         copies = Copies.apply(logits, num_readers) if num_readers > 1 else [logits]
-        fixed = None if token_ids is None else hash_table(self._plan, name)[token_ids.reshape(-1)]
+        fixed = None if token_ids is None else self._tables[name][token_ids.reshape(-1)]
         routings = [route(copy, moe, self.biases.get(name), fixed) for copy in copies]
         if counts and name in self.visits:
             np.add.at(self.visits[name], routings[0].experts.reshape(-1), 1)

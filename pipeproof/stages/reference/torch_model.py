@@ -7,7 +7,7 @@ streams, V vocabulary. Activations are [S, B, H] or [B, S, H], as in the plan. M
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,7 +22,7 @@ from pipeproof.stages.describe.gradient_facts import bias_key, loss_key, loss_we
 from pipeproof.stages.describe.layer import layer_order
 from pipeproof.stages.describe.layer_records import Side
 from pipeproof.stages.describe.mtp_streams import embeds_again, num_modules, shifted_batch
-from pipeproof.stages.describe.synthetic import Batch, DropoutKeys, DropoutSite, dropout_gain, dropout_rate, hash_table
+from pipeproof.stages.describe.synthetic import Batch, DropoutKeys, DropoutSite, dropout_gain, dropout_rate, hash_tables
 from pipeproof.stages.reference.torch_compressed_attention import CompressedReference
 from pipeproof.stages.reference.torch_reference_weights import WholeWeights, copies
 
@@ -166,6 +166,11 @@ class TorchUnpartitionedModel:
         angles = np.arange(plan.gpt.seq_length)[:, None] * 10000.0 ** -exponents[None, :]  # [S, D / 2]
         self.cos = torch.tensor(np.cos(angles), device=self.device).to(self.dtype)
         self.sin = torch.tensor(np.sin(angles), device=self.device).to(self.dtype)
+
+    @cached_property
+    def _tables(self) -> dict[str, Tensor]:
+        """The experts of each token id, [V, k], where a table chooses."""
+        return {name: torch.tensor(table, device=self.device) for name, table in hash_tables(self.plan).items()}
 
     def losses(self, batch: Batch, hook: LayerHook = no_hook) -> list[Tensor]:
         """The cross-entropy summed over the counted tokens, a scalar: the main loss, and those of MTP modules.
@@ -350,8 +355,7 @@ class TorchUnpartitionedModel:
         for_router, for_experts, *for_shared = copies(x, 3 if moe.num_shared_experts else 2)
         router, fixed = f"{name}.router.weight", None
         if f"{name}.hash_router.weight" in self.weights.main:
-            table = torch.tensor(hash_table(self.plan, name), device=self.device)
-            router, fixed = f"{name}.hash_router.weight", table[self.token_ids.flatten()]
+            router, fixed = f"{name}.hash_router.weight", self._tables[name][self.token_ids.flatten()]
         logits = self.weights.product(for_router, router)
         chosen, gains = self.routers.route(logits, name, 0 if self.sequence_first else 1, fixed)
         tokens, in_order = for_experts.reshape(-1, x.shape[-1]), moe.combine == "expert"

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from pipeproof.specs.compressed_attention import CompressedAttentionSpec
 from pipeproof.specs.model import ModelSpec
 from pipeproof.specs.plan import PlanSpec
-from pipeproof.stages.describe.synthetic import hash_table
+from pipeproof.stages.describe.synthetic import hash_tables
 from pipeproof.state.checkpoint import Checkpoint, tensor_blocks
 from pipeproof.state.names.convention import Convention
 from pipeproof.state.state_codes import CopiesDifferError
@@ -137,10 +137,9 @@ def settings_of(model: ModelSpec) -> dict[str, Any]:
 def tables_of(plan: PlanSpec) -> dict[str, npt.NDArray[np.int64]]:
     """Return the tables of experts by token id that files of Hugging Face have, [token ids, top_k], by their names."""
     model = plan.gpt
-    blocks = [f"layer.{number}" for number in range(model.num_layers) if model.routes_by_token(number)]
     return {
-        DEEPSEEK_V4.name_of(_TABLE, block, model.num_layers): hash_table(plan, f"{block}.mlp")[: model.num_token_ids]
-        for block in blocks
+        DEEPSEEK_V4.name_of(_TABLE, name.removesuffix(".mlp"), model.num_layers): table[: model.num_token_ids]
+        for name, table in hash_tables(plan).items()
     }
 
 

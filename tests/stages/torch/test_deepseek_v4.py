@@ -12,7 +12,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as oracle
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.layers.layer_operations import ENDS
-from pipeproof.stages.describe.synthetic import hash_table
+from pipeproof.stages.describe.synthetic import hash_tables
 from pipeproof.stages.reference.bound import parallel_bound
 from pipeproof.stages.reference.torch_model import TorchUnpartitionedModel, gated_sum, read
 from pipeproof.stages.reference.torch_reference_weights import WholeWeights
@@ -76,7 +76,7 @@ def experts_of(plan, model, block):
         **{f"shared_experts.{part}_proj.weight": own(f"shared.{part}").T for part in ("gate", "up", "down")},
     }
     if block == 0:
-        pairs["gate.tid2eid"] = torch.tensor(hash_table(plan, name))
+        pairs["gate.tid2eid"] = torch.tensor(hash_tables(plan)[name])
     else:
         pairs["gate.e_score_correction_bias"] = model.routers.biases[name]
     module.load_state_dict(pairs)

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from pipeproof.specs.load_plan import plan_from_dict
 from pipeproof.stages.describe.gpt import describe_gpt
 from pipeproof.stages.describe.gradient_facts import bias_name
-from pipeproof.stages.describe.synthetic import IGNORED, Batch, hash_table
+from pipeproof.stages.describe.synthetic import IGNORED, Batch, hash_tables
 from pipeproof.stages.reference import torch_model
 from pipeproof.stages.reference.torch_model import TorchUnpartitionedModel
 from pipeproof.state.names.convention_maps import map_from_own_names
@@ -150,7 +150,9 @@ def test_a_fault_is_far_off(fault, monkeypatch, tmp_path):
     sections = {name: getattr(plan.gpt, name).model_copy(update=update) for name, update in keys.items()}
     model.plan = model.routers._plan = plan.model_copy(update={"model": plan.gpt.model_copy(update=sections)})
     if not keys:
-        monkeypatch.setattr(torch_model, "hash_table", lambda *given: np.roll(hash_table(*given), 1, axis=0))
+        monkeypatch.setattr(
+            torch_model, "hash_tables", lambda plan: {k: np.roll(v, 1, axis=0) for k, v in hash_tables(plan).items()}
+        )
     (total,) = model.losses(Batch(ids.numpy(), labels.numpy()))
     expected = float(other(input_ids=ids, labels=ids).loss)
     assert abs(float(total / (labels != IGNORED).sum()) / expected - 1) > 1e-4

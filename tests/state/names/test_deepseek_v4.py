@@ -11,7 +11,7 @@ from pipeproof.diagnostics.source import PlanFileError
 from pipeproof.interop.importers.draft import Draft
 from pipeproof.interop.importers.imported import Flags
 from pipeproof.interop.importers.model_sizes import read_model_config
-from pipeproof.stages.describe.synthetic import hash_table
+from pipeproof.stages.describe.synthetic import hash_tables
 from pipeproof.state.names.part_tables import config_of
 from pipeproof.state.state_index import provenance_file
 from tests.state.names.models import DEEPSEEK_V4, plan_of
@@ -40,7 +40,7 @@ def test_a_state_goes_out_and_comes_in_bit_for_bit_for_another_topology(tmp_path
         "config.json", "model-00001-of-00002.safetensors.provenance.json", "model.safetensors.index.json",
     ]  # fmt: skip
     plan = subject_of(tmp_path / "a.yaml").plan.spec
-    expected = hash_table(plan, "layer.1.mlp")[: plan.gpt.num_token_ids]
+    expected = hash_tables(plan)["layer.1.mlp"][: plan.gpt.num_token_ids]
     np.testing.assert_array_equal(load_file(out / TABLES)[TABLE], expected)
     b = plan_file(tmp_path / "b.yaml", "ep2_pp2", MODEL | more)
     reshard(out, "--to", b, "--names", "huggingface", "-o", tmp_path / "in")
@@ -126,7 +126,7 @@ def test_released_weights_with_their_tables_are_continued(tmp_path, more):
     plan = with_tables(tmp_path / "b.yaml", out, digest, model)
     spec = subject_of(plan).plan.spec
     expected = np.concatenate([tables[TABLE], np.repeat(tables[TABLE][:1], 16 - len(tables[TABLE]), axis=0)])
-    np.testing.assert_array_equal(hash_table(spec, "layer.1.mlp"), expected)
+    np.testing.assert_array_equal(hash_tables(spec)["layer.1.mlp"], expected)
     reshard(out, "--to", plan, "--names", "huggingface", "-o", tmp_path / "in")
     reshard(tmp_path / "in", "-o", tmp_path / "again", "--names", "huggingface")
     np.testing.assert_array_equal(load_file(tmp_path / "again" / TABLES)[TABLE], tables[TABLE])
