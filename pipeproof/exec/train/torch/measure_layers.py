@@ -36,8 +36,9 @@ _INDEX_NAMES = frozenset(
 """Attributes of a module that give its place, and not what it computes."""
 _WARM_UPS, _LEAST_ROUNDS = 3, 5
 _LEAST_S = 5.0
-"""Time of the rounds of one sample on a GPU: one that has been idle takes a second to lower its clock to what its power
-allows, and some more to get warm. An H200 of 60 degrees is 3 % slower than one of 53, of which more power is left."""
+"""Time of the rounds of one sample on a GPU. An idle GPU needs a second to lower its clock to what its power limit
+allows, and some more to get warm: at 60 degrees an H200 was 3 % slower than at 53.
+"""
 _ROUNDS_AHEAD = 3
 """Rounds that the host launches without waiting; the queue of a GPU holds about 1,000 launches."""
 _LOAD_SIZE = 4096
