@@ -6,7 +6,6 @@ It imports what it needs when it runs.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -98,17 +97,18 @@ def align(
     from pipeproof.analysis.align.compare_records import align as align_files
     from pipeproof.analysis.align.loss_pairs import Tolerance
     from pipeproof.analysis.align.loss_picture import loss_picture
+    from pipeproof.analysis.align.read_record import parts_of
     from pipeproof.analysis.align.record_format import AlignmentError
     from pipeproof.analysis.align.record_map import read_map
     from pipeproof.analysis.align.training_logs import LogForm
 
-    require_separate_outputs()
+    require_separate_outputs(parts_of)
     if (names_a is None) != (names_b is None):
         raise click.UsageError("give --names-a and --names-b, or neither: names are those of the other side without")
     if (rank_a is None) != (rank_b is None):
         raise click.UsageError("give --rank-a and --rank-b, or neither: ranks are compared by number")
-    if picture is not None:
-        _require_to_draw(picture, (a, b), draft=draft)
+    if draft and picture is not None:
+        raise click.UsageError("--draft prints a map, and compares nothing that --plot could draw: leave one out")
     forms = (LogForm(micro_batches, order_a, rank_a), LogForm(micro_batches, order_b, rank_b))
     names = None if names_a is None or names_b is None else (names_a, names_b)
     try:
@@ -135,16 +135,6 @@ def align(
     else:
         render_alignment(found, console_for())
     sys.exit(ExitStatus.OK if found.equal else ExitStatus.FAILED)
-
-
-def _require_to_draw(picture: Path, sides: tuple[Path, Path], *, draft: bool) -> None:
-    from pipeproof.analysis.align.read_record import parts_of
-
-    if draft:
-        raise click.UsageError("--draft prints a map, and compares nothing that --plot could draw: leave one out")
-    if os.path.realpath(picture) in (os.path.realpath(part) for side in sides for part in parts_of(side)):
-        message = f"a part of A or B and '--plot' are one file, {str(picture)!r}, which would be replaced"
-        raise click.UsageError(message)
 
 
 def _factor(partners: MapFile | None) -> Fraction:

@@ -6,7 +6,7 @@ import errno
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -50,10 +50,11 @@ def writable(context: click.Context, parameter: click.Parameter, value: Path | N
     return value
 
 
-def require_separate_outputs() -> None:
+def require_separate_outputs(files_of: Callable[[Path], Iterable[Path]] = lambda path: (path,)) -> None:
     """Refuse an output file that is also an input or another output of the command that runs.
 
-    Output files are options with a check of their own, such as ``writable``.
+    Output files are options with a check of their own, such as ``writable``. ``files_of`` returns the files of an
+    input that may name several.
 
     Raises:
         click.UsageError: a file would be replaced.
@@ -64,7 +65,8 @@ def require_separate_outputs() -> None:
         (parameter, path)
         for parameter in sorted(context.command.params, key=_is_output)  # inputs first
         if isinstance(parameter.type, click.Path)
-        for path in _paths(context.params.get(parameter.name or ""))
+        for value in _paths(context.params.get(parameter.name or ""))
+        for path in ((value,) if _is_output(parameter) else files_of(value))
     ]
     for parameter, path in given:
         file = Path(os.path.realpath(path))
