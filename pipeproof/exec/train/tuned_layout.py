@@ -17,7 +17,7 @@ from pipeproof.diagnostics.units import size_text, time_text
 from pipeproof.exec.train.layer_samples import RunWay
 from pipeproof.sim.memory_curve import GIB
 
-_ALIKE = 1.015
+_ALIKE = 1.02
 """Ratio of predicted times below which the simpler layout is tried first: predictions are not more accurate."""
 _TIE = 0.005
 """Share of a measured time below which two layouts are as fast as each other."""

@@ -257,7 +257,7 @@ class _Repeated:
             self._occupy = _Load(device, dtypes[0] if dtypes else torch.float32).occupy
 
     def cost(self) -> LayerCost:
-        """The median times of the later half of many rounds, and the memory of one.
+        """The median times of rounds in the later half of many, and the memory of one.
 
         Raises:
             PipelineError: the module raised.
@@ -270,6 +270,7 @@ class _Repeated:
             return replace(memory, forward=forward, backward_input=inputs, backward_weight=weights)
         on_device: list[list[Any]] = []
         on_host: list[list[int]] = []
+        behind_load: list[int] = []
         lead, fastest = 0.0, float("inf")
         end = time.monotonic() + _LEAST_S
         while len(on_host) < _LEAST_ROUNDS or time.monotonic() < end:
@@ -278,6 +279,7 @@ class _Repeated:
                 on_device[-_ROUNDS_AHEAD][-1].synchronize()  # the others are launched, and keep the GPU busy
             if lead > 0 and len(on_host) % _ROUNDS_AHEAD == 0:
                 self._occupy(lead)
+                behind_load.append(len(on_host))
             on_device.append([])
             on_host.append([])
             self._round(partial(self._mark, on_device[-1], on_host[-1]))
@@ -287,12 +289,14 @@ class _Repeated:
                 fastest = min(fastest, _elapsed_ns(marks[0], marks[-1]))
                 lead = _ROUNDS_AHEAD * (host - fastest / 2)
         torch.cuda.synchronize(self._device)
-        later = slice(len(on_host) // 2, None)
-        times = [[_elapsed_ns(*each) for each in pairwise(marks)] for marks in on_device[later]]
+        later = range(len(on_host) // 2, len(on_host))
+        # The host is farthest ahead in the first round behind other work; the GPU may have waited for it in the others.
+        seen = [n for n in behind_load if n in later] or later
+        times = [[_elapsed_ns(*each) for each in pairwise(on_device[n])] for n in seen]
         forward, inputs, weights = (int(median(each)) for each in zip(*times, strict=True))
         return replace(
             memory, forward=forward, backward_input=inputs, backward_weight=weights,
-            host=int(median(marks[-1] - marks[0] for marks in on_host[later])),
+            host=int(median(on_host[n][-1] - on_host[n][0] for n in later)),
         )  # fmt: skip
 
     def _round(self, mark: Callable[[], None]) -> None:
