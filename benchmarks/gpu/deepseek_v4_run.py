@@ -51,6 +51,8 @@ LARGE: dict[str, Any] = {
         "index_n_heads": 8, "index_head_dim": 128, "index_topk": 128,
     },
 }  # fmt: skip
+MEMORY = {"attention": "unfused", "overhead_gib": 0.0625}
+"""The overhead are the two workspaces of cuBLAS, of the threads of forward and backward."""
 MTP = {"num_modules": 1, "magic_send": True, "reads": "after_norm"}
 """With it a plan of several stages needs no embedded tokens next to the streams."""
 
@@ -66,7 +68,7 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
     run = {"backend": "torch", "device": device, "dtype": "bfloat16", "main_grad_dtype": "float32", "steps": 2}
     one = {"kind": "1f1b", "num_micro_batches": 4, "micro_batch_size": 1}
     plan: dict[str, Any] = {
-        "pipeproof": 1, "model": model, "topology": {"pp": 2}, "schedule": one, "memory": {"attention": "unfused"},
+        "pipeproof": 1, "model": model, "topology": {"pp": 2}, "schedule": one, "memory": MEMORY,
         "run": run,
     }  # fmt: skip
     zb_v = {**one, "kind": "zb_v", "num_chunks": 2}
@@ -84,7 +86,7 @@ def plans(device: str) -> Iterator[tuple[str, Plan]]:
         divided = {**plan, "topology": {"pp": 1, **topology}}
         yield f"{name}, 1f1b", divided
         yield f"{name}, 1f1b, float32", {**divided, "run": wide}
-    yield "pp 2, 1f1b, recomputed", {**plan, "memory": {"attention": "unfused", "recompute": "full"}}
+    yield "pp 2, 1f1b, recomputed", {**plan, "memory": {**MEMORY, "recompute": "full"}}
     # The host would count the tokens of each expert, except if all ranks have all tokens, in bfloat16 throughout.
     replayed = {**model, "moe": {**EXPERTS, **size["moe"], "dispatcher": "all_gather"}}
     run = {"backend": "torch", "device": device, "dtype": "bfloat16", "steps": 4}

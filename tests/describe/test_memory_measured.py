@@ -1,5 +1,7 @@
 """Bytes that PyTorch's autograd saves for the same operations, with the exceptions named here."""
 
+import weakref
+
 import pytest
 
 from pipeproof.stages.describe.boundary import MicroBatchSize
@@ -206,6 +208,64 @@ ATTENTION = {
     "q_lora_rank": 24, "qk_rope_head_dim": 8, "sliding_window": 32, "o_groups": 2, "o_lora_rank": 16,
     "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8,
 }  # fmt: skip
+
+
+def most_alive():
+    """A mode that counts the bytes of the tensors that operations make: ``alive``, and the ``most`` of them."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_map_only
+
+    class Alive(TorchDispatchMode):
+        alive = most = 0
+        known = frozenset()
+
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            result = operation(*args, **(kwargs or {}))
+            tree_map_only(torch.Tensor, self.see, result)
+            return result
+
+        def see(self, tensor):
+            memory = tensor.untyped_storage()
+            key, size = memory._cdata, memory.nbytes()
+            if key not in self.known:
+                self.known |= {key}
+                self.alive += size
+                self.most = max(self.most, self.alive)
+                weakref.finalize(memory, self.free, key, size)
+
+        def free(self, key, size):
+            self.known -= {key}
+            self.alive -= size
+
+    return Alive()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_backward_of_unfused_compressed_attention_needs_two_tensors_of_its_scores(dtype):
+    import torch
+
+    from pipeproof.stages.common.compressed_attention import CompressedAttention
+    from pipeproof.stages.torch.backend_ops import OPS
+
+    core = object.__new__(CompressedAttention)
+    weights = type("Weights", (), {"deferred": staticmethod(lambda weight: weight)})()
+    vars(core).update(_ops=OPS, _weights=weights)
+    heads, length, size, entries = 4, 256, 8, 64
+    query, keys = (
+        torch.randn(*shape, dtype=getattr(torch, dtype)).requires_grad_()
+        for shape in ((1, heads, length, size), (1, length + entries, size))
+    )
+    sinks, unseen = (
+        torch.zeros(heads, dtype=query.dtype),
+        torch.zeros(1, 1, length, length + entries, dtype=query.dtype),
+    )
+    with most_alive() as memory:
+        mixed = core._mixed(query, keys, sinks=sinks, unseen=unseen)
+        before, gradient = memory.alive, torch.ones_like(mixed)
+        mixed.backward(gradient)
+    probabilities = heads * length * (length + entries) * query.itemsize
+    assert 1.9 * probabilities < memory.most - before < 2.3 * probabilities
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

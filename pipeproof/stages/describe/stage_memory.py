@@ -13,6 +13,7 @@ needs the gradients of the outputs of products and norms, from the end of I on.
 - Experts (with evenly distributed tokens): the router's probabilities in float32, as many numbers for the gradient of
   the router's losses (on the first TP rank), the tokens as sent to experts, and the output for each, which the router's
   gradient needs. Latent attention: queries, keys and values per head.
+- Unfused attention with compressed keys: while its I runs also the gradients of probabilities and scores, of one block.
 - Dropout: a byte for each element of its mask. Flash attention stores none and draws it again; unfused attention also
   stores the dropped probabilities.
 - Cross-entropy: the logits in float32 and, while I runs, their gradient. Other implementations overwrite one with the
@@ -147,7 +148,9 @@ def gpt_activations(plan: PlanSpec, layers: Sequence[Layer], size: MicroBatchSiz
             for_w = [replace(h, lifetime=Lifetime.BETWEEN) for h in copied if h.lifetime is Lifetime.TO_WEIGHT]
             stored = [held for held in stored if not held.lifetime.is_from_forward] + for_w
         for held in stored:
-            total[held.name, held.lifetime] = total.get((held.name, held.lifetime), _ZERO) + held.num_bytes
+            before = total.get((held.name, held.lifetime), _ZERO)
+            is_at_once = held.lifetime is not Lifetime.IN_INPUT  # I computes one layer after the other
+            total[held.name, held.lifetime] = before + held.num_bytes if is_at_once else max(before, held.num_bytes)
         for held in in_backward:  # one block after the other
             key = held.name, Lifetime.IN_INPUT
             recomputed[key] = max(recomputed.get(key, _ZERO), held.num_bytes)
@@ -317,8 +320,9 @@ class _RankMemory:
         if core.top_k is not None:
             yield StoredActivation("attn.choice", Lifetime.TO_INPUT, INDEX * tokens * min(of_row, Fraction(core.top_k)))
         if not self._is_flash:
-            scores = tokens * (sizes.size.seq_length + of_row) * heads
-            yield StoredActivation(core.name, Lifetime.TO_INPUT, self._item * scores)
+            probabilities = self._item * tokens * (sizes.size.seq_length + of_row) * heads
+            yield StoredActivation(core.name, Lifetime.TO_INPUT, probabilities)
+            yield StoredActivation(f"{core.name}.grad", Lifetime.IN_INPUT, 2 * probabilities)
             return
         yield StoredActivation(core.name, Lifetime.TO_INPUT, FLOAT32 * tokens * heads)
         mixed = self._item * tokens * heads * core.size  # its rotation back is another tensor
