@@ -1,7 +1,6 @@
 """The examples load and are what their first line says; the demo can tell when its facts do not hold."""
 
 import importlib.util
-import json
 import os
 import re
 import signal
@@ -67,64 +66,6 @@ def demo():
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
-
-
-def write_report(path, *, loss=5.5, wrong=()):
-    """A report with one step: two gradients on each of two stages, those in ``wrong`` other than the reference's."""
-    gradients = [
-        {
-            "step": 0,
-            "stage": stage,
-            "md5": "a" if (stage, index) in wrong else "b",
-            "reference_md5": "b",
-            "replicas_agree": True,
-        }
-        for stage in (0, 1)
-        for index in (0, 1)
-    ]
-    later = [{**gradient, "step": 1, "md5": "c"} for gradient in gradients]  # must not count
-    steps = [{"step": 0, "loss": loss, "reference_loss": 5.5}, {"step": 1, "loss": 9.0, "reference_loss": 5.0}]
-    path.write_text(json.dumps({"steps": steps, "gradients": gradients + later}))
-    return path
-
-
-UPSTREAM = ((0, 0), (0, 1))
-
-
-def test_the_lesson_holds_for_what_it_should(demo, tmp_path, capsys):
-    full, damaged = write_report(tmp_path / "full"), write_report(tmp_path / "damaged", wrong=UPSTREAM)
-    assert demo.lesson(full, damaged) == []
-    out = capsys.readouterr().out
-    assert "2 of 2" in out
-    assert (5.5).hex() in out
-
-
-@pytest.mark.parametrize(
-    ("full", "damaged", "complaint"),
-    [
-        ({"loss": 5.6}, {"wrong": UPSTREAM}, "losses"),
-        ({}, {"wrong": UPSTREAM, "loss": 5.5000001}, "losses"),
-        ({"wrong": ((1, 0),)}, {"wrong": UPSTREAM}, "with full transport"),
-        ({}, {"wrong": UPSTREAM[:1]}, "only 1 of 2"),
-        ({}, {"wrong": (*UPSTREAM, (1, 1))}, "1 gradients downstream"),
-    ],
-)
-def test_the_lesson_notices(demo, tmp_path, full, damaged, complaint):
-    problems = demo.lesson(write_report(tmp_path / "full", **full), write_report(tmp_path / "damaged", **damaged))
-    assert len(problems) == 1
-    assert complaint in problems[0]
-
-
-def test_a_missing_report_is_a_failure(demo, tmp_path):
-    assert demo.lesson(write_report(tmp_path / "full"), tmp_path / "nothing")
-
-
-@pytest.mark.slow
-def test_an_unexpected_exit_status_is_a_failure(demo):
-    plan = "examples/gpt_pp2_tp2_sp_partial.yaml"
-    assert demo.play(demo.Scene("refused", ("check", plan), 1), 1, 1) == []
-    (problem,) = demo.play(demo.Scene("refused", ("check", plan), 0), 1, 1)
-    assert "ended with 1, expected 0" in problem
 
 
 @pytest.mark.needs_paddle

@@ -1,15 +1,13 @@
 """Pages and pictures that are made from the code are current, and the check for that can fail."""
 
 import html
+import json
 import re
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
-
-from pipeproof.specs.load_plan import load_plan
-from pipeproof.verify.check_plan import check
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,36 +48,19 @@ def test_generated_pages_are_current(script, monkeypatch, capsys):
     assert not ended.value.code, capsys.readouterr().err
 
 
-def test_a_stale_missing_or_stray_page_is_found_and_mended(validation_script, tmp_path, monkeypatch, capsys):
-    pages = validation_script("pages")
-    monkeypatch.setattr(pages, "ROOT", tmp_path)
-    page, stray = tmp_path / "rules" / "PP999.md", tmp_path / "old.md"
-
-    def outcome(*arguments, strays=frozenset()):
-        monkeypatch.setattr(sys, "argv", ["make", *arguments])
-        return pages.main("docs/make.py", {page: "text\n"}, strays)
-
-    assert outcome("--check") == 1
-    assert "rules/PP999.md is stale; run `python docs/make.py`" in capsys.readouterr().err
-    assert outcome() == 0
-    assert outcome("--check") == 0
-    page.write_text("other\n")
-    assert outcome("--check") == 1
-    stray.write_text("")
-    assert outcome(strays=frozenset({stray})) == 0
-    assert page.read_text() == "text\n"
-    assert not stray.exists()
-    assert outcome("--nonsense") == 2
-
-
-def test_filling_a_page_wants_its_parts_and_leaves_those_of_others(validation_script, tmp_path):
-    fill = validation_script("pages").fill
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- generated: one -->\nold\n<!-- end -->\nafter\n")
-    assert fill(page, {"one": "new"}) == "before\n<!-- generated: one -->\n\nnew\n\n<!-- end -->\nafter\n"
-    with pytest.raises(ValueError, match="two"):
-        fill(page, {"one": "new", "two": "x"})
-    assert fill(page, {}) == page.read_text()
+@pytest.mark.parametrize(
+    ("script", "results"),
+    [
+        ("make_equality", "equality"),
+        ("make_seed_experiment", "seed_experiment"),
+        ("make_alignment_log", "alignment_log"),
+    ],
+)
+def test_runs_that_a_page_shows_are_of_the_plans_as_they_are_now(validation_script, script, results):
+    made = validation_script(script)
+    runs = json.loads((ROOT / "validation" / "results" / f"{results}.json").read_text(encoding="utf-8"))
+    measured = {name: run["plan"] for name, run in runs.get("runs", runs).items()}
+    assert measured == (made.PLANS if script == "make_equality" else made.plans()), "run it with --measure"
 
 
 def words(svg):
@@ -95,18 +76,3 @@ def test_pictures_show_what_the_commands_print(validation_script, name):
     assert fresh == make_pictures.picture(name, output), "the picture differs between two makings"
     committed = (ROOT / "docs" / "images" / f"{name}.svg").read_text(encoding="utf-8")
     assert words(committed) == words(fresh), "stale; run `python validation/pages/make_pictures.py`"
-
-
-def test_the_picture_of_a_run_is_of_the_plan_as_it_is_now():
-    """Its other numbers are the machine's; ``python validation/pages/make_pictures.py --run`` makes it anew."""
-    digest = check(load_plan(ROOT / "examples" / "gpt_pp4.yaml")).digest
-    picture = words((ROOT / "docs" / "images" / "run.svg").read_text(encoding="utf-8"))
-    assert f"digest {digest[:12]}" in picture
-    assert "bit for bit" in picture
-
-
-@pytest.mark.parametrize("name", ["check", "simulate", "run"])
-def test_pictures_load_nothing_from_elsewhere(name):
-    picture = (ROOT / "docs" / "images" / f"{name}.svg").read_text(encoding="utf-8")
-    assert "@font-face" not in picture
-    assert not re.search(r"(href|src|url)\s*[=(]\s*[\"']?https?:", picture)

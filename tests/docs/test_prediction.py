@@ -21,11 +21,6 @@ def predicting(monkeypatch):
     return importlib.import_module("predicting")
 
 
-@pytest.fixture
-def make_prediction(validation_script):
-    return validation_script("make_prediction")
-
-
 def plan_of(kind, num_chunks=1):
     chunks = {"num_chunks": num_chunks} if num_chunks > 1 else {}
     model = plan_dict()["model"] | {"num_layers": 4}
@@ -124,44 +119,3 @@ def test_errors_of_starts_are_the_largest_and_what_nineteen_of_twenty_are_below(
 def test_backwards_captured_whole_are_halved_only_where_a_stage_has_no_parts(predicting):
     ops = [("0F0", [1000]), ("0B0", [4000]), ("1B0", [9000]), ("1I1", [3000, 3200]), ("1W1", [2000])]
     assert predicting.graph_times(ops) == {0: {"F": 1, "I": 2, "W": 2}, 1: {"I": 3.1, "W": 2}}
-
-
-def results_of(predicting, **changes):
-    data = plan_of("zb_v", 2)
-    cost = predicting.cost_of(lowered(data), measured(predicting))
-    step, starts, lengths = predicting.predicted_starts(predicting.simulated(data, cost), cost)
-    spans = [[rank, op, round(start), round(start + lengths[rank, op])] for (rank, op), start in starts.items()]
-    case = {
-        "kind": "zb_v", "num_micro_batches": 4, "predicted_us": step, "measured_us": step * 1.25, "untimed_us": step,
-        "largest_start_error_us": step / 8, "p95_start_error_us": step / 16, "predicted_bytes": 3 * 2**30,
-        "measured_bytes": 4 * 2**30, "graph_us": 2 * step, "graph_predicted_us": step,
-        "graph_full_power_us": 1.1 * step, "work_us": step / 2,
-        "predicted": spans, "measured": spans,
-    }  # fmt: skip
-    size = {"hidden": 64, "sequence": 32, "layers_a_rank": 2, "profiled_micro_batches": 4, "cases": [case | changes]}
-    return {"device": "Some GPU", "torch": "2.99", "num_ranks": 2, "sizes": [size]}
-
-
-def test_the_page_has_the_figures_of_the_results(predicting, make_prediction):
-    pages = make_prediction.pages(results_of(predicting))
-    page = pages.pop(make_prediction.PAGE)
-    assert "2 ranks on Some GPU, PyTorch 2.99." in page
-    assert "-20.0 % | 10.0 % | 5.0 % | 3.00 | 4.00 | -25.0 % | +25.0 %" in page
-    assert "| -50.0 % |" in page
-    assert make_prediction.NO_FIGURES not in page
-    ((path, picture),) = pages.items()
-    assert f"images/prediction/{path.name}" in page
-    assert all(f">{row}</text>" in picture for row in ("pred. 0", "pred. 1", "meas. 0", "meas. 1"))
-    assert ">rank" not in picture
-
-
-def test_without_gpus_there_is_no_memory_and_no_graph(predicting, make_prediction):
-    results = results_of(predicting, predicted_bytes=None, measured_bytes=None)
-    del results["sizes"][0]["cases"][0]["graph_us"]
-    assert "|  |  |  |" in make_prediction.steps_part(results)
-    assert "zb_v" not in make_prediction.graphs_part(results)
-
-
-def test_a_page_without_results_says_so(make_prediction):
-    (page,) = make_prediction.pages({}).values()
-    assert page.count(make_prediction.NO_FIGURES) == 4

@@ -131,12 +131,6 @@ def test_every_page_is_typed_or_exempt():
     assert (typed | EXEMPT.keys()) - pages == set(), "it shows no command any more"
 
 
-@pytest.mark.parametrize("reason", EXEMPT.values())
-def test_tests_that_are_named_instead_exist(reason):
-    for path in re.findall(r"tests/\S+", reason):
-        assert (ROOT / path).exists()
-
-
 @pytest.mark.parametrize("page", sorted((DOCS / "zh").glob("*.md")), ids=lambda page: page.name)
 def test_translations_have_the_blocks_of_the_original(page, blocks):
     """So that what is tested of one holds for the other."""
@@ -169,57 +163,6 @@ def test_translations_have_the_sections_of_the_original(page, blocks):
     assert translated[1:] == original[1:]
 
 
-PAGE = """
-Save this:
-
-```yaml title="a.txt"
-one
-```
-
-```console
-$ cat a.txt; printf 'two  \\n'
-one
-two
-$ false
-$ echo $? > status; export SEEN=yes; mkdir deeper; cd deeper
-$ cat ../status; echo $SEEN; pwd | sed 's:.*/::'
-1
-yes
-deeper
-```
-
-<!-- not run: it would fail -->
-```console
-$ exit 7
-```
-
-```console
-$ false
-$ echo a verdict, whatever it is
-```
-"""
-
-
-def test_a_session_keeps_directory_environment_and_status(blocks, session):
-    for step in blocks.steps_of(PAGE):
-        session.follow(step)
-
-
-def test_exempt_blocks_are_not_followed(blocks):
-    texts = [step.text for step in blocks.steps_of(PAGE) if isinstance(step, blocks.Command)]
-    assert "exit 7" not in texts
-    assert texts[-2:] == ["false", "echo a verdict, whatever it is"]
-
-
-def test_steps_know_their_line(blocks):
-    lines = PAGE.splitlines()
-    for step in blocks.steps_of(PAGE):
-        if isinstance(step, blocks.Command):
-            assert lines[step.line - 1] == f"$ {step.text}"
-        else:
-            assert lines[step.line - 1] == '```yaml title="a.txt"'
-
-
 @pytest.mark.parametrize(
     ("output", "message"),
     [
@@ -236,33 +179,3 @@ def test_a_command_that_does_otherwise_is_told(output, message, blocks, session)
     with pytest.raises(blocks.Mismatch) as told:
         session.follow(step)
     assert re.search(message, str(told.value))
-
-
-def test_a_command_that_does_not_end_is_ended(blocks, session, monkeypatch):
-    monkeypatch.setattr(blocks, "LIMIT_S", 0.3)
-    with pytest.raises(blocks.Mismatch, match="takes more than"):
-        session.follow(blocks.Command(1, "sleep 60 & wait", None))
-
-
-@pytest.mark.parametrize(
-    ("shown", "printed", "agrees"),
-    [
-        ("a\n...\nb\n", "a\nb\n", True),
-        ("a\n...\nb\n", "a\nx\ny\nb\n", True),
-        ("a\n...\nb\n", "a\nx\ny\nc\n", False),
-        ("...\nb\n", "xb\n", False),
-        ("waits for ... 2 more\n", "waits for 3, 2 more\n", False),
-        ("took 1.5 s, 20 ms\n", "took 3 s, 4.25 ms\n", True),
-        ("900 us\n", "901 us\n", False),
-        ("loss 5.561409950\n", "loss 5.561409951\n", True),
-        ("2 of 3\n", "1 of 3\n", False),
-        (f"digest {'0a' * 32}\n", f"digest {'1b' * 32}\n", True),
-        ("digest 0123456789ab\n", "digest 999999999999\n", True),
-        ("a  \n", "a\n", True),
-        ("a\n", "a", True),
-        ("", "", True),
-        ("", "a\n", False),
-    ],
-)
-def test_what_counts_as_the_same_output(shown, printed, agrees, blocks):
-    assert blocks.agrees(shown, printed) is agrees
